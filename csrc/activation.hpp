@@ -1,5 +1,5 @@
-// Activations of the feed-forward layers: as functions of vectors in registers,
-// and as kernels. Computed in fp32 and rounded once.
+// Activations of the feed-forward layers: as functions of vectors, for kernels that have x in
+// registers, and as kernels. Computed in fp32 and rounded once.
 #pragma once
 
 #include "arguments.hpp"
@@ -13,14 +13,14 @@ namespace {
 // x / (1 + e^-x), relative error below 4e-7. The numerator is cut where the result vanishes, because
 // `exp` is cut there too; so -inf gives (nearly) 0 and NaN stays NaN.
 KVIK_INLINE F32 silu(F32 x) {
-    return div(max(all(-87.0f), x), add(all(1.0f), exp(sub(zero(), x))));
+    return div(max(broadcast(-87.0f), x), add(broadcast(1.0f), exp(sub(zero(), x))));
 }
 
 // 0.5 x (1 + tanh u) = x / (1 + e^-2u), u = sqrt(2 / pi) (x + 0.044715 x^3): without the difference
 // that would cancel for negative x. Relative error below 4e-7 (1 + |2u|), because 2u is rounded.
 KVIK_INLINE F32 gelu(F32 x) {
-    const F32 cubic = fma(mul(x, x), all(-0.0713548162726f), all(-1.59576912161f));
-    return div(max(all(-10.0f), x), add(all(1.0f), exp(mul(x, cubic))));
+    const F32 cubic = fma(mul(x, x), broadcast(-0.0713548162726f), broadcast(-1.59576912161f));
+    return div(max(broadcast(-10.0f), x), add(broadcast(1.0f), exp(mul(x, cubic))));
 }
 
 constexpr int64_t kActivationsPerThread = 1024;  // half a microsecond

@@ -29,8 +29,8 @@ KVIK_INLINE void fault_unless(bool fine) {
     if (!fine) __builtin_trap();
 }
 
-// A register and its shape. Found once for an instruction: a thread's own variable is a call to find, and a
-// dear one where a sanitizer watches.
+// A register and its shape. Found once for each instruction: finding a thread's own variable takes a call,
+// which is slow under a sanitizer.
 struct EmulatedRegister {
     EmulatedTile& tile;
     int rows, row_bytes;

@@ -34,8 +34,8 @@ enum MatrixKind : int64_t {
     kMatrixI4Min = 5,  // the same with a minimum for each group: w = q * scale - minimum
     kMatrixFp8 = 6,     // E4M3 weights, activations as `Fp8Activations` says; a group is a multiple of 4
 };
-// What E4M3 weights meet: x as it is, or rounded to E4M3 by a scale for each row, for each row and group of
-// the weights, or by one that is given. Other kinds have kFloatX.
+// What E4M3 weights are multiplied by: x unchanged, or x rounded to E4M3 with a scale for each row, for each
+// row and group of the weights, or with one given scale. Other kinds have kFloatX.
 enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 3 };
 
 // y [rows, inner, dim] = x / rms(x) * weight, over dim.
@@ -59,8 +59,8 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 #define KVIK_ARGS_gather_rows(P, I, F)                                                   \
     P(table) I(table_stride) P(ids) P(out) I(out_stride) I(rows) I(row_bytes)
 
-// q [rows, heads, head_dim] and k [rows, kv_heads, head_dim], turned in place (in halves). rotation
-// [rows, head_dim] fp32: cosines, then sines. Heads are dense within a row.
+// q [rows, heads, head_dim] and k [rows, kv_heads, head_dim], rotated in place (element j with
+// element j + head_dim / 2). rotation [rows, head_dim] fp32: cosines, then sines. Heads are dense within a row.
 #define KVIK_ARGS_rotary(P, I, F)                                                        \
     P(q) I(q_stride) I(heads) P(k) I(k_stride) I(kv_heads) P(rotation) I(rows)           \
     I(head_dim) I(dtype)

@@ -1,6 +1,6 @@
 // Attention over the paged cache: one kernel for decoding, prefill in any chunks, windows and trees.
 //
-// This file cuts a step into tasks. How it cuts is a matter of speed alone: no result depends on it
+// This file divides a step into tasks. The division affects speed alone: no result depends on it
 // (attention_task.hpp says why).
 #pragma once
 
@@ -13,13 +13,13 @@ namespace kvik {
 namespace {
 namespace paged {
 
-// Up to kThinRows rows a task walks the kv heads of a block together, because memory likes long runs.
-// With more, each kv head is a task of its own, whose keys and values stay in the processor's cache
-// while blocks of rows pass over them: so many rows to a task.
+// Up to kThinRows rows a task takes the kv heads of a block together, because memory is read faster in
+// long runs. With more, each kv head is a task of its own, whose keys and values stay in the processor's cache
+// while blocks of rows are multiplied with them: kWideRows rows to a task.
 constexpr int64_t kWideRows = 64;
-constexpr int64_t kTasksPerThread = 4;  // enough for an even end
+constexpr int64_t kTasksPerThread = 4;  // so that the threads end at about the same time
 
-// How the work of one sequence is cut.
+// How the work of one sequence is divided.
 struct Cut {
     Queries queries;
     int64_t first_token;
@@ -56,7 +56,7 @@ inline Cut cut_sequence(const attention_args& a, int64_t sequence) {
     return cut;
 }
 
-// Cuts all sequences, finer if there were too few tasks for the threads.
+// Divides all sequences, more finely if there would be too few tasks for the threads.
 struct Plan {
     int64_t num_cuts = 0, num_tasks = 0, num_parts = 0;
 

@@ -1,9 +1,9 @@
-// A piece of attention for one thread: some queries of one sequence, some kv heads, some splits.
+// The part of attention that one thread computes as a task: some queries of one sequence, some kv heads, some splits.
 //
 // Keys are taken in splits of 512 at absolute positions. Each split starts from nothing, and splits
 // are combined in order. So a result does not depend on whether one thread walked all splits or many
 // threads one each. A node of a tree sees its path at the positions that the path would have in a plain
-// sequence: where its nodes lie elsewhere, their strips are copied together first.
+// sequence: where its nodes are stored elsewhere, their strips are first copied together.
 #pragma once
 
 #include "attention_tile.hpp"
@@ -16,7 +16,7 @@ namespace {
 namespace paged {
 
 constexpr int64_t kSplit = 512;
-// Up to so many rows of a kv head (queries x heads of its group), memory is what counts.
+// Up to this many rows of a kv head (queries x heads of its group), memory limits the speed.
 constexpr int64_t kThinRows = 16;
 
 struct Task {
@@ -36,23 +36,23 @@ inline void combine(float* total, float* part, int64_t head_dim) {
     const float part_largest = *Record::largest(part, head_dim);
     const float now = part_largest > *total_largest ? part_largest : *total_largest;
     float shrinks[kLanes];
-    const F32 fall = all(*total_largest - base_of(now)), fall_part = all(part_largest - base_of(now));
+    const F32 fall = broadcast(*total_largest - base_of(now)), fall_part = broadcast(part_largest - base_of(now));
     store(shrinks, weight_of(select(lanes_of(1), fall, fall_part)));
     const float shrink = shrinks[0], shrink_part = shrinks[1];
     *total_largest = now;
     float* total_sum = Record::weights(total, head_dim);
     *total_sum = *total_sum * shrink + sum(load(Record::weights(part, head_dim))) * shrink_part;
     for (int64_t d = 0; d < head_dim; d += kLanes)
-        store(total + d, fma(load(part + d), all(shrink_part), mul(load(total + d), all(shrink))));
+        store(total + d, fma(load(part + d), broadcast(shrink_part), mul(load(total + d), broadcast(shrink))));
 }
 
 // The result of a row. A row that saw no key at all gives zeros.
 inline void write_out(const attention_args& a, float* total, int64_t token, int64_t head) {
     const float sum = *Record::weights(total, a.head_dim);
     const int64_t at = token * a.out_stride + head * a.head_dim;
-    const F32 divisor = all(sum == 0.0f ? 1.0f : sum);
+    const F32 divisor = broadcast(sum == 0.0f ? 1.0f : sum);
     for (int64_t d = 0; d < a.head_dim; d += kLanes) {
-        // + 0: a sum that underflowed to -0 may have met a masked key's +0 or not
+        // + 0: a masked key may or may not have added +0 to a sum that underflowed to -0
         const F32 result = add(div(load(total + d), divisor), zero());
         if (a.dtype == kF32)
             store(static_cast<float*>(a.out) + at + d, result);
@@ -75,7 +75,7 @@ class Worker {
     static constexpr bool kWiden = cache::kScaled<Stored>;
 
 public:
-    // Bytes of scratch for tasks of so many rows, over all their heads.
+    // Bytes of scratch for tasks of `rows` rows, over all their heads.
     static int64_t scratch_bytes(const attention_args& a, int64_t rows) {
         const int64_t packings = a.tree ? 2 : 1;
         const int64_t path_bytes = a.tree ? 2 * kTile * (a.head_dim * int64_t(sizeof(Stored)) + 2) : 0;
@@ -141,7 +141,7 @@ private:
     }
 
     // Where the strips of a tile are, for kv head 0. Strips that no query of the task sees are not
-    // looked up, as their blocks may be gone or not given yet; they get the place of one that is.
+    // looked up, as their blocks may be released or not yet allocated; they get the place of one that is.
     struct Strips {
         int64_t token[kStrips];
         unsigned present;
@@ -219,7 +219,7 @@ private:
     Places along_path(Places places, int64_t query, int64_t tile, int64_t head) {
         const Queries& queries = task->queries;
         uint64_t path = queries.tree[task->query + query];
-        if (!(path & (path + 1))) return places;  // the first nodes: they lie there already
+        if (!(path & (path + 1))) return places;  // the first nodes are already there
         const int64_t end = queries.end_key(task->query + query);
         const int64_t size = kStrip * a.head_dim / cache::kNumbers<Stored>;
         for (int s = 0; s < kStrips; s++) {
@@ -266,10 +266,10 @@ private:
         unit.fetch = rows <= kThinRows;
         unit.narrow = kWiden ? (cache::kNumbers<Stored> == 2 ? 2 : 1) : 0;
         if constexpr (kWiden) {
-            const F32 scale = all(unit.scale);
+            const F32 scale = broadcast(unit.scale);
             for (int s = 0; s < kStrips; s++) {
                 cache::read_scales<Stored>(key_scales + s * kStrip, places.key_words[s], scale);
-                cache::read_scales<Stored>(value_scales + s * kStrip, places.value_words[s], all(1.0f));
+                cache::read_scales<Stored>(value_scales + s * kStrip, places.value_words[s], broadcast(1.0f));
             }
             unit.key_scales = key_scales;
             unit.value_scales = value_scales;

@@ -3,7 +3,7 @@
 //
 // What a row gets depends on its own keys alone, to the bit: each lane of a score sums over head_dim in
 // order, each column of the output sums over keys in order, and a key that a row does not see adds
-// exactly zero (weight zero times a value set to zero), whichever query shares the tile.
+// exactly zero (weight zero times a value set to zero), whichever rows share the tile.
 #pragma once
 
 #include "attention_visible.hpp"
@@ -18,8 +18,8 @@ constexpr int kStrips = kTile / kStrip;
 constexpr int kRows = 4;                        // rows that share a load of the cache
 constexpr int kVectors = kLanes == 16 ? 4 : 2;  // kRows x kVectors sums fit the registers
 
-// How an element of the cache meets one of q (scores) or of the weights (values): Cache is what a tile
-// holds, Factor what q and the weights are packed as, kPair how many tokens or columns a lane takes.
+// How elements of the cache are multiplied by q (scores) or by the weights (values): Cache is the type of a
+// tile, Factor that of q and the weights when packed, kPair the number of tokens or columns of a lane.
 struct Floats {
     using Cache = float;
     using Factor = float;
@@ -27,10 +27,10 @@ struct Floats {
     static constexpr int kPair = 1;
     KVIK_INLINE Vector load(const float* p) { return kvik::load(p); }
     KVIK_INLINE Vector visible(Vector v, unsigned bits) { return bits & 1 ? v : zero(); }
-    KVIK_INLINE F32 dot(F32 sum, Vector v, const float* factor) { return fma(v, all(*factor), sum); }
+    KVIK_INLINE F32 dot(F32 sum, Vector v, const float* factor) { return fma(v, broadcast(*factor), sum); }
 };
 
-// bf16 in the cache, q and weights in fp32: exact products, and the faster way too without an
+// bf16 in the cache, q and weights in fp32: exact products, and also the faster way without an
 // instruction for bf16 pairs.
 struct SplitPairs {
     using Cache = bf16;
@@ -47,7 +47,7 @@ struct SplitPairs {
         return {bits & 1 ? v.even : zero(), bits & 2 ? v.odd : zero()};
     }
     KVIK_INLINE F32 dot(F32 sum, Vector v, const float* factor) {
-        return fma(v.odd, all(factor[1]), fma(v.even, all(factor[0]), sum));
+        return fma(v.odd, broadcast(factor[1]), fma(v.even, broadcast(factor[0]), sum));
     }
 };
 
@@ -58,14 +58,14 @@ struct DotPairs {
     static constexpr int kPair = 2;
     KVIK_INLINE Vector load(const bf16* p) { return iload(p); }
     KVIK_INLINE Vector visible(Vector v, unsigned bits) {
-        return iand(v, iall(int32_t((bits & 1 ? 0xffffu : 0u) | (bits & 2 ? 0xffff0000u : 0u))));
+        return iand(v, ibroadcast(int32_t((bits & 1 ? 0xffffu : 0u) | (bits & 2 ? 0xffff0000u : 0u))));
     }
     KVIK_INLINE F32 dot(F32 sum, Vector v, const bf16* factor) {
-        return dot_bf16(sum, v, iall(load_word(factor)));
+        return dot_bf16(sum, v, ibroadcast(load_word(factor)));
     }
 };
 
-// What a row knows of the keys of its split so far: its sums over the values, the sum of weights by
+// The state of a row after some keys of its split: its sums over the values, the sum of weights by
 // lane, and the largest score.
 struct Record {
     static constexpr int64_t kTail = 32;
@@ -96,7 +96,7 @@ struct Unit {
 };
 
 // e^x for x <= 0, exactly zero far below: then masked scores (-inf) need no second mask.
-KVIK_INLINE F32 weight_of(F32 x) { return select(less(x, all(-87.0f)), zero(), exp(x)); }
+KVIK_INLINE F32 weight_of(F32 x) { return select(less(x, broadcast(-87.0f)), zero(), exp(x)); }
 
 // With nothing visible yet, the largest score is -inf, and -inf - -inf would be NaN.
 KVIK_INLINE float base_of(float largest) { return largest == -INFINITY ? 0.0f : largest; }
@@ -147,15 +147,15 @@ KVIK_INLINE void soften(const Unit<Format>& unit, float (*scores)[kTile], typena
     constexpr int N = kTile / kLanes;
     const int64_t stride = Record::size(unit.head_dim);
     float base[R];
-    F32 fall = zero();  // by row: how far the old largest score lies below the new one
+    F32 fall = zero();  // by row: the new largest score minus the old one
     for (int r = 0; r < R; r++) {
-        F32 most = all(-INFINITY);
+        F32 most = broadcast(-INFINITY);
         for (int n = 0; n < N; n++) {
             F32 score = load(scores[r] + n * kLanes);
-            const F32 factor = unit.key_scales ? load(unit.key_scales + n * kLanes) : all(unit.scale);
+            const F32 factor = unit.key_scales ? load(unit.key_scales + n * kLanes) : broadcast(unit.scale);
             score = mul(score, factor);
             if (visible[r] != ~uint64_t(0))
-                score = select(lanes_of(uint32_t(visible[r] >> (n * kLanes))), score, all(-INFINITY));
+                score = select(lanes_of(uint32_t(visible[r] >> (n * kLanes))), score, broadcast(-INFINITY));
             most = max(most, score);
             store(scores[r] + n * kLanes, score);
         }
@@ -163,7 +163,7 @@ KVIK_INLINE void soften(const Unit<Format>& unit, float (*scores)[kTile], typena
         const float tile = largest(most);
         const float now = tile > *old ? tile : *old;
         base[r] = base_of(now);
-        fall = select(lanes_of(1u << r), all(*old - base[r]), fall);
+        fall = select(lanes_of(1u << r), broadcast(*old - base[r]), fall);
         *old = now;
     }
     float shrinks[kLanes];
@@ -171,7 +171,7 @@ KVIK_INLINE void soften(const Unit<Format>& unit, float (*scores)[kTile], typena
     for (int r = 0; r < R; r++) {
         F32 sum = zero();
         for (int n = 0; n < N; n++) {
-            F32 weight = weight_of(sub(load(scores[r] + n * kLanes), all(base[r])));
+            F32 weight = weight_of(sub(load(scores[r] + n * kLanes), broadcast(base[r])));
             sum = add(sum, weight);
             if (unit.value_scales) {  // the scale of a key that was never written may be NaN
                 weight = mul(weight, load(unit.value_scales + n * kLanes));
@@ -181,7 +181,7 @@ KVIK_INLINE void soften(const Unit<Format>& unit, float (*scores)[kTile], typena
             store_weights(weights[r] + n * kLanes, weight);
         }
         float* sums = Record::weights(records + r * stride, unit.head_dim);
-        store(sums, fma(load(sums), all(shrinks[r]), sum));
+        store(sums, fma(load(sums), broadcast(shrinks[r]), sum));
         shrink[r] = shrinks[r];
     }
 }
@@ -197,7 +197,7 @@ KVIK_INLINE void sum_values(const Unit<Format>& unit, int64_t column, typename F
     F32 sums[R][N];
     for (int r = 0; r < R; r++)
         for (int n = 0; n < N; n++)
-            sums[r][n] = mul(load(records + r * stride + column + n * kLanes), all(shrink[r]));
+            sums[r][n] = mul(load(records + r * stride + column + n * kLanes), broadcast(shrink[r]));
     for (int s = 0; s < kStrips; s++) {
         if (!(any >> (s * kStrip) & 0xffff)) continue;
         const typename Format::Cache* values = unit.values[s] + column * P;
@@ -262,7 +262,7 @@ void attend_tile(const Unit<Format>& unit, const typename Format::Factor* q, con
     if (strips == 1) {
         scores_of<Format, R, 1>(unit, last, q, scores, fetch);
     } else {
-        // Side by side, four strips take little longer than one: the sums of one wait for each other.
+        // Four strips at once take little longer than one, because the sums of one strip wait for each other.
         for (int s = 0; s < kStrips; s += kWide) scores_of<Format, R, kWide>(unit, s, q, scores, fetch);
     }
     soften<Format, R>(unit, scores, weights, visible, records, shrink);

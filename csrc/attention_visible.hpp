@@ -9,7 +9,7 @@ namespace paged {
 
 constexpr int kTile = 64;  // keys of one step of the softmax, at multiples of 64
 
-// Bits [first, end) of a tile; both may lie outside.
+// Bits [first, end) of a tile; both may be outside the tile.
 inline uint64_t bits_between(int64_t first, int64_t end) {
     if (first < 0) first = 0;
     if (end > kTile) end = kTile;
@@ -17,7 +17,7 @@ inline uint64_t bits_between(int64_t first, int64_t end) {
     return (~uint64_t(0) >> (kTile - (end - first))) << first;
 }
 
-// The queries of one sequence in this step: `count` of them behind `cached` keys. Keys are told by their
+// The queries of one sequence in this step: `count` of them behind `cached` keys. Keys are named by their
 // positions. A node of a tree has a sequence of its own: what is cached, then the path to it.
 struct Queries {
     int64_t cached, count;
@@ -33,7 +33,7 @@ struct Queries {
         return window > 0 && end > window ? end - window : 0;
     }
 
-    // The keys that queries [begin, end) see lie in [first, end) of these.
+    // All keys that queries [begin, end) see are in [first, end).
     struct Range {
         int64_t first, end;
     };

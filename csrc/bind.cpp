@@ -1,4 +1,4 @@
-// What Python sees: runtimes, tapes, memory. Words travel as plain numbers; who calls has checked them.
+// The Python bindings: runtimes, tapes, memory. Words are passed as plain numbers; callers check them.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
@@ -64,7 +64,7 @@ std::vector<std::string> names_of(const std::vector<const Table*>& some) {
 }  // namespace
 
 NB_MODULE(_native, m) {
-    // An engine that lives until the process ends, somewhere Python does not clean up, is no mistake.
+    // An engine may live until the process ends, where Python does not clean up: that is not a leak.
     nb::set_leak_warnings(false);
     m.def("instruction_sets", [] { return names_of(tables().available); });
     m.def("rejected_instruction_sets", [] { return names_of(tables().rejected); });

@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kFp8Nan = 0x7f;  // of the seven bits without the sign; there are no infinities
 
-// What would be NaN is 480, here and below.
+// The bits of NaN are read as 480, here and below.
 KVIK_INLINE bf16 fp8_to_bf16(uint8_t value) {
     const int size = value & 0x7f, sign = (value & 0x80) << 8;
     return bf16(sign | (size < 8 ? kSmallFp8[size] : (size << 4) + (120 << 7)));
@@ -16,12 +16,12 @@ KVIK_INLINE bf16 fp8_to_bf16(uint8_t value) {
 
 constexpr float kFp8Most = 448.0f;
 
-// The nearest numbers of E4M3, ties to even; larger ones are cut, NaN stays NaN. Their last digit is
+// The nearest numbers of E4M3, ties to even; larger ones are clamped, NaN stays NaN. Their last digit is
 // worth 2^(e-3), and no less than that of 2^-6: so is that of 1.5 * 2^(e+20) in fp32.
 KVIK_INLINE F32 nearest_fp8(F32 v) {
-    const F32 q = max(all(-kFp8Most), min(all(kFp8Most), v));  // of NaN and a number the second is kept
-    const F32 power = __builtin_bit_cast(F32, iand(__builtin_bit_cast(I32, q), iall(0x7f800000)));
-    const F32 large = mul(max(all(0x1p-6f), power), all(0x1.8p20f));
+    const F32 q = max(broadcast(-kFp8Most), min(broadcast(kFp8Most), v));  // of NaN and a number the second is kept
+    const F32 power = __builtin_bit_cast(F32, iand(__builtin_bit_cast(I32, q), ibroadcast(0x7f800000)));
+    const F32 large = mul(max(broadcast(0x1p-6f), power), broadcast(0x1.8p20f));
     return sub(add(q, large), large);
 }
 

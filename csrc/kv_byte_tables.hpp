@@ -1,5 +1,5 @@
-// Rounded numbers of a KV cache to bf16, exactly, 64 at a time: each byte of a result is looked up in a table.
-// Half the instructions of computing it.
+// Convert rounded numbers of a KV cache to bf16, exactly, 64 at a time: each byte of a result is looked up in
+// a table, in half the instructions that computing it takes.
 #pragma once
 
 #include "kv_layout.hpp"
@@ -59,7 +59,7 @@ KVIK_INLINE void widen_bytes(bf16* to, const Stored* from, int64_t count) {  // 
     }
 }
 
-// bf16 of i - 16, for i from 0 to 31, which is what nibbles are after a zero point was taken off.
+// bf16 of i - 16, for i from 0 to 31, the range of a nibble minus its zero point.
 struct alignas(64) ShiftedTables {
     uint8_t low[64], high[64];
 };

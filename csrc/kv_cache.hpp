@@ -1,4 +1,4 @@
-// Keys and values into the paged cache, and back.
+// Store keys and values in the paged cache, and load them.
 #pragma once
 
 #include "arguments.hpp"
@@ -32,7 +32,7 @@ inline void write_head(void* to, int64_t index, const float* from, int64_t head_
 }
 
 // One head of one token into a strip, in place t: numbers as they are stored, or bytes of them. Scaled
-// types have a word beside them.
+// types also have a word of scale.
 template <class Stored>
 void put_key(Stored* strip, int64_t t, const float* from, int64_t head_dim, uint16_t* word) {
     constexpr int P = kPair<Stored>;

@@ -1,6 +1,6 @@
-// How keys and values of the paged cache lie in memory. The same for every instruction set.
+// The layout of keys and values in the paged cache. The same for every instruction set.
 //
-// A block holds all its kv heads one after another, so that who walks the heads of a block reads long
+// A block holds all its kv heads one after another, so that a task over the heads of a block reads long
 // runs. A head's tokens come in strips of 16. Keys of a strip: [head_dim / P][16 tokens][P], so that
 // lanes are tokens and scores need no horizontal sum. Values: [16 / P][head_dim][P tokens], so that lanes
 // are columns of the output. P is 2 for 16-bit and 8-bit elements (a lane multiplies pairs), 1 for fp32.

@@ -1,4 +1,4 @@
-// Keys and values from one place of the paged cache to another, as they are stored.
+// Move keys and values from one place of the paged cache to another, as they are stored.
 #pragma once
 
 #include "arguments.hpp"
@@ -30,7 +30,7 @@ inline void copy_value(Int4s* to, int64_t to_t, const Int4s* from, int64_t t, in
         for (int64_t d = first; d < first + 8; d++) to[value_byte(to_t, d, head_dim)] = from[value_byte(t, d, head_dim)];
 }
 
-// Heads are shared out; each thread moves the tokens in their order.
+// Threads share the heads; each thread moves the tokens in their order.
 template <class Stored>
 void move_as(const move_kv_args& a, const Team& team) {
     const KvLayout layout{a.kv_heads, a.head_dim, a.block_size};

@@ -1,11 +1,11 @@
 // How the numbers of a KV cache are stored: as floats, or rounded to int8, fp8 or int4 by a scale for each
-// vector (K or V of one token and kv head). The scale is rounded first, and the numbers by what is left.
+// vector (K or V of one token and kv head). The numbers are rounded by the scale after that is rounded itself.
 //
 // int8: q in -127..127, x = scale * q. fp8: E4M3, x = scale * q, |q| at most 448. Their word of scale is a
 // bf16. int4: q in 0..15, x = scale * (q - zero) over a range that includes 0; the word holds the scale's
 // exponent and the upper 4 bits of its mantissa, then the zero point in 4 bits.
 //
-// What is not finite has no place in a few bits: the scale carries it, and spoils its vector alone.
+// Few bits cannot hold NaN or infinity: the scale becomes NaN or infinite, which affects its vector alone.
 #pragma once
 
 #include "fp8.hpp"
@@ -34,7 +34,7 @@ constexpr int kPair = sizeof(Stored) == 4 ? 1 : 2;  // tokens or columns of a la
 
 constexpr float kInt8Most = 127.0f;
 constexpr int kInt4Most = 15;
-// Sizes that are scaled. Below, a scale would be denormal; such a vector is zero beside any other.
+// Sizes that are scaled. A smaller vector would have a denormal scale; it is stored as zero.
 constexpr float kLeast = 1e-30f, kMost = 3e38f;
 
 KVIK_INLINE uint32_t bits_of(float value) {
@@ -109,9 +109,9 @@ inline void encode(bf16* to, const float* from, int64_t count, uint16_t*) {
 inline void encode(int8_t* to, const float* from, int64_t count, uint16_t* word) {
     const float inverse = choose_scale(absmax(from, count), kInt8Most, word);
     if (inverse == 0.0f) return write_zeros(to, count);
-    const F32 low = all(-kInt8Most), high = all(kInt8Most);
+    const F32 low = broadcast(-kInt8Most), high = broadcast(kInt8Most);
     for (int64_t d = 0; d < count; d += kLanes)
-        store_i8(to + d, to_int(max(low, min(high, mul(load(from + d), all(inverse))))));
+        store_i8(to + d, to_int(max(low, min(high, mul(load(from + d), broadcast(inverse))))));
 }
 
 inline void encode(Fp8* to, const float* from, int64_t count, uint16_t* word) {
@@ -136,14 +136,14 @@ inline void encode_int4(uint8_t* to, const float* from, int64_t count, uint16_t*
     // Each divided first: the difference of two finite numbers may be infinite.
     *word = int4_word(high * (1.0f / kInt4Most) - low * (1.0f / kInt4Most));
     const float inverse = 1.0f / int4_scale(*word);
-    const F32 zero_point = round(min(all(kInt4Most), mul(all(-low), all(inverse))));
+    const F32 zero_point = round(min(broadcast(kInt4Most), mul(broadcast(-low), broadcast(inverse))));
     alignas(64) int32_t lanes[kLanes];
     istore(lanes, to_int(zero_point));
     *word |= uint16_t(lanes[0]);
     for (int64_t d = 0; d < count; d += kLanes) {
-        const F32 q = add(round(mul(load(from + d), all(inverse))), zero_point);
+        const F32 q = add(round(mul(load(from + d), broadcast(inverse))), zero_point);
         alignas(64) int8_t bytes[kLanes];
-        store_i8(bytes, to_int(max(zero(), min(all(kInt4Most), q))));
+        store_i8(bytes, to_int(max(zero(), min(broadcast(kInt4Most), q))));
         std::memcpy(to + d, bytes, kLanes);
     }
 }

@@ -1,5 +1,5 @@
-// Strips of rounded keys and values (kv_numbers.hpp) to bf16, exactly: scales stay outside and multiply
-// scores and weights. The layout of a strip is that of a bf16 cache then (kv_layout.hpp).
+// Convert strips of rounded keys and values (kv_numbers.hpp) to bf16, exactly: scales are left out, and
+// multiply scores and weights. The result has the layout of a bf16 cache (kv_layout.hpp).
 #pragma once
 
 #include "kv_byte_tables.hpp"
@@ -13,7 +13,7 @@ namespace cache {
 
 #if defined(__AVX512VBMI__)
 
-// One byte is one number: what is in order stays in order.
+// One byte is one number, so the order stays.
 template <class Stored>
 KVIK_INLINE void widen_keys(bf16* to, const Stored* from, const uint16_t*, int64_t head_dim) {
     widen_bytes(to, from, kStrip * head_dim);
@@ -39,7 +39,7 @@ template <class Stored>
 KVIK_INLINE void widen_keys(bf16* to, const Stored* from, const uint16_t*, int64_t head_dim) {
     for (int64_t i = 0; i < kStrip * head_dim; i += 2 * kLanes) istore(to + i, load_pairs(from + i));
 }
-// q - zero is made as q + (16 - zero), which is never negative, less 16.
+// q - zero is computed as q + (16 - zero), which is never negative, minus 16.
 KVIK_INLINE void widen_keys(bf16* to, const Int4s* from, const uint16_t* words, int64_t head_dim) {
     constexpr int V = kStrip / kLanes;
     alignas(64) int32_t lanes[kStrip];
@@ -54,7 +54,7 @@ KVIK_INLINE void widen_keys(bf16* to, const Int4s* from, const uint16_t* words, 
 }
 KVIK_INLINE void widen_values(bf16* to, const Int4s* from, const uint16_t* words, int64_t head_dim) {
     for (int t = 0; t < kStrip; t += 2) {
-        const I32 shifts = iall((16 - int4_zero(words[t])) | (16 - int4_zero(words[t + 1])) << 16);
+        const I32 shifts = ibroadcast((16 - int4_zero(words[t])) | (16 - int4_zero(words[t + 1])) << 16);
         for (int64_t d = 0; d < head_dim; d += 16)
             for (int first = 0; first < 16; first += kLanes) {
                 const I32 q = load_paired_nibbles(from + value_byte(t, d, head_dim), first);

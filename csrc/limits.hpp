@@ -1,4 +1,4 @@
-// The limits of the machine, by loops that do nothing else.
+// Loops that measure the limits of the machine.
 #pragma once
 
 #include "arguments.hpp"
@@ -8,15 +8,15 @@
 namespace kvik {
 namespace {
 
-// The compiler must take this variable as needed, and as changed by somebody else. With 32 registers it
-// stays in one; with fewer it is read from memory where it is used.
+// Makes the compiler treat this variable as used and as changed elsewhere. With 32 registers it stays in
+// one; with fewer it is read from memory where it is used.
 #if defined(__AVX512F__)
 #define KVIK_OPAQUE(variable) asm volatile("" : "+v"(variable))
 #else
 #define KVIK_OPAQUE(variable) asm volatile("" : "+m"(variable))
 #endif
 
-// Reads all bytes once, in pieces of 1 MiB: a thread that is held up does not hold up the others.
+// Reads all bytes once, in chunks of 1 MiB, so that a delayed thread does not delay the others.
 void read_memory(const read_memory_args& a, Team& team) {
     constexpr int64_t kPiece = 1 << 20, kAhead = 4096;
     constexpr int64_t kStep = 8 * int64_t(sizeof(I32));
@@ -31,7 +31,7 @@ void read_memory(const read_memory_args& a, Team& team) {
             for (int64_t line = 0; line < kStep; line += 64) prefetch(data + i + kAhead + line);
             for (int j = 0; j < 8; j++) s[j] = iadd(s[j], iload(data + i + j * int64_t(sizeof(I32))));
         }
-        for (; i < end; i++) s[0] = iadd(s[0], iall(data[i]));
+        for (; i < end; i++) s[0] = iadd(s[0], ibroadcast(data[i]));
     }
     for (I32& v : s) KVIK_OPAQUE(v);
     if (team.rank == 0) *static_cast<double*>(a.result) = double(a.bytes);
@@ -80,17 +80,17 @@ constexpr int kPeakRows = kLanes == 16 ? 7 : 4;
 // Multiplications and additions are counted one by one.
 void peak_f32(const peak_f32_args& a, Team& team) {
     const auto step = [](F32 s, F32 x, F32 y) { return fma(x, y, s); };
-    repeat<kPeakRows>(team, a.steps, 2.0 * kLanes, a.result, zero(), all(0.5f), step);
+    repeat<kPeakRows>(team, a.steps, 2.0 * kLanes, a.result, zero(), broadcast(0.5f), step);
 }
 
 void peak_bf16(const peak_bf16_args& a, Team& team) {
     const auto step = [](F32 s, I32 x, I32 y) { return dot_bf16(s, x, y); };
-    repeat<7>(team, a.steps, 4.0 * kLanes, a.result, zero(), iall(0x3f003f00), step);
+    repeat<7>(team, a.steps, 4.0 * kLanes, a.result, zero(), ibroadcast(0x3f003f00), step);
 }
 
 void peak_i8(const peak_i8_args& a, Team& team) {
     const auto step = [](I32 s, I32 x, I32 y) { return dot_i8(s, x, y); };
-    repeat<kPeakRows>(team, a.steps, 8.0 * kLanes, a.result, izero(), iall(0x01010101), step);
+    repeat<kPeakRows>(team, a.steps, 8.0 * kLanes, a.result, izero(), ibroadcast(0x01010101), step);
 }
 
 #undef KVIK_OPAQUE

@@ -21,11 +21,11 @@ using Tiles = AmxTiles;
 using Tiles = VectorTiles;
 #endif
 
-// What a thread takes at a time, so that none waits long for the last one.
+// Bytes of weights, and rows of x, that a thread takes at a time: few, so that none waits long for the last.
 constexpr int64_t kPieceBytes = 65536;
 constexpr int64_t kPieceRows = 512;
-// Bytes of x of a row between visits to its sums: with many rows, a block of rows of so many bytes has
-// room in the first cache, and the weights of the same inputs stay in the second.
+// Bytes of x of a row between visits to its sums: with many rows, a block of rows of this many bytes fits
+// the first cache, and the weights of the same inputs stay in the second.
 constexpr int64_t kStretchBytes = 2048;
 // Bytes of weights that are unpacked at a time for a single block of rows: they stay in the first cache.
 // With both, stretches are whole products of AMX.
@@ -61,7 +61,7 @@ LinearPlan plan_linear(const linear_args& a, int threads) {
     p.own_rows = a.rows <= 2;
     if (p.row_blocks == 1) {
         p.stretch = p.unpack ? kUnpackedBytes / (2 * kStepBytes) : p.steps;
-        const int64_t even = divide_up(p.tiles, 4 * threads);  // small matrices: some pieces for everyone
+        const int64_t even = divide_up(p.tiles, 4 * threads);  // small matrices: a few chunks for each thread
         p.piece_tiles = smaller(even, 1 + kPieceBytes / (p.steps * kStepBytes + 1));
         p.piece_blocks = 1;
     } else {
@@ -108,13 +108,13 @@ void finish(const linear_args& a, const PreparedRows& x, int64_t tile, int64_t f
     const char* scales = (const char*)a.scales + tile * scale_bytes;
     F32 scale[kTileVectors], bias[kTileVectors];
     for (int v = 0; v < kTileVectors; v++) {
-        scale[v] = scaled ? load((const float*)scales + v * kLanes) : all(1.0f);
+        scale[v] = scaled ? load((const float*)scales + v * kLanes) : broadcast(1.0f);
         // of a pair the second half belongs to `up`
         const int64_t at = v < vectors ? column + v * kLanes : columns + column + (v - vectors) * kLanes;
         bias[v] = a.bias ? load_some((const float*)a.bias + at, valid - v % vectors * kLanes) : zero();
     }
     for (int64_t row = first; row < first + rows; row++, sums += kTile) {
-        const F32 x_scale = all(x_scaled ? x.scales[row] : 1.0f);
+        const F32 x_scale = broadcast(x_scaled ? x.scales[row] : 1.0f);
         F32 value[kTileVectors];
         for (int v = 0; v < kTileVectors; v++) {
             value[v] = load(sums + v * kLanes);
@@ -155,8 +155,8 @@ struct TileWork {
 
     const char* weight_of(int64_t tile) const { return (const char*)a.weight + tile * plan.steps * kStepBytes; }
 
-    // next: the tile that this thread takes after this one, or -1. While blocks of rows pass over a
-    // stretch, which then lies in a cache, they fetch the stretch behind it: memory works all the time.
+    // next: the tile that this thread takes after this one, or -1. While blocks of rows are multiplied with
+    // a stretch, which is then in a cache, the next stretch is prefetched, so that memory is always busy.
     void run(int64_t tile, int64_t first_block, int64_t last_block, int64_t next) const {
         const char* weight = weight_of(tile);
         int64_t step = 0;
@@ -219,7 +219,7 @@ PreparedRows prepare_all(const linear_args& a, const LinearPlan& plan, Team& tea
         x.stride = a.x_stride * (a.dtype == kBF16 ? 2 : 4);
         return x;
     }
-    // One or two rows are prepared by every thread for itself: quicker than to wait for each other.
+    // Each thread prepares one or two rows for itself, which is faster than waiting for another thread.
     char* memory = plan.own_rows ? own : (char*)shared_scratch(team, size_t(plan.x_bytes));
     const PreparedRows x = prepared_at(a, a.rows, memory);
     prepare(a, plan.own_rows ? 0 : team.rank, plan.own_rows ? 1 : team.size, x, ordered);

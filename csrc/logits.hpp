@@ -1,5 +1,5 @@
 // The largest of each row of fp32 logits. Both kernels read a row once, many numbers at a time, and look
-// closer only where one may be larger than what they have.
+// at single numbers only where one may be larger than those found so far.
 #pragma once
 
 #include <cmath>
@@ -38,21 +38,21 @@ int64_t place_of(const float* x, int64_t begin, int64_t end, float value) {
     return begin;
 }
 
-// The largest of [begin, end). First which piece has it, then where: pieces stay in the first cache.
+// The largest of [begin, end): first its chunk, then its place in it. Chunks stay in the first cache.
 Largest largest_of(const float* x, int64_t begin, int64_t end) {
     constexpr int64_t kPiece = 1024;
-    const F32 infinity = all(INFINITY);
+    const F32 infinity = broadcast(INFINITY);
     float best = -INFINITY;
     int64_t place = begin;
     for (int64_t first = begin; first < end && !is_nan(best); first += kPiece) {
         const int64_t last = first + kPiece < end ? first + kPiece : end;
-        F32 m[4] = {all(best), all(best), all(best), all(best)};
+        F32 m[4] = {broadcast(best), broadcast(best), broadcast(best), broadcast(best)};
         uint32_t nan = 0;
         int64_t i = first;
         for (; i + 4 * kLanes <= last; i += 4 * kLanes)
             for (int j = 0; j < 4; j++) {
                 const F32 v = load(x + i + j * kLanes);
-                nan |= bits(above(v, infinity));
+                nan |= bits(not_le(v, infinity));
                 m[j] = max(v, m[j]);
             }
         float top = largest(max(max(m[0], m[1]), max(m[2], m[3])));
@@ -102,7 +102,7 @@ void largest(const largest_args& a, Team& team) {
 
 // ------------------------------------------------------------------------------------ top_k
 
-// A number and its place as one integer that falls in the order of the result: NaN before infinity before
+// A number and its place as one integer, which decreases in the order of the result: NaN before infinity before
 // all others, 0 and -0 equal, of equals the lower id.
 KVIK_INLINE uint64_t ranked(float value, int64_t id) {
     const float x = value + 0.0f;  // -0 becomes 0
@@ -135,7 +135,7 @@ void offer(uint64_t* heap, int64_t size, uint64_t candidate) {
     sink(heap, size, 0);
 }
 
-// The k best of [begin, end) into a heap; their number, which is less when there are not so many.
+// Put the k best of [begin, end) into a heap. Returns their number, which is smaller if there are fewer.
 int64_t best_of(const float* x, int64_t begin, int64_t end, int64_t k, uint64_t* heap) {
     const int64_t size = k < end - begin ? k : end - begin;
     int64_t i = begin;
@@ -143,11 +143,11 @@ int64_t best_of(const float* x, int64_t begin, int64_t end, int64_t k, uint64_t*
     if (size == 0) return 0;
     make_heap(heap, size);
     const auto worst = [&] { return x[id_of(heap[0])]; };
-    // Equals of the worst come later and so lose: only what is above it (or NaN) needs a closer look.
+    // Equals of the worst come later and so lose: only numbers above it (or NaN) are compared one by one.
     for (; i + 4 * kLanes <= end && !is_nan(worst()); i += 4 * kLanes) {
-        const F32 bar = all(worst());
+        const F32 bar = broadcast(worst());
         uint32_t found[4], any = 0;
-        for (int j = 0; j < 4; j++) any |= found[j] = bits(above(load(x + i + j * kLanes), bar));
+        for (int j = 0; j < 4; j++) any |= found[j] = bits(not_le(load(x + i + j * kLanes), bar));
         if (!any) continue;
         for (int j = 0; j < 4; j++)
             for (uint32_t left = found[j]; left; left &= left - 1) {

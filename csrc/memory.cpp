@@ -31,8 +31,8 @@ void* allocate_pages(size_t bytes, bool huge) {
     if (before) munmap(start, before);
     munmap(start + before + size, kHuge - before);
     start += before;
-    // Small things and the end of large ones stay on small pages: a huge one that is not filled would
-    // cost more memory than it saves time.
+    // Small allocations and the end of large ones stay on small pages: a huge page that is not filled
+    // would take more memory than its speed is worth.
     const size_t filled = huge ? bytes / kHuge * kHuge : 0;
     if (filled) madvise(start, filled, MADV_HUGEPAGE);
     if (filled < size) madvise(start + filled, size - filled, MADV_NOHUGEPAGE);

@@ -1,6 +1,6 @@
-// Memory from the system. Weights and the KV cache lie on huge pages: a stream over 4 KiB pages stops for
-// the page walker every 4 KiB; over 2 MiB pages it reads a third faster. What is large for the rare large
-// step alone lies on small ones, of which only those are in memory that were ever written.
+// Memory from the system. Weights and the KV cache are on huge pages: a stream over 4 KiB pages waits for
+// the page walker every 4 KiB; over 2 MiB pages it reads a third faster. Buffers that only rare large steps
+// fill are on small pages, which take memory only once they are written.
 #pragma once
 
 #include <cstddef>

@@ -19,7 +19,7 @@ int64_t rows_worth_a_thread(int64_t dim) { return kNormedPerThread / (dim > 0 ? 
 // Sum of (x - centre)^2, or of x where Squared is false.
 template <bool Squared, class T>
 float sum_of(const T* x, int64_t dim, float centre) {
-    const F32 c = all(centre);
+    const F32 c = broadcast(centre);
     const auto added = [&](F32 total, F32 v) {
         if constexpr (!Squared) return add(total, v);
         const F32 d = sub(v, c);
@@ -41,7 +41,7 @@ float sum_of(const T* x, int64_t dim, float centre) {
 // y = (x - centre) * scale * weight + bias; without centre and bias where Biased is false.
 template <bool Biased, class T>
 void scaled(const T* x, const T* weight, const T* bias, T* y, int64_t dim, float centre, float scale) {
-    const F32 c = all(centre), s = all(scale);
+    const F32 c = broadcast(centre), s = broadcast(scale);
     const auto normed = [&](F32 v, F32 w, F32 b) {
         if constexpr (!Biased) return mul(mul(v, s), w);
         return add(mul(mul(sub(v, c), s), w), b);

@@ -1,4 +1,4 @@
-// Matrices into the layout of packed.hpp, and rows back from it.
+// Pack matrices into the layout of packed.hpp, and read rows back from it.
 #pragma once
 
 #include "arguments.hpp"
@@ -66,7 +66,7 @@ KVIK_INLINE uint32_t word_fp8(const char* row, int64_t step, int64_t inputs) {
 // rows: the 32 rows of a tile; the ones with `skip` are left as they are.
 template <uint32_t (*kWord)(const char*, int64_t, int64_t)>
 void pack_tile(const char* const* rows, const bool* skip, int64_t inputs, int64_t steps, char* tile) {
-    // So many steps that what is written stays in the first cache while the rows go through.
+    // As many steps as leave what is written in the first cache while all rows are packed.
     constexpr int64_t kBlock = 64;
     for (int64_t first = 0; first < steps; first += kBlock) {
         const int64_t last = first + kBlock < steps ? first + kBlock : steps;
@@ -84,7 +84,7 @@ struct TileRange {
     int64_t begin, end;
 };
 
-// Where the outputs [first, first + count) lie, so that threads share the tiles of a run.
+// The tiles of the outputs [first, first + count), for threads to share.
 TileRange tiles_of(int64_t first, int64_t count, int64_t outputs, bool paired) {
     if (!paired) return {first / kTile, divide_up(first + count, kTile)};
     const int64_t inner = outputs / 2;
@@ -186,7 +186,7 @@ void unpack_row(const matrix_rows_args& a, int64_t id, Out* out) {
     constexpr int kInputs = Step::kInputs;
     const int64_t tile = id / kTile, lane = id % kTile, steps = divide_up(a.inputs, kInputs);
     const char* words = (const char*)a.weight + tile * steps * kStepBytes + lane * 4;
-    const int64_t group = a.group ? a.group : a.inputs;  // a step lies in one group
+    const int64_t group = a.group ? a.group : a.inputs;  // a step is in one group
     const int32_t* order = (const int32_t*)a.order;
     for (int64_t k = 0, g = 0; k < a.inputs; g++) {
         const GroupMeaning m = meaning_of(a, tile, lane, g);

@@ -1,4 +1,4 @@
-// Scales, zero points and minima into the layout of packed.hpp.
+// Pack scales, zero points and minima into the layout of packed.hpp.
 #pragma once
 
 #include "arguments.hpp"
@@ -10,7 +10,7 @@
 namespace kvik {
 namespace {
 
-// Of some numbers that fp16 shall hold.
+// The range of some numbers that are to be stored as fp16.
 struct HalfRange {
     bool fits = true;
     uint32_t largest = 0;  // bits of its size
@@ -32,7 +32,7 @@ struct HalfRange {
     }
 };
 
-// 2^127 of 0.
+// 1 / power for a power of two; 2^127 where power is 0.
 KVIK_INLINE float inverse_power(float power) {
     return __builtin_bit_cast(float, (254u << 23) - __builtin_bit_cast(uint32_t, power));
 }
@@ -43,7 +43,7 @@ bool has_fp8_nan(const char* row, int64_t inputs) {
     return found;
 }
 
-// What one lane of a tile takes: the given output `index`, whose values are `row`; -1: nothing.
+// What one lane of a tile holds: the given output `index`, whose values are `row`; -1: nothing.
 struct OutputScales {
     const pack_matrix_args& a;
     int64_t index;

@@ -1,4 +1,4 @@
-// How a packed matrix lies in memory, the same for every instruction set and number of rows.
+// The layout of a packed matrix, the same for every instruction set and number of rows.
 //
 // Outputs are cut into tiles of 32, inputs into steps that take four bytes of an output:
 //   weight  [tiles][steps][32 outputs][4 bytes]
@@ -6,7 +6,7 @@
 //   kind   inputs per step   the four bytes
 //   f32    1                 one float
 //   bf16   2                 two bf16
-//   int8   4                 w + 128, unsigned; both kinds alike
+//   int8   4                 w + 128, unsigned; the same for both kinds
 //   int4   8                 low halves: inputs 0..3 of the step, high halves: inputs 4..7
 //   fp8    4                 inputs 0, 2, 1, 3: what is two bytes apart becomes a pair
 //   scales  of integers and fp8, one tile after the other: fp32 [32], a factor of each output, then
@@ -19,7 +19,7 @@
 // Paired (gate and up of silu_and_mul, outputs = 2 * inner): the 32 outputs of a tile are 16 of the
 // gate, then the same 16 of up; tiles = ceil(inner / 16).
 //
-// Outputs and inputs that fill up the last tile and step weigh zero.
+// Outputs and inputs that fill up the last tile and step have weight zero.
 #pragma once
 
 #include "arguments.hpp"

@@ -1,5 +1,5 @@
-// Penalties for tokens that a request has seen. Few of a vocabulary are: whole pieces of the tables are
-// passed over, so the floor is the 5 bytes that they hold of each token.
+// Penalties for tokens that a request has seen. These are few, so whole runs of the tables are
+// skipped: the floor is the time to read their 5 bytes per token.
 #pragma once
 
 #include "arguments.hpp"
@@ -11,7 +11,7 @@ namespace kvik {
 namespace {
 
 constexpr int64_t kPenalizedPerThread = 16384;
-constexpr int64_t kPassedOver = 64;  // tokens that are looked at together
+constexpr int64_t kPassedOver = 64;  // tokens that are tested together
 
 // Whether any of `kPassedOver` tokens was seen.
 KVIK_INLINE bool any_seen(const uint8_t* in_prompt, const int32_t* counts) {

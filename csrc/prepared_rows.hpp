@@ -99,11 +99,11 @@ KVIK_INLINE float scale_of(const X* x, int64_t count, float most) {
 template <class X>
 KVIK_INLINE int32_t quantise(const X* x, int64_t count, float scale, int8_t* out) {
     I32 total = izero();
-    const F32 divisor = all(scale);
+    const F32 divisor = broadcast(scale);
     for (int64_t k = 0; k < count; k += kLanes) {
         const F32 v = count - k < kLanes ? load(x + k, int(count - k)) : load(x + k);
-        // of NaN and a number the second is kept, so that what is rounded is always in range
-        const F32 q = max(min(div(v, divisor), all(kQuantised)), all(-kQuantised));
+        // max and min of NaN and a number give the second, so that the result is always in range
+        const F32 q = max(min(div(v, divisor), broadcast(kQuantised)), broadcast(-kQuantised));
         const I32 rounded = to_int(q);
         if (count - k < kLanes) {  // a whole vector could end behind the row
             int8_t lanes[kLanes];
@@ -117,7 +117,7 @@ KVIK_INLINE int32_t quantise(const X* x, int64_t count, float scale, int8_t* out
     return sum(total);
 }
 
-// What fills up the last step lies in the last two lines of a row.
+// Clear the last two cache lines of a row, where the zeros that fill up the last step are.
 KVIK_INLINE void clear_end(char* row, int64_t stride) {
     const int64_t bytes = stride < 128 ? stride : 128;
     std::memset(row + stride - bytes, 0, size_t(bytes));
@@ -153,7 +153,7 @@ void convert_row(const linear_args& a, const X* x, int64_t row, const PreparedRo
 // x / scale rounded to E4M3, as bf16, which holds it exactly. NaN stays NaN.
 template <class X>
 KVIK_INLINE void round_fp8(const X* x, int64_t count, float scale, bf16* out) {
-    const F32 divisor = all(scale);
+    const F32 divisor = broadcast(scale);
     int64_t k = 0;
     for (; k + kLanes <= count; k += kLanes) store(out + k, nearest_fp8(div(load(x + k), divisor)));
     const int rest = int(count - k);
@@ -197,7 +197,7 @@ void prepare_row(const linear_args& a, int64_t row, const PreparedRows& to, char
         convert_row<X, bf16>(a, x, row, to);
 }
 
-// Rows first, first + step, ... of x to their places. ordered: room for a row, if there is an order.
+// Rows first, first + step, ... of x to their places. ordered: scratch for a row, if there is an order.
 void prepare(const linear_args& a, int64_t first, int64_t step, const PreparedRows& to, char* ordered) {
     for (int64_t row = first; row < a.rows; row += step) {
         if (a.dtype == kBF16)

@@ -1,5 +1,5 @@
-// One token for each row of logits, by inverse CDF among the tokens that the row's rules keep; and what each
-// token's share of such draws is.
+// One token for each row of logits, by inverse CDF among the tokens that the row's rules keep; and the
+// probability of each token in such draws.
 #pragma once
 
 #include "arguments.hpp"
@@ -40,37 +40,37 @@ int64_t place_in(const float* weights, int64_t count, const Place& place) {
 }
 
 // A token of the candidates.
-int64_t draw_candidate(const DrawRoom& room, double uniform) {
-    const Candidates& found = room.found;
-    const Place place = chunk_of(room.sums, sum_candidates(room), uniform);
+int64_t draw_candidate(const DrawScratch& scratch, double uniform) {
+    const Candidates& found = scratch.found;
+    const Place place = chunk_of(scratch.sums, sum_candidates(scratch), uniform);
     const int64_t first = place.chunk * kDrawChunk;
     const int64_t last = end_of_chunk(place.chunk, found.count);
     return last > first ? id_of(found.ranks[first + place_in(found.weights + first, last - first, place)]) : 0;
 }
 
-int64_t draw_token(const DrawnRow& row, const DrawRoom& room, double uniform) {
+int64_t draw_token(const DrawnRow& row, const DrawScratch& scratch, double uniform) {
     alignas(64) float weights[kDrawChunk];
-    const Place place = chunk_of(room.sums, row.chunks(), uniform);
+    const Place place = chunk_of(scratch.sums, row.chunks(), uniform);
     row.weigh_chunk(place.chunk, weights);
     return place.chunk * kDrawChunk + place_in(weights, row.in_chunk(place.chunk), place);
 }
 
 void draw(const draw_args& a, Team& team) {
-    each_drawn_row(a, team, [&](DrawnRow row, int64_t index, DrawRoom& room, Team& workers) {
+    each_drawn_row(a, team, [&](DrawnRow row, int64_t index, DrawScratch& scratch, Team& workers) {
         const double uniform = static_cast<const double*>(a.uniforms)[index];
-        find_kept(row, room, workers);
+        find_kept(row, scratch, workers);
         if (workers.rank != 0) return;
         static_cast<int64_t*>(a.ids)[index] =
-            row.truncated() ? draw_candidate(room, uniform) : draw_token(row, room, uniform);
+            row.truncated() ? draw_candidate(scratch, uniform) : draw_token(row, scratch, uniform);
     });
 }
 
 // ------------------------------------------------------------------------------------ the shares
 
 // This thread's part of a row of which every token is kept.
-void share_tokens(const DrawnRow& row, const DrawRoom& room, const Range& mine, float* shares) {
+void share_tokens(const DrawnRow& row, const DrawScratch& scratch, const Range& mine, float* shares) {
     alignas(64) float weights[kDrawChunk];
-    const F32 total = all(float(sum_of_chunks(room.sums, row.chunks())));
+    const F32 total = broadcast(float(sum_of_chunks(scratch.sums, row.chunks())));
     for (int64_t chunk = mine.begin; chunk < mine.end; chunk++) {
         const int64_t count = row.in_chunk(chunk);
         float* to = shares + chunk * kDrawChunk;
@@ -81,23 +81,23 @@ void share_tokens(const DrawnRow& row, const DrawRoom& room, const Range& mine, 
     }
 }
 
-void share_candidates(const DrawRoom& room, float* shares) {
-    const Candidates& found = room.found;
-    const float total = float(sum_of_chunks(room.sums, sum_candidates(room)));
+void share_candidates(const DrawScratch& scratch, float* shares) {
+    const Candidates& found = scratch.found;
+    const float total = float(sum_of_chunks(scratch.sums, sum_candidates(scratch)));
     for (int64_t i = 0; i < found.count; i++) shares[id_of(found.ranks[i])] = found.weights[i] / total;
 }
 
 void probabilities(const probabilities_args& a, Team& team) {
-    each_drawn_row(a, team, [&](DrawnRow row, int64_t index, DrawRoom& room, Team& workers) {
+    each_drawn_row(a, team, [&](DrawnRow row, int64_t index, DrawScratch& scratch, Team& workers) {
         float* shares = static_cast<float*>(a.shares) + index * a.shares_stride;
         const Range mine = share(workers, row.chunks(), 1);
         if (row.truncated() && mine.begin < mine.end) {
             const int64_t first = mine.begin * kDrawChunk;
             std::memset(shares + first, 0, size_t(end_of_chunk(mine.end - 1, a.vocab) - first) * sizeof(float));
         }
-        find_kept(row, room, workers);
-        if (!row.truncated()) share_tokens(row, room, mine, shares);
-        else if (workers.rank == 0) share_candidates(room, shares);
+        find_kept(row, scratch, workers);
+        if (!row.truncated()) share_tokens(row, scratch, mine, shares);
+        else if (workers.rank == 0) share_candidates(scratch, shares);
     });
 }
 

@@ -1,4 +1,4 @@
-// How far down the order of its tokens a row keeps them: selection without a sort.
+// How many of its most likely tokens a row keeps: selection without a sort.
 #pragma once
 
 #include "logits.hpp"
@@ -12,7 +12,7 @@ struct Candidates {
     float* weights;
     int64_t count;
 
-    // Without a branch that would often be guessed wrong. Room for one more is needed either way.
+    // Without a branch, which would often be mispredicted. The arrays must have one more place in any case.
     void add_if(bool wanted, const Candidates& from, int64_t i) {
         ranks[count] = from.ranks[i];
         weights[count] = from.weights[i];
@@ -47,10 +47,10 @@ void sort_few(Candidates few) {
 }
 
 // The rank down to which candidates must be taken, from the most likely one, until their number or weight
-// reaches `target`; the lowest rank if it never does. spare: room for as many.
+// reaches `target`; the lowest rank if they never do. spare: scratch for as many candidates.
 //
-// Ranks fall into evenly wide buckets, of which one holds the answer; its members fall into narrower ones,
-// until few are left. Ranks differ, so a round always parts the least from the largest.
+// Ranks are sorted into buckets of equal width, one of which has the answer; its members are sorted into
+// narrower buckets, until few are left. Ranks differ, so a round always separates the least from the largest.
 uint64_t lowest_kept(Candidates all, Candidates spare, Measure measure, double target) {
     constexpr int64_t kBuckets = 2048, kFew = 32;
     double sums[kBuckets];

@@ -2,7 +2,7 @@
 //
 // No row is sorted. What top_k or top_p may keep is found by a bound on the logits that is surely low
 // enough; the exact cut is then made among those few candidates. Weights are summed in fp64 over chunks of
-// fixed size, in order, so that a sum does not depend on who computed which chunk.
+// fixed size, in order, so that a sum does not depend on which thread computed which chunk.
 #pragma once
 
 #include <cfloat>
@@ -42,13 +42,13 @@ RowRules rules_of(const Args& a, int64_t row) {
     };
 }
 
-// Where a row is worked on, by one thread or by the team.
-struct DrawRoom {
+// Scratch memory for one row, of one thread or of the team.
+struct DrawScratch {
     float* highs;     // [chunks, kLanes] the largest logit of each lane
     double* sums;     // [chunks] weights
     int64_t* counts;  // [threads] candidates
     float* bound;
-    Candidates found, spare;  // [vocab]; without room where no row has a rule that needs them
+    Candidates found, spare;  // [vocab]; empty where no row has a rule that needs them
 
     static size_t bytes(int64_t vocab, int threads, bool truncates) {
         const int64_t chunks = draw_chunks(vocab), places = truncates ? chunks * kDrawChunk : 0;
@@ -56,7 +56,7 @@ struct DrawRoom {
                2 * size_t(places) * (sizeof(uint64_t) + sizeof(float)) + sizeof(float);
     }
 
-    DrawRoom(void* memory, int64_t vocab, int threads, bool truncates) {
+    DrawScratch(void* memory, int64_t vocab, int threads, bool truncates) {
         const int64_t chunks = draw_chunks(vocab), places = truncates ? chunks * kDrawChunk : 0;
         sums = static_cast<double*>(memory);
         counts = reinterpret_cast<int64_t*>(sums + chunks);
@@ -79,9 +79,9 @@ void pad(float* weights, int64_t count) {
 // weights = exp((logit - top) / temperature), 0 where below `least` or e^-87, and padded. May be in place.
 void weigh(const float* logits, int64_t count, float top, float temperature, float least, float* weights) {
     const auto weight = [&](F32 logit) {
-        const F32 x = div(sub(logit, all(top)), all(temperature));
-        const F32 w = select(less(x, all(-87.0f)), zero(), exp(x));
-        return select(less(w, all(least)), zero(), w);
+        const F32 x = div(sub(logit, broadcast(top)), broadcast(temperature));
+        const F32 w = select(less(x, broadcast(-87.0f)), zero(), exp(x));
+        return select(less(w, broadcast(least)), zero(), w);
     };
     int64_t i = 0;
     for (; i + kLanes <= count; i += kLanes) store(weights + i, weight(load(logits + i)));
@@ -113,7 +113,7 @@ double sum_of_chunks(const double* sums, int64_t chunks) {
 
 // The largest of each lane of a chunk: [kLanes].
 void find_highs(const float* logits, int64_t count, float* highs) {
-    F32 high = all(-INFINITY);
+    F32 high = broadcast(-INFINITY);
     int64_t i = 0;
     for (; i + kLanes <= count; i += kLanes) high = max(load(logits + i), high);
     store(highs, high);
@@ -121,21 +121,22 @@ void find_highs(const float* logits, int64_t count, float* highs) {
 }
 
 // At least k logits are at or above: the k-th largest of the highs, each of which is another logit's.
-float bound_by_highs(const DrawRoom& room, int64_t count, int64_t k) {
-    Candidates highs = room.found;
+float bound_by_highs(const DrawScratch& scratch, int64_t count, int64_t k) {
+    Candidates highs = scratch.found;
     highs.count = count;
     for (int64_t i = 0; i < count; i++) {
-        highs.ranks[i] = ranked(room.highs[i], i);
+        highs.ranks[i] = ranked(scratch.highs[i], i);
         highs.weights[i] = 0;
     }
-    return room.highs[id_of(lowest_kept(highs, room.spare, Measure::kCount, double(k)))];
+    return scratch.highs[id_of(lowest_kept(highs, scratch.spare, Measure::kCount, double(k)))];
 }
 
 // The same for more than there are highs. Logits that share their sign, exponent and first bits are counted
 // together; the bound is the least number of the group that holds the k-th.
 float bound_by_groups(const float* logits, int64_t vocab, int64_t k) {
     constexpr int kShift = 20, kGroups = 1 << (32 - kShift), kTables = 2;
-    uint32_t counts[kTables][kGroups] = {};  // in turns, because equals wait for each other
+    // Two tables in turn, because increments of one counter wait for each other.
+    uint32_t counts[kTables][kGroups] = {};
     for (int64_t i = 0; i < vocab; i++) {
         const uint32_t bits = uint32_t(load_word(logits + i));
         // As `ranked` orders them, but -0 and NaN: a bound a little too low does no harm.
@@ -166,7 +167,8 @@ void collect(const float* logits, int64_t begin, int64_t end, float bound, Candi
     int64_t i = begin;
     for (; i + 4 * kLanes <= end; i += 4 * kLanes) {
         uint32_t below[4], everywhere = kAll;
-        for (int j = 0; j < 4; j++) everywhere &= below[j] = bits(less(load(logits + i + j * kLanes), all(bound)));
+        for (int j = 0; j < 4; j++)
+            everywhere &= below[j] = bits(less(load(logits + i + j * kLanes), broadcast(bound)));
         if (everywhere == kAll) continue;
         for (int j = 0; j < 4; j++)
             for (uint32_t left = kAll & ~below[j]; left; left &= left - 1)
@@ -176,35 +178,35 @@ void collect(const float* logits, int64_t begin, int64_t end, float bound, Candi
         if (!(logits[i] < bound)) take(i);
 }
 
-// Each thread's candidates lie where its tokens begin; now one behind the other.
-void join(DrawRoom& room, const Team& team, int64_t chunks) {
-    room.found.count = 0;
+// Move the candidates of each thread, which begin where its tokens do, behind those of the thread before.
+void join(DrawScratch& scratch, const Team& team, int64_t chunks) {
+    scratch.found.count = 0;
     for (int64_t thread = 0; thread < team.size; thread++) {
         const int64_t first = share(Team{int(thread), team.size, team.shared, 0}, chunks, 1).begin * kDrawChunk;
-        for (int64_t i = first; i < first + room.counts[thread]; i++) room.found.add_if(true, room.found, i);
+        for (int64_t i = first; i < first + scratch.counts[thread]; i++) scratch.found.add_if(true, scratch.found, i);
     }
 }
 
 // Sums of the candidates' chunks into room.sums; their number.
-int64_t sum_candidates(const DrawRoom& room) {
-    const int64_t chunks = draw_chunks(room.found.count);
+int64_t sum_candidates(const DrawScratch& scratch) {
+    const int64_t chunks = draw_chunks(scratch.found.count);
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
         const int64_t first = chunk * kDrawChunk;
-        room.sums[chunk] = sum_of(room.found.weights + first, end_of_chunk(chunk, room.found.count) - first);
+        scratch.sums[chunk] = sum_of(scratch.found.weights + first, end_of_chunk(chunk, scratch.found.count) - first);
     }
     return chunks;
 }
 
 // Drops the candidates that the rules do not keep, and weighs the others. total: weight of all tokens, if
 // top_k does not drop any.
-void cut_candidates(DrawRoom& room, int64_t vocab, float top, double total, const RowRules& rules) {
-    Candidates& found = room.found;
+void cut_candidates(DrawScratch& scratch, int64_t vocab, float top, double total, const RowRules& rules) {
+    Candidates& found = scratch.found;
     if (rules.top_k < vocab)
-        keep_down_to(found, lowest_kept(found, room.spare, Measure::kCount, double(rules.top_k)));
+        keep_down_to(found, lowest_kept(found, scratch.spare, Measure::kCount, double(rules.top_k)));
     weigh(found.weights, found.count, top, rules.temperature, 0, found.weights);
     if (rules.top_p < 1) {
-        if (rules.top_k < vocab) total = sum_of_chunks(room.sums, sum_candidates(room));
-        keep_down_to(found, lowest_kept(found, room.spare, Measure::kWeight, rules.top_p * total));
+        if (rules.top_k < vocab) total = sum_of_chunks(scratch.sums, sum_candidates(scratch));
+        keep_down_to(found, lowest_kept(found, scratch.spare, Measure::kWeight, rules.top_p * total));
         pad(found.weights, found.count);
     }
     for (int64_t i = 0; i < found.count; i++) found.weights[i] = found.weights[i] < rules.min_p ? 0 : found.weights[i];
@@ -235,39 +237,39 @@ struct DrawnRow {
 // Called by all of the team: what is kept of a row, and its top. Where the row is truncated, that is
 // room.found, which the first thread alone may read; else all tokens, and room.sums are the weights of their
 // chunks.
-void find_kept(DrawnRow& row, DrawRoom& room, Team& team) {
+void find_kept(DrawnRow& row, DrawScratch& scratch, Team& team) {
     const int64_t chunks = row.chunks();
     const Range mine = share(team, chunks, 1);
     for (int64_t chunk = mine.begin; chunk < mine.end; chunk++)
-        find_highs(row.logits + chunk * kDrawChunk, row.in_chunk(chunk), room.highs + chunk * kLanes);
+        find_highs(row.logits + chunk * kDrawChunk, row.in_chunk(chunk), scratch.highs + chunk * kLanes);
     barrier(team);
-    F32 high = all(-INFINITY);
-    for (int64_t chunk = 0; chunk < chunks; chunk++) high = max(load(room.highs + chunk * kLanes), high);
+    F32 high = broadcast(-INFINITY);
+    for (int64_t chunk = 0; chunk < chunks; chunk++) high = max(load(scratch.highs + chunk * kLanes), high);
     row.top = largest(high);
 
     if (!row.cuts_count()) {
         alignas(64) float weights[kDrawChunk];
         for (int64_t chunk = mine.begin; chunk < mine.end; chunk++) {
             row.weigh_chunk(chunk, weights);
-            room.sums[chunk] = sum_of(weights, row.in_chunk(chunk));
+            scratch.sums[chunk] = sum_of(weights, row.in_chunk(chunk));
         }
     } else if (team.rank == 0) {
         const bool few = row.rules.top_k <= chunks * kLanes;
-        *room.bound = few ? bound_by_highs(room, chunks * kLanes, row.rules.top_k)
+        *scratch.bound = few ? bound_by_highs(scratch, chunks * kLanes, row.rules.top_k)
                           : bound_by_groups(row.logits, row.vocab, row.rules.top_k);
     }
     barrier(team);
     if (!row.truncated()) return;
-    const double total = row.cuts_count() ? 0 : sum_of_chunks(room.sums, chunks);
-    const float bound = row.cuts_count() ? *room.bound : bound_of_top_p(total, row.vocab, row.top, row.rules);
-    Candidates found{room.found.ranks + mine.begin * kDrawChunk, room.found.weights + mine.begin * kDrawChunk, 0};
+    const double total = row.cuts_count() ? 0 : sum_of_chunks(scratch.sums, chunks);
+    const float bound = row.cuts_count() ? *scratch.bound : bound_of_top_p(total, row.vocab, row.top, row.rules);
+    Candidates found{scratch.found.ranks + mine.begin * kDrawChunk, scratch.found.weights + mine.begin * kDrawChunk, 0};
     if (mine.begin < mine.end)
         collect(row.logits, mine.begin * kDrawChunk, end_of_chunk(mine.end - 1, row.vocab), bound, found);
-    room.counts[team.rank] = found.count;
+    scratch.counts[team.rank] = found.count;
     barrier(team);
-    if (team.rank != 0) return;  // the others go on to the next row, as far as its first barrier
-    join(room, team, chunks);
-    cut_candidates(room, row.vocab, row.top, total, row.rules);
+    if (team.rank != 0) return;  // the other threads continue with the next row, up to its first barrier
+    join(scratch, team, chunks);
+    cut_candidates(scratch, row.vocab, row.top, total, row.rules);
 }
 
 // work(row, index, room, team) for the rows of a call.
@@ -279,14 +281,14 @@ void each_drawn_row(const Args& a, Team& team, Work work) {
         return DrawnRow{static_cast<const float*>(a.logits) + i * a.stride, a.vocab, rules_of(a, i), 0};
     };
     if (shares_vocabulary(team, a.rows, a.vocab)) {
-        const size_t bytes = DrawRoom::bytes(a.vocab, team.size, truncates);
-        DrawRoom room(shared_scratch(team, bytes), a.vocab, team.size, truncates);
-        for (int64_t i = 0; i < a.rows; i++) work(row(i), i, room, team);
+        const size_t bytes = DrawScratch::bytes(a.vocab, team.size, truncates);
+        DrawScratch scratch(shared_scratch(team, bytes), a.vocab, team.size, truncates);
+        for (int64_t i = 0; i < a.rows; i++) work(row(i), i, scratch, team);
         return;
     }
     Team alone{0, 1, team.shared, 0};
-    DrawRoom room(private_scratch(team, DrawRoom::bytes(a.vocab, 1, truncates)), a.vocab, 1, truncates);
-    for (int64_t i; (i = next_piece(team, a.rows)) >= 0;) work(row(i), i, room, alone);
+    DrawScratch scratch(private_scratch(team, DrawScratch::bytes(a.vocab, 1, truncates)), a.vocab, 1, truncates);
+    for (int64_t i; (i = next_piece(team, a.rows)) >= 0;) work(row(i), i, scratch, alone);
     end_pieces(team);
 }
 

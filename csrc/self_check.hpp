@@ -6,7 +6,7 @@
 
 namespace kvik {
 
-// A small product of bf16 and one of int8, for one row and for several, beside those of `trusted`.
+// A small product of bf16 and one of int8, for one row and for several, compared with those of `trusted`.
 bool products_agree(const Table& table, const Table& trusted);
 
 }  // namespace kvik

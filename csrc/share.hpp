@@ -1,4 +1,4 @@
-// How the threads of a team share work that is even: ranges, the same for every caller.
+// How the threads of a team share even work: by ranges, which every thread computes alike.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ struct Range {
 };
 
 // This thread's part of [0, count). No thread gets fewer than `least` (but for the last of them): the
-// barrier is paid anyway, but what another core wrote has to travel to the next reader.
+// barrier is paid anyway, but data that another core wrote must first be moved to the core that reads it.
 Range share(const Team& team, int64_t count, int64_t least) {
     int64_t threads = count / (least > 1 ? least : 1);
     threads = threads < 1 ? 1 : threads < team.size ? threads : team.size;
@@ -22,7 +22,7 @@ Range share(const Team& team, int64_t count, int64_t least) {
 }
 
 // Calls work(row, begin, end) for this thread's columns of a [rows, columns] result whose elements do
-// not depend on each other. Rows are cut between cache lines of the result, so that no two threads
+// not depend on each other. Rows are divided between cache lines of the result, so that no two threads
 // write to one. least: elements that are worth a thread.
 template <class Work>
 void share_columns(const Team& team, int64_t rows, int64_t columns, int64_t least, Work work) {

@@ -70,7 +70,7 @@ using I32 = __m512i;
 using Mask = __mmask16;
 
 KVIK_INLINE F32 zero() { return _mm512_setzero_ps(); }
-KVIK_INLINE F32 all(float v) { return _mm512_set1_ps(v); }
+KVIK_INLINE F32 broadcast(float v) { return _mm512_set1_ps(v); }
 KVIK_INLINE F32 load(const float* p) { return _mm512_loadu_ps(p); }
 KVIK_INLINE void store(float* p, F32 v) { _mm512_storeu_ps(p, v); }
 KVIK_INLINE Mask first_lanes(int n) { return Mask(n >= kLanes ? 0xffff : (1u << n) - 1); }
@@ -90,14 +90,14 @@ KVIK_INLINE F32 abs(F32 a) { return _mm512_abs_ps(a); }
 KVIK_INLINE F32 fma(F32 a, F32 b, F32 c) { return _mm512_fmadd_ps(a, b, c); }  // a * b + c
 KVIK_INLINE F32 round(F32 a) { return _mm512_roundscale_ps(a, 0); }            // to nearest even
 KVIK_INLINE F32 select(Mask m, F32 yes, F32 no) { return _mm512_mask_blend_ps(m, no, yes); }
-KVIK_INLINE Mask above(F32 a, F32 b) { return _mm512_cmp_ps_mask(a, b, _CMP_NLE_UQ); }  // a > b, or a NaN
+KVIK_INLINE Mask not_le(F32 a, F32 b) { return _mm512_cmp_ps_mask(a, b, _CMP_NLE_UQ); }  // a > b, or a NaN
 KVIK_INLINE uint32_t bits(Mask m) { return m; }  // bit i: lane i
 KVIK_INLINE float sum(F32 a) { return _mm512_reduce_add_ps(a); }
 KVIK_INLINE float largest(F32 a) { return _mm512_reduce_max_ps(a); }
 KVIK_INLINE F32 times_power_of_two(F32 a, F32 n) { return _mm512_scalef_ps(a, n); }
 
 KVIK_INLINE I32 izero() { return _mm512_setzero_si512(); }
-KVIK_INLINE I32 iall(int32_t v) { return _mm512_set1_epi32(v); }
+KVIK_INLINE I32 ibroadcast(int32_t v) { return _mm512_set1_epi32(v); }
 KVIK_INLINE I32 iload(const void* p) { return _mm512_loadu_si512(p); }
 KVIK_INLINE void istore(void* p, I32 v) { _mm512_storeu_si512(p, v); }
 KVIK_INLINE I32 iadd(I32 a, I32 b) { return _mm512_add_epi32(a, b); }
@@ -238,7 +238,7 @@ using I32 = __m256i;
 using Mask = __m256;  // all bits of a lane, or none
 
 KVIK_INLINE F32 zero() { return _mm256_setzero_ps(); }
-KVIK_INLINE F32 all(float v) { return _mm256_set1_ps(v); }
+KVIK_INLINE F32 broadcast(float v) { return _mm256_set1_ps(v); }
 KVIK_INLINE F32 load(const float* p) { return _mm256_loadu_ps(p); }
 KVIK_INLINE void store(float* p, F32 v) { _mm256_storeu_ps(p, v); }
 KVIK_INLINE Mask first_lanes(int n) {
@@ -265,7 +265,7 @@ KVIK_INLINE F32 abs(F32 a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); 
 KVIK_INLINE F32 fma(F32 a, F32 b, F32 c) { return _mm256_fmadd_ps(a, b, c); }
 KVIK_INLINE F32 round(F32 a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 KVIK_INLINE F32 select(Mask m, F32 yes, F32 no) { return _mm256_blendv_ps(no, yes, m); }
-KVIK_INLINE Mask above(F32 a, F32 b) { return _mm256_cmp_ps(a, b, _CMP_NLE_UQ); }
+KVIK_INLINE Mask not_le(F32 a, F32 b) { return _mm256_cmp_ps(a, b, _CMP_NLE_UQ); }
 KVIK_INLINE uint32_t bits(Mask m) { return uint32_t(_mm256_movemask_ps(m)); }
 KVIK_INLINE float sum(F32 a) {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
@@ -283,7 +283,7 @@ KVIK_INLINE F32 times_power_of_two(F32 a, F32 n) {  // |n| below 127
 }
 
 KVIK_INLINE I32 izero() { return _mm256_setzero_si256(); }
-KVIK_INLINE I32 iall(int32_t v) { return _mm256_set1_epi32(v); }
+KVIK_INLINE I32 ibroadcast(int32_t v) { return _mm256_set1_epi32(v); }
 KVIK_INLINE I32 iload(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
 KVIK_INLINE void istore(void* p, I32 v) { _mm256_storeu_si256((__m256i*)p, v); }
 KVIK_INLINE I32 iadd(I32 a, I32 b) { return _mm256_add_epi32(a, b); }
@@ -424,8 +424,8 @@ struct I32 { int32_t v[kLanes]; };
 struct Mask { bool v[kLanes]; };
 
 #define KVIK_LANES for (int i = 0; i < kLanes; i++)
-KVIK_INLINE F32 all(float x) { F32 r; KVIK_LANES r.v[i] = x; return r; }
-KVIK_INLINE F32 zero() { return all(0.0f); }
+KVIK_INLINE F32 broadcast(float x) { F32 r; KVIK_LANES r.v[i] = x; return r; }
+KVIK_INLINE F32 zero() { return broadcast(0.0f); }
 KVIK_INLINE F32 load(const float* p) { F32 r; KVIK_LANES r.v[i] = p[i]; return r; }
 KVIK_INLINE void store(float* p, F32 a) { KVIK_LANES p[i] = a.v[i]; }
 KVIK_INLINE Mask first_lanes(int n) { Mask r; KVIK_LANES r.v[i] = i < n; return r; }
@@ -443,7 +443,7 @@ KVIK_INLINE F32 abs(F32 a) { KVIK_LANES a.v[i] = std::fabs(a.v[i]); return a; }
 KVIK_INLINE F32 fma(F32 a, F32 b, F32 c) { KVIK_LANES c.v[i] += a.v[i] * b.v[i]; return c; }
 KVIK_INLINE F32 round(F32 a) { KVIK_LANES a.v[i] = std::nearbyintf(a.v[i]); return a; }
 KVIK_INLINE F32 select(Mask m, F32 yes, F32 no) { KVIK_LANES yes.v[i] = m.v[i] ? yes.v[i] : no.v[i]; return yes; }
-KVIK_INLINE Mask above(F32 a, F32 b) { Mask r; KVIK_LANES r.v[i] = !(a.v[i] <= b.v[i]); return r; }
+KVIK_INLINE Mask not_le(F32 a, F32 b) { Mask r; KVIK_LANES r.v[i] = !(a.v[i] <= b.v[i]); return r; }
 KVIK_INLINE uint32_t bits(Mask m) { uint32_t r = 0; KVIK_LANES r |= uint32_t(m.v[i]) << i; return r; }
 KVIK_INLINE float sum(F32 a) {
     for (int n = kLanes / 2; n > 0; n /= 2)
@@ -461,8 +461,8 @@ KVIK_INLINE F32 times_power_of_two(F32 a, F32 n) {  // |n| below 127, or NaN whe
     return a;
 }
 
-KVIK_INLINE I32 iall(int32_t x) { I32 r; KVIK_LANES r.v[i] = x; return r; }
-KVIK_INLINE I32 izero() { return iall(0); }
+KVIK_INLINE I32 ibroadcast(int32_t x) { I32 r; KVIK_LANES r.v[i] = x; return r; }
+KVIK_INLINE I32 izero() { return ibroadcast(0); }
 KVIK_INLINE I32 iload(const void* p) { I32 r; std::memcpy(&r, p, sizeof r); return r; }
 KVIK_INLINE void istore(void* p, I32 a) { std::memcpy(p, &a, sizeof a); }
 KVIK_INLINE I32 iadd(I32 a, I32 b) { KVIK_LANES a.v[i] = int32_t(uint32_t(a.v[i]) + uint32_t(b.v[i])); return a; }
@@ -581,18 +581,18 @@ KVIK_INLINE void prefetch_once(const void* p) { __builtin_prefetch(p, 0, 0); }
 
 // e^x, relative error below 2e-7; x is cut to [-87, 88], NaN stays NaN. e^0 is exactly 1.
 KVIK_INLINE F32 exp(F32 x) {
-    const F32 clamped = max(all(-87.0f), min(all(88.0f), x));  // of NaN and a number the second is kept
-    const F32 n = round(mul(clamped, all(1.44269504f)));
+    const F32 clamped = max(broadcast(-87.0f), min(broadcast(88.0f), x));  // of NaN and a number the second is kept
+    const F32 n = round(mul(clamped, broadcast(1.44269504f)));
     // x - n ln 2 in two parts, because n ln 2 alone would lose the low bits
-    F32 f = fma(n, all(-0.693359375f), clamped);
-    f = fma(n, all(2.12194440e-4f), f);
-    F32 p = all(1.9875691500e-4f);
-    p = fma(p, f, all(1.3981999507e-3f));
-    p = fma(p, f, all(8.3334519073e-3f));
-    p = fma(p, f, all(4.1665795894e-2f));
-    p = fma(p, f, all(1.6666665459e-1f));
-    p = fma(p, f, all(5.0000001201e-1f));
-    p = add(fma(p, mul(f, f), f), all(1.0f));
+    F32 f = fma(n, broadcast(-0.693359375f), clamped);
+    f = fma(n, broadcast(2.12194440e-4f), f);
+    F32 p = broadcast(1.9875691500e-4f);
+    p = fma(p, f, broadcast(1.3981999507e-3f));
+    p = fma(p, f, broadcast(8.3334519073e-3f));
+    p = fma(p, f, broadcast(4.1665795894e-2f));
+    p = fma(p, f, broadcast(1.6666665459e-1f));
+    p = fma(p, f, broadcast(5.0000001201e-1f));
+    p = add(fma(p, mul(f, f), f), broadcast(1.0f));
     return times_power_of_two(p, n);
 }
 

@@ -21,10 +21,9 @@ namespace {
 
 constexpr int kMaxThreads = 256;
 constexpr int kCounters = 4;
-// How a thread waits for another: some microseconds awake; then it lets others run on its core, for
-// the late one may be among them (a busy machine often puts both on one core, where each would wait
-// for the other until its slice of time is over); and when it has waited for longer than any thread
-// does in a healthy step, it sleeps.
+// How a thread waits for another: it spins for some microseconds; then it yields its core, as the late
+// thread may be waiting for it (a busy machine often puts both on one core, where each would wait for the
+// other until the end of its time slice); and after a wait longer than any in a normal step, it sleeps.
 constexpr int kSpins = 256;
 constexpr int kYields = 256;
 
@@ -37,7 +36,7 @@ struct Buffer {
             std::free(data);
             size = (bytes + bytes / 4 + 4095) / 4096 * 4096;
             data = std::aligned_alloc(4096, size);
-            if (!data) std::abort();  // an exception cannot leave a parallel region
+            if (!data) std::abort();  // no exception may leave a parallel region
         }
         return data;
     }
@@ -95,7 +94,7 @@ int64_t next_piece(Team& team, int64_t count) {
 }
 
 void end_pieces(Team& team) {
-    // Nobody uses the counter after next before the barrier below is passed.
+    // No thread uses the counter after next before it passes the barrier below.
     if (team.rank == 0)
         team.shared->counters[(team.phase + 2) % kCounters].value.store(0, std::memory_order_relaxed);
     team.phase++;

@@ -1,4 +1,4 @@
-// The threads that run one kernel together: every thread calls the kernel, and the team tells it which
+// The threads that run one kernel together: every thread calls the kernel, and the team says which
 // part of the work is its own.
 #pragma once
 
@@ -21,7 +21,7 @@ struct Team {
 // Wait for all threads of the team. What was written before it is visible after it.
 void barrier(Team& team);
 
-// The next piece of [0, count) that no thread has taken yet, or -1. Pieces are handed out in order.
+// The next item of [0, count) that no thread has taken yet, or -1. Items are handed out in order.
 // After -1 every thread must call `end_pieces`, which is a barrier.
 int64_t next_piece(Team& team, int64_t count);
 void end_pieces(Team& team);

@@ -1,7 +1,7 @@
 // Products of some rows of x with one tile of weights (packed.hpp), sums kept in registers.
 //
 // The order of every sum is that of the inputs, whatever the number of rows: an output's bits depend on
-// its row alone. So each kind has one chain of additions per output, also where two would be quicker.
+// its row alone. So each kind has one chain of additions per output, also where two would be faster.
 #pragma once
 
 #include "fp8.hpp"
@@ -12,7 +12,7 @@
 namespace kvik {
 namespace {
 
-// A stretch of the inputs of one tile, and the rows of x that meet it.
+// A stretch of the inputs of one tile, and the rows of x to multiply it by.
 struct Stretch {
     const char* weight;  // [steps][32][4 bytes]
     int64_t steps;
@@ -21,7 +21,7 @@ struct Stretch {
     int rows;
     float* sums;  // [rows][32]
     bool first;  // else the sums of the stretches before are in `sums`
-    // What to fetch from memory meanwhile, and how many bytes further at each step.
+    // What to prefetch meanwhile, and the bytes from one step to the next.
     const char* ahead;
     int64_t ahead_stride;
     // Of integers, and of weights with groups. Such stretches are whole groups (the last group of a matrix
@@ -40,10 +40,10 @@ struct Stretch {
 constexpr int kMaxRows = kLanes == 16 ? 12 : 4;
 constexpr int64_t kAhead = 2048;  // bytes of a tile's stream to prefetch: about what memory takes to answer
 
-// What a kind does with a vector of weights. kParts: vectors that come out, each of which meets four
-// bytes of x. Of floats kGroups: there may be groups, each with a scale. Of integers kScaled: there are
-// groups with scales; kZeros: they may have zero points; kMinima: they have minima. The caller scales the
-// sums of all inputs.
+// How a kind unpacks and multiplies a vector of weights. kParts: the number of vectors it unpacks to, each
+// multiplied by four bytes of x. For floats kGroups: there may be groups, each with a scale. For integers
+// kScaled: there are groups with scales; kZeros: they may have zero points; kMinima: they have minima. The
+// caller scales the sums of all inputs.
 struct TileF32 {
     static constexpr int kParts = 1;
     static constexpr bool kGroups = false;
@@ -68,7 +68,7 @@ struct TileWidened : TileBF16 {
 struct TileI8AsBF16 {
     static constexpr int kParts = 2;
     static constexpr bool kGroups = true;
-    KVIK_INLINE void unpack(I32 v, I32* w) { widen_i8(ixor(v, iall(int32_t(0x80808080))), w[0], w[1]); }
+    KVIK_INLINE void unpack(I32 v, I32* w) { widen_i8(ixor(v, ibroadcast(int32_t(0x80808080))), w[0], w[1]); }
     KVIK_INLINE F32 dot(F32 sum, I32 w, I32 x) { return dot_bf16(sum, w, x); }
 };
 
@@ -116,7 +116,7 @@ struct Broadcast {
         for (int i = 0; i < kBases; i++) base[i] = x + 4 * i * x_stride;
     }
     inline __attribute__((always_inline)) I32 operator()(int m, int64_t offset) const {
-        return iall(load_word(base[m / 4] + m % 4 * stride + offset));
+        return ibroadcast(load_word(base[m / 4] + m % 4 * stride + offset));
     }
 };
 
@@ -132,7 +132,7 @@ KVIK_INLINE void prefetch_for(const char* ahead) {
 
 // The scales of some outputs of a group; 1 without groups.
 KVIK_INLINE F32 group_scale(const Stretch& s, int64_t lane) {
-    if (!s.scales) return all(1.0f);
+    if (!s.scales) return broadcast(1.0f);
     return s.wide_scales ? load((const float*)s.scales + lane) : load((const f16*)s.scales + lane);
 }
 
@@ -183,7 +183,7 @@ __attribute__((noinline)) void multiply_floats(const Stretch& s, int first_vecto
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; v++) {
             float* sum = sums + m * kTile + v * kLanes;
-            if (x_scaled) acc[m][v] = mul(acc[m][v], all(s.x_scales[m * s.groups_stride + group]));
+            if (x_scaled) acc[m][v] = mul(acc[m][v], broadcast(s.x_scales[m * s.groups_stride + group]));
             store(sum, grouped ? fma(acc[m][v], scale[v], load(sum)) : acc[m][v]);
         }
     }
@@ -209,11 +209,11 @@ __attribute__((noinline)) void multiply_group(const Stretch& s, int first_vector
     I32 acc[kChains][kRows][kVectors];
     I32 zeros[kVectors];
     for (int v = 0; v < kVectors; v++)
-        zeros[v] = packed_zeros ? load_i8((const int8_t*)packed_zeros + lane + v * kLanes) : iall(1);
+        zeros[v] = packed_zeros ? load_i8((const int8_t*)packed_zeros + lane + v * kLanes) : ibroadcast(1);
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; m++) {
         // minus the zero point times the sum of x: the weights are stored without sign
-        const I32 x_sum = iall(x_sums[m * groups_stride]);
+        const I32 x_sum = ibroadcast(x_sums[m * groups_stride]);
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; v++) {
             acc[0][m][v] = kMinima ? izero() : packed_zeros ? short_mul(zeros[v], x_sum) : x_sum;
@@ -249,13 +249,13 @@ __attribute__((noinline)) void multiply_group(const Stretch& s, int first_vector
     float* sums = s.sums + first_vector * kLanes;
     F32 scale[kVectors], minimum[kVectors];
     for (int v = 0; v < kVectors; v++) {
-        scale[v] = kScaled ? load((const f16*)s.scales + lane + v * kLanes) : all(1.0f);
+        scale[v] = kScaled ? load((const f16*)s.scales + lane + v * kLanes) : broadcast(1.0f);
         minimum[v] = kMinima ? load((const f16*)s.zeros + lane + v * kLanes) : zero();
     }
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; m++) {
-        const F32 x_scale = all(kScaled ? x_scales[m * groups_stride] : 1.0f);
-        const F32 x_sum = kMinima ? mul(to_float(iall(x_sums[m * groups_stride])), x_scale) : zero();
+        const F32 x_scale = broadcast(kScaled ? x_scales[m * groups_stride] : 1.0f);
+        const F32 x_sum = kMinima ? mul(to_float(ibroadcast(x_sums[m * groups_stride])), x_scale) : zero();
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; v++) {
             const I32 whole = kChains > 1 ? iadd(acc[0][m][v], acc[kChains - 1][m][v]) : acc[0][m][v];
@@ -344,13 +344,13 @@ void unpack_tile(const char* weight, int64_t steps, char* wide) {
 // widening again for each block of rows hides behind the products, and less memory is touched.
 constexpr int64_t kWidenFrom = kLanes == 16 ? INT64_MAX : 16;
 
-// What `linear` asks of an instruction set; tiles_amx.hpp has another answer.
+// What `linear` needs of an instruction set; tiles_amx.hpp defines it differently.
 struct VectorTiles {
     // Rows of x that are multiplied at once, at most; and of which blocks of rows are multiples.
     static int64_t block_rows(const linear_args&) { return kMaxRows; }
     static int64_t row_unit(const linear_args&) { return 1; }
 
-    // How weights are unpacked before they meet the rows, or null.
+    // How weights are unpacked before they are multiplied, or null.
     static Unpack unpack_of(const linear_args& a) {
         if (a.rows < kWidenFrom) return nullptr;
         return a.kind == kMatrixI8WeightOnly ? unpack_tile<TileI8AsBF16>

@@ -1,8 +1,8 @@
 // Products by the tile registers of AMX: up to 32 rows of x with the 32 outputs of a tile.
 //
 // 16 steps of packed weights (packed.hpp) are two right operands of a product side by side, and 64 bytes of
-// 16 prepared rows of x are a left one. A product treats each of its rows alone, and one row goes the same
-// way as many: so here too an output's bits depend on its row alone. Floats are summed 16 steps at a time
+// 16 prepared rows of x are a left one. A product treats each of its rows alone, and one row is multiplied
+// in the same way as many: so here too an output's bits depend on its row alone. Floats are summed 16 steps at a time
 // from the first input on. Sums of integers are exact, and have the bits of the other instruction sets.
 #pragma once
 
@@ -31,7 +31,7 @@ public:
         if (rows_ != 0) tile_release();
     }
 
-    // For so many rows of x and steps of a product.
+    // For this many rows of x and steps of a product.
     void set(int64_t rows, int64_t steps) {
         if (rows == rows_ && steps == steps_) return;
         rows_ = rows;
@@ -154,17 +154,17 @@ void add_group(const Stretch& s, int64_t group, const int32_t* integers) {
     const char* packed_zeros = kMinima ? nullptr : s.zeros;
     for (int v = 0; v < kTileVectors; v++) {
         const int64_t lane = group * kTile + v * kLanes;
-        const I32 zeros = packed_zeros ? load_i8((const int8_t*)packed_zeros + lane) : iall(1);
+        const I32 zeros = packed_zeros ? load_i8((const int8_t*)packed_zeros + lane) : ibroadcast(1);
         const F32 scale = group_scale(s, lane), minimum = kMinima ? load((const f16*)s.zeros + lane) : zero();
         for (int m = 0; m < s.rows; m++) {
             const int64_t of_x = m * s.groups_stride + group;
             const float x_scale = s.x_scales ? s.x_scales[of_x] : 1.0f;
-            const I32 x_sum = iall(s.x_sums[of_x]);
+            const I32 x_sum = ibroadcast(s.x_sums[of_x]);
             const I32 offset = kMinima ? izero() : packed_zeros ? short_mul(zeros, x_sum) : x_sum;
             const F32 whole = to_float(iadd(iload(integers + m * kTile + v * kLanes), offset));
             float* sum = s.sums + m * kTile + v * kLanes;
-            F32 total = fma(whole, mul(scale, all(x_scale)), load(sum));
-            if (kMinima) total = fma(minimum, all(float(s.x_sums[of_x]) * x_scale), total);
+            F32 total = fma(whole, mul(scale, broadcast(x_scale)), load(sum));
+            if (kMinima) total = fma(minimum, broadcast(float(s.x_sums[of_x]) * x_scale), total);
             store(sum, total);
         }
     }
