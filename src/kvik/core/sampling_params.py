@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from kvik.errors import ParamError
 from kvik.options import (
@@ -143,7 +143,7 @@ def _parameter(
     stored: str = "",
     gguf: str = "",
     column: str = "",
-    truncates: bool = False,
+    truncates: Literal["", "in place", "whole rows"] = "",
     only_with: str = "",
 ) -> Any:
     """Declare a sampling parameter. Its default changes nothing.
@@ -154,7 +154,8 @@ def _parameter(
         stored: its name in generation_config.json; "": it is not read.
         gguf: its name in the metadata of a GGUF file, below `general.sampling`; "": it has none.
         column: type of a row's value in tensors, as numpy calls it; "": the sampler reads none.
-        truncates: tokens are dropped by it, in the order of the declarations.
+        truncates: it drops tokens, in the order of the declarations; "whole rows": by numbers about
+            all tokens of a row, which takes more memory; "": it does not.
         only_with: another parameter, without which it is not used; "": it always is.
     """
     facts: dict[str, object] = {"alias": alias, "label": label, "stored": stored, "gguf": gguf}
@@ -190,7 +191,7 @@ class SamplingParams:
         stored="top_k",
         gguf="top_k",
         column="int64",
-        truncates=True,
+        truncates="in place",
     )
     top_p: float = _parameter(
         1.0,
@@ -200,7 +201,7 @@ class SamplingParams:
         stored="top_p",
         gguf="top_p",
         column="float64",
-        truncates=True,
+        truncates="in place",
     )
     min_p: float = _parameter(
         0.0,
@@ -210,7 +211,7 @@ class SamplingParams:
         stored="min_p",
         gguf="min_p",
         column="float32",
-        truncates=True,
+        truncates="in place",
     )
     typical_p: float = _parameter(
         1.0,
@@ -219,7 +220,7 @@ class SamplingParams:
         label="Typical p",
         stored="typical_p",
         column="float64",
-        truncates=True,
+        truncates="whole rows",
     )
     presence_penalty: float = _parameter(
         0.0,

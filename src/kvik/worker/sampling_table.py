@@ -120,9 +120,8 @@ class _Need:
 
 
 _TRUNCATION_BITS = {one.name: _Need.TRUNCATION << number for number, one in enumerate(TRUNCATIONS)}
-# Truncations that look at all tokens at once, as torch does.
 _WIDE = sum(
-    bit for name, bit in _TRUNCATION_BITS.items() if name not in ("top_k", "top_p", "min_p")
+    _TRUNCATION_BITS[one.name] for one in TRUNCATIONS if one.facts["truncates"] == "whole rows"
 )
 _COLUMNS = {one.name: one.facts["column"] for one in PARAMETERS.values() if one.facts["column"]}
 _values = attrgetter(*_COLUMNS)
@@ -152,8 +151,8 @@ class SamplingTable:
     ) -> None:
         """
         Args:
-            draw_bytes: what `Ops.draw` takes for each logit where no row asks for a truncation of
-                `_WIDE`.
+            draw_bytes: what `Ops.draw` takes for each logit where no row asks for a truncation by
+                whole rows.
         """
         self._vocab_size = vocab_size
         self._draw_bytes = draw_bytes
