@@ -25,41 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.cache import get_cache_manager
 
-from kvik.kernels.triton import (
-    activation,
-    attention_decode,
-    attention_mla,
-    attention_prefill,
-    draw,
-    linear_bytes,
-    linear_end,
-    linear_words,
-    matrix,
-    norm,
-    penalties,
-    rotary,
-    rounding,
-    rows,
-)
-from kvik.kernels.triton.launch import Loop, Resources
-
-RESOURCES: tuple[Resources, ...] = (
-    *activation.RESOURCES,
-    *attention_decode.RESOURCES,
-    *attention_mla.RESOURCES,
-    *attention_prefill.RESOURCES,
-    *draw.RESOURCES,
-    *draw.SEARCH_RESOURCES,
-    *linear_bytes.RESOURCES,
-    *linear_end.RESOURCES,
-    *linear_words.RESOURCES,
-    *matrix.RESOURCES,
-    *norm.RESOURCES,
-    *penalties.RESOURCES,
-    *rotary.RESOURCES,
-    *rows.RESOURCES,
-    *rounding.RESOURCES,
-)
+from kvik_bench.triton_entries import RESOURCES, Loop, Resources
 
 SM_90 = GPUTarget("cuda", 90, 32)
 

@@ -50,10 +50,7 @@ CODE = """
 TIGHT = """
 import sys
 from dataclasses import replace
-from kvik.kernels.triton.attention_decode import RESOURCES as DECODE
-from kvik.kernels.triton.launch import Loop
-from kvik.kernels.triton.linear_words import RESOURCES as WORDS
-from kvik.kernels.triton.norm import RESOURCES as NORM
+from kvik_bench.triton_entries import DECODE, NORM, WORDS, Loop
 from kvik_bench.triton_resources import loop_of, taken
 wide = NORM[2]  # rows of 16384, in registers
 print(taken(replace(wide, max_registers=16)))

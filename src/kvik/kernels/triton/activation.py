@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvik.kernels.triton.launch import TYPES, Resources, ceil_div, power_of_two
+from kvik.kernels.triton.launch import ceil_div, power_of_two
 
 MOST = 1024  # elements of a program: 16 bytes of bf16 at a time for each of 128 threads
 
@@ -66,25 +66,3 @@ def gelu_tanh(x: Tensor) -> Tensor:
     block = min(MOST, power_of_two(x.numel()))
     gelu_tanh_kernel[(ceil_div(x.numel(), block),)](x, out, x.numel(), block)
     return out
-
-
-_BF16 = "*" + TYPES[torch.bfloat16]
-
-RESOURCES = (
-    Resources(
-        silu_and_mul_kernel,
-        "bf16",
-        {"gate_up": _BF16, "out": _BF16, "inner": "i32", "row_stride": "i32"},
-        {"BLOCK": MOST},
-        aligned=frozenset({"inner", "row_stride"}),
-        max_registers=40,
-    ),
-    Resources(
-        gelu_tanh_kernel,
-        "bf16",
-        {"x": _BF16, "out": _BF16, "n": "i32"},
-        {"BLOCK": MOST},
-        aligned=frozenset({"n"}),
-        max_registers=40,
-    ),
-)

@@ -26,11 +26,10 @@ head writes and reads head_dim + 1 numbers of 4 bytes.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-from kvik.kernels.triton.attention_shapes import SPREAD, block_d, split, split_tiles
+from kvik.kernels.triton.attention_shapes import SPREAD, split
 from kvik.kernels.triton.attention_tile import (
     attend,
     begin,
@@ -39,8 +38,7 @@ from kvik.kernels.triton.attention_tile import (
     finish,
     log2_weight,
 )
-from kvik.kernels.triton.kv_load import KINDS, operand, pointers
-from kvik.kernels.triton.launch import Loop, Resources
+from kvik.kernels.triton.kv_load import operand
 
 AT_ONCE = tl.constexpr(16)  # splits that a program merges at once
 
@@ -291,101 +289,3 @@ def attention_merge_kernel(
     d = tl.arange(0, BLOCK_D)
     target = out + ((start + query).to(tl.int64) * HEADS + head) * HEAD_DIM
     tl.store(target + d, result.to(out.dtype.element_ty), mask=d < HEAD_DIM)
-
-
-def _resources(
-    head_dim: int,
-    cache: torch.dtype,
-    m: int = 16,
-    tree: bool = False,
-    loop: Loop | None = None,
-) -> Resources:
-    """Of Llama-3's groups of 4 heads, in bf16, or fp32 as the cache is."""
-    tiles = split_tiles(m, head_dim, max(2, cache.itemsize), tree=tree)
-    pointer, scales = pointers(cache)
-    queries = "*fp32" if cache == torch.float32 else "*bf16"
-    absent = [] if tree else ["tree"]
-    absent += [] if scales else ["k_scales", "v_scales"]
-    return Resources(
-        kernel=attention_decode_kernel,
-        what=f"{m} rows of {head_dim}, KV {str(cache).removeprefix('torch.')}{', tree' * tree}",
-        types={
-            "q": queries,
-            "k_cache": pointer,
-            "v_cache": pointer,
-            "k_scales": scales,
-            "v_scales": scales,
-            "block_table": "*i32",
-            "query_start": "*i32",
-            "seq_lens": "*i32",
-            "tree": "*i64",
-            "out": queries,
-            "part_out": "*fp32",
-            "part_weight": "*fp32",
-            **dict.fromkeys(("q_stride", "table_stride"), "i32"),
-            "scale": "fp32",
-            **dict.fromkeys(("window", "first_sequence", "above"), "i32"),
-            **dict.fromkeys(("most", "programs", "slab"), "i32"),
-        },
-        constants={
-            **dict.fromkeys(absent),
-            "GROUP": 4,
-            "KV_HEADS": 8,
-            "HEAD_DIM": head_dim,
-            "BLOCK_D": block_d(head_dim),
-            "BLOCK_M": tiles.m,
-            "BLOCK_N": tiles.n,
-            "BLOCK_SIZE": 16,
-            "KIND": KINDS[cache],
-            "WINDOW": False,
-            "TREE": tree,
-            "DIRECT": False,
-        },
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        aligned=frozenset({"q_stride"}),
-        loop=loop,
-    )
-
-
-def _merge_resources(head_dim: int) -> Resources:
-    integers = ("window", "first_sequence", "above", "most", "slab")
-    return Resources(
-        kernel=attention_merge_kernel,
-        what=f"head_dim {head_dim}, bf16",
-        types={
-            "part_out": "*fp32",
-            "part_weight": "*fp32",
-            "query_start": "*i32",
-            "seq_lens": "*i32",
-            "out": "*bf16",
-            **dict.fromkeys(integers, "i32"),
-        },
-        constants={
-            "GROUP": 4,
-            "KV_HEADS": 8,
-            "HEAD_DIM": head_dim,
-            "BLOCK_D": block_d(head_dim),
-            "BLOCK_M": 16,
-            "WINDOW": False,
-        },
-    )
-
-
-# K and V of 64 keys of 128 are 16 copies of each of 128 threads, 32 KiB, for which a multiprocessor
-# of an H200 has about 1700 cycles at 4.3 TB/s: a scheduler issues a warp's share in a quarter.
-_KEYS = Loop(copies=16, barriers=6, instructions=450)
-
-RESOURCES = (
-    *(_resources(head_dim, torch.bfloat16, loop=_KEYS) for head_dim in (64, 128, 256)),
-    *(_resources(d, torch.float8_e4m3fn, loop=Loop(copies=4)) for d in (64, 128)),
-    *(_resources(d, torch.int8, loop=Loop(copies=4)) for d in (128, 256)),
-    _resources(128, torch.uint8, loop=Loop(copies=4, instructions=950)),
-    _resources(128, torch.bfloat16, m=32, tree=True),
-    _resources(128, torch.bfloat16, m=64, loop=Loop(copies=16, products=12, waits=1)),
-    _resources(128, torch.bfloat16, m=64, tree=True),
-    _resources(128, torch.float32, m=64),
-    _resources(256, torch.float32, m=64),
-    _merge_resources(128),
-    _merge_resources(512),
-)

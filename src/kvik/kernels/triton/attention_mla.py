@@ -27,7 +27,7 @@ from kvik.kernels.triton.attention_shapes import (
 )
 from kvik.kernels.triton.attention_tile import LOG2_E, begin, ended, finish, log2_weight, weigh
 from kvik.kernels.triton.kv_load import operand, product, vectors_at
-from kvik.kernels.triton.launch import Resources, ceil_div, power_of_two
+from kvik.kernels.triton.launch import ceil_div, power_of_two
 
 KEYS = 32  # of a tile: 36 KiB of bf16 at 512 + 64
 
@@ -161,7 +161,7 @@ def mla_decode(
     heads, latent, rope = q_latent.shape[1], q_latent.shape[2], q_rope.shape[2]
     sequences = len(seq_lens)
     out = torch.empty_like(q_latent, memory_format=torch.contiguous_format)
-    m = _rows(most_queries * heads)
+    m = tile_rows(most_queries * heads)
     stacked = ceil_div(most_queries * heads, m)
     splits = most_splits(longest, ceil_div(heads, m))
     slab = min(most_queries * heads * splits, max(m * SPREAD.value, most_queries * heads))
@@ -204,7 +204,7 @@ def mla_decode(
             BLOCK_N=KEYS,
             BLOCK_SIZE=cache.shape[1],
             DIRECT=splits == 1,
-            num_warps=_warps(m),
+            num_warps=tile_warps(m),
             num_stages=STAGES,
         )
         if splits == 1:
@@ -230,46 +230,11 @@ def mla_decode(
     return out
 
 
-def _rows(rows: int) -> int:
+def tile_rows(rows: int) -> int:
     """Of a tile. 64 rows of 512 sums would spill."""
     return min(32, max(16, power_of_two(rows)))
 
 
-def _warps(m: int) -> int:
+def tile_warps(m: int) -> int:
     """32 rows of 512 sums take 64 registers of 256 threads."""
     return 8 if m == 32 else 4
-
-
-def _resources(heads: int) -> Resources:
-    m = _rows(heads)
-    pointers = ("q_latent", "q_rope", "cache", "out")
-    strides = ("latent_stride", "latent_head_stride", "rope_stride", "rope_head_stride")
-    integers = ("table_stride", "first_sequence", "most", "programs", "slab")
-    return Resources(
-        kernel=mla_decode_kernel,
-        what=f"{heads} heads of 512 + 64, bf16",
-        types={
-            **dict.fromkeys(pointers, "*bf16"),
-            **dict.fromkeys(("block_table", "query_start", "seq_lens"), "*i32"),
-            **dict.fromkeys(("part_out", "part_weight"), "*fp32"),
-            **dict.fromkeys(strides + integers, "i32"),
-            "scale": "fp32",
-        },
-        constants={
-            "HEADS": heads,
-            "LATENT": 512,
-            "ROPE": 64,
-            "BLOCK_LATENT": 512,
-            "BLOCK_ROPE": 64,
-            "BLOCK_M": m,
-            "BLOCK_N": KEYS,
-            "BLOCK_SIZE": 16,
-            "DIRECT": False,
-        },
-        num_warps=_warps(m),
-        num_stages=STAGES,
-        aligned=frozenset(strides),
-    )
-
-
-RESOURCES = (_resources(16), _resources(128))

@@ -19,14 +19,11 @@ prompt without prefix.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-from kvik.kernels.triton.attention_shapes import block_d, prefill_tiles
 from kvik.kernels.triton.attention_tile import attend, begin, finish
-from kvik.kernels.triton.kv_load import KINDS, operand, pointers
-from kvik.kernels.triton.launch import Loop, Resources
+from kvik.kernels.triton.kv_load import operand
 
 
 @triton.jit
@@ -154,75 +151,3 @@ def attention_prefill_kernel(
     sums, _, total = state
     target = out + (token * HEADS * HEAD_DIM)[:, None] + lane
     tl.store(target, finish(sums, total).to(DTYPE), mask=real)
-
-
-def _resources(
-    head_dim: int, cache: torch.dtype, window: bool = False, loop: Loop | None = None
-) -> Resources:
-    """Of Llama-3's groups of 4 heads, in bf16, or fp32 as the cache is."""
-    pointer, scales = pointers(cache)
-    tiles = prefill_tiles(head_dim, max(2, cache.itemsize), rounded=bool(scales))
-    queries = "*fp32" if cache == torch.float32 else "*bf16"
-    return Resources(
-        kernel=attention_prefill_kernel,
-        what=f"head_dim {head_dim}, KV {str(cache).removeprefix('torch.')}{', window' * window}",
-        types={
-            "q": queries,
-            "k_cache": pointer,
-            "v_cache": pointer,
-            "k_scales": scales,
-            "v_scales": scales,
-            "block_table": "*i32",
-            "query_start": "*i32",
-            "seq_lens": "*i32",
-            "out": queries,
-            "q_stride": "i32",
-            "table_stride": "i32",
-            "scale": "fp32",
-            "window": "i32",
-            "first_sequence": "i32",
-            "sequences": "i32",
-            "above": "i32",
-        },
-        constants={
-            **({} if scales else {"k_scales": None, "v_scales": None}),
-            "GROUP": 4,
-            "KV_HEADS": 8,
-            "HEAD_DIM": head_dim,
-            "BLOCK_D": block_d(head_dim),
-            "BLOCK_M": tiles.m,
-            "BLOCK_N": tiles.n,
-            "BLOCK_NEAR": tiles.near,
-            "BLOCK_SIZE": 16,
-            "KIND": KINDS[cache],
-            "WINDOW": window,
-        },
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        aligned=frozenset({"q_stride"}),
-        loop=loop,
-    )
-
-
-# 128 keys of 128: 8 products with K and 8 with V, each for two groups of warps 64 cycles, and
-# one wait for both.
-_TILE = Loop(copies=16, products=16, waits=1, barriers=2, instructions=530)
-
-RESOURCES = (
-    _resources(64, torch.bfloat16, loop=Loop(copies=8, products=12, waits=1, barriers=2)),
-    _resources(128, torch.bfloat16, loop=_TILE),
-    _resources(128, torch.bfloat16, window=True, loop=_TILE),
-    _resources(256, torch.bfloat16, loop=Loop(copies=8, products=18, waits=1, barriers=2)),
-    *(
-        _resources(head_dim, cache, loop=Loop(copies=4, products=6, waits=2))
-        for head_dim, cache in (
-            (64, torch.int8),
-            (128, torch.float8_e4m3fn),
-            (128, torch.int8),
-            (256, torch.float8_e4m3fn),
-        )
-    ),
-    _resources(128, torch.uint8, loop=Loop(copies=4, products=12, waits=2, instructions=1020)),
-    _resources(128, torch.float32),
-    _resources(256, torch.float32),
-)

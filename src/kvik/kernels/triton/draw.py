@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvik.kernels.ops import Draws, Truncation
-from kvik.kernels.triton.launch import Resources, ceil_div, power_of_two
+from kvik.kernels.triton.launch import ceil_div, power_of_two
 
 # Which tokens a row keeps, without sorting: a threshold is searched for, digit by digit.
 #
@@ -195,27 +195,6 @@ def limit_kernel(limit, targets, lows, parts, chunks, CHUNKS: tl.constexpr):
     """grid [rows]: the threshold itself"""
     row = tl.program_id(0).to(tl.int64)
     tl.store(limit + row, found(lows, parts, targets, row, chunks, 1, CHUNKS))
-
-
-_SEARCH = {
-    **dict.fromkeys(("logits", "highs", "temperature", "min_p", "centre"), "*fp32"),
-    **dict.fromkeys(("cut", "lows", "next_lows"), "*i64"),
-    **dict.fromkeys(("targets", "parts", "next_parts"), "*fp64"),
-    **{"equals": "*i32", "vocab": "i32", "stride": "i32", "chunks": "i32", "step": "i32"},
-}
-
-
-def _search_resources(what: str, *, mass: bool) -> Resources:
-    constants: dict[str, object] = {"FIRST": False, "MASS": mass, "CUT": mass, "MIN_P": False}
-    constants |= {"NEAR": False, "CHUNK": CHUNK, "CHUNKS": 64}
-    aligned = frozenset({"vocab", "stride"})
-    return Resources(search_kernel, what, _SEARCH, constants, num_warps=8, aligned=aligned)
-
-
-SEARCH_RESOURCES = (
-    _search_resources("top_k of 128k", mass=False),
-    _search_resources("top_p after top_k, of 128k", mass=True),
-)
 
 
 WARPS = 8
@@ -473,43 +452,3 @@ class _Rows:
             self.cut, targets, lows, parts, above, heights, self.highs.shape[1], mass, chunks
         )
         self.has_cut = True
-
-
-_POINTERS = {
-    **dict.fromkeys(("logits", "highs", "temperature", "min_p", "centre", "out"), "*fp32"),
-    **dict.fromkeys(("sums", "moments", "uniforms"), "*fp64"),
-    **{"cut": "*i64", "limit": "*i64", "equals": "*i32"},
-    **{"vocab": "i32", "stride": "i32", "chunks": "i32"},
-}
-_ALL_RULES = {"CUT": True, "MIN_P": True, "TYPICAL": True, "CHUNK": CHUNK, "CHUNKS": 64}
-_ALIGNED = frozenset({"vocab", "stride"})
-
-RESOURCES = (
-    Resources(
-        sums_kernel,
-        "every rule, 128k",
-        _POINTERS,
-        {"MOMENTS": True, **_ALL_RULES},
-        num_warps=WARPS,
-        aligned=_ALIGNED,
-        max_registers=128,
-    ),
-    Resources(
-        pick_kernel,
-        "every rule, 128k",
-        _POINTERS | {"out": "*i64"},
-        _ALL_RULES,
-        num_warps=WARPS,
-        aligned=_ALIGNED,
-        max_registers=128,
-    ),
-    Resources(
-        shares_kernel,
-        "every rule, 128k",
-        _POINTERS,
-        _ALL_RULES,
-        num_warps=WARPS,
-        aligned=_ALIGNED,
-        max_registers=128,
-    ),
-)

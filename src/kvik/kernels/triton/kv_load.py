@@ -16,7 +16,6 @@ import torch
 import triton
 import triton.language as tl
 
-from kvik.kernels.triton.launch import TYPES
 from kvik.kernels.triton.words import plus
 
 # Triton's interpreter keeps bf16 as words, of which it cannot take products.
@@ -49,14 +48,6 @@ def stored(cache: torch.Tensor) -> torch.Tensor:
     """Return the cache as the kernels take it: fp8 as bytes, since older GPUs have no such
     pointers."""
     return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
-
-
-def pointers(dtype: torch.dtype) -> tuple[str, str]:
-    """Return how a signature spells pointers to a cache of `dtype`, and to its scales or "" if
-    none."""
-    spelled = "*u8" if dtype == torch.float8_e4m3fn else f"*{TYPES[dtype]}"
-    scales = {"int8": "*bf16", "fp8": "*bf16", "int4": "*i16"}
-    return spelled, scales.get(KINDS[dtype], "")
 
 
 @triton.jit

@@ -14,13 +14,10 @@ Floor: for few tokens the bytes of the weights, for many 2 * tokens * rows * inp
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-from kvik.kernels.triton.launch import TYPES, Resources
 from kvik.kernels.triton.linear_end import end_and_store, sum_of_splits, tile_at
-from kvik.kernels.triton.matrix_shapes import FEW, MANY, MANY_NARROW, Tile
 
 # How codes are multiplied.
 INT8 = tl.constexpr(0)
@@ -115,53 +112,3 @@ def bytes_kernel(
         if X_GROUP == 0:
             z *= tl.load(x_scales + known)[None, :]
         end_and_store(z, first, t, bias, residual, y, tokens, rows, residual_stride, ACTIVATION)
-
-
-_BF16, _FP32, _INT32 = (TYPES[t] for t in (torch.bfloat16, torch.float32, torch.int32))
-
-
-def _resources(what: str, tile: Tile, splits: int, how: tl.constexpr, group: int = 0) -> Resources:
-    """With a residual and without a bias, x in the groups of the weight."""
-    codes = TYPES[torch.float8_e4m3fn if how == E4M3 else torch.int8]
-    pointers = {
-        "x": codes,
-        "x_scales": _FP32,
-        "values": codes,
-        "scales": _FP32,
-        "residual": _BF16,
-        "y": _BF16,
-        "partials": _INT32 if how == INT8 and not group else _FP32,
-        "arrivals": _INT32,
-    }
-    integers = ["tokens", "rows", "steps", "split_steps", "residual_stride", "scale_stride"]
-    absent = {"bias": None, "partials": None} if splits == 1 else {"bias": None}
-    constants = absent | {
-        "HOW": how.value,
-        "GROUP": group,
-        "X_GROUP": group,
-        "SPAN": 128,
-        "ACTIVATION": 0,
-        "SPLITS": splits,
-        "BO": tile.outputs,
-        "BT": tile.tokens,
-        "STAGES": tile.stages,
-    }
-    return Resources(
-        bytes_kernel,
-        f"{what}, {tile.tokens} tokens",
-        {name: f"*{kind}" for name, kind in pointers.items()} | dict.fromkeys(integers, "i32"),
-        constants,
-        num_warps=tile.num_warps,
-        aligned=frozenset({"rows", "residual_stride", "scale_stride"}),
-    )
-
-
-RESOURCES = (
-    _resources("int8", FEW[0], 4, INT8),
-    _resources("int8", MANY, 1, INT8),
-    _resources("int8 in groups of 128", MANY, 1, INT8, 128),
-    _resources("E4M3", FEW[0], 4, E4M3),
-    _resources("E4M3 in groups of 128", FEW[1], 4, E4M3, 128),
-    _resources("E4M3 in groups of 128", MANY, 1, E4M3, 128),
-    _resources("E4M3 as fp16 in groups of 128", MANY_NARROW, 1, E4M3_IN_FP16, 128),
-)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvik.kernels.triton.activation import gelu, sigmoid
-from kvik.kernels.triton.launch import TYPES, Resources, ceil_div, power_of_two
+from kvik.kernels.triton.launch import ceil_div, power_of_two
 from kvik.kernels.weights import Activation
 
 # What an activation is called among the constants of a kernel.
@@ -160,24 +160,3 @@ def finish(
     stride = 0 if residual is None else residual.stride(0)
     kernel(z, bias, residual, y, rows, z.stride(0), stride, ACTIVATIONS[activation], block)
     return y
-
-
-_BF16 = "*" + TYPES[torch.bfloat16]
-
-RESOURCES = (
-    Resources(
-        finish_kernel,
-        "silu_and_mul, bf16",
-        {
-            "z": _BF16,
-            "residual": _BF16,
-            "y": _BF16,
-            "rows": "i32",
-            "z_stride": "i32",
-            "residual_stride": "i32",
-        },
-        {"bias": None, "ACTIVATION": SILU_AND_MUL.value, "BLOCK": BLOCK},
-        aligned=frozenset({"rows", "z_stride", "residual_stride"}),
-        max_registers=64,
-    ),
-)

@@ -12,17 +12,12 @@ FLOPs.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-from kvik.kernels.triton.launch import MAX_REGISTERS, MAX_SHARED, TYPES, Loop, Resources
-from kvik.kernels.triton.linear_end import SILU_AND_MUL, end_and_store, sum_of_splits, tile_at
-from kvik.kernels.triton.matrix_shapes import FEW, FEW_INT4, MANY, MANY_NARROW, Tile
+from kvik.kernels.triton.linear_end import end_and_store, sum_of_splits, tile_at
 from kvik.kernels.triton.words import (
-    E4M3,
     INT4,
-    INT8,
     INTERPRETED,
     MINIMUM,
     NOTHING,
@@ -143,86 +138,3 @@ def words_kernel(
         if GROUP == 0:
             sums *= tl.load(scales + o)[:, None]
         end_and_store(sums, first, t, bias, residual, y, tokens, rows, residual_stride, ACTIVATION)
-
-
-_BF16, _FP32, _INT32 = (TYPES[t] for t in (torch.bfloat16, torch.float32, torch.int32))
-
-
-def _resources(
-    what: str,
-    tile: Tile,
-    splits: int,
-    *,
-    code: tl.constexpr = INT4,
-    beside: tl.constexpr = ZERO,
-    group: int = 128,
-    span: int = 128,
-    activation: tl.constexpr = NOTHING,
-    loop: Loop | None = None,
-) -> Resources:
-    """Of whole steps, with a residual and without a bias."""
-    # As many programs of a few tokens as memory needs must fit on a processor: six, or five.
-    registers, shared = {
-        FEW[0]: (80, MAX_SHARED // 6),
-        FEW_INT4: (96, MAX_SHARED // 5),
-    }.get(tile, (MAX_REGISTERS, MAX_SHARED))
-    pointers = {
-        "x": _BF16,
-        "words": _INT32,
-        "scales": _FP32 if beside == NOTHING else _INT32,
-        "factors": _FP32,
-        "residual": _BF16,
-        "y": _BF16,
-        "partials": _FP32,
-        "arrivals": _INT32,
-    }
-    sizes = ("tokens", "rows", "inputs", "steps", "split_steps")
-    strides = ("x_stride", "residual_stride", "scale_stride")
-    absent: dict[str, object] = {"bias": None}
-    if splits == 1:
-        absent["partials"] = None
-    if beside != MINIMUM:
-        absent["factors"] = None
-    constants = absent | {
-        "FORMAT": code.value,
-        "BESIDE": beside.value,
-        "GROUP": group,
-        "SPAN": span,
-        "WHOLE": True,
-        "SUBTRACT": tile not in (*FEW, FEW_INT4),
-        "ACTIVATION": activation.value,
-        "SPLITS": splits,
-        "BO": tile.outputs,
-        "BT": tile.tokens,
-        "STAGES": tile.stages,
-    }
-    return Resources(
-        words_kernel,
-        f"{what}, bf16, tile of {tile.tokens} tokens",
-        {name: f"*{kind}" for name, kind in pointers.items()}
-        | dict.fromkeys((*sizes, *strides), "i32"),
-        constants,
-        num_warps=tile.num_warps,
-        aligned=frozenset({"rows", "inputs", *strides}),
-        max_registers=registers,
-        max_shared=shared,
-        loop=loop,
-    )
-
-
-# 128 outputs and inputs: 4 copies of 16 bytes of a thread are words, and one is of x. At 4.3 TB/s a
-# multiprocessor has about 450 cycles for them, of each of its four schedulers.
-_INT4_STEP = Loop(copies=5, instructions=330)
-
-RESOURCES = (
-    _resources("int4 in groups of 128", FEW_INT4, 4, loop=_INT4_STEP),
-    *(_resources("int4 in groups of 128", tile, 4, loop=Loop(copies=4)) for tile in FEW[1:]),
-    _resources("int4 with silu_and_mul", FEW_INT4, 1, activation=SILU_AND_MUL, loop=_INT4_STEP),
-    _resources("int4 with silu_and_mul", MANY, 1, activation=SILU_AND_MUL),
-    _resources("int4 with minima", FEW[0], 4, beside=MINIMUM, group=32, span=32),
-    _resources("int4 with minima", MANY_NARROW, 1, beside=MINIMUM, group=32, span=32),
-    _resources("int8", FEW[0], 4, code=INT8, beside=NOTHING, group=0),
-    _resources("int8", MANY, 1, code=INT8, beside=NOTHING, group=0),
-    _resources("E4M3", FEW[0], 4, code=E4M3, beside=NOTHING, group=0),
-    _resources("E4M3 in groups of 128", MANY, 1, code=E4M3, beside=NOTHING),
-)

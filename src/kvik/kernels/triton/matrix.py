@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvik.kernels.torch_ops import TORCH
 from kvik.kernels.triton import linear_bytes, linear_words, words
-from kvik.kernels.triton.launch import TYPES, Resources, ceil_div
+from kvik.kernels.triton.launch import ceil_div
 from kvik.kernels.triton.linear_end import ACTIVATIONS, finish
 from kvik.kernels.triton.matrix_shapes import FEW, FEW_INT4, Tile, splits_for, tile_for
 from kvik.kernels.triton.packed import (
@@ -48,7 +48,6 @@ from kvik.kernels.triton.words import (
     INT4,
     MINIMUM,
     NOTHING,
-    ZERO,
     fp16_pair,
     plane_of,
     scale_and_zero,
@@ -158,38 +157,6 @@ def byte_rows_kernel(
 
 TILES_AT_ONCE = 4  # of 16 words: 512 weights of four bits
 BYTES_AT_ONCE = 1024
-
-_BF16, _FP32, _INT32, _INT64, _INT8 = (
-    f"*{TYPES[t]}" for t in (torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.int8)
-)
-_SIZES = dict.fromkeys(("inputs", "tiles", "filled", "scale_stride"), "i32")
-
-RESOURCES = (
-    Resources(
-        word_rows_kernel,
-        "int4 in groups of 128, bf16",
-        {"words": _INT32, "scales": _INT32, "ids": _INT64, "out": _BF16, **_SIZES},
-        {
-            "factors": None,
-            "order": None,
-            "FORMAT": INT4.value,
-            "BESIDE": ZERO.value,
-            "GROUP": 128,
-            "HALVES": False,
-            "TILES": TILES_AT_ONCE,
-        },
-        aligned=frozenset({"inputs", "scale_stride"}),
-        max_registers=64,
-    ),
-    Resources(
-        byte_rows_kernel,
-        "E4M3, bf16",
-        {"values": _INT8, "scales": _FP32, "ids": _INT64, "out": _BF16, **_SIZES},
-        {"order": None, "FORMAT": E4M3.value, "GROUP": 0, "BLOCK": BYTES_AT_ONCE},
-        aligned=frozenset({"inputs", "filled", "scale_stride"}),
-        max_registers=64,
-    ),
-)
 
 
 # Products of matrices as they are launched: tiles, splits, and memory for parts of sums.

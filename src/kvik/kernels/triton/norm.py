@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvik.kernels.triton.launch import Resources, ceil_div, power_of_two
+from kvik.kernels.triton.launch import ceil_div, power_of_two
 
 TILE = 1024  # numbers of a program, where rows are shorter
 LONGEST = 65536  # numbers of a row, which has to fit the registers of a program
@@ -115,26 +115,3 @@ def _as_rows(x: Tensor) -> tuple[Tensor, int, int, int]:
         return x, 1, x.stride(0), 0
     x = x.contiguous()
     return x, 1, x.shape[-1], 0
-
-
-def _resources(dim: int, what: str) -> tuple[Resources, Resources]:
-    block, rows, warps = shape_of(dim)
-    types = {"x": "*bf16", "weight": "*bf16", "bias": "*bf16", "out": "*bf16", "rows": "i32"}
-    types |= {"inner": "i32", "outer_stride": "i32", "inner_stride": "i32", "dim": "i32"}
-    types |= {"eps": "fp32"}
-    constants = {"ROWS": rows, "DIM": block}
-    if rows == 1:
-        constants["inner"] = 1  # as of two dimensions, which Triton compiles apart
-    aligned = frozenset({"outer_stride", "inner_stride", "dim"})
-    rms, layer = (
-        Resources(k, what, types, constants, num_warps=warps, aligned=aligned, max_registers=128)
-        for k in (rms_norm_kernel, layer_norm_kernel)
-    )
-    return rms, layer
-
-
-RESOURCES = (
-    *_resources(4096, "hidden 4096, bf16"),
-    *_resources(16384, "hidden 16384, bf16"),
-    _resources(128, "heads of 128, bf16")[0],
-)

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvik.kernels.ops import Penalties
-from kvik.kernels.triton.launch import Resources, ceil_div, power_of_two
+from kvik.kernels.triton.launch import ceil_div, power_of_two
 
 PIECE = 1024  # tokens of a program
 
@@ -67,28 +67,3 @@ def penalize(logits: Tensor, penalties: Penalties) -> None:
         block,
         enable_fp_fusion=False,  # each step rounded by itself, as on a CPU
     )
-
-
-RESOURCES = (
-    Resources(
-        penalize_kernel,
-        "fp32",
-        {
-            "logits": "*fp32",
-            "rows": "*i64",
-            "seen": "*i64",
-            "repetitions": "*fp32",
-            "frequencies": "*fp32",
-            "presences": "*fp32",
-            "in_prompt": "*u8",
-            "counts": "*i32",
-            "vocab": "i32",
-            "stride": "i32",
-            "seen_stride": "i32",
-        },
-        {"BLOCK": PIECE},
-        aligned=frozenset({"vocab", "stride", "seen_stride"}),
-        fused_products=False,
-        max_registers=80,
-    ),
-)

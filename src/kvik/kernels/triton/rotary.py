@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvik.kernels.triton.launch import Resources, ceil_div, power_of_two
+from kvik.kernels.triton.launch import ceil_div, power_of_two
 from kvik.kernels.triton.rounding import round_in_eight_bits, round_in_four_bits
 
 TILE = 1024  # numbers of a program
@@ -243,47 +243,3 @@ def _with_whole_heads(x: Tensor) -> Tensor:
     """[tokens, heads, head_dim] whose heads lie one behind the other; tokens may be apart."""
     whole = x.stride(2) == 1 and x.stride(1) == x.shape[2]
     return x if whole else x.contiguous()
-
-
-_STRIDES = frozenset({"q_stride", "k_stride", "v_stride"})
-_TYPES = {
-    "q_stride": "i32",
-    "k_stride": "i32",
-    "v_stride": "i32",
-    "heads": "i32",
-    "kv_heads": "i32",
-}
-
-
-def _stored(kind: Kind, cache: str, *, normed: bool = False) -> Resources:
-    types = dict.fromkeys(("q", "k", "v"), "*bf16")
-    types |= {"rotation": "*fp32", "k_cache": cache, "v_cache": cache, "slots": "*i64"}
-    types |= {"k_scales": "*i16", "v_scales": "*i16"}
-    types |= {"q_weight": "*bf16", "k_weight": "*bf16", "eps": "fp32"}
-    constants: dict[str, object] = {"DIM": 128, "HALF": 64, "HEADS": 8, "KIND": kind}
-    constants |= {"TURNED": True, "NORMED": normed}
-    constants |= {} if normed else {"q_weight": None, "k_weight": None}
-    what = f"8 heads of 128, {'normed, ' * normed}bf16 to {kind}"
-    return Resources(
-        store_kernel, what, types | _TYPES, constants,
-        num_warps=2, aligned=_STRIDES, fused_products=False, max_registers=128,
-    )  # fmt: skip
-
-
-RESOURCES = (
-    Resources(
-        rotary_kernel,
-        "8 heads of 128, bf16",
-        {"q": "*bf16", "k": "*bf16", "rotation": "*fp32", **_TYPES},
-        {"DIM": 128, "HALF": 64, "HEADS": 8},
-        num_warps=2,
-        aligned=_STRIDES,
-        fused_products=False,
-        max_registers=96,
-    ),
-    _stored("float", "*bf16"),
-    _stored("float", "*bf16", normed=True),
-    _stored("fp8", "*u8"),
-    _stored("int8", "*i8"),
-    _stored("int4", "*u8"),
-)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvik.kernels.kv_rounding import LEAST as _LEAST
 from kvik.kernels.kv_rounding import MOST as _MOST
-from kvik.kernels.triton.launch import TYPES, Resources, ceil_div, power_of_two
+from kvik.kernels.triton.launch import ceil_div, power_of_two
 
 # x rounded to eight bits, a scale for each token and group of inputs: what int8 and E4M3 matrices
 # are multiplied with.
@@ -166,37 +166,6 @@ def round_tokens(
             x, scale, out, scales, tokens, inputs, filled, stride, e4m3, count, block, num_warps=8
         )
     return (out.view(torch.float8_e4m3fn) if e4m3 else out), scales
-
-
-_BF16, _INT8, _FP32 = (f"*{TYPES[t]}" for t in (torch.bfloat16, torch.int8, torch.float32))
-_INTEGERS = dict.fromkeys(("tokens", "inputs", "filled", "groups", "x_stride"), "i32")
-_TYPES = {"x": _BF16, "out": _INT8, "scales": _FP32, **_INTEGERS}
-
-RESOURCES = (
-    Resources(
-        round_tokens_kernel,
-        "bf16 to E4M3 by a given scale",
-        {**_TYPES, "scale_of_all": _FP32},
-        {"E4M3": True, "TOKENS": 1, "BLOCK": MOST_STEPS},
-        num_warps=8,
-        aligned=frozenset({"inputs", "filled", "x_stride"}),
-    ),
-    Resources(
-        round_tokens_kernel,
-        "bf16 to int8",
-        _TYPES,
-        {"scale_of_all": None, "E4M3": False, "TOKENS": 1, "BLOCK": MOST_STEPS},
-        num_warps=8,
-        aligned=frozenset({"inputs", "filled", "x_stride"}),
-    ),
-    Resources(
-        round_groups_kernel,
-        "bf16 to E4M3 in groups of 128",
-        _TYPES,
-        {"GROUP": 128, "E4M3": True, "GROUPS": MOST_STEPS // 128, "BLOCK": 128},
-        aligned=frozenset({"inputs", "filled", "groups", "x_stride"}),
-    ),
-)
 
 
 LEAST = tl.constexpr(_LEAST)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvik.kernels.triton.launch import Resources, ceil_div, power_of_two
+from kvik.kernels.triton.launch import ceil_div, power_of_two
 
 PIECE = 1024  # elements of a row that a program moves
 CHUNK = 4096  # logits of a program
@@ -145,24 +145,3 @@ def _as_integers(*rows: Tensor) -> list[Tensor]:
         size *= 2
     # first to integers of the same size: torch views no fp8 as wider numbers
     return [x.view(_INTEGERS[item]).view(_INTEGERS[size]) for x in rows]
-
-
-RESOURCES = (
-    Resources(
-        gather_kernel,
-        "rows of 4096 bf16",
-        {"table": "*i64", "ids": "*i64", "out": "*i64", "dim": "i32", "table_stride": "i32"},
-        {"BLOCK": PIECE},
-        aligned=frozenset({"dim", "table_stride"}),
-        max_registers=64,
-    ),
-    Resources(
-        largest_of_chunks_kernel,
-        "fp32",
-        {"logits": "*fp32", "tops": "*fp32", "firsts": "*i32", "vocab": "i32", "stride": "i32"},
-        {"CHUNK": CHUNK},
-        num_warps=8,
-        aligned=frozenset({"vocab", "stride"}),
-        max_registers=96,
-    ),
-)

@@ -1,0 +1,672 @@
+"""What the Triton kernels may take of a GPU: registers, shared memory, and the form of their loops.
+
+Each kernel has an entry for the one or two shapes that matter, joined in `RESOURCES`;
+`triton_resources` compiles them for sm_90 and compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from kvik.kernels.triton import (
+    activation,
+    attention_decode,
+    attention_mla,
+    attention_prefill,
+    draw,
+    linear_bytes,
+    linear_end,
+    linear_words,
+    matrix,
+    norm,
+    penalties,
+    rotary,
+    rounding,
+    rows,
+    words,
+)
+from kvik.kernels.triton.attention_shapes import STAGES, block_d, prefill_tiles, split_tiles
+from kvik.kernels.triton.kv_load import KINDS
+from kvik.kernels.triton.launch import MAX_SHARED
+from kvik.kernels.triton.matrix_shapes import FEW, FEW_INT4, MANY, MANY_NARROW, Tile
+
+MAX_REGISTERS = 255  # of a thread, on every NVIDIA GPU; what does not fit is spilled to memory
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """The instructions of a warp in the loop with the most products of tensor cores.
+
+    As a demand they are limits, as a finding they are numbers.
+
+    Attributes:
+        copies: of 16 bytes for each thread, from memory to shared memory, which the warp does not
+            wait for; at least.
+        products: of four warps, which read shared memory themselves; at least.
+        waits: for such products, at most. More of them than the loop has matrix products means that
+            each instruction is waited for, as the compiler does where registers are too few.
+        loads: from memory into registers, which the warp waits for in the same iteration; at most.
+        barriers: at most. instructions: at most, of the whole loop.
+    """
+
+    copies: int = 0
+    products: int = 0
+    waits: int = 1 << 20
+    loads: int = 0
+    barriers: int = 1 << 20
+    instructions: int = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """One compilation of a kernel for sm_90, and what it may use: checked without a GPU.
+
+    A kernel spills no register unless `max_spills` says so.
+
+    Attributes:
+        kernel: the `@triton.jit` function.
+        what: the shape in words, such as "hidden 4096, bf16".
+        types: of its arguments without constants, by name: "*bf16", "i32", "fp32", ...
+        constants: its `tl.constexpr` arguments by name; an argument that is None counts.
+        aligned: integer arguments that are multiples of 16, as Triton finds them at a launch.
+            Pointers always are.
+        most_registers: that the compiler may use, as `maxnreg` says; None: all.
+        fused_products: sums of products may be rounded once, as `enable_fp_fusion` says.
+        max_registers: of a thread.
+        max_spills: bytes of a thread.
+        max_shared: bytes of a program.
+        loop: where a speed target depends on it; None: not checked.
+    """
+
+    kernel: Any
+    what: str
+    types: Mapping[str, str]
+    constants: Mapping[str, object]
+    num_warps: int = 4
+    num_stages: int = 3
+    aligned: frozenset[str] = field(default=frozenset())
+    most_registers: int | None = None
+    fused_products: bool = True
+    max_registers: int = MAX_REGISTERS
+    max_spills: int = 0
+    max_shared: int = MAX_SHARED
+    loop: Loop | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel.__name__} ({self.what})"
+
+
+def _types(**arguments: str) -> dict[str, str]:
+    """Return the type of each argument, from the names of the arguments of each type.
+
+    Args:
+        arguments: by Triton's name of a type, with "p_" for a pointer: p_bf16="x y", i32="rows".
+    """
+    return {
+        name: f"*{type.removeprefix('p_')}" if type.startswith("p_") else type
+        for type, names in arguments.items()
+        for name in names.split()
+    }
+
+
+def _aligned(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
+def _cache_types(cache: torch.dtype) -> dict[str, str]:
+    """Return the types of queries and results, of the caches and of their scales."""
+    stored = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "i8"}.get(cache, "u8")
+    scales = {"int8": "*bf16", "fp8": "*bf16", "int4": "*i16"}.get(KINDS[cache], "")
+    queries = "*fp32" if cache == torch.float32 else "*bf16"
+    return {
+        **dict.fromkeys(("q", "out"), queries),
+        **dict.fromkeys(("k_cache", "v_cache"), f"*{stored}"),
+        **dict.fromkeys(("k_scales", "v_scales"), scales),
+    }
+
+
+LLAMA_HEADS = {"GROUP": 4, "KV_HEADS": 8}  # of Llama 3
+
+
+def _decode(
+    head_dim: int, cache: torch.dtype, m: int = 16, tree: bool = False, loop: Loop | None = None
+) -> Resources:
+    """Queries are bf16, or fp32 as the cache is."""
+    tiles = split_tiles(m, head_dim, max(2, cache.itemsize), tree=tree)
+    types = _cache_types(cache)
+    absent = [] if tree else ["tree"]
+    absent += [] if types["k_scales"] else ["k_scales", "v_scales"]
+    return Resources(
+        attention_decode.attention_decode_kernel,
+        f"{m} rows of {head_dim}, KV {str(cache).removeprefix('torch.')}{', tree' * tree}",
+        types
+        | _types(
+            p_i32="block_table query_start seq_lens",
+            p_i64="tree",
+            p_fp32="part_out part_weight",
+            i32="q_stride table_stride window first_sequence above most programs slab",
+            fp32="scale",
+        ),
+        {
+            **dict.fromkeys(absent),
+            **LLAMA_HEADS,
+            "HEAD_DIM": head_dim,
+            "BLOCK_D": block_d(head_dim),
+            "BLOCK_M": tiles.m,
+            "BLOCK_N": tiles.n,
+            "BLOCK_SIZE": 16,
+            "KIND": KINDS[cache],
+            "WINDOW": False,
+            "TREE": tree,
+            "DIRECT": False,
+        },
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        aligned=_aligned("q_stride"),
+        loop=loop,
+    )
+
+
+def _merge(head_dim: int) -> Resources:
+    return Resources(
+        attention_decode.attention_merge_kernel,
+        f"head_dim {head_dim}, bf16",
+        _types(
+            p_fp32="part_out part_weight",
+            p_i32="query_start seq_lens",
+            p_bf16="out",
+            i32="window first_sequence above most slab",
+        ),
+        {
+            **LLAMA_HEADS,
+            "HEAD_DIM": head_dim,
+            "BLOCK_D": block_d(head_dim),
+            "BLOCK_M": 16,
+            "WINDOW": False,
+        },
+    )
+
+
+# K and V of 64 keys of 128 are 16 copies of each of 128 threads, 32 KiB, for which a multiprocessor
+# of an H200 has about 1700 cycles at 4.3 TB/s: a scheduler issues a warp's share in a quarter.
+_KEYS = Loop(copies=16, barriers=6, instructions=450)
+
+DECODE = (
+    *(_decode(head_dim, torch.bfloat16, loop=_KEYS) for head_dim in (64, 128, 256)),
+    *(_decode(d, torch.float8_e4m3fn, loop=Loop(copies=4)) for d in (64, 128)),
+    *(_decode(d, torch.int8, loop=Loop(copies=4)) for d in (128, 256)),
+    _decode(128, torch.uint8, loop=Loop(copies=4, instructions=950)),
+    _decode(128, torch.bfloat16, m=32, tree=True),
+    _decode(128, torch.bfloat16, m=64, loop=Loop(copies=16, products=12, waits=1)),
+    _decode(128, torch.bfloat16, m=64, tree=True),
+    _decode(128, torch.float32, m=64),
+    _decode(256, torch.float32, m=64),
+    _merge(128),
+    _merge(512),
+)
+
+
+def _mla(heads: int) -> Resources:
+    m = attention_mla.tile_rows(heads)
+    strides = "latent_stride latent_head_stride rope_stride rope_head_stride"
+    return Resources(
+        attention_mla.mla_decode_kernel,
+        f"{heads} heads of 512 + 64, bf16",
+        _types(
+            p_bf16="q_latent q_rope cache out",
+            p_i32="block_table query_start seq_lens",
+            p_fp32="part_out part_weight",
+            i32=f"{strides} table_stride first_sequence most programs slab",
+            fp32="scale",
+        ),
+        {
+            "HEADS": heads,
+            "LATENT": 512,
+            "ROPE": 64,
+            "BLOCK_LATENT": 512,
+            "BLOCK_ROPE": 64,
+            "BLOCK_M": m,
+            "BLOCK_N": attention_mla.KEYS,
+            "BLOCK_SIZE": 16,
+            "DIRECT": False,
+        },
+        num_warps=attention_mla.tile_warps(m),
+        num_stages=STAGES,
+        aligned=_aligned(strides),
+    )
+
+
+def _prefill(
+    head_dim: int, cache: torch.dtype, window: bool = False, loop: Loop | None = None
+) -> Resources:
+    """Queries are bf16, or fp32 as the cache is."""
+    types = _cache_types(cache)
+    scaled = bool(types["k_scales"])
+    tiles = prefill_tiles(head_dim, max(2, cache.itemsize), rounded=scaled)
+    return Resources(
+        attention_prefill.attention_prefill_kernel,
+        f"head_dim {head_dim}, KV {str(cache).removeprefix('torch.')}{', window' * window}",
+        types
+        | _types(
+            p_i32="block_table query_start seq_lens",
+            i32="q_stride table_stride window first_sequence sequences above",
+            fp32="scale",
+        ),
+        {
+            **({} if scaled else {"k_scales": None, "v_scales": None}),
+            **LLAMA_HEADS,
+            "HEAD_DIM": head_dim,
+            "BLOCK_D": block_d(head_dim),
+            "BLOCK_M": tiles.m,
+            "BLOCK_N": tiles.n,
+            "BLOCK_NEAR": tiles.near,
+            "BLOCK_SIZE": 16,
+            "KIND": KINDS[cache],
+            "WINDOW": window,
+        },
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        aligned=_aligned("q_stride"),
+        loop=loop,
+    )
+
+
+# 128 keys of 128: 8 products with K and 8 with V, each for two groups of warps 64 cycles, and
+# one wait for both.
+_TILE = Loop(copies=16, products=16, waits=1, barriers=2, instructions=530)
+
+PREFILL = (
+    _prefill(64, torch.bfloat16, loop=Loop(copies=8, products=12, waits=1, barriers=2)),
+    _prefill(128, torch.bfloat16, loop=_TILE),
+    _prefill(128, torch.bfloat16, window=True, loop=_TILE),
+    _prefill(256, torch.bfloat16, loop=Loop(copies=8, products=18, waits=1, barriers=2)),
+    *(
+        _prefill(head_dim, cache, loop=Loop(copies=4, products=6, waits=2))
+        for head_dim, cache in (
+            (64, torch.int8),
+            (128, torch.float8_e4m3fn),
+            (128, torch.int8),
+            (256, torch.float8_e4m3fn),
+        )
+    ),
+    _prefill(128, torch.uint8, loop=Loop(copies=4, products=12, waits=2, instructions=1020)),
+    _prefill(128, torch.float32),
+    _prefill(256, torch.float32),
+)
+
+
+def _bytes(what: str, tile: Tile, splits: int, how: tl.constexpr, group: int = 0) -> Resources:
+    """With a residual and without a bias, x in the groups of the weight."""
+    codes = "*fp8e4nv" if how == linear_bytes.E4M3 else "*i8"
+    sums = "*i32" if how == linear_bytes.INT8 and not group else "*fp32"
+    return Resources(
+        linear_bytes.bytes_kernel,
+        f"{what}, {tile.tokens} tokens",
+        {"x": codes, "values": codes, "partials": sums}
+        | _types(
+            p_fp32="x_scales scales",
+            p_bf16="residual y",
+            p_i32="arrivals",
+            i32="tokens rows steps split_steps residual_stride scale_stride",
+        ),
+        {
+            "bias": None,
+            **({"partials": None} if splits == 1 else {}),
+            "HOW": how.value,
+            "GROUP": group,
+            "X_GROUP": group,
+            "SPAN": 128,
+            "ACTIVATION": 0,
+            "SPLITS": splits,
+            "BO": tile.outputs,
+            "BT": tile.tokens,
+            "STAGES": tile.stages,
+        },
+        num_warps=tile.num_warps,
+        aligned=_aligned("rows residual_stride scale_stride"),
+    )
+
+
+BYTES = (
+    _bytes("int8", FEW[0], 4, linear_bytes.INT8),
+    _bytes("int8", MANY, 1, linear_bytes.INT8),
+    _bytes("int8 in groups of 128", MANY, 1, linear_bytes.INT8, 128),
+    _bytes("E4M3", FEW[0], 4, linear_bytes.E4M3),
+    _bytes("E4M3 in groups of 128", FEW[1], 4, linear_bytes.E4M3, 128),
+    _bytes("E4M3 in groups of 128", MANY, 1, linear_bytes.E4M3, 128),
+    _bytes("E4M3 as fp16 in groups of 128", MANY_NARROW, 1, linear_bytes.E4M3_IN_FP16, 128),
+)
+
+
+def _words(
+    what: str,
+    tile: Tile,
+    splits: int,
+    *,
+    code: tl.constexpr = words.INT4,
+    beside: tl.constexpr = words.ZERO,
+    group: int = 128,
+    span: int = 128,
+    activation: int = 0,
+    loop: Loop | None = None,
+) -> Resources:
+    """Of whole steps, with a residual and without a bias."""
+    # Six programs, or five, of a few tokens must fit on a processor to keep its memory busy.
+    registers, shared = {
+        FEW[0]: (80, MAX_SHARED // 6),
+        FEW_INT4: (96, MAX_SHARED // 5),
+    }.get(tile, (MAX_REGISTERS, MAX_SHARED))
+    absent = ["bias"]
+    absent += ["partials"] if splits == 1 else []
+    absent += ["factors"] if beside != words.MINIMUM else []
+    strides = "x_stride residual_stride scale_stride"
+    return Resources(
+        linear_words.words_kernel,
+        f"{what}, bf16, tile of {tile.tokens} tokens",
+        {"scales": "*fp32" if beside == words.NOTHING else "*i32"}
+        | _types(
+            p_bf16="x residual y",
+            p_i32="words arrivals",
+            p_fp32="factors partials",
+            i32=f"tokens rows inputs steps split_steps {strides}",
+        ),
+        {
+            **dict.fromkeys(absent),
+            "FORMAT": code.value,
+            "BESIDE": beside.value,
+            "GROUP": group,
+            "SPAN": span,
+            "WHOLE": True,
+            "SUBTRACT": tile not in (*FEW, FEW_INT4),
+            "ACTIVATION": activation,
+            "SPLITS": splits,
+            "BO": tile.outputs,
+            "BT": tile.tokens,
+            "STAGES": tile.stages,
+        },
+        num_warps=tile.num_warps,
+        aligned=_aligned(f"rows inputs {strides}"),
+        max_registers=registers,
+        max_shared=shared,
+        loop=loop,
+    )
+
+
+# 128 outputs and inputs: 4 copies of 16 bytes of a thread are words, and one is of x. At 4.3 TB/s a
+# multiprocessor has about 450 cycles for them, of each of its four schedulers.
+_INT4_STEP = Loop(copies=5, instructions=330)
+_SILU = linear_end.SILU_AND_MUL.value
+
+WORDS = (
+    _words("int4 in groups of 128", FEW_INT4, 4, loop=_INT4_STEP),
+    *(_words("int4 in groups of 128", tile, 4, loop=Loop(copies=4)) for tile in FEW[1:]),
+    _words("int4 with silu_and_mul", FEW_INT4, 1, activation=_SILU, loop=_INT4_STEP),
+    _words("int4 with silu_and_mul", MANY, 1, activation=_SILU),
+    _words("int4 with minima", FEW[0], 4, beside=words.MINIMUM, group=32, span=32),
+    _words("int4 with minima", MANY_NARROW, 1, beside=words.MINIMUM, group=32, span=32),
+    _words("int8", FEW[0], 4, code=words.INT8, beside=words.NOTHING, group=0),
+    _words("int8", MANY, 1, code=words.INT8, beside=words.NOTHING, group=0),
+    _words("E4M3", FEW[0], 4, code=words.E4M3, beside=words.NOTHING, group=0),
+    _words("E4M3 in groups of 128", MANY, 1, code=words.E4M3, beside=words.NOTHING),
+)
+
+FINISH = Resources(
+    linear_end.finish_kernel,
+    "silu_and_mul, bf16",
+    _types(p_bf16="z residual y", i32="rows z_stride residual_stride"),
+    {"bias": None, "ACTIVATION": _SILU, "BLOCK": linear_end.BLOCK},
+    aligned=_aligned("rows z_stride residual_stride"),
+    max_registers=64,
+)
+
+_ROW_SIZES = "inputs tiles filled scale_stride"
+
+MATRIX_ROWS = (
+    Resources(
+        matrix.word_rows_kernel,
+        "int4 in groups of 128, bf16",
+        _types(p_i32="words scales", p_i64="ids", p_bf16="out", i32=_ROW_SIZES),
+        {
+            "factors": None,
+            "order": None,
+            "FORMAT": words.INT4.value,
+            "BESIDE": words.ZERO.value,
+            "GROUP": 128,
+            "HALVES": False,
+            "TILES": matrix.TILES_AT_ONCE,
+        },
+        aligned=_aligned("inputs scale_stride"),
+        max_registers=64,
+    ),
+    Resources(
+        matrix.byte_rows_kernel,
+        "E4M3, bf16",
+        _types(p_i8="values", p_fp32="scales", p_i64="ids", p_bf16="out", i32=_ROW_SIZES),
+        {"order": None, "FORMAT": words.E4M3.value, "GROUP": 0, "BLOCK": matrix.BYTES_AT_ONCE},
+        aligned=_aligned("inputs filled scale_stride"),
+        max_registers=64,
+    ),
+)
+
+
+def _round(kernel: Any, what: str, constants: Mapping[str, object], **options: Any) -> Resources:
+    return Resources(
+        kernel,
+        what,
+        _types(
+            p_bf16="x",
+            p_i8="out",
+            p_fp32="scales scale_of_all",
+            i32="tokens inputs filled groups x_stride",
+        ),
+        constants,
+        aligned=_aligned("inputs filled groups x_stride"),
+        **options,
+    )
+
+
+_ONE_TOKEN = {"TOKENS": 1, "BLOCK": rounding.MOST_STEPS}
+
+ROUND = (
+    _round(
+        rounding.round_tokens_kernel,
+        "bf16 to E4M3 by a given scale",
+        {"E4M3": True, **_ONE_TOKEN},
+        num_warps=8,
+    ),
+    _round(
+        rounding.round_tokens_kernel,
+        "bf16 to int8",
+        {"scale_of_all": None, "E4M3": False, **_ONE_TOKEN},
+        num_warps=8,
+    ),
+    _round(
+        rounding.round_groups_kernel,
+        "bf16 to E4M3 in groups of 128",
+        {"GROUP": 128, "E4M3": True, "GROUPS": rounding.MOST_STEPS // 128, "BLOCK": 128},
+    ),
+)
+
+
+def _norms(dim: int, what: str) -> tuple[Resources, Resources]:
+    block, at_once, warps = norm.shape_of(dim)
+    types = _types(
+        p_bf16="x weight bias out", i32="rows inner outer_stride inner_stride dim", fp32="eps"
+    )
+    constants = {"ROWS": at_once, "DIM": block}
+    if at_once == 1:
+        constants["inner"] = 1  # as of two dimensions, which Triton compiles apart
+    aligned = _aligned("outer_stride inner_stride dim")
+    rms, layer = (
+        Resources(k, what, types, constants, num_warps=warps, aligned=aligned, max_registers=128)
+        for k in (norm.rms_norm_kernel, norm.layer_norm_kernel)
+    )
+    return rms, layer
+
+
+NORM = (
+    *_norms(4096, "hidden 4096, bf16"),
+    *_norms(16384, "hidden 16384, bf16"),
+    _norms(128, "heads of 128, bf16")[0],
+)
+
+
+def _rotary(
+    kernel: Any, what: str, most: int, types: Mapping[str, str], **own: object
+) -> Resources:
+    """A tile of 8 heads of 128."""
+    sizes = _types(p_fp32="rotation", i32="q_stride k_stride v_stride heads kv_heads")
+    return Resources(
+        kernel,
+        f"8 heads of 128, {what}",
+        {**types, **sizes},
+        {"DIM": 128, "HALF": 64, "HEADS": 8, **own},
+        num_warps=2,
+        aligned=_aligned("q_stride k_stride v_stride"),
+        fused_products=False,
+        max_registers=most,
+    )
+
+
+def _store(kind: rotary.Kind, cache: str, *, normed: bool = False) -> Resources:
+    types = _types(p_bf16="q k v q_weight k_weight", p_i64="slots", p_i16="k_scales v_scales")
+    types |= {"k_cache": cache, "v_cache": cache, "eps": "fp32"}
+    absent = {} if normed else {"q_weight": None, "k_weight": None}
+    what = f"{'normed, ' * normed}bf16 to {kind}"
+    own = {"KIND": kind, "TURNED": True, "NORMED": normed, **absent}
+    return _rotary(rotary.store_kernel, what, 128, types, **own)
+
+
+ROTARY = (
+    _rotary(rotary.rotary_kernel, "bf16", 96, _types(p_bf16="q k")),
+    _store("float", "*bf16"),
+    _store("float", "*bf16", normed=True),
+    _store("fp8", "*u8"),
+    _store("int8", "*i8"),
+    _store("int4", "*u8"),
+)
+
+
+def _drawn(
+    kernel: Any, what: str, constants: Mapping[str, object], most: int = MAX_REGISTERS, **own: str
+) -> Resources:
+    """Of rows of 128k logits.
+
+    Args:
+        most: registers.
+        own: arguments of the kernel by type.
+    """
+    return Resources(
+        kernel,
+        what,
+        _types(
+            **{
+                "p_fp32": "logits highs temperature min_p centre out",
+                "p_i64": "cut limit",
+                "p_i32": "equals",
+                "i32": "vocab stride chunks",
+            }
+        )
+        | _types(**own),
+        {"CHUNK": draw.CHUNK, "CHUNKS": 64, **constants},
+        num_warps=draw.WARPS,
+        aligned=_aligned("vocab stride"),
+        max_registers=most,
+    )
+
+
+def _search(what: str, *, mass: bool) -> Resources:
+    return _drawn(
+        draw.search_kernel,
+        what,
+        {"FIRST": False, "MASS": mass, "CUT": mass, "MIN_P": False, "NEAR": False},
+        p_i64="lows next_lows",
+        p_fp64="targets parts next_parts",
+        i32="step",
+    )
+
+
+_EVERY_RULE = {"CUT": True, "MIN_P": True, "TYPICAL": True}
+_DRAWN = "sums moments uniforms"
+
+DRAW = (
+    _search("top_k of 128k", mass=False),
+    _search("top_p after top_k, of 128k", mass=True),
+    _drawn(
+        draw.sums_kernel, "every rule, 128k", {"MOMENTS": True, **_EVERY_RULE}, 128, p_fp64=_DRAWN
+    ),
+    _drawn(draw.pick_kernel, "every rule, 128k", _EVERY_RULE, 128, p_fp64=_DRAWN, p_i64="out"),
+    _drawn(draw.shares_kernel, "every rule, 128k", _EVERY_RULE, 128, p_fp64=_DRAWN),
+)
+
+SMALL = (
+    Resources(
+        activation.silu_and_mul_kernel,
+        "bf16",
+        _types(p_bf16="gate_up out", i32="inner row_stride"),
+        {"BLOCK": activation.MOST},
+        aligned=_aligned("inner row_stride"),
+        max_registers=40,
+    ),
+    Resources(
+        activation.gelu_tanh_kernel,
+        "bf16",
+        _types(p_bf16="x out", i32="n"),
+        {"BLOCK": activation.MOST},
+        aligned=_aligned("n"),
+        max_registers=40,
+    ),
+    Resources(
+        penalties.penalize_kernel,
+        "fp32",
+        _types(
+            p_fp32="logits repetitions frequencies presences",
+            p_i64="rows seen",
+            p_u8="in_prompt",
+            p_i32="counts",
+            i32="vocab stride seen_stride",
+        ),
+        {"BLOCK": penalties.PIECE},
+        aligned=_aligned("vocab stride seen_stride"),
+        fused_products=False,
+        max_registers=80,
+    ),
+    Resources(
+        rows.gather_kernel,
+        "rows of 4096 bf16",
+        _types(p_i64="table ids out", i32="dim table_stride"),
+        {"BLOCK": rows.PIECE},
+        aligned=_aligned("dim table_stride"),
+        max_registers=64,
+    ),
+    Resources(
+        rows.largest_of_chunks_kernel,
+        "fp32",
+        _types(p_fp32="logits tops", p_i32="firsts", i32="vocab stride"),
+        {"CHUNK": rows.CHUNK},
+        num_warps=8,
+        aligned=_aligned("vocab stride"),
+        max_registers=96,
+    ),
+)
+
+RESOURCES: tuple[Resources, ...] = (
+    *DECODE,
+    *(_mla(heads) for heads in (16, 128)),
+    *PREFILL,
+    *BYTES,
+    *WORDS,
+    FINISH,
+    *MATRIX_ROWS,
+    *ROUND,
+    *NORM,
+    *ROTARY,
+    *DRAW,
+    *SMALL,
+)
