@@ -57,3 +57,19 @@ def save_multiplied_out(folder: Path, results: Iterable[BlockResult], to: Path) 
 def random_windows(windows: int, tokens: int, vocab: int = 96, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, vocab, (windows, tokens), generator=generator)
+
+
+def relative_error(w: Tensor, rounded: Tensor, hessian: Tensor) -> float:
+    """|| (W - Q) X || / || W X || from the second moment of X; 0 where nothing goes in.
+
+    Args:
+        w, rounded: [outputs, inputs].
+        hessian: [inputs, inputs].
+    """
+    whole = _energy(w.float(), hessian)
+    return (_energy(w.float() - rounded, hessian) / whole) ** 0.5 if whole else 0.0
+
+
+def _energy(w: Tensor, hessian: Tensor) -> float:
+    """|| W X ||^2 up to the Hessian's factor."""
+    return float(((w @ hessian) * w).sum(dtype=torch.float64))

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers.calibrated import relative_error
 from torch import Tensor
 
 from kvik.quantize import gptq as module
 from kvik.quantize.gptq import gptq, inverse_factor, rtn
 from kvik.quantize.quantised import Grid, Quantised
 from kvik.quantize.recipe import ROW, TENSOR
-from kvik.quantize.statistics import relative_error
 
 DAMPING = 0.01
 

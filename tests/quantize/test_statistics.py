@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.calibrated import relative_error
 from torch import Tensor
 
 from kvik.quantize import statistics as module
-from kvik.quantize.statistics import InputStatistics, relative_error
+from kvik.quantize.statistics import InputStatistics
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

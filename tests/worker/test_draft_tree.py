@@ -15,14 +15,14 @@ def test_depths_words_and_paths():
     assert TREE.depths.tolist() == [0, 1, 1, 2, 2, 3]
     assert TREE.words.tolist() == [0b1, 0b11, 0b101, 0b1011, 0b10011, 0b101011]
     assert [TREE.path(node) for node in (0, 2, 5)] == [[0], [0, 2], [0, 1, 3, 5]]
-    assert TREE.drafts == 5 and not TREE.is_chain
+    assert TREE.drafts == 5
 
 
 def test_a_chain():
     chain = DraftTree.chain(3)
     assert chain.depths.tolist() == [0, 1, 2, 3]
     assert chain.words.tolist() == [1, 3, 7, 15]
-    assert chain.is_chain and DraftTree.chain(0).is_chain
+    assert DraftTree.chain(0).parents == (-1,)
 
 
 def test_the_first_nodes_are_a_tree():

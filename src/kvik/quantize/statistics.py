@@ -128,22 +128,6 @@ def _short_products() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def relative_error(w: Tensor, rounded: Tensor, hessian: Tensor) -> float:
-    """|| (W - Q) X || / || W X || from the second moment of X; 0 where nothing goes in.
-
-    Args:
-        w, rounded: [outputs, inputs].
-        hessian: [inputs, inputs].
-    """
-    whole = _energy(w.float(), hessian)
-    return (_energy(w.float() - rounded, hessian) / whole) ** 0.5 if whole else 0.0
-
-
-def _energy(w: Tensor, hessian: Tensor) -> float:
-    """|| W X ||^2 up to the Hessian's factor."""
-    return float(((w @ hessian) * w).sum(dtype=torch.float64))
-
-
 def _keys(places: Tensor) -> Tensor:
     """[n] int64 -> a number for each that looks random (the finaliser of splitmix64)."""
 

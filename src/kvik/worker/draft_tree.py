@@ -117,10 +117,6 @@ class DraftTree:
             words[node] = 1 << node | (int(words[parent]) if node else 0)
         return words
 
-    @cached_property
-    def is_chain(self) -> bool:
-        return self.parents == tuple(range(-1, self.drafts))
-
     def first(self, drafts: int) -> DraftTree:
         """Return the tree of the first `drafts` drafts; it may have fewer."""
         return DraftTree(self.parents[: drafts + 1], self.ranks[: drafts + 1])
