@@ -1,7 +1,7 @@
-"""A decoder block by itself, built by kvik's own models and watched at its matrices.
+"""One decoder block, built by kvik's own models and observed at its matrices.
 
 A block is a model with a single layer. Its weights come through the same `Ops.pack_rows` as in the
-engine, and its inputs are seen in `Ops.linear`: no model knows that it is being calibrated.
+engine, and its inputs are observed in `Ops.linear`, so models need no code for calibration.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvik.nn.kv_formats import allocate_kv
 from kvik.spec.declare import ForwardContext, Network
 from kvik.spec.kv import group_layers
 
-# Given the number of a matrix and its inputs x [tokens, inputs]: x as it is multiplied.
+# watch(number of a matrix, its inputs x [tokens, inputs]) -> the inputs to multiply instead.
 Watch = Callable[[int, Tensor], Tensor]
 
 WEIGHT, BIAS = ".weight", ".bias"
@@ -35,7 +35,7 @@ class BlockLinear:
 
     Attributes:
         name: in the checkpoint.
-        matrix: number of the matrix that it is rows of; its layers have the same inputs.
+        matrix: number of the matrix that its rows are part of, with layers of the same inputs.
         weight: [outputs, inputs] in the dtype of the checkpoint.
         transposed: the checkpoint has [inputs, outputs].
     """
@@ -47,12 +47,12 @@ class BlockLinear:
 
 
 def unwatched(matrix: int, x: Tensor) -> Tensor:
-    """Changes nothing: a `Watch`."""
+    """Return x unchanged; the default `Watch`."""
     return x
 
 
 class Tap:
-    """Sees the matrix products and the filling of matrices."""
+    """Observes matrix products and the filling of matrices."""
 
     def __init__(self) -> None:
         self.watch: Watch = unwatched
@@ -61,8 +61,8 @@ class Tap:
         self._numbers: dict[int, int] = {}  # id of a matrix -> its number
 
     def ops(self) -> Ops:
-        """Torch's operations with this in between. It is not kept: a block whose parts hold each
-        other would outlive its use."""
+        """Return torch's operations with the tap between. The tap keeps no reference to them: a
+        reference cycle would keep a block in memory after its use."""
         return replace(TORCH, linear=self._linear, pack_rows=self._pack_rows)
 
     def _pack_rows(self, matrix: Matrix, first: int, weight: Weight) -> None:
@@ -98,7 +98,7 @@ class Block:
             spec: with this one layer.
             tokens: of a window.
             tensors: by the name that the model declares: the name in the checkpoint and the values.
-            dtype: what is computed in.
+            dtype: of the computation.
         """
         self._tap = Tap()
         self._tokens = tokens
@@ -134,19 +134,19 @@ class Block:
         self.layers = tuple(layers)
 
     def set_weight(self, layer: str, weight: Tensor) -> None:
-        """weight: [outputs, inputs], any float dtype."""
+        """Replace the weight of a layer: [outputs, inputs], any float dtype."""
         matrix, first = self._places[layer]
         TORCH.pack_rows(matrix, first, float_weight(weight))
 
     def set_tensor(self, name: str, values: Tensor) -> None:
-        """A norm's or a bias' values, as the checkpoint has them."""
+        """Replace the values of a norm or a bias, in the layout of the checkpoint."""
         self._declared[name].fill(0, values)
 
     def run(self, x: Tensor, watch: Watch) -> Tensor:
-        """x [windows, tokens, hidden] -> the same, one block later; windows do not see each other.
+        """Run the block on x [windows, tokens, hidden]; windows do not see each other.
 
         Args:
-            watch: sees what each matrix is given, and may change it.
+            watch: called with the inputs of each matrix; returns the inputs to multiply.
         """
         count = len(x)
         kv = allocate_kv(self._groups, count, self._tokens, self._dtype, self._device)
@@ -182,7 +182,7 @@ def block_builder(
 
 
 def _layout(count: int, tokens: int, device: torch.device) -> StepLayout:
-    """Windows side by side, each with one block of the cache."""
+    """Return the layout of `count` windows, each in one block of the cache."""
     lengths = torch.full((count,), tokens, dtype=torch.int32, device=device)
     table = torch.arange(count, dtype=torch.int32, device=device)[:, None]
     starts = torch.arange(count + 1, dtype=torch.int32, device=device) * tokens

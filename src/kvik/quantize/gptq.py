@@ -1,4 +1,4 @@
-"""GPTQ: each column's rounding error is made good by the columns not yet rounded.
+"""GPTQ: the columns not yet rounded compensate the rounding error of each column.
 
 Frantar et al. 2022, "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
 Transformers", section 3.3 and algorithm 1.
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvik.quantize.quantised import Grid, Quantised, Scales, quantise
 
-# Round to nearest: each weight on its own, what the other methods are measured by.
+# Round to nearest: each weight by itself; the baseline of the other methods.
 
 
 def rtn(w: Tensor, grid: Grid) -> Quantised:
@@ -39,24 +39,23 @@ def gptq(
     static_groups: bool = False,
     block: int = 128,
 ) -> Quantised:
-    """Rounds w so that || (W - Q) X || is small, and not || W - Q ||.
+    """Round w so that || (W - Q) X || is small, instead of || W - Q ||.
 
-    An input that calibration never saw tells nothing of the others: its weights are rounded to
-    nearest.
+    The weights of an input that is 0 in all calibration text are rounded to nearest.
 
     Args:
         w: [outputs, inputs], any float dtype.
         hessian: [inputs, inputs], 2 X X^T up to a factor.
-        damping: share of the mean diagonal that is added to it.
-        act_order: columns with the largest inputs go first, while there are many others to make
-            good. The result is in the order of the layer; the groups are then of neighbours in the
-            order of rounding, and `Quantised.order` tells them.
-        static_groups: scales of all groups are taken from w, not from the columns as they are when
-            the group's first is reached. With `act_order` groups stay neighbours in the layer.
-        block: columns whose errors reach those behind it together.
+        damping: share of the mean diagonal that is added to the diagonal.
+        act_order: columns with the largest inputs are rounded first, while many others remain to
+            compensate. The result is in the order of the layer; groups then are neighbours in the
+            order of rounding, and `Quantised.order` holds the group of each input.
+        static_groups: scales of all groups come from w, not from the updated columns at the time
+            the group's first one is rounded. With `act_order`, groups stay neighbours in the layer.
+        block: columns whose errors are applied to all later columns at once.
 
     Raises:
-        ValueError: as `Grid.fit`; the Hessian is not one.
+        ValueError: as `Grid.fit`, or the Hessian is not finite or not positive.
     """
     inputs = w.shape[1]
     width = grid.width(inputs)
@@ -100,15 +99,18 @@ def gptq(
 
 
 def inverse_factor(hessian: Tensor, order: Tensor, damping: float) -> Tensor:
-    """U, upper triangular, with H^-1 = U^T U for the damped H in this order. [inputs, inputs] fp32.
+    """Return U, upper triangular, with H^-1 = U^T U for the damped H in this order.
 
-    Row i of U, from its diagonal on, is what the inverse of H without the first i columns says of
-    the i-th, divided by the root of its diagonal. Rows of the whole inverse are something else.
+    Row i of U, from its diagonal on, is row i of the inverse of H without its first i columns,
+    divided by the root of that row's diagonal. (Rows of the whole inverse would be wrong here.)
 
-    H^-1 itself is not needed: where J turns the order round, J H J = L L^T and so U = J L^-1 J.
+    H^-1 itself is not needed: where J reverses the order, J H J = L L^T, and so U = J L^-1 J.
+
+    Returns:
+        [inputs, inputs] fp32.
 
     Raises:
-        ValueError: H holds NaN, or is no second moment.
+        ValueError: H holds NaN or infinity, or is not positive.
     """
     turned = order.flip(0)
     damped = hessian[turned][:, turned].double()
@@ -130,8 +132,8 @@ def inverse_factor(hessian: Tensor, order: Tensor, damping: float) -> Tensor:
 
 
 def _blocks(inputs: int, width: int, block: int) -> Iterator[tuple[int, int]]:
-    """Ranges of columns: whole groups, or parts of one. So all columns of a group are up to date
-    when its first is reached."""
+    """Yield ranges of columns that are whole groups or parts of one, so that all columns of a group
+    are up to date when its first is rounded."""
     span = max(block // width, 1) * width
     for start in range(0, inputs, span):
         end = min(start + span, inputs)

@@ -1,4 +1,4 @@
-"""One matrix by each method: layers that have the same inputs, in few bits."""
+"""Quantise the layers of one matrix, which have the same inputs, by each method."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Result = Quantised | Float8
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What the layers of a matrix are given.
+    """The calibration inputs of a matrix.
 
     Attributes:
-        sample: [tokens, inputs] of it, factors taken off.
-        statistics: of it, factors not taken off.
+        sample: [tokens, inputs], divided by the factors that were folded.
+        statistics: of all tokens, before that division.
     """
 
     sample: Tensor
@@ -41,13 +41,13 @@ def quantise_layers(
     """Quantise the layers of one matrix by the method of the recipe.
 
     Args:
-        weights: [outputs, inputs] of each layer by name, factors put in.
-        given: None: nothing is known of the inputs.
-        unclipped: by name, how many of the first rows must not be cut.
+        weights: [outputs, inputs] of each layer by name, factors folded in.
+        given: the inputs; None: no calibration text was read.
+        unclipped: number of first rows that must not be clipped, by name.
         dtype: of the model.
 
     Raises:
-        ValueError: weights, groups or inputs that cannot be.
+        ValueError: weights or inputs are not finite, or groups do not divide the inputs.
     """
     if recipe.method == "gptq":
         assert given is not None
@@ -74,12 +74,12 @@ def as_given(recipe: Recipe, quantised: Result, x: Tensor) -> Tensor:
 
 
 def output_error(w: Tensor, rounded: Tensor, x: Tensor, met: Tensor) -> float:
-    """|| W X - Q X' || / || W X ||; 0 where nothing goes in.
+    """Return || W X - Q X' || / || W X ||; 0 where all inputs are 0.
 
     Args:
         w, rounded: [outputs, inputs].
         x: [tokens, inputs] fp32.
-        met: what Q meets of it.
+        met: [tokens, inputs] fp32, X': the inputs as Q multiplies them.
     """
     exact = x @ w.float().t()
     found = met @ rounded.t()
@@ -88,7 +88,7 @@ def output_error(w: Tensor, rounded: Tensor, x: Tensor, met: Tensor) -> float:
 
 
 def weight_error(w: Tensor, rounded: Tensor) -> float:
-    """|| W - Q || / || W ||."""
+    """Return || W - Q || / || W ||."""
     whole = float(w.float().norm())
     return float((w.float() - rounded).norm()) / whole if whole else 0.0
 
@@ -106,8 +106,8 @@ def _float8(w: Tensor, recipe: Recipe, given: Given | None, dtype: torch.dtype) 
 def _gptq(
     recipe: Recipe, weights: Mapping[str, Tensor], given: Given, dtype: torch.dtype
 ) -> Iterator[tuple[str, Result]]:
-    """Rows do not depend on each other: layers with one grid are one weight, whose inputs' second
-    moment is factored once."""
+    """Quantise layers that share a grid as one weight: rows are independent, and so the second
+    moment of the inputs is factored once."""
     hessian = given.statistics.hessian()
     for grid, names in _by_grid(recipe, weights, dtype):
         together = torch.cat([weights[name].float() for name in names])
@@ -144,7 +144,7 @@ def _rows(whole: Quantised, rows: slice) -> Quantised:
 
 
 def _clipped(w: Tensor, x: Tensor, grid: Grid, unclipped: int) -> Quantised:
-    """Weights cut where that lessens the error of the outputs, but for the first rows."""
+    """Clip weights where that reduces the error of the outputs; not in the first rows."""
     if unclipped == len(w):
         return rtn(w, grid)
     limits = search_clip(w[unclipped:], x, grid)

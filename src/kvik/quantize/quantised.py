@@ -1,4 +1,4 @@
-"""A linear layer in few bits: what every method returns."""
+"""A quantised linear layer, as every method returns it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BYTE = 8
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """What a grid became for some weights.
+    """The scales and zero points of a layer.
 
     Attributes:
         scales: [outputs, groups] fp32; [1, 1] for a whole tensor.
@@ -50,12 +50,12 @@ class Grid:
         bits: 2..8.
         group: inputs of a row that share a scale; -1: the whole row; 0: the whole tensor.
         symmetric: steps from -(2^(bits-1) - 1) to 2^(bits-1) - 1 about zero, so that the code 0 is
-            not used. Else the range, which always includes 0, is spread over all codes and 0 has a
-            code of its own.
-        scale_dtypes: formats that must all hold a scale as it is; empty: it stays in fp32. Weights
-            are rounded by the scale that they will be multiplied with, not by a finer one.
-            Checkpoints store fp16, or bf16 in a compressed-tensors one of a bf16 model; the native
-            kernels keep the digits of fp16.
+            not used. Otherwise the range, which always includes 0, is spread over all codes, and 0
+            has a code of its own.
+        scale_dtypes: dtypes that must all represent a scale exactly; empty: it stays in fp32.
+            Weights are rounded by the scale that they will be multiplied with, not by a finer one.
+            Checkpoints store fp16, or bf16 (compressed-tensors of a bf16 model); the native kernels
+            keep the digits of fp16.
     """
 
     bits: int
@@ -95,7 +95,7 @@ class Grid:
         return self.group
 
     def fit(self, w: Tensor) -> Scales:
-        """Steps that reach all of w, [outputs, inputs].
+        """Return the scales that cover all weights of w [outputs, inputs].
 
         Raises:
             ValueError: a weight is NaN or infinite, or too large for a scale in `scale_dtypes`;
@@ -159,13 +159,13 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 @dataclass(frozen=True, slots=True)
 class Float8:
-    """w = value * scale.
+    """A layer in eight-bit floats: w = value * scale.
 
     Attributes:
         values: [outputs, inputs] E4M3 or E5M2.
         scales: [blocks of outputs, blocks of inputs] fp32.
         block: outputs and inputs that share a scale; 0: all of them.
-        input_scale: [1] fp32, of its inputs; None: each token finds its own.
+        input_scale: [1] fp32, static scale of its inputs; None: each token has its own.
     """
 
     values: Tensor
@@ -178,7 +178,7 @@ class Float8:
         return unround_fp8(self.values, self.scales, self.block)
 
     def given(self, x: Tensor) -> Tensor:
-        """Return what the weights meet of x [tokens, inputs]; fp32. E5M2 meets x as it is."""
+        """Return x [tokens, inputs] as the weights multiply it, fp32; E5M2 does not round x."""
         if self.values.dtype != E4M3:
             return x.float()
         return round_activations(x, self.block[1], self.input_scale)
@@ -198,7 +198,7 @@ def float8(
         w: [outputs, inputs], any float dtype.
         scale_dtype: what the checkpoint holds scales in; the weights are rounded by such ones.
         dtype: E4M3 or E5M2.
-        input_absmax: [inputs] or [], of calibration: inputs have a static scale.
+        input_absmax: [inputs] or [], from calibration, for a static scale of the inputs.
 
     Raises:
         ValueError: a weight is NaN or infinite.
@@ -212,7 +212,7 @@ def float8(
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """w[o, i] = (q[o, i] - zeros[o, g]) * scales[o, g], where g is the group of input i.
+    """A layer in codes: w[o, i] = (q[o, i] - zeros[o, g]) * scales[o, g], g the group of input i.
 
     Attributes:
         q: [outputs, inputs] uint8 codes.
@@ -233,18 +233,20 @@ class Quantised:
         return (self.q.float() - zero) * scales[:, self.order]
 
     def codes(self) -> Codes:
-        """As checkpoint layouts take them: [outputs, groups] scales, also where one is for all."""
+        """Return codes as checkpoint layouts take them, with [outputs, groups] scales always."""
         outputs = len(self.q)
         scales, zeros = self.scales.scales, self.scales.zeros
         zeros = None if zeros is None else zeros.expand(outputs, -1)
         return Codes(self.q, scales.expand(outputs, -1), zeros, self.grid.bits, self.order)
 
     def weight(self, quantize_activations: bool = False) -> Weight:
-        """For the engine, as it would load it from a checkpoint: codes of two and three bits in
-        four, those of five to seven in eight, and floats where no kernel multiplies it.
+        """Return the weight that the engine would load from a checkpoint.
+
+        Codes of two and three bits become four bits, those of five to seven eight, and what no
+        kernel multiplies becomes floats.
 
         Args:
-            quantize_activations: of a weight in more than four bits.
+            quantize_activations: whether inputs are rounded too, if codes have over four bits.
         """
         codes, symmetric = self.codes(), self.scales.zeros is None
         if BYTE > codes.bits > 4 and symmetric:
@@ -260,7 +262,7 @@ class Quantised:
         return weight_of(codes, scheme)
 
 
-# What a pass over a model gives, block by block, and how it tells where it is.
+# Results of a pass over a model, block by block, and its progress.
 
 # Called with what is being worked on (a layer's name, "block 3: inputs", ...) and the share of the
 # whole pass that is done, from 0 to 1.
@@ -269,7 +271,7 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class LayerResult:
-    """What became of a linear layer.
+    """The result for one linear layer.
 
     Attributes:
         name: in the checkpoint, "model.layers.0.self_attn.q_proj".
@@ -287,14 +289,14 @@ class LayerResult:
 
 @dataclass(frozen=True, slots=True)
 class BlockResult:
-    """What became of a decoder block.
+    """The result for one decoder block.
 
     Attributes:
         index: of the block.
         layers: all linear layers, in the order of the model.
-        changed: other tensors of the checkpoint that have other values now, because factors were
-            folded into them, by name, in the shape and dtype of the checkpoint: norms, biases, and
-            weights of layers that stay floats. What is in neither is as it was.
+        changed: other tensors into which factors were folded (norms, biases, weights of layers
+            that stay floats), by name, in the shape and dtype of the checkpoint. Tensors in neither
+            are unchanged.
     """
 
     index: int

@@ -1,6 +1,6 @@
-"""What is made of a model: the method, the grid, and the layers that are left as they are.
+"""What the user asks for: the method, the grid, and the layers that stay floats.
 
-Nothing here needs torch until a grid is asked for, so that wishes are checked at once.
+This module imports no torch, so that a command line is checked at once.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ BITS: Mapping[Method, tuple[int, ...]] = {
 ROW = -1  # `group_size`: a scale for each output
 TENSOR = 0  # `group_size` of fp8: one scale
 SQUARE = 128  # `group_size` of fp8: a scale for each block of this many outputs and inputs
-GROUPS = (128, 64, 32)  # what "auto" chooses from
-MANY = 8  # bits of the layers that lose most, with a budget
+GROUPS = (128, 64, 32)  # "auto" chooses one of these
+MANY = 8  # with a budget: bits of the layers that lose most
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How the linear layers of all blocks are quantised. The head and the embedding never are.
+    """How the linear layers of all blocks are quantised; head and embedding never are.
 
     Attributes:
         bits: of a code; fp8 and smoothquant have 8.
@@ -56,15 +56,15 @@ class Recipe:
         activation_scheme: of fp8: "dynamic", each token (and block of inputs) finds its own scale,
             or "static", calibration finds one for each layer.
         fp8_format: of the weights. Activations are E4M3, and stay floats beside weights in E5M2.
-        skip: layers that stay floats, by name; * and ? stand for any letters and any one.
-        average_bits: of a code, over all quantised weights: each layer has `bits` or 8, and those
-            that lose most have 8. None: all have `bits`.
-        layer_bits: what `average_bits` came to: the layers that have other bits than `bits`. Layers
-            that the engine makes one matrix of (q, k and v; gate and up) have the same, or it would
-            run them as floats.
+        skip: name patterns of layers that stay floats; * matches any letters, ? any one.
+        average_bits: mean bits of a code over all quantised weights: each layer has `bits` or 8,
+            and those that lose most have 8. None: all have `bits`.
+        layer_bits: the result of `average_bits`: layers whose bits differ from `bits`. Layers that
+            the engine multiplies as one matrix (q, k and v; gate and up) have equal bits, or it
+            would run them as floats.
 
     Raises:
-        ConfigError: a field that cannot be, or that the method does not have.
+        ConfigError: a field has a value that is not allowed, or not with this method.
     """
 
     method: Method
@@ -158,14 +158,14 @@ class Recipe:
 
     @property
     def needs_data(self) -> bool:
-        """Whether calibration text has to run through the model."""
+        """Whether the method needs calibration text."""
         if self.method in ("gptq", "awq", "smoothquant") or self.average_bits is not None:
             return True
         return self.activation_scheme == "static"
 
     @property
     def rounds_activations(self) -> bool:
-        """The model is run with inputs of its layers rounded to 8 bits."""
+        """Whether the engine rounds the inputs of quantised layers to 8 bits."""
         return self.method in ("smoothquant", "fp8") and self.fp8_format == "e4m3"
 
     @property
@@ -182,7 +182,7 @@ class Recipe:
         return "awq" if self.method == "awq" and self.bits == 4 else "compressed-tensors"
 
     def quantises(self, layer: str) -> bool:
-        """Of a linear layer of a block, by its name in the checkpoint."""
+        """Whether a linear layer, by its name in the checkpoint, is quantised."""
         return not any(fnmatchcase(layer, pattern) for pattern in self.skip)
 
     def bits_of(self, layer: str) -> int:
@@ -204,7 +204,7 @@ class Recipe:
 
     @property
     def block(self) -> Block:
-        """Of fp8: outputs and inputs that share a scale, as `kernels/fp8.py` writes it."""
+        """The outputs and inputs that share a scale with fp8, as `kernels/fp8.py` writes it."""
         if self.group_size == SQUARE:
             return SQUARE, SQUARE
         return (1, 0) if self.group_size == ROW else (0, 0)
@@ -215,13 +215,13 @@ class Recipe:
 
 
 def check_groups(recipe: Recipe, inputs: Mapping[str, int]) -> None:
-    """Whether groups divide the inputs of all quantised layers.
+    """Check that groups divide the inputs of all quantised layers.
 
     Args:
         inputs: of each linear layer of all blocks.
 
     Raises:
-        ConfigError: they do not; it says which would.
+        ConfigError: they do not; the message names sizes that would.
     """
     size = recipe.group_size
     if recipe.method == "fp8" or size <= 0:

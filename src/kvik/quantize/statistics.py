@@ -1,4 +1,4 @@
-"""What calibration keeps of a layer's inputs: as much for a million tokens as for one."""
+"""Statistics of a layer's inputs; their size does not depend on the number of tokens."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ BLOCK = 1024  # columns of the second moment that are added together
 
 
 class InputStatistics:
-    """Sums over the tokens x [inputs] that a layer has seen.
+    """Sums over the inputs x [inputs] of all calibration tokens.
 
-    Products of a batch are summed in fp32, sums over batches in fp64: in fp32 a sum of very many
-    squares drifts. Batches should be large, since each one passes over the whole second moment.
+    Products within a batch are summed in fp32, batches in fp64, because an fp32 sum of millions of
+    squares drifts. Batches should be large: each one passes over the whole second moment.
 
     Attributes:
         inputs, tokens: how many.
         abs_sum: [inputs] fp64, the sum of |x|.
         absmax: [inputs] fp32.
-        sample: [up to `sample_size`, inputs] fp32, tokens drawn evenly from all seen. Which ones
-            depends on their places in the stream alone, not on batches.
+        sample: [up to `sample_size`, inputs] fp32, a uniform sample of all tokens. It depends on
+            their positions in the stream alone, not on the batches.
     """
 
     def __init__(
@@ -36,8 +36,8 @@ class InputStatistics:
     ) -> None:
         """
         Args:
-            moment: the second moment is kept; it is by far the largest part.
-            sample_size: 0 where only sums are wanted.
+            moment: whether to keep the second moment, by far the largest part.
+            sample_size: 0: keep no sample.
         """
         self.inputs = inputs
         self.tokens = 0
@@ -52,10 +52,10 @@ class InputStatistics:
             self._lower = torch.zeros(inputs, inputs, dtype=torch.float64, device=device)
 
     def add(self, x: Tensor) -> None:
-        """x [tokens, inputs], any float dtype.
+        """Add x [tokens, inputs], any float dtype.
 
         Raises:
-            ValueError: x holds NaN or infinity. Nothing has been added then.
+            ValueError: x holds NaN or infinity; nothing is added then.
         """
         if not len(x):
             return
@@ -77,7 +77,7 @@ class InputStatistics:
         return (self.abs_sum / max(self.tokens, 1)).float()
 
     def hessian(self) -> Tensor:
-        """2 X X^T of the squared error, [inputs, inputs] fp32; a copy.
+        """Return 2 X X^T, the Hessian of the squared error: [inputs, inputs] fp32, a copy.
 
         Raises:
             ValueError: the second moment was not kept.
@@ -93,7 +93,7 @@ class InputStatistics:
         return whole
 
     def _draw(self, keys: Tensor, tokens: Tensor) -> None:
-        """Keeps the tokens with the smallest keys: a sample of all without knowing how many."""
+        """Keep the tokens with the smallest keys: a uniform sample of a stream of any length."""
         if not self.sample_size:
             return
         if len(self._keys) == self.sample_size:
@@ -119,7 +119,7 @@ def _add_products(lower: Tensor, x: Tensor, exact: bool) -> None:
 
 @contextmanager
 def _short_products() -> Iterator[None]:
-    """Matrices of fp32 are multiplied as bfloat16 ones where that is faster; sums stay in fp32."""
+    """Let fp32 matrices be multiplied in bfloat16 where that is faster, with fp32 sums."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     try:
@@ -129,7 +129,7 @@ def _short_products() -> Iterator[None]:
 
 
 def _keys(places: Tensor) -> Tensor:
-    """[n] int64 -> a number for each that looks random (the finaliser of splitmix64)."""
+    """Return a pseudo-random number for each of n positions: [n] int64 (splitmix64's finaliser)."""
 
     def shifted(z: Tensor, by: int) -> Tensor:
         return (z >> by) & (1 << 64 - by) - 1  # without the sign
