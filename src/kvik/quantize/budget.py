@@ -1,8 +1,8 @@
-"""How many bits each layer gets within an average: by measured sensitivity.
+"""Choose the bits of each layer for a given average, by measured sensitivity.
 
-The layers of one matrix (q, k and v, say) have the same bits, or no kernel could multiply them
-together. What a matrix loses is measured at the output of its block, where the residual stream is
-what all that follows sees: || y' - y ||^2 / || y ||^2 with this matrix alone rounded.
+The layers of one matrix (such as q, k and v) have equal bits, or no kernel could multiply them
+together. The loss of a matrix is measured at the output y of its block, the residual stream that
+all later blocks read: || y' - y ||^2 / || y ||^2 with this matrix alone rounded.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from kvik.quantize.quantised import BYTE, Progress, recipe_grid
 from kvik.quantize.recipe import MANY, Recipe, check_groups
 from kvik.spec.fields import read_json
 
-# Which format each layer gets when not all can have the best: the least loss within a budget.
+# Choice of a format for each layer: the least loss within a budget of bytes.
 #
-# Losses are measured with one layer changed at a time, and taken to add up. Then this is the
+# Losses are measured with one layer changed at a time and assumed to add up. Then this is the
 # multiple-choice knapsack problem (Kellerer, Pferschy and Pisinger 2004, "Knapsack Problems",
 # chapter 11), solved by dynamic programming.
 
-CELLS = 1 << 15  # of bytes that the budget is divided into at most
+CELLS = 1 << 15  # largest number of units that the budget is divided into
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Candidate:
     """One format for one layer.
 
     Attributes:
-        loss: what the model loses if this layer alone has it.
+        loss: of the model if this layer alone has this format.
     """
 
     format: str
@@ -65,9 +65,9 @@ class Choice:
 def choose_formats(layers: Sequence[Sequence[Candidate]], budget: int) -> Choice:
     """Return the formats with the least sum of losses among those that fit.
 
-    Exact where the differences of sizes are multiples of a unit of which the budget has at most
-    `CELLS`. Else they are rounded up to one, which leaves at most a unit of each layer unused; so
-    the loss is at most that of the best choice for a budget smaller by this. Ties go to fewer
+    Exact if the differences of sizes are multiples of a unit of which the budget has at most
+    `CELLS`. Otherwise they are rounded up to such a unit, which leaves at most one unit per layer
+    unused: the loss is at most the best one for a budget that is smaller by this. Ties go to fewer
     bytes, then to the candidate named first.
 
     Args:
@@ -122,7 +122,7 @@ def _dynamic_programme(
             losses[size:][better] = tried[better]
             picked[n, size:][better] = i
         best = losses
-    # the first of the smallest: with no cell more than it takes
+    # the first of the smallest takes no more cells than necessary
     left = int((best == best.min()).nonzero()[0])
     picks = []
     for n in reversed(range(len(layers))):
@@ -147,7 +147,7 @@ def choose_bits(
 
     Args:
         windows: [windows, tokens] int64; a few of them are used.
-        work: remembers the choice, so that a pass that was cut off goes on with it.
+        work: keeps the choice, so that an interrupted pass continues with it.
 
     Raises:
         ModelError, ConfigError: as `quantise_blocks`.
@@ -204,7 +204,7 @@ def _loss(
     x: Tensor,
     y: Tensor,
 ) -> float:
-    """Of the outputs y [windows, tokens, hidden] of a block when some layers are rounded."""
+    """Return the loss at a block's outputs y [windows, tokens, hidden] if layers are rounded."""
     for layer in layers:
         block.set_weight(
             layer.name, rtn(layer.weight, recipe_grid(recipe, layer.name, dtype)).dequantised()

@@ -1,6 +1,6 @@
-"""A model, block by block, in few bits: each block is given what the quantised ones before it make.
+"""Quantise a model block by block: each block reads the outputs of the quantised blocks before it.
 
-GPTQ (Frantar et al. 2022, section 4) and AWQ are run so: inputs are those of the block as it is,
+GPTQ (Frantar et al. 2022, section 4) and AWQ do the same: statistics come from the block in floats,
 behind blocks that are quantised already.
 """
 
@@ -35,12 +35,12 @@ from kvik.text.tokenizer import Tokenizer
 
 # The residual stream of all calibration windows, between two blocks: in a file, not in memory.
 
-STEP_TOKENS = 4096  # that run through a block together
+STEP_TOKENS = 4096  # tokens that run through a block together
 
 
 @dataclass(frozen=True, slots=True)
 class HiddenFile:
-    """[windows, tokens, hidden] of `dtype`, whole or not there."""
+    """A file of [windows, tokens, hidden] in `dtype`, complete or absent."""
 
     path: Path
     shape: tuple[int, int, int]
@@ -48,14 +48,14 @@ class HiddenFile:
 
     @property
     def step(self) -> int:
-        """Windows that are read together."""
+        """The number of windows that are read together."""
         return max(1, STEP_TOKENS // self.shape[1])
 
     def check(self) -> None:
         """Check that the file is complete.
 
         Raises:
-            ModelError: the file is not there, or not as it was written.
+            ModelError: the file is missing or has another size.
         """
         count, tokens, hidden = self.shape
         size = count * tokens * hidden * self.dtype.itemsize
@@ -65,7 +65,7 @@ class HiddenFile:
             )
 
     def read(self) -> Iterator[Tensor]:
-        """[up to `step`, tokens, hidden] at a time.
+        """Yield [up to `step`, tokens, hidden] at a time.
 
         Raises:
             ModelError: the file has become shorter.
@@ -82,14 +82,14 @@ class HiddenFile:
                 yield flat.view(count, tokens, hidden)
 
     def write(self, pieces: Iterable[Tensor]) -> None:
-        """Pieces [windows, tokens, hidden] in order."""
+        """Write pieces [windows, tokens, hidden], in order."""
         with writing_whole(self.path) as file:
             for piece in pieces:
                 flat = piece.to(self.dtype).cpu().contiguous().view(-1)
                 file.write(flat.view(torch.uint8).numpy().data)
 
 
-# A model's decoder blocks, one at a time from its checkpoint; and what goes into the first.
+# A model's decoder blocks, one at a time from its checkpoint, and the inputs of the first.
 
 
 class ModelBlocks:
@@ -131,7 +131,7 @@ class ModelBlocks:
         for run in self._checkpoint.runs(names):
             if not run.values.is_floating_point():
                 raise ModelError("model", f"tensor {shown(run.name)} does not hold floats")
-            # a sum is one pass, and tells if it is finite
+            # a sum is a single pass, and finite only if all values are
             if not bool(run.values.sum(dtype=torch.float32).isfinite()) and not bool(
                 run.values.isfinite().all()
             ):
@@ -140,8 +140,13 @@ class ModelBlocks:
                 )
 
     def embed(self, windows: Tensor, step: int) -> Iterator[Tensor]:
-        """windows [n, tokens] -> the residual stream before the first block, some windows at a
-        time: [up to step, tokens, hidden]. Only vectors of tokens that occur are read."""
+        """Yield the residual stream before the first block for windows [n, tokens].
+
+        Only the embeddings of tokens that occur are read.
+
+        Yields:
+            [up to step, tokens, hidden].
+        """
         used, ids = windows.unique(return_inverse=True)
         spec = replace(self._spec, num_layers=0, windows=(), vocab_size=len(used))
         builder = block_builder(
@@ -187,7 +192,7 @@ class ModelBlocks:
         return name if found else name.removeprefix(trunk)
 
     def inputs(self) -> dict[str, int]:
-        """Of each linear layer of all blocks, by its name in the checkpoint."""
+        """Return the number of inputs of each linear layer, by its name in the checkpoint."""
         return {
             self.stored(pattern, index): width
             for index in range(self._spec.num_layers)
@@ -196,7 +201,7 @@ class ModelBlocks:
 
     @property
     def _scope(self) -> str:
-        """What the names of a block begin with, as a model of one layer declares them."""
+        """The prefix of a block's names, as a model of one layer declares them."""
         return f"{self._before}0."
 
     def _block_spec(self, index: int) -> ModelSpec:
@@ -224,7 +229,7 @@ class ModelBlocks:
         return {run.name: run.values.clone() for run in self._checkpoint.runs(wanted)}
 
     def _rows(self, name: str, ids: Tensor) -> Tensor:
-        """Rows of a tensor: ids [n] ascending -> [n, width]."""
+        """Return rows of a tensor: ids [n], ascending -> [n, width]."""
         found = []
         for run in self._checkpoint.runs({name: True}):
             ends = torch.tensor([run.first, run.first + len(run.values)])
@@ -233,30 +238,30 @@ class ModelBlocks:
         return torch.cat(found)
 
 
-# Text that calibrates a model, the package's or a file's, as windows of tokens.
+# Calibration text, of the package or from a file, as windows of tokens.
 
 BUILTIN = "builtin"
 TEXT = Path(__file__).parents[1] / "bundled" / "calibration" / "text.txt"
-PART = 1 << 16  # letters that are tokenised together
-PROBE = 4  # times as many tokens as are wanted are read at most, to spread the windows over
-MOST = 1 << 24  # tokens that can be wanted
+PART = 1 << 16  # characters that are tokenised together
+PROBE = 4  # at most this many times the requested tokens are read, to spread the windows over
+MOST = 1 << 24  # largest number of tokens that can be requested
 
 
 def calibration_windows(
     source: str | Path, tokenizer: Tokenizer, *, samples: int, tokens: int
 ) -> Tensor:
-    """Windows taken evenly from a text; of a long one, from its beginning.
+    """Return windows spread evenly over a text, or over the beginning of a long one.
 
     Args:
         source: "builtin", or a text file in UTF-8.
-        samples: windows at most.
+        samples: largest number of windows.
         tokens: of a window.
 
     Returns:
         [up to samples, tokens] int64.
 
     Raises:
-        ConfigError: a file that cannot be read or is no text; it is too short for one window.
+        ConfigError: the file cannot be read, is not text, or is too short for one window.
     """
     for field, count, least in (("samples", samples, 1), ("calib_tokens", tokens, 2)):
         if count < least:
@@ -283,8 +288,8 @@ def calibration_windows(
 
 
 def _ids(file: TextIO, tokenizer: Tokenizer) -> Iterator[int]:
-    """The tokens of a text, a few pages at a time, cut between paragraphs or lines; where a line
-    has no end, between words or anywhere."""
+    """Yield the tokens of a text, tokenised in parts that end between paragraphs or lines; within a
+    very long line, between words or anywhere."""
     rest = ""
     for part in iter(lambda: file.read(PART), ""):
         rest += part
@@ -300,7 +305,7 @@ def _ids(file: TextIO, tokenizer: Tokenizer) -> Iterator[int]:
 RUN_DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
-    "float16": torch.float32,  # whose range is too small for some residual streams
+    "float16": torch.float32,  # the range of fp16 is too small for some residual streams
 }
 STORED_DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
@@ -308,8 +313,8 @@ STORED_DTYPES: Mapping[str, torch.dtype] = {
     "float16": torch.float16,
 }
 CPU = torch.device("cpu")
-HIDDEN = "hidden-"  # what names of files with a block's inputs begin with
-INPUTS, OUTPUTS = 0.3, 0.2  # shares of a block's time
+HIDDEN = "hidden-"  # prefix of the files with a block's inputs
+INPUTS, OUTPUTS = 0.3, 0.2  # shares of a block's time, for the progress
 
 
 def quantise_blocks(
@@ -323,22 +328,25 @@ def quantise_blocks(
     *,
     first: int = 0,
 ) -> Iterator[BlockResult]:
-    """The blocks of a model from `first` on, one in memory at a time.
+    """Quantise the blocks of a model from `first` on, with one block in memory at a time.
 
     The caller saves each result before it asks for the next: until then `work` holds the inputs of
-    its block. A pass that was cut off goes on with `first` blocks saved, and gives the same results
-    if model, recipe and text are the same: the caller sees to that.
+    that block. An interrupted pass continues with `first` blocks saved. It gives the same results
+    if model, recipe and text are the same, which the caller ensures.
 
     Args:
         folder, spec: of the model, in plain floats.
         windows: [windows, tokens] int64 ids of calibration text; None: `recipe` needs none.
-        work: a folder for intermediate files; made, and empty of them after the last block.
-        device: what computes.
-        first: how many blocks an earlier pass has finished.
+        work: a folder for intermediate files; created, and cleared after the last block.
+        device: of the computation.
+        first: number of blocks that an earlier pass has finished.
+
+    Yields:
+        The result of each block.
 
     Raises:
-        ModelError: the model is quantised already, lacks tensors, or has weights that are NaN; this
-            is found before the first block. `work` does not hold the inputs of block `first`.
+        ModelError: the model is quantised already, lacks tensors, or has weights that are NaN
+            (found before the first block), or `work` lacks the inputs of block `first`.
         ConfigError: `recipe` does not fit the model, or needs `windows`.
     """
     model = open_blocks(folder, spec, windows, device)
@@ -406,10 +414,10 @@ class _Pass:
         return HiddenFile(self._work / f"{HIDDEN}{index}", shape, self._model.dtype)
 
     def enter(self, first: int) -> None:
-        """Makes the inputs of the first block, or finds those of another one.
+        """Compute the inputs of the first block, or find those of a later one.
 
         Raises:
-            ModelError: they are not there.
+            ModelError: the inputs of a later block are missing.
         """
         assert self._windows is not None
         hidden = self.hidden(first)
@@ -421,7 +429,7 @@ class _Pass:
         hidden.check()
 
     def block(self, index: int, progress: Progress) -> BlockResult:
-        """One block; writes the inputs of the next."""
+        """Quantise one block, and write the inputs of the next."""
 
         def report(doing: str, part: float) -> None:
             progress(doing, (index + part) / self._spec.num_layers)
@@ -441,7 +449,7 @@ class _Pass:
         return result
 
     def _gather(self, block: Block, index: int) -> dict[int, InputStatistics]:
-        """Of the inputs of each matrix of which a layer is quantised."""
+        """Return statistics of the inputs of each matrix with a layer to quantise."""
         recipe = self._recipe
         wanted = {la.matrix: la for la in block.layers if recipe.quantises(la.name)}
         found = {
@@ -470,7 +478,7 @@ class _Pass:
         statistics: Mapping[int, InputStatistics],
         report: Progress,
     ) -> BlockResult:
-        """Leaves the block with the weights that it will have."""
+        """Quantise the layers; the block keeps its new weights."""
         folded = self._folded(block, index, statistics, report)
         results: dict[str, LayerResult] = {}
         begin, span = INPUTS if statistics else 0.0, 1.0 - INPUTS - OUTPUTS
@@ -505,7 +513,7 @@ class _Pass:
         statistics: Mapping[int, InputStatistics],
         report: Progress,
     ) -> Folded:
-        """The block with its inputs' factors folded into it, where the method has any."""
+        """Return the weights with the factors of the method, if it has any, folded in."""
         recipe, found = self._recipe, folds(self._spec)
         if recipe.method == "awq":
             find = awq_factors(lambda name: recipe_grid(recipe, name, self._dtype))
@@ -539,7 +547,7 @@ class _Pass:
         folded: Folded,
         statistics: Mapping[int, InputStatistics],
     ) -> Iterator[tuple[LayerResult, Tensor]]:
-        """Results of the layers of a matrix, and their weights [outputs, inputs] fp32."""
+        """Yield results of the layers of a matrix, and their weights [outputs, inputs] fp32."""
         if not names:
             return
         recipe, weights = self._recipe, {name: folded.weights[name] for name in names}
@@ -563,7 +571,7 @@ class _Pass:
             raise ModelError("model", f"layer {shown(names[0])}: {error}") from None
 
     def _rounding(self, block: Block, result: BlockResult) -> Watch:
-        """Return what quantised layers make of their inputs."""
+        """Return a watch that rounds the inputs of quantised layers as the engine will."""
         if not self._recipe.rounds_activations:
             return unwatched
         matrices = {layer.name: layer.matrix for layer in block.layers}
@@ -578,7 +586,7 @@ class _Pass:
 
 
 def by_matrix(layers: Sequence[BlockLinear]) -> list[list[BlockLinear]]:
-    """Layers that have the same inputs together."""
+    """Return the layers grouped by matrix, and so by common inputs."""
     found: dict[int, list[BlockLinear]] = {}
     for layer in layers:
         found.setdefault(layer.matrix, []).append(layer)

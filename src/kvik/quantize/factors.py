@@ -1,4 +1,4 @@
-"""Factors of a block's inputs: found by a method, folded into what comes before."""
+"""Factors of a block's inputs: their search, and folding them into the operation before."""
 
 from __future__ import annotations
 
@@ -15,22 +15,27 @@ from kvik.quantize.recipe import TENSOR
 from kvik.quantize.source import Fold
 from kvik.quantize.statistics import InputStatistics
 
-# Factors of a layer's inputs, and where their inverse goes: W x = (W diag(s)) (diag(1/s) x).
+# Folding of the factors s of a layer's inputs: W x = (W diag(s)) (diag(1/s) x).
 #
-# The operation before the layer gives x / s: a norm by its weight, a linear layer by its rows.
+# The operation before the layer then outputs x / s: a norm by its gain, a linear layer by its rows.
 
 
 def scale_inputs(w: Tensor, scales: Tensor) -> Tensor:
-    """W diag(s), [outputs, inputs] fp32."""
+    """Return W diag(s), [outputs, inputs] fp32."""
     return w.float() * scales
 
 
 def kept_scales(weight: Tensor, scales: Tensor) -> Tensor:
-    """The factors near `scales` that a norm can take without its gain being rounded: what the
-    layers behind it are multiplied with. 1 where its dtype does not reach. [inputs] fp32.
+    """Return the factors near `scales` that a norm can take with no rounding of its gain.
+
+    The layers behind the norm are multiplied with these. A factor is 1 where the divided gain
+    would be beyond the range of its dtype.
 
     Args:
         weight: [inputs], the gain in the dtype of the checkpoint.
+
+    Returns:
+        [inputs] fp32.
     """
     kept = weight.float() / _divided(weight, scales).float()
     kept = kept.masked_fill(~(kept.isfinite() & (kept > 0)), 1.0)
@@ -40,10 +45,10 @@ def kept_scales(weight: Tensor, scales: Tensor) -> Tensor:
 def fold_into_norm(
     weight: Tensor, bias: Tensor | None, scales: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """A norm whose result is 1/s of what it was.
+    """Return the gain and bias of a norm whose outputs are divided by s.
 
     Args:
-        weight: [inputs], what the normalised values are multiplied with.
+        weight: [inputs], the gain.
         bias: [inputs]; None: there is none.
         scales: [inputs].
 
@@ -56,11 +61,11 @@ def fold_into_norm(
 def fold_into_linear(
     weight: Tensor, bias: Tensor | None, scales: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """A linear layer whose outputs are 1/s of what they were.
+    """Return the weight and bias of a linear layer whose outputs are divided by s.
 
-    Between the layers there may be what is linear in each channel: attention after the value
+    Operations between the two layers must be linear in each channel: attention after the value
     projection, the product with the gate after the up projection. Heads that share a value need
-    equal factors: average mean |x| over them before the search, and give the shared ones here.
+    equal factors: average mean |x| over them before the search, and pass the shared ones here.
 
     Args:
         weight: [outputs, inputs].
@@ -78,21 +83,21 @@ def _divided(values: Tensor, scales: Tensor) -> Tensor:
     return (values.float() / scales).to(values.dtype)
 
 
-# SmoothQuant: outliers of the inputs move into the weights, so that both fit into eight bits.
+# SmoothQuant moves outliers of the inputs into the weights, so that both fit into eight bits.
 #
 # Xiao et al. 2022, "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large
 # Language Models", section 4.
 
 
 def smoothing_scales(absmax: Tensor, weights: Sequence[Tensor], alpha: float = 0.5) -> Tensor:
-    """s = max |x|^alpha / max |w|^(1 - alpha) of each input; what comes before gives x / s.
+    """Return s = max |x|^alpha / max |w|^(1 - alpha) of each input.
 
-    An input that is 0 everywhere, or that no layer reads, keeps the factor 1.
+    An input that is always 0, or whose weights are all 0, has the factor 1.
 
     Args:
         absmax: [inputs], of the layers' inputs x.
         weights: [outputs, inputs] each, of all layers that read these inputs.
-        alpha: how much of the difficulty the weights take over.
+        alpha: share of the difficulty that moves into the weights.
 
     Returns:
         [inputs] fp32.
@@ -102,23 +107,23 @@ def smoothing_scales(absmax: Tensor, weights: Sequence[Tensor], alpha: float = 0
     return scales.masked_fill((absmax == 0) | (largest == 0), 1.0)
 
 
-# AWQ: inputs that matter get finer steps, by larger weights for smaller inputs.
+# AWQ: important inputs get finer steps, by larger weights for smaller inputs.
 #
 # Lin et al. 2023, "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration",
 # section 3.2. No weight stays in higher precision. The clip search is that of the authors' code.
 
-PIECE = 1 << 22  # numbers of a product that are held at a time
-FLOOR = 1e-6  # of the largest mean |x|: what is less counts as that, or factors were too large
+PIECE = 1 << 22  # values of a product in memory at a time
+FLOOR = 1e-6  # share of the largest mean |x| that smaller ones are raised to: it bounds factors
 
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """Factors of the inputs that layers share.
+    """Factors of the inputs that some layers share.
 
     Attributes:
-        scales: [inputs] fp32, above 0; what comes before gives x / scales.
-        alpha: the power of mean |x| they are.
-        losses: by each alpha tried, from 0 to 1: the squared error of the outputs.
+        scales: [inputs] fp32, above 0; the operation before outputs x / scales.
+        alpha: the power of mean |x|.
+        losses: squared error of the outputs for each alpha tried, from 0 to 1.
     """
 
     scales: Tensor
@@ -129,15 +134,16 @@ class Scaling:
 def search_scaling(
     weights: Sequence[Tensor], x: Tensor, mean_abs: Tensor, grid: Grid, *, steps: int = 20
 ) -> Scaling:
-    """s = mean |x|^alpha with the alpha in [0, 1] that minimises
-    || Q(W diag(s)) diag(s)^-1 X - W X ||^2. Ties go to the smaller alpha.
+    """Return s = mean |x|^alpha with the alpha in [0, 1] of the least error.
+
+    The error is || Q(W diag(s)) diag(s)^-1 X - W X ||^2. Ties go to the smaller alpha.
 
     Args:
         weights: [outputs, inputs] each, of all layers that read these inputs.
-        x: [tokens, inputs], a sample of them. The transposed Cholesky factor of the second moment
-            stands for all tokens.
+        x: [tokens, inputs], a sample of them, or the transposed Cholesky factor of the second
+            moment, which represents all tokens.
         mean_abs: [inputs], of all tokens.
-        steps: alpha goes by 1/steps.
+        steps: alpha increases by 1/steps.
     """
     best = torch.ones_like(mean_abs)
     losses: list[float] = []
@@ -190,14 +196,14 @@ def search_clip(
 
 
 def clip(w: Tensor, limits: Tensor) -> Tensor:
-    """w [outputs, inputs] within +-limits [outputs, groups], fp32."""
+    """Return w [outputs, inputs] clipped to +-limits [outputs, groups], fp32."""
     grouped = w.float().reshape(len(w), limits.shape[1], -1)
     return grouped.clamp(-limits[:, :, None], limits[:, :, None]).view(w.shape)
 
 
 def _powers(mean_abs: Tensor, alpha: float) -> Tensor:
-    """mean |x|^alpha, normalised so that the largest and the smallest have the product 1. An input
-    that never was anything but 0 counts as the smallest of the others."""
+    """Return mean |x|^alpha, normalised so that largest times smallest is 1; an input that is
+    always 0 counts as the smallest of the others."""
     live = mean_abs > 0
     if not bool(live.any()):
         return torch.ones_like(mean_abs)
@@ -207,23 +213,23 @@ def _powers(mean_abs: Tensor, alpha: float) -> Tensor:
 
 
 def _squared_outputs(w: Tensor, x: Tensor) -> float:
-    """|| W X ||^2, some rows of W at a time."""
+    """Return || W X ||^2, computed by a few rows of W at a time."""
     rows = max(1, PIECE // len(x))
     return sum(float((part @ x.t()).square_().sum(dtype=torch.float64)) for part in w.split(rows))
 
 
-# Finds the factors [inputs] of layers that share inputs, by name [outputs, inputs] each.
+# find(fold, weights [outputs, inputs] by name, statistics of their inputs) -> factors [inputs].
 FindScales = Callable[[Fold, Mapping[str, Tensor], InputStatistics], Tensor]
 
 
 @dataclass(slots=True)
 class Folded:
-    """A block in which factors went from the inputs of layers to what comes before them.
+    """The tensors of a block after folding.
 
     Attributes:
         weights: of the linear layers by name, [outputs, inputs]; fp32 where they changed.
         tensors: norms and biases that changed, by name in the checkpoint.
-        scales: of the inputs of each matrix that has any: it is given x / scales.
+        scales: folded factors [inputs] of a matrix, by its number; its inputs are x / scales.
     """
 
     weights: dict[str, Tensor]
@@ -231,7 +237,7 @@ class Folded:
     scales: dict[int, Tensor] = field(default_factory=dict)
 
     def sample(self, matrix: int, statistics: InputStatistics) -> Tensor:
-        """[tokens, inputs] of what the matrix is given."""
+        """Return a sample [tokens, inputs] of the matrix' inputs after folding."""
         if matrix in self.scales:
             return statistics.sample / self.scales[matrix]
         return statistics.sample
@@ -244,13 +250,13 @@ def fold_block(
     quantises: Callable[[str], bool],
     find: FindScales,
 ) -> Folded:
-    """Find the factors of each fold and move them into what makes its inputs.
+    """Search the factors of each fold and fold them into its source.
 
     Args:
         folds: with the names of this block's layers.
         statistics: of the inputs of each matrix.
-        quantises: whether a layer, by name, is. Factors serve these; others that read the same
-            inputs go along.
+        quantises: whether a layer, by name, is quantised. Factors are searched for these; other
+            readers of the same inputs are scaled too.
     """
     matrices = {layer.name: layer.matrix for layer in block.layers}
     folded = Folded({layer.name: layer.weight for layer in block.layers})
@@ -271,7 +277,7 @@ def fold_block(
 
 
 def awq_factors(grid: Callable[[str], Grid]) -> FindScales:
-    """Those of AWQ; `grid` is that of a layer by name. Layers that share inputs have one."""
+    """Return the search of AWQ; `grid` is that of a layer by name, equal for shared inputs."""
 
     def find(fold: Fold, weights: Mapping[str, Tensor], statistics: InputStatistics) -> Tensor:
         mean_abs = fold.average(statistics.mean_abs())
@@ -282,7 +288,7 @@ def awq_factors(grid: Callable[[str], Grid]) -> FindScales:
 
 
 def smoothing_factors(alpha: float) -> FindScales:
-    """Those of SmoothQuant, for the layers behind norms."""
+    """Return the search of SmoothQuant, for the layers behind norms."""
 
     def find(fold: Fold, weights: Mapping[str, Tensor], statistics: InputStatistics) -> Tensor:
         return smoothing_scales(statistics.absmax, list(weights.values()), alpha)
@@ -291,7 +297,7 @@ def smoothing_factors(alpha: float) -> FindScales:
 
 
 def _into_norm(block: Block, folded: Folded, fold: Fold, scales: Tensor) -> Tensor:
-    """Returns the factors that the norm's dtype can hold."""
+    """Fold into a norm; return the factors that the dtype of its gain can take."""
     weight_name, bias_name = fold.source + WEIGHT, fold.source + BIAS
     weight, bias = block.tensors[weight_name], block.tensors.get(bias_name)
     scales = kept_scales(weight, scales)

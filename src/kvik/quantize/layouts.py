@@ -1,7 +1,7 @@
-"""How quantised layers are written: the ecosystem's config keys, and the tensors that go with them.
+"""How quantised layers are written: config keys and tensors in the layouts of other engines.
 
-The config is read back by kvik's own reader, and the formats that it names write the tensors. So
-what is written is what kvik loads.
+kvik's own reader reads the config back, and the formats that it names write the tensors, so that
+kvik loads what it writes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class LayerLayout:
     """How one linear layer is stored.
 
     Attributes:
-        scales: dtype that scales are written in, where the format leaves it open.
+        scales: dtype of stored scales, where the format does not fix it.
     """
 
     format: Awq | Gptq | PackQuantized | IntQuantized | Fp8
@@ -41,12 +41,12 @@ class LayerLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensors that it must have."""
+        """The bytes of its required tensors."""
         tensors = self.format.tensors(self.scales).values()
         return sum(torch.Size(t.shape).numel() * t.dtype.itemsize for t in tensors)
 
     def tensors(self, quantised: Quantised | Float8) -> dict[str, Tensor]:
-        """By their names within the layer."""
+        """Return the tensors to store, by their names within the layer."""
         if isinstance(quantised, Float8):
             assert isinstance(self.format, Fp8)
             scales = quantised.scales, quantised.input_scale
@@ -65,7 +65,7 @@ class LayerLayout:
 def layouts(
     recipe: Recipe, layers: Mapping[str, LinearShape], dtype: torch.dtype
 ) -> dict[str, LayerLayout]:
-    """Of all layers that are quantised, by name.
+    """Return the layout of each quantised layer, by name.
 
     Args:
         layers: the linear layers of all blocks.

@@ -1,4 +1,4 @@
-"""A model quantised from one folder into another, block by block."""
+"""Quantise the model of one folder into another folder, block by block."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ from kvik.quantize.source import Source
 from kvik.spec.fields import read_json
 from kvik.spec.stored_weights import KEY
 
-# The folder that a quantised model is saved into: a shard for each block, config.json last.
+# The output folder: a shard for each block, config.json last.
 #
-# Until then a hidden folder in it says which run this is, and what became of each block. So a run
-# that was cut off goes on with the first block that has no shard; the result has the same bytes.
+# Until config.json is written, a hidden folder in it identifies the run and records the result of
+# each block. An interrupted run continues with the first block that has no shard; the bytes of the
+# result are the same.
 
 STATE = ".unfinished"
 RUN, LOCK = "run.json", "lock"
 REPORT = "quantization_report.json"
-# What is taken over of the model's folder: tokenizer, templates, defaults, cards and licences.
+# Files that are copied from the model's folder: tokenizer, templates, defaults, cards, licences.
 TAKEN = ("*.json", "*.jinja", "*.txt", "*.md", "*.model", "*.tiktoken", "LICENSE*", "NOTICE*")
 INDICES, OWN = "*.index.json", (CONFIG, REPORT)
 SPARE = 64 << 20  # bytes that must stay free
@@ -47,11 +48,11 @@ SPARE = 64 << 20  # bytes that must stay free
 
 @dataclass(frozen=True, slots=True)
 class SavedLayer:
-    """A linear layer in the checkpoint.
+    """A linear layer in the saved checkpoint.
 
     Attributes:
-        bits: of a code; None: it stayed as it was.
-        weights: how many numbers it has.
+        bits: of a code; None: the layer is unchanged.
+        weights: number of its weights.
         bytes: of all its tensors, without the bias.
         error, on_inputs: as of `LayerResult`.
     """
@@ -65,10 +66,10 @@ class SavedLayer:
 
 
 class Output:
-    """A folder that a run saves into.
+    """The folder that a run saves into.
 
     Attributes:
-        work: for what the calibration keeps between blocks.
+        work: folder for what the calibration keeps between blocks.
     """
 
     def __init__(self, folder: Path, source: Source) -> None:
@@ -79,8 +80,10 @@ class Output:
 
     @contextmanager
     def begin(self, run: Mapping[str, object]) -> Iterator[None]:
-        """Start, or go on with what `run`, a JSON object that tells runs apart, has begun. Within,
-        no other process can.
+        """Start a run or continue it, with the folder locked for other processes.
+
+        Args:
+            run: identity of the run, a JSON object.
 
         Raises:
             ConfigError: the folder holds something else, or another process is working in it.
@@ -120,10 +123,10 @@ class Output:
         write_whole(begun, run.encode())
 
     def check_room(self, num_bytes: int) -> None:
-        """Whether so many bytes, less those of the blocks that are saved, can be written.
+        """Check that the disk has space for `num_bytes`, less those of the saved blocks.
 
         Raises:
-            ConfigError: they cannot.
+            ConfigError: it has not.
         """
         saved = (self._shard(i).stat().st_size for i in range(len(self.saved())))
         need = num_bytes - sum(saved) + SPARE
@@ -139,7 +142,7 @@ class Output:
             )
 
     def saved(self) -> list[tuple[SavedLayer, ...]]:
-        """The blocks that are finished, from the first one on."""
+        """Return the layers of each finished block, from block 0 on."""
         found = []
         for index in range(self._source.spec.num_layers):
             if not (self._record(index).exists() and self._shard(index).exists()):
@@ -161,10 +164,10 @@ class Output:
         write_safetensors(self._shard(index), tensors)  # last: it says that the block is finished
 
     def finish(self, quantization: Mapping[str, object]) -> int:
-        """Writes what is not in blocks, the other files, and config.json last.
+        """Write the tensors outside of blocks, the other files, and config.json last.
 
         Returns:
-            bytes of all tensors.
+            The bytes of all tensors.
 
         Raises:
             OSError: a file cannot be written.
@@ -189,12 +192,12 @@ class Output:
         return total
 
     def report(self, report: Mapping[str, object]) -> Path:
-        """Saves the report, which ends the run.
+        """Save the report, which ends the run.
 
         Raises:
             ConfigError: it cannot be written.
         """
-        ended = self.folder / f"{DRAFT}{STATE}"  # at once, and not file by file
+        ended = self.folder / f"{DRAFT}{STATE}"  # a rename is atomic, deleting files is not
         try:
             write_whole(self.folder / REPORT, _json(report))
             self._state.replace(ended)
@@ -206,7 +209,7 @@ class Output:
         return self.folder / REPORT
 
     def abandon(self) -> None:
-        """Removes what a run without a finished block has left."""
+        """Remove the files of a run that has finished no block."""
         if not self.saved():
             shutil.rmtree(self._state, ignore_errors=True)
             if self.folder.exists() and not any(self.folder.iterdir()):
@@ -224,15 +227,15 @@ def _json(value: Mapping[str, object]) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-HIDDEN_BYTES = 8  # of a number of the calibration's hidden states: two of fp32 at a time
+HIDDEN_BYTES = 8  # per hidden value of the calibration: two fp32 files exist at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a finished run has saved.
+    """The result of a finished run.
 
     Attributes:
-        recipe: with the bits of each layer, where a budget decided them.
+        recipe: with the bits of each layer, if a budget chose them.
         layers: all linear layers of blocks.
         bytes_before, bytes_after: of all tensors.
     """
@@ -244,10 +247,10 @@ class Saved:
 
 
 def check_request(source: Source, recipe: Recipe, folder: Path, windows: Tensor | None) -> None:
-    """All that can be known before work begins, and before anything is written.
+    """Check everything that can be checked before work begins and anything is written.
 
     Raises:
-        KvikError: the recipe does not fit the model, or the folder or its disk will not do.
+        KvikError: the recipe does not fit the model, or the folder or its disk cannot be used.
     """
     check_groups(recipe, {name: shape.inputs for name, shape in source.layers.items()})
     if not any(recipe.quantises(name) for name in source.layers):
@@ -275,14 +278,14 @@ def quantise_folder(
     progress: Progress,
     device: torch.device = CPU,
 ) -> Saved:
-    """Quantises a model and saves it; goes on with what the same call has begun before.
+    """Quantise a model and save it; continues what the same call has begun before.
 
     Args:
         windows: [windows, tokens] ids of the calibration text; None: `recipe` needs none.
-        device: what computes.
+        device: of the computation.
 
     Raises:
-        KvikError: as `check_request`; weights or a text that cannot be; a file cannot be written.
+        KvikError: as `check_request`; weights or text cannot be used; a file cannot be written.
     """
     check_request(source, recipe, output.folder, windows)
     with output.begin(_run(source, recipe, windows)):

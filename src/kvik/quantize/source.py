@@ -1,4 +1,4 @@
-"""The model that is quantised: its tensors by block, and the linear layers among them."""
+"""The model to quantise: its tensors by block, and the linear layers among them."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from kvik.quantize.block import WEIGHT
 from kvik.spec.declare import Declaration, DeclaredLinear, Role
 from kvik.spec.engine_folder import is_engine_folder
 
-# The linear layers of a block, and where the factors of their inputs can go: the operation
+# The linear layers of a block, and where factors of their inputs can be folded: into the operation
 # before them, if it is linear.
 #
-# A norm takes them into its gain; the value projection into its rows, since attention mixes tokens
-# and never channels; the up projection of a gated MLP into its rows, since the gate is only
-# multiplied on. A function between two layers, such as GELU, lets no factor through.
+# A norm takes factors into its gain; the value projection into its rows, because attention mixes
+# tokens and not channels; the up projection of a gated MLP into its rows, because the gate only
+# multiplies. A nonlinear function between two layers, such as GELU, allows no folding.
 
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """Layers that read the same inputs, and what makes these.
+    """Layers that read the same inputs, and the operation that produces these.
 
     Attributes:
         readers: names of the layers; {} is the block.
-        source: name of the norm or linear layer.
-        linear: it is a linear layer.
-        first: the source's output that is channel 0.
-        channels: [inputs] int64, the channel that each input is. Query heads that share a value
-            share its channels.
+        source: name of the norm or linear layer before them.
+        linear: whether the source is a linear layer.
+        first: the output of the source that is channel 0.
+        channels: [inputs] int64, the channel of each input. Query heads that share a value share
+            its channels.
     """
 
     readers: tuple[str, ...]
@@ -51,24 +51,24 @@ class Fold:
         return int(self.channels[-1]) + 1
 
     def average(self, values: Tensor) -> Tensor:
-        """values [inputs] -> their mean over the inputs that are one channel, for each input."""
+        """Return for each of values [inputs] the mean over the inputs of its channel."""
         totals = values.new_zeros(self.num_channels).index_add_(0, self.channels, values)
         counts = self.channels.bincount()
         return (totals / counts)[self.channels]
 
     def of_channels(self, values: Tensor) -> Tensor:
-        """values [inputs], equal where the channel is -> [channels]."""
+        """Return values [inputs], equal within a channel, by channel: [channels]."""
         found = values.new_empty(self.num_channels)
         found[self.channels] = values
         return found
 
 
 def folds(spec: ModelSpec) -> tuple[Fold, ...]:
-    """Return those of a block.
+    """Return the folds of a block.
 
-    Layers whose inputs come from linear ones go first: the value projection has taken the factors
-    of the output projection when its own are sought. A norm is a source where matrices of one role
-    alone read it, and multiplies by its gain.
+    Layers behind linear sources come first, so that the value projection contains the factors of
+    the output projection when its own are searched. A norm is a source if the matrices of a single
+    role read it and it multiplies by its gain.
     """
     declared = spec.declaration
     roles = _by_role(declared)
@@ -103,8 +103,10 @@ def linear_inputs(spec: ModelSpec) -> dict[str, int]:
 
 
 def unclipped_rows(spec: ModelSpec) -> Mapping[str, int]:
-    """Of layers that make queries and keys, how many rows do: their error is not that of the
-    attention, so none of these weights are cut. By name; {} is the block."""
+    """Return how many rows of a layer make queries and keys, by name; {} is the block.
+
+    Their weights are not clipped, because the error of queries and keys is not that of attention.
+    """
     declared = spec.declaration
     names = _patterns(declared, _by_role(declared)["qkv"])
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -155,10 +157,10 @@ class Source:
 
 
 def open_source(folder: Path) -> Source:
-    """Read the head of a model folder, and find its linear layers.
+    """Read the file headers of a model folder, and find its linear layers.
 
     Raises:
-        ModelError: a folder that cannot be used, or a model that is quantised already.
+        ModelError: the folder cannot be used, or the model is quantised already.
     """
     if is_gguf(folder):
         raise ModelError("model", f"{folder.name} is a GGUF file: take the folder it was made of")
@@ -182,7 +184,7 @@ def open_source(folder: Path) -> Source:
 
 
 def _block_scope(spec: ModelSpec, tensors: Mapping[str, Stored]) -> str:
-    """As the checkpoint has it: those saved from the bare trunk leave out the first word."""
+    """Return the scope as the checkpoint has it: a bare trunk lacks the first word of names."""
     whole = spec.declaration.block
     bare = whole.partition(".")[2]
     begins = whole.format(0)
@@ -190,16 +192,16 @@ def _block_scope(spec: ModelSpec, tensors: Mapping[str, Stored]) -> str:
 
 
 def _linear_layers(spec: ModelSpec, scope: str) -> dict[str, int]:
-    """Names of a block's linear layers, and how many inputs each has."""
+    """Return the number of inputs of a block's linear layers, by name."""
     inputs = linear_inputs(spec)
     return {scope + name.partition("{}.")[2]: width for name, width in inputs.items()}
 
 
 def _shape(layer: str, inputs: int, tensors: Mapping[str, Stored]) -> LinearShape:
-    """Whichever way round the checkpoint stores it.
+    """Return the shape of a layer, which the checkpoint may store transposed.
 
     Raises:
-        ModelError: it is not there, or of another size.
+        ModelError: the layer is missing or has another size.
     """
     name = layer + WEIGHT
     if name not in tensors:
