@@ -1,4 +1,4 @@
-"""Metadata of a GGUF file from a model and its tokenizer: the inverse of `facts`, `tokenizer`."""
+"""Metadata of a GGUF file for a model and its tokenizer: the inverse of `facts` and `tokenizer`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ FILE_TYPES: Mapping[str, int] = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16
 
 
 def gguf_architecture(spec: ModelSpec) -> str:
-    """`general.architecture`.
+    """Return `general.architecture`.
 
     Raises:
-        ModelError: GGUF has no name for this model that kvik could read back.
+        ModelError: GGUF has no name for this model that kvik can read back.
     """
     if spec.architecture not in NAMES:
         known = ", ".join(NAMES)
@@ -41,11 +41,11 @@ def model_metadata(spec: ModelSpec, name: str, type: str) -> dict[str, Scalar]:
     """Return the metadata of a model, without its tokenizer.
 
     Args:
-        name: for people.
+        name: `general.name`.
         type: of most matrices, one of `FILE_TYPES`.
 
     Raises:
-        ModelError: GGUF has no words for this model.
+        ModelError: GGUF cannot describe this model.
     """
     architecture = gguf_architecture(spec)
     facts: dict[str, Scalar | None] = {
@@ -75,8 +75,7 @@ def model_metadata(spec: ModelSpec, name: str, type: str) -> dict[str, Scalar]:
 
 
 def rope_divisors(spec: ModelSpec) -> list[float] | None:
-    """Return the values of `rope_freqs.weight` [head_dim / 2]; None: the file has no such
-    tensor."""
+    """Return the values of `rope_freqs.weight` [head_dim / 2]; None: it is not needed."""
     rope = spec.rope
     if rope is None or rope.kind != "llama3":
         return None
@@ -90,7 +89,7 @@ def rope_divisors(spec: ModelSpec) -> list[float] | None:
 
 
 def token_id_metadata(spec: ModelSpec) -> dict[str, Scalar]:
-    """BOS and the tokens that end an answer, as many as GGUF has names for."""
+    """Return BOS and the first tokens that end an answer, as far as GGUF has names for them."""
     names = dict(zip(END_TOKENS, spec.eos_token_ids, strict=False))
     ids: dict[str, Scalar] = {f"tokenizer.ggml.{name}": token for name, token in names.items()}
     if spec.bos_token_id is not None:
@@ -115,7 +114,7 @@ def _rope(rope: RopeSpec) -> dict[str, Scalar | None]:
     return facts
 
 
-# A tokenizer.json in the words of GGUF: the other way of `tokenizer`.
+# Metadata of a tokenizer.json: the inverse of `tokenizer`.
 
 BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 
@@ -126,12 +125,12 @@ def tokenizer_metadata(
     """Return the metadata of a tokenizer.
 
     Args:
-        vocab_size: rows of the embedding; ids without a token get one that is never used.
+        vocab_size: rows of the embedding; ids without a token get an unused one.
         bos, eos: ids.
         template: of chats.
 
     Raises:
-        ModelError: GGUF has no words for such a tokenizer.
+        ModelError: GGUF cannot describe this tokenizer.
     """
     state = json.loads(library.to_str())
     model = state["model"]
@@ -163,7 +162,7 @@ def tokenizer_metadata(
 def _tokens(
     library: Tokenizer, model: Mapping[str, Any], vocab_size: int, by_score: bool
 ) -> tuple[list[str], list[int]]:
-    """Tokens by id and their kinds."""
+    """Return the tokens by id, and their kinds."""
     tokens = [f"[PAD{index}]" for index in range(vocab_size)]
     kinds: list[int] = [TokenKind.UNUSED] * vocab_size
     added = library.get_added_tokens_decoder()
@@ -183,7 +182,7 @@ def _tokens(
 
 
 def _scores(tokens: Sequence[str], merges: Sequence[str]) -> list[float]:
-    """Of each token; the earlier a merge makes it, the higher."""
+    """Return the score of each token: the earlier a merge makes it, the higher."""
     rank: dict[str, int] = {}
     for index, merge in enumerate(merges):
         rank.setdefault(merge.replace(" ", "", 1), index)
@@ -191,7 +190,7 @@ def _scores(tokens: Sequence[str], merges: Sequence[str]) -> list[float]:
 
 
 def _space_prefix(state: Mapping[str, Any]) -> bool:
-    """Return whether a space is put before a text whose spaces are tokens' own characters."""
+    """Return whether the tokenizer puts a space before a text, as SentencePiece does."""
     normal, before = state["normalizer"] or {}, state["pre_tokenizer"] or {}
     steps = normal.get("normalizers", [normal])
     kinds = [step.get("type") for step in steps]
@@ -203,7 +202,7 @@ def _space_prefix(state: Mapping[str, Any]) -> bool:
 
 
 def _rule_name(state: Mapping[str, Any]) -> str:
-    """The name of how text is cut into words."""
+    """Return the name of the rule that cuts text into words."""
     normalizer, before = state["normalizer"], state["pre_tokenizer"] or {}
     steps = before.get("pretokenizers", [before])
     splits = []

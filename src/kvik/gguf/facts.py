@@ -1,4 +1,4 @@
-"""What a GGUF file says of its model, in the words of a Hugging Face config.json."""
+"""The facts of a GGUF file about its model, as a Hugging Face config.json states them."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from kvik.spec.model import MAX_HEADS, MAX_LAYERS, MAX_WIDTH
 from kvik.spec.rope import MAX_POSITIONS
 from kvik.spec.stored_weights import StoredQuantization, StoredRule, StoredScheme
 
-# Rotary positions of a GGUF file, as config.json says them.
+# Rotary positions of a GGUF file, as config.json states them.
 #
-# Files hold the stretching of Llama 3.x ("llama3" in config.json) as a divisor for each frequency.
-# Its kind is smooth: with s = (original / wavelength - low) / (high - low), cut to [0, 1], a
-# frequency is divided by 1 / ((1 - s) / factor + s). The divisors decide `factor` and s, and s is a
-# straight line over the frequency, so two of its points give all there is to know.
+# Files store the scaling of Llama 3.x ("llama3" in config.json) as a divisor for each frequency.
+# With s = (original / wavelength - low) / (high - low), clipped to [0, 1], a frequency is divided
+# by 1 / ((1 - s) / factor + s). The divisors determine `factor` and s, and s is linear in the
+# frequency, so two of its points determine the other parameters.
 
 MAX_FACTORS_BYTES = 1 << 16
 TOLERANCE = 1e-4  # relative; neighbours differ by far more
-USUAL = (1.0, 4.0, 8192)  # low, high and original of all models of Meta
+USUAL = (1.0, 4.0, 8192)  # low, high and original of all models by Meta
 
 
 def rope_scaling(
     metadata: Metadata, architecture: str, context: int
 ) -> Mapping[str, object] | None:
-    """`rope_scaling` of config.json by the metadata; None: positions are not stretched.
+    """Return `rope_scaling` of config.json by the metadata; None: positions are not scaled.
 
     Raises:
-        ModelError: a kind that is not known, or numbers that make no sense.
+        ModelError: an unknown kind, or a number out of range.
     """
     at = f"{architecture}.rope"
     factor_key = f"{at}.scaling.factor"
     if factor_key not in metadata and f"{at}.scale_linear" in metadata:
-        factor_key = f"{at}.scale_linear"  # of old files
+        factor_key = f"{at}.scale_linear"  # in old files
     default = "linear" if factor_key.endswith("linear") else "none"
     kind = metadata.choice(f"{at}.scaling.type", ("none", "linear", "yarn"), default)
     if kind == "none":
@@ -66,13 +66,13 @@ def rope_scaling(
 
 
 def llama3_scaling(data: bytes, theta: float, head_dim: int) -> Mapping[str, object] | None:
-    """`rope_scaling` of config.json by the divisors of the frequencies; None: all are 1.
+    """Return `rope_scaling` of config.json by the divisors of the frequencies; None: all are 1.
 
     Args:
-        data: [head_dim / 2] fp32, as they lie in the file.
+        data: [head_dim / 2] fp32, the bytes in the file.
 
     Raises:
-        ModelError: they are not of the kind "llama3".
+        ModelError: the divisors are not of the kind "llama3".
     """
     divisors = struct.unpack(f"<{len(data) // 4}f", data[: len(data) // 4 * 4])
     good = len(divisors) == head_dim // 2
@@ -117,7 +117,7 @@ def _divisor(frequency: float, factor: float, low: float, high: float, original:
 def _through(
     frequencies: Sequence[float], divisors: Sequence[float], factor: float
 ) -> tuple[float, float, int] | None:
-    """low, high and original by two points of s, low being 1: only ratios are known."""
+    """Return low, high and original by two points of s; low is 1, as only ratios are known."""
     points = [
         (f, (1 / d - 1 / factor) / (1 - 1 / factor))
         for f, d in zip(frequencies, divisors, strict=True)
@@ -125,7 +125,7 @@ def _through(
     ]
     if len(points) < 2:
         return None
-    (f0, s0), (f1, s1) = points[0], points[-1]  # far apart, for the sake of rounding
+    (f0, s0), (f1, s1) = points[0], points[-1]  # far apart, against rounding errors
     slope = (s1 - s0) / (f1 - f0)
     offset = s0 - slope * f0  # -low / (high - low)
     if not (slope > 0 > offset):
@@ -135,12 +135,12 @@ def _through(
     return (1.0, high, round(original)) if 1 <= original < MAX_POSITIONS else None
 
 
-# How a GGUF file stores its matrices, in the words of other quantised checkpoints.
+# How a GGUF file stores its matrices, in the terms of other quantised checkpoints.
 
 METHOD = "gguf"
 WEIGHT = ".weight"
 
-# By the type of blocks: bits of a code, weights that share a scale, and what a code of 0 means.
+# By type of block: bits of a code, weights that share a scale, and the meaning of code 0.
 SCHEMES: Mapping[str, StoredScheme] = {
     scheme.layout: scheme
     for scheme in (
@@ -159,7 +159,7 @@ SCHEMES: Mapping[str, StoredScheme] = {
 
 
 def stored_quantization(file: GgufFile) -> StoredQuantization | None:
-    """By the types of the tensors; None: all are floats."""
+    """Return the quantisation by the types of the tensors; None: all are floats."""
     named: dict[str, set[str]] = {}
     own = tensor_names(file)
     for tensor in file.tensors:
@@ -173,7 +173,7 @@ def stored_quantization(file: GgufFile) -> StoredQuantization | None:
 
 
 def usual_bits(file: GgufFile) -> int | None:
-    """Of a code in the type that most weights of matrices are stored in; None: floats."""
+    """Return the bits of a code in the type of most weights of matrices; None: floats."""
     weights = Counter[str]()
     for tensor in file.tensors:
         if len(tensor.shape) > 1:
@@ -182,29 +182,29 @@ def usual_bits(file: GgufFile) -> int | None:
     return scheme.bits if scheme else None
 
 
-# How a model's authors would sample: `general.sampling` of a GGUF file, in the words of
-# generation_config.json, and back.
+# Sampling parameters of a model's authors: `general.sampling` of a GGUF file to and from the keys
+# of generation_config.json.
 
 AT = "general.sampling"
-# Theirs -> the key of a GGUF file.
+# Key of generation_config.json -> key of a GGUF file.
 KEYS: Mapping[str, str] = {
     one.facts["stored"]: f"{AT}.{one.facts['gguf']}"
     for one in PARAMETERS.values()
     if one.facts["gguf"]
 }
-LAST_N = f"{AT}.penalty_last_n"  # tokens that the penalty looks back at
+LAST_N = f"{AT}.penalty_last_n"  # number of last tokens that the penalty counts
 ALL = -1
 
 
 def sampling_config(metadata: Metadata) -> dict[str, object]:
-    """Return what a file says, not yet checked."""
-    return {theirs: metadata.raw(key) for theirs, key in KEYS.items() if key in metadata}
+    """Return the parameters of a file, not yet checked."""
+    return {stored: metadata.raw(key) for stored, key in KEYS.items() if key in metadata}
 
 
 def sampling_metadata(config: Mapping[str, float | int]) -> dict[str, Scalar]:
-    """Return the metadata of a generation_config.json, of which only known keys are taken."""
+    """Return the metadata of a generation_config.json; unknown keys are left out."""
     found: dict[str, Scalar] = {
-        KEYS[theirs]: value for theirs, value in config.items() if theirs in KEYS
+        KEYS[stored]: value for stored, value in config.items() if stored in KEYS
     }
     return found | ({LAST_N: ALL} if KEYS["repetition_penalty"] in found else {})
 
@@ -267,26 +267,28 @@ def gguf_name(name: str, own: Mapping[str, str]) -> str | None:
 
 
 def has_rotary_rows(name: str) -> bool:
-    """Return whether the rows of a GGUF tensor are those of queries or keys, which files of llama
-    models hold in another order: the two numbers that are rotated together are neighbours there and
-    half a head apart in checkpoints."""
+    """Return whether the rows of a GGUF tensor make queries or keys.
+
+    Files of llama models store these rows in another order: two values that are rotated together
+    are neighbours there, and half a head apart in checkpoints.
+    """
     layer = LAYER.fullmatch(name)
     return layer is not None and layer[2] in ("attn_q", "attn_k")
 
 
-# `general.architecture` -> the architecture that config.json would name. Mistral is a llama there.
+# `general.architecture` -> architecture of config.json. Mistral is "llama" in GGUF.
 GGUF_ARCHITECTURES: Mapping[str, str] = {
     row.gguf: row.name for row in ARCHITECTURES.values() if row.gguf is not None
 }
-# Tokens that end an answer: the text's end, and those of a turn and of a message.
+# Tokens that end an answer: the end of the text, of a turn and of a message.
 END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 def architecture(file: GgufFile) -> str:
-    """`general.architecture`, one of those that can be read.
+    """Return `general.architecture`.
 
     Raises:
-        ModelError: it is another one, or the file holds only a part of a model.
+        ModelError: the architecture is not supported, or the file holds only a part of a model.
     """
     name = file.metadata.string("general.architecture")
     if name not in GGUF_ARCHITECTURES:
@@ -307,10 +309,10 @@ def tensor_names(file: GgufFile) -> Mapping[str, str]:
 
 
 def head_size(file: GgufFile) -> int:
-    """Numbers of a head of queries, keys or values.
+    """Return the size of a head of queries, keys or values.
 
     Raises:
-        ModelError: a value that cannot be.
+        ModelError: a value is out of range.
     """
     name, metadata = architecture(file), file.metadata
     hidden = metadata.integer(f"{name}.embedding_length", 1, MAX_WIDTH)
@@ -320,20 +322,20 @@ def head_size(file: GgufFile) -> int:
 
 
 def gguf_model_spec(file: GgufFile) -> ModelSpec:
-    """Return the facts of the model in a file.
+    """Return the spec of the model in a file.
 
     Raises:
-        ModelError: an unknown architecture, or a value that cannot be.
+        ModelError: an unknown architecture, or a value out of range.
     """
     spec = ModelSpec.from_config(model_config(file))
     return replace(spec, quantization=stored_quantization(file))
 
 
 def model_config(file: GgufFile) -> dict[str, object]:
-    """Return the facts as a config.json has them, for `models.config_json`.
+    """Return the facts of a file with the keys of config.json, for `ModelSpec.from_config`.
 
     Raises:
-        ModelError: an unknown architecture, or a value that cannot be.
+        ModelError: an unknown architecture, or a value out of range.
     """
     name, metadata = architecture(file), file.metadata
 
@@ -379,7 +381,7 @@ def model_config(file: GgufFile) -> dict[str, object]:
 
 
 def _vocab_size(file: GgufFile) -> int:
-    """Rows of the embedding, which there are at least as many of as tokens."""
+    """Return the rows of the embedding, which may be more than the tokens."""
     embedding = file.tensor(EMBEDDING)
     if embedding is None or len(embedding.shape) != 2:
         raise ModelError(file.path.name, f"must have a matrix {EMBEDDING}")
@@ -393,14 +395,14 @@ def _vocab_size(file: GgufFile) -> int:
 
 
 def _token_ids(file: GgufFile) -> dict[str, object]:
-    """BOS and what ends an answer; a file of a model may leave both out."""
+    """Return BOS and the tokens that end an answer; both are optional in a file."""
     metadata, most = file.metadata, (1 << 32) - 1
     keys = {name: f"tokenizer.ggml.{name}" for name in ("bos_token_id", *END_TOKENS)}
     ids = {name: metadata.integer(key, 0, most) for name, key in keys.items() if key in metadata}
     found: dict[str, object] = {}
     if "bos_token_id" in ids:
         found["bos_token_id"] = ids["bos_token_id"]
-    # Written out even if empty, or the defaults of the architecture would be taken.
+    # Present even if empty, because the architecture's defaults would apply otherwise.
     found["eos_token_id"] = list(dict.fromkeys(ids[name] for name in END_TOKENS if name in ids))
     return found
 

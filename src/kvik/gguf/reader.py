@@ -1,4 +1,4 @@
-"""The head of a GGUF file, checked completely before a byte of data is believed.
+"""Read the head of a GGUF file, and check it completely before any data is used.
 
 A file is a magic number, a version, the numbers of tensors and of metadata entries, the entries, a
 directory of the tensors, and their data from the next multiple of the alignment on.
@@ -32,19 +32,19 @@ from kvik.gguf.types import (
     shortest,
 )
 
-# Reading the head of a file forwards: every length is checked before it is believed.
+# Reading the head of a file forwards: every length is checked before it is used.
 
 MAX_HEAD_BYTES = 128 << 20  # vocabularies of half a million tokens take about 20 MB
-CHUNK_BYTES = 1 << 20  # read at least at once
+CHUNK_BYTES = 1 << 20  # smallest read
 _LENGTH = struct.Struct("<Q")
 
 
 class Cursor:
-    """A place in a file of which no more is read than what is asked for, and a little ahead.
+    """A position in a file that is read forwards, as far as needed and a little ahead.
 
     Attributes:
-        data: the file's bytes from its start, as far as they were read.
-        at: the next byte.
+        data: the bytes of the file from its start, as far as they were read.
+        at: offset of the next byte.
     """
 
     def __init__(self, file: FileIO, name: str, size: int) -> None:
@@ -68,10 +68,13 @@ class Cursor:
         return ModelError(self._name, f"{what} {message}")
 
     def need(self, count: int, what: str) -> int:
-        """See to it that the next `count` bytes are in `data`; their place there.
+        """Read until the next `count` bytes are in `data`.
+
+        Returns:
+            Their offset in `data`.
 
         Raises:
-            ModelError: the file ends before, or it is too large a head.
+            ModelError: the file ends before, or the head is too large.
         """
         if count > self.left:
             raise self.error(what, f"must have {count} more bytes, the file has {self.left}")
@@ -87,25 +90,25 @@ class Cursor:
         return self.at
 
     def take(self, layout: struct.Struct, what: str) -> int | float:
-        """One number."""
+        """Take one number."""
         place = self.need(layout.size, what)
         self.at += layout.size
         value: int | float = layout.unpack_from(self.data, place)[0]
         return value
 
     def whole(self, layout: struct.Struct, what: str) -> int:
-        """One integer."""
+        """Take one integer."""
         return int(self.take(layout, what))
 
     def name(self, what: str, most: int) -> str:
-        """Return a string of 1 to `most` bytes."""
+        """Take a string of 1 to `most` bytes."""
         text = self.string(what, most)
         if not text:
             raise self.error(what, "must not be empty")
         return text
 
     def string(self, what: str, most: int | None = None) -> str:
-        """Return a length and as many bytes of UTF-8, at most `most`."""
+        """Take a string: its length, and that many bytes of UTF-8, at most `most`."""
         length = self.whole(_LENGTH, what)
         if most is not None and length > most:
             raise self.error(what, f"must have at most {most} bytes, not {length}")
@@ -118,7 +121,7 @@ class Cursor:
             raise self.error(what, f"must be valid UTF-8, not {shown(raw)}") from None
 
     def skip_strings(self, count: int, what: str) -> None:
-        """Go past `count` strings without decoding them."""
+        """Skip `count` strings without decoding them."""
         unpack, data, at = _LENGTH.unpack_from, self.data, self.at
         for index in range(count):
             if at + 8 > len(data):
@@ -164,7 +167,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """What the head of a file says.
+    """The contents of a file's head.
 
     Attributes:
         tensors: in the order of their data.
@@ -198,7 +201,7 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Return what a file says, without its data.
+    """Read the head of a file, without its data.
 
     Raises:
         ModelError: the file cannot be read or is not a valid GGUF file.
@@ -215,7 +218,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 def _header(cursor: Cursor) -> tuple[int, int]:
-    """-> the numbers of tensors and of metadata entries."""
+    """Return the numbers of tensors and of metadata entries."""
     place = cursor.need(4, "the magic number")
     magic = bytes(cursor.data[place : place + 4])
     cursor.at += 4
@@ -318,7 +321,7 @@ def _tensors(
 
 
 def _tensor(cursor: Cursor, index: int) -> GgufTensor:
-    """Return an entry of the directory; `start` is still counted from the data's start."""
+    """Take an entry of the directory; its `start` is relative to the start of the data."""
     name = cursor.name(f"the name of tensor {index}", MAX_NAME_BYTES)
     what = f"tensor {shown(name)}"
     dimensions = cursor.whole(_U32, what)
@@ -344,7 +347,7 @@ def _tensor(cursor: Cursor, index: int) -> GgufTensor:
 def _placed(
     cursor: Cursor, tensors: Iterable[GgufTensor], data_start: int, file_size: int
 ) -> tuple[GgufTensor, ...]:
-    """Return the tensors in the order of their data, at their places in the file."""
+    """Return the tensors in the order of their data, with `start` relative to the file."""
     placed, end, before = [], data_start, ""
     for tensor in sorted(tensors, key=lambda tensor: tensor.start):
         what, start = f"tensor {shown(tensor.name)}", data_start + tensor.start

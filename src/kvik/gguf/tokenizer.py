@@ -1,8 +1,8 @@
-"""The tokenizer that a GGUF file holds, as one of the `tokenizers` library.
+"""Make a tokenizer of the `tokenizers` library from the metadata of a GGUF file.
 
-There are two kinds: "gpt2", bytes that are merged by rank (Sennrich et al. 2016; Radford et al.
-2019), and "llama", characters that are merged by score (SentencePiece, Kudo and Richardson 2018),
-where characters without a token fall back to bytes.
+There are two kinds: "gpt2" merges bytes by rank (Sennrich et al. 2016; Radford et al. 2019), and
+"llama" merges characters by score (SentencePiece, Kudo and Richardson 2018), where characters
+without a token fall back to bytes.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tokenizers.models import BPE
 from kvik.errors import ModelError, shown
 from kvik.gguf.types import Metadata
 
-# How text is cut into words before bytes are merged, by the name that GGUF files have for it.
+# Rules that cut text into words before bytes are merged, by their names in GGUF files.
 #
-# The expressions are those of the models' own tokenizer.json files.
+# The expressions come from the models' own tokenizer.json files.
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
@@ -40,7 +40,7 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|"
     r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# What llama.cpp does where a file does not say.
+# The rule of llama.cpp if a file names none.
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
 
@@ -49,11 +49,11 @@ class WordRule:
     """How a tokenizer cuts text into words.
 
     Attributes:
-        splits: expressions whose matches are words of their own; each is applied to what the one
-            before left.
-        nfc: text is normalised first.
-        whole_words: a word that is a token is not merged from its bytes.
-        bos: BOS is put first, unless the file says otherwise.
+        splits: expressions whose matches are separate words; each is applied to the words of the
+            one before.
+        nfc: whether text is normalised first.
+        whole_words: whether a word that is a token is taken whole instead of merged from its bytes.
+        bos: whether BOS is put first by default.
     """
 
     splits: tuple[str, ...]
@@ -89,11 +89,11 @@ WORD_RULES: Mapping[str, WordRule] = {
 
 MAX_TOKENS = 1 << 20
 MAX_MERGES = 1 << 21
-MAX_PIECE = 128  # characters of a token that is merged by score: all its cuts are tried
-MAX_MERGES_PER_TOKEN = 8  # there are two in trained ones
+MAX_PIECE = 128  # characters of a token that is merged by score: all its splits are tried
+MAX_MERGES_PER_TOKEN = 8  # trained tokenizers have about two
 MAX_TEMPLATE = 1 << 20  # characters
-MAX_REASON = 200  # characters of the library's own words in an error
-SPACE = "▁"  # in SentencePiece's tokens
+MAX_REASON = 200  # characters of the library's message in an error
+SPACE = "▁"  # a space in SentencePiece's tokens
 AT = "tokenizer.ggml"
 
 
@@ -110,10 +110,10 @@ class TokenKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class GgufTokenizer:
-    """What text is tokenised with.
+    """A tokenizer with its special tokens and chat template.
 
     Attributes:
-        library: it adds BOS and EOS by itself where the file says so.
+        library: the tokenizer, which adds BOS and EOS if the file says so.
     """
 
     library: Tokenizer
@@ -123,7 +123,7 @@ class GgufTokenizer:
 
 
 def has_tokenizer(metadata: Metadata) -> bool:
-    """Return whether a file names a tokenizer; some say that they have "no_vocab"."""
+    """Return whether a file has a tokenizer; some state "no_vocab"."""
     return metadata.raw(f"{AT}.model") not in (None, "no_vocab", "none")
 
 
@@ -131,7 +131,7 @@ def read_tokenizer(metadata: Metadata) -> GgufTokenizer:
     """Return the tokenizer in the metadata of a file.
 
     Raises:
-        ModelError: there is none, it is of an unknown kind, or its lists do not fit together.
+        ModelError: there is none, its kind is unknown, or its lists do not fit together.
     """
     kind = metadata.string(f"{AT}.model")
     if kind not in _KINDS:
@@ -140,7 +140,7 @@ def read_tokenizer(metadata: Metadata) -> GgufTokenizer:
     tokens = metadata.string_array(f"{AT}.tokens", MAX_TOKENS)
     if not tokens:
         raise metadata.error(f"{AT}.tokens", "is missing")
-    # As llama.cpp names them: a token without text would be found everywhere.
+    # Named as in llama.cpp: an empty token would match everywhere.
     tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(tokens)]
     ids = {token: index for index, token in enumerate(tokens)}
     if len(ids) != len(tokens):
@@ -169,7 +169,7 @@ def read_tokenizer(metadata: Metadata) -> GgufTokenizer:
 def _byte_level(
     metadata: Metadata, ids: Mapping[str, int], kinds: Sequence[int]
 ) -> tuple[Tokenizer, bool]:
-    """ "gpt2" -> the tokenizer, and whether it puts BOS first by itself."""
+    """Return the tokenizer of the kind "gpt2", and whether it puts BOS first by default."""
     name = metadata.string(f"{AT}.pre", "default")
     if name not in WORD_RULES:
         known = ", ".join(WORD_RULES)
@@ -189,7 +189,7 @@ def _byte_level(
 def _sentencepiece(
     metadata: Metadata, ids: Mapping[str, int], kinds: Sequence[int]
 ) -> tuple[Tokenizer, bool]:
-    """ "llama" -> the tokenizer, and that it puts BOS first by itself."""
+    """Return the tokenizer of the kind "llama", and True: it puts BOS first by default."""
     merges = _merges(metadata)
     if not merges:
         scores = metadata.number_array(f"{AT}.scores", MAX_TOKENS)
@@ -220,17 +220,16 @@ _KINDS: Mapping[
 def merges_by_score(
     ids: Mapping[str, int], tokens: Sequence[str], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
-    """The merges that SentencePiece makes: any two neighbours that are a token together, the one
-    with the highest score first.
+    """Return the merges of SentencePiece: all pairs that form a token, highest score first.
 
-    Tokens of one score are ordered as `transformers` does, so that ids are the same.
+    Tokens of equal score are ordered as in `transformers`, so that ids are the same.
 
     Args:
         ids: of the tokens that text is merged to.
         tokens, scores: of all tokens, by id.
 
     Raises:
-        ValueError: there are so many that the tokens cannot come from a training.
+        ValueError: there are more merges than a trained tokenizer can have.
     """
     found: list[tuple[float, int, int]] = []
     for token, index in ids.items():
@@ -269,7 +268,7 @@ def _fits(metadata: Metadata, name: str, length: int, expected: int) -> None:
 
 
 def _add_special(library: Tokenizer, tokens: Sequence[str], kinds: Sequence[int]) -> None:
-    """Tokens that are found in text before it is cut into words; control tokens are not shown."""
+    """Add tokens that are found in text before it is cut into words; control tokens are hidden."""
     known = list(zip(tokens, kinds, strict=True))
     hidden = {TokenKind.CONTROL, TokenKind.UNKNOWN}
     library.add_special_tokens(
@@ -301,7 +300,7 @@ def _add_ends(
     names: Mapping[str, str | None],
     defaults: Mapping[str, bool],
 ) -> None:
-    """Let BOS and EOS be added to each text, where the file or the kind of tokenizer says so."""
+    """Let the tokenizer add BOS and EOS to each text, if the file or the default says so."""
     added = {
         name: token
         for name, token in names.items()

@@ -1,4 +1,4 @@
-"""What a GGUF file can hold: kinds of metadata values and of tensors.
+"""Contents of a GGUF file: kinds of metadata values and of tensors.
 
 The format is described in ggml's docs/gguf.md, the blocks in its ggml-common.h.
 """
@@ -14,7 +14,7 @@ from kvik.errors import shown
 from kvik.spec.fields import Fields
 
 MAGIC = b"GGUF"
-VERSIONS = (2, 3)  # they differ in nothing but the possibility of big endian files
+VERSIONS = (2, 3)  # version 3 only adds big endian files
 DEFAULT_ALIGNMENT = 32
 ALIGNMENTS = tuple(1 << power for power in range(3, 13))  # 8..4096
 MAX_DIMENSIONS = 4
@@ -69,7 +69,7 @@ class BlockType:
     size: int
 
     def row_bytes(self, width: int) -> int:
-        """Bytes of a row of `width` weights, which are whole blocks."""
+        """Return the bytes of a row of `width` weights, a multiple of a block's."""
         return width // self.weights * self.size
 
 
@@ -92,7 +92,7 @@ BLOCK_TYPES: Mapping[str, BlockType] = {
     )
 }
 
-# Types that exist and are not read, so that an error can name them.
+# Types that exist but are not read; errors name them.
 UNREAD_TYPES: Mapping[int, str] = {
     9: "Q8_1",
     15: "Q8_K",
@@ -117,7 +117,7 @@ UNREAD_TYPES: Mapping[int, str] = {
 }
 
 
-# Metadata of a GGUF file: single values at once, arrays when they are asked for.
+# Metadata of a GGUF file: single values are decoded at once, arrays on demand.
 
 _LENGTH = struct.Struct("<Q")
 _FLOAT = struct.Struct("<f")
@@ -127,7 +127,7 @@ _NUMBERS = _INTEGERS | {ValueKind.FLOAT32, ValueKind.FLOAT64}
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Array:
-    """`count` values in `data`, whose bounds were checked; not yet decoded.
+    """`count` values in `data` that are not yet decoded; their bounds were checked.
 
     Attributes:
         kind: of the values; arrays within arrays stay undecoded.
@@ -143,11 +143,11 @@ class Array:
         return f"<{self.count} {self.kind.name} values>"
 
     def numbers(self) -> tuple[int | float, ...]:
-        """Return the values of a kind of fixed size."""
+        """Return the values, if their kind has a fixed size."""
         return struct.unpack_from(f"<{self.count}{STRUCT_CODES[self.kind]}", self.data, self.start)
 
     def strings(self) -> list[str]:
-        """Return the values of strings.
+        """Return the values, if they are strings.
 
         Raises:
             UnicodeDecodeError: one of them is not valid UTF-8.
@@ -220,8 +220,8 @@ class Metadata(Fields):
 
 
 def shortest(value: float) -> float:
-    """The number with the fewest decimal digits that is `value` in fp32: what was meant, as 1e-06
-    is by 9.999999974752427e-07."""
+    """Return the number with the fewest decimal digits that rounds to `value` in fp32: 1e-06 for
+    9.999999974752427e-07."""
     for digits in range(6, 9):
         short = float(f"{value:.{digits}g}")
         if _FLOAT.pack(short) == _FLOAT.pack(value):

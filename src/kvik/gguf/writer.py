@@ -1,4 +1,4 @@
-"""Writing a GGUF file: the head first, then the data as it comes, whole or not at all."""
+"""Write a GGUF file, completely or not at all: the head first, then the data as it comes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Buffer = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True)
 class OutTensor:
-    """A tensor to be written.
+    """A tensor to write.
 
     Attributes:
         shape: the outermost dimension first; rows are whole blocks.
-        data: makes its bytes, in pieces of any size, when it is its turn.
+        data: called when the tensor is written; returns its bytes in pieces of any size.
     """
 
     name: str
@@ -37,21 +37,21 @@ class OutTensor:
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """The size in bytes."""
         return self.type.row_bytes(self.shape[-1]) * prod(self.shape[:-1])
 
 
 def write_gguf(
     path: Path, metadata: Mapping[str, Scalar | Sequence[Scalar]], tensors: Sequence[OutTensor]
 ) -> None:
-    """Write a file of version 3. Until it is whole it has another name.
+    """Write a file of version 3, under another name until it is complete.
 
     Args:
-        metadata: integers become UINT32, or a wider kind where they must; floats FLOAT32; integers
-            in sequences INT32.
+        metadata: integers become UINT32, or a wider kind if necessary; floats FLOAT32; integers in
+            sequences INT32.
 
     Raises:
-        ModelError: it cannot be written, or a tensor has other data than it said.
+        ModelError: the file cannot be written, or the data of a tensor has another size.
     """
     head = _head(metadata, tensors)
     try:

@@ -185,7 +185,7 @@ class ModelBlocks:
         return Block(spec, self._tokens, tensors, self.dtype, self.device)
 
     def stored(self, pattern: str, index: int) -> str:
-        """Return the name in the checkpoint of a layer; {} of the pattern is the block."""
+        """Return the name of a layer in the checkpoint; {} of the pattern is the block."""
         name = pattern.format(index)
         trunk = name.partition(".")[0] + "."
         found = any(key.startswith(f"{name}.") for key in self._entries)

@@ -162,15 +162,14 @@ def search_scaling(
 def search_clip(
     w: Tensor, x: Tensor, grid: Grid, *, steps: int = 10, smallest: float = 0.5
 ) -> Tensor:
-    """Return how far each group may reach: of some shares of its largest weight the one with the
-    least squared error of the group's part of the outputs. Steps become finer, large weights are
-    cut.
+    """Return the limit that each group of weights is clipped to, for finer steps.
 
-    The error of queries and keys is not that of attention: leave their weights whole.
+    Of some shares of the group's largest weight it is the one with the least squared error of the
+    group's part of the outputs. Do not clip queries and keys: their error is not that of attention.
 
     Args:
-        w: [outputs, inputs] as it will be rounded, scaled already.
-        x: [tokens, inputs], a sample of what it is multiplied with.
+        w: [outputs, inputs] as it will be rounded, factors folded in.
+        x: [tokens, inputs], a sample of its inputs.
         smallest: the least share; `steps` lie between it and 1.
 
     Returns:

@@ -210,7 +210,7 @@ class Recipe:
         return (1, 0) if self.group_size == ROW else (0, 0)
 
     def with_layer_bits(self, layer_bits: Mapping[str, int]) -> Recipe:
-        """Return the same, with bits chosen for the layers that differ."""
+        """Return the recipe with bits for the layers that differ from `bits`."""
         return replace(self, layer_bits=dict(layer_bits))
 
 

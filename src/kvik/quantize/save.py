@@ -353,7 +353,7 @@ def _saved(source: Source, layer: LayerResult, num_bytes: int) -> SavedLayer:
 
 
 def _run(source: Source, recipe: Recipe, windows: Tensor | None) -> dict[str, object]:
-    """Return what tells this run from others: recipe, model and text."""
+    """Return the identity of the run: recipe, model and text."""
     model = hashlib.sha256((source.folder / CONFIG).read_bytes())
     for path in sorted({stored.path for stored in source.tensors.values()}):
         facts = path.stat()
