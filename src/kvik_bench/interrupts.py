@@ -39,7 +39,7 @@ def deferred_interrupt() -> Iterator[None]:
 
 @contextmanager
 def ended_like_ctrl_c() -> Iterator[None]:
-    """However the process is told to end, also with its terminal, it is as if by Ctrl-C: what was
+    """Treat every request to end the process, also with its terminal, like Ctrl-C: what was
     started is cleaned up, what was measured is printed. A signal that is ignored (`nohup`) stays
     so."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}

@@ -85,7 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
         "",
         "Measure this machine's memory, arithmetic and kernels, and what the engine adds to them; "
         "of its GPUs whether torch's or Triton's attention reads long prompts faster, by which "
-        "the engine chooses. Let nothing else run meanwhile.",
+        "the engine chooses. Let nothing else run on the machine.",
     )
     parser.add_argument("--quick", action="store_true", help="fewer figures, in a few seconds")
     parser.add_argument(

@@ -52,7 +52,7 @@ def add_run_flags(parser: argparse.ArgumentParser, repeats: int) -> None:
 
 
 def add_output_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what comes out")
+    group = parser.add_argument_group("output")
     group.add_argument("--json", metavar="FILE", help="write every value; -: to standard output")
     group.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
     group.add_argument("--plot", metavar="FOLDER", help="write charts as PNG")

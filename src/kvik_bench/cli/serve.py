@@ -107,10 +107,10 @@ def add_load_flags(parser: argparse.ArgumentParser) -> None:
         "--concurrency",
         type=integers,
         metavar="N,N",
-        help="closed loop: so many users, one number after another (8)",
+        help="closed loop: users at once; several numbers are measured in turn (8)",
     )
     add("--think-time", metavar="TIME", help="of a user between an answer and what follows (none)")
-    add("--rate", type=_numbers, metavar="R,R", help="open loop: so many requests a second")
+    add("--rate", type=_numbers, metavar="R,R", help="open loop: requests a second")
     add(
         "--arrivals",
         choices=("poisson", "constant", "bursts"),

@@ -1,7 +1,7 @@
 """Models beside each other: what they take, how well they read, how fast they decode.
 
 The first is the reference. Each other model reads the text in step with it, so the distance is
-exact; then all take turns at decoding, each loaded afresh in every round.
+exact; then all take turns at decoding, each loaded again in every round.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class ModelComparison:
 def decode_in_turn(
     labels: Sequence[str], models: Sequence[ResolvedConfig], decoding: Decoding
 ) -> tuple[list[list[LoadRun]], tuple[str, ...]]:
-    """Return the runs of each model, loaded anew in each round, and reasons to doubt them."""
+    """Return the runs of each model, loaded again in each round, and reasons to doubt them."""
     requests, rounds = _requests(decoding), Rounds(decoding.repeats, 0)
     runs: list[list[LoadRun]] = [[] for _ in models]
     with rounds:

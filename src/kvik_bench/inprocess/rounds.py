@@ -45,9 +45,7 @@ def disturbance(others: float) -> str:
     """Return a warning about the share that other processes took; "" if it is small."""
     if others <= OTHERS:
         return ""
-    return (
-        f"other processes took {others:.0%} of the cores meanwhile: measure again when it is quiet"
-    )
+    return f"other processes took {others:.0%} of the cores: measure again when it is quiet"
 
 
 def undisturbed(seconds: Iterable[float]) -> float:

@@ -347,7 +347,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=int,
         default=2,
         metavar="N",
-        help="so many of them where one is served after the other (2)",
+        help="requests where one is served after the other (2)",
     )
     return parser
 

@@ -173,7 +173,7 @@ def _short_answers(runs: Sequence[Measured]) -> list[str]:
     return [
         f"answers ended early, with {got:,} of the {asked:,} tokens asked for, so the load was "
         "lighter than it should be: this server has no `ignore_eos` (--extra-body can say it in "
-        "its own words, such as a logit_bias against the end of text), has no room for more, or "
+        "its own words, such as a logit_bias against the end of text), has no space for more, or "
         "ends a request when another one comes"
     ]
 

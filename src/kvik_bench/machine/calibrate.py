@@ -188,7 +188,7 @@ def line_through(xs: Sequence[float], seconds: Sequence[float]) -> tuple[float, 
 CHANGED = 1.15  # from where on the memory's rates during one calibration are worth a word
 
 
-Tell = Callable[[str, float], None]  # what comes next, share done
+Tell = Callable[[str, float], None]  # next measurement, share done
 
 
 def make_stage(hardware: Hardware, threads: int, effort: Effort) -> Stage:

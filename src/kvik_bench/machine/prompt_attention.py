@@ -32,7 +32,7 @@ ROUNDS = 9
 GAIN = 1.05  # from where on a second set of kernels is worth having
 TOLERANCE = 0.02  # of results in bfloat16, absolute and relative
 
-Tell = Callable[[str, float], None]  # what comes next, share done
+Tell = Callable[[str, float], None]  # next measurement, share done
 Clock = Callable[[Callable[[], object], torch.device], float]  # seconds of a call
 
 

@@ -160,7 +160,7 @@ def _bars(ax: Axes, chart: Chart, rows: Sequence[Row]) -> None:
             color=INK,
             fontsize=8.5,
         )
-    ax.set_xlim(0, (highest or 1) * 1.34)  # room for the words behind the bars
+    ax.set_xlim(0, (highest or 1) * 1.34)  # space for the labels behind the bars
     ax.set_ylim(len(rows) - 0.5, -0.5)
     ax.set_yticks(places, [_label(row) for row in rows])
     ax.tick_params(axis="y", length=0)
