@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 INT8_MOST, FP8_MOST, INT4_MOST = 127, 448, 15
-# A scale below would be denormal; such a vector is zero beside any other.
+# A smaller vector would have a denormal scale; it is stored as zero.
 LEAST, MOST = 1e-30, 3e38
 _STEP = 1 << 19  # of the bits of fp32 in the scales of four bits, which have 4 bits of mantissa
 
-# dtype of what is stored -> that of its scales: the bits of fp32's exponent and mantissa as far as
-# there is room, or words of 16 bits that hold a scale and a zero point.
+# dtype of what is stored -> dtype of its scales: as many bits of fp32's exponent and mantissa as
+# fit, or words of 16 bits that hold a scale and a zero point.
 SCALES = {
     torch.int8: torch.bfloat16,
     torch.float8_e4m3fn: torch.bfloat16,
@@ -63,12 +63,12 @@ def unround_vectors(numbers: Tensor, scales: Tensor) -> Tensor:
 
 
 def movable(numbers: Tensor) -> Tensor:
-    """The same memory as torch can move it: fp8 only as bytes."""
+    """Return the same memory in a dtype that torch can move: fp8 as bytes."""
     return numbers.view(torch.uint8) if numbers.dtype == torch.float8_e4m3fn else numbers
 
 
 def _round_int4(wide: Tensor, usable: Tensor, unusable: Tensor) -> tuple[Tensor, Tensor]:
-    """Over a range that includes 0, so that 0 stays exactly 0; the zero point is an integer."""
+    """Round to four bits over a range that includes 0, so that 0 stays exact."""
     low, high = wide.amin(-1).clamp(max=0), wide.amax(-1).clamp(min=0)
     # Each divided first: the difference of two finite numbers may be infinite.
     scale = torch.where(usable, high * (1 / INT4_MOST) - low * (1 / INT4_MOST), unusable)

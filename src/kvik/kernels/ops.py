@@ -1,4 +1,4 @@
-"""Every operation of a forward pass beside attention, behind one table.
+"""The table of all operations of a forward pass except attention.
 
 A row of `Ops` is a contract; `reference/` holds the plain-torch meaning of each row, and faster
 implementations (C++, Triton) replace rows without anyone above noticing. A model's forward is made
@@ -20,8 +20,9 @@ from kvik.kernels.weights import Matrix, MatrixSpec, Weight
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Rules that drop unlikely tokens, applied in this order. Of [n] rows each; None where no row
-    uses the rule.
+    """Rules that drop unlikely tokens, applied in this order.
+
+    Each is a tensor of [n] rows, or None where no row uses the rule.
 
     Attributes:
         top_k: int64 from 1, the vocabulary size where off.
@@ -45,7 +46,7 @@ class Truncation:
         return {name: values for name, values in every.items() if values is not None}
 
     def beyond(self, applied: Collection[str]) -> Tensor | None:
-        """[n] bool, rows that use a rule other than these; None if no row does.
+        """Return which rows use a rule other than these, [n] bool; None if no row does.
 
         Args:
             applied: names of rules, top_k among them.
@@ -82,7 +83,7 @@ class Draws:
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Of n rows of logits, each of which has what it saw in a row of two tables.
+    """The penalties of n rows of logits, each of which has its seen tokens in a row of two tables.
 
     Attributes:
         rows: [n] int64, each once.

@@ -1,5 +1,5 @@
-"""How an implementation of `Ops` lays matrices out in memory: to keep them in a file, and to map
-them from it."""
+"""The layout of matrices of an implementation of `Ops`: to write them to a file, and to map them
+from it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check_order(order: Tensor) -> None:
         raise ValueError("the order of its inputs is no permutation")
 
 
-# Weights as plain tensors, in a file.
+# Weights in a file, as plain tensors.
 
 META = torch.device("meta")
 

@@ -20,7 +20,7 @@ INT4_SYMMETRIC_MAX = 7
 
 
 def round_int8(values: Tensor, quantize_activations: bool) -> Weight:
-    """Symmetric, one scale for each output: absmax / 127.
+    """Round to int8, symmetric, with one scale for each output: absmax / 127.
 
     Args:
         values: [outputs, inputs], any float dtype.
@@ -40,7 +40,7 @@ def round_int8(values: Tensor, quantize_activations: bool) -> Weight:
 
 
 def round_int4(values: Tensor, group: int, symmetric: bool) -> Weight:
-    """One scale for each `group` neighbouring inputs of an output.
+    """Round to four bits with one scale for each `group` neighbouring inputs of an output.
 
     Symmetric: q - 8 in -7..7, scale = absmax / 7. Else the range, which always includes 0, is
     spread over 0..15 with an integer zero point, so that 0 stays exactly 0. Scales have eleven
@@ -60,8 +60,8 @@ def round_int4(values: Tensor, group: int, symmetric: bool) -> Weight:
     zeros = None
     if not symmetric:
         zeros = torch.empty(groups, dtype=torch.uint8, device=values.device)
-    # No weight is more than 31 steps from 0, even by a scale that is too small to have digits left,
-    # so eight bits hold every q that is yet to be clamped.
+    # No weight is more than 31 steps from 0, even by a scale too small to have any digits left, so
+    # eight bits hold every q before it is clamped.
     for rows, wide in _pieces(values):
         grouped = wide.view(len(wide), -1, group)  # [rows, groups, group]
         if zeros is None:
@@ -84,7 +84,7 @@ def round_int4(values: Tensor, group: int, symmetric: bool) -> Weight:
 
 
 def round_to_fp8(values: Tensor) -> Weight:
-    """E4M3, one scale for each output: absmax / 448.
+    """Round to E4M3 with one scale for each output: absmax / 448.
 
     Args:
         values: [outputs, inputs], any float dtype.
@@ -115,7 +115,7 @@ def round_tokens(x: Tensor, group: int = 0) -> Tensor:
 
 
 def _pieces(values: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Ranges of rows, and a copy of these rows in fp32."""
+    """Yield ranges of rows, and a copy of these rows in fp32."""
     rows = max(1, PIECE // values.shape[1])
     for start in range(0, len(values), rows):
         piece = slice(start, start + rows)
@@ -124,7 +124,7 @@ def _pieces(values: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _absmax(x: Tensor) -> Tensor:
-    """Over the last axis, without a copy of x; NaN if one is in it."""
+    """Return the largest magnitude over the last axis, without a copy of x; NaN if there is one."""
     return torch.maximum(x.amax(-1), x.amin(-1).neg_())
 
 
@@ -139,13 +139,13 @@ def _finite(largest: Tensor) -> Tensor:
 
 
 def _short(scale: Tensor) -> Tensor:
-    """With the eleven binary digits that kernels store of the many scales of groups: so that values
-    are rounded by the scale that they will be multiplied with."""
+    """Round scales of groups to the eleven binary digits that kernels store, so that values are
+    rounded by the scale that they will be multiplied with."""
     bits = scale.view(torch.int32)
     kept = (bits + 0xFFF + (bits >> 13 & 1)) & ~0x1FFF  # half to even
     return _nonzero(kept.view(torch.float32))
 
 
 def _nonzero(scale: Tensor) -> Tensor:
-    """1 where there is nothing to scale."""
+    """Replace scales of 0 by 1."""
     return scale.masked_fill_(scale == 0, 1.0)

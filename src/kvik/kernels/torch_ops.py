@@ -1,4 +1,4 @@
-"""The reference's operations with the fewest torch calls: on small models the calls are the time.
+"""The reference's operations in the fewest torch calls, which dominate the time of small models.
 
 Quantised weights stay quantised, and are multiplied out a few rows at a time: a fallback that saves
 memory, not time.
@@ -40,7 +40,7 @@ def _linear(x: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:
 
 
 def _quantized_product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """x W^T + bias, [tokens, outputs] fp32."""
+    """Return x W^T + bias, [tokens, outputs] fp32."""
     wide, weight = as_multiplied(x, weight)
     y = wide.new_empty(len(x), weight.outputs)
     rows = max(1, PIECE // weight.inputs)
@@ -169,11 +169,11 @@ def with_torch_for_others(ops: Ops, applied: Collection[str]) -> Ops:
     return replace(ops, draw=draw, probabilities=probabilities)
 
 
-_Way = Callable[[Tensor], Tensor]  # from row numbers to what is wanted of these rows
+_Way = Callable[[Tensor], Tensor]  # from row numbers to the result for these rows
 
 
 def _apart(asks: Tensor, torchs: _Way, others: _Way) -> Tensor:
-    """Each row the same way in every company: two ways may differ in the last bit of a sum.
+    """Compute each row in the same way in every batch: ways may differ in the last bit of a sum.
 
     Args:
         asks: [n] bool, the rows of `torchs`.
@@ -193,5 +193,5 @@ _BY_DEVICE = {"cpu": TORCH, "cuda": TORCH}
 
 
 def select(device: torch.device) -> Ops:
-    """The reference serves devices nothing faster has been tested on."""
+    """Return the table for a device: the reference where nothing faster has been tested."""
     return _BY_DEVICE.get(device.type, REFERENCE)

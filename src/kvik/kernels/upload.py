@@ -1,4 +1,4 @@
-"""Arrays of the host for kernels of a device."""
+"""Copies of host arrays to a device."""
 
 from __future__ import annotations
 

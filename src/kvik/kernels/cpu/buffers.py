@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kvik.kernels.cpu._native import allocate
 
-# Weights share pieces of this size. Of a piece only what is used is ever in memory, up to the last
-# huge page; so the larger the pieces, the less is lost.
+# Weights share chunks of this size. Only the used huge pages of a chunk are in memory, so larger
+# chunks waste less.
 CHUNK = 512 << 20
 ALIGNMENT = 4096
 
@@ -20,21 +20,23 @@ CPU = torch.device("cpu")
 
 
 def zeros(*shape: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
-    """As torch.zeros on a CPU: on pages of their own, which cost nothing until they are written."""
+    """Allocate zeros on pages of their own, which take no memory until they are written."""
     memory = allocate(max(1, math.prod(shape) * dtype.itemsize), huge=True)
     return torch.from_numpy(memory).view(dtype)[: math.prod(shape)].view(shape)
 
 
 class WeightMemory:
-    """Weights one behind the other, so that small ones lie on huge pages too and large ones do not
-    leave their last one half empty. Nothing is given back before all of it is."""
+    """Memory of weights, allocated one behind the other and released only as a whole.
+
+    So small weights are on huge pages too, and large ones leave no half-empty page.
+    """
 
     def __init__(self) -> None:
         self._chunk = np.empty(0, np.uint8)
         self._used = 0
 
     def take(self, num_bytes: int) -> Tensor:
-        """[num_bytes] uint8 zeros, aligned to a page."""
+        """Allocate [num_bytes] uint8 zeros, aligned to a page."""
         if num_bytes >= CHUNK // 2:
             return torch.from_numpy(allocate(num_bytes, huge=True))
         if self._used + num_bytes > len(self._chunk):
@@ -53,7 +55,7 @@ class BufferPool:
         self._free: list[np.ndarray] = []
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The smallest free buffer that is large enough without wasting half, or a new one."""
+        """Return the smallest free buffer that fits without wasting half, or a new one."""
         size = max(1, math.prod(shape) * dtype.itemsize)
         fitting = [b for b in self._free if size <= len(b) <= 2 * size]
         if fitting:

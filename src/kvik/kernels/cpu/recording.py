@@ -39,7 +39,7 @@ class Recording:
         self.tape.append(kernel, values, inputs)
 
     def rows(self, count: int) -> Input:
-        """The input that stands for `count` rows.
+        """Return the input of the replay that stands for `count` rows.
 
         Raises:
             CaptureError: the number of rows is none of the step's sizes.
@@ -59,8 +59,7 @@ class OnlyViews(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """If it were skipped, torch would import its compiler to tell it so: 46 MB, and half a
-        second at start."""
+        """Return False: to skip it, torch would import its compiler (46 MB, half a second)."""
         return False
 
     def __torch_dispatch__(

@@ -1,1 +1,1 @@
-"""The plain-torch meaning of every operation. Slow on purpose where that is clearer."""
+"""The plain-torch meaning of every operation. Clear rather than fast."""

@@ -132,7 +132,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 def matrix(spec: MatrixSpec) -> Matrix:
-    """The weight stays as it is: the data is a `Weight`."""
+    """See `Ops.matrix`; the data is the `Weight` unchanged."""
     bias = None
     if spec.bias:
         dtype = DTYPES[spec.kind.codes] if spec.kind.floats else torch.float32

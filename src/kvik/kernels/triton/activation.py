@@ -1,7 +1,7 @@
-"""Activations. Everything is computed in fp32 and rounded once, at the end.
+"""Activations of feed-forward layers. Everything is computed in fp32 and rounded once, at the end.
 
 Floor: memory. silu_and_mul reads 2 and writes 1 number for each output, gelu_tanh reads and writes
-one; a program takes a piece of a row, so that few long rows also fill the GPU.
+one; a program takes a block of a row, so that few long rows also fill the GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ MOST = 1024  # elements of a program: 16 bytes of bf16 at a time for each of 128
 
 @triton.jit
 def sigmoid(x):
-    z = tl.exp(-tl.abs(x))  # of nothing that could overflow
+    """1 / (1 + e^-x)."""
+    z = tl.exp(-tl.abs(x))  # never overflows
     return tl.where(x < 0, z, 1.0) / (1.0 + z)
 
 
@@ -31,7 +32,7 @@ def gelu(x):
 
 @triton.jit
 def silu_and_mul_kernel(gate_up, out, inner, row_stride, BLOCK: tl.constexpr):
-    """grid [rows, pieces]; gate_up [rows, 2 * inner], out [rows, inner]"""
+    """grid [rows, blocks]; gate_up [rows, 2 * inner], out [rows, inner]"""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < inner
@@ -43,7 +44,7 @@ def silu_and_mul_kernel(gate_up, out, inner, row_stride, BLOCK: tl.constexpr):
 
 @triton.jit
 def gelu_tanh_kernel(x, out, n, BLOCK: tl.constexpr):
-    """grid [pieces]; x, out [n]"""
+    """grid [blocks]; x, out [n]"""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     wide = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)
     tl.store(out + at, gelu(wide).to(out.dtype.element_ty), mask=at < n)

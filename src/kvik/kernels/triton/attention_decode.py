@@ -47,7 +47,7 @@ AT_ONCE = tl.constexpr(16)  # splits that a program merges at once
 def sequence_of(
     query_start, seq_lens, sequence, window, GROUP, KV_HEADS, BLOCK_M, WINDOW: tl.constexpr
 ):
-    """What split and merge kernel must agree on.
+    """Divide a sequence into splits, in the same way for the split and the merge kernel.
 
     Returns:
         first token, queries, keys before them, first key that any query sees, keys of a split,
@@ -66,11 +66,11 @@ def sequence_of(
 
 @triton.jit
 def nodes_at(tree, node, inside, cached, words, place):
-    """Where keys stand that are nodes of a tree, and which rows have them on their path.
+    """Return the positions of keys that may be nodes of a tree, and which rows see them.
 
     Args:
         tree: words of the sequence's tokens.
-        node: [n], negative where a key is none. place: [n], where that one stands.
+        node: [n], negative where a key is no node. place: [n], the position of such a key.
         words: [m], of the rows.
 
     Returns:
@@ -84,7 +84,7 @@ def nodes_at(tree, node, inside, cached, words, place):
     return position, among | ~is_node[None, :]
 
 
-# Numbers that change from step to step must not compile anew.
+# Numbers that change from step to step must not cause a new compilation.
 @triton.jit(
     do_not_specialize=[
         "table_stride",
@@ -137,7 +137,7 @@ def attention_decode_kernel(
     from (i * heads + h) * splits on.
 
     Args:
-        above, most: sequences of other numbers of queries than above + 1 .. most are left alone.
+        above, most: only sequences of above + 1 .. most queries are computed.
         DIRECT: no sequence has more than one split, which is the result.
     """
     DTYPE: tl.constexpr = q.dtype.element_ty
@@ -229,10 +229,10 @@ def attention_decode_kernel(
 
 @triton.jit
 def merge(part_out, part_weight, piece, splits, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[BLOCK_D] result of one query head; 0 where no split saw a key.
+    """Merge the splits of one query head: [BLOCK_D]; 0 where no split saw a key.
 
     Args:
-        piece: of its first split.
+        piece: index of its first split.
     """
     every = tl.arange(0, SPREAD)
     weights = tl.load(part_weight + piece + every, mask=every < splits, other=float("-inf"))
@@ -254,7 +254,7 @@ def merge(part_out, part_weight, piece, splits, HEAD_DIM: tl.constexpr, BLOCK_D:
     return sums / tl.where(total == 0.0, 1.0, total)
 
 
-# Numbers that change from step to step must not compile anew.
+# Numbers that change from step to step must not cause a new compilation.
 @triton.jit(do_not_specialize=["window", "first_sequence", "above", "most", "slab"])
 def attention_merge_kernel(
     part_out,

@@ -4,7 +4,7 @@
 latent part being key and value at once: a tile of heads (rows) reads it once and multiplies it
 twice. Splits, grid and merge are those of attention_decode.py, with all heads as one group.
 
-No model of kvik has latent attention yet, so nothing calls this but its tests.
+No model of kvik reaches it yet: only its tests call it.
 
 Floor: at 128 heads about 240 FLOPs for each byte read (2 * 128 * (576 + 512) over 1152 bytes of
 bf16), so both memory and tensor cores; with fewer heads memory.
@@ -132,7 +132,7 @@ def load_part(
     PART: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """[n, BLOCK] of vectors of WIDTH numbers, as operands; 0 behind the first PART of them."""
+    """Load [n, BLOCK] as operands: the first PART of WIDTH numbers, then zeros."""
     d = tl.arange(0, BLOCK)
     at = cache + (vectors.to(tl.int64) * WIDTH)[:, None] + d[None, :]
     x = tl.load(at) if PART == BLOCK else tl.load(at, mask=(d < PART)[None, :], other=0.0)
@@ -231,10 +231,10 @@ def mla_decode(
 
 
 def tile_rows(rows: int) -> int:
-    """Of a tile. 64 rows of 512 sums would spill."""
+    """Return the rows of a tile. 64 rows of 512 sums would spill."""
     return min(32, max(16, power_of_two(rows)))
 
 
 def tile_warps(m: int) -> int:
-    """32 rows of 512 sums take 64 registers of 256 threads."""
+    """Return the warps of a tile: 32 rows of 512 sums take 64 registers of 256 threads."""
     return 8 if m == 32 else 4

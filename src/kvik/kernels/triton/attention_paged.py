@@ -38,7 +38,7 @@ MAX_HEAD_DIM = 256
 
 @dataclass(frozen=True, slots=True)
 class SequenceRun:
-    """Sequences of one number of queries: the range from the first of them to the last.
+    """The sequences with one number of queries: the range from the first to the last.
 
     Attributes:
         first, last: sequences. start, end: their tokens in the flat batch.
@@ -55,7 +55,7 @@ class SequenceRun:
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
-    """Of one step and KV group; tensors as in `StepLayout`, and `runs` by number of queries."""
+    """One step of one KV group; tensors as in `StepLayout`, and `runs` by number of queries."""
 
     query_start_loc: Tensor
     seq_lens: Tensor
@@ -68,7 +68,7 @@ class PagedStep:
 
 @dataclass(frozen=True, slots=True)
 class PagedCache:
-    """One layer's; tensors as in `LayerKV`, contiguous."""
+    """The cache of one layer; tensors as in `LayerKV`, contiguous."""
 
     k: Tensor
     v: Tensor
@@ -79,7 +79,7 @@ class PagedCache:
 def runs_of(
     num_scheduled: Sequence[int], contexts: Sequence[int], first: int = 0, start: int = 0
 ) -> tuple[SequenceRun, ...]:
-    """Summary of a batch, which has few different numbers of queries; once for all layers.
+    """Summarise a batch by its few different numbers of queries, once for all layers.
 
     Args:
         first: of these sequences, in the batch. start: its first token there.
@@ -100,7 +100,7 @@ def runs_of(
 def paged_attention(
     q: Tensor, cache: PagedCache, step: PagedStep, scale: float, out: Tensor
 ) -> None:
-    """Of queries over keys and values that are in the cache, those of this step included.
+    """Compute attention of queries over the cache, which includes the keys of this step.
 
     Args:
         q: [tokens, heads, head_dim], each token's heads contiguous.
@@ -121,7 +121,7 @@ def paged_attention(
     for most in classes:
         runs = [run for run in step.runs if floor < run.queries <= most]
         if runs:
-            # Alone in the step, so that a graph serves sequences of fewer queries as well.
+            # A run alone in its step also takes fewer queries, so that a graph serves those too.
             above = floor if len(runs) < len(step.runs) else 0
             _split(q, cache, step, scale, out, _joined(runs), above)
         floor = max(floor, most)
@@ -161,7 +161,7 @@ def _split(
     window = step.window or 0
     seen = min(run.context, window + run.queries - 1) if window else run.context
     splits = most_splits(seen, kv_heads)
-    # Of a sequence: queries * heads * its splits, which are fewer where its tiles are more.
+    # Results of a sequence: queries * heads * splits, and more tiles mean fewer splits.
     slab = min(run.queries * heads * splits, max(m * SPREAD.value, run.queries * heads))
     direct = splits == 1
     at_once = run.last + 1 - run.first

@@ -7,11 +7,11 @@ Tiles of keys that no row sees are not visited, and only those that some row doe
 masked: at the diagonal, and at the lower edge of a window.
 
 Programs find their sequence on the device, by bisection: tiles of sequence i begin at
-(its first token) * group / rows + i, which leaves room for a partial tile of each. The last tiles
+(its first token) * group / rows + i, which leaves space for a partial tile of each. The last tiles
 of a sequence see most keys and are launched first, so that short ones fill the end.
 
-Invariance: tiles begin where their sequence does, so a sequence has the same bits in any company;
-how it is cut into chunks changes them by rounding.
+Invariance: tiles begin where their sequence does, so the bits of a sequence do not depend on the
+batch; its division into chunks changes them by rounding.
 
 Floor: arithmetic. 4 * head_dim FLOPs per query, query head and key seen: half of all for a causal
 prompt without prefix.
@@ -42,7 +42,7 @@ def sequence_at(query_start, tile, first_sequence, sequences, GROUP, BLOCK_M):
     return low, (tl.load(query_start + low) - base) * GROUP // BLOCK_M + low - first_sequence
 
 
-# Numbers that change from step to step must not compile anew.
+# Numbers that change from step to step must not cause a new compilation.
 @triton.jit(do_not_specialize=["table_stride", "window", "first_sequence", "sequences", "above"])
 def attention_prefill_kernel(
     q,

@@ -1,8 +1,8 @@
-"""How attention is cut for a GPU: plain data and arithmetic, the same in kernels and launchers.
+"""How attention is divided for a GPU: plain data and arithmetic, for kernels and launchers.
 
 Nothing is tuned at run time: an answer must not depend on which shape happened to be timed first.
-The numbers are for Hopper by reasoning (bytes in flight, registers), with room for Ampere's smaller
-shared memory; no GPU has confirmed them yet.
+The numbers are for Hopper by reasoning (bytes in flight, registers), and fit Ampere's smaller
+shared memory; they are not measured on a GPU yet.
 """
 
 from __future__ import annotations
@@ -44,9 +44,11 @@ WORKSPACE = 64 << 20  # bytes of results of splits in one launch; a larger batch
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Attributes:
-    m, n: rows (queries times query heads of a KV head) and keys of a tile.
-    near: keys of the prefill kernel's tiles that not every row sees.
+    """Sizes of a tile of attention, and how it is compiled.
+
+    Attributes:
+        m, n: rows (queries times query heads of a KV head) and keys of a tile.
+        near: keys of the prefill kernel's tiles that not every row sees.
     """
 
     m: int
@@ -59,12 +61,12 @@ class Tiles:
 def split_tiles(
     m: int, head_dim: int, itemsize: int, *, tree: bool = False, shared: int = MAX_SHARED
 ) -> Tiles:
-    """Of the split kernel, whose time is that of reading K and V.
+    """Return the tiles of the split kernel, whose time is that of reading K and V.
 
     Args:
         m: 16, 32 or 64 rows. The queries of one decode are 16, the least a tensor core takes.
-        itemsize: bytes of a number of the queries or of the cache, whichever are larger: so large
-            is what is multiplied.
+        itemsize: bytes of a number of the queries or of the cache, whichever are larger: the
+            size of the factors of products.
         tree: the step has trees. shared: bytes that a program can have.
     """
     wide, roomy = block_d(head_dim), shared >= ROOMY
@@ -80,7 +82,7 @@ def split_tiles(
     if itemsize == 4:  # no tensor cores: keys and values, too, lie in registers
         n = min(n, 16 if tree and m > 16 else 32)
         warps = 8 if m > 16 and m * wide >= 4096 else 4
-        if not roomy or m * wide > 8192:  # no room for a tile in flight
+        if not roomy or m * wide > 8192:  # a tile in flight does not fit
             stages = 3
     return Tiles(m, max(16, n), warps, stages)
 
@@ -93,13 +95,13 @@ def prefill_tiles(
     block_size: int = 16,
     shared: int = MAX_SHARED,
 ) -> Tiles:
-    """Of the prefill kernel, whose time is that of its products.
+    """Return the tiles of the prefill kernel, whose time is that of its products.
 
-    128 rows for two groups of warps that take turns at the tensor cores. With 128 keys a tile has
-    the fewest instructions beside its products, and Hopper's tensor cores read the fewest operands
-    from shared memory; scores, weights and sums of a row just fit 255 registers a thread, which
+    128 rows for two groups of warps that use the tensor cores alternately. With 128 keys a tile has
+    the fewest instructions per product, and Hopper's tensor cores read the fewest operands from
+    shared memory; scores, weights and sums of a row just fit 255 registers a thread, which
     leaves few for pointers, that blocks of more than 32 take. Tiles that some rows see only in part
-    are smaller: less is computed in vain.
+    are smaller: fewer masked scores are computed.
     """
     wide, roomy = block_d(head_dim), shared >= ROOMY
     if itemsize == 4:  # no tensor cores, and twice the registers
@@ -110,7 +112,7 @@ def prefill_tiles(
     if not roomy:
         n = 32 if wide <= 128 else 16
         return Tiles(64, n, 4, STAGES, n)
-    if wide > 128:  # of heads so large there is room for 32 keys, so two tiles are in flight
+    if wide > 128:  # 32 keys of such large heads fit, so two tiles are in flight
         return Tiles(128, 32, 8, STAGES + 2, 32)
     if wide <= 64:
         return Tiles(128, 128, 8, STAGES, 64)
@@ -119,29 +121,30 @@ def prefill_tiles(
 
 
 def shared_memory(device: torch.device) -> int:
-    """Bytes that one program can have."""
+    """Return the bytes of shared memory that one program can have."""
     if device.type != "cuda":
         return MAX_SHARED
     return SHARED.get(torch.cuda.get_device_capability(device), 99 << 10)
 
 
 def block_d(head_dim: int) -> int:
-    """Columns of a tile: of other sizes the rest is zeros, which are computed with but not read."""
+    """Return the columns of a tile; those behind head_dim are zeros, which are not read."""
     return max(32, power_of_two(head_dim))
 
 
 def most_queries(group: int, kv_heads: int) -> int:
-    """Up to this many queries a sequence takes the split kernel: those of a tree always, and others
-    while their tiles alone would leave half of a GPU idle.
+    """Return the most queries of a sequence that takes the split kernel.
 
-    It does not depend on the batch, so that a sequence's answer does not depend on its company.
+    Those of a tree always do, and others while their tiles alone would leave half of a GPU idle.
+
+    It does not depend on the batch, so that a sequence's answer does not depend on it either.
     """
     return max(SHORT, TALLEST * (SPREAD.value // 2 // kv_heads) // group)
 
 
 def query_classes(group: int, kv_heads: int) -> tuple[int, ...]:
-    """Most queries of a sequence in a tile of 16, 32 and `TALLEST` rows of the split kernel, each
-    of which is compiled by itself; beyond the last is the prefill kernel."""
+    """Return the most queries of a sequence in a tile of 16, 32 and `TALLEST` rows of the split
+    kernel, each of which is compiled separately; more queries take the prefill kernel."""
     classes = (16 // group, 32 // group, most_queries(group, kv_heads))
     return tuple(most for most in classes if most > 0)
 
@@ -167,7 +170,7 @@ def most_splits(context: int, tiles: int) -> int:
 
 @triton.jit
 def split(seen, tiles):
-    """(keys of a split, number of splits), of a sequence that sees a number of keys.
+    """Return the keys of a split and the number of splits, of a sequence that sees `seen` keys.
 
     A function of the sequence alone. Sequences of few keys have few splits; of many, as many as
     spread a single one over a GPU.

@@ -1,4 +1,4 @@
-"""One tile of queries meets one tile of keys: what every attention kernel does in its inner loop.
+"""The inner loop of every attention kernel: one tile of queries with one tile of keys.
 
 Softmax is computed as it goes (Dao et al. 2022, "FlashAttention", algorithm 1; Milakov and
 Gimelshein 2018): a row keeps the largest score so far and sums relative to it. Exponentials have
@@ -31,7 +31,7 @@ def begin(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def ended(state):
-    """(sums, largest, total [m]) when all keys have been seen."""
+    """Return (sums, largest, total [m]) after all keys."""
     sums, largest, total = state
     if len(total.shape) == 2:
         total = tl.sum(total, 1)
@@ -40,7 +40,7 @@ def ended(state):
 
 @triton.jit
 def weigh(scores, largest, total, scale, GUARDED: tl.constexpr):
-    """The online softmax of one tile.
+    """Compute the online softmax of one tile.
 
     Args:
         scores: [m, n] fp32, not yet scaled; -inf where a key is not seen.
@@ -84,7 +84,7 @@ def attend(
     BLOCK_D: tl.constexpr,
     ALL: tl.constexpr,
 ):
-    """The state after one more tile of keys.
+    """Return the state after one more tile of keys.
 
     Args:
         q: [m, BLOCK_D], an operand.
@@ -121,20 +121,22 @@ def attend(
 
 @triton.jit
 def finish(sums, total):
-    """[m, d] results; 0 for a row that saw no key."""
+    """Return the results, [m, d]; 0 for a row that saw no key."""
     return sums / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
 @triton.jit
 def log2_weight(largest, total, scale):
-    """[m] the logarithm of what a row's weights sum up to, not relative to its largest score; -inf
-    for a row that saw no key."""
+    """Return log2 of the sum of each row's weights, [m], not relative to its largest score.
+
+    It is -inf for a row that saw no key.
+    """
     return largest * scale + tl.log2(tl.where(total == 0.0, 1.0, total))
 
 
 @triton.jit
 def bits_set(words):
-    """How many, of int64 >= 0."""
+    """Return the number of bits set, of int64 >= 0."""
     x = words - ((words >> 1) & 0x5555555555555555)
     x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
     x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F

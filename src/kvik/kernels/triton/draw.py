@@ -1,4 +1,4 @@
-"""One token per row by inverse CDF, and what each token's share of the draws is, without sorting.
+"""Draw one token per row by inverse CDF, or return each token's probability, without sorting.
 
 Without rules: the largest logit of each chunk; the weights of each chunk; then one program of a row
 finds the chunk, and in it the token, at which the running sum exceeds u times the total. Three
@@ -23,15 +23,15 @@ from kvik.kernels.triton.launch import ceil_div, power_of_two
 
 # Which tokens a row keeps, without sorting: a threshold is searched for, digit by digit.
 #
-# The logits of a row are cut into chunks, one for a program: a single SM would take microseconds
-# to read a row of 128k logits. In a pass each program weighs, for each of the sixteen values of
-# the next digit, what of its chunk lies at or above; the programs of the next pass add that up
-# over the chunks, each for itself and all in the same order, and go on below the largest digit
-# that still reaches the target. Eight passes find 32 bits exactly. Sums are in double precision
-# and made of the row alone.
+# The logits of a row are divided into chunks, one for a program: a single SM would take
+# microseconds to read a row of 128k logits. In a pass each program sums, for each of the sixteen
+# values of the next digit, the weights of its chunk at or above that value; each program of the
+# next pass adds these sums over the chunks, in the same order, and continues below the largest
+# digit that still reaches the target. Eight passes find 32 bits exactly. Sums are in double
+# precision and depend on the row alone.
 #
 # Floor of a pass: each logit once, 4 bytes and after the first pass from L2, with 16 comparisons
-# and sums. Of few rows the launches are the time: 8 and a few for each rule.
+# and sums. With few rows the time is that of the launches: 8 and a few for each rule.
 
 # The truncations that the kernels here apply.
 RULES = ("top_k", "top_p", "min_p", "typical_p")
@@ -45,20 +45,20 @@ UNBOUNDED = tl.constexpr(1 << 40)  # more than there are tokens
 
 @triton.jit
 def key_of(logit):
-    """fp32 -> int64 in 0..2^32 - 1 in the order of the numbers, the same for equals."""
+    """Map fp32 to int64 in 0..2^32 - 1, in the order of the numbers; equal numbers have one key."""
     bits = tl.where(logit == 0.0, 0.0, logit).to(tl.int32, bitcast=True).to(tl.int64)  # -0 is 0
     return tl.where(bits < 0, -1 - bits, bits + 0x80000000)
 
 
 @triton.jit
 def nearness(distance, centre):
-    """Of a token's information to the entropy, as a key: the nearest has the largest."""
+    """Return how near a token's information is to the entropy, as a key: larger is nearer."""
     return 0x7FFFFFFF - tl.abs(distance - centre).to(tl.int32, bitcast=True).to(tl.int64)
 
 
 @triton.jit
 def over_chunks(parts, row, chunks, CHUNKS: tl.constexpr):
-    """The row's of [rows, chunks], zeros behind: [CHUNKS]."""
+    """Load one row of [rows, chunks], filled with zeros: [CHUNKS]."""
     at = tl.arange(0, CHUNKS)
     return tl.load(parts + row * chunks + at, mask=at < chunks, other=0)
 
@@ -69,7 +69,7 @@ def kept_weights(
     chunks, CUT: tl.constexpr, MIN_P: tl.constexpr, TYPICAL: tl.constexpr, CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """A chunk as the rules found so far leave it.
+    """Return the weights of a chunk that the rules found so far keep.
 
     Args:
         highs: [rows, chunks] fp32, largest logits.
@@ -89,11 +89,11 @@ def kept_weights(
     distance = (top - logit) / tl.load(temperature + row)
     weight = tl.exp(-distance)
     if CUT:
-        lowest, room = tl.load(cut + 2 * row), tl.load(cut + 2 * row + 1)
+        lowest, allowed = tl.load(cut + 2 * row), tl.load(cut + 2 * row + 1)
         counts = over_chunks(equals, row, chunks, CHUNKS)
         before = tl.sum(tl.where(at < chunk, counts, 0), 0)
         equal = (key == lowest).to(tl.int32)
-        first = (tl.cumsum(equal, 0) + before) <= room
+        first = (tl.cumsum(equal, 0) + before) <= allowed
         weight = tl.where((key > lowest) | ((equal > 0) & first), weight, 0.0)
     if MIN_P:
         weight = tl.where(weight >= tl.load(min_p + row), weight, 0.0)
@@ -105,8 +105,8 @@ def kept_weights(
 
 @triton.jit
 def found(lows, parts, targets, row, chunks, step, CHUNKS: tl.constexpr):
-    """The threshold as far as the last pass knows it: from its `lows` [rows] int64, its `parts`
-    [rows, chunks, digits] fp64 and its step."""
+    """Return the digits of the threshold that the last pass found: from `lows` [rows] int64,
+    `parts` [rows, chunks, digits] fp64 and its step."""
     at, digit = tl.arange(0, CHUNKS), tl.arange(0, DIGITS)
     where = (row * chunks + at)[:, None] * DIGITS + digit[None, :]
     reached = tl.sum(tl.load(parts + where, mask=(at < chunks)[:, None], other=0.0), 0)
@@ -114,7 +114,7 @@ def found(lows, parts, targets, row, chunks, step, CHUNKS: tl.constexpr):
     return tl.load(lows + row) + chosen.to(tl.int64) * step
 
 
-@triton.jit(do_not_specialize=["step"])  # or the last pass would compile anew
+@triton.jit(do_not_specialize=["step"])  # else the last pass would be compiled separately
 def search_kernel(
     logits, highs, temperature, cut, equals, min_p, centre, targets, lows, parts, next_lows,
     next_parts, vocab, stride, chunks, step,
@@ -152,8 +152,8 @@ def tally_kernel(
     logits, highs, temperature, cut, targets, lows, parts, above, equals, heights, vocab, stride,
     chunks, MASS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """grid [rows, chunks]: what lies above the threshold that was found (or that of a rule before,
-    if it is higher), fp64, how many are equal to it, int32, and what one of them weighs, fp32"""
+    """grid [rows, chunks]: the sum above the threshold found (or an earlier rule's, if higher),
+    fp64, the number of tokens equal to it, int32, and the weight of one, fp32"""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lowest = found(lows, parts, targets, row, chunks, 1, CHUNKS)
     lowest = tl.maximum(lowest, tl.load(cut + 2 * row))
@@ -175,19 +175,19 @@ def settle_kernel(
     """grid [rows]: the cut is as low as the target demands, unless it was higher already."""
     row = tl.program_id(0).to(tl.int64)
     lowest = found(lows, parts, targets, row, chunks, 1, CHUNKS)
-    before, room = tl.load(cut + 2 * row), tl.load(cut + 2 * row + 1)
+    before, allowed = tl.load(cut + 2 * row), tl.load(cut + 2 * row + 1)
     height = tl.full([], 1.0, tl.float64)
     if MASS:
         height = tl.max(over_chunks(heights, row, chunks, CHUNKS), 0).to(tl.float64)
     missing = tl.load(targets + row) - tl.sum(over_chunks(above, row, chunks, CHUNKS), 0)
-    # What is not reached, by rounding or because the target is infinite, takes all there are.
+    # A target that is not reached, by rounding or because it is infinite, keeps all tokens.
     enough = missing <= height * UNBOUNDED
     height = tl.where(enough & (height > 0.0), height, 1.0)
     wanted = tl.maximum(tl.ceil(tl.where(enough, missing, 0.0) / height), 1.0)
     wanted = tl.where(enough, wanted.to(tl.int64), UNBOUNDED)
     tl.store(cut + 2 * row, tl.maximum(lowest, before))
-    room = tl.where(lowest == before, tl.minimum(wanted, room), room)
-    tl.store(cut + 2 * row + 1, tl.where(lowest > before, wanted, room))
+    allowed = tl.where(lowest == before, tl.minimum(wanted, allowed), allowed)
+    tl.store(cut + 2 * row + 1, tl.where(lowest > before, wanted, allowed))
 
 
 @triton.jit
@@ -259,7 +259,7 @@ def pick_kernel(
     masses = over_chunks(sums, row, chunks, CHUNKS)
     point = tl.load(uniforms + row) * tl.sum(masses, 0)
     beyond = (tl.cumsum(masses, 0) > point) & (masses > 0.0)
-    # Where rounding leaves nothing beyond the point, it is the last that has any weight.
+    # Where rounding leaves no sum beyond the point, the last token with any weight is drawn.
     last = tl.max(tl.where(masses > 0.0, at, 0), 0)
     chunk = tl.minimum(tl.min(tl.where(beyond, at, CHUNKS), 0), last)
     before = tl.sum(tl.where(at < chunk, masses, 0.0), 0)
@@ -392,7 +392,7 @@ class _Rows:
         if rules.typical_p is not None:
             targets = self._aim(rules.typical_p, near=True)
             lows, parts = self._search(targets, mass=True, near=True)
-            # one digit is left to be read from what the last pass has weighed
+            # the last digit is read from the sums of the last pass
             limit_kernel[(len(self.logits),)](
                 self.limit, targets, lows, parts, self.highs.shape[1], self.flags()[-1]
             )
@@ -408,11 +408,11 @@ class _Rows:
         return sums
 
     def _empty(self, dtype: torch.dtype, *inner: int) -> Tensor:
-        """[rows, chunks, inner...]"""
+        """Allocate [rows, chunks, inner...]."""
         return torch.empty(*self.highs.shape, *inner, dtype=dtype, device=self.logits.device)
 
     def _aim(self, shares: Tensor, *, near: bool) -> Tensor:
-        """[rows] fp64, the mass that a share of what is kept so far has."""
+        """Return the mass of a share of the tokens kept so far: [rows] fp64."""
         moments = self._empty(torch.float64) if near else None
         sums = self.sums(moments)
         targets = torch.empty_like(shares)
@@ -423,8 +423,8 @@ class _Rows:
         return targets
 
     def _search(self, targets: Tensor, *, mass: bool, near: bool = False) -> tuple[Tensor, Tensor]:
-        """`lows` and `parts` of the last pass. What is near is searched among what is kept."""
-        # Rows of an even number lie alike in memory, or the second one would be compiled apart.
+        """Return `lows` and `parts` of the last pass. NEAR searches among the kept tokens."""
+        # An even number keeps both rows aligned, else the second would be compiled separately.
         even = len(targets) + len(targets) % 2
         lows = torch.empty(2, even, dtype=torch.int64, device=targets.device)
         parts = [self._empty(torch.float64, 16) for _ in range(2)]

@@ -74,7 +74,7 @@ def product(a, b, total):
 def vectors_at(
     table, at, place, head, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    """Where the vectors of a sequence's places lie: ([n] block, [n] vector in it), both uint32.
+    """Return where the vectors of a sequence's places are: ([n] block, [n] vector in it), uint32.
 
     Without a sign, quotients are shifts, and one multiplication of 32 by 32 bits makes a pointer of
     each block. Of whole tiles of whole blocks the second is the same in every tile: it stays in
@@ -95,7 +95,7 @@ def vectors_at(
 
 @triton.jit
 def load_scales(k_scales, v_scales, vectors, head, KIND: tl.constexpr, KV_HEADS: tl.constexpr):
-    """Of keys and of values, each ([n] fp32 scales, [n] int8 zero points of four bits).
+    """Load of keys and of values [n] fp32 scales and [n] int8 zero points of four bits.
 
     Scales have 16 bits, and what is copied to shared memory ahead of its use has at least 32, so
     each is loaded with its neighbour. Both sides are one load of at least as many numbers as there
@@ -131,7 +131,7 @@ def load_vectors(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """[n, BLOCK_D] numbers as operands, without their scale; 0 behind HEAD_DIM.
+    """Load [n, BLOCK_D] numbers as operands, without their scale; 0 behind HEAD_DIM.
 
     Args:
         zero: as of `load_scales`.

@@ -33,7 +33,7 @@ def small_fp16(codes):
     return (((wide & 0x7F) << 7) | (wide & -0x8000)).to(tl.float16, bitcast=True)
 
 
-# Else steps of one token, and of 16 n, would compile anew.
+# Otherwise steps of 1 token, or of a multiple of 16, would be compiled separately.
 @triton.jit(do_not_specialize=["tokens"])
 def bytes_kernel(
     x,

@@ -1,8 +1,8 @@
-"""How products of matrices end: parts of a sum are put together, then bias, activation, residual.
+"""The end of products of matrices: parts of a sum are added, then bias, activation, residual.
 
 Where the inputs are cut into splits, so that few tokens occupy the whole GPU, every program leaves
 its part in memory, and the one that arrives last adds them in the order of the splits: the sum
-never depends on who was last. The counter of arrivals is an integer, and is left at 0.
+does not depend on which was last. The counter of arrivals is an integer, and is left at 0.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def finish_kernel(
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """grid [tokens, pieces]; z [tokens, rows], of "silu_and_mul" all of gate first"""
+    """grid [tokens, blocks]; z [tokens, rows], of "silu_and_mul" all of gate first"""
     token = tl.program_id(0).to(tl.int64)
     outputs = rows // 2 if ACTIVATION == SILU_AND_MUL else rows
     o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

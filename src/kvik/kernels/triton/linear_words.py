@@ -1,9 +1,9 @@
-"""Weights of four or eight bits times x as it is: outputs are the rows of the product of tensor
+"""Weights of four or eight bits times unrounded x: outputs are the rows of the product of tensor
 cores, so that the weights, unpacked in registers, need not leave them, and tokens its columns.
 
-What unpacking adds to integers of four bits, 16, is taken off again together with the zero point:
-from every weight, or, for few tokens, by a second product with a constant, which costs tensor
-cores, that have nothing else to do, instead of instructions. Both are exact. Scales are applied in
+Unpacking adds 16 to integers of four bits. It is subtracted together with the zero point: from
+every weight, or, for few tokens, by a second product with a constant, which uses tensor cores,
+which are idle otherwise, instead of instructions. Both are exact. Scales are applied in
 fp32 to the sums of a group, not to weights.
 
 Floor: for few tokens the bytes of the words and scales, once; for many 2 * tokens * rows * inputs
@@ -38,7 +38,7 @@ def _dot(w, xs, sums):
     return tl.dot(w, xs, sums, input_precision="ieee")
 
 
-# Else steps of one token, and of 16 n, would compile anew.
+# Otherwise steps of 1 token, or of a multiple of 16, would be compiled separately.
 @triton.jit(do_not_specialize=["tokens"])
 def words_kernel(
     x,
@@ -85,7 +85,7 @@ def words_kernel(
     dtype: tl.constexpr = x.dtype.element_ty
     at = (o // 64 * steps * (1024 * TILES) + o % 64 * 16)[:, None] + tl.arange(0, 16)[None, :]
     k = tl.arange(0, SPAN)
-    # Tokens behind the last read it again: what comes of them is not stored.
+    # Tokens behind the last read the last again; their results are not stored.
     known = tl.minimum(t, tokens - 1).to(tl.int64)
     columns = x + known[None, :] * x_stride + k[:, None]
     if BESIDE == MINIMUM:
@@ -118,7 +118,7 @@ def words_kernel(
                 elif BT < 16:
                     # Two sums that do not wait for each other, and one copy of x in registers.
                     part = _dot(w, xs, nothing) + _dot(alike(beyond, SPAN), xs, nothing)
-                else:  # four warps together read x where it is, and sums are many
+                else:  # four warps together read x from shared memory, and there are many sums
                     part = _dot(w, xs, nothing)
                     part = _dot(tl.broadcast_to(beyond, (BO, SPAN)), xs, part)
                 sums += part * scale[:, None]

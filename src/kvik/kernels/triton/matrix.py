@@ -138,7 +138,7 @@ def byte_rows_kernel(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """grid [n, pieces]; values [rows, filled] int8, or bits of E4M3 as such; out [n, inputs]"""
+    """grid [n, blocks]; values [rows, filled] int8, or bits of E4M3 as such; out [n, inputs]"""
     n = tl.program_id(0).to(tl.int64)
     row = tl.load(ids + n)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -159,11 +159,11 @@ TILES_AT_ONCE = 4  # of 16 words: 512 weights of four bits
 BYTES_AT_ONCE = 1024
 
 
-# Products of matrices as they are launched: tiles, splits, and memory for parts of sums.
+# Launches of products of matrices: tiles, splits, and memory for parts of sums.
 
 
 def format_of(kind: WeightKind) -> tuple[int, int]:
-    """The format of codes, and what is known of a group beside its scale (`words.py`)."""
+    """Return the format of codes, and the kind of a group's zero points or minima (`words.py`)."""
     formats = {"int4": words.INT4, "fp8": words.E4M3, "int8": words.INT8}
     beside = words.NOTHING
     if kind.codes == "int4":
@@ -196,7 +196,7 @@ def _plan(
 def words_linear(
     x: Tensor, packed: TritonPacked, matrix: Matrix, residual: Tensor | None
 ) -> Tensor:
-    """x [tokens, inputs] as it is, times a weight in words."""
+    """Multiply x [tokens, inputs], unrounded, by a weight in words."""
     spec, kind = matrix.spec, matrix.spec.kind
     y = torch.empty(len(x), spec.outputs, dtype=spec.out_dtype, device=x.device)
     narrow = kind.beside == "minima"
@@ -246,8 +246,10 @@ def bytes_linear(
     matrix: Matrix,
     residual: Tensor | None,
 ) -> Tensor:
-    """x rounded to eight bits, [tokens, filled inputs], times a weight in bytes. Activations apply
-    where rows of gate and up take turns."""
+    """Multiply x rounded to eight bits, [tokens, filled inputs], by a weight in bytes.
+
+    "silu_and_mul" is applied where rows of gate and up alternate.
+    """
     spec, kind = matrix.spec, matrix.spec.kind
     assert spec.activation != "silu_and_mul" or interleaved(spec)
     y = torch.empty(len(codes), spec.outputs, dtype=spec.out_dtype, device=codes.device)
@@ -290,9 +292,12 @@ def bytes_linear(
 
 
 def float_linear(x: Tensor, values: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:
-    """x [tokens, inputs] times values [rows, inputs] of the same dtype, by cuBLAS, which sums in
-    fp32; but where it splits the inputs, torch allows it to add the parts in the dtype. Floor: few
-    tokens, the bytes of the values; many, 2 * tokens * rows * inputs FLOPs."""
+    """Multiply x [tokens, inputs] by values [rows, inputs] of the same dtype.
+
+    By cuBLAS, which sums in fp32; but where it splits the inputs, torch allows it to add the parts
+    in the dtype. Floor: few tokens, the bytes of the values; many, 2 * tokens * rows * inputs
+    FLOPs.
+    """
     spec, bias = matrix.spec, matrix.bias
     if spec.activation is None:
         if residual is not None and bias is None and spec.out_dtype == x.dtype == residual.dtype:
@@ -311,7 +316,10 @@ class TritonMatrices:
     """The rows `matrix`, `pack_rows`, `linear` and `matrix_rows` of `Ops`, for one device."""
 
     def __init__(self, device: torch.device, library: Library | None = None) -> None:
-        """library: what can be done with E4M3 there; None: what the device can do."""
+        """
+        Args:
+            library: what it can do with E4M3; None: found by asking the device.
+        """
         self.library = library or library_of(device)
 
     def matrix(self, spec: MatrixSpec) -> Matrix:
@@ -404,7 +412,7 @@ class TritonMatrices:
         matrix: Matrix,
         residual: Tensor | None,
     ) -> Tensor:
-        """Gate and up are not interleaved here: what follows the product is a kernel of its own."""
+        """Multiply by E4M3. Gate and up do not alternate: another kernel applies "silu_and_mul"."""
         spec, library = matrix.spec, self.library
         x_group = kind.group if kind.activations == "group" else 0
         filled = packed.values.shape[1]

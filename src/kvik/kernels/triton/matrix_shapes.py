@@ -16,10 +16,12 @@ from kvik.kernels.triton.launch import ceil_div
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Attributes:
-    outputs, tokens: of a program.
-    stages: steps of 128 inputs that it has loaded or is loading.
-    splits: of the inputs, at most. Only of tiles that all tokens fit into.
+    """Sizes of a tile of a product.
+
+    Attributes:
+        outputs, tokens: of a program.
+        stages: steps of 128 inputs that it has loaded or is loading.
+        splits: of the inputs, at most. Only of tiles that all tokens fit into.
     """
 
     outputs: int
@@ -33,8 +35,8 @@ LEAST_OUTPUTS = 32  # of a tile
 
 # Few tokens: the time is that of reading weights. 64 outputs and 128 inputs of four bits are 4 KiB,
 # of which each program has three on the way, and about six programs fit on a processor. Classes
-# differ by the columns that tensor cores compute in vain. Parts of sums are written and read once,
-# 4 bytes for each token, so the more tokens, the fewer splits keep them small beside the weights.
+# differ by the unused columns that tensor cores compute. Parts of sums are written and read once,
+# 4 bytes for each token, so the more tokens, the fewer splits, to keep them few bytes.
 FEW = (
     Tile(outputs=64, tokens=8, num_warps=4, stages=4, splits=16),
     Tile(outputs=64, tokens=16, num_warps=4, stages=4, splits=16),
@@ -59,7 +61,7 @@ LEAST_STEPS = 4  # of 128 inputs in a split: less would be spent on filling the 
 
 
 def tile_for(tokens: int, *, narrow: bool = False, fp32: bool = False, int4: bool = False) -> Tile:
-    """The smallest that holds the tokens, or else one that is repeated."""
+    """Return the smallest tile that takes all tokens, or else one that is repeated."""
     if fp32:
         return FEW_FP32 if tokens <= FEW_FP32.tokens else MANY_FP32
     if int4 and tokens <= FEW_INT4.tokens:

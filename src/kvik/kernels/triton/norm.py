@@ -1,6 +1,6 @@
 """Normalisation. Everything is computed in fp32 and rounded once, at the end.
 
-Floor: memory, each number is read and written once. A row lies in registers as a whole; a program
+Floor: memory, each number is read and written once. A whole row is in registers; a program
 takes several short ones, such as the heads that Qwen3 normalises.
 
 The residual is not added here: the product before a norm ends with that sum, in place in the
@@ -26,7 +26,7 @@ LONGEST = 65536  # numbers of a row, which has to fit the registers of a program
 
 @triton.jit
 def _rows_of(rows, inner, outer_stride, inner_stride, dim, ROWS: tl.constexpr, DIM: tl.constexpr):
-    """This program's rows: where they are in x and in out, and which elements are there."""
+    """Return the offsets of this program's rows in x and in out, the columns, and a mask."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at = tl.arange(0, DIM)
     start = (row // inner).to(tl.int64) * outer_stride + (row % inner) * inner_stride
@@ -35,7 +35,7 @@ def _rows_of(rows, inner, outer_stride, inner_stride, dim, ROWS: tl.constexpr, D
     return start[:, None] + at[None, :], own, at, mask
 
 
-# Else steps of one token, and of 16 n, would compile anew.
+# Otherwise steps of 1 token, or of a multiple of 16, would be compiled separately.
 @triton.jit(do_not_specialize=["rows"])
 def rms_norm_kernel(
     x, weight, out, rows, inner, outer_stride, inner_stride, dim, eps,
@@ -49,7 +49,7 @@ def rms_norm_kernel(
     tl.store(out + own, (wide * scale[:, None] * by[None, :]).to(out.dtype.element_ty), mask=mask)
 
 
-# Else steps of one token, and of 16 n, would compile anew.
+# Otherwise steps of 1 token, or of a multiple of 16, would be compiled separately.
 @triton.jit(do_not_specialize=["rows"])
 def layer_norm_kernel(
     x, weight, bias, out, rows, inner, outer_stride, inner_stride, dim, eps,
@@ -95,7 +95,7 @@ def _normalise(kernel: Any, x: Tensor, eps: float, *vectors: Tensor) -> Tensor:
 
 
 def shape_of(dim: int) -> tuple[int, int, int]:
-    """Columns and rows of a program, and its warps: 16 numbers for each thread.
+    """Return the columns, rows and warps of a program: 16 numbers for each thread.
 
     Raises:
         ValueError: a row does not fit.
@@ -108,7 +108,7 @@ def shape_of(dim: int) -> tuple[int, int, int]:
 
 
 def _as_rows(x: Tensor) -> tuple[Tensor, int, int, int]:
-    """x, how many rows are a run of one stride, and the strides of such runs and of rows."""
+    """Return x, the rows in a run of one stride, and the strides of such runs and of rows."""
     if x.dim() == 3 and x.stride(2) == 1:
         return x, x.shape[1], x.stride(0), x.stride(1)
     if x.dim() == 2 and x.stride(1) == 1:

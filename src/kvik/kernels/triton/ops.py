@@ -1,4 +1,4 @@
-"""The table of operations on a GPU. What torch does in one launch and as well stays torch's."""
+"""The table of operations on a GPU. torch keeps those it does as well in one launch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvik.kernels.triton.matrix import TritonMatrices
 
 
 def triton_ops(device: torch.device) -> Ops:
-    """For tensors on one device: a GPU, or a CPU where Triton's interpreter runs the kernels."""
+    """Return the table for one device: a GPU, or a CPU with Triton's interpreter."""
     matrices = TritonMatrices(device)
     table = Ops(
         matrix=matrices.matrix,

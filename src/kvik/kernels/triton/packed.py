@@ -1,17 +1,18 @@
-"""How quantised matrices lie in GPU memory.
+"""The layout of quantised matrices in GPU memory.
 
-**Words** (weights that meet x as it is): 16 words of 32 bits of an output are 64 neighbouring
-bytes, those of 64 outputs a tile of 4 KiB, and the tiles of 64 outputs follow each other along the
-inputs. So a program reads memory from one end to the other, 16 bytes for each thread. Word c of a
-tile, plane p: the weights of inputs 32 p + 2 c in its lower and 32 p + 2 c + 1 in its upper half,
-four bits at 4 p or eight at 8 p; in groups of 16 those of inputs 32 p + c and 32 p + 16 + c.
+**Words** (weights that unrounded x is multiplied by): 16 words of 32 bits of an output are 64
+neighbouring bytes, those of 64 outputs a tile of 4 KiB, and the tiles of 64 outputs follow each
+other along the inputs. So a program reads memory from one end to the other, 16 bytes for each
+thread. Word c of a tile, plane p: the weights of inputs 32 p + 2 c in its lower and 32 p + 2 c + 1
+in its upper half, four bits at 4 p or eight at 8 p; in groups of 16 those of inputs 32 p + c and 32
+p + 16 + c.
 
-**Bytes** (weights that meet x rounded to eight bits): rows of outputs as they come.
+**Bytes** (weights that x rounded to eight bits is multiplied by): rows of outputs, unchanged.
 
 Both: inputs are filled up to whole steps of 128 and outputs to whole tiles of 128 with zeros.
 Scales: [groups, outputs], so that those of a tile of outputs are neighbours. With zero points the
 four lowest bits of an fp32 scale are the zero point; with minima, both are fp16, in a word, times
-factors of the output that are powers of two. "silu_and_mul": rows of gate and up take turns, where
+factors of the output that are powers of two. "silu_and_mul": rows of gate and up alternate, where
 the kernel that multiplies applies it.
 """
 
@@ -37,10 +38,13 @@ from kvik.spec.weight_kind import WeightKind
 
 @dataclass(slots=True)
 class Squares:
-    """Attributes:
-    scales: [rows / 128, inputs / 128 up to a multiple of 4] fp32, of the first row in each block.
-    equal: of each block, whether all of its rows have these scales.
-    everywhere: whether they have in all blocks. Known on the host, as it decides what multiplies.
+    """The scales of square blocks of an E4M3 weight.
+
+    Attributes:
+        scales: [rows / 128, inputs / 128 up to a multiple of 4] fp32, of each first row.
+        equal: of each block, whether all of its rows have these scales.
+        everywhere: whether they have in all blocks. Known on the host, as it decides which
+            kernel multiplies.
     """
 
     scales: Tensor
@@ -48,7 +52,7 @@ class Squares:
     everywhere: bool = False
 
     def update(self, row_scales: Tensor, rows: int, first: int, last: int) -> None:
-        """After rows first..last of the matrix were filled: row_scales [groups, filled rows]."""
+        """Update after rows first..last were filled: row_scales [groups, filled rows]."""
         begin, end = first // SQUARE, ceil_div(last, SQUARE)
         of_rows = row_scales[:, begin * SQUARE : min(rows, end * SQUARE)]
         firsts = of_rows[:, ::SQUARE]  # [groups, blocks]
@@ -62,18 +66,21 @@ class Squares:
 
 @dataclass(slots=True)
 class Whole:
-    """Attributes:
-    alike: whether all rows have one scale. Known on the host, as it decides what multiplies.
+    """The scale of a whole E4M3 weight.
+
+    Attributes:
+        alike: whether all rows have one scale. Known on the host, as it decides which kernel
+            multiplies.
     """
 
     alike: bool = False
 
     def update(self, row_scales: Tensor, rows: int) -> None:
-        """After some rows of the matrix were filled: row_scales [filled rows]; others have 0."""
+        """Update after some rows were filled: row_scales [filled rows]; others have 0."""
         self.alike = bool((row_scales[:rows] == row_scales[0]).all())
 
 
-# Matrices as they lie in GPU memory (`packed.py`), in a file.
+# Packed matrices in a file, in the layout of GPU memory.
 
 
 def layout(spec: MatrixSpec) -> Parts:
@@ -239,7 +246,7 @@ def fill(spec: MatrixSpec, packed: TritonPacked, first: int, weight: Weight) -> 
 
 
 def words_of(weight: Weight, tiles: int) -> Tensor:
-    """[rows, tiles, 16] int32."""
+    """Return the words of a weight: [rows, tiles, 16] int32."""
     bits = weight.kind.bits
     planes = 16 // bits
     if bits == 4:

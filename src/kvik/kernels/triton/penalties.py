@@ -1,6 +1,6 @@
 """Penalties for tokens seen before.
 
-Floor: memory. The tables' 5 bytes of each token are read; logits only where a piece of a row has
+Floor: memory. The tables' 5 bytes of each token are read; logits only where a block of a row has
 tokens that were seen.
 """
 
@@ -32,7 +32,7 @@ def penalize_kernel(
     seen_stride,
     BLOCK: tl.constexpr,
 ):
-    """grid [n, pieces]; logits [.., vocab] fp32, in_prompt [.., vocab] uint8, counts [.., vocab]"""
+    """grid [n, blocks]; logits [.., vocab] fp32, in_prompt [.., vocab] uint8, counts [.., vocab]"""
     n = tl.program_id(0).to(tl.int64)
     row, table = tl.load(rows + n).to(tl.int64), tl.load(seen + n).to(tl.int64)
     repetition, frequency = tl.load(repetitions + n), tl.load(frequencies + n)

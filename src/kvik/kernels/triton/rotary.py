@@ -29,7 +29,7 @@ _KINDS: dict[torch.dtype, Kind] = {
 
 @triton.jit
 def _turn(low, high, rotation, at, inside, DIM: tl.constexpr):
-    """Both halves of some heads by the angles at `rotation`: fp32."""
+    """Rotate both halves of some heads by the angles at `rotation`: fp32."""
     cos = tl.load(rotation + at, mask=inside, other=0.0)[None, :]
     sin = tl.load(rotation + DIM // 2 + at, mask=inside, other=0.0)[None, :]
     return low * cos - high * sin, high * cos + low * sin
@@ -37,7 +37,7 @@ def _turn(low, high, rotation, at, inside, DIM: tl.constexpr):
 
 @triton.jit
 def _halves(x, head, heads, at, inside, DIM: tl.constexpr):
-    """Offsets of a tile of heads, which are in it, and both halves in fp32."""
+    """Load a tile of heads: offsets, a mask, and both halves in fp32."""
     mask = (head < heads)[:, None] & inside[None, :]
     offset = head[:, None] * DIM + at[None, :]
     low = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
@@ -47,7 +47,7 @@ def _halves(x, head, heads, at, inside, DIM: tl.constexpr):
 
 @triton.jit
 def _normalised(low, high, weight, eps, at, inside, DIM: tl.constexpr, dtype: tl.constexpr):
-    """Each head by its root mean square, then by the weight [DIM]; rounded as if it had been
+    """Normalise each head by its root mean square and the weight [DIM]; rounded as if it had been
     written. low, high: 0 behind the end of a half."""
     scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / DIM + eps)[:, None]
     first = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -76,7 +76,7 @@ def _keep(
     DIM: tl.constexpr, HALF: tl.constexpr, TURNED: tl.constexpr, NORMED: tl.constexpr,
     KIND: tl.constexpr,
 ):  # fmt: skip
-    """Heads of k or v of one token into the cache at position `slot`."""
+    """Store heads of k or v of one token in the cache at position `slot`."""
     offset, mask, low, high = _halves(x, head, heads, at, inside, DIM)
     if NORMED:
         low, high = _normalised(low, high, weight, eps, at, inside, DIM, x.dtype.element_ty)
@@ -198,12 +198,12 @@ def rotate_and_store(
     slots: Tensor,
     norms: tuple[Tensor, Tensor, float] | None = None,
 ) -> Tensor:
-    """Normalise and turn q and k, and write k and v to the cache, rounded as it holds them.
+    """Normalise and rotate q and k, and write k and v to the cache, rounded to its format.
 
     Args:
         q [tokens, heads, head_dim]; k, v [tokens, kv_heads, head_dim]: head_dim is even. q is
             overwritten; k is not, as only the cache gets what was changed.
-        rotation: [tokens, head_dim] fp32, cosines, then sines; None: nothing is turned.
+        rotation: [tokens, head_dim] fp32, cosines, then sines; None: nothing is rotated.
         caches: of k and v, [blocks, block_size, kv_heads, head_dim], in four bits
             [..., head_dim / 2], contiguous. In four bits head_dim is a multiple of 4.
         scales: of both, [blocks, block_size, kv_heads], where caches are rounded.
@@ -211,14 +211,14 @@ def rotate_and_store(
         norms: of the heads of q and k: both weights [head_dim], and eps (`Ops.rms_norm`).
 
     Returns:
-        q, normalised and turned.
+        q, normalised and rotated.
     """
     q, k, v = _with_whole_heads(q), _with_whole_heads(k), _with_whole_heads(v)
     (tokens, heads, dim), kv_heads = q.shape, k.shape[1]
     half, tile = _tile(dim, kv_heads)
     kind = "float" if scales is None else _KINDS[caches[0].dtype]
     k_cache, v_cache = (c.view(torch.uint8) if kind == "fp8" else c for c in caches)
-    # of the bits of scales; where there are none, nothing is written there
+    # the bits of scales; where there are none, nothing is written to them
     k_scales, v_scales = caches if scales is None else (s.view(torch.int16) for s in scales)
     turned, normed = rotation is not None, norms is not None
     q_weight, k_weight, eps = norms or (None, None, 0.0)
@@ -234,12 +234,12 @@ def rotate_and_store(
 
 
 def _tile(dim: int, heads: int) -> tuple[int, int]:
-    """Columns of half a head, and heads, of a program's tile."""
+    """Return the columns of half a head, and the heads, of a program's tile."""
     half = power_of_two(max(2, dim // 2))
     return half, min(max(1, TILE // (2 * half)), power_of_two(heads))
 
 
 def _with_whole_heads(x: Tensor) -> Tensor:
-    """[tokens, heads, head_dim] whose heads lie one behind the other; tokens may be apart."""
+    """Return x [tokens, heads, head_dim] with each token contiguous; tokens may be apart."""
     whole = x.stride(2) == 1 and x.stride(1) == x.shape[2]
     return x if whole else x.contiguous()

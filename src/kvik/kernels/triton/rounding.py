@@ -1,9 +1,9 @@
-"""Vectors of K and V in few bits, to the bit as kernels/kv_rounding.py rounds them.
+"""Rounding of x, and of K and V as kernels/kv_rounding.py rounds them, to the bit.
 
 Everything is explicit: products are not fused with sums (launch with enable_fp_fusion=False),
-divisions are IEEE's, and E4M3 and bfloat16 are made of the bits of fp32, so that Ampere, Hopper and
-Triton's interpreter give the same. A vector lies in two tiles of equal shape, low [rows, half] and
-high [rows, half], the halves that a rotation mixes; elements behind its end are 0.
+divisions are IEEE's, and E4M3 and bfloat16 are computed from the bits of fp32, so that Ampere,
+Hopper and Triton's interpreter give the same. A vector is in two tiles of equal shape, low [rows,
+half] and high [rows, half], the halves that a rotation mixes; elements behind its end are 0.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from kvik.kernels.triton.launch import ceil_div, power_of_two
 # are multiplied with.
 #
 # Scales are absmax / 127 or / 448, by an IEEE division, and 1 where all is 0; integers are
-# rounded half to even. A token that holds NaN or infinity gets a scale that is NaN, and so a
-# result that is; where the scale is given, infinity is cut off, and NaN is NaN in E4M3 too, as a
-# library that knows one scale for all tokens sees nothing else of it. Floor: memory; x is read
+# rounded half to even. The scale of a token with NaN or infinity is NaN, and so is its result;
+# where the scale is given, infinity is clamped, and NaN is NaN in E4M3 too, because a library with
+# one scale for all tokens could not show it otherwise. Floor: memory; x is read
 # twice, the second time from a cache.
 
 MOST_STEPS = 4096  # numbers of a program at a time: of a token, of several, or of several groups
@@ -40,7 +40,7 @@ def _finite(x):
 def _codes(x, scale, E4M3: tl.constexpr):
     """-> int32 in -127..127, or the bits of E4M3. scale: broadcasts to x."""
     q = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
-    q = tl.where(q == q, q, 0.0)  # the scale says that it is none
+    q = tl.where(q == q, q, 0.0)  # its scale is NaN
     if E4M3:
         return tl.where(x == x, e4m3_bits(tl.clamp(q, -448.0, 448.0)), 0x7F)
     return nearest(q).to(tl.int32)
@@ -54,7 +54,7 @@ def _scale(size, nothing, E4M3: tl.constexpr):
     return tl.where(scale == 0.0, 1.0, scale) + nothing
 
 
-# Else steps of one token, and of 16 n, would compile anew.
+# Otherwise steps of 1 token, or of a multiple of 16, would be compiled separately.
 @triton.jit(do_not_specialize=["tokens"])
 def round_tokens_kernel(
     x,
@@ -100,7 +100,7 @@ def round_tokens_kernel(
     tl.store(scales + token, scale, mask=here)
 
 
-# Else steps of one token, and of 16 n, would compile anew.
+# Otherwise steps of 1 token, or of a multiple of 16, would be compiled separately.
 @triton.jit(do_not_specialize=["tokens"])
 def round_groups_kernel(
     x,
@@ -136,7 +136,8 @@ def round_groups_kernel(
 def round_tokens(
     x: Tensor, filled: int, group: int, e4m3: bool, scale: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """
+    """Round x to int8 or E4M3, with a scale for each token and group of inputs.
+
     Args:
         x: [tokens, inputs]; rows may be strided.
         filled: inputs of the result, those beyond x are 0.
@@ -153,9 +154,8 @@ def round_tokens(
     stride = x.stride(0)
     if tokens and group:
         block = power_of_two(group)
-        count = max(
-            1, MOST_STEPS // block
-        )  # however few there are, or each number would be compiled
+        # not fewer for few groups, or each number of groups would be compiled separately
+        count = max(1, MOST_STEPS // block)
         grouped: Any = round_groups_kernel[(ceil_div(scales.numel(), count),)]
         grouped(x, out, scales, tokens, inputs, filled, shape[0], stride, group, e4m3, count, block)
     elif tokens:
@@ -201,7 +201,7 @@ def e4m3_bits(x):
 
 @triton.jit
 def vector_sizes(low, high):
-    """The largest magnitude of each vector, NaN if one is in it: [rows] fp32."""
+    """Return the largest magnitude of each vector, NaN if it contains one: [rows] fp32."""
     size = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
     nan = tl.max((low != low).to(tl.int32), 1) + tl.max((high != high).to(tl.int32), 1)
     return tl.where(nan > 0, float("nan"), size)

@@ -1,7 +1,7 @@
-"""Operations that move rows, and the largest of each row.
+"""Kernels that move rows, and that find the largest of each row.
 
 Floor: memory. What is moved is read and written once, whatever its type, as the largest integers
-that its rows are made of. Of a row of logits many programs look for the largest number: one SM
+that its rows are made of. Many programs search a row of logits for the largest number: one SM
 reads 0.1 TB/s or less, and a row of 128k logits is 512 KiB.
 """
 
@@ -21,7 +21,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @triton.jit
 def gather_kernel(table, ids, out, dim, table_stride, BLOCK: tl.constexpr):
-    """grid [n, pieces]; table [rows, dim], ids [n], out [n, dim]"""
+    """grid [n, blocks]; table [rows, dim], ids [n], out [n, dim]"""
     n = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(ids + n).to(tl.int64)
@@ -31,7 +31,7 @@ def gather_kernel(table, ids, out, dim, table_stride, BLOCK: tl.constexpr):
 
 @triton.jit
 def store_rows_kernel(k, v, k_cache, v_cache, slots, k_stride, v_stride, dim, BLOCK: tl.constexpr):
-    """grid [tokens, pieces]; k, v [tokens, dim], caches [positions, dim], slots [tokens]"""
+    """grid [tokens, blocks]; k, v [tokens, dim], caches [positions, dim], slots [tokens]"""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + token)
@@ -42,7 +42,7 @@ def store_rows_kernel(k, v, k_cache, v_cache, slots, k_stride, v_stride, dim, BL
 
 @triton.jit
 def scatter_kernel(rows, ids, out, dim, BLOCK: tl.constexpr):
-    """grid [n, pieces]; rows [n, dim], out [.., dim]: out[ids[i]] = rows[i]"""
+    """grid [n, blocks]; rows [n, dim], out [.., dim]: out[ids[i]] = rows[i]"""
     n = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(ids + n).to(tl.int64)
@@ -51,7 +51,7 @@ def scatter_kernel(rows, ids, out, dim, BLOCK: tl.constexpr):
 
 @triton.jit
 def _largest(values, ids):
-    """The largest of some numbers, the least of the ids that have it; NaN if one is among them."""
+    """Return the largest number and the least id that has it; NaN if there is one."""
     nan = tl.max((values != values).to(tl.int32), 0)
     numbers = tl.where(values != values, float("-inf"), values)
     top = tl.max(numbers, 0)
@@ -98,7 +98,7 @@ def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
 
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """See `Ops`; what has slot -1 is stored nowhere. Tokens may be apart in memory."""
+    """See `Ops`; a token with slot -1 is not stored. Tokens may be apart in memory."""
     tokens = (x if x.dim() == 2 and x.stride(1) == 1 else x.flatten(1) for x in (k, v))
     positions = (cache.flatten(0, 1).flatten(1) for cache in (k_cache, v_cache))
     k, v, k_cache, v_cache = _as_integers(*tokens, *positions)
@@ -137,8 +137,7 @@ def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _as_integers(*rows: Tensor) -> list[Tensor]:
-    """The same memory, each [n, dim] of one type whose elements lie side by side, as the largest
-    integers that all of it is made of."""
+    """View rows [n, dim] of one type, with dense elements, as the largest integers that fit."""
     item = size = rows[0].element_size()
     numbers = [n for x in rows for n in (x.shape[1], x.stride(0), x.storage_offset())]
     while size < 8 and all(n * item % (2 * size) == 0 for n in numbers):

@@ -44,7 +44,7 @@ def scaled_mm(
 def product(
     codes: Tensor, x_scales: Tensor, values: Tensor, scales: Tensor, multiply: Product = scaled_mm
 ) -> Tensor:
-    """Of rows and tokens that have one scale each.
+    """Multiply, where each row of the weight and each token has a scale.
 
     Args:
         codes: [tokens, inputs]. values: [rows, inputs]; both E4M3.
@@ -61,8 +61,9 @@ def product(
 def product_of_wholes(
     codes: Tensor, x_scale: Tensor, values: Tensor, scale: Tensor, multiply: Product = scaled_mm
 ) -> Tensor:
-    """Of a weight and tokens that have one scale each: of calibrated layers that were not joined
-    with others, whose scales differ.
+    """Multiply, where the whole weight has one scale and all tokens have one.
+
+    So do calibrated layers that were not joined with others, whose scales differ.
 
     Args:
         codes: [tokens, inputs]. values: [rows, inputs]; both E4M3.
@@ -78,7 +79,7 @@ def product_of_wholes(
 def product_of_blocks(
     codes: Tensor, x_scales: Tensor, values: Tensor, scales: Tensor, multiply: Product = scaled_mm
 ) -> Tensor:
-    """Of square blocks of the weight and tokens that have a scale for as many inputs.
+    """Multiply, where square blocks of the weight have a scale, and as many inputs of each token.
 
     Args:
         codes: [tokens, inputs], tokens filled up to a multiple of 4. values: [rows, inputs]; E4M3.

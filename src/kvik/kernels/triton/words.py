@@ -2,11 +2,12 @@
 
 A word of 32 bits holds weights of one output; sixteen words of it hold 32 inputs in each of their
 "planes" (four planes of four bits, two of eight), so that a plane is unpacked with a shift and an
-AND for two weights at once, and lies in registers as tensor cores take it. `packed.py` says where
-the words lie.
+AND for two weights at once, into the layout of registers that tensor cores take. `packed.py`
+describes the layout of the words.
 
 Integers of four bits become 16 + q by their bits alone: q is the upper mantissa of a number whose
-exponent is that of 16. Small floats become larger ones likewise, with an exponent to make up for.
+exponent is that of 16. Small floats become larger ones likewise, with an exponent that is
+corrected afterwards.
 
 Frantar et al. 2024, "MARLIN: Mixed-Precision Auto-Regressive Parallel Inference on Large Language
 Models", section 3.
@@ -25,7 +26,7 @@ INT4 = tl.constexpr(0)
 INT8 = tl.constexpr(1)
 E4M3 = tl.constexpr(2)
 
-# What is known of a group beside its scale.
+# What a group has in addition to its scale.
 NOTHING = tl.constexpr(0)
 ZERO = tl.constexpr(1)
 MINIMUM = tl.constexpr(2)
@@ -58,8 +59,8 @@ def _halves(both, dtype: tl.constexpr):
 def _within(bits, MASK: tl.constexpr, BESIDE: tl.constexpr):
     """(bits & MASK) | BESIDE, words.
 
-    One instruction, which has room for one constant, of all three: the assembler does not put the
-    other one in a register by itself.
+    One instruction for all three operands; it takes one constant, and the assembler does not move
+    the other one to a register by itself.
     """
     if INTERPRETED:
         return (bits & MASK) | BESIDE
@@ -136,8 +137,8 @@ def _pairs(first, second, J: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.const
 def weights_of(
     first, second, S: tl.constexpr, SPAN: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr
 ):
-    """Weights of the S-th span of 128 inputs: [BO, SPAN]. Only names of what lies in registers are
-    changed here, nothing is moved."""
+    """Weights of the S-th span of 128 inputs: [BO, SPAN]. Registers are only
+    renamed here, nothing is moved."""
     BO: tl.constexpr = first.shape[0]
     if SPAN == 128:
         even = tl.join(
@@ -162,8 +163,8 @@ def weights_of(
 
 @triton.jit
 def alike(number, SPAN: tl.constexpr):
-    """[BO, 1] -> [BO, SPAN], lying in registers as `weights_of` does, whose products can then read
-    the same x from shared memory."""
+    """[BO, 1] -> [BO, SPAN] in the layout of `weights_of`, so that products with both read the same
+    x from shared memory."""
     BO: tl.constexpr = number.shape[0]
     plane = tl.broadcast_to(number, (BO, 16))
     w = tl.join(plane, plane)
@@ -179,7 +180,7 @@ def alike(number, SPAN: tl.constexpr):
 
 @triton.jit
 def fp16_pair(word):
-    """The two fp16 numbers in the halves of a word, as fp32."""
+    """Return the two fp16 numbers in the halves of a word, as fp32."""
     low = word.to(tl.int16).to(tl.float16, bitcast=True)
     high = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True)
     return low.to(tl.float32), high.to(tl.float32)
@@ -187,5 +188,5 @@ def fp16_pair(word):
 
 @triton.jit
 def scale_and_zero(word):
-    """A scale, and a zero point in its four lowest bits."""
+    """Return the scale in a word, and the zero point in its four lowest bits."""
     return (word & -16).to(tl.float32, bitcast=True), word & 15
