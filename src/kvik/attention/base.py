@@ -1,4 +1,4 @@
-"""The attention seam: a backend plans a step once, then runs each layer."""
+"""The interface of attention backends: a backend plans a step once, then runs each layer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvik.kernels.ops import Ops
 
 @frozen
 class StepLayout:
-    """Where the tokens of one step belong. Integer tensors; sizes as plain ints.
+    """The tokens of one step and their places in the KV cache.
 
     Attributes:
         query_start_loc: [num_seqs + 1] int32, first token of each sequence in the flat batch.
@@ -25,9 +25,9 @@ class StepLayout:
         num_scheduled: query length of each sequence, on the host.
         contexts: seq_lens on the host.
         tree: [tokens] int64, or None where no sequence has a tree. 0 for tokens of plain sequences.
-            The tokens of a tree's sequence are its nodes: bit j of a token's word says whether the
-            j-th of them is the token itself or an ancestor of it. A node of depth d (d ancestors in
-            the tree) attends as if its path alone followed the cached keys: its position is that of
+            The tokens of a tree's sequence are its nodes: bit j of a token's word is set if the
+            j-th node is the token itself or one of its ancestors. A node of depth d (d ancestors in
+            the tree) attends as if only its path followed the cached keys: its position is that of
             the first node plus d, and a window counts from there.
         tree_words: tree on the host.
     """
@@ -43,7 +43,7 @@ class StepLayout:
     tree_words: tuple[int, ...] = ()
 
     def nodes(self, start: int, length: int) -> tuple[int, ...]:
-        """Words of the tree that is the sequence of tokens start.. on; empty without a tree."""
+        """Return the words of the tree of the tokens from `start` on; empty without a tree."""
         words = self.tree_words[start : start + length]
         return words if words and words[0] else ()
 
@@ -65,14 +65,14 @@ class LayerKV:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All of it, to be moved: each [num_blocks, block_size, ...]."""
+        """All tensors, in dtypes that can be copied: each [num_blocks, block_size, ...]."""
         every = (self.k, self.v, self.k_scales, self.v_scales)
         return tuple(movable(tensor) for tensor in every if tensor is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """RMSNorm of each head of q and of k, before they turn (Qwen3; `Ops.rms_norm`).
+    """RMSNorm of each head of q and of k, before rotation (Qwen3; `Ops.rms_norm`).
 
     Attributes:
         q, k: [head_dim], weights.
@@ -93,16 +93,16 @@ class AttentionMetadata:
 
 @frozen
 class Attend:
-    """What one layer attends with in a step.
+    """The inputs of attention in one layer and step.
 
     Attributes:
-        q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]. q and k may be overwritten
-            where they are turned.
+        q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]. A backend that rotates q
+            and k may overwrite them.
         kv, metadata: the layer's cache, and the plan of its KV group.
         scale: of the scores.
-        rotation: [tokens, head_dim] fp32 for `Ops.rotary`; None: they come as they are. It is the
-            backend's part so that a kernel can turn k on its way into the cache.
-        norms: of their heads; None: none. They are the backend's part for the same reason.
+        rotation: [tokens, head_dim] fp32 for `Ops.rotary`; None: no rotation. The backend rotates,
+            so that a kernel can do it while it writes k into the cache.
+        norms: of the heads of q and k; None: none. The backend applies them for the same reason.
     """
 
     q: Tensor
@@ -115,7 +115,7 @@ class Attend:
     norms: HeadNorms | None = None
 
     def turned(self, ops: Ops) -> tuple[Tensor, Tensor]:
-        """Return q and k normalised and turned, for backends whose kernels do not do it."""
+        """Return q and k normalised and rotated, for backends whose kernels do not do it."""
         q, k, norms = self.q, self.k, self.norms
         if norms is not None:
             q, k = ops.rms_norm(q, norms.q, norms.eps), ops.rms_norm(k, norms.k, norms.eps)
@@ -126,7 +126,7 @@ class Attend:
 
 @dataclass(frozen=True, slots=True)
 class BackendCaps:
-    """What a backend can do, as data, so that choosing one needs no trial run."""
+    """The abilities of a backend as data, so that choosing one needs no trial run."""
 
     name: str
     devices: frozenset[str]
@@ -139,11 +139,15 @@ class AttentionBackend(Protocol):
     caps: BackendCaps
 
     def plan(self, layout: StepLayout, window: int | None) -> AttentionMetadata:
-        """Everything of a step that does not depend on the layer. `window` counts visible keys."""
+        """Return the part of a step that is the same for all layers of a KV group.
+
+        Args:
+            window: number of visible keys; None: all.
+        """
         ...
 
     def run(self, attend: Attend) -> Tensor:
-        """Normalise and turn q and k, write this step's k and v into the cache, then attend.
+        """Normalise and rotate q and k, write this step's k and v into the cache, then attend.
 
         Returns:
             [tokens, heads, head_dim].
@@ -151,16 +155,16 @@ class AttentionBackend(Protocol):
         ...
 
     def move(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
-        """Move what the cache holds of some tokens to other places, unchanged.
+        """Copy the cached keys and values of some tokens to other positions.
 
         Args:
-            source, target: [n] int64, KV positions; target[i] is no source[j] with j > i, and no
-                target twice.
+            source, target: [n] int64, KV positions. Targets are distinct, and target[i] is not
+                source[j] for any j > i.
         """
         ...
 
 
-# Keys and values in and out of the cache, in whatever it is stored, by torch's operations.
+# Writing and reading the cache in any of its formats, by torch's operations.
 
 
 def store(
@@ -173,7 +177,7 @@ def store(
         slot_mapping: [tokens].
 
     Returns:
-        k and v as a later read of the cache returns them.
+        k and v as a later read of the cache returns them, [tokens, kv_heads, head_dim].
     """
     if kv.k_scales is None or kv.v_scales is None:
         stored = k.to(kv.k.dtype), v.to(kv.v.dtype)
@@ -190,7 +194,7 @@ def store(
 
 
 def read(stored: Tensor, scales: Tensor | None, at: Tensor) -> Tensor:
-    """Keys, or values, of some positions.
+    """Read the keys, or values, of some positions.
 
     Args:
         stored, scales: of a `LayerKV`.
@@ -206,7 +210,7 @@ def read(stored: Tensor, scales: Tensor | None, at: Tensor) -> Tensor:
 
 
 def move(kv: LayerKV, source: Tensor, target: Tensor) -> None:
-    """See `AttentionBackend.move`."""
+    """Copy cached tokens to other positions; see `AttentionBackend.move`."""
     for tensor in kv.tensors:
         tokens = tensor.flatten(0, 1)
         tokens.index_copy_(0, target, tokens.index_select(0, source))

@@ -3,7 +3,7 @@
 Decoding rows are batched: the keys each row sees are gathered into [rows, keys, ...], and the query
 heads that share a KV head become the query length, so K and V are read once per group. Shorter
 rows are padded with their own last key, masked, so nothing unwritten or foreign is ever read. Rows
-of very different lengths are split into batches (`decode_batches.py`). Prefilling sequences run
+of very different lengths are split into several batches (`split`). Prefilling sequences run
 one by one. The nodes of a tree are decoding rows, each of which gathers the keys of its own path,
 so that it computes what a plain decode at its place would.
 

@@ -1,4 +1,4 @@
-"""The attention backends by name, checked against what they declare they can do."""
+"""Select an attention backend by name, and check its declared abilities."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from kvik.kernels.cpu.native import Native
 
 BACKENDS = (SdpaAttention, ReferenceAttention)
-NATIVE = "cpu"  # the backend whose kernels a build may lack
-TRITON = "triton"  # the backend of a package that may be missing
-TRITON_SDPA = "triton+sdpa"  # the same, and torch's kernels for fresh prompts
+NATIVE = "cpu"  # its kernels may be missing in a build
+TRITON = "triton"  # its package may be missing
+TRITON_SDPA = "triton+sdpa"  # Triton, with torch's kernels for fresh prompts
 
 
 def select(
@@ -35,7 +35,8 @@ def select(
 
     Args:
         native: the kernels of "cpu".
-        torch_prompts: of "triton+sdpa": tokens from where on a fresh prompt is torch's.
+        torch_prompts: of "triton+sdpa": the length in tokens from which torch attends in a fresh
+            prompt.
 
     Raises:
         ConfigError: `name` is unknown, or the backend cannot serve device and dtype.

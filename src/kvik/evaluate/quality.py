@@ -34,18 +34,20 @@ from kvik.evaluate.windows import (
 from kvik.model_files import model_files
 from kvik.text.tokenizer import Tokenizer
 
-# What next-token distributions say: of the token that came, and beside another model's.
+# Losses of next tokens, and the divergence from a reference model.
 #
-# In fp64: the divergence of a good quantisation is a difference of nearly equal numbers.
+# In fp64, because the divergence of a good quantisation is a difference of nearly equal numbers.
 
-COPIED_ROWS = 8  # rows of logits that are widened at a time
+COPIED_ROWS = 8  # rows of logits that are converted to fp64 at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Attributes:
-    divergence: [rows] fp64, KL(reference || model) in nats.
-    agrees: [rows] bool, both have the same largest logit; of equals the first counts.
+    """Distances between the distributions of a model and a reference, by row.
+
+    Attributes:
+        divergence: [rows] fp64, KL(reference || model) in nats.
+        agrees: [rows] bool, both have the same largest logit; of equals the first counts.
     """
 
     divergence: Tensor
@@ -53,7 +55,7 @@ class Compared:
 
 
 def losses(logits: Tensor, ids: Tensor) -> Tensor:
-    """-log softmax(logits)[id] of each row, in nats: [rows] fp64.
+    """Return -log softmax(logits)[id] of each row, in nats: [rows] fp64.
 
     Args:
         logits: [rows, vocab], any float dtype; -inf marks an impossible token. ids: [rows] int64.
@@ -65,7 +67,7 @@ def losses(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def compared(logits: Tensor, reference: Tensor) -> Compared:
-    """Return a model's distributions beside a reference's, row by row.
+    """Compare a model's distributions with a reference's, row by row.
 
     Args:
         logits, reference: [rows, vocab], any float dtype.
@@ -79,9 +81,6 @@ def compared(logits: Tensor, reference: Tensor) -> Compared:
         terms = torch.where(p > 0, p * (log_p - log_q), 0.0)  # 0 log 0 is 0
         divergence.append(terms.sum(-1))
     return Compared(torch.cat(divergence), logits.argmax(-1) == reference.argmax(-1))
-
-
-# A progress bar for reading: tokens scored.
 
 
 @contextmanager
@@ -109,7 +108,7 @@ Progress = Callable[[int, int], None]  # tokens scored, tokens to score
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """What a model made of some texts.
+    """The quality of a model on some texts.
 
     Attributes:
         window, stride: as in `windows.py`, in tokens.
@@ -141,15 +140,15 @@ class Quality:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Of the perplexity beside a reference's: a share, and the standard error of that share by the
-    spread of the scored tokens' losses."""
+    """The relative change of perplexity from a reference's, and its standard error by the spread of
+    the scored tokens' losses."""
 
     share: float
     error: float
 
     @staticmethod
     def between(reference: Quality, quality: Quality) -> Change:
-        """Both have scored the same tokens."""
+        """Return the change between two qualities on the same tokens."""
         change = quality.losses.astype(np.float64) - reference.losses
         error = change.std(ddof=1) / len(change) ** 0.5 if len(change) > 1 else 0.0
         return Change(float(np.expm1(change.mean())), float(error))
@@ -157,7 +156,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What is to be read, and how: the same for all models that are compared.
+    """The texts to read and their windows, the same for all models that are compared.
 
     Attributes:
         texts: token ids of each [tokens] int32, without the prefix.
@@ -178,7 +177,7 @@ class Reading:
         )
 
     def windows(self) -> Iterator[Window]:
-        """One after another: windows that overlap would be many times the texts."""
+        """Yield windows one at a time: overlapping ones together would be many times the texts."""
         for ids in self.texts:
             yield from cut(ids.tolist(), self.prefix, self.window, self.stride)
 

@@ -30,15 +30,15 @@ from kvik.text.tokenizer import Tokenizer
 
 # A loaded model that reads: windows of tokens go in, the logits of each position come out.
 #
-# The plans are made here, for one request in one slot; everything below them is what serves users:
-# kernels, weight and KV formats, chunks, replayed graphs.
+# Plans are made here, for one request in one slot. Everything below them is the code that serves
+# users: kernels, weight and KV formats, chunks, replayed graphs.
 
 
 class EvaluatedModel(Protocol):
-    """What a reader needs of a worker."""
+    """The methods of a worker that a reader calls."""
 
     def read(self, plan: SchedulerOutput) -> Tensor:
-        """[tokens, hidden] of the plan's tokens, valid until the next call."""
+        """Return hidden states [tokens, hidden] of the plan's tokens, valid until the next call."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class EvaluatedModel(Protocol):
         ...
 
     def enter(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Tokens [rows] at positions [rows], as the model takes them in: [rows, hidden]."""
+        """Return the embeddings [rows, hidden] of tokens [rows] at positions [rows]."""
         ...
 
 
@@ -55,8 +55,8 @@ class Piece:
     """Some consecutive positions of a window.
 
     Attributes:
-        ids: [rows] int64, the token that came at each.
-        logits: of each model [rows, vocab], what it expected there.
+        ids: [rows] int64, the token at each position.
+        logits: [rows, vocab] of each model, its prediction of these tokens.
     """
 
     ids: Tensor
@@ -130,7 +130,11 @@ def loaded_reader(resolved: ResolvedConfig) -> Iterator[Reader]:
 
 
 def check_room(resolved: ResolvedConfig, reference: ResolvedConfig) -> None:
-    """Raises ConfigError when both are on one device and together do not fit it."""
+    """Check that two models fit one device together.
+
+    Raises:
+        ConfigError: they do not.
+    """
     if resolved.runner.device != reference.runner.device:
         return
     needed = resolved.memory.total + reference.memory.total
@@ -144,9 +148,9 @@ def check_room(resolved: ResolvedConfig, reference: ResolvedConfig) -> None:
 
 
 def read_together(readers: Sequence[Reader], window: Window) -> Iterator[Piece]:
-    """All models read a window in step, so that no more than a few rows of logits are in memory.
+    """Let all models read a window in step, with only a few rows of logits in memory at a time.
 
-    The window's last token predicts nothing that is scored, so it is not read.
+    The last token of a window predicts no scored token, so it is not read.
     """
     ids, end = window.token_ids, len(window.token_ids) - 1
     chunk = min(reader.tokens_at_once for reader in readers)
@@ -172,7 +176,7 @@ def _for_one(config: EngineConfig) -> EngineConfig:
         max_num_seqs=1,
         num_blocks=None,
         kv_cache_memory=None,
-        graph_memory=0,  # what reads is no decoding step, and never captured
+        graph_memory=0,  # only decoding steps are captured
         speculative_config=None,
         spec_method=None,
         spec_model=None,
@@ -237,9 +241,11 @@ LONGEST_DEFAULT = 2048  # what most papers read at once
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Attributes:
-    token_ids: what is read, BOS included; at least two.
-    first_scored: index of the first token that is scored, at least 1; all after it are, too.
+    """A window of a text.
+
+    Attributes:
+        token_ids: at least two, BOS included.
+        first_scored: index of the first token that is scored, at least 1; all after it are, too.
     """
 
     token_ids: tuple[int, ...]
@@ -265,7 +271,7 @@ def choose_window(longest: int, window: int | None, stride: int | None) -> tuple
 
 
 def cut(ids: Sequence[int], prefix: Sequence[int], window: int, stride: int) -> Iterator[Window]:
-    """The windows of one text. A text of fewer tokens is one shorter window; one of which no token
+    """Yield the windows of one text. A short text is one shorter window; a text of which no token
     can be scored has none.
 
     Args:
@@ -294,8 +300,8 @@ def count_scored(length: int, num_prefix: int, window: int, stride: int) -> int:
 def _spans(
     length: int, num_prefix: int, window: int, stride: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Of each window: its first token of the text, the one after its last, and the index in the
-    window of the first that it scores."""
+    """Yield for each window its first token of the text, the one after its last, and the index in
+    the window of the first token that it scores."""
     room = window - num_prefix
     stride = min(stride, room)
     scored = 0  # up to here, by the windows before

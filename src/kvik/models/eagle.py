@@ -1,10 +1,10 @@
-"""A layer that goes on from a model's last hidden state, one token at a time (after EAGLE, Li et
+"""A layer that drafts from a model's last hidden state, one token at a time (after EAGLE, Li et
 al. 2024, 2401.15077).
 
-It guesses the next hidden state from the last one and the token that was drawn from it; the model's
-own head makes the token after that of it, and so on. EAGLE's layer also attends to what it guessed
-before; this one leaves that to the hidden state, which has seen the whole text, and so needs no
-cache of its own.
+It predicts the next hidden state from the last one and the token that was sampled from it; the
+model's own head gives the token after that, and so on. EAGLE's layer also attends to its earlier
+predictions; this one does not, because the hidden state has seen the whole text, and so it needs no
+cache.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ EPS = 1e-6
 
 
 class EagleLayer:
+    """One layer that predicts the next hidden state."""
+
     def __init__(self, builder: LayerBuilder, *, hidden: int, inner: int) -> None:
         self.join = builder.linear("fc", 2 * hidden, hidden, bias=True)
         self.norm = builder.rms_norm("norm", hidden, EPS)

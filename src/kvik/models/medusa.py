@@ -20,6 +20,8 @@ Logits = Callable[[Tensor], Tensor]  # [rows, hidden] -> [rows, vocab] fp32
 
 
 class MedusaHeads:
+    """Medusa's heads over one hidden state."""
+
     def __init__(
         self,
         builder: LayerBuilder,

@@ -1,4 +1,4 @@
-"""From a model and text to a folder of heads."""
+"""Train draft heads for a model on text, and save them in a folder."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from kvik.text.tokenizer import Tokenizer
 from kvik.training.states import Batch, Progress, check_windows, read_states
 from kvik.training.train import FILE, Keeper, Schedule, Trainee, accuracies, identity_of, train
 
-# Medusa's heads (models/medusa.py) as they are trained: with the model's own output matrix.
+# Training of Medusa's heads (models/medusa.py), with the model's own output matrix.
 
 DECAY = 0.8  # weight of a head's loss beside the one before it, as in the paper
 
 
 class MedusaTrainee:
-    """Blocks begin as zero: each head then says what the model's own head says."""
+    """Medusa's heads; their blocks start at zero, where each head equals the model's own."""
 
     def __init__(self, spec: HeadsSpec, output: Tensor) -> None:
         """
@@ -48,7 +48,7 @@ class MedusaTrainee:
         return self.weights + self.biases
 
     def logits(self, batch: Batch) -> Tensor:
-        """[rows, depth, vocab]; depth k guesses batch.ids[:, k + 1]."""
+        """Return logits [rows, depth, vocab]; depth k guesses batch.ids[:, k + 1]."""
         x = batch.hidden[:, :1].expand(-1, self.spec.depth, -1)
         for weight, bias in zip(self.weights, self.biases, strict=True):
             x = x + F.silu(torch.einsum("bki,koi->bko", x, weight) + bias)
@@ -64,7 +64,7 @@ class MedusaTrainee:
         ).sum()
 
     def tensors(self) -> dict[str, Tensor]:
-        """By their names in a checkpoint."""
+        """Return the tensors by their names in a checkpoint."""
         found = {}
         for layer, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             for head in range(self.spec.depth):
@@ -77,7 +77,7 @@ def medusa_spec(hidden: int, vocab: int, depth: int, layers: int) -> HeadsSpec:
     return HeadsSpec(MEDUSA, hidden, vocab, depth, layers)
 
 
-# The layer of models/eagle.py as it is trained: on its own guesses, as far as it will go.
+# Training of the layer of models/eagle.py, on its own guesses to the full depth.
 
 EPS = 1e-6  # as of models/eagle.py
 FEATURES = 0.1  # weight of the distance between guessed and true hidden states
@@ -86,11 +86,13 @@ Enter = Callable[[Tensor, Tensor], Tensor]  # ids, positions [rows] -> [rows, hi
 
 
 class EagleTrainee:
+    """EAGLE's layer; its feed-forward block starts at zero."""
+
     def __init__(self, spec: HeadsSpec, output: Tensor, enter: Enter, seed: int) -> None:
         """
         Args:
             output: [hidden, vocab] fp32, of the model.
-            enter: tokens as the model takes them in.
+            enter: the embedding of tokens in the model.
         """
         self.spec = spec
         self.output = output
@@ -111,7 +113,7 @@ class EagleTrainee:
         return [self.join, self.offset, self.gain, self.gate, self.up, self.down]
 
     def guesses(self, batch: Batch) -> Tensor:
-        """[rows, depth, hidden], for batch.hidden[:, 1:]."""
+        """Return guesses of batch.hidden[:, 1:], [rows, depth, hidden]."""
         x, found = batch.hidden[:, 0], []
         for depth in range(self.spec.depth):
             embedded = self.enter(batch.ids[:, depth], batch.positions + 1 + depth)
@@ -122,7 +124,7 @@ class EagleTrainee:
         return torch.stack(found, 1)
 
     def logits(self, batch: Batch) -> Tensor:
-        """[rows, depth, vocab]; depth k guesses batch.ids[:, k + 1]."""
+        """Return logits [rows, depth, vocab]; depth k guesses batch.ids[:, k + 1]."""
         return self.guesses(batch) @ self.output
 
     def loss(self, batch: Batch) -> Tensor:
@@ -132,7 +134,7 @@ class EagleTrainee:
         return words + FEATURES * F.smooth_l1_loss(guessed, batch.hidden[:, 1:])
 
     def tensors(self) -> dict[str, Tensor]:
-        """By their names in a checkpoint."""
+        """Return the tensors by their names in a checkpoint."""
         return {
             "fc.weight": self.join,
             "fc.bias": self.offset,
@@ -153,10 +155,12 @@ _OWN = {CONFIG, WEIGHTS, FILE}
 
 @dataclass(frozen=True, slots=True)
 class HeadsRecipe:
-    """Attributes:
-    kind: one of `KINDS`.
-    depth: tokens guessed ahead.
-    layers: residual blocks of a head of Medusa. inner: width of EAGLE's feed-forward.
+    """Kind and sizes of the heads, and how they are trained.
+
+    Attributes:
+        kind: one of `KINDS`.
+        depth: tokens guessed ahead.
+        layers: residual blocks of a head of Medusa. inner: width of EAGLE's feed-forward.
     """
 
     kind: str
@@ -168,9 +172,11 @@ class HeadsRecipe:
 
 @dataclass(frozen=True, slots=True)
 class TrainedHeads:
-    """Attributes:
-    tokens: of the text. num_bytes: of the weights.
-    finished: whether training came to its end.
+    """The result of a training.
+
+    Attributes:
+        tokens: of the text. num_bytes: of the weights.
+        finished: whether all steps were done.
     """
 
     spec: HeadsSpec
@@ -202,11 +208,12 @@ def train_heads(
     out: Path,
     progress: Progress,
 ) -> TrainedHeads:
-    """Write what is learned to `out` now and then, so that the next call goes on from
-    there.
+    """Train heads and save them in `out`, a folder.
+
+    The state is saved there from time to time; the next call continues from it.
 
     Raises:
-        KvikError: a model that cannot be used, too little text, or a place that is taken.
+        KvikError: the model cannot be used, there is too little text, or `out` holds other files.
     """
     check_place(out)
     check_windows(windows, recipe.depth)
@@ -226,13 +233,17 @@ def train_heads(
 
 
 def check_place(out: Path) -> None:
-    """Raises ConfigError: something that is no folder of heads has this name."""
+    """Check that `out` is new or a folder of heads.
+
+    Raises:
+        ConfigError: it holds something else.
+    """
     if out.exists() and not (out.is_dir() and _is_ours(out)):
         raise ConfigError("output", f"{out} exists and is no folder of draft heads")
 
 
 def _is_ours(folder: Path) -> bool:
-    """Return whether nothing is lost with a folder but heads, or what was learned for them."""
+    """Return whether a folder holds nothing but heads or the state of their training."""
     names = {path.name for path in folder.iterdir()}
     if CONFIG not in names or not names <= _OWN:
         return names <= {FILE}
@@ -248,7 +259,7 @@ def _is_ours(folder: Path) -> bool:
 def _trainee(reader: Reader, recipe: HeadsRecipe) -> Trainee:
     model, dtype = reader.resolved.model, getattr(torch, reader.resolved.runner.dtype)
     device = reader.resolved.runner.device
-    # Whatever the output matrix is stored as, these are its columns.
+    # The logits of unit vectors are the columns of the output matrix, in any format.
     unit = torch.eye(model.hidden_size, dtype=dtype, device=device)
     parts = [
         reader.model.logits(unit[first : first + PROMPT_ROWS]).cpu().clone()
@@ -267,9 +278,10 @@ def _trainee(reader: Reader, recipe: HeadsRecipe) -> Trainee:
 
 
 def _save(spec: HeadsSpec, trainee: Trainee, reader: Reader, out: Path, kept: Path | None) -> int:
-    """
+    """Write the folder of heads; return the bytes of their weights.
+
     Args:
-        kept: what a training that did not end goes on from.
+        kept: snapshot of an unfinished training, to be kept in the folder.
     """
     runner = reader.resolved.runner
     model, dtype = Path(runner.model_path).name, getattr(torch, runner.dtype)

@@ -1,7 +1,7 @@
-"""What heads learn from: a text's tokens, and the last hidden state of the model at each of them.
+"""Training data of heads: the tokens of a text, and the model's last hidden state at each of them.
 
-The hidden states are those that the heads will see: computed by the engine's own kernels, from the
-weights as they are served.
+The engine's own kernels compute the hidden states from the weights as they are served, so that
+heads train on what they will read.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import Tensor
 from kvik.errors import ConfigError
 from kvik.evaluate.windows import Reader, Window
 
-Progress = Callable[[str, float], None]  # what is being done, and the share that is
-HELD_OUT = 16  # one window of this many is kept out of training
+Progress = Callable[[str, float], None]  # progress(what is being done, share done)
+HELD_OUT = 16  # one window of this many is held out of training
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Some tokens of the text and what came after them.
+    """Some tokens of the text, and the tokens after them.
 
     Attributes:
-        hidden: [rows, 1 + depth, hidden] fp32, at each token and at those behind it.
-        ids: [rows, 1 + depth] int64, the tokens behind it: ids[:, 0] was drawn from hidden[:, 0].
+        hidden: [rows, 1 + depth, hidden] fp32, at each token and at those after it.
+        ids: [rows, 1 + depth] int64, the tokens after it: ids[:, 0] follows hidden[:, 0].
         positions: [rows] int64, of the tokens themselves.
     """
 
@@ -37,7 +37,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """Windows of text, one after another.
+    """The hidden states of windows of text, one after another.
 
     Attributes:
         ids: [tokens] int64. hidden: [tokens, hidden], of the model's dtype.
@@ -49,7 +49,7 @@ class States:
     starts: Tensor
 
     def usable(self, depth: int, *, held_out: bool) -> Tensor:
-        """[n] int64, tokens that have 1 + depth others behind them in their window."""
+        """Return the tokens with 1 + depth others after them in their window, [n] int64."""
         lengths = self.starts.diff()
         ends = torch.repeat_interleave(self.starts[1:], lengths)
         window = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
@@ -58,7 +58,8 @@ class States:
         return at[(at + 1 + depth < ends) & (kept_out == held_out)]
 
     def batch(self, at: Tensor, depth: int) -> Batch:
-        """
+        """Return the batch of some tokens.
+
         Args:
             at: [rows] int64, among `usable`.
         """
@@ -68,14 +69,18 @@ class States:
 
 
 def check_windows(windows: Sequence[Window], depth: int) -> None:
-    """Raises ConfigError: there is too little to learn from, or to measure with."""
+    """Check that windows are enough for training and for measuring.
+
+    Raises:
+        ConfigError: they are not.
+    """
     if len(windows) < HELD_OUT:
         raise ConfigError(
             "data",
             f"must fill {HELD_OUT} windows or more, not {len(windows)}: more text is needed, or a "
             "smaller window",
         )
-    longest = [0, 0]  # of those to learn from, and of those that are kept out
+    longest = [0, 0]  # of the windows for training, and of those held out
     for i, window in enumerate(windows):
         kept_out = i % HELD_OUT == HELD_OUT - 1
         longest[kept_out] = max(longest[kept_out], len(window.token_ids))
@@ -86,9 +91,10 @@ def check_windows(windows: Sequence[Window], depth: int) -> None:
 def read_states(
     reader: Reader, windows: Sequence[Window], file: Path, progress: Progress
 ) -> States:
-    """
+    """Let the model read windows, and return the hidden states.
+
     Args:
-        file: where the hidden states lie from then on; they may be larger than memory.
+        file: holds the hidden states, which may be larger than memory.
     """
     total = sum(len(window.token_ids) for window in windows)
     spec = reader.resolved.model

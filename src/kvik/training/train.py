@@ -1,4 +1,4 @@
-"""Heads learn from states, and are measured on those that were kept out."""
+"""Train heads on hidden states, and measure them on those that are held out."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ from kvik.nn.checkpoint import FolderCheckpoint
 from kvik.nn.safetensors import read_header, write_safetensors
 from kvik.training.states import Batch, Progress, States
 
-# A training that was cut short goes on where it was, and ends as if it had not been.
+# An interrupted training continues from its snapshot, with the same result as without a break.
 
 FILE = "training.safetensors"
-SECONDS = 60.0  # between two writings
-SAMPLED = 512  # hidden states that tell one model from another
+SECONDS = 60.0  # between two snapshots
+SAMPLED = 512  # hidden states that identify a model
 _STEP, _IDENTITY = "step", "identity"
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Attributes:
-    step: how many are done.
-    tensors: all that the next step depends on, by name.
+    """The state of a training between two steps.
+
+    Attributes:
+        step: number of steps done.
+        tensors: everything that the next step depends on, by name.
     """
 
     step: int
@@ -47,7 +49,7 @@ class Keeper:
         """
         Args:
             identity: of the training, see `identity_of`.
-            seconds: from one writing to the next.
+            seconds: between two snapshots.
         """
         self.file = file
         self.identity = identity
@@ -56,10 +58,10 @@ class Keeper:
         self._written = clock()
 
     def found(self) -> Snapshot | None:
-        """Return what an earlier run left; None: nothing.
+        """Return the snapshot of an earlier run; None: there is none.
 
         Raises:
-            ConfigError: it is of another training.
+            ConfigError: the snapshot is of another training.
             ModelError: the file is damaged.
         """
         if not self.file.is_file():
@@ -80,7 +82,11 @@ class Keeper:
         return self.clock() - self._written >= self.seconds
 
     def keep(self, snapshot: Snapshot) -> None:
-        """Raises OSError: it cannot be written. What was there before stays then."""
+        """Write a snapshot.
+
+        Raises:
+            OSError: it cannot be written; the file before is kept then.
+        """
         own = {
             _STEP: torch.tensor(snapshot.step),
             _IDENTITY: torch.tensor(list(self.identity.encode()), dtype=torch.uint8),
@@ -91,8 +97,7 @@ class Keeper:
 
 
 def identity_of(recipe: object, states: States) -> str:
-    """A digest of all that decides what is learned: the recipe, the text, and the model by some of
-    its hidden states."""
+    """Return a digest of the recipe, the text, and the model by some of its hidden states."""
     digest = hashlib.sha256(json.dumps(repr(recipe)).encode())
     sample = states.hidden[: min(SAMPLED, int(states.starts[1]))].float()
     for tensor in (states.ids, states.starts, sample):
@@ -100,12 +105,14 @@ def identity_of(recipe: object, states: States) -> str:
     return digest.hexdigest()
 
 
-RANKS = 10  # whose accuracies are measured
-MEASURED = 20_000  # held-out tokens at most
+RANKS = 10  # accuracies are measured for this many of the likeliest tokens
+MEASURED = 20_000  # largest number of held-out tokens
 WARM_UP = 0.05  # share of the steps
 
 
 class Trainee(Protocol):
+    """Heads with trainable parameters."""
+
     spec: HeadsSpec
 
     @property
@@ -114,20 +121,22 @@ class Trainee(Protocol):
     def loss(self, batch: Batch) -> Tensor: ...
 
     def logits(self, batch: Batch) -> Tensor:
-        """[rows, depth, vocab]; depth k guesses batch.ids[:, k + 1]."""
+        """Return logits [rows, depth, vocab]; depth k guesses batch.ids[:, k + 1]."""
         ...
 
     def tensors(self) -> dict[str, Tensor]:
-        """By their names in a checkpoint."""
+        """Return the tensors by their names in a checkpoint."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Attributes:
-    tokens: how many are learned from; the text may be gone through several times.
-    rows: tokens of a step.
-    rate: the highest learning rate; it rises for the first steps and falls to nothing.
+    """Length and learning rate of a training.
+
+    Attributes:
+        tokens: number of training tokens; the text may be read several times.
+        rows: tokens of a step.
+        rate: the highest learning rate; it rises during the first steps, then falls to 0.
     """
 
     tokens: int
@@ -149,14 +158,14 @@ class Schedule:
 def train(
     trainee: Trainee, states: States, schedule: Schedule, keeper: Keeper, progress: Progress
 ) -> bool:
-    """Goes on from what an earlier run kept. Ctrl-C ends it early; what was learned so far stays.
+    """Train, from the snapshot of an earlier run if there is one. Ctrl-C ends the training early
+    and keeps what was learned.
 
     Returns:
-        whether it came to its end.
+        Whether all steps were done.
 
     Raises:
-        ConfigError: what was kept is of another training, or the heads learned nothing at this
-            rate.
+        ConfigError: the snapshot is of another training, or the loss is not finite at this rate.
     """
     depth = trainee.spec.depth
     usable = states.usable(depth, held_out=False)
@@ -223,7 +232,7 @@ def _restore(
 def accuracies(
     trainee: Trainee, states: States, rows: int, progress: Progress
 ) -> tuple[tuple[float, ...], ...]:
-    """[depth][RANKS], how often the r-th likeliest token is right, on what was held out."""
+    """Return how often the r-th likeliest token is right on held-out text: [depth][RANKS]."""
     depth = trainee.spec.depth
     usable = states.usable(depth, held_out=True)
     usable = usable[:: -(-len(usable) // MEASURED)]
