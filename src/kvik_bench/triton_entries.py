@@ -455,7 +455,9 @@ MATRIX_ROWS = (
 )
 
 
-def _round(kernel: Any, what: str, constants: Mapping[str, object], **options: Any) -> Resources:
+def _round(
+    kernel: Any, what: str, constants: Mapping[str, object], num_warps: int = 4
+) -> Resources:
     return Resources(
         kernel,
         what,
@@ -467,7 +469,7 @@ def _round(kernel: Any, what: str, constants: Mapping[str, object], **options: A
         ),
         constants,
         aligned=_aligned("inputs filled groups x_stride"),
-        **options,
+        num_warps=num_warps,
     )
 
 
@@ -554,13 +556,17 @@ ROTARY = (
 
 
 def _drawn(
-    kernel: Any, what: str, constants: Mapping[str, object], most: int = MAX_REGISTERS, **own: str
+    kernel: Any,
+    what: str,
+    constants: Mapping[str, object],
+    own: Mapping[str, str],
+    most: int = MAX_REGISTERS,
 ) -> Resources:
     """Of rows of 128k logits.
 
     Args:
+        own: types of the kernel's own arguments.
         most: registers.
-        own: arguments of the kernel by type.
     """
     return Resources(
         kernel,
@@ -573,7 +579,7 @@ def _drawn(
                 "i32": "vocab stride chunks",
             }
         )
-        | _types(**own),
+        | own,
         {"CHUNK": draw.CHUNK, "CHUNKS": 64, **constants},
         num_warps=draw.WARPS,
         aligned=_aligned("vocab stride"),
@@ -586,9 +592,7 @@ def _search(what: str, *, mass: bool) -> Resources:
         draw.search_kernel,
         what,
         {"FIRST": False, "MASS": mass, "CUT": mass, "MIN_P": False, "NEAR": False},
-        p_i64="lows next_lows",
-        p_fp64="targets parts next_parts",
-        i32="step",
+        _types(p_i64="lows next_lows", p_fp64="targets parts next_parts", i32="step"),
     )
 
 
@@ -599,10 +603,16 @@ DRAW = (
     _search("top_k of 128k", mass=False),
     _search("top_p after top_k, of 128k", mass=True),
     _drawn(
-        draw.sums_kernel, "every rule, 128k", {"MOMENTS": True, **_EVERY_RULE}, 128, p_fp64=_DRAWN
+        draw.sums_kernel,
+        "every rule, 128k",
+        {"MOMENTS": True, **_EVERY_RULE},
+        _types(p_fp64=_DRAWN),
+        128,
     ),
-    _drawn(draw.pick_kernel, "every rule, 128k", _EVERY_RULE, 128, p_fp64=_DRAWN, p_i64="out"),
-    _drawn(draw.shares_kernel, "every rule, 128k", _EVERY_RULE, 128, p_fp64=_DRAWN),
+    _drawn(
+        draw.pick_kernel, "every rule, 128k", _EVERY_RULE, _types(p_fp64=_DRAWN, p_i64="out"), 128
+    ),
+    _drawn(draw.shares_kernel, "every rule, 128k", _EVERY_RULE, _types(p_fp64=_DRAWN), 128),
 )
 
 SMALL = (
