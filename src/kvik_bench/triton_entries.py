@@ -559,7 +559,7 @@ def _drawn(
     kernel: Any,
     what: str,
     constants: Mapping[str, object],
-    own: Mapping[str, str],
+    own: dict[str, str],
     most: int = MAX_REGISTERS,
 ) -> Resources:
     """Of rows of 128k logits.
