@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kvik.models.model_spec import read_model_spec
-from kvik.quantize.calibrate import quantise_blocks
+from kvik.models.model_spec import ModelSpec, read_model_spec
+from kvik.nn.checkpoint import open_checkpoint
+from kvik.quantize.calibrate import ModelBlocks, quantise_blocks
 from kvik.quantize.quantised import BlockResult
 from kvik.quantize.recipe import Recipe
 
@@ -73,3 +74,19 @@ def relative_error(w: Tensor, rounded: Tensor, hessian: Tensor) -> float:
 def _energy(w: Tensor, hessian: Tensor) -> float:
     """|| W X ||^2 up to the Hessian's factor."""
     return float(((w @ hessian) * w).sum(dtype=torch.float64))
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Draw standard normal numbers."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def model_blocks(
+    folder: Path,
+    tokens: int,
+    dtype: torch.dtype = torch.float32,
+    spec: ModelSpec | None = None,
+) -> ModelBlocks:
+    """Open the blocks of a model, for windows of a number of tokens."""
+    spec = spec or read_model_spec(folder)
+    return ModelBlocks(open_checkpoint(folder), spec, tokens, dtype, torch.device("cpu"))

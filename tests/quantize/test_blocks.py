@@ -8,29 +8,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.calibrated import FAMILIES, random_windows
+from helpers.calibrated import FAMILIES, model_blocks, random_windows
 from helpers.paged_model import PagedModel
 from helpers.tiny_models import save_tiny
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvik.errors import ModelError
-from kvik.models.model_spec import read_model_spec
-from kvik.nn.checkpoint import open_checkpoint
 from kvik.quantize.block import unwatched
-from kvik.quantize.calibrate import ModelBlocks
-
-
-def open_model(folder: Path, tokens: int, dtype: torch.dtype = torch.float32) -> ModelBlocks:
-    spec = read_model_spec(folder)
-    return ModelBlocks(open_checkpoint(folder), spec, tokens, dtype, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_block_by_block_is_the_model(tmp_path: Path, family: str) -> None:
     save_tiny(tmp_path, family, **FAMILIES[family])
     windows = random_windows(3, 11)
-    model = open_model(tmp_path, 11)
+    model = model_blocks(tmp_path, 11)
     model.check()
     x = torch.cat(list(model.embed(windows, 2)))
     for index in range(3):
@@ -45,10 +37,10 @@ def test_block_by_block_is_the_model(tmp_path: Path, family: str) -> None:
 def test_trunk_without_its_prefix(tmp_path: Path) -> None:
     save_tiny(tmp_path, "Llama")
     tensors = load_file(tmp_path / "model.safetensors")
-    expected = open_model(tmp_path, 4).block(1)
+    expected = model_blocks(tmp_path, 4).block(1)
     bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     save_file(bare, tmp_path / "model.safetensors")
-    block = open_model(tmp_path, 4).block(1)
+    block = model_blocks(tmp_path, 4).block(1)
     assert block.layers[0].name == "layers.1.self_attn.q_proj"
     for layer, other in zip(block.layers, expected.layers, strict=True):
         assert torch.equal(layer.weight, other.weight)
@@ -56,7 +48,7 @@ def test_trunk_without_its_prefix(tmp_path: Path) -> None:
 
 def test_layers_are_named_and_grouped(tmp_path: Path) -> None:
     save_tiny(tmp_path, "Llama", attention_bias=True)
-    block = open_model(tmp_path, 4).block(2)
+    block = model_blocks(tmp_path, 4).block(2)
     names = [layer.name.removeprefix("model.layers.2.") for layer in block.layers]
     assert names == [
         *(f"self_attn.{x}_proj" for x in "qkvo"),
@@ -73,14 +65,14 @@ def test_layers_are_named_and_grouped(tmp_path: Path) -> None:
 def test_stored_transposed(tmp_path: Path) -> None:
     save_tiny(tmp_path, "GPT2")
     tensors = load_file(tmp_path / "model.safetensors")
-    for layer in open_model(tmp_path, 4).block(0).layers:
+    for layer in model_blocks(tmp_path, 4).block(0).layers:
         assert layer.transposed
         assert torch.equal(layer.weight, tensors[f"{layer.name}.weight"].t())
 
 
 def test_what_is_watched_is_multiplied(tmp_path: Path) -> None:
     save_tiny(tmp_path, "Llama")
-    model = open_model(tmp_path, 5)
+    model = model_blocks(tmp_path, 5)
     block, x = model.block(0), next(model.embed(random_windows(2, 5), 2))
     seen: dict[int, Tensor] = {}
 
@@ -100,7 +92,7 @@ def test_what_is_watched_is_multiplied(tmp_path: Path) -> None:
 def test_a_block_is_gone_without_the_collector(tmp_path: Path) -> None:
     """Blocks are large, and the collector counts objects and not bytes."""
     save_tiny(tmp_path, "Llama")
-    model = open_model(tmp_path, 5)
+    model = model_blocks(tmp_path, 5)
     x = next(model.embed(random_windows(2, 5), 2))
     gc.collect()
     gc.disable()
@@ -121,7 +113,7 @@ def test_weights_that_are_no_numbers(tmp_path: Path, bad: float) -> None:
     tensors["model.layers.2.mlp.up_proj.weight"][3, 4] = bad
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"layers\.2\.mlp\.up_proj\.weight.* holds NaN"):
-        open_model(tmp_path, 4).check()
+        model_blocks(tmp_path, 4).check()
 
 
 def test_tensors_that_are_missing_or_of_another_shape(tmp_path: Path) -> None:
@@ -130,8 +122,8 @@ def test_tensors_that_are_missing_or_of_another_shape(tmp_path: Path) -> None:
     short = tensors | {"model.layers.1.mlp.up_proj.weight": torch.zeros(3, 32)}
     save_file(short, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"must have shape \[56, 32\]"):
-        open_model(tmp_path, 4).check()
+        model_blocks(tmp_path, 4).check()
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"lack .*layers\.1\.mlp\.up_proj\.weight"):
-        open_model(tmp_path, 4).check()
+        model_blocks(tmp_path, 4).check()

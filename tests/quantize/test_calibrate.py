@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.calibrated import FAMILIES, calibrated, quiet, random_windows, save_multiplied_out
+from helpers.calibrated import (
+    FAMILIES,
+    calibrated,
+    model_blocks,
+    quiet,
+    random_windows,
+    save_multiplied_out,
+)
 from helpers.held_out import TEXT
 from helpers.paged_model import PagedModel
 from helpers.tiny_models import save_tiny, tokens
@@ -21,7 +28,6 @@ from kvik.errors import ConfigError, ModelError
 from kvik.kernels.fp8 import round_activations
 from kvik.kernels.rounding import round_tokens
 from kvik.models.model_spec import read_model_spec
-from kvik.nn.checkpoint import open_checkpoint
 from kvik.quantize import calibrate as module
 from kvik.quantize.block import Block, unwatched
 from kvik.quantize.calibrate import ModelBlocks, calibration_windows, quantise_blocks
@@ -130,7 +136,7 @@ def test_gptq_and_awq_are_better_than_rounding(tmp_path: Path, group: int) -> No
     """On text that calibration has not seen, in the bundled model's first block."""
     spec = replace(read_model_spec(BUNDLED), num_layers=1, windows=(None,))
     windows = bundled_windows(64, 128, skip=8)
-    model = ModelBlocks(open_checkpoint(BUNDLED), spec, 128, torch.float32, torch.device("cpu"))
+    model = model_blocks(BUNDLED, 128, spec=spec)
     x = torch.cat(list(model.embed(bundled_windows(8, 128), 8)))
     errors = {}
     for method in ("rtn", "gptq", "awq"):
@@ -146,9 +152,7 @@ def test_later_blocks_see_rounded_ones(tmp_path: Path) -> None:
     """Also the rounding of activations, where the engine will round them."""
     save_tiny(tmp_path / "model", "Llama")
     spec, windows = read_model_spec(tmp_path / "model"), random_windows(4, 16)
-    model = ModelBlocks(
-        open_checkpoint(tmp_path / "model"), spec, 16, torch.float32, torch.device("cpu")
-    )
+    model = model_blocks(tmp_path / "model", 16)
     x = torch.cat(list(model.embed(windows, 4)))
     for name, recipe in METHODS.items():
         work = tmp_path / name
@@ -171,9 +175,7 @@ def test_static_scales_reach_the_largest_input_and_round_it(tmp_path: Path) -> N
     """Of each matrix; later blocks see what is made of them."""
     save_tiny(tmp_path / "model", "Llama")
     spec, windows = read_model_spec(tmp_path / "model"), random_windows(4, 16)
-    model = ModelBlocks(
-        open_checkpoint(tmp_path / "model"), spec, 16, torch.float32, torch.device("cpu")
-    )
+    model = model_blocks(tmp_path / "model", 16)
     x = torch.cat(list(model.embed(windows, 4)))
     recipe = Recipe("fp8", 8, -1, activation_scheme="static")
     steps = quantise_blocks(tmp_path / "model", spec, recipe, windows, tmp_path / "w", quiet)

@@ -8,17 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.calibrated import FAMILIES, random_windows
+from helpers.calibrated import FAMILIES, model_blocks, normal, random_windows
 from helpers.tiny_models import save_tiny
 from torch import Tensor
 from torch.nn.functional import layer_norm, linear, rms_norm, silu
 
 from kvik.kernels.rounding import round_tokens
 from kvik.models.model_spec import ModelSpec, read_model_spec
-from kvik.nn.checkpoint import open_checkpoint
 from kvik.quantize import factors as module
 from kvik.quantize.block import Block, unwatched
-from kvik.quantize.calibrate import ModelBlocks
 from kvik.quantize.factors import (
     Folded,
     clip,
@@ -43,7 +41,7 @@ def first_block(
 ) -> tuple[ModelSpec, Block, Tensor]:
     """The spec, the first block, and what it is given."""
     spec = read_model_spec(folder)
-    model = ModelBlocks(open_checkpoint(folder), spec, 9, dtype, torch.device("cpu"))
+    model = model_blocks(folder, 9, dtype)
     return spec, model.block(0), next(model.embed(random_windows(4, 9), 4))
 
 
@@ -135,7 +133,7 @@ def test_heads_that_share_a_value_share_its_factors() -> None:
 
 
 def normal64(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return normal(*shape, seed=seed, dtype=torch.float64)
 
 
 def factors(inputs: int) -> Tensor:
@@ -239,10 +237,6 @@ def test_factors_that_the_gain_cannot_take() -> None:
 
 
 # SmoothQuant: the same outputs before rounding, smaller errors after it.
-
-
-def normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def outliers(tokens: int, inputs: int, seed: int) -> Tensor:

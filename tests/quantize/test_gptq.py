@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers.calibrated import relative_error
+from helpers.calibrated import normal, relative_error
 from torch import Tensor
 
 from kvik.quantize import gptq as module
@@ -15,10 +15,6 @@ from kvik.quantize.quantised import Grid, Quantised
 from kvik.quantize.recipe import ROW, TENSOR
 
 DAMPING = 0.01
-
-
-def normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def correlated(tokens: int, inputs: int, seed: int) -> Tensor:

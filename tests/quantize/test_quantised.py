@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from helpers.calibrated import normal
 from helpers.tiers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,15 +28,11 @@ from kvik.quantize.quantised import (
 from kvik.quantize.recipe import ROW, TENSOR
 
 
-def unit_normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("group", [16, ROW, TENSOR])
 def test_few_bits_become_an_int4_weight(bits: int, symmetric: bool, group: int) -> None:
-    found = rtn(unit_normal(6, 64), Grid(bits, group, symmetric))
+    found = rtn(normal(6, 64), Grid(bits, group, symmetric))
     weight = found.weight()
     assert weight.kind.codes == "int4"
     assert torch.equal(weight.dequantized(), found.dequantised())
@@ -47,7 +44,7 @@ def test_few_bits_become_an_int4_weight(bits: int, symmetric: bool, group: int) 
 @pytest.mark.parametrize("group", [ROW, TENSOR, 64, 16])
 @pytest.mark.parametrize("activations", [True, False])
 def test_more_bits_become_an_int8_weight(bits: int, group: int, activations: bool) -> None:
-    found = rtn(unit_normal(6, 64), Grid(bits, group, True))
+    found = rtn(normal(6, 64), Grid(bits, group, True))
     weight = found.weight(activations)
     assert weight.kind.codes == "int8"
     assert (weight.kind.activations != "float") == activations
@@ -59,7 +56,7 @@ def test_more_bits_become_an_int8_weight(bits: int, group: int, activations: boo
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
 def test_act_order_becomes_an_ordered_weight(bits: int) -> None:
-    natural = rtn(unit_normal(4, 64), Grid(bits, 32, True))
+    natural = rtn(normal(4, 64), Grid(bits, 32, True))
     order = torch.randperm(64, generator=torch.Generator().manual_seed(1)) // 32
     found = Quantised(natural.q, natural.scales, natural.grid, order)
     weight = found.weight()
@@ -69,7 +66,7 @@ def test_act_order_becomes_an_ordered_weight(bits: int) -> None:
 
 @pytest.mark.parametrize("grid", [Grid(8, ROW, False), Grid(8, 32, False), Grid(5, 2, True)])
 def test_what_no_kernel_multiplies_becomes_floats(grid: Grid) -> None:
-    found = rtn(unit_normal(4, 64), grid)
+    found = rtn(normal(4, 64), grid)
     weight = found.weight()
     assert weight.kind.floats
     assert torch.equal(weight.dequantized(), found.dequantised())
@@ -77,7 +74,7 @@ def test_what_no_kernel_multiplies_becomes_floats(grid: Grid) -> None:
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_groups_by_order(symmetric: bool) -> None:
-    found = rtn(unit_normal(4, 64), Grid(4, 32, symmetric))
+    found = rtn(normal(4, 64), Grid(4, 32, symmetric))
     order = torch.arange(64) // 32
     same = Quantised(found.q, found.scales, found.grid, order)
     assert torch.equal(same.dequantised(), found.dequantised())
@@ -99,8 +96,8 @@ BITS = range(2, 9)
 FP32: tuple[torch.dtype, ...] = ()
 
 
-def normal(*shape: int, seed: int = 0, scale: float = 0.02) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+def small(*shape: int, seed: int = 0, scale: float = 0.02) -> Tensor:
+    return normal(*shape, seed=seed) * scale
 
 
 def steps_of(scales: Scales, width: int) -> Tensor:
@@ -126,7 +123,7 @@ def naive(row: list[float], bits: int, symmetric: bool) -> tuple[list[int], floa
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("group", [4, 12, ROW])
 def test_against_a_double_loop(bits: int, symmetric: bool, group: int) -> None:
-    w = normal(5, 24, seed=bits)
+    w = small(5, 24, seed=bits)
     w[3] = w[3].abs()  # a range that must be stretched to 0
     grid = Grid(bits, group, symmetric, FP32)
     found = rtn(w, grid)
@@ -146,7 +143,7 @@ def test_against_a_double_loop(bits: int, symmetric: bool, group: int) -> None:
 @pytest.mark.parametrize("bits", BITS)
 def test_symmetric_steps_are_as_many_below_as_above(bits: int) -> None:
     """Not -2^(bits-1): the scale is absmax / (2^(bits-1) - 1)."""
-    w = normal(64, 128)
+    w = small(64, 128)
     w[:, 0], w[:, 1] = -1.0, 0.9
     most = 2 ** (bits - 1) - 1
     grid = Grid(bits, ROW, True, FP32)
@@ -196,7 +193,7 @@ def test_off_by_half_a_step_at_most_and_evenly(bits: int, symmetric: bool) -> No
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_groups_lie_along_the_inputs_of_one_row(symmetric: bool) -> None:
-    w = normal(3, 96)
+    w = small(3, 96)
     w[1, 40] = 1e3
     found = rtn(w, Grid(4, 32, symmetric))
     assert found.scales.scales.shape == (3, 3)
@@ -208,7 +205,7 @@ def test_groups_lie_along_the_inputs_of_one_row(symmetric: bool) -> None:
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_one_scale_for_the_tensor(symmetric: bool) -> None:
-    w = normal(6, 40)
+    w = small(6, 40)
     w[2, 3], w[4, 5] = 0.7, -0.3
     found = rtn(w, Grid(8, TENSOR, symmetric, FP32))
     expected = 0.7 / 127 if symmetric else 1.0 / 255
@@ -226,7 +223,7 @@ def test_one_scale_for_the_tensor(symmetric: bool) -> None:
 def test_weights_are_rounded_by_the_scale_that_is_stored(
     dtypes: tuple[torch.dtype, ...], symmetric: bool
 ) -> None:
-    w = normal(256, 128)
+    w = small(256, 128)
     found = rtn(w, Grid(4, 32, symmetric, dtypes))
     for dtype in dtypes:
         assert torch.equal(found.scales.scales, found.scales.scales.to(dtype).float())
@@ -241,7 +238,7 @@ def test_weights_are_rounded_by_the_scale_that_is_stored(
 
 def test_scales_that_two_formats_hold_even_when_tiny() -> None:
     """fp16 has few digits left there, and bfloat16 has few everywhere."""
-    w = normal(512, 32) * torch.logspace(-7, 3, 512)[:, None]
+    w = small(512, 32) * torch.logspace(-7, 3, 512)[:, None]
     scales = Grid(4, 32, True, (torch.bfloat16, torch.float16)).fit(w).scales
     assert torch.equal(scales, scales.half().float())
     assert torch.equal(scales, scales.bfloat16().float())
@@ -281,7 +278,7 @@ def test_zero_points_stay_in_range_when_their_scale_lost_its_digits(sign: int) -
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_weights_beyond_the_grid_take_its_last_codes(symmetric: bool) -> None:
     """As they do in GPTQ, which moves weights after their scales are fixed."""
-    w, grid = normal(4, 32), Grid(4, ROW, symmetric)
+    w, grid = small(4, 32), Grid(4, ROW, symmetric)
     q = quantise(w * 100, grid.fit(w), grid)
     assert q.unique()[[0, -1]].tolist() == [1 if symmetric else 0, 15]
 
@@ -290,7 +287,7 @@ def test_weights_beyond_the_grid_take_its_last_codes(symmetric: bool) -> None:
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_a_weight_that_is_no_number(bad: float, symmetric: bool, group: int) -> None:
-    w = normal(3, 32)
+    w = small(3, 32)
     w[2, 31] = bad
     with pytest.raises(ValueError, match="NaN or infinity"):
         rtn(w, Grid(4, group, symmetric))
@@ -314,7 +311,7 @@ def test_bits_out_of_range(bits: int) -> None:
 
 def test_groups_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="do not divide 48"):
-        rtn(normal(2, 48), Grid(4, 32, True))
+        rtn(small(2, 48), Grid(4, 32, True))
     with pytest.raises(ValueError, match="a group is"):
         Grid(4, -2, True)
 
@@ -330,7 +327,7 @@ def test_groups_that_do_not_fit() -> None:
 def test_codes_stay_in_range_and_values_are_their_own_nearest(
     bits: int, symmetric: bool, group: int, seed: int, power: int
 ) -> None:
-    w = normal(4, 16, seed=seed, scale=10.0**power)
+    w = small(4, 16, seed=seed, scale=10.0**power)
     grid = Grid(bits, group, symmetric, FP32)
     scales = grid.fit(w)
     q = quantise(w, scales, grid)
@@ -339,7 +336,7 @@ def test_codes_stay_in_range_and_values_are_their_own_nearest(
 
 
 def test_the_argument_is_left_alone() -> None:
-    w = normal(4, 32).bfloat16()
+    w = small(4, 32).bfloat16()
     before = w.clone()
     assert rtn(w, Grid(4, 16, False)).dequantised().dtype == torch.float32
     assert torch.equal(w, before)

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.calibrated import relative_error
+from helpers.calibrated import normal, relative_error
 from torch import Tensor
 
 from kvik.quantize import statistics as module
 from kvik.quantize.statistics import InputStatistics
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def gathered(*batches: Tensor, sample_size: int = 16) -> InputStatistics:
