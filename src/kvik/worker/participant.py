@@ -74,8 +74,8 @@ T = TypeVar("T")  # what a participant launches
 class Participant(Generic[T]):
     """What takes part in the steps of those requests that ask for it.
 
-    Subclasses override what they need; the defaults do nothing. Whatever a method raises in the
-    name of one row belongs into `step.errors`: an exception ends the whole step.
+    Subclasses override what they need; the defaults do nothing. A fault of one row goes into
+    `step.errors`; an exception from `launch` or `read` ends the whole step.
 
     Attributes:
         reads_output: `read` looks at the step's `output`, which is kept until then. Steps then run
