@@ -24,7 +24,6 @@ from kvik.kernels.triton import (
     linear_words,
     matrix,
     norm,
-    penalties,
     rotary,
     rounding,
     rows,
@@ -633,7 +632,7 @@ SMALL = (
         max_registers=40,
     ),
     Resources(
-        penalties.penalize_kernel,
+        draw.penalize_kernel,
         "fp32",
         _types(
             p_fp32="logits repetitions frequencies presences",
@@ -642,7 +641,7 @@ SMALL = (
             p_i32="counts",
             i32="vocab stride seen_stride",
         ),
-        {"BLOCK": penalties.PIECE},
+        {"BLOCK": draw.PENALIZED},
         aligned=_aligned("vocab stride seen_stride"),
         fused_products=False,
         max_registers=80,

@@ -15,28 +15,27 @@ each_runtime = pytest.mark.parametrize("runtime", runtimes())
 SIZES = [(0, 5), (1, 1), (4, 7), (3, 64), (2, 1025), (37, 300), (1, 50_001), (3, 20_000)]
 
 
-def largest(runtime: Runtime, logits: Tensor, gap: int = 0) -> tuple[Tensor, Tensor]:
-    rows, vocab = logits.shape
-    source = Poisoned(rows, vocab, gap=gap)
-    source.view.copy_(logits)
-    top, ids = Poisoned(rows), Poisoned(rows, dtype=torch.int64)
-    call(
-        runtime, "largest", logits=source.view, stride=source.stride, rows=rows, vocab=vocab,
-        top=top.view, ids=ids.view,
-    )  # fmt: skip
-    top.assert_rest_untouched()
-    ids.assert_rest_untouched()
-    return top.view, ids.view
-
-
 def top_k(runtime: Runtime, logits: Tensor, k: int, gap: int = 0) -> tuple[Tensor, Tensor]:
+    return found(runtime, "top_k", logits, gap, k)
+
+
+def largest(runtime: Runtime, logits: Tensor, gap: int = 0) -> tuple[Tensor, Tensor]:
+    return found(runtime, "largest", logits, gap)
+
+
+def found(
+    runtime: Runtime, kernel: str, logits: Tensor, gap: int, k: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Values and ids, [rows] or [rows, k], of logits whose rows stand `gap` numbers apart."""
     rows, vocab = logits.shape
     source = Poisoned(rows, vocab, gap=gap)
     source.view.copy_(logits)
-    values, ids = Poisoned(rows, k), Poisoned(rows, k, dtype=torch.int64)
+    shape = (rows,) if k is None else (rows, k)
+    values, ids = Poisoned(*shape), Poisoned(*shape, dtype=torch.int64)
+    own = {"top": values.view} if k is None else {"values": values.view, "k": k}
     call(
-        runtime, "top_k", logits=source.view, stride=source.stride, rows=rows, vocab=vocab, k=k,
-        values=values.view, ids=ids.view,
+        runtime, kernel, logits=source.view, stride=source.stride, rows=rows, vocab=vocab,
+        ids=ids.view, **own,
     )  # fmt: skip
     values.assert_rest_untouched()
     ids.assert_rest_untouched()
@@ -49,8 +48,8 @@ def expected_top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values[:, :k], ids[:, :k]
 
 
-def assert_same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
-    for a, b in zip(found, expected, strict=True):
+def assert_same(values: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
+    for a, b in zip(values, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 

@@ -6,7 +6,7 @@ import torch
 
 from kvik.kernels.ops import Ops
 from kvik.kernels.torch_ops import TORCH, with_torch_for_others
-from kvik.kernels.triton import activation, draw, norm, penalties, rotary, rows
+from kvik.kernels.triton import activation, draw, norm, rotary, rows
 from kvik.kernels.triton.matrix import TritonMatrices
 
 
@@ -21,7 +21,7 @@ def triton_ops(device: torch.device) -> Ops:
         gather_rows=rows.gather_rows,
         add=TORCH.add,
         largest=rows.largest,
-        penalize=penalties.penalize,
+        penalize=draw.penalize,
         draw=draw.draw,
         probabilities=draw.probabilities,
         rms_norm=norm.rms_norm,
