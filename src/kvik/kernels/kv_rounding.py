@@ -1,8 +1,8 @@
 """Keys and values in few bits: int8, fp8 (E4M3) and int4, with a scale for each vector.
 
-A vector is K or V of one token and KV head. It is rounded by what is in it and by nothing else, so
-a token's cache does not depend on its company, on chunks or on blocks. What a cache holds is told
-by its dtype: int8, float8_e4m3fn, or uint8 for two numbers of four bits to a byte, the first in the
+A vector is K or V of one token and KV head. Its rounding depends on its own numbers alone, so a
+token's cache does not depend on the batch, on chunks or on blocks. The dtype of a cache says what
+it holds: int8, float8_e4m3fn, or uint8 for two numbers of four bits to a byte, the first in the
 low bits. csrc/kv_numbers.hpp keeps the same of a vector, to the bit.
 """
 

@@ -1,5 +1,5 @@
 """draw and probabilities against the definition in exact arithmetic, against each other, and
-against themselves in other company."""
+against themselves in other batches."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def _asked(logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor, Truncation]:
 @each_runtime
 @pytest.mark.parametrize("vocab", [1023, 1025, 20_011, 40_000])
 def test_matches_the_reference(runtime: Runtime, vocab: int) -> None:
-    """To the token: none of these numbers lies so near to an edge that rounding would show."""
+    """To the token: none of these numbers is so near to an edge that rounding would show."""
     rules = [*RULES, {"top_k": 5000, "top_p": 0.9}, {"top_k": vocab - 1}, {"top_p": 0.9999}]
     for logits in (normal(len(rules), vocab, seed=1) * 3, normal(len(rules), vocab, seed=2) / 50):
         middle = torch.rand(len(rules), generator=torch.Generator().manual_seed(3)).tolist()

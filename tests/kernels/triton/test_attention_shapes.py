@@ -60,7 +60,7 @@ def test_a_single_long_sequence_is_spread_over_a_gpu():
 
 def test_which_sequences_are_short():
     assert most_queries(4, 8) == 128  # 8 tiles of 64 rows for each of 8 KV heads: half a GPU
-    assert most_queries(1, 64) == 64  # a tree may have so many nodes
+    assert most_queries(1, 64) == 64  # the most nodes of a tree
     assert most_queries(8, 1) == TALLEST * 64 // 8
 
 

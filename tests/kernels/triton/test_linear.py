@@ -1,6 +1,6 @@
 """Triton's matrix products: every kind of weight, every class of tokens, against the reference.
 
-The interpreter is slow, so each kind meets each activation in one dtype only, and larger shapes are
+The interpreter is slow, so each kind has each activation in one dtype only, and larger shapes are
 as large as it takes to reach a second tile, a second split or a last step that is not whole.
 """
 
@@ -285,7 +285,7 @@ PACKED = (
 def test_bytes_of_a_packed_matrix_are_those_of_its_parts(
     kind: WeightKind, inputs: int, outputs: int
 ) -> None:
-    """The memory plan counts quantised matrices as they lie in GPU memory, whole tiles included."""
+    """The memory plan counts quantised matrices as they are in GPU memory, whole tiles included."""
     meta = torch.device("meta")
     packed = empty(MatrixSpec(kind, outputs, inputs, False, None, torch.bfloat16, meta))
     parts = [packed.values, packed.scales, packed.factors, packed.order, packed.input_scale]

@@ -91,13 +91,15 @@ MAX_GROUP_WITH_ZEROS = 256  # their sum is multiplied by the zero point in 16 bi
 
 @dataclass(frozen=True, slots=True)
 class CpuPacked:
-    """Attributes:
-    weight, scales, zeros: bytes as `pack_matrix` lays them out; empty where a kind has none.
-    order: [inputs] int32; None: as they come.
-    input_scale: [1] fp32; None: calibration has found none.
-    kind: MatrixKind of arguments.hpp.
-    group: inputs that share a scale; 0: all of them.
-    fp8_activations: how x is rounded, as arguments.hpp numbers it.
+    """A weight packed for the native kernels.
+
+    Attributes:
+        weight, scales, zeros: bytes as `pack_matrix` lays them out; empty where a kind has none.
+        order: [inputs] int32; None: unchanged.
+        input_scale: [1] fp32; None: calibration has found none.
+        kind: MatrixKind of arguments.hpp.
+        group: inputs that share a scale; 0: all of them.
+        fp8_activations: how x is rounded, as arguments.hpp numbers it.
     """
 
     weight: Tensor

@@ -15,7 +15,7 @@ from kvik.kernels.ops import Draws, Penalties, Truncation
 #
 # Every sum over a row is a cumulative one, because those run in order: a plain reduction may
 # split a long row when it is alone in its batch and then rounds differently from the same row in
-# company.
+# a larger one.
 
 
 def truncate(weights: Tensor, rules: Truncation) -> Tensor:

@@ -18,9 +18,9 @@ def mla_decode(
     """Multi-head latent attention with absorbed projections (DeepSeek-V2, 2024, section 2.1.2).
 
     A token's keys and values of all heads are linear in one latent vector c. So a query goes
-    through W_UK once, and meets c itself: q . (W_UK c) = (W_UK^T q) . c. The result is a mean of
-    latent vectors, which the caller takes through W_UV. Beside that, all heads share one key with
-    rotary positions.
+    through W_UK once, and is then multiplied by c: q . (W_UK c) = (W_UK^T q) . c. The result is a
+    mean of latent vectors, which the caller takes through W_UV. In addition, all heads share one
+    key with rotary positions.
 
     Args:
         q_latent: [tokens, heads, latent], W_UK^T q. q_rope: [tokens, heads, rope].

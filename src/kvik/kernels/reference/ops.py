@@ -192,7 +192,7 @@ def linear(x: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:
 
 
 def as_multiplied(x: Tensor, weight: Weight) -> tuple[Tensor, Weight]:
-    """x [tokens, inputs] -> fp32 as the weight meets it, and the weight in that order."""
+    """Return x [tokens, inputs] in fp32 as it is multiplied, and the weight in the order of x."""
     kind = weight.kind
     if weight.order is not None:
         x, weight = x[:, weight.order], weight.plain()

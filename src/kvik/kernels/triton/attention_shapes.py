@@ -79,7 +79,7 @@ def split_tiles(
     # Two tiles in flight, as a long sequence alone has one program for each multiprocessor.
     if roomy and m < TALLEST:
         stages += 2
-    if itemsize == 4:  # no tensor cores: keys and values, too, lie in registers
+    if itemsize == 4:  # no tensor cores: keys and values, too, are in registers
         n = min(n, 16 if tree and m > 16 else 32)
         warps = 8 if m > 16 and m * wide >= 4096 else 4
         if not roomy or m * wide > 8192:  # a tile in flight does not fit

@@ -139,12 +139,13 @@ class TritonPacked:
     Attributes:
         values: words [row tiles, word tiles, 64, 16] int32, or bytes [rows, inputs] int8 or
             float8_e4m3fn, filled up.
-        scales: [groups, rows], or [rows] if the group is 0; fp32, or int32 with something beside.
+        scales: [groups, rows], or [rows] if the group is 0; fp32, or int32 that
+            also holds a zero point or minimum.
         factors: [2, rows] fp32 of scales and minima; None: there are no minima.
-        order: [inputs] int32; None: as they come.
+        order: [inputs] int32; None: unchanged.
         input_scale: [1] fp32 of calibrated activations.
-        squares: scales of square blocks, of E4M3 in groups of 128 that meets x in such groups.
-        whole: of E4M3 that meets x with a calibrated scale.
+        squares: scales of square blocks, of E4M3 in groups of 128, where x has such groups too.
+        whole: of E4M3, where x has a calibrated scale.
         arrivals: [row tiles] int32, zeros between two products: see `linear_end.py`. So products
             with one matrix follow each other, on one stream or on several that wait.
     """
@@ -165,8 +166,8 @@ def in_words(kind: WeightKind) -> bool:
 
 
 def interleaved(spec: MatrixSpec) -> bool:
-    """Return whether rows of gate and up take turns. Those of E4M3 times E4M3 do not: a library
-    multiplies them too, which knows scales of square blocks alone."""
+    """Return whether rows of gate and up alternate. Those of E4M3 times E4M3 do not: a library
+    multiplies them too, which takes scales of square blocks alone."""
     return spec.activation == "silu_and_mul" and (in_words(spec.kind) or spec.kind.codes == "int8")
 
 
