@@ -221,6 +221,7 @@ class Stage(Protocol):
         """x [tokens, inputs], y = x W^T + b [tokens, rows of W] -> what takes the place of y.
 
         Args:
+            y: with the bias; where ranks are summed, one of them alone has it.
             ctx: None outside of a forward, as in heads that draft.
         """
         ...
