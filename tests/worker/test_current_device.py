@@ -12,11 +12,11 @@ from helpers.optional_native import needs_native
 
 from kvik.config.config import EngineConfig
 from kvik.launch import load_worker, resolve_config
-from kvik.worker import current_device
+from kvik.worker import platforms
 from kvik.worker import worker as workers
-from kvik.worker.current_device import inference_on, on_device
 from kvik.worker.model_runner import ModelRunner
 from kvik.worker.participant import RunningStep
+from kvik.worker.platforms import inference_on, on_device
 from kvik.worker.worker import Worker
 
 CPU, SECOND = torch.device("cpu"), torch.device("cuda", 1)
@@ -77,7 +77,7 @@ def test_every_way_into_a_worker_enters_its_device(
     threads: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker of a CPU that takes itself for one of the second GPU."""
-    for module in (workers, current_device):
+    for module in (workers, platforms):
         monkeypatch.setattr(module, "on_device", lambda device: torch.cuda.device(SECOND))
     monkeypatch.setattr(workers, "inference_on", lambda device: inference_on(SECOND))
     seen: list[tuple[str, int]] = []

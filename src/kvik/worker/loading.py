@@ -19,9 +19,8 @@ from kvik.nn.kv_formats import allocate_apart, allocate_kv
 from kvik.nn.loader import load_model
 from kvik.nn.storage import FreshStorage, Storage
 from kvik.spec.kv import KVGroup
-from kvik.worker.current_device import on_device
 from kvik.worker.graphs import EngineNetwork
-from kvik.worker.platforms import Platform, PlatformParts, platform
+from kvik.worker.platforms import Platform, PlatformParts, on_device, platform
 
 # Making the weights of an engine folder: a model is loaded as usual, and written as it then lies in
 # memory.

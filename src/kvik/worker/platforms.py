@@ -6,8 +6,11 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
+from types import TracebackType
 from typing import Protocol
 
 import torch
@@ -35,14 +38,55 @@ from kvik.worker.graphs import (
 from kvik.worker.step_inputs import DeviceInputs, FixedInputs, FreshInputs, StepInputs, StepSizes
 from kvik.worker.warm_up import NoWarmUps, WarmUps
 
-# The memory of a KV cache in one piece, so that nothing of it lies between other tensors.
+# The current device.
+#
+# CUDA keeps a current device per thread; Triton's launches, streams, events and graphs use it
+# unless they name another. One thread may create an engine and another step it, two engines of one
+# process may have a GPU each, and the caller's thread may use a third. So every entry point of a
+# worker makes its device current and restores the caller's on return.
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context within which the device is the current one."""
+    return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
+
+
+def inference_on(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+    """Return a factory of contexts, one for each step: inference mode with the device current.
+
+    A CPU needs inference mode alone."""
+    return torch.inference_mode if device.type == "cpu" else partial(_Inference, device)
+
+
+class _Inference:
+    """Inference mode with a current device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = torch.cuda.device(device)
+        self._mode = torch.inference_mode()
+
+    def __enter__(self) -> None:
+        self._device.__enter__()
+        self._mode.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._mode.__exit__(kind, error, trace)
+        self._device.__exit__(kind, error, trace)
+
+
+# The memory of a KV cache in one allocation, so that it does not fragment the memory of others.
 
 ALIGNMENT = 256  # bytes, of each part
 MARGIN = 1 << 20  # bytes for it, of some hundred parts
 
 
 class KVPool:
-    """`nn.kv_formats.Zeros` that hands out parts of one allocation, which is made for the first."""
+    """`nn.kv_formats.Zeros` that returns parts of one allocation, made at the first call."""
 
     def __init__(self, size: int) -> None:
         """
@@ -117,8 +161,8 @@ class Platform(Protocol):
 
     @staticmethod
     def release_freed() -> None:
-        """Give the system back what was freed and is kept for the next allocation: after loading,
-        the next ones are of other sizes. Keeps nothing of the platform alive."""
+        """Return freed memory that the allocator caches to the system: after loading, allocations
+        have other sizes. Keeps no part of the platform alive."""
         ...
 
 

@@ -16,14 +16,13 @@ from kvik.config.config import ResolvedConfig
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.errors import ConfigError
 from kvik.spec.declare import ForwardContext
-from kvik.worker.current_device import inference_on, on_device
 from kvik.worker.drafters.registry import DrafterParts, build_drafter
 from kvik.worker.graphs import EngineNetwork
 from kvik.worker.loading import load_network
 from kvik.worker.model_runner import ModelRunner
 from kvik.worker.output_tokens import OutputTokens
 from kvik.worker.participant import Participant, RunningStep
-from kvik.worker.platforms import platform
+from kvik.worker.platforms import inference_on, on_device, platform
 from kvik.worker.prompt_outputs import Pooling, PromptLogprobs
 from kvik.worker.request_table import RequestTable
 from kvik.worker.sampling_table import SamplingTable
