@@ -1,4 +1,4 @@
-"""How likely the drafts of each request are to be accepted, from how it went so far."""
+"""Estimates of how likely the drafts of each request are accepted, from its earlier drafts."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ from numpy.typing import NDArray
 _Ids = NDArray[np.int64]
 _Shares = NDArray[np.float64]
 
-START = 0.6  # acceptance of a draft before anything is known
-_SIBLING = 0.5  # likewise of another draft for the same place, over that of the one before it
-_PRIOR = 2.0  # drafts that what is known of others counts for
-_FADE = 0.9  # of a request's counts in each step: some ten steps count
-_FADE_ALL = 0.95  # of the common counts in each step with drafts
+START = 0.6  # acceptance rate before any measurement
+_SIBLING = 0.5  # rate of a second draft for a position, relative to that of the first
+_PRIOR = 2.0  # weight of the rate of other requests, in drafts
+_FADE = 0.9  # decay of a request's counts in each step: about ten steps count
+_FADE_ALL = 0.95  # decay of the common counts in each step with drafts
 _HIGHEST = 0.99
-_LONG_AGO = 1000  # steps after which nothing is left of a count
-_UNREAD = 8  # steps with drafts that are not counted yet, at most
+_LONG_AGO = 1000  # steps after which a count has decayed to nothing
+_UNREAD = 8  # most steps with drafts that are not counted yet
 _FADED = _FADE_ALL ** np.arange(_UNREAD - 1, -1, -1.0)
-_HEAVIEST = 1e100  # weight of a count: far from what a float cannot hold
+_HEAVIEST = 1e100  # weight of a count, far below overflow
 
 
 class Acceptance:
-    """Counts by draft: one is tried if the draft before it was accepted. A request's shares lean on
-    those of all requests, the deeper of them on the one before: where little is known, or was known
-    long ago, acceptance goes on as it does before."""
+    """Acceptance rates by request and by position among its drafts.
+
+    A draft is tried if the one before it was accepted. The prior of a request's rates are those of
+    all requests, and the prior of a deeper draft is the one before it, so few or old counts have
+    little effect."""
 
     def __init__(self, max_num_seqs: int, parents: Sequence[int]) -> None:
         """
@@ -41,15 +43,15 @@ class Acceptance:
             if parent:
                 self._paths[:, i] += self._paths[:, parent - 1]
         self._leans = _leans(parents)
-        # Newer counts weigh more, which is as if the older ones faded.
+        # Newer counts weigh more, which equals a decay of the older ones.
         self._weight = 1.0  # of the newest
-        self._passed = 0  # steps that have not faded the counts yet
-        self._counts = np.zeros((max_num_seqs, 2, drafts))  # by slot: tried, and of these right
+        self._passed = 0  # steps by which the counts have not decayed yet
+        self._counts = np.zeros((max_num_seqs, 2, drafts))  # by slot: tried, accepted
         self._all = np.zeros((2, drafts))  # of all requests, likewise
         self._common = np.zeros(drafts)
         self._numbers = np.arange(drafts)
-        # Steps that were observed and are not counted yet: whose, and of each the weight, the
-        # drafts that were judged and which ones were right.
+        # Steps that were observed and are not counted yet: their requests, and for each step its
+        # weight, the number of drafts judged and which were accepted.
         self._slots, self._whose = np.zeros(0, np.int64), b""
         self._weights: list[float] = []
         self._judged: list[_Ids] = []
@@ -61,7 +63,7 @@ class Acceptance:
         self._counts[slot] = 0.0
 
     def observe(self, slots: _Ids, drafts: _Ids, accepted: NDArray[np.bool_]) -> None:
-        """A step with drafts.
+        """Record a step with drafts.
 
         Args:
             slots, drafts: [rows], no slot twice; how many drafts were judged, the first ones.
@@ -77,8 +79,8 @@ class Acceptance:
         self._right.append(accepted)
 
     def _read(self) -> None:
-        """Count what was observed: steps of the same requests together take little longer than one
-        of them."""
+        """Count the observed steps, together: several steps of the same requests take little longer
+        than one."""
         steps = len(self._weights)
         if not steps:
             return
@@ -100,11 +102,11 @@ class Acceptance:
         self._find_common()
 
     def passed(self, steps: int = 1) -> None:
-        """Steps without drafts."""
+        """Record steps without drafts."""
         self._passed += steps
 
     def _fade(self) -> None:
-        """What the steps since the last one that was looked at did to older counts."""
+        """Decay the counts by the steps since the last call."""
         self._weight /= _FADE ** min(self._passed, _LONG_AGO)
         self._passed = 0
         if self._weight > _HEAVIEST:
@@ -113,27 +115,28 @@ class Acceptance:
             self._weight = 1.0
 
     def gains(self, slots: _Ids) -> _Shares:
-        """[rows, drafts], how likely each draft is accepted, with all before it. Never rising, so
-        that the best drafts are always the first ones."""
+        """Return the probability that each draft and all before it are accepted: [rows, drafts].
+
+        It never rises along a row, so the best drafts are always the first ones."""
         self._fade()
         self._read()
         counts = self._counts[slots] / self._weight
         tried, right = counts[:, 0], counts[:, 1]
-        # How much better than others it fares, with all its drafts together.
+        # Acceptance of each request relative to the others, over all its drafts.
         better = (right.sum(axis=1) + _PRIOR) / (tried @ self._common + _PRIOR)
         shares = np.minimum(self._common * better[:, None], _HIGHEST)  # as a first guess
         counts += _PRIOR
         right += _PRIOR * (shares - 1.0)
         shares = np.minimum(right / tried, _HIGHEST)
         found: _Shares
-        if self._is_chain:  # the same, sooner
+        if self._is_chain:  # the same, faster
             found = np.multiply.accumulate(shares, axis=1)
         else:
             found = np.minimum.accumulate(np.exp(np.log(shares) @ self._paths), axis=1)
         return found
 
     def _find_common(self) -> None:
-        shares: list[float] = [START]  # behind all others: what the first draft leans on
+        shares: list[float] = [START]  # index -1: the prior of the first draft
         counts = zip(self._leans, *self._all.tolist(), strict=True)
         for (before, factor), tried, right in counts:
             shares.insert(-1, (right + _PRIOR * factor * shares[before]) / (tried + _PRIOR))
@@ -141,8 +144,7 @@ class Acceptance:
 
 
 def _leans(parents: Sequence[int]) -> list[tuple[int, float]]:
-    """For each draft, the draft whose share is the first guess at its own, and a factor; -1: none,
-    it begins with `START`."""
+    """Return the prior of each draft: the draft whose rate it is (-1: `START`), and a factor."""
     last: dict[int, int] = {}
     found = []
     for i, parent in enumerate(parents[1:]):

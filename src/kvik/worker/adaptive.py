@@ -1,9 +1,9 @@
 """How many drafts each request gets: as many as make the batch fastest, and none if none do.
 
-The choice is that of the largest goodput (Liu et al. 2024, 2406.14066): each draft adds, with the
-likelihood that it and all before it are accepted, a token to its step, and it costs what was
-measured. Estimates may be wrong, so the measured loss is bounded as well (`LossBudget`): all
-of it, trying again after drafts failed, and the time that deciding takes.
+The choice maximises goodput (Liu et al. 2024, 2406.14066): each draft adds a token to its step with
+the probability that it and all before it are accepted, at its measured cost. Estimates may be
+wrong, so the measured loss is bounded as well (`LossBudget`), including that of trials and of the
+time that deciding takes.
 """
 
 from __future__ import annotations
@@ -18,38 +18,40 @@ from kvik.frozen import frozen
 from kvik.worker.acceptance import Acceptance
 from kvik.worker.step_costs import StepCosts
 
-# What guessing ahead may lose: the one rule that keeps it from being slower than not guessing.
+# The budget of drafting, which bounds how much slower it may be than not drafting.
 #
-#     Every second that a step without drafts takes, or would have taken for the same tokens, adds
-# SHARE of a second to the budget. Every second that guessing took beyond that is taken from it:
-# checking drafts, making them, finding none, deciding whether to. What it gained is added, as far
-# as there is room. Nothing is tried while the budget is spent, unless the last drafts gained.
+# Every second that a step without drafts takes, or would have taken for the same tokens, adds SHARE
+# of a second to the budget. Every second that drafting takes beyond that is subtracted: checking
+# drafts, making them, finding none, deciding. Time gained is added, up to a limit (`room`). While
+# the budget is spent, no drafts are made unless the last ones gained.
 #
 # So at any time, since the start or since any moment after it,
 #
 #     time taken <= time without drafts * (1 + SHARE) + the room + what the last trial lost,
 #
-# whatever drafts turn out to be worth, and with estimates however wrong: they only decide what the
-# budget is spent on. A trial is what is left of the budget and one step with drafts that loses; two
-# if one between them gained, or if the first one was dear because a text was read. What it lost is
-# paid for before the next one, so how long guessing rests follows from that.
+# however few drafts are accepted and however wrong the estimates are: these only decide what the
+# budget is spent on. A trial costs the rest of the budget and one step with drafts that loses, or
+# two such steps if one between them gained or if the first included reading a text. Its loss is
+# repaid before the next trial, which determines the pause between trials.
 #
-# Where trials bring back little of what they cost, less than SHARE is added: down to LEAST of it.
+# Where trials gain little relative to their cost, less than SHARE is added, down to LEAST of it.
 #
-# The bound is on what is charged. `DraftControl` charges less than was measured for single steps
-# that something else seems to have delayed, and at most four steps for making drafts.
+# The bound is on the time charged. `DraftControl` charges less than was measured for single steps
+# that another process seems to have delayed, and at most four steps for making drafts.
 
-SHARE = 0.01  # of the time
-LEAST = 0.25  # of that, where trials have brought nothing back for long
-_FADE = 0.95  # of what trials brought and cost, from one to the next
-_PRIOR = 1.0  # of both, before the first
+SHARE = 0.01  # of the time without drafts, added to the budget
+LEAST = 0.25  # lowest factor on SHARE, after many trials without a gain
+_FADE = 0.95  # weight of a trial's gain and loss relative to those of the next
+_PRIOR = 1.0  # initial gain and loss
 
 
 class LossBudget:
-    """Attributes:
-    left: seconds; below 0, too much was lost and has to be made up for.
-    needed: how much must be left before anything is tried again.
-    share: of the time, that is added now.
+    """The seconds that drafting may lose.
+
+    Attributes:
+        left: seconds; negative while a loss is being repaid.
+        needed: lowest `left` at which drafts are tried again.
+        share: of the time without drafts, added now.
     """
 
     __slots__ = ("_lost", "_won", "left", "needed", "share")
@@ -58,24 +60,25 @@ class LossBudget:
         self.left = 0.0
         self.needed = 0.0
         self.share = SHARE
-        # By steps for which something was tried, over what they would have taken without.
+        # Gains and losses of trials, relative to the time without drafts.
         self._won = self._lost = _PRIOR
 
     def passed(self, seconds: float) -> bool:
-        """Steps for which nothing was tried. Returns whether something may be, after them."""
+        """Add the time of steps without drafts; return whether drafts may be tried after them."""
         self.left += self.share * seconds
         return self.left > 0 and self.left >= self.needed
 
     def spend(self, seconds: float) -> None:
-        """On deciding, with nothing to show for it."""
+        """Subtract the time of a decision against drafts."""
         self.left -= seconds
 
     def settle(self, without: float, taken: float, room: float) -> None:
-        """A step for which something was tried.
+        """Account for a step for which drafts were tried.
 
         Args:
-            without: seconds that its tokens would have taken without drafts. taken: that it did.
-            room: most that gains add up to, in seconds.
+            without: seconds that its tokens would have taken without drafts.
+            taken: seconds that it took.
+            room: most seconds that gains may accumulate.
         """
         left = self.left + without * (1 + self.share) - taken
         self.left = min(left, max(room, self.left))
@@ -89,20 +92,20 @@ class LossBudget:
 
 _Ids = NDArray[np.int64]
 
-# Of the budget, in steps without drafts: what it has at first, and what gains fill. With less, some
-# steps that something delayed end drafts that gain.
+# The initial budget and the most that gains accumulate, in steps without drafts. With less, a few
+# delayed steps stop drafts that gain.
 FIRST, ROOM = 3.0, 12.0
-_WORTH, _KEEP = 1.04, 1.02  # speed-up for which drafts begin, and go on
+_WORTH, _KEEP = 1.04, 1.02  # speed-up at which drafts start, and continue
 _LEARN = 6  # steps without drafts at first
 _OFTEN, _LONGEST = 3, 32  # steps with drafts until one without is measured again, least and most
 _STANDS = 4  # steps that a choice holds for, while drafts gain and the requests are the same
-_REST = 8  # steps until it is looked again whether anything may be tried
-_PROBE = 2  # drafts for one request, to see how they fare
-_SAME = 8  # times in a row that it is the same request: a drafter may have to read its text first
+_REST = 8  # steps between two looks at a spent budget
+_PROBE = 2  # drafts of one request in a trial
+_SAME = 8  # trials in a row with the same request, as a drafter may have to read its text first
 _SURPRISE = 2.0  # a step this many times longer or shorter than expected is examined
 _MOST = 4.0  # steps: most that making drafts, or deciding on them, counts as
-_HELD_UP = 0.25  # of a step, that making drafts is always granted
-_FOLLOW = 0.2  # how far what deciding takes follows a measurement
+_HELD_UP = 0.25  # of a step, that making drafts may always take longer than usual
+_FOLLOW = 0.2  # weight of a new measurement of the time of deciding
 
 
 @frozen
@@ -131,8 +134,10 @@ class StepFigures:
 
 
 class DraftControl:
-    """Attributes:
-    budget: what drafts may still lose.
+    """Decides how many drafts each request gets.
+
+    Attributes:
+        budget: of the time that drafts may lose.
     """
 
     def __init__(self, max_num_seqs: int, max_drafts: int, max_draft_rows: int) -> None:
@@ -151,11 +156,9 @@ class DraftControl:
         self._gained = False  # the last one with drafts did so, and nothing speaks against more
         self._hoped = False  # once, since the budget was spent, though it did not
         self._weighed = False  # `limits` has compared what there is to choose
-        self._rested, self._time = (
-            0,
-            0.0,
-        )  # steps without drafts that were not looked at, and theirs
-        self._rest = 0  # checks that need not be looked at
+        # Steps without drafts since the last one that `passed` accounted for, and their seconds.
+        self._rested, self._time = 0, 0.0
+        self._rest = 0  # steps that `passed` only counts
         self._without = 0  # steps with drafts since the last one without
         self._longest = _OFTEN  # of those until the next one without
         self._deciding = 0.0  # seconds that it takes
@@ -167,7 +170,7 @@ class DraftControl:
         self._choice, self._chosen_for, self._stands = np.zeros(0, np.int64), b"", 0
 
     def follow(self, parents: Sequence[int]) -> None:
-        """Drafts form a tree, of which requests get the first nodes.
+        """Control drafts that form a tree, of which requests get the first nodes.
 
         Args:
             parents: of all nodes, -1 for the root; at most as many drafts as a request gets.
@@ -176,16 +179,17 @@ class DraftControl:
         self._numbers = np.arange(len(parents) - 1)
 
     def enter(self, slot: int) -> None:
-        """A request of which nothing is known: it may be a better one to guess at, so this is
-        decided anew as soon as anything may be spent."""
+        """Reset a slot for a new request, and decide anew as soon as the budget allows: drafts may
+        pay for it."""
         self._acceptance.forget(slot)
         self._known[slot] = False
         self._stands = self._rest = 0
         self.budget.needed = 0.0
 
     def passed(self, requests: int, seconds: float, *, pure: bool) -> bool:
-        """A step that had no drafts, nor was the drafter asked for any. Nearly all steps are like
-        that where drafts do not pay, so this does next to nothing.
+        """Record a step without drafts, for which the drafter was not asked for any.
+
+        Where drafts do not pay, nearly all steps are such, so this is cheap.
 
         Args:
             requests: that sampled. seconds, pure: see `StepFigures`.
@@ -217,7 +221,7 @@ class DraftControl:
         self.budget.spend(seconds)
 
     def observe(self, step: StepFigures) -> None:
-        """A step that had drafts, or for which none were found."""
+        """Record a step that had drafts, or for which the drafter found none."""
         drafts = sum(step.drafts.tolist())
         if not drafts and not step.asked:
             self.passed(len(step.slots), step.seconds, pure=step.pure)
@@ -237,10 +241,10 @@ class DraftControl:
         self._account(step, drafts)
 
     def _account(self, step: StepFigures, drafts: int) -> None:
-        """What drafts brought or lost."""
+        """Charge the budget with what drafts gained or lost."""
         requests = len(step.slots)
         plain = self._costs.plain(requests)
-        if plain is None:  # nothing is known but that making them took time
+        if plain is None:  # only the time of making them is known
             self.budget.spend(step.making)
             return
         making = min(step.making / plain, _MOST)
@@ -249,7 +253,7 @@ class DraftControl:
                 self._costs.observe_making(requests, step.asked, making)
                 usual = self._costs.making_at(requests, step.asked)
                 making = min(making, _SURPRISE * usual + _HELD_UP)
-            # The first time for a request takes longer, as a rule: caches are cold.
+            # The first time for a request usually takes longer, as caches are cold.
             self.budget.settle(plain, plain * (1 + min(making, 1.0)), ROOM * plain)
             return
         expected = self._costs.judging_at(requests, drafts)
@@ -268,14 +272,14 @@ class DraftControl:
             making = min(making, _SURPRISE * usual + _HELD_UP)
         self.budget.settle(tokens * plain, (time + making) * plain, ROOM * plain)
         self._gained = tokens > time + making
-        # If reading a text is what was too much, the next drafts show what it was good for.
+        # If reading a text caused the loss, the next drafts show whether it pays.
         if self._reading and not self._hoped:
             self._gained = self._hoped = tokens > time + min(making, usual)
         if self.budget.left > 0:
             self._hoped = False
 
     def plain_seconds(self, requests: int) -> float | None:
-        """Of a step without drafts; None if nothing is known."""
+        """Return the seconds of a step without drafts; None before any measurement."""
         return self._costs.plain(requests)
 
     def limits(self, slots: _Ids, room: _Ids) -> _Ids:
@@ -308,7 +312,7 @@ class DraftControl:
         self.budget.needed = 0.0
         room = np.minimum(room, len(self._numbers))
         limits, speed_up = self._best(slots, room)
-        # What hardly pays might not pay at all.
+        # The smaller the speed-up, the sooner a step without drafts is measured again.
         self._longest = min(_OFTEN + int(_LONGEST * max(0.0, speed_up - 1.0)), _LONGEST)
         if speed_up > (_KEEP if self._drafting else _WORTH):
             self._choice, self._chosen_for, self._stands = limits, slots.tobytes(), _STANDS - 1
@@ -317,8 +321,8 @@ class DraftControl:
         return self._noted(slots, self._probe(room, plain))
 
     def _noted(self, slots: _Ids, limits: _Ids) -> _Ids:
-        """Return whether the drafter may have to read the text of a request first, which takes
-        time."""
+        """Return the limits, and note whether the drafter has to read the text of a new request,
+        which takes time."""
         some = slots[limits > 0]
         self._reading = bool(np.count_nonzero(self._known[some]) < len(some))
         if self._reading:

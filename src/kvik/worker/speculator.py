@@ -1,8 +1,8 @@
-"""Drafts from one step to the next: how many each request gets, and what they cost.
+"""Proposes the drafts of the next step: how many each request gets, and what they cost.
 
-The drafts themselves stand in the request table, behind the known tokens. The scheduler learns how
-many there are and decides how many of them, the first ones, are checked in the next step of their
-request; the others are dropped then.
+The request table contains the drafts, after the known tokens. The scheduler is given their number
+and decides how many, from the first on, are checked in the next step of their request; the others
+are dropped then.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ log = logging.getLogger(__name__)
 
 
 class Speculator(Participant[None]):
-    """Has a drafter make drafts after each step, and decides how many. What the drafter raises
-    costs its drafts alone.
+    """Calls a drafter after each step and decides how many drafts it makes.
+
+    An exception of the drafter only loses its drafts.
 
     Attributes:
         num_drafts: [slots] int64, proposed for each slot's next step.
@@ -59,14 +60,14 @@ class Speculator(Participant[None]):
         self._most = np.zeros(slots, np.int64)  # drafts in a step; 0: the request wants none
         self._last = np.zeros(slots, np.int64)  # place of the last token that a request may have
         self._probs: dict[int, Tensor] = {}  # by slot, [drafts, vocab]
-        # When drafts were made last; see `StepFigures`. With what looking at the step took.
+        # See `StepFigures`; the time includes that of `observe`.
         self._making, self._asked = 0.0, 0
         self._waiting = False  # some slot has drafts
         self._ended = clock()  # the last step
         self._complained = False
 
     def enter(self, new: NewRequest) -> None:
-        """A request stands in the table."""
+        """Enter a request that the table contains."""
         params, slot = new.params, new.slot
         longest = self._max_model_len
         if params.max_tokens is not None:
@@ -92,7 +93,7 @@ class Speculator(Participant[None]):
         self._forget(slot)
 
     def read(self, step: RunningStep, launched: None) -> None:
-        """Take in how the drafts of a step fared, and propose those of the next one."""
+        """Record which drafts of a step were accepted, and propose those of the next one."""
         batch = step.batch
         rows = len(batch.sampling_rows)
         if rows:
@@ -150,7 +151,7 @@ class Speculator(Participant[None]):
         return found
 
     def guesses(self, slots: np.ndarray, chains: Chains) -> Guesses | None:
-        """The drafts of a step that were drawn from a distribution; None if none was.
+        """Return the drafts of a step that were drawn from a distribution; None if none was.
 
         Args:
             slots: [requests], of the chains.
@@ -172,8 +173,9 @@ class Speculator(Participant[None]):
 
     @property
     def idle(self) -> bool:
-        """Whether no drafts were made or asked for, as nearly always where they do not pay: a step
-        without any then only tells the control that it has passed."""
+        """Whether no drafts were made or asked for, the usual case where they do not pay.
+
+        The control then only counts the step."""
         return not (self._asked or self._waiting) and self.speculation.adaptive
 
     def observe(
@@ -186,7 +188,7 @@ class Speculator(Participant[None]):
         pure: bool,
         paths: np.ndarray | None = None,
     ) -> DraftTimes:
-        """A step is done, and with it all drafts of its requests.
+        """Record a finished step, and drop the drafts of its requests.
 
         Args:
             slots, drafts, accepted: [rows], of the requests that sampled.
@@ -216,7 +218,7 @@ class Speculator(Participant[None]):
         return DraftTimes(making, making + seconds, plain * (1.0 + right))
 
     def propose(self, slots: np.ndarray, hidden: Callable[[np.ndarray], Tensor]) -> None:
-        """Drafts for requests that have sampled.
+        """Propose drafts for requests that have sampled.
 
         Args:
             slots: [rows], all that go on.
@@ -257,7 +259,7 @@ class Speculator(Participant[None]):
         return shared_out(limits, left)
 
     def _keep(self, rows: DraftRows, drafts: Drafts) -> None:
-        """Put drafts where the next step finds them.
+        """Check drafts and store them for the next step.
 
         Raises:
             ValueError: they are not what a drafter may propose.
@@ -267,7 +269,7 @@ class Speculator(Participant[None]):
             raise ValueError("more drafts than were asked for")
         if not len(tokens):
             return
-        # What is negative is large without a sign.
+        # Negative numbers are large as unsigned ones.
         if np.count_nonzero(tokens.view(np.uint64) >= self._vocab_size):
             raise ValueError(f"a draft is no token in [0, {self._vocab_size - 1}]")
         if drafts.probs is not None and drafts.probs.shape != (len(tokens), self._vocab_size):
@@ -295,14 +297,14 @@ class Speculator(Participant[None]):
         self._probs.pop(slot, None)
 
     def _complain(self) -> None:
-        """Of the exception that is being handled, if it is the first."""
+        """Log the exception that is being handled, if it is the first."""
         if not self._complained:
             log.warning("a drafter failed; its requests go on without drafts", exc_info=True)
         self._complained = True
 
 
 def shared_out(limits: np.ndarray, total: int) -> np.ndarray:
-    """Share a number out as evenly as the limits allow; the first rows get the remainder.
+    """Distribute a number as evenly as the limits allow; the first rows get the remainder.
 
     Args:
         limits: [rows].

@@ -1,8 +1,8 @@
-"""What steps cost, as measured: by requests, by drafts that are judged, by drafts that are made.
+"""Measured costs of steps: by number of requests, of drafts judged, and of drafts made.
 
-Any single step may take any time, as a machine has other things to do. So steps without drafts are
-known by about their median, and what drafts cost by curves that no measurement moves far. Those are
-kept as ratios to a step without drafts, so that both may change together as the texts grow.
+Single measurements are noisy, as other processes delay steps. So the time of a step without drafts
+is estimated by about its median, and the cost of drafts by curves that one measurement moves only a
+little. The curves are ratios to a step without drafts, so that they stay valid as contexts grow.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-_RECENT = 25  # steps without drafts that count
-_RATE = 0.1  # of a curve, at least: how far it follows a measurement
-_PRIOR = 1.5  # measurements that the guess before the first counts for, the first one included
+_RECENT = 25  # newest steps without drafts that are kept
+_RATE = 0.1  # lowest share of a measurement's error by which a curve is corrected
+_PRIOR = 1.5  # weight of the initial guess in measurements, the first one included
 _FAR = 2.0  # a measurement counts as at most this many times what the curve says
-_NEAR = 0.25  # or as so much more
-_CLIP = 2.0  # the same bound, above and below, for a whole step
-_ACCIDENTS = 3  # in a row are none
-_FORGET = 0.998  # of what is known of drafts, in each step
-_SLOPE = 0.5  # more drafts cost half of what the last ones did, until they are measured
-_SHORTEST = 1e-9  # seconds, if a clock says that there were none
+_NEAR = 0.25  # or as at most this much more, where that is larger
+_CLIP = 2.0  # the same bound, above and below, for the cost of a whole step
+_ACCIDENTS = 3  # outliers in a row that count in full
+_FORGET = 0.998  # decay of the curves towards their first value, in each step
+_SLOPE = 0.5  # slope beyond the measurements, relative to the last measured one
+_SHORTEST = 1e-9  # seconds; a coarse clock may measure 0
 
 
 class StepCosts:
+    """Estimates of the cost of steps with and without drafts."""
+
     def __init__(self, max_drafts: int, max_draft_rows: int) -> None:
         """
         Args:
@@ -40,8 +42,9 @@ class StepCosts:
         self._excused: list[float] = []  # of the last steps with drafts, what did not count
 
     def observe_plain(self, requests: int, seconds: float, steps: int = 1) -> None:
-        """A step without drafts, the last of `steps`. Nearly all are, where drafts do not pay: it
-        is only noted."""
+        """Record a step without drafts, the last of `steps` of them.
+
+        Where drafts do not pay, nearly all steps are such, so this only appends."""
         found = self._plain.get(requests)
         if found is None:
             found = _Plain(self._judging_of(requests), self._making_of(requests))
@@ -54,15 +57,15 @@ class StepCosts:
     def observe_drafts(
         self, requests: int, drafts: int, judging: float, asked: int, making: float
     ) -> float:
-        """A step that judged drafts, after at most `asked` were made for a request.
+        """Record a step that judged drafts, after at most `asked` were made for a request.
 
         Args:
             judging, making: times of the step and of making the drafts, over a step without.
 
         Returns:
-            What the step counts as: at most twice what was expected then, as something else may
-            have held it up. The third such step in a row was no accident: it counts in full, with
-            what did not count before.
+            The cost to charge: at most twice the expected one, as another process may have delayed
+            the step. The third such step in a row is charged in full, together with the excess of
+            the steps before it.
         """
         curve = self._judging_of(requests)
         curve.observe(drafts, judging)
@@ -79,11 +82,11 @@ class StepCosts:
         return counted
 
     def observe_making(self, requests: int, asked: int, making: float) -> None:
-        """Likewise, but no drafts were found."""
+        """Record the time of making drafts where none were found."""
         self._making_of(requests).observe(asked, making)
 
     def num_plain(self, requests: int) -> int:
-        """Measurements of a step without drafts."""
+        """Return the number of measurements of a step without drafts."""
         measured = self._plain.get(requests)
         return 0 if measured is None else len(measured.seconds)
 
@@ -99,11 +102,11 @@ class StepCosts:
         return float(np.interp(requests, known, seconds))
 
     def judging(self, requests: int, drafts: int) -> NDArray[np.float64]:
-        """Of a step over one without drafts: [drafts + 1], for each number of them up to it."""
+        """Return the time of a step relative to one without drafts: [drafts + 1]."""
         return self._judging_of(requests).upto(drafts)
 
     def making(self, requests: int, drafts: int) -> NDArray[np.float64]:
-        """Of making at most this many drafts for a request, likewise."""
+        """Return the relative time of making drafts: [drafts + 1], by the most of a request."""
         return self._making_of(requests).upto(drafts)
 
     def judging_at(self, requests: int, drafts: int) -> float:
@@ -115,8 +118,8 @@ class StepCosts:
         return self._making_of(requests).at(drafts)
 
     def reach(self, requests: int) -> int:
-        """Most drafts in a step whose cost is more than a guess: twice what was measured, at first
-        as many as there are requests."""
+        """Return the most drafts in a step whose cost is sufficiently known: twice the most
+        measured, initially one per request."""
         return max(requests, 2 * self._judging_of(requests).most)
 
     def _judging_of(self, requests: int) -> _Curve:
@@ -134,12 +137,12 @@ class StepCosts:
 
 @dataclass(slots=True)
 class _Plain:
-    """Steps without drafts of one number of requests.
+    """Times of steps without drafts of one number of requests.
 
     Attributes:
         judging, making: the curves of such batches.
         seconds: of the last few steps.
-        ordered: the same in order, where anybody asked for it since.
+        ordered: the same sorted; None if it changed since.
     """
 
     judging: _Curve
@@ -148,39 +151,41 @@ class _Plain:
     ordered: list[float] | None = None
 
     def middle(self) -> float:
-        """About their median: a little below, as that of a few may be too long, and drafts would
-        seem to gain what they do not."""
+        """Return their 40th percentile: the median of a few may be too long, which would make
+        drafts seem faster than they are."""
         if self.ordered is None:
             self.ordered = sorted(self.seconds)
         return max(self.ordered[2 * len(self.ordered) // 5], _SHORTEST)
 
 
 class _Curve:
-    """A cost by a number of drafts: straight between 0, 1, 2, 4, 8, ... drafts, and never falling.
-    A measurement moves the two points around it, less and less; points beyond all measurements
-    are guessed.
+    """A cost as a function of the number of drafts.
+
+    It is linear between 0, 1, 2, 4, 8, ... drafts and never falls. A measurement moves the two
+    points around it, each time by less; points beyond all measurements are extrapolated.
 
     Attributes:
-        most: drafts that were measured.
-        forgotten: steps since, in each of which what is known gives way a little to the first
-            guess: a cost that looks too high to be tried would never be measured again.
+        most: largest number of drafts measured.
+        forgotten: steps since the last decay. In each step the curve returns a little towards its
+            first value; otherwise a cost that looks too high to be tried would never be measured
+            again.
     """
 
     def __init__(self, first: float, most: int) -> None:
         """
         Args:
-            first: the cost of no drafts, and of any as long as nothing was measured.
+            first: the cost of no drafts, and of any number before the first measurement.
         """
         self._places = [0, *(1 << i for i in range((most - 1).bit_length() + 1))]
         self._values = [first] * len(self._places)
-        self._weights = [0.0] * len(self._places)  # measurements
-        self._heights = [first] * len(self._places)  # what the values say
+        self._weights = [0.0] * len(self._places)  # number of measurements
+        self._heights = [first] * len(self._places)  # running maximum of the values
         self._axis = np.array(self._places, np.float64)
         self.most = 0
         self.forgotten = 0
 
     def upto(self, drafts: int) -> NDArray[np.float64]:
-        """[drafts + 1], what each number of them costs."""
+        """Return the cost of each number of drafts: [drafts + 1]."""
         self._forget()
         return np.interp(np.arange(drafts + 1), self._axis, self._heights)
 
@@ -219,12 +224,13 @@ class _Curve:
         self.forgotten = 0
 
     def _fade(self, start: int, factor: float) -> None:
-        """Of points that were not measured now."""
+        """Decay the points from `start` on towards the first value."""
         first = self._values[0]
         for i in range(start, len(self._values)):
             self._values[i] = first + (self._values[i] - first) * factor
 
     def _draw(self) -> None:
+        """Extrapolate the points without measurements and update the heights."""
         places, values = self._places, self._values
         for i in range(2, len(places)):
             if not self._weights[i]:
@@ -234,6 +240,6 @@ class _Curve:
 
 
 def _size_of(requests: int) -> int:
-    """Batches that are distinguished: all small ones, then in steps of an eighth."""
+    """Return the size class of a batch: exact for small batches, then in steps of an eighth."""
     shift = max(0, requests.bit_length() - 4)
     return requests >> shift << shift

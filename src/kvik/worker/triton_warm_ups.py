@@ -1,6 +1,6 @@
-"""What Triton would compile for requests, compiled while there are none.
+"""Warm-ups of Triton's kernels.
 
-Apart from `warm_up.py`, because it needs Triton, which only machines with a GPU have to have.
+Separate from `warm_up.py` because this imports Triton, which only machines with a GPU need.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from kvik.worker.warm_up import NOTHING, Resting, forwards, heads, rules
 
 
 class TritonWarmUps:
+    """`WarmUps` that compile the kernels for the lengths, heads and rules of a configuration."""
+
     def __init__(
         self, config: ResolvedConfig, ops: Ops, device: torch.device, backend: AttentionBackend
     ) -> None:
@@ -35,7 +37,7 @@ class TritonWarmUps:
         self, network: EngineNetwork, spec: ModelSpec, sizes: StepSizes, *, trees: bool = False
     ) -> Resting:
         if not isinstance(self._backend, TritonAttention):
-            return NOTHING  # others gather on their own what the host says there is
+            return NOTHING  # other backends plan each step on the host
         context, block_size = self._config.scheduler.max_model_len, self._config.cache.block_size
         most = min(sizes.tokens, spec.max_context, context)
         classes = lengths(spec.num_heads, spec.num_kv_heads, most)

@@ -64,12 +64,12 @@ NOTHING = WarmUp(())
 
 
 class WarmUps(Protocol):
-    """What an idle engine gets ready for what it computes with."""
+    """Makes the warm-ups that the kernels of a platform need."""
 
     def steps(
         self, network: EngineNetwork, spec: ModelSpec, sizes: StepSizes, *, trees: bool = False
     ) -> Resting:
-        """Before it rests for the network's graph.
+        """Return the warm-up of a network's forwards; it runs before `Graph.rest`.
 
         Args:
             sizes, trees: as of `Platform.graph`.
@@ -86,7 +86,7 @@ class WarmUps(Protocol):
 
 
 class NoWarmUps:
-    """Of kernels that were compiled long ago."""
+    """For kernels that are compiled ahead of time."""
 
     def steps(
         self, network: EngineNetwork, spec: ModelSpec, sizes: StepSizes, *, trees: bool = False
@@ -113,7 +113,7 @@ def forwards(
 
     Args:
         lengths: tokens of the steps; none exceeds max_context.
-        samples: rows of logits, at most.
+        samples: the most rows of logits.
         trees: lengths of requests in steps that hold trees of drafts.
     """
     steps = [(length, False) for length in lengths] + [(length, True) for length in trees]
@@ -161,7 +161,7 @@ def _forward(
 
 
 def _copy_blocks(network: EngineNetwork) -> None:
-    """One block or several: the second number of a single pair is not where kernels like it."""
+    """Copy one block and then two: the target of a single pair is aligned differently."""
     for count in (1, 2):
         pairs = upload(np.zeros((count, 2), np.int64), network.kv[0].k.device)
         source, target = pairs.unbind(1)
@@ -171,7 +171,7 @@ def _copy_blocks(network: EngineNetwork) -> None:
 
 
 def heads(function: RowFunction, like: Sequence[Tensor], sizes: Sequence[int]) -> WarmUp:
-    """Draft heads that are not captured.
+    """Return a call for each number of rows of draft heads that are not captured.
 
     Args:
         function, like: see `CapturedRows`. sizes: numbers of rows.
@@ -184,14 +184,14 @@ def heads(function: RowFunction, like: Sequence[Tensor], sizes: Sequence[int]) -
     )
 
 
-# A value of each rule that drops unlikely tokens.
+# A value for each truncation.
 _DROPPING = {one.name: 20 if isinstance(one.kind, Integer) else 0.5 for one in TRUNCATIONS}
 _USUAL = ((), ("top_p",), ("top_k", "top_p"))
 _EVERY = tuple(names for n in range(len(_DROPPING) + 1) for names in combinations(_DROPPING, n))
 
 
 def _by(*names: str) -> SamplingParams:
-    """Rules that drop unlikely tokens."""
+    """Return parameters with some truncations."""
     return SamplingParams(**{name: _DROPPING[name] for name in names})  # type: ignore[arg-type]
 
 
@@ -208,8 +208,9 @@ WISHES = (
 def rules(
     ops: Ops, vocab_size: int, device: torch.device, speculation: ResolvedSpeculation | None
 ) -> WarmUp:
-    """Tokens of a row of equal logits by each of `WISHES`; and the same where drafts are drawn and
-    judged, if they may be."""
+    """Return calls that sample from a row of equal logits by each of `WISHES`.
+
+    Where drafts are drawn or judged by probability, these are called as well."""
     sampler = Sampler(ops, looks=False)
     here = vocab_size, device
     calls = [partial(_sample, sampler, *here, wish) for wish in WISHES]
@@ -242,7 +243,7 @@ def _judge(
     wish: SamplingParams,
     speculation: ResolvedSpeculation,
 ) -> None:
-    """A draft that is drawn, or that is typical enough."""
+    """Judge a draft by rejection sampling, and one by typical acceptance."""
     table, logits = _set_up(vocab_size, device, wish), torch.zeros(1, vocab_size, device=device)
     if speculation.draws:
         guess = sampler.guess(logits, table.batch(_SLOTS, _PLACES, stream=DRAFT))

@@ -1,10 +1,10 @@
-"""A small model guesses what a large one will say (Leviathan et al. 2023, 2211.17192).
+"""Drafts from a small model (Leviathan et al. 2023, 2211.17192).
 
-Its K/V lies in storages of its own under the block ids of the large one, so block tables, prefix
-hits and preemption are shared, and the scheduler knows of one cache only.
+Its K and V have their own memory but use the block ids of the target, so both share block tables,
+prefix hits and preemption, and the scheduler manages one cache.
 
-Like a request in the scheduler, a slot catches up with what is known of it, in chunks under a
-budget, and drafts once it has. So the draft model computes nothing while it is not asked.
+Like a request in the scheduler, a slot computes its known tokens in chunks under a budget, and
+drafts once all are computed. The draft model computes nothing unless drafts are asked for.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from kvik.worker.step_inputs import StepInputs
 
 
 class DraftNetwork:
-    """
+    """A draft model with its inputs and its view of the request table.
+
     Attributes:
         graph: runs its forwards.
         inputs: of its forwards.
-        table: the target's tokens; computed are those that the draft model computed.
-        max_tokens: of one forward.
-        max_context: positions that the model knows.
+        table: the target's tokens, with `num_computed` of the draft model.
+        max_tokens: most tokens of one forward.
+        max_context: most positions of the model.
         mappings, block_tables: names of the inputs of each KV group.
     """
 
@@ -66,13 +67,13 @@ class DraftNetwork:
         self._same = vocabulary.same
 
     def prepare(self) -> None:
-        """Before the first forward of a step; see `Graph.prepare`."""
+        """Prepare the first forward of a step; see `Graph.prepare`."""
         self.graph.prepare()
 
     def forwards(
         self, slots: np.ndarray, computed: np.ndarray, chunks: np.ndarray, drafts: np.ndarray
     ) -> Forwards:
-        """Those of a proposal. None of them has run.
+        """Return the forwards of one proposal; none has run.
 
         Args:
             slots: [rows] int64.
@@ -84,13 +85,13 @@ class DraftNetwork:
         return Forwards(self, slots, computed, chunks, drafts)
 
     def logits(self, output: StepOutput) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """For the target's tokens, and what `Ops.largest` says of them if that is known."""
+        """Return logits of the target's tokens, and their `Ops.largest` if it is known."""
         if self._same:
             return output.logits, (output.top, output.top_ids)
         return self._vocabulary.widened(output.logits), None
 
     def run(self, batch: InputBatch, tokens: Tensor | None = None) -> StepOutput:
-        """Return a forward over the target's tokens.
+        """Run a forward over the target's tokens.
 
         Args:
             tokens: [tokens] int64 on the device, in place of the batch's.
@@ -103,13 +104,13 @@ class DraftNetwork:
 
 
 class Forwards:
-    """First each slot catches up with its tokens, then it takes one draft after the other. What
-    stays, and what goes on by one from forward to forward, is laid out once for all of them.
+    """The forwards of one proposal: one over the missing tokens of each slot, then one per draft.
 
-    Slots that get more drafts come first, so each forward has the first rows of the one before.
+    Positions, slots of the cache and lengths of all forwards are computed at once. Slots that get
+    more drafts come first, so each forward has the first rows of the one before.
 
     Attributes:
-        blocks: ids of all that they write to.
+        blocks: ids of all blocks that they write to.
     """
 
     def __init__(
@@ -129,10 +130,10 @@ class Forwards:
         total, ends = int(starts[-1]), computed + chunks
         self._starts, self._chunks, self._ends = starts, chunks, ends.astype(np.int32)
 
-        # Rows that get more than i drafts, which is how many the forward before has.
+        # By i, the number of rows that get more than i drafts.
         wanted = drafts.tolist()
         most = wanted[0]
-        alike = wanted[-1] == most  # as nearly always
+        alike = wanted[-1] == most  # usually
         self._rows = (
             [count] * most if alike else np.searchsorted(-drafts, -np.arange(most)).tolist()
         )
@@ -166,7 +167,7 @@ class Forwards:
         self._forwards = 0  # that have run
 
     def first(self) -> StepOutput:
-        """Catch up.
+        """Compute the missing tokens of each slot.
 
         Returns:
             Valid until the next forward, with a row of logits for each row that gets drafts.
@@ -191,7 +192,7 @@ class Forwards:
         return self._run(tokens[:rows], self._lengths[self._used : self._used + rows])
 
     def _share_out(self, chunks: np.ndarray, starts: np.ndarray, sampling: int) -> None:
-        """Whose the tokens of the next forwards are.
+        """Assign the tokens of the next forwards to rows.
 
         Args:
             chunks: [rows], tokens of each. starts: [rows + 1]. sampling: how many sample.
@@ -223,7 +224,7 @@ class Forwards:
         put_lengths, mapping = put("seq_lens", lengths), self._mapping[begin : self._used]
         mappings = [put(name, mapping) for name in network.mappings]
         if self._batch is None or not network.inputs.fixed:
-            # Tensors that show what is put later serve the forwards to come, if there is room.
+            # With fixed inputs, later forwards reuse these tensors, whose memory `put` updates.
             contexts = self._reach[: len(lengths)] if network.inputs.fixed else lengths.tolist()
             layouts = [
                 StepLayout(
@@ -249,21 +250,22 @@ class Forwards:
         return network.run(self._batch, there)
 
 
-# Which blocks hold a draft model's K and V, and of which tokens.
+# The blocks that contain K and V of the draft model, and their tokens.
 
-UNKNOWN = 0  # tag of a block that holds nothing, or not all of a run of tokens
+UNKNOWN = 0  # tag of a block that is not completely computed
 _MODULUS = 1 << 64  # numpy's unsigned integers wrap around there
 _BASE = 0x9E3779B97F4A7C15  # this over the golden ratio
 
 
 class FilledBlocks:
-    """A block has a tag: a hash of all tokens up to its end. A request that finds the tag of its
-    own tokens at one of its blocks need not compute them, whichever request did. So no caller need
-    say when a block changes hands: it loses its tag when it is written to.
+    """Tags of blocks: the tag of a block is a hash of all tokens up to its end.
 
-    A tag that is met by chance costs drafts, not answers. So a hash is enough that numpy computes
-    of many blocks at once: the tag of the block before times a constant, plus the tokens times
-    random numbers, modulo 2^64.
+    A request need not compute a block whose tag matches its own tokens, whichever request computed
+    it. A block loses its tag when it is written to, so changes of its owner need no notice.
+
+    A collision costs drafts, not correctness. So a weak hash is enough, which numpy computes for
+    many blocks at once: the tag of the block before times a constant, plus the tokens times random
+    numbers, modulo 2^64.
     """
 
     def __init__(self, table: RequestTable, num_blocks: int) -> None:
@@ -282,14 +284,15 @@ class FilledBlocks:
         self._factors = factors | np.uint64(1)  # odd: no change of one token is lost
 
     def enter(self, slot: int) -> None:
-        """A request of which nothing is known."""
+        """Reset a slot for a new request."""
         self._whole[slot], self._last[slot] = 0, UNKNOWN
 
     def find(self, slots: np.ndarray) -> None:
-        """Count as computed what the next blocks of some slots hold. The newest token is never
-        counted: its logits are wanted."""
+        """Count the tokens of matching next blocks of some slots as computed.
+
+        The newest token is never counted, as its logits are needed."""
         table, size = self._table, self._table.block_size
-        self.note(np.arange(len(self._whole)))  # whichever requests hold them
+        self.note(np.arange(len(self._whole)))  # of all slots, as any may have computed the blocks
         for slot in slots.tolist():
             whole = int(self._whole[slot])
             if whole * size != table.num_computed[slot]:
@@ -302,7 +305,7 @@ class FilledBlocks:
             table.num_computed[slot] = (whole + count) * size
 
     def note(self, slots: np.ndarray) -> None:
-        """Tag the blocks of some slots that are full. To be called before they are given away."""
+        """Tag the full blocks of some slots; must be called before these blocks are freed."""
         table = self._table
         full = table.num_computed[slots] // table.block_size
         for row in np.flatnonzero(full > self._whole[slots]).tolist():
@@ -312,18 +315,17 @@ class FilledBlocks:
             self._know(slot, tags)
 
     def overwrite(self, blocks: np.ndarray) -> None:
-        """Some blocks are about to be written to."""
+        """Remove the tags of blocks that are about to be written to."""
         self._tags[blocks] = UNKNOWN
 
     def _know(self, slot: int, tags: np.ndarray) -> None:
-        """The tags of a slot's next blocks."""
+        """Record the tags of a slot's next blocks."""
         if len(tags):
             self._whole[slot] += len(tags)
             self._last[slot] = tags[-1]
 
     def _run(self, slot: int, end: int) -> np.ndarray:
-        """[blocks] uint64, what the tags of a slot's next blocks are, up to the `end`th, if they
-        are full."""
+        """Return the tags of a slot's next full blocks up to the `end`th: [blocks] uint64."""
         size, begin, tags = self._table.block_size, int(self._whole[slot]), []
         tokens = self._table.token_ids[slot, begin * size : end * size].astype(np.uint64)
         tag = int(self._last[slot])
@@ -340,7 +342,7 @@ Tokens = np.ndarray | Tensor  # int64 on the host; or on a GPU, without a wait f
 
 
 class Guessing:
-    """One draft of each row after the other, as many as it gets.
+    """Draws the drafts of each row, one position after the other.
 
     A request that brought a seed draws its drafts with the very numbers that its tokens will be
     drawn with: where the two models agree, so do the tokens.
@@ -425,11 +427,11 @@ class Guessing:
         return self._found[:rows, depth].copy()
 
     def to_host(self) -> np.ndarray:
-        """[rows, depths] int64, the drafts; -1 where a row gets no more. A GPU is waited for."""
+        """Return the drafts, waiting for a GPU: [rows, depths] int64, -1 where a row has fewer."""
         return self._found if self._there is None else self._there.cpu().numpy()
 
     def _take(self, depth: int, begin: int, guess: Guess) -> None:
-        """Of the rows from `begin` on."""
+        """Store the drafts of the rows from `begin` on, and their probabilities."""
         part, depths = slice(begin, begin + len(guess.token_ids)), self._found.shape[1]
         if self._there is not None:
             self._there[part, depth] = guess.token_ids
@@ -446,7 +448,7 @@ class Guessing:
             self.probs.index_copy_(0, at, guess.probs)
 
     def _batch(self, depth: int, part: slice) -> SamplingBatch:
-        """Of rows whose rules may look at the drafts before."""
+        """Return the parameters of rows whose rules may depend on the earlier drafts."""
         slots, supposed = self._slots[part], NOTHING
         if self._reads_output and depth:
             before = self.to_host()[part, :depth]
@@ -455,8 +457,8 @@ class Guessing:
         return self._sampling.batch(slots, positions, supposed, stream=self._streams[part])
 
     def _same_again(self, depth: int, rows: int) -> SamplingBatch:
-        """Of rows that draw one draft as they draw the next, only with other numbers, which are
-        made for all drafts at once."""
+        """Return the parameters of rows whose drafts differ only in their random numbers, which are
+        computed for all drafts at once."""
         if rows != self._planned:
             self._planned, part = rows, slice(rows)
             self._alike = self._batch(depth, part)
@@ -475,11 +477,8 @@ class Guessing:
         return SamplingBatch(random=RandomRows(random.rows, draws))
 
 
-# Tokens of a draft model in the vocabulary of its target.
-
-
 class Vocabulary:
-    """What a draft model's tokens are in the target's vocabulary."""
+    """A map between the tokens of a draft model and those of its target."""
 
     def __init__(
         self,
@@ -504,17 +503,17 @@ class Vocabulary:
         meant = torch.tensor(range(draft_size) if meanings is None else meanings[:draft_size])
         known = ((meant >= 0) & (meant < target_size)).nonzero()[:, 0]
         self._draft_ids, self._target_ids = known.to(device), meant[known].to(device)
-        as_draft = torch.zeros(target_size, dtype=torch.int64)  # what it does not know is token 0
+        as_draft = torch.zeros(target_size, dtype=torch.int64)  # tokens it lacks become token 0
         as_draft[meant[known]] = known
         self._as_draft = as_draft.to(device)
 
     @property
     def same(self) -> bool:
-        """Both models have the same tokens."""
+        """Whether both models have the same tokens."""
         return self._as_draft is None
 
     def widened(self, logits: Tensor) -> Tensor:
-        """Logits for the target's tokens; what the draft model does not know it never drafts.
+        """Return logits of the target's tokens, -inf where the draft model lacks the token.
 
         Args:
             logits: [rows, draft vocab].
@@ -529,7 +528,7 @@ class Vocabulary:
         return wide
 
     def narrow_(self, token_ids: Tensor) -> None:
-        """The target's tokens as the draft model's, in place.
+        """Replace the target's tokens by the draft model's, in place.
 
         Args:
             token_ids: [tokens] int64.
@@ -542,7 +541,7 @@ NONE = -1  # no token
 
 
 class DraftModel:
-    """Chains of drafts from a model with a cache of its own."""
+    """A `Drafter` that makes chains of drafts with a model and a KV cache of its own."""
 
     def __init__(
         self,
@@ -566,7 +565,7 @@ class DraftModel:
         self._room = room
         self._table = network.table
         self._filled = FilledBlocks(network.table, num_blocks)
-        # Drafts of each slot of which there is K and V behind that of the known tokens.
+        # Drafts of each slot whose K and V are computed after those of the known tokens.
         self._ahead = np.full((len(network.table.num_tokens), most_drafts + 1), NONE, np.int64)
         self._depths = np.arange(most_drafts + 1)
 
@@ -584,7 +583,7 @@ class DraftModel:
         network.prepare()
         known = self._table.num_tokens[slots].astype(np.int64)
         computed = self._settle(slots, known)
-        # The last draft is not computed, so it may lie beyond what the model knows.
+        # The last draft is not computed, so it may lie beyond the context of the model.
         limits = np.minimum(rows.limits, network.max_context + 1 - known)
         missing, chunks = self._missing(slots, known, computed, limits > 0)
         counts = limits * ((chunks == missing) & (chunks > 0))
@@ -610,11 +609,11 @@ class DraftModel:
         found.fill(NONE)
         found[chosen] = guessing.to_host()
         self._ahead[slots, :most] = found
-        self._ahead[slots, counts - 1] = NONE  # of the last one there is no K and V
+        self._ahead[slots, counts - 1] = NONE  # the last one has no K and V
         return Drafts(counts, found[found != NONE], probs=guessing.probs)
 
     def _settle(self, slots: np.ndarray, known: np.ndarray) -> np.ndarray:
-        """Drafts that turned out right need not be computed again.
+        """Count accepted drafts whose K and V exist as computed.
 
         Args:
             slots, known: [rows], tokens of each.
@@ -624,10 +623,10 @@ class DraftModel:
         """
         table, ahead = self._table, self._ahead.take(slots, axis=0)
         first = table.num_computed[slots].astype(np.int64)
-        # In the flattened table, where what lies beyond the end of a row is not counted below.
+        # Indices in the flattened table; places beyond the end of a row are not counted below.
         places = (first + slots * table.token_ids.shape[1])[:, None] + self._depths
         right = (table.token_ids.take(places, mode="clip") != ahead).argmax(axis=1)
-        # The newest token is computed anyway: its logits are wanted.
+        # The newest token is always computed, as its logits are needed.
         computed = np.minimum(first + right, known - 1)
         table.num_computed[slots] = computed.astype(np.int32)
         self._ahead[slots] = NONE
@@ -636,11 +635,11 @@ class DraftModel:
     def _missing(
         self, slots: np.ndarray, known: np.ndarray, computed: np.ndarray, wanted: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """
+        """Find the tokens to compute, after counting blocks that other requests filled.
+
         Args:
-            known, computed: [rows], tokens of each; what is found to be computed is added to the
-                latter.
-            wanted: [rows] bool, who wants drafts.
+            known, computed: [rows], tokens of each; blocks found filled are added to `computed`.
+            wanted: [rows] bool, which rows get drafts.
 
         Returns:
             [rows] tokens of those that are not computed, and how many of them the next forward may
@@ -648,7 +647,7 @@ class DraftModel:
         """
         table, budget = self._table, self.network.max_tokens
         missing = (known - computed) * wanted
-        if max(missing.tolist()) <= table.block_size:  # as nearly always
+        if max(missing.tolist()) <= table.block_size:  # usually
             return missing, _within(missing, budget)
         behind = np.flatnonzero(missing > table.block_size)
         self._filled.find(slots[behind])
@@ -659,8 +658,9 @@ class DraftModel:
         return missing, _within(chunks, budget)
 
     def _repeated(self, slots: np.ndarray, behind: np.ndarray) -> np.ndarray:
-        """Return which of the rows `behind` would compute a block that another of them computes
-        already: they share it, as siblings share their prompt, and wait until it is filled."""
+        """Return which of the rows `behind` would compute a block that another of them computes.
+
+        Such requests share a prompt; all but one wait until the block is filled."""
         table, some = self._table, slots[behind]
         computed = table.num_computed[some]
         blocks = table.block_tables[0][some, computed // table.block_size]
@@ -674,7 +674,7 @@ def _none(rows: int) -> Drafts:
 
 
 def _within(chunks: np.ndarray, budget: int) -> np.ndarray:
-    """Cut so that their sum is within the budget; short ones first, as they are nearly done."""
+    """Cut chunks so that their sum is within the budget; short ones are kept first."""
     if sum(chunks.tolist()) <= budget:
         return chunks
     order = np.argsort(chunks, kind="stable")
