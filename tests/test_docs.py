@@ -6,6 +6,7 @@ python as a script.
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -64,3 +65,16 @@ def test_every_folder_is_in_the_structure() -> None:
     package = ROOT / "src" / "kvik"
     folders = [p.name for p in package.iterdir() if p.is_dir() and p.name != "__pycache__"]
     assert [name for name in folders if f"`{name}/`" not in text] == []
+
+
+@pytest.mark.check
+def test_files_that_a_folder_names_exist() -> None:
+    """The docstring of a folder's `__init__.py` is the map of the folder."""
+    source, missing = ROOT / "src" / "kvik", []
+    for init in source.rglob("__init__.py"):
+        text = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or ""
+        for name in re.findall(r"`([\w/]+\.py)`", text):
+            own = [init.parent / name, source / name, *init.parent.glob(f"*/{name}")]
+            if not any(path.exists() for path in own):
+                missing.append(f"{init.relative_to(source)}: {name}")
+    assert not missing

@@ -4,9 +4,9 @@ The way of a step: `model_runner.py` applies the plan's diff to `request_table.p
 `input_batch.py`, runs the forward, and hands the step to its participants (`participant.py`):
 `prompt_outputs.py`, `output_tokens.py`, `speculator.py`.
 
-Where inputs and results lie: `step_inputs.py` (fixed memory, copies from the device), `kv_pool.py`
-(the cache in one piece). How the forward runs: `graphs.py` eagerly or replayed, `cpu_tape.py`,
-`cuda_graphs.py`, `captures.py` (what is captured when, and its memory), `warm_up.py`.
+Where inputs and results lie: `step_inputs.py` (fixed memory, copies from the device). How the
+forward runs: `graphs.py` eagerly or replayed, `cpu_tape.py`, `cuda_graphs.py`, `captures.py` (what
+is captured when, and its memory), `warm_up.py` and `triton_warm_ups.py`.
 
 Sampling: `sampling_table.py` (parameters and state by slot), `logits_rules.py` and `dry.py` (rules
 on the host), `sampling_batch.py` (what one step needs), `sampler.py` (logits to tokens).
@@ -15,6 +15,6 @@ Drafts: `drafters/` make them, `speculator.py` says how many each request gets, 
 `acceptance.py` and `step_costs.py`; `draft_tree.py` how they may branch; `rejection.py` which are
 right.
 
-`worker.py` is the executor of this process; `platforms.py` what it computes with, `loading.py` the
-model with its cache.
+`worker.py` is the executor of this process; `platforms.py` what it computes with and on which
+device, `loading.py` the model with its cache.
 """
