@@ -20,7 +20,7 @@ from place import DEVICE, REHEARSED, sized
 from steps import Heads, cache, layout
 from torch import Tensor
 
-from kvik.attention.base import LayerKV
+from kvik.attention.base import Attend, LayerKV
 from kvik.attention.reference import ReferenceAttention
 from kvik.attention.triton import TritonAttention
 from kvik.kernels.reference.ops import REFERENCE
@@ -124,7 +124,8 @@ def _attention(
         q, k, v = qkv.clone().split(sizes, 1)
         own = LayerKV(*(None if t is None else t.clone() for t in _tensors(kv)))
         plan = backend.plan(planned, window)
-        found.append((backend.run(q, k, v, own, plan, scale, rotation), own))
+        attend = Attend(q, k, v, own, plan, scale, rotation)
+        found.append((backend.run(attend), own))
     (mine, _), (right, _) = found
     # Rotated operands, weights and results are rounded to the dtype in other places.
     eps = 1e-4 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps

@@ -24,8 +24,6 @@ from kvik.kernels.weights import (
     Weight,
     float_weight,
     fp8_weight,
-    int4_weight,
-    int8_weight,
 )
 from kvik_bench.kernel_cases import filled_matrix
 
@@ -164,17 +162,14 @@ def _fp8_one(outputs: int, inputs: int) -> Weight:
 
 def _bytes(weight: Weight) -> int:
     """Scales of groups as 16 bits, and their zero points as four, as no more is known of them."""
-    match weight:
-        case float_weight(values):
-            return values.nbytes
-        case int4_weight(values, scales):
-            return values.nbytes + 2 * scales.numel() + scales.numel() // 2
-        case fp8_weight(values, scales) if weight.group:
-            return values.nbytes + 4 * scales.numel() // SQUARE
-        case int8_weight(values, scales) | fp8_weight(values, scales):
-            return values.nbytes + 4 * scales.numel()
-        case _:
-            raise TypeError(f"the bytes of {type(weight).__name__} are not known here")
+    values, scales, kind = weight.values.nbytes, weight.scales, weight.kind
+    if scales is None:
+        return values
+    if kind.codes == "int4":
+        return values + 2 * scales.numel() + scales.numel() // 2
+    if kind.codes == "fp8" and kind.group:
+        return values + 4 * scales.numel() // SQUARE
+    return values + 4 * scales.numel()
 
 
 # What makes the weights, and the ceiling of products with many tokens.

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
 from rich.console import Console
@@ -26,8 +26,10 @@ from kvik.errors import ConfigError, ParamError
 from kvik.launch import resolve_config, start
 from kvik.model_files import model_files
 from kvik.options import options_of, unknown
-from kvik.text.chat_template import ChatTemplate
 from kvik.text.tokenizer import Tokenizer, spelled
+
+if TYPE_CHECKING:
+    from kvik.text.chat_template import ChatTemplate
 
 # A progress bar for batches: requests done, output tokens per second.
 
@@ -194,6 +196,8 @@ class LLM:
         self._engine.check_usable()
         if self._chat_template is None:
             tokenizer = self.tokenizer
+            from kvik.text.chat_template import ChatTemplate  # needs msgspec, as chats alone do
+
             self._chat_template = ChatTemplate(
                 tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token
             )
