@@ -108,7 +108,7 @@ async def test_a_lost_engine_ends_everything_at_once(rig):
     assert rig.client.num_unfinished == 0
     with pytest.raises(UnavailableError, match="ended unexpectedly"):
         rig.client.add(request("c"))
-    rig.client.end("a")  # nobody is there to hear it
+    rig.client.end("a")  # there is no engine to receive it
 
 
 async def test_the_next_engine_knows_nothing_of_the_last(rig):
@@ -251,7 +251,7 @@ async def test_the_last_stats_are_told_if_there_are_no_new_ones(rig, monkeypatch
     rig.source.say(Reply(ask.ticket, body))
     assert (await asking).steps == 7 != known
     assert (await rig.client.stats()).steps == 7  # not answered
-    rig.source.say(Reply(999, body), Reply(ask.ticket, body))  # too late, or for nobody
+    rig.source.say(Reply(999, body), Reply(ask.ticket, body))  # too late, or without a call
     await rig.settle()
     assert fresh.steps == 0
     with pytest.raises(UnavailableError, match="in time"):

@@ -248,7 +248,7 @@ class TenantUsage:
         self.blocks[request.tenant] += count * self.kv.num_held(request)
 
     def share(self, tenant: str, slots: int = 0, blocks: int = 0) -> float:
-        """Return the tenant's share of the slots or blocks, 0 to 1, if it had so many more."""
+        """Return the tenant's share of the slots or blocks, 0 to 1, with some more of each."""
         slots += self.slots[tenant]
         blocks += self.blocks[tenant]
         return max(slots / self.max_num_seqs, blocks / (self.kv.pool.num_blocks - 1))

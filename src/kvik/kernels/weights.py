@@ -108,9 +108,14 @@ class Weight:
         return torch.empty_like(wide).index_copy_(1, self.order.long(), wide)
 
 
+def float_kind(dtype: torch.dtype) -> WeightKind:
+    """Return the kind of weights that are kept as floats."""
+    return WeightKind(str(dtype).removeprefix("torch."))
+
+
 def float_weight(values: Tensor) -> Weight:
     """values: [outputs, inputs], any float dtype."""
-    return Weight(WeightKind(str(values.dtype).removeprefix("torch.")), values)
+    return Weight(float_kind(values.dtype), values)
 
 
 def int8_weight(

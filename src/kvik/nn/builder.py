@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvik.attention.base import AttentionBackend
 from kvik.kernels.ops import Ops
-from kvik.kernels.weights import Activation, MatrixSpec
+from kvik.kernels.weights import Activation, MatrixSpec, float_kind
 from kvik.nn.checkpoint import Checkpoint
 from kvik.nn.formats.base import LinearShape, WeightFormat
 from kvik.nn.formats.registry import choose_format
@@ -38,7 +38,6 @@ from kvik.spec.declare import Role
 from kvik.spec.kv import KVGroup
 from kvik.spec.rope import RopeSpec
 from kvik.spec.stored_weights import StoredQuantization, StoredScheme, stored_alike
-from kvik.spec.weight_kind import WeightKind
 from kvik.spec.weights import matrix_kind
 
 BIAS = "bias"
@@ -287,7 +286,7 @@ class Builder:
         layers = [self._name(name) for name in names]
         inputs, rows = shapes[0].inputs, sum(shape.outputs for shape in shapes)
         kind = matrix_kind(self.quantization, inputs, stored, head=head)
-        kind = kind or WeightKind(str(self.dtype).removeprefix("torch."))
+        kind = kind or float_kind(self.dtype)
         quantizer = Quantizer(kind, self._joined(names))
         stages = () if head else self.stages(layers, inputs, [s.outputs for s in shapes])
         spec = MatrixSpec(
@@ -300,7 +299,7 @@ class Builder:
             self.device,
         )
         matrix = self.storage.matrix(quantizer.layer, spec)
-        linear = Linear(self.ops, matrix, stages, activation)
+        linear = Linear(self.ops, matrix, stages, activation if stages else None)
         if self.storage.names:
             return linear
         target, first = Rows(self.ops, matrix, quantizer), 0

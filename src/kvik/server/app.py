@@ -26,7 +26,7 @@ from kvik.server import anthropic, engine_view, health, native, pages
 from kvik.server.access import Caller, Hosts, Keys, Origins
 from kvik.server.errors import HttpError, escaped, escaped_traceback, http_error, in_messages
 from kvik.server.metrics import Metrics, MoreMetrics, RequestMetricsObserver, no_more
-from kvik.server.openai import chat, completions, embeddings, invocations, models
+from kvik.server.openai import chat, completions, embeddings, invocations, models, tokenize
 from kvik.server.route import (
     DEFAULT_LIMITS,
     SCOPE_KEY,
@@ -280,5 +280,5 @@ def all_routes(
 
 def openai_routes(server: Server) -> list[Route]:
     """Return the routes of the OpenAI API and of the tokenizer."""
-    endpoints = (chat, completions, embeddings, invocations, models)
+    endpoints = (chat, completions, embeddings, invocations, models, tokenize)
     return [route for endpoint in endpoints for route in endpoint.routes(server)]

@@ -10,11 +10,12 @@ from typing import BinaryIO
 import torch
 
 from kvik.config.config import ResolvedConfig
+from kvik.files import is_gguf
 from kvik.models.model_spec import ModelSpec
 from kvik.nn.builder import Builder
-from kvik.nn.checkpoint import Checkpoint
+from kvik.nn.checkpoint import Checkpoint, open_checkpoint
 from kvik.nn.engine_folder import MappedStorage, Written, stored_bytes, write_weights
-from kvik.nn.gguf_checkpoint import open_weights
+from kvik.nn.gguf_checkpoint import open_gguf
 from kvik.nn.kv_formats import allocate_apart, allocate_kv
 from kvik.nn.loader import load_model
 from kvik.nn.storage import FreshStorage, Storage
@@ -76,6 +77,15 @@ def _build_weights(
 
         written = write_weights(file, storage, parts.packing, advance)
     return BuiltWeights(parts.packing.name, written)
+
+
+def open_weights(path: Path) -> Checkpoint:
+    """Open a folder with safetensors files, or a GGUF file; only descriptions are read.
+
+    Raises:
+        ModelError: there is nothing that can be loaded, or a description is malformed.
+    """
+    return open_gguf(path) if is_gguf(path) else open_checkpoint(path)
 
 
 def load_network(

@@ -10,7 +10,7 @@ import httpx2
 import pytest
 
 from kvik.server import responses as module
-from kvik.server.openai import chat, completions, embeddings, models
+from kvik.server.openai import chat, completions, embeddings, tokenize
 from kvik.server.openai import chat as conversation
 from kvik.server.responses import offload
 
@@ -54,7 +54,7 @@ def test_much_of_it_is_done_in_a_thread() -> None:
         (conversation, "_plain", "/tokenize", {"messages": TALK["messages"]}),
         (embeddings, "normalise", "/v1/embeddings", {"input": "A dog"}),
         (
-            models.TokenNames,
+            tokenize.TokenNames,
             "name",
             "/tokenize",
             {"prompt": "A big dog", "return_token_strs": True},

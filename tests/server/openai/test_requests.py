@@ -13,8 +13,8 @@ from kvik.errors import ParamError
 from kvik.server.openai.chat import ChatCompletion, ChatRequest, chat_params
 from kvik.server.openai.completions import Completion, CompletionRequest, completion_params
 from kvik.server.openai.embeddings import EmbeddingRequest
-from kvik.server.openai.models import TokenizeRequest
 from kvik.server.openai.requests import generation_request
+from kvik.server.openai.tokenize import TokenizeRequest
 from kvik.server.pages import form_fields
 
 MESSAGES = [{"role": "user", "content": "Hi"}]

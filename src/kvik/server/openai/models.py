@@ -1,4 +1,4 @@
-"""The served model and its tokenizer: /v1/models, /tokenize, /detokenize and /tokenizer_info."""
+"""GET /v1/models and /v1/models/{id}, for clients of OpenAI and of Anthropic."""
 
 from __future__ import annotations
 
@@ -6,19 +6,14 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Literal
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvik.errors import ParamError
-from kvik.server.errors import HttpError, model_not_found
-from kvik.server.openai.answers import TokenNames
-from kvik.server.openai.chat import Messages, Variable, conversation_ids
-from kvik.server.openai.requests import Name, TokenId, prompt_ids
-from kvik.server.responses import json_response, offload
-from kvik.server.route import Route, caller_of, post
+from kvik.server.errors import model_not_found
+from kvik.server.responses import json_response
+from kvik.server.route import Route
 from kvik.server.server import Server
-from kvik.server.unhonoured import TOOLS, Table
 
 
 class ModelCard(Struct, kw_only=True):
@@ -72,107 +67,6 @@ def _model(server: Server, name: str) -> ModelCard:
     )
 
 
-# POST /tokenize and /detokenize, GET /tokenizer_info: the tokenizer.
-
-
-class TokenizeRequest(Struct, kw_only=True):
-    """A text, or a conversation that the chat template renders."""
-
-    model: Name | None = None
-    prompt: str | None = None
-    messages: Messages | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Variable] | None = None
-    return_token_strs: bool | None = None
-
-
-class DetokenizeRequest(Struct, kw_only=True):
-    model: Name | None = None
-    tokens: list[TokenId]
-
-
-TOKENIZE: Table = {
-    "chat_template": ((), "the template is the model's own"),
-    "tools": (([],), TOOLS),
-}
-
-
-class Tokenized(Struct, kw_only=True):
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | UnsetType = UNSET
-
-
-class Detokenized(Struct):
-    prompt: str
-
-
-class TokenizerInfo(Struct, kw_only=True):
-    """What a client needs to tokenise and render as this server does."""
-
-    bos_token: str | None
-    eos_token: str | None
-    chat_template: str | None
-    vocab_size: int
-    max_model_len: int
-    special_tokens: list[str]
-
-
-async def tokenize(server: Server, request: Request, body: TokenizeRequest) -> Response:
-    """Return the token ids of a text, which may be empty, or of a conversation."""
-    server.check_model(body.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise ParamError("prompt", "or messages must be given, not both")
-    texts = server.texts.of(caller_of(request).tenant)
-    if body.messages is not None:
-        ids = await conversation_ids(texts, body.messages, body)
-    else:
-        ids = await prompt_ids(texts, body.prompt or "", body.add_special_tokens)
-    token_strs: list[str] | UnsetType = UNSET
-    if body.return_token_strs:
-        names = TokenNames(server.texts.tokenizer)
-        token_strs = await offload(len(ids), lambda: [names.name(token) for token in ids])
-    answer = Tokenized(
-        count=len(ids),
-        max_model_len=server.max_model_len,
-        tokens=ids,
-        token_strs=token_strs,
-    )
-    return json_response(answer)
-
-
-async def detokenize(server: Server, request: Request, body: DetokenizeRequest) -> Response:
-    """Return the text of tokens, with special ones."""
-    server.check_model(body.model)
-    limit, vocab_size = server.max_model_len, server.engine.config.model.vocab_size
-    if len(body.tokens) > limit:
-        raise ParamError("tokens", f"at most {limit} (max_model_len), not {len(body.tokens)}")
-    if max(body.tokens, default=0) >= vocab_size:
-        raise ParamError("tokens", f"must be in 0..{vocab_size - 1}, not {max(body.tokens)}")
-    tokens, texts = body.tokens, server.texts
-    text = await offload(len(tokens), lambda: texts.decode(tokens, skip_special_tokens=False))
-    return json_response(Detokenized(text))
-
-
-async def tokenizer_info(server: Server, request: Request) -> Response:
-    """Return what a client needs to tokenise and render as this server does."""
-    tokenizer = server.texts.tokenizer
-    if tokenizer is None:
-        raise HttpError(404, "this model has no tokenizer", code="no_tokenizer")
-    answer = TokenizerInfo(
-        bos_token=tokenizer.bos_token,
-        eos_token=tokenizer.eos_token,
-        chat_template=tokenizer.chat_template,
-        vocab_size=tokenizer.vocab_size,
-        max_model_len=server.max_model_len,
-        special_tokens=[tokenizer.token(token) for token in sorted(tokenizer.special_ids)],
-    )
-    return json_response(answer)
-
-
 def routes(server: Server) -> list[Route]:
     return [
         Route(
@@ -188,27 +82,5 @@ def routes(server: Server) -> list[Route]:
             method="GET",
             answer=ModelCard,
             note="One model.",
-        ),
-        post(
-            "/tokenize",
-            partial(tokenize, server),
-            TokenizeRequest,
-            TOKENIZE,
-            answer=Tokenized,
-            note="Token ids of a text or a conversation.",
-        ),
-        post(
-            "/detokenize",
-            partial(detokenize, server),
-            DetokenizeRequest,
-            answer=Detokenized,
-            note="Text of token ids.",
-        ),
-        Route(
-            "/tokenizer_info",
-            partial(tokenizer_info, server),
-            method="GET",
-            answer=TokenizerInfo,
-            note="Special tokens, chat template and sizes.",
         ),
     ]
