@@ -150,8 +150,8 @@ def test_a_static_batch_takes_nobody_in() -> None:
 
 def test_a_static_batch_is_cut_by_its_token_cap() -> None:
     sim = Simulation(Setup(policy="static", batch_size=4, budget=16))
-    for length in (8, 8, 1):
-        sim.add([0] * length)
+    for i, length in enumerate((8, 8, 1)):
+        sim.add([i] * length)
     sim.plan()
     assert len(running(sim)) == 2
     big = Simulation(Setup(policy="static", batch_size=4, budget=16))

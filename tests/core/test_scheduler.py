@@ -163,6 +163,115 @@ def test_siblings_wait_for_their_leader_and_share_its_blocks() -> None:
     assert [r.num_cached_tokens for r in siblings] == [0, 6, 6]
 
 
+SHARED = [1, 2, 3, 1, 2, 2, 3, 3]  # two blocks
+
+
+def first_chunks(sim: Simulation) -> list[dict[str, int]]:
+    """The tokens of prompts in each step, by request, until all have begun to decode."""
+    steps = []
+    while any(r.first_token is None and not r.finished for r in sim.requests.values()):
+        plan = sim.planned()
+        by_slot = {r.slot: r for r in sim.scheduler.running}
+        rows = [
+            (by_slot[slot].request_id, tokens)
+            for slot, tokens in zip(plan.slots, plan.num_scheduled_tokens, strict=True)
+            if by_slot[slot].first_token is None
+        ]
+        steps.append(dict(rows))
+        sim.deliver()
+    return steps
+
+
+def test_requests_that_arrive_together_compute_their_common_prefix_once() -> None:
+    sim = Simulation(Setup(budget=64))
+    requests = [sim.add([*SHARED, i], stop_ids=NO_STOP)[0] for i in range(4)]
+    assert first_chunks(sim) == [{"r0": 9}, {"r1": 1, "r2": 1, "r3": 1}]
+    assert [r.num_cached_tokens for r in requests] == [0, 8, 8, 8]
+    kv = sim.scheduler.kv
+    assert kv.pool.num_blocks - 1 - kv.pool.num_free == 2 + 4
+
+
+@pytest.mark.parametrize(
+    ("setup", "second", "steps"),
+    [
+        # it follows the other, chunk by chunk, as far as they agree
+        (Setup(budget=4), [*SHARED, 0], [{"r0": 4}, {"r0": 4}, {"r0": 1, "r1": 1}]),
+        (Setup(budget=6), [*SHARED[:4], *SHARED], [{"r0": 6}, {"r0": 3, "r1": 3}, {"r1": 5}]),
+        # no full block in common, another salt, no cache: nothing to wait for
+        (Setup(budget=32), [*SHARED[:3], 0, 0, 0], [{"r0": 9, "r1": 6}]),
+        (Setup(budget=32, caching=False), [*SHARED, 0], [{"r0": 9, "r1": 9}]),
+    ],
+)
+def test_a_request_waits_only_for_blocks_that_are_being_computed(
+    setup: Setup, second: list[int], steps: list[dict[str, int]]
+) -> None:
+    sim = Simulation(setup)
+    sim.add([*SHARED, 0], stop_ids=NO_STOP)
+    sim.add(second, stop_ids=NO_STOP)
+    assert first_chunks(sim) == steps
+
+
+def test_prefixes_under_different_salts_are_computed_apart() -> None:
+    sim = Simulation(Setup(budget=32))
+    for salt in ("a", "b"):
+        sim.add([*SHARED, 0], salt=salt, stop_ids=NO_STOP)
+    assert first_chunks(sim) == [{"r0": 9, "r1": 9}]
+
+
+def test_a_request_does_not_wait_longer_than_its_prefix_takes() -> None:
+    def steps(seconds_per_step: float) -> list[dict[str, int]]:
+        sim = Simulation(Setup(budget=32))
+        for i in range(40):  # a token of a prompt takes 10 ms more
+            for tokens, start in ((1, 10.0 * i), (16, 10.0 * i + 5)):
+                seconds = seconds_per_step + 0.01 * (tokens if tokens > 1 else 0)
+                sim.scheduler.clock.note(start, start + seconds, tokens, prefill=tokens > 1)
+        for i in range(2):
+            sim.add([*SHARED, i], stop_ids=NO_STOP)
+        return first_chunks(sim)
+
+    assert steps(0.001) == [{"r0": 9}, {"r1": 1}]
+    assert steps(1.0) == [{"r0": 9, "r1": 9}]
+
+
+def test_prompts_behind_one_that_waits_do_not_delay_it() -> None:
+    sim = Simulation(Setup(budget=24, max_num_seqs=8))
+    for i in range(2):
+        sim.add([*SHARED, i], stop_ids=NO_STOP)
+    long = sim.add([3, *range(1, 5)] * 8, stop_ids=NO_STOP)[0]
+    sim.add([2] * 6, stop_ids=NO_STOP)  # fits in the place that the second leaves
+    sim.add([3] * 6, stop_ids=NO_STOP)  # no longer
+    steps = first_chunks(sim)
+    assert steps[:2] == [{"r0": 9, "r3": 6}, {"r1": 1, "r2": 21}]
+    assert long.num_output_tokens
+
+
+@pytest.mark.parametrize("end", ["row", "step", "abort"])
+def test_a_request_whose_prefix_does_not_come_computes_it(end: str) -> None:
+    sim = Simulation(Setup(budget=32))
+    first, second = (sim.add([*SHARED, i], stop_ids=NO_STOP)[0] for i in range(2))
+    sim.failing_row = 0 if end == "row" else None
+    sim.step_fails = end == "step"
+    sim.planned()
+    if end == "abort":
+        sim.scheduler.end(first, FinishReason.ABORT, sim.now)
+    sim.deliver()
+    assert first.finished
+    assert first_chunks(sim) == [{"r1": 9}]
+    assert second.num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("policy", ["static", "dynamic"])
+def test_a_request_that_waits_for_a_prefix_joins_its_batch(policy: str) -> None:
+    sim = Simulation(Setup(policy=policy, batch_size=3, budget=32))
+    for i in range(3):
+        sim.add([*SHARED, i], stop_ids=NO_STOP)
+    other = sim.add([3, 3], stop_ids=NO_STOP)[0]
+    sim.step()
+    assert sim.step() is not None
+    assert len(sim.scheduler.running) == 3
+    assert other.first_scheduled is None
+
+
 def test_a_deadline_ends_a_request_wherever_it_is() -> None:
     sim = Simulation(Setup(max_num_seqs=1))
     running = sim.add([0], max_tokens=60, deadline=1.0, stop_ids=NO_STOP)[0]

@@ -72,7 +72,7 @@ class Rig:
     def add(self, name: str, length: int = 5, **options: object) -> None:
         deadline = options.pop("deadline", None)
         params = SamplingParams(**{"max_tokens": 6, **options})
-        prompt = list(range(1, 1 + length))
+        prompt = [length, *range(2, 1 + length)]
         self.loop.add(EngineRequest(name, prompt, params, deadline=deadline))
 
     def run(self) -> None:
@@ -141,7 +141,7 @@ def test_what_is_in_the_file(tmp_path):
     kinds = [type(e).__name__ for e in events]
     assert kinds == ["Added", "Planned", "Finished", "Planned", "Finished", "Stopped"]
     added, planned, finished = events[0], events[1], events[2]
-    assert added.request.prompt_token_ids == [1, 2, 3, 4]
+    assert added.request.prompt_token_ids == [4, 2, 3, 4]
     assert added.seed != 0 and added.request.params.seed is None
     assert (planned.step, planned.slots, planned.num_scheduled_tokens) == (0, [0], [4])
     assert finished.token_ids == [[1]] and events[4].readings == [0.5]

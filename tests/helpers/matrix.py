@@ -63,6 +63,7 @@ class Column:
 SQUEEZED = {"num_blocks": 14, "block_size": 16}  # blocks of each KV group
 COLUMNS = [
     Column("batch"),
+    Column("prefixes that arrive together", must="hits"),
     Column("torch", {"kernels": "torch"}),
     Column("reference attention", {"attention_backend": "reference"}),
     Column("sdpa", {"attention_backend": "sdpa"}),

@@ -52,11 +52,12 @@ class KVCacheManager:
         callers need every position computed.
         """
         usable = (len(request.token_ids) - 1) // self.block_size
+        if self.caching:
+            extend_hashes(
+                request.block_hashes, request.token_ids, self.block_size, request.cache_salt, usable
+            )
         if not self.caching or usable == 0 or request.reads_whole_prompt:
             return self._fork(request) or PrefixMatch(0, [[] for _ in self.groups])
-        extend_hashes(
-            request.block_hashes, request.token_ids, self.block_size, request.cache_salt, usable
-        )
         found = self._longest_cached(request.block_hashes[:usable])
         forked = self._fork(request)
         return forked if forked and forked.num_tokens > found.num_tokens else found

@@ -164,8 +164,8 @@ class Dynamic(Policy):
 
 
 def _rejoining(waiting: Sequence[Request], room: int) -> list[Request]:
-    """Waiting members of the running batch: preempted requests, and siblings of a running request,
-    since they need its prompt."""
+    """Waiting members of the running batch: preempted requests, and those that wait for a prefix
+    which one of the batch computes."""
     found: list[Request] = []
     for request in waiting[: max(0, room)]:
         if not rejoins(request):
@@ -178,7 +178,7 @@ def rejoins(request: Request) -> bool:
     """Return whether a waiting request belongs to the running batch."""
     leader = request.leader
     sibling = leader is not None and leader.status is RequestStatus.RUNNING
-    return sibling or request.status is RequestStatus.PREEMPTED
+    return sibling or request.awaits_prefix or request.status is RequestStatus.PREEMPTED
 
 
 def _first_batch(waiting: Sequence[Request], batch_size: int, max_tokens: int) -> list[Request]:

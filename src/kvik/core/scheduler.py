@@ -13,10 +13,11 @@ from bisect import insort
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 from kvik.core.config import CacheConfig, SchedulerConfig
 from kvik.core.fair_share import FairShare, FreeResources
-from kvik.core.kv_manager import KVCacheManager
+from kvik.core.kv_manager import KVCacheManager, PrefixMatch
 from kvik.core.plan import ModelRunnerOutput, NewRequest, SchedulerOutput
 from kvik.core.policy import make_policy, rejoins
 from kvik.core.queue import Deadlines, WaitingQueue
@@ -45,6 +46,8 @@ class Step:
         planned: when it was planned.
         num_tokens: of all rows, once the plan is complete.
         num_chunks: rows that are part of a prompt.
+        prefixes: hashes of the blocks of prompts that it fills.
+        num_waiters: requests that would have had a row, but for a prefix that is being computed.
         made_room: a request was preempted for another tenant before the step began.
         preempted: a request lost its blocks to a row of the step.
         short: the blocks do not suffice for all requests that would have had a row.
@@ -55,6 +58,8 @@ class Step:
     requests: list[Request] = field(default_factory=list)
     num_tokens: int = 0
     num_chunks: int = 0
+    prefixes: set[bytes] = field(default_factory=set)
+    num_waiters: int = 0
     made_room: bool = False
     preempted: bool = False
     short: bool = False
@@ -269,13 +274,26 @@ class Scheduler:
     ) -> int:
         """Chunks of running requests, and waiting requests with their first chunk. Returns what is
         left of the budget."""
+        behind: dict[str, int] = {}  # tokens for those behind one that waits, by tenant
         for request in self._prompt_order(step, prefilling, now):
             if request.status is RequestStatus.RUNNING:
                 budget -= self._schedule_prefill(request, step, budget)
             elif self._admits(step) and not self._must_wait(request):
                 if step.made_room and request.status is RequestStatus.PREEMPTED:
                     continue  # perhaps in this step, for another tenant
-                budget -= self._admit(request, step, budget, now)
+                match, tenant = self.kv.match(request), request.tenant
+                saved = self._worth_waiting_for(request, match, step)
+                if saved:
+                    request.awaits_prefix = True
+                    step.num_waiters += 1
+                    behind[tenant] = min(behind.get(tenant, saved), saved)
+                    continue
+                if tenant in behind and not self.policy.batches:
+                    missing = len(request.token_ids) - match.num_tokens
+                    if missing > min(behind[tenant], budget):
+                        continue
+                    behind[tenant] -= missing
+                budget -= self._admit(request, match, step, budget, now)
             if self.shares.contended:
                 self.shares.charge(request)
             if not budget:
@@ -332,7 +350,7 @@ class Scheduler:
 
     def _admits(self, step: Step) -> bool:
         """Return whether a waiting request may still get a row in this step."""
-        return bool(self._free_slots) and not (step.preempted or step.short)
+        return len(self._free_slots) > step.num_waiters and not (step.preempted or step.short)
 
     def _make_room(self, step: Step, now: float) -> int:
         """Before a step for which tenants compete, preempt for those below their share, as far as
@@ -368,6 +386,8 @@ class Scheduler:
             if not free.may_have(request):
                 break
             match = kv.match(request)
+            if self._worth_waiting_for(request, match, step):
+                continue
             known = len(request.token_ids)
             victims = free.take(request, 1, kv.demand(match, known, budget), match)
             if victims is None:
@@ -416,10 +436,11 @@ class Scheduler:
         self._add_chunk(step, request, chunk)
         return chunk
 
-    def _admit(self, request: Request, step: Step, budget: int, now: float) -> int:
+    def _admit(
+        self, request: Request, match: PrefixMatch, step: Step, budget: int, now: float
+    ) -> int:
         """Start a waiting request with its first chunk. Returns its tokens; 0 if blocks are short,
         and then the step admits no others, so that large requests are not overtaken for ever."""
-        match = self.kv.match(request)
         known = len(request.token_ids)
         chunk = self.policy.chunk(request, known - match.num_tokens, budget)
         # A request that cannot go on would only be preempted again: while others run, all its known
@@ -458,8 +479,39 @@ class Scheduler:
             return False
         return leader.status is RequestStatus.RUNNING
 
+    # Requests that arrive together share a prefix that none has computed yet: one computes it, and
+    # the others wait for its blocks, step by step. A wait may not cost more than it saves. It costs
+    # the steps until the request could start, which decode meanwhile, and it saves the tokens that
+    # they compute for it. Those behind a request that waits get no more tokens in its place than it
+    # saves, and only for whole prompts, whose rest would come before it in the next step.
+
+    def _worth_waiting_for(self, request: Request, match: PrefixMatch, step: Step) -> int:
+        """Return how many tokens of a prefix, being computed for others, a request should wait for;
+        0 if it should start."""
+        tokens = self._num_under_way(request, match, step)
+        rate = self.clock.prefill_tokens_per_second
+        if tokens and rate:
+            steps = len(self.in_flight) + 1
+            if tokens < rate * steps * self.clock.at_least(1 + len(self.running)):
+                return 0
+        return tokens
+
+    def _num_under_way(
+        self, request: Request, match: PrefixMatch, planned: Step | None = None
+    ) -> int:
+        """Return how many tokens after a match the steps without a result compute for others."""
+        if request.reads_whole_prompt:
+            return 0
+        steps = [step.prefixes for step in (*self.in_flight, planned) if step and step.prefixes]
+        first = match.num_tokens // self.kv.block_size
+        usable = (len(request.token_ids) - 1) // self.kv.block_size
+        missing = request.block_hashes[first:usable] if steps else []
+        computed = takewhile(lambda key: any(key in prefixes for prefixes in steps), missing)
+        return sum(1 for _ in computed) * self.kv.block_size
+
     def _start(self, request: Request, matched: int, now: float) -> None:
         self.waiting.remove(request)
+        request.awaits_prefix = False
         self.meter.start(request)
         request.status = RequestStatus.RUNNING
         request.slot = self._free_slots.pop()
@@ -473,7 +525,11 @@ class Scheduler:
         self.kv.use_pins(request, now)
 
     def _add_chunk(self, step: Step, request: Request, chunk: int) -> None:
+        first = request.num_computed_tokens // self.kv.block_size
         request.num_computed_tokens += chunk
+        if self.kv.caching:
+            full = request.num_computed_tokens // self.kv.block_size
+            step.prefixes.update(request.block_hashes[first:full])
         self.meter.chunk(request, chunk)
         request.last_step = step.plan.step
         known = len(request.token_ids) + request.num_pending_tokens
@@ -553,7 +609,8 @@ class Scheduler:
             return request.num_unscheduled_tokens
         if self._leader_is_busy(request):
             return 1  # it will share all the others
-        return len(request.token_ids) - self.kv.match(request).num_tokens
+        match = self.kv.match(request)
+        return len(request.token_ids) - match.num_tokens - self._num_under_way(request, match)
 
     # -- results ---------------------------------------------------------------------------------
 

@@ -236,6 +236,7 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     serial: int = -1  # order of arrival at the scheduler, breaks every tie
     slot: int = -1
+    awaits_prefix: bool = False  # it would run, but for a prefix that another request computes
     last_step: int = -1  # the newest step with a row of this request
     num_computed_tokens: int = 0  # K/V written, or promised by steps in flight
     num_written_tokens: int = 0  # K/V written by steps whose results are known here
