@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from ssl import SSLContext
 
 import msgspec
 from helpers.http_server import HttpServer, http_server
@@ -88,10 +90,13 @@ def edge_server(
     edge: AppConfig,
     calls: Calls | None = None,
     drain: Drain | None = None,
+    *,
+    listening: socket.socket | None = None,
+    tls: SSLContext | None = None,
 ) -> Iterator[HttpServer]:
     async def make() -> App:
         routes = table(Calls() if calls is None else calls)
         return App(routes, read_keys(keys), Drain() if drain is None else drain, edge)
 
-    with http_server(make) as running:
+    with http_server(make, listening=listening, tls=tls) as running:
         yield running

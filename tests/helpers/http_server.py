@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
+from ssl import SSLContext
 from typing import Any, Protocol, TypeVar
 
 import uvloop
@@ -48,6 +49,8 @@ def http_server(
     make: Callable[[], Awaitable[ASGIApp]],
     limits: ConnectionLimits = DEFAULT_LIMITS,
     close: Callable[[], Awaitable[None]] | None = None,
+    listening: socket.socket | None = None,
+    tls: SSLContext | None = None,
 ) -> Iterator[HttpServer]:
     """Serve an app until the block ends.
 
@@ -55,16 +58,18 @@ def http_server(
         make: makes the app, in the server's event loop.
         limits: of its connections.
         close: is called in the event loop after the last connection is closed.
+        listening: socket to listen on; None: a free port.
+        tls: serves HTTPS.
     """
-    listening = bind("127.0.0.1", 0)
+    listening = bind("127.0.0.1", 0) if listening is None else listening
     loop = uvloop.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="http-server", daemon=True)
     thread.start()
 
     async def start() -> Listener:
         app = await make()
-        headers = [app.origins.headers] if isinstance(app, App) else []
-        listener = Listener(app, listening, limits, *headers)
+        headers = app.origins.headers if isinstance(app, App) else lambda headers: {}
+        listener = Listener(app, listening, limits, headers, tls)
         await listener.start()
         return listener
 
@@ -76,7 +81,7 @@ def http_server(
     try:
         listener = asyncio.run_coroutine_threadsafe(start(), loop).result(60)
         try:
-            port = listener.port
+            port = 0 if listening.family == socket.AF_UNIX else listener.port
             yield HttpServer(f"http://127.0.0.1:{port}", port, listener, loop)
         finally:
             asyncio.run_coroutine_threadsafe(stop(listener), loop).result(30)

@@ -49,6 +49,11 @@ def server() -> Iterator[HttpServer]:
         yield running
 
 
+def test_it_says_where_a_proxy_publishes_the_server() -> None:
+    assert pages.document(TABLE, "/llm")["servers"] == [{"url": "/llm"}]
+    assert pages.document(TABLE)["servers"] == [{"url": "/"}]
+
+
 def test_it_says_what_the_decoder_enforces(server: HttpServer) -> None:
     reply = ask(server, "GET", "/openapi.json")
     assert reply.status == 200

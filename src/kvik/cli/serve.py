@@ -6,10 +6,13 @@ import argparse
 import gc
 import logging
 import socket
+import ssl
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from kvik.cli.flags import (
     Parser,
@@ -34,7 +37,7 @@ from kvik.server.admin import LOOPBACK, make_admin_app
 from kvik.server.app import all_routes, make_app
 from kvik.server.generation import Observer
 from kvik.server.metrics import RequestMetricsObserver
-from kvik.server.run import Port, Printer, bind, serve
+from kvik.server.run import Port, Printer, bind, bind_unix, serve, server_tls
 from kvik.server.server import assemble, model_names
 from kvik.server.texts import Texts
 from kvik.server.tracing import Tracing, otlp_exporter
@@ -98,6 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     config, server = read_configs(arguments)
     keys = read_keys(server.api_key, server.api_key_file)
+    tls = server_tls(server.ssl_certfile, server.ssl_keyfile)
     if server.admin_port is not None and not keys.has_admin:
         message = "needs a single API key, or one marked admin in api_key_file"
         raise ConfigError("admin_port", message)
@@ -106,16 +110,17 @@ def run(arguments: argparse.Namespace) -> int:
         level, line = server.log_level.upper(), "%(asctime)s %(levelname)s %(name)s: %(message)s"
         logging.basicConfig(level=level, format=line, stream=err)
         # A port that is taken is reported before a model is loaded.
-        sockets = [stack.enter_context(bind(server.host, server.port))]
+        listening = bind(server.host, server.port) if server.uds is None else bind_unix(server.uds)
+        sockets = [stack.enter_context(listening)]
         if server.admin_port is not None:
             sockets.append(stack.enter_context(bind(LOOPBACK, server.admin_port, "admin_port")))
-        if not keys.needed and not is_loopback(server.host):
+        if not keys.needed and server.uds is None and not is_loopback(server.host):
             what = "without an API key everybody who reaches %s may use the server (--api-key-file)"
-            log.warning(what, _url(server.host, sockets[0]))
+            log.warning(what, _url(server, sockets[0]))
         resolved = resolve_config(config)
         for line in _decisions(resolved):
             out.tell(visible(line))  # a path may hold anything
-        return uvloop.run(_serve(config, server, keys, resolved, sockets, out, err))
+        return uvloop.run(_serve(config, server, keys, resolved, sockets, tls, out, err))
 
 
 @contextmanager
@@ -158,6 +163,7 @@ async def _serve(
     keys: Keys,
     resolved: ResolvedConfig,
     sockets: list[socket.socket],
+    tls: ssl.SSLContext | None,
     out: Printer,
     err: Printer,
 ) -> int:
@@ -179,11 +185,11 @@ async def _serve(
         observers,
     )
     routes = all_routes(parts, requests, MachineMetrics(resolved))
-    ports = [Port(make_app(parts, routes), sockets[0])]
+    ports = [Port(make_app(parts, routes), sockets[0], tls)]
     if len(sockets) > 1:
         ports.append(Port(make_admin_app(parts), sockets[1]))
-        out.tell(f"admin routes on {_url(LOOPBACK, sockets[1])}")
-    url = _url(WILDCARDS.get(server.host, server.host), sockets[0])
+        out.tell(f"admin routes on http://{LOOPBACK}:{sockets[1].getsockname()[1]}")
+    url = _url(replace(server, host=WILDCARDS.get(server.host, server.host)), sockets[0])
     out.tell(f"{names[0]} on {url}/v1, playground on {url}/, loading ...")
     # What is loaded now stays: the collector need not stop all streams to look at it ever again.
     gc.collect()
@@ -195,6 +201,9 @@ def _decisions(resolved: ResolvedConfig) -> list[str]:
     return [f"{d.name:24}{d.value:12}{d.reason}" for d in resolved.decisions]
 
 
-def _url(host: str, listening: socket.socket) -> str:
-    name = f"[{host}]" if ":" in host else host
-    return f"http://{name}:{listening.getsockname()[1]}"
+def _url(server: ServerConfig, listening: socket.socket) -> str:
+    scheme = "http" if server.ssl_certfile is None else "https"
+    if server.uds is not None:
+        return f"{scheme}+unix://{quote(server.uds, safe='')}"
+    name = f"[{server.host}]" if ":" in server.host else server.host
+    return f"{scheme}://{name}:{listening.getsockname()[1]}"

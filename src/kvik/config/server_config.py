@@ -24,6 +24,7 @@ MAX_SECONDS = 86_400
 HOST_NAME = Text(
     "a name without a port, as gpu.example.org", r"\*|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+"
 )
+ROOT_PATH = Text("like /llm, without a slash at its end", r"(/[A-Za-z0-9._~-]+)*")
 ORIGIN = Text("as https://example.org", r"(\*|[A-Za-z][A-Za-z0-9+.-]*://[^/?#\s]+)/*")
 
 
@@ -48,6 +49,26 @@ class ServerConfig:
         "others are refused, but for addresses, localhost and the machine's name",
     )
     port: int = option(8000, PORT, "port to listen on; 0: a free one")
+    uds: str | None = option(
+        None,
+        Text("a path", r"[^\0]+"),
+        "path of a Unix socket to listen on in place of host and port; any Host is accepted there",
+    )
+    ssl_certfile: str | None = option(
+        None, Text(), "file with the certificate, then its chain (PEM), to serve HTTPS"
+    )
+    ssl_keyfile: str | None = option(
+        None,
+        Text(),
+        "file with the private key of the certificate (PEM, without a password); none: it is in "
+        "the file of the certificate",
+    )
+    root_path: str = option(
+        "",
+        ROOT_PATH,
+        "path prefix under which a reverse proxy publishes the server; requests may still have it "
+        "or not",
+    )
     api_key: tuple[str, ...] = option(
         (),
         TextList(),
@@ -124,3 +145,5 @@ def check_server_config(config: ServerConfig) -> None:
     normalised(config, ConfigError)
     if config.admin_port and config.admin_port == config.port:
         raise ConfigError("admin_port", "must not be the port of everybody else")
+    if config.ssl_keyfile is not None and config.ssl_certfile is None:
+        raise ConfigError("ssl_keyfile", "needs the certificate of the key: --ssl-certfile FILE")

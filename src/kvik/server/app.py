@@ -23,7 +23,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kvik.errors import KvikError, UnavailableError
 from kvik.server import anthropic, engine_view, health, native, pages
-from kvik.server.access import Caller, Hosts, Keys, Origins
+from kvik.server.access import ANY, Caller, Hosts, Keys, Origins
 from kvik.server.errors import HttpError, escaped, escaped_traceback, http_error, in_messages
 from kvik.server.metrics import Metrics, MoreMetrics, RequestMetricsObserver, no_more
 from kvik.server.openai import chat, completions, embeddings, invocations, models, tokenize
@@ -114,19 +114,25 @@ class AppConfig:
         allowed_host: host names to accept besides those that are always known.
         cors_origin: origins of the pages that may use it.
         admin: every route that is not open needs the key of an administrator.
+        root_path: prefix of all paths, which a reverse proxy may or may not have removed.
     """
 
     host: str = ""
     allowed_host: Sequence[str] = ()
     cors_origin: Sequence[str] = ()
     admin: bool = False
+    root_path: str = ""
     limits: BodyLimits = DEFAULT_LIMITS
 
 
 def make_app(server: Server, routes: Sequence[Route], limits: BodyLimits = DEFAULT_LIMITS) -> App:
     """Return the application on the main port."""
     config = server.config
-    app_config = AppConfig(config.host, config.allowed_host, config.cors_origin, limits=limits)
+    # No web page reaches a Unix socket by a name, and a proxy before it may pass on any.
+    allowed = config.allowed_host or ((ANY,) if config.uds is not None else ())
+    app_config = AppConfig(
+        config.host, allowed, config.cors_origin, root_path=config.root_path, limits=limits
+    )
     return App(routes, server.keys, server.drain, app_config)
 
 
@@ -142,6 +148,7 @@ class App:
         self._keys = keys
         self._drain = drain
         self._admin = config.admin
+        self._root_path = config.root_path
         self._hosts = Hosts(config.host, config.allowed_host, keyed=keys.needed)
         self._budget = BodyBudget(config.limits)
         self._reported_fields: set[str] = set()
@@ -151,6 +158,8 @@ class App:
             await send({"type": "websocket.close", "code": 1008})
             return
         assert scope["type"] == "http"
+        if scope["path"].startswith(f"{self._root_path}/"):
+            scope["path"] = scope["path"].removeprefix(self._root_path)
         context = RequestContext(secrets.token_hex(16), self._budget)
         scope[SCOPE_KEY] = context
         request = Request(scope, receive)
@@ -275,7 +284,7 @@ def all_routes(
         *health.routes(server),
         *pages.playground_routes(),
     ]
-    return [*table, *pages.document_routes(table)]
+    return [*table, *pages.document_routes(table, server.config.root_path)]
 
 
 def openai_routes(server: Server) -> list[Route]:

@@ -15,6 +15,7 @@ from starlette.datastructures import Headers
 from uvicorn._types import ASGISendEvent
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.utils import is_ssl
 from uvicorn.server import ServerState
 
 from kvik.server.errors import HttpError, http_error
@@ -122,9 +123,12 @@ class Connection(HttpToolsProtocol):
         """
         if self._lingering or self._in_body or not self._is_busy():
             return False
+        if is_ssl(self.transport):  # TLS ends both halves together
+            return False
         self.cycle.keep_alive = False
-        if sys.platform == "linux":  # other systems lack these or name them differently
-            line = self.transport.get_extra_info("socket")
+        line = self.transport.get_extra_info("socket")
+        # Other systems lack these options or name them differently; a Unix socket needs none.
+        if sys.platform == "linux" and line.family != socket.AF_UNIX:
             line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)

@@ -100,8 +100,12 @@ ERRORS = {
 }
 
 
-def document_routes(table: Sequence[Route]) -> list[Route]:
-    """Return the two routes that describe the table and themselves."""
+def document_routes(table: Sequence[Route], root_path: str = "") -> list[Route]:
+    """Return the two routes that describe the table and themselves.
+
+    Args:
+        root_path: prefix under which clients reach all paths.
+    """
     made: dict[str, bytes] = {}
 
     async def schema(request: Request) -> Response:
@@ -114,13 +118,13 @@ def document_routes(table: Sequence[Route]) -> list[Route]:
         Route("/openapi.json", schema, "GET", open=True, note="This API for programs."),
         Route("/docs", page, "GET", open=True, note="This API for people."),
     ]
-    described = document([*table, *own])
+    described = document([*table, *own], root_path)
     made["schema"] = json.dumps(described).encode()
     made["page"] = render(described).encode()
     return own
 
 
-def document(table: Iterable[Route]) -> dict[str, Any]:
+def document(table: Iterable[Route], root_path: str = "") -> dict[str, Any]:
     """Return an OpenAPI 3.1 document of the routes that have a note."""
     rows = [route for route in table if route.note]
     types = {kind for row in rows for kind in (row.body, row.answer) if kind is not None}
@@ -134,6 +138,7 @@ def document(table: Iterable[Route]) -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "kvik", "version": __version__},
+        "servers": [{"url": root_path or "/"}],
         "paths": paths,
         "components": {
             "schemas": components,

@@ -9,11 +9,14 @@ import resource
 import select
 import signal
 import socket
+import ssl
+import stat
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from starlette.types import ASGIApp
 from uvicorn.config import Config
@@ -61,8 +64,89 @@ def bind(host: str, port: int, field: str = "port") -> socket.socket:
     return listening
 
 
+@contextmanager
+def bind_unix(path: str) -> Iterator[socket.socket]:
+    """Listen on a Unix socket until the block ends, which removes its file. Who may connect is for
+    the umask and the folder to say. A socket file that no server listens on any more is replaced.
+
+    Raises:
+        ConfigError: the path cannot be used.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
+        try:
+            _remove_stale(path)
+            listening.bind(path)
+        except (OSError, ValueError) as error:
+            reason = error.strerror or error if isinstance(error, OSError) else error
+            raise ConfigError("uds", f"cannot listen on {path!r}: {reason}") from None
+        try:
+            listening.listen(BACKLOG)
+            listening.setblocking(False)
+            yield listening
+        finally:
+            Path(path).unlink(missing_ok=True)
+
+
+def _remove_stale(path: str) -> None:
+    """Remove a socket file that a server left behind; raises OSError if another server uses it."""
+    if not os.path.lexists(path) or not stat.S_ISSOCK(os.lstat(path).st_mode):
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+
+
+def server_tls(certfile: str | None, keyfile: str | None) -> ssl.SSLContext | None:
+    """Return what serves HTTPS with a certificate; None: there is none, so HTTP is served.
+
+    Args:
+        certfile: in PEM format, with the chain behind the certificate.
+        keyfile: its private key; None: in the same file.
+
+    Raises:
+        ConfigError: `ssl_certfile` or `ssl_keyfile` cannot be used.
+    """
+    if certfile is None:
+        return None
+    for field, file in (("ssl_certfile", certfile), ("ssl_keyfile", keyfile)):
+        if file is not None:
+            _check_readable(field, file)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.set_alpn_protocols(["http/1.1"])
+    key_field = "ssl_certfile" if keyfile is None else "ssl_keyfile"
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(certfile)
+    except ssl.SSLError:
+        raise ConfigError(
+            "ssl_certfile", f"{certfile!r} has no certificate in PEM format"
+        ) from None
+    try:
+        context.load_cert_chain(certfile, keyfile, password=lambda: "")
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            message = f"{keyfile or certfile!r} is not the key of the certificate in {certfile!r}"
+        else:
+            message = f"{keyfile or certfile!r} has no private key in PEM format without a password"
+        raise ConfigError(key_field, message) from None
+    return context
+
+
+def _check_readable(field: str, file: str) -> None:
+    try:
+        Path(file).read_bytes()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(field, f"{file!r} cannot be read: {reason}") from None
+
+
 class Listener:
-    """Accepts the connections of one socket, from `start` to `close`."""
+    """Accepts the connections of one socket, from `start` to `close`.
+
+    Args:
+        tls: serves HTTPS; None: HTTP.
+    """
 
     def __init__(
         self,
@@ -70,6 +154,7 @@ class Listener:
         listening: socket.socket,
         limits: ConnectionLimits = DEFAULT_LIMITS,
         error_headers: ErrorHeaders = lambda headers: {},
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._socket = listening
         self._shared = Connections(_affordable(limits), error_headers)
@@ -86,6 +171,8 @@ class Listener:
             date_header=False,
             timeout_keep_alive=limits.idle_seconds,  # type: ignore[arg-type]
         )
+        self._tls = tls
+        self._handshake_seconds = limits.head_seconds if tls is not None else None
         self._state = ServerState()
         self._server: asyncio.Server | None = None
 
@@ -100,10 +187,15 @@ class Listener:
 
     async def start(self) -> None:
         self._config.load()
-        self._server = await asyncio.get_running_loop().create_server(
+        loop = asyncio.get_running_loop()
+        is_unix = self._socket.family == socket.AF_UNIX
+        create = loop.create_unix_server if is_unix else loop.create_server
+        self._server = await create(
             lambda: Connection(self._config, self._state, self._shared),
             sock=self._socket,
             backlog=BACKLOG,
+            ssl=self._tls,
+            ssl_handshake_timeout=self._handshake_seconds,
         )
 
     async def close(self, grace: float = 0.0) -> None:
@@ -147,10 +239,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """An app and its listening socket."""
+    """An app and its listening socket, with HTTPS if it has `tls`."""
 
     app: App
     socket: socket.socket
+    tls: ssl.SSLContext | None = None
 
 
 async def serve(
@@ -172,7 +265,8 @@ async def serve(
     """
     stop = StopSignal()
     listeners = [
-        Listener(port.app, port.socket, limits, port.app.origins.headers) for port in ports
+        Listener(port.app, port.socket, limits, port.app.origins.headers, port.tls)
+        for port in ports
     ]
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
