@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -333,15 +332,13 @@ def test_ctrl_c_leaves_a_call_whose_step_hangs(llm, monkeypatch, default_sigint)
     assert llm.generate("One day", GREEDY)[0].text == expected.text
 
 
-def test_ctrl_c_while_a_batch_waits_for_company(default_sigint):
-    waits = {"policy": "dynamic", "max_wait": 60.0, "max_model_len": 64}
-    with LLM(dtype="float32", device="cpu", threads=1, **waits) as llm:
-        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-        started = time.monotonic()
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate([[5, 6]], GREEDY)
-        assert time.monotonic() - started < 30
+@pytest.mark.parametrize("policy", ["static", "dynamic"])
+def test_the_last_batch_of_a_call_waits_for_no_others(policy):
+    options = {"policy": policy, "batch_size": 2, "max_wait": 3000.0, "max_model_len": 64}
+    with LLM(dtype="float32", device="cpu", threads=1, **options) as llm:
+        outputs = llm.generate([[5, 6], [7], [8]], GREEDY, progress=False)
+        assert [output.outputs[0].finish_reason for output in outputs] == ["length"] * 3
+        assert "".join(delta.text for delta in llm.stream([7], GREEDY)) == outputs[1].text
 
 
 def test_unseeded_requests_differ_from_start_to_start_and_repeat_with_the_seed() -> None:

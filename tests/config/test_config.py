@@ -28,7 +28,7 @@ BAD: dict[str, list[Any]] = {
     "enable_prefix_caching": [None, 1, "yes"],
     "policy": ["random", "", None, "FCFS"],
     "batch_size": [0, None, 1 << 20, 2.0],
-    "max_wait": [-0.1, float("nan"), float("inf"), None, "soon", 1e6],
+    "max_wait": [-0.1, float("nan"), float("inf"), "soon", 1e6],
     "ageing": [0, -1, float("nan"), None],
     "max_queued_requests": [0, -1, None, 1.0],
     "max_queued_tokens": [0, None, 1 << 50],

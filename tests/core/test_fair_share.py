@@ -356,7 +356,7 @@ def test_the_next_batch_is_shared_and_nobody_joins_the_one_under_way(policy: str
 
 @pytest.mark.parametrize("policy", ["static", "dynamic"])
 def test_members_of_a_batch_that_had_to_wait_come_back_before_others(policy: str) -> None:
-    sim = Simulation(replace(WIDE, policy=policy, batch_size=3, num_blocks=17, max_wait=0.0))
+    sim = Simulation(replace(WIDE, policy=policy, batch_size=3, num_blocks=17, more_expected=False))
     long, other = (ask(sim, "a", 12, n) for n in (40, 2))
     short, member = (ask(sim, "b", 12, n) for n in (13, 30))
     while not member.num_preemptions:

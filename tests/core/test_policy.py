@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 from helpers.fake_worker import expected_output
@@ -31,7 +32,7 @@ def order_of_service(sim: Simulation) -> list[str]:
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_can_be_made(name: str) -> None:
     policy = make_policy(Setup(policy=name).scheduler, lambda request: 0)
-    assert policy.admissible([], 0, 0.0) == []
+    assert policy.admissible([], 0, 0.0, more=True) == []
 
 
 def test_an_unknown_policy_is_refused() -> None:
@@ -135,7 +136,7 @@ def running(sim: Simulation) -> list[Request]:
 
 
 def test_a_static_batch_takes_nobody_in() -> None:
-    sim = Simulation(Setup(policy="static", batch_size=2, max_num_seqs=4))
+    sim = Simulation(Setup(policy="static", batch_size=2, max_num_seqs=4, more_expected=False))
     short = sim.add([0], max_tokens=1, stop_ids=NO_STOP)[0]
     long = sim.add([1], max_tokens=5, stop_ids=NO_STOP)[0]
     third = sim.add([2], max_tokens=1)[0]
@@ -148,13 +149,44 @@ def test_a_static_batch_takes_nobody_in() -> None:
     assert third.first_scheduled is not None
 
 
+@pytest.mark.parametrize(
+    ("policy", "max_wait", "wakeup"),
+    [
+        ("static", None, 5.0),
+        ("static", 2.0, 2.0),
+        ("static", 0.0, inf),
+        ("dynamic", None, 0.05),
+        ("dynamic", 2.0, 2.0),
+    ],
+)
+def test_a_batch_waits_for_requests_that_may_come(
+    policy: str, max_wait: float | None, wakeup: float
+) -> None:
+    def setup() -> Simulation:
+        sim = Simulation(Setup(policy=policy, batch_size=2, max_wait=max_wait))
+        sim.add([0])
+        assert sim.scheduler.schedule(0.0) is None
+        assert sim.scheduler.wakeup(0.0) == wakeup
+        return sim
+
+    late = setup()
+    late.now = 1e6 if wakeup == inf else wakeup
+    assert (late.scheduler.schedule(late.now) is None) == (wakeup == inf)
+    full = setup()
+    full.add([1])
+    assert len(full.planned().slots) == 2
+    last = setup()
+    last.scheduler.more_expected = False
+    assert len(last.planned().slots) == 1
+
+
 def test_a_static_batch_is_cut_by_its_token_cap() -> None:
-    sim = Simulation(Setup(policy="static", batch_size=4, budget=16))
+    sim = Simulation(Setup(policy="static", batch_size=4, budget=16, more_expected=False))
     for i, length in enumerate((8, 8, 1)):
         sim.add([i] * length)
     sim.plan()
     assert len(running(sim)) == 2
-    big = Simulation(Setup(policy="static", batch_size=4, budget=16))
+    big = Simulation(Setup(policy="static", batch_size=4, budget=16, more_expected=False))
     big.add([0] * 40)  # at least one, in chunks
     big.plan()
     assert len(running(big)) == 1
@@ -241,7 +273,7 @@ def test_continuous_batching_takes_everybody_in() -> None:
 
 @pytest.mark.parametrize("policy", ["static", "dynamic"])
 def test_siblings_share_a_batch(policy: str) -> None:
-    sim = Simulation(Setup(policy=policy, batch_size=4, max_num_seqs=8, max_wait=0.0))
+    sim = Simulation(Setup(policy=policy, batch_size=4, max_num_seqs=8, more_expected=False))
     siblings = sim.add([0] * 6, n=4, max_tokens=6, stop_ids=frozenset())
     other = sim.add([1] * 6, max_tokens=6, stop_ids=frozenset())[0]
     sim.step()

@@ -123,6 +123,18 @@ def test_waiting_for_company_is_idle(make: Make) -> None:
     assert client.stats().time == LoopTime(executor=5.0, host=0.0, idle=3.0)
 
 
+def test_a_batch_that_waits_without_limit_does_not_spin(make: Make) -> None:
+    loop, clock = make(1, submit=0.0, compute=5.0, policy="static", batch_size=2, max_wait=0.0)
+    client = InprocClient(loop, clock.sleep)
+    client.add(EngineRequest("a", [1, 2], SamplingParams(max_tokens=1)))
+    assert client.poll(2.0) == [] and loop.idle_seconds() is None
+    assert client.stats().time == LoopTime(idle=2.0)
+    client.expect_more(False)
+    while client.has_requests:
+        client.poll(2.0)
+    assert client.stats().time == LoopTime(executor=5.0, idle=2.0)
+
+
 def test_reading_the_time_does_not_change_it(make: Make) -> None:
     loop, clock = make(1, submit=0.0, compute=5.0)
     ask(loop)

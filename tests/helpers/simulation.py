@@ -40,7 +40,8 @@ class Setup:
     depth: int = 1  # steps in flight
     caching: bool = True
     batch_size: int = 3
-    max_wait: float = 0.5
+    max_wait: float | None = 0.5
+    more_expected: bool = True  # what the frontend says: batches wait for requests to come
     ageing: float = 10.0
     max_queued_requests: int = 1000
     max_queued_tokens: int = 100_000
@@ -82,6 +83,7 @@ class Simulation:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.scheduler = Scheduler(setup.scheduler, setup.cache)
+        self.scheduler.more_expected = setup.more_expected
         self.worker = FakeWorker(setup.cache, self._salt_of)
         self.now = 0.0
         self.requests: dict[tuple[str, int], Request] = {}

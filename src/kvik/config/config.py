@@ -117,8 +117,11 @@ class EngineConfig:
     batch_size: int = option(
         8, Integer(1, 65_536), "requests per batch of the static and dynamic policies"
     )
-    max_wait: float = option(
-        0.05, Number(0, 3600), "seconds the dynamic policy waits for a batch to fill"
+    max_wait: float | None = option(
+        None,
+        Number(0, 3600),
+        "seconds that a batch of the static and dynamic policies waits to fill, if more requests "
+        "may come; unless said, static: 5, dynamic: 0.05; 0 with static: until it is full",
     )
     ageing: float = option(
         10.0,

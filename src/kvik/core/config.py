@@ -45,6 +45,7 @@ class SchedulerConfig:
     Attributes:
         num_lookahead_tokens: places in the KV cache that a decoding request gets beyond its step,
             if blocks are to spare.
+        max_wait: seconds for which a batch waits to fill; None: as the policy has it.
     """
 
     max_num_seqs: int
@@ -52,7 +53,7 @@ class SchedulerConfig:
     max_model_len: int
     policy: str = "fcfs"
     batch_size: int = 8
-    max_wait: float = 0.05
+    max_wait: float | None = None
     ageing: float = 10.0
     max_queued_requests: int = 4096
     max_queued_tokens: int = 4_194_304

@@ -12,6 +12,7 @@ requests are served in batches, fair shares decide which are in the next batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf
 
 from kvik.core.config import POLICIES, SchedulerConfig
 from kvik.core.types import Request, RequestStatus
@@ -50,14 +51,21 @@ class Policy:
         tenant: the one that loses least; the youngest of equals."""
         return min(reversed(running), key=lambda r: r.num_computed_tokens)
 
-    def admissible(self, waiting: list[Request], num_running: int, now: float) -> list[Request]:
-        """Return which of the waiting requests may start now. They are given in the order of
-        `order`, or of fair shares between tenants; those that belong to the running batch come
-        first."""
+    def admissible(
+        self, waiting: list[Request], num_running: int, now: float, *, more: bool
+    ) -> list[Request]:
+        """Return which of the waiting requests may start now.
+
+        Args:
+            waiting: in the order of `order`, or of fair shares between tenants; those that belong
+                to the running batch come first.
+            more: requests may still come.
+        """
         return waiting
 
     def wakeup(self, waiting: Sequence[Request], now: float) -> float | None:
-        """Return when to plan again if nothing is running and nothing was `admissible`."""
+        """Return when to plan again if nothing is running and nothing was `admissible`; infinity:
+        when another request comes."""
         return None
 
 
@@ -108,25 +116,15 @@ class LongestPrefixMatch(Policy):
         return sorted(waiting[: self.lookahead], key=key) + waiting[self.lookahead :]
 
 
-class Static(Policy):
-    """A batch starts when the one before it has ended; no request joins it."""
+class Batches(Policy):
+    """A batch starts when the one before it has ended; no request joins it.
 
-    batches = True
+    It waits until it is full, or its oldest request has waited `max_wait` seconds, or no more
+    requests are expected. It waits less if the queue is more than half full, and not at all if the
+    queue is full, when more requests would be refused anyway.
 
-    def __init__(self, batch_size: int, max_tokens: int) -> None:
-        self.batch_size = batch_size
-        self.max_tokens = max_tokens
-
-    def admissible(self, waiting: list[Request], num_running: int, now: float) -> list[Request]:
-        if num_running:
-            return _rejoining(waiting, self.batch_size - num_running)
-        return _first_batch(waiting, self.batch_size, self.max_tokens)
-
-
-class Dynamic(Policy):
-    """A static batch that waits for more requests: it starts when it is full or its oldest request
-    has waited `max_wait` seconds. It waits less if the queue is more than half full, and not at all
-    if the queue is full, when more requests would be refused anyway."""
+    Static batching waits long, dynamic batching a moment.
+    """
 
     batches = True
 
@@ -144,14 +142,16 @@ class Dynamic(Policy):
         self.max_queued_requests = max_queued_requests
         self.max_queued_tokens = max_queued_tokens
 
-    def admissible(self, waiting: list[Request], num_running: int, now: float) -> list[Request]:
+    def admissible(
+        self, waiting: list[Request], num_running: int, now: float, *, more: bool
+    ) -> list[Request]:
         if num_running:
             return _rejoining(waiting, self.batch_size - num_running)
         if not waiting:
             return []
         batch = _first_batch(waiting, self.batch_size, self.max_tokens)
         full = len(batch) == self.batch_size or len(batch) < len(waiting)
-        return batch if full or now >= self._due(waiting) else []
+        return batch if full or not more or now >= self._due(waiting) else []
 
     def wakeup(self, waiting: Sequence[Request], now: float) -> float | None:
         return self._due(waiting) if waiting else None
@@ -160,7 +160,7 @@ class Dynamic(Policy):
         tokens = sum(r.num_prompt_tokens for r in waiting)
         fill = max(len(waiting) / self.max_queued_requests, tokens / self.max_queued_tokens)
         patience = min(1.0, 2.0 * max(0.0, 1.0 - fill))
-        return min(r.arrival for r in waiting) + self.max_wait * patience
+        return min(r.arrival for r in waiting) + (self.max_wait * patience if patience else 0.0)
 
 
 def _rejoining(waiting: Sequence[Request], room: int) -> list[Request]:
@@ -193,6 +193,14 @@ def _first_batch(waiting: Sequence[Request], batch_size: int, max_tokens: int) -
     return found
 
 
+def batch_wait(config: SchedulerConfig) -> float:
+    """Return the seconds for which a batch waits to fill; infinity: as long as it takes."""
+    if config.policy == "static":
+        wait = 5.0 if config.max_wait is None else config.max_wait
+        return wait or inf
+    return 0.05 if config.max_wait is None else config.max_wait
+
+
 def make_policy(config: SchedulerConfig, matched: Callable[[Request], int]) -> Policy:
     """Make the policy named in the config. `matched`: number of a request's tokens in the cache."""
     batch_size = min(config.batch_size, config.max_num_seqs)
@@ -205,13 +213,11 @@ def make_policy(config: SchedulerConfig, matched: Callable[[Request], int]) -> P
             return ShortestPrefillFirst(config.ageing)
         case "longest-prefix-match":
             return LongestPrefixMatch(config.ageing, matched)
-        case "static":
-            return Static(batch_size, config.max_num_batched_tokens)
-        case "dynamic":
-            return Dynamic(
+        case "static" | "dynamic":
+            return Batches(
                 batch_size,
                 config.max_num_batched_tokens,
-                config.max_wait,
+                batch_wait(config),
                 config.max_queued_requests,
                 config.max_queued_tokens,
             )

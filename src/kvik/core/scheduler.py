@@ -114,6 +114,7 @@ class Scheduler:
         shares: the service of each tenant.
         clock: how long steps take.
         in_flight: planned steps without a result, oldest first.
+        more_expected: requests may still come, so that a batch may wait for them.
     """
 
     def __init__(self, config: SchedulerConfig, cache: CacheConfig) -> None:
@@ -129,6 +130,7 @@ class Scheduler:
         self.deadlines = Deadlines()
         self.meter = WorkMeter(cache.groups)
         self.in_flight: deque[Step] = deque()
+        self.more_expected = True
         self._num_added = 0
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._freed_slots: list[int] = []  # since the last plan; workers do not know of them yet
@@ -164,6 +166,8 @@ class Scheduler:
     def wakeup(self, now: float) -> float | None:
         """Return when `schedule` may have something to do although nothing happens until then."""
         times = [self.deadlines.next_look()]
+        if self.policy.batches and not self.running and not self.more_expected:
+            return now
         if not self.running:
             times.append(self.policy.wakeup(self.waiting.snapshot(), now))
         return min([at for at in times if at is not None], default=None)
@@ -344,7 +348,8 @@ class Scheduler:
             elif self.shares.contended:
                 waiting = list(self.shares.in_turn(lines, lambda r: r.num_prompt_tokens))
             lines = {}
-            for request in policy.admissible(waiting, len(self.running), now):
+            more = self.more_expected
+            for request in policy.admissible(waiting, len(self.running), now, more=more):
                 lines.setdefault(request.tenant, []).append(request)
         return {tenant: policy.candidates(line[:], now) for tenant, line in lines.items()}
 

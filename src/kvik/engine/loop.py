@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Protocol
 
 from kvik.config.config import ResolvedConfig
@@ -214,6 +215,8 @@ class EngineLoop:
             return 0.0 if self.core.has_requests else None
         now = self.clock()
         at = self.core.wakeup(now)
+        if at == inf:
+            return None
         return 0.0 if at is None else max(0.0, at - now)
 
     def _finish_oldest(self) -> list[RequestDelta]:
@@ -285,9 +288,16 @@ class InprocClient:
     ) -> None:
         self._loop.end(request_id, index, reason, error)
 
+    def expect_more(self, more: bool) -> None:
+        """Say whether requests may still come: batches wait for them to fill. They may, unless
+        said."""
+        self._loop.core.scheduler.more_expected = more
+
     def poll(self, timeout: float | None = None) -> list[RequestDelta]:
         """Return the deltas since the last call; waits up to `timeout` seconds for some."""
         idle = self._loop.idle_seconds()
+        if idle is None and self._loop.has_work:  # a batch waits for requests without a limit
+            idle = timeout
         if idle:  # the policy waits for more requests: do not spin
             self._sleep(idle if timeout is None else min(idle, timeout))
         return self._loop.step()

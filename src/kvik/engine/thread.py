@@ -228,6 +228,7 @@ class EngineThread:
         self._send()
         if not self._client.has_requests:
             return False
+        self._client.expect_more(any(call.unsent for call in self._calls))
         processed = self._processor.process(self._client.poll(_POLL_SECONDS))
         for request_id, index, reason, error in processed.to_end:
             self._client.end(request_id, index, reason, error)

@@ -10,6 +10,7 @@ from itertools import islice
 
 from kvik.cli.flags import engine_options
 from kvik.config.config import EngineConfig
+from kvik.core.policy import batch_wait
 from kvik.engine.loop import Engine
 from kvik.errors import ParamError
 from kvik.launch import reschedule, resolve_config
@@ -59,8 +60,8 @@ class Batching:
     what: str
 
 
-STATIC = Batching("static", "static", "a batch starts when the one before has ended altogether")
-DYNAMIC = Batching("dynamic", "dynamic", "likewise, and waits up to max_wait until it is full")
+STATIC = Batching("static", "static", "a batch starts when the one before has ended and it is full")
+DYNAMIC = Batching("dynamic", "dynamic", "likewise, but waits only a moment until it is full")
 CONTINUOUS = Batching("continuous", "fcfs", "a request starts in the step in which a place is free")
 BATCHINGS = (STATIC, DYNAMIC, CONTINUOUS)
 MEASURES = (REQUESTS, OUTPUT, WALL, *TTFTS, TPOT, *E2ES, STEPS)
@@ -121,7 +122,10 @@ def measure_batching(
             "requests": str(load.count),
             "arrivals": f"Poisson, {rate:,.3g} a second ({source})",
             "batch size": f"{scheduler.max_num_seqs} requests at a time at most, for all",
-            "max wait": f"{scheduler.max_wait:g} s (dynamic)",
+            "max wait": ", ".join(
+                f"{batching.name} {batch_wait(replace(scheduler, policy=batching.policy)):g} s"
+                for batching in (STATIC, DYNAMIC)
+            ),
             **{f"{batching.name} batching": batching.what for batching in BATCHINGS},
             "peak memory": f"{show_figure(peak_memory())} MiB",
         },

@@ -64,6 +64,7 @@ def run_jobs(engine: Engine, jobs: Sequence[BenchRequest]) -> LoadRun:
     load.start(started)
     while load.unfinished:
         load.send_due()
+        engine.client.expect_more(load.more_due)
         if engine.client.has_requests:
             load.take(engine.client.poll(min(PATIENCE, load.until_next_due())))
         else:
@@ -136,6 +137,10 @@ class _Load:
                 return
             self._unsent.popleft()
             self._text.add(request, None, streaming=False)
+
+    @property
+    def more_due(self) -> bool:
+        return bool(self._unsent)
 
     def until_next_due(self) -> float:
         if not self._unsent:
