@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from kvik import LLM, CapacityError, ConfigError, ModelError, ParamError, SamplingParams
+from kvik.config.config import EngineConfig
 from kvik.config.hardware import detect
+from kvik.launch import load_tokenizer, resolve_config
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
@@ -379,3 +381,38 @@ def test_an_engine_without_native_kernels_says_so(caplog, monkeypatch):
     caplog.clear()
     with LLM(device="cpu", threads=1, max_model_len=64, kernels="torch"):
         assert not caplog.records
+
+
+# Chat templates of the user's own
+
+
+def test_a_template_of_ones_own(tmp_path):
+    file = tmp_path / "mine.jinja"
+    file.write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<bot>")
+    options = {"device": "cpu", "threads": 1, "max_model_len": 64, "max_num_seqs": 1}
+    with LLM(chat_template=str(file), **options) as own:
+        assert own.render_chat([{"role": "user", "content": "Hi"}]) == "<user>Hi<bot>"
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("{% for m in messages %}", "chat_template: is not a valid template"),
+        (None, "chat_template: there is no file '"),
+        (b"\xff\xfe", "chat_template: .* must be UTF-8 text"),
+    ],
+)
+def test_a_template_is_checked_before_anything_is_loaded(tmp_path, text, part):
+    file = tmp_path / "mine.jinja"
+    if text is not None:
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    resolved = resolve_config(EngineConfig(device="cpu", chat_template=str(file)))
+    with pytest.raises((ConfigError, ModelError), match=part):
+        load_tokenizer(resolved)
+
+
+def test_a_template_may_refuse_a_conversation(tmp_path):
+    file = tmp_path / "mine.jinja"
+    file.write_text("{{ raise_exception('a system message comes first') }}")
+    resolved = resolve_config(EngineConfig(device="cpu", chat_template=str(file)))
+    assert load_tokenizer(resolved).chat_template == file.read_text()

@@ -28,10 +28,10 @@ from kvik.config.speculative import MODEL_METHODS, NO_SOURCE, DraftSource, Specu
 from kvik.core.config import CacheConfig, SchedulerConfig
 from kvik.engine.core import EngineCore
 from kvik.engine.loop import Engine, EngineLoop, InprocClient, Sleep
-from kvik.errors import ConfigError, ModelError
+from kvik.errors import ConfigError, ModelError, ParamError
 from kvik.model_files import model_files
 from kvik.models.model_spec import ModelSpec
-from kvik.text.tokenizer import Tokenizer
+from kvik.text.tokenizer import Tokenizer, read_template
 
 if TYPE_CHECKING:
     from kvik.engine.recorder import Event
@@ -122,9 +122,36 @@ def load_loop(resolved: ResolvedConfig, record: Path | None = None) -> EngineLoo
 
 
 def load_tokenizer(resolved: ResolvedConfig) -> Tokenizer | None:
-    """Load the tokenizer; None: the model has none."""
+    """Load the tokenizer, with the chat template that the options name; None: the model has none.
+
+    Raises:
+        KvikError: the tokenizer or the chat template cannot be used.
+    """
     files = model_files(Path(resolved.runner.model_path))
-    return files.tokenizer() if files.has_tokenizer() else None
+    file = resolved.chat_template
+    if not files.has_tokenizer():
+        if file is not None:
+            raise ConfigError("chat_template", "is of no use: this model has no tokenizer")
+        return None
+    tokenizer = files.tokenizer()
+    if file is not None:
+        tokenizer.chat_template = read_template(file)
+        _check_template(tokenizer)
+    return tokenizer
+
+
+def _check_template(tokenizer: Tokenizer) -> None:
+    """Raise `ModelError` if a chat template is no valid Jinja. A valid one may still refuse this
+    conversation."""
+    from kvik.text.chat_template import ChatTemplate  # needs msgspec, as chats alone do
+
+    template = ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
+    try:
+        template.render([{"role": "user", "content": "Hello"}])
+    except ParamError:
+        pass
+    finally:
+        template.close()
 
 
 def load_worker(resolved: ResolvedConfig, clock: Callable[[], float] = time.monotonic) -> Worker:
@@ -193,7 +220,7 @@ def _tell_what_matters(resolved: ResolvedConfig) -> None:
 def resolve_config(config: EngineConfig) -> ResolvedConfig:
     """Every decision with its reason, before anything is loaded."""
     check_config(config)  # before a model is downloaded in vain
-    path = find_model(config.model)
+    path = find_model(config.model, revision=config.revision)
     spec = model_files(path).spec()
     gpus = () if config.device == "cpu" else find_gpus()
     asked = requested_speculation(config)

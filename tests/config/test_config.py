@@ -27,6 +27,8 @@ BAD: dict[str, list[Any]] = {
     "kv_cache_dtype_skip_layers": [None, 3, [0], "0", (-1,), (1.0,), (True,), (1 << 20,)],
     "enable_prefix_caching": [None, 1, "yes"],
     "policy": ["random", "", None, "FCFS"],
+    "revision": ["", 3],
+    "chat_template": ["", 3],
     "batch_size": [0, None, 1 << 20, 2.0],
     "max_wait": [-0.1, float("nan"), float("inf"), "soon", 1e6],
     "ageing": [0, -1, float("nan"), None],

@@ -13,8 +13,10 @@ import pytest
 from huggingface_hub import constants, errors
 
 from kvik.config.model_source import BUNDLED, find_config, find_model
-from kvik.errors import ModelError
+from kvik.errors import ConfigError, ModelError
 from kvik.files import is_gguf
+
+Answers = dict[str, Any]
 
 
 @pytest.fixture
@@ -56,6 +58,20 @@ def test_a_description_needs_no_weights(hub: list[Any]) -> None:
     (call,) = hub
     assert "*.json" in call["allow_patterns"]
     assert "*.safetensors" not in call["allow_patterns"]
+
+
+def test_a_revision_is_for_the_hub(hub: list[Any], tmp_path: Path) -> None:
+    find_model("owner/model", revision="v1.0")
+    assert hub[0]["revision"] == "v1.0"
+    for here in (str(tmp_path), ""):
+        with pytest.raises(ConfigError, match="^revision: is for models of the hub"):
+            find_model(here, revision="v1.0")
+
+
+def test_a_revision_that_the_hub_does_not_have(answers: Answers) -> None:
+    answers |= {"status": 404, "error": {"X-Error-Code": "RevisionNotFound"}}
+    with pytest.raises(ConfigError, match="^revision: 'v9' is no branch, tag or commit of owner/m"):
+        find_model("owner/model", revision="v9")
 
 
 @pytest.mark.parametrize(
@@ -126,9 +142,6 @@ def test_what_the_cache_holds_is_not_told_as_a_download(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: "/cache/model")
     find_model("owner/model")
     assert capsys.readouterr().err == ""
-
-
-Answers = dict[str, Any]
 
 
 @pytest.fixture

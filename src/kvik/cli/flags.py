@@ -45,17 +45,25 @@ class Parser(argparse.ArgumentParser):
         raise KvikError("arguments", message)
 
 
-def add_engine_flags(parser: argparse.ArgumentParser, only: Collection[str] | None = None) -> None:
+def add_engine_flags(
+    parser: argparse.ArgumentParser,
+    only: Collection[str] | None = None,
+    *,
+    left_out: Collection[str] = (),
+) -> None:
     """Add the flags of `EngineConfig`.
 
     Args:
         only: fields that apply to this verb; None: all.
+        left_out: fields that do not.
     """
     group = parser.add_argument_group("engine options")
     for option in options_of(EngineConfig):
         if option.name == "seed" and only is not None and option.name in only:
             _add(group, option, ENGINE_SEED)
-        elif option.name not in NOT_ENGINE_FLAGS and (only is None or option.name in only):
+        elif option.name in NOT_ENGINE_FLAGS or option.name in left_out:
+            continue
+        elif only is None or option.name in only:
             _add(group, option)
 
 

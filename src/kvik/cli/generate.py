@@ -45,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--echo", action="store_true", help="print the prompt before the text")
     parser.add_argument("--verbose", action="store_true", help="print each decision and its reason")
     add_sampling_flags(parser)
-    add_engine_flags(parser)
+    add_engine_flags(parser, left_out=["chat_template"])
     return parser
 
 

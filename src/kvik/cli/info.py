@@ -27,13 +27,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_model(parser, "a folder, GGUF file or hub id")
     parser.add_argument("--json", action="store_true", help="one JSON object in place of text")
-    add_engine_flags(parser)
+    add_engine_flags(parser, left_out=["chat_template"])
     return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
     config = EngineConfig(**engine_options(arguments, arguments.model))
-    path = find_model(config.model, weights=False)
+    path = find_model(config.model, weights=False, revision=config.revision)
     spec = model_files(path).spec()
     gpus = () if config.device == "cpu" else find_gpus()
     resolved, refusal = None, ""

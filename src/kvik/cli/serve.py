@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 
 # The rest of them can be set in the environment and in the file.
 ENGINE_FLAGS = (
+    "revision",
+    "chat_template",
     "dtype",
     "quantization",
     "device",

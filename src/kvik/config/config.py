@@ -44,6 +44,16 @@ class EngineConfig:
         Text("a folder or a hub id"),
         'folder in Hugging Face format, GGUF file, hub id, or "" for the bundled model',
     )
+    revision: str | None = option(
+        None,
+        Text("a branch, tag or commit", r"[^\0]+"),
+        "branch, tag or commit of a model of the hub; none: its main branch",
+    )
+    chat_template: str | None = option(
+        None,
+        Text("a file", r"[^\0]+"),
+        "Jinja file with the chat template, in place of the model's own",
+    )
     dtype: str = option(
         "auto",
         OneOf(("auto", "float32", "bfloat16", "float16")),
@@ -266,6 +276,7 @@ class ResolvedConfig:
     seed: int
     decisions: tuple[Decision, ...]
     speculation: ResolvedSpeculation | None = None  # None: off
+    chat_template: str | None = None  # a file; None: the model's own
 
 
 ASKED = "as asked"

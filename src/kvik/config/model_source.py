@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvik.errors import ModelError, shown
+from kvik.errors import ConfigError, ModelError, shown
 from kvik.files import GGUF, is_gguf
 
 BUNDLED = Path(__file__).parents[1] / "bundled" / "stories"
@@ -36,19 +36,24 @@ def names_model(word: str) -> bool:
     return "/" in word or word.startswith("~") or word.lower().endswith(FILES)
 
 
-def find_model(model: str, *, weights: bool = True) -> Path:
+def find_model(model: str, *, weights: bool = True, revision: str | None = None) -> Path:
     """Return the folder of a model, or its GGUF file, which a folder without config.json may hold;
     a hub id is downloaded into the hub's own cache first.
 
     Args:
         weights: False leaves them on the hub: the description is wanted alone.
+        revision: branch, tag or commit on the hub.
 
     Raises:
         ModelError: there is no such folder or file, or the hub does not give it.
+        ConfigError: a revision of what is not on the hub.
     """
+    path = os.path.expanduser(model)  # os.path: a name that cannot be a path is no error there
+    if revision is not None and (not model or os.path.exists(path)):
+        what = f"{shown(model)} is a file or folder here" if model else "the bundled model has none"
+        raise ConfigError("revision", f"is for models of the hub; {what}")
     if not model:
         return BUNDLED
-    path = os.path.expanduser(model)  # os.path: a name that cannot be a path is no error there
     if os.path.isdir(path):
         return _in_folder(Path(path).resolve())
     if os.path.exists(path):
@@ -56,7 +61,7 @@ def find_model(model: str, *, weights: bool = True) -> Path:
             return Path(path).absolute()  # not resolved: a link keeps its name
         what = f"must be a folder, a {GGUF} file or a hub id; {shown(model)} is another file"
         raise ModelError("model", what)
-    return _download(model, DESCRIPTION + (WEIGHTS if weights else ()))
+    return _download(model, DESCRIPTION + (WEIGHTS if weights else ()), revision)
 
 
 def _in_folder(folder: Path) -> Path:
@@ -85,7 +90,7 @@ def find_config(model: str) -> Path:
     return _download(model, (CONFIG,)) / CONFIG
 
 
-def _download(hub_id: str, files: tuple[str, ...]) -> Path:
+def _download(hub_id: str, files: tuple[str, ...], revision: str | None = None) -> Path:
     if hub_id.lower().endswith(FILES):
         raise ModelError("model", f"there is no file {shown(hub_id)}")
     if not HUB_ID.fullmatch(hub_id):
@@ -104,6 +109,7 @@ def _download(hub_id: str, files: tuple[str, ...]) -> Path:
     take = partial(
         huggingface_hub.snapshot_download,
         hub_id,
+        revision=revision,
         allow_patterns=list(files),
         ignore_patterns=list(IGNORED),
     )
@@ -116,6 +122,10 @@ def _download(hub_id: str, files: tuple[str, ...]) -> Path:
     except errors.HFValidationError:
         reason = "is neither a folder here nor a valid hub id"
     except (OSError, http_error) as error:
+        cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) else error
+        if revision is not None and isinstance(cause, errors.RevisionNotFoundError):
+            message = f"{shown(revision)} is no branch, tag or commit of {hub_id}"
+            raise ConfigError("revision", message) from None
         reason = _hub_reason(error)
     raise ModelError("model", f"{shown(hub_id)} {reason}")
 

@@ -100,6 +100,7 @@ def resolve(
         seed=seed,
         decisions=tuple(notes.decisions),
         speculation=speculation,
+        chat_template=config.chat_template,
     )
 
 

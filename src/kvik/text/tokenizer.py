@@ -14,7 +14,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as Library
 
 from kvik.core.sampling_params import WORDS, SamplingParams, Words
-from kvik.errors import ModelError, ParamError
+from kvik.errors import ConfigError, ModelError, ParamError, shown
 from kvik.files import regular
 from kvik.text.detokenizer import (
     MAX_REASON,
@@ -204,10 +204,7 @@ def _find_template(folder: Path, config: Mapping[str, object]) -> str | None:
     """Return the chat template: a file of its own, or a field of tokenizer_config.json."""
     path = folder / "chat_template.jinja"
     if path.exists():
-        try:
-            return _read(path, MAX_TEMPLATE_BYTES).decode()
-        except UnicodeDecodeError:
-            raise ModelError(path.name, "must be UTF-8 text") from None
+        return _read_text(path, MAX_TEMPLATE_BYTES)
     value = _read_json(folder / "chat_template.json").get("chat_template")
     if value is None:
         value = config.get("chat_template")
@@ -219,6 +216,28 @@ def _find_template(folder: Path, config: Mapping[str, object]) -> str | None:
     if value is not None and not isinstance(value, str):
         raise ModelError("chat_template", "must be a string or a list of named templates")
     return value
+
+
+def read_template(file: str) -> str:
+    """Return the chat template of a file.
+
+    Raises:
+        ConfigError: it cannot be read, or is no text.
+    """
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise ConfigError("chat_template", f"there is no file {shown(file)}")
+    try:
+        return _read_text(path, MAX_TEMPLATE_BYTES)
+    except ModelError as error:
+        raise ConfigError("chat_template", f"{shown(file)} {error.message}") from None
+
+
+def _read_text(path: Path, most: int) -> str:
+    try:
+        return _read(path, most).decode()
+    except UnicodeDecodeError:
+        raise ModelError(path.name, "must be UTF-8 text") from None
 
 
 def _brief(error: Exception) -> str:

@@ -26,7 +26,7 @@ def engine_parser(verb: str, description: str, repeats: int) -> Parser:
     add_model(parser)
     add_run_flags(parser, repeats)
     add_output_flags(parser)
-    add_engine_flags(parser)
+    add_engine_flags(parser, left_out=["chat_template"])
     return parser
 
 
