@@ -11,7 +11,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvik.core.sampling_params import MAX_INT32, SamplingParams
+from kvik.core.sampling_params import SamplingParams
 from kvik.engine.output import RequestOutput, TextDelta
 from kvik.server.generation import Generation, GenerationRequest
 from kvik.server.openai.answers import Speculation, speculation_of
@@ -51,7 +51,7 @@ class GenerateRequest(_PARAMETERS, Struct, kw_only=True):  # type: ignore[misc]
 
     prompt: Annotated[str | list[int], Meta(description="a text, or token ids")]
     stream: bool = False
-    max_tokens: Annotated[int, Meta(ge=1, le=MAX_INT32)] | None = None
+    max_tokens: Limit | None = None
     n_predict: Limit | None = None  # another name of it
     priority: Priority = 0
     cache_salt: CacheSalt = ""

@@ -154,6 +154,8 @@ MAX_BYTES_PER_TOKEN = 128
 # Usual text has 3 to 5 bytes a token. Of a text with more than this for each token of the context,
 # the beginning is tokenised first.
 PROBE_BYTES_PER_TOKEN = 8
+# Where a text is cut, its first tokens may differ from those of the whole text.
+CUT_TOKENS = 64
 MAX_WAITING_CHARS = 128 << 20  # of all texts that wait for a thread or a template
 MAX_TENANT_CHARS = 64 << 20  # of those of one tenant
 
@@ -189,8 +191,13 @@ class Texts:
         other._tenant = tenant
         return other
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    async def encode(
+        self, text: str, add_special_tokens: bool = True, most: int | None = None
+    ) -> list[int]:
         """Return the token ids of a prompt.
+
+        Args:
+            most: tokens to keep, from the end; None: all, and they must fit into the context.
 
         Raises:
             ParamError: `text` has certainly more tokens than the context, or there is no tokenizer.
@@ -198,12 +205,31 @@ class Texts:
         """
         tokenizer = self._known("prompt")
         if len(text) <= INLINE_CHARS:
-            return tokenizer.encode(text, add_special_tokens)
+            ids = tokenizer.encode(text, add_special_tokens)
+            return ids if most is None else ids[-most:]
+        if most is not None:
+            return await self._encode_end(tokenizer, text, add_special_tokens, most)
         if len(text) > self.max_model_len * MAX_BYTES_PER_TOKEN:
             raise self._too_long(len(text) // MAX_BYTES_PER_TOKEN)
         with self._quota.reserve(self._tenant, len(text)):
             async with self._places.acquire(self._tenant):
                 return await self._encode(tokenizer, text, add_special_tokens)
+
+    async def _encode_end(
+        self, tokenizer: Tokenizer, text: str, add_special_tokens: bool, most: int
+    ) -> list[int]:
+        """Return the last token ids of a text, of which no more is tokenised than they may need."""
+        loop = asyncio.get_running_loop()
+        with self._quota.reserve(self._tenant, len(text)):
+            async with self._places.acquire(self._tenant):
+                for bytes_per_token in (PROBE_BYTES_PER_TOKEN, MAX_BYTES_PER_TOKEN):
+                    end = text[-(most + CUT_TOKENS) * bytes_per_token :]
+                    ids = await loop.run_in_executor(
+                        self._threads, tokenizer.encode, end, add_special_tokens
+                    )
+                    if len(end) == len(text) or len(ids) >= most + CUT_TOKENS:
+                        break
+        return ids[-most:]
 
     async def _encode(self, tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
         loop = asyncio.get_running_loop()

@@ -337,10 +337,8 @@ OTHERS: dict[str, tuple[Any, list[Any]]] = {
     "max_new_tokens": (5, [None]),
     "min_new_tokens": (5, [0]),
     "stop_regex": ("a+", [""]),
-    "truncate_prompt_tokens": (5, [None]),
     "logits_processors": (["os.system"], [[]]),
     "n_probs": (3, [0]),
-    "return_token_ids": (True, [False]),
 }
 
 
@@ -363,6 +361,8 @@ def test_fields_of_other_engines_are_refused_by_name(locked: Site, path: str) ->
     [
         ("/v1/generate", "typical_p", 0.5, 1),
         ("/v1/generate", "n", 2, 1),
+        ("/v1/generate", "truncate_prompt_tokens", 5, None),
+        ("/v1/messages", "return_token_ids", True, False),
         ("/v1/generate", "logit_bias", {"5": 1}, None),
         ("/v1/generate", "max_completion_tokens", 5, None),
         ("/v1/generate", "stop_sequences", ["a"], []),
@@ -457,7 +457,7 @@ def test_one_path_for_all_must_know_what_is_meant(locked: Site, body: dict[str, 
         ({"messages": [said("Hi")], "temperature": -1}, "temperature"),
         ({"prompt": "Hi", "n": 10**9}, "n"),
         ({"input": ""}, "input"),
-        ({"input": "Hi", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ({"input": "Hi", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ],
 )
 def test_it_refuses_what_they_refuse(locked: Site, body: dict[str, Any], param: str) -> None:

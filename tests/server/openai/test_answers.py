@@ -93,7 +93,7 @@ MESSAGES = [{"role": "user", "content": "Hi"}]
 
 def chat(**fields: Any) -> ChatFormat:
     body = msgspec.convert({"messages": MESSAGES, "stream": True, **fields}, ChatRequest)
-    return ChatFormat(HEADING, body, NAMES, 7)
+    return ChatFormat(HEADING, body, NAMES, [0] * 7)
 
 
 def completion(**fields: Any) -> CompletionFormat:
@@ -216,13 +216,16 @@ def test_tokens_have_numbers_where_there_is_no_tokenizer() -> None:
         ([1, 2], [[1, 2]]),
         ([[1], [2, 3]], [[1], [2, 3]]),
         (["a", "b"], ["a", "b"]),
+        (["a", [1]], ["a", [1]]),
     ],
 )
 def test_prompts_of_every_shape(given: Any, prompts: list[Any]) -> None:
     assert list(split_prompts("prompt", given).values()) == prompts
 
 
-@pytest.mark.parametrize("given", ["", [], [""], [[]], ["a", ""], [[1], []], [1, "a"], ["a", [1]]])
+@pytest.mark.parametrize(
+    "given", ["", [], [""], [[]], ["a", ""], [[1], []], [1, "a"], ["a", 1], [[1], 1]]
+)
 def test_no_prompt_is_empty_or_of_another_kind(given: Any) -> None:
     with pytest.raises(ValueError, match="input"):
         split_prompts("input", given)

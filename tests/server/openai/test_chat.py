@@ -10,7 +10,7 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from helpers.story_site import Site
+from helpers.story_site import MAX_MODEL_LEN, Site
 
 from kvik.llm import LLM
 
@@ -269,3 +269,45 @@ def test_what_changes_nothing_is_taken(http: httpx2.Client) -> None:
     answer = http.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
     assert answer.headers["x-kvik-ignored-fields"] == "no_such_field"
+
+
+# Fields of vLLM and llama.cpp
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_are_returned(http: httpx2.Client, llm: LLM, stream: bool) -> None:
+    body = {"messages": TALK, "n": 2, "seed": 1, "max_tokens": 6, "return_token_ids": True}
+    reply = http.post("/v1/chat/completions", json={**body, "stream": stream})
+    prompt = llm.tokenizer.encode(llm.render_chat(TALK), add_special_tokens=False)
+    if not stream:
+        answer = reply.json()
+        assert answer["prompt_token_ids"] == prompt
+        for choice in answer["choices"]:
+            assert llm.tokenizer.decode(choice["token_ids"]) == choice["message"]["content"]
+        return
+    chunks = [json.loads(line[6:]) for line in reply.text.splitlines() if line[:7] == "data: {"]
+    assert chunks[0]["prompt_token_ids"] == prompt
+    ids: list[list[int]] = [[], []]
+    texts = ["", ""]
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            texts[choice["index"]] += choice["delta"].get("content", "")
+            ids[choice["index"]] += choice.get("token_ids", [])
+    assert [llm.tokenizer.decode(one) for one in ids] == texts
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "n_predict"])
+def test_minus_one_is_to_the_end_of_the_context(http: httpx2.Client, name: str) -> None:
+    body = {"messages": TALK, name: -1, "ignore_eos": True}
+    usage = http.post("/v1/chat/completions", json=body).json()["usage"]
+    assert usage["total_tokens"] == MAX_MODEL_LEN
+
+
+def test_the_end_of_a_conversation_is_kept(http: httpx2.Client, llm: LLM) -> None:
+    talk = [{"role": "user", "content": "word " * 1000 + "Tell me of a dog."}]
+    prompt = llm.tokenizer.encode(llm.render_chat(talk), add_special_tokens=False)
+    body = {"messages": talk, "max_tokens": 6, "return_token_ids": True}
+    for asked, kept in ((9, 9), (-1, MAX_MODEL_LEN - 6)):
+        body["truncate_prompt_tokens"] = asked
+        answer = http.post("/v1/chat/completions", json=body).json()
+        assert answer["prompt_token_ids"] == prompt[-kept:]

@@ -10,7 +10,7 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from helpers.story_site import Site
+from helpers.story_site import MAX_MODEL_LEN, Site
 
 from kvik.engine import wire
 from kvik.llm import LLM
@@ -248,3 +248,70 @@ def test_an_echo_shows_special_tokens_if_they_are_wanted(http: httpx2.Client) ->
     without = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
     shown = http.post("/v1/completions", json={**body, "skip_special_tokens": False}).json()
     assert shown["choices"][0]["text"] == f"<|user|>{without}<|end|>"
+
+
+# Fields of vLLM and llama.cpp
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_are_returned(http: httpx2.Client, llm: LLM, stream: bool) -> None:
+    body = {"prompt": [TEXT, "The cat"], "n": 2, "seed": 1, "max_tokens": 6, "stream": stream}
+    reply = http.post("/v1/completions", json={**body, "return_token_ids": True})
+    prompts = [llm.tokenizer.encode(TEXT)] * 2 + [llm.tokenizer.encode("The cat")] * 2
+    if not stream:
+        choices = reply.json()["choices"]
+        assert [choice["prompt_token_ids"] for choice in choices] == prompts
+        for choice in choices:
+            assert llm.tokenizer.decode(choice["token_ids"]) == choice["text"]
+        return
+    ids: list[list[int]] = [[], [], [], []]
+    texts: list[str] = [""] * 4
+    of_prompt: list[list[int]] = [[]] * 4
+    for line in reply.text.splitlines():
+        if line.startswith("data: {"):
+            for choice in json.loads(line[6:])["choices"]:
+                texts[choice["index"]] += choice["text"]
+                ids[choice["index"]] += choice.get("token_ids", [])
+                if "prompt_token_ids" in choice:
+                    of_prompt[choice["index"]] = choice["prompt_token_ids"]
+    assert of_prompt == prompts
+    assert [llm.tokenizer.decode(one) for one in ids] == texts
+
+
+def test_token_ids_are_left_out_otherwise(http: httpx2.Client) -> None:
+    text = http.post("/v1/completions", json={"prompt": TEXT, "max_tokens": 2}).text
+    assert "token_ids" not in text
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_the_end_of_a_prompt_is_kept(http: httpx2.Client, llm: LLM, as_ids: bool) -> None:
+    ids = llm.tokenizer.encode("word " * 5000 + TEXT)
+    prompt = ids if as_ids else "word " * 5000 + TEXT
+    body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "return_token_ids": True}
+    for asked, kept in ((3, 3), (-1, MAX_MODEL_LEN - 4)):
+        reply = http.post("/v1/completions", json={**body, "truncate_prompt_tokens": asked}).json()
+        (choice,) = reply["choices"]
+        assert choice["prompt_token_ids"] == ids[-kept:]
+        assert reply["usage"]["prompt_tokens"] == kept
+        same = http.post("/v1/completions", json={**body, "prompt": ids[-kept:]}).json()
+        assert same["choices"][0]["text"] == choice["text"]
+    body = {**body, "truncate_prompt_tokens": 3, "echo": True}
+    (choice,) = http.post("/v1/completions", json=body).json()["choices"]
+    assert choice["text"].startswith(llm.tokenizer.decode(ids[-3:]))
+    short = {**body, "prompt": TEXT, "truncate_prompt_tokens": 100}
+    (choice,) = http.post("/v1/completions", json=short).json()["choices"]
+    assert choice["text"].startswith(TEXT)
+
+
+def test_minus_one_is_to_the_end_of_the_context(complete: Any) -> None:
+    answer = complete(max_tokens=-1, extra_body={"ignore_eos": True})
+    assert answer.usage.total_tokens == MAX_MODEL_LEN
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_texts_and_ids_in_one_request(complete: Any, llm: LLM) -> None:
+    asked: Any = {"temperature": 0, "max_tokens": 6}
+    ids = llm.tokenizer.encode("The cat")
+    mixed = complete(prompt=[TEXT, ids], **asked).choices
+    alone = [complete(prompt=one, **asked).choices[0].text for one in (TEXT, "The cat")]
+    assert [choice.text for choice in mixed] == alone

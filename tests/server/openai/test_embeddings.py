@@ -7,6 +7,7 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+from helpers.story_site import MAX_MODEL_LEN
 
 from kvik.llm import LLM
 
@@ -43,6 +44,17 @@ def test_token_ids(client: openai.OpenAI, llm: LLM) -> None:
     assert one[0].embedding == pytest.approx(many[0].embedding, abs=1e-5)
 
 
+def test_the_end_of_an_input_is_kept(http: httpx2.Client, llm: LLM) -> None:
+    ids = llm.tokenizer.encode("word " * 1000)
+    for asked, kept in ((5, 5), (-1, MAX_MODEL_LEN)):
+        body = {"input": ["word " * 1000], "truncate_prompt_tokens": asked}
+        cut = http.post("/v1/embeddings", json=body).json()
+        assert cut["usage"]["prompt_tokens"] == kept
+        same = http.post("/v1/embeddings", json={"input": ids[-kept:]}).json()
+        expected = same["data"][0]["embedding"]
+        assert cut["data"][0]["embedding"] == pytest.approx(expected, abs=1e-5)
+
+
 def test_dimensions_are_the_models(client: openai.OpenAI) -> None:
     whole = client.embeddings.create(model=MODEL, input="a").data[0].embedding
     same = client.embeddings.create(model=MODEL, input="a", dimensions=len(whole))
@@ -58,9 +70,9 @@ def test_dimensions_are_the_models(client: openai.OpenAI) -> None:
         ("", "input", "must not be empty"),
         (["a", "", "b"], "input[1]", "must not be empty"),
         ([[1], [1], []], "input[2]", "must not be empty"),
-        (["a", [1]], "input[1]", "must be a text"),
+        (["a", 1], "input[1]", "must be a text or a list of token ids"),
         ([1, "a"], "input[1]", "must be a token id"),
-        ([[1], 5], "input[1]", "must be a list of token ids"),
+        ([[1], 5], "input[1]", "must be a text or a list of token ids"),
         ([2048], "input", "0..2047"),
         ([[1], [2, 2048]], "input[1]", "0..2047"),
         ([[1], [-1]], "input[1][0]", ">= 0"),

@@ -26,14 +26,15 @@ from kvik.server.openai.answers import (
     usage_of,
 )
 from kvik.server.openai.requests import (
-    Count,
     GenerationFields,
+    Limit,
     Logprobs,
     asked_tokens,
     check_logprobs,
     check_output_fits,
     check_stream,
     generation_request,
+    kept_tokens,
     limit_of,
     sampling_changes,
 )
@@ -84,7 +85,7 @@ class ChatRequest(GenerationFields, kw_only=True):
     """A conversation to answer."""
 
     messages: Messages
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: Limit | None = None
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
     add_generation_prompt: bool | None = None
@@ -134,6 +135,7 @@ class ChatChoice(Struct):
     logprobs: ChatLogprobs | None
     finish_reason: str
     stop_reason: int | str | None = None  # the stop string or stop id that ended it
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(Struct, kw_only=True):
@@ -145,6 +147,7 @@ class ChatCompletion(Struct, kw_only=True):
     usage: Usage
     system_fingerprint: str
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class Delta(Struct):
@@ -158,6 +161,7 @@ class ChunkChoice(Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunk(Struct, kw_only=True):
@@ -171,6 +175,7 @@ class ChatChunk(Struct, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
     system_fingerprint: str
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # in the first chunk
+    prompt_token_ids: list[int] | UnsetType = UNSET  # likewise
 
 
 async def chat(server: Server, request: Request, body: ChatRequest) -> Response:
@@ -179,8 +184,9 @@ async def chat(server: Server, request: Request, body: ChatRequest) -> Response:
     params = chat_params(body, server.default_params)
     tenant = caller_of(request).tenant
     server.generations.check_room(tenant, params.n)
-    ids = await conversation_ids(server.texts.of(tenant), body.messages, body)
     name, max_tokens = asked_tokens(body, body.max_completion_tokens)
+    most = kept_tokens(server, body.truncate_prompt_tokens, max_tokens)
+    ids = await conversation_ids(server.texts.of(tenant), body.messages, body, most)
     with rename_fields(prompt="messages", max_tokens=name):
         check_output_fits(server, len(ids), max_tokens, name)
         check_logprobs(server, [ids], params, "prompt_logprobs", "top_logprobs")
@@ -191,7 +197,7 @@ async def chat(server: Server, request: Request, body: ChatRequest) -> Response:
             trace_parent=trace_parent_of(request),
         )
     head = ResponseHead(f"chatcmpl-{generation.request_id}", server.model_name)
-    form = ChatFormat(head, body, TokenNames(server.texts.tokenizer), len(ids))
+    form = ChatFormat(head, body, TokenNames(server.texts.tokenizer), ids)
     return await generation_response(request, [generation], form, stream=bool(body.stream))
 
 
@@ -239,9 +245,15 @@ class RenderOptions(Protocol):
 
 
 async def conversation_ids(
-    texts: Texts, messages: Sequence[ChatMessage], options: RenderOptions
+    texts: Texts,
+    messages: Sequence[ChatMessage],
+    options: RenderOptions,
+    most: int | None = None,
 ) -> list[int]:
     """Return the token ids of a conversation, ready for the assistant's answer.
+
+    Args:
+        most: tokens to keep, from the end; None: all.
 
     Raises:
         ParamError: the messages are malformed or too long, or the template refuses them.
@@ -259,7 +271,7 @@ async def conversation_ids(
         answers = options.add_generation_prompt is not False
         text = await texts.render(plain, add_generation_prompt=answers, variables=variables)
     with rename_fields(prompt="messages"):
-        return await texts.encode(text, bool(options.add_special_tokens))
+        return await texts.encode(text, bool(options.add_special_tokens), most)
 
 
 def _plain(message: ChatMessage) -> dict[str, object]:
@@ -295,17 +307,19 @@ class ChatFormat(ResponseFormat):
     """A chat as a `ResponseFormat`: the role first, then text, then the finish reason.
 
     Args:
-        num_prompt_tokens: of the whole conversation.
+        prompt: token ids of the whole conversation.
     """
 
     def __init__(
-        self, head: ResponseHead, body: ChatRequest, names: TokenNames, num_prompt_tokens: int
+        self, head: ResponseHead, body: ChatRequest, names: TokenNames, prompt: list[int]
     ) -> None:
         self._head = head
         self._names = names
         self._logprobs = bool(body.logprobs)
         self._prompt_logprobs = body.prompt_logprobs is not None
-        self._usage = StreamUsage(body.stream_options, num_prompt_tokens)
+        self._token_ids = bool(body.return_token_ids)
+        self._prompt_ids = prompt if self._token_ids else UNSET
+        self._usage = StreamUsage(body.stream_options, len(prompt))
         self._templates: dict[int, Template] = {}  # by completion, once it has begun
 
     def whole(self, outputs: Sequence[RequestOutput]) -> ChatCompletion:
@@ -318,6 +332,7 @@ class ChatFormat(ResponseFormat):
             usage=usage_of(outputs),
             system_fingerprint=FINGERPRINT,
             prompt_logprobs=self._of_prompt(output.prompt_logprobs),
+            prompt_token_ids=self._prompt_ids,
         )
 
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
@@ -332,6 +347,7 @@ class ChatFormat(ResponseFormat):
             logprobs=self._names.whole_chat(logprobs) if self._logprobs else None,
             finish_reason=completion.finish_reason,
             stop_reason=completion.stop_reason,
+            token_ids=completion.token_ids if self._token_ids else UNSET,
         )
 
     def events(self, position: int, delta: TextDelta) -> Iterator[bytes]:
@@ -343,10 +359,13 @@ class ChatFormat(ResponseFormat):
             role = ChunkChoice(index, Delta(role="assistant", content=""))
             first = self._chunk([role], self._usage.so_far)
             first.prompt_logprobs = self._of_prompt(delta.prompt_logprobs)
+            first.prompt_token_ids = self._prompt_ids
             yield event(encode_in_chunks(first))
         logprobs = self._names.chat(delta.logprobs) if self._logprobs and delta.logprobs else None
-        if logprobs is not None or (delta.text and self._usage.each):
-            yield self._event(ChunkChoice(index, Delta(content=delta.text), logprobs))
+        token_ids = delta.token_ids if self._token_ids and delta.token_ids else UNSET
+        if logprobs is not None or token_ids or (delta.text and self._usage.each):
+            content = Delta(content=delta.text)
+            yield self._event(ChunkChoice(index, content, logprobs, token_ids=token_ids))
         elif delta.text:
             yield self._templates[index].fill(delta.text)
         if delta.finish_reason is not None:

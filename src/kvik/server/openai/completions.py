@@ -29,7 +29,6 @@ from kvik.server.openai.requests import (
     GenerationFields,
     Logprobs,
     Prompt,
-    SinglePrompt,
     all_prompt_ids,
     asked_tokens,
     check_choices,
@@ -37,6 +36,7 @@ from kvik.server.openai.requests import (
     check_output_fits,
     check_stream,
     generation_request,
+    kept_tokens,
     limit_of,
     sampling_changes,
     split_prompts,
@@ -92,6 +92,8 @@ class CompletionChoice(Struct):
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class Completion(Struct, kw_only=True):
@@ -111,12 +113,13 @@ async def completions(server: Server, request: Request, body: CompletionRequest)
     server.check_model(body.model)
     params = completion_params(body, server.default_params)
     given = split_prompts("prompt", body.prompt)
+    name, max_tokens = asked_tokens(body)
+    most = kept_tokens(server, body.truncate_prompt_tokens, params.max_tokens)
     check_choices("n" if len(given) == 1 else "prompt", len(given), params.n)
     tenant = caller_of(request).tenant
     server.generations.check_room(tenant, len(given) * params.n)
-    ids = await all_prompt_ids(server.texts.of(tenant), given, body.add_special_tokens)
+    ids = await all_prompt_ids(server.texts.of(tenant), given, body.add_special_tokens, most)
     prompts = list(ids.values())
-    name, max_tokens = asked_tokens(body)
     for field in ids:
         with rename_fields(prompt=field):
             check_output_fits(server, len(ids[field]), max_tokens, name)
@@ -124,9 +127,8 @@ async def completions(server: Server, request: Request, body: CompletionRequest)
     check_logprobs(server, prompts, params, of_prompt, "logprobs")
     with rename_fields(tokens="echo"):
         num_echoed = sum(map(len, prompts)) if body.echo else 0
-        echoes = await offload(
-            num_echoed, lambda: [_echo(server, body, one) for one in given.values()]
-        )
+        shown = list(given.values()) if most is None else prompts
+        echoes = await offload(num_echoed, lambda: [_echo(server, body, one) for one in shown])
     with rename_fields(max_tokens=name):
         generations = await server.generations.start_all(
             [generation_request(body, ids[field], params, field) for field in ids],
@@ -139,7 +141,7 @@ async def completions(server: Server, request: Request, body: CompletionRequest)
     return await generation_response(request, generations, form, stream=bool(body.stream))
 
 
-def _echo(server: Server, body: CompletionRequest, prompt: SinglePrompt) -> str:
+def _echo(server: Server, body: CompletionRequest, prompt: str | Sequence[int]) -> str:
     """Return the text of a prompt that precedes its completions."""
     if not body.echo:
         return ""
@@ -199,6 +201,7 @@ class CompletionFormat(ResponseFormat):
         self._echoes = echoes
         self._num_top = body.logprobs
         self._prompt_logprobs = body.prompt_logprobs is not None
+        self._token_ids = bool(body.return_token_ids)
         self._echo_logprobs = bool(body.echo) and body.logprobs is not None
         self._names = names
         self._skip_special = body.skip_special_tokens is not False
@@ -237,6 +240,8 @@ class CompletionFormat(ResponseFormat):
             finish_reason=completion.finish_reason,
             stop_reason=completion.stop_reason,
             prompt_logprobs=self._names.prompt(of_prompt) if asked else UNSET,
+            token_ids=completion.token_ids if self._token_ids else UNSET,
+            prompt_token_ids=self._prompt_ids(position),
         )
 
     def events(self, position: int, delta: TextDelta) -> Iterator[bytes]:
@@ -255,8 +260,9 @@ class CompletionFormat(ResponseFormat):
             if index not in self._tokens:
                 self._tokens[index] = self._completion_tokens(position)
             logprobs = self._tokens[index].show(delta.token_ids, delta.logprobs)
-        if logprobs is not None or (delta.text and self._usage.each):
-            yield self._event(CompletionChoice(index, delta.text, logprobs))
+        token_ids = delta.token_ids if self._token_ids and delta.token_ids else UNSET
+        if logprobs is not None or token_ids or (delta.text and self._usage.each):
+            yield self._event(CompletionChoice(index, delta.text, logprobs, token_ids=token_ids))
         elif delta.text:
             yield self._templates[index].fill(delta.text)
         if delta.finish_reason is not None:
@@ -272,7 +278,7 @@ class CompletionFormat(ResponseFormat):
     def _first_choice(self, index: int, position: int) -> CompletionChoice | None:
         """Return what a stream shows of the prompt before a completion of it, if anything."""
         echo = self._echoes[position]
-        if not (echo or self._echo_logprobs or self._prompt_logprobs):
+        if not (echo or self._echo_logprobs or self._prompt_logprobs or self._token_ids):
             return None
         logprobs = self._of_prompts.get(position, [])
         return CompletionChoice(
@@ -280,7 +286,11 @@ class CompletionFormat(ResponseFormat):
             echo,
             logprobs=self._of_echo(position, logprobs) if self._echo_logprobs else None,
             prompt_logprobs=self._names.prompt(logprobs) if self._prompt_logprobs else UNSET,
+            prompt_token_ids=self._prompt_ids(position),
         )
+
+    def _prompt_ids(self, position: int) -> list[int] | UnsetType:
+        return list(self._prompts[position]) if self._token_ids else UNSET
 
     def _of_echo(
         self, position: int, logprobs: Sequence[TokenLogprobs | None]

@@ -21,7 +21,9 @@ from kvik.server.openai.requests import (
     Name,
     Priority,
     Prompt,
+    Truncation,
     all_prompt_ids,
+    kept_tokens,
     split_prompts,
 )
 from kvik.server.responses import LazyList, encode_in_chunks, offload, wait_for_outputs
@@ -48,14 +50,13 @@ class EmbeddingRequest(Struct, kw_only=True):
     priority: Priority | None = None
     deadline_ms: DeadlineMs | None = None
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Truncation | None = None
 
     user: str | None = None
     metadata: Any = None
 
 
 EMBEDDING: Table = {
-    # -1 truncates at the end of the context; longer inputs are refused
-    "truncate_prompt_tokens": ((-1,), "inputs are not truncated"),
     "messages": ((), "give input"),
 }
 
@@ -92,7 +93,9 @@ async def embeddings(server: Server, request: Request, body: EmbeddingRequest) -
         raise ParamError("input", f"at most {MAX_INPUTS} inputs, not {len(given)}")
     tenant = caller_of(request).tenant
     server.generations.check_room(tenant, len(given))
-    inputs = await all_prompt_ids(server.texts.of(tenant), given, body.add_special_tokens)
+    most = kept_tokens(server, body.truncate_prompt_tokens, num_output=0)
+    texts = server.texts.of(tenant)
+    inputs = await all_prompt_ids(texts, given, body.add_special_tokens, most)
     requests = [
         GenerationRequest(
             prompt_token_ids=ids,

@@ -37,11 +37,21 @@ from kvik.server.texts import Texts
 # sampling parameters come from `PARAMETERS`.
 
 TO_THE_END = -1  # tokens of output, as llama.cpp counts them
+WHATEVER_FITS = -1  # tokens of a truncated prompt, as vLLM counts them
 
 Name = Annotated[str, Meta(max_length=512)]
 Count = Annotated[int, Meta(ge=COUNT.low, le=COUNT.high)]
 Limit = Annotated[
     int, Meta(ge=TO_THE_END, le=MAX_INT32, description=f"{TO_THE_END}: to the end of the context")
+]
+Truncation = Annotated[
+    int,
+    Meta(
+        ge=WHATEVER_FITS,
+        le=MAX_INT32,
+        description="tokens of the prompt to keep, from its end; "
+        f"{WHATEVER_FITS}: what fits into the context before the answer",
+    ),
 ]
 Logprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 TokenId = Annotated[int, Meta(ge=TOKEN_ID.low, le=TOKEN_ID.high)]
@@ -127,7 +137,7 @@ class StreamOptions(Struct, kw_only=True):
     include_obfuscation: bool | None = None  # there is none, with either value
 
 
-_PARAMETERS: Any = parameters_struct(left_out=("logprobs",))
+_PARAMETERS: Any = parameters_struct(left_out=("logprobs", "max_tokens"))
 
 
 class GenerationFields(_PARAMETERS, Struct, kw_only=True):  # type: ignore[misc]
@@ -136,7 +146,12 @@ class GenerationFields(_PARAMETERS, Struct, kw_only=True):  # type: ignore[misc]
     model: Name | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    max_tokens: Limit | None = None
     n_predict: Limit | None = None  # another name of max_tokens
+    truncate_prompt_tokens: Truncation | None = None
+    return_token_ids: (
+        Annotated[bool, Meta(description="also return token ids of prompts and answers")] | None
+    ) = None
     add_special_tokens: bool | None = None
     priority: Priority | None = None
     cache_salt: CacheSalt | None = None
@@ -167,21 +182,21 @@ def aliased(body: msgspec.Struct, name: str, other: str) -> Any:
 PromptInput = str | Sequence[str | int | list[int]]
 SinglePrompt = str | list[int]
 MAX_CHOICES = 128  # prompts times n, in one request
-_KINDS = {str: "a text", int: "a token id", list: "a list of token ids"}
 
 
 def split_prompts(name: str, given: PromptInput) -> dict[str, SinglePrompt]:
     """Name prompts as errors do: `name` alone, or `name[0]`, `name[1]`, ... of many.
 
     Raises:
-        ParamError: one is empty, or they are of mixed kinds.
+        ParamError: one is empty, or token ids stand among prompts.
     """
-    if isinstance(given, list) and len(set(map(type, given))) > 1:
-        first = type(given[0])
-        i = next(i for i, one in enumerate(given) if type(one) is not first)
-        raise ParamError(f"{name}[{i}]", f"must be {_KINDS[first]}, as {name}[0] is")
+    is_ids = isinstance(given, list) and bool(given) and isinstance(given[0], int)
+    for i, one in enumerate(given if isinstance(given, list) else ()):
+        if isinstance(one, int) != is_ids:
+            kind = "a token id" if is_ids else "a text or a list of token ids"
+            raise ParamError(f"{name}[{i}]", f"must be {kind}, as {name}[0] is")
     prompts: dict[str, SinglePrompt]
-    if isinstance(given, str) or not given or isinstance(given[0], int):
+    if isinstance(given, str) or not given or is_ids:
         prompts = {name: given}  # type: ignore[dict-item]
     else:
         prompts = {f"{name}[{i}]": one for i, one in enumerate(given)}  # type: ignore[misc]
@@ -201,23 +216,51 @@ def check_choices(name: str, num_prompts: int, n: int) -> None:
 
 
 async def all_prompt_ids(
-    texts: Texts, prompts: Mapping[str, SinglePrompt], add_special_tokens: bool | None
+    texts: Texts,
+    prompts: Mapping[str, SinglePrompt],
+    add_special_tokens: bool | None,
+    most: int | None = None,
 ) -> dict[str, list[int]]:
-    """Return the token ids of each prompt, by its name in errors."""
+    """Return the token ids of each prompt, by its name in errors; see `prompt_ids`."""
     found = {}
     for field, prompt in prompts.items():
         with rename_fields(prompt=field):
-            found[field] = await prompt_ids(texts, prompt, add_special_tokens)
+            found[field] = await prompt_ids(texts, prompt, add_special_tokens, most)
     return found
 
 
 async def prompt_ids(
-    texts: Texts, prompt: SinglePrompt, add_special_tokens: bool | None = None
+    texts: Texts,
+    prompt: SinglePrompt,
+    add_special_tokens: bool | None = None,
+    most: int | None = None,
 ) -> list[int]:
-    """Return the token ids of a prompt; to a text, special tokens are added unless unwanted."""
+    """Return the token ids of a prompt; to a text, special tokens are added unless unwanted.
+
+    Args:
+        most: tokens to keep, from the end; None: all.
+    """
     if not isinstance(prompt, str):
-        return prompt
-    return await texts.encode(prompt, add_special_tokens is not False)
+        return prompt if most is None else prompt[-most:]
+    return await texts.encode(prompt, add_special_tokens is not False, most)
+
+
+def kept_tokens(server: Server, asked: int | None, num_output: int | None = None) -> int | None:
+    """Return how many tokens of a prompt `truncate_prompt_tokens` keeps; None: all.
+
+    Args:
+        num_output: tokens of the answer that must fit behind them; None, `TO_THE_END`: one.
+
+    Raises:
+        ParamError: it keeps none, or more than the context has.
+    """
+    limit = server.max_model_len
+    if asked == WHATEVER_FITS:
+        return max(1, limit - (1 if num_output in (None, TO_THE_END) else num_output))
+    if asked is not None and not 1 <= asked <= limit:
+        allowed = f"must be {WHATEVER_FITS} or in [1, {limit}] (max_model_len), not {asked}"
+        raise ParamError("truncate_prompt_tokens", allowed)
+    return asked
 
 
 def asked_tokens(body: GenerationFields, newest: int | None = None) -> tuple[str, int | None]:
