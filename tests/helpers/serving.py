@@ -44,6 +44,7 @@ def served(
     keys: Keys | None = None,
     template: str | None = None,
     config: ResolvedConfig | None = None,
+    server_config: ServerConfig | None = None,
     **scheduler: object,
 ) -> Iterator[Served]:
     """A server on a real socket whose text is letters, and which is at rest at the end.
@@ -61,7 +62,7 @@ def served(
     watcher = Watcher()
     generations = Generations(engine.client, texts, admission, watcher, limits or RequestLimits())
     parts = Server(
-        ServerConfig(),
+        server_config or ServerConfig(),
         ("letters",),
         engine.client,
         texts,

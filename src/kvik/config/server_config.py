@@ -87,6 +87,11 @@ class ServerConfig:
         "what clients call the model, one name or several; the first one is what answers call it",
         {TAKES_SEVERAL: True},
     )
+    any_model_name: bool = option(
+        False,
+        Flag(),
+        "accept any name of the model in requests, and answer with the name asked for",
+    )
     admin_port: int | None = option(
         None,
         PORT,

@@ -7,6 +7,6 @@ the engine and back, `responses.py` JSON and event streams. `server.py` puts the
 `run.py` serves until a signal; `metrics.py` and `tracing.py` observe.
 
 An endpoint is one file with its request, response, handler and routes: `native.py`, `anthropic.py`,
-`health.py`, `admin.py`, `engine_view.py` and all of `openai/`. `pages.py` serves the playground of
-`ui/` and the documentation; `unhonoured.py` refuses what kvik does not have.
+`llama_server.py`, `health.py`, `admin.py`, `engine_view.py` and all of `openai/`. `pages.py` serves
+the playground of `ui/` and the documentation; `unhonoured.py` refuses what kvik does not have.
 """

@@ -485,7 +485,7 @@ class MessageFormat(ResponseFormat):
 
 async def messages(server: Server, request: Request, body: MessageRequest) -> Response:
     """Answer a conversation."""
-    server.check_model(body.model)
+    model = server.served_name(body.model)
     params = _params(body, server.default_params)
     tenant = caller_of(request).tenant
     server.generations.check_room(tenant, params.n)
@@ -500,13 +500,13 @@ async def messages(server: Server, request: Request, body: MessageRequest) -> Re
         )
     block_size = server.engine.config.cache.block_size
     usage = UsageMeter(len(prompt.token_ids), prompt.pins, block_size)
-    form = MessageFormat(server.model_name, body, generation, usage, server.max_model_len)
+    form = MessageFormat(model, body, generation, usage, server.max_model_len)
     return await generation_response(request, [generation], form, stream=bool(body.stream))
 
 
 async def count_tokens(server: Server, request: Request, body: CountRequest) -> Response:
     """Count the tokens that a conversation would have as a prompt."""
-    server.check_model(body.model)
+    server.served_name(body.model)
     conversation = await offload(len(body.messages), lambda: read_conversation(body))
     conversation.marks.clear()  # where they stand is not asked
     prompt = await make_prompt(server.texts.of(caller_of(request).tenant), conversation)

@@ -12,7 +12,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from email.utils import formatdate
 from typing import Any
 
@@ -22,7 +22,7 @@ from starlette.routing import compile_path
 from starlette.types import Message, Receive, Scope, Send
 
 from kvik.errors import KvikError, UnavailableError
-from kvik.server import anthropic, engine_view, health, native, pages
+from kvik.server import anthropic, engine_view, health, llama_server, native, pages
 from kvik.server.access import ANY, Caller, Hosts, Keys, Origins
 from kvik.server.errors import HttpError, escaped, escaped_traceback, http_error, in_messages
 from kvik.server.metrics import Metrics, MoreMetrics, RequestMetricsObserver, no_more
@@ -204,21 +204,11 @@ class App:
             self.origins.check(headers)
             context.caller = self._authenticate(request, route)
         if route is None:
-            raise self._no_route(path, methods)
+            raise _no_route(methods)
         if self._drain.started and not (route.open or route.operator):
             raise UnavailableError("server", "is being stopped")
         request.scope["path_params"] = params
         return await route.handler(request)
-
-    def _no_route(self, path: str, methods: Mapping[str, Route]) -> HttpError:
-        if methods:
-            allowed = ", ".join(sorted(methods))
-            message = f"this path takes {allowed}"
-            return HttpError(405, message, code="method_not_allowed", headers={"allow": allowed})
-        message = "there is nothing at this path"
-        if self._table.methods(f"/v1{path}")[0]:
-            message += "; there is below /v1, which belongs to the base URL that a client is given"
-        return HttpError(404, message, code="not_found")
 
     def _authenticate(self, request: Request, route: Route | None) -> Caller:
         caller = self._keys.caller(request.headers)
@@ -266,6 +256,14 @@ class App:
             access_log.warning("the field %s of requests is unknown and ignored", name)
 
 
+def _no_route(methods: Mapping[str, Route]) -> HttpError:
+    if methods:
+        allowed = ", ".join(sorted(methods))
+        message = f"this path takes {allowed}"
+        return HttpError(405, message, code="method_not_allowed", headers={"allow": allowed})
+    return HttpError(404, "there is nothing at this path", code="not_found")
+
+
 def all_routes(
     server: Server, requests: RequestMetricsObserver, more: MoreMetrics = no_more
 ) -> list[Route]:
@@ -279,12 +277,22 @@ def all_routes(
         *openai_routes(server),
         *anthropic.routes(server),
         *native.routes(server),
+        *llama_server.routes(server),
         *engine_view.routes(server),
         *Metrics(server, requests, more).routes(),
         *health.routes(server),
         *pages.playground_routes(),
     ]
+    table += without_version(table)
     return [*table, *pages.document_routes(table, server.config.root_path)]
+
+
+def without_version(table: Sequence[Route]) -> list[Route]:
+    """Return the routes below /v1 at their paths without it, where those are free: the base URLs of
+    clients end with /v1 or not. They are not described again."""
+    known = {(route.method, route.path) for route in table}
+    below = [replace(route, path=route.path.removeprefix("/v1"), note="") for route in table]
+    return [route for route in below if (route.method, route.path) not in known]
 
 
 def openai_routes(server: Server) -> list[Route]:

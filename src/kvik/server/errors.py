@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -40,7 +41,7 @@ def escaped_traceback(error: BaseException) -> str:
     return "\n".join(f"    {escaped(line, MAX_LINE)}" for line in lines)
 
 
-MESSAGES = "/v1/messages"  # the API of Anthropic
+MESSAGES = re.compile(r"(/v1)?/messages(/.*)?", re.DOTALL)  # the API of Anthropic
 MAX_MESSAGE = 1000  # characters: messages may quote what was sent
 RETRY = {"retry-after": "1", "x-should-retry": "true"}
 NO_RETRY = {"x-should-retry": "false"}
@@ -162,7 +163,7 @@ def http_error(error: Exception) -> HttpError:
 
 def in_messages(path: str) -> bool:
     """Return whether errors of this path have the shape of Anthropic's API."""
-    return path == MESSAGES or path.startswith(f"{MESSAGES}/")
+    return MESSAGES.fullmatch(path) is not None
 
 
 def model_not_found(model: str) -> HttpError:

@@ -90,10 +90,17 @@ class Server:
         """Tokens of prompt and output together."""
         return self.engine.config.scheduler.max_model_len
 
-    def check_model(self, model: str | None) -> None:
-        """Raise `HttpError` 404 if a request names another model than the served one."""
+    def served_name(self, model: str | None) -> str:
+        """Return the name of the model in the answer to a request that names `model`.
+
+        Raises:
+            HttpError: 404, it is another model than the served one.
+        """
+        if model and self.config.any_model_name:
+            return model
         if model and model not in self.model_names:
             raise model_not_found(model)
+        return self.model_name
 
 
 def assemble(

@@ -291,6 +291,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
     TEXT: {"prompt": "Once", "max_tokens": 1},
     "/v1/generate": {"prompt": "Once", "max_tokens": 1},
     "/v1/messages": {"model": "stories", "messages": [said("Hi")], "max_tokens": 1},
+    "/completion": {"prompt": "Once", "n_predict": 1},
 }
 SCHEMA = {"type": "object"}
 # What other engines take: field -> a value that asks for something, and some that do not
@@ -363,6 +364,9 @@ def test_fields_of_other_engines_are_refused_by_name(locked: Site, path: str) ->
         ("/v1/generate", "n", 2, 1),
         ("/v1/generate", "truncate_prompt_tokens", 5, None),
         ("/v1/messages", "return_token_ids", True, False),
+        ("/completion", "return_token_ids", True, False),
+        ("/completion", "logit_bias", [[5, 1.0]], []),
+        ("/completion", "n", 2, 1),
         ("/v1/generate", "logit_bias", {"5": 1}, None),
         ("/v1/generate", "max_completion_tokens", 5, None),
         ("/v1/generate", "stop_sequences", ["a"], []),
@@ -390,7 +394,7 @@ def test_fields_of_other_routes_are_refused_by_name(
 
 def test_fields_that_change_no_answer_are_taken(locked: Site) -> None:
     for path, body in SAMPLING.items():
-        for field in ("id_slot", "cache_prompt", "rid", "guided_decoding_backend", "colour"):
+        for field in ("rid", "guided_decoding_backend", "colour"):
             reply = ask(locked.server, "POST", path, {**body, field: "x"}, **KEY)
             assert reply.status == 200
             assert reply.headers["x-kvik-ignored-fields"] == field
@@ -428,11 +432,22 @@ def test_it_looks_around(locked: Site, program: str, path: str, key: bool) -> No
     assert ask(locked.server, "GET", path).status == (401 if key else 200)
 
 
-def test_a_base_url_without_its_end_is_explained(locked: Site) -> None:
-    for method, path in (("GET", "/models"), ("POST", "/chat/completions"), ("POST", "/messages")):
-        reply = ask(locked.server, method, path, {}, **KEY)
-        assert (reply.status, reply.error["code"]) == (404, "not_found")
-        assert "/v1" in reply.error["message"]
+@pytest.mark.parametrize("path", [*SAMPLING, VECTORS])
+def test_a_base_url_may_lack_its_end(locked: Site, path: str) -> None:
+    body = SAMPLING.get(path, {"input": "Once"})
+    for asked in (path, path.removeprefix("/v1")):
+        assert ask(locked.server, "POST", asked, body, **KEY).status == 200
+        assert ask(locked.server, "POST", asked, body).status == 401
+        wrong = ask(locked.server, "POST", asked, {}, **KEY)
+        assert wrong.status == 400
+        assert ("type" in wrong.json) == (path == "/v1/messages")
+    for one in ("/models", "/models/stories", "/engine"):
+        assert ask(locked.server, "GET", one, **KEY).status == 200
+    assert ask(locked.server, "GET", "/v1/v1/models", **KEY).status == 404
+    described = ask(locked.server, "GET", "/openapi.json").json["paths"]
+    assert path in described and (
+        path == "/completion" or path.removeprefix("/v1") not in described
+    )
 
 
 @pytest.mark.parametrize(

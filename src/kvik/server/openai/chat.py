@@ -180,7 +180,7 @@ class ChatChunk(Struct, kw_only=True):
 
 async def chat(server: Server, request: Request, body: ChatRequest) -> Response:
     """Answer a conversation."""
-    server.check_model(body.model)
+    model = server.served_name(body.model)
     params = chat_params(body, server.default_params)
     tenant = caller_of(request).tenant
     server.generations.check_room(tenant, params.n)
@@ -196,7 +196,7 @@ async def chat(server: Server, request: Request, body: ChatRequest) -> Response:
             streaming=bool(body.stream),
             trace_parent=trace_parent_of(request),
         )
-    head = ResponseHead(f"chatcmpl-{generation.request_id}", server.model_name)
+    head = ResponseHead(f"chatcmpl-{generation.request_id}", model)
     form = ChatFormat(head, body, TokenNames(server.texts.tokenizer), ids)
     return await generation_response(request, [generation], form, stream=bool(body.stream))
 
@@ -258,6 +258,19 @@ async def conversation_ids(
     Raises:
         ParamError: the messages are malformed or too long, or the template refuses them.
     """
+    text = await conversation_text(texts, messages, options)
+    with rename_fields(prompt="messages"):
+        return await texts.encode(text, bool(options.add_special_tokens), most)
+
+
+async def conversation_text(
+    texts: Texts, messages: Sequence[ChatMessage], options: RenderOptions
+) -> str:
+    """Return the prompt that the chat template makes of a conversation.
+
+    Raises:
+        ParamError: the messages are malformed, or the template refuses them.
+    """
     variables, continues = options.chat_template_kwargs, options.continue_final_message
     if continues and options.add_generation_prompt:
         raise ParamError("continue_final_message", "excludes add_generation_prompt")
@@ -266,12 +279,9 @@ async def conversation_ids(
             raise ParamError("chat_template_kwargs", f"must not set {name}")
     plain = await offload(len(messages), lambda: [_plain(message) for message in messages])
     if continues:
-        text = await texts.render_to_continue(plain, variables)
-    else:
-        answers = options.add_generation_prompt is not False
-        text = await texts.render(plain, add_generation_prompt=answers, variables=variables)
-    with rename_fields(prompt="messages"):
-        return await texts.encode(text, bool(options.add_special_tokens), most)
+        return await texts.render_to_continue(plain, variables)
+    answers = options.add_generation_prompt is not False
+    return await texts.render(plain, add_generation_prompt=answers, variables=variables)
 
 
 def _plain(message: ChatMessage) -> dict[str, object]:

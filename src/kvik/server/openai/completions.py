@@ -110,7 +110,7 @@ class Completion(Struct, kw_only=True):
 
 async def completions(server: Server, request: Request, body: CompletionRequest) -> Response:
     """Continue one text or many."""
-    server.check_model(body.model)
+    model = server.served_name(body.model)
     params = completion_params(body, server.default_params)
     given = split_prompts("prompt", body.prompt)
     name, max_tokens = asked_tokens(body)
@@ -136,7 +136,7 @@ async def completions(server: Server, request: Request, body: CompletionRequest)
             streaming=bool(body.stream),
             trace_parent=trace_parent_of(request),
         )
-    head = ResponseHead(f"cmpl-{generations[0].request_id}", server.model_name)
+    head = ResponseHead(f"cmpl-{generations[0].request_id}", model)
     form = CompletionFormat(head, body, TokenNames(server.texts.tokenizer), prompts, echoes)
     return await generation_response(request, generations, form, stream=bool(body.stream))
 

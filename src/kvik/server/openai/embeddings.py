@@ -84,7 +84,7 @@ DEFAULT_POOLING = "mean"
 
 async def embeddings(server: Server, request: Request, body: EmbeddingRequest) -> Response:
     """Return a vector of length 1 for each input, pooled from the last layer's hidden states."""
-    server.check_model(body.model)
+    model = server.served_name(body.model)
     hidden = server.engine.config.model.hidden_size
     if body.dimensions not in (None, hidden):
         raise ParamError("dimensions", f"must be {hidden}: this model's vectors cannot be cut")
@@ -120,7 +120,7 @@ async def embeddings(server: Server, request: Request, body: EmbeddingRequest) -
 
     answer = EmbeddingList(
         data=cast(list[EmbeddingItem], LazyList(range(len(vectors)), embedding, chunk=1)),
-        model=server.model_name,
+        model=model,
         usage=EmbeddingUsage(num_tokens, num_tokens),
     )
     data = await offload(hidden * len(vectors), lambda: encode_in_chunks(answer))

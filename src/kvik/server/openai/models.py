@@ -10,7 +10,6 @@ from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvik.server.errors import model_not_found
 from kvik.server.responses import json_response
 from kvik.server.route import Route
 from kvik.server.server import Server
@@ -51,8 +50,7 @@ async def models(server: Server, request: Request) -> Response:
 async def model(server: Server, request: Request) -> Response:
     """Return the served model under one of its names."""
     name = request.path_params["model"]
-    if name not in server.model_names:
-        raise model_not_found(name)
+    server.served_name(name)
     return json_response(_model(server, name))
 
 

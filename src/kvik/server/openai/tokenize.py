@@ -67,7 +67,7 @@ class TokenizerInfo(Struct, kw_only=True):
 
 async def tokenize(server: Server, request: Request, body: TokenizeRequest) -> Response:
     """Return the token ids of a text, which may be empty, or of a conversation."""
-    server.check_model(body.model)
+    server.served_name(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ParamError("prompt", "or messages must be given, not both")
     texts = server.texts.of(caller_of(request).tenant)
@@ -90,7 +90,7 @@ async def tokenize(server: Server, request: Request, body: TokenizeRequest) -> R
 
 async def detokenize(server: Server, request: Request, body: DetokenizeRequest) -> Response:
     """Return the text of tokens, with special ones."""
-    server.check_model(body.model)
+    server.served_name(body.model)
     limit, vocab_size = server.max_model_len, server.engine.config.model.vocab_size
     if len(body.tokens) > limit:
         raise ParamError("tokens", f"at most {limit} (max_model_len), not {len(body.tokens)}")

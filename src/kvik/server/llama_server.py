@@ -1,0 +1,307 @@
+"""POST /completion, POST /apply-template and GET /props, as llama.cpp's `llama-server` has them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvik import __version__
+from kvik.core.sampling_params import PARAMETERS, SamplingParams
+from kvik.engine.output import RequestOutput, TextDelta
+from kvik.server.generation import Generation, GenerationRequest
+from kvik.server.openai.chat import CHAT, Messages, Variable, conversation_text
+from kvik.server.openai.requests import (
+    TO_THE_END,
+    Limit,
+    Name,
+    aliased,
+    limit_of,
+    parameters_of,
+    parameters_struct,
+    prompt_ids,
+    split_prompts,
+)
+from kvik.server.responses import ResponseFormat, generation_response, json_event, json_response
+from kvik.server.route import Route, caller_of, post, trace_parent_of
+from kvik.server.server import Server
+from kvik.server.unhonoured import SAMPLING, Table, missing
+
+DRAWN_SEED = -1  # as llama.cpp writes it
+NO_SLOT = -1
+# Parameters that llama.cpp lacks, or has in another form.
+LEFT_OUT = (
+    *("n", "max_tokens", "logprobs", "prompt_logprobs", "logit_bias", "allowed_token_ids"),
+    *("bad_words", "skip_special_tokens", "include_stop_str_in_output"),
+)
+_PARAMETERS: Any = parameters_struct(LEFT_OUT)
+
+
+class LlamaCompletionRequest(_PARAMETERS, Struct, kw_only=True):  # type: ignore[misc]
+    """A prompt to continue. null means absent: the model's own default."""
+
+    prompt: Annotated[str | list[int], Meta(description="a text, or token ids")]
+    model: Name | None = None
+    stream: bool = False
+    n_predict: Limit | None = None
+    max_tokens: Limit | None = None  # another name of it
+    return_tokens: bool = False
+
+    cache_prompt: bool | None = None  # prompts are cached in any case
+    id_slot: Any = None  # the scheduler chooses
+
+
+UNHONOURED: Table = {
+    **SAMPLING,
+    **missing(LlamaCompletionRequest.__struct_fields__),
+    "logit_bias": (([], {}, False), "give it to /v1/completions"),
+    "n_probs": ((0, False), "give logprobs to /v1/completions"),
+}
+
+
+class Timings(Struct, kw_only=True):
+    """Times of one answer in milliseconds; the prompt's is the time to the first token."""
+
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_second: float
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_second: float
+
+
+class LlamaCompletion(Struct, kw_only=True):
+    """A finished text, or the last event of a stream, whose `content` is empty."""
+
+    index: int = 0
+    content: str
+    tokens: list[int]
+    id_slot: int = NO_SLOT
+    stop: bool = True
+    model: str
+    tokens_predicted: int
+    tokens_evaluated: int
+    generation_settings: dict[str, Any]
+    prompt: str
+    has_new_line: bool
+    truncated: bool = False
+    stop_type: str
+    stopping_word: str
+    tokens_cached: int
+    timings: Timings
+
+
+class LlamaPiece(Struct, kw_only=True):
+    """An event of a stream."""
+
+    index: int = 0
+    content: str
+    tokens: list[int] | UnsetType = UNSET
+    stop: bool = False
+    id_slot: int = NO_SLOT
+    tokens_predicted: int
+    tokens_evaluated: int
+
+
+async def completion(server: Server, request: Request, body: LlamaCompletionRequest) -> Response:
+    """Continue a prompt. A stream has `LlamaPiece` events and ends with a `LlamaCompletion`."""
+    arrived = time.monotonic()
+    model = server.served_name(body.model)
+    params = _params(body, server.default_params)
+    tenant = caller_of(request).tenant
+    server.generations.check_room(tenant, params.n)
+    (prompt,) = split_prompts("prompt", body.prompt).values()
+    ids = await prompt_ids(server.texts.of(tenant), prompt)
+    generation = await server.generations.start(
+        GenerationRequest(ids, params),
+        tenant,
+        streaming=body.stream,
+        trace_parent=trace_parent_of(request),
+        arrived=arrived,
+    )
+    text = prompt if isinstance(prompt, str) else server.texts.decode(prompt)
+    form = LlamaFormat(model, text, generation, with_tokens=body.return_tokens)
+    return await generation_response(request, [generation], form, stream=body.stream)
+
+
+def _params(body: LlamaCompletionRequest, defaults: SamplingParams) -> SamplingParams:
+    changes = parameters_of(body)
+    if changes.get("seed") == DRAWN_SEED:
+        del changes["seed"]
+    limit = aliased(body, "n_predict", "max_tokens")
+    changes["max_tokens"] = limit_of(TO_THE_END if limit is None else limit)
+    return defaults.with_changes(**changes)
+
+
+class LlamaFormat(ResponseFormat):
+    """An answer of llama.cpp as a `ResponseFormat`.
+
+    Args:
+        model: its name in the answer.
+        prompt: its text.
+        with_tokens: show token ids.
+    """
+
+    def __init__(
+        self, model: str, prompt: str, generation: Generation, *, with_tokens: bool
+    ) -> None:
+        self._model = model
+        self._prompt = prompt
+        self._generation = generation
+        self._with_tokens = with_tokens
+        self._num_tokens = 0
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> LlamaCompletion:
+        return self._finished(outputs, outputs[0].text, outputs[0].outputs[0].token_ids)
+
+    def events(self, position: int, delta: TextDelta) -> Iterator[bytes]:
+        self._num_tokens += len(delta.token_ids)
+        if delta.text or (self._with_tokens and delta.token_ids):
+            yield json_event(
+                LlamaPiece(
+                    content=delta.text,
+                    tokens=delta.token_ids if self._with_tokens else UNSET,
+                    tokens_predicted=self._num_tokens,
+                    tokens_evaluated=len(self._generation.prompt_token_ids),
+                )
+            )
+
+    def end(self, outputs: Sequence[RequestOutput]) -> bytes:
+        return json_event(self._finished(outputs, "", []))
+
+    def _finished(
+        self, outputs: Sequence[RequestOutput], text: str, token_ids: list[int]
+    ) -> LlamaCompletion:
+        (output,) = outputs
+        (answer,) = output.outputs
+        word = answer.stop_reason if isinstance(answer.stop_reason, str) else ""
+        ended_by = "word" if word else "limit" if answer.finish_reason == "length" else "eos"
+        return LlamaCompletion(
+            content=text,
+            tokens=token_ids if self._with_tokens else [],
+            model=self._model,
+            tokens_predicted=len(answer.token_ids),
+            tokens_evaluated=len(output.prompt_token_ids),
+            generation_settings=settings(self._generation.record.params),
+            prompt=self._prompt,
+            has_new_line="\n" in answer.text,
+            stop_type=ended_by,
+            stopping_word=word,
+            tokens_cached=output.num_cached_tokens,
+            timings=self._timings(output, len(answer.token_ids)),
+        )
+
+    def _timings(self, output: RequestOutput, num_output: int) -> Timings:
+        record, now = self._generation.record, time.monotonic()
+        first = now if record.first_token is None else record.first_token
+        num_prompt = len(output.prompt_token_ids) - output.num_cached_tokens
+        return Timings(
+            prompt_n=num_prompt,
+            prompt_ms=_ms(first - record.arrived),
+            prompt_per_second=_rate(num_prompt, first - record.arrived),
+            predicted_n=num_output,
+            predicted_ms=_ms(now - first),
+            predicted_per_second=_rate(num_output, now - first),
+        )
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)
+
+
+def _rate(count: int, seconds: float) -> float:
+    return round(count / seconds, 3) if seconds > 0 else 0.0
+
+
+def settings(params: SamplingParams) -> dict[str, Any]:
+    """Return sampling parameters by llama.cpp's names of them."""
+    names = [(one.facts["alias"] or one.name, one.name) for one in PARAMETERS.values()]
+    shown = {name: getattr(params, own) for name, own in names if own not in LEFT_OUT}
+    shown["seed"] = DRAWN_SEED if params.seed is None else params.seed
+    limit = TO_THE_END if params.max_tokens is None else params.max_tokens
+    return {**shown, "n_predict": limit, "max_tokens": limit}
+
+
+class TemplateRequest(Struct, kw_only=True):
+    """A conversation to render."""
+
+    messages: Messages
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Variable] | None = None
+    add_special_tokens: bool | None = None  # of tokens, and a text is returned
+
+
+class RenderedPrompt(Struct):
+    prompt: str
+
+
+async def apply_template(server: Server, request: Request, body: TemplateRequest) -> Response:
+    """Return the prompt that the chat template makes of a conversation."""
+    texts = server.texts.of(caller_of(request).tenant)
+    return json_response(RenderedPrompt(await conversation_text(texts, body.messages, body)))
+
+
+class Properties(Struct, kw_only=True):
+    """What a client of llama.cpp asks before it begins."""
+
+    default_generation_settings: dict[str, Any]
+    total_slots: int
+    model_alias: str
+    model_path: str  # the name: where the files are is for the operator to know
+    modalities: Mapping[str, bool]
+    chat_template: str
+    bos_token: str
+    eos_token: str
+    build_info: str
+
+
+async def properties(server: Server, request: Request) -> Response:
+    """Return facts of the model and the defaults of requests."""
+    tokenizer = server.texts.tokenizer
+    defaults = {"n_ctx": server.max_model_len, "params": settings(server.default_params)}
+    answer = Properties(
+        default_generation_settings=defaults,
+        total_slots=server.engine.config.scheduler.max_num_seqs,
+        model_alias=server.model_name,
+        model_path=server.model_name,
+        modalities={"vision": False, "audio": False},
+        chat_template=(tokenizer.chat_template or "") if tokenizer else "",
+        bos_token=(tokenizer.bos_token or "") if tokenizer else "",
+        eos_token=(tokenizer.eos_token or "") if tokenizer else "",
+        build_info=f"kvik-{__version__}",
+    )
+    return json_response(answer)
+
+
+def routes(server: Server) -> list[Route]:
+    return [
+        post(
+            "/completion",
+            partial(completion, server),
+            LlamaCompletionRequest,
+            UNHONOURED,
+            answer=LlamaCompletion,
+            note="Continue a text, as llama.cpp does.",
+        ),
+        post(
+            "/apply-template",
+            partial(apply_template, server),
+            TemplateRequest,
+            {name: CHAT[name] for name in ("chat_template", "tools", "tool_choice")},
+            answer=RenderedPrompt,
+            note="The prompt of a conversation, as text.",
+        ),
+        Route(
+            "/props",
+            partial(properties, server),
+            method="GET",
+            answer=Properties,
+            note="Facts of the model and defaults of requests, as llama.cpp names them.",
+        ),
+    ]
