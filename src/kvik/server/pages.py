@@ -31,10 +31,11 @@ TYPES: Mapping[str, str] = {
 }
 INDEX = "index.html"
 # Scripts and styles of this server alone, and none inside the page: text of a model that looks like
-# a script is never run. The page talks to this server alone.
+# a script is never run. No script can write HTML from text. The page talks to this server alone.
 PLAYGROUND_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
 )
 PLAYGROUND_HEADERS: Mapping[str, str] = {
     "content-security-policy": PLAYGROUND_POLICY,

@@ -1,31 +1,38 @@
-// The map of KV blocks: a cell for each, coloured by the request that holds it.
+// The KV cache: above, a bar of the whole; below, a map of the blocks that were used so far, a cell for
+// each, coloured by the request that holds it.
 
-import { Picture, colourOf, count, legend } from "./canvas.js";
+import { Picture, count, legend } from "./canvas.js";
 import { byId, setText } from "./dom.js";
 
 const STATES = ["free", "cached", "shared", "pinned"];
-const OWNED = STATES.length;
+const MEANINGS = ["free", "free, its content can be matched", "held by several requests", "pinned"];
+const OWNED = STATES.length; // cells from here on belong to one request
 const HEIGHT = 150; // pixels that the cells aim at
-const SHOWN_OWNERS = 8;
+const [SMALLEST, LARGEST] = [4, 16]; // pixels of a cell's side
+const FEWEST = 96; // cells that are shown
+const [BAR, GAP] = [10, 8]; // pixels
 
 export class Blocks {
   #map = null;
   #cells = new Uint16Array();
+  #used = 0; // cells up to the last that was ever seen in use
   #owners = [];
-  #key = "";
 
-  constructor() {
+  // `colours`: of the running requests.
+  constructor(colours) {
+    this.colours = colours;
     this.picture = new Picture(byId("blocks"), {
       height: (width) => {
-        const { size, columns } = this.#grid(width);
-        return Math.max(size, Math.ceil(this.#cells.length / columns) * size);
+        const { size, columns, shown } = this.#grid(width);
+        return BAR + GAP + Math.ceil(Math.max(1, shown / columns)) * size;
       },
       draw: (pen, width, colour) => this.#draw(pen, width, colour),
       at: (x, y) => this.#at(x, y),
     });
-    window
-      .matchMedia("(prefers-color-scheme: dark)")
-      .addEventListener("change", () => this.#legend());
+  }
+
+  clear() {
+    this.#used = 0;
   }
 
   show(view) {
@@ -34,53 +41,90 @@ export class Blocks {
     const bytes = Uint8Array.from(atob(view.blocks.cells), (c) => c.charCodeAt(0));
     const data = new DataView(bytes.buffer);
     this.#cells = Uint16Array.from({ length: bytes.length / 2 }, (_, i) => data.getUint16(2 * i, true));
-    const { num_blocks: all, num_free: free, num_cached: cached, blocks_per_cell: each } = view.blocks;
+    this.#used = Math.max(this.#used, this.#cells.findLastIndex((cell) => cell !== 0) + 1);
+    const { num_blocks: all, num_free: free, num_cached: cached } = view.blocks;
     const held = all - free;
-    const words =
-      `${count(held)} of ${count(all)} held (${((100 * held) / all).toFixed(0)} %), ${count(cached)} with content to match` +
-      (each > 1 ? `; a cell is ${each} blocks` : "");
+    const words = `${count(held)} of ${count(all)} blocks held (${((100 * held) / all).toFixed(0)} %), ${count(cached)} with content to match`;
     setText(byId("blocks-words"), words);
     this.picture.say(`Map of KV blocks: ${words}`);
     this.picture.paint();
-    this.#legend();
+    this.#tell();
   }
 
+  // The side of a cell, and how many are shown: those used, and some more to see where they end.
   #grid(width) {
-    const room = Math.sqrt((width * HEIGHT) / Math.max(1, this.#cells.length));
-    const size = Math.max(3, Math.min(14, Math.floor(room)));
-    return { size, columns: Math.max(1, Math.floor(width / size)) };
+    const wanted = Math.min(this.#cells.length, Math.max(FEWEST, Math.ceil(this.#used * 1.1)));
+    const side = Math.sqrt((width * HEIGHT) / Math.max(1, wanted));
+    const columns = Math.max(1, Math.floor(width / Math.max(SMALLEST, Math.min(LARGEST, side))));
+    return { size: width / columns, columns, shown: Math.min(this.#cells.length, Math.ceil(wanted / columns) * columns) };
+  }
+
+  #colourOf(cell) {
+    return STATES[cell] ?? this.colours.of(this.#owners[cell - OWNED]);
   }
 
   #draw(pen, width, colour) {
-    const { size, columns } = this.#grid(width);
-    const side = size > 4 ? size - 1 : size;
-    const palette = [...STATES.map((name) => colour[name]), ...this.#owners.map(colourOf)];
-    this.#cells.forEach((cell, i) => {
-      pen.fillStyle = palette[cell] ?? colour.pinned;
-      pen.fillRect((i % columns) * size, Math.floor(i / columns) * size, side, side);
-    });
+    this.#bar(pen, width, colour);
+    const { size, columns, shown } = this.#grid(width);
+    const top = BAR + GAP;
+    for (let i = 0; i < shown; i++) {
+      pen.fillStyle = colour[this.#colourOf(this.#cells[i])];
+      const [column, row] = [i % columns, Math.floor(i / columns)];
+      const [x, y] = [Math.round(column * size), Math.round(top + row * size)];
+      const [right, bottom] = [Math.round((column + 1) * size), Math.round(top + (row + 1) * size)];
+      pen.fillRect(x, y, right - x - 1, bottom - y - 1);
+    }
+  }
+
+  // The whole cache: how much of it has which colour.
+  #bar(pen, width, colour) {
+    const counts = new Map();
+    for (const cell of this.#cells) {
+      const name = this.#colourOf(cell);
+      counts.set(name, (counts.get(name) ?? 0) + 1);
+    }
+    const free = counts.get("free") ?? 0;
+    counts.delete("free");
+    pen.fillStyle = colour.free;
+    pen.fillRect(0, 0, width, BAR);
+    let x = 0;
+    const last = ["shared", "pinned", "cached"];
+    const names = [...[...counts.keys()].filter((name) => !last.includes(name)).sort(), ...last];
+    for (const name of names.filter((one) => counts.has(one))) {
+      const part = Math.max(free ? 1 : 0, (counts.get(name) / this.#cells.length) * width);
+      pen.fillStyle = colour[name];
+      pen.fillRect(x, 0, part, BAR);
+      x += part;
+    }
   }
 
   #at(x, y) {
-    const { size, columns } = this.#grid(this.picture.canvas.clientWidth);
+    const { size, columns, shown } = this.#grid(this.picture.canvas.clientWidth);
     const column = Math.floor(x / size);
-    const i = Math.floor(y / size) * columns + column;
-    if (column >= columns || i >= this.#cells.length) return null;
+    const i = Math.floor((y - BAR - GAP) / size) * columns + column;
+    if (y < BAR) return "the whole cache";
+    if (y < BAR + GAP || column >= columns || i >= shown) return null;
     const cell = this.#cells[i];
     const first = i * this.#map.blocks_per_cell + 1;
     const last = Math.min(first + this.#map.blocks_per_cell - 1, this.#map.num_blocks);
     const name = first === last ? `block ${first}` : `blocks ${first}–${last}`;
-    return `${name}: ${cell < OWNED ? STATES[cell] : `request ${this.#owners[cell - OWNED]}`}`;
+    return `${name}: ${cell < OWNED ? MEANINGS[cell] : `request ${this.#owners[cell - OWNED]}`}`;
   }
 
-  #legend() {
-    const key = `${this.#owners.slice(0, SHOWN_OWNERS + 1)}`;
-    const scheme = getComputedStyle(document.documentElement);
-    if (this.#key === key + scheme.getPropertyValue("--free")) return;
-    this.#key = key + scheme.getPropertyValue("--free");
-    const fixed = STATES.map((name) => [scheme.getPropertyValue(`--${name}`), name]);
-    const owners = this.#owners.slice(0, SHOWN_OWNERS).map((n) => [colourOf(n), `request ${n}`]);
-    const rest = this.#owners.length - owners.length;
-    legend(byId("blocks-legend"), [...fixed, ...owners, ...(rest > 0 ? [["transparent", `and ${rest} more`]] : [])]);
+  // What the map shows, and what its colours mean.
+  #tell() {
+    const { num_blocks: all, blocks_per_cell: each } = this.#map;
+    const { shown } = this.#grid(this.picture.canvas.clientWidth);
+    const parts = [];
+    if (shown < this.#cells.length) parts.push(`The first ${count(shown * each)} of ${count(all)} blocks; the rest is unused so far.`);
+    if (each > 1) parts.push(`A cell is ${each} blocks.`);
+    setText(byId("blocks-part"), parts.join(" "));
+    const named = this.#owners.filter((number) => this.colours.of(number) !== "others");
+    const others = this.#owners.length - named.length;
+    legend(byId("blocks-legend"), [
+      ...STATES.map((name) => [name, name]),
+      ...named.map((number) => [this.colours.of(number), `request ${number}`]),
+      ...(others ? [["others", `${others} more requests`]] : []),
+    ]);
   }
 }

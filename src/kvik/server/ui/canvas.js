@@ -30,7 +30,7 @@ export class Picture {
     }
     this.pen.setTransform(scale, 0, 0, scale, 0, 0);
     this.pen.clearRect(0, 0, width, height);
-    this.pen.font = "11px system-ui, sans-serif";
+    this.pen.font = `11px ${getComputedStyle(this.canvas).fontFamily}`;
     this.pen.textBaseline = "middle";
     this.draw(this.pen, width, colours());
   }
@@ -52,26 +52,54 @@ export class Picture {
 
 const dark = window.matchMedia("(prefers-color-scheme: dark)");
 
-const NAMES = "card ink soft line faint accent free cached shared pinned queued prefill decode".split(" ");
+const NAMES = (
+  "card ink soft line faint free cached shared pinned queued prefill decode preempted " +
+  "request0 request1 request2 request3 request4 request5 others"
+).split(" ");
 
 export function colours() {
   const style = getComputedStyle(document.documentElement);
   return Object.fromEntries(NAMES.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
 }
 
-// The colour of a request: neighbours in number are far apart on the wheel.
-export function colourOf(number) {
-  return `hsl(${((number * 137.508) % 360).toFixed(0)} 58% ${dark.matches ? 62 : 46}%)`;
+// The names of running requests' colours. A request keeps its colour while it runs; once all
+// colours are taken, the others share one.
+export class RequestColours {
+  #numbers = new Array(6).fill(null); // of the requests that have request0, request1, ...
+
+  update(running) {
+    const present = new Set(running.map((request) => request.number));
+    this.#numbers = this.#numbers.map((number) => (present.has(number) ? number : null));
+    for (const number of present) {
+      const free = this.#numbers.indexOf(null);
+      if (free < 0) return;
+      if (!this.#numbers.includes(number)) this.#numbers[free] = number;
+    }
+  }
+
+  of(number) {
+    const place = this.#numbers.indexOf(number);
+    return place < 0 ? "others" : `request${place}`;
+  }
 }
 
+// Shows what colours mean: [name of the colour, label].
 export function legend(list, entries) {
+  const key = JSON.stringify(entries);
+  if (list.dataset.key === key) return;
+  list.dataset.key = key;
   list.replaceChildren(
     ...entries.map(([colour, label]) => {
       const swatch = make("span", { className: "swatch" });
-      swatch.style.background = colour;
+      swatch.style.background = `var(--${colour})`;
       return make("li", {}, swatch, label);
     }),
   );
+}
+
+// The pixels that the labels of an axis take at its left.
+export function margin(pen, labels) {
+  return Math.ceil(Math.max(...labels.map((label) => pen.measureText(label).width))) + 8;
 }
 
 export function nice(limit) {

@@ -1,11 +1,11 @@
 // TTFT and TPOT of each request and the throughput, as this page has seen them.
 
-import { Picture, count, nice, seconds } from "./canvas.js";
+import { Picture, count, margin, nice, seconds } from "./canvas.js";
 import { byId, setText } from "./dom.js";
 import { tpotOf } from "./requests.js";
 
 const HEIGHT = 92;
-const [LEFT, BOTTOM] = [44, 16];
+const BOTTOM = 16; // pixels for the axis of time
 const SPAN = 120; // seconds
 
 export class Curves {
@@ -14,9 +14,9 @@ export class Curves {
   #before = null; // the view before
 
   constructor() {
-    this.ttft = new Curve("ttft", "Time to first token", "decode", seconds);
+    this.ttft = new Curve("ttft", "Time to first token", "prefill", seconds);
     this.tpot = new Curve("tpot", "Time per output token", "decode", seconds);
-    this.throughput = new Curve("throughput", "Output tokens a second", "accent", count, true);
+    this.throughput = new Curve("throughput", "Output tokens a second", "decode", count, true);
   }
 
   clear() {
@@ -50,6 +50,7 @@ export class Curves {
 class Curve {
   points = []; // [time, value]
   #now = 0;
+  #left = 0; // where the axis of time begins, in pixels
 
   constructor(id, title, colour, write, joined = false) {
     Object.assign(this, { id, title, colour, write, joined });
@@ -75,23 +76,24 @@ class Curve {
   }
 
   #place(width) {
-    return (time) => LEFT + (1 - (this.#now - time) / SPAN) * (width - LEFT - 4);
+    return (time) => this.#left + (1 - (this.#now - time) / SPAN) * (width - this.#left - 4);
   }
 
   #draw(pen, width, colours) {
     const top = nice(Math.max(1e-4, ...this.points.map(([, value]) => value)));
+    const left = (this.#left = margin(pen, [this.write(top)]));
     const base = HEIGHT - BOTTOM;
     const place = this.#place(width);
     const rise = (value) => base - (value / top) * (base - 8);
     pen.textAlign = "right";
     for (const value of [0, top / 2, top]) {
       pen.fillStyle = value ? colours.faint : colours.line;
-      pen.fillRect(LEFT, Math.round(rise(value)), width - LEFT, 1);
+      pen.fillRect(left, Math.round(rise(value)), width - left, 1);
       pen.fillStyle = colours.soft;
-      if (value !== top / 2) pen.fillText(value ? this.write(value) : "0", LEFT - 5, rise(value));
+      if (value !== top / 2) pen.fillText(value ? this.write(value) : "0", left - 6, rise(value));
     }
     pen.textAlign = "left";
-    pen.fillText(`−${SPAN} s`, LEFT, HEIGHT - 6);
+    pen.fillText(`−${SPAN} s`, left, HEIGHT - 6);
     pen.textAlign = "right";
     pen.fillText("now", width, HEIGHT - 6);
     const colour = colours[this.colour];

@@ -1,7 +1,7 @@
 // The engine, live: follows the server's events while the page is seen, and hands views to pictures.
 
 import { Blocks } from "./blocks.js";
-import { count, seconds } from "./canvas.js";
+import { RequestColours, count, seconds } from "./canvas.js";
 import { Curves } from "./curves.js";
 import { byId, make, setText } from "./dom.js";
 import { Requests } from "./requests.js";
@@ -11,7 +11,8 @@ const PAUSE = 2000; // milliseconds before another try
 
 export class Engine {
   #api;
-  #pictures = [new Blocks(), new Steps(), new Requests(), new Curves()];
+  #colours = new RequestColours();
+  #pictures = [new Blocks(this.#colours), new Steps(), new Requests(this.#colours), new Curves()];
   #following = null; // an AbortController
   #steps = 0;
 
@@ -48,6 +49,7 @@ export class Engine {
     if (view.stats.steps < this.#steps) for (const picture of this.#pictures) picture.clear?.(); // started anew
     this.#steps = view.stats.steps;
     gauges(view);
+    this.#colours.update(view.running);
     for (const picture of this.#pictures) picture.show(view);
   }
 
@@ -69,8 +71,8 @@ function gauges(view) {
   const hits = stats.prefix_queries ? stats.prefix_hits / stats.prefix_queries : 0;
   const step = view.steps.seconds.at(-1);
   const shown = [
-    ["decode", `${count(rates.decode_tokens)} tok/s`],
-    ["prefill", `${count(rates.prefill_tokens)} tok/s`],
+    ["decode tok/s", count(rates.decode_tokens)],
+    ["prefill tok/s", count(rates.prefill_tokens)],
     ["running", count(stats.num_running)],
     ["waiting", count(stats.num_waiting)],
     ["KV held", `${(100 * stats.kv_usage).toFixed(0)} %`],

@@ -1,14 +1,26 @@
 // The page: a playground beside the live engine.
 
 import { Api } from "./api.js";
-import { byId, setText } from "./dom.js";
+import { Chat } from "./chat.js";
+import { Completion } from "./completion.js";
+import { byId, copyText, setText } from "./dom.js";
 import { Engine } from "./engine.js";
+import { Panel } from "./panels.js";
 import { Params } from "./params.js";
+import { Sidebar } from "./sidebar.js";
+import { Store } from "./store.js";
 import { tabs } from "./tabs.js";
-import { Talk } from "./talk.js";
 
+const model = { name: "", context: 0 }; // as the server says
 const api = new Api();
-const talk = new Talk(api, new Params(byId("params")));
+const store = new Store(changedElsewhere);
+const params = new Params(byId("params"), store.setting("params"), (settings, words) => {
+  store.remember("params", settings);
+  setText(byId("changed"), words || "Default settings");
+});
+const chat = new Chat({ api, params, store, model, kept });
+const completion = new Completion({ api, params, model });
+const sidebar = new Sidebar(store, { open: go, forget: (id) => chat.forget(id) });
 const engine = new Engine(api);
 
 async function begin() {
@@ -16,15 +28,63 @@ async function begin() {
   engine.restart();
   try {
     const { data } = await api.get("v1/models");
-    talk.model = data[0].id;
-    setText(byId("model"), data[0].id);
-    byId("error").hidden = true;
+    Object.assign(model, { name: data[0].id, context: data[0].max_model_len ?? 0 });
+    for (const id of ["model", "welcome-model"]) setText(byId(id), model.name);
+    if (model.context) setText(byId("welcome-note"), `Context: ${model.context.toLocaleString("en")} tokens`);
+    chat.fail("");
   } catch (error) {
-    byId("error").hidden = false;
-    setText(byId("error"), error.message);
+    chat.fail(error.message);
   }
 }
 
-tabs(document.querySelector("[role=tablist]"), () => (byId("error").hidden = true));
+// -- the conversation on the page is the one that its address names -----------------------------------
+
+function go(id) {
+  if (id !== address()) window.history.pushState(null, "", id ? `#${id}` : window.location.pathname + window.location.search);
+  show();
+  Panel.uncover();
+  byId("tab-chat").click();
+  byId("say").focus();
+}
+
+const address = () => window.location.hash.slice(1);
+
+function show() {
+  chat.open(store.get(address()) ?? undefined);
+  sidebar.show(chat.id);
+}
+
+function kept(conversation, safe) {
+  if (conversation.id === chat.id && store.get(chat.id)) window.history.replaceState(null, "", `#${chat.id}`);
+  sidebar.show(chat.id, safe);
+}
+
+function changedElsewhere(id) {
+  if (id === chat.id && store.get(id) && !chat.running) show();
+  else sidebar.show(chat.id);
+}
+
+// -- what the whole page does -------------------------------------------------------------------------
+
+new Panel("history", "(min-width: 78rem)", store);
+new Panel("engine", "(min-width: 62rem)", store);
+tabs(document.querySelector("[role=tablist]"), () => Panel.uncover());
+
+for (const id of ["open-settings", "changed"]) byId(id).addEventListener("click", () => byId("settings").showModal());
+byId("close-settings").addEventListener("click", () => byId("settings").close());
+byId("settings").addEventListener("click", (event) => event.target === byId("settings") && byId("settings").close()); // outside of it
+
+document.addEventListener("click", async ({ target }) => {
+  if (!target.matches(".copy")) return;
+  setText(target, (await copyText(target.closest(".code").querySelector("pre").textContent)) ? "Copied" : "Failed");
+  setTimeout(() => setText(target, "Copy"), 1500);
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape" || event.isComposing || byId("settings").open) return;
+  if (!Panel.uncover() && !chat.stop()) completion.stop();
+});
+
+window.addEventListener("popstate", show);
 byId("key").addEventListener("change", begin);
+show();
 begin();

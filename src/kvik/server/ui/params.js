@@ -1,5 +1,5 @@
-// The sampling controls: one row of the table each, those of numbers as the engine declares them.
-// What is left empty is not sent.
+// The system prompt and the sampling controls: a row of the table each, those of numbers as the
+// engine declares them. What is left empty is not sent.
 
 import { byId, make } from "./dom.js";
 import { PARAMETERS } from "./parameters.js";
@@ -16,17 +16,34 @@ const CONTROLS = [
 ];
 
 export class Params {
-  constructor(form) {
+  // `settings` of the last visit, if any; `changed(settings, words)` says what they are now.
+  constructor(form, settings, changed) {
     this.form = form;
     form.addEventListener("submit", (event) => event.preventDefault());
     form.append(...CONTROLS.map((row) => control(...row)));
-    const reset = make("button", { type: "reset", className: "plain", textContent: "Reset" });
-    form.append(make("div", {}, reset));
+    const reset = make("button", { type: "reset", textContent: "Reset all" });
+    form.append(make("div", { className: "whole" }, reset));
+    const fields = [byId("system"), ...CONTROLS.map(([name]) => byId(`param-${name}`))];
+    this.#restore(fields, settings ?? {});
+    const tell = () => changed(this.#settings(fields), this.#words());
+    for (const field of fields) field.addEventListener("input", tell);
+    form.addEventListener("reset", () => {
+      byId("system").value = "";
+      setTimeout(tell); // when the fields are reset
+    });
+    changed(this.#settings(fields), this.#words());
   }
 
-  // The fields of a request; null, and the browser's own complaint, if one is wrong.
+  get system() {
+    return byId("system").value.trim();
+  }
+
+  // The fields of a request; null, and `refused()`, if one is wrong.
   read(kind) {
-    if (!this.form.reportValidity()) return null;
+    if (!this.form.checkValidity()) {
+      this.refused();
+      return null;
+    }
     const fields = {};
     for (const [name, , type] of CONTROLS) {
       const input = byId(`param-${name}`);
@@ -37,6 +54,35 @@ export class Params {
       }
     }
     return fields;
+  }
+
+  // Shows the settings, and the browser's own complaint about one.
+  refused() {
+    byId("settings").showModal();
+    this.form.reportValidity();
+  }
+
+  #settings(fields) {
+    const set = fields.filter((field) => (field.type === CHECK ? field.checked : field.value !== ""));
+    return Object.fromEntries(set.map((field) => [field.id, field.type === CHECK ? true : field.value]));
+  }
+
+  #restore(fields, settings) {
+    for (const field of fields) {
+      const value = settings[field.id];
+      if (field.type === CHECK) field.checked = value === true;
+      else if (typeof value === "string") field.value = value;
+    }
+  }
+
+  #words() {
+    const words = CONTROLS.map(([name, label, type]) => {
+      const input = byId(`param-${name}`);
+      if (type === CHECK) return input.checked ? label : "";
+      if (input.value === "") return "";
+      return type === NUMBER ? `${label} ${input.value}` : "Stop texts";
+    });
+    return [this.system && "System prompt", ...words].filter(Boolean).join(", ");
   }
 }
 

@@ -1,6 +1,6 @@
 // Requests in time: how long each waited, read its prompt, and wrote. And the queue.
 
-import { Picture, colourOf, count, legend, seconds } from "./canvas.js";
+import { Picture, count, legend, seconds } from "./canvas.js";
 import { byId, make, setText } from "./dom.js";
 
 const ROW = 15;
@@ -15,16 +15,18 @@ export class Requests {
   #rows = [];
   #now = 0;
 
-  constructor() {
+  // `colours`: of the running requests.
+  constructor(colours) {
+    this.colours = colours;
     this.picture = new Picture(byId("requests"), {
       height: () => Math.max(3, this.#rows.length) * ROW + AXIS,
       draw: (pen, width, colour) => this.#draw(pen, width, colour),
       at: (x, y) => this.#at(y),
     });
     legend(byId("requests-legend"), [
-      ["var(--queued)", "queued"],
-      ["var(--prefill)", "prefill"],
-      ["var(--decode)", "decode"],
+      ["queued", "queued"],
+      ["prefill", "prefill"],
+      ["decode", "decode; at the right, prompt + output tokens"],
     ]);
     byId("requests-numbers").addEventListener("toggle", () => this.#table());
   }
@@ -65,18 +67,19 @@ export class Requests {
     const start = this.#now - span;
     const place = (time) => LEFT + (Math.max(0, time - start) / span) * (width - LEFT - RIGHT);
     const bottom = Math.max(3, this.#rows.length) * ROW;
-    for (let i = 0; i <= 5; i++) {
-      const x = place(start + (span * i) / 5);
+    const marks = width < 420 ? 2 : 5;
+    for (let i = 0; i <= marks; i++) {
+      const x = place(start + (span * i) / marks);
       pen.fillStyle = colour.faint;
       pen.fillRect(Math.round(x), 0, 1, bottom);
       pen.fillStyle = colour.soft;
       pen.textAlign = "center";
-      pen.fillText(i === 5 ? "now" : `−${span - (span * i) / 5} s`, x, bottom + 10);
+      pen.fillText(i === marks ? "now" : `−${span - (span * i) / marks} s`, x, bottom + 10);
     }
     this.#rows.forEach((r, i) => {
       const y = i * ROW;
       const end = r.finished ?? this.#now;
-      pen.fillStyle = colourOf(r.number);
+      pen.fillStyle = r.finished === null ? colour[this.colours.of(r.number)] : colour.line;
       pen.fillRect(0, y + 3, 3, ROW - 6);
       pen.fillStyle = colour.soft;
       pen.textAlign = "left";

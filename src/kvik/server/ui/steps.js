@@ -1,15 +1,15 @@
 // The last steps, a bar each: prompt tokens upwards, decoded tokens downwards, each to its own scale,
 // since one chunk of a prompt is as long as hundreds of decoding rows.
 
-import { Picture, count, legend, nice, seconds } from "./canvas.js";
+import { Picture, count, legend, margin, nice, seconds } from "./canvas.js";
 import { byId, setText } from "./dom.js";
 
 const HEIGHT = 132;
 const MIDDLE = 78; // pixels above the line between the two
-const LEFT = 34;
 
 export class Steps {
   #steps = [];
+  #left = 0; // where the bars begin, in pixels
 
   constructor(limit = 200) {
     this.limit = limit;
@@ -19,9 +19,9 @@ export class Steps {
       at: (x) => this.#at(x),
     });
     legend(byId("steps-legend"), [
-      ["var(--prefill)", "prefill tokens"],
-      ["var(--decode)", "decode tokens"],
-      ["var(--shared)", "preemption"],
+      ["prefill", "prefill tokens"],
+      ["decode", "decode tokens"],
+      ["preempted", "preemption"],
     ]);
   }
 
@@ -57,28 +57,29 @@ export class Steps {
     const up = nice(Math.max(8, ...this.#steps.map((s) => s.prefill)));
     const down = nice(Math.max(8, ...this.#steps.map((s) => s.decode)));
     const below = HEIGHT - MIDDLE;
+    const left = (this.#left = margin(pen, [count(up), count(down)]));
     pen.fillStyle = colour.soft;
     pen.textAlign = "right";
-    pen.fillText(count(up), LEFT - 6, 7);
-    pen.fillText("0", LEFT - 6, MIDDLE);
-    pen.fillText(count(down), LEFT - 6, HEIGHT - 6);
+    pen.fillText(count(up), left - 6, 7);
+    pen.fillText("0", left - 6, MIDDLE);
+    pen.fillText(count(down), left - 6, HEIGHT - 6);
     pen.fillStyle = colour.line;
-    pen.fillRect(LEFT, MIDDLE, width - LEFT, 1);
-    const each = (width - LEFT) / this.limit;
+    pen.fillRect(left, MIDDLE, width - left, 1);
+    const each = (width - left) / this.limit;
     const wide = Math.max(1, each - (each > 3 ? 1 : 0.4));
     const first = this.limit - this.#steps.length;
     this.#steps.forEach((step, i) => {
-      const x = LEFT + (first + i) * each;
+      const x = left + (first + i) * each;
       bar(pen, colour.prefill, x, wide, step.prefill && -Math.max(2, (step.prefill / up) * (MIDDLE - 8)), MIDDLE);
       bar(pen, colour.decode, x, wide, step.decode && Math.max(2, (step.decode / down) * (below - 8)), MIDDLE + 1);
-      if (step.preemptions) bar(pen, colour.shared, x, wide, 4, 0);
+      if (step.preemptions) bar(pen, colour.preempted, x, wide, 4, 0);
     });
   }
 
   #at(x) {
-    const each = (this.picture.canvas.clientWidth - LEFT) / this.limit;
-    const step = this.#steps[Math.floor((x - LEFT) / each) - (this.limit - this.#steps.length)];
-    if (x < LEFT || !step) return null;
+    const each = (this.picture.canvas.clientWidth - this.#left) / this.limit;
+    const step = this.#steps[Math.floor((x - this.#left) / each) - (this.limit - this.#steps.length)];
+    if (x < this.#left || !step) return null;
     return (
       `step ${count(step.number)}, ${seconds(step.seconds)}\n` +
       `${count(step.prefill)} prefill, ${count(step.decode)} decode tokens\n` +

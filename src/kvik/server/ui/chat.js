@@ -1,0 +1,275 @@
+// The chat: which conversation is shown, what is asked in it, and how answers grow. Each
+// conversation may have one answer running, seen or not.
+
+import { Conversation } from "./conversation.js";
+import { byId, fit, sends, setText } from "./dom.js";
+import { ENDS, Generation } from "./generation.js";
+import { MessageView, partsOf } from "./message.js";
+import { tokensOf } from "./tokens.js";
+
+const NEAR = 40; // pixels from the end of the log that still count as its end
+
+export class Chat {
+  #conversation = new Conversation();
+  #views = new Map(); // message -> MessageView, of the conversation shown
+  #tokens = new WeakMap(); // message -> tokens with their probabilities
+  #running = new Map(); // conversation id -> { conversation, generation, answers, painting, forgotten }
+  #log = byId("log");
+  #say = byId("say");
+
+  // `kept(conversation, kept)`: it has changed, and will be there after a reload or not.
+  constructor({ api, params, store, model, kept }) {
+    Object.assign(this, { api, params, store, model, kept });
+    byId("chat-form").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.#send();
+    });
+    sends(this.#say, (event) => !event.shiftKey, () => byId("chat-form").requestSubmit());
+    this.#say.addEventListener("input", () => this.#compose());
+    byId("stop-chat").addEventListener("click", () => this.stop());
+    byId("to-end").addEventListener("click", () => this.#toEnd());
+    this.#log.addEventListener("scroll", () => this.#place(), { passive: true });
+    window.addEventListener("pagehide", () => this.#running.forEach((one) => store.save(one.conversation)));
+  }
+
+  get id() {
+    return this.#conversation.id;
+  }
+
+  // Whether an answer is being written in the conversation shown.
+  get running() {
+    return this.#running.has(this.id);
+  }
+
+  // Shows a conversation, or a new one.
+  open(conversation = new Conversation()) {
+    this.#conversation = conversation;
+    this.#views.clear();
+    this.fail("");
+    this.#show();
+    this.#toEnd();
+  }
+
+  // Returns whether there was something to stop.
+  stop() {
+    const running = this.#running.get(this.id);
+    running?.generation.stop();
+    return Boolean(running);
+  }
+
+  // Ends the answer of a conversation that is deleted.
+  forget(id) {
+    const running = this.#running.get(id);
+    if (!running) return;
+    running.forgotten = true;
+    running.generation.stop();
+  }
+
+  fail(text) {
+    byId("error").hidden = !text;
+    setText(byId("error"), text);
+  }
+
+  // -- what is asked -----------------------------------------------------------------------------
+
+  #send() {
+    const text = this.#say.value.trim();
+    if (!text || this.running) return;
+    const conversation = this.#conversation;
+    const { last } = conversation;
+    // An answer is missing if its page was closed before any of it came.
+    const parent = last.role === "user" ? conversation.parentOf(last) : last;
+    if (!this.#ask(parent, text)) return;
+    this.#say.value = "";
+    this.#compose();
+  }
+
+  // Adds a message after `parent` and has it answered. If nothing comes, it is taken back.
+  #ask(parent, text) {
+    const fields = this.params.read("chat");
+    if (!fields) return false;
+    const conversation = this.#conversation;
+    const { shown } = parent;
+    const asked = conversation.add(parent, "user", text);
+    this.#answer(asked, fields).then((came) => {
+      if (came) return;
+      conversation.remove(parent, asked, shown);
+      if (conversation === this.#conversation) {
+        this.#say.value ||= text;
+        this.#compose();
+        this.#show();
+      }
+      this.#keep(conversation);
+    });
+    return true;
+  }
+
+  #again(answer) {
+    const fields = this.params.read("chat");
+    if (fields && !this.running) this.#answer(this.#conversation.parentOf(answer), fields);
+  }
+
+  // Streams the answers to a message; returns whether there was any.
+  async #answer(asked, fields) {
+    const conversation = this.#conversation;
+    const before = asked.shown;
+    const answers = [conversation.add(asked, "assistant")];
+    const messages = [...conversation.before(asked), asked].map(({ role, text }) => ({
+      role,
+      content: role === "user" ? text : partsOf(text).said,
+    }));
+    const system = this.params.system;
+    if (system) messages.unshift({ role: "system", content: system });
+    const generation = new Generation(this.api, "v1/chat/completions", { model: this.model.name, messages, ...fields });
+    const running = { conversation, generation, answers };
+    this.#running.set(conversation.id, running);
+    this.fail("");
+    this.#keep(conversation);
+    this.#show();
+    this.#toEnd();
+    let came = false;
+    let error = "";
+    try {
+      for await (const choice of generation.choices()) {
+        came = true;
+        this.#take(conversation, asked, answers, choice);
+      }
+    } catch (problem) {
+      error = generation.stopped ? ENDS.stopped : problem.message;
+    }
+    for (const answer of answers) {
+      answer.end ||= error;
+      answer.figures = generation.figures(this.model.context);
+    }
+    if (error && !answers.some((answer) => answer.text)) came = false;
+    if (!came) {
+      for (const answer of answers) conversation.remove(asked, answer, before);
+    }
+    this.#running.delete(conversation.id);
+    if (running.forgotten) return true;
+    this.#keep(conversation);
+    if (conversation === this.#conversation) {
+      this.#following(() => this.#show());
+      if (error && !generation.stopped) this.fail(error);
+    }
+    return came || asked.next.length > 0;
+  }
+
+  #take(conversation, asked, answers, choice) {
+    const { index } = choice;
+    if (!answers[index]) {
+      answers[index] = conversation.add(asked, "assistant");
+      asked.shown = asked.next.indexOf(answers[0]);
+    }
+    const answer = answers[index];
+    answer.text += choice.delta?.content ?? "";
+    answer.end = ENDS[choice.finish_reason] ?? answer.end;
+    const tokens = tokensOf(choice);
+    if (tokens.length) {
+      if (!this.#tokens.has(answer)) {
+        this.#tokens.set(answer, []);
+        this.#views.delete(answer); // it shows tokens from now on
+      }
+      this.#tokens.get(answer).push(...tokens);
+    }
+    const running = this.#running.get(conversation.id);
+    if (running.painting) return;
+    running.painting = true; // once a frame, however many tokens come
+    requestAnimationFrame(() => {
+      running.painting = false;
+      if (conversation === this.#conversation && this.#running.has(conversation.id)) this.#paint(answers);
+    });
+  }
+
+  #keep(conversation) {
+    if (conversation.root.next.length) this.kept(conversation, this.store.save(conversation));
+    else {
+      this.store.delete(conversation.id);
+      this.kept(conversation, true);
+    }
+  }
+
+  // -- what is shown -----------------------------------------------------------------------------
+
+  // The messages of the conversation, with views made before where there are any.
+  #show() {
+    const conversation = this.#conversation;
+    const running = this.#running.get(conversation.id);
+    const path = conversation.path();
+    let parent = conversation.root;
+    const elements = path.map((message) => {
+      const view = this.#view(message);
+      view.running = Boolean(running?.answers.includes(message));
+      view.place(parent.shown, parent.next.length);
+      parent = message;
+      return view.element;
+    });
+    const list = byId("messages");
+    if (elements.length !== list.children.length || elements.some((element, i) => element !== list.children[i])) {
+      list.replaceChildren(...elements);
+    }
+    byId("welcome").hidden = path.length > 0;
+    list.setAttribute("aria-busy", String(Boolean(running))); // read out when it is whole
+    this.#compose();
+    this.#place();
+  }
+
+  #view(message) {
+    const known = this.#views.get(message);
+    if (known) {
+      known.update();
+      return known;
+    }
+    const does = {
+      step: (by) => this.#step(message, by),
+      again: () => this.#again(message),
+      edit: (text) => !this.running && this.#ask(this.#conversation.parentOf(message), text),
+    };
+    const view = new MessageView(message, does, this.#tokens.get(message));
+    this.#views.set(message, view);
+    return view;
+  }
+
+  #paint(answers) {
+    this.#following(() => {
+      if (answers.some((answer) => !this.#views.has(answer))) this.#show();
+      else answers.forEach((answer) => this.#views.get(answer).update());
+    });
+  }
+
+  #step(message, by) {
+    if (this.running) return;
+    this.#conversation.parentOf(message).shown += by;
+    this.#keep(this.#conversation);
+    this.#show();
+  }
+
+  #compose() {
+    const { running } = this;
+    fit(this.#say);
+    byId("send").disabled = running || !this.#say.value.trim();
+    byId("send").hidden = running;
+    byId("stop-chat").hidden = !running;
+  }
+
+  // Changes the log. A reader who was at its end stays there; one who scrolled up is not moved.
+  #following(change) {
+    const follow = this.#fromEnd < NEAR;
+    change();
+    if (follow) this.#toEnd();
+    else this.#place();
+  }
+
+  get #fromEnd() {
+    return this.#log.scrollHeight - this.#log.scrollTop - this.#log.clientHeight;
+  }
+
+  #toEnd() {
+    this.#log.scrollTop = this.#log.scrollHeight;
+    this.#place();
+  }
+
+  #place() {
+    byId("to-end").hidden = this.#fromEnd < NEAR;
+  }
+}
