@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from numbers import Integral, Real
@@ -312,8 +312,12 @@ def bad_value(allowed: str, value: object) -> ValueError:
 def unknown(name: str, what: str, known: Collection[str]) -> str:
     """Return the end of an error message about an unknown name: what it is not, the nearest known
     name, and all known ones."""
+    return f"is no {what} ({did_you_mean(name, known)}known: {', '.join(known)})"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a question with the nearest known name, and a space behind it; "": none is near."""
     import difflib  # only errors need it, and it would make start-up slower
 
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-    hint = f"did you mean {nearest[0]}? " if nearest else ""
-    return f"is no {what} ({hint}known: {', '.join(known)})"
+    return f"did you mean {nearest[0]}? " if nearest else ""

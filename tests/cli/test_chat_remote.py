@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import signal
 import socket
 import sys
@@ -330,6 +331,91 @@ def test_a_pipe_gets_an_answer_as_it_is(say: Callable[..., int], capsys: Any) ->
     with steering() as server:
         assert say("Hi\n", "--url", server.url) == 0
     assert capsys.readouterr().out == "".join(CONTROLS) + ".\n"
+
+
+def messages_of(server: FakeServer) -> list[str]:
+    return [request.body["messages"][-1]["content"] for request in server.requests if request.raw]
+
+
+def test_a_terminal_sees_what_answers_and_colours() -> None:
+    for environ, coloured in (({"NO_COLOR": ""}, True), ({"NO_COLOR": "1"}, False)):
+        with answering(HELLO) as server:
+            with OnTerminal("chat", "--url", server.url, **environ) as terminal:
+                banner = terminal.wait_for("> ")
+                terminal.type("/nonsense\r")
+                error = terminal.wait_for("/help lists them")
+                terminal.type("/exit\r")
+                code, rest = terminal.finish()
+            assert code == 0
+            assert f"fake of {server.url}" in banner and "/regenerate" in banner
+            assert ("\x1b[1m" in banner, "\x1b[31m" in error) == (coloured, coloured)
+            if not coloured:
+                assert not re.search("\x1b\\[\\d*m", banner + error + rest)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ("one\\\rtwo\\\rthree\r", "one\ntwo\nthree"),
+        ('"""one\r/two\r\rthree"""\r', "one\n/two\n\nthree"),
+        ('"""\rone\rtwo\r"""\r', "one\ntwo"),
+        ('"""one line"""\r', "one line"),
+        ("one\x1b\rtwo\r", "one\ntwo"),  # Alt+Enter
+        ('\x1b[200~"""\rone\\\x1b[201~\r', '"""\none\\'),
+    ],
+)
+def test_a_message_of_several_lines(keys: str, message: str) -> None:
+    with answering(HELLO) as server, OnTerminal("chat", "--url", server.url) as terminal:
+        terminal.wait_for("> ")
+        terminal.type(keys)
+        terminal.wait_for("Hello")
+        assert messages_of(server) == [message]
+
+
+def test_lines_break_between_words() -> None:
+    words = [f"{'word' * (1 + number % 4)} " for number in range(40)]
+    text = (
+        "".join(words)
+        + "x" * 70
+        + "\n    indented 漢字漢字漢字漢字漢字漢字漢字漢字漢字漢字漢字漢字 end"
+    )
+    pieces = [text[at : at + 7] for at in range(0, len(text), 7)]
+    reply = Reply([*map(delta, pieces[:-1]), delta(pieces[-1], "stop"), END])
+    with (
+        answering(reply) as server,
+        OnTerminal("chat", "--url", server.url, columns=30, NO_COLOR="1") as terminal,
+    ):
+        terminal.wait_for("> ")
+        terminal.type("Hi\r")
+        terminal.wait_for("Hi\r\n")
+        answer = re.sub(r"\x1b\[\?2004[hl]\r?", "", terminal.wait_for("> "))
+    lines = answer.rstrip().split("\r\n")
+    broken = [line for line in lines if "x" not in line]
+    assert all(len(line) + sum(char in "漢字" for char in line) <= 30 for line in broken)
+    assert all(word.strip("word") == "" for line in lines[:5] for word in line.split())
+    assert max(len(line) for line in broken) > 20  # and no sooner than they must
+    assert "".join(answer.split()) == "".join(text.split())
+    assert any(line.startswith("    indented") for line in lines)
+
+
+def test_regenerate_asks_the_last_message_again(say: Callable[..., int], capsys: Any) -> None:
+    with answering(HELLO) as server:
+        assert say("/regenerate\nHi\n/regenerate\n/rest\nMore\n", "--url", server.url) == 0
+        asked = [request.body["messages"] for request in server.requests if request.raw]
+    hi = {"role": "user", "content": "Hi"}
+    assert asked[0] == asked[1] == [hi]
+    said = {"role": "assistant", "content": "Hello"}
+    assert asked[2] == [hi, said, {"role": "user", "content": "More"}]
+    errors = capsys.readouterr().err
+    assert "command: /regenerate needs an answer" in errors
+    assert "'/rest' is unknown; did you mean /reset? /help" in errors
+
+
+def test_commands_are_completed() -> None:
+    with answering(HELLO) as server, OnTerminal("chat", "--url", server.url) as terminal:
+        terminal.wait_for("> ")
+        terminal.type("/sta\t\r")
+        assert "server: " in terminal.wait_for("model fake")
 
 
 def test_a_pasted_text_is_one_message() -> None:

@@ -18,7 +18,7 @@ PATIENCE = 60.0  # seconds until something must have been written
 class OnTerminal:
     """Runs `kvik` with these arguments; leaving the `with` ends it. `written` is all it wrote."""
 
-    def __init__(self, *arguments: str, columns: int = 80) -> None:
+    def __init__(self, *arguments: str, columns: int = 80, **environ: str) -> None:
         self.written = b""
         self._end, inner = pty.openpty()
         fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
@@ -28,7 +28,8 @@ class OnTerminal:
             stdout=inner,
             stderr=inner,
             start_new_session=True,
-            env={**os.environ, "TERM": "xterm", "INPUTRC": os.devnull, "COLUMNS": str(columns)},
+            env={**os.environ, "TERM": "xterm", "INPUTRC": os.devnull, "COLUMNS": str(columns)}
+            | environ,
         )
         os.close(inner)
 

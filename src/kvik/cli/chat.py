@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,17 +21,30 @@ from kvik.cli.flags import (
     given_sampling_options,
 )
 from kvik.cli.remote_server import RemoteServer, add_key_flag
-from kvik.cli.terminal import say
+from kvik.cli.terminal import Flow, say, styled
 from kvik.core.sampling_params import SamplingParams
 from kvik.errors import ConfigError, KvikError, ParamError
+from kvik.options import did_you_mean
 
-HELP = """\
-/help           this list
-/system [TEXT]  set the system message (nothing: show it; - : remove it)
-/reset          forget the conversation
-/save FILE      write the conversation as JSON
-/stats          figures of the last answer and of the engine or server
-/exit           leave (so does Ctrl-D); Ctrl-C stops an answer"""
+# command -> its argument, what it does; `Chat` has a method of the same name
+COMMANDS: Mapping[str, tuple[str, str]] = {
+    "/help": ("", "this list"),
+    "/system": ("[TEXT]", "set the system message (nothing: show it; - : remove it)"),
+    "/regenerate": ("", "answer the last message again"),
+    "/reset": ("", "forget the conversation"),
+    "/save": ("FILE", "write the conversation as JSON"),
+    "/stats": ("", "figures of the last answer and of the engine or server"),
+    "/exit": ("", "leave (so does Ctrl-D); Ctrl-C stops an answer"),
+}
+HELP = "\n".join(
+    [
+        *(f"{f'{name} {rest}':16}{what}" for name, (rest, what) in COMMANDS.items()),
+        'A message of several lines: end a line with \\, or begin and end it with """,',
+        "or press Alt+Enter between the lines. A pasted text is one message.",
+    ]
+)
+PROMPT, MORE = "> ", ". "
+QUOTES = '"""'
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -79,7 +93,8 @@ def _with_engine(arguments: argparse.Namespace, given: Mapping[str, object]) -> 
     with LLM(**engine_options(arguments, arguments.model)) as llm:
         llm.render_chat([{"role": "user", "content": "Hello"}])  # a model without a template: now
         params = llm.default_params.with_changes(**{"max_tokens": None, **given})
-        _converse(Chat(LocalBackend(llm, params), arguments.system))
+        backend = LocalBackend(llm, params, arguments.model)
+        _converse(Chat(backend, arguments.system))
 
 
 def _with_server(arguments: argparse.Namespace, given: Mapping[str, object]) -> None:
@@ -99,21 +114,60 @@ def _with_server(arguments: argparse.Namespace, given: Mapping[str, object]) -> 
 def _converse(chat: Chat) -> None:
     """Read and answer lines until the user leaves."""
     interactive = sys.stdin.isatty()
+    read = _line_editor() if interactive else input
     if interactive:
-        import readline  # line editing and history for input()
-
-        # Python turns this off: a paste of several lines would be as many messages.
-        readline.parse_and_bind("set enable-bracketed-paste on")
-        say("/help lists the commands")
+        say(chat.backend.banner, style="bold")
+        say(f"/help lists the commands: {' '.join(COMMANDS)}", style="dim")
     while chat.open:
         try:
-            chat.take(input("> " if interactive else ""))
+            chat.take(_read_message(read) if interactive else read(""))
         except EOFError:
             break
         except KeyboardInterrupt:  # at the prompt, or once more while an answer is stopped
             if not interactive:
                 raise
             say("\n/exit or Ctrl-D leaves")
+
+
+def _line_editor() -> Callable[[str], str]:
+    """Return a function that reads a line with line editing and history, given a prompt."""
+    import readline
+
+    if "libedit" in (readline.__doc__ or ""):  # it has none of what follows, and prompts no colours
+        return input
+    # Python turns this off: a paste of several lines would be as many messages.
+    readline.parse_and_bind("set enable-bracketed-paste on")
+    readline.parse_and_bind(r'"\e\C-m": "\C-v\C-j"')  # Alt+Enter: a line end within the message
+    readline.set_completer_delims(" ")
+    readline.set_completer(_complete_command)
+    readline.parse_and_bind("tab: complete")
+
+    def read(prompt: str) -> str:
+        # Between \001 and \002 stand codes that take no place on the line.
+        return input(re.sub("(\x1b[^m]*m)", "\001\\1\002", styled(prompt, "green")))
+
+    return read if sys.stdout.isatty() else input
+
+
+def _complete_command(text: str, number: int) -> str | None:
+    found = [name for name in COMMANDS if text.startswith("/") and name.startswith(text)]
+    return found[number] if number < len(found) else None
+
+
+def _read_message(read: Callable[[str], str]) -> str:
+    """Read a message: one line, or several after a backslash or between triple quotes."""
+    line = read(PROMPT)
+    if "\n" in line:  # pasted, or with Alt+Enter: as it is
+        return line
+    if not line.lstrip().startswith(QUOTES):
+        while line.endswith("\\"):
+            line = f"{line[:-1]}\n{read(MORE)}"
+        return line
+    lines = [line.lstrip().removeprefix(QUOTES)]
+    while not lines[-1].rstrip().endswith(QUOTES):
+        lines.append(read(MORE))
+    lines[-1] = lines[-1].rstrip().removesuffix(QUOTES)
+    return "\n".join(lines).strip("\n")
 
 
 class Chat:
@@ -125,14 +179,6 @@ class Chat:
         self.messages: list[dict[str, str]] = []
         self.open = True
         self.last: Facts | None = None
-        self._commands: Mapping[str, Callable[[str], None]] = {
-            "/help": self._help,
-            "/system": self._set_system,
-            "/reset": self._reset,
-            "/save": self._save,
-            "/stats": self._stats,
-            "/exit": self._exit,
-        }
 
     def take(self, line: str) -> None:
         """Run a command or answer a message. Errors are printed, and the conversation goes on."""
@@ -141,52 +187,81 @@ class Chat:
             return
         try:
             name, *rest = line.split(maxsplit=1)
-            if name in self._commands:
-                self._commands[name]("".join(rest))
+            if name in COMMANDS:
+                self._run(name, "".join(rest))
             elif name.startswith("/") and "\n" not in line:  # a pasted text may begin with "/"
-                raise ParamError("command", f"{name[:60]!r} is unknown; /help lists them")
+                hint = did_you_mean(name, COMMANDS)
+                raise ParamError("command", f"{name[:60]!r} is unknown; {hint}/help lists them")
             else:
                 self._answer(line)
         except KvikError as error:
-            say(f"kvik: error: {error}", error=True)
+            say(f"kvik: error: {error}", error=True, style="red")
+
+    def _run(self, command: str, rest: str) -> None:
+        match command:
+            case "/help":
+                say(HELP)
+            case "/system":
+                self._set_system(rest)
+            case "/regenerate":
+                self._regenerate()
+            case "/reset":
+                self._reset()
+            case "/save":
+                self._save(rest)
+            case "/stats":
+                self._stats()
+            case "/exit":
+                self.open = False
 
     def _answer(self, text: str) -> None:
         asked = [*self.messages, {"role": "user", "content": text}]
         said: list[str] = []
+        flow = Flow()
         with self.backend.answer(self._with_system(asked)) as answer:
             try:
                 for piece in answer:
                     said.append(piece)
-                    say(piece, end="", flush=True)
+                    flow.write(piece)
             except KeyboardInterrupt:  # arrives between steps: an engine here is in order
                 pass
             except KvikError:
                 if said:
+                    flow.end()
                     say(flush=True)
                 self.last = answer.facts
                 raise
+        flow.end()
         say(flush=True)
         self.last = answer.facts
         # What was stopped is kept too: the user has read it and may refer to it.
         self.messages = [*asked, {"role": "assistant", "content": "".join(said)}]
         note = "stopped" if self.last is None else self.last.note
         if note:
-            say(f"[{note}]", error=True)
+            say(f"[{note}]", error=True, style="dim")
 
     def _with_system(self, messages: list[dict[str, str]]) -> list[dict[str, str]]:
         if not self.system:
             return messages
         return [{"role": "system", "content": self.system}, *messages]
 
-    def _help(self, rest: str) -> None:
-        say(HELP)
-
     def _set_system(self, text: str) -> None:
         if text:
             self.system = "" if text == "-" else text
         say(f"system message: {self.system or '(none)'}")
 
-    def _reset(self, rest: str) -> None:
+    def _regenerate(self) -> None:
+        if not self.messages:
+            raise ParamError("command", "/regenerate needs an answer to replace")
+        before = self.messages
+        *self.messages, asked, _ = before
+        try:
+            self._answer(asked["content"])
+        except KvikError:
+            self.messages = before  # what was answered stays
+            raise
+
+    def _reset(self) -> None:
         self.messages.clear()
         self.last = None
         say("the conversation is forgotten")
@@ -203,10 +278,7 @@ class Chat:
             raise ParamError("file", f"cannot be written ({error})") from None
         say(f"saved {len(self.messages)} messages to {name}")
 
-    def _stats(self, rest: str) -> None:
+    def _stats(self) -> None:
         if self.last is not None:
             say(f"last answer: {self.last.figures}")
         say(self.backend.stats())
-
-    def _exit(self, rest: str) -> None:
-        self.open = False

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,11 +16,12 @@ import msgspec
 
 from kvik.cli.openai_stream import Chunk, Event, EventTooLarge, SseParser, StreamedUsage
 from kvik.cli.remote_server import RemoteServer
-from kvik.cli.report import stats_line
+from kvik.cli.report import kv_format, stats_line
 from kvik.core.sampling_params import SamplingParams
 from kvik.errors import ConfigError, KvikError, ParamError
 
 if TYPE_CHECKING:
+    from kvik.config.config import ResolvedConfig
     from kvik.llm import LLM, Stream
 
 
@@ -53,7 +55,13 @@ class ChatAnswer(AbstractContextManager["ChatAnswer"], Protocol):
 
 
 class Backend(Protocol):
-    """Answers with the sampling parameters that it was made with."""
+    """Answers with the sampling parameters that it was made with.
+
+    Attributes:
+        banner: the model, and what is worth knowing of it before the first message.
+    """
+
+    banner: str
 
     def answer(self, messages: Messages) -> ChatAnswer:
         """Raises `KvikError`: these messages cannot be answered."""
@@ -65,10 +73,15 @@ class Backend(Protocol):
 
 
 class LocalBackend:
-    """Answers with an engine in this process."""
+    """Answers with an engine in this process.
 
-    def __init__(self, llm: LLM, params: SamplingParams) -> None:
+    Args:
+        model: as the user named it; "": the bundled one.
+    """
+
+    def __init__(self, llm: LLM, params: SamplingParams, model: str = "") -> None:
         self.params = params
+        self.banner = _banner(llm.resolved, model)
         self._llm = llm
         self._limit = llm.resolved.scheduler.max_model_len
 
@@ -92,6 +105,17 @@ class LocalBackend:
             f"prefix-cache hit {stats.prefix_hit_rate:.0%}, {stats.cached_blocks} of "
             f"{stats.num_blocks} blocks cached, {stats.preemptions} preemptions"
         )
+
+
+def _banner(resolved: ResolvedConfig, model: str) -> str:
+    runner, spec = resolved.runner, resolved.model
+    stored = spec.built or spec.quantization or runner.dtype
+    weights = stored if runner.quantization == "none" else runner.quantization
+    return (
+        f"{model or Path(runner.model_path).name}: weights in {weights}, KV cache in "
+        f"{kv_format(resolved)}, a context of {resolved.scheduler.max_model_len:,} tokens, on "
+        f"{runner.device}"
+    )
 
 
 class LocalAnswer:
@@ -203,6 +227,7 @@ class RemoteBackend:
 
     def __init__(self, server: RemoteServer, model: str, sampling: Mapping[str, object]) -> None:
         self._server = server
+        self.banner = f"{model} of {server.url}"
         self._fields = {"model": model, "stream": True, **sampling}
         self._model = model
 

@@ -7,6 +7,7 @@ import json
 from dataclasses import asdict
 
 from kvik.cli.flags import Parser, add_engine_flags, add_model, engine_options
+from kvik.cli.report import kv_format
 from kvik.cli.terminal import say, say_report
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.hardware import detect, find_gpus
@@ -16,7 +17,6 @@ from kvik.config.units import show_bytes
 from kvik.errors import CapacityError
 from kvik.model_files import model_files
 from kvik.models.model_spec import ModelSpec
-from kvik.spec.kv import AUTO, formats_of
 from kvik.spec.model import DTYPE_BYTES
 from kvik.spec.weights import weight_bytes
 
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _as_text(folder: str, spec: ModelSpec, resolved: ResolvedConfig | None, refusal: str) -> str:
     dtype = resolved.runner.dtype if resolved else spec.dtype
-    kv_dtype = _kv_format(resolved) if resolved else dtype
+    kv_dtype = kv_format(resolved) if resolved else dtype
     weights = show_bytes(_weights(spec, dtype, resolved))
     if spec.built is None:
         weights += (
@@ -128,9 +128,3 @@ def _kv_bytes(spec: ModelSpec, resolved: ResolvedConfig | None) -> int:
     if resolved is None:
         return spec.kv_bytes_per_token(DTYPE_BYTES[spec.dtype])
     return sum(group.bytes_per_token for group in resolved.cache.groups)
-
-
-def _kv_format(resolved: ResolvedConfig) -> str:
-    formats = formats_of(resolved.cache.groups)
-    names = (resolved.runner.dtype if name == AUTO else name for name in formats)
-    return " and ".join(dict.fromkeys(names))

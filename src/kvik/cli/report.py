@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvik.config.config import ResolvedConfig
 from kvik.core.types import RequestSpeculation, TokenLogprobs
 from kvik.engine.output import RequestOutput
+from kvik.spec.kv import AUTO, formats_of
 
 
 def stats_line(output: RequestOutput) -> str:
@@ -52,6 +54,13 @@ def as_json(output: RequestOutput, model: str) -> dict[str, object]:
         },
         "seconds": _figures(output),
     }
+
+
+def kv_format(resolved: ResolvedConfig) -> str:
+    """Return the formats of the KV cache, in words."""
+    formats = formats_of(resolved.cache.groups)
+    names = (resolved.runner.dtype if name == AUTO else name for name in formats)
+    return " and ".join(dict.fromkeys(names))
 
 
 def _guessed(found: RequestSpeculation | None) -> list[str]:

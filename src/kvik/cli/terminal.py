@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from textwrap import fill
 from typing import TextIO
+from unicodedata import combining, east_asian_width
 
 # ESC, the other controls of C0 and C1, and DEL: a terminal obeys them. Newline and tab stay.
 _CONTROLS: Mapping[int, str] = {
@@ -24,15 +25,104 @@ def visible(text: str) -> str:
     return text.replace("\r\n", "\n").translate(_CONTROLS)
 
 
-def say(text: str = "", *, end: str = "\n", error: bool = False, flush: bool = False) -> None:
+def say(
+    text: str = "", *, end: str = "\n", error: bool = False, flush: bool = False, style: str = ""
+) -> None:
     """Print text on standard output, or on standard error; a pipe or a file gets it as it is.
+
+    Args:
+        style: one of `STYLES`, for a terminal with colours.
 
     Raises:
         OSError: it cannot be written; `filename` names the stream.
     """
     stream = sys.stderr if error else sys.stdout
+    if stream.isatty():
+        text = visible(text)
+        text = styled(text, style) if style else text
+    _print(text, end, stream, flush=flush)
+
+
+STYLES: Mapping[str, str] = {"bold": "1", "dim": "2", "red": "31", "green": "32"}
+
+
+def styled(text: str, style: str) -> str:
+    """Return a text with the codes of a style, unless the user wants none."""
+    from kvik.config.env import wants_colour  # takes a while, and few commands need it
+
+    return f"\x1b[{STYLES[style]}m{text}\x1b[0m" if wants_colour() else text
+
+
+class Flow:
+    """Text that comes in pieces, on standard output. A terminal gets it in lines that break between
+    words; a word is written once its end has come. A pipe or a file gets every piece as it is."""
+
+    def __init__(self) -> None:
+        self._wraps = sys.stdout.isatty()
+        self._column = 0
+        self._gap = ""  # spaces before the word
+        self._word = ""  # not written yet
+        self._ready: list[str] = []
+
+    def write(self, text: str) -> None:
+        """Raises OSError as `say` does."""
+        if not self._wraps:
+            _print(text, "", sys.stdout, flush=True)
+            return
+        columns = shutil.get_terminal_size().columns
+        for char in visible(text):
+            if char == "\n":
+                self._place_word(columns)
+                self._ready.append("\n")
+                self._column, self._gap = 0, ""
+            elif char in " \t":
+                self._place_word(columns)
+                self._gap += char
+            elif _cells(char) > 1:  # Chinese and Japanese have no spaces: any place will do
+                self._place_word(columns)
+                self._word = char
+                self._place_word(columns)
+            else:
+                self._word += char
+        if _cells(self._word) >= columns:  # fits into no line
+            self._place_word(columns)
+        self._flush()
+
+    def end(self) -> None:
+        """Write what is left."""
+        self._place_word(shutil.get_terminal_size().columns)
+        self._flush()
+
+    def _place_word(self, columns: int) -> None:
+        if not self._word:
+            return
+        cells = _cells(self._word)
+        start = self._column
+        for char in self._gap:
+            start += 8 - start % 8 if char == "\t" else 1
+        if self._column and start + cells > columns:
+            self._ready += ("\n", self._word)
+            self._column = cells
+        else:
+            self._ready += (self._gap, self._word)
+            self._column = start + cells
+        self._column = self._column % columns if self._column > columns else self._column
+        self._gap = self._word = ""
+
+    def _flush(self) -> None:
+        text, self._ready = "".join(self._ready), []
+        _print(text, "", sys.stdout, flush=True)
+
+
+def _cells(text: str) -> int:
+    """Return how many columns of a terminal a text takes."""
+    wide = sum(east_asian_width(char) in "WF" for char in text)
+    return len(text) + wide - sum(combining(char) > 0 for char in text)
+
+
+def _print(text: str, end: str, stream: TextIO, *, flush: bool) -> None:
     try:
-        print(visible(text) if stream.isatty() else text, end=end, file=stream, flush=flush)
+        print(text, end=end, file=stream, flush=flush)
     except OSError as failure:
         raise _named(failure, stream) from None
 

@@ -155,6 +155,13 @@ def visible_gpus(environ: Mapping[str, str] | None = None) -> tuple[int, ...] | 
     return tuple(numbers)
 
 
+def wants_colour(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether a terminal may get colours: not with NO_COLOR (no-color.org), nor on one that
+    has none."""
+    values = os.environ if environ is None else environ
+    return not values.get("NO_COLOR") and values.get("TERM") != "dumb"
+
+
 def draw_seed() -> int:
     """Draw a seed for a start without one: unpredictable, and short enough to copy."""
     return secrets.randbits(32)
