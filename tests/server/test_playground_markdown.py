@@ -80,6 +80,13 @@ SHOWN = {
         "</table></div><p>end</p>",
     ),
     "rules": ("a\n\n---\n***\n\nb", "<p>a</p><hr><hr><p>b</p>"),
+    "products": ("17*20 + 17*3", "<p>17*20 + 17*3</p>"),
+    "formulas": (
+        r"\(a_1 * b_1\) costs $5, $$x_2*y_2$$ \(open",
+        r'<p><code class="formula">\(a_1 * b_1\)</code> costs $5, '
+        r'<code class="formula">$$x_2*y_2$$</code> \(open</p>',
+    ),
+    "code in colours": ("```py\nif x == 'a': # b\n    return 1\n" + '"' * 3 + "open", None),
     "lines of Windows": ("# a\r\nb\r\n\r\n```\r\nc\r\n```", None),
     "text below a heading": ("# a\nb\n- c\nd\n\ne", None),
 }
@@ -137,6 +144,7 @@ HOSTILE = {
     "handler": "<img src=x onerror=\"window.ran = true\"> <svg onload='window.ran = true'>",
     "frame": '<iframe srcdoc="<script>parent.ran = true</script>"></iframe>',
     "script in code": "```html\n</code></pre><script>window.ran = true</script>",
+    "coloured code": "```js\n// <script>window.ran = true</script>\n'<b onclick=x>' `</code>",
     "language": '```"><script>window.ran=true</script> x\ncode\n```',
     "in a table": "|<script>window.ran = true</script>|b|\n|--|--|\n|<b onclick=x>|y|",
     "in a link": '[<img src=x onerror=alert(1)>](https://a.example/"onclick="window.ran=true)',
@@ -220,6 +228,10 @@ LONG = {
     "fences": "```\n" * 30_001,
     "brackets of addresses": ("http://x.example/" + ")" * 1900 + " ") * 50,
     "backslashes": "\\" * MANY,
+    "formulas without an end": "\\(\\[$" * 30_000,
+    "code of escapes": "```js\n" + "'\\" * 24_000,
+    "code of quotes": "```py\n" + ('"' * 3 + "'" * 3) * 8000,
+    "code of comments": "```c\n" + "/*" * 24_000,
     "lines": "\n" * MANY,
 }
 
@@ -247,7 +259,7 @@ def test_what_is_whole_is_left_alone_while_more_comes(browser: chromium.Browser)
           const seen = { childList: true, characterData: true, attributes: true, subtree: true };
           const note = (all) => all.forEach((one) => changed.add(one.target));
           new MutationObserver(note).observe(box, seen);
-          let grown = text + '```py\\n';
+          let grown = text + '```\\n';
           prose.text = grown;
           const code = box.querySelector('code');
           for (let i = 0; i < 100; i++) prose.text = grown += 'line ' + i + '\\n';

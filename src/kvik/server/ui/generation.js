@@ -36,7 +36,7 @@ export class Generation {
     const { prompt_tokens: prompt, completion_tokens: output, prompt_tokens_details: details } = this.#usage ?? {};
     const seconds = this.#first === null ? 0 : (performance.now() - this.#first) / 1000;
     if (output > 1 && seconds) parts.push(`${((output - 1) / seconds).toFixed(1)} tokens/s`);
-    if (this.#first !== null) parts.push(`first after ${Math.round(this.#first - this.#began)} ms`);
+    if (this.#first !== null) parts.push(`first token after ${Math.round(this.#first - this.#began)} ms`);
     if (this.#usage) {
       const cached = details?.cached_tokens;
       parts.push(`${prompt} + ${output} tokens${cached ? ` (${cached} cached)` : ""}`);

@@ -52,11 +52,18 @@ const address = () => window.location.hash.slice(1);
 function show() {
   chat.open(store.get(address()) ?? undefined);
   sidebar.show(chat.id);
+  entitle();
+}
+
+function entitle() {
+  const title = store.get(chat.id)?.title;
+  document.title = title ? `${title} – kvik` : "kvik";
 }
 
 function kept(conversation, safe) {
   if (conversation.id === chat.id && store.get(chat.id)) window.history.replaceState(null, "", `#${chat.id}`);
   sidebar.show(chat.id, safe);
+  entitle();
 }
 
 function changedElsewhere(id) {

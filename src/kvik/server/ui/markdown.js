@@ -5,6 +5,8 @@
 // address of a link that `safe` let through. The time is linear in the text: no pattern can
 // backtrack, and nesting is bounded.
 
+import { colouredCode } from "./code.js";
+
 const MAX_NESTING = 8; // lists and quotes in one another; what is deeper stays text
 const MAX_OPEN = 16; // emphasis and links in one another
 const MAX_TICKS = 8; // backquotes that may enclose inline code
@@ -79,7 +81,7 @@ function codeBlock(language, code) {
     "div",
     { class: "code" },
     ["div", { class: "bar" }, ["span", {}, language.slice(0, 30) || "text"], copy],
-    ["pre", { tabindex: "0" }, ["code", {}, code]],
+    ["pre", { tabindex: "0" }, ["code", {}, ...colouredCode(language, code)]],
   ];
 }
 
@@ -220,7 +222,8 @@ function lastOther(text, character) {
 
 // -- inside a block ----------------------------------------------------------------------------------
 
-const SPECIAL = /[\\`*_~[\]!<]|https?:\/\//g;
+const SPECIAL = /[\\`*_~[\]!<$]|https?:\/\//g;
+const FORMULA = /\\\([^\n]{1,400}?\\\)|\\\[[^]{1,1000}?\\\]|\$\$[^]{1,1000}?\$\$/y;
 const TICKS = /`+/g;
 const AUTOLINK = /<((?:https?:\/\/|mailto:)[^\s<>]{1,2000})>/y;
 const BREAK = /<br ?\/?>/iy;
@@ -257,7 +260,9 @@ class Inline {
   }
 
   #special(mark) {
-    if (mark === "\\") this.#escape();
+    if ((mark === "\\" || mark === "$") && this.#match(FORMULA)) this.#formula();
+    else if (mark === "$") this.#take("$");
+    else if (mark === "\\") this.#escape();
     else if (mark === "`") this.#code();
     else if (mark === "<") this.#angle();
     else if (mark === "!" || mark === "[") this.#bracket(mark);
@@ -270,6 +275,13 @@ class Inline {
     const next = this.text[this.#at + 1] ?? "";
     const escapes = "\\`*_~[]!<>#+-.|{}\"'$&%".includes(next) && next !== "";
     this.#take(escapes ? next : "\\", escapes ? 2 : 1);
+  }
+
+  // A formula in TeX stays as it is written.
+  #formula() {
+    const [formula] = this.#match(FORMULA);
+    this.#add(["code", { class: "formula" }, formula]);
+    this.#at += formula.length;
   }
 
   #code() {
@@ -408,8 +420,10 @@ class Inline {
   }
 }
 
-// Whether a mark between two characters may open or close. Underscores inside words do neither.
+// Whether a mark between two characters may open or close. Underscores inside words do neither, nor
+// do stars between digits, which multiply.
 function flanks(mark, before, after) {
+  if (mark === "*" && /\d/.test(before) && /\d/.test(after)) return { opens: false, closes: false };
   const [spaceBefore, spaceAfter] = [/\s/.test(before), /\s/.test(after)];
   const [signBefore, signAfter] = [PUNCTUATION.test(before), PUNCTUATION.test(after)];
   const left = !spaceAfter && (!signAfter || spaceBefore || signBefore);

@@ -35,6 +35,7 @@ export class MessageView {
     const act = own
       ? iconButton("edit", "Edit and send again", () => this.#edit())
       : iconButton("again", "Another answer", () => does.again());
+    act.classList.add("act");
     this.tools = make("div", { className: "tools" }, this.#versions, copy, act, this.#figures);
     const who = make("span", { className: "unseen", textContent: own ? "You:" : "Model:" });
     this.element = make("li", { className: message.role }, who, this.#body, this.#end, this.tools);

@@ -54,8 +54,8 @@ export class Steps {
   }
 
   #draw(pen, width, colour) {
-    const up = nice(Math.max(8, ...this.#steps.map((s) => s.prefill)));
-    const down = nice(Math.max(8, ...this.#steps.map((s) => s.decode)));
+    const up = nice(Math.max(4, ...this.#steps.map((s) => s.prefill)));
+    const down = nice(Math.max(4, ...this.#steps.map((s) => s.decode)));
     const below = HEIGHT - MIDDLE;
     const left = (this.#left = margin(pen, [count(up), count(down)]));
     pen.fillStyle = colour.soft;
