@@ -128,6 +128,7 @@ class Text(Kind):
 
     what: str = "text"
     pattern: str = r"[^\0]*"
+    metavar: str = "TEXT"
 
     def checked(self, value: object) -> str:
         if not isinstance(value, str) or not re.fullmatch(self.pattern, value, re.DOTALL):

@@ -69,7 +69,7 @@ def add_engine_flags(
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     title = "sampling options (default: what the model's authors advise)"
-    add_option_flags(parser, title, SamplingParams)
+    add_option_flags(parser, title, SamplingParams, defaults=False)
 
 
 def add_option_flags(
@@ -78,7 +78,7 @@ def add_option_flags(
     options: type,
     *,
     left_out: Collection[str] = (),
-    defaults: bool = False,
+    defaults: bool = True,
 ) -> None:
     """Add a group with a flag for each option of a dataclass.
 
@@ -88,10 +88,8 @@ def add_option_flags(
     """
     group = parser.add_argument_group(title)
     for option in options_of(options):
-        if option.name in left_out:
-            continue
-        shown = defaults and option.default is not None
-        _add(group, option, note=f"; default: {option.default}" if shown else "")
+        if option.name not in left_out:
+            _add(group, option, default=defaults)
 
 
 def add_model(parser: argparse.ArgumentParser, kinds: str = "a folder or hub id") -> None:
@@ -167,12 +165,53 @@ def given_sampling_options(arguments: argparse.Namespace) -> dict[str, object]:
     return given_options(SamplingParams, arguments)
 
 
+# Options that a help text may name; there they are flags.
+_NAMED = frozenset(
+    one.name for kind in (EngineConfig, ServerConfig, SamplingParams) for one in options_of(kind)
+)
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of an option."""
+    return f"--{name.replace('_', '-')}"
+
+
+def help_of(option: Option, *, default: bool) -> str:
+    """Return the help text of an option, as its flag shows it: others by their flags, not by their
+    names in Python.
+
+    Args:
+        default: also say the default.
+    """
+    text = option.description
+    if default and option.default not in (None, (), ""):
+        text += f"; default: {_shown(option.default)}"
+
+    def named(match: re.Match[str]) -> str:
+        name = match[1] or match[2]
+        return flag_of(name) if name in _NAMED else name
+
+    text = re.sub(r"`(\w+)`|\b([a-z]+(?:_[a-z]+)+)\b", named, text)
+    return re.sub(r"\bNone\b", "none", text)
+
+
+def _shown(default: object) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    if isinstance(default, tuple):
+        return ",".join(map(str, default))
+    return f"{default:g}" if isinstance(default, float) else str(default)
+
+
 def _add(
-    group: argparse._ArgumentGroup, option: Option, name: str | None = None, note: str = ""
+    group: argparse._ArgumentGroup,
+    option: Option,
+    name: str | None = None,
+    *,
+    default: bool = True,
 ) -> None:
-    # argparse formats help with %, and shows defaults only of what is set.
-    flag = f"--{option.name.replace('_', '-')}"
-    note = (option.description + note).replace("%", "%%")
+    flag = flag_of(option.name)
+    note = help_of(option, default=default).replace("%", "%%")  # argparse formats it with %
     if isinstance(option.kind, Flag):
         group.add_argument(
             flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=note

@@ -23,7 +23,7 @@ def build_parser() -> argparse.ArgumentParser:
         "Play a flight recording again and prove that the same plans and tokens come out. The exit "
         "code is 1 if they do not.",
     )
-    parser.add_argument("file", type=Path, metavar="FILE", help="written by `kvik serve --record`")
+    parser.add_argument("file", type=Path, metavar="FILE", help="written by kvik serve --record")
     parser.add_argument(
         "--model",
         metavar="PATH",

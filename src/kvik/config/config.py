@@ -46,12 +46,12 @@ class EngineConfig:
     )
     revision: str | None = option(
         None,
-        Text("a branch, tag or commit", r"[^\0]+"),
+        Text("a branch, tag or commit", r"[^\0]+", "REV"),
         "branch, tag or commit of a model of the hub; none: its main branch",
     )
     chat_template: str | None = option(
         None,
-        Text("a file", r"[^\0]+"),
+        Text("a file", r"[^\0]+", "FILE"),
         "Jinja file with the chat template, in place of the model's own",
     )
     dtype: str = option(
@@ -175,7 +175,7 @@ class EngineConfig:
         None,
         JsonObject("{'method': 'ngram'}"),
         'speculative decoding as one JSON object, such as {"method": "ngram", '
-        '"num_speculative_tokens": 8}; its keys are the fields of `SpeculativeConfig`. Output '
+        '"num_speculative_tokens": 8}; docs/speculation.md lists its keys. Output '
         'keeps its distribution, unless "typical_acceptance": true gives that up for speed',
     )
     spec_method: str | None = option(

@@ -24,7 +24,8 @@ MAX_SECONDS = 86_400
 HOST_NAME = Text(
     "a name without a port, as gpu.example.org", r"\*|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+"
 )
-ROOT_PATH = Text("like /llm, without a slash at its end", r"(/[A-Za-z0-9._~-]+)*")
+ROOT_PATH = Text("like /llm, without a slash at its end", r"(/[A-Za-z0-9._~-]+)*", "PATH")
+FILE = Text("a file", r"[^\0]+", "FILE")
 ORIGIN = Text("as https://example.org", r"(\*|[A-Za-z][A-Za-z0-9+.-]*://[^/?#\s]+)/*")
 
 
@@ -51,15 +52,15 @@ class ServerConfig:
     port: int = option(8000, PORT, "port to listen on; 0: a free one")
     uds: str | None = option(
         None,
-        Text("a path", r"[^\0]+"),
+        Text("a path", r"[^\0]+", "PATH"),
         "path of a Unix socket to listen on in place of host and port; any Host is accepted there",
     )
     ssl_certfile: str | None = option(
-        None, Text(), "file with the certificate, then its chain (PEM), to serve HTTPS"
+        None, FILE, "file with the certificate, then its chain (PEM), to serve HTTPS"
     )
     ssl_keyfile: str | None = option(
         None,
-        Text(),
+        FILE,
         "file with the private key of the certificate (PEM, without a password); none: it is in "
         "the file of the certificate",
     )
@@ -77,7 +78,7 @@ class ServerConfig:
     )
     api_key_file: str | None = option(
         None,
-        Text(),
+        FILE,
         "more keys, one on a line: [NAME:] KEY [admin]; KEY is the key or sha256:<64 hexadecimal "
         "digits> of it. A single key without a name is an administrator's",
     )
@@ -117,7 +118,7 @@ class ServerConfig:
     )
     record: str | None = option(
         None,
-        Text(),
+        FILE,
         "file for arrivals and plans, which kvik replay runs again; none: no recording",
     )
     pressure_max_tokens: int | None = option(
@@ -132,7 +133,9 @@ class ServerConfig:
         "what another one sent",
     )
     otlp_endpoint: str | None = option(
-        None, Text(), "URL that takes traces of requests (OTLP over HTTP); none: no traces"
+        None,
+        Text(metavar="URL"),
+        "URL that takes traces of requests (OTLP over HTTP); none: no traces",
     )
     log_level: str = option(
         "info",

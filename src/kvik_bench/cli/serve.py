@@ -159,7 +159,12 @@ def add_workload_flags(parser: argparse.ArgumentParser) -> None:
     add("--prefix-tokens", type=_positive, metavar="N", help="more, shared by many prompts")
     add("--prefixes", type=_positive, metavar="N", help="different ones (1)")
     add("--turns", type=_positive, default=1, metavar="N", help="of conversations that grow (1)")
-    add("--prompts", type=Path, metavar="FILE", help="a text on each line, or .jsonl with `prompt`")
+    add(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="a text on each line, or .jsonl with a field prompt",
+    )
     add("--tokenizer", metavar="MODEL", help="send random token ids of this model, not words")
     add("--vocab-size", type=_positive, metavar="N", help="send random token ids below N")
 
