@@ -22,9 +22,10 @@ from kvik.config.config import (
 from kvik.config.draft_heads import KINDS, heads_for, shipped_heads
 from kvik.config.env import draw_seed
 from kvik.config.hardware import detect, find_gpus
-from kvik.config.model_source import find_model
+from kvik.config.model_source import find_model, model_name
 from kvik.config.resolve import resolve
 from kvik.config.speculative import MODEL_METHODS, NO_SOURCE, DraftSource, SpeculativeConfig
+from kvik.config.units import show_bytes
 from kvik.core.config import CacheConfig, SchedulerConfig
 from kvik.engine.core import EngineCore
 from kvik.engine.loop import Engine, EngineLoop, InprocClient, Sleep
@@ -108,6 +109,9 @@ def start(
 
 def load_loop(resolved: ResolvedConfig, record: Path | None = None) -> EngineLoop:
     """The engine alone, without what a frontend needs. Arguments and errors as those of `start`."""
+    runner = resolved.runner
+    weights, name = show_bytes(resolved.memory.weights), model_name(Path(runner.model_path))
+    log.info("loading %s: %s of weights, %s on %s", name, weights, runner.dtype, runner.device)
     _tell_what_matters(resolved)
 
     if record is None:

@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,7 +36,7 @@ def verb(monkeypatch: pytest.MonkeyPatch, error: BaseException | None, code: int
             raise error
         return code
 
-    parser = SimpleNamespace(parse_intermixed_args=lambda rest: rest)
+    parser = SimpleNamespace(parse_intermixed_args=lambda rest: Namespace())
     module = SimpleNamespace(build_parser=lambda: parser, run=act)
     monkeypatch.setattr(cli, "import_module", lambda name: module)
 
@@ -93,6 +94,7 @@ def test_an_unknown_verb_is_one_line(capsys: pytest.CaptureFixture[str]) -> None
     assert cli.main(["serv"]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("kvik: error: command: must be one of generate, ")
+    assert captured.err.endswith("not 'serv'; did you mean serve?\n")
     assert captured.err.count("\n") == 1
     assert captured.out == ""
 
@@ -103,6 +105,18 @@ def test_an_error_of_the_user_is_one_line(
     verb(monkeypatch, ModelError("config.json", "is missing"))
     assert cli.main(["info"]) == 2
     assert capsys.readouterr().err == "kvik: error: config.json: is missing\n"
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_a_model_that_is_loaded_is_told_to_people(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--device", "cpu", "--threads", "1", "--max-model-len", "64", "--max-num-seqs", "1"]
+    for _ in range(2):  # each command for itself
+        assert cli.main(["generate", *small, *flags, "--max-tokens", "1", "Hi"]) == 0
+        lines = capsys.readouterr().err.splitlines()
+        assert [line for line in lines if line.startswith("kvik: loading stories: ")] == lines[:1]
+        assert bool(lines) == (not flags)
 
 
 def test_ctrl_c_is_quiet(
@@ -129,8 +143,9 @@ def test_a_panic_of_a_library_is_one_line(
     (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "tokenizer.json").write_text(json.dumps({**facts, "normalizer": normalizer}))
     assert cli.main(["generate", str(tmp_path), "Hello", "--device", "cpu"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("kvik: error: tokenizer") and error.count("\n") == 1
+    loading, error = capsys.readouterr().err.splitlines()
+    assert loading.startswith("kvik: loading ")
+    assert error.startswith("kvik: error: tokenizer")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants, errors
 
-from kvik.config.model_source import BUNDLED, find_config, find_model
+from kvik.config.model_source import BUNDLED, find_config, find_model, model_name
 from kvik.errors import ConfigError, ModelError
 from kvik.files import is_gguf
 
@@ -127,6 +127,23 @@ def test_what_looks_like_a_path_is_not_downloaded(
         with pytest.raises(ModelError, match=f"there is no (file|folder) '{name}'"):
             find(name)
     assert not hub
+
+
+def test_a_mistyped_path_is_told_what_is_near(tmp_path: Path, hub: list[Any]) -> None:
+    (tmp_path / "Qwen3-0.6B").mkdir()
+    (tmp_path / "model-Q4.gguf").touch()
+    for wrong, right in (("Qwen-0.6B", "Qwen3-0.6B"), ("model-Q3.gguf", "model-Q4.gguf")):
+        with pytest.raises(ModelError, match=f"; did you mean {right}\\?$"):
+            find_model(str(tmp_path / wrong))
+    with pytest.raises(ModelError, match="there is no folder '[^;]*$"):
+        find_model(str(tmp_path / "nothing-like-it"))
+
+
+def test_names_of_what_was_found() -> None:
+    assert model_name(BUNDLED) == "stories"
+    assert model_name(Path("/m/story.gguf")) == "story.gguf"
+    cached = Path("/cache/models--Qwen--Qwen3-0.6B/snapshots/5fb1d2c0")
+    assert model_name(cached) == "Qwen/Qwen3-0.6B"
 
 
 def test_a_download_is_told(hub: list[Any], capsys: pytest.CaptureFixture[str]) -> None:

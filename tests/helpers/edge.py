@@ -71,7 +71,7 @@ def table(calls: Calls) -> list[Route]:
         raise errors[request.path_params["which"]]
 
     return [
-        Route("/v1/echo", echo),
+        Route("/v1/echo", echo, body=Body),
         Route("/v1/messages", echo),
         Route("/v1/messages/fail", fail),
         Route("/v1/models", read, "GET"),

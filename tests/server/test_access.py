@@ -168,9 +168,6 @@ def test_a_websocket_is_no_way_in(server: HttpServer, calls: Calls) -> None:
 def test_unknown_paths_and_methods(server: HttpServer) -> None:
     reply = ask(server, "GET", "/v1/none", **KEY)
     assert (reply.status, reply.error["code"]) == (404, "not_found")
-    assert "/v1" not in reply.error["message"]
-    reply = ask(server, "GET", "/models", **KEY)  # whose base URL lacks its end is told so
-    assert (reply.status, "/v1" in reply.error["message"]) == (404, True)
     reply = ask(server, "PUT", "/v1/echo", **KEY)
     assert (reply.status, reply.error["code"]) == (405, "method_not_allowed")
     assert reply.headers["allow"] == "POST"

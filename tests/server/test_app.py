@@ -178,11 +178,11 @@ def test_the_log_has_no_text_of_others_unescaped(
     server: HttpServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "kvik.access"):
-        body = {"number": 1, "new\nline": "a prompt", "ünknown": 2}
+        body = {"number": 1, "new\nline": "a prompt", "ünknown": 2, "numbr": 3}
         reply = ask(server, "POST", "/v1/echo", body, **KEY)
         ask(server, "GET", "/v1/models/%0Aforged%1b[31m?prompt=secret", **KEY)
         ask(server, "POST", "/v1/echo", {"new\nline": 1}, **KEY)
-    assert reply.headers["x-kvik-ignored-fields"] == "new\\nline, \\xfcnknown"
+    assert reply.headers["x-kvik-ignored-fields"] == "new\\nline, \\xfcnknown, numbr"
     lines = [record.getMessage() for record in caplog.records]
     assert all(line.isascii() and line.isprintable() for line in lines), lines
     text = "\n".join(lines)
@@ -190,6 +190,7 @@ def test_the_log_has_no_text_of_others_unescaped(
     assert "secret" not in text
     assert "right" not in text
     assert text.count("the field new\\nline") == 1  # told once
+    assert "the field numbr of requests is unknown and ignored; did you mean number?" in text
     assert " POST /v1/echo 200 " in text
 
 

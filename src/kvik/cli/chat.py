@@ -93,8 +93,7 @@ def _with_engine(arguments: argparse.Namespace, given: Mapping[str, object]) -> 
     with LLM(**engine_options(arguments, arguments.model)) as llm:
         llm.render_chat([{"role": "user", "content": "Hello"}])  # a model without a template: now
         params = llm.default_params.with_changes(**{"max_tokens": None, **given})
-        backend = LocalBackend(llm, params, arguments.model)
-        _converse(Chat(backend, arguments.system))
+        _converse(Chat(LocalBackend(llm, params), arguments.system))
 
 
 def _with_server(arguments: argparse.Namespace, given: Mapping[str, object]) -> None:

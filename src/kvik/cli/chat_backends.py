@@ -17,6 +17,7 @@ import msgspec
 from kvik.cli.openai_stream import Chunk, Event, EventTooLarge, SseParser, StreamedUsage
 from kvik.cli.remote_server import RemoteServer
 from kvik.cli.report import kv_format, stats_line
+from kvik.config.model_source import model_name
 from kvik.core.sampling_params import SamplingParams
 from kvik.errors import ConfigError, KvikError, ParamError
 
@@ -73,15 +74,11 @@ class Backend(Protocol):
 
 
 class LocalBackend:
-    """Answers with an engine in this process.
+    """Answers with an engine in this process."""
 
-    Args:
-        model: as the user named it; "": the bundled one.
-    """
-
-    def __init__(self, llm: LLM, params: SamplingParams, model: str = "") -> None:
+    def __init__(self, llm: LLM, params: SamplingParams) -> None:
         self.params = params
-        self.banner = _banner(llm.resolved, model)
+        self.banner = _banner(llm.resolved)
         self._llm = llm
         self._limit = llm.resolved.scheduler.max_model_len
 
@@ -107,12 +104,12 @@ class LocalBackend:
         )
 
 
-def _banner(resolved: ResolvedConfig, model: str) -> str:
+def _banner(resolved: ResolvedConfig) -> str:
     runner, spec = resolved.runner, resolved.model
     stored = spec.built or spec.quantization or runner.dtype
     weights = stored if runner.quantization == "none" else runner.quantization
     return (
-        f"{model or Path(runner.model_path).name}: weights in {weights}, KV cache in "
+        f"{model_name(Path(runner.model_path))}: weights in {weights}, KV cache in "
         f"{kv_format(resolved)}, a context of {resolved.scheduler.max_model_len:,} tokens, on "
         f"{runner.device}"
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from io import TextIOWrapper
 
@@ -104,8 +104,33 @@ def _dispatch(argv: list[str]) -> int:
         return 0 if len(argv) > 1 else USAGE_ERROR
     verb, rest = _verb(argv, verbs)
     module = import_module(verbs[verb][0])
-    code: int = module.run(module.build_parser().parse_intermixed_args(rest))
+    arguments = module.build_parser().parse_intermixed_args(rest)
+    # What asks for JSON is a program, which does not wait.
+    with nullcontext() if vars(arguments).get("json") else _launch_told():
+        code: int = module.run(arguments)
     return code
+
+
+@contextmanager
+def _launch_told() -> Iterator[None]:
+    """Show on standard error what is logged while an engine starts: that its model is loaded, and
+    warnings."""
+    import logging  # only verbs that run need it
+
+    class ToStandardError(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            with suppress(OSError):
+                say(f"kvik: {record.getMessage()}", error=True)
+
+    log, handler = logging.getLogger("kvik.launch"), ToStandardError()
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)
 
 
 def _verb(argv: list[str], verbs: Mapping[str, tuple[str, str]]) -> tuple[str, list[str]]:
@@ -116,7 +141,12 @@ def _verb(argv: list[str], verbs: Mapping[str, tuple[str, str]]) -> tuple[str, l
             return verb, argv[length:]
     group = [verb for verb in verbs if verb.startswith(f"{argv[0]} ")]
     wrong = " ".join(argv[: 2 if group else 1])
-    raise KvikError("command", f"must be one of {', '.join(group or verbs)}, not {wrong[:60]!r}")
+
+    from kvik.options import did_you_mean  # only errors need it
+
+    hint = did_you_mean(wrong, group or verbs)
+    known = ", ".join(group or verbs)
+    raise KvikError("command", f"must be one of {known}, not {wrong[:60]!r}; {hint}".rstrip("; "))
 
 
 def _help(verbs: Mapping[str, tuple[str, str]], group: str = "") -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvik.errors import ConfigError, ModelError, shown
 from kvik.files import GGUF, is_gguf
+from kvik.options import did_you_mean
 
 BUNDLED = Path(__file__).parents[1] / "bundled" / "stories"
 
@@ -64,6 +65,14 @@ def find_model(model: str, *, weights: bool = True, revision: str | None = None)
     return _download(model, DESCRIPTION + (WEIGHTS if weights else ()), revision)
 
 
+def model_name(path: Path) -> str:
+    """Return the name of a model whose files are at a path that `find_model` gave: its hub id if
+    they are in the hub's cache, else that of the folder or file."""
+    if path.parent.name == "snapshots":  # .../models--owner--name/snapshots/<commit>
+        return path.parent.parent.name.removeprefix("models--").replace("--", "/")
+    return path.name
+
+
 def _in_folder(folder: Path) -> Path:
     if (folder / CONFIG).exists():
         return folder
@@ -92,13 +101,13 @@ def find_config(model: str) -> Path:
 
 def _download(hub_id: str, files: tuple[str, ...], revision: str | None = None) -> Path:
     if hub_id.lower().endswith(FILES):
-        raise ModelError("model", f"there is no file {shown(hub_id)}")
+        raise ModelError("model", f"there is no file {shown(hub_id)}{_nearest(hub_id)}")
     if not HUB_ID.fullmatch(hub_id):
-        raise ModelError("model", f"there is no folder {shown(hub_id)}")
+        raise ModelError("model", f"there is no folder {shown(hub_id)}{_nearest(hub_id)}")
     owner = os.path.dirname(hub_id)
     if owner and os.path.isdir(owner):  # a mistyped folder must not become a download
         what = f"there is no folder {shown(hub_id)}; {owner!r} is a folder, so it is no hub id"
-        raise ModelError("model", what)
+        raise ModelError("model", what + _nearest(hub_id))
 
     # Imported late: it takes a while, and most runs name a folder.
     import huggingface_hub
@@ -128,6 +137,17 @@ def _download(hub_id: str, files: tuple[str, ...], revision: str | None = None) 
             raise ConfigError("revision", message) from None
         reason = _hub_reason(error)
     raise ModelError("model", f"{shown(hub_id)} {reason}")
+
+
+def _nearest(path: str) -> str:
+    """Return the end of an error: what is at about this path; "": nothing is."""
+    folder, name = os.path.split(os.path.expanduser(path).rstrip("/"))
+    try:
+        names = os.listdir(folder or ".")
+    except (OSError, ValueError):
+        return ""
+    hint = did_you_mean(name, names).rstrip()
+    return f"; {hint}" if hint else ""
 
 
 def _hub_reason(error: Exception) -> str:

@@ -22,6 +22,7 @@ from starlette.routing import compile_path
 from starlette.types import Message, Receive, Scope, Send
 
 from kvik.errors import KvikError, UnavailableError
+from kvik.options import did_you_mean
 from kvik.server import anthropic, engine_view, health, llama_server, native, pages
 from kvik.server.access import ANY, Caller, Hosts, Keys, Origins
 from kvik.server.errors import HttpError, escaped, escaped_traceback, http_error, in_messages
@@ -152,6 +153,8 @@ class App:
         self._hosts = Hosts(config.host, config.allowed_host, keyed=keys.needed)
         self._budget = BodyBudget(config.limits)
         self._reported_fields: set[str] = set()
+        bodies = [route.body for route in routes if route.body is not None]
+        self._fields = sorted({name for body in bodies for name in body.__struct_encode_fields__})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":  # no route is a websocket
@@ -253,7 +256,9 @@ class App:
         fields = [name for name in context.ignored_fields if name not in self._reported_fields]
         for name in fields[: MAX_REPORTED_FIELDS - len(self._reported_fields)]:
             self._reported_fields.add(name)
-            access_log.warning("the field %s of requests is unknown and ignored", name)
+            hint = did_you_mean(name, self._fields).rstrip()
+            message = "the field %s of requests is unknown and ignored%s"
+            access_log.warning(message, name, f"; {hint}" if hint else "")
 
 
 def _no_route(methods: Mapping[str, Route]) -> HttpError:

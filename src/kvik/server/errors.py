@@ -10,7 +10,7 @@ import json
 import math
 import re
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -166,8 +166,10 @@ def in_messages(path: str) -> bool:
     return MESSAGES.fullmatch(path) is not None
 
 
-def model_not_found(model: str) -> HttpError:
-    return HttpError(404, f"the model {model[:60]!r} does not exist", "model", "model_not_found")
+def model_not_found(model: str, served: Sequence[str]) -> HttpError:
+    """Return the error of a request for a model that has another name than the served one."""
+    message = f"the model {model[:60]!r} does not exist; this server has {', '.join(served)}"
+    return HttpError(404, message, "model", "model_not_found")
 
 
 def _too_long(field: str, overflow: Overflow) -> HttpError:

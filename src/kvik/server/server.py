@@ -99,7 +99,7 @@ class Server:
         if model and self.config.any_model_name:
             return model
         if model and model not in self.model_names:
-            raise model_not_found(model)
+            raise model_not_found(model, self.model_names)
         return self.model_name
 
 
