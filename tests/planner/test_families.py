@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -120,8 +121,10 @@ def test_a_model_the_engine_runs_is_as_the_engine_counts_it(name: str) -> None:
     assert model.max_context == spec.max_context
     for dtype, item in DTYPE_BYTES.items():
         for scheme in SCHEMES:
-            found = model.weight_bytes(weight_format(dtype, scheme), dtype)
-            assert found == weight_bytes(spec, dtype, scheme)
+            stored = weight_format(dtype, scheme)
+            for kernels in ("torch", "native", "triton"):
+                found = replace(model, kernels=kernels).weight_bytes(stored)
+                assert found == weight_bytes(spec, model.working_dtype(stored), scheme, kernels)
         assert model.kv_bytes_per_token(weight_format(dtype)) == spec.kv_bytes_per_token(item)
     windows = {cache.window: cache.layers for cache in model.caches}
     assert windows == {w: spec.windows.count(w) for w in spec.windows}

@@ -15,6 +15,7 @@ from kvik.config.hardware import Gpu, Hardware
 from kvik.errors import ConfigError
 from kvik.planner.devices import Device, find_device
 from kvik.planner.families import read_shape, shape_from_config
+from kvik.planner.formats import WEIGHT_FORMATS
 from kvik.planner.plan import (
     Plan,
     Question,
@@ -31,6 +32,17 @@ TOY = Device("toy", "cuda", 1 << 37, 1e12, {"bf16": 1e14, "fp32": 1e13, "int8": 
 
 def answer(name: str, device: Device, question: Question) -> Plan:
     return plan_shape(shape_from_config(config(name), name), device, question)
+
+
+@pytest.mark.parametrize("weights", [*WEIGHT_FORMATS])
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "gpt2", "deepseek-v2-lite", "qwen2.5-0.5b"])
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_weights_are_said_once(kind: str, name: str, weights: str) -> None:
+    """Memory, facts and table agree, with the scales as the kernels of the machine store them."""
+    device = replace(TOY, kind=kind)
+    found = answer(name, device, Question(dtype=weights, context=128))
+    (row,) = (row for row in found.weight_formats if row.format == weights)
+    assert found.memory.weights == found.model.weight_bytes == row.bytes
 
 
 def test_llama_2_7b_on_an_a100() -> None:
@@ -74,8 +86,7 @@ def test_deepseek_v3_reads_what_a_batch_wakes() -> None:
 def test_decode_never_beats_what_must_be_read(weights: str) -> None:
     found = answer("llama-3-8b", TOY, Question(dtype=weights, context=4096, batch=24))
     assert found.speed is not None
-    shape = shape_from_config(config("llama-3-8b"), "llama-3-8b")
-    read = shape.weight_bytes(weights) - 128_256 * 4096 * 2
+    read = found.model.weight_bytes - 128_256 * 4096 * 2
     batches = [row.batch for row in found.speed.decode]
     assert batches == sorted(set(batches)) and {1, 2, 4, 8, 16, 24} <= set(batches)
     for row in found.speed.decode:

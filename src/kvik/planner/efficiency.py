@@ -321,7 +321,8 @@ class RunningModel:
 
     @staticmethod
     def of(resolved: ResolvedConfig) -> RunningModel:
-        shape = read_shape(resolved.runner.model_path)
+        runner = resolved.runner
+        shape = replace(read_shape(runner.model_path), kernels=runner.kernels)
         return RunningModel(resolved, shape, running_device(resolved))
 
     @property

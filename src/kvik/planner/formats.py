@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from kvik.errors import ConfigError
 from kvik.spec.kv import KV_FORMATS, KVFacts
 from kvik.spec.model import DTYPE_BYTES, SHORT_DTYPES
-from kvik.spec.weight_kind import SCALE_BYTES
-from kvik.spec.weights import INT4_GROUPS, layer_kind
+from kvik.spec.weights import layer_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +16,6 @@ class WeightFacts:
     """A format of weights.
 
     Attributes:
-        bits: of a weight, with the scales of its group where groups are of a fixed size; scales
-            of whole rows come on top of it (`matrix_bytes` counts them all).
         units: by kind of device, the unit that multiplies: a key of `Device.rates`.
         quantization: as `EngineConfig.quantization` calls it; "": not quantised.
         dtype: of a format that is a plain dtype, which the whole model then has; else "".
@@ -26,34 +23,35 @@ class WeightFacts:
     """
 
     name: str
-    bits: float
     units: Mapping[str, str]
     quantization: str = ""
     dtype: str = ""
     head: bool = True
 
-    def matrix_bytes(self, inputs: int, outputs: int, *, head: bool = False) -> int:
-        """Of a linear layer's matrix stored in this format, scales and zero points included."""
+    def matrix_bytes(self, inputs: int, outputs: int, kernels: str, *, head: bool = False) -> int:
+        """Return bytes of a linear layer's matrix, scales and zero points included.
+
+        Args:
+            kernels: see `WeightKind.weight_bytes`.
+        """
         if self.dtype:
             return inputs * outputs * DTYPE_BYTES[self.dtype]
         kind = layer_kind(self.quantization, inputs, head=head)
         assert kind is not None
-        return kind.weight_bytes(inputs, outputs)
+        return kind.weight_bytes(inputs, outputs, kernels)
 
-
-_INT4_BITS = 4 + 8 * (SCALE_BYTES + 1) / INT4_GROUPS[0]
 
 WEIGHT_FORMATS: Mapping[str, WeightFacts] = {
     facts.name: facts
     for facts in (
-        WeightFacts("fp32", 32, {"cpu": "fp32", "cuda": "fp32"}, dtype="float32"),
-        WeightFacts("bf16", 16, {"cpu": "bf16", "cuda": "bf16"}, dtype="bfloat16"),
-        WeightFacts("fp16", 16, {"cpu": "fp16", "cuda": "fp16"}, dtype="float16"),
-        WeightFacts("int8", 8, {"cpu": "int8", "cuda": "int8"}, "int8"),
-        WeightFacts("int8-weight-only", 8, {"cpu": "bf16", "cuda": "bf16"}, "int8-weight-only"),
-        WeightFacts("fp8", 8, {"cpu": "bf16", "cuda": "fp8"}, "fp8", head=False),
+        WeightFacts("fp32", {"cpu": "fp32", "cuda": "fp32"}, dtype="float32"),
+        WeightFacts("bf16", {"cpu": "bf16", "cuda": "bf16"}, dtype="bfloat16"),
+        WeightFacts("fp16", {"cpu": "fp16", "cuda": "fp16"}, dtype="float16"),
+        WeightFacts("int8", {"cpu": "int8", "cuda": "int8"}, "int8"),
+        WeightFacts("int8-weight-only", {"cpu": "bf16", "cuda": "bf16"}, "int8-weight-only"),
+        WeightFacts("fp8", {"cpu": "bf16", "cuda": "fp8"}, "fp8", head=False),
         # On a CPU activations are rounded to 8 bits for it; on a GPU weights are widened.
-        WeightFacts("int4", _INT4_BITS, {"cpu": "int8", "cuda": "bf16"}, "int4"),
+        WeightFacts("int4", {"cpu": "int8", "cuda": "bf16"}, "int4"),
     )
 }
 

@@ -15,12 +15,12 @@ from kvik.config.fit import Fit, footprint_of
 from kvik.config.hardware import Gpu, Hardware
 from kvik.config.memory import Limit, MemoryPlan, StepSize
 from kvik.planner.devices import Device, Setting
-from kvik.planner.formats import kv_facts, weight_facts
+from kvik.planner.formats import weight_facts
 from kvik.planner.parallel import share
 from kvik.planner.search import largest
 from kvik.planner.shape import ModelShape
 from kvik.spec.kv import KVCacheSpec
-from kvik.spec.model import DTYPE_BYTES, LinearLayers
+from kvik.spec.model import LinearLayers
 
 MOST_REQUESTS = 65_536  # as `max_num_seqs` allows
 _ADVANCED_CPU = frozenset({"avx2", "fma"})  # what the native kernels need at least
@@ -106,19 +106,24 @@ class StoredModel:
         )
 
     def weight_bytes(self, dtype: str) -> int:
-        """As floats; `linear_layers` are then counted as they are quantised."""
-        return self.shape.parameters * DTYPE_BYTES[dtype]
+        """As the shape counts them for all of a plan, quantised ones included."""
+        return self.shape.weight_bytes(self.weight_format)
 
     def linear_layers(self) -> tuple[LinearLayers, ...]:
-        facts = weight_facts(self.weight_format)
-        return tuple(
-            LinearLayers(matrix.count, matrix.inputs, matrix.outputs, matrix.role == "head")
-            for matrix in self.shape.matrices
-            if self.shape.has_in(matrix, facts)
-        )
+        """None that would have to be counted anew."""
+        return ()
 
     def kv_specs(self, dtype_bytes: int) -> list[KVCacheSpec]:
         return list(self.kv)
+
+
+def laid_out(shape: ModelShape, at: Setting) -> ModelShape:
+    """Return the model with quantised weights as the kernels that run there have them.
+
+    Raises:
+        ConfigError: as `memory_of`.
+    """
+    return replace(shape, kernels=_Planner.of(shape, at).part.kernels)
 
 
 def memory_of(shape: ModelShape, at: Setting) -> Memory:
@@ -176,7 +181,7 @@ class _Planner:
         part = share(shape, at.tp, at.pp)
         facts = weight_facts(at.weight_format)
         config = EngineConfig(
-            dtype=working_dtype(shape, at.weight_format),
+            dtype=shape.working_dtype(at.weight_format),
             quantization=facts.quantization or "none",
         )
         hardware = at.hardware or hardware_of(at.device)
@@ -185,6 +190,8 @@ class _Planner:
         gpu = None if on_cpu else next(iter(hardware.gpus), None)
         stored = StoredModel.of(part, at.weight_format, at.kv_format)
         compute = computing_in(config.dtype, config, stored, hardware, device, gpu, Notes())
+        part = replace(part, kernels=compute.kernels)
+        stored = replace(stored, shape=part)
         footprint = footprint_of(config, stored, hardware, compute)
         return cls(part, Fit(config, footprint, Limit(int(at.device.memory * at.utilization), "")))
 
@@ -202,14 +209,6 @@ class _Planner:
         return self.fit.footprint.plan(size, blocks, self.fit.limit)
 
 
-def working_dtype(shape: ModelShape, weight_format: str) -> str:
-    """Return the dtype a model with such weights computes in: float32, bfloat16 or float16."""
-    asked = weight_facts(weight_format).dtype
-    if asked:
-        return asked
-    return "float16" if shape.dtype == "float16" else "bfloat16"
-
-
 def hardware_of(device: Device) -> Hardware:
     """Return a machine of which only the device is known, with a complete installation of kvik."""
     memory = int(device.memory)
@@ -220,15 +219,13 @@ def hardware_of(device: Device) -> Hardware:
 
 def _kv_specs(shape: ModelShape, kv_format: str) -> tuple[KVCacheSpec, ...]:
     """Return the KV specs, equal layers merged: blocks stay the same, and planning is faster."""
-    facts = kv_facts(kv_format)
     merged = math.gcd(*(cache.layers for cache in shape.caches))
     specs: list[KVCacheSpec] = []
     for cache in shape.caches:
-        token = -(-cache.elements * facts.bits // 8) + cache.scales * facts.scale_bytes
         spec = KVCacheSpec(
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
-            bytes_per_token=merged * token,
+            bytes_per_token=merged * cache.token_bytes(kv_format),
             window=cache.window,
         )
         specs += [spec] * (cache.layers // merged)

@@ -16,7 +16,7 @@ from kvik.planner.cost import Cost, DailyLoad, cost, parse_load
 from kvik.planner.devices import UTILIZATION, Device, Setting, find_device, this_device
 from kvik.planner.families import read_shape
 from kvik.planner.formats import WEIGHT_FORMATS, arithmetic, kv_facts, weight_facts, weight_format
-from kvik.planner.memory import MOST_REQUESTS, Memory, bytes_of, memory_of, working_dtype
+from kvik.planner.memory import MOST_REQUESTS, Memory, bytes_of, laid_out, memory_of
 from kvik.planner.parallel import MAX_DEVICES, can_share, check_parallel
 from kvik.planner.roofline import (
     compute_bound_batch,
@@ -253,7 +253,7 @@ def _draft_cost(shape: ModelShape, at: Setting, question: Question) -> float:
     """As asked, or by the rooflines of both models, the draft alone on one device."""
     if question.draft_cost is not None or question.draft is None:
         return question.draft_cost or 0.0
-    draft = read_shape(question.draft)
+    draft = replace(read_shape(question.draft), kernels=shape.kernels)
     target = step_time(shape, at, decode(at.group, at.context))
     step = decode(at.group, min(at.context, draft.max_context))
     return step_time(draft, replace(at, tp=1, pp=1), step).expected / target.expected
@@ -457,6 +457,7 @@ def plan_shape(
     """
     question = check_question(question, shape)
     at = setting_of(shape, device, question, hardware)
+    shape = laid_out(shape, at)
     memory = memory_of(shape, at)
     return Plan(
         model=_model_facts(shape, at),
@@ -496,7 +497,7 @@ def setting_of(
 ) -> Setting:
     """Return the setting of a question, defaults filled in."""
     weights = question.dtype or _usual_format(shape, device, question, hardware)
-    computed = working_dtype(shape, weight_facts(weights).name)
+    computed = shape.working_dtype(weights)
     return Setting(
         device=device,
         weight_format=weights,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvik.models.model_spec import ModelSpec
-from kvik.planner.formats import WeightFacts, kv_facts, weight_facts
+from kvik.planner.formats import kv_facts, weight_facts
 from kvik.spec.model import DTYPE_BYTES
 
 # What quantised checkpoints leave in the model's dtype: tables that are looked up, and routers,
@@ -99,6 +99,8 @@ class ModelShape:
         stored: the weight format of the checkpoint: "bf16", "fp8", ...
         tied: the head is the embedding; it then counts once, as the head.
         other_parameters: norms and biases, which stay in the dtype.
+        kernels: whose layout quantised weights have: "torch", "native" or "triton" (`laid_out` in
+            `memory.py` sets it for a machine).
         spec: set when this engine runs the model.
         notes: what was assumed while the config was read.
     """
@@ -123,6 +125,7 @@ class ModelShape:
     other_parameters: int
     caches: tuple[CacheShape, ...]
     latent_dim: int = 0
+    kernels: str = "torch"
     spec: ModelSpec | None = None
     notes: tuple[str, ...] = ()
 
@@ -135,40 +138,37 @@ class ModelShape:
         """That one token is computed with; embedding lookups are not counted."""
         return self.other_parameters + sum(m.active_parameters for m in self.matrices)
 
-    def has_in(self, matrix: MatrixGroup, facts: WeightFacts) -> bool:
-        """Return whether a matrix is stored in a format, if the model is; else it keeps the
-        dtype."""
-        spared = matrix.role == "head" and not facts.head and facts.name == self.stored
-        return matrix.role not in UNQUANTIZED_ROLES and not spared
+    def working_dtype(self, weight_format: str) -> str:
+        """Return the dtype the model computes in with such weights, which is also that of what is
+        not quantised: float32, bfloat16 or float16."""
+        asked = weight_facts(weight_format).dtype
+        if asked:
+            return asked
+        return "float16" if self.dtype == "float16" else "bfloat16"
 
-    def weight_bytes(self, weight_format: str, dtype: str | None = None) -> int:
+    def weight_bytes(self, weight_format: str) -> int:
         """Return bytes of all weights.
 
         Args:
             weight_format: of the linear layers, as `formats` names it.
-            dtype: of what a quantised model leaves in it; the checkpoint's when not given.
         """
-        facts, item = weight_facts(weight_format), self._item(weight_format, dtype)
-        matrices = sum(m.count * self._matrix_bytes(m, facts, item) for m in self.matrices)
-        return matrices + self.other_parameters * item
+        matrices = sum(m.count * self._matrix_bytes(m, weight_format) for m in self.matrices)
+        return matrices + self.other_parameters * self._item(weight_format)
 
-    def read_bytes(self, weight_format: str, rows: int, dtype: str | None = None) -> float:
+    def read_bytes(self, weight_format: str, rows: int) -> float:
         """Return bytes of weights that one step with `rows` tokens reads.
 
         Each matrix once, of routed experts those that at least one token is expected to choose,
         of tables the rows looked up.
         """
-        total = float(self.other_parameters * self._item(weight_format, dtype))
-        return total + sum(self.read_of(m, weight_format, rows, dtype) for m in self.matrices)
+        total = float(self.other_parameters * self._item(weight_format))
+        return total + sum(self.read_of(m, weight_format, rows) for m in self.matrices)
 
-    def read_of(
-        self, matrix: MatrixGroup, weight_format: str, rows: int, dtype: str | None = None
-    ) -> float:
+    def read_of(self, matrix: MatrixGroup, weight_format: str, rows: int) -> float:
         """Return what `read_bytes` counts for the matrices of one kind."""
-        facts, item = weight_facts(weight_format), self._item(weight_format, dtype)
         if matrix.multiplied:
-            return matrix.touched(rows) * self._matrix_bytes(matrix, facts, item)
-        return float(min(rows, matrix.outputs) * matrix.inputs * item)
+            return matrix.touched(rows) * self._matrix_bytes(matrix, weight_format)
+        return float(min(rows, matrix.outputs) * matrix.inputs * self._item(weight_format))
 
     def kv_bytes_per_token(self, kv_format: str) -> int:
         """Return bytes one token adds to the cache, all layers together, windows not yet full."""
@@ -216,13 +216,17 @@ class ModelShape:
             total += cache.layers * layer
         return total
 
-    def _item(self, weight_format: str, dtype: str | None) -> int:
-        return DTYPE_BYTES[weight_facts(weight_format).dtype or dtype or self.dtype]
+    def _item(self, weight_format: str) -> int:
+        return DTYPE_BYTES[self.working_dtype(weight_format)]
 
-    def _matrix_bytes(self, matrix: MatrixGroup, facts: WeightFacts, item: int) -> int:
-        if not self.has_in(matrix, facts):
-            return matrix.inputs * matrix.outputs * item
-        return facts.matrix_bytes(matrix.inputs, matrix.outputs, head=matrix.role == "head")
+    def _matrix_bytes(self, matrix: MatrixGroup, weight_format: str) -> int:
+        """Return bytes of one matrix. What quantised checkpoints leave in the model's dtype keeps
+        it, and so does the head where the format has none."""
+        facts, head = weight_facts(weight_format), matrix.role == "head"
+        spared = head and not facts.head and facts.name == self.stored
+        if spared or matrix.role in UNQUANTIZED_ROLES:
+            return matrix.inputs * matrix.outputs * self._item(weight_format)
+        return facts.matrix_bytes(matrix.inputs, matrix.outputs, self.kernels, head=head)
 
 
 def visible_pairs(new_tokens: int, context: int, window: int | None) -> int:

@@ -127,7 +127,9 @@ class _LayerStack:
     def __init__(
         self, stage: Stage, kind: str, sizes: Sequence[Sizes], num_bytes: int, most_rows: int
     ) -> None:
-        layer = sum(_stored_bytes(kind, _inputs(kind, i), outputs) for i, outputs, _ in sizes)
+        layer = sum(
+            _stored_bytes(stage, kind, _inputs(kind, i), outputs) for i, outputs, _ in sizes
+        )
         count = max(1, round(num_bytes / layer))
         matrices = [_matrix(stage, kind, size) for _ in range(count) for size in sizes]
         self.bytes, self.calls = count * layer, len(matrices)
@@ -294,8 +296,8 @@ def _inputs(kind: str, about: int) -> int:
     return about if group in (0, 128) else (about // group | 1) * group
 
 
-def _stored_bytes(kind: str, inputs: int, outputs: int) -> int:
-    return weight_facts(kind.partition("-g")[0]).matrix_bytes(inputs, outputs)
+def _stored_bytes(stage: Stage, kind: str, inputs: int, outputs: int) -> int:
+    return weight_facts(kind.partition("-g")[0]).matrix_bytes(inputs, outputs, stage.kernels)
 
 
 def _matrix(stage: Stage, kind: str, size: Sizes) -> Matrix:

@@ -60,6 +60,8 @@ class NativeLimits:
 class NativeStage:
     """Times the native kernels."""
 
+    kernels = "native"
+
     def __init__(self, threads: int, most_bytes: int) -> None:
         self.native = Native(threads)
         self.ops = native_ops(self.native)

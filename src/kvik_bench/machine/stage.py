@@ -99,6 +99,11 @@ class Limits(Protocol):
 
 class Stage(Protocol):
     @property
+    def kernels(self) -> str:
+        """Whose layout its weights have: "native" or "torch"."""
+        ...
+
+    @property
     def ops(self) -> Ops: ...
 
     @property
@@ -159,6 +164,7 @@ class Attended:
 class TorchStage:
     """Times torch's kernels, called one by one."""
 
+    kernels = "torch"
     ops = TORCH
 
     def __init__(self, threads: int, most_bytes: int) -> None:

@@ -21,7 +21,7 @@ from kvik.planner.cost import seconds
 from kvik.planner.devices import DEVICES, Device, Setting
 from kvik.planner.families import shape_from_config
 from kvik.planner.formats import weight_format
-from kvik.planner.memory import hardware_of, working_dtype
+from kvik.planner.memory import hardware_of
 from kvik.planner.roofline import decode, step_time
 from kvik.planner.slo import Slo
 
@@ -89,7 +89,7 @@ def test_no_advice_makes_it_worse_or_needs_what_is_not_there(
     assert config.max_num_batched_tokens in (None, advised.budget)
     formats = {"none": found.usual.at.weight_format}
     assert formats.get(config.quantization, config.quantization) == advised.at.weight_format
-    kept = {"auto": weight_format(working_dtype(advised.shape, advised.at.weight_format))}
+    kept = {"auto": weight_format(advised.shape.working_dtype(advised.at.weight_format))}
     assert kept.get(config.kv_cache_dtype, config.kv_cache_dtype) == advised.at.kv_format
     assert advised.at.tp == 1
     drafts = advised.drafting.drafts if advised.drafting else None

@@ -29,7 +29,7 @@ from kvik.planner.advice.figures import (
 from kvik.planner.devices import Device, Setting
 from kvik.planner.families import read_shape
 from kvik.planner.formats import WEIGHT_FORMATS, kv_facts, weight_facts, weight_format
-from kvik.planner.memory import working_dtype
+from kvik.planner.memory import laid_out
 from kvik.planner.parallel import can_share
 from kvik.planner.plan import Question, find_machine, setting_of
 from kvik.planner.roofline import decode, step_time
@@ -37,6 +37,7 @@ from kvik.planner.search import least
 from kvik.planner.serving import Drafting, Serving, Traffic, budgets, set_up
 from kvik.planner.shape import ModelShape
 from kvik.spec.kv import KV_FORMATS
+from kvik.spec.model import DTYPE_BYTES
 
 # The levers: their positions, and the engine's options that set them. A lever does not know its
 # effect; `_Adviser` predicts it. Whether this engine has the options is looked up.
@@ -110,7 +111,7 @@ def precisions(serving: Serving, traffic: Traffic) -> Iterator[Position]:
     """Yield the dtypes of fewer bits than the weights have now."""
     now = weight_facts(serving.at.weight_format)
     for facts in WEIGHT_FORMATS.values():
-        if now.dtype and facts.dtype and facts.bits < now.bits:
+        if now.dtype and facts.dtype and DTYPE_BYTES[facts.dtype] < DTYPE_BYTES[now.dtype]:
             yield Position(facts.name, with_weights(serving, traffic, facts.name))
 
 
@@ -205,7 +206,7 @@ def with_weights(serving: Serving, traffic: Traffic, name: str) -> Serving:
 
 def _kv_of(shape: ModelShape, at: Setting) -> str:
     """Return the default KV format."""
-    return weight_format(working_dtype(shape, at.weight_format))
+    return weight_format(shape.working_dtype(at.weight_format))
 
 
 def _renewed(serving: Serving, traffic: Traffic, at: Setting) -> Serving:
@@ -307,6 +308,8 @@ def advise_shape(
     traffic = traffic_of(wish, shape)
     question = Question(model=wish.model, hardware=wish.hardware, context=traffic.context)
     at = setting_of(shape, device, question, hardware)
+    shape = laid_out(shape, at)
+    draft = None if draft is None else replace(draft, kernels=shape.kernels)
     usual = set_up(shape, at, traffic, MAX_NUM_SEQS)
     return _Adviser(wish, traffic, draft, usual).report()
 
