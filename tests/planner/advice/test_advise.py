@@ -22,7 +22,7 @@ from kvik.planner.devices import DEVICES, Device, Setting
 from kvik.planner.families import shape_from_config
 from kvik.planner.formats import weight_format
 from kvik.planner.memory import hardware_of
-from kvik.planner.roofline import decode, step_time
+from kvik.planner.roofline import decode, prefill, step_time
 from kvik.planner.slo import Slo
 
 SHAPES = {name: shape_from_config(config, name) for name, config in PUBLIC.items()}
@@ -137,6 +137,38 @@ def test_quantisation_helps_what_reads_and_not_what_computes() -> None:
     narrow = replace(H100, bandwidth=1e15, rates=dict.fromkeys(H100.rates, 1e14))
     computing = advice(report("Llama-3-8B", narrow, Wish(concurrency=64)), "quantisation")
     assert computing.verdict == "no use" and "bound by arithmetic" in computing.reason
+
+
+@pytest.mark.parametrize(
+    ("load", "int8_rate", "best"),
+    [
+        (Wish(prompt=4000, output=16, concurrency=64), 1.979e15, "int8"),
+        (Wish(prompt=4000, output=16, concurrency=64), 1.4e15, "int8"),
+        (Wish(prompt=128, output=512, concurrency=4), 1.979e15, "int4"),
+    ],
+)
+def test_the_rates_of_prompts_and_of_decoding_choose_the_format(
+    load: Wish, int8_rate: float, best: str
+) -> None:
+    """int4 reads the least, but its products run in bf16: under long prompts int8 serves more."""
+    device = replace(H100, rates={"fp32": 67e12, "bf16": 989e12, "int8": int8_rate})
+    found = advice(report("Llama-3-8B", device, load), "quantisation")
+    assert found.change == best
+    told = re.findall(r"(int\d) computes prompts \(in (\w+)\) at ([\d.]+) times", found.reason)
+    units = {name: unit for name, unit, _ in told}
+    if best == "int4":
+        assert units == {"int4": "bf16"}  # nothing computes prompts of this load faster
+        return
+    assert units == {"int8": "int8", "int4": "bf16"}
+    at = Setting(device, "int8", "bf16")
+    seconds = {
+        name: step_time(SHAPES["Llama-3-8B"], replace(at, weight_format=name), prefill(4000)).floor
+        for name in ("bf16", "int8", "int4")
+    }
+    for name, _, times in told:
+        assert float(times) == pytest.approx(seconds["bf16"] / seconds[name], rel=0.03)
+    share = re.search(r"(\d+)% of the time goes to prompts", found.reason)
+    assert share and int(share[1]) > 90
 
 
 def test_a_smaller_kv_format_helps_long_contexts_only() -> None:

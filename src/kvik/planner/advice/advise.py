@@ -528,7 +528,10 @@ class _Adviser:
         if not then.name:
             return reasons.nothing(topic, now.serving)
         batch, drafting = self._batch(now), then.serving.drafting
-        if drafting is None:
+        if topic in ("precision", "quantisation"):
+            others = [position.serving for position in self._positions(topic, now)]
+            why = reasons.formats(now.serving, others, then.serving, self.traffic, batch)
+        elif drafting is None:
             why = reasons.shares(now.serving, self.traffic, batch)
         else:
             why = reasons.checking(now.serving, self.traffic, batch, drafting.drafts)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from kvik.config.units import show_bytes
-from kvik.planner.advice.figures import Figures
+from kvik.planner.advice.figures import WORTHWHILE, Figures
 from kvik.planner.cost import seconds, three
-from kvik.planner.formats import weight_facts
+from kvik.planner.formats import arithmetic, weight_facts
 from kvik.planner.memory import bytes_of
 from kvik.planner.roofline import StepTime, decode, step_time, verify
-from kvik.planner.serving import Prediction, Serving, Traffic, predict
+from kvik.planner.serving import (
+    Prediction,
+    Serving,
+    Traffic,
+    mixed_seconds,
+    predict,
+    step_seconds,
+)
 from kvik.planner.slo import Slo
 from kvik.planner.variants import attention_variants
 
@@ -55,7 +62,7 @@ def attention(serving: Serving, batch: int) -> str:
 
 
 def shares(serving: Serving, traffic: Traffic, batch: int) -> str:
-    """Return the parts of the time of a decoding step."""
+    """Return the share of prompts in the time of a request, and the parts of a decoding step."""
     time = _decoding(serving, traffic, batch)
     weights = sum(p.expected for p in time.parts if p.name in ("weights", "head"))
     cache = sum(p.expected for p in time.parts if p.name == "kv cache")
@@ -63,9 +70,71 @@ def shares(serving: Serving, traffic: Traffic, batch: int) -> str:
     calls = f", {host / time.expected:.0%} to calls and the host" if host else ""
     what = _BOUNDS.get(time.bound, time.bound)
     return (
-        f"of a decoding step {weights / time.expected:.0%} goes to the weights, "
+        f"{_prompted(serving, traffic, batch):.0%} of the time goes to prompts; of a decoding step "
+        f"{weights / time.expected:.0%} goes to the weights, "
         f"{cache / time.expected:.0%} to the KV cache{calls}; it is bound by {what}"
     )
+
+
+def _prompted(serving: Serving, traffic: Traffic, batch: int) -> float:
+    """Return the share of a request's time that is not its own decoding steps."""
+    plain = replace(serving, drafting=None)
+    found = predict(plain, traffic, batch)
+    decoding = (traffic.output - 1) * step_seconds(plain, traffic, batch)
+    return max(0.0, 1.0 - decoding / found.e2e) if found else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _FormatRates:
+    """Tokens a second with weights in a format, of prompts and of decoding requests, and the
+    arithmetic of its products."""
+
+    format: str
+    unit: str
+    prompts: float
+    decoding: float
+
+    @staticmethod
+    def of(serving: Serving, traffic: Traffic, batch: int) -> _FormatRates:
+        at = serving.at
+        fresh = max(1, traffic.prompt - traffic.shared)
+        # under load a step has the prompts of all requests that came since the last one
+        tokens = min(serving.budget, max(fresh, batch * fresh // traffic.output))
+        seconds = mixed_seconds(serving, traffic, 0, tokens, fresh)
+        return _FormatRates(
+            at.weight_format,
+            arithmetic(at.weight_format, at.device.kind),
+            tokens / seconds,
+            batch / step_seconds(serving, traffic, batch),
+        )
+
+    def beside(self, now: _FormatRates) -> str:
+        return (
+            f"{self.format} computes prompts (in {self.unit}) at {self.prompts / now.prompts:.2f} "
+            f"times the rate and decodes at {self.decoding / now.decoding:.2f} times"
+        )
+
+
+def formats(
+    now: Serving, others: Sequence[Serving], best: Serving, traffic: Traffic, batch: int
+) -> str:
+    """Compare the weight formats by the rates of prompts and of decoding.
+
+    Args:
+        others: settings in other formats, `best` among them: the one that serves the load best.
+    """
+    rates = _FormatRates.of(now, traffic, batch)
+    every = [_FormatRates.of(other, traffic, batch) for other in others]
+    (won,) = (other for other in every if other.format == best.at.weight_format)
+    reader = max(every, key=lambda other: other.decoding)
+    computer = max(every, key=lambda other: other.prompts)
+    text = f"compared with {now.at.weight_format}, {won.beside(rates)}"
+    for other in (reader, computer):
+        ahead = max(other.decoding / won.decoding, other.prompts / won.prompts)
+        behind = min(other.decoding / won.decoding, other.prompts / won.prompts)
+        if ahead > 1.0 + WORTHWHILE and behind < 1.0 - WORTHWHILE:
+            text += f", {other.beside(rates)}"
+    return f"{text}; {shares(now, traffic, batch)}"
 
 
 def checking(serving: Serving, traffic: Traffic, batch: int, drafts: int) -> str:
