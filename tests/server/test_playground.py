@@ -172,7 +172,6 @@ def test_another_answer_and_an_edited_message_stand_beside_the_first(
     set_field(browser, "max_tokens", 20)
     first = asked(browser, "A story about a fox")
     browser.click(f"{LAST} .tools > button:nth-of-type(2)")
-    browser.wait("!document.querySelector('#stop-chat').hidden")
     second = answered(browser)
     assert second != first
     assert browser.text(f"{LAST} .versions").strip() == "2 / 2"
@@ -183,7 +182,6 @@ def test_another_answer_and_an_edited_message_stand_beside_the_first(
     browser.evaluate("document.querySelector('.edit textarea').select()")
     browser.command("Input.insertText", text="A story about a cat")
     browser.press("Enter", 13, "\r")
-    browser.wait("!document.querySelector('#stop-chat').hidden")
     third = answered(browser)
     assert browser.text(".user .body") == "A story about a cat"
     assert browser.evaluate("document.querySelectorAll('#messages > li').length") == 2
@@ -207,6 +205,69 @@ def test_several_answers_at_once_are_versions(browser: chromium.Browser, site: S
     assert browser.text(f"{LAST} .versions").strip() == "2 / 3"
     assert browser.evaluate(tokens) > 5
     at_peace(browser, site)
+
+
+def test_conversations_run_at_the_same_time(browser: chromium.Browser, site: Site) -> None:
+    opened(browser, site)
+    set_field(browser, "ignore_eos", True)
+    set_field(browser, "max_tokens", 200)
+    for animal in ("fox", "cat"):
+        browser.evaluate("document.querySelector('#new').click()")
+        browser.type("#say", f"A story about a {animal}")
+        browser.press("Enter", 13, "\r")
+    whole = "document.querySelector('#stop-chat').hidden"
+    for animal in ("fox", "cat"):
+        title = f"A story about a {animal}"
+        browser.evaluate(f"document.querySelector('#conversations [title=\"{title}\"]').click()")
+        browser.wait(whole, 60)
+        assert browser.text(".user .body") == title
+        assert len(browser.text(f"{LAST} .body")) > 300
+        assert "tokens" in browser.text(f"{LAST} .tools")
+    at_peace(browser, site)
+    site.at_rest()
+
+
+def test_reasoning_is_folded_away(browser: chromium.Browser, site: Site) -> None:
+    for text in ("<think>\nof *it*\n</think>\n\nThe answer", "of *it*\n</think>\n\nThe answer"):
+        seeded(browser, site, text)
+        assert not browser.evaluate(f"document.querySelector('{LAST} details').open")
+        folded = f"document.querySelector('{LAST} details .prose').innerHTML"
+        assert browser.evaluate(folded) == "<p>of <em>it</em></p>"
+        assert browser.text(f"{LAST} .body > .prose") == "The answer"
+
+
+ANSWER_WITH = """(() => {
+  const asked = window.fetch;
+  const lines = EVENTS.map((event) => `data: ${JSON.stringify(event)}\\n\\n`).join('');
+  window.fetch = (path, options) =>
+    path.includes('chat') ? Promise.resolve(new Response(lines)) : asked(path, options) })()"""
+
+
+def choice(index: int, text: str, reason: str | None = None) -> dict[str, object]:
+    return {"choices": [{"index": index, "delta": {"content": text}, "finish_reason": reason}]}
+
+
+def test_answers_come_in_any_order(browser: chromium.Browser, site: Site) -> None:
+    opened(browser, site)
+    events = [choice(2, "third"), choice(0, "fir"), choice(1, "second"), choice(0, "st", "length")]
+    browser.evaluate(ANSWER_WITH.replace("EVENTS", json.dumps(events)))
+    assert asked(browser, "A question") == "first"
+    assert browser.text(f"{LAST} .versions").strip() == "1 / 3"
+    assert browser.evaluate(f"!document.querySelector('{LAST} .end').hidden")
+    shown = []
+    for _ in range(2):
+        browser.click(f"{LAST} .versions button:last-child")
+        shown.append(browser.text(f"{LAST} .body"))
+    assert sorted(shown) == ["second", "third"]
+
+
+def test_what_came_before_an_error_is_kept(browser: chromium.Browser, site: Site) -> None:
+    opened(browser, site)
+    events = [choice(0, "half an"), {"error": {"message": "the engine stopped"}}]
+    browser.evaluate(ANSWER_WITH.replace("EVENTS", json.dumps(events)))
+    assert asked(browser, "A question") == "half an"
+    assert browser.text(f"{LAST} .end") == browser.text("#error") == "the engine stopped"
+    assert listed(browser) == ["A question"]
 
 
 def test_a_refusal_is_shown_and_the_message_given_back(
@@ -254,6 +315,19 @@ def test_conversations_and_settings_survive_a_reload(browser: chromium.Browser, 
     browser.evaluate("document.querySelectorAll('#conversations a')[1].click()")
     assert browser.text(f"{LAST} .body") == answer
     at_peace(browser, site)
+
+
+def test_what_came_of_an_answer_survives_a_reload(browser: chromium.Browser, site: Site) -> None:
+    opened(browser, site)
+    set_field(browser, "ignore_eos", True)
+    browser.type("#say", "A story about a fox")
+    browser.press("Enter", 13, "\r")
+    browser.wait(f"document.querySelector('{LAST}.assistant')?.innerText.length > 40", 60)
+    address = browser.evaluate("'/' + location.hash")
+    browser.go(site.url + "/docs")
+    opened(browser, site, address)
+    assert len(browser.text(f"{LAST}.assistant .body")) > 20
+    site.at_rest()
 
 
 def test_conversations_are_deleted_and_brought_back(browser: chromium.Browser, site: Site) -> None:

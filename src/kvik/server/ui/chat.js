@@ -13,7 +13,7 @@ export class Chat {
   #conversation = new Conversation();
   #views = new Map(); // message -> MessageView, of the conversation shown
   #tokens = new WeakMap(); // message -> tokens with their probabilities
-  #running = new Map(); // conversation id -> { conversation, generation, answers, painting, forgotten }
+  #running = new Map(); // conversation id -> { conversation, asked, generation, answers, ... }
   #log = byId("log");
   #say = byId("say");
 
@@ -84,7 +84,7 @@ export class Chat {
     this.#compose();
   }
 
-  // Adds a message after `parent` and has it answered. If nothing comes, it is taken back.
+  // Adds a message after `parent` and has it answered. If nothing comes, the message is given back.
   #ask(parent, text) {
     const fields = this.params.read("chat");
     if (!fields) return false;
@@ -92,13 +92,10 @@ export class Chat {
     const { shown } = parent;
     const asked = conversation.add(parent, "user", text);
     this.#answer(asked, fields).then((came) => {
-      if (came) return;
+      if (came || conversation !== this.#conversation) return;
       conversation.remove(parent, asked, shown);
-      if (conversation === this.#conversation) {
-        this.#say.value ||= text;
-        this.#compose();
-        this.#show();
-      }
+      this.#say.value ||= text;
+      this.#show();
       this.#keep(conversation);
     });
     return true;
@@ -109,75 +106,70 @@ export class Chat {
     if (fields && !this.running) this.#answer(this.#conversation.parentOf(answer), fields);
   }
 
-  // Streams the answers to a message; returns whether there was any.
+  // Streams the answers to a message; returns whether it has any.
   async #answer(asked, fields) {
     const conversation = this.#conversation;
-    const before = asked.shown;
-    const answers = [conversation.add(asked, "assistant")];
-    const messages = [...conversation.before(asked), asked].map(({ role, text }) => ({
-      role,
-      content: role === "user" ? text : partsOf(text).said,
-    }));
-    const system = this.params.system;
-    if (system) messages.unshift({ role: "system", content: system });
-    const generation = new Generation(this.api, "v1/chat/completions", { model: this.model.name, messages, ...fields });
-    const running = { conversation, generation, answers };
+    const { shown } = asked;
+    const generation = this.#generation(asked, fields);
+    const answers = new Map([[0, conversation.add(asked, "assistant")]]); // by the index of their choice
+    const running = { conversation, asked, generation, answers };
     this.#running.set(conversation.id, running);
     this.fail("");
     this.#keep(conversation);
     this.#show();
     this.#toEnd();
-    let came = false;
     let error = "";
     try {
-      for await (const choice of generation.choices()) {
-        came = true;
-        this.#take(conversation, asked, answers, choice);
-      }
+      for await (const choice of generation.choices()) this.#take(running, choice);
     } catch (problem) {
       error = generation.stopped ? ENDS.stopped : problem.message;
     }
-    for (const answer of answers) {
-      answer.end ||= error;
-      answer.figures = generation.figures(this.model.context);
-    }
-    if (error && !answers.some((answer) => answer.text)) came = false;
-    if (!came) {
-      for (const answer of answers) conversation.remove(asked, answer, before);
-    }
     this.#running.delete(conversation.id);
     if (running.forgotten) return true;
+    const nothing = error && ![...answers.values()].some((answer) => answer.text);
+    for (const answer of answers.values()) {
+      answer.end ||= error;
+      answer.figures = generation.figures(this.model.context);
+      if (nothing) conversation.remove(asked, answer, shown);
+    }
     this.#keep(conversation);
     if (conversation === this.#conversation) {
       this.#following(() => this.#show());
       if (error && !generation.stopped) this.fail(error);
     }
-    return came || asked.next.length > 0;
+    return asked.next.length > 0;
   }
 
-  #take(conversation, asked, answers, choice) {
-    const { index } = choice;
-    if (!answers[index]) {
-      answers[index] = conversation.add(asked, "assistant");
-      asked.shown = asked.next.indexOf(answers[0]);
+  #generation(asked, fields) {
+    const messages = [...this.#conversation.before(asked), asked].map(({ role, text }) => ({
+      role,
+      content: role === "user" ? text : partsOf(text).said,
+    }));
+    const { system } = this.params;
+    if (system) messages.unshift({ role: "system", content: system });
+    return new Generation(this.api, "v1/chat/completions", { model: this.model.name, messages, ...fields });
+  }
+
+  #take(running, choice) {
+    const { conversation, asked, answers } = running;
+    if (!answers.has(choice.index)) {
+      answers.set(choice.index, conversation.add(asked, "assistant"));
+      asked.shown = asked.next.indexOf(answers.get(0));
     }
-    const answer = answers[index];
+    const answer = answers.get(choice.index);
     answer.text += choice.delta?.content ?? "";
     answer.end = ENDS[choice.finish_reason] ?? answer.end;
     const tokens = tokensOf(choice);
-    if (tokens.length) {
-      if (!this.#tokens.has(answer)) {
-        this.#tokens.set(answer, []);
-        this.#views.delete(answer); // it shows tokens from now on
-      }
-      this.#tokens.get(answer).push(...tokens);
+    if (tokens.length && !this.#tokens.has(answer)) {
+      this.#tokens.set(answer, []);
+      this.#views.delete(answer); // it shows tokens from now on
     }
-    const running = this.#running.get(conversation.id);
+    this.#tokens.get(answer)?.push(...tokens);
     if (running.painting) return;
     running.painting = true; // once a frame, however many tokens come
     requestAnimationFrame(() => {
       running.painting = false;
-      if (conversation === this.#conversation && this.#running.has(conversation.id)) this.#paint(answers);
+      if (conversation === this.#conversation && this.running) this.#paint(answers);
     });
   }
 
@@ -195,11 +187,12 @@ export class Chat {
   #show() {
     const conversation = this.#conversation;
     const running = this.#running.get(conversation.id);
+    const writing = [...(running?.answers.values() ?? [])];
     const path = conversation.path();
     let parent = conversation.root;
     const elements = path.map((message) => {
       const view = this.#view(message);
-      view.running = Boolean(running?.answers.includes(message));
+      view.running = writing.includes(message);
       view.place(parent.shown, parent.next.length);
       parent = message;
       return view.element;
@@ -231,9 +224,11 @@ export class Chat {
   }
 
   #paint(answers) {
+    const shown = [...answers.values()].find((answer) => answer === this.#conversation.last);
     this.#following(() => {
-      if (answers.some((answer) => !this.#views.has(answer))) this.#show();
-      else answers.forEach((answer) => this.#views.get(answer).update());
+      const view = this.#views.get(shown);
+      if (view) view.update();
+      else this.#show();
     });
   }
 

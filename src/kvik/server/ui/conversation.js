@@ -1,5 +1,5 @@
-// A conversation as a tree: a message written anew stands beside the one before, and one of them is
-// shown. A message is { role, text, end, figures, next, shown }: `end` says why an answer ended early,
+// A conversation as a tree: an edited message and another answer are siblings of the first, and one of
+// them is shown. A message is { role, text, end, figures, next, shown }: `end` says why an answer ended early,
 // `next` are the messages that follow it, `shown` is the index of one of those.
 
 const TITLE = 60; // characters

@@ -1,4 +1,4 @@
-// The page: a playground beside the live engine.
+// The page: a playground and the live engine.
 
 import { Api } from "./api.js";
 import { Chat } from "./chat.js";
@@ -44,7 +44,12 @@ function go(id) {
   show();
   Panel.uncover();
   byId("tab-chat").click();
-  byId("say").focus();
+  write();
+}
+
+// Not where a keyboard would cover half of the window.
+function write() {
+  if (!window.matchMedia("(pointer: coarse)").matches) byId("say").focus();
 }
 
 const address = () => window.location.hash.slice(1);
@@ -94,4 +99,5 @@ document.addEventListener("keydown", (event) => {
 window.addEventListener("popstate", show);
 byId("key").addEventListener("change", begin);
 show();
+write();
 begin();

@@ -1,4 +1,4 @@
-// What stands beside the chat: conversations on the left, the engine on the right. Where the window
+// The panels next to the chat: conversations on the left, the engine on the right. Where the window
 // is wide they are columns, and this browser remembers which are open; else one at a time covers the chat.
 
 import { byId } from "./dom.js";

@@ -1,7 +1,7 @@
 // Markdown on the page: elements made from the trees of markdown.js, kept up to date as the text grows.
 //
 // Blocks that can no longer change are left alone. In the rest only what differs is replaced, so a
-// selection, a scrolled code block and the reader's place survive the stream.
+// selection and the scroll position of a code block survive the stream.
 
 import { parse } from "./markdown.js";
 

@@ -37,7 +37,7 @@ export class Store {
     return this.#conversations.get(id) ?? null;
   }
 
-  // Returns whether it will be there after a reload. The oldest others make place for it.
+  // Returns whether it will be there after a reload. The oldest others are deleted for it.
   save(conversation) {
     const { id } = conversation;
     const json = JSON.stringify(conversation);
