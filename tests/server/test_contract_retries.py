@@ -38,7 +38,7 @@ ERRORS: dict[str, tuple[Callable[[], Exception], int, bool]] = {
     "capacity": (lambda: CapacityError("n", "never fits"), 400, False),
     "other": (lambda: KvikError("field", "is wrong"), 400, False),
     "key": (lambda: HttpError(401, "no key"), 401, False),
-    "model": (lambda: model_not_found("gpt-9"), 404, False),
+    "model": (lambda: model_not_found("gpt-9", ["m"]), 404, False),
     "late": (lambda: HttpError(408, "the body is late"), 408, False),
     "large": (lambda: HttpError(413, "too large"), 413, False),
     "kind": (lambda: HttpError(415, "not JSON"), 415, False),
