@@ -128,4 +128,4 @@ def test_bad_wishes_are_one_line(
 ) -> None:
     assert main(["advise", "--hardware", machine, *arguments]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"kvik: error: {field}: ") and error.count("\n") == 1
+    assert error.startswith(f"kvik: error: --{field}: ") and error.count("\n") == 1

@@ -52,7 +52,7 @@ def test_an_output_that_exists_is_replaced_by_force_alone(
         before = output.stat().st_ino
         capsys.readouterr()
         assert main(words) == 2
-        error = f"kvik: error: output: {str(output)!r} exists; --force replaces it\n"
+        error = f"kvik: error: --output: {str(output)!r} exists; --force replaces it\n"
         assert capsys.readouterr().err == error and output.stat().st_ino == before
         assert main([*words, "--force"]) == 0
         assert output.stat().st_ino != before
@@ -61,10 +61,10 @@ def test_an_output_that_exists_is_replaced_by_force_alone(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "output: say where to with -o"),
-        (["-o", "there", "--verify", "here"], "output: say where to with -o"),
-        (["--verify", "nowhere"], "verify: 'nowhere' is no engine folder"),
-        (["-o", "x", "--quantization", "int2"], "quantization: must be one of none, "),
+        ([], "--output: say where to with -o"),
+        (["-o", "there", "--verify", "here"], "--output: say where to with -o"),
+        (["--verify", "nowhere"], "--verify: 'nowhere' is no engine folder"),
+        (["-o", "x", "--quantization", "int2"], "--quantization: must be one of none, "),
         (["-o", "x", "--max-num-seqs", "3"], "arguments: --max-num-seqs is no flag of kvik "),
     ],
 )

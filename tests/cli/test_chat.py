@@ -228,9 +228,9 @@ def test_ctrl_c_at_the_prompt_only_gives_a_hint(
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--n", "2"], "n: has no place in a chat"),
-        (["--prompt-logprobs", "1"], "prompt_logprobs: has no place in a chat"),
-        (["--top-k", "-5"], "top_k: must be an integer in [-1, "),
+        (["--n", "2"], "--n: has no place in a chat"),
+        (["--prompt-logprobs", "1"], "--prompt-logprobs: has no place in a chat"),
+        (["--top-k", "-5"], "--top-k: must be an integer in [-1, "),
         (["/no/such"], "model: there is no folder"),
         (["one", "two"], "arguments: unrecognized arguments: two"),
     ],
@@ -248,4 +248,4 @@ def test_a_model_without_a_template_is_refused_at_the_start(
     monkeypatch.setattr(llm, "_chat_template", None)
     monkeypatch.setattr(llm.tokenizer, "chat_template", None)
     assert main(["chat"]) == 2
-    assert capsys.readouterr().err.startswith("kvik: error: chat_template: ")
+    assert capsys.readouterr().err.startswith("kvik: error: --chat-template: ")

@@ -268,8 +268,8 @@ def test_a_server_that_is_not_there(say: Callable[..., int], capsys: Any) -> Non
         assert say("Hi\n", "--url", url) == 2
         assert say("Hi\n", "--url", url, "--model", "mine") == 0
     first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith(f"kvik: error: url: {url} cannot be reached: ")
-    assert first == second
+    assert first.startswith(f"kvik: error: --url: {url} cannot be reached: ")
+    assert second == first.replace("--url", "url")  # in the conversation nothing is a flag
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"data": []}', b'{"data": [{}]}', b"no"])
@@ -283,16 +283,16 @@ def test_a_server_that_lists_no_model(body: bytes) -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--url", "ftp://here"], "url: must be like http://127.0.0.1:8000, not 'ftp://here'"),
-        (["--url", ""], "url: must be like"),
-        (["--url", "http://a..b"], "url: http://a..b cannot be reached: "),
-        (["--url", "here", "--api-key", "a\nb"], "api_key: must be "),
-        (["--url", "here", "--max-num-seqs", "4"], "max_num_seqs: is for an engine here"),
+        (["--url", "ftp://here"], "--url: must be like http://127.0.0.1:8000, not 'ftp://here'"),
+        (["--url", ""], "--url: must be like"),
+        (["--url", "http://a..b"], "--url: http://a..b cannot be reached: "),
+        (["--url", "here", "--api-key", "a\nb"], "--api-key: must be "),
+        (["--url", "here", "--max-num-seqs", "4"], "--max-num-seqs: is for an engine here"),
         (["--url", "here", "some/model"], "model: of a server is named by --model some/model"),
-        (["--url", "here", "--top-k", "-5"], "top_k: must be an integer in [-1, "),
-        (["--url", "here", "--logprobs", "1"], "logprobs: has no place in a chat"),
+        (["--url", "here", "--top-k", "-5"], "--top-k: must be an integer in [-1, "),
+        (["--url", "here", "--logprobs", "1"], "--logprobs: has no place in a chat"),
         (["--model", "mine"], "model: is named without --model"),
-        (["--api-key", "mine"], "api_key: goes with --url"),
+        (["--api-key", "mine"], "--api-key: goes with --url"),
     ],
 )
 def test_bad_input_is_one_line(words: list[str], line: str, capsys: Any) -> None:

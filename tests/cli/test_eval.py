@@ -70,11 +70,11 @@ def test_text_says_what_was_done(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "wrong"),
     [
-        (("--window", "1025"), "window: must be 2 to 1024"),
-        (("--window", "64", "--stride", "65"), "stride: must be 1 to 64"),
-        (("--window", "many"), "window: "),
-        (("--data", "none.txt"), "data: none.txt cannot be read"),
-        (("--quantization", "int3"), "quantization: must be one of"),
+        (("--window", "1025"), "--window: must be 2 to 1024"),
+        (("--window", "64", "--stride", "65"), "--stride: must be 1 to 64"),
+        (("--window", "many"), "--window: "),
+        (("--data", "none.txt"), "--data: none.txt cannot be read"),
+        (("--quantization", "int3"), "--quantization: must be one of"),
         (("--reference", "/no/model"), "model: "),
         (("--max-num-seqs", "4"), "arguments: --max-num-seqs is no flag of kvik "),
     ],

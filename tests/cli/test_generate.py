@@ -160,15 +160,15 @@ def test_the_length_is_the_models_own_where_none_is_given(
         ([], "arguments: the following arguments are required: [MODEL] PROMPT"),
         (["a", "b", "c"], "prompt: must be one argument (quote it), not 2"),
         ([""], "prompt: must not be empty"),
-        (["--temperature", "-1", "x"], "temperature: must be a number in [0, 100], not -1.0"),
-        (["--top-p", "0", "x"], "top_p: must be a number in (0, 1], not 0.0"),
+        (["--temperature", "-1", "x"], "--temperature: must be a number in [0, 100], not -1.0"),
+        (["--top-p", "0", "x"], "--top-p: must be a number in (0, 1], not 0.0"),
         (
             ["--max-tokens", "0", "x"],
-            "max_tokens: must be at least 1, or 0 with prompt_logprobs and n = 1",
+            "--max-tokens: must be at least 1, or 0 with --prompt-logprobs and n = 1",
         ),
-        (["--stop", "", "x"], "stop: must not contain an empty string"),
-        (["--logprobs", "1", "x"], "logprobs: is shown with --json only"),
-        (["--block-size", "0", "x"], "block_size: must be an integer in [1, 1024], not 0"),
+        (["--stop", "", "x"], "--stop: must not contain an empty string"),
+        (["--logprobs", "1", "x"], "--logprobs: is shown with --json only"),
+        (["--block-size", "0", "x"], "--block-size: must be an integer in [1, 1024], not 0"),
         (["/no/such/model.gguf", "x"], "model: there is no file '/no/such/model.gguf'"),
         (["/no/such/folder", "x"], "model: there is no folder '/no/such/folder'"),
     ],
@@ -188,7 +188,7 @@ def test_what_only_the_model_shows_is_one_line(
     assert main(["generate", "word " * 2000]) == 2
     assert re.fullmatch(r"kvik: error: prompt: has \d+ tokens, .*128.*\n", capsys.readouterr().err)
     assert main(["generate", "--stop-token-ids", "99999", "x"]) == 2
-    assert capsys.readouterr().err.startswith("kvik: error: stop_token_ids: ")
+    assert capsys.readouterr().err.startswith("kvik: error: --stop-token-ids: ")
 
 
 @pytest.mark.parametrize(
@@ -276,4 +276,4 @@ def test_the_environment_counts(
 ) -> None:
     monkeypatch.setenv("KVIK_BLOCK_SIZE", "0")
     assert main(["generate", "x"]) == 2
-    assert capsys.readouterr().err.startswith("kvik: error: block_size: must be")
+    assert capsys.readouterr().err.startswith("kvik: error: --block-size: must be")

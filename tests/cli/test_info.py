@@ -93,7 +93,7 @@ def test_without_the_native_kernels_it_says_so(
     (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("  kernels"))
     assert line.split()[1] == "torch" and "installed without its native kernels" in line
     assert main(["info", "--device", "cpu", "--kernels", "native"]) == 2
-    assert "kernels: native: kvik was installed without" in capsys.readouterr().err
+    assert "--kernels: native: kvik was installed without" in capsys.readouterr().err
 
 
 def test_on_a_gpu_it_says_that_triton_runs(
@@ -109,7 +109,9 @@ def test_on_a_gpu_it_says_that_triton_runs(
     assert decided["attention_backend"][0] == "triton"
     assert main(["info", "--device", "cpu", "--kernels", "triton"]) == 2
     error = capsys.readouterr().err
-    assert "kernels: triton: Triton's kernels are for GPUs; must be auto, native or torch" in error
+    assert (
+        "--kernels: triton: Triton's kernels are for GPUs; must be auto, native or torch" in error
+    )
 
 
 def test_what_does_not_fit_is_still_described(
@@ -143,9 +145,9 @@ def test_the_cache_in_fewer_bits(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "line"),
     [
         (["/no/such"], "model: there is no folder '/no/such'"),
-        (["--block-size", "0"], "block_size: must be an integer in [1, 1024], not 0"),
-        (["--max-model-len", "9999999"], "max_model_len: must be at most the model's context"),
-        (["--policy", "lifo"], "policy: must be one of fcfs, "),
+        (["--block-size", "0"], "--block-size: must be an integer in [1, 1024], not 0"),
+        (["--max-model-len", "9999999"], "--max-model-len: must be at most the model's context"),
+        (["--policy", "lifo"], "--policy: must be one of fcfs, "),
     ],
 )
 def test_bad_input(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,9 +15,10 @@ import pytest
 
 from kvik import __version__
 from kvik.cli import main as cli
+from kvik.cli.flags import Parser
 from kvik.cli.plugins import added_verbs
 from kvik.config.model_source import BUNDLED
-from kvik.errors import ModelError
+from kvik.errors import ConfigError, KvikError, ModelError
 
 
 def run(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
@@ -36,8 +37,15 @@ def verb(monkeypatch: pytest.MonkeyPatch, error: BaseException | None, code: int
             raise error
         return code
 
-    parser = SimpleNamespace(parse_intermixed_args=lambda rest: Namespace())
-    module = SimpleNamespace(build_parser=lambda: parser, run=act)
+    def build_parser() -> Parser:
+        parser = Parser("verb", "", "")
+        parser.parse_intermixed_args = lambda rest: Namespace()  # type: ignore[method-assign]
+        parser.add_argument("model", nargs="?")
+        for flag in ("--model", "--max-model-len", "--num-blocks"):
+            parser.add_argument(flag)
+        return parser
+
+    module = SimpleNamespace(build_parser=build_parser, run=act)
     monkeypatch.setattr(cli, "import_module", lambda name: module)
 
 
@@ -117,6 +125,23 @@ def test_a_model_that_is_loaded_is_told_to_people(
         lines = capsys.readouterr().err.splitlines()
         assert [line for line in lines if line.startswith("kvik: loading stories: ")] == lines[:1]
         assert bool(lines) == (not flags)
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ConfigError("max_model_len", "must be 1"), "--max-model-len: must be 1"),
+        (ConfigError("x", "needs num_blocks (5), no max_k"), "x: needs --num-blocks (5), no max_k"),
+        (ModelError("model", "there is no 'a/num_blocks'"), "model: there is no 'a/num_blocks'"),
+        (ConfigError("KVIK_NUM_BLOCKS", "must be 1"), "KVIK_NUM_BLOCKS: must be 1"),
+    ],
+)
+def test_errors_speak_of_flags(
+    error: KvikError, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verb(monkeypatch, error)
+    assert cli.main(["info"]) == 2
+    assert capsys.readouterr().err == f"kvik: error: {line}\n"
 
 
 def test_ctrl_c_is_quiet(

@@ -73,30 +73,36 @@ def test_a_speed_up_is_told_with_its_range(ratios: tuple[float, ...], text: str)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--method", "best"), "method: must be one of rtn, gptq, awq, smoothquant, fp8"),
-        (("--bits", "5"), "bits: must be one of 2, 3, 4, 8 with gptq, not 5"),
-        (("--bits", "x"), "bits: must be an integer, not 'x'"),
-        (("--group-size", "128"), "group_size: 128 does not divide the 704 inputs of"),
-        (("--group-size", "all"), "group_size: must be an integer, not 'all'"),
-        (("--method", "fp8", "--asym"), "sym: must be true with fp8"),
-        (("--method", "fp8", "--no-sym"), "sym: must be true with fp8"),
-        (("--activation-scheme", "static"), "activation_scheme: static is of fp8, not of gptq"),
-        (("--method", "fp8", "--fp8-format", "e3m4"), "fp8_format: must be e4m3 or e5m2, not"),
-        (("--method", "awq", "--act-order"), "act_order: is of gptq"),
-        (("--budget-bits", "12"), "budget_bits: must be in [4, 8]"),
-        (("--skip", "*"), "skip: leaves no layer to quantise"),
-        (("--bits", "0"), "bits: must be one of 2, 3, 4, 8 with gptq, not 0"),
-        (("--eval", "nowhere.txt"), "eval: nowhere.txt cannot be read"),
-        (("--eval", "SHORT"), "eval: the original cannot be measured (data: has no token to score"),
-        (("--device", "tpu"), "device: must be auto, cpu, cuda or cuda:N, not 'tpu'"),
-        (("--device", "cuda:77"), "device: cuda:77 is not there"),
-        (("--calib-tokens", "1025"), "calib_tokens: must be at most 1024 (the context), not 1025"),
+        (("--method", "best"), "--method: must be one of rtn, gptq, awq, smoothquant, fp8"),
+        (("--bits", "5"), "--bits: must be one of 2, 3, 4, 8 with gptq, not 5"),
+        (("--bits", "x"), "--bits: must be an integer, not 'x'"),
+        (("--group-size", "128"), "--group-size: 128 does not divide the 704 inputs of"),
+        (("--group-size", "all"), "--group-size: must be an integer, not 'all'"),
+        (("--method", "fp8", "--asym"), "--sym: must be true with fp8"),
+        (("--method", "fp8", "--no-sym"), "--sym: must be true with fp8"),
+        (("--activation-scheme", "static"), "--activation-scheme: static is of fp8, not of gptq"),
+        (("--method", "fp8", "--fp8-format", "e3m4"), "--fp8-format: must be e4m3 or e5m2, not"),
+        (("--method", "awq", "--act-order"), "--act-order: is of gptq"),
+        (("--budget-bits", "12"), "--budget-bits: must be in [4, 8]"),
+        (("--skip", "*"), "--skip: leaves no layer to quantise"),
+        (("--bits", "0"), "--bits: must be one of 2, 3, 4, 8 with gptq, not 0"),
+        (("--eval", "nowhere.txt"), "--eval: nowhere.txt cannot be read"),
+        (
+            ("--eval", "SHORT"),
+            "--eval: the original cannot be measured (data: has no token to score",
+        ),
+        (("--device", "tpu"), "--device: must be auto, cpu, cuda or cuda:N, not 'tpu'"),
+        (("--device", "cuda:77"), "--device: cuda:77 is not there"),
+        (
+            ("--calib-tokens", "1025"),
+            "--calib-tokens: must be at most 1024 (the context), not 1025",
+        ),
         (("model.gguf",), "model: model.gguf is a GGUF file: take the folder it was made of"),
         (("ENGINE",), "model: is an engine folder: take the model it was built from"),
-        (("--calib", "nowhere.txt"), "calib: cannot read 'nowhere.txt'"),
-        (("--calib", "SHORT"), "calib: 'SHORT' has 1 tokens, one window needs 512"),
-        (("--calib", __file__, "--samples", f"{10**20}"), "samples: must be at most 32768"),
-        (("--samples", "0"), "samples: must be at least 1, not 0"),
+        (("--calib", "nowhere.txt"), "--calib: cannot read 'nowhere.txt'"),
+        (("--calib", "SHORT"), "--calib: 'SHORT' has 1 tokens, one window needs 512"),
+        (("--calib", __file__, "--samples", f"{10**20}"), "--samples: must be at most 32768"),
+        (("--samples", "0"), "--samples: must be at least 1, not 0"),
         (("/no/where",), "model: there is no folder '/no/where'"),
     ],
 )
@@ -123,7 +129,7 @@ def test_the_folder_has_to_be_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["quantize"]) == 2
     assert "-o" in capsys.readouterr().err
     assert main(["quantize", "-o"]) == 2
-    assert capsys.readouterr().err == "kvik: error: output: expected one argument\n"
+    assert capsys.readouterr().err == "kvik: error: --output: expected one argument\n"
 
 
 @pytest.mark.parametrize("method", ["rtn", "fp8"])
@@ -167,4 +173,4 @@ def test_a_second_run_into_the_same_folder(
     assert main(arguments) == 0
     capsys.readouterr()
     assert main(arguments) == 2
-    assert "output: " in capsys.readouterr().err
+    assert "--output: " in capsys.readouterr().err

@@ -43,7 +43,7 @@ def test_what_is_no_address(
     command: list[str], url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*command, "--url", url]) == 2
-    message = f"kvik: error: url: must be like http://127.0.0.1:8000, not {url!r}\n"
+    message = f"kvik: error: --url: must be like http://127.0.0.1:8000, not {url!r}\n"
     assert capsys.readouterr().err == message
 
 
@@ -51,7 +51,7 @@ def test_what_is_no_address(
 @pytest.mark.parametrize("key", ["a\nb", "a b", "@/no/such/file", "@"])
 def test_what_is_no_key(command: list[str], key: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--url", "here", "--api-key", key]) == 2
-    assert capsys.readouterr().err.startswith("kvik: error: api_key: ")
+    assert capsys.readouterr().err.startswith("kvik: error: --api-key: ")
 
 
 def test_a_key_may_lie_in_a_file(tmp_path: Path) -> None:

@@ -98,16 +98,19 @@ def test_a_flag_goes_before_the_environment_and_that_before_the_file(
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["--port", "x"], "port: must be an integer"),
-        (["--port", "70000"], "port: must be an integer in [0, 65535]"),
-        (["--metrics-compat", "x"], "metrics_compat: must be one of"),
-        (["--allowed-host", "gpu.example:80"], "allowed_host: must be a name without a port"),
-        (["--served-model-name", "a", "some/model"], "served_model_name: takes all names that fol"),
-        (["--served-model-name", "a", "."], "served_model_name: takes all names that follow it"),
-        (["--admin-port", "0"], "admin_port: needs a single API key, or one marked admin"),
-        (["--api-key", ""], "api_key: must be printable"),
-        (["--config", "/no/such"], "config: '/no/such' cannot be read"),
-        (["--host", "no.such.host.invalid"], "host: "),
+        (["--port", "x"], "--port: must be an integer"),
+        (["--port", "70000"], "--port: must be an integer in [0, 65535]"),
+        (["--metrics-compat", "x"], "--metrics-compat: must be one of"),
+        (["--allowed-host", "gpu.example:80"], "--allowed-host: must be a name without a port"),
+        (
+            ["--served-model-name", "a", "some/model"],
+            "--served-model-name: takes all names that fol",
+        ),
+        (["--served-model-name", "a", "."], "--served-model-name: takes all names that follow it"),
+        (["--admin-port", "0"], "--admin-port: needs a single API key, or one marked admin"),
+        (["--api-key", ""], "--api-key: must be printable"),
+        (["--config", "/no/such"], "--config: '/no/such' cannot be read"),
+        (["--host", "no.such.host.invalid"], "--host: "),
         (["--gpu-memory-utilization", "x"], "must be a number"),
         (["/no/such/model", "--port", "0"], "model: there is no folder"),
     ],
@@ -129,7 +132,7 @@ def test_a_taken_port_is_told_before_the_model_is_looked_for(
         port = str(taken.getsockname()[1])
         assert main(["serve", "/no/such/model", "--port", port]) == 2
     error = capsys.readouterr().err
-    assert f"port: cannot listen on 127.0.0.1 port {port}" in error
+    assert f"--port: cannot listen on 127.0.0.1 port {port}" in error
 
 
 @pytest.mark.parametrize(

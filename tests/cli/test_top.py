@@ -87,9 +87,9 @@ def test_the_only_key_of_a_server(
         url = ("--url", site.url, "--once")
         assert main(["top", *url]) == 0
         assert "ready" in capsys.readouterr().out
-        assert error_of(capsys, *url, "--api-key", "wrong").startswith("api_key: ")
+        assert error_of(capsys, *url, "--api-key", "wrong").startswith("--api-key: ")
         monkeypatch.delenv("KVIK_API_KEY")
-        assert error_of(capsys, *url).startswith("api_key: ")
+        assert error_of(capsys, *url).startswith("--api-key: ")
         assert main(["top", *url, "--api-key", "sesame"]) == 0
 
 
@@ -98,10 +98,10 @@ def test_keys(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
     file.write_text("operator: boss admin\nuser: common\n")
     with story_site(routes, read_keys([], str(file))) as site:
         url = ("--url", site.url, "--once")
-        assert error_of(capsys, *url).startswith("api_key: ")
-        assert error_of(capsys, *url, "--api-key", "wrong").startswith("api_key: ")
+        assert error_of(capsys, *url).startswith("--api-key: ")
+        assert error_of(capsys, *url, "--api-key", "wrong").startswith("--api-key: ")
         error = error_of(capsys, *url, "--api-key", "common")
-        assert error == "api_key: the key of an administrator is needed"
+        assert error == "--api-key: the key of an administrator is needed"
         assert main(["top", *url, "--api-key", "boss"]) == 0
     assert "ready" in capsys.readouterr().out
 
@@ -109,15 +109,18 @@ def test_keys(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (["--url", "ftp://a"], "url: must be like http://127.0.0.1:8000"),
-        (["--url", ""], "url: must be like"),
-        (["--url", "http://"], "url: must be like"),
-        (["--url", "http://no.such.host.invalid"], "url: no server answers at http://no.such.host"),
-        (["--url", f"http://{'a' * 70}.b"], "url: no server answers at http://aaa"),
-        (["--api-key", "é"], "api_key: must be letters"),
-        (["--interval", "0"], "interval: must be 0.1 to 3600 seconds"),
-        (["--interval", "nan"], "interval: must be 0.1"),
-        (["--interval", "x"], "interval: must be a number"),
+        (["--url", "ftp://a"], "--url: must be like http://127.0.0.1:8000"),
+        (["--url", ""], "--url: must be like"),
+        (["--url", "http://"], "--url: must be like"),
+        (
+            ["--url", "http://no.such.host.invalid"],
+            "--url: no server answers at http://no.such.host",
+        ),
+        (["--url", f"http://{'a' * 70}.b"], "--url: no server answers at http://aaa"),
+        (["--api-key", "é"], "--api-key: must be letters"),
+        (["--interval", "0"], "--interval: must be 0.1 to 3600 seconds"),
+        (["--interval", "nan"], "--interval: must be 0.1"),
+        (["--interval", "x"], "--interval: must be a number"),
     ],
 )
 def test_what_is_wrong_is_told_in_one_line(

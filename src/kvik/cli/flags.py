@@ -44,6 +44,19 @@ class Parser(argparse.ArgumentParser):
             raise KvikError("arguments", text)
         raise KvikError("arguments", message)
 
+    def in_flags(self, field: str, message: str) -> tuple[str, str]:
+        """Return the field and the message of an error with the flags of this verb in place of the
+        names that options have in Python. Arguments without a flag keep theirs."""
+        flags = self._option_string_actions
+
+        def in_words(match: re.Match[str]) -> str:
+            return flag_of(match[0]) if flag_of(match[0]) in flags else match[0]
+
+        arguments = {action.dest for action in self._actions if not action.option_strings}
+        if field not in arguments and flag_of(field) in flags:
+            field = flag_of(field)
+        return field, re.sub(r"(?<![\w/.'\"-])[a-z]+(_[a-z]+)+(?![\w/.'\"-])", in_words, message)
+
 
 def add_engine_flags(
     parser: argparse.ArgumentParser,

@@ -104,10 +104,14 @@ def _dispatch(argv: list[str]) -> int:
         return 0 if len(argv) > 1 else USAGE_ERROR
     verb, rest = _verb(argv, verbs)
     module = import_module(verbs[verb][0])
-    arguments = module.build_parser().parse_intermixed_args(rest)
-    # What asks for JSON is a program, which does not wait.
-    with nullcontext() if vars(arguments).get("json") else _launch_told():
-        code: int = module.run(arguments)
+    parser = module.build_parser()
+    try:
+        arguments = parser.parse_intermixed_args(rest)
+        # What asks for JSON is a program, which does not wait.
+        with nullcontext() if vars(arguments).get("json") else _launch_told():
+            code: int = module.run(arguments)
+    except KvikError as error:
+        raise KvikError(*parser.in_flags(error.field, error.message)) from error
     return code
 
 

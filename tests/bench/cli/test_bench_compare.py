@@ -180,14 +180,14 @@ def test_what_ends_the_command_ends_the_engine_too(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--rounds", "0"], "rounds: must be at least 1, not 0"),
-        (["--timeout", "nan"], "timeout: must be at least 1, not nan"),
-        (["--threads", "0"], "threads: must be at least 1, not 0"),
-        (["--engines", "nobody"], "engines: must be of kvik"),
-        (["--format", "q5"], "format: must be of fp32"),
-        (["--workloads", "b0"], "workloads: must be prefill, or b1"),
-        (["--prompt-tokens", "1020"], "prompt_tokens: with the output is 1032 tokens"),
-        (["--config", "/nowhere.toml"], "config: /nowhere.toml cannot be read"),
+        (["--rounds", "0"], "--rounds: must be at least 1, not 0"),
+        (["--timeout", "nan"], "--timeout: must be at least 1, not nan"),
+        (["--threads", "0"], "--threads: must be at least 1, not 0"),
+        (["--engines", "nobody"], "--engines: must be of kvik"),
+        (["--format", "q5"], "--format: must be of fp32"),
+        (["--workloads", "b0"], "--workloads: must be prefill, or b1"),
+        (["--prompt-tokens", "1020"], "--prompt-tokens: with the output is 1032 tokens"),
+        (["--config", "/nowhere.toml"], "--config: /nowhere.toml cannot be read"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_runs(

@@ -119,7 +119,7 @@ def test_nothing_is_measured_that_cannot_be_saved(
 ) -> None:
     (tmp_path / "file").write_bytes(b"")
     assert main(["calibrate", "-o", str(tmp_path / "file" / "mine.json")]) == 2
-    assert "output: cannot write" in capsys.readouterr().err
+    assert "--output: cannot write" in capsys.readouterr().err
     assert asked == []
 
 
@@ -134,7 +134,7 @@ def test_other_threads_are_warned_of(
 @pytest.mark.parametrize("threads", ["0", "many", "2000"])
 def test_threads_out_of_range(threads: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", "--threads", threads]) == 2
-    assert "threads: must be an integer in [1, 1024]" in capsys.readouterr().err
+    assert "--threads: must be an integer in [1, 1024]" in capsys.readouterr().err
 
 
 def test_the_range_of_what_was_read_is_shown() -> None:
@@ -227,4 +227,4 @@ class TestGpu:
     ) -> None:
         monkeypatch.setattr(calibrate, "find_gpus", lambda: ())
         assert main(["calibrate", "--only", "gpu"]) == 2
-        assert "only: there is no GPU here" in capsys.readouterr().err
+        assert "--only: there is no GPU here" in capsys.readouterr().err

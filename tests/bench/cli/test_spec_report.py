@@ -49,13 +49,13 @@ def test_markdown_and_the_default_method(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--spec-method", "off"), "spec_method: must name a method"),
-        (("--spec-method", "draft_model"), "spec_model: must name a draft model"),
-        (("--enable-prefix-caching",), "enable_prefix_caching: is what this benchmark varies"),
-        (("--batch", "3"), "batch: must be in [1, 2] (max_num_seqs), not 3"),
-        (("--data", "no.txt"), "data: no.txt cannot be read"),
-        (("--prompt-tokens", "0"), "prompt_tokens: must be at least"),
-        (("--repeats", "0"), "repeats: must be in [1, 1000], not 0"),
+        (("--spec-method", "off"), "--spec-method: must name a method"),
+        (("--spec-method", "draft_model"), "--spec-model: must name a draft model"),
+        (("--enable-prefix-caching",), "--enable-prefix-caching: is what this benchmark varies"),
+        (("--batch", "3"), "--batch: must be in [1, 2] (--max-num-seqs), not 3"),
+        (("--data", "no.txt"), "--data: no.txt cannot be read"),
+        (("--prompt-tokens", "0"), "--prompt-tokens: must be at least"),
+        (("--repeats", "0"), "--repeats: must be in [1, 1000], not 0"),
     ],
 )
 def test_what_is_refused(
