@@ -84,7 +84,7 @@ def test_the_server_s_own_message_is_shown(
     assert error.startswith("kvik: error: server: HTTP 401: ")
     assert error.count("\n") == 1
     assert say("Hello\n", "--url", site.url) == 2  # its models are not told either
-    assert capsys.readouterr().err.startswith("kvik: error: api_key: HTTP 401: ")
+    assert capsys.readouterr().err.startswith("kvik: error: --api-key: HTTP 401: ")
     assert say("word " * 3000 + "\nHello\n", *site_flags, "--api-key", "right") == 0
     captured = capsys.readouterr()
     assert captured.err.startswith("kvik: error: server: HTTP 400: ")

@@ -46,6 +46,7 @@ SAFE_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 NO_CREDENTIALS = {"www-authenticate": 'Bearer realm="kvik"'}
 PROBES = ("/health", "/ping", "/ready", "/metrics")
 MAX_LOGGED_PATH = 200
+MAX_COMPARED = 64  # characters of a path that is not there
 MAX_REPORTED_FIELDS = 256  # unknown fields of which the log warns, once each
 
 
@@ -207,11 +208,21 @@ class App:
             self.origins.check(headers)
             context.caller = self._authenticate(request, route)
         if route is None:
-            raise _no_route(methods)
+            raise self._no_route(path, methods)
         if self._drain.started and not (route.open or route.operator):
             raise UnavailableError("server", "is being stopped")
         request.scope["path_params"] = params
         return await route.handler(request)
+
+    def _no_route(self, path: str, methods: Mapping[str, Route]) -> HttpError:
+        if methods:
+            allowed = ", ".join(sorted(methods))
+            message = f"this path takes {allowed}"
+            return HttpError(405, message, code="method_not_allowed", headers={"allow": allowed})
+        described = sorted({route.path for route in self.routes if route.note})
+        hint = did_you_mean(path[:MAX_COMPARED], described).rstrip()
+        message = "there is nothing at this path" + (f"; {hint}" if hint else "")
+        return HttpError(404, message, code="not_found")
 
     def _authenticate(self, request: Request, route: Route | None) -> Caller:
         caller = self._keys.caller(request.headers)
@@ -259,14 +270,6 @@ class App:
             hint = did_you_mean(name, self._fields).rstrip()
             message = "the field %s of requests is unknown and ignored%s"
             access_log.warning(message, name, f"; {hint}" if hint else "")
-
-
-def _no_route(methods: Mapping[str, Route]) -> HttpError:
-    if methods:
-        allowed = ", ".join(sorted(methods))
-        message = f"this path takes {allowed}"
-        return HttpError(405, message, code="method_not_allowed", headers={"allow": allowed})
-    return HttpError(404, "there is nothing at this path", code="not_found")
 
 
 def all_routes(
