@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from numbers import Integral, Real
@@ -311,14 +311,17 @@ def bad_value(allowed: str, value: object) -> ValueError:
 
 
 def unknown(name: str, what: str, known: Collection[str]) -> str:
-    """Return the end of an error message about an unknown name: what it is not, the nearest known
-    name, and all known ones."""
-    return f"is no {what} ({did_you_mean(name, known)}known: {', '.join(known)})"
+    """Return the end of an error message about an unknown name: what it is not, and the nearest
+    known name, or all of them if none is near."""
+    hint = did_you_mean(name, known) or f"known: {', '.join(known)}"
+    return f"is no {what} ({hint})"
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a question with the nearest known name, and a space behind it; "": none is near."""
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """Return a question with the nearest known name, or one that begins so; "": there is none."""
     import difflib  # only errors need it, and it would make start-up slower
 
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-    return f"did you mean {nearest[0]}? " if nearest else ""
+    longer = sorted((one for one in known if one.startswith(name) and len(name) > 3), key=len)
+    found = [*nearest, *longer]
+    return f"did you mean {found[0]}?" if found else ""

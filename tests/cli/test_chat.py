@@ -232,7 +232,7 @@ def test_ctrl_c_at_the_prompt_only_gives_a_hint(
         (["--prompt-logprobs", "1"], "--prompt-logprobs: has no place in a chat"),
         (["--top-k", "-5"], "--top-k: must be an integer in [-1, "),
         (["/no/such"], "model: there is no folder"),
-        (["one", "two"], "arguments: unrecognized arguments: two"),
+        (["one", "two"], "arguments: 'two' is too much; it is kvik chat [options]"),
     ],
 )
 def test_bad_input_is_one_line(words: list[str], line: str, capsys: Any) -> None:

@@ -150,9 +150,18 @@ def test_nothing_given_is_nothing() -> None:
         (
             ["--temprature", "1"],
             "arguments",
-            "--temprature is no flag of kvik test (did you mean --temperature? known: ",
+            "--temprature is no flag of kvik test (did you mean --temperature?)",
         ),
-        (["--temp", "1"], "arguments", "--temp"),
+        (
+            ["--temp", "1"],
+            "arguments",
+            "--temp is no flag of kvik test (did you mean --temperature?)",
+        ),
+        (
+            ["--xyz", "1"],
+            "arguments",
+            "--xyz is no flag of kvik test (kvik test --help lists them)",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(words: list[str], field: str, part: str) -> None:

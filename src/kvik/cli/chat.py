@@ -189,8 +189,8 @@ class Chat:
             if name in COMMANDS:
                 self._run(name, "".join(rest))
             elif name.startswith("/") and "\n" not in line:  # a pasted text may begin with "/"
-                hint = did_you_mean(name, COMMANDS)
-                raise ParamError("command", f"{name[:60]!r} is unknown; {hint}/help lists them")
+                hint = f"{did_you_mean(name, COMMANDS)} /help lists them".lstrip()
+                raise ParamError("command", f"{name[:60]!r} is unknown; {hint}")
             else:
                 self._answer(line)
         except KvikError as error:

@@ -12,7 +12,7 @@ from kvik.config.env import environment_options, server_environment
 from kvik.config.server_config import ServerConfig
 from kvik.core.sampling_params import SamplingParams
 from kvik.errors import ConfigError, KvikError
-from kvik.options import TAKES_SEVERAL, Flag, Option, options_of, unknown
+from kvik.options import TAKES_SEVERAL, Flag, Option, did_you_mean, options_of
 
 # The model is an argument of its own. --seed is the request's where a command has one; a command
 # that only starts the engine may name the engine's among its flags, kept under another name.
@@ -40,8 +40,12 @@ class Parser(argparse.ArgumentParser):
         stray = re.fullmatch(r"unrecognized arguments: (--[^\s=]+).*", message, re.DOTALL)
         if stray:
             known = [flag for flag in self._option_string_actions if flag.startswith("--")]
-            text = f"{stray[1][:60]} {unknown(stray[1], f'flag of {self.prog}', known)}"
-            raise KvikError("arguments", text)
+            hint = did_you_mean(stray[1][:60], known) or f"{self.prog} --help lists them"
+            raise KvikError("arguments", f"{stray[1][:60]} is no flag of {self.prog} ({hint})")
+        surplus = re.fullmatch(r"unrecognized arguments: (.*)", message, re.DOTALL)
+        if surplus:
+            usage = f"{surplus[1][:60]!r} is too much; it is {self.usage}"
+            raise KvikError("arguments", usage)
         raise KvikError("arguments", message)
 
     def in_flags(self, field: str, message: str) -> tuple[str, str]:

@@ -146,7 +146,7 @@ def _nearest(path: str) -> str:
         names = os.listdir(folder or ".")
     except (OSError, ValueError):
         return ""
-    hint = did_you_mean(name, names).rstrip()
+    hint = did_you_mean(name, names)
     return f"; {hint}" if hint else ""
 
 

@@ -220,7 +220,7 @@ class App:
             message = f"this path takes {allowed}"
             return HttpError(405, message, code="method_not_allowed", headers={"allow": allowed})
         described = sorted({route.path for route in self.routes if route.note})
-        hint = did_you_mean(path[:MAX_COMPARED], described).rstrip()
+        hint = did_you_mean(path[:MAX_COMPARED], described)
         message = "there is nothing at this path" + (f"; {hint}" if hint else "")
         return HttpError(404, message, code="not_found")
 
@@ -267,7 +267,7 @@ class App:
         fields = [name for name in context.ignored_fields if name not in self._reported_fields]
         for name in fields[: MAX_REPORTED_FIELDS - len(self._reported_fields)]:
             self._reported_fields.add(name)
-            hint = did_you_mean(name, self._fields).rstrip()
+            hint = did_you_mean(name, self._fields)
             message = "the field %s of requests is unknown and ignored%s"
             access_log.warning(message, name, f"; {hint}" if hint else "")
 
