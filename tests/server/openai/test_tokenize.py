@@ -21,12 +21,19 @@ def test_there_and_back(http: httpx2.Client, llm: LLM) -> None:
     assert answer["max_model_len"] == 512
     assert answer["token_strs"][0] == "The"
     back = http.post("/detokenize", json={"tokens": answer["tokens"]}).json()
-    assert back == {"prompt": TEXT}
+    assert back == {"prompt": TEXT, "content": TEXT}
+
+
+def test_the_fields_of_llama_cpp(http: httpx2.Client, llm: LLM) -> None:
+    for special in (False, True):
+        body = {"content": TEXT, "add_special": special}
+        expected = llm.tokenizer.encode(TEXT, add_special_tokens=special)
+        assert http.post("/tokenize", json=body).json()["tokens"] == expected
 
 
 def test_an_empty_text_has_no_tokens(http: httpx2.Client) -> None:
     assert http.post("/tokenize", json={"prompt": ""}).json()["tokens"] == []
-    assert http.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
+    assert http.post("/detokenize", json={"tokens": []}).json()["prompt"] == ""
 
 
 def test_a_conversation_as_a_chat_would_read_it(http: httpx2.Client, llm: LLM) -> None:
@@ -44,6 +51,9 @@ def test_a_conversation_as_a_chat_would_read_it(http: httpx2.Client, llm: LLM) -
     [
         ("tokenize", {}, "prompt"),
         ("tokenize", {"prompt": "a", "messages": TALK}, "prompt"),
+        ("tokenize", {"prompt": "a", "content": "a"}, "prompt"),
+        ("tokenize", {"prompt": "a", "add_special": True}, "add_special"),
+        ("tokenize", {"content": "a b " * 1_000_000}, "content"),
         ("tokenize", {"prompt": "a b " * 1_000_000}, "prompt"),
         ("tokenize", {"messages": [{"role": "robot", "content": "a"}]}, "messages"),
         ("tokenize", {"messages": TALK, "chat_template": "{{ 1 }}"}, "chat_template"),

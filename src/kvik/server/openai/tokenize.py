@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Annotated
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
 from kvik.errors import ParamError
-from kvik.server.errors import HttpError
+from kvik.server.errors import HttpError, rename_fields
 from kvik.server.openai.answers import TokenNames
 from kvik.server.openai.chat import Messages, Variable, conversation_ids
 from kvik.server.openai.requests import Name, TokenId, prompt_ids
@@ -26,6 +27,10 @@ class TokenizeRequest(Struct, kw_only=True):
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
+    content: Annotated[str, Meta(description="the text, as llama.cpp names it")] | None = None
+    add_special: (
+        Annotated[bool, Meta(description="with content: add special tokens; default false")] | None
+    ) = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Variable] | None = None
@@ -52,6 +57,7 @@ class Tokenized(Struct, kw_only=True):
 
 class Detokenized(Struct):
     prompt: str
+    content: str  # the same, as llama.cpp names it
 
 
 class TokenizerInfo(Struct, kw_only=True):
@@ -68,11 +74,17 @@ class TokenizerInfo(Struct, kw_only=True):
 async def tokenize(server: Server, request: Request, body: TokenizeRequest) -> Response:
     """Return the token ids of a text, which may be empty, or of a conversation."""
     server.served_name(body.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise ParamError("prompt", "or messages must be given, not both")
+    given = [one for one in (body.prompt, body.messages, body.content) if one is not None]
+    if len(given) != 1:
+        raise ParamError("prompt", "or messages or content must be given, and one of them alone")
+    if body.add_special is not None and body.content is None:
+        raise ParamError("add_special", "goes with content; beside prompt it is add_special_tokens")
     texts = server.texts.of(caller_of(request).tenant)
     if body.messages is not None:
         ids = await conversation_ids(texts, body.messages, body)
+    elif body.content is not None:
+        with rename_fields(prompt="content"):
+            ids = await prompt_ids(texts, body.content, bool(body.add_special))
     else:
         ids = await prompt_ids(texts, body.prompt or "", body.add_special_tokens)
     token_strs: list[str] | UnsetType = UNSET
@@ -98,7 +110,7 @@ async def detokenize(server: Server, request: Request, body: DetokenizeRequest) 
         raise ParamError("tokens", f"must be in 0..{vocab_size - 1}, not {max(body.tokens)}")
     tokens, texts = body.tokens, server.texts
     text = await offload(len(tokens), lambda: texts.decode(tokens, skip_special_tokens=False))
-    return json_response(Detokenized(text))
+    return json_response(Detokenized(text, text))
 
 
 async def tokenizer_info(server: Server, request: Request) -> Response:
