@@ -56,6 +56,21 @@ def test_the_bundled_model(machine: str, capsys: pytest.CaptureFixture[str]) -> 
     assert max(map(len, text.splitlines())) <= 100
 
 
+def test_a_machine_that_was_never_calibrated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kvik.planner.plan.find_gpus", lambda: ())
+    monkeypatch.setattr("kvik.planner.plan.calibration_path", lambda: tmp_path / "none.json")
+    assert main(["advise", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert not found["measured"] and "kvik calibrate" in found["doubt"]
+    assert found["end"]["load"]["output_rate"] > 0
+    assert main(["advise"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("data sheet" in line for line in lines) == 1
+    assert sum("kvik calibrate" in line for line in lines) == 1
+
+
 def test_a_promise(machine: str, llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["advise", llama, "--hardware", machine, "--slo", "ttft=30s,tpot=400ms"])
     text = capsys.readouterr().out

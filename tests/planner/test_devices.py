@@ -9,10 +9,17 @@ import pytest
 from helpers.calibrations import calibration, measured_device
 from msgspec.structs import replace
 
-from kvik.config.hardware import Gpu, Hardware
+from kvik.config.hardware import NATIVE_ISAS, Gpu, Hardware
 from kvik.errors import ConfigError
 from kvik.planner.calibration import save
-from kvik.planner.devices import ARITHMETICS, DEVICES, find_device, read_device, this_device
+from kvik.planner.devices import (
+    ARITHMETICS,
+    DEVICES,
+    assumed_cpu,
+    find_device,
+    read_device,
+    this_device,
+)
 
 HARDWARE = Hardware(
     "Some CPU", 2, 1 << 34, "RAM available", frozenset(("avx2", "fma")), native=True
@@ -123,6 +130,23 @@ def test_this_machine_before_it_was_measured(tmp_path: Path) -> None:
     for ask in (lambda: device.rate("bf16"), lambda: device.read_rate(1)):
         with pytest.raises(ConfigError, match="hardware: this: .*run `kvik calibrate`"):
             ask()
+
+
+def machine(cores: int, isa: frozenset[str]) -> Hardware:
+    return Hardware("Some CPU", cores, 1 << 34, "RAM available", isa)
+
+
+@pytest.mark.parametrize("isa", [*NATIVE_ISAS, "portable"])
+def test_a_cpu_before_it_was_measured_by_data_sheet(isa: str) -> None:
+    flags = NATIVE_ISAS.get(isa, frozenset[str]())
+    two, four = (assumed_cpu(machine(cores, flags), "run `kvik calibrate`") for cores in (2, 4))
+    assert two.rated and not two.measured and "kvik calibrate" in two.doubt
+    for arithmetic in ("fp32", "bf16", "int8"):
+        assert four.rate(arithmetic) == 2 * two.rate(arithmetic)
+    assert two.rate("fp32") <= two.rate("bf16") <= two.rate("int8")
+    assert four.read_rate(1) == 2 * two.read_rate(1)
+    many = assumed_cpu(machine(500, flags), "")
+    assert many.read_rate(1) < 100 * two.read_rate(1)  # cores share the memory
 
 
 def test_a_stale_measurement_is_not_taken(tmp_path: Path) -> None:

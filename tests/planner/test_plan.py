@@ -56,6 +56,26 @@ def test_llama_2_7b_on_an_a100() -> None:
     assert row.floor == pytest.approx(1 / row.ceiling)
 
 
+def test_both_bounds_of_decoding_stand_side_by_side() -> None:
+    found = answer("llama-3-8b", TOY, Question(context=4096, batch=8)).speed
+    assert found is not None
+    alone = found.decode[0]
+    operations = 2 * (8_030_261_248 - 128_256 * 4096) + 4 * 32 * 4096 * 4096  # 32 heads of 128
+    assert alone.computing == pytest.approx(1e14 / operations, rel=1e-3)
+    assert alone.reading == pytest.approx(alone.ceiling) and alone.computing > 50 * alone.reading
+    for row in found.decode:
+        assert row.ceiling <= 1.0001 * min(row.reading, row.computing)
+        assert row.computing == pytest.approx(alone.computing)  # requests share no arithmetic
+
+
+def test_speculation_is_shown_up_to_95_percent() -> None:
+    found = answer("llama-3-8b", TOY, Question(context=4096)).speed
+    assert found is not None
+    row = found.speculation[0].rows[-1]
+    assert row.acceptance == 0.95
+    assert row.tokens[3] == pytest.approx(sum(0.95**k for k in range(5)))
+
+
 def test_llama_3_70b_on_four_h100() -> None:
     """80 layers of 855,638,016 weights and a head of 128,256 x 8,192, a quarter on each device:
     10.4 ms at 3.35 TB/s. Each device sends 2 sums x 80 layers x 3/2 x 8,192 numbers."""

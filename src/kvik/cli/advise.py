@@ -100,6 +100,7 @@ def as_text(report: AdviceReport) -> str:
 def _header(report: AdviceReport) -> list[str]:
     device, shape, traffic = report.usual.at.device, report.usual.shape, report.traffic
     basis = "measured here" if device.measured else "ceilings of its data sheet; kernels reach less"
+    basis = device.source if device.assumed else basis
     requests = f"{traffic.prompt} prompt + {traffic.output} output tokens"
     if traffic.shared:
         requests += f", {traffic.shared} of them shared"

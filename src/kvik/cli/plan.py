@@ -140,20 +140,29 @@ def _prefill(plan: Plan, speed: PlannedSpeed) -> str:
 
 def _decode(plan: Plan, speed: PlannedSpeed) -> str:
     measured = plan.device.measured
-    header = ["batch", "ceiling tokens/s", "of each request", "step", "bound by", "fits"]
+    header = [
+        "batch",
+        "ceiling tokens/s",
+        "by reading",
+        "by arithmetic",
+        "step",
+        "bound by",
+        "fits",
+    ]
     rows = []
     for row in speed.decode:
         cells = [
             f"{row.batch:,}",
             three(row.ceiling),
-            three(row.ceiling / row.batch),
+            three(row.reading),
+            three(row.computing),
             seconds(row.floor),
         ]
         if measured:
             cells.append(three(row.expected))
         rows.append([*cells, row.bound, _fits(row.fits)])
     if measured:
-        header.insert(4, "expected tokens/s")
+        header.insert(5, "expected tokens/s")
     title = f"decode at context {plan.context:,}"
     align = ">" * (len(header) - 2) + "<<"
     if speed.compute_bound_batch is None:

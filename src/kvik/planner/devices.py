@@ -51,6 +51,7 @@ class Device:
         source: of the figures.
         calibration: of a measured machine.
         unknown: why the speed is unknown, as the end of "this machine: ...".
+        assumed: why its figures are not of this very processor; "": they are.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Device:
     source: str = ""
     calibration: Calibration | None = None
     unknown: str = ""
+    assumed: str = ""
 
     @property
     def rated(self) -> bool:
@@ -78,7 +80,7 @@ class Device:
     def doubt(self) -> str:
         """Why its figures may be wrong; "" if nothing speaks against them."""
         if self.calibration is None or not self.calibration.disturbed:
-            return ""
+            return self.assumed
         return (
             "other processes disturbed the calibration of this machine, so speeds may be wrong: "
             "run `kvik calibrate` while no other program runs"
@@ -251,6 +253,42 @@ def cpu_device(calibration: Calibration, machine: Machine, memory: int) -> Devic
         calibration.peaks,
         source=f"{source}, {calibration.machine.date}",
         calibration=calibration,
+    )
+
+
+# Dense operations of a core in a cycle, as the manuals of the instruction sets give them: two
+# multiply-adds of full width, or the tiles of AMX. What is not multiplied in an arithmetic is
+# widened to fp32.
+_CYCLE: Mapping[str, Mapping[str, int]] = {
+    "amx": {"fp32": 64, "bf16": 2048, "int8": 4096},
+    "avx512_bf16": {"fp32": 64, "bf16": 128, "int8": 256},
+    "avx512": {"fp32": 64, "bf16": 64, "int8": 128},
+    "avx2_vnni": {"fp32": 32, "bf16": 32, "int8": 128},
+    "avx2": {"fp32": 32, "bf16": 32, "int8": 64},
+    "portable": {"fp32": 16, "bf16": 16, "int8": 32},
+}
+# What many servers and desktops have at least: cycles a second under load, and bytes a second that
+# one core and all cores together read.
+_CLOCK, _CORE_READS, _ALL_READ = 2.5e9, 15e9, 200e9
+
+
+def assumed_cpu(hardware: Hardware, why: str) -> Device:
+    """Return this CPU by its cores and instruction set alone, for advice before a calibration.
+
+    Args:
+        why: it is not measured.
+    """
+    isa, cores = hardware.native_isa, hardware.cores
+    bandwidth = min(cores * _CORE_READS, _ALL_READ)
+    return Device(
+        "this",
+        "cpu",
+        hardware.memory_limit,
+        bandwidth,
+        {name: cores * _CLOCK * done for name, done in _CYCLE[isa].items()},
+        source=f"data sheet of {cores} {isa} cores: {_CLOCK / 1e9:g} GHz, "
+        f"{bandwidth / 1e9:.0f} GB/s",
+        assumed=why,
     )
 
 

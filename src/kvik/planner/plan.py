@@ -155,12 +155,16 @@ class DecodeSpeed:
     """Attributes:
     ceiling, expected: tokens/s of all requests together.
     floor: seconds of a step, and so between two tokens of a request.
+    reading, computing: tokens/s if only the reading of memory took time, and if only arithmetic
+        did.
     """
 
     batch: int
     ceiling: float
     expected: float
     floor: float
+    reading: float
+    computing: float
     bound: str
     fits: bool
 
@@ -223,8 +227,16 @@ def _decode(shape: ModelShape, at: Setting, batch: int, memory: Memory) -> Decod
     at = replace(at, batch=batch)
     time = step_time(shape, at, decode(at.group, at.context))
     fits = batch <= memory.largest_batch
-    ceiling, expected = batch / time.floor, batch / time.expected
-    return DecodeSpeed(batch, ceiling, expected, time.floor, time.bound, fits)
+    return DecodeSpeed(
+        batch,
+        ceiling=batch / time.floor,
+        expected=batch / time.expected,
+        floor=time.floor,
+        reading=batch / time.reading,
+        computing=batch / time.computing,
+        bound=time.bound,
+        fits=fits,
+    )
 
 
 def _cost(shape: ModelShape, at: Setting, question: Question, memory: Memory) -> Cost | None:

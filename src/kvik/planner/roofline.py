@@ -165,6 +165,7 @@ class StepPart:
         floor: seconds at peak figures.
         expected: seconds by the calibration; the floor without one.
         bound: "bandwidth", "compute", "host" or "links".
+        reading, computing: seconds of its bytes alone, and of its operations alone.
     """
 
     name: str
@@ -173,6 +174,8 @@ class StepPart:
     floor: float
     expected: float
     bound: str
+    reading: float = 0.0
+    computing: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +194,16 @@ class StepTime:
     @property
     def expected(self) -> float:
         return sum(part.expected for part in self.parts)
+
+    @property
+    def reading(self) -> float:
+        """Seconds if only the reading of memory took time."""
+        return sum(part.reading for part in self.parts)
+
+    @property
+    def computing(self) -> float:
+        """Seconds if only arithmetic took time."""
+        return sum(part.computing for part in self.parts)
 
     @property
     def bound(self) -> str:
@@ -270,14 +283,10 @@ def prefill_rate(shape: ModelShape, at: Setting, prompt: int) -> tuple[float, fl
 def compute_bound_batch(shape: ModelShape, at: Setting) -> int | None:
     """Return the smallest batch whose decoding is bound by arithmetic; None if the KV cache, which
     grows with the batch, always takes longer to read."""
-    device = at.device
 
     def compute_bound(batch: int) -> bool:
-        step = decode(replace(at, batch=batch).group, at.context)
-        parts = [p for p in step_time(shape, at, step).parts if p.bound != "links"]
-        unit = device.rate(arithmetic(at.weight_format, device.kind))
-        reading = sum(part.bytes for part in parts) / device.read_rate(float("inf"))
-        return sum(part.flops for part in parts) / unit >= reading
+        time = step_time(shape, at, decode(replace(at, batch=batch).group, at.context))
+        return time.computing >= time.reading
 
     return least(compute_bound, MOST_ROWS)
 
@@ -327,7 +336,9 @@ class _Work:
             parts.append(StepPart("small kernels", 0.0, 0.0, 0.0, small, "host"))
             reading = logits * LOGIT_BYTES / self.read_rate
             choosing = max(reading, logits * measured.logit)
-            parts.append(StepPart("sampling", logits * LOGIT_BYTES, 0.0, reading, choosing, "host"))
+            num_bytes = logits * LOGIT_BYTES
+            sampling = StepPart("sampling", num_bytes, 0.0, reading, choosing, "host", reading)
+            parts.append(sampling)
             host = measured.host_seconds(self.working_set, self.step.sequences)
             for count, new, _ in prompts:
                 host += count * (measured.host_request + new * measured.host_token)
@@ -408,7 +419,8 @@ def _part(
 ) -> StepPart:
     floor = max(reading, computing)
     bound = "bandwidth" if reading >= computing else "compute"
-    return StepPart(name, num_bytes, flops, floor, max(floor, expected), bound)
+    expected = max(floor, expected)
+    return StepPart(name, num_bytes, flops, floor, expected, bound, reading, computing)
 
 
 def _links(shape: ModelShape, at: Setting, step: PlannedStep) -> list[StepPart]:

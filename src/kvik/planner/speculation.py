@@ -15,7 +15,7 @@ from kvik.planner.devices import Setting
 from kvik.planner.roofline import step_time, verify
 from kvik.planner.shape import ModelShape
 
-ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)
+ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 DRAFTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 
 

@@ -26,7 +26,7 @@ from kvik.planner.advice.figures import (
     improvement,
     traffic_of,
 )
-from kvik.planner.devices import Device, Setting
+from kvik.planner.devices import Device, Setting, assumed_cpu
 from kvik.planner.families import read_shape
 from kvik.planner.formats import WEIGHT_FORMATS, kv_facts, weight_facts, weight_format
 from kvik.planner.memory import laid_out
@@ -281,12 +281,14 @@ def advise(wish: Wish) -> AdviceReport:
     """Return the advice for a wish.
 
     Raises:
-        ConfigError: a field that makes no sense, or a machine whose speed is unknown.
+        ConfigError: a field that makes no sense, or a GPU whose speed is unknown.
         ModelError: the model is not found or cannot be read.
         CapacityError: the model fits this machine in no setting.
     """
     shape = read_shape(wish.model)
     device, hardware = find_machine(wish.hardware)
+    if hardware is not None and device.kind == "cpu" and not device.rated:
+        device = assumed_cpu(hardware, device.unknown)
     draft = None if wish.draft is None else read_shape(wish.draft)
     return advise_shape(shape, device, wish, hardware, draft)
 
