@@ -50,6 +50,19 @@ def test_llama_3_70b(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+def test_a_measured_throughput_is_paid(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [LLAMA, "--hardware", "h200", "--tp", "4", "--context", "1000", "--price", "3.5"]
+    words += ["--output-tokens", "200", "--tokens-per-second", "2000"]
+    text = printed(capsys, *words)
+    assert "cost at $14.00 an hour, measured at 2,000 output tokens/s" in text
+    # 200 output tokens take 0.1 s at $14 an hour, and bring 800 tokens of prompt with them
+    assert "$0.000389 per 1,000 tokens of requests of 800 + 200, prompt and output" in text
+    assert "$14.00 an hour, $336.00 a day, $10,227.00 a month" in text
+    assert "per million" not in text
+    facts = json.loads(printed(capsys, *words, "--load", "30/s", "--json"))
+    assert facts["cost"]["copies"] == 3 and facts["cost"]["per_hour"] == 42.0
+
+
 def test_deepseek_v3_does_not_fit_and_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
     words = [DEEPSEEK, "--hardware", "h200", "--tp", "8", "--context", "16384", "--batch", "64"]
     out = printed(capsys, *words)
@@ -151,6 +164,11 @@ def test_this_machine_without_a_calibration(
         (["--kv-dtype", "int3"], "--kv-dtype: must be one of "),
         (["--price", "free"], "--price: must be a number or none, not 'free'"),
         (["--price", "-1"], "--price: must be a number in [0, 1e+06], not -1"),
+        (
+            ["--tokens-per-second", "5"],
+            "--tokens-per-second: costs something at a price only: give --price too",
+        ),
+        (["--tokens-per-second", "0"], "--tokens-per-second: must be a number above 0, not 0"),
         (["--load", "lots"], "--load: must be tokens per day (50M) or requests per second (5/s)"),
         (["--output-tokens", "1024"], "--output-tokens: must be in [1, 1023]"),
         (["--draft-cost", "-1"], "--draft-cost: must be a number in [0, 1000], not -1"),

@@ -5,34 +5,47 @@ from __future__ import annotations
 import pytest
 
 from kvik.errors import ConfigError
-from kvik.planner.cost import DailyLoad, columns, cost, count, dollars, parse_load, seconds, three
+from kvik.planner.cost import (
+    DailyLoad,
+    Rates,
+    columns,
+    cost,
+    count,
+    dollars,
+    parse_load,
+    seconds,
+    three,
+)
 
 
 def test_a_million_tokens() -> None:
     # $3.60 an hour is a dollar for 1000 seconds: a million tokens at 1000 a second
-    paid = cost(3.6, 1, prefill_rate=1000, decode_rate=100)
+    paid = cost(3.6, Rates(decode=100, prefill=1000), prompt=100, output=10)
     assert (paid.input, paid.output) == pytest.approx((1.0, 10.0))
-    assert (paid.copies, paid.busy, paid.per_day) == (None, None, None)
+    assert (paid.copies, paid.busy) == (1, None)
+    # 110 tokens take 0.2 seconds of a thousandth of a dollar each
+    assert paid.mixed == pytest.approx(0.2 * 1e-3 / 110 * 1000)
+    assert (paid.per_hour, paid.per_day) == pytest.approx((3.6, 86.4))
+    assert paid.per_month == pytest.approx(86.4 * 30.4375)
 
 
-def test_every_device_is_paid() -> None:
-    paid = cost(3.6, 8, prefill_rate=1000, decode_rate=100)
-    assert (paid.price, paid.input, paid.output) == pytest.approx((28.8, 8.0, 80.0))
+def test_a_measured_rate_has_the_prompts_in_it() -> None:
+    paid = cost(3.6, Rates(decode=100), prompt=900, output=100)
+    # a request takes a second: a thousandth of a dollar for its 1000 tokens
+    assert paid.mixed == pytest.approx(1e-3)
+    assert (paid.input, paid.output) == (None, None)
+    busy = cost(3.6, Rates(decode=100), 900, 100, DailyLoad(2.5 * 86_400, 900, 100))
+    assert busy.copies == 3 and busy.busy == pytest.approx(2.5 / 3)
+    assert busy.per_day == pytest.approx(3 * 86.4)
 
 
-def test_a_day() -> None:
-    # One request a second takes 100 / 1000 + 10 / 100 = 0.2 seconds of it.
-    paid = cost(3.6, 1, 1000, 100, DailyLoad(86_400, prompt=100, output=10))
-    assert paid.copies == 1
-    assert paid.busy == pytest.approx(0.2)
-    assert paid.per_day == pytest.approx(86.4)
-
-
-def test_more_than_one_copy_can_do() -> None:
-    paid = cost(3.6, 2, 1000, 100, DailyLoad(6 * 86_400, prompt=100, output=10))
-    assert paid.copies == 2
-    assert paid.busy == pytest.approx(0.6)
-    assert paid.per_day == pytest.approx(2 * 2 * 86.4)
+@pytest.mark.parametrize(("a_second", "copies", "share"), [(1, 1, 0.2), (6, 2, 0.6)])
+def test_a_day(a_second: int, copies: int, share: float) -> None:
+    # One request takes 100 / 1000 + 10 / 100 = 0.2 seconds of one copy.
+    paid = cost(3.6, Rates(100, 1000), 100, 10, DailyLoad(a_second * 86_400, prompt=100, output=10))
+    assert paid.copies == copies
+    assert paid.busy == pytest.approx(share)
+    assert paid.per_day == pytest.approx(copies * 86.4)
 
 
 @pytest.mark.parametrize(

@@ -165,8 +165,8 @@ def test_costs_are_those_of_the_rates() -> None:
     question = Question(context=4096, batch=8, price=3.6, load="2/s", output_tokens=2096)
     device = replace(TOY, memory=80 << 30, bandwidth=1e12, rates={"bf16": 1e14})
     found = answer("llama-3-8b", device, question)
-    assert found.speed is not None and found.speed.cost is not None
-    paid = found.speed.cost
+    assert found.cost is not None
+    paid = found.cost
     read = 2 * 7_504_924_672 + 8 * 3048 * 131_072
     assert paid.output == pytest.approx(3.6 / 3600 * read / 1e12 / 8 * 1e6, rel=0.01)
     layers = 7_504_924_672 - 128_256 * 4096
@@ -183,39 +183,38 @@ def test_stages_that_are_all_busy_cost_no_more_per_token() -> None:
     linked = replace(TOY, price=1.0, link=1e15)
     one = answer("llama-3-8b", linked, Question(context=512, batch=8))
     four = answer("llama-3-8b", linked, Question(context=512, batch=32, pp=4))
-    assert one.speed is not None and four.speed is not None
-    assert one.speed.cost is not None and four.speed.cost is not None
-    assert four.speed.cost.input == pytest.approx(one.speed.cost.input, rel=0.01)
-    assert four.speed.cost.output == pytest.approx(one.speed.cost.output, rel=0.01)
+    assert one.cost is not None and four.cost is not None
+    assert four.cost.input == pytest.approx(one.cost.input, rel=0.01)
+    assert four.cost.output == pytest.approx(one.cost.output, rel=0.01)
 
 
 def test_the_price_may_be_the_devices_own() -> None:
     own = answer("llama-3-8b", replace(TOY, price=2.0), Question(context=128))
     given = answer("llama-3-8b", replace(TOY, price=2.0), Question(context=128, price=3.0))
     none = answer("llama-3-8b", TOY, Question(context=128))
-    assert own.speed is not None and own.speed.cost is not None
-    assert given.speed is not None and given.speed.cost is not None
-    assert none.speed is not None and none.speed.cost is None
-    assert (own.speed.cost.price, given.speed.cost.price) == (2.0, 3.0)
+    assert own.cost is not None
+    assert given.cost is not None
+    assert none.cost is None
+    assert (own.cost.price, given.cost.price) == (2.0, 3.0)
 
 
 def test_what_is_too_large_is_still_planned() -> None:
     found = answer("llama-3-70b", TOY, Question(context=8192, batch=2, price=1.0))
     assert not found.memory.fits and found.remedies
-    assert found.speed is not None and found.speed.cost is None
+    assert found.speed is not None and found.cost is None
     assert {row.batch: row.fits for row in found.speed.decode} == {1: False, 2: False}
 
 
 def test_a_smaller_batch_is_paid_where_the_asked_one_is_too_large() -> None:
     found = answer("llama-3-8b", TOY, Question(context=8192, batch=512, price=3.6))
-    assert found.speed is not None and found.speed.cost is not None
+    assert found.cost is not None
     most = found.memory.largest_batch
     assert 0 < most < 512
     fits = {row.batch: row.fits for row in found.speed.decode}
     assert not fits[512] and fits[64]
     alone = answer("llama-3-8b", TOY, Question(context=8192, batch=most, price=3.6))
-    assert alone.speed is not None and alone.speed.cost is not None
-    assert alone.speed.cost.output == found.speed.cost.output
+    assert alone.cost is not None
+    assert alone.cost.output == found.cost.output
 
 
 def test_a_draft_model_costs_what_its_roofline_says(tmp_path: Path) -> None:

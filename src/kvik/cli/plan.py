@@ -29,7 +29,7 @@ def as_text(plan: Plan) -> str:
     sections += [_attention(plan), _weights(plan), _kv(plan)]
     if plan.speed is not None:
         sections += [_speculation(plan, curve) for curve in plan.speed.speculation]
-        sections.append(_cost(plan, plan.speed.cost))
+    sections.append(_cost(plan, plan.cost))
     notes = [*filter(None, [plan.device.doubt]), *plan.model.notes]
     sections += [fill(f"note: {note}", WIDTH, subsequent_indent="      ") for note in notes]
     return "\n\n".join(sections)
@@ -251,22 +251,33 @@ def _speculation(plan: Plan, curve: SpeculationCurve) -> str:
 
 def _cost(plan: Plan, cost: Cost | None) -> str:
     if cost is None:
-        reason = "give --price" if plan.memory.largest_batch else "it does not fit"
-        return f"cost: {reason}"
-    rate = "as expected here" if plan.device.measured else "at the ceiling, so at least"
+        if not plan.memory.largest_batch:
+            return "cost: it does not fit"
+        return "cost: give --price" + ("" if plan.speed else " and --tokens-per-second")
     batch = min(plan.batch, plan.memory.largest_batch)
+    rate = "as expected here" if plan.device.measured else "at the ceiling, so at least"
+    rate = f"batch {batch:,}, {rate}"
+    if plan.measured_rate is not None:
+        rate = f"measured at {three(plan.measured_rate)} output tokens/s"
+    each = f"requests of {cost.prompt_tokens:,} + {cost.output_tokens:,}"
     lines = [
-        f"cost at ${cost.price:,.2f} an hour, batch {batch:,}, {rate}",
-        f"  {dollars(cost.input)} per million input tokens, "
-        f"{dollars(cost.output)} per million output tokens",
+        f"cost at ${cost.price:,.2f} an hour, {rate}",
+        f"  {dollars(cost.mixed)} per 1,000 tokens of {each}, prompt and output",
     ]
-    if cost.load is not None and cost.per_day is not None and cost.busy is not None:
-        load = cost.load
+    if cost.input is not None and cost.output is not None:
+        lines.append(
+            f"  {dollars(cost.input)} per million input tokens, "
+            f"{dollars(cost.output)} per million output tokens"
+        )
+    lines.append(
+        f"  {dollars(cost.per_hour)} an hour, {dollars(cost.per_day)} a day, "
+        f"{dollars(cost.per_month)} a month"
+    )
+    if cost.load is not None and cost.busy is not None:
         copies = f"{cost.copies} {'copy' if cost.copies == 1 else 'copies'} of the model"
         lines += [
-            f"  ${cost.per_day:,.2f} per day for {count(load.tokens)} tokens: "
-            f"{count(load.requests)} requests of {load.prompt:,} + {load.output:,}",
-            f"  {copies}, busy {cost.busy:.0%} of the time",
+            f"  that is {copies}, busy {cost.busy:.0%} of the time",
+            f"  a day has {count(cost.load.tokens)} tokens, {count(cost.load.requests)} {each}",
         ]
     return "\n".join(lines)
 

@@ -55,6 +55,7 @@ def columns(rows: Sequence[Sequence[str]], align: Sequence[str], indent: int = 2
 
 DAY = 86_400.0
 HOUR = 3_600.0
+MONTH = DAY * 365.25 / 12
 MILLION = 1e6
 
 
@@ -78,24 +79,49 @@ class DailyLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class Rates:
+    """Tokens a second of one copy of the model.
+
+    Attributes:
+        decode: of output, all requests together.
+        prefill: of prompts; None: `decode` was measured while prompts were computed too.
+    """
+
+    decode: float
+    prefill: float | None = None
+
+    def seconds(self, prompt: int, output: int) -> float:
+        """Return the share of a request in the time of one copy, which prefills or decodes."""
+        return output / self.decode + (prompt / self.prefill if self.prefill else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
 class Cost:
     """US dollars.
 
     Attributes:
         price: of an hour of all devices of one copy of the model.
-        input, output: of a million prompt tokens, and of a million generated tokens.
-        copies: of the model that the load needs; None: no load was given.
-        busy: share of the time these copies work.
-        per_day: of these copies, idle time included.
+        prompt_tokens, output_tokens: of a request.
+        mixed: of a thousand tokens of such requests, prompt and output.
+        input, output: of a million prompt tokens, and of a million generated tokens; None: the
+            measured rate does not tell them apart.
+        copies: of the model that the load needs; one without a load.
+        busy: share of the time these copies work; None: no load was given.
+        per_hour, per_day, per_month: of these copies, idle time included.
     """
 
     price: float
-    input: float
-    output: float
-    load: DailyLoad | None = None
-    copies: int | None = None
-    busy: float | None = None
-    per_day: float | None = None
+    prompt_tokens: int
+    output_tokens: int
+    mixed: float
+    input: float | None
+    output: float | None
+    load: DailyLoad | None
+    copies: int
+    busy: float | None
+    per_hour: float
+    per_day: float
+    per_month: float
 
 
 def parse_load(text: str, prompt: int, output: int) -> DailyLoad:
@@ -123,34 +149,28 @@ def parse_load(text: str, prompt: int, output: int) -> DailyLoad:
 
 
 def cost(
-    price: float,
-    devices: int,
-    prefill_rate: float,
-    decode_rate: float,
-    load: DailyLoad | None = None,
+    hourly: float, rates: Rates, prompt: int, output: int, load: DailyLoad | None = None
 ) -> Cost:
-    """Return the cost at these rates.
-
-    A copy of the model prefills or decodes, so the seconds that the load needs of both add up.
+    """Return the cost of requests at these rates.
 
     Args:
-        price: US dollars per hour and device.
-        devices: that one copy of the model takes.
-        prefill_rate, decode_rate: tokens/s of one copy.
+        hourly: US dollars for the devices of one copy of the model.
+        prompt, output: tokens of a request.
     """
-    hourly = price * devices
-    per_input = hourly / HOUR / prefill_rate * MILLION
-    per_output = hourly / HOUR / decode_rate * MILLION
-    if load is None:
-        return Cost(hourly, per_input, per_output)
-    seconds = load.requests * (load.prompt / prefill_rate + load.output / decode_rate)
-    copies = max(1, math.ceil(seconds / DAY))
+    second, each = hourly / HOUR, rates.seconds(prompt, output)
+    taken = load.requests * each if load else None
+    copies = max(1, math.ceil(taken / DAY)) if taken else 1
     return Cost(
         price=hourly,
-        input=per_input,
-        output=per_output,
+        prompt_tokens=prompt,
+        output_tokens=output,
+        mixed=second * each / (prompt + output) * 1e3,
+        input=second / rates.prefill * MILLION if rates.prefill else None,
+        output=second / rates.decode * MILLION if rates.prefill else None,
         load=load,
         copies=copies,
-        busy=seconds / (copies * DAY),
-        per_day=copies * hourly * 24,
+        busy=taken / (copies * DAY) if taken else None,
+        per_hour=copies * hourly,
+        per_day=copies * second * DAY,
+        per_month=copies * second * MONTH,
     )

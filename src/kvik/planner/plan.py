@@ -12,7 +12,7 @@ from kvik.config.memory import Limit
 from kvik.errors import ConfigError
 from kvik.options import Integer, Number, OneOf, Text, normalised, option
 from kvik.planner.calibration import calibration_path
-from kvik.planner.cost import Cost, DailyLoad, cost, parse_load
+from kvik.planner.cost import Cost, DailyLoad, Rates, cost, parse_load
 from kvik.planner.devices import UTILIZATION, Device, Setting, find_device, this_device
 from kvik.planner.families import read_shape
 from kvik.planner.formats import WEIGHT_FORMATS, arithmetic, kv_facts, weight_facts, weight_format
@@ -72,6 +72,11 @@ class Question:
     price: float | None = option(
         None, Number(0, 1e6), "US dollars per hour and device; None: the device's own"
     )
+    tokens_per_second: float | None = option(
+        None,
+        Number(0, 1e9),
+        "output tokens/s of one copy, as measured with prompts beside; None: the roofline's",
+    )
     load: str | None = option(
         None, Text(), "tokens a day (50M), or requests a second (5/s); None: no daily cost"
     )
@@ -113,6 +118,8 @@ def check_question(question: Question, shape: ModelShape) -> Question:
             f"context of {context}, not {question.output_tokens}",
         )
     load_of(question, context)
+    if question.tokens_per_second == 0:
+        raise ConfigError("tokens_per_second", "must be a number above 0, not 0")
     return question
 
 
@@ -176,13 +183,11 @@ class PlannedSpeed:
     Attributes:
         compute_bound_batch: where decode at this context has more to compute than to read; None:
             nowhere.
-        cost: None: there is no price, or not one request fits.
     """
 
     prefill: tuple[PrefillSpeed, ...]
     decode: tuple[DecodeSpeed, ...]
     compute_bound_batch: int | None
-    cost: Cost | None
     speculation: tuple[SpeculationCurve, ...]
 
 
@@ -198,7 +203,6 @@ def speed_of(shape: ModelShape, at: Setting, question: Question, memory: Memory)
         prefill=tuple(_prefill(shape, at, tokens) for tokens in _prompts(at.context)),
         decode=tuple(_decode(shape, at, batch, memory) for batch in _batches(at, memory)),
         compute_bound_batch=compute_bound_batch(shape, at),
-        cost=_cost(shape, at, question, memory),
         speculation=tuple(_speculation(shape, at, question, batch) for batch in sorted(batches)),
     )
 
@@ -239,18 +243,35 @@ def _decode(shape: ModelShape, at: Setting, batch: int, memory: Memory) -> Decod
     )
 
 
-def _cost(shape: ModelShape, at: Setting, question: Question, memory: Memory) -> Cost | None:
-    """At the rates of the asked batch, or of the largest that fits if that is smaller, its prompts
-    together in a step and its outputs half done."""
-    prompt, output = request_of(question, at.context)
+def cost_of(shape: ModelShape, at: Setting, question: Question, memory: Memory) -> Cost | None:
+    """Return what requests cost; None: there is no price, or neither a rate nor a roofline.
+
+    Raises:
+        ConfigError: a measured rate without a price.
+    """
     price = at.device.price if question.price is None else question.price
-    batch = min(at.batch, memory.largest_batch)
-    if price is None or batch == 0:
+    rates = _rates(shape, at, question, memory)
+    if price is None and question.tokens_per_second is not None:
+        raise ConfigError("tokens_per_second", "costs something at a price only: give --price too")
+    if price is None or rates is None:
         return None
+    prompt, output = request_of(question, at.context)
+    return cost(price * at.tp * at.pp, rates, prompt, output, load_of(question, at.context))
+
+
+def _rates(shape: ModelShape, at: Setting, question: Question, memory: Memory) -> Rates | None:
+    """As measured; else of the asked batch, or of the largest that fits if that is smaller, its
+    prompts together in a step and its outputs half done."""
+    if question.tokens_per_second is not None:
+        return Rates(question.tokens_per_second)
+    batch = min(at.batch, memory.largest_batch)
+    if batch == 0 or not at.device.rated:
+        return None
+    prompt, output = request_of(question, at.context)
     halfway = replace(at, batch=batch, context=prompt + (output + 1) // 2)
     _, decoded = decode_rate(shape, halfway)
     _, prefilled = prefill_rate(shape, halfway, prompt)
-    return cost(price, at.tp * at.pp, prefilled, decoded, load_of(question, at.context))
+    return Rates(decoded, prefilled)
 
 
 def _speculation(
@@ -429,6 +450,8 @@ class Plan:
     """Attributes:
     remedies: what would fit, if this does not.
     speed: None: the device's speed is unknown.
+    measured_rate: output tokens/s that the cost is of; None: the roofline's.
+    cost: None: there is no price, or no rate.
     """
 
     model: PlannedModel
@@ -445,6 +468,8 @@ class Plan:
     attention_variants: tuple[AttentionRow, ...]
     weight_formats: tuple[WeightRow, ...]
     kv_formats: tuple[KVRow, ...]
+    measured_rate: float | None
+    cost: Cost | None
 
 
 def plan(question: Question) -> Plan:
@@ -486,6 +511,8 @@ def plan_shape(
         attention_variants=attention_variants(shape, at),
         weight_formats=weight_formats(shape, at),
         kv_formats=kv_formats(shape, at),
+        measured_rate=question.tokens_per_second,
+        cost=cost_of(shape, at, question, memory),
     )
 
 
