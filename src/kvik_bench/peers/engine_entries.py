@@ -6,7 +6,9 @@ The file says what to run, with paths of the user's machine:
 
     [engines.openvino-int8]
     adapter = "openvino"                # a name below, or the path of an adapter of your own
-    format = "int8"                     # what weights are read as; ratios are within a format
+    format = "int8"                     # what weights are read as; ratios are within a format.
+                                        # fp32, bf16 and fp16 set the dtype of every engine whose
+                                        # model file does not, as llama.cpp's does
     python = "/envs/openvino/bin/python"    # left out: the one that runs kvik
     model = "/models/{model}/int8"      # {model}: its name; default: {folder}, where MODEL is
     options = { }                       # for the adapter, whose file says what it takes
@@ -38,6 +40,7 @@ DTYPES: Mapping[str, Mapping[str, Any]] = {
     "bf16": {"dtype": "bfloat16"},
     "fp16": {"dtype": "float16"},
 }
+PLAIN = "{folder}"  # the model as it was given, not converted
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +49,15 @@ class Adapter:
 
     Attributes:
         module: what its Python must have; "" where it is a program.
-        formats: options with which it reads a plain model folder in each format.
+        formats: options with which it computes in each format; none: its model file decides.
         needs: what it wants in place of a plain folder.
+        any_format: its options can name formats beyond those.
     """
 
     module: str
     formats: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: NO_FORMATS)
     needs: str = ""
+    any_format: bool = False
 
 
 ADAPTERS: Mapping[str, Adapter] = {
@@ -63,11 +68,19 @@ ADAPTERS: Mapping[str, Adapter] = {
             "int8": {"dtype": "bfloat16", "quantization": "int8"},
             "int4": {"dtype": "bfloat16", "quantization": "int4"},
         },
+        any_format=True,
     ),
     "transformers": Adapter("transformers", DTYPES),
     "transformers-batching": Adapter("transformers", DTYPES),
-    "vllm": Adapter("vllm", DTYPES),
-    "openvino": Adapter("openvino_genai", needs="a folder that optimum-cli made"),
+    "vllm": Adapter("vllm", DTYPES, any_format=True),
+    "openvino": Adapter(
+        "openvino_genai",
+        {
+            form: {"properties": {"INFERENCE_PRECISION_HINT": hint}}
+            for form, hint in (("fp32", "f32"), ("bf16", "bf16"), ("fp16", "f16"))
+        },
+        needs="a folder that optimum-cli made",
+    ),
     "llama.cpp": Adapter("llama_cpp", needs="a GGUF file"),
     "llama.cpp-bench": Adapter("", needs="a GGUF file and the path of llama-batched-bench"),
 }
@@ -79,7 +92,7 @@ class EngineEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     adapter: str
     format: str
     python: str = sys.executable
-    model: str = "{folder}"
+    model: str = PLAIN
     options: dict[str, Any] = {}
     env: dict[str, str] = {}
     together: bool = False
@@ -91,7 +104,7 @@ class EngineEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return FOLDER / (re.sub(r"[.-]", "_", self.adapter) + ".py")
 
     def model_path(self, folder: Path, name: str) -> str:
-        return self.model.replace("{model}", name).replace("{folder}", str(folder))
+        return self.model.replace("{model}", name).replace(PLAIN, str(folder))
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +222,8 @@ def _entry(name: str, table: object, folder: Path) -> EngineEntry:
         what, _, where = str(error).partition(" - at `$")
         raise ConfigError(f"engines.{name}{where.rstrip('`')}", what) from None
     if entry.adapter in ADAPTERS:
-        return entry
+        options = _options_in(entry, f"engines.{name}")
+        return msgspec.structs.replace(entry, options=options)
     script = folder / entry.adapter
     if script.suffix != ".py" or not script.is_file():
         known = ", ".join(ADAPTERS)
@@ -218,6 +232,54 @@ def _entry(name: str, table: object, folder: Path) -> EngineEntry:
             f"must be one of {known}, or a Python file, not {entry.adapter[:60]!r}",
         )
     return msgspec.structs.replace(entry, adapter=str(script.resolve()))
+
+
+def _options_in(entry: EngineEntry, where: str) -> dict[str, Any]:
+    """Return the options of an entry with those that its format means.
+
+    Raises:
+        ConfigError: the engine cannot compute in it, or the options say another dtype.
+    """
+    adapter, form = ADAPTERS[entry.adapter], entry.format
+    if form in DTYPES:
+        implied = adapter.formats.get(form, {})
+        _check_same(implied, entry.options, form, f"{where}.options")
+        return _merged(implied, entry.options)
+    if entry.model != PLAIN or not adapter.formats:  # as its model is stored
+        return entry.options
+    if form in adapter.formats:
+        return _merged(adapter.formats[form], entry.options)
+    if entry.options and adapter.any_format:
+        return entry.options
+    known = ", ".join(adapter.formats)
+    raise ConfigError(
+        f"{where}.format",
+        f"must be of {known} for {entry.adapter} with a plain folder, or name a converted model "
+        f"(model = ...), not {form[:60]!r}",
+    )
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return both tables, also the inner ones, as one; `above` wins."""
+    made = {**below, **above}
+    for key in below.keys() & above.keys():
+        if isinstance(below[key], Mapping) and isinstance(above[key], Mapping):
+            made[key] = _merged(below[key], above[key])
+    return made
+
+
+def _check_same(
+    implied: Mapping[str, Any], given: Mapping[str, Any], form: str, where: str
+) -> None:
+    """Raises ConfigError if an option contradicts what the format means."""
+    for key in implied.keys() & given.keys():
+        wanted, found = implied[key], given[key]
+        if isinstance(wanted, Mapping) and isinstance(found, Mapping):
+            _check_same(wanted, found, form, f"{where}.{key}")
+        elif found not in (wanted, form):
+            raise ConfigError(
+                f"{where}.{key}", f"must be {wanted!r} or left out in format {form}, not {found!r}"
+            )
 
 
 def _check(name: str, given: Iterable[str], known: Iterable[str]) -> None:

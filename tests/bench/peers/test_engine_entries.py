@@ -109,12 +109,37 @@ def test_a_part_of_a_file_is_chosen_by_name_adapter_or_format(
     assert [*engines_of_file(file, wanted, formats).entries] == names
 
 
+def test_the_format_decides_what_every_engine_computes_in(tmp_path: Path) -> None:
+    """It was a label alone: transformers ran in bfloat16 under "fp32", and kvik was blamed."""
+    path = tmp_path / "engines.toml"
+    path.write_text(
+        '[engines.t]\nadapter = "transformers"\nformat = "fp32"\n'
+        'options = { attn_implementation = "eager" }\n'
+        '[engines.b]\nadapter = "transformers-batching"\nformat = "fp16"\n'
+        '[engines.v]\nadapter = "vllm"\nformat = "bf16"\n'
+        '[engines.k]\nadapter = "kvik"\nformat = "int8"\n'
+        '[engines.o]\nadapter = "openvino"\nmodel = "/ov"\nformat = "fp32"\n'
+        "options = { properties = { HINT = 1 } }\n"
+        '[engines.stored]\nadapter = "kvik"\nmodel = "/gptq"\nformat = "int4"\n'
+        '[engines.gguf]\nadapter = "llama.cpp"\nmodel = "/m.gguf"\nformat = "int4"\n'
+        '[engines.mixed]\nadapter = "vllm"\nformat = "int8"\noptions = { quantization = "x" }\n'
+    )
+    options = {name: e.options for name, e in engines_of_file(path, [], []).entries.items()}
+    assert options["t"] == {"dtype": "float32", "attn_implementation": "eager"}
+    assert options["b"] == {"dtype": "float16"}
+    assert options["v"] == {"dtype": "bfloat16"}
+    assert options["k"] == {"dtype": "bfloat16", "quantization": "int8"}
+    assert options["o"] == {"properties": {"INFERENCE_PRECISION_HINT": "f32", "HINT": 1}}
+    assert options["stored"] == options["gguf"] == {}  # as the files are stored
+    assert options["mixed"] == {"quantization": "x"}
+
+
 def test_a_file_may_bring_its_own_kvik_and_its_own_adapter(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("")
     path = tmp_path / "engines.toml"
     path.write_text(
-        '[engines.away]\nadapter = "kvik"\nformat = "q6"\n'  # nothing to run beside
-        '[engines.ours]\nadapter = "kvik"\nformat = "q5"\n'
+        '[engines.away]\nadapter = "kvik"\nmodel = "/q6"\nformat = "q6"\n'  # nothing beside it
+        '[engines.ours]\nadapter = "kvik"\nmodel = "/q5"\nformat = "q5"\n'
         '[engines.mine]\nadapter = "mine.py"\nformat = "q5"\n'
     )
     entries = engines_of_file(path, ["mine"], []).entries
@@ -150,7 +175,27 @@ def test_a_file_may_bring_its_own_kvik_and_its_own_adapter(tmp_path: Path) -> No
             "engines.a.adapter",
             "or a Python file, not 'nobody'",
         ),
-        ('[engines.a]\nadapter = "vllm"\nformat = "q5"', "config", "needs an entry of kvik"),
+        (
+            '[engines.a]\nadapter = "vllm"\nmodel = "/q5"\nformat = "q5"',
+            "config",
+            "needs an entry of kvik",
+        ),
+        (
+            '[engines.a]\nadapter = "transformers"\nformat = "int4"',
+            "engines.a.format",
+            "must be of fp32, bf16, fp16 for transformers with a plain folder",
+        ),
+        (
+            '[engines.a]\nadapter = "vllm"\nformat = "fp32"\noptions = { dtype = "bfloat16" }',
+            "engines.a.options.dtype",
+            "must be 'float32' or left out in format fp32, not 'bfloat16'",
+        ),
+        (
+            '[engines.a]\nadapter = "openvino"\nmodel = "/ov"\nformat = "fp32"\n'
+            'options = { properties = { INFERENCE_PRECISION_HINT = "bf16" } }',
+            "engines.a.options.properties.INFERENCE_PRECISION_HINT",
+            "must be 'f32' or left out in format fp32, not 'bf16'",
+        ),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(
