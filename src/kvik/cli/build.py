@@ -32,7 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
         "Write a model's weights as this machine's kernels take them, quantised if asked for. An "
         "engine folder runs like a model, gives the same tokens, and is ready sooner.",
     )
-    add_model(parser, "a folder, a GGUF file or a hub id")
+    add_model(parser)
     parser.add_argument(
         "-o",
         "--output",

@@ -109,7 +109,9 @@ def add_option_flags(
             _add(group, option, default=defaults)
 
 
-def add_model(parser: argparse.ArgumentParser, kinds: str = "a folder or hub id") -> None:
+def add_model(
+    parser: argparse.ArgumentParser, kinds: str = "a folder, GGUF file or hub id"
+) -> None:
     """Add the optional MODEL.
 
     Args:

@@ -25,7 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         "info", "[MODEL]", "Describe a model and what of it fits this machine, without loading it."
     )
-    add_model(parser, "a folder, GGUF file or hub id")
+    add_model(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object in place of text")
     add_engine_flags(parser, left_out=["chat_template"])
     return parser

@@ -126,7 +126,7 @@ def build_parser() -> argparse.ArgumentParser:
         "Write a model's linear layers in fewer bits, in a layout that kvik and others load. A run "
         "that was cut off goes on where it was when it is started again.",
     )
-    add_model(parser)
+    add_model(parser, "a folder or hub id")
     parser.add_argument(
         "-o", "--output", type=Path, required=True, metavar="FOLDER", help="where to save it"
     )

@@ -83,7 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
         "before the environment, and that before the file. What other commands take as a flag and "
         "this one does not can be set in both.",
     )
-    add_model(parser, "a folder, GGUF file or hub id")
+    add_model(parser)
     parser.add_argument("--config", metavar="FILE", help="a TOML file: max-model-len = 4096")
     add_option_flags(parser, "server options", ServerConfig)
     add_engine_flags(parser, ENGINE_FLAGS)

@@ -400,7 +400,7 @@ def build_parser() -> argparse.ArgumentParser:
         "Run kvik and other engines on the same model, prompts, threads and precision, one process "
         "at a time, in turns; ratios are taken within rounds.",
     )
-    add_model(parser)
+    add_model(parser, "a folder or hub id")
     parser.add_argument(
         "--engines",
         nargs="+",
