@@ -149,6 +149,8 @@ class OneOf(Kind):
     synonyms: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
 
+    metavar = "NAME"
+
     @property
     def limits(self) -> str:
         return f"one of {', '.join((*self.allowed, *self.synonyms))}"

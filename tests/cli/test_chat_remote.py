@@ -290,7 +290,6 @@ def test_a_server_that_lists_no_model(body: bytes) -> None:
         (["--url", "here", "--max-num-seqs", "4"], "--max-num-seqs: is for an engine here"),
         (["--url", "here", "some/model"], "model: of a server is named by --model some/model"),
         (["--url", "here", "--top-k", "-5"], "--top-k: must be an integer in [-1, "),
-        (["--url", "here", "--logprobs", "1"], "--logprobs: has no place in a chat"),
         (["--model", "mine"], "model: is named without --model"),
         (["--api-key", "mine"], "--api-key: goes with --url"),
     ],

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 from helpers.certificates import CERTIFICATE, KEY, KEY_WITH_PASSWORD, OTHER_KEY
 from helpers.edge import edge_server
-from helpers.http_server import HttpServer, ask, until
+from helpers.http_server import HttpServer, ask, http_server, until
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvik.cli.main import main
 from kvik.errors import ConfigError
 from kvik.server.app import AppConfig
+from kvik.server.http_protocol import ConnectionLimits
 from kvik.server.run import bind_unix, server_tls
 
 
@@ -58,6 +60,20 @@ def test_https(files: dict[str, str], names: tuple[str, str | None]) -> None:
             assert b"HTTP/1.1 200" not in plain.recv(100)
 
 
+def test_a_handshake_has_limited_time(files: dict[str, str]) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None: ...
+
+    async def make() -> ASGIApp:
+        return app
+
+    tls = server_tls(files["cert"], files["key"])
+    with (
+        http_server(make, ConnectionLimits(head_seconds=0.3), tls=tls) as server,
+        socket.create_connection(("127.0.0.1", server.port), 20) as silent,
+    ):
+        assert silent.recv(100) == b""
+
+
 @pytest.mark.parametrize(
     ("cert", "key", "field", "part"),
     [
@@ -82,7 +98,7 @@ def test_files_that_cannot_be_used(
 def test_a_key_needs_its_certificate(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--ssl-keyfile", "key.pem"]) == 2
     assert (
-        "ssl_keyfile: needs the certificate of the key: --ssl-certfile" in capsys.readouterr().err
+        "--ssl-keyfile: needs the certificate of the key: --ssl-certfile" in capsys.readouterr().err
     )
 
 

@@ -63,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="as the server calls it (its first)",
     )
     add_key_flag(server)
-    add_sampling_flags(parser)
+    add_sampling_flags(parser, left_out=["n", "logprobs", "prompt_logprobs"])
     add_engine_flags(parser)
     return parser
 
@@ -71,9 +71,6 @@ def build_parser() -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> int:
     given = given_sampling_options(arguments)
     SamplingParams().with_changes(**given)  # refuse what is impossible before anything is loaded
-    for name, allowed in (("n", 1), ("logprobs", None), ("prompt_logprobs", None)):
-        if given.get(name, allowed) != allowed:
-            raise ParamError(name, "has no place in a chat; kvik generate takes it")
     if arguments.url is None:
         _with_engine(arguments, given)
     else:

@@ -84,9 +84,10 @@ def add_engine_flags(
             _add(group, option)
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+def add_sampling_flags(parser: argparse.ArgumentParser, *, left_out: Collection[str] = ()) -> None:
+    """Add the flags of `SamplingParams`, but for some that do not apply to this verb."""
     title = "sampling options (default: what the model's authors advise)"
-    add_option_flags(parser, title, SamplingParams, defaults=False)
+    add_option_flags(parser, title, SamplingParams, left_out=left_out, defaults=False)
 
 
 def add_option_flags(
