@@ -230,6 +230,11 @@ def test_a_block_is_allocated_exactly_when_a_token_crosses_the_border() -> None:
         kv.extend(request, num_tokens)
         assert len(request.block_ids[0]) == blocks
         assert kv.pool.num_blocks - 1 - kv.pool.num_free == blocks
+        assert kv.pool.num_blocks - 1 - kv.pool.least_free == blocks
+    request.num_computed_tokens = 9
+    assert kv.tokens([request]) == (12, 9)
+    kv.free(request)
+    assert kv.pool.num_blocks - 1 - kv.pool.least_free == 3  # it was so once
 
 
 @pytest.mark.parametrize("window", [1, 3, 4, 5, 8])

@@ -258,8 +258,11 @@ def test_stats_count(rig):
     stats = rig.core.stats()
     assert (stats.num_running, stats.num_waiting, stats.queued_tokens) == (1, 1, 9)
     assert 0 < stats.kv_usage < 1
+    # 9 tokens of the prompt lie in three blocks of four
+    assert (stats.kv_used_tokens, stats.kv_allocated_tokens, stats.peak_blocks) == (9, 12, 3)
     drain(rig)
     stats = rig.core.stats()
+    assert (stats.kv_used_tokens, stats.kv_allocated_tokens, stats.peak_blocks) == (0, 0, 3)
     assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0)
     assert stats.delivered_tokens == 6
     assert stats.prefix_queries == 18

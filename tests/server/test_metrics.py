@@ -69,6 +69,8 @@ STATS = EngineStats(
     preemptions=1,
     prefix_queries=200,
     prefix_hits=50,
+    kv_allocated_tokens=96,
+    kv_used_tokens=83,
     step_sizes=(2, 0, 0, 0, 0, 1, 1),
     work=Work(
         mixed_steps=2, decode_steps=2, decode_step_tokens=2, prefill_tokens=101, decode_tokens=2
@@ -182,6 +184,8 @@ def test_gaps_are_between_tokens_of_one_sibling() -> None:
 def test_the_engine_is_read() -> None:
     metrics, _ = made()
     found = read(metrics.text(STATS, 1.0))
+    assert found["kvik:kv_cache_tokens{kind=allocated}"] == 96
+    assert found["kvik:kv_cache_tokens{kind=used}"] == 83
     for prefix in ("kvik:", "vllm:"):
         assert found[f"{prefix}num_requests_running"] == 3
         assert found[f"{prefix}num_requests_waiting"] == 2

@@ -68,6 +68,7 @@ class BlockPool:
         self._previous = [num_blocks - 1, *range(num_blocks - 1)]
         self.num_free = num_blocks - 1  # without references, pinned ones included
         self.num_kept = 0  # of these, pinned
+        self.least_free = self.num_free  # at any time
         self._pins: dict[int, int] = {}  # how often a block is pinned
 
     def allocate(self, count: int) -> list[int]:
@@ -88,6 +89,7 @@ class BlockPool:
         following[NULL_BLOCK] = block
         self._previous[block] = NULL_BLOCK
         self.num_free -= count
+        self.least_free = min(self.least_free, self.num_free)
         return blocks
 
     def acquire(self, block: int) -> None:
@@ -98,6 +100,7 @@ class BlockPool:
             else:
                 self._remove(block)
             self.num_free -= 1
+            self.least_free = min(self.least_free, self.num_free)
         self.ref_counts[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -85,6 +86,16 @@ class KVCacheManager:
         if not self._windowed:
             return len(self.groups) * len(request.block_ids[0])
         return sum(len(ids) - ids.count(NULL_BLOCK) for ids in request.block_ids)
+
+    def tokens(self, running: Iterable[Request]) -> tuple[int, int]:
+        """Return the tokens that the blocks of running requests have room for, and those computed
+        or promised, of all groups of layers together. A shared block counts for each holder."""
+        allocated = empty = 0
+        for request in running:
+            allocated += self.num_held(request) * self.block_size
+            room = len(request.block_ids[0]) * self.block_size
+            empty += len(self.groups) * (room - request.num_computed_tokens)
+        return allocated, allocated - empty
 
     def admit(
         self, request: Request, match: PrefixMatch, num_tokens: int

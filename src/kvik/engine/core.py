@@ -220,6 +220,7 @@ class EngineCore:
         """Return all statistics but times, which the loop adds."""
         scheduler, pool = self.scheduler, self.scheduler.kv.pool
         counters = scheduler.counters
+        allocated, used = scheduler.kv.tokens(scheduler.running)
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -227,6 +228,9 @@ class EngineCore:
             kv_usage=scheduler.kv.usage,
             num_blocks=pool.num_blocks - 1,
             cached_blocks=pool.num_cached,
+            peak_blocks=pool.num_blocks - 1 - pool.least_free,
+            kv_allocated_tokens=allocated,
+            kv_used_tokens=used,
             pinned_blocks=pool.num_pinned,
             steps=counters.steps,
             scheduled_tokens=counters.scheduled_tokens,

@@ -91,6 +91,11 @@ class EngineStats:
     time: LoopTime = field(default_factory=LoopTime)
     speculation: SpeculationStats | None = None  # None: off
     pace: PaceStats = field(default_factory=PaceStats)
+    peak_blocks: int = 0  # most that requests held at a time, since the start
+    # That the blocks of running requests have room for, and that are in them; groups of layers and
+    # requests that share a block count it each.
+    kv_allocated_tokens: int = 0
+    kv_used_tokens: int = 0
     pinned_blocks: int = 0  # kept in the prefix cache for a time, used or not
     # When the last step was finished; None: nothing is captured on this device, or was told yet.
     graphs: GraphCounts | None = None

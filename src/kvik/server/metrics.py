@@ -96,6 +96,7 @@ HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
 ONLY_OURS = frozenset((
     "engine_state", "engine_starts", "open_responses", "queued_tokens", "engine_steps",
     "engine_seconds", "cuda_graphs", "cuda_graph_bytes", "cached_blocks", "pinned_blocks",
+    "kv_cache_tokens",
     "speculation_drafts_per_pos", "speculation_accepted_length", "speculation_speedup",
     "memory_bytes_per_second", "flops_per_second", "memory_bytes_ceiling", "flops_ceiling",
     "memory_bandwidth_share", "compute_share", "bottleneck",
@@ -318,6 +319,9 @@ def _engine(stats: EngineStats) -> Iterator[Metric]:
 def _cache(config: ResolvedConfig, stats: EngineStats) -> Iterator[Metric]:
     note = "Share of the KV blocks that requests hold, 0 to 1."
     yield gauge("kv_cache_usage_perc", note, stats.kv_usage)
+    note = "Tokens that the KV blocks of running requests have room for, and those in them."
+    tokens = {"allocated": stats.kv_allocated_tokens, "used": stats.kv_used_tokens}
+    yield gauge("kv_cache_tokens", note, tokens, "kind")
     yield gauge("cached_blocks", "KV blocks whose content can be matched.", stats.cached_blocks)
     note = "KV blocks that stay because somebody asked for it."
     yield gauge("pinned_blocks", note, stats.pinned_blocks)

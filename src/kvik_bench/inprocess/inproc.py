@@ -46,6 +46,7 @@ class LoadRun:
     before: EngineStats
     after: EngineStats
     kv_usage: float  # the highest share of KV blocks in use that was read
+    peak_bytes: int | None = None  # resident memory of this process meanwhile; None: not read
 
     @property
     def seconds(self) -> float:

@@ -15,10 +15,12 @@ from itertools import groupby
 from kvik.cli.flags import engine_options
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.speculative import OFF, SPECULATION_OPTIONS
+from kvik.config.units import MIB
 from kvik.engine.loop import Engine
 from kvik.errors import KvikError, ParamError
 from kvik.launch import reschedule, resolve_config
 from kvik.planner.serving import Traffic
+from kvik.spec.kv import block_bytes
 from kvik_bench.cli.output import (
     check_output,
     engine_parser,
@@ -27,7 +29,17 @@ from kvik_bench.cli.output import (
 from kvik_bench.inprocess.ceilings import Ceilings
 from kvik_bench.inprocess.inproc import BenchRequest, LoadRun, loaded, run_jobs
 from kvik_bench.inprocess.jobs import Requests, fixed, refuse_varied
-from kvik_bench.inprocess.measures import E2E, OUTPUT, PREFIX_HITS, TPOT, TTFT, figures, ratios
+from kvik_bench.inprocess.measures import (
+    E2E,
+    OUTPUT,
+    PREFIX_HITS,
+    TPOT,
+    TTFT,
+    Measure,
+    RunMeasure,
+    figures,
+    ratios,
+)
 from kvik_bench.inprocess.rounds import Rounds, check_repeats
 from kvik_bench.load.records import RequestRecord
 from kvik_bench.report.result import (
@@ -36,14 +48,23 @@ from kvik_bench.report.result import (
     Result,
     Row,
     engine_facts,
-    peak_memory,
+    peak_bytes,
+    restart_peak,
     run_facts,
 )
-from kvik_bench.report.table import show_figure
 
 PLAIN = "none"  # weights as they are stored
 EQUAL = "share of the tokens before the first that differs from the answer with plain weights"
 OVER = "output / output of that rung, round by round"
+
+PROCESS_PEAK: RunMeasure = Measure(
+    "process peak",
+    "MiB",
+    "less",
+    "the most resident memory of this process while the requests were served: runtime, weights, "
+    "activations and what was written of the KV cache",
+    lambda run: None if run.peak_bytes is None else run.peak_bytes / MIB,
+)
 
 Serve = Callable[[Engine, Sequence[BenchRequest]], LoadRun]
 
@@ -206,7 +227,6 @@ class Ladder:
                 f"{self._traffic.output} of output; {self.load.alone} of them where one is served "
                 "after the other",
                 **{f"technique {rung.name!r}": rung.what for rung in self.rungs},
-                "peak memory": f"{show_figure(peak_memory())} MiB",
             },
             tuple(rows),
             (
@@ -242,7 +262,9 @@ class Ladder:
                 for prefix in requests.prefix_prompts(number, vocab_size):
                     if prefix:  # a service that has run for a while has the shared prefix cached
                         run_jobs(engine, [BenchRequest(prefix, 1)])
-                yield rung, rung.serve(engine, self.load.of(rung, jobs))
+                alone = restart_peak()
+                run = rung.serve(engine, self.load.of(rung, jobs))
+                yield rung, replace(run, peak_bytes=peak_bytes() if alone else None)
 
     def _equal(self, rung: Rung, runs: Found) -> tuple[float, ...]:
         """Return the percent of the tokens equal to those of the first rungs, for each round."""
@@ -271,6 +293,7 @@ class Ladder:
             rung.name,
             (
                 *figures((OUTPUT, TTFT, TPOT, E2E, PREFIX_HITS), found),
+                *figures((_kv_peak(self._loadings[rung.loading]), PROCESS_PEAK), found),
                 ratios("over the one before", OUTPUT, found, runs[before.name], OVER),
                 ratios("over the first", OUTPUT, found, runs[first.name], OVER),
                 Figure("equal tokens", "%", equal, "more", EQUAL),
@@ -311,6 +334,18 @@ def _joined(runs: Sequence[LoadRun]) -> LoadRun:
         runs[0].before,
         runs[-1].after,
         max(run.kv_usage for run in runs),
+    )
+
+
+def _kv_peak(resolved: ResolvedConfig) -> RunMeasure:
+    cache = resolved.cache
+    block = block_bytes(cache.groups, cache.block_size)
+    return Measure(
+        "KV peak",
+        "MiB",
+        "less",
+        "the most blocks of the KV cache that requests held at a time, warm-up included, in bytes",
+        lambda run: run.after.peak_blocks * block / MIB,
     )
 
 

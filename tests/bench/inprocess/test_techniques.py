@@ -55,6 +55,14 @@ def test_the_ladder(quiet: None, uncalibrated: Path) -> None:
         assert rows[name]["equal tokens"].values == (100.0, 100.0)
     assert rows["continuous batching"]["prefix hits"].values == (0.0, 0.0)
     assert rows["prefix cache"]["prefix hits"].values == (80.0, 80.0)  # 16 of 20 tokens
+    # 21 tokens take two blocks of 16, and three requests share the first one where it is cached
+    block = 16 * 3072 / (1 << 20)
+    peaks = {name: figures["KV peak"].values[0] / block for name, figures in rows.items()}
+    assert peaks["KV cache"] == pytest.approx(2)
+    assert peaks["continuous batching"] == pytest.approx(6)
+    assert peaks["prefix cache"] == pytest.approx(4)
+    if Path("/proc/self/clear_refs").exists():
+        assert all(min(figures["process peak"].values) > 50 for figures in rows.values())
     for rung, before in zip(RUNGS[1:], RUNGS, strict=False):
         output, below = rows[rung.name]["output"].values, rows[before.name]["output"].values
         ratios = [a / b for a, b in zip(output, below, strict=True)]
