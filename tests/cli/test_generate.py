@@ -276,4 +276,6 @@ def test_the_environment_counts(
 ) -> None:
     monkeypatch.setenv("KVIK_BLOCK_SIZE", "0")
     assert main(["generate", "x"]) == 2
+    assert capsys.readouterr().err.startswith("kvik: error: KVIK_BLOCK_SIZE: must be")
+    assert main(["generate", "x", "--block-size=-1"]) == 2
     assert capsys.readouterr().err.startswith("kvik: error: --block-size: must be")

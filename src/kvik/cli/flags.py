@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from kvik.config.config import EngineConfig
-from kvik.config.env import environment_options, server_environment
+from kvik.config.env import environment_options, server_environment, set_variable
 from kvik.config.server_config import ServerConfig
 from kvik.core.sampling_params import SamplingParams
 from kvik.errors import ConfigError, KvikError
@@ -48,17 +48,23 @@ class Parser(argparse.ArgumentParser):
             raise KvikError("arguments", usage)
         raise KvikError("arguments", message)
 
-    def in_flags(self, field: str, message: str) -> tuple[str, str]:
+    def in_flags(self, field: str, message: str, words: Sequence[str]) -> tuple[str, str]:
         """Return the field and the message of an error with the flags of this verb in place of the
-        names that options have in Python. Arguments without a flag keep theirs."""
+        names that options have in Python. Arguments without a flag keep theirs.
+
+        Args:
+            words: of the command line. A field that they do not set may be that of a variable.
+        """
         flags = self._option_string_actions
 
         def in_words(match: re.Match[str]) -> str:
             return flag_of(match[0]) if flag_of(match[0]) in flags else match[0]
 
         arguments = {action.dest for action in self._actions if not action.option_strings}
-        if field not in arguments and flag_of(field) in flags:
-            field = flag_of(field)
+        flag = flag_of(field)
+        if field not in arguments and flag in flags:
+            given = any(word == flag or word.startswith(f"{flag}=") for word in words)
+            field = flag if given else set_variable(field) or flag
         return field, re.sub(r"(?<![\w/.'\"-])[a-z]+(_[a-z]+)+(?![\w/.'\"-])", in_words, message)
 
 

@@ -111,7 +111,7 @@ def _dispatch(argv: list[str]) -> int:
         with nullcontext() if vars(arguments).get("json") else _launch_told():
             code: int = module.run(arguments)
     except KvikError as error:
-        raise KvikError(*parser.in_flags(error.field, error.message)) from error
+        raise KvikError(*parser.in_flags(error.field, error.message, rest)) from error
     return code
 
 

@@ -47,6 +47,12 @@ def server_environment(environ: Mapping[str, str] | None = None) -> dict[str, An
     return _options(ServerConfig, environ)
 
 
+def set_variable(name: str, environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the variable of an option, if it is set."""
+    variable = PREFIX + name.upper()
+    return variable if variable in (os.environ if environ is None else environ) else None
+
+
 def client_key(environ: Mapping[str, str] | None = None) -> str:
     """Return the API key that a command sends to a server: the first of KVIK_API_KEY, or "".
 
