@@ -12,6 +12,7 @@ from helpers.served_engine import FakeExecutor
 from helpers.serving import Served, served
 
 from kvik.config.server_config import ServerConfig
+from kvik.server import anthropic
 from kvik.server.app import openai_routes
 from kvik.server.llama_server import routes
 from kvik.server.route import Route
@@ -121,13 +122,19 @@ def test_properties(server: Served) -> None:
 
 def test_any_name_of_the_model() -> None:
     def both(parts: Server) -> list[Route]:
-        return [*openai_routes(parts), *routes(parts)]
+        return [*openai_routes(parts), *anthropic.routes(parts), *routes(parts)]
 
     config = ServerConfig(any_model_name=True)
-    with served(both, server_config=config) as server:
-        for path in ("/v1/completions", "/completion"):
+    talk = {"messages": [{"role": "user", "content": "A"}]}
+    with served(both, server_config=config, template=TEMPLATE) as server:
+        for path, asking in (
+            ("/v1/completions", {"prompt": "A"}),
+            ("/completion", {"prompt": "A"}),
+            ("/v1/chat/completions", talk),
+            ("/v1/messages", talk),
+        ):
             for asked, answered in (("gpt-4o", "gpt-4o"), ("letters", "letters"), ("", "letters")):
-                body = {"prompt": "A", "max_tokens": 1, "model": asked}
+                body = {**asking, "max_tokens": 1, "model": asked}
                 assert ask(server.http, "POST", path, body).json["model"] == answered
         assert ask(server.http, "GET", "/v1/models/gpt-4o").json["id"] == "gpt-4o"
         assert [one["id"] for one in ask(server.http, "GET", "/v1/models").json["data"]] == [

@@ -56,7 +56,8 @@ class ChatTemplate:
         if source is None:
             raise ModelError(
                 "chat_template",
-                "the model has none; give a plain prompt, or add chat_template.jinja to its folder",
+                "the model has none; give a plain prompt, or a template: --chat-template FILE, or "
+                "chat_template.jinja in the model's folder",
             )
         if len(source) > MAX_TEMPLATE_CHARS:
             raise ModelError("chat_template", f"must have at most {MAX_TEMPLATE_CHARS} characters")

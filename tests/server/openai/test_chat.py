@@ -296,6 +296,27 @@ def test_token_ids_are_returned(http: httpx2.Client, llm: LLM, stream: bool) -> 
     assert [llm.tokenizer.decode(one) for one in ids] == texts
 
 
+def test_tokens_are_named_by_id_if_asked(http: httpx2.Client, llm: LLM) -> None:
+    asked = {"max_tokens": 4, "seed": 2, "return_tokens_as_token_ids": True}
+    body = {
+        **asked,
+        "messages": TALK,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "return_token_ids": True,
+    }
+    (choice,) = http.post("/v1/chat/completions", json=body).json()["choices"]
+    shown = choice["logprobs"]["content"]
+    assert [one["token"] for one in shown] == [f"token_id:{one}" for one in choice["token_ids"]]
+    assert all(top["token"].startswith("token_id:") for one in shown for top in one["top_logprobs"])
+    body = {**asked, "prompt": "Once upon", "logprobs": 1, "return_token_ids": True}
+    (choice,) = http.post("/v1/completions", json=body).json()["choices"]
+    shown = choice["logprobs"]
+    assert shown["tokens"] == [f"token_id:{one}" for one in choice["token_ids"]]
+    offsets = [len(llm.tokenizer.decode(choice["token_ids"][:at])) for at in range(4)]
+    assert shown["text_offset"] == offsets
+
+
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "n_predict"])
 def test_minus_one_is_to_the_end_of_the_context(http: httpx2.Client, name: str) -> None:
     body = {"messages": TALK, name: -1, "ignore_eos": True}

@@ -174,10 +174,11 @@ LEAST = -9999.0  # JSON has no minus infinity
 
 
 class TokenNames:
-    """The text of single tokens; without a tokenizer, their numbers."""
+    """The text of single tokens; without a tokenizer, or `by_id`, their numbers."""
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, *, by_id: bool = False) -> None:
         self.tokenizer = tokenizer
+        self._by_id = by_id
 
     def bytes(self, token: int) -> bytes | None:
         """Return what a token adds to a text."""
@@ -185,7 +186,7 @@ class TokenNames:
 
     def name(self, token: int, escape: str = "") -> str:
         """Return a token's text; if it is no UTF-8 by itself, `escape` and its bytes as \\xHH."""
-        data = self.bytes(token)
+        data = None if self._by_id else self.bytes(token)
         if data is None:
             return f"token_id:{token}"
         try:

@@ -196,8 +196,10 @@ async def chat(server: Server, request: Request, body: ChatRequest) -> Response:
             streaming=bool(body.stream),
             trace_parent=trace_parent_of(request),
         )
+    by_id = bool(body.return_tokens_as_token_ids)
+    names = TokenNames(server.texts.tokenizer, by_id=by_id)
     head = ResponseHead(f"chatcmpl-{generation.request_id}", model)
-    form = ChatFormat(head, body, TokenNames(server.texts.tokenizer), ids)
+    form = ChatFormat(head, body, names, ids)
     return await generation_response(request, [generation], form, stream=bool(body.stream))
 
 

@@ -136,8 +136,10 @@ async def completions(server: Server, request: Request, body: CompletionRequest)
             streaming=bool(body.stream),
             trace_parent=trace_parent_of(request),
         )
+    by_id = bool(body.return_tokens_as_token_ids)
+    names = TokenNames(server.texts.tokenizer, by_id=by_id)
     head = ResponseHead(f"cmpl-{generations[0].request_id}", model)
-    form = CompletionFormat(head, body, TokenNames(server.texts.tokenizer), prompts, echoes)
+    form = CompletionFormat(head, body, names, prompts, echoes)
     return await generation_response(request, generations, form, stream=bool(body.stream))
 
 

@@ -152,6 +152,9 @@ class GenerationFields(_PARAMETERS, Struct, kw_only=True):  # type: ignore[misc]
     return_token_ids: (
         Annotated[bool, Meta(description="also return token ids of prompts and answers")] | None
     ) = None
+    return_tokens_as_token_ids: (
+        Annotated[bool, Meta(description="log probabilities name tokens by their ids")] | None
+    ) = None
     add_special_tokens: bool | None = None
     priority: Priority | None = None
     cache_salt: CacheSalt | None = None
