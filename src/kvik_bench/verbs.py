@@ -11,5 +11,9 @@ VERBS = {
     "bench startup": ("kvik_bench.inprocess.startup", "seconds to the first token, by part"),
     "bench batching": ("kvik_bench.inprocess.batching", "static, dynamic and continuous batching"),
     "bench compare": ("kvik_bench.peers.compare", "kvik beside other engines"),
+    "bench attention": (
+        "kvik_bench.inprocess.attention",
+        "a prompt's attention without its matrix",
+    ),
     "bench techniques": ("kvik_bench.inprocess.techniques", "what each technique brings"),
 }

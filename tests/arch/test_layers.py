@@ -76,6 +76,7 @@ ALLOWED: dict[str, set[str]] = {
         "evaluate",
         "cli",
         "model_files",
+        "worker.platforms",
         "",
     },
     "cli": {

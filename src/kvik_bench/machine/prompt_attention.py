@@ -6,28 +6,26 @@ attention, by Triton alone and with torch's kernels beside it, in turn.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import groupby, takewhile
 from statistics import median
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvik.attention.base import Attend, LayerKV, StepLayout
+from kvik.attention.base import Attend
 from kvik.attention.fresh_prompts import FreshPrompts
 from kvik.attention.triton import TritonAttention
 from kvik.config.hardware import Thresholds
 from kvik.kernels.triton.ops import triton_ops
+from kvik_bench.machine.stage import device_seconds, one_prompt
 
 LENGTHS = (1024, 2048, 4096, 8192)
 HEAD_DIMS = (64, 80, 96, 128, 256)
 QUICK_LENGTHS, QUICK_HEAD_DIMS = (2048, 8192), (64, 128)
 WIDTH, GROUP = 4096, 4  # of the queries of all heads; query heads of a KV head
-BLOCK_SIZE = 16
 ROUNDS = 9
 GAIN = 1.05  # from where on a second set of kernels is worth having
 TOLERANCE = 0.02  # of results in bfloat16, absolute and relative
@@ -46,27 +44,12 @@ class PromptTimes:
     torch: float | None
 
 
-def seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Of one call, on the device."""
-    if device.type != "cuda":
-        started = time.perf_counter()
-        call()
-        return time.perf_counter() - started
-    event: Any = torch.cuda.Event
-    begin, end = event(enable_timing=True), event(enable_timing=True)
-    begin.record()
-    call()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3
-
-
 def measure_prompts(
     device: torch.device,
     head_dims: Sequence[int] = HEAD_DIMS,
     lengths: Sequence[int] = LENGTHS,
     tell: Tell = lambda what, share: None,
-    clock: Clock = seconds,
+    clock: Clock = device_seconds,
     width: int = WIDTH,
 ) -> tuple[PromptTimes, ...]:
     """By head_dim, then length."""
@@ -100,7 +83,7 @@ def _gains(times: PromptTimes) -> bool:
 
 def _pace(device: torch.device, dim: int, length: int, clock: Clock, heads: int) -> PromptTimes:
     ops = triton_ops(device)
-    layout, kv = _step(device, dim, length, heads // GROUP)
+    layout, kv = one_prompt(device, dim, length, heads // GROUP, torch.bfloat16)
     sizes = (heads, heads // GROUP, heads // GROUP)
     q, k, v = (torch.randn(length, n, dim, device=device).bfloat16() for n in sizes)
 
@@ -122,23 +105,3 @@ def _pace(device: torch.device, dim: int, length: int, clock: Clock, heads: int)
         if agree:
             by_torch.append(clock(beside, device))
     return PromptTimes(dim, length, median(by_triton), median(by_torch) if agree else None)
-
-
-def _step(device: torch.device, dim: int, length: int, kv_heads: int) -> tuple[StepLayout, LayerKV]:
-    """A step of one prompt, whose blocks lie anywhere."""
-    num_blocks = -(-length // BLOCK_SIZE)
-    blocks = torch.randperm(num_blocks)
-    at = torch.arange(length)
-    slots = blocks[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
-    layout = StepLayout(
-        query_start_loc=torch.tensor([0, length], dtype=torch.int32, device=device),
-        seq_lens=torch.tensor([length], dtype=torch.int32, device=device),
-        block_table=blocks.int()[None].to(device),
-        slot_mapping=slots.to(device),
-        num_scheduled=(length,),
-        contexts=(length,),
-        block_size=BLOCK_SIZE,
-    )
-    shape = (num_blocks, BLOCK_SIZE, kv_heads, dim)
-    keys, values = (torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
-    return layout, LayerKV(keys, values)

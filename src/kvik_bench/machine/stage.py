@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvik.attention.base import LayerKV, StepLayout
 from kvik.config.units import MIB
 from kvik.kernels.ops import Ops
 from kvik.kernels.torch_ops import TORCH
@@ -159,6 +160,43 @@ class Attended:
         """Elements of the keys, once for each query head that sees them."""
         pairs = self.queries * self.context - self.queries * (self.queries - 1) // 2
         return self.sequences * pairs * self.heads * self.head_dim
+
+
+def one_prompt(
+    device: torch.device, dim: int, length: int, kv_heads: int, dtype: torch.dtype
+) -> tuple[StepLayout, LayerKV]:
+    """Return a step of one prompt, whose blocks lie anywhere, and an empty cache for it."""
+    num_blocks = -(-length // BLOCK_SIZE)
+    blocks = torch.randperm(num_blocks)
+    at = torch.arange(length)
+    slots = blocks[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
+    layout = StepLayout(
+        query_start_loc=torch.tensor([0, length], dtype=torch.int32, device=device),
+        seq_lens=torch.tensor([length], dtype=torch.int32, device=device),
+        block_table=blocks.int()[None].to(device),
+        slot_mapping=slots.to(device),
+        num_scheduled=(length,),
+        contexts=(length,),
+        block_size=BLOCK_SIZE,
+    )
+    shape = (num_blocks, BLOCK_SIZE, kv_heads, dim)
+    keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+    return layout, LayerKV(keys, values)
+
+
+def device_seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of one call, on the device."""
+    if device.type != "cuda":
+        started = time.perf_counter()
+        call()
+        return time.perf_counter() - started
+    event: Any = torch.cuda.Event
+    begin, end = event(enable_timing=True), event(enable_timing=True)
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
 
 
 class TorchStage:
