@@ -13,7 +13,7 @@ from kvik.config.resolve import resolve
 from kvik.config.units import GIB
 from kvik.planner.devices import Device, Setting, find_device
 from kvik.planner.families import read_shape, shape_from_config
-from kvik.planner.memory import Memory, StoredModel, bytes_of, memory_of
+from kvik.planner.memory import Memory, StoredModel, bytes_of, kv_waste, memory_of
 from kvik.planner.shape import ModelShape
 from kvik.spec.kv import KVCacheSpec, block_bytes, group_layers
 from kvik.spec.weights import SCHEMES
@@ -123,6 +123,25 @@ def test_what_fits_is_the_most_that_does(
     if longest < model.max_context:
         assert not fits(replace(at, context=longest + 1), model)
     assert memory.fits == (batch <= most) == (context <= longest)
+
+
+def test_reserving_the_whole_context_leaves_most_of_it_empty() -> None:
+    llama = shape("llama-3-8b")  # a context of 8192 tokens of 131,072 bytes
+    at = Setting(find_device("a100-40g"), "bf16", "bf16", 1024, 10)
+    waste = kv_waste(llama, at)
+    assert waste.block_size == 16
+    assert waste.paged == 10 * 7.5 * 131_072  # 0 to 15 tokens of a last block are empty
+    assert waste.reserved == 8192 * 131_072
+    assert waste.empty == pytest.approx(7 / 8)
+    memory = memory_of(llama, at)
+    assert waste.batch == pytest.approx(memory.largest_batch / 8, abs=2)
+    whole = kv_waste(llama, replace(at, context=8192))
+    assert (
+        whole.empty == 0
+        and whole.batch == memory_of(llama, replace(at, context=8192)).largest_batch
+    )
+    gemma = kv_waste(shape("gemma-2-9b"), at)  # every other layer reserves 4096 tokens at most
+    assert gemma.reserved == 21 * (8192 + 4096) * 2 * 8 * 256 * 2
 
 
 def test_what_does_not_fit_says_by_how_much() -> None:

@@ -10,7 +10,12 @@ from helpers.public_configs import config
 from kvik.planner.devices import Device, Setting, find_device
 from kvik.planner.families import shape_from_config
 from kvik.planner.shape import ModelShape
-from kvik.planner.variants import attention_variants, kv_formats, weight_formats
+from kvik.planner.variants import (
+    attention_matrices,
+    attention_variants,
+    kv_formats,
+    weight_formats,
+)
 
 A100 = find_device("a100-80g")
 AT = Setting(A100, "bf16", "bf16", context=4096, batch=8)
@@ -109,9 +114,23 @@ def test_kv_formats_of_llama_3_8b() -> None:
     assert rows["fp8"].largest_batch > 1.9 * rows["bf16"].largest_batch
 
 
+def test_what_tiles_spare_of_a_prompt() -> None:
+    llama = shape("llama-3-8b")  # 32 layers, 32 query and 8 KV heads of 128
+    short, long = attention_matrices(llama, replace(AT, tp=2), (1024, 4096))
+    assert short.matrix == 32 * 1024**2 * 2
+    assert short.tiled == 1024 * 32 * (2 * 32 + 2 * 8) * 128 * 2
+    assert short.moved == short.tiled + 32 * 4 * short.matrix
+    assert long.matrix == 16 * short.matrix and long.tiled == 4 * short.tiled
+    assert long.seconds == pytest.approx(long.moved / (2 * 2.039e12))
+    (exact,) = attention_matrices(llama, replace(AT, weight_format="fp32"), (1024,))
+    assert exact.matrix == 2 * short.matrix
+
+
 def test_without_speeds_there_are_sizes() -> None:
     blind = replace(AT, device=Device("this", "cpu", 1 << 36, None, {}, unknown="why"))
     model = shape("llama-3-8b")
     assert all(row.ceiling is None for row in attention_variants(model, blind))
     assert all(row.single is row.ceiling is None for row in weight_formats(model, blind))
     assert all(row.ceiling is None for row in kv_formats(model, blind))
+    (row,) = attention_matrices(model, blind, (8,))
+    assert row.matrix and row.seconds is row.tiled_seconds is None

@@ -26,7 +26,7 @@ def as_text(plan: Plan) -> str:
         sections += [_prefill(plan, plan.speed), _decode(plan, plan.speed)]
     else:
         sections.append(f"no speeds are known ({plan.device.unknown})")
-    sections += [_attention(plan), _weights(plan), _kv(plan)]
+    sections += [_matrices(plan), _attention(plan), _weights(plan), _kv(plan)]
     if plan.speed is not None:
         sections += [_speculation(plan, curve) for curve in plan.speed.speculation]
     sections.append(_cost(plan, plan.cost))
@@ -105,7 +105,7 @@ def _memory(plan: Plan) -> str:
             f"  {show_bytes(memory.kv_padding)} of the KV cache stay empty: blocks are whole, as "
             "wide as the most layers need,\n  and layers with a window keep what a step adds"
         )
-    return "\n".join([*lines, *_what_fits(plan)])
+    return "\n".join([*lines, *_what_fits(plan), *_waste(plan)])
 
 
 def _what_fits(plan: Plan) -> list[str]:
@@ -122,6 +122,36 @@ def _what_fits(plan: Plan) -> list[str]:
         return ["  nothing that can be set makes it fit this hardware"]
     rows = [[remedy.flags, show_bytes(remedy.total)] for remedy in plan.remedies]
     return ["  would fit", *columns(rows, "<>", indent=4)]
+
+
+def _waste(plan: Plan) -> list[str]:
+    waste, most = plan.kv_waste, plan.model.max_context
+    lines = [
+        f"  blocks of {waste.block_size} tokens leave {show_bytes(waste.paged)} empty on average, "
+        "half a block of each request"
+    ]
+    if waste.empty > 0:
+        lines.append(
+            f"  reserving all {most:,} tokens of context for each would take "
+            f"{show_bytes(waste.reserved)} a request,\n  {waste.empty:.0%} of it empty: "
+            f"{waste.batch:,} would fit in place of {plan.memory.largest_batch:,}"
+        )
+    return lines
+
+
+def _matrices(plan: Plan) -> str:
+    rows = []
+    for row in plan.attention_matrices:
+        cells = [f"{row.prompt:,}", show_bytes(row.matrix)]
+        cells += [show_bytes(row.moved), show_bytes(row.tiled)]
+        if row.seconds is not None and row.tiled_seconds is not None:
+            cells += [seconds(row.seconds), seconds(row.tiled_seconds)]
+        rows.append(cells)
+    header = ["prompt", "a layer's matrix", "moved with it", "in tiles"]
+    if plan.speed is not None:
+        header += ["takes", "in tiles"]
+    title = "attention of one prompt, with the matrix of all scores and in tiles (FlashAttention)"
+    return _table(plan, title, header, rows, ">" * len(header))
 
 
 def _prefill(plan: Plan, speed: PlannedSpeed) -> str:

@@ -69,6 +69,26 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
+class KVWaste:
+    """What stays empty of the KV cache: in blocks, and where each request reserves as much as the
+    longest may need. Bytes on the fullest device.
+
+    Attributes:
+        block_size: tokens of a block.
+        paged: empty in the last blocks of the batch, on average: half a block of each request.
+        reserved: that the model's whole context takes, of each request.
+        empty: share of that which a request of the plan's context leaves empty.
+        batch: requests that fit so; in blocks it is `Memory.largest_batch`.
+    """
+
+    block_size: int
+    paged: int
+    reserved: int
+    empty: float
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
 class StoredModel:
     """A model in given formats, as `Footprint` reads it."""
 
@@ -152,6 +172,31 @@ def memory_of(shape: ModelShape, at: Setting) -> Memory:
         step_tokens=size.max_num_batched_tokens,
         largest_batch=largest(lambda batch: fits(at.context, batch), MOST_REQUESTS),
         longest_context=largest(lambda context: fits(context, at.batch), shape.max_context),
+    )
+
+
+def kv_waste(shape: ModelShape, at: Setting) -> KVWaste:
+    """Return what blocks leave empty of the KV cache beside contiguous reservations.
+
+    Raises:
+        ConfigError: as `memory_of`.
+    """
+    planner = _Planner.of(shape, at)
+    part, block_size = planner.part, planner.fit.footprint.block_size
+    reserved = part.kv_bytes(part.max_context, at.kv_format)
+    used = part.kv_bytes(at.context, at.kv_format)
+
+    def fits(batch: int) -> bool:
+        parts = planner.planned(planner.sized(at.context, batch))
+        others = parts.total - parts.kv_cache
+        return others + batch * reserved <= planner.fit.limit.size
+
+    return KVWaste(
+        block_size=block_size,
+        paged=at.batch * (block_size - 1) * part.kv_bytes_per_token(at.kv_format) // 2,
+        reserved=reserved,
+        empty=1.0 - used / reserved,
+        batch=largest(fits, MOST_REQUESTS),
     )
 
 

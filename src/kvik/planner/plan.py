@@ -16,7 +16,15 @@ from kvik.planner.cost import Cost, DailyLoad, Rates, cost, parse_load
 from kvik.planner.devices import UTILIZATION, Device, Setting, find_device, this_device
 from kvik.planner.families import read_shape
 from kvik.planner.formats import WEIGHT_FORMATS, arithmetic, kv_facts, weight_facts, weight_format
-from kvik.planner.memory import MOST_REQUESTS, Memory, bytes_of, laid_out, memory_of
+from kvik.planner.memory import (
+    MOST_REQUESTS,
+    KVWaste,
+    Memory,
+    bytes_of,
+    kv_waste,
+    laid_out,
+    memory_of,
+)
 from kvik.planner.parallel import MAX_DEVICES, can_share, check_parallel
 from kvik.planner.roofline import (
     compute_bound_batch,
@@ -31,7 +39,9 @@ from kvik.planner.speculation import SpeculationCurve, speculation_curve, verify
 from kvik.planner.variants import (
     AttentionRow,
     KVRow,
+    MatrixRow,
     WeightRow,
+    attention_matrices,
     attention_variants,
     kv_formats,
     weight_formats,
@@ -463,8 +473,10 @@ class Plan:
     tp: int
     pp: int
     memory: Memory
+    kv_waste: KVWaste
     remedies: tuple[Remedy, ...]
     speed: PlannedSpeed | None
+    attention_matrices: tuple[MatrixRow, ...]
     attention_variants: tuple[AttentionRow, ...]
     weight_formats: tuple[WeightRow, ...]
     kv_formats: tuple[KVRow, ...]
@@ -506,8 +518,10 @@ def plan_shape(
         tp=at.tp,
         pp=at.pp,
         memory=memory,
+        kv_waste=kv_waste(shape, at),
         remedies=() if memory.fits else remedies(shape, at, memory),
         speed=speed_of(shape, at, question, memory) if device.rated else None,
+        attention_matrices=attention_matrices(shape, at, _prompts(at.context)),
         attention_variants=attention_variants(shape, at),
         weight_formats=weight_formats(shape, at),
         kv_formats=kv_formats(shape, at),

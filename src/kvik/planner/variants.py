@@ -1,8 +1,9 @@
-"""The same model with other attention heads, in other weight formats, with other KV formats."""
+"""The same model with other attention heads, in other weight formats, with other KV formats; and
+what a prompt's attention moves with and without the matrix of all scores."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from kvik.errors import ConfigError
@@ -12,6 +13,7 @@ from kvik.planner.memory import memory_of
 from kvik.planner.roofline import decode_rate
 from kvik.planner.shape import ModelShape
 from kvik.spec.kv import KV_FORMATS
+from kvik.spec.model import DTYPE_BYTES
 
 GROUPED_HEADS = 8  # KV heads of the GQA row of a model that has none; most models with GQA have 8
 
@@ -123,6 +125,47 @@ def kv_formats(shape: ModelShape, at: Setting) -> tuple[KVRow, ...]:
                 largest_batch=memory.largest_batch,
             )
         )
+    return tuple(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixRow:
+    """The attention of one prompt, which FlashAttention (arXiv 2205.14135) computes in tiles.
+
+    Attributes:
+        matrix: bytes of the scores of one layer, of all heads, in the dtype that is computed in.
+        moved, tiled: bytes read and written in all layers, with the matrix and in tiles.
+        seconds, tiled_seconds: of moving them on the devices that share a layer; None: the speed
+            is unknown.
+    """
+
+    prompt: int
+    matrix: int
+    moved: int
+    tiled: int
+    seconds: float | None
+    tiled_seconds: float | None
+
+
+def attention_matrices(
+    shape: ModelShape, at: Setting, prompts: Iterable[int]
+) -> tuple[MatrixRow, ...]:
+    """Return what attention moves for each length of a prompt.
+
+    With the matrix, scores are written, read by the softmax, and its weights written and read
+    again. In tiles, queries, keys, values and results are moved once, which is the least.
+    """
+    item = DTYPE_BYTES[shape.working_dtype(at.weight_format)]
+    bandwidth = at.device.bandwidth * at.tp if at.device.bandwidth else None
+    queries = shape.num_layers * shape.num_heads * (shape.head_dim + shape.v_head_dim)
+    keys = sum(cache.layers * cache.elements for cache in shape.caches)
+    rows = []
+    for prompt in prompts:
+        matrix = shape.num_heads * prompt * prompt * item
+        tiled = prompt * (queries + keys) * item
+        moved = tiled + 4 * shape.num_layers * matrix
+        times = (moved / bandwidth, tiled / bandwidth) if bandwidth else (None, None)
+        rows.append(MatrixRow(prompt, matrix, moved, tiled, *times))
     return tuple(rows)
 
 
