@@ -349,7 +349,7 @@ def _words(
     splits: int,
     *,
     code: tl.constexpr = words.INT4,
-    beside: tl.constexpr = words.ZERO,
+    offset: tl.constexpr = words.ZERO,
     group: int = 128,
     span: int = 128,
     activation: int = 0,
@@ -363,12 +363,12 @@ def _words(
     }.get(tile, (MAX_REGISTERS, MAX_SHARED))
     absent = ["bias"]
     absent += ["partials"] if splits == 1 else []
-    absent += ["factors"] if beside != words.MINIMUM else []
+    absent += ["factors"] if offset != words.MINIMUM else []
     strides = "x_stride residual_stride scale_stride"
     return Resources(
         linear_words.words_kernel,
         f"{what}, bf16, tile of {tile.tokens} tokens",
-        {"scales": "*fp32" if beside == words.NOTHING else "*i32"}
+        {"scales": "*fp32" if offset == words.NO_OFFSET else "*i32"}
         | _types(
             p_bf16="x residual y",
             p_i32="words arrivals",
@@ -378,7 +378,7 @@ def _words(
         {
             **dict.fromkeys(absent),
             "FORMAT": code.value,
-            "BESIDE": beside.value,
+            "OFFSET": offset.value,
             "GROUP": group,
             "SPAN": span,
             "WHOLE": True,
@@ -407,12 +407,12 @@ WORDS = (
     *(_words("int4 in groups of 128", tile, 4, loop=Loop(copies=4)) for tile in FEW[1:]),
     _words("int4 with silu_and_mul", FEW_INT4, 1, activation=_SILU, loop=_INT4_STEP),
     _words("int4 with silu_and_mul", MANY, 1, activation=_SILU),
-    _words("int4 with minima", FEW[0], 4, beside=words.MINIMUM, group=32, span=32),
-    _words("int4 with minima", MANY_NARROW, 1, beside=words.MINIMUM, group=32, span=32),
-    _words("int8", FEW[0], 4, code=words.INT8, beside=words.NOTHING, group=0),
-    _words("int8", MANY, 1, code=words.INT8, beside=words.NOTHING, group=0),
-    _words("E4M3", FEW[0], 4, code=words.E4M3, beside=words.NOTHING, group=0),
-    _words("E4M3 in groups of 128", MANY, 1, code=words.E4M3, beside=words.NOTHING),
+    _words("int4 with minima", FEW[0], 4, offset=words.MINIMUM, group=32, span=32),
+    _words("int4 with minima", MANY_NARROW, 1, offset=words.MINIMUM, group=32, span=32),
+    _words("int8", FEW[0], 4, code=words.INT8, offset=words.NO_OFFSET, group=0),
+    _words("int8", MANY, 1, code=words.INT8, offset=words.NO_OFFSET, group=0),
+    _words("E4M3", FEW[0], 4, code=words.E4M3, offset=words.NO_OFFSET, group=0),
+    _words("E4M3 in groups of 128", MANY, 1, code=words.E4M3, offset=words.NO_OFFSET),
 )
 
 FINISH = Resources(
@@ -435,7 +435,7 @@ MATRIX_ROWS = (
             "factors": None,
             "order": None,
             "FORMAT": words.INT4.value,
-            "BESIDE": words.ZERO.value,
+            "OFFSET": words.ZERO.value,
             "GROUP": 128,
             "HALVES": False,
             "TILES": matrix.TILES_AT_ONCE,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvik.errors import ConfigError
 from kvik.nn.formats.base import LinearShape
-from kvik.nn.formats.bits import lessen
+from kvik.nn.formats.bits import subtract_one
 from kvik.nn.formats.integers import natural_index
 from kvik.quantize.layouts import layouts, quantization_config
 from kvik.quantize.quantised import Float8, Grid, Quantised, Scales, float8
@@ -54,7 +54,7 @@ def test_integers_in_the_bytes_of_the_tools(case: str) -> None:
     written = layout.tensors(quantised)
     if case.startswith("gptq") and not recipe.symmetric:
         # AutoGPTQ has the older format alone
-        written["qzeros"] = lessen(written["qzeros"], recipe.bits)
+        written["qzeros"] = subtract_one(written["qzeros"], recipe.bits)
     same(written, stored)
     if not case.startswith("gptq"):  # whose index may be left out, and may be wider
         assert layout.num_bytes == sum(tensor.nbytes for tensor in written.values())

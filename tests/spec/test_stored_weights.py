@@ -29,11 +29,11 @@ FLOAT8 = {"num_bits": 8, "type": "float"}
     [
         (awq_config(), StoredScheme("awq", 4, 32, symmetric=False)),
         (awq_config(group_size=-1, version="GEMM"), StoredScheme("awq", 4, symmetric=False)),
-        (gptq_config(), StoredScheme("gptq", 4, 32, lessened=True)),
+        (gptq_config(), StoredScheme("gptq", 4, 32, zeros_less_one=True)),
         (gptq_config(bits=8, sym=False, format="gptq_v2"), StoredScheme("gptq", 8, 32,
                                                                         symmetric=False)),
         (gptq_config(desc_act=True, checkpoint_format="gptq"), StoredScheme("gptq", 4, 32,
-                                                                ordered=True, lessened=True)),
+                                                                ordered=True, zeros_less_one=True)),
         (compressed_config(), StoredScheme("pack-quantized", 4, 32)),
         (compressed_config(actorder="group"), StoredScheme("pack-quantized", 4, 32, ordered=True)),
         (compressed_config(actorder="weight"), StoredScheme("pack-quantized", 4, 32)),
@@ -51,7 +51,7 @@ FLOAT8 = {"num_bits": 8, "type": "float"}
         (fp8_config(), StoredScheme("fp8", 8, 128, 128, fp8_activations="group")),
         (fp8_config(weight_block_size=None, activation_scheme="static"),
          StoredScheme("fp8", 8, band=0, fp8_activations="static")),
-        (fp8_config(fmt="e5m2"), StoredScheme("fp8", 8, 128, 128, wide=True)),
+        (fp8_config(fmt="e5m2"), StoredScheme("fp8", 8, 128, 128, e5m2=True)),
         (fp8_config(weight_block_size=None),
          StoredScheme("fp8", 8, band=0, fp8_activations="token")),
         ({"quant_method": "fbgemm_fp8", "modules_to_not_convert": None},
@@ -125,8 +125,8 @@ def test_gptq_by_module() -> None:
         )
     )
     assert stored.scheme("model.layers.3.self_attn.k_proj") is None
-    assert stored.scheme(DOWN) == StoredScheme("gptq", 8, 0, lessened=True)
-    usual = StoredScheme("gptq", 4, 32, lessened=True)
+    assert stored.scheme(DOWN) == StoredScheme("gptq", 8, 0, zeros_less_one=True)
+    usual = StoredScheme("gptq", 4, 32, zeros_less_one=True)
     assert stored.scheme("model.layers.4.mlp.down_proj") == usual
     assert stored.scheme("lm_head") == usual  # named before the rule that leaves it out
     assert read(gptq_config(lm_head=True)).scheme("lm_head") == usual
@@ -308,7 +308,7 @@ def test_a_matrix_has_one_scheme() -> None:
     int8 = WeightKind("int8", activations="token")
     assert matrix_kind("int8", 96, (None, None), head=False) == int8
     # the same in memory, however it is stored
-    other = replace(packed, layout="pack-quantized", lessened=True)
+    other = replace(packed, layout="pack-quantized", zeros_less_one=True)
     assert matrix_kind("none", 96, (packed, other), head=False) == scheme
     # what no kernel multiplies is as good as floats
     zeros = StoredScheme("gptq", 8, 32, symmetric=False)
@@ -348,7 +348,7 @@ def test_the_plan_counts_what_is_stored() -> None:
     saved = quantised * (2 - packed)
     assert weight_bytes(spec, "bfloat16", "none") == spec.weight_bytes("bfloat16") - saved
     head = ModelSpec.from_config(LLAMA | {"quantization_config": gptq_config(lm_head=True)})
-    assert head.linear_layers()[-1].stored == (StoredScheme("gptq", 4, 32, lessened=True),)
+    assert head.linear_layers()[-1].stored == (StoredScheme("gptq", 4, 32, zeros_less_one=True),)
     tied = LLAMA | {"quantization_config": gptq_config(lm_head=True), "tie_word_embeddings": True}
     assert ModelSpec.from_config(tied).linear_layers()[-1].stored == (None,)
 

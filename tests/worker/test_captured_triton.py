@@ -174,7 +174,7 @@ def test_all_that_an_engine_captures_shares_memory(monkeypatch) -> None:
     assert [graph.rest() for graph in heads] == [False, False]
     assert len(made) == 1 and len(made[0].captured) == 2
     assert platform.graph_memory is not None
-    assert platform.graph_memory.news() == GraphCounts(2, 2, 5)
+    assert platform.graph_memory.changes() == GraphCounts(2, 2, 5)
 
 
 @pytest.mark.full

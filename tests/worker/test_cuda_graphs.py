@@ -23,7 +23,7 @@ from helpers.optional_native import needs_native
 from kvik.config.graph_sizes import GraphSize, decoding_sizes
 from kvik.config.model_source import BUNDLED as STORIES
 from kvik.core.plan import GraphCounts
-from kvik.worker.captures import OFTEN, SHARE, Captured, GraphMemory
+from kvik.worker.captures import MIN_MISSES, TIME_SHARE, Captured, GraphMemory
 from kvik.worker.cuda_graphs import DecodeGraphs
 from kvik.worker.graphs import Eager, StepOutput
 from kvik.worker.input_batch import InputBatch
@@ -48,7 +48,7 @@ def test_logprobs_are_the_same_to_the_bit(name, column, tmp_path) -> None:
     with captured_steps(1, 2, 4, 8, 16) as made:
         found = run_column(column, sampling, model, **REFERENCE)
     ((graphs, again),) = made
-    assert again.replayed > OFTEN and len(graphs.captured) >= 1
+    assert again.replayed > MIN_MISSES and len(graphs.captured) >= 1
     for output, expected in zip(found, right, strict=True):
         assert output.prompt_logprobs == expected.prompt_logprobs
         for completion, wanted in zip(output.outputs, expected.outputs, strict=True):
@@ -85,9 +85,9 @@ def test_steps_with_drafts_are_replayed(drafter, monkeypatch) -> None:
     with captured_steps(1, 2, 4, 8, drafts=3, heads=heads) as made:
         found = run_column(column, sampling, model, **options)
     assert (len(made), len(heads)) == (1 + (drafter == "draft_model"), drafter == "medusa")
-    assert all(again.replayed > OFTEN for again in heads)
+    assert all(again.replayed > MIN_MISSES for again in heads)
     for (graphs, again), longest in zip(made, (4, 2), strict=False):
-        assert again.replayed > OFTEN and not graphs.rest()
+        assert again.replayed > MIN_MISSES and not graphs.rest()
         prompts = [tokens for runner, tokens in eager if runner is graphs._eager]
         assert prompts and min(prompts) > longest
     assert sum(output.num_accepted_tokens for output in found) > 0
@@ -200,17 +200,17 @@ class Rig:
 
 def test_what_runs_often_is_captured_first_and_capturing_takes_little_time() -> None:
     rig = Rig(1, 2, 4, 8)
-    rig.steps(OFTEN, 3)
+    rig.steps(MIN_MISSES, 3)
     assert rig.captured == [] and rig.clock.now == 0  # the first steps just run
     rig.steps(1, 3)
     assert rig.captured == [4] and rig.capturer.replays == 1
-    rig.steps(OFTEN + 1, 7)
-    rig.steps(OFTEN + 3, 1)
+    rig.steps(MIN_MISSES + 1, 7)
+    rig.steps(MIN_MISSES + 3, 1)
     assert rig.captured == [4]  # it is not time
-    rig.clock.now += 1 / SHARE
+    rig.clock.now += 1 / TIME_SHARE
     rig.steps(1, 1)
     assert rig.captured == [4, 1]
-    rig.clock.now += 1 / SHARE
+    rig.clock.now += 1 / TIME_SHARE
     rig.steps(1, 8)
     assert rig.captured == [4, 1, 8]
     replays = rig.capturer.replays
@@ -218,7 +218,7 @@ def test_what_runs_often_is_captured_first_and_capturing_takes_little_time() -> 
     rig.steps(1, 8)
     assert rig.capturer.replays == replays + 2
     rig.step(3, 3)
-    rig.steps(OFTEN, 12)
+    rig.steps(MIN_MISSES, 12)
     assert rig.capturer.replays == replays + 2 and rig.captured == [4, 1, 8]
 
 
@@ -255,7 +255,7 @@ def test_an_idle_engine_gives_up_what_cannot_be_captured(caplog) -> None:
 
 def test_a_step_is_not_padded_too_far() -> None:
     rig = Rig(1, 2, 4, 8, 16)
-    rig.steps(OFTEN + 1, 16)
+    rig.steps(MIN_MISSES + 1, 16)
     assert rig.captured == [16] and rig.capturer.replays == 1
     rig.steps(1, 5)
     assert rig.capturer.replays == 2
@@ -265,11 +265,11 @@ def test_a_step_is_not_padded_too_far() -> None:
 
 def test_what_cannot_be_captured_runs_eagerly(caplog) -> None:
     rig = Rig(1, 2, 4)
-    rig.steps(OFTEN + 1, 2)
+    rig.steps(MIN_MISSES + 1, 2)
     rig.capturer.fails = True
-    rig.clock.now += 1 / SHARE
-    rig.steps(3 * OFTEN, 4)
-    rig.steps(3 * OFTEN, 1)
+    rig.clock.now += 1 / TIME_SHARE
+    rig.steps(3 * MIN_MISSES, 4)
+    rig.steps(3 * MIN_MISSES, 1)
     (record,) = caplog.records
     assert "run eagerly" in record.message and "no room" in record.exc_text
     assert rig.captured == [2]
@@ -293,8 +293,8 @@ def test_no_more_is_captured_than_the_plan_put_aside(caplog) -> None:
     rig.steps(1, 2)
     rig.steps(1, 12)  # as 16
     assert rig.capturer.replays == 2
-    rig.clock.now += 1 / SHARE
-    rig.steps(3 * OFTEN, 3)  # it is too small for that
+    rig.clock.now += 1 / TIME_SHARE
+    rig.steps(3 * MIN_MISSES, 3)  # it is too small for that
     assert rig.capturer.replays == 2 and len(rig.captured) == 3 and len(caplog.records) == 1
 
 
@@ -302,10 +302,10 @@ def test_no_more_is_captured_than_the_plan_put_aside(caplog) -> None:
 def test_one_that_is_far_too_large_leaves_room_for_steps(caplog, left: int, kept) -> None:
     rig = Rig(2, 8, memory=1000)
     rig.capturer.size, rig.capturer.left = 5000, left  # more than anybody thought
-    rig.steps(OFTEN + 1, 2)
+    rig.steps(MIN_MISSES + 1, 2)
     assert rig.captured == kept and rig.capturer.replays == len(kept)
-    rig.clock.now += 1 / SHARE
-    rig.steps(2 * OFTEN, 7)
+    rig.clock.now += 1 / TIME_SHARE
+    rig.steps(2 * MIN_MISSES, 7)
     assert rig.captured == kept and rig.memory.taken == 5000 * len(kept) + rig.output_bytes
     (record,) = caplog.records  # of one that was kept nobody knows what others will take
     assert not rig.graphs.rest() and ("one more about" in record.message) == (not kept)
@@ -314,11 +314,11 @@ def test_one_that_is_far_too_large_leaves_room_for_steps(caplog, left: int, kept
 
 def test_what_graphs_take_is_told_when_it_changed() -> None:
     memory = GraphMemory(100, 0)
-    assert memory.news() == GraphCounts(0, 0, 100) and memory.news() is None
-    assert memory.keeps(30, 0) and memory.keeps(0, 0)
-    assert memory.news() == GraphCounts(2, 30, 100) and memory.news() is None
+    assert memory.changes() == GraphCounts(0, 0, 100) and memory.changes() is None
+    assert memory.keep(30, 0) and memory.keep(0, 0)
+    assert memory.changes() == GraphCounts(2, 30, 100) and memory.changes() is None
     memory.share(5)
-    assert memory.news() == GraphCounts(2, 35, 100) and memory.news() is None
+    assert memory.changes() == GraphCounts(2, 35, 100) and memory.changes() is None
 
 
 def test_the_output_that_all_write_to_is_counted_once() -> None:

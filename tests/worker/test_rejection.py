@@ -330,4 +330,4 @@ def test_greedy_rows_and_rows_without_drafts_stand_beside_drawn_drafts() -> None
 
 def test_who_may_get_drawn_drafts() -> None:
     table = Texts(MANY, 7, frozenset()).table
-    assert table.certain(np.arange(len(MANY))).tolist() == [True] * 7 + [False]
+    assert table.must_match(np.arange(len(MANY))).tolist() == [True] * 7 + [False]

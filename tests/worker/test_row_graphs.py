@@ -6,7 +6,7 @@ import torch
 from helpers.captured import Again
 from torch import Tensor
 
-from kvik.worker.captures import OFTEN, GraphMemory
+from kvik.worker.captures import MIN_MISSES, GraphMemory
 from kvik.worker.graphs import CapturedRows, EagerRows
 
 calls: list[int] = []
@@ -24,7 +24,7 @@ def rows(count: int) -> tuple[Tensor, Tensor]:
 def test_rows_are_padded_and_say_the_same() -> None:
     again = Again()
     graph = CapturedRows(scaled, rows(1), (2, 4), again, lambda: 0.0, GraphMemory(9, 0))
-    for count in [3] * OFTEN + [3, 2, 4, 1, 5]:
+    for count in [3] * MIN_MISSES + [3, 2, 4, 1, 5]:
         inputs = rows(count)
         torch.testing.assert_close(graph.run(*inputs), inputs[0] * inputs[1][:, None])
     assert again.replayed == 4  # the last of 3, and those after it that fit, if not too loosely

@@ -59,8 +59,8 @@ class Weight:
             kind,
             new(rows, inputs // 2 if kind.codes == "int4" else inputs, dtype=DTYPES[kind.codes]),
             None if kind.floats else new(*groups, dtype=torch.float32),
-            new(*groups, dtype=torch.uint8) if kind.beside == "zeros" else None,
-            new(*groups, dtype=torch.float32) if kind.beside == "minima" else None,
+            new(*groups, dtype=torch.uint8) if kind.offsets == "zeros" else None,
+            new(*groups, dtype=torch.float32) if kind.offsets == "minima" else None,
             torch.zeros(inputs, dtype=torch.int32, device=device) if kind.ordered else None,
             torch.zeros(1, device=device) if kind.activations == "static" else None,
         )

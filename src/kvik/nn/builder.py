@@ -1,6 +1,7 @@
-"""What a model is built with: it declares layers by checkpoint name and gets them back unfilled.
+"""The builder of a model's layers: a model declares each layer by its checkpoint name and gets it
+back with unfilled weights.
 
-A model therefore has no loading code, and does not know how its weights are stored.
+So a model has no loading code and does not know how its weights are stored.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from kvik.spec.stored_weights import StoredQuantization, StoredScheme, stored_al
 from kvik.spec.weights import matrix_kind
 
 BIAS = "bias"
-# Calibrated steps of a quantised cache, beside the projections or in them; the engine finds its
-# own.
+# Calibrated scales of a quantised KV cache, stored with the projections. They are ignored: the
+# engine computes its own scales.
 KV_SCALES = ("q_scale", "k_scale", "v_scale", "kv_scale")
 
 
@@ -52,10 +53,10 @@ class DeclaredTensor:
 
     Attributes:
         name, shape: in the checkpoint.
-        dtype, because: as of `StoredTensor`.
-        kind: "matrix", "gain" or "bias": what random weights look like here.
+        dtype, because: as in `StoredTensor`.
+        kind: "matrix", "gain" or "bias": how random weights initialise it.
         in_runs: `fill` takes runs of rows, in any order; else the whole tensor.
-        fill: takes the first row and the values from there on, and does not hold on to them.
+        fill: takes the index of the first row and the values from there on; keeps no reference.
     """
 
     name: str
@@ -69,14 +70,14 @@ class DeclaredTensor:
 
 @dataclass(slots=True)
 class Declarations:
-    """Everything a model declared, in order, and the device that it is on."""
+    """Everything a model declared, in order, and the device of its weights."""
 
     device: torch.device
     tensors: list[DeclaredTensor] = field(default_factory=list)
     ignored: set[str] = field(default_factory=set)
 
 
-# (names of the layers of one matrix, its inputs, outputs of each) -> what follows the product.
+# (names of a matrix' layers, its inputs, outputs of each layer) -> stages after the product.
 MakeStages = Callable[[Sequence[str], int, Sequence[int]], Sequence[Stage]]
 
 
@@ -105,12 +106,12 @@ class Builder:
         """
         Args:
             groups: KV groups in the order of `ForwardContext.metadata`.
-            max_model_len: positions; fixes the base of "dynamic" rotary ones.
-            checkpoint: None: random weights, which are floats.
+            max_model_len: number of positions; fixes the base of "dynamic" rotary embeddings.
+            checkpoint: source of the weights; None: random floats.
             stored_quantization: how the checkpoint stores linear layers; None: as floats.
-            quantization: of linear layers as they are loaded, as in `EngineConfig`.
-            storage: of the weights; None: new memory.
-            stages: what follows the products of matrices, but for logits.
+            quantization: applied to linear layers while loading, as in `EngineConfig`.
+            storage: allocates the weights; None: new memory.
+            stages: makes the stages after each matrix product, except that of the logits.
         """
         self.ops = ops
         self.backend = backend
@@ -135,8 +136,8 @@ class Builder:
         """Return the builder of a narrower scope.
 
         Args:
-            optional: checkpoints may leave this part of the names out (those saved from the bare
-                trunk of a model do); then the scope stays as it is.
+            optional: checkpoints may omit this part of the names (those saved from the bare
+                trunk of a model do); then the scope is unchanged.
         """
         scope = self._name(str(name))
         found = any(layer.startswith(f"{scope}.") for layer in self._stored)
@@ -147,7 +148,7 @@ class Builder:
         return inner
 
     def ignore(self, *names: str) -> None:
-        """Tensors that some checkpoints hold and the model does not need."""
+        """Skip tensors that some checkpoints contain and the model does not need."""
         self.declared.ignored.update(self._name(name) for name in names)
 
     def linear(
@@ -164,7 +165,7 @@ class Builder:
         """x [tokens, inputs] -> [tokens, sum of outputs], fused from one layer per name.
 
         Args:
-            role: what the matrix does in a block, for those who only list what is declared.
+            role: what the matrix does in a block; only `spec.declare.describe` reads it.
             transposed: the checkpoint stores [inputs, outputs].
             activation: of the outputs; "silu_and_mul" halves them.
         """
@@ -185,11 +186,11 @@ class Builder:
     ) -> Heads:
         """Projections of x [tokens, inputs], each into its number of heads."""
         linears, parts, first = [], [], 0
-        for size in self._alike(names):
-            some = slice(first, first + size)
-            widths = tuple(count * head_dim for count in heads[some])
-            linears.append(self.linear(names[some], inputs, widths, bias=bias, role="qkv"))
-            parts.append(heads[some])
+        for size in self._matrix_sizes(names):
+            members = slice(first, first + size)
+            widths = tuple(count * head_dim for count in heads[members])
+            linears.append(self.linear(names[members], inputs, widths, bias=bias, role="qkv"))
+            parts.append(heads[members])
             first += size
         return Heads(linears, parts, head_dim)
 
@@ -208,7 +209,7 @@ class Builder:
     def mlp(
         self, up: str, down: str, hidden: int, inner: int, *, bias: bool, transposed: bool
     ) -> MLP:
-        """Return the two matrices `up` and `down` of this scope."""
+        """Return the MLP of the two matrices `up` and `down` of this scope."""
         return MLP(
             self.linear(
                 up,
@@ -231,19 +232,20 @@ class Builder:
     def token_embedding(
         self, name: str, vocab: int, hidden: int, *, tied: bool
     ) -> Embedding | MatrixEmbedding:
-        """Return the vectors of tokens; tied: their matrix is the head's too."""
+        """Return the token embedding; tied: the head has the same matrix."""
         scheme = None
         if self.checkpoint is not None and self.stored_quantization is not None:
             scheme = self.stored_quantization.embedding_scheme(self._name(name))
-        held = self._name(name) in self.storage.names
-        if not tied and scheme is None and not held:
+        stored_as_matrix = self._name(name) in self.storage.names
+        if not tied and scheme is None and not stored_as_matrix:
             return self.embedding(name, vocab, hidden)
         shape = LinearShape(hidden, vocab)
         linear = self._linear((name,), [shape], [scheme], bias=False, head=True)
         return MatrixEmbedding(self.ops, linear.matrix, self.dtype, tied)
 
     def lm_head(self, name: str, embedding: Embedding | MatrixEmbedding) -> Linear:
-        """Logits over the rows of `embedding`, by its weight or by a matrix of their own."""
+        """Return the head: logits over the rows of `embedding`, from its matrix or a separate
+        one."""
         if isinstance(embedding, MatrixEmbedding) and embedding.tied:
             self.ignore(f"{name}.weight")
             return Linear(self.ops, embedding.matrix)
@@ -263,7 +265,7 @@ class Builder:
         return Rope(self.ops, spec, head_dim, self.max_model_len, self.device)
 
     def attention(self, layer: int, head_dim: int) -> Attention:
-        """Attention of a layer with the usual scale, 1 / sqrt(head_dim)."""
+        """Return the attention of a layer with the usual scale, 1 / sqrt(head_dim)."""
         self.ignore(*KV_SCALES)
         return Attention(self.backend, layer, self._group_of[layer], head_dim**-0.5)
 
@@ -280,8 +282,8 @@ class Builder:
         """
         Args:
             stored: how the checkpoint stores each layer; None: as floats.
-            head: its logits are fp32, because their differences are what counts. The embedding is
-                its like: neither is rounded to less than eight bits.
+            head: the layer gives logits or is the embedding. Logits are fp32, because small
+                differences between them matter; the weight keeps at least eight bits.
         """
         layers = [self._name(name) for name in names]
         inputs, rows = shapes[0].inputs, sum(shape.outputs for shape in shapes)
@@ -330,8 +332,8 @@ class Builder:
             return None
         return self.stored_quantization.scheme(self._name(name))
 
-    def _alike(self, names: tuple[str, ...]) -> list[int]:
-        """Return how many neighbours are one matrix."""
+    def _matrix_sizes(self, names: tuple[str, ...]) -> list[int]:
+        """Return the number of consecutive layers that each matrix holds."""
         if not self.storage.names:
             return stored_alike([self._scheme(name) for name in names])
         sizes: list[int] = []
@@ -342,7 +344,7 @@ class Builder:
         return sizes
 
     def _joined(self, names: tuple[str, ...]) -> str:
-        """Return the name of the matrix of some layers."""
+        """Return the name of the matrix that holds these layers."""
         return " + ".join((self._name(names[0]), *names[1:]))
 
     def _format(self, layer: str, shape: LinearShape, scheme: StoredScheme | None) -> WeightFormat:

@@ -41,8 +41,8 @@ class Embedding:
 
 
 class MatrixEmbedding:
-    """Vectors of tokens that are rows of a matrix: because it is the head's too (Press and Wolf
-    2017), or because it is stored in a format that kernels unpack."""
+    """A token embedding whose vectors are rows of a matrix: it is shared with the head (Press and
+    Wolf 2017), or stored in a format that kernels unpack."""
 
     __slots__ = ("dtype", "matrix", "ops", "tied")
 
@@ -127,22 +127,22 @@ class Attention:
         rotation: Tensor | None = None,
         norms: tuple[RMSNorm, RMSNorm] | None = None,
     ) -> Tensor:
-        """Normalise and turn q and k, store k and v, attend.
+        """Normalise and rotate q and k, store k and v, attend.
 
         Args:
             q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim].
-            rotation: [tokens, head_dim] fp32, of `Rope.at`; None where nothing turns.
-            norms: of the heads of q and k, with one eps; None: none.
+            rotation: [tokens, head_dim] fp32, of `Rope.at`; None: no rotary positions.
+            norms: of the heads of q and k, with the same eps; None: none.
 
         Returns:
             [tokens, heads * head_dim].
         """
         kv, metadata = ctx.kv[self.layer], ctx.metadata[self.group]
-        by: HeadNorms | None = None
+        head_norms: HeadNorms | None = None
         if norms is not None:
-            of_q, of_k = norms
-            by = HeadNorms(of_q.weight, of_k.weight, of_q.eps)
-        attend = Attend(q, k, v, kv, metadata, self.scale, rotation, by)
+            q_norm, k_norm = norms
+            head_norms = HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps)
+        attend = Attend(q, k, v, kv, metadata, self.scale, rotation, head_norms)
         return self.backend.run(attend).flatten(1)
 
 
@@ -150,8 +150,8 @@ class Attention:
 
 
 class Heads:
-    """Several projections of x. Neighbours whose weights are stored alike are one matrix; of
-    others each keeps its own format."""
+    """Several projections of x. Consecutive projections whose weights are stored in the same way
+    form one matrix."""
 
     __slots__ = ("head_dim", "heads", "linears")
 
@@ -160,7 +160,7 @@ class Heads:
     ) -> None:
         """
         Args:
-            heads: of the projections that each of `linears` makes.
+            heads: for each of `linears`, the number of heads of each of its projections.
         """
         self.linears = linears
         self.heads = heads
@@ -168,11 +168,11 @@ class Heads:
 
     def __call__(self, x: Tensor, ctx: ForwardContext | None) -> list[Tensor]:
         """x [tokens, inputs] -> [tokens, heads, head_dim] of each projection."""
-        found: list[Tensor] = []
+        projections: list[Tensor] = []
         for linear, heads in zip(self.linears, self.heads, strict=True):
-            together = linear(x, ctx).view(-1, sum(heads), self.head_dim)
-            found += together.split_with_sizes(heads, 1)
-        return found
+            fused = linear(x, ctx).view(-1, sum(heads), self.head_dim)
+            projections += fused.split_with_sizes(heads, 1)
+        return projections
 
 
 # Feed-forward blocks.
@@ -181,7 +181,7 @@ class Heads:
 class GatedMLP:
     """down(silu(gate(x)) * up(x)) + residual (SwiGLU, Shazeer 2020).
 
-    Gate and up are one matrix product, with the activation behind it.
+    Gate and up are one matrix product, followed by the activation.
     """
 
     __slots__ = ("down", "gate_up")
@@ -214,15 +214,15 @@ class MLP:
 
 
 class Stage(Protocol):
-    """What stands between the product of a matrix and its activation: an adapter that adds to some
-    rows, or a sum over ranks that have parts of the inputs."""
+    """An operation between a matrix product and its activation: an adapter that adds to some rows,
+    or a sum over ranks that each hold a part of the inputs."""
 
     def __call__(self, x: Tensor, y: Tensor, ctx: ForwardContext | None) -> Tensor:
-        """x [tokens, inputs], y = x W^T + b [tokens, rows of W] -> what takes the place of y.
+        """x [tokens, inputs], y = x W^T + b [tokens, rows of W] -> the new y.
 
         Args:
-            y: with the bias; where ranks are summed, one of them alone has it.
-            ctx: None outside of a forward, as in heads that draft.
+            y: with the bias; where ranks are summed, only one rank adds it.
+            ctx: None outside of a forward pass, as in draft heads.
         """
         ...
 
@@ -230,8 +230,8 @@ class Stage(Protocol):
 class Linear:
     """y = activation(x W^T + b) + residual.
 
-    This is one operation where nothing stands between the product and the activation. Where stages
-    do, it is: product, stages, activation, residual. The matrix has no activation then.
+    Without stages this is one operation. With stages the order is product, stages, activation,
+    residual, and the matrix itself has no activation.
     """
 
     __slots__ = ("activation", "matrix", "ops", "stages")
@@ -245,7 +245,7 @@ class Linear:
     ) -> None:
         """
         Args:
-            activation: behind the stages; None: none, or it is the matrix'.
+            activation: applied after the stages; None: none, or the matrix applies it.
         """
         self.ops = ops
         self.matrix = matrix
@@ -258,7 +258,7 @@ class Linear:
         """x [tokens, inputs], residual [tokens, outputs] -> [tokens, outputs].
 
         Args:
-            ctx: what stages look at; None outside of a forward.
+            ctx: passed to the stages; None outside of a forward pass.
         """
         if not self.stages:
             return self.ops.linear(x, self.matrix, residual)

@@ -1,9 +1,8 @@
-"""What an architecture is: its row of facts, and what its network is declared with.
+"""The vocabulary of model declarations: facts of an architecture, and the layers of its network.
 
-The constructors of `models/` declare layers to a `LayerBuilder`. `nn.builder` makes them;
-`describe` runs the same constructors over a builder that only lists what they declare. So the
-parameters, the memory plan, the quantiser and the planner read the one declaration of a model, and
-need no torch.
+The constructors in `models/` declare layers to a `LayerBuilder`. `nn.builder` creates these layers;
+`describe` runs the same constructors with a builder that only lists them. So parameter counts, the
+memory plan, the quantiser and the planner read the one declaration of a model without torch.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ class Architecture:
     """What an architecture implies beyond the sizes in its config.json.
 
     Attributes:
-        name: as config.json has it in `architectures`.
-        model_type: what config.json calls the family, used when it names no architecture.
+        name: as in `architectures` of config.json.
+        model_type: as in config.json; used when it names no architecture.
         make: the constructor of its network.
         qkv_bias, o_bias, mlp_bias: a fact, or the config.json key that decides (false if absent).
         tied: `tie_word_embeddings` when config.json does not say.
@@ -48,11 +47,11 @@ class Architecture:
         rms_norm: RMSNorm, else LayerNorm with biases.
         gated_mlp: down(act(gate(x)) * up(x)), else down(act(up(x))).
         rotary: rotary positions, else learned ones.
-        keys: config.json's own names of keys that usually have another.
-        fixed: keys whose other values change the arithmetic and are refused.
-        gguf: `general.architecture` of its GGUF files; None: it has none.
-        gguf_names: what a block's tensors are called there -> in the checkpoint, where that is not
-            as in Llama's files.
+        keys: usual name of a config.json key -> its name in this architecture.
+        fixed: keys with the only supported value; another one would change the arithmetic.
+        gguf: `general.architecture` of its GGUF files; None: none exist.
+        gguf_names: names of a block's tensors in GGUF -> in the checkpoint, where they differ from
+            Llama's.
     """
 
     name: str
@@ -111,7 +110,7 @@ class Network(Model, Protocol):
     """A model whose layers can be run by themselves: forward is norm(blocks(enter(ids)))."""
 
     def blocks(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """Return the residual stream x [tokens, hidden] -> the same behind the last layer."""
+        """Residual stream x [tokens, hidden] before the first layer -> after the last layer."""
         ...
 
 
@@ -164,7 +163,7 @@ class PositionTable(TokenTable, Protocol):
 
 class Rotations(Protocol):
     def at(self, positions: Tensor) -> Tensor:
-        """positions [tokens] -> what turns heads there, [tokens, head_dim]."""
+        """positions [tokens] -> their rotations, [tokens, head_dim]."""
         ...
 
 
@@ -240,7 +239,7 @@ class DeclaredLinear:
     """Linear layers over the same inputs, by the names that checkpoints give them.
 
     Attributes:
-        layer: the block's number; None: it stands in no block.
+        layer: the block's number; None: it is in no block.
         outputs: of each name.
         tied: its weight is the embedding's, and the names are not in the checkpoint.
     """
@@ -264,8 +263,8 @@ class DeclaredNorm:
     """A norm over `size` channels.
 
     Attributes:
-        biased: it has a bias beside its gain.
-        before: the role of the matrices that alone read what it gives; "": others do too.
+        biased: it has a bias in addition to its gain.
+        before: the role of the matrices that read its output, if nothing else does; else "".
     """
 
     layer: int | None
@@ -281,7 +280,7 @@ class DeclaredNorm:
 
 @dataclass(frozen=True, slots=True)
 class DeclaredTable:
-    """A table that is looked up: of tokens, or of positions."""
+    """A lookup table: of tokens or of positions."""
 
     role: Role
     name: str
@@ -299,7 +298,7 @@ class Declaration:
     """Everything that a model declares, in order.
 
     Attributes:
-        block: what the names in a block begin with; {} is its number.
+        block: prefix of the names in a block; {} stands for its number.
     """
 
     linears: list[DeclaredLinear] = field(default_factory=list)
@@ -327,13 +326,13 @@ class Declaration:
         return [linear for linear in self.linears if linear.layer == layer]
 
     def in_block(self, name: str) -> str:
-        """The name within its block of a layer or norm that stands in one."""
+        """Return the name of a block's layer or norm without the prefix of the block."""
         head, _, tail = self.block.partition("{}")
         return name.removeprefix(head).partition(tail)[2]
 
 
 def describe(make: Callable[[ModelFacts, LayerBuilder], Network], spec: ModelFacts) -> Declaration:
-    """List what a network declares when it is made."""
+    """Return what a network declares in its constructor."""
     declaration = Declaration()
     make(spec, cast(LayerBuilder, _Describer(declaration)))
     return declaration
@@ -341,7 +340,7 @@ def describe(make: Callable[[ModelFacts, LayerBuilder], Network], spec: ModelFac
 
 @dataclass(frozen=True, slots=True)
 class _Described:
-    """Stands where a layer would; what was declared is in the `Declaration`."""
+    """Placeholder of a layer; the `Declaration` says what was declared."""
 
     table: DeclaredTable | None = None
 
@@ -350,7 +349,7 @@ _DESCRIBED = _Described()
 
 
 class _Describer:
-    """The builder that only lists."""
+    """A builder that only lists declarations."""
 
     def __init__(self, declaration: Declaration) -> None:
         self._found = declaration

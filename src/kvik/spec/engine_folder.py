@@ -1,8 +1,8 @@
-"""The manifest of an engine folder: a model whose weights are ready for the kernels of one kind of
-machine (`kvik build`). It says what the folder was built for, and where each tensor lies.
+"""The manifest of an engine folder: a model whose weights are packed for the kernels of one kind of
+machine (`kvik build`). It records what the folder was built for and where each tensor is stored.
 
-A folder holds engine.json (this), weights.bin, and the model's own descriptions: config.json,
-tokenizer, templates.
+A folder contains engine.json (the manifest), weights.bin, and the model's own config.json,
+tokenizer and templates.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from kvik.spec.fields import Fields, read_json
 
 MANIFEST = "engine.json"
 WEIGHTS = "weights.bin"
-FORMAT = 1  # of the manifest and of the head of the weights
-# The first page of the weights: a seal that only this build has, then zeros.
+FORMAT = 1  # of the manifest and of the first page of the weights
+# The first page of the weights: a seal that is unique to the build, then zeros.
 SEAL_BYTES, HEAD_BYTES = 32, 4096
 ALIGNMENT = 4096
 
@@ -48,10 +48,10 @@ CHUNK = 1 << 22  # bytes read at a time
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor lies in the weights.
+    """Where a tensor is stored in the weights.
 
     Attributes:
-        offset: its first byte.
+        offset: of its first byte.
     """
 
     offset: int
@@ -68,8 +68,8 @@ class Entry:
     """A matrix or a plain tensor.
 
     Attributes:
-        kind: of the matrix' weight, in a word or two; "": a plain tensor.
-        parts: the tensors it is made of, by name.
+        kind: `WeightKind.name` of the matrix; "": a plain tensor.
+        parts: the tensors that make it up, by name.
     """
 
     kind: str
@@ -84,16 +84,17 @@ class FileFacts:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """
+    """The contents of engine.json.
+
     Attributes:
         kvik: the version that built it.
         kernels: "native", "triton" or "torch".
-        packing: how matrices lie in memory; see `kernels.packing`.
+        packing: memory layout of matrices; see `kernels.packing`.
         instruction_set: of the machine that built it, for information.
         byte_order: "little" or "big".
         dtype, quantization: as in `EngineConfig`.
         seal: hexadecimal; the weights begin with it.
-        files: every file of the folder but the manifest.
+        files: every file of the folder except the manifest.
         tensors: by their names in the model.
     """
 
@@ -136,10 +137,11 @@ def is_engine_folder(folder: Path) -> bool:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """
+    """Read and check the manifest of a folder.
+
     Raises:
-        ModelError: it is no manifest, not of this format or byte order, or its tensors do not lie
-            within the weights.
+        ModelError: it is no manifest, has another format or byte order, or describes tensors that
+            exceed the weights.
     """
     fields = Fields(read_json(folder / MANIFEST), MANIFEST)
     if fields.raw("format") != FORMAT:
@@ -169,7 +171,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def rebuild(folder: Path) -> str:
-    """Return what to do about a folder that does not fit."""
+    """Return the advice to build a folder again."""
     return f"Build it again: kvik build MODEL -o {folder.name}"
 
 
@@ -215,10 +217,10 @@ def _place(fields: Fields, end: int) -> Place:
 
 
 def read_built(folder: Path) -> Built | None:
-    """Of an engine folder, checked as far as is quick; None: it is none.
+    """Return what an engine folder was built for, after the quick checks; None: no engine folder.
 
     Raises:
-        ModelError: the folder is damaged, or not for this version or machine.
+        ModelError: the folder is damaged, or built for another version or machine.
     """
     if not is_engine_folder(folder):
         return None
@@ -234,33 +236,36 @@ def read_built(folder: Path) -> Built | None:
 
 
 def check_seal(folder: Path, found: bytes, manifest: Manifest) -> None:
-    """
+    """Check that weights that begin with `found` belong to the manifest.
+
     Raises:
-        ModelError: weights that begin with `found` are of another build.
+        ModelError: they are of another build.
     """
     if found.hex() != manifest.seal:
         raise ModelError(WEIGHTS, f"is not of the same build as {MANIFEST}. {rebuild(folder)}")
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
-    """Quickly: the size of each file, the seal of the weights, and the hashes of all others.
+    """Check the size of each file, the seal of the weights, and the hashes of the other files.
+
+    This is quick, because the weights are not read.
 
     Raises:
-        ModelError: a file is missing, was cut or altered.
+        ModelError: a file is missing, truncated or altered.
     """
     for name, facts in manifest.files.items():
         _check_size(folder, name, facts)
         if name == WEIGHTS:
-            check_seal(folder, _begin(folder), manifest)
+            check_seal(folder, _read_seal(folder), manifest)
         else:
             _check_hash(folder, name, facts)
 
 
 def verify(folder: Path) -> int:
-    """Read every byte of an engine folder: how many they are.
+    """Check every byte of an engine folder, and return their number.
 
     Raises:
-        ModelError: something is not as it was built.
+        ModelError: a file was altered since it was built.
     """
     manifest = read_manifest(folder)
     check_files(folder, manifest)
@@ -269,7 +274,8 @@ def verify(folder: Path) -> int:
 
 
 def file_facts(path: Path) -> FileFacts:
-    """
+    """Return the size and hash of a file.
+
     Raises:
         OSError: it cannot be read.
     """
@@ -303,8 +309,8 @@ def _check_hash(folder: Path, name: str, facts: FileFacts) -> None:
         raise ModelError(name, f"was altered since it was built. {rebuild(folder)}")
 
 
-def _begin(folder: Path) -> bytes:
-    """Return what stands where the seal of the weights should."""
+def _read_seal(folder: Path) -> bytes:
+    """Return the first bytes of the weights, where their seal should be."""
     try:
         with (folder / WEIGHTS).open("rb") as file:
             return file.read(SEAL_BYTES)

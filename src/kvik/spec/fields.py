@@ -1,4 +1,4 @@
-"""Reading a JSON file that came from outside: every complaint names the file and the field."""
+"""Checked reading of JSON files: every error names the file and the field."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvik.errors import ModelError, shown
 from kvik.files import regular
 from kvik.options import Flag, Integer, Kind, Number, OneOf, Text
 
-MAX_JSON_BYTES = 32 << 20  # far above any honest config or shard index
+MAX_JSON_BYTES = 32 << 20  # far above any real config or shard index
 
 
 def read_json(path: Path) -> dict[str, object]:
@@ -42,10 +42,10 @@ ANY_TEXT = Text("a text", ".*")
 
 
 class Fields:
-    """Checked access to a JSON object. A key that is null counts as left out.
+    """Checked access to a JSON object. A key with the value null counts as absent.
 
-    Every reader returns the default for a key that is left out, and raises `ModelError` if there
-    is no default or the value is not what it must be.
+    Every reader returns the default for an absent key, and raises `ModelError` if there is no
+    default or the value is invalid.
     """
 
     def __init__(self, values: Mapping[str, object], where: str = "config.json") -> None:
@@ -56,7 +56,7 @@ class Fields:
         return self._values.get(key) is not None
 
     def is_null(self, key: str) -> bool:
-        """Return whether the key is written out as null."""
+        """Return whether the key is present with the value null."""
         return key in self._values and self._values[key] is None
 
     def raw(self, key: str) -> object:
@@ -85,17 +85,17 @@ class Fields:
         return value
 
     def strings(self, key: str) -> tuple[str, ...]:
-        """Return a list of strings; () when left out."""
+        """Return a list of strings; () if absent."""
         value = self._get(key, ())
         if not isinstance(value, list | tuple) or not all(isinstance(s, str) for s in value):
             raise self.error(key, f"must be a list of strings, not {shown(value)}")
         return tuple(value)
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
-        """One token id or a list of them; () when left out."""
+        """Return the token ids of a list or of a single id; () if absent."""
         value = self._get(key, ())
         ids: list[Any] = list(value) if isinstance(value, list | tuple) else [value]
-        good: dict[int, None] = {}  # keeps the order, drops what is said twice
+        good: dict[int, None] = {}  # keeps the order, drops duplicates
         for token in ids:
             is_int = isinstance(token, int) and not isinstance(token, bool)
             if not is_int or not 0 <= token < vocab_size:
@@ -112,11 +112,11 @@ class Fields:
         return value
 
     def inside(self, key: str) -> Fields:
-        """Return the fields of an object within this one; none when it is left out."""
+        """Return the fields of an object within this one; no fields if it is absent."""
         return Fields(self.mapping(key) or {}, f"{self._where} {key}")
 
     def changed(self, values: Mapping[str, object]) -> Fields:
-        """Return the same fields, but for some."""
+        """Return the same fields with some values replaced."""
         return Fields({**self._values, **values}, self._where)
 
     def _checked(self, key: str, kind: Kind, default: object) -> Any:

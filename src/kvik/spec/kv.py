@@ -15,10 +15,10 @@ class KVFacts:
     """A format of the KV cache.
 
     Attributes:
-        name: as `EngineConfig.kv_cache_dtype` calls it.
+        name: as in `EngineConfig.kv_cache_dtype`.
         bits: of a number.
-        scale_bytes: of a vector's scale, with its zero point where it has one.
-        meaning: how keys and values are stored, in words.
+        scale_bytes: of a vector's scale and zero point, if any.
+        meaning: how keys and values are stored, for help texts.
     """
 
     name: str
@@ -27,11 +27,11 @@ class KVFacts:
     meaning: str
 
     def vector_bytes(self, head_dim: int) -> int:
-        """Of K or V of one token and KV head, scale included."""
+        """Return the bytes of K or V of one token and KV head, scale included."""
         return -(-head_dim * self.bits // 8) + self.scale_bytes
 
 
-# From many bits to few; of equal ones the more exact first.
+# In descending order of bits, then of accuracy.
 KV_FORMATS: Mapping[str, KVFacts] = {
     facts.name: facts
     for facts in (
@@ -47,13 +47,13 @@ KV_FORMATS: Mapping[str, KVFacts] = {
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """What one layer stores per token, and which of it stays visible.
+    """What one layer stores per token, and how long it stays visible.
 
     Attributes:
         num_kv_heads, head_dim: shape of one token's K (and V).
         bytes_per_token: K and V of one layer, scales included.
-        window: keys that a query sees, its own included; None: all of them.
-        format: of the numbers, by its name in `KV_FORMATS`, or "auto".
+        window: number of keys that a query sees, its own included; None: all of them.
+        format: of the numbers, as in `KV_FORMATS`, or "auto".
     """
 
     num_kv_heads: int
@@ -80,10 +80,10 @@ class KVCacheSpec:
 
     def hit_length(self, cached: Callable[[int], bool], length: int, block_size: int) -> int:
         """Return the most blocks, up to `length`, that a request can take from the prefix cache:
-        all blocks must be cached that its next query sees.
+        every block that its next query sees must be cached.
 
         Args:
-            cached: whether a block of the prefix is.
+            cached: whether block i of the prefix is cached.
         """
         if self.window is None:
             return next((i for i in range(length) if not cached(i)), length)
@@ -92,18 +92,18 @@ class KVCacheSpec:
             missing = next((i for i in reversed(seen) if not cached(i)), None)
             if missing is None:
                 break
-            length = missing  # no longer prefix can do without it
+            length = missing  # every longer prefix needs this block
         return length
 
 
 def stored_as(
     specs: Sequence[KVCacheSpec], format: str, skipped: Collection[int] = ()
 ) -> list[KVCacheSpec]:
-    """Return the same layers in another format, but for those that keep theirs.
+    """Return the layers with another format.
 
     Args:
         format: of `KV_FORMATS`; "auto" changes nothing.
-        skipped: layers that are left as they are.
+        skipped: layers that keep their format.
     """
     if format == AUTO:
         return list(specs)
@@ -134,7 +134,7 @@ class KVGroup:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of all layers."""
+        """Sum over the layers."""
         return sum(spec.bytes_per_token for spec in self.specs)
 
     def layers_in(self, format: str) -> tuple[int, ...]:
@@ -165,13 +165,13 @@ def group_layers(specs: Sequence[KVCacheSpec]) -> tuple[KVGroup, ...]:
 
 
 def formats_of(groups: Sequence[KVGroup]) -> tuple[str, ...]:
-    """Every format that some layer is stored in, each once."""
+    """Return the formats of the layers, each once."""
     return tuple(dict.fromkeys(spec.format for group in groups for spec in group.specs))
 
 
 def block_bytes(groups: Sequence[KVGroup], block_size: int) -> int:
-    """Return bytes of one block of the shared pool: of each format what the group with most of it
-    needs, as only layers of one format can take turns in the same memory."""
+    """Return the bytes of one block of the shared pool: for each format, the largest need of a
+    group, because only layers of the same format can reuse the same memory."""
 
     def size(group: KVGroup, format: str) -> int:
         return sum(spec.bytes_per_token for spec in group.specs if spec.format == format)

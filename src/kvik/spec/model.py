@@ -1,4 +1,4 @@
-"""A model in facts: sizes, how its layers attend, how its checkpoint stores it."""
+"""Facts of a model: its sizes, the attention of its layers, the format of its checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvik.spec.stored_weights import (
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 SHORT_DTYPES: Mapping[str, str] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
-# Sizes above these are mistakes or attacks, not models.
+# Larger sizes are mistakes or attacks.
 MAX_VOCAB = 1 << 24
 MAX_WIDTH = 1 << 20
 MAX_LAYERS = 4096
@@ -28,10 +28,10 @@ class LinearLayers:
     """Equal linear layers of a model, each over `inputs` with `outputs`.
 
     Attributes:
-        count: how many.
-        head: the layer makes the logits; it may share its weights with the embedding, which counts
-            as one too.
-        stored: how the checkpoint stores the layers that it is made of; None: as floats.
+        count: number of layers.
+        head: the layer gives the logits; it may share its weights with the embedding, which then
+            counts as a layer too.
+        stored: how the checkpoint stores the parts of a layer; None: as floats.
     """
 
     count: int
@@ -42,8 +42,8 @@ class LinearLayers:
 
     @property
     def stored_bytes(self) -> int:
-        """Of one layer in the checkpoint, if it is stored quantised and has to be read as a whole:
-        at most, without scales."""
+        """Upper bound of one layer's bytes in the checkpoint, without scales; 0 unless it is
+        quantised and must be read as a whole."""
         whole = (part.bits for part in self.stored if part and not part.in_runs)
         bits = max(whole, default=0)
         return self.inputs * self.outputs * bits // 8
@@ -51,7 +51,7 @@ class LinearLayers:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Everything the engine needs to know of a model before it loads a byte of its weights."""
+    """Everything the engine needs to know about a model before it loads weights."""
 
     architecture: str  # e.g. "LlamaForCausalLM"
     vocab_size: int
@@ -77,14 +77,14 @@ class ModelFacts:
     quantization: StoredQuantization | None = None  # of the checkpoint; None: plain floats
     rms_norm: bool = True  # else LayerNorm, which has biases too
     gated_mlp: bool = True  # three matrices, else two
-    built: Built | None = None  # of an engine folder; None: its weights are still to be made ready
+    built: Built | None = None  # set for an engine folder, whose weights are already packed
 
     @property
     def max_context(self) -> int:
-        """Tokens the model can attend over once its positions are stretched.
+        """Tokens the model can attend over, with stretched positions.
 
-        "linear", "dynamic" and "yarn" files often keep `max_position_embeddings` at the length
-        before stretching; the other kinds write the final length.
+        Files of the kinds "linear", "dynamic" and "yarn" often give `max_position_embeddings`
+        before stretching; the other kinds give the final length.
         """
         if self.rope is None or self.rope.kind not in ("linear", "dynamic", "yarn"):
             return self.max_position_embeddings
@@ -105,5 +105,5 @@ class ModelFacts:
         ]
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Return bytes one token adds to the cache, all layers together."""
+        """Return the bytes that one token adds to the cache, over all layers."""
         return sum(spec.bytes_per_token for spec in self.kv_specs(dtype_bytes))

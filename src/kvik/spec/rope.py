@@ -1,4 +1,4 @@
-"""How a config.json describes rotary positions, in its older and its newer spelling."""
+"""Rotary positions of a config.json, in the older and the newer spelling."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class RopeSpec:
 
 
 def read_rope(config: Fields, max_position_embeddings: int) -> RopeSpec:
-    """Rope facts of a config.json.
+    """Read the rotary positions of a config.json.
 
-    Older files have `rope_theta` beside an optional `rope_scaling` ("type" or "rope_type"); files
-    of transformers 5 have both in `rope_parameters`. The theta inside the object goes first.
+    Older files have `rope_theta` and an optional `rope_scaling` ("type" or "rope_type"); files of
+    transformers 5 have both in `rope_parameters`. A theta inside the object takes precedence.
 
     Raises:
-        ModelError: an unknown kind, or numbers that make no sense for the kind.
+        ModelError: an unknown kind, or invalid numbers for the kind.
     """
     key = "rope_scaling" if config.mapping("rope_scaling") else "rope_parameters"
     rope = config.inside(key)
@@ -63,7 +63,7 @@ def read_rope(config: Fields, max_position_embeddings: int) -> RopeSpec:
         factor = rope.number("factor", 1.0, MAX_FACTOR)
         return RopeSpec(kind, theta, factor, max_position_embeddings)
 
-    # A value beside the object outranks the one inside it.
+    # A value outside the object takes precedence over the one inside it.
     place = config if "original_max_position_embeddings" in config else rope
     original = place.integer(
         "original_max_position_embeddings", 1, MAX_POSITIONS, max_position_embeddings

@@ -1,7 +1,7 @@
-"""How a quantised checkpoint stores its linear layers: config.json's quantization_config.
+"""How a quantised checkpoint stores its linear layers: `quantization_config` of config.json.
 
-The words are those of the tools: AutoAWQ, GPTQ (AutoGPTQ, GPTQModel), compressed-tensors, and fp8
-as transformers and DeepSeek write it. GGUF files name a type of blocks for each tensor instead.
+The terms are those of the tools: AutoAWQ, GPTQ (AutoGPTQ, GPTQModel), compressed-tensors, and fp8
+as transformers and DeepSeek write it. GGUF files give a block type for each tensor instead.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from kvik.errors import shown
 from kvik.spec.fields import Fields
 from kvik.spec.weight_kind import Rounding
 
-# Regular expressions that came with a model, matched in bounded time.
+# Matching of a model's regular expressions in bounded time.
 #
-# Python's `re` tries one way through a pattern after the other, and `(a+)+$` has more ways than
-# anyone can wait for. Here each part of a pattern maps all positions where it may begin to all
-# where it may end (Thompson 1968, Regular expression search algorithm), so no way is followed
-# twice. Parts without a choice or a repetition are left to `re`: there is one way through them.
+# Python's `re` backtracks, and a pattern such as `(a+)+$` takes exponential time. Here each part of
+# a pattern maps all positions where it may begin to all where it may end (Thompson 1968, Regular
+# expression search algorithm), so no path is followed twice. Parts without alternatives or
+# repetitions are left to `re`, because they cannot backtrack.
 
-MAX_STEPS = 4_000_000  # of all patterns of a model together: a second or two
+MAX_STEPS = 4_000_000  # for all patterns of a model together: one to two seconds
 PARSING_STEPS = 10  # for each character of a pattern
 
 _TOKEN = re.compile(
@@ -66,16 +66,16 @@ _Part = re.Pattern[str] | _Choice | _Repeat | _Look
 
 
 class Matcher:
-    """Matches patterns until its steps are used up."""
+    """Matches patterns within a budget of steps."""
 
     def __init__(self, max_steps: int = MAX_STEPS) -> None:
         self._left = max_steps
 
     def matching(self, pattern: str, texts: Iterable[str]) -> list[str]:
-        """Return the texts that begin with what a pattern describes, as `re.match` sees it.
+        """Return the texts that `re.match` would match.
 
         Raises:
-            PatternError: the pattern is not valid, uses what is not supported, or takes too long.
+            PatternError: the pattern is invalid, uses an unsupported construct, or takes too long.
         """
         self._spend(PARSING_STEPS * len(pattern))
         try:
@@ -92,7 +92,7 @@ class Matcher:
             raise PatternError("takes too long to match")
 
     def _after(self, part: _Part, starts: set[int], text: str) -> set[int]:
-        """Return where a part that begins at one of `starts` may end."""
+        """Return the positions where a part that begins at one of `starts` may end."""
         self._spend(1 + len(starts))
         if isinstance(part, re.Pattern):
             return {match.end() for at in starts if (match := part.match(text, at))}
@@ -115,7 +115,7 @@ class Matcher:
         reached = starts
         for _ in range(repeat.least):
             before, reached = reached, self._after(repeat.part, reached, text)
-            if reached == before:  # and so it stays
+            if reached == before:  # further repetitions change nothing
                 break
         fresh, count, ends = reached, repeat.least, set(reached)
         while fresh and (repeat.most is None or count < repeat.most):
@@ -126,12 +126,12 @@ class Matcher:
 
 
 def _parsed(pattern: str) -> _Part:
-    re.compile(pattern)  # whatever is wrong with it, `re` says
+    re.compile(pattern)  # `re` reports syntax errors
     return _choice(_tokens(pattern))
 
 
 def _tokens(pattern: str) -> Iterator[tuple[str, str]]:
-    """Kinds and texts."""
+    """Yield the kind and the text of each token."""
     at = 0
     while at < len(pattern):
         token = _TOKEN.match(pattern, at)
@@ -146,7 +146,7 @@ def _unsupported(what: str) -> PatternError:
 
 
 def _choice(tokens: Iterator[tuple[str, str]]) -> _Part:
-    """Up to the end of a group, or of all."""
+    """Parse up to the end of the group, or of the pattern."""
     options: list[list[str | _Part]] = [[]]
     before = ""
     for kind, text in tokens:
@@ -161,7 +161,7 @@ def _choice(tokens: Iterator[tuple[str, str]]) -> _Part:
             ahead = "<" not in text
             parts.append(_Look(inner, ahead, look == "=") if look in ("=", "!") else inner)
         elif kind == "repeat":
-            if not parts or before == kind:  # "a++" would not give back what it has taken
+            if not parts or before == kind:  # "a++" is possessive: it never backtracks
                 raise _unsupported(text)
             parts[-1] = _Repeat(_compiled(parts[-1]), *_bounds(text))
         else:
@@ -172,7 +172,7 @@ def _choice(tokens: Iterator[tuple[str, str]]) -> _Part:
 
 
 def _joined(parts: Sequence[str | _Part]) -> Iterator[_Part]:
-    """Neighbours that `re` matches become one part."""
+    """Join consecutive parts that `re` matches into one."""
     for plain, run in groupby(parts, key=lambda part: isinstance(part, str)):
         if plain:
             yield re.compile("".join(str(part) for part in run))
@@ -194,7 +194,7 @@ def _bounds(repeat: str) -> tuple[int, int | None]:
     return int(least or 0), int(most) if most else None
 
 
-# Of GGUF: rows of blocks, each with its scales.
+# GGUF's layouts: rows of blocks, each with its scales.
 BlockLayout = Literal[
     "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"
 ]
@@ -206,7 +206,7 @@ MAX_GROUP = 1 << 20
 GPTQ_BITS = (2, 3, 4, 8)
 E4M3, E5M2 = ("e4m3", "float8_e4m3fn"), ("e5m2", "float8_e5m2")
 HEAD = "lm_head"
-LINEAR, REGEX = "Linear", "re:"  # a class of layers; what a regular expression begins with
+LINEAR, REGEX = "Linear", "re:"  # the class of linear layers; prefix of a regular expression
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,15 +215,15 @@ class StoredScheme:
 
     Attributes:
         layout: of its tensors; "int-quantized" and "fp8" have an element for each number.
-        group: inputs that share a scale; 0: all of them.
-        band: outputs that share a scale; 0: all of them.
-        symmetric: no zero points are needed.
-        minima: there are numbers in place of zero points: w = q * scale - minimum.
-        ordered: the inputs of a group may be anywhere; a tensor names the group of each.
-        lessened: zero points are stored less one.
-        quantize_activations: inputs of integers are meant to be rounded to 8 bits too.
-        fp8_activations: how inputs of eight-bit floats are rounded.
-        wide: eight-bit floats are E5M2 and not E4M3.
+        group: number of inputs that share a scale; 0: all of them.
+        band: number of outputs that share a scale; 0: all of them.
+        symmetric: there are no zero points.
+        minima: groups have minima in place of zero points: w = q * scale - minimum.
+        ordered: act-order: a tensor gives the group of each input.
+        zeros_less_one: zero points are stored minus 1.
+        quantize_activations: inputs of integer weights are rounded to 8 bits too.
+        fp8_activations: how inputs of fp8 weights are rounded.
+        e5m2: eight-bit floats are E5M2, else E4M3.
     """
 
     layout: Layout
@@ -233,14 +233,14 @@ class StoredScheme:
     symmetric: bool = True
     minima: bool = False
     ordered: bool = False
-    lessened: bool = False
+    zeros_less_one: bool = False
     quantize_activations: bool = False
     fp8_activations: Rounding = "float"
-    wide: bool = False
+    e5m2: bool = False
 
     @property
     def in_runs(self) -> bool:
-        """Whether any rows of the layer can be read on their own."""
+        """Whether runs of rows of the layer can be read by themselves."""
         return self.layout in BLOCK_LAYOUTS
 
     def __str__(self) -> str:
@@ -248,7 +248,7 @@ class StoredScheme:
             return self.layout
         number = f"{self.bits} bits"
         if self.layout == "fp8":
-            number = "fp8 (E5M2)" if self.wide else "fp8"
+            number = "fp8 (E5M2)" if self.e5m2 else "fp8"
         if self.group and self.band != 1:
             shares = f"a scale for each block of {self.band} x {self.group}"
         elif self.group:
@@ -266,13 +266,13 @@ class StoredScheme:
 
 @dataclass(frozen=True, slots=True)
 class StoredRule:
-    """Layers that are stored alike.
+    """The scheme of some layers.
 
     Attributes:
         scheme: None: plain floats.
-        names: of layers.
-        within: of layers, blocks or parts of blocks: dots before and behind them, or nothing.
-        every: it is for every layer.
+        names: full names of layers.
+        within: names or parts of names, of one or more whole dot-separated components.
+        every: the rule applies to every layer.
     """
 
     scheme: StoredScheme | None
@@ -281,7 +281,7 @@ class StoredRule:
     every: bool = False
 
     def fits(self, layer: str) -> bool:
-        """Return whether the rule is for a layer."""
+        """Return whether the rule applies to a layer."""
         if self.every or layer in self.names:
             return True
         if self.within:
@@ -294,13 +294,13 @@ class StoredRule:
 
 @dataclass(frozen=True, slots=True)
 class StoredQuantization:
-    """What a checkpoint says of its linear layers.
+    """How a checkpoint stores its linear layers.
 
     Attributes:
         method: `quant_method`.
-        rules: the first that matches a name decides; without one the layer is plain floats.
-        embeddings: the rules are also for the vectors of tokens; else those are plain floats.
-        kv_scales: it was calibrated for a KV cache in few bits.
+        rules: the first rule that applies to a layer decides; without one it is plain floats.
+        embeddings: the rules also apply to the token embedding, which else is plain floats.
+        kv_scales: the checkpoint has calibrated scales for a quantised KV cache.
     """
 
     method: str
@@ -309,14 +309,14 @@ class StoredQuantization:
     kv_scales: bool = False
 
     def scheme(self, layer: str) -> StoredScheme | None:
-        """Of a linear layer, by its name in the checkpoint."""
+        """Return the scheme of a linear layer, by its name in the checkpoint."""
         for rule in self.rules:
             if rule.fits(layer):
                 return rule.scheme
         return None
 
     def embedding_scheme(self, name: str) -> StoredScheme | None:
-        """Of the vectors of tokens, by their name in the checkpoint."""
+        """Return the scheme of the token embedding, by its name in the checkpoint."""
         return self.scheme(name) if self.embeddings else None
 
     def __str__(self) -> str:
@@ -325,15 +325,15 @@ class StoredQuantization:
 
 
 def stored_alike(stored: Sequence[StoredScheme | None]) -> list[int]:
-    """Return how many neighbours are each stored alike: what can be one matrix without losing
-    that."""
+    """Return the lengths of the runs of consecutive layers with the same scheme. Each run can
+    become one matrix without conversion."""
     return [len(list(same)) for _, same in groupby(stored)]
 
 
 class _Layers:
-    """The linear layers of a model, which regular expressions choose from.
+    """The names of a model's linear layers, from which regular expressions select.
 
-    Each is chosen once: rules are made in their order, and the first one decides.
+    Each layer is selected at most once, because the first rule decides.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -341,13 +341,13 @@ class _Layers:
         self._matcher = Matcher()
 
     def matching(self, fields: Fields, key: str, patterns: Iterable[str]) -> frozenset[str]:
-        """Those that no earlier pattern has chosen.
+        """Return the matching layers that no earlier pattern has selected.
 
         Args:
-            fields, key: where the patterns stand.
+            fields, key: where the patterns come from, for errors.
 
         Raises:
-            ModelError: a pattern that cannot be used.
+            ModelError: an invalid pattern.
         """
         chosen: set[str] = set()
         for pattern in patterns:
@@ -362,13 +362,13 @@ class _Layers:
 
 
 def read_stored_quantization(fields: Fields, layers: Iterable[str]) -> StoredQuantization | None:
-    """Read how config.json says that layers are stored; None: as plain floats.
+    """Read how layers are stored according to config.json; None: as plain floats.
 
     Args:
-        layers: names of all linear layers. Only these are found by regular expressions.
+        layers: names of all linear layers, from which regular expressions select.
 
     Raises:
-        ModelError: a method or a layout that is unknown, or a field that cannot be.
+        ModelError: an unknown method or layout, or an invalid field.
     """
     if fields.mapping(KEY) is None:
         return None
@@ -397,9 +397,9 @@ def _gptq(fields: Fields, layers: _Layers) -> list[StoredRule]:
     for pattern, changes in (fields.mapping("dynamic") or {}).items():
         if not isinstance(changes, Mapping):
             raise fields.error("dynamic", f"must hold objects, not {shown(changes)}")
-        left = pattern.startswith("-:")
-        scheme = None if left else _gptq_scheme(fields.changed(changes))
-        expression = pattern.removeprefix("-:" if left else "+:")
+        excluded = pattern.startswith("-:")
+        scheme = None if excluded else _gptq_scheme(fields.changed(changes))
+        expression = pattern.removeprefix("-:" if excluded else "+:")
         rules.append(StoredRule(scheme, layers.matching(fields, "dynamic", (expression,))))
     if not fields.boolean("lm_head", False):
         rules.append(StoredRule(None, within=frozenset({HEAD})))
@@ -419,7 +419,7 @@ def _gptq_scheme(fields: Fields) -> StoredScheme:
         _group(fields, "group_size", 128),
         symmetric=fields.boolean("sym", True),
         ordered=fields.boolean("desc_act", False),
-        lessened=written == "gptq",
+        zeros_less_one=written == "gptq",
     )
 
 
@@ -430,8 +430,8 @@ def _fp8(fields: Fields, layers: _Layers) -> list[StoredRule]:
     band, group = _block(fields, "weight_block_size") or (0, 0)
     static = fields.choice("activation_scheme", ("dynamic", "static"), "dynamic") == "static"
     skipped = _skipped(fields, "modules_to_not_convert", "ignored_layers")
-    if number in E5M2:  # which no kernel multiplies: they become floats, and so meet floats
-        return [skipped, _rest(StoredScheme("fp8", 8, group, band, wide=True))]
+    if number in E5M2:  # no kernel multiplies E5M2: the weights become floats, with float inputs
+        return [skipped, _rest(StoredScheme("fp8", 8, group, band, e5m2=True))]
     rounded: Rounding = "static" if static else "group" if group else "token"
     return [skipped, _rest(StoredScheme("fp8", 8, group, band, fp8_activations=rounded))]
 
@@ -453,7 +453,7 @@ def _compressed_tensors(fields: Fields, layers: _Layers) -> list[StoredRule]:
     for name in fields.mapping("config_groups") or {}:
         group = groups.inside(name)
         scheme = _compressed_scheme(group, fields)
-        # a name goes before a pattern, and that before a class of layers
+        # Names take precedence over patterns, and patterns over the class of layers.
         named.append(StoredRule(scheme, _named(group, "targets")))
         matched.append(StoredRule(scheme, _matched(group, "targets", layers)))
         rest += [_rest(scheme)] if LINEAR in group.strings("targets") else []
@@ -463,7 +463,7 @@ def _compressed_tensors(fields: Fields, layers: _Layers) -> list[StoredRule]:
 
 
 def _compressed_scheme(group: Fields, fields: Fields) -> StoredScheme | None:
-    """Of a config group; None: its weights are not quantised."""
+    """Return the scheme of a config group; None: its weights are not quantised."""
     if group.mapping("weights") is None:
         return None
     formats = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
@@ -498,10 +498,10 @@ def _compressed_scheme(group: Fields, fields: Fields) -> StoredScheme | None:
 
 
 def _fp8_activations(group: Fields, width: int) -> Rounding:
-    """Of a config group.
+    """Return how a config group rounds its inputs.
 
     Args:
-        width: inputs that share a scale of the weights; 0: all of them.
+        width: number of inputs that share a scale of the weights; 0: all of them.
     """
     if group.mapping("input_activations") is None:
         return "float"
@@ -513,7 +513,7 @@ def _fp8_activations(group: Fields, width: int) -> Rounding:
         return "static"
     strategy = inputs.choice("strategy", ("tensor", "token", "group"), "tensor")
     if strategy != "group":
-        return "token"  # a scale for all tokens of a step would make them depend on each other
+        return "token"  # one scale for all tokens of a step would make them depend on each other
     size = _group(inputs, "group_size")
     if size != width:
         raise inputs.error("group_size", f"must be that of the weights ({width}), not {size}")
@@ -521,7 +521,7 @@ def _fp8_activations(group: Fields, width: int) -> Rounding:
 
 
 def _strategy(weights: Fields) -> tuple[int, int]:
-    """Outputs and inputs that share a scale; 0: all of them."""
+    """Return the numbers of outputs and of inputs that share a scale; 0: all of them."""
     size = weights.raw("group_size")
     default = "tensor" if size is None else "channel" if size == -1 else "group"
     match weights.choice("strategy", ("tensor", "channel", "group", "block"), default):
@@ -539,7 +539,7 @@ def _strategy(weights: Fields) -> tuple[int, int]:
 
 
 def _group(fields: Fields, key: str, default: int | None = None) -> int:
-    """Return a number of inputs; -1 stands for all of them."""
+    """Return the number of inputs of a group; 0: all of them, which the file gives as -1."""
     size = fields.integer(key, -1, MAX_GROUP, default)
     if size == 0:
         raise fields.error(key, "must be -1 or positive, not 0")
@@ -558,7 +558,7 @@ def _block(fields: Fields, key: str) -> tuple[int, int] | None:
 
 
 def _chosen(fields: Fields, key: str) -> list[str]:
-    """The names in a list, some of which may be in lists of their own."""
+    """Return the names in a list, which may contain lists of names."""
     value = fields.raw(key)
     parts = [] if value is None else value
     if isinstance(parts, list):
@@ -569,23 +569,23 @@ def _chosen(fields: Fields, key: str) -> list[str]:
 
 
 def _skipped(fields: Fields, *keys: str) -> StoredRule:
-    """The head, and what is named, is left as it was."""
+    """Return the rule that the head and the named layers are not quantised."""
     names = (name.strip(".") for key in keys for name in fields.strings(key))
     return StoredRule(None, within=frozenset({HEAD, *names}))
 
 
 def _rest(scheme: StoredScheme | None) -> StoredRule:
-    """For every layer."""
+    """Return the rule for all other layers."""
     return StoredRule(scheme, every=True)
 
 
 def _named(fields: Fields, key: str) -> frozenset[str]:
-    """Targets of compressed-tensors that are names."""
+    """Return the targets of compressed-tensors that are names."""
     return frozenset(name for name in fields.strings(key) if not name.startswith(REGEX))
 
 
 def _matched(fields: Fields, key: str, layers: _Layers) -> frozenset[str]:
-    """Return the layers that other targets choose: those behind "re:" are regular expressions."""
+    """Return the layers that the regular expressions among the targets select."""
     targets = (target for target in fields.strings(key) if target.startswith(REGEX))
     return layers.matching(fields, key, (target.removeprefix(REGEX) for target in targets))
 

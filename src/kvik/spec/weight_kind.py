@@ -1,7 +1,7 @@
-"""How the weight of a linear layer is stored in memory: one description for all who must agree.
+"""Weight kinds: how the weight of a linear layer is stored in memory.
 
-The memory plan, the loader, the kernels and engine folders read it. A new kind of weight begins
-here.
+The memory plan, the loader, the kernels and engine folders all read this description. A new kind of
+weight is declared here first.
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-# How the inputs of a product are rounded: not at all, with a scale for each token, with one for
-# each token and group of the weight's inputs, or with one that calibration has found.
+# How the inputs of a product are rounded: not at all, with a scale for each token, with a scale for
+# each token and group of the weight's inputs, or with a calibrated scale.
 Rounding = Literal["float", "token", "group", "static"]
 FLOATS = ("float32", "bfloat16", "float16")
 BITS = {"int8": 8, "int4": 4, "fp8": 8}
 
 SCALE_BYTES = 4
-# Of a group in the native kernels, which keep the size of an output's scales beside them.
+# Of a group's scale in the native kernels, which also have one fp32 factor for each output.
 NATIVE_GROUP_SCALE_BYTES = 2
 ORDER_BYTES = 4
-# Rows and inputs that a quantised matrix is filled up to on a GPU, and rows that share a counter.
+# On a GPU, rows and inputs of a quantised matrix are padded to a multiple of GPU_TILE.
+# GPU_COUNTED_ROWS share a counter of splits.
 GPU_TILE, GPU_COUNTED_ROWS = 128, 32
 
 _NAME = re.compile(r"(w8a8|int8|int4|int4min|fp8) group ([0-9]{1,9})( [a-z]+)?")
@@ -34,20 +35,20 @@ _ROUNDED: dict[Rounding, str] = {
 
 @dataclass(frozen=True, slots=True)
 class WeightKind:
-    """What is known of a weight before its values are.
+    """The kind of a weight.
 
     Attributes:
-        codes: what a value is: a float dtype by its name, "int8", "int4" or "fp8" (E4M3).
-        group: neighbouring inputs of an output that share a scale; 0: all of them.
-        beside: what a group of int4 has beside its scale: "zeros", w = (q - zero) * scale;
+        codes: type of a value: the name of a float dtype, "int8", "int4" or "fp8" (E4M3).
+        group: number of consecutive inputs of an output that share a scale; 0: all of them.
+        offsets: what a group of int4 has in addition to its scale: "zeros", w = (q - zero) * scale;
             "minima", w = q * scale - minimum; "": w = (q - 8) * scale.
         activations: how the inputs of a product are rounded: of int8 to integers, of fp8 to E4M3.
-        ordered: inputs are reordered, so that those of a group are neighbours (act-order of GPTQ).
+        ordered: inputs are reordered, so that groups are contiguous (act-order of GPTQ).
     """
 
     codes: str
     group: int = 0
-    beside: Literal["", "zeros", "minima"] = ""
+    offsets: Literal["", "zeros", "minima"] = ""
     activations: Rounding = "float"
     ordered: bool = False
 
@@ -62,15 +63,15 @@ class WeightKind:
 
     @property
     def name(self) -> str:
-        """As the manifest of an engine folder has it: "int4 group 128 zeros ordered"."""
+        """The name in the manifest of an engine folder: "int4 group 128 zeros ordered"."""
         ordered = " ordered" if self.ordered else ""
         match self.codes:
             case "int8":
                 codes, rest = "int8" if self.activations == "float" else "w8a8", ""
-            case "int4" if self.beside == "minima":
+            case "int4" if self.offsets == "minima":
                 codes, rest = "int4min", ""
             case "int4":
-                codes, rest = "int4", " zeros" if self.beside else ""
+                codes, rest = "int4", " zeros" if self.offsets else ""
             case "fp8":
                 codes, rest = "fp8", _ROUNDED[self.activations]
             case _:
@@ -79,7 +80,7 @@ class WeightKind:
 
     @staticmethod
     def named(name: str) -> WeightKind | None:
-        """Return the kind of this name; None: there is none."""
+        """Return the kind with this name; None: there is none."""
         plain = name.removesuffix(" ordered")
         ordered = plain != name
         if plain in FLOATS:
@@ -101,15 +102,16 @@ class WeightKind:
             return WeightKind("int8", group, activations=rounds, ordered=ordered)
         if not group:
             return None
-        beside: Literal["", "zeros", "minima"] = "zeros" if rest else ""
-        beside = "minima" if codes == "int4min" else beside
-        return WeightKind("int4", group, beside, ordered=ordered)
+        offsets: Literal["", "zeros", "minima"] = "zeros" if rest else ""
+        offsets = "minima" if codes == "int4min" else offsets
+        return WeightKind("int4", group, offsets, ordered=ordered)
 
     def weight_bytes(self, inputs: int, outputs: int, kernels: str = "torch") -> int:
-        """Return bytes of a quantised weight, its scales, zero points and order of inputs included.
+        """Return the bytes of a quantised weight, including scales, zero points and order of
+        inputs.
 
         Args:
-            kernels: "torch", "native" or "triton", whose layout it has.
+            kernels: whose layout it has: "torch", "native" or "triton".
         """
         if kernels == "triton":
             return self._tiled_bytes(inputs, outputs)
@@ -122,17 +124,17 @@ class WeightKind:
         if not self.group:
             return values
         scale = NATIVE_GROUP_SCALE_BYTES if native and self.codes != "fp8" else SCALE_BYTES
-        beside = {"": 0, "zeros": 1, "minima": scale}[self.beside]
-        return values + -(-inputs // self.group) * outputs * (scale + beside)
+        offset_bytes = {"": 0, "zeros": 1, "minima": scale}[self.offsets]
+        return values + -(-inputs // self.group) * outputs * (scale + offset_bytes)
 
     def _tiled_bytes(self, inputs: int, outputs: int) -> int:
-        """In whole tiles of GPU memory (kernels/triton/packed.py): a zero point lies within the
-        scale of its group, and so does a minimum."""
+        """Return the bytes in whole tiles of GPU memory (kernels/triton/packed.py), where the scale
+        of a group and its zero point or minimum share a word."""
         wide, rows = _up(inputs, GPU_TILE), _up(outputs, GPU_TILE)
         groups = -(-wide // self.group) if self.group else 1
         total = wide * rows * self.bits // 8 + groups * rows * SCALE_BYTES
-        total += rows // GPU_COUNTED_ROWS * 4  # of splits that have arrived
-        total += 2 * rows * SCALE_BYTES if self.beside == "minima" else 0
+        total += rows // GPU_COUNTED_ROWS * 4  # counters of finished splits
+        total += 2 * rows * SCALE_BYTES if self.offsets == "minima" else 0
         total += inputs * ORDER_BYTES if self.ordered else 0
         total += SCALE_BYTES if self.activations == "static" else 0
         if self.activations == "group" and self.codes == "fp8" and self.group == GPU_TILE:

@@ -1,7 +1,7 @@
-"""What linear layers are in memory, as the checkpoint stores them or quantised at load, and what
-they then weigh.
+"""The choice of a linear layer's weight kind, from how the checkpoint stores it and how it is
+quantised while loading, and the resulting bytes.
 
-The memory plan and the loader both ask here, so that they agree.
+The memory plan and the loader share this code, so that they agree.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvik.spec.model import DTYPE_BYTES, LinearLayers
 from kvik.spec.stored_weights import StoredScheme
 from kvik.spec.weight_kind import Rounding, WeightKind
 
-# What `EngineConfig.quantization` may be, and what it means in words.
+# Values of `EngineConfig.quantization` and their description in help texts.
 SCHEMES: Mapping[str, str] = {
     "none": "weights as the checkpoint stores them",
     "int8": "weights and activations in 8 bits, a scale for each output and each token",
@@ -21,17 +21,17 @@ SCHEMES: Mapping[str, str] = {
     "int4": "weights in 4 bits in groups of up to 128 inputs; the head in 8 bits",
     "fp8": "weights in eight-bit floats (E4M3), a scale for each output",
 }
-INT4_GROUPS = (128, 64, 32)  # of inputs; the first that divides them is taken
+INT4_GROUPS = (128, 64, 32)  # group sizes; the first that divides the inputs is taken
 
-# Inputs that kernels multiply at a time; groups have whole ones.
+# Group sizes must be multiples of these, because kernels multiply that many inputs at a time.
 MIN_INT4_GROUP, MIN_INT8_GROUP = 8, 4
 
 
 def layer_kind(quantization: str, inputs: int, *, head: bool) -> WeightKind | None:
     """Return how a layer with `inputs` that is stored as floats is quantised; None: not at all.
 
-    The head, whose errors nothing behind it evens out, and layers that no group divides keep eight
-    bits under "int4".
+    With "int4", the head keeps eight bits, because no later layer evens out its errors, and so do
+    layers whose inputs no group size divides.
     """
     if quantization == "none":
         return None
@@ -46,11 +46,11 @@ def layer_kind(quantization: str, inputs: int, *, head: bool) -> WeightKind | No
 
 
 def loaded_kind(stored: StoredScheme, inputs: int) -> WeightKind | None:
-    """Return what a layer that the checkpoint stores quantised is in memory, without loss but for
-    the last digits of scales; None: floats, because no kernel multiplies it."""
+    """Return the weight kind of a layer that the checkpoint stores quantised. Nothing but the last
+    digits of scales is lost. None: floats, because no kernel multiplies this scheme."""
     group = stored.group if stored.group < inputs else 0
     if stored.layout == "fp8":
-        if group % MIN_INT8_GROUP or stored.wide:
+        if group % MIN_INT8_GROUP or stored.e5m2:
             return None
         rounded: Rounding = stored.fp8_activations
         if rounded == "group" and not group:
@@ -62,13 +62,13 @@ def loaded_kind(stored: StoredScheme, inputs: int) -> WeightKind | None:
             return None
         rounded = ("group" if group else "token") if stored.quantize_activations else "float"
         return WeightKind("int8", group, activations=rounded, ordered=ordered)
-    beside: Literal["", "zeros", "minima"] = "" if stored.symmetric else "zeros"
-    beside = "minima" if stored.minima else beside
+    offsets: Literal["", "zeros", "minima"] = "" if stored.symmetric else "zeros"
+    offsets = "minima" if stored.minima else offsets
     width = group or inputs
-    # large groups are cut into small ones of the same scale
+    # Large groups are split into small groups with the same scale.
     for part in (width, *INT4_GROUPS):
         if part <= INT4_GROUPS[0] and width % part == 0 and part % MIN_INT4_GROUP == 0:
-            return WeightKind("int4", part, beside, ordered=ordered)
+            return WeightKind("int4", part, offsets, ordered=ordered)
     return None
 
 
@@ -77,8 +77,8 @@ def matrix_kind(
 ) -> WeightKind | None:
     """Return the kind of a matrix made of several layers with the same inputs; None: floats.
 
-    A matrix has one kind, so layers that differ become floats. What is stored in a way that no
-    kernel multiplies is quantised as if it were stored as floats.
+    A matrix has one kind, so layers of different kinds become floats. A scheme that no kernel
+    multiplies is quantised as if it were stored as floats.
     """
     kinds = {
         (loaded_kind(part, inputs) if part else None) or layer_kind(quantization, inputs, head=head)

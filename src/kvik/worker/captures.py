@@ -1,9 +1,9 @@
-"""The work of a GPU in a step, captured once and replayed as a whole: by size, where it pays.
+"""GPU work of a step, captured once for each size and replayed as a whole.
 
-While the engine is idle all sizes are captured, one after the other. What is missing then is
-captured between steps: a size when it has been wanted often enough, the most frequent first, and
-never for more than a small share of the time. No more are captured than fit into the memory that
-was reserved for them: the largest first, whose memory the others share.
+While the engine is idle, all sizes are captured one after another. Sizes still missing are captured
+between steps: the most frequently requested first, after enough requests, and within a small share
+of the time. Captures stop when the memory reserved for them is used up. The largest size comes
+first, because the others share its memory.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ import torch
 from kvik.config.units import show_bytes
 from kvik.core.plan import GraphCounts
 
-# Memory that captured graphs take, compared with what was reserved for them.
+# Memory of captured graphs, compared with the memory reserved for them.
 
 
 class GraphMemory:
-    """Memory of all graphs of an engine together. How much a driver keeps for one is not known
-    beforehand, so the plan estimates it, and no more are captured than fit into the plan.
+    """Memory of all graphs of an engine together. How much the driver needs for a graph is not
+    known beforehand, so the plan estimates it, and captures stop when the estimate is used up.
 
     Attributes:
         planned, taken: bytes.
-        graphs: how many were captured.
+        graphs: number of captured graphs.
     """
 
     def __init__(self, planned: int, step: int) -> None:
         """
         Args:
-            step: bytes that a step may take, which must be left to it.
+            step: bytes that a step may need and that must stay free.
         """
         self.planned = planned
         self.taken = 0
         self.graphs = 0
         self._step = step
-        self._shared = 0  # bytes of those: what comes with the first one, and `share`
+        self._shared = 0  # bytes of `taken` that all graphs share: those of the first, and `share`
         self._full = self._reported = False
 
-    def news(self) -> GraphCounts | None:
+    def changes(self) -> GraphCounts | None:
         """Return the counts; None if they have not changed since the last call."""
         if self._reported:
             return None
@@ -59,20 +59,20 @@ class GraphMemory:
         self._reported = False
 
     def has_room(self) -> bool:
-        """For one that takes as much as others did on average. The log says once if there is none:
-        what is not captured runs eagerly."""
+        """Return whether a graph of average size still fits. If not, logs it once: sizes that are
+        not captured run eagerly."""
         others = self.graphs - 1
         expected = (self.taken - self._shared) // others if others > 0 else 0
         if not self._full and self.taken + max(expected, 1) > self.planned:
             self._close(expected)
         return not self._full
 
-    def keeps(self, size: int, left: int) -> bool:
-        """One more was captured. One that is larger than expected is only kept where a step
-        could still be allocated as a whole.
+    def keep(self, size: int, left: int) -> bool:
+        """Count a captured graph, and return whether it can be kept. A graph that exceeds the plan
+        is kept only if enough memory for a step is left.
 
         Args:
-            size: bytes that it took. left: bytes of the device that are free.
+            size: bytes that it took. left: free bytes of the device.
         """
         if self.taken + size > self.planned and left < self._step:
             self._close(size)
@@ -85,7 +85,7 @@ class GraphMemory:
         return True
 
     def _close(self, next_size: int) -> None:
-        """next_size: bytes of the one that is not captured; 0: unknown."""
+        """next_size: bytes of the graph that is not captured; 0: unknown."""
         self._full = True
         log.warning(
             "no more steps are captured: %d CUDA graphs take %s of the GPU%s, and %s are planned "
@@ -100,18 +100,20 @@ class GraphMemory:
 
 log = logging.getLogger(__name__)
 
-OFTEN = 4  # times that a size was wanted after which it is captured: its kernels are compiled then
-SHARE = 0.1  # of the time that capturing may take
-SPARSEST = 2  # nothing is padded to more than this many times the size that fits best
+# Requests for a size before it is captured; by then its kernels are compiled.
+MIN_MISSES = 4
+TIME_SHARE = 0.1  # largest share of the time that capturing may take
+MAX_PADDING = 2  # a step is padded to at most this many times the size that fits best
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """
+    """A captured graph.
+
     Attributes:
-        replay: begins the same kernels again.
-        size: bytes of the device that the capture took, and that no other had taken before.
-        left: bytes of the device that are free now.
+        replay: launches the same kernels again.
+        size: bytes of the device that the capture added.
+        left: free bytes of the device after it.
     """
 
     replay: Callable[[], None]
@@ -120,34 +122,33 @@ class Captured:
 
 
 class Capturer(Protocol):
-    """How a device records what a function begins."""
+    """Records the kernels that a function launches."""
 
     def capture(self, call: Callable[[], None]) -> Captured:
-        """Calls the function at least once, and may replay it.
+        """Call the function at least once and record it; may also replay it.
 
         Args:
-            call: begins kernels on memory that stays where it is, and waits for none of them.
+            call: launches kernels on memory that is never moved, and waits for none of them.
 
         Raises:
-            Exception: it cannot be captured. Others may still be.
+            Exception: this function cannot be captured; others may be.
         """
         ...
 
 
 class CudaCapturer:
-    """By CUDA graphs, which share the memory between their kernels: they run one after another, and
-    nothing in it is looked at when one has run.
+    """Captures CUDA graphs that share one pool for their intermediate results. They can share it,
+    because they run one after another and intermediate results are not read after a run.
 
-    What a graph writes between its kernels lies in a separate pool, which the memory plan counts.
-    The first call, which only warms up, is made on the stream that steps run on: the allocator
-    keeps what is freed for the stream that it was allocated on, so that this call takes what eager
-    steps have left there, and leaves it to them. On the capturing stream, or any other, it would
-    leave behind as much again unused. A library's workspace is of a stream too: that of
-    the capturing one is allocated within the first capture, in the pool, and serves the others. So
-    an engine has one capturer for all that it captures.
+    The memory plan counts this pool separately. The first call, a warm-up, runs on the stream of
+    the steps: the allocator keeps freed memory for the stream that allocated it, so the call reuses
+    the memory of eager steps. On any other stream it would leave the same amount allocated and
+    unused. Library workspaces belong to a stream too: that of the capturing stream is allocated in
+    the pool by the first capture and serves the others. So an engine has one capturer for
+    everything.
 
-    A driver brings a graph to the device when it is first launched, so that is done at once: then
-    what a capture took is known, and no request waits for it.
+    The driver uploads a graph to the device when it is first launched, so a capture also launches
+    it: then its memory is known, and no request waits for the upload.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -157,7 +158,7 @@ class CudaCapturer:
         self._broken: list[torch.cuda.CUDAGraph] = []
 
     def capture(self, call: Callable[[], None]) -> Captured:
-        call()  # kernels are compiled and libraries set up here, which cannot be captured
+        call()  # compiles kernels and initialises libraries, which cannot be captured
         before = torch.cuda.current_stream()
         free, _ = torch.cuda.mem_get_info(self._device)
         if self._pool is None:
@@ -179,7 +180,7 @@ class CudaCapturer:
     def _record(
         graph: torch.cuda.CUDAGraph, call: Callable[[], None], pool: torch.cuda._POOL_HANDLE
     ) -> None:
-        # Not `torch.cuda.graph`, which waits for the device and gives its memory back first.
+        # Not `torch.cuda.graph`, which first synchronises and empties the allocator's cache.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             call()
@@ -190,27 +191,28 @@ class CudaCapturer:
         graph.capture_end()
 
     def _clean_up(self, graph: torch.cuda.CUDAGraph, pool: torch.cuda._POOL_HANDLE) -> None:
-        """After a capture that failed. Where something cannot be captured, `capture_end` ends the
-        capture of the stream and raises before it has told anybody else. The allocator would go on
-        believing in it: `empty_cache` would fail, nothing would be freed where memory runs out, and
-        the next capture into the pool be refused. Nor could the device draw random numbers. torch
-        (2.11 and 2.13) has no public way to say so. A graph that did end is undone by `reset`."""
+        """Restore torch's state after a failed capture. If an operation cannot be captured,
+        `capture_end` ends the capture of the stream and raises before it notifies the allocator and
+        the random number generator. The allocator would still assume a capture: `empty_cache` would
+        fail, nothing would be freed when memory runs out, and the next capture into the pool would
+        be refused. Random numbers could not be drawn on the device either. torch (2.11 and 2.13)
+        has no public function for this. A graph whose capture did end is undone by `reset`."""
         index = self._device.index
-        with suppress(RuntimeError):  # of the allocator, which knows of no capture: it did end
+        with suppress(RuntimeError):  # raised by the allocator if the capture did end
             torch._C._cuda_endAllocateToPool(index, pool)
-            self._broken.append(graph)  # the allocator of pinned memory still knows where it is
+            self._broken.append(graph)  # the pinned-memory allocator still has a pointer to it
             torch._C._cuda_releasePool(index, pool)
             numbers = torch.cuda.default_generators[index]
             numbers.graphsafe_set_state(numbers.clone_state())
         with suppress(RuntimeError):
             graph.reset()
-        self._pool = None  # a pool whose last graph is gone cannot be used again
+        self._pool = None  # a pool without graphs cannot be used again
 
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """No garbage is collected meanwhile: an old graph, event or module of kernels in it would be
-    destroyed within a capture, which breaks that one."""
+    """Disable garbage collection, because destroying an old graph, event or kernel module during a
+    capture breaks the capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -224,10 +226,11 @@ Size = TypeVar("Size", bound=Hashable)
 
 
 class Captures(Generic[Size]):
-    """
+    """The captured sizes of one function, and the choice of the size to capture next.
+
     Attributes:
-        captured: by size; each begins its kernels again.
-        sizes: that are captured, may be, or cannot be, ascending.
+        captured: replay functions by size.
+        sizes: all sizes, captured or not, ascending.
     """
 
     def __init__(
@@ -241,8 +244,8 @@ class Captures(Generic[Size]):
         """
         Args:
             sizes: ascending.
-            call_of: what is to be captured of a size, at this moment.
-            memory: of all that the engine captures.
+            call_of: returns the function to capture for a size; called right before its capture.
+            memory: of all captures of the engine.
         """
         self.captured: dict[Size, Callable[[], None]] = {}
         self.sizes = list(sizes)
@@ -251,55 +254,56 @@ class Captures(Generic[Size]):
         self._clock = clock
         self._memory = memory
         self._missed: Counter[Size] = Counter()
-        self._over = False  # nothing more can be captured
-        self._next = float("-inf")  # when something may be captured again
+        self._finished = False  # nothing more can be captured
+        self._next = float("-inf")  # time of the next capture at the earliest
 
     def miss(self, size: Size) -> None:
-        """It was wanted, and is not captured."""
-        if not self._over:
+        """Count a request for a size that is not captured."""
+        if not self._finished:
             self._missed[size] += 1
 
     def prepare(self) -> None:
-        """Capture the size that is missed most, if it is time."""
+        """Capture the size with the most misses, if it has enough and time allows."""
         if not self._missed:
             return
         size, times = self._missed.most_common(1)[0]
         started = self._clock()
-        if times < OFTEN or started < self._next:
+        if times < MIN_MISSES or started < self._next:
             return
         self._capture(size)
         now = self._clock()
-        self._next = now + (now - started) / SHARE
+        self._next = now + (now - started) / TIME_SHARE
 
     def rest(self) -> bool:
-        """Capture one more; there is time. Returns whether any is missing after that."""
+        """Capture one more size while the engine is idle, and return whether any is missing
+        afterwards."""
         missing = [size for size in self.sizes if size not in self.captured]
-        if not missing or self._over:
+        if not missing or self._finished:
             return False
         if not self.captured:
             size = missing[-1]  # the largest, whose memory all others share
         else:
             size = self._missed.most_common(1)[0][0] if self._missed else missing[0]
         self._capture(size)
-        return len(missing) > 1 and not self._over
+        return len(missing) > 1 and not self._finished
 
     def _capture(self, size: Size) -> None:
         if not self._memory.has_room():
-            self._give_up()
+            self._stop()
             return
         try:
             found = self._capturer.capture(self._call_of(size))
         except Exception:
-            self._give_up()
+            self._stop()
             log.warning("not all steps can be captured; others run eagerly", exc_info=True)
             return
-        if not self._memory.keeps(found.size, found.left):
-            self._give_up()
+        if not self._memory.keep(found.size, found.left):
+            self._stop()
             return
         self.captured[size] = found.replay
         del self._missed[size]
 
-    def _give_up(self) -> None:
-        """What is captured goes on."""
-        self._over = True
+    def _stop(self) -> None:
+        """Capture no more sizes; the captured ones stay in use."""
+        self._finished = True
         self._missed.clear()

@@ -1,15 +1,15 @@
-"""Decoding steps as replays of forwards that were captured, at a ladder of sizes.
+"""Decoding steps as replays of forward passes that were captured at several sizes.
 
-A decoding step of a GPU is hundreds of short kernels, and Python takes longer to begin them than
-they run. Captured once, they begin together. A captured forward has one size (`GraphSize`), so a
-step runs as one that is no smaller, padded with requests that have no keys and tokens that are
-stored nowhere. Drafts make rows of several tokens, some of fewer than others: they stand one behind
-the other as they do in any step, and attention reads on the device where each begins. Behind them
-may be tokens of no request at all, for which attention writes nothing: whatever was in memory goes
-through the layers there, where no row depends on another, and is not looked at. Chunks of prompts
-run eagerly: their kernels are longer.
+A decoding step on a GPU consists of hundreds of short kernels, and Python takes longer to launch
+them than they run. A captured forward pass launches them together. It has one size (`GraphSize`),
+so a step replays one that is at least as large, padded with requests that have no keys and tokens
+that are not stored. With drafts, requests have different numbers of tokens: these are contiguous,
+as in any step, and attention reads on the device where each request begins. After them may come
+tokens of no request, for which attention writes nothing: the layers process whatever was in memory,
+which affects no other row, and the result is ignored. Chunks of prompts run eagerly, because their
+kernels are longer.
 
-Which sizes are captured when: see `Captures`.
+`Captures` decides which sizes are captured when.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvik.attention.base import StepLayout
 from kvik.config.graph_sizes import GraphSize
-from kvik.worker.captures import SPARSEST, Capturer, Captures, GraphMemory
+from kvik.worker.captures import MAX_PADDING, Capturer, Captures, GraphMemory
 from kvik.worker.graphs import Eager, EngineNetwork, StepOutput
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.step_inputs import DeviceInputs
@@ -42,9 +42,9 @@ class DecodeGraphs:
     ) -> None:
         """
         Args:
-            inputs: where every batch lies, padded as far as the largest size.
-            sizes: that may be captured.
-            max_context: keys of a request, at most.
+            inputs: memory of the batches, padded to the largest size.
+            sizes: sizes that may be captured.
+            max_context: most keys of a request.
             memory: see `Captures`.
         """
         self.network = network
@@ -64,7 +64,7 @@ class DecodeGraphs:
         return self._captures.captured
 
     def prepare(self) -> None:
-        """The contents of the inputs are no longer needed."""
+        """Capture a size if it is due; may overwrite the inputs."""
         self._captures.prepare()
 
     def rest(self) -> bool:
@@ -84,7 +84,7 @@ class DecodeGraphs:
         )
 
     def _size_of(self, batch: InputBatch) -> GraphSize | None:
-        """Return the captured size that serves a batch; None: there is none."""
+        """Return the captured size that fits a batch; None: there is none."""
         rows, tokens, layout = len(batch.slots), len(batch.input_ids), batch.layouts[0]
         if tokens > self._most_tokens:
             return None
@@ -94,7 +94,7 @@ class DecodeGraphs:
         found: GraphSize | None = None
         sizes = self._captures.sizes
         for size in sizes[bisect_left(sizes, tokens, key=lambda each: each.tokens) :]:
-            if best is not None and size.tokens > SPARSEST * best.tokens:
+            if best is not None and size.tokens > MAX_PADDING * best.tokens:
                 break
             if size.serves(rows, tokens, longest, samples, tree=tree):
                 best = best or size
@@ -106,13 +106,13 @@ class DecodeGraphs:
         return found
 
     def _laid_out(self, size: GraphSize) -> Callable[[], None]:
-        """Return a step of nothing but padding."""
+        """Return the forward pass of a step that consists of padding."""
         self.inputs.clear()
         return lambda: self._forward(size)
 
     def _forward(self, size: GraphSize) -> None:
-        """Of a step of this size, into the output. Its layouts say how many tokens and keys a
-        request has at most; how many they are is read on the device."""
+        """Run a step of this size and write its output to `_output`. The layouts give the most
+        tokens and keys of a request; the actual numbers are read on the device."""
         inputs = self.inputs
         layouts = [
             StepLayout(
@@ -158,5 +158,6 @@ def _by_tokens(size: GraphSize) -> tuple[int, int, int]:
 
 
 def _rows(count: int, like: Tensor) -> Tensor:
-    """Room for [count, ...]. It is shared by all sizes: a step's output is read before the next."""
+    """Return zeros [count, ...]. All sizes share them, because the output of a step is read before
+    the next step."""
     return torch.zeros(count, *like.shape[1:], dtype=like.dtype, device=like.device)

@@ -20,7 +20,7 @@ from kvik.frozen import frozen
 from kvik.kernels.ops import Ops
 from kvik.spec.declare import ForwardContext, Model
 from kvik.spec.kv import KVGroup
-from kvik.worker.captures import SPARSEST, Capturer, Captures, GraphMemory
+from kvik.worker.captures import MAX_PADDING, Capturer, Captures, GraphMemory
 from kvik.worker.input_batch import InputBatch
 
 # Functions of rows, as draft heads are: called each time, or captured at a ladder of rows.
@@ -97,7 +97,7 @@ class CapturedRows:
         replay = captures.captured.get(best)
         if replay is None:
             captures.miss(best)
-            sizes = (size for size in captures.sizes if best < size <= SPARSEST * best)
+            sizes = (size for size in captures.sizes if best < size <= MAX_PADDING * best)
             replay = next(
                 (captures.captured[size] for size in sizes if size in captures.captured), None
             )

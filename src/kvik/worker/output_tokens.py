@@ -215,7 +215,7 @@ class OutputTokens(Participant[LaunchedTokens]):
             return None
         slots = batch.slots[batch.sampling_rows]
         launched = self.sampler.launch(output, slots, self.table.num_tokens[slots])
-        self.sampling.count(slots, launched.token_ids)
+        self.sampling.append_to_counts(slots, launched.token_ids)
         if self.newest is not None:
             self.newest.put(slots, launched.token_ids)
         step.expected = self.table.expect(slots)
@@ -246,9 +246,9 @@ class OutputTokens(Participant[LaunchedTokens]):
         """Give the tokens to the rules of the requests that sampled, unless they have left."""
         kept = self.table.still(expected)
         if kept is None:
-            return self.sampling.tell(expected.slots, tokens)
+            return self.sampling.append_to_rules(expected.slots, tokens)
         rows = np.flatnonzero(kept)
-        failed = self.sampling.tell(expected.slots[rows], tokens[rows])
+        failed = self.sampling.append_to_rules(expected.slots[rows], tokens[rows])
         return {int(rows[i]): failure for i, failure in failed.items()}
 
     # -- a step with drafts ----------------------------------------------------------------------

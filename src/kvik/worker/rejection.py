@@ -1,15 +1,15 @@
-"""Which drafts are accepted: the output has the target's distribution, whatever is drafted.
+"""Acceptance of drafts: the output has the target's distribution, whatever is drafted.
 
-Every row of logits gives the token that stands there, by a draw of the target's distribution p. A
-run of drafts is accepted as far as each equals the token of the row that judges it; the token after
-the run is output too, so a step gives at least one. There are two ways to draw:
+Every row of logits gives a token, drawn from the target's distribution p. Drafts are accepted as
+long as each equals the token of the row that judges it; the token after them is output too, so a
+step gives at least one token. There are two ways to draw:
 
-- as without speculation. Then the output is, token for token, what it would be without it.
+- as without speculation. Then the output is the same, token for token, as without speculation.
 - coupled to a draft that was drawn from a distribution q: the draft with min(1, p/q), else a draw
   of norm(max(0, p - q)) (Leviathan et al. 2023, 2211.17192; Chen et al. 2023, 2302.01318). The
-  token has the distribution p again, and no other way makes it equal the draft more often.
+  token again has the distribution p, and no other method makes it equal the draft more often.
 
-And there is a way to give the distribution up, which must be asked for: `typical`.
+`typical` gives up the distribution, and must be requested explicitly.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from kvik.worker.sampling_batch import Supposed
 
 @frozen
 class CheckedDrafts:
-    """Which rows of logits of a step became output: one for each sampling row, and one more for
-    each of its drafts that was right.
+    """The rows of logits of a step whose tokens are output: one for each sampling row, and one for
+    each accepted draft.
 
     Attributes:
         first: [sampling rows], the first row of logits of each.
-        rows: [tokens], the rows of logits whose tokens are output, one sampling row after another.
-        lengths: [sampling rows], how many of them are of each.
+        rows: [tokens], the rows of logits whose tokens are output, grouped by sampling row.
+        lengths: [sampling rows], number of output tokens of each.
     """
 
     first: np.ndarray
@@ -57,19 +57,19 @@ class CheckedDrafts:
         return found[:, 1:]
 
 
-# Which path through a tree of drafts is accepted, of each request.
+# The accepted path of each request through a tree of drafts.
 
 
 @dataclass(frozen=True, slots=True)
 class Trees:
-    """The rows of logits of some requests whose drafts are the first nodes of a tree. A request
-    with d drafts has d + 1 rows, one for each node, the root's first. Drafts in a tree are never
-    drawn, so a row's token is what it would be without them.
+    """The rows of logits of requests whose drafts are the first nodes of a tree. A request with d
+    drafts has d + 1 rows, one for each node, the root's first. Drafts in a tree are never sampled,
+    so a row's token is the same as without drafts.
 
     Attributes:
-        tree: of all requests.
+        tree: shared by all requests.
         starts: [requests + 1] int64, first row of each.
-        judged: [rows] int64, the draft that stands at each row's node; -1 at a root.
+        judged: [rows] int64, the draft at each row's node; -1 at a root.
     """
 
     tree: DraftTree
@@ -95,7 +95,7 @@ class Trees:
         return depths
 
     def supposed(self) -> Supposed:
-        """Return the drafts before each row: those on its path."""
+        """Return the drafts that each row follows: those on its path."""
         depths = self.tree.depths
         ends = np.cumsum(depths)
         owners = np.repeat(np.arange(len(depths)), depths)  # [sum of depths], node after node
@@ -109,7 +109,7 @@ class Trees:
         return Supposed(np.concatenate(rows), np.concatenate(tokens))
 
     def offers(self) -> tuple[_Ids, _Ids]:
-        """Rows and the drafts that they judge, those at their nodes' children: [drafts] each."""
+        """Return pairs of a row and a draft it judges, at a child of its node: [drafts] each."""
         drafts = np.flatnonzero(self.judged >= 0)
         nodes = self._nodes()[drafts]
         rows: _Ids = drafts - nodes + np.array(self.tree.parents)[nodes]
@@ -156,8 +156,8 @@ _Ids = NDArray[np.int64]
 
 @frozen
 class Chains:
-    """The rows of logits of some requests with chains of drafts, one request after another. A
-    request with d drafts has d + 1 rows; row i of them follows i drafts.
+    """The rows of logits of requests with chains of drafts, one request after another. A request
+    with d drafts has d + 1 rows; row i follows i drafts.
 
     Attributes:
         starts: [requests + 1] int64, first row of each.
@@ -187,7 +187,7 @@ class Chains:
         return np.arange(len(self.judged)) - starts[:-1].repeat(starts[1:] - starts[:-1])
 
     def supposed(self) -> Supposed:
-        """Return the drafts before each row."""
+        """Return the drafts that each row follows."""
         depths = self.depths()
         rows = np.repeat(np.arange(len(depths)), depths)
         firsts = np.cumsum(depths) - depths  # where the entries of a row begin
@@ -195,19 +195,19 @@ class Chains:
         return Supposed(rows, self.judged[rows - depths[rows] + within])
 
     def offers(self) -> tuple[_Ids, _Ids]:
-        """Rows and the drafts that they judge: [drafts] each."""
+        """Return pairs of a row and the draft it judges: [drafts] each."""
         rows = np.flatnonzero(self.judged >= 0)
         return rows, self.judged[rows]
 
     def accepted(self, token_ids: _Ids, bad: NDArray[np.bool_] | None = None) -> _Ids:
-        """Return how many drafts of each request are accepted: [requests]. Request i puts out the
+        """Return the number of accepted drafts of each request: [requests]. Request i outputs the
         tokens of its first accepted[i] + 1 rows.
 
         Args:
             token_ids: [rows], the token of each row.
-            bad: [rows], rows without a token. A run ends before the first of them, so that the next
-                step finds it as it would without drafts. Only if it is the request's first row, the
-                request has no token at all.
+            bad: [rows], rows without a token. The output ends before the first of them, and the
+                next step computes that row again as without drafts. A request whose first row is
+                bad has no token at all.
         """
         wrong = token_ids != self.judged
         if bad is not None:
@@ -263,12 +263,14 @@ def accepted_paths(parents: _Ids, token_ids: _Ids, drafts: _Ids) -> tuple[_Ids, 
 
 
 def coupled(p: Tensor, q: Tensor, drafts: Tensor, accept: Tensor, uniforms: Tensor) -> Tensor:
-    """Tokens of the distribution p that equal drafts of the distribution q as often as can be.
+    """Draw tokens of the distribution p that equal drafts of the distribution q as often as
+    possible.
 
     Args:
         p, q: [n, vocab] float32, probabilities.
         drafts: [n] int64, drawn from q.
-        accept, uniforms: [n] float64 in [0, 1): one number decides, the other picks another token.
+        accept, uniforms: [n] float64 in [0, 1): random numbers of the acceptance, and of the draw
+            after a rejection.
 
     Returns:
         [n] int64.
@@ -276,7 +278,7 @@ def coupled(p: Tensor, q: Tensor, drafts: Tensor, accept: Tensor, uniforms: Tens
     of_draft = drafts[:, None]
     chance, guess = (x.gather(1, of_draft)[:, 0].double() for x in (p, q))
     refused = accept * guess >= chance
-    if p.device.type != "cpu":  # to look at which ones would take longer than to draw for all
+    if p.device.type != "cpu":  # reading which ones on the host takes longer than drawing for all
         return torch.where(refused, _drawn_instead(p, q, uniforms), drafts)
     rejected = refused.nonzero()[:, 0]
     if not len(rejected):
@@ -288,7 +290,7 @@ def coupled(p: Tensor, q: Tensor, drafts: Tensor, accept: Tensor, uniforms: Tens
 def _drawn_instead(p: Tensor, q: Tensor, uniforms: Tensor) -> Tensor:
     """[n] int64 of norm(max(0, p - q)). Arguments as `coupled`."""
     mass = (p - q).clamp_(min=0).cumsum(-1, dtype=torch.float64)
-    # Of equal distributions rounding may leave nothing, or less than nothing.
+    # If p equals q, the sum may be zero, or negative by rounding.
     lost = mass[:, -1:] <= 0
     if p.device.type != "cpu" or bool(lost.any()):
         mass = torch.where(lost, p.cumsum(-1, dtype=torch.float64), mass)
@@ -297,9 +299,9 @@ def _drawn_instead(p: Tensor, q: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def typical(p: Tensor, drawn: Tensor, owners: Tensor, drafts: Tensor, rule: Typical) -> Tensor:
-    """Tokens of rows that take a draft which is likely enough, whatever was drawn: lossy. A drawn
-    token that is a draft itself stays; of several drafts the likeliest is taken, of equal ones the
-    first. See `Typical`.
+    """Replace drawn tokens by drafts that are likely enough (lossy; see `Typical`). A drawn token
+    that equals a draft stays; of several drafts the most probable is taken, of equal ones the
+    first.
 
     Args:
         p: [n, vocab] float32, probabilities. drawn: [n] int64, by them.

@@ -27,13 +27,13 @@ from kvik.worker.sampling_batch import (
     TypicalRows,
 )
 
-# Which tokens each request has seen: what its penalties count.
-
 
 class SeenTokens:
-    """Attributes:
-    in_prompt: [slots, vocab] bool.
-    counts: [slots, vocab] int32, occurrences in the output.
+    """The tokens of each request that its penalties count.
+
+    Attributes:
+        in_prompt: [slots, vocab] bool.
+        counts: [slots, vocab] int32, occurrences in the output.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
@@ -55,23 +55,23 @@ class SeenTokens:
 
 
 def add_counts(counts: Tensor, rows: Tensor, tokens: Tensor) -> None:
-    """One more of each token in its row.
+    """Add 1 to the count of each token in its row.
 
     Args:
         counts: [rows, vocab] int32, changed in place.
-        rows, tokens: [n] int64; the same pair may come several times.
+        rows, tokens: [n] int64; pairs may repeat.
     """
     counts.index_put_((rows, tokens), counts.new_ones(()), accumulate=True)
 
 
-# Random numbers that depend on who asks and for what, never on how many were drawn before.
+# Random numbers that do not depend on how many were drawn before.
 #
-# A generator with state would give a request other numbers when its companions change. Here the
-# number for (seed, position, stream) is a hash of the three: a chain of splitmix64 finalisers
-# (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014).
+# With a stateful generator, a request's numbers would change with the other requests of its batch.
+# Here the number for (seed, position, stream) is a hash of the three: a chain of splitmix64
+# finalisers (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014).
 
-# Uses of one position that must not share a number: its token, whether the draft of it is accepted,
-# and that draft.
+# Streams: uses of a position that must not share a number. The token, the acceptance of its draft,
+# and the draft.
 SAMPLE, ACCEPT, DRAFT = 0, 1, 2
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio
@@ -84,7 +84,7 @@ def uniform(
     positions: NDArray[np.int64],
     stream: int | NDArray[np.int64] = SAMPLE,
 ) -> NDArray[np.float64]:
-    """One number in [0, 1) for each seed and position, multiples of 2^-53.
+    """Return a number in [0, 1) for each seed and position, a multiple of 2^-53.
 
     Args:
         seeds: [n], int64 seeds as two's complement.
@@ -104,23 +104,23 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
-# Rules on the host, in the order in which a request's are worked out.
+# Rules on the host, in the order in which they are applied to a request.
 RULES: tuple[type[Rule], ...] = (TokenRules, Dry)
 
 
 class _Need:
-    """What a request asks beyond its most likely token, as bits: one OR over a batch plans its
-    step. Plain integers, because enum flags cost microseconds per operation."""
+    """Bits of what a request needs beyond its most likely token. The OR over a batch decides what
+    its step does. Plain integers, because enum flags cost microseconds per operation."""
 
     RANDOM = 1
     PENALTIES = 2
     TOKEN_RULES = 4
     LOGPROBS = 8
-    TRUNCATION = 16  # of the first of `TRUNCATIONS`; the others follow
+    TRUNCATION = 16  # bit of the first of `TRUNCATIONS`; those of the others follow
 
 
 _TRUNCATION_BITS = {one.name: _Need.TRUNCATION << number for number, one in enumerate(TRUNCATIONS)}
-_WIDE = sum(
+_WHOLE_ROWS = sum(
     _TRUNCATION_BITS[one.name] for one in TRUNCATIONS if one.facts["truncates"] == "whole rows"
 )
 _COLUMNS = {one.name: one.facts["column"] for one in PARAMETERS.values() if one.facts["column"]}
@@ -137,11 +137,13 @@ _ROW = np.dtype(
 )
 
 
-# Bytes for each logit that penalties, with what they gather, and logprobs take.
+# Bytes for each logit that penalties (with the counts they gather) and logprobs take.
 PENALTY_BYTES, LOGPROB_BYTES = 32, 24
 
 
 class SamplingTable:
+    """Sampling parameters and state of the running requests, one row per slot."""
+
     def __init__(
         self,
         max_num_seqs: int,
@@ -151,8 +153,8 @@ class SamplingTable:
     ) -> None:
         """
         Args:
-            draw_bytes: what `Ops.draw` takes for each logit where no row asks for a truncation by
-                whole rows.
+            draw_bytes: bytes that `Ops.draw` takes for each logit if no row needs a truncation
+                that sorts whole rows.
         """
         self._vocab_size = vocab_size
         self._draw_bytes = draw_bytes
@@ -171,11 +173,11 @@ class SamplingTable:
         output_token_ids: Sequence[int],
         stop_ids: frozenset[int],
     ) -> None:
-        """A request enters a slot.
+        """Assign a slot to a request.
 
         Args:
-            output_token_ids: what it had generated before a preemption.
-            stop_ids: cannot be sampled before `params.min_tokens` output tokens.
+            output_token_ids: tokens that it generated before a preemption.
+            stop_ids: tokens that cannot be sampled before `params.min_tokens` output tokens.
         """
         self.clear(slot)
         needs = _needs(params, self._vocab_size)
@@ -198,7 +200,7 @@ class SamplingTable:
             *_values(params),
         )
         if not needs & _TRUNCATION_BITS["top_k"]:
-            self._rows[slot]["top_k"] = self._vocab_size  # what kernels take for "all"
+            self._rows[slot]["top_k"] = self._vocab_size  # means all tokens to the kernels
 
     def clear(self, slot: int) -> None:
         self._token_rules.pop(slot, None)
@@ -207,20 +209,20 @@ class SamplingTable:
     def append(
         self, slots: NDArray[np.integer], tokens: NDArray[np.integer]
     ) -> dict[int, Exception]:
-        """Take in the newest output tokens of some slots: `count` and `tell`.
+        """Append the newest output tokens of some slots: `append_to_counts` and `append_to_rules`.
 
         Args:
-            slots, tokens: [n]; those of a slot in their order.
+            slots, tokens: [n]; the tokens of a slot are in order.
 
         Returns:
-            By index, what went wrong in the rules of one request alone.
+            Errors in the rules of single requests, by index.
         """
         if self._seen is not None:
-            self.count(slots, self._ids(tokens))
-        return self.tell(slots, tokens)
+            self.append_to_counts(slots, self._ids(tokens))
+        return self.append_to_rules(slots, tokens)
 
-    def count(self, slots: NDArray[np.integer], tokens: Tensor) -> None:
-        """For penalties, which read on the device what was sampled there.
+    def append_to_counts(self, slots: NDArray[np.integer], tokens: Tensor) -> None:
+        """Append sampled tokens to the counts of penalties, on the device.
 
         Args:
             slots: [n]. tokens: [n] int64.
@@ -232,9 +234,10 @@ class SamplingTable:
             mine = tokens.index_select(0, self._ids(counted))
             self._seen.append(self._ids(slots[counted]), mine)
 
-    def tell(self, slots: NDArray[np.integer], tokens: NDArray[np.integer]) -> dict[int, Exception]:
-        """Give the tokens to the rules on the host. Arguments and result as
-        `append`."""
+    def append_to_rules(
+        self, slots: NDArray[np.integer], tokens: NDArray[np.integer]
+    ) -> dict[int, Exception]:
+        """Append tokens to the rules on the host. Arguments and result as in `append`."""
         failed: dict[int, Exception] = {}
         if self._token_rules:
             for i, (slot, token) in enumerate(zip(slots.tolist(), tokens.tolist(), strict=True)):
@@ -258,23 +261,24 @@ class SamplingTable:
             rule.reads_output for slot in slots.tolist() for rule in rules.get(slot, ())
         )
 
-    def certain(self, slots: NDArray[np.integer]) -> NDArray[np.bool_]:
-        """Return which of these requests must not get drafts that were drawn: the greedy ones, and
-        those that brought a seed, whose tokens are to be the same without drafts.
+    def must_match(self, slots: NDArray[np.integer]) -> NDArray[np.bool_]:
+        """Return which of these requests must give the same tokens with and without drafts: greedy
+        requests, and those with a seed of their own. They must not get sampled drafts.
 
         Args:
             slots: [rows].
         """
-        certain: NDArray[np.bool_] = self._seeded[slots] | (self._needs[slots] & _Need.RANDOM == 0)
-        return certain
+        greedy = self._needs[slots] & _Need.RANDOM == 0
+        matching: NDArray[np.bool_] = self._seeded[slots] | greedy
+        return matching
 
     def _needs_of(self, slots: NDArray[np.integer]) -> int:
-        """Return what any of these requests needs."""
+        """Return the OR of the needs of these requests."""
         needs = self._needs[slots]
         return int(np.bitwise_or.reduce(needs)) if np.count_nonzero(needs) else 0
 
     def plain(self, slots: NDArray[np.integer]) -> bool:
-        """Return whether these requests take their most likely tokens and ask for nothing else.
+        """Return whether these requests only need their most likely tokens.
 
         Args:
             slots: [rows].
@@ -282,33 +286,35 @@ class SamplingTable:
         return not self._needs_of(slots)
 
     def reads_output(self, slots: NDArray[np.integer]) -> bool:
-        """Return whether the rules of any of these requests look at what it has put out.
+        """Return whether penalties or rules of any of these requests depend on its output.
 
         Args:
             slots: [rows].
         """
         return self._needs_of(slots) & (_Need.PENALTIES | _Need.TOKEN_RULES) != 0
 
-    def rows_at_once(self, slots: NDArray[np.integer], room: int, *, shares: bool = False) -> int:
-        """Return how many of these rows are sampled together, so that it takes `room` bytes at most
-        beside their logits; at least one.
+    def rows_at_once(
+        self, slots: NDArray[np.integer], max_bytes: int, *, shares: bool = False
+    ) -> int:
+        """Return how many of these rows can be sampled together with at most `max_bytes` in
+        addition to their logits; at least one.
 
         Args:
             slots: [rows].
-            shares: the probabilities of all tokens are looked at, not one drawn token alone.
+            shares: the probabilities of all tokens are needed, not only a drawn token.
         """
         needs = self._needs_of(slots)
         if not needs:
             return max(1, len(slots))
         step = 0
         if needs & _Need.RANDOM:
-            wide = shares or needs & _WIDE
-            step = DRAW_BYTES if wide else self._draw_bytes
+            whole_rows = shares or needs & _WHOLE_ROWS
+            step = DRAW_BYTES if whole_rows else self._draw_bytes
         if needs & _Need.PENALTIES:
             step = max(step, PENALTY_BYTES)
         if needs & _Need.LOGPROBS:
             step = max(step, LOGPROB_BYTES)
-        return max(1, room // (self._vocab_size * (RULES_BYTES + step)))
+        return max(1, max_bytes // (self._vocab_size * (RULES_BYTES + step)))
 
     def batch(
         self,
@@ -319,14 +325,15 @@ class SamplingTable:
         stream: int | NDArray[np.int64] = SAMPLE,
     ) -> SamplingBatch:
         """Plan the sampling of one token for each row. A slot has several rows when drafts are
-        judged: each then supposes the drafts before it.
+        judged: each row then assumes that the drafts before it are accepted.
 
         Args:
             slots: [rows].
             positions: [rows], index in its sequence of the token to be sampled.
-            judged: drafts that were drawn, of rows that do not draw but judge them; or drafts that
-                rows may take though they were not.
-            stream: what the drawn tokens are for (see `uniform`); of all rows, or [rows].
+            supposed: the drafts that each row follows.
+            judged: sampled drafts, for rows that judge them instead of drawing; or drafts that rows
+                may accept although they were not sampled.
+            stream: what the drawn tokens are for (see `uniform`); one for all rows, or [rows].
         """
         needs = self._needs_of(slots)
         if not needs:
@@ -384,10 +391,10 @@ class SamplingTable:
         positions: NDArray[np.integer],
         stream: int | NDArray[np.int64],
     ) -> Tensor:
-        """The numbers that some tokens are drawn with, as `batch` takes them.
+        """Return the random numbers with which `batch` draws these tokens.
 
         Args:
-            slots: [rows]. positions: [tokens, rows]. stream: of all rows, or [rows].
+            slots: [rows]. positions: [tokens, rows]. stream: one for all rows, or [rows].
 
         Returns:
             [tokens, rows] float64.

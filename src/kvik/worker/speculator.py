@@ -287,7 +287,10 @@ class Speculator(Participant[None]):
         if drafts.probs is not None:
             split = drafts.probs.split(counts.tolist())
             for slot, certain, probs in zip(
-                rows.slots.tolist(), self.sampling.certain(rows.slots).tolist(), split, strict=True
+                rows.slots.tolist(),
+                self.sampling.must_match(rows.slots).tolist(),
+                split,
+                strict=True,
             ):
                 if not certain and len(probs):
                     self._probs[slot] = probs

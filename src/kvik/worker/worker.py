@@ -119,9 +119,9 @@ class Worker:
         runner = self._ready()
         with self._inference():
             output = runner.finish(handle)
-        if self._graphs is None or (news := self._graphs.news()) is None:
+        if self._graphs is None or (graphs := self._graphs.changes()) is None:
             return output
-        return replace(output, graphs=news)
+        return replace(output, graphs=graphs)
 
     def rest(self) -> bool:
         """See `Executor.rest`."""

@@ -12,14 +12,14 @@ from torch import Tensor
 from kvik.kernels.weights import int4_weight
 from kvik.nn.formats import bits as packing
 from kvik.nn.formats.bits import (
-    lessen,
+    add_one,
     pack_awq,
     pack_compressed,
     pack_compressed_zeros,
     pack_gptq,
     pack_gptq_zeros,
     pack_nibbles,
-    restore,
+    subtract_one,
     unpack_awq,
     unpack_compressed,
     unpack_compressed_zeros,
@@ -88,16 +88,16 @@ def test_gptq_zeros_lie_along_the_outputs() -> None:
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_the_older_gptq_stores_zeros_less_one(bits: int) -> None:
     zeros = codes(32, 5, bits) | 1  # none is 0
-    stored = lessen(pack_gptq_zeros(zeros, bits), bits)
+    stored = subtract_one(pack_gptq_zeros(zeros, bits), bits)
     assert torch.equal(unpack_gptq_zeros(stored, bits), zeros - 1)
     any_zeros = codes(32, 5, bits)
     packed = pack_gptq_zeros(any_zeros, bits)
-    assert torch.equal(restore(lessen(packed, bits), bits), packed)
+    assert torch.equal(add_one(subtract_one(packed, bits), bits), packed)
 
 
 def test_a_zero_point_of_zero_borrows_from_the_next() -> None:
     """As GPTQModel converts: qzeros -= 0x11111111."""
-    stored = lessen(words([[0x00000010], [0x88888880], [0]]), 4)
+    stored = subtract_one(words([[0x00000010], [0x88888880], [0]]), 4)
     assert torch.equal(stored, words([[0xEEEEEEFF], [0x7777776F], [0xEEEEEEEF]]))
 
 

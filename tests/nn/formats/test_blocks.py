@@ -31,7 +31,7 @@ def test_the_weight_is_what_the_package_says(type: str) -> None:
     expected = torch.from_numpy(weights_of(type, rows.numpy()))
     for some in (slice(0, 24), slice(3, 11)):
         weight = format.weight({"weight": rows}, some)
-        assert (weight.kind.codes, weight.kind.beside) == KINDS[type]
+        assert (weight.kind.codes, weight.kind.offsets) == KINDS[type]
         assert torch.equal(weight.dequantized(), expected[some])
 
 

@@ -64,7 +64,7 @@ def test_a_slot_forgets_its_last_text() -> None:
 
 
 def test_a_text_is_read_bit_by_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suffix, "LEARNED_AT_ONCE", 4)
+    monkeypatch.setattr(suffix, "MAX_LEARNED_PER_STEP", 4)
     table = table_of([1, 2, 3, 4, 5, 6, 1, 2])
     drafter = SuffixDrafter(table, shared=False)
     drafter.enter(0)

@@ -251,14 +251,14 @@ def packed_sizes(spec: MatrixSpec) -> tuple[int, int, int]:
     outputs = tiles * TILE
     groups = outputs * ceil_div(spec.inputs, kind.group) if kind.group else 0
     scales = 4 * outputs + (4 if kind.codes == "fp8" else 2) * groups
-    return values, scales, {"": 0, "zeros": 1, "minima": 2}[kind.beside] * groups
+    return values, scales, {"": 0, "zeros": 1, "minima": 2}[kind.offsets] * groups
 
 
 def _check_group(kind: WeightKind) -> None:
     group, step = kind.group, INPUTS_PER_STEP[_number(kind)]
     if group < (step if kind.codes == "int4" else 0) or group % step:
         raise ValueError(f"weights in groups of {group}: must be a multiple of {step}")
-    most = MAX_GROUP_WITH_ZEROS if kind.beside == "zeros" else MAX_GROUP
+    most = MAX_GROUP_WITH_ZEROS if kind.offsets == "zeros" else MAX_GROUP
     if group > most:
         raise ValueError(f"weights in groups of {group}: at most {most} of this kind")
 
@@ -273,7 +273,7 @@ def _number(kind: WeightKind) -> int:
         case "int8":
             return I8_WEIGHT_ONLY if kind.activations == "float" else I8
         case "int4":
-            return I4_MIN if kind.beside == "minima" else I4
+            return I4_MIN if kind.offsets == "minima" else I4
         case "fp8":
             return FP8
         case _:
@@ -282,12 +282,12 @@ def _number(kind: WeightKind) -> int:
 
 def _arguments(weight: Weight) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Values, scales, and zero points or minima as `pack_matrix` takes them."""
-    values, scales, beside = weight.values, weight.scales, weight.zeros
+    values, scales, offsets = weight.values, weight.scales, weight.zeros
     if weight.minima is not None:
-        beside = weight.minima.float()
+        offsets = weight.minima.float()
     values = values if values.dtype in DTYPES else values.float()
     return (
         values.contiguous(),
         None if scales is None else scales.float().contiguous(),
-        None if beside is None else beside.contiguous(),
+        None if offsets is None else offsets.contiguous(),
     )

@@ -20,7 +20,7 @@ from kvik.kernels.triton.words import (
     INT4,
     INTERPRETED,
     MINIMUM,
-    NOTHING,
+    NO_OFFSET,
     ZERO,
     alike,
     fp16_pair,
@@ -59,7 +59,7 @@ def words_kernel(
     residual_stride,
     scale_stride,
     FORMAT: tl.constexpr,
-    BESIDE: tl.constexpr,
+    OFFSET: tl.constexpr,
     GROUP: tl.constexpr,
     SPAN: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -88,7 +88,7 @@ def words_kernel(
     # Tokens behind the last read the last again; their results are not stored.
     known = tl.minimum(t, tokens - 1).to(tl.int64)
     columns = x + known[None, :] * x_stride + k[:, None]
-    if BESIDE == MINIMUM:
+    if OFFSET == MINIMUM:
         scale_factor, minimum_factor = tl.load(factors + o), tl.load(factors + scale_stride + o)
 
     nothing = tl.zeros((BO, BT), tl.float32)
@@ -107,10 +107,10 @@ def words_kernel(
             w = weights_of(w0, w1, s, SPAN, FORMAT, dtype)
             if GROUP == 0:
                 sums = _dot(w, xs, sums)
-            elif BESIDE == NOTHING:
+            elif OFFSET == NO_OFFSET:
                 scale = tl.load(scales + start // GROUP * scale_stride + o)
                 sums += _dot(w, xs, nothing) * scale[:, None]
-            elif BESIDE == ZERO:
+            elif OFFSET == ZERO:
                 scale, zero = scale_and_zero(tl.load(scales + start // GROUP * scale_stride + o))
                 beyond = (-16 - zero).to(tl.float32).to(dtype)[:, None]
                 if SUBTRACT:

@@ -47,7 +47,7 @@ from kvik.kernels.triton.words import (
     E4M3,
     INT4,
     MINIMUM,
-    NOTHING,
+    NO_OFFSET,
     fp16_pair,
     plane_of,
     scale_and_zero,
@@ -66,7 +66,7 @@ def _scaled(
     row,
     k,
     scale_stride,
-    BESIDE: tl.constexpr,
+    OFFSET: tl.constexpr,
     GROUP: tl.constexpr,
 ):
     """q of inputs k of a row -> weights, fp32; of INT4 q has 16 too much."""
@@ -74,9 +74,9 @@ def _scaled(
         w = q * tl.load(scales + row)
     else:
         at = scales + k // GROUP * scale_stride + row
-        if BESIDE == NOTHING:
+        if OFFSET == NO_OFFSET:
             w = q * tl.load(at)
-        elif BESIDE == MINIMUM:
+        elif OFFSET == MINIMUM:
             scale, minimum = fp16_pair(tl.load(at))
             scale *= tl.load(factors + row)
             w = (q - 16.0) * scale - minimum * tl.load(factors + scale_stride + row)
@@ -98,7 +98,7 @@ def word_rows_kernel(
     tiles,
     scale_stride,
     FORMAT: tl.constexpr,
-    BESIDE: tl.constexpr,
+    OFFSET: tl.constexpr,
     GROUP: tl.constexpr,
     HALVES: tl.constexpr,
     TILES: tl.constexpr,
@@ -119,7 +119,7 @@ def word_rows_kernel(
             k = start + (16 * half + c if HALVES else 2 * c + half)
             inside = k < inputs
             known = tl.minimum(k, inputs - 1)
-            y = _scaled(q, scales, factors, row, known, scale_stride, BESIDE, GROUP)
+            y = _scaled(q, scales, factors, row, known, scale_stride, OFFSET, GROUP)
             to = tl.load(order + known) if order is not None else known
             tl.store(out + n * inputs + to, y.to(out.dtype.element_ty), mask=inside)
 
@@ -150,7 +150,7 @@ def byte_rows_kernel(
     else:
         q = code.to(tl.float32)
     known = tl.minimum(k, inputs - 1)
-    y = _scaled(q, scales, None, row, known, scale_stride, NOTHING, GROUP)
+    y = _scaled(q, scales, None, row, known, scale_stride, NO_OFFSET, GROUP)
     to = tl.load(order + known) if order is not None else known
     tl.store(out + n * inputs + to, y.to(out.dtype.element_ty), mask=inside)
 
@@ -165,10 +165,10 @@ BYTES_AT_ONCE = 1024
 def format_of(kind: WeightKind) -> tuple[int, int]:
     """Return the format of codes, and the kind of a group's zero points or minima (`words.py`)."""
     formats = {"int4": words.INT4, "fp8": words.E4M3, "int8": words.INT8}
-    beside = words.NOTHING
+    offset = words.NO_OFFSET
     if kind.codes == "int4":
-        beside = words.MINIMUM if kind.beside == "minima" else words.ZERO
-    return formats[kind.codes].value, beside.value
+        offset = words.MINIMUM if kind.offsets == "minima" else words.ZERO
+    return formats[kind.codes].value, offset.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ def words_linear(
     """Multiply x [tokens, inputs], unrounded, by a weight in words."""
     spec, kind = matrix.spec, matrix.spec.kind
     y = torch.empty(len(x), spec.outputs, dtype=spec.out_dtype, device=x.device)
-    narrow = kind.beside == "minima"
+    narrow = kind.offsets == "minima"
     int4 = kind.codes == "int4" and not narrow
     plan = _plan(x, matrix, torch.float32, narrow=narrow, int4=int4)
     group, tile = kind.group, plan.tile

@@ -198,7 +198,7 @@ def empty(spec: MatrixSpec) -> TritonPacked:
         values = zeros(rows, inputs, dtype=DTYPES[kind.codes])
     words = kind.codes == "int4"
     scales = zeros(*scale_shape, dtype=torch.int32 if words else torch.float32)
-    factors = zeros(2, rows, dtype=torch.float32) if kind.beside == "minima" else None
+    factors = zeros(2, rows, dtype=torch.float32) if kind.offsets == "minima" else None
     order = zeros(spec.inputs, dtype=torch.int32) if kind.ordered else None
     input_scale = zeros(1, dtype=torch.float32) if kind.activations == "static" else None
     squares, whole = squares_of(spec), whole_of(spec)

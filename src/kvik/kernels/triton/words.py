@@ -27,7 +27,7 @@ INT8 = tl.constexpr(1)
 E4M3 = tl.constexpr(2)
 
 # What a group has in addition to its scale.
-NOTHING = tl.constexpr(0)
+NO_OFFSET = tl.constexpr(0)
 ZERO = tl.constexpr(1)
 MINIMUM = tl.constexpr(2)
 
@@ -56,16 +56,16 @@ def _halves(both, dtype: tl.constexpr):
 
 
 @triton.jit
-def _within(bits, MASK: tl.constexpr, BESIDE: tl.constexpr):
-    """(bits & MASK) | BESIDE, words.
+def _and_or(bits, MASK: tl.constexpr, BITS: tl.constexpr):
+    """(bits & MASK) | BITS, words.
 
     One instruction for all three operands; it takes one constant, and the assembler does not move
     the other one to a register by itself.
     """
     if INTERPRETED:
-        return (bits & MASK) | BESIDE
+        return (bits & MASK) | BITS
     return tl.inline_asm_elementwise(
-        "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,r,r", [bits, MASK, BESIDE], tl.int32, True, 1
+        "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,r,r", [bits, MASK, BITS], tl.int32, True, 1
     )
 
 
@@ -74,10 +74,10 @@ def _int4_plane(words, PLANE: tl.constexpr, dtype: tl.constexpr):
     """-> two tiles of 16 + q, of the weights in the lower and the upper halves of the words."""
     if dtype == tl.bfloat16:  # q goes to bits 3..6
         shifted = words << 3 if PLANE == 0 else words >> (4 * PLANE - 3)
-        low, high = _halves(_within(shifted, 0x00780078, 0x41804180), dtype)
+        low, high = _halves(_and_or(shifted, 0x00780078, 0x41804180), dtype)
     elif dtype == tl.float16:  # q goes to bits 6..9
         shifted = words << (6 - 4 * PLANE) if PLANE < 2 else words >> (4 * PLANE - 6)
-        low, high = _halves(_within(shifted, 0x03C003C0, 0x4C004C00), dtype)
+        low, high = _halves(_and_or(shifted, 0x03C003C0, 0x4C004C00), dtype)
     else:
         both = words >> (4 * PLANE)
         low, high = ((both & 15) + 16).to(dtype), (((both >> 16) & 15) + 16).to(dtype)

@@ -1,4 +1,4 @@
-"""The weight-format seam: how a checkpoint stores the weight of a linear layer."""
+"""The protocol of weight formats: how a checkpoint stores the weight of a linear layer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvik.kernels.weights import Weight, float_weight
 
 
 class Dense:
-    """weight [outputs, inputs]; transposed ones have no rows to be read in runs."""
+    """weight [outputs, inputs]; a transposed weight cannot be read in runs of rows."""
 
     unread = ()
 
@@ -52,11 +52,10 @@ class StoredTensor:
     """A tensor that the checkpoint must hold for a layer.
 
     Attributes:
-        dtype: any float dtype stands for all of them, but for those of eight bits; int64 also for
-            int32.
-        in_runs: any run of its rows is the weight of as many outputs, without other tensors. So it
-            need never be in memory as a whole.
-        because: the key of config.json that decides the shape, if not the sizes of the model.
+        dtype: a float dtype of 16 or 32 bits accepts all of these; int64 also accepts int32.
+        in_runs: any run of rows is by itself the weight of those outputs, so the tensor never has
+            to be in memory as a whole.
+        because: what decides the shape in addition to the sizes of the model, for error messages.
     """
 
     shape: tuple[int, ...]
@@ -66,7 +65,7 @@ class StoredTensor:
 
 
 class TensorError(ValueError):
-    """The values of a tensor cannot be; `name` is its name within the layer."""
+    """A tensor has invalid values; `name` is its name within the layer."""
 
     def __init__(self, name: str, message: str) -> None:
         super().__init__(message)
@@ -78,7 +77,7 @@ class WeightFormat(Protocol):
 
     @property
     def unread(self) -> Collection[str]:
-        """Tensors that the layer may have too, and that are not needed."""
+        """Tensors that the layer may also have and that are not read."""
         ...
 
     def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
@@ -87,14 +86,14 @@ class WeightFormat(Protocol):
         ...
 
     def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Weight:
-        """Return what the tensors mean: some outputs, [rows, inputs].
+        """Return the weight of some outputs, [rows, inputs].
 
         Args:
-            tensors: of the whole layer or, of one that comes in runs, of such a run; on the model's
-                device, floats of any dtype. The weight may be views of them.
-            rows: a start and a stop, counted from the first row that the tensors hold.
+            tensors: of the whole layer, or of one run of rows; on the model's device, floats of any
+                dtype. The weight may consist of views of them.
+            rows: a start and a stop, counted from the first row of the tensors.
 
         Raises:
-            TensorError: values that cannot be.
+            TensorError: invalid values.
         """
         ...

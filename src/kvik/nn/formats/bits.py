@@ -1,8 +1,9 @@
-"""Codes of a few bits in bytes and words, in the orders of the engine and of public checkpoints.
+"""Packing of codes of a few bits into bytes and words, in the orders of the engine and of public
+checkpoints.
 
-`q` is [outputs, inputs] uint8 everywhere. A word is an int32, filled from its
-low bits. Zero points [outputs, groups] take the way of weights whose inputs are groups, where a
-function does not say otherwise.
+`q` is [outputs, inputs] uint8 everywhere. A word is an int32, filled from its low bits. Unless a
+function says otherwise, zero points [outputs, groups] are packed like weights, with groups in place
+of inputs.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ import torch
 from torch import Tensor
 
 WORD = 32
-# AutoAWQ: which of eight neighbouring outputs lies in the i-th four bits of a word.
+# AutoAWQ: which of eight neighbouring outputs the i-th four bits of a word hold.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 AWQ_BITS = 4
 
 
 def pack_nibbles(q: Tensor) -> Tensor:
-    """Return the engine's order: [outputs, inputs] -> [outputs, inputs / 2] uint8, the even input
-    low.
+    """Pack in the engine's order: [outputs, inputs] -> [outputs, inputs / 2] uint8, the even input
+    in the low bits.
 
     Raises:
         ValueError: the number of inputs is odd.
@@ -36,15 +37,15 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
 
 
 def pack_gptq(q: Tensor, bits: int) -> Tensor:
-    """GPTQ's `qweight`: the codes of an output are one stream of bits, along its inputs.
+    """Pack GPTQ's `qweight`: the codes of an output are one stream of bits along its inputs.
 
-    With 3 bits 32 inputs fill three words, and a code may lie across two.
+    With 3 bits, 32 inputs fill three words, and a code may span two.
 
     Returns:
         [inputs * bits / 32, outputs] int32.
 
     Raises:
-        ValueError: the inputs do not end at the end of a word.
+        ValueError: the codes of an output do not fill whole words.
     """
     return _stream(q, bits).t().contiguous()
 
@@ -55,12 +56,12 @@ def unpack_gptq(words: Tensor, bits: int) -> Tensor:
 
 
 def pack_gptq_zeros(zeros: Tensor, bits: int) -> Tensor:
-    """GPTQ's `qzeros`: a stream along the outputs, [groups, outputs * bits / 32] int32.
+    """Pack GPTQ's `qzeros`: a stream along the outputs, [groups, outputs * bits / 32] int32.
 
-    As they are, which is the format "gptq_v2"; see `lessen` for the older one.
+    This is the format "gptq_v2"; the older "gptq" needs `subtract_one` as well.
 
     Raises:
-        ValueError: the outputs do not end at the end of a word.
+        ValueError: the codes of a group do not fill whole words.
     """
     return _stream(zeros.t(), bits)
 
@@ -70,17 +71,17 @@ def unpack_gptq_zeros(words: Tensor, bits: int) -> Tensor:
     return _unstream(words, bits).t().contiguous()
 
 
-def lessen(words: Tensor, bits: int) -> Tensor:
-    """Packed zero points as the format "gptq" stores them: each less one.
+def subtract_one(words: Tensor, bits: int) -> Tensor:
+    """Subtract 1 from each packed zero point, as the format "gptq" stores them.
 
-    GPTQModel borrows from the next code of a word where one is 0 (with 3 bits it does not), and
-    gives it back when it reads. AutoGPTQ has no zero points that are 0.
+    Where a zero point is 0, GPTQModel borrows from the next code of the word (but not with 3 bits)
+    and reverses that when it reads. AutoGPTQ never has a zero point of 0.
     """
     return _shifted(words, bits, -1)
 
 
-def restore(words: Tensor, bits: int) -> Tensor:
-    """Return the weights that `lessen` was given."""
+def add_one(words: Tensor, bits: int) -> Tensor:
+    """Undo `subtract_one`."""
     return _shifted(words, bits, 1)
 
 
@@ -99,13 +100,13 @@ def _signed(wide: Tensor) -> Tensor:
 
 
 def pack_awq(q: Tensor) -> Tensor:
-    """AutoAWQ's `qweight` and `qzeros` (GEMM): eight outputs to a word, interleaved.
+    """Pack AutoAWQ's `qweight` or `qzeros` (GEMM): eight outputs in a word, interleaved.
 
     Returns:
         [inputs, outputs / 8] int32.
 
     Raises:
-        ValueError: eight does not divide the outputs.
+        ValueError: the number of outputs is no multiple of eight.
     """
     outputs, inputs = q.shape
     if outputs % len(AWQ_ORDER):
@@ -123,11 +124,11 @@ def unpack_awq(words: Tensor) -> Tensor:
 
 
 def pack_compressed(q: Tensor, bits: int) -> Tensor:
-    """compressed-tensors' `weight_packed` ("pack-quantized"), as its version 0.20 writes it: the
-    codes of an output are one stream of bits, and the last word is filled up with zeros.
+    """Pack compressed-tensors' `weight_packed` ("pack-quantized"), as its version 0.20 writes it:
+    the codes of an output are one stream of bits, and the last word is padded with zeros.
 
-    The format speaks of signed values; their code is what it stores, so symmetric weights need no
-    shift.
+    The format is specified in signed values but stores them as unsigned codes, so symmetric weights
+    need no shift.
 
     Returns:
         [outputs, ceil(inputs * bits / 32)] int32.
@@ -137,7 +138,7 @@ def pack_compressed(q: Tensor, bits: int) -> Tensor:
 
 
 def compressed_words(codes: int, bits: int) -> int:
-    """Return how many words a row of codes fills."""
+    """Return the number of words that a row of codes takes."""
     return -(-codes * bits // WORD)
 
 
@@ -148,7 +149,7 @@ def unpack_compressed(words: Tensor, bits: int, inputs: int) -> Tensor:
 
 
 def pack_compressed_zeros(zeros: Tensor, bits: int) -> Tensor:
-    """compressed-tensors' `weight_zero_point`: along the outputs, [words, groups] int32."""
+    """Pack compressed-tensors' `weight_zero_point` along the outputs: [words, groups] int32."""
     return pack_compressed(zeros.t(), bits).t().contiguous()
 
 
@@ -168,14 +169,14 @@ def _fixed(codes: Tensor, bits: int) -> Tensor:
 def _unfixed(words: Tensor, bits: int) -> Tensor:
     """[rows, words] -> [rows, words, 32 // bits] uint8."""
     shifts = torch.arange(WORD // bits, dtype=torch.int32, device=words.device) * bits
-    # the sign that a shift drags in lies above the mask
+    # The mask removes the sign bits that an arithmetic shift brings in.
     return (words[:, :, None] >> shifts).bitwise_and_(2**bits - 1).to(torch.uint8)
 
 
 def _stream(codes: Tensor, bits: int) -> Tensor:
-    """[rows, codes] -> [rows, codes * bits / 32] int32, code after code without a gap.
+    """[rows, codes] -> [rows, codes * bits / 32] int32, code after code without gaps.
 
-    The pattern repeats after as many codes as end at the end of a word.
+    The layout repeats after the fewest codes that fill whole words.
     """
     rows, count = codes.shape
     if count * bits % WORD:

@@ -1,4 +1,4 @@
-"""GGUF's rows of blocks."""
+"""Weights that GGUF files store as rows of blocks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WEIGHT = "weight"
 
 
 class Blocks:
-    """weight [outputs, bytes of a row]: blocks of the type that is the layout's name."""
+    """weight [outputs, bytes of a row]: blocks of the type that the layout names."""
 
     unread = ()
 

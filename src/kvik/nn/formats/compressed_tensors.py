@@ -31,8 +31,8 @@ from kvik.spec.stored_weights import StoredScheme
 WEIGHT, PACKED, SCALE, ZERO = "weight", "weight_packed", "weight_scale", "weight_zero_point"
 SHAPE, INDEX = "weight_shape", "weight_g_idx"
 INPUT_SCALE = "input_scale"
-# Calibrated steps of activations. For integers the engine finds its own for each token; those of
-# outputs are older names of the KV cache's.
+# Calibrated scales of activations. For integers the engine computes a scale for each token; the
+# scales of outputs are older names of those of the KV cache.
 ACTIVATIONS = (INPUT_SCALE, "input_zero_point", "output_scale", "output_zero_point")
 BYTE = 8
 
@@ -40,10 +40,11 @@ BYTE = 8
 def scale_shape(
     scheme: StoredScheme, shape: LinearShape, stored: tuple[int, ...] | None
 ) -> tuple[int, ...]:
-    """Of `weight_scale`. One scale is [1] or [], a scale for each output [outputs, 1] or [outputs].
+    """Return the shape of `weight_scale`. A single scale is [1] or [], a scale for each output
+    [outputs, 1] or [outputs].
 
     Args:
-        stored: what the checkpoint has.
+        stored: the shape in the checkpoint.
 
     Raises:
         ValueError: groups do not divide the inputs.
@@ -57,9 +58,9 @@ def scale_shape(
 
 
 class PackQuantized:
-    """weight_packed [outputs, inputs * bits / 32], weight_scale [outputs, groups], weight_shape
-    [2], with zero points weight_zero_point [outputs * bits / 32, groups], with act-order
-    weight_g_idx [inputs]."""
+    """weight_packed [outputs, inputs * bits / 32], weight_scale [outputs, groups] and weight_shape
+    [2]; asymmetric weights also have weight_zero_point [outputs * bits / 32, groups], act-order
+    adds weight_g_idx [inputs]."""
 
     def __init__(
         self, scheme: StoredScheme, shape: LinearShape, stored: Mapping[str, tuple[int, ...]]
@@ -135,7 +136,8 @@ class PackQuantized:
 
 
 class IntQuantized:
-    """weight [outputs, inputs] int8, weight_scale, and with zero points weight_zero_point int8."""
+    """weight [outputs, inputs] int8 and weight_scale; asymmetric weights also have
+    weight_zero_point int8."""
 
     def __init__(
         self, scheme: StoredScheme, shape: LinearShape, stored: Mapping[str, tuple[int, ...]]
@@ -187,11 +189,11 @@ def _scales(scales: Tensor, outputs: int, rows: slice) -> Tensor:
 
 
 def _spread(values: Tensor, outputs: int, rows: slice) -> Tensor:
-    """One for all, one for each output, or one for each group -> [rows, groups]."""
+    """One value for all, for each output, or for each group -> [rows, groups]."""
     wide = values.reshape(-1, 1) if values.dim() < 2 else values
     return wide.expand(outputs, -1)[rows]
 
 
 def _gathered(values: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Undo the spreading of values over groups."""
+    """Undo `_spread`."""
     return (values if len(shape) == 2 else values[: shape[0] if shape else 1, 0]).reshape(shape)

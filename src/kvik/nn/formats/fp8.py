@@ -1,5 +1,5 @@
-"""Floats of eight bits, E4M3 or E5M2, with scales as compressed-tensors, DeepSeek and transformers
-have them."""
+"""Floats of eight bits, E4M3 or E5M2, with the scales of compressed-tensors, DeepSeek and
+transformers."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from kvik.nn.formats.integers import finite
 from kvik.spec.stored_weights import StoredScheme
 from kvik.spec.weights import loaded_kind
 
-BLOCK_SCALE = "weight_scale_inv"  # "inverse" of what the weights were multiplied with
-# Bits that are all set in what is no number: NaN of E4M3; NaN and infinity of E5M2.
+BLOCK_SCALE = "weight_scale_inv"  # the inverse of the factor that was applied to the weights
+# Bits that are all set in values that are not finite: NaN of E4M3; NaN and infinity of E5M2.
 NO_NUMBER = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
 
 
 class Fp8:
-    """weight [outputs, inputs] and weight_scale: of the whole tensor, of each output, or of
-    blocks, which may be cut at the ends: [blocks of outputs, blocks of inputs]; with static scales
-    of activations input_scale [1]."""
+    """weight [outputs, inputs] and weight_scale: of the whole tensor, of each output, or of blocks,
+    of which the last may be partial: [blocks of outputs, blocks of inputs]. Static scales of
+    activations add input_scale [1]."""
 
     def __init__(
         self, scheme: StoredScheme, shape: LinearShape, stored: Mapping[str, tuple[int, ...]]
@@ -34,11 +34,11 @@ class Fp8:
             ValueError: the layer cannot be stored like this.
         """
         self.scheme, self.shape = scheme, shape
-        self.dtype = torch.float8_e5m2 if scheme.wide else torch.float8_e4m3fn
+        self.dtype = torch.float8_e5m2 if scheme.e5m2 else torch.float8_e4m3fn
         self.block: Block = (scheme.band, scheme.group)
         self.static = scheme.fp8_activations == "static"
-        self.unread = tuple(name for name in ACTIVATIONS if name != INPUT_SCALE or scheme.wide)
-        if INPUT_SCALE in stored and not self.static and not scheme.wide:
+        self.unread = tuple(name for name in ACTIVATIONS if name != INPUT_SCALE or scheme.e5m2)
+        if INPUT_SCALE in stored and not self.static and not scheme.e5m2:
             raise ValueError(f"it has an {INPUT_SCALE}, and its activations have no static scale")
         self.input_scale = () if stored.get(INPUT_SCALE) == () else (1,)
         blocks = scheme.band > 1 and scheme.group > 0
@@ -66,7 +66,7 @@ class Fp8:
         values = tensors[WEIGHT][rows]
         bits = NO_NUMBER[self.dtype]
         if bool(((values.view(torch.uint8) & bits) == bits).any()):
-            raise TensorError(WEIGHT, "holds NaN or infinity" if self.scheme.wide else "holds NaN")
+            raise TensorError(WEIGHT, "holds NaN or infinity" if self.scheme.e5m2 else "holds NaN")
         scales = self._scales(tensors[self.scale_name], rows)
         loaded = loaded_kind(self.scheme, self.shape.inputs)
         if loaded is None:
@@ -101,8 +101,8 @@ class Fp8:
 
         Args:
             values: [outputs, inputs] of this format's dtype.
-            scales: as `fp8_scales` gives them for the block of this format.
-            input_scale: [1], of static activations.
+            scales: as `fp8_scales` returns them for the block size of this format.
+            input_scale: [1], for static activations.
         """
         found = {WEIGHT: values, self.scale_name: scales.float().reshape(self.scale)}
         if input_scale is not None:

@@ -1,4 +1,5 @@
-"""What layouts of integers share: codes with scales and zero points, and the weight they are."""
+"""Integer layouts: GPTQ and AWQ, and what all of them share: codes with scales and zero points, and
+their conversion to the engine's weights."""
 
 from __future__ import annotations
 
@@ -21,12 +22,12 @@ from kvik.nn.formats.bits import (
     AWQ_BITS,
     AWQ_ORDER,
     WORD,
-    lessen,
+    add_one,
     pack_awq,
     pack_gptq,
     pack_gptq_zeros,
     pack_nibbles,
-    restore,
+    subtract_one,
     unpack_awq,
     unpack_gptq,
     unpack_gptq_zeros,
@@ -42,7 +43,7 @@ INDEX = "g_idx"
 
 class Gptq:
     """qweight [inputs * bits / 32, outputs], qzeros [groups, outputs * bits / 32], scales
-    [groups, outputs], g_idx [inputs], which may be left out where groups are neighbours."""
+    [groups, outputs], g_idx [inputs], which may be absent where groups are contiguous."""
 
     unread = ()
 
@@ -98,11 +99,11 @@ class Gptq:
         first = rows.start // WORD  # this many outputs fill words with codes of any bits
         bits = self.scheme.bits
         own = words[:, first * bits : -(-rows.stop // WORD) * bits]
-        zeros = unpack_gptq_zeros(restore(own, bits) if self.scheme.lessened else own, bits)
+        zeros = unpack_gptq_zeros(add_one(own, bits) if self.scheme.zeros_less_one else own, bits)
         return zeros[rows.start - first * WORD : rows.stop - first * WORD]
 
     def _index(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
-        """Return the group of each input; None: neighbours."""
+        """Return the group of each input; None: groups are contiguous."""
         if not self.has_index:
             return None
         index = group_index(INDEX, tensors[INDEX], self.groups)
@@ -124,20 +125,20 @@ class Gptq:
             index = natural_index(self.shape.inputs, self.groups, codes.q.device)
         return {
             "qweight": pack_gptq(codes.q, bits),
-            "qzeros": lessen(words, bits) if self.scheme.lessened else words,
+            "qzeros": subtract_one(words, bits) if self.scheme.zeros_less_one else words,
             "scales": codes.scales.t().to(torch.float16).contiguous(),
             INDEX: index.to(torch.int32),
         }
 
 
 def natural_index(inputs: int, groups: int, device: torch.device) -> Tensor:
-    """The group of each input where groups are neighbours."""
+    """Return the group of each input where groups are contiguous."""
     return torch.arange(inputs, device=device) // (inputs // groups)
 
 
 # AutoAWQ's GEMM layout (awq/modules/linear/gemm.py of AutoAWQ 0.2).
 
-EACH = len(AWQ_ORDER)  # outputs of a word
+PER_WORD = len(AWQ_ORDER)  # outputs in a word
 
 
 class Awq:
@@ -152,8 +153,8 @@ class Awq:
         Raises:
             ValueError: the layer cannot be stored like this.
         """
-        if shape.outputs % EACH:
-            raise ValueError(f"its {shape.outputs} outputs do not fill words of {EACH}")
+        if shape.outputs % PER_WORD:
+            raise ValueError(f"its {shape.outputs} outputs do not fill words of {PER_WORD}")
         self.scheme, self.shape = scheme, shape
         self.groups = check_group(scheme, shape)
 
@@ -164,8 +165,8 @@ class Awq:
             return StoredTensor((rows, columns), kind, because=why)
 
         return {
-            "qweight": stored(inputs, outputs // EACH, torch.int32),
-            "qzeros": stored(self.groups, outputs // EACH, torch.int32),
+            "qweight": stored(inputs, outputs // PER_WORD, torch.int32),
+            "qzeros": stored(self.groups, outputs // PER_WORD, torch.int32),
             "scales": stored(self.groups, outputs, torch.float16),
         }
 
@@ -174,16 +175,16 @@ class Awq:
 
     def codes(self, tensors: Mapping[str, Tensor], rows: slice) -> Codes:
         """Of some outputs."""
-        first = rows.start // EACH
-        words = slice(first, -(-rows.stop // EACH))
-        own = slice(rows.start - first * EACH, rows.stop - first * EACH)
+        first = rows.start // PER_WORD
+        words = slice(first, -(-rows.stop // PER_WORD))
+        own = slice(rows.start - first * PER_WORD, rows.stop - first * PER_WORD)
         q = unpack_awq(tensors["qweight"][:, words])[own]
         zeros = unpack_awq(tensors["qzeros"][:, words])[own]
         scales = finite("scales", tensors["scales"][:, rows]).t()
         return Codes(q, scales, zeros, AWQ_BITS)
 
     def save(self, codes: Codes) -> dict[str, Tensor]:
-        """The tensors of a whole layer, which has zero points."""
+        """Return the tensors of a whole layer, which has zero points."""
         assert codes.zeros is not None
         return {
             "qweight": pack_awq(codes.q),
@@ -192,7 +193,7 @@ class Awq:
         }
 
 
-SIGN = 0x80  # what eight bits without sign differ from those with one
+SIGN = 0x80  # XOR with it converts between uint8 codes and int8 values
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +216,7 @@ class Codes:
 
 
 def weight_of(codes: Codes, scheme: StoredScheme) -> Weight:
-    """Return the codes of some outputs -> what the engine multiplies: `loaded_kind` tells what."""
+    """Return the engine's weight of some outputs, of the kind that `loaded_kind` chooses."""
     inputs = codes.q.shape[1]
     loaded = loaded_kind(scheme, inputs)
     order = None if codes.groups is None else codes.groups.argsort(stable=True)
@@ -249,17 +250,17 @@ def _plain(q: Tensor, codes: Codes, loaded: WeightKind) -> Weight:
 
 
 def _multiplied_out(q: Tensor, codes: Codes) -> Tensor:
-    """q, whose groups are neighbours -> [outputs, inputs] fp32."""
+    """q, whose groups are contiguous -> [outputs, inputs] fp32."""
     wide = q.float().view(len(q), codes.scales.shape[1], -1)
     wide -= 2 ** (codes.bits - 1) if codes.zeros is None else codes.zeros[:, :, None].float()
     return wide.mul_(codes.scales.float()[:, :, None]).view(q.shape)
 
 
 def check_group(scheme: StoredScheme, shape: LinearShape) -> int:
-    """Return how many groups the inputs of a layer have.
+    """Return the number of groups of a layer's inputs.
 
     Raises:
-        ValueError: groups do not divide them.
+        ValueError: the group size does not divide the inputs.
     """
     group = scheme.group or shape.inputs
     if shape.inputs % group:
@@ -268,17 +269,17 @@ def check_group(scheme: StoredScheme, shape: LinearShape) -> int:
 
 
 def because(scheme: StoredScheme) -> str:
-    """Return the fields of quantization_config that shapes follow from."""
+    """Return the fields of quantization_config that decide the shapes."""
     return f"{scheme.bits} bits" + (f" in groups of {scheme.group}" if scheme.group else "")
 
 
 def finite(name: str, scales: Tensor) -> Tensor:
-    """Return some scales of the named tensor, checked.
+    """Return the scales, all of them finite.
 
-    A scale may be negative: tools that use the whole range of codes write such ones.
+    A scale may be negative: tools that use the whole range of codes write negative scales.
 
     Raises:
-        TensorError: one is NaN or infinite.
+        TensorError: a scale is NaN or infinite.
     """
     if not bool(scales.isfinite().all()):
         raise TensorError(name, "holds NaN or infinity")
@@ -286,10 +287,10 @@ def finite(name: str, scales: Tensor) -> Tensor:
 
 
 def group_index(name: str, index: Tensor, groups: int) -> Tensor:
-    """Return the group of each input.
+    """Return the group of each input, checked.
 
     Raises:
-        TensorError: a group that is not there, or one with more inputs than others.
+        TensorError: a group does not exist, or groups differ in size.
     """
     if bool(((index < 0) | (index >= groups)).any()):
         raise TensorError(name, f"must hold groups from 0 to {groups - 1}")

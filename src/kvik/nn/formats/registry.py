@@ -1,4 +1,4 @@
-"""Which weight formats exist, and which one a layer of a checkpoint has."""
+"""The table of weight formats, and the choice of a layer's format."""
 
 from __future__ import annotations
 
@@ -41,30 +41,30 @@ def choose_format(
     """Return the format of a layer.
 
     Args:
-        stored: shapes of its tensors in the checkpoint but for the bias, by their names within the
-            layer; none: random weights, or the loader will say what is missing.
-        scheme: what config.json says; None: plain floats.
+        stored: shapes of its tensors in the checkpoint except the bias, by their names within the
+            layer; empty: random weights, or the loader will report what is missing.
+        scheme: what config.json declares; None: plain floats.
 
     Raises:
-        ModelError: the tensors are not those of the scheme.
+        ModelError: the tensors do not match the scheme.
     """
     if scheme is None:
         if stored and set(stored) != {PLAIN}:
-            raise _lie(layer, stored, PLAIN)
+            raise _mismatch(layer, stored, PLAIN)
         return Dense(shape)
     try:
         made = FORMATS[scheme.layout](scheme, shape, stored)
     except ValueError as error:
-        told = "the GGUF file" if scheme.layout in BLOCK_LAYOUTS else KEY
-        what = f"layer {shown(layer)}: {error}; {told} says {scheme}"
+        source = "the GGUF file" if scheme.layout in BLOCK_LAYOUTS else KEY
+        what = f"layer {shown(layer)}: {error}; {source} says {scheme}"
         raise ModelError("model", what) from None
     wanted = made.tensors(torch.float32)
     if stored and not set(wanted) <= set(stored):
-        raise _lie(layer, stored, f"{', '.join(wanted)} ({scheme.layout})")
+        raise _mismatch(layer, stored, f"{', '.join(wanted)} ({scheme.layout})")
     return made
 
 
-def _lie(layer: str, stored: Mapping[str, tuple[int, ...]], wanted: str) -> ModelError:
+def _mismatch(layer: str, stored: Mapping[str, tuple[int, ...]], wanted: str) -> ModelError:
     listed = ", ".join(sorted(stored)[:MAX_LISTED])
     return ModelError(
         "model",

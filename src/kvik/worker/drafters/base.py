@@ -1,4 +1,4 @@
-"""What guesses the next tokens of requests: a drafter sees rows of the tables, and proposes."""
+"""The protocol of drafters, which propose the next tokens of requests."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 @frozen
 class DraftRows:
-    """Requests that sampled in this step, go on, and may get drafts for the next one. All that was
-    sampled stands in the tables already.
+    """Unfinished requests that sampled in this step and may get drafts for the next one. Their
+    sampled tokens are already in the tables.
 
     Attributes:
         slots: [rows] int64 on the host, no slot twice.
         limits: [rows] int64 on the host, most drafts for each; at least 1.
-        hidden: gives [rows, hidden], the model's last hidden state, normalised, at the token before
-            the newest one, which was sampled from it. Valid until the next step. To be called by
-            drafters that read it alone: a lookup takes no longer than this does.
+        hidden: returns [rows, hidden], the model's last hidden state, normalised, from which the
+            newest token was sampled. Valid until the next step. Only drafters that need it should
+            call it, because the call takes as long as a whole lookup by other drafters.
     """
 
     slots: np.ndarray
@@ -35,13 +35,15 @@ class DraftRows:
 
 @frozen
 class Drafts:
-    """Attributes:
-    counts: [rows] int64, how many each row gets, in the order of the rows; at most its limit.
-    token_ids: [sum of counts] int64, row after row.
-    tree: None: each draft follows the one before it. Else row i's drafts are the first nodes of
-        the tree, in their order.
-    probs: [sum of counts, vocab] fp32, what each draft was sampled from; None if no row's drafts
-        were sampled. What stands there for rows that are `SamplingTable.certain` is not read.
+    """Proposed tokens.
+
+    Attributes:
+        counts: [rows] int64, number of drafts of each row, at most its limit.
+        token_ids: [sum of counts] int64, row after row.
+        tree: None: each draft follows the one before it. Else row i's drafts are the first nodes of
+            the tree, in order.
+        probs: [sum of counts, vocab] fp32, the distribution each draft was sampled from; None if no
+            drafts were sampled. Not read for rows of `SamplingTable.must_match`.
     """
 
     counts: np.ndarray
@@ -76,16 +78,16 @@ class Drafts:
 
 
 class Drafter(Protocol):
-    """Built with the `RequestTable`, where the tokens of a slot are read, and with the
-    `SamplingTable` if it samples. Whatever it raises costs its drafts and nothing else."""
+    """Proposes drafts. It reads the tokens of a slot from a `RequestTable`, and uses a
+    `SamplingTable` if it samples. An exception only loses the drafts of the step."""
 
     def enter(self, slot: int) -> None:
-        """A request begins, or comes back after a preemption: its tokens and blocks stand in the
+        """Begin a request, or resume it after a preemption. Its tokens and blocks are in the
         table."""
         ...
 
     def leave(self, slot: int) -> None:
-        """The request of this slot ended, or was preempted."""
+        """Forget the request of this slot, which ended or was preempted."""
         ...
 
     def propose(self, rows: DraftRows) -> Drafts: ...

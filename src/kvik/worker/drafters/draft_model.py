@@ -385,7 +385,7 @@ class Guessing:
             return
         self._positions = known[chosen]
         self._first = (counts.cumsum() - counts)[chosen]  # row of `probs`
-        certain = sampling.certain(slots)
+        certain = sampling.must_match(slots)
         self._keeps = not certain.all()
         self._streams = np.where(certain, SAMPLE, DRAFT)
         self._at_once = sampling.rows_at_once(slots, room, shares=True)

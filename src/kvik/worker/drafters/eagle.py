@@ -1,4 +1,4 @@
-"""A tree of drafts from a layer that goes on from the model's hidden states (models/eagle.py)."""
+"""Drafts in a tree, from a layer that continues the model's hidden states (models/eagle.py)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvik.worker.request_table import RequestTable
 
 class EagleNetwork(Protocol):
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Tokens [rows] at positions [rows], as the model takes them in: [rows, hidden]."""
+        """Tokens [rows] at positions [rows] -> the model's input, [rows, hidden]."""
         ...
 
     def step(self, embedded: Tensor, hidden: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class _Level:
 
 
 class EagleDrafter:
-    """Keeps nothing of a request."""
+    """Drafts with an EAGLE layer. Stores no state for a request."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class EagleDrafter:
     ) -> None:
         """
         Args:
-            rows: how a tree is grown.
+            rows: makes the graph that runs `_grow`.
         """
         self.network = network
         self.table = table
@@ -101,7 +101,7 @@ class EagleDrafter:
         return Drafts.first(rows.limits, drafts.numpy(), self.tree)
 
     def _grow(self, hidden: Tensor, newest: Tensor, places: Tensor) -> Tensor:
-        """Trees, level by level.
+        """Grow the trees level by level.
 
         Args:
             hidden: [rows, hidden], at the token before the newest. newest, places: [rows] int64,
@@ -115,7 +115,7 @@ class EagleDrafter:
             self._levels = [level.on(device) for level in self._levels]
         tokens = newest.new_zeros(count, len(self.tree.parents))
         tokens[:, 0] = newest
-        last = self.table.token_ids.shape[1] - 1  # nothing stands behind it
+        last = self.table.token_ids.shape[1] - 1  # the last position
         hidden = hidden[:, None]  # [rows, nodes of a level, hidden]
         for depth, level in enumerate(self._levels):
             wide = len(level.nodes)
@@ -135,7 +135,7 @@ class EagleDrafter:
 def _levels(tree: DraftTree) -> list[_Level]:
     levels: list[_Level] = []
     parents, ranks = np.array(tree.parents), np.array(tree.ranks, np.int64)
-    before = np.zeros(1, np.int64)  # node 0 goes on from the model's own hidden state
+    before = np.zeros(1, np.int64)  # node 0 continues the model's own hidden state
     for depth in range(int(tree.depths.max())):
         children = np.flatnonzero(tree.depths == depth + 1)
         nodes = np.unique(parents[children])

@@ -1,4 +1,4 @@
-"""Draft heads from their folder, and the tree that their accuracies make worth most."""
+"""Draft heads: loading them from a folder, and the tree of drafts that suits their accuracies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvik.worker.platforms import PlatformParts
 
 
 class MedusaDrafter:
-    """Keeps nothing of a request."""
+    """Drafts with Medusa heads. Stores no state for a request."""
 
     def __init__(
         self,
@@ -37,9 +37,9 @@ class MedusaDrafter:
     ) -> None:
         """
         Args:
-            heads: hidden [rows, hidden] -> logits [rows, depths, vocab] of the tokens behind the
+            heads: hidden [rows, hidden] -> logits [rows, depths, vocab] of the tokens after the
                 next one.
-            rows: how they run.
+            rows: makes the graph that runs `_guess`.
         """
         self.heads = heads
         self.tree = tree
@@ -69,7 +69,7 @@ class MedusaDrafter:
 
 
 MEDUSA_FILE = "medusa_lm_head.safetensors"  # what Medusa's own training saves
-# Of heads that were not measured: a guess, falling with the depth and with the rank.
+# Assumed accuracies of heads without measured ones; they fall with depth and rank.
 _FIRST, _DEEPER, _NEXT_RANK, _RANKS = 0.6, 0.8, 0.3, 8
 
 
@@ -93,12 +93,13 @@ class TargetLayer:
 def load_medusa(
     folder: Path, model: Model, sizes: tuple[int, int], parts: PlatformParts
 ) -> MedusaHeads:
-    """
+    """Load Medusa heads from a folder.
+
     Args:
         sizes: hidden size and vocabulary of the model.
 
     Raises:
-        ModelError: there are no such heads, or they are another model's.
+        ModelError: the folder has no such heads, or they are for another model.
     """
     spec, builder = _open(folder, MEDUSA, sizes, parts)
     with torch.inference_mode():
@@ -117,7 +118,7 @@ def load_medusa(
 def load_eagle(
     folder: Path, model: Model, sizes: tuple[int, int], parts: PlatformParts
 ) -> TargetLayer:
-    """As `load_medusa`."""
+    """Load an EAGLE layer. Arguments and errors as in `load_medusa`."""
     spec, builder = _open(folder, EAGLE, sizes, parts)
     with torch.inference_mode():
         layer = EagleLayer(builder, hidden=spec.hidden_size, inner=spec.inner_size)
@@ -126,10 +127,10 @@ def load_eagle(
 
 
 def tree_of(spec: HeadsSpec, drafts: int) -> DraftTree:
-    """Return the tree of at most this many drafts that accepts most.
+    """Return the tree of at most `drafts` drafts with the most expected accepted drafts.
 
     Raises:
-        ModelError: by their accuracies the heads are never right.
+        ModelError: all accuracies of the heads are zero.
     """
     guessed = [
         [_FIRST * _DEEPER**depth * _NEXT_RANK**rank for rank in range(_RANKS)]
@@ -152,7 +153,7 @@ def _open(
         (),
         dtype=parts.dtype,
         device=parts.device,
-        max_model_len=1,  # they know no positions
+        max_model_len=1,  # heads have no positions
         checkpoint=_checkpoint(folder),
     )
     return spec, builder

@@ -1,8 +1,9 @@
-"""Prompt lookup: what followed when the last tokens stood there before (Saxena 2023).
+"""Prompt lookup: drafts the tokens that followed an earlier occurrence of the last tokens (Saxena
+2023).
 
-The whole text of a request is searched in every step, with vector instructions. That costs a few
-microseconds, grows with the text as the model's attention does, only far slower, and needs neither
-memory nor an index that would have to be made when a long prompt comes in.
+Every step searches the whole text of a request with vector instructions. That takes a few
+microseconds and grows with the text far more slowly than attention does. It needs no memory, and no
+index that would have to be built for a long prompt.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ class NgramDrafter:
     def __init__(self, table: RequestTable, min_ngram: int, max_ngram: int) -> None:
         """
         Args:
-            min_ngram, max_ngram: how many tokens at the end of a text must, and at most are to, be
-                found in it.
+            min_ngram, max_ngram: least and most tokens at the end of a text that are searched in
+                it.
         """
         self._table = table
         self._min, self._max = min_ngram, max_ngram
 
     def enter(self, slot: int) -> None:
-        """Nothing is kept of a request."""
+        """Do nothing: the drafter has no state for a request."""
 
     def leave(self, slot: int) -> None:
-        """Nothing was."""
+        """Do nothing."""
 
     def propose(self, rows: DraftRows) -> Drafts:
         texts, counts = self._table.token_ids, self._table.num_tokens[rows.slots].tolist()
@@ -43,8 +44,10 @@ class NgramDrafter:
 
 
 def latest_match(text: NDArray[np.integer], shortest: int, longest: int) -> int:
-    """Return where the longest possible run of the last tokens of a text ends that stands there
-    before, at the latest such place: index of the token after it. 0 if fewer than `shortest` do.
+    """Find the latest earlier occurrence of the longest possible run of a text's last tokens.
+
+    Returns:
+        The index of the token after it; 0 if no run of at least `shortest` tokens occurs.
 
     Args:
         text: [tokens].
@@ -63,8 +66,8 @@ def latest_match(text: NDArray[np.integer], shortest: int, longest: int) -> int:
 
 
 def continued(text: NDArray[np.integer], start: int, most: int) -> list[int]:
-    """So many tokens of a text from `start` on. At its end it goes on with what was just written,
-    so a text that repeats itself is continued for ever.
+    """Return `most` tokens of a text from `start` on. Beyond its end the text continues with the
+    returned tokens, so a periodic text is continued without end.
 
     Args:
         text: [tokens]. start: below their number.

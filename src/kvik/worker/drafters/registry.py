@@ -1,4 +1,4 @@
-"""From the name of a method to its drafter."""
+"""The table of drafting methods, and the construction of their drafters."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class DrafterParts:
     """What a drafter may be built from.
 
     Attributes:
-        resting: what gets ready while nothing is asked, as the drafter adds it.
+        resting: preparations for idle time, to which the drafter adds its own.
     """
 
     speculation: ResolvedSpeculation
@@ -55,7 +55,7 @@ class DrafterParts:
         return self.config.model.vocab_size
 
     def rows(self, function: RowFunction, more: Sequence[Tensor] = ()) -> RowGraph:
-        """Return how heads run.
+        """Return the graph that runs draft heads.
 
         Args:
             function: of hidden states [rows, hidden], and of inputs like `more`.
@@ -137,7 +137,7 @@ def _draft_model(parts: DrafterParts) -> Drafter:
     )
 
 
-# A row for each method.
+# Constructors of drafters by method.
 DRAFTERS: Mapping[str, Callable[[DrafterParts], Drafter]] = {
     "draft_model": _draft_model,
     "ngram": _ngram,
@@ -148,9 +148,10 @@ DRAFTERS: Mapping[str, Callable[[DrafterParts], Drafter]] = {
 
 
 def build_drafter(parts: DrafterParts) -> Drafter:
-    """
+    """Build the drafter of the configured method.
+
     Raises:
-        ModelError: of `spec_model`: its files are missing or broken, or do not fit their config.
+        ModelError: the files of `spec_model` are missing, damaged or do not match their config.
     """
     try:
         return DRAFTERS[parts.speculation.method](parts)

@@ -1,9 +1,9 @@
-"""Drafts from what the end of a text was followed by before, weighed by how often.
+"""Drafts of the tokens that most often followed earlier occurrences of the end of a text.
 
-After SuffixDecoding (Oliaro et al. 2024, 2411.04975), with an automaton instead of a tree: it is
-asked for the longest suffix of a request's text that stood somewhere before, in the text itself or
-in earlier outputs of the same tenant, and continues with the tokens that followed most often. The
-longer the suffix and the surer its continuation, the more is drafted.
+After SuffixDecoding (Oliaro et al. 2024, 2411.04975), with an automaton instead of a tree. It finds
+the longest suffix of a request's text that occurred before, in the text itself or in earlier
+outputs of the same tenant, and continues with the tokens that followed most often. A longer suffix
+and a more probable continuation give more drafts.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from dataclasses import dataclass, field
 from kvik.worker.drafters.base import DraftRows, Drafts
 from kvik.worker.request_table import RequestTable
 
-# All runs of tokens of a text in one automaton that grows token by token.
-#
-# A suffix automaton (Blumer et al. 1985): each state is a set of runs that end at the same places
-# of the text, of which it names the longest; its link leads to the longest shorter suffix that
-# ends at more places. Every state counts its places, so what followed a run is known with its
-# frequency.
+# A suffix automaton (Blumer et al. 1985) contains all substrings of a text and grows token by
+# token. Each state is a set of substrings that end at the same positions of the text, with the
+# length of the longest; its link leads to the longest suffix that ends at more positions. Each
+# state counts its positions, so the frequency of each continuation is known.
 
-SEPARATOR = -1  # stands between texts, and is never proposed
+SEPARATOR = -1  # separates texts; never proposed
 _NONE = -1
-_MANY = -2  # tokens of a state whose edges are in a dict
-# A new token adds a place to all states on the way to the root. A text of one repeated token has as
-# many of them as tokens; then only the longest runs are counted.
+_MANY = -2  # token of a state whose edges are in a dict
+# A new token adds a position to all states on the path to the root. In a text of one repeated token
+# the path is as long as the text, so only this many states are counted.
 _COUNTED = 64
 _ROOT = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """Attributes:
-    tokens: what followed most often.
-    score: how many of them will be right, if what follows is as frequent as it was.
+    """The most frequent continuation of a suffix.
+
+    Attributes:
+        tokens: those that followed most often.
+        score: expected number of correct tokens, by the frequencies so far.
     """
 
     tokens: list[int]
@@ -47,19 +47,19 @@ NO_CONTINUATION = Continuation([], 0.0)
 
 
 class SuffixAutomaton:
-    """At most two states for each token, of about 60 bytes each.
+    """An automaton of at most two states per token, of about 60 bytes each.
 
     Attributes:
-        num_tokens: that were appended.
+        num_tokens: number of appended tokens.
         last: the state of the whole text.
     """
 
     def __init__(self) -> None:
         self.num_tokens = 0
         self.last = _ROOT
-        self._length = array("i", [0])  # of a state's longest run
+        self._length = array("i", [0])  # of a state's longest substring
         self._link = array("i", [_NONE])
-        self._count = array("i", [0])  # places where it ends; of the root none are counted
+        self._count = array("i", [0])  # positions where it ends; 0 for the root
         # Most states have one edge, which needs no dict.
         self._token = array("i", [_NONE])
         self._target = array("i", [_NONE])
@@ -88,19 +88,20 @@ class SuffixAutomaton:
 
     @property
     def repeated(self) -> tuple[int, int]:
-        """The longest suffix of the text that stands in it before: its state and length."""
+        """State and length of the longest suffix of the text that also occurs earlier in it."""
         state = max(self._link[self.last], _ROOT)
         return state, self._length[state]
 
     def advance(self, state: int, length: int, tokens: Iterable[int]) -> tuple[int, int]:
-        """Read on in another text.
+        """Continue matching another text against this one.
 
         Args:
-            state, length: of the longest suffix read so far that stands in this text; 0, 0 if
-                nothing was read. No longer valid once this text grows.
+            state, length: of the longest suffix read so far that occurs in this text; 0, 0 at the
+                start. Invalid once this text grows.
+            tokens: the next tokens of the other text.
 
         Returns:
-            The same after the tokens.
+            State and length after the tokens.
         """
         lengths, links = self._length, self._link
         for token in tokens:
@@ -113,10 +114,10 @@ class SuffixAutomaton:
         return state, length
 
     def continuation(self, state: int, limit: int, least: float) -> Continuation:
-        """Return what most often followed, token by token, as long as all of it together is at
-        least as likely as `least`. Where the text ends, what followed a shorter run goes on."""
+        """Return the most frequent continuation, token by token, as long as its probability is at
+        least `least`. At the end of the text, a shorter suffix is continued."""
         tokens: list[int] = []
-        likely, score = 1.0, 0.0
+        probability, score = 1.0, 0.0
         while len(tokens) < limit and state != _ROOT:
             token, target, share = self._most_frequent(state)
             if token == SEPARATOR:
@@ -124,17 +125,16 @@ class SuffixAutomaton:
             if token == _MANY:  # nothing followed
                 state = self._link[state]
                 continue
-            likely *= share
-            if likely < least:
+            probability *= share
+            if probability < least:
                 break
-            score += likely
+            score += probability
             tokens.append(token)
             state = target
         return Continuation(tokens, score)
 
     def _most_frequent(self, state: int) -> tuple[int, int, float]:
-        """Token, target and share of the edge that was taken most often; of equals the first that
-        was."""
+        """Return token, target and share of the most frequent edge; of equal ones the oldest."""
         edges = self._edges.get(state)
         if edges is None:
             target = self._target[state]
@@ -153,7 +153,7 @@ class SuffixAutomaton:
         return len(self._length) - 1
 
     def _split(self, found: int, state: int, token: int) -> int:
-        """A state for the runs of `found` that end at more places than its longer ones."""
+        """Add a state for the substrings of `found` that end at more positions than its longest."""
         new = self._add(self._length[state] + 1)
         self._link[new] = self._link[found]
         self._count[new] = self._count[found]
@@ -181,20 +181,21 @@ class SuffixAutomaton:
             self._token[state], self._target[state] = _MANY, _NONE
 
 
-PER_MATCHED = 2  # drafts for each token of the suffix that was found
-LEAST_LIKELY = 0.2  # all drafts of a row together
-MAX_TOKENS = 16384  # that the automaton of a text, or the two of a tenant, hold
-MAX_TENANTS = 64  # of whom outputs are kept: of those whose requests ended last
-LEARNED_AT_ONCE = 1024  # tokens of a text in one step: some 4 ms
-CONTEXT = 64  # tokens that are read to find one's place in another's texts
+DRAFTS_PER_MATCHED = 2  # drafts for each token of the matched suffix
+MIN_PROBABILITY = 0.2  # of all drafts of a row together
+MAX_TOKENS = 16384  # in the automaton of a text, or the two of a tenant
+MAX_TENANTS = 64  # whose outputs are stored: those with the most recently ended requests
+MAX_LEARNED_PER_STEP = 1024  # tokens of a text in a step: about 4 ms
+CONTEXT = 64  # tokens of a text that are matched against earlier outputs
 
 
 class SuffixDrafter:
     def __init__(self, table: RequestTable, shared: bool, max_tokens: int = MAX_TOKENS) -> None:
         """
         Args:
-            shared: look into earlier outputs of the same tenant, too.
-            max_tokens: that an automaton holds of a text. Of a longer prompt it is the end.
+            shared: also search earlier outputs of the same tenant.
+            max_tokens: most tokens of a text in its automaton; a longer prompt is truncated at the
+                start.
         """
         self._table = table
         self._max_tokens = max_tokens
@@ -218,10 +219,8 @@ class SuffixDrafter:
         for slot, limit in zip(rows.slots.tolist(), rows.limits.tolist(), strict=True):
             text, known = self._texts[slot], int(self._table.num_tokens[slot])
             tokens = self._table.token_ids[slot]
-            room = LEARNED_AT_ONCE
-            best = text.continuation(
-                tokens[text.num_read : min(known, text.num_read + room)].tolist(), known, limit
-            )
+            end = min(known, text.num_read + MAX_LEARNED_PER_STEP)
+            best = text.continuation(tokens[text.num_read : end].tolist(), known, limit)
             if self._outputs is not None:
                 before = tokens[max(0, known - CONTEXT) : known].tolist()
                 others = self._outputs.continuation(self._table.tenants[slot], before, limit)
@@ -231,7 +230,7 @@ class SuffixDrafter:
 
 
 class _OwnText:
-    """The text of one request, as far as it was read."""
+    """The text of one request, as far as it has been read."""
 
     def __init__(self, max_tokens: int, start: int) -> None:
         self.num_read = start
@@ -243,16 +242,16 @@ class _OwnText:
         """
         Args:
             new: the next tokens of the text.
-            known: tokens of the text; while not all of them were read, there is no continuation.
+            known: length of the text; there is no continuation until all of it has been read.
         """
         self.num_read += len(new)
         automaton = self._automaton
-        room = self._max_tokens - automaton.num_tokens
-        for token in new[:room]:
+        free = self._max_tokens - automaton.num_tokens
+        for token in new[:free]:
             automaton.append(token)
-        if room > 0:
+        if free > 0:
             self._match = automaton.repeated
-        self._match = automaton.advance(*self._match, new[room:])
+        self._match = automaton.advance(*self._match, new[free:])
         if self.num_read < known:
             return NO_CONTINUATION
         return _continuation(automaton, *self._match, limit)
@@ -260,7 +259,7 @@ class _OwnText:
 
 @dataclass(slots=True)
 class _Outputs:
-    """Of one tenant: what was learned last, and before."""
+    """Outputs of one tenant: the current automaton, the one before it, and outputs to add."""
 
     young: SuffixAutomaton = field(default_factory=SuffixAutomaton)
     old: SuffixAutomaton = field(default_factory=SuffixAutomaton)
@@ -268,10 +267,10 @@ class _Outputs:
 
 
 class TenantOutputs:
-    """Earlier outputs, by tenant: drafts never show what another tenant's requests said.
+    """Earlier outputs by tenant, so that drafts never reveal another tenant's outputs.
 
-    Memory is bounded: an automaton that is full replaces the one before it, and tenants who have
-    not been seen for long are forgotten.
+    Memory is bounded: a full automaton replaces the previous one, and the tenants without recent
+    requests are forgotten.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -279,7 +278,7 @@ class TenantOutputs:
         self._tenants: OrderedDict[str, _Outputs] = OrderedDict()
 
     def add(self, tenant: str, output: list[int]) -> None:
-        """An output that ended. It is learned bit by bit, when the tenant asks."""
+        """Queue a finished output. It is learned step by step when the tenant needs drafts."""
         if not output:
             return
         outputs = self._tenants.setdefault(tenant, _Outputs())
@@ -307,11 +306,11 @@ class TenantOutputs:
         return max(found, key=lambda continuation: continuation.score)
 
     def _learn(self, outputs: _Outputs) -> None:
-        """Some of what waits."""
+        """Learn a limited number of the queued tokens."""
         first = outputs.waiting[0]
-        for token in first[:LEARNED_AT_ONCE]:
+        for token in first[:MAX_LEARNED_PER_STEP]:
             outputs.young.append(token)
-        del first[:LEARNED_AT_ONCE]
+        del first[:MAX_LEARNED_PER_STEP]
         if first:
             return
         outputs.waiting.popleft()
@@ -320,4 +319,4 @@ class TenantOutputs:
 
 
 def _continuation(automaton: SuffixAutomaton, state: int, length: int, limit: int) -> Continuation:
-    return automaton.continuation(state, min(limit, PER_MATCHED * length), LEAST_LIKELY)
+    return automaton.continuation(state, min(limit, DRAFTS_PER_MATCHED * length), MIN_PROBABILITY)
