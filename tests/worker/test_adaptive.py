@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from kvik.worker.adaptive import DraftControl, StepFigures
+from kvik.worker.adaptive import SHARE, DraftControl, StepFigures
 
 DRAFTS = 5  # of a request, at most
 
@@ -336,3 +336,74 @@ def test_time_without_drafts_is_measured_again_from_time_to_time() -> None:
     drafts = run(1, ACCEPTANCE["always"], JUDGING["memory-bound"], 0.05).drafts[:, 0]
     without = np.flatnonzero(drafts == 0)
     assert (np.diff([*without, len(drafts)]) <= 33).all() and len(without) < 40
+
+
+# Steps that need no look: none had drafts, and nobody would get any.
+
+PLAIN = 0.01
+SLOTS = np.array([0])
+NONE = np.zeros(1, np.int64)
+ROOM = np.array([DRAFTS])
+
+
+def plain_step(control: DraftControl) -> np.ndarray:
+    due = control.passed(1, PLAIN, pure=True)
+    return control.limits(SLOTS, ROOM) if due else NONE
+
+
+def draft_step(control: DraftControl, drafts: np.ndarray, seconds: float = PLAIN) -> np.ndarray:
+    control.observe(StepFigures(SLOTS, drafts, NONE, seconds, 0.0, int(drafts.max()), True))
+    return control.limits(SLOTS, ROOM)
+
+
+def until_asleep(control: DraftControl) -> None:
+    """Every draft is wrong, and each step that checks some takes three times as long."""
+    limits = NONE
+    for _ in range(200):
+        limits = draft_step(control, limits, 3 * PLAIN) if limits.any() else plain_step(control)
+        if control.budget.left <= 0:
+            return
+    pytest.fail("drafts that are always wrong go on")
+
+
+def test_six_plain_steps_are_timed_before_the_first_drafts() -> None:
+    control = DraftControl(1, DRAFTS, DRAFTS)
+    due = [control.passed(1, PLAIN, pure=True) for _ in range(6)]
+    assert due == [False] * 5 + [True]
+
+
+def test_no_drafts_until_the_lost_time_is_earned_then_new_ones() -> None:
+    control = DraftControl(1, DRAFTS, DRAFTS)
+    until_asleep(control)
+    lost, rests = -control.budget.left, 0
+    while not control.passed(1, PLAIN, pure=True):
+        rests += 1
+        assert rests < 1000
+    assert rests + 1 >= lost / (SHARE * PLAIN)
+    for _ in range(1000):  # and tries drafts again
+        if plain_step(control).any():
+            return
+    pytest.fail("drafts are never tried again")
+
+
+def test_a_new_request_is_considered_as_soon_as_the_budget_is_positive() -> None:
+    control = DraftControl(1, DRAFTS, DRAFTS)
+    until_asleep(control)
+    while control.budget.left <= 0:
+        control.passed(1, PLAIN, pure=True)
+    control.budget.needed = 1.0  # a trial would cost more than there is
+    assert not control.passed(1, PLAIN, pure=True)
+    control.enter(0)
+    assert control.passed(1, PLAIN, pure=True)
+
+
+def test_the_time_of_deciding_without_drafts_is_charged_too() -> None:
+    """No request may have drafts; this is not decided again after every step."""
+    control = DraftControl(1, DRAFTS, DRAFTS)
+    looks = 0
+    for _ in range(1000):
+        if control.passed(1, PLAIN, pure=True):
+            looks += 1
+            assert not control.limits(SLOTS, np.zeros(1, np.int64)).any()
+            control.decided(PLAIN)
+    assert looks <= 2 + 1000 * SHARE

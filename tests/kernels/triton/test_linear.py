@@ -7,15 +7,21 @@ as large as it takes to reach a second tile, a second split or a last step that 
 from __future__ import annotations
 
 from math import log2
+from typing import Any
 
 import pytest
 import torch
-from helpers.optional_triton import NO_TRITON, device
+from helpers.optional_triton import INTERPRETED_ONLY, NO_TRITON, device
 from torch import Tensor
 
 pytest.importorskip("triton", reason=NO_TRITON)
 
+from helpers.compilations import compilation
+from triton.runtime.interpreter import InterpretedFunction
+
 from kvik.kernels.reference.ops import REFERENCE
+from kvik.kernels.triton import norm
+from kvik.kernels.triton.matrix import TritonMatrices
 from kvik.kernels.triton.matrix_shapes import FEW, FEW_INT4, MANY, splits_for, tile_for
 from kvik.kernels.triton.ops import triton_ops
 from kvik.kernels.triton.packed import TritonPacked, empty
@@ -292,3 +298,52 @@ def test_bytes_of_a_packed_matrix_are_those_of_its_parts(
     parts += [packed.arrivals, packed.squares.scales if packed.squares else None]
     taken = sum(part.nbytes for part in parts if part is not None)
     assert kind.weight_bytes(inputs, outputs, "triton") == taken
+
+
+# How often Triton compiles anew while steps differ in their tokens.
+
+CPU = torch.device("cpu")
+TOKENS = range(1, 130)
+CLASSES = 1 + sum(tile.tokens < max(TOKENS) for tile in FEW)  # of sizes of tiles
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """What would be compiled: kernels with all that they are compiled for."""
+    found: set[str] = set()
+
+    def bind(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        found.add(compilation(self, *args, **options))
+
+    monkeypatch.setattr(InterpretedFunction, "run", bind)
+    return found
+
+
+@INTERPRETED_ONLY
+@pytest.mark.parametrize(
+    ("kind", "kernels"),
+    [
+        (WeightKind("int4", 128, "zeros"), 1),
+        (WeightKind("int8", activations="token"), 2),
+        (WeightKind("int8", 128, activations="group"), 2),
+        (WeightKind("fp8"), 1),
+    ],
+    ids=str,
+)
+def test_products_compile_once_for_each_class_of_tokens(
+    kind: WeightKind, kernels: int, compiled: set[str]
+) -> None:
+    matrices, inputs = TritonMatrices(CPU), 4096
+    matrix = matrices.matrix(MatrixSpec(kind, 256, inputs, False, None, torch.bfloat16, CPU))
+    for tokens in TOKENS:
+        matrices.linear(torch.empty(tokens, inputs, dtype=torch.bfloat16), matrix, None)
+    assert len(compiled) == CLASSES + kernels - 1
+
+
+@INTERPRETED_ONLY
+def test_norms_compile_once(compiled: set[str]) -> None:
+    weight = torch.empty(64)
+    for tokens in TOKENS:
+        norm.rms_norm(torch.empty(tokens, 64), weight, 1e-5)
+        norm.layer_norm(torch.empty(tokens, 64), weight, weight, 1e-5)
+    assert len(compiled) == 2

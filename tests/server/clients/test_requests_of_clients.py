@@ -47,101 +47,48 @@ def in_parts(text: str) -> dict[str, Any]:
 
 USAGE = {"include_usage": True}
 COUNTS = {"include_usage": True, "continuous_usage_stats": True}
+STREAM = {"stream": True, "stream_options": USAGE}
+LOAD = {"max_tokens": 12, "ignore_eos": True, **STREAM}  # what load generators send
+ONCE = "Once upon a time"
+CHAT_LOAD = {"messages": [in_parts(ONCE)], "max_completion_tokens": 12, "ignore_eos": True}
 
 # program -> the path, and the body without its model
 REQUESTS: list[tuple[str, str, dict[str, Any]]] = [
     (
         "vllm bench serve",
         TEXT,
-        {
-            "prompt": "Once upon a time",
-            "repetition_penalty": 1.0,
-            "max_tokens": 12,
-            "logprobs": None,
-            "stream": True,
-            "stream_options": USAGE,
-            "ignore_eos": True,
-            "temperature": 0.0,
-        },
+        {"prompt": ONCE, "repetition_penalty": 1.0, "logprobs": None, "temperature": 0.0, **LOAD},
     ),
     (
         "vllm bench serve, token ids",
         TEXT,
-        {
-            "prompt": [1, 5, 9, 300],
-            "repetition_penalty": 1.0,
-            "max_tokens": 12,
-            "logprobs": 3,
-            "stream": True,
-            "stream_options": USAGE,
-            "ignore_eos": True,
-        },
+        {"prompt": [1, 5, 9, 300], "repetition_penalty": 1.0, "logprobs": 3, **LOAD},
     ),
-    (
-        "vllm bench serve, chat",
-        CHAT,
-        {
-            "messages": [in_parts("Once upon a time")],
-            "max_completion_tokens": 12,
-            "stream": True,
-            "stream_options": USAGE,
-            "ignore_eos": True,
-        },
-    ),
-    (
-        "vllm bench serve, embeddings",
-        VECTORS,
-        {"input": "Once upon a time", "truncate_prompt_tokens": -1},
-    ),
+    ("vllm bench serve, chat", CHAT, {**CHAT_LOAD, **STREAM}),
+    ("vllm bench serve, embeddings", VECTORS, {"input": ONCE, "truncate_prompt_tokens": -1}),
     (
         "guidellm, chat",
         CHAT,
-        {
-            "messages": [in_parts("Once upon a time")],
-            "stream": True,
-            "stream_options": COUNTS,
-            "max_completion_tokens": 12,
-            "max_tokens": 12,
-            "stop": None,
-            "ignore_eos": True,
-        },
+        {**CHAT_LOAD, "stream": True, "stream_options": COUNTS, "max_tokens": 12, "stop": None},
     ),
     (
         "guidellm, completions",
         TEXT,
-        {
-            "prompt": "Once upon a time",
-            "stream": True,
-            "stream_options": COUNTS,
-            "max_tokens": 12,
-            "stop": None,
-            "ignore_eos": True,
-        },
+        {"prompt": ONCE, "stop": None, **LOAD, "stream_options": COUNTS},
     ),
     ("guidellm, embeddings", VECTORS, {"input": "Once upon", "encoding_format": "float"}),
-    (
-        "inference-perf",
-        TEXT,
-        {
-            "prompt": "Once upon a time",
-            "max_tokens": 12,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": USAGE,
-        },
-    ),
+    ("inference-perf", TEXT, {"prompt": ONCE, **LOAD}),
     (
         "Open WebUI",
         CHAT,
         {
-            "stream": True,
             "messages": [said("Be brief.", "system"), said("Hi")],
-            "stream_options": USAGE,
             "temperature": 0.8,
             "top_p": 0.9,
             "frequency_penalty": 0,
             "seed": 42,
             "stop": ["###"],
+            **STREAM,
         },
     ),
     (
@@ -159,9 +106,8 @@ REQUESTS: list[tuple[str, str, dict[str, Any]]] = [
             "n": 1,
             "max_tokens": 12,
             "presence_penalty": 0,
-            "stream": True,
-            "stream_options": USAGE,
             "user": "team-1",
+            **STREAM,
         },
     ),
     ("LiteLLM hosted_vllm", VECTORS, {"input": ["one", "two"], "encoding_format": "float"}),
@@ -232,8 +178,7 @@ REQUESTS: list[tuple[str, str, dict[str, Any]]] = [
         {
             "messages": [said("You are a coder. " * 15, "system"), in_parts("Hi")],
             "temperature": 0,
-            "stream": True,
-            "stream_options": USAGE,
+            **STREAM,
         },
     ),
     (
@@ -242,11 +187,7 @@ REQUESTS: list[tuple[str, str, dict[str, Any]]] = [
         {"messages": [said("Hi")], "max_tokens": 100, "stream": True, "temperature": 0.5},
     ),
     ("SageMaker, chat", "/invocations", {"messages": [said("Hi")], "max_tokens": 5}),
-    (
-        "SageMaker, text",
-        "/invocations",
-        {"prompt": "Once", "max_tokens": 5, "stream": True, "stream_options": USAGE},
-    ),
+    ("SageMaker, text", "/invocations", {"prompt": "Once", "max_tokens": 5, **STREAM}),
     ("SageMaker, embeddings", "/invocations", {"input": ["one", "two"]}),
 ]
 
