@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from helpers.attention_backends import NAMES, make_backend
 from torch import Tensor
 
 from kvik.attention.base import Attend, AttentionBackend, LayerKV, StepLayout
@@ -40,6 +41,16 @@ class Step:
     def attend(self, backend: AttentionBackend, window: int | None = None) -> Attend:
         metadata = backend.plan(self.layout, window)
         return Attend(self.q, self.k, self.v, self.kv, metadata, self.scale)
+
+    def with_trees(self, *trees: tuple[int, ...]) -> Step:
+        """Return the step with a tree, or none, for each of its sequences."""
+        every = [
+            word
+            for tree, new in zip(trees, self.layout.num_scheduled, strict=True)
+            for word in tree or (0,) * new
+        ]
+        layout = replace(self.layout, tree=torch.tensor(every), tree_words=tuple(every))
+        return replace(self, layout=layout)
 
     def expected(self, window: int | None = None) -> Tensor:
         """The definition, as one dense matrix per sequence and head, in float64."""
@@ -178,6 +189,11 @@ def _store(
     )
     k, v = keys[:cached], values[:cached]
     backend.run(Attend(torch.zeros_like(k), k, v, kv, backend.plan(layout, None), 1.0))
+
+
+@pytest.fixture(params=NAMES)
+def backend(request: pytest.FixtureRequest) -> AttentionBackend:
+    return make_backend(request.param)
 
 
 @pytest.fixture

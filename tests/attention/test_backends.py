@@ -7,15 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.attention_backends import NAMES, STEPS, make_backend
+from helpers.attention_backends import NAMES, STEPS
 
-from kvik.attention.base import Attend, AttentionBackend, LayerKV
+from kvik.attention.base import Attend, LayerKV
 from kvik.config.compute import LANES
-
-
-@pytest.fixture(params=NAMES)
-def backend(request: pytest.FixtureRequest) -> AttentionBackend:
-    return make_backend(request.param)
 
 
 def with_backends(*sizes: int) -> list:

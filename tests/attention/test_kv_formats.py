@@ -6,29 +6,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.attention_backends import NAMES, STEPS, make_backend
+from helpers.attention_backends import KV_FORMATS as FORMATS
+from helpers.attention_backends import STEPS, make_backend
 from torch import Tensor
 
-from kvik.attention.base import AttentionBackend, read
+from kvik.attention.base import read
 from kvik.kernels.kv_rounding import SCALES, round_vectors, unround_vectors
 
-FORMATS = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp8": torch.float8_e4m3fn,
-    "int8": torch.int8,
-    "int4": torch.uint8,
-}
 # Of attention over normal numbers, relative to the length of the result. Measured: 0.0032, 0.0459,
 # 0.0109 and 0.161; a third more is allowed.
 DISTANCE = {"fp32": 1e-6, "bf16": 0.0043, "fp8": 0.06, "int8": 0.0146, "int4": 0.214}
 formats = pytest.mark.parametrize("format", FORMATS)
 steps = pytest.mark.parametrize("name", STEPS)
-
-
-@pytest.fixture(params=NAMES)
-def backend(request: pytest.FixtureRequest) -> AttentionBackend:
-    return make_backend(request.param)
 
 
 def kept(x: Tensor, dtype: torch.dtype) -> Tensor:

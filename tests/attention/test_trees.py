@@ -6,26 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.attention_backends import NAMES, make_backend
+from helpers.attention_backends import KV_FORMATS as FORMATS
+from helpers.attention_backends import NAMES
 
-from kvik.attention.base import Attend, AttentionBackend, LayerKV
+from kvik.attention.base import Attend, LayerKV
 
 # Parents of each node; the paths to the last nodes lie scattered.
 PARENTS = (-1, 0, 0, 1, 1, 3, 2, 0, 6, 5, 9, 4)
-FORMATS = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp8": torch.float8_e4m3fn,
-    "int8": torch.int8,
-    "int4": torch.uint8,
-}
 formats = pytest.mark.parametrize("format", FORMATS)
 windows = pytest.mark.parametrize("window", [None, 1, 3, 20])
-
-
-@pytest.fixture(params=NAMES)
-def backend(request: pytest.FixtureRequest) -> AttentionBackend:
-    return make_backend(request.param)
 
 
 def words(parents: tuple[int, ...]) -> tuple[int, ...]:
@@ -42,17 +31,6 @@ def paths() -> list[list[int]]:
     return [[j for j in range(len(TREE)) if word >> j & 1] for word in TREE]
 
 
-def with_trees(step, *trees: tuple[int, ...]):
-    """The step with a tree, or none, for each of its sequences."""
-    every = [
-        word
-        for tree, new in zip(trees, step.layout.num_scheduled, strict=True)
-        for word in tree or (0,) * new
-    ]
-    layout = replace(step.layout, tree=torch.tensor(every), tree_words=tuple(every))
-    return replace(step, layout=layout)
-
-
 def bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(torch.uint8)
 
@@ -63,14 +41,14 @@ def test_a_node_sees_its_path(backend, make_step, cached, window):
     """Among plain sequences, which see what they always see."""
     plain = [(12, 1), (30, 20)]
     step = make_step([plain[0], (cached, len(TREE)), plain[1]])
-    step = with_trees(step, (), TREE, ())
+    step = step.with_trees((), TREE, ())
     found = step.run(backend, window)
     torch.testing.assert_close(found.double(), step.expected(window), rtol=1e-4, atol=2e-6)
 
 
 def test_several_trees_of_different_sizes(backend, make_step):
     sequences = [(40, 1), (7, 12), (33, 5), (90, 3)]
-    step = with_trees(make_step(sequences), (1,), TREE, TREE[:5], (1, 3, 5))
+    step = make_step(sequences).with_trees((1,), TREE, TREE[:5], (1, 3, 5))
     torch.testing.assert_close(step.run(backend).double(), step.expected(), rtol=1e-4, atol=2e-6)
 
 
@@ -101,7 +79,7 @@ def decode_of(make_step, step, path, cached, dtype, kv_dtype, backend):
 def test_a_node_has_the_bits_of_a_decode_at_its_place(backend, make_step, format, dtype, window):
     kv_dtype, cached = FORMATS[format], 59
     step = make_step([(cached, len(TREE))], dtype=dtype, kv_dtype=kv_dtype, dim=32)
-    found = with_trees(step, TREE).run(backend, window)
+    found = step.with_trees(TREE).run(backend, window)
     for node, path in enumerate(paths()):
         decoded, _ = decode_of(make_step, window, path, cached, dtype, kv_dtype, backend)
         assert torch.equal(bits(found[node]), bits(decoded[0]))
@@ -113,7 +91,7 @@ def test_a_moved_path_is_what_decodes_would_have_left(backend, make_step, format
     kv_dtype, cached = FORMATS[format], 59
     path = paths()[10]
     step = make_step([(cached, len(TREE))], kv_dtype=kv_dtype, dim=32)
-    step = with_trees(step, TREE)
+    step = step.with_trees(TREE)
     plan = backend.plan(step.layout, None)
     backend.run(Attend(step.q, step.k, step.v, step.kv, plan, step.scale))
     slots = step.layout.slot_mapping
@@ -177,7 +155,7 @@ def test_the_largest_trees_over_the_borders_of_splits(backend, make_step, thread
         tree = words(random_tree(nodes, seed + 1))
         sequences = [(cached, nodes), (70, 1), (cached + 5, nodes), (3, 40)]
         step = make_step(sequences, block_size=32, heads=heads, kv_heads=kv_heads, seed=seed)
-        step = with_trees(step, tree, (), tree, ())
+        step = step.with_trees(tree, (), tree, ())
         found = step.run(backend, window)
         torch.testing.assert_close(found.double(), step.expected(window), rtol=1e-4, atol=4e-6)
 

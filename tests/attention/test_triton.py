@@ -77,17 +77,6 @@ def _tensors(kv: LayerKV) -> tuple[Tensor | None, ...]:
     return kv.k, kv.v, kv.k_scales, kv.v_scales
 
 
-def with_tree(step, *trees: tuple[int, ...]):
-    """The step with a tree, or none, for each of its sequences."""
-    every = [
-        word
-        for tree, new in zip(trees, step.layout.num_scheduled, strict=True)
-        for word in tree or (0,) * new
-    ]
-    layout = replace(step.layout, tree=torch.tensor(every), tree_words=tuple(every))
-    return replace(step, layout=layout)
-
-
 @windows
 def test_matches_the_definition(kernel, make_step, window):
     step = make_step([(12, 1), (0, 9), (33, 1), (0, 1), (50, 18)])
@@ -184,7 +173,7 @@ def test_garbage_outside_the_window_is_never_read(kernel, make_step):
 def test_a_node_sees_its_path(make_step, window):
     """Among plain sequences, which see what they always see."""
     step = make_step([(12, 1), (33, len(TREE)), (30, 3), (0, 4)])
-    step = with_tree(step, (), TREE, (), TREE[:4])
+    step = step.with_trees((), TREE, (), TREE[:4])
     found = attend(step, window).double()
     torch.testing.assert_close(found, step.expected(window), rtol=1e-4, atol=2e-6)
 
@@ -194,7 +183,7 @@ def test_the_largest_tree_over_a_border_of_splits(make_step):
     nodes = [1]
     for parent in range(62):
         nodes.append(nodes[parent // 2] | 1 << (parent + 1))
-    step = with_tree(make_step([(100, 63)], 16, 1, 1), tuple(nodes))
+    step = make_step([(100, 63)], 16, 1, 1).with_trees(tuple(nodes))
     torch.testing.assert_close(attend(step).double(), step.expected(), rtol=1e-4, atol=2e-6)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from helpers.optional_native import NATIVE
 
 from kvik.attention.base import AttentionBackend
@@ -11,6 +12,13 @@ from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.torch_ops import TORCH
 
 NAMES = ("reference", "sdpa", *(["cpu"] if NATIVE else []))
+KV_FORMATS = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+    "int4": torch.uint8,
+}
 
 
 def make_backend(name: str) -> AttentionBackend:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from helpers.native import Poisoned, Runtime, call
@@ -41,6 +42,20 @@ class NativeCache:
         every = (self.k, self.v, self.k_scales, self.v_scales)
         return [tensor for tensor in every if tensor is not None]
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What every kernel over the cache is given."""
+        return {
+            "k_cache": self.k,
+            "v_cache": self.v,
+            "k_scales": self.k_scales,
+            "v_scales": self.v_scales,
+            "kv_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "block_size": self.block_size,
+            "kv_dtype": self.dtype,
+        }
+
     def store(self, runtime: Runtime, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """k, v: [rows, kv_heads, head_dim], dense but for the rows; slots: [rows] int64."""
         self._copy(runtime, "store_kv", k, v, slots)
@@ -55,17 +70,10 @@ class NativeCache:
         call(
             runtime,
             "move_kv",
-            k_cache=self.k,
-            v_cache=self.v,
-            k_scales=self.k_scales,
-            v_scales=self.v_scales,
             source=source,
             target=target,
             rows=len(source),
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            block_size=self.block_size,
-            kv_dtype=self.dtype,
+            **self.arguments,
         )
 
     def _copy(self, runtime: Runtime, kernel: str, k: Tensor, v: Tensor, slots: Tensor) -> None:
@@ -77,17 +85,10 @@ class NativeCache:
             k_stride=k.stride(0),
             v=v,
             v_stride=v.stride(0),
-            k_cache=self.k,
-            v_cache=self.v,
-            k_scales=self.k_scales,
-            v_scales=self.v_scales,
             slot_mapping=slots,
             rows=len(slots),
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            block_size=self.block_size,
             dtype=k.dtype,
-            kv_dtype=self.dtype,
+            **self.arguments,
         )
 
 
@@ -130,26 +131,19 @@ def attend(
         "attention",
         q=padded,
         q_stride=padded.stride(0),
-        k_cache=cache.k,
-        v_cache=cache.v,
-        k_scales=cache.k_scales,
-        v_scales=cache.v_scales,
         block_table=table,
         table_stride=table.stride(0),
         query_start_loc=starts,
         seq_lens=contexts,
         num_seqs=len(parts),
         heads=heads,
-        kv_heads=cache.kv_heads,
-        head_dim=cache.head_dim,
-        block_size=cache.block_size,
         window=window,
         tree=trees,
         scale=scale,
         out=out.view,
         out_stride=out.stride,
         dtype=q.dtype,
-        kv_dtype=cache.dtype,
+        **cache.arguments,
     )
     out.assert_rest_untouched()
     return list(out.view[:tokens].clone().split([len(part.q) for part in parts]))

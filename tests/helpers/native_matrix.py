@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from helpers.native import FLOATS, Poisoned, Runtime, call, normal
@@ -71,6 +72,12 @@ class NativeMatrix:
     order: Tensor | None = None
     fp8_x: int = 0
     x_scale: Tensor | None = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What every kernel over a matrix is given."""
+        names = ("weight", "scales", "zeros", "kind", "inputs", "outputs", "group", "order")
+        return {name: getattr(self, name) for name in names}
 
 
 def random_values(
@@ -205,14 +212,6 @@ def linear(
         x=x,
         x_stride=x.stride(0),
         rows=x.shape[0],
-        weight=matrix.weight,
-        scales=matrix.scales,
-        zeros=matrix.zeros,
-        kind=matrix.kind,
-        inputs=matrix.inputs,
-        outputs=matrix.outputs,
-        group=matrix.group,
-        order=matrix.order,
         activation=activation,
         bias=bias,
         residual=residual,
@@ -223,6 +222,7 @@ def linear(
         out_dtype=out_dtype,
         fp8_x=matrix.fp8_x,
         x_scale=matrix.x_scale,
+        **matrix.arguments,
     )
     out.assert_rest_untouched()
     return out.view

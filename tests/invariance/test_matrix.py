@@ -10,40 +10,18 @@ more: log probabilities are the same to the bit, in every format of the weights 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from helpers.matrix import (
     ALL_OF_IT,
     BITS,
     COLUMNS,
-    CONTEXT,
-    FORMATS,
-    MODELS,
     NUM_TOKENS,
     SERVED,
-    Column,
-    make_model,
     params,
     params_with_logprobs,
-    reference_tokens,
-    run,
     run_column,
 )
 from helpers.optional_native import needs_native
-
-from kvik import LLM
-from kvik.engine.output import RequestOutput
-
-
-@pytest.fixture(scope="module", params=MODELS)
-def model(request, tmp_path_factory) -> dict[str, object]:
-    return make_model(request.param, tmp_path_factory.mktemp(request.param))
-
-
-@pytest.fixture(scope="module")
-def expected(model) -> list[list[int]]:
-    return reference_tokens(model)
 
 
 @pytest.mark.parametrize("column", [*COLUMNS, *SERVED, ALL_OF_IT], ids=lambda column: column.name)
@@ -56,21 +34,6 @@ def test_tokens_do_not_depend_on_how_they_are_made(model, expected, column):
             assert all(tokens == expected[i] for tokens in found[i]), f"siblings of prompt {i}"
         else:
             assert len(set(map(tuple, found[i]))) == column.siblings, "siblings drew the same"
-
-
-@pytest.fixture(scope="module", params=FORMATS)
-def weights(request) -> dict[str, object]:
-    return FORMATS[request.param]
-
-
-@pytest.fixture(scope="module")
-def one_at_a_time(model, weights) -> Iterator[list[RequestOutput]]:
-    """By the engine that the columns are compared with."""
-    common = {"device": "cpu", "threads": 1, "max_model_len": CONTEXT}
-    with LLM(**model, **weights, **common, enable_prefix_caching=False, max_num_seqs=1) as llm:
-        runner = llm.resolved.runner
-        assert (runner.kernels, runner.attention_backend) == ("native", "cpu")
-        yield run(llm, Column("reference", alone=True), params_with_logprobs())
 
 
 @needs_native

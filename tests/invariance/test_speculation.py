@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -23,17 +23,12 @@ from helpers.matrix import (
     BITS,
     COLUMNS,
     CONTEXT,
-    FORMATS,
-    MODELS,
     NUM_TOKENS,
     WINDOWED,
     Column,
-    make_model,
     params,
     params_with_logprobs,
     prompts,
-    reference_tokens,
-    run,
     run_column,
 )
 from helpers.optional_native import needs_native
@@ -89,22 +84,20 @@ def with_room(column: Column) -> Column:
     return replace(column, config=config)
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def model(request, tmp_path_factory) -> dict[str, object]:
-    return make_model(request.param, tmp_path_factory.mktemp(request.param))
-
-
-@pytest.fixture(scope="module")
-def expected(model) -> list[list[int]]:
-    return reference_tokens(model)
-
-
 @pytest.fixture(scope="module")
 def texts(model, expected) -> list[list[int]]:
     """Prompts with the answers to them."""
     with LLM(**model, device="cpu", threads=1, max_model_len=CONTEXT) as llm:
         vocab_size = llm.resolved.model.vocab_size
     return [[*p, *tokens] for p, tokens in zip(prompts(vocab_size), expected, strict=True)]
+
+
+def check_tokens(outputs: list[RequestOutput], expected: list[list[int]]) -> None:
+    for i, (output, sampling) in enumerate(zip(outputs, params(), strict=True)):
+        tokens = [c.token_ids for c in output.outputs]
+        assert tokens[0] == expected[i], f"prompt {i}"
+        if sampling.greedy:
+            assert all(others == expected[i] for others in tokens), f"siblings of prompt {i}"
 
 
 @pytest.mark.parametrize(("column", "drafter"), CASES, ids=lambda case: getattr(case, "name", case))
@@ -115,11 +108,7 @@ def test_tokens_do_not_depend_on_drafts(model, expected, texts, column, drafter,
     column = with_room(column)
     options = TREES if drafter == "tree" else SPECULATION
     outputs = run_column(column, params(column.siblings), model, dtype="float32", **options)
-    for i, (output, sampling) in enumerate(zip(outputs, params(), strict=True)):
-        tokens = [c.token_ids for c in output.outputs]
-        assert tokens[0] == expected[i], f"prompt {i}"
-        if sampling.greedy:
-            assert all(others == expected[i] for others in tokens), f"siblings of prompt {i}"
+    check_tokens(outputs, expected)
     drafted = sum(output.num_drafted_tokens for output in outputs)
     accepted = sum(output.num_accepted_tokens for output in outputs)
     assert drafted > 0
@@ -152,26 +141,9 @@ def test_tokens_do_not_depend_on_a_draft_model(model, expected, draft, column):
     column = with_room(column)
     options = {**EAGER, "spec_method": "draft_model", "spec_model": draft, "spec_tokens": TOKENS}
     outputs = run_column(column, params(column.siblings), model, dtype="float32", **options)
-    for i, (output, sampling) in enumerate(zip(outputs, params(), strict=True)):
-        tokens = [c.token_ids for c in output.outputs]
-        assert tokens[0] == expected[i], f"prompt {i}"
-        if sampling.greedy:
-            assert all(others == expected[i] for others in tokens), f"siblings of prompt {i}"
+    check_tokens(outputs, expected)
     accepted = sum(output.num_accepted_tokens for output in outputs)
     assert 0 < accepted < sum(output.num_drafted_tokens for output in outputs)
-
-
-@pytest.fixture(scope="module", params=FORMATS)
-def weights(request) -> dict[str, object]:
-    return FORMATS[request.param]
-
-
-@pytest.fixture(scope="module")
-def without(model, weights) -> Iterator[list[RequestOutput]]:
-    """By an engine that does not guess, one request at a time."""
-    common = {"device": "cpu", "threads": 1, "max_model_len": CONTEXT}
-    with LLM(**model, **weights, **common, enable_prefix_caching=False, max_num_seqs=1) as llm:
-        yield run(llm, Column("reference", alone=True), params_with_logprobs())
 
 
 @needs_native
@@ -182,16 +154,16 @@ def without(model, weights) -> Iterator[list[RequestOutput]]:
     ids=lambda column: column.name,
 )
 def test_native_logprobs_have_the_same_bits_with_drafts(
-    model, weights, without, column, drafter, caplog, monkeypatch
+    model, weights, one_at_a_time, column, drafter, caplog, monkeypatch
 ):
-    texts = [[*out.prompt_token_ids, *out.outputs[0].token_ids] for out in without]
+    texts = [[*out.prompt_token_ids, *out.outputs[0].token_ids] for out in one_at_a_time]
     install(monkeypatch, DRAFTERS[drafter](texts))
     sampling = params_with_logprobs(column.siblings)
     options = TREES if drafter == "tree" else SPECULATION
     found = run_column(with_room(column), sampling, model, **weights, **options)
     assert not caplog.records  # every step was replayed
     assert sum(output.num_accepted_tokens for output in found) > 0
-    for i, (output, right) in enumerate(zip(found, without, strict=True)):
+    for i, (output, right) in enumerate(zip(found, one_at_a_time, strict=True)):
         assert output.prompt_logprobs == right.prompt_logprobs, f"prompt {i}"
         assert output.outputs[0].token_ids == right.outputs[0].token_ids, f"prompt {i}"
         assert output.outputs[0].logprobs == right.outputs[0].logprobs, f"prompt {i}"

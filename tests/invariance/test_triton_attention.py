@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.configs import small
 from helpers.optional_triton import INTERPRETED_ONLY, NO_TRITON
 
 pytest.importorskip("triton", reason=NO_TRITON)
@@ -18,16 +19,7 @@ from kvik import LLM, SamplingParams
 
 pytestmark = INTERPRETED_ONLY
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-}
+CONFIG = small(num_hidden_layers=2, num_key_value_heads=1)
 SHARED = list(range(20, 37))
 PROMPTS = [[7], [*SHARED, 5, 6], [*SHARED, 9]]
 GREEDY = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.configs import small
 from helpers.optional_triton import INTERPRETED_ONLY, NO_TRITON
 
 pytest.importorskip("triton", reason=NO_TRITON)
@@ -42,17 +43,7 @@ from kvik.worker.warm_up import WarmUp
 
 pytestmark = INTERPRETED_ONLY
 
-MODEL = {
-    "architectures": ["MistralForCausalLM"],
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "sliding_window": 6,
-}
+MODEL = small(architectures=["MistralForCausalLM"], num_hidden_layers=2, sliding_window=6)
 PROMPTS = [[5, 17, 40], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12], [1]]
 SAMPLING = [
     SamplingParams(temperature=0, max_tokens=6, ignore_eos=True),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.configs import small
 from helpers.drafters import METHOD, TREE_METHOD, ScriptedTree, install
 from helpers.fake_gpu import CUDA, FakeGpu, fake_gpu, on_gpu
 from helpers.optional_triton import INTERPRETED_ONLY, NO_TRITON
@@ -23,16 +24,7 @@ from kvik.worker.rejection import coupled
 
 pytestmark = INTERPRETED_ONLY
 
-MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+MODEL = small(num_hidden_layers=1)
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1, "kernels": "torch"}
 OPTIONS |= {"load_format": "random", "max_model_len": 32, "max_num_seqs": 4}
 OPTIONS |= {"max_num_batched_tokens": 24, "kv_cache_memory": 1 << 20, "seed": 0}

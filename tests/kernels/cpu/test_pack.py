@@ -28,19 +28,12 @@ def matrix_rows(runtime: Runtime, m: NativeMatrix, ids: Tensor, dtype: torch.dty
     call(
         runtime,
         "matrix_rows",
-        weight=m.weight,
-        scales=m.scales,
-        zeros=m.zeros,
-        kind=m.kind,
-        inputs=m.inputs,
-        outputs=m.outputs,
-        group=m.group,
-        order=m.order,
         ids=ids,
         out=out.view,
         out_stride=out.stride,
         rows=len(ids),
         dtype=dtype,
+        **m.arguments,
     )
     out.assert_rest_untouched()
     return out.view

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.configs import small
 from helpers.optional_triton import INTERPRETED_ONLY, NO_TRITON
 
 pytest.importorskip("triton", reason=NO_TRITON)
@@ -20,17 +21,7 @@ from kvik.kernels.triton import draw, rotary
 pytestmark = INTERPRETED_ONLY
 
 # Small, as everything is interpreted.
-CONFIG = {
-    "architectures": ["MistralForCausalLM"],
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "sliding_window": 6,
-}
+CONFIG = small(architectures=["MistralForCausalLM"], num_hidden_layers=2, sliding_window=6)
 PROMPTS = [[5, 17, 40], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12]]
 SAMPLING = [
     SamplingParams(temperature=0, max_tokens=3, ignore_eos=True),

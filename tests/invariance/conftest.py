@@ -1,0 +1,45 @@
+"""Models and reference outputs of the invariance tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from helpers.matrix import (
+    CONTEXT,
+    FORMATS,
+    MODELS,
+    Column,
+    make_model,
+    params_with_logprobs,
+    reference_tokens,
+    run,
+)
+
+from kvik import LLM
+from kvik.engine.output import RequestOutput
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request, tmp_path_factory) -> dict[str, object]:
+    return make_model(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def expected(model) -> list[list[int]]:
+    return reference_tokens(model)
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def weights(request) -> dict[str, object]:
+    return FORMATS[request.param]
+
+
+@pytest.fixture(scope="module")
+def one_at_a_time(model, weights) -> Iterator[list[RequestOutput]]:
+    """Reference outputs with logprobs: native kernels, one request at a time."""
+    common = {"device": "cpu", "threads": 1, "max_model_len": CONTEXT}
+    with LLM(**model, **weights, **common, enable_prefix_caching=False, max_num_seqs=1) as llm:
+        runner = llm.resolved.runner
+        assert (runner.kernels, runner.attention_backend) == ("native", "cpu")
+        yield run(llm, Column("reference", alone=True), params_with_logprobs())
