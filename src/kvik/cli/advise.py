@@ -7,10 +7,9 @@ import json
 import shlex
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from textwrap import wrap
 
-from kvik.cli.flags import Parser, add_model, add_question_flag, integer, number
+from kvik.cli.flags import Parser, add_model, add_option_flags, given_options
 from kvik.cli.terminal import say, say_report
 from kvik.config.units import show_bytes
 from kvik.planner.advice.advise import Advice, AdviceReport, advise
@@ -18,7 +17,6 @@ from kvik.planner.advice.figures import Figures, Wish
 from kvik.planner.advice.reasons import most_served
 from kvik.planner.cost import seconds
 from kvik.planner.serving import Prediction
-from kvik.planner.slo import parse_slo
 
 WIDTH, MARGIN = 100, 24
 
@@ -32,29 +30,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_model(parser, "a folder, hub id or config.json")
 
-    add = partial(add_question_flag, parser)
-    add("--slo", str, "SLO", "what the mean request may take, such as ttft=300ms,tpot=50ms,e2e=5s")
-    add("--hardware", str, "NAME", "h200, a100-80g, rtx4090, ..., this (default), or a file")
-    add("--prompt", integer, "N", "tokens of a request's prompt (default: 512)")
-    add("--output", integer, "N", "tokens of its output (default: 128)")
-    add("--shared", integer, "N", "tokens of the prompt that all begin with (default: 0)")
-    add("--concurrency", integer, "N", "requests at a time (default: 8, or what keeps the SLO)")
-    add("--rate", number, "R", "requests a second, at random, in place of --concurrency")
-    add(
-        "--acceptance", number, "A", "share of drafts that are right (default: says what is needed)"
-    )
-    add("--draft", str, "MODEL", "that makes them (default: they are looked up, for nothing)")
+    add_option_flags(parser, "the question", Wish, left_out=("model",), defaults=True)
     parser.add_argument("--json", action="store_true", help="one JSON object in place of text")
     return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
-    given = dict(vars(arguments))
-    as_object = given.pop("json")
-    if "slo" in given:
-        given["slo"] = parse_slo(given["slo"])
-    report = advise(Wish(**given))
-    if as_object:
+    report = advise(Wish(**given_options(Wish, arguments)))
+    if arguments.json:
         say(json.dumps(as_json(report)))
     else:
         say_report(as_text(report))

@@ -127,17 +127,6 @@ def add_model(
     parser.add_argument("model", nargs="?", default="", help=f"{kinds} (default: bundled)")
 
 
-def add_question_flag(
-    parser: argparse.ArgumentParser,
-    flag: str,
-    kind: Callable[[str], object],
-    metavar: str,
-    note: str,
-) -> None:
-    """Add a flag of a question to the planner, which has its own default."""
-    parser.add_argument(flag, type=kind, metavar=metavar, default=argparse.SUPPRESS, help=note)
-
-
 def integer(text: str) -> int:
     try:
         return int(text)

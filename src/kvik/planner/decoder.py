@@ -73,7 +73,7 @@ def read_decoder(fields: Fields, family: Family, name: str, architecture: str) -
         matrices=tuple(m for part in parts for m in part.matrices if m.count),
         other_parameters=norms * hidden * family.norm_vectors + sum(p.others for p in parts),
         caches=tuple(
-            CacheShape(count, attending.elements, attending.scales, window)
+            CacheShape(count, attending.elements, attending.vectors, window)
             for window, count in Counter(_windows(sizes, layers)).items()
         ),
         latent_dim=attending.latent_dim,

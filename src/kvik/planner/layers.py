@@ -54,7 +54,7 @@ class AttentionPart:
     head_dim: int
     v_head_dim: int
     elements: int
-    scales: int
+    vectors: int
     latent_dim: int
     part: LayerPart
 
@@ -87,7 +87,7 @@ def attention(sizes: Sizes, layers: int, hidden: int, heads: int) -> AttentionPa
         head_dim,
         head_dim,
         elements=2 * keys,
-        scales=2 * kv_heads,
+        vectors=2 * kv_heads,
         latent_dim=0,
         part=LayerPart(matrices, layers * others),
     )
@@ -122,7 +122,7 @@ def latent_attention(sizes: Sizes, layers: int, hidden: int, heads: int) -> Atte
         nope + rope,
         v_head_dim,
         elements=latent + rope,
-        scales=1,
+        vectors=1,
         latent_dim=latent,
         part=LayerPart(tuple(matrices), layers * others),
     )

@@ -123,5 +123,5 @@ def _cut_cache(cache: CacheShape, shape: ModelShape, kv_heads: int, layers: int)
         cache,
         layers=layers,
         elements=cache.elements // shape.num_kv_heads * kv_heads,
-        scales=cache.scales // shape.num_kv_heads * kv_heads,
+        vectors=cache.vectors // shape.num_kv_heads * kv_heads,
     )

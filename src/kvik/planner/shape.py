@@ -68,20 +68,19 @@ class CacheShape:
         layers: how many layers cache this.
         elements: numbers per token and layer: K and V of all KV heads, or MLA's latent and its
             rotary key, which all heads share.
-        scales: scales per token and layer where the format has them: one for each K and each V of
-            a head; one for MLA.
+        vectors: that these are, each with a scale where the format has them: one for each K and
+            each V of a head; one for MLA.
         window: keys that stay visible, the query's own included; None: all.
     """
 
     layers: int
     elements: int
-    scales: int
+    vectors: int
     window: int | None = None
 
     def token_bytes(self, kv_format: str) -> int:
         """Return bytes of one token in one of the layers, scales included."""
-        facts = kv_facts(kv_format)
-        return -(-self.elements * facts.bits // 8) + self.scales * facts.scale_bytes
+        return self.vectors * kv_facts(kv_format).vector_bytes(self.elements // self.vectors)
 
 
 @dataclass(frozen=True, slots=True)

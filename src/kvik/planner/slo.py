@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvik.errors import ParamError
+from kvik.options import Kind, bad_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,20 @@ class Slo:
     def __str__(self) -> str:
         pairs = (("ttft", self.ttft), ("tpot", self.tpot), ("e2e", self.e2e))
         return ",".join(f"{name}={value * 1e3:g}ms" for name, value in pairs if value is not None)
+
+
+class SloText(Kind):
+    """Limits, written as `parse_slo` reads them."""
+
+    metavar = "SLO"
+
+    def parse(self, text: str) -> Slo:
+        return parse_slo(text)
+
+    def checked(self, value: object) -> Slo:
+        if not isinstance(value, Slo):
+            raise bad_value("a Slo", value)
+        return value
 
 
 def parse_slo(text: str) -> Slo:

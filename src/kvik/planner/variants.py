@@ -204,7 +204,7 @@ def _with_latent(shape: ModelShape) -> ModelShape:
 
 
 def _with_cache(
-    shape: ModelShape, attention: str, elements: int, scales: int, latent: int
+    shape: ModelShape, attention: str, elements: int, vectors: int, latent: int
 ) -> ModelShape:
-    caches = tuple(replace(cache, elements=elements, scales=scales) for cache in shape.caches)
+    caches = tuple(replace(cache, elements=elements, vectors=vectors) for cache in shape.caches)
     return replace(shape, attention=attention, latent_dim=latent, caches=caches, spec=None)

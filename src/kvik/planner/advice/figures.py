@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvik.errors import ConfigError
+from kvik.options import Integer, Number, Text, normalised, option
 from kvik.planner.serving import (
     Prediction,
     Serving,
@@ -14,7 +15,7 @@ from kvik.planner.serving import (
     predict_rate,
 )
 from kvik.planner.shape import ModelShape
-from kvik.planner.slo import Slo
+from kvik.planner.slo import Slo, SloText
 
 # The question that `kvik advise` answers: a model, a machine, a load, targets of latency.
 
@@ -23,25 +24,37 @@ USUAL_PROMPT, USUAL_OUTPUT, USUAL_CONCURRENCY = 512, 128, 8  # of a wish that na
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """Attributes:
-    slo: limits to keep; None: throughput counts.
-    prompt, output: tokens of a request; None: the defaults, cut to the model's context.
-    shared: leading tokens of the prompt that all requests share.
-    concurrency: requests at a time. rate: requests a second instead.
-    acceptance: share of drafts that are accepted; None: unknown, it depends on the texts.
-    draft: the draft model; None: prompt lookup, which costs nothing.
-    """
+    """A question to `kvik advise`."""
 
-    model: str = ""
-    hardware: str = "this"
-    slo: Slo | None = None
-    prompt: int | None = None
-    output: int | None = None
-    shared: int = 0
-    concurrency: int | None = None
-    rate: float | None = None
-    acceptance: float | None = None
-    draft: str | None = None
+    model: str = option("", Text("a folder or a hub id"), "a folder, hub id or config.json")
+    hardware: str = option("this", Text(), "h200, a100-80g, rtx4090, ..., this, or a file")
+    slo: Slo | None = option(  # noqa: RUF009  # a field, which ruff cannot see
+        None,
+        SloText(),
+        "what the mean request may take, such as ttft=300ms,tpot=50ms,e2e=5s; None: throughput "
+        "counts",
+    )
+    prompt: int | None = option(
+        None, Integer(1, 1 << 24), f"tokens of a request's prompt; None: {USUAL_PROMPT}, or less"
+    )
+    output: int | None = option(
+        None, Integer(1, 1 << 24), f"tokens of its output; None: {USUAL_OUTPUT}, or less"
+    )
+    shared: int = option(0, Integer(0, 1 << 24), "tokens of the prompt that all begin with")
+    concurrency: int | None = option(
+        None,
+        Integer(1, 1 << 24),
+        f"requests at a time; None: {USUAL_CONCURRENCY}, or what keeps the SLO",
+    )
+    rate: float | None = option(
+        None, Number(0, 1e9, above=True), "requests a second, at random, in place of concurrency"
+    )
+    acceptance: float | None = option(
+        None, Number(0, 1), "share of drafts that are right; None: says what is needed"
+    )
+    draft: str | None = option(
+        None, Text(), "model that makes them; None: they are looked up, for nothing"
+    )
 
     @property
     def load_named(self) -> bool:
@@ -50,16 +63,9 @@ class Wish:
 
 def check_wish(wish: Wish, shape: ModelShape) -> None:
     """Raise ConfigError for the first field that makes no sense for this model."""
-    counts = {"prompt": wish.prompt, "output": wish.output, "concurrency": wish.concurrency}
-    for name, value in counts.items():
-        if value is not None and value < 1:
-            raise ConfigError(name, f"must be an integer of at least 1, not {value}")
-    if wish.rate is not None and not 0.0 < wish.rate < float("inf"):
-        raise ConfigError("rate", f"must be requests a second, above 0, not {wish.rate:g}")
+    normalised(wish, ConfigError)
     if wish.rate is not None and wish.concurrency is not None:
         raise ConfigError("rate", "cannot be given together with concurrency")
-    if wish.acceptance is not None and not 0.0 <= wish.acceptance <= 1.0:
-        raise ConfigError("acceptance", f"must be in [0, 1], not {wish.acceptance:g}")
     traffic, context = traffic_of(wish, shape), shape.max_context
     if traffic.context > context:
         raise ConfigError(
@@ -67,7 +73,7 @@ def check_wish(wish: Wish, shape: ModelShape) -> None:
             f"and output must fit the model's context of {context} tokens, not "
             f"{traffic.prompt} + {traffic.output}",
         )
-    if not 0 <= wish.shared <= traffic.prompt:
+    if wish.shared > traffic.prompt:
         raise ConfigError(
             "shared", f"must be in [0, {traffic.prompt}], the prompt, not {wish.shared}"
         )
