@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from helpers.calibrations import measured_device
 from helpers.public_configs import NAMES
 
 from kvik.cli.main import main
@@ -104,17 +105,19 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_measured_machine_tells_what_to_expect() -> None:
     answer = plan(Question(hardware="h200", context=512, price=1.0))
     assert "expected" not in as_text(answer)
-    measured = as_text(replace(answer, device=replace(answer.device, measured=True)))
+    device = measured_device()
+    measured = as_text(replace(answer, at=replace(answer.at, device=device)))
     assert "expected tokens/s" in measured
-    slow = replace(answer.device, measured=True, rate=2.71e10, arithmetic="int8")
-    assert "27.1 GOP/s (int8)" in as_text(replace(answer, device=slow))
+    slow = replace(device, rates={"int8": 2.71e10})
+    on_slow = replace(answer, at=replace(answer.at, device=slow, weight_format="int8"))
+    assert "27.1 GOP/s (int8)" in as_text(on_slow)
     assert "as expected here" in measured
 
 
 def test_without_speeds_it_says_why() -> None:
     answer = plan(Question(hardware="h200", context=512))
-    blind = replace(answer, speed=None, device=replace(answer.device, unknown="run it first"))
-    text = as_text(blind)
+    device = replace(answer.at.device, bandwidth=None, rates={}, unknown="run it first")
+    text = as_text(replace(answer, speed=None, at=replace(answer.at, device=device)))
     assert "no speeds are known (run it first)" in text
     assert "tokens/s" not in text
     assert "attention variants" in text and "weight formats" in text

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.public_configs import config
 
-from kvik.cli.plan import build_parser, question_of
+from kvik.cli.plan import as_object, build_parser, question_of
 from kvik.config.hardware import Gpu, Hardware
 from kvik.errors import ConfigError
 from kvik.planner.devices import Device, find_device
@@ -42,7 +42,7 @@ def test_weights_are_said_once(kind: str, name: str, weights: str) -> None:
     device = replace(TOY, kind=kind)
     found = answer(name, device, Question(dtype=weights, context=128))
     (row,) = (row for row in found.weight_formats if row.format == weights)
-    assert found.memory.weights == found.model.weight_bytes == row.bytes
+    assert found.memory.weights == found.weight_bytes == row.bytes
 
 
 def test_llama_2_7b_on_an_a100() -> None:
@@ -106,13 +106,13 @@ def test_deepseek_v3_reads_what_a_batch_wakes() -> None:
 def test_decode_never_beats_what_must_be_read(weights: str) -> None:
     found = answer("llama-3-8b", TOY, Question(dtype=weights, context=4096, batch=24))
     assert found.speed is not None
-    read = found.model.weight_bytes - 128_256 * 4096 * 2
+    read = found.weight_bytes - 128_256 * 4096 * 2
     batches = [row.batch for row in found.speed.decode]
     assert batches == sorted(set(batches)) and {1, 2, 4, 8, 16, 24} <= set(batches)
     for row in found.speed.decode:
         ceiling = row.batch * 1e12 / (read + row.batch * 4096 * 131_072)
         assert row.ceiling <= 1.0001 * ceiling
-        computing = row.batch * 1e14 / (row.batch * found.model.flops_per_token)
+        computing = row.batch * 1e14 / (row.batch * found.flops_per_token)
         assert row.ceiling <= 1.0001 * computing
 
 
@@ -122,8 +122,8 @@ def test_operations_are_of_parameters_not_of_bytes() -> None:
     by_hand = 2 * multiplied + 4 * 32 * 32 * 128 * 5000
     for weights in ("fp32", "bf16", "int4"):
         found = answer("llama-3-8b", TOY, Question(dtype=weights, context=5000))
-        assert found.model.flops_per_token == pytest.approx(by_hand, rel=1e-3)
-        assert found.model.parameters == shape.parameters == 8_030_261_248
+        assert found.flops_per_token == pytest.approx(by_hand, rel=1e-3)
+        assert found.shape.parameters == shape.parameters == 8_030_261_248
 
 
 def test_a_long_prompt_takes_its_arithmetic() -> None:
@@ -234,12 +234,12 @@ def test_a_draft_model_costs_what_its_roofline_says(tmp_path: Path) -> None:
 
 
 def test_formats_that_are_not_asked_for() -> None:
-    assert answer("deepseek-v3", TOY, Question()).weight_format == "fp8"
+    assert answer("deepseek-v3", TOY, Question()).at.weight_format == "fp8"
     llama = answer("llama-3-8b", TOY, Question())
-    assert (llama.weight_format, llama.kv_format) == ("bf16", "bf16")
-    assert answer("llama-3-8b", TOY, Question(dtype="fp32")).kv_format == "fp32"
-    assert answer("llama-3-8b", TOY, Question(dtype="int4")).kv_format == "bf16"
-    assert answer("llama-2-7b", TOY, Question(dtype="int8")).kv_format == "fp16"
+    assert (llama.at.weight_format, llama.at.kv_format) == ("bf16", "bf16")
+    assert answer("llama-3-8b", TOY, Question(dtype="fp32")).at.kv_format == "fp32"
+    assert answer("llama-3-8b", TOY, Question(dtype="int4")).at.kv_format == "bf16"
+    assert answer("llama-2-7b", TOY, Question(dtype="int8")).at.kv_format == "fp16"
 
 
 def test_on_this_machine_the_engine_decides_the_format() -> None:
@@ -247,9 +247,9 @@ def test_on_this_machine_the_engine_decides_the_format() -> None:
     old = Hardware("some CPU", 4, 1 << 34, "RAM", gpus=(gpu,))
     device = Device("this", "cuda", 1 << 34, None, {}, unknown="it is old")
     found = plan_shape(read_shape(""), device, Question(), old)
-    assert (found.weight_format, found.kv_format) == ("fp16", "fp16")
-    assert found.speed is None and found.device.unknown == "it is old"
-    assert found.device.source == "old"
+    assert (found.at.weight_format, found.at.kv_format) == ("fp16", "fp16")
+    assert found.speed is None and found.at.device.unknown == "it is old"
+    assert found.source == "old"
 
 
 def test_a_quantised_checkpoint_stays_so_on_this_machine() -> None:
@@ -257,18 +257,18 @@ def test_a_quantised_checkpoint_stays_so_on_this_machine() -> None:
     device = Device("this", "cpu", 1 << 36, None, {}, unknown="not measured")
     stored = {**config("llama-3-8b"), "quantization_config": {"quant_method": "gptq", "bits": 4}}
     shape = shape_from_config(stored, "llama")
-    assert plan_shape(shape, device, Question(), here).weight_format == "int4"
+    assert plan_shape(shape, device, Question(), here).at.weight_format == "int4"
 
 
 def test_this_machine_by_name() -> None:
     found = plan(Question(context=64))
-    assert found.device.name == "this" and found.model.runs
+    assert found.at.device.name == "this" and found.shape.spec is not None
     assert found.memory.fits
 
 
 def test_json_is_exact_and_complete() -> None:
     found = answer("deepseek-v3", replace(TOY, price=1.0), Question(tp=8, load="5M"))
-    facts = json.loads(json.dumps(asdict(found)))
+    facts = json.loads(json.dumps(as_object(found)))
     assert facts["model"]["kv_bytes_per_token"] == 70_272
     assert facts["model"]["runs"] is False
     assert facts["memory"]["weights"] == found.memory.weights
@@ -330,8 +330,8 @@ def offers(name: str, hardware: str, question: Question) -> dict[str, int]:
     answer = plan_shape(shape, device, question)
     assert not answer.memory.fits
     asked = [
-        *("--context", str(answer.context), "--batch", str(answer.batch)),
-        *("--dtype", answer.weight_format, "--kv-dtype", answer.kv_format),
+        *("--context", str(answer.at.context), "--batch", str(answer.at.batch)),
+        *("--dtype", answer.at.weight_format, "--kv-dtype", answer.at.kv_format),
     ]
     for remedy in answer.remedies:
         words = build_parser().parse_args([*asked, *remedy.flags.split()])

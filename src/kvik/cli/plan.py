@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from textwrap import fill
 
+import msgspec
+
 from kvik.cli.flags import Parser, add_model, add_option_flags, given_options
 from kvik.cli.terminal import say, say_report
 from kvik.config.units import show_bytes
@@ -25,47 +27,47 @@ def as_text(plan: Plan) -> str:
     if plan.speed is not None:
         sections += [_prefill(plan, plan.speed), _decode(plan, plan.speed)]
     else:
-        sections.append(f"no speeds are known ({plan.device.unknown})")
+        sections.append(f"no speeds are known ({plan.at.device.unknown})")
     sections += [_matrices(plan), _attention(plan), _weights(plan), _kv(plan)]
     if plan.speed is not None:
         sections += [_speculation(plan, curve) for curve in plan.speed.speculation]
     sections.append(_cost(plan, plan.cost))
-    notes = [*filter(None, [plan.device.doubt]), *plan.model.notes]
+    notes = [*filter(None, [plan.at.device.doubt]), *plan.shape.notes]
     sections += [fill(f"note: {note}", WIDTH, subsequent_indent="      ") for note in notes]
     return "\n\n".join(sections)
 
 
 def _header(plan: Plan) -> str:
-    model, device = plan.model, plan.device
+    model, at, device = plan.shape, plan.at, plan.at.device
     parameters = f"{count(model.parameters)} parameters"
     if 2 * model.active_parameters < model.parameters:
         parameters += f", {count(model.active_parameters)} active"
-    heads = f"{model.heads} heads"
+    heads = f"{model.num_heads} heads"
     if model.attention != "MLA":
-        heads = f"{model.heads} query and {model.kv_heads} key/value heads"
-    devices = f"{device.count} x {device.name}" if device.count > 1 else device.name
+        heads = f"{model.num_heads} query and {model.num_kv_heads} key/value heads"
+    devices = f"{at.devices} x {device.name}" if at.devices > 1 else device.name
     facts = [show_bytes(device.memory)]
-    if device.bandwidth is not None and device.rate is not None:
+    if device.bandwidth is not None:
         facts.append(f"{three(device.bandwidth / 1e9)} GB/s")
-        facts.append(_operations(device.rate, device.arithmetic))
-    each = " each" if device.count > 1 else ""
-    shared = [f"{name} {size}" for name, size in (("tp", plan.tp), ("pp", plan.pp)) if size > 1]
+        facts.append(_operations(device.rate(plan.arithmetic), plan.arithmetic))
+    each = " each" if at.devices > 1 else ""
+    shared = [f"{name} {size}" for name, size in (("tp", at.tp), ("pp", at.pp)) if size > 1]
     asked = [
-        f"batch {plan.batch:,} at context {plan.context:,}",
-        f"weights {plan.weight_format}",
-        f"KV cache {plan.kv_format}",
+        f"batch {at.batch:,} at context {at.context:,}",
+        f"weights {at.weight_format}",
+        f"KV cache {at.kv_format}",
         *shared,
     ]
-    work = count(model.flops_per_token)
+    work = count(plan.flops_per_token)
     rows = [
         ["model", f"{model.name} ({model.architecture}), {parameters}"],
         [
             "",
-            f"{model.layers} layers of width {model.hidden_size:,}, {heads} of {model.head_dim} "
-            f"({model.attention}), context {model.max_context:,}",
+            f"{model.num_layers} layers of width {model.hidden_size:,}, {heads} of "
+            f"{model.head_dim} ({model.attention}), context {model.max_context:,}",
         ],
         ["hardware", f"{devices}: {', '.join(facts)}{each}"],
-        *([["", device.source]] if device.source else []),
+        *([["", plan.source]] if plan.source else []),
         ["asked", ", ".join(asked)],
         ["work", f"{work} operations for a token behind a full context"],
     ]
@@ -73,11 +75,10 @@ def _header(plan: Plan) -> str:
 
 
 def _memory(plan: Plan) -> str:
-    memory, model = plan.memory, plan.model
-    many = plan.device.count > 1
-    whole = f"{show_bytes(model.weight_bytes)} in all, " if many else ""
-    kv = f"{model.kv_bytes_per_token:,} bytes per token"
-    if memory.kv_per_token != model.kv_bytes_per_token:
+    memory, many = plan.memory, plan.at.devices > 1
+    whole = f"{show_bytes(plan.weight_bytes)} in all, " if many else ""
+    kv = f"{plan.kv_bytes_per_token:,} bytes per token"
+    if memory.kv_per_token != plan.kv_bytes_per_token:
         kv += f" in all, {memory.kv_per_token:,} here"
     if memory.fits:
         verdict = f"fits, {show_bytes(memory.limit - memory.total)} left"
@@ -87,7 +88,7 @@ def _memory(plan: Plan) -> str:
         [
             "weights",
             show_bytes(memory.weights),
-            f"{whole}{8 * model.weight_bytes / model.parameters:.3g} bits a parameter",
+            f"{whole}{8 * plan.weight_bytes / plan.shape.parameters:.3g} bits a parameter",
         ],
         [
             "KV cache",
@@ -112,11 +113,11 @@ def _what_fits(plan: Plan) -> list[str]:
     memory = plan.memory
     if memory.fits:
         longest = f"{memory.longest_context:,}"
-        if memory.longest_context == plan.model.max_context:
+        if memory.longest_context == plan.shape.max_context:
             longest += ", all that the model takes"
         return [
-            f"  largest batch at context {plan.context:,}: {memory.largest_batch:,}",
-            f"  longest context at batch {plan.batch:,}: {longest}",
+            f"  largest batch at context {plan.at.context:,}: {memory.largest_batch:,}",
+            f"  longest context at batch {plan.at.batch:,}: {longest}",
         ]
     if not plan.remedies:
         return ["  nothing that can be set makes it fit this hardware"]
@@ -125,7 +126,7 @@ def _what_fits(plan: Plan) -> list[str]:
 
 
 def _waste(plan: Plan) -> list[str]:
-    waste, most = plan.kv_waste, plan.model.max_context
+    waste, most = plan.kv_waste, plan.shape.max_context
     lines = [
         f"  blocks of {waste.block_size} tokens leave {show_bytes(waste.paged)} empty on average, "
         "half a block of each request"
@@ -155,7 +156,7 @@ def _matrices(plan: Plan) -> str:
 
 
 def _prefill(plan: Plan, speed: PlannedSpeed) -> str:
-    measured = plan.device.measured
+    measured = plan.at.device.measured
     header = ["prompt", "at least", "tokens/s", "bound by"]
     rows = []
     for row in speed.prefill:
@@ -169,7 +170,7 @@ def _prefill(plan: Plan, speed: PlannedSpeed) -> str:
 
 
 def _decode(plan: Plan, speed: PlannedSpeed) -> str:
-    measured = plan.device.measured
+    measured = plan.at.device.measured
     header = [
         "batch",
         "ceiling tokens/s",
@@ -193,7 +194,7 @@ def _decode(plan: Plan, speed: PlannedSpeed) -> str:
         rows.append([*cells, row.bound, _fits(row.fits)])
     if measured:
         header.insert(5, "expected tokens/s")
-    title = f"decode at context {plan.context:,}"
+    title = f"decode at context {plan.at.context:,}"
     align = ">" * (len(header) - 2) + "<<"
     if speed.compute_bound_batch is None:
         turn = "never compute-bound: each request reads more than it computes"
@@ -214,20 +215,20 @@ def _attention(plan: Plan) -> str:
         for row in plan.attention_variants
     ]
     header = ["", "KV heads", "bytes per token", _total(plan), "ceiling tokens/s"]
-    title = f"attention variants, {plan.kv_format} cache (* the model's own)"
+    title = f"attention variants, {plan.at.kv_format} cache (* the model's own)"
     table = _table(plan, title, header, rows, "<>>>>")
-    return f"{table}\n  each device holds the whole latent" if plan.tp > 1 else table
+    return f"{table}\n  each device holds the whole latent" if plan.at.tp > 1 else table
 
 
 def _weights(plan: Plan) -> str:
     rows = []
     for row in plan.weight_formats:
         ceilings = [_or_dash(row.single)]
-        if plan.batch > 1:
+        if plan.at.batch > 1:
             ceilings.append(_or_dash(row.ceiling))
         rows.append(
             [
-                f"{row.format}{_star(row.format == plan.weight_format)}",
+                f"{row.format}{_star(row.format == plan.at.weight_format)}",
                 show_bytes(row.bytes),
                 f"{row.bits:.2f}",
                 *ceilings,
@@ -236,8 +237,8 @@ def _weights(plan: Plan) -> str:
             ]
         )
     header = ["", "weights", "bits", "tokens/s at batch 1"]
-    if plan.batch > 1:
-        header.append(f"at batch {plan.batch:,}")
+    if plan.at.batch > 1:
+        header.append(f"at batch {plan.at.batch:,}")
     title = "weight formats (* asked; speeds are ceilings of decode)"
     align = "<" + ">" * len(header) + "<"
     return _table(plan, title, [*header, "largest batch", "fits"], rows, align)
@@ -246,7 +247,7 @@ def _weights(plan: Plan) -> str:
 def _kv(plan: Plan) -> str:
     rows = [
         [
-            f"{row.format}{_star(row.format == plan.kv_format)}",
+            f"{row.format}{_star(row.format == plan.at.kv_format)}",
             f"{row.per_token:,}",
             show_bytes(row.total),
             _or_dash(row.ceiling),
@@ -284,8 +285,8 @@ def _cost(plan: Plan, cost: Cost | None) -> str:
         if not plan.memory.largest_batch:
             return "cost: it does not fit"
         return "cost: give --price" + ("" if plan.speed else " and --tokens-per-second")
-    batch = min(plan.batch, plan.memory.largest_batch)
-    rate = "as expected here" if plan.device.measured else "at the ceiling, so at least"
+    batch = min(plan.at.batch, plan.memory.largest_batch)
+    rate = "as expected here" if plan.at.device.measured else "at the ceiling, so at least"
     rate = f"batch {batch:,}, {rate}"
     if plan.measured_rate is not None:
         rate = f"measured at {three(plan.measured_rate)} output tokens/s"
@@ -313,7 +314,7 @@ def _cost(plan: Plan, cost: Cost | None) -> str:
 
 
 def _total(plan: Plan) -> str:
-    return f"{plan.batch:,} x {plan.context:,} tokens"
+    return f"{plan.at.batch:,} x {plan.at.context:,} tokens"
 
 
 def _star(own: bool) -> str:
@@ -376,6 +377,55 @@ def question_of(arguments: argparse.Namespace) -> Question:
 
 def as_object(answer: Plan) -> dict[str, object]:
     """Return a plan in plain types with exact figures."""
-    memory = answer.memory
+    shape, at, device, memory = answer.shape, answer.at, answer.at.device, answer.memory
     sums = {"total": memory.total, "missing": memory.missing, "fits": memory.fits}
-    return {**asdict(answer), "memory": {**asdict(memory), **sums}}
+    facts = {
+        "model": {
+            "name": shape.name,
+            "architecture": shape.architecture,
+            "attention": shape.attention,
+            "parameters": shape.parameters,
+            "active_parameters": shape.active_parameters,
+            "layers": shape.num_layers,
+            "hidden_size": shape.hidden_size,
+            "heads": shape.num_heads,
+            "kv_heads": shape.num_kv_heads,
+            "head_dim": shape.head_dim,
+            "max_context": shape.max_context,
+            "weight_bytes": answer.weight_bytes,
+            "kv_bytes_per_token": answer.kv_bytes_per_token,
+            "flops_per_token": answer.flops_per_token,
+            "runs": shape.spec is not None,
+            "notes": shape.notes,
+        },
+        "device": {
+            "name": device.name,
+            "count": at.devices,
+            "memory": int(device.memory),
+            "bandwidth": device.bandwidth,
+            "rate": device.rate(answer.arithmetic) if device.rated else None,
+            "arithmetic": answer.arithmetic,
+            "measured": device.measured,
+            "source": answer.source,
+            "unknown": device.unknown,
+            "doubt": device.doubt,
+        },
+        "context": at.context,
+        "batch": at.batch,
+        "weight_format": at.weight_format,
+        "kv_format": at.kv_format,
+        "tp": at.tp,
+        "pp": at.pp,
+        "memory": {**asdict(memory), **sums},
+        "kv_waste": answer.kv_waste,
+        "remedies": answer.remedies,
+        "speed": answer.speed,
+        "attention_matrices": answer.attention_matrices,
+        "attention_variants": answer.attention_variants,
+        "weight_formats": answer.weight_formats,
+        "kv_formats": answer.kv_formats,
+        "measured_rate": answer.measured_rate,
+        "cost": answer.cost,
+    }
+    plain: dict[str, object] = msgspec.to_builtins(facts)
+    return plain

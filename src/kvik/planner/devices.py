@@ -394,6 +394,11 @@ class Setting:
     hardware: Hardware | None = None
 
     @property
+    def devices(self) -> int:
+        """Devices that share the model."""
+        return self.tp * self.pp
+
+    @property
     def group(self) -> int:
         """Requests in one step: a pipeline is kept full by as many groups as it has stages."""
         return -(-self.batch // self.pp)

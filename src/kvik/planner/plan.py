@@ -266,7 +266,7 @@ def cost_of(shape: ModelShape, at: Setting, question: Question, memory: Memory) 
     if price is None or rates is None:
         return None
     prompt, output = request_of(question, at.context)
-    return cost(price * at.tp * at.pp, rates, prompt, output, load_of(question, at.context))
+    return cost(price * at.devices, rates, prompt, output, load_of(question, at.context))
 
 
 def _rates(shape: ModelShape, at: Setting, question: Question, memory: Memory) -> Rates | None:
@@ -339,12 +339,12 @@ def _smaller_on_fewer(shape: ModelShape, at: Setting, enough: list[Setting]) -> 
     """Yield the smallest formats on fewer devices than are `enough` without them."""
     weights = min(WEIGHT_FORMATS, key=shape.weight_bytes)
     kv = min(KV_FORMATS, key=shape.kv_bytes_per_token)
-    limit = min((setting.tp * setting.pp for setting in enough), default=MAX_DEVICES + 1)
-    for devices in (at, *_more_devices(shape, at)):
-        if devices.tp * devices.pp >= limit:
+    limit = min((setting.devices for setting in enough), default=MAX_DEVICES + 1)
+    for setting in (at, *_more_devices(shape, at)):
+        if setting.devices >= limit:
             return
-        yield replace(devices, weight_format=weights)
-        yield replace(devices, weight_format=weights, kv_format=kv)
+        yield replace(setting, weight_format=weights)
+        yield replace(setting, weight_format=weights, kv_format=kv)
 
 
 def _work(at: Setting, memory: Memory) -> Iterator[Setting]:
@@ -404,74 +404,18 @@ def _remedy(shape: ModelShape, asked: Setting, changed: Setting) -> Remedy:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedModel:
-    """The facts of a planned model.
-
-    Attributes:
-        flops_per_token: of one token behind a full context.
-        runs: this engine runs the model, not only plans it.
-    """
-
-    name: str
-    architecture: str
-    attention: str
-    parameters: int
-    active_parameters: int
-    layers: int
-    hidden_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    max_context: int
-    weight_bytes: int
-    kv_bytes_per_token: int
-    flops_per_token: float
-    runs: bool
-    notes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedDevice:
-    """The facts of the devices of a plan.
-
-    Attributes:
-        count: of devices that share the model.
-        bandwidth, rate: bytes and operations a second of one; None: its speed is unknown.
-        arithmetic: the unit that multiplies.
-        source: of the figures; of a machine without any, the name of its processor.
-        unknown: why its speed is unknown.
-        doubt: why its speed may be wrong.
-    """
-
-    name: str
-    count: int
-    memory: int
-    bandwidth: float | None
-    rate: float | None
-    arithmetic: str
-    measured: bool
-    source: str
-    unknown: str
-    doubt: str
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """Attributes:
+    shape: the model, its weights as the kernels of the device store them.
+    at: formats, devices and work that were asked for, defaults filled in.
     remedies: what would fit, if this does not.
     speed: None: the device's speed is unknown.
     measured_rate: output tokens/s that the cost is of; None: the roofline's.
     cost: None: there is no price, or no rate.
     """
 
-    model: PlannedModel
-    device: PlannedDevice
-    context: int
-    batch: int
-    weight_format: str
-    kv_format: str
-    tp: int
-    pp: int
+    shape: ModelShape
+    at: Setting
     memory: Memory
     kv_waste: KVWaste
     remedies: tuple[Remedy, ...]
@@ -482,6 +426,34 @@ class Plan:
     kv_formats: tuple[KVRow, ...]
     measured_rate: float | None
     cost: Cost | None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the whole model."""
+        return self.shape.weight_bytes(self.at.weight_format)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Of the whole model, windows not yet full."""
+        return self.shape.kv_bytes_per_token(self.at.kv_format)
+
+    @property
+    def flops_per_token(self) -> float:
+        """Operations of one token behind a full context."""
+        return self.shape.matmul_flops(1, 1) + self.shape.attention_flops(1, self.at.context)
+
+    @property
+    def arithmetic(self) -> str:
+        """The unit that multiplies."""
+        return arithmetic(self.at.weight_format, self.at.device.kind)
+
+    @property
+    def source(self) -> str:
+        """Of the device's figures; of a machine without any, the name of its processor."""
+        device, hardware = self.at.device, self.at.hardware
+        if device.source or hardware is None:
+            return device.source
+        return hardware.gpus[0].name if hardware.gpus else hardware.cpu_name
 
 
 def plan(question: Question) -> Plan:
@@ -509,14 +481,8 @@ def plan_shape(
     shape = laid_out(shape, at)
     memory = memory_of(shape, at)
     return Plan(
-        model=_model_facts(shape, at),
-        device=_device_facts(at),
-        context=at.context,
-        batch=at.batch,
-        weight_format=at.weight_format,
-        kv_format=at.kv_format,
-        tp=at.tp,
-        pp=at.pp,
+        shape=shape,
+        at=at,
         memory=memory,
         kv_waste=kv_waste(shape, at),
         remedies=() if memory.fits else remedies(shape, at, memory),
@@ -573,48 +539,3 @@ def _usual_format(
     gpu = hardware.gpus[0] if hardware.gpus else None
     limit = Limit(int(device.memory * question.memory_utilization), "")
     return weight_format(choose_dtype(EngineConfig(), shape.spec, hardware, gpu, limit, Notes()))
-
-
-def _model_facts(shape: ModelShape, at: Setting) -> PlannedModel:
-    return PlannedModel(
-        name=shape.name,
-        architecture=shape.architecture,
-        attention=shape.attention,
-        parameters=shape.parameters,
-        active_parameters=shape.active_parameters,
-        layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        heads=shape.num_heads,
-        kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        max_context=shape.max_context,
-        weight_bytes=shape.weight_bytes(at.weight_format),
-        kv_bytes_per_token=shape.kv_bytes_per_token(at.kv_format),
-        flops_per_token=shape.matmul_flops(1, 1) + shape.attention_flops(1, at.context),
-        runs=shape.spec is not None,
-        notes=shape.notes,
-    )
-
-
-def _device_facts(at: Setting) -> PlannedDevice:
-    device = at.device
-    unit = arithmetic(at.weight_format, device.kind)
-    return PlannedDevice(
-        name=device.name,
-        count=at.tp * at.pp,
-        memory=int(device.memory),
-        bandwidth=device.bandwidth,
-        rate=device.rate(unit) if device.rated else None,
-        arithmetic=unit,
-        measured=device.measured,
-        source=device.source or _called(at.hardware),
-        unknown=device.unknown,
-        doubt=device.doubt,
-    )
-
-
-def _called(hardware: Hardware | None) -> str:
-    """Return the name of this machine's processor."""
-    if hardware is None:
-        return ""
-    return hardware.gpus[0].name if hardware.gpus else hardware.cpu_name
