@@ -17,30 +17,6 @@ from kvik.spec.model import DTYPE_BYTES
 from kvik.spec.weights import SCHEMES
 
 
-@pytest.mark.parametrize(
-    ("name", "inputs", "outputs", "size"),
-    [
-        ("fp32", 256, 10, 256 * 10 * 4),
-        ("bf16", 256, 10, 256 * 10 * 2),
-        ("fp16", 256, 10, 256 * 10 * 2),
-        ("fp8", 256, 10, 256 * 10 + 10 * 4),  # a scale of fp32 for each output
-        ("int8", 256, 10, 256 * 10 + 10 * 4),
-        ("int8-weight-only", 256, 10, 256 * 10 + 10 * 4),
-        ("int4", 256, 10, 256 * 10 // 2 + 2 * 10 * 5),  # two groups of 128, scale and zero point
-        ("int4", 96, 10, 96 * 10 // 2 + 3 * 10 * 5),  # three groups of 32
-        ("int4", 40, 10, 40 * 10 + 10 * 4),  # no group divides it: 8 bits
-    ],
-)
-def test_bytes_of_a_matrix(name: str, inputs: int, outputs: int, size: int) -> None:
-    assert WEIGHT_FORMATS[name].matrix_bytes(inputs, outputs, "torch") == size
-
-
-def test_the_head_keeps_eight_bits_under_int4() -> None:
-    facts = WEIGHT_FORMATS["int4"]
-    assert facts.matrix_bytes(256, 10, "torch", head=True) == 256 * 10 + 10 * 4
-    assert facts.matrix_bytes(256, 10, "torch") < 256 * 10
-
-
 def test_every_scheme_and_dtype_of_the_engine_is_a_format() -> None:
     for dtype in DTYPE_BYTES:
         assert WEIGHT_FORMATS[weight_format(dtype)].dtype == dtype

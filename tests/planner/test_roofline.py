@@ -225,16 +225,18 @@ def test_a_prompt_costs_the_host_more(small: ModelShape) -> None:
     ],
 )
 def test_what_becomes_of_a_matrix(weight_format: str, role: str, inputs: int, kind: str) -> None:
-    assert linear_kind(weight_format, MatrixGroup(role, 1, inputs, 64)) == kind
+    found = shape_from_config(SMALL, "small").kind_of(
+        MatrixGroup(role, 1, inputs, 64), weight_format
+    )
+    assert linear_kind(found, weight_format) == kind
 
 
 def test_a_kind_that_was_not_measured_has_a_stand_in_or_none() -> None:
-    device, matrix = measured_device(), MatrixGroup("down", 1, 320, 64)
-    linears = calibration().linears
-    assert ProductCost.of(device, "int4", matrix).costs == linears["int4-g128"]
-    assert ProductCost.of(device, "bf16", matrix).costs == linears["bf16"]
-    assert ProductCost.of(device, "int8-weight-only", matrix).costs == ()
-    assert ProductCost.of(ROUND, "bf16", matrix).costs == ()
+    device, linears = measured_device(), calibration().linears
+    assert ProductCost.of(device, "int4-g64").costs == linears["int4-g128"]
+    assert ProductCost.of(device, "bf16").costs == linears["bf16"]
+    assert ProductCost.of(device, "int8-weight-only").costs == ()
+    assert ProductCost.of(ROUND, "bf16").costs == ()
 
 
 def test_costs_between_rows_follow_the_rows() -> None:

@@ -63,6 +63,36 @@ def test_scales_count_in_the_cache() -> None:
 # Weights
 
 
+@pytest.mark.parametrize(
+    ("name", "inputs", "outputs", "size"),
+    [
+        ("fp32", 256, 10, 256 * 10 * 4),
+        ("bf16", 256, 10, 256 * 10 * 2),
+        ("fp16", 256, 10, 256 * 10 * 2),
+        ("fp8", 256, 10, 256 * 10 + 10 * 4),  # a scale of fp32 for each output
+        ("int8", 256, 10, 256 * 10 + 10 * 4),
+        ("int8-weight-only", 256, 10, 256 * 10 + 10 * 4),
+        ("int4", 256, 10, 256 * 10 // 2 + 2 * 10 * 5),  # two groups of 128, scale and zero point
+        ("int4", 96, 10, 96 * 10 // 2 + 3 * 10 * 5),  # three groups of 32
+        ("int4", 40, 10, 40 * 10 + 10 * 4),  # no group divides it: 8 bits
+    ],
+)
+def test_bytes_of_a_matrix(name: str, inputs: int, outputs: int, size: int) -> None:
+    llama = replace(shape("llama-3-8b"), other_parameters=0)
+    assert stored(llama, "qkv", inputs, outputs).weight_bytes(name) == size
+
+
+def test_the_head_keeps_eight_bits_under_int4() -> None:
+    llama = replace(shape("llama-3-8b"), other_parameters=0)
+    assert stored(llama, "head", 256, 10).weight_bytes("int4") == 256 * 10 + 10 * 4
+    assert stored(llama, "qkv", 256, 10).weight_bytes("int4") < 256 * 10
+
+
+def stored(model: ModelShape, role: str, inputs: int, outputs: int) -> ModelShape:
+    """Return a model of this one matrix."""
+    return replace(model, matrices=(MatrixGroup(role, 1, inputs, outputs),))
+
+
 def test_a_step_reads_every_matrix_once_and_looks_rows_up() -> None:
     llama = shape("llama-3-8b")
     table = 128_256 * 4096

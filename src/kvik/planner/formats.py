@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from kvik.errors import ConfigError
 from kvik.spec.kv import KV_FORMATS, KVFacts
-from kvik.spec.model import DTYPE_BYTES, SHORT_DTYPES
-from kvik.spec.weights import layer_kind
+from kvik.spec.model import SHORT_DTYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +26,6 @@ class WeightFacts:
     quantization: str = ""
     dtype: str = ""
     head: bool = True
-
-    def matrix_bytes(self, inputs: int, outputs: int, kernels: str, *, head: bool = False) -> int:
-        """Return bytes of a linear layer's matrix, scales and zero points included.
-
-        Args:
-            kernels: see `WeightKind.weight_bytes`.
-        """
-        if self.dtype:
-            return inputs * outputs * DTYPE_BYTES[self.dtype]
-        kind = layer_kind(self.quantization, inputs, head=head)
-        assert kind is not None
-        return kind.weight_bytes(inputs, outputs, kernels)
 
 
 WEIGHT_FORMATS: Mapping[str, WeightFacts] = {

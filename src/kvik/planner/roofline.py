@@ -24,8 +24,8 @@ from kvik.planner.devices import Device, Setting
 from kvik.planner.formats import WEIGHT_FORMATS, arithmetic, kv_facts
 from kvik.planner.parallel import share
 from kvik.planner.search import least
-from kvik.planner.shape import UNQUANTIZED_ROLES, MatrixGroup, ModelShape
-from kvik.spec.weights import layer_kind
+from kvik.planner.shape import MatrixGroup, ModelShape
+from kvik.spec.weight_kind import WeightKind
 
 # Costs of one matrix, of attention and of the other kernels, from a calibration. Without one they
 # are 0, and the roofline's floor remains.
@@ -50,11 +50,11 @@ class ProductCost:
     costs: tuple[LinearCosts, ...]
 
     @staticmethod
-    def of(device: Device, weight_format: str, matrix: MatrixGroup) -> ProductCost:
+    def of(device: Device, kind: str) -> ProductCost:
+        """Return the costs of a kind, as `linear_kind` names it."""
         measured = device.calibration
         if measured is None:
             return ProductCost(())
-        kind = linear_kind(weight_format, matrix)
         # a quick calibration leaves kinds out: groups of another size cost about the same
         alike = [k for k in measured.linears if k.partition("-g")[0] == kind.partition("-g")[0]]
         found = kind if kind in measured.linears else next(iter(alike), "")
@@ -77,14 +77,10 @@ class ProductCost:
         return beside + max(moving, working)
 
 
-def linear_kind(weight_format: str, matrix: MatrixGroup) -> str:
-    """Return the name by which a calibration knows a matrix in a weight format."""
-    facts = WEIGHT_FORMATS[weight_format]
-    head = matrix.role == "head"
-    if not facts.quantization or matrix.role in UNQUANTIZED_ROLES:
-        return "bf16" if facts.quantization else weight_format
-    kind = layer_kind(facts.quantization, matrix.inputs, head=head)
-    assert kind is not None
+def linear_kind(kind: WeightKind | None, weight_format: str) -> str:
+    """Return the name by which a calibration knows the matrices of a kind; None: floats."""
+    if kind is None:
+        return "bf16" if WEIGHT_FORMATS[weight_format].quantization else weight_format
     if kind.group:
         return f"int4-g{kind.group}"
     if kind.codes == "fp8":
@@ -364,7 +360,8 @@ class _Work:
             flops += 2.0 * matrix.active_parameters * rows
             copies = matrix.touched(rows)
             if copies:
-                cost = ProductCost.of(self.device, self.weight_format, matrix)
+                kind = self.shape.kind_of(matrix, self.weight_format)
+                cost = ProductCost.of(self.device, linear_kind(kind, self.weight_format))
                 # of routed experts each gets its share of the rows
                 part = rows * matrix.active / matrix.experts if matrix.experts else rows
                 expected += copies * cost.seconds(max(1.0, part), matrix, moved / copies, reading)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from kvik.models.model_spec import ModelSpec
 from kvik.planner.formats import kv_facts, weight_facts
 from kvik.spec.model import DTYPE_BYTES
+from kvik.spec.weight_kind import WeightKind
+from kvik.spec.weights import layer_kind
 
 # What quantised checkpoints leave in the model's dtype: tables that are looked up, and routers,
 # which are small and decide much.
@@ -145,6 +147,15 @@ class ModelShape:
             return asked
         return "float16" if self.dtype == "float16" else "bfloat16"
 
+    def kind_of(self, matrix: MatrixGroup, weight_format: str) -> WeightKind | None:
+        """Return how a matrix is stored; None: as floats. What quantised checkpoints leave in the
+        model's dtype keeps it, and so does the head where the format has none."""
+        facts, head = weight_facts(weight_format), matrix.role == "head"
+        spared = head and not facts.head and facts.name == self.stored
+        if spared or matrix.role in UNQUANTIZED_ROLES:
+            return None
+        return layer_kind(facts.quantization or "none", matrix.inputs, head=head)
+
     def weight_bytes(self, weight_format: str) -> int:
         """Return bytes of all weights.
 
@@ -219,13 +230,10 @@ class ModelShape:
         return DTYPE_BYTES[self.working_dtype(weight_format)]
 
     def _matrix_bytes(self, matrix: MatrixGroup, weight_format: str) -> int:
-        """Return bytes of one matrix. What quantised checkpoints leave in the model's dtype keeps
-        it, and so does the head where the format has none."""
-        facts, head = weight_facts(weight_format), matrix.role == "head"
-        spared = head and not facts.head and facts.name == self.stored
-        if spared or matrix.role in UNQUANTIZED_ROLES:
+        kind = self.kind_of(matrix, weight_format)
+        if kind is None:
             return matrix.inputs * matrix.outputs * self._item(weight_format)
-        return facts.matrix_bytes(matrix.inputs, matrix.outputs, self.kernels, head=head)
+        return kind.weight_bytes(matrix.inputs, matrix.outputs, self.kernels)
 
 
 def visible_pairs(new_tokens: int, context: int, window: int | None) -> int:

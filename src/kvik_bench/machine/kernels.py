@@ -22,6 +22,8 @@ from kvik.kernels.weights import (
 )
 from kvik.planner.calibration import CACHED, AttentionCosts, LinearCosts
 from kvik.planner.formats import weight_facts
+from kvik.spec.model import DTYPE_BYTES
+from kvik.spec.weights import layer_kind
 from kvik_bench.inprocess.rounds import undisturbed
 from kvik_bench.machine.stage import (
     BLOCK_SIZE,
@@ -297,7 +299,11 @@ def _inputs(kind: str, about: int) -> int:
 
 
 def _stored_bytes(stage: Stage, kind: str, inputs: int, outputs: int) -> int:
-    return weight_facts(kind.partition("-g")[0]).matrix_bytes(inputs, outputs, stage.kernels)
+    facts = weight_facts(kind.partition("-g")[0])
+    stored = layer_kind(facts.quantization or "none", inputs, head=False)
+    if stored is None:
+        return inputs * outputs * DTYPE_BYTES[facts.dtype]
+    return stored.weight_bytes(inputs, outputs, stage.kernels)
 
 
 def _matrix(stage: Stage, kind: str, size: Sizes) -> Matrix:
