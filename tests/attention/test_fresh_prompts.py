@@ -66,7 +66,7 @@ def test_matches_the_definition(make_step, sequences, taken, dim):
     assert prompts.taken == taken
 
 
-def test_what_a_window_cuts_is_left_to_the_others(make_step):
+def test_prompts_longer_than_the_window_are_left_to_triton(make_step):
     attention, prompts = mixed()
     step = make_step([(0, 12), (3, 1), (0, 17), (0, 18)])
     found = step.run(attention, 17).double()

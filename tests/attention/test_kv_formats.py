@@ -27,7 +27,7 @@ def kept(x: Tensor, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("window", [None, 17])
 @formats
 @steps
-def test_attends_over_what_the_cache_keeps(backend, make_step, name, format, window):
+def test_attends_over_rounded_keys_and_values(backend, make_step, name, format, window):
     """The step's own keys and values included: what a prefill sees of a token is what all later
     steps see."""
     step = make_step(STEPS[name], kv_dtype=FORMATS[format], dim=32)
@@ -52,7 +52,7 @@ def test_error_bounds(backend, make_step, format):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @formats
-def test_half_precision_and_company(backend, make_step, dtype, format):
+def test_sequences_have_the_same_bits_in_any_batch(backend, make_step, dtype, format):
     """A sequence has the same bits in any company."""
     kv_dtype = FORMATS[format]
     companions = [(0, 1), (300, 1), (0, 25), (40, 7)]
@@ -63,7 +63,7 @@ def test_half_precision_and_company(backend, make_step, dtype, format):
         assert found.dtype == dtype and torch.equal(found[-new:], alone)
 
 
-def test_reads_what_was_stored(make_step):
+def test_reads_stored_values(make_step):
     """Of torch's layout, number by number."""
     backend = make_backend("reference")
     for dtype in FORMATS.values():

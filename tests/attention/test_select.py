@@ -28,7 +28,7 @@ def test_every_backend_can_be_asked_for() -> None:
     assert {"auto", NATIVE, TRITON, TRITON_SDPA, *names} == set(allowed)
 
 
-def test_unknown_name_lists_what_is_known() -> None:
+def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="'sdpa', 'reference', not 'flash'") as error:
         select("flash", REFERENCE, CPU, torch.float32)
     assert error.value.field == "attention_backend"
@@ -40,7 +40,7 @@ def test_the_native_backend_needs_native_kernels() -> None:
     assert error.value.field == "attention_backend"
 
 
-def test_what_a_backend_cannot_serve() -> None:
+def test_a_backend_refuses_dtypes_it_cannot_serve() -> None:
     with pytest.raises(ConfigError, match="'sdpa' cannot serve float64 on cpu"):
         select("sdpa", REFERENCE, CPU, torch.float64)
 
@@ -51,7 +51,7 @@ def test_triton_is_for_gpus() -> None:
         select("triton", REFERENCE, CPU, torch.float32)
 
 
-def test_without_triton_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_triton_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvik.attention.select.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"'triton' needs Triton: install kvik\[gpu\]"):
         select("triton", REFERENCE, torch.device("cuda"), torch.float32)

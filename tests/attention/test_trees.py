@@ -86,7 +86,7 @@ def test_a_node_has_the_bits_of_a_decode_at_its_place(backend, make_step, format
 
 
 @formats
-def test_a_moved_path_is_what_decodes_would_have_left(backend, make_step, format):
+def test_a_moved_path_equals_the_cache_of_single_decodes(backend, make_step, format):
     """To the bit, in the places that later tokens see."""
     kv_dtype, cached = FORMATS[format], 59
     path = paths()[10]

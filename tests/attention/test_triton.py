@@ -112,7 +112,7 @@ def test_half_precision_is_off_by_rounding_alone(kernel, make_step, dtype):
 
 
 @formats
-def test_attends_over_what_the_cache_keeps(kernel, make_step, format):
+def test_attends_over_rounded_keys_and_values(kernel, make_step, format):
     """Of an odd number of KV heads too, whose scales lie two to a word."""
     step = make_step([(20, 1), (30, 7)], 16, 3, 3, 32, kv_dtype=FORMATS[format])
     expected = step.run(make_backend("reference"))

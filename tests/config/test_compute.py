@@ -51,7 +51,7 @@ def test_chosen_by_facts(hardware, device, dtype, kernels, reason) -> None:
     assert notes.decisions[0].name == "kernels" and reason in notes.decisions[0].reason
 
 
-def test_asked_for_is_used_even_where_it_is_slow() -> None:
+def test_requested_kernels_are_used_even_if_slow() -> None:
     notes = Notes()
     config = EngineConfig(kernels="native")
     assert choose_kernels(config, OLD, MODEL, "cpu", "float32", notes) == "native"
@@ -89,7 +89,9 @@ def test_asked_for_and_impossible(kernels, hardware, device, dtype, match) -> No
         ("torch", 16, 64, "sdpa", "the fastest of torch"),
     ],
 )
-def test_attention_goes_with_the_kernels(kernels, block_size, head_dim, backend, reason) -> None:
+def test_the_attention_backend_follows_the_kernels(
+    kernels, block_size, head_dim, backend, reason
+) -> None:
     spec = replace(read_model_spec(find_model("")), head_dim=head_dim)
     notes = Notes()
     config = EngineConfig(block_size=block_size)
@@ -149,7 +151,7 @@ MEASURED = replace(HOPPER, torch_prompts=((64, 4096), (128, 1024)))
         (HOPPER, 512, "bfloat16", "auto", "triton+sdpa", ConfigError, None, "head_dim 512"),
     ],
 )
-def test_torch_reads_prompts_where_it_was_measured_faster(
+def test_torch_computes_prompts_where_it_was_measured_faster(
     gpu, head_dim, dtype, kv, asked, expected, least, reason
 ) -> None:
     notes, spec = Notes(), replace(MODEL, head_dim=head_dim)
@@ -165,7 +167,7 @@ def test_torch_reads_prompts_where_it_was_measured_faster(
 
 
 @pytest.mark.parametrize(("group", "kernels"), [(8, "torch"), (64, "triton")])
-def test_groups_that_tensor_cores_cannot_take(group: int, kernels: str) -> None:
+def test_small_groups_are_multiplied_by_torch(group: int, kernels: str) -> None:
     model = {
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": 1000,
@@ -282,7 +284,7 @@ def test_skipped_layers_count_in_full() -> None:
 
 
 @pytest.mark.parametrize("format", KV_FORMATS)
-def test_it_is_told(format: str) -> None:
+def test_the_decision_names_the_requested_kv_format(format: str) -> None:
     value, reason = decision(plan(kv_cache_dtype=format), "kv_cache_dtype")
     assert value == format and reason.startswith("as asked: keys and values")
     layers = (3, 0, 3)
@@ -303,7 +305,7 @@ def test_the_default_is_the_models() -> None:
 
 
 @pytest.mark.parametrize("format", ["auto", "fp8"])
-def test_calibrated_scales_are_told_of(format: str) -> None:
+def test_the_decision_mentions_unneeded_calibrated_scales(format: str) -> None:
     spec = replace(llama(), quantization=StoredQuantization("fp8", (), kv_scales=True))
     _, reason = decision(plan(spec, kv_cache_dtype=format), "kv_cache_dtype")
     assert reason.endswith(
@@ -331,7 +333,9 @@ def test_calibrated_scales_are_told_of(format: str) -> None:
         ),
     ],
 )
-def test_what_cannot_be(options: dict[str, object], field: str, part: str) -> None:
+def test_impossible_kv_formats_are_refused(
+    options: dict[str, object], field: str, part: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         plan(**options)
     assert error.value.field == field and part in error.value.message
@@ -343,7 +347,7 @@ def test_four_bits_need_pairs() -> None:
         plan(odd, kv_cache_dtype="int4")
 
 
-def test_another_backend_serves_what_the_native_kernels_cannot() -> None:
+def test_another_backend_serves_formats_that_native_kernels_lack() -> None:
     value, reason = decision(plan(kv_cache_dtype="fp16"), "attention_backend")
     assert value == "sdpa" and "no fp16" in reason
     assert decision(plan(kv_cache_dtype="int4"), "attention_backend")[0] == "cpu"

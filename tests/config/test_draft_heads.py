@@ -30,7 +30,7 @@ def write(folder: Path, values: object) -> Path:
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_what_is_written_is_read(spec, tmp_path):
+def test_a_written_spec_is_read_back(spec, tmp_path):
     assert read_heads_spec(write(tmp_path, spec.as_config("model")), spec.kind) == spec
 
 
@@ -54,13 +54,13 @@ def test_an_early_checkpoint_of_medusa(tmp_path):
         ({"accuracies": {"a": 1}}, "accuracies"),
     ],
 )
-def test_what_cannot_be_is_named(change, field, tmp_path):
+def test_invalid_fields_are_named(change, field, tmp_path):
     folder = write(tmp_path, {**SPECS[0].as_config("model"), **change})
     with pytest.raises(ModelError, match=field):
         read_heads_spec(folder, MEDUSA)
 
 
-def test_eagle_says_what_it_is(tmp_path):
+def test_eagle_configs_need_type_and_size(tmp_path):
     for field in ("model_type", "hidden_size"):
         values = {k: v for k, v in SPECS[2].as_config("model").items() if k != field}
         with pytest.raises(ModelError, match=field):

@@ -127,7 +127,7 @@ def test_keys_that_were_lost_on_the_way_do_not_make_an_open_server(text: str) ->
         server_environment({"KVIK_API_KEY": text})
 
 
-def test_what_kubernetes_sets_beside_a_service_of_that_name_is_none_of_ours() -> None:
+def test_service_variables_of_kubernetes_are_ignored() -> None:
     environ = {
         "KVIK_SERVICE_HOST": "10.0.0.1",
         "KVIK_SERVICE_PORT": "80",
@@ -216,7 +216,7 @@ def test_each_type_of_a_file_is_read(tmp_path: Path) -> None:
         ("port =", "is not TOML"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, part: str) -> None:
+def test_errors_in_a_file_are_named(tmp_path: Path, text: str, part: str) -> None:
     with pytest.raises(ConfigError) as error:
         read(tmp_path, text)
     assert error.value.field == "config"

@@ -59,7 +59,7 @@ def test_captured_steps_are_planned(max_num_seqs: int) -> None:
     ("asked", "told"),
     [(0, ("none", "as asked")), (3 * GIB, ("requests", "3.0 GiB were asked for"))],
 )
-def test_graphs_take_what_they_are_given(asked: int, told: tuple[str, str]) -> None:
+def test_graph_memory_is_planned_as_requested(asked: int, told: tuple[str, str]) -> None:
     sizes = {"max_num_seqs": 64, "max_model_len": 4096}
     resolved = plan(graph_memory=asked, **sizes)
     assert resolved.runner.graph_memory == asked
@@ -100,7 +100,7 @@ def test_graphs_that_do_not_fit_are_named(free: int, options: dict[str, Any], ad
     assert ("for CUDA graphs" in message) == bool(config.graph_memory)
 
 
-def test_without_graphs_an_engine_starts_that_has_no_room_for_them() -> None:
+def test_an_engine_without_memory_for_graphs_starts_without_them() -> None:
     def on(free: int) -> ResolvedConfig:
         small = replace(GPU, gpus=(replace(CARD, free_memory=free),))
         return resolve(EngineConfig(max_num_seqs=64, max_model_len=4096), SPEC, small, "")

@@ -125,7 +125,7 @@ def limits(address_space: str) -> dict[str, str]:
     }
 
 
-def test_a_limit_of_the_process_counts_what_is_mapped(tmp_path: Path) -> None:
+def test_an_address_space_limit_counts_mapped_memory(tmp_path: Path) -> None:
     root = lay_out(tmp_path, meminfo(8 * GIB) | limits(str(4 * GIB)))
     limit, reason = memory_limit(root)
     assert 2 * GIB <= limit <= 4 * GIB - GIB // 2
@@ -178,7 +178,7 @@ def test_cpu_quota_v1(tmp_path: Path) -> None:
     assert usable_cores(lay_out(tmp_path, files), frozenset(range(4))) == 3
 
 
-def test_detect_puts_it_together(tmp_path: Path) -> None:
+def test_detect_combines_all_sources(tmp_path: Path) -> None:
     files = meminfo(GIB) | cpuinfo([(0, 0)], "avx2 avx512_bf16 rdpid")
     gpu = Gpu(0, "G", GIB, GIB, (9, 0))
     found = detect((gpu,), lay_out(tmp_path, files))
@@ -197,7 +197,7 @@ def test_this_machine_answers() -> None:
 
 @needs_native
 @pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux tells of the CPU")
-def test_the_instruction_sets_told_are_the_ones_that_run() -> None:
+def test_detected_instruction_sets_are_those_that_run() -> None:
     """But for AMX, which the compiler, the system or the self-check may deny."""
     found, running = detect(), instruction_sets()
     assert found.native
@@ -263,7 +263,7 @@ def test_without_the_tool_there_are_none(monkeypatch: pytest.MonkeyPatch) -> Non
     assert find_gpus() == ()
 
 
-def test_what_was_measured_of_a_device_is_known(
+def test_measured_thresholds_of_a_device_are_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     tool = tmp_path / "nvidia-smi"
@@ -291,7 +291,7 @@ def test_each_gpu_keeps_its_own(tmp_path: Path) -> None:
     assert load_thresholds("B", path) == ()
 
 
-def test_what_other_versions_did_tells_nothing(
+def test_thresholds_of_other_versions_are_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "prompt-attention.json"

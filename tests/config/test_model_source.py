@@ -118,7 +118,7 @@ def test_a_folder_with_a_gguf_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["models/qwen", "model.safetensors", "owner/m.SAFETENSORS"])
-def test_what_looks_like_a_path_is_not_downloaded(
+def test_names_that_look_like_paths_are_not_downloaded(
     name: str, hub: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "models").mkdir()
@@ -129,7 +129,7 @@ def test_what_looks_like_a_path_is_not_downloaded(
     assert not hub
 
 
-def test_a_mistyped_path_is_told_what_is_near(tmp_path: Path, hub: list[Any]) -> None:
+def test_a_mistyped_path_gets_a_suggestion(tmp_path: Path, hub: list[Any]) -> None:
     (tmp_path / "Qwen3-0.6B").mkdir()
     (tmp_path / "model-Q4.gguf").touch()
     for wrong, right in (("Qwen-0.6B", "Qwen3-0.6B"), ("model-Q3.gguf", "model-Q4.gguf")):
@@ -139,21 +139,21 @@ def test_a_mistyped_path_is_told_what_is_near(tmp_path: Path, hub: list[Any]) ->
         find_model(str(tmp_path / "nothing-like-it"))
 
 
-def test_names_of_what_was_found() -> None:
+def test_model_names_come_from_their_paths() -> None:
     assert model_name(BUNDLED) == "stories"
     assert model_name(Path("/m/story.gguf")) == "story.gguf"
     cached = Path("/cache/models--Qwen--Qwen3-0.6B/snapshots/5fb1d2c0")
     assert model_name(cached) == "Qwen/Qwen3-0.6B"
 
 
-def test_a_download_is_told(hub: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_download_is_announced(hub: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     find_model("owner/model")
     captured = capsys.readouterr()
     assert captured.err == "kvik: downloading owner/model from the hub\n"
     assert captured.out == ""
 
 
-def test_what_the_cache_holds_is_not_told_as_a_download(
+def test_a_cached_model_is_not_announced_as_a_download(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: "/cache/model")
@@ -207,14 +207,14 @@ def answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Answers
         (418, None, r"the hub refused it \(418\)"),
     ],
 )
-def test_what_the_hub_answers_is_told(
+def test_errors_of_the_hub_are_reported(
     status: int, code: str | None, part: str, answers: Answers
 ) -> None:
     answers |= {"status": status, "error": {"X-Error-Code": code} if code else {}}
     refused(lambda: find_model("owner/model"), part)
 
 
-def test_a_hub_that_is_not_there(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_is_reported(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # discard: no one listens
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     refused(lambda: find_model("owner/model"), "the hub cannot be reached: check the network")

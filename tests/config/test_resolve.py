@@ -315,7 +315,7 @@ def test_rotary_positions_are_counted() -> None:
         ("fp8", 1.0, 1.01),
     ],
 )
-def test_quantised_weights_leave_room(quantization: str, low: float, high: float) -> None:
+def test_quantised_weights_take_less_memory(quantization: str, low: float, high: float) -> None:
     """Bytes per parameter; the tied embedding of Llama-3.2-1B stays at eight bits."""
     resolved = plan(max_model_len=4096, quantization=quantization)
     assert low <= resolved.memory.weights / SMALL.num_parameters <= high
@@ -334,7 +334,7 @@ def test_a_quantised_model_fits_where_the_plain_one_does_not() -> None:
         plan(LARGE, replace(PC, memory_limit=8 * GIB), quantization="int8")
 
 
-def test_the_dtype_is_chosen_for_what_is_left_in_it() -> None:
+def test_the_dtype_depends_on_the_size_of_unquantised_weights() -> None:
     """An old computer has room for fp32 once the matrices are small."""
     assert plan(SMALL, replace(OLD_PC, memory_limit=8 * GIB)).runner.dtype == "bfloat16"
     small = plan(SMALL, replace(OLD_PC, memory_limit=8 * GIB), quantization="int8")
@@ -370,7 +370,9 @@ def test_a_small_cache_bounds_the_context() -> None:
         ({"max_num_seqs": 65_536, "dtype": "bfloat16"}, "memory", "max_num_seqs=1 with"),
     ],
 )
-def test_what_cannot_fit_says_what_would(options: dict[str, Any], field: str, part: str) -> None:
+def test_options_that_do_not_fit_name_what_would(
+    options: dict[str, Any], field: str, part: str
+) -> None:
     with pytest.raises(CapacityError) as error:
         plan(SMALL, PC, **options)
     assert error.value.field == field
@@ -390,7 +392,9 @@ def test_what_cannot_fit_says_what_would(options: dict[str, Any], field: str, pa
         (24 * GIB, {"memory_utilization": 0.5}, "a higher memory_utilization would fit"),
     ],
 )
-def test_a_model_too_large_says_what_would(memory: int, options: dict[str, Any], part: str) -> None:
+def test_a_model_that_is_too_large_names_what_would_fit(
+    memory: int, options: dict[str, Any], part: str
+) -> None:
     with pytest.raises(CapacityError) as error:
         plan(LARGE, replace(PC, memory_limit=memory), **options)
     assert error.value.field == "memory"
@@ -414,7 +418,7 @@ def test_contradictions(options: dict[str, Any], field: str, part: str) -> None:
     assert part in error.value.message
 
 
-def test_a_device_that_is_not_there() -> None:
+def test_a_missing_device_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"CUDA devices: cuda:0"):
         plan(SMALL, SERVER, device="cuda:1")
     assert plan(SMALL, SERVER, device="cpu").runner.device == "cpu"

@@ -30,7 +30,7 @@ def test_no_option_has_the_name_of_one_of_the_engine() -> None:
         {"metrics_compat": "vllm", "log_level": "debug", "pressure_max_tokens": 1},
     ],
 )
-def test_what_is_possible(options: dict[str, Any]) -> None:
+def test_valid_options_are_accepted(options: dict[str, Any]) -> None:
     check_server_config(ServerConfig(**options))
 
 
@@ -56,7 +56,7 @@ def test_what_is_possible(options: dict[str, Any]) -> None:
         ("cors_origin", ("https://a.example https://b.example",)),
     ],
 )
-def test_what_is_not(field: str, value: Any) -> None:
+def test_invalid_options_are_refused(field: str, value: Any) -> None:
     with pytest.raises(ConfigError) as error:
         check_server_config(ServerConfig(**{field: value}))
     assert error.value.field == field

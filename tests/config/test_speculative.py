@@ -51,7 +51,7 @@ def test_flags_win_over_the_object() -> None:
         ({"spec_method": "ngram", "spec_model": "x"}, "spec_model", "must be left out"),
     ],
 )
-def test_what_contradicts_the_method_is_named(options, field, part) -> None:
+def test_options_that_contradict_the_method_are_named(options, field, part) -> None:
     with pytest.raises(ConfigError) as error:
         wish(**options)
     assert error.value.field == field
@@ -69,7 +69,7 @@ def test_what_contradicts_the_method_is_named(options, field, part) -> None:
         ("typical_acceptance", True, set(METHODS[:-1])),
     ],
 )
-def test_what_would_change_nothing_is_refused(key, value, methods) -> None:
+def test_options_without_effect_are_refused(key, value, methods) -> None:
     for method in METHODS[:-1]:
         model = {"model": "x"} if method == "draft_model" else {}
         config = {"method": method, key: value, **model}
@@ -86,7 +86,7 @@ def test_what_would_change_nothing_is_refused(key, value, methods) -> None:
 
 
 @pytest.mark.parametrize("key", ["typical_epsilon", "typical_delta"])
-def test_a_bound_of_typical_acceptance_does_not_turn_it_on(key) -> None:
+def test_bounds_do_not_turn_typical_acceptance_on(key) -> None:
     config = {"method": "ngram", key: 0.2}
     with pytest.raises(ConfigError, match=f"{key} needs typical_acceptance beside it"):
         wish(speculative_config=config)
@@ -102,7 +102,7 @@ def test_a_bound_of_typical_acceptance_does_not_turn_it_on(key) -> None:
     st.integers(1, 4096),
     st.sampled_from(["cpu", "cuda"]),
 )
-def test_drafts_leave_room_for_prompts(
+def test_drafts_leave_tokens_of_a_step_for_prompts(
     method: str, each: int, seqs: int, tokens: int, device: str
 ) -> None:
     asked = SpeculativeConfig(method, num_speculative_tokens=each)
@@ -114,7 +114,7 @@ def test_drafts_leave_room_for_prompts(
     assert (drafts == 0) == (tokens < seqs + 2)
 
 
-def test_a_step_without_room_is_refused() -> None:
+def test_a_step_too_small_for_drafts_is_refused() -> None:
     notes = Notes()
     asked = SpeculativeConfig("ngram", num_speculative_tokens=8)
     assert choose_speculation(None, SIZE, (), NO_SOURCE, notes) is None

@@ -201,7 +201,7 @@ def test_token_borders_count() -> None:
     assert len(block_hash(root, [0])) == HASH_BYTES
 
 
-def test_hashes_are_extended_in_place_from_what_is_there() -> None:
+def test_hashes_are_extended_in_place_from_the_known_ones() -> None:
     tokens = list(range(10))
     found = hashes(tokens[:4])
     before = found[:]

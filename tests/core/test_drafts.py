@@ -81,7 +81,7 @@ def test_drafts_are_counted() -> None:
     assert (counts.mean_length, counts.acceptance) == (2.0, 0.5)
 
 
-def test_places_are_kept_for_what_a_drafter_writes() -> None:
+def test_blocks_are_reserved_for_tokens_that_a_drafter_writes() -> None:
     sim = Simulation(Setup(block_size=2, lookahead=3))
     request = sim.add([0, 0], max_tokens=6, stop_ids=NO_STOP)[0]
     held = []
@@ -95,7 +95,7 @@ def test_places_are_kept_for_what_a_drafter_writes() -> None:
     assert len(plain.block_ids[0]) == 1
 
 
-def test_nobody_is_preempted_for_what_a_drafter_writes() -> None:
+def test_blocks_for_a_drafter_preempt_no_request() -> None:
     sim = Simulation(Setup(block_size=2, num_blocks=3, lookahead=3))
     request = sim.add([0, 0, 0], max_tokens=1, stop_ids=NO_STOP)[0]
     sim.planned()
@@ -113,7 +113,7 @@ def test_nobody_is_preempted_for_what_a_drafter_writes() -> None:
         pytest.param([4, 4], 2, [3], id="preempted for an own token alone"),
     ],
 )
-def test_drafts_preempt_nobody(lengths: list[int], num_blocks: int, drafts: list[int]) -> None:
+def test_drafts_preempt_no_request(lengths: list[int], num_blocks: int, drafts: list[int]) -> None:
     sim = Simulation(Setup(num_blocks=num_blocks + 1))
     requests = [sim.add([i] * n, 12, stop_ids=NO_STOP)[0] for i, n in enumerate(lengths)]
     sim.answer(sim.planned(), *([1] for _ in requests))
@@ -136,7 +136,7 @@ def test_drafts_take_no_block_that_a_prompt_needs() -> None:
     assert (plan.num_scheduled_tokens, plan.num_draft_tokens) == ([2, 3], [1, 0])
 
 
-def test_drafts_take_no_room_from_another_tenant() -> None:
+def test_drafts_take_no_tokens_of_a_step_from_another_tenant() -> None:
     sim = Simulation(Setup(num_blocks=4))
     requests = [sim.add([i] * 2, 12, stop_ids=NO_STOP, tenant="a")[0] for i in range(2)]
     sim.answer(sim.planned(), [1], [1])
@@ -159,7 +159,7 @@ def test_drafts_are_not_scheduled_behind_drafts_in_flight() -> None:
     assert sim.plan() is not None
 
 
-def test_what_was_accepted_behind_the_end_is_not_cached() -> None:
+def test_tokens_accepted_after_the_end_are_not_cached() -> None:
     sim = Simulation(Setup(block_size=2))
     request = sim.add([0, 0], max_tokens=20)[0]
     sim.answer(sim.planned(), [1])

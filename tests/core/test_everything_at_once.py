@@ -78,7 +78,7 @@ def keep_busy(seed: int, policy: str, depth: int, windows: tuple[int | None, ...
 
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_nobody_waits_forever_whatever_comes(policy: str, depth: int) -> None:
+def test_every_request_ends_under_random_load(policy: str, depth: int) -> None:
     reasons: set[FinishReason | None] = set()
     preemptions = pinned = vectors = 0
     for seed, windows in enumerate(WINDOWS):

@@ -123,7 +123,7 @@ def test_tenants_that_always_have_work_get_equal_service(policy: str, setup: Set
     assert sim.scheduler.counters.preemptions - preemptions <= 0.1 * len(sim.ended)
 
 
-def test_who_asks_for_little_has_it_at_once_and_the_rest_is_shared() -> None:
+def test_a_light_tenant_is_served_at_once_and_heavy_ones_share_the_rest() -> None:
     sim = Simulation(WIDE)
     for i in range(300):
         keep_asking(sim, 1, {"a": (150, 5), "b": (20, 20)})
@@ -153,7 +153,7 @@ def test_time_without_work_earns_no_credit() -> None:
     assert abs(a - b) < 0.1 * a
 
 
-def test_what_nobody_else_wanted_is_not_held_against_anyone() -> None:
+def test_use_of_idle_capacity_is_not_charged_later() -> None:
     sim = Simulation(WIDE)
     keep_asking(sim, 100, {"a": (60, 10)})
     sim.drain()
@@ -164,7 +164,7 @@ def test_what_nobody_else_wanted_is_not_held_against_anyone() -> None:
 
 
 @pytest.mark.parametrize("setup", [WIDE, TIGHT])
-def test_one_after_the_other_takes_room_once_each_and_leaves_the_rest_to_the_flood(
+def test_single_requests_preempt_a_flood_at_most_once_each(
     setup: Setup,
 ) -> None:
     alone = Simulation(setup)
@@ -183,7 +183,7 @@ def test_one_after_the_other_takes_room_once_each_and_leaves_the_rest_to_the_flo
     assert served(sim, "a") > 0.8 * rest
 
 
-def test_a_flood_goes_on_where_it_was_interrupted() -> None:
+def test_a_preempted_flood_repeats_no_work() -> None:
     """What all of it takes is what it takes alone, and the other's work."""
     alone = flood(TIGHT, 0, 100, 20)
     expected = alone.drain()
@@ -192,7 +192,7 @@ def test_a_flood_goes_on_where_it_was_interrupted() -> None:
     assert 30 + sim.drain() <= expected + 190 // 40 + 20
 
 
-def test_nobody_starves_among_many() -> None:
+def test_no_tenant_starves_among_many() -> None:
     rng = random.Random(5)
     sim = Simulation(replace(TIGHT, num_blocks=121))
     tenants = [f"t{i}" for i in range(12)]
@@ -262,7 +262,7 @@ def test_decodes_that_fill_a_step_leave_a_fair_part_of_it(max_num_seqs: int, len
         assert len(request.token_ids) > done.get(request.key, 0)
 
 
-def test_a_fair_share_of_what_is_held_is_safe() -> None:
+def test_requests_within_a_fair_share_of_slots_are_not_preempted() -> None:
     """Four slots of eight are a fair share of two, however often the other asks."""
     sim = Simulation(WIDE)
     mine = [ask(sim, "a", 8, 300) for _ in range(4)]
@@ -313,7 +313,7 @@ def test_tenants_come_before_priorities_and_priorities_order_one_tenant() -> Non
     assert seen.index("r1") < seen.index("r2") < seen.index("r3")
 
 
-def test_what_the_cache_had_is_free() -> None:
+def test_cached_prompt_tokens_are_not_charged() -> None:
     sim = Simulation(replace(WIDE, caching=True))
     sim.add([0] * 41, 1, tenant="a")
     sim.drain()
@@ -327,7 +327,7 @@ def test_what_the_cache_had_is_free() -> None:
     assert accounts["a"].served == sim.scheduler.shares.virtual_time + 1
 
 
-def test_what_a_preemption_lost_is_not_charged_again() -> None:
+def test_tokens_lost_by_preemption_are_not_charged_again() -> None:
     sim = Simulation(replace(WIDE, max_num_seqs=1))
     victim = ask(sim, "a", 50, 10)
     sim.step()
@@ -338,7 +338,7 @@ def test_what_a_preemption_lost_is_not_charged_again() -> None:
 
 
 @pytest.mark.parametrize("policy", ["static", "dynamic"])
-def test_the_next_batch_is_shared_and_nobody_joins_the_one_under_way(policy: str) -> None:
+def test_a_static_batch_is_shared_fairly_and_not_joined_late(policy: str) -> None:
     sim = Simulation(replace(WIDE, policy=policy, batch_size=4, budget=64))
     for _ in range(12):
         ask(sim, "a", 8, 6)
@@ -369,7 +369,7 @@ def test_members_of_a_batch_that_had_to_wait_come_back_before_others(policy: str
     sim.drain()
 
 
-def test_accounts_are_forgotten_when_they_say_nothing_any_more() -> None:
+def test_accounts_of_idle_tenants_are_deleted() -> None:
     sim = Simulation(WIDE)
     keep_asking(sim, 5, {"flood": (20, 3)})
     for i in range(100):
@@ -381,7 +381,7 @@ def test_accounts_are_forgotten_when_they_say_nothing_any_more() -> None:
 
 
 @pytest.mark.parametrize("policy", CONTINUOUS)
-def test_who_could_get_nothing_need_not_be_asked(
+def test_the_quick_check_of_tenants_changes_no_plan(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The quick look at what tenants hold changes no plan."""

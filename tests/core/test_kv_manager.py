@@ -255,7 +255,7 @@ def test_a_window_keeps_exactly_the_keys_it_sees(window: int) -> None:
         kv.commit(request)
 
 
-def test_a_window_matches_without_what_slid_out_of_sight() -> None:
+def test_a_window_matches_without_blocks_that_left_the_window() -> None:
     kv = manager(num_blocks=6, block_size=2, windows=(3,))
     request = new_request(list(range(8)))
     start(kv, request)
@@ -284,7 +284,7 @@ def test_a_sibling_shares_full_blocks_and_copies_the_partial_one() -> None:
     assert kv.pool.ref_counts[copy[0]] == kv.pool.ref_counts[copy[1]] == 1
 
 
-def test_a_sibling_does_not_fork_from_what_may_be_gone() -> None:
+def test_a_sibling_forks_only_from_a_running_leader() -> None:
     def match(change: Any) -> int:
         kv = manager(block_size=4)
         leader = new_request(list(range(3)))
@@ -353,7 +353,7 @@ def test_a_copy_in_use_is_matched_when_the_first_block_is_evicted() -> None:
     assert kv.match(new_request([*tokens, 5])).num_tokens == 4
 
 
-def test_a_prefix_counts_as_used_when_a_copy_of_it_is_given_back() -> None:
+def test_freeing_a_duplicate_prefix_counts_as_use_of_the_cached_one() -> None:
     kv = manager(num_blocks=7, block_size=2)
     tokens = [1, 2, 3, 4]
     copy = new_request(tokens)
@@ -409,7 +409,7 @@ def test_a_fork_needs_a_block_for_its_copy() -> None:
     assert kv.demand(match, 5, 4) > kv.pool.num_free
 
 
-def test_a_request_lets_go_of_its_window_before_it_asks_for_more() -> None:
+def test_blocks_outside_the_window_are_freed_before_allocation() -> None:
     kv = manager(num_blocks=4, block_size=4, windows=(6,))  # 3 blocks
     assert kv.max_blocks(100, 2) == 3
     request = new_request([1] * 8)

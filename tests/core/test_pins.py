@@ -48,7 +48,7 @@ def prompt_of(token: int, blocks: int = 4, size: int = 4) -> list[int]:
 
 
 @pytest.mark.parametrize("windows", [(None,), (6,), (None, 6), (6, None, 11)])
-def test_a_pinned_prefix_outlives_what_passes_through_the_cache(
+def test_a_pinned_prefix_is_not_evicted_by_other_requests(
     windows: tuple[int | None, ...],
 ) -> None:
     sim = Simulation(Setup(num_blocks=40, windows=windows))
@@ -60,7 +60,7 @@ def test_a_pinned_prefix_outlives_what_passes_through_the_cache(
     assert (cached(sim, pinned), cached(sim, plain)) == (16, 0)
 
 
-def test_a_pin_reaches_as_far_as_it_was_asked_to_in_full_blocks() -> None:
+def test_a_pin_covers_the_full_blocks_of_its_tokens() -> None:
     sim = Simulation(Setup(num_blocks=40))
     prompt = prompt_of(1)
     serve(sim, prompt, Pin(11, 5 * MINUTES))
@@ -69,7 +69,7 @@ def test_a_pin_reaches_as_far_as_it_was_asked_to_in_full_blocks() -> None:
 
 
 @pytest.mark.parametrize("windows", [(None,), (6,), (None, 6)])
-def test_a_pin_that_ends_with_its_prompt_keeps_all_blocks_of_it(
+def test_a_pin_of_a_whole_prompt_keeps_its_last_block(
     windows: tuple[int | None, ...],
 ) -> None:
     """Longer prompts read the last one too. The same prompt computes its last token anew."""
@@ -129,7 +129,7 @@ def test_a_shorter_pin_of_the_same_prompt_outlives_a_longer_one() -> None:
     assert pool.num_pinned == 2
 
 
-def test_written_and_pinned_is_what_was_not_there_before() -> None:
+def test_reports_distinguish_newly_pinned_from_cached_tokens() -> None:
     sim = Simulation(Setup(num_blocks=60))
 
     def figures(request: Request) -> tuple[int, int]:
@@ -153,7 +153,7 @@ def test_siblings_write_a_pinned_prefix_once() -> None:
     assert [request.num_pinned_tokens for request in requests] == [16, 0, 0]
 
 
-def test_a_tenant_beyond_its_quota_loses_what_it_used_least_recently() -> None:
+def test_a_tenant_over_its_quota_loses_its_least_recently_used_pin() -> None:
     sim = Simulation(Setup(num_blocks=41, pinned_share=1.0, tenant_pinned_share=0.25))  # 10 blocks
     for token in (1, 2):
         serve(sim, prompt_of(token), Pin(16, 60 * MINUTES), tenant="a")
@@ -164,7 +164,7 @@ def test_a_tenant_beyond_its_quota_loses_what_it_used_least_recently() -> None:
     assert [cached(sim, prompt_of(token)) for token in (1, 2, 3, 9)] == [16, 0, 16, 16]
 
 
-def test_what_exceeds_the_quota_alone_is_not_pinned_and_costs_no_other_pin() -> None:
+def test_a_pin_larger_than_the_quota_is_refused_and_evicts_none() -> None:
     sim = Simulation(Setup(num_blocks=41, tenant_pinned_share=0.25))
     serve(sim, prompt_of(1), Pin(16, 60 * MINUTES))
     request = serve(sim, prompt_of(2, blocks=11), Pin(16, 60 * MINUTES), Pin(44, 60 * MINUTES))
@@ -173,7 +173,7 @@ def test_what_exceeds_the_quota_alone_is_not_pinned_and_costs_no_other_pin() -> 
     assert [cached(sim, prompt_of(1)), cached(sim, prompt_of(2, blocks=11))] == [16, 16]
 
 
-def test_where_all_pin_too_much_the_one_who_pins_most_gives_up_its_oldest() -> None:
+def test_over_the_total_quota_the_largest_tenant_loses_its_oldest_pin() -> None:
     sim = Simulation(Setup(num_blocks=41, pinned_share=0.5, tenant_pinned_share=0.5))  # 20 blocks
     for token in (1, 2, 3):
         serve(sim, prompt_of(token), Pin(16, 60 * MINUTES), tenant="a")
@@ -185,7 +185,7 @@ def test_where_all_pin_too_much_the_one_who_pins_most_gives_up_its_oldest() -> N
     assert [cached(sim, prompt_of(t)) for t in range(1, 7)] == [0, 16, 16, 16, 16, 16]
 
 
-def test_a_newcomer_who_would_pin_most_is_refused() -> None:
+def test_a_new_pin_of_the_largest_tenant_is_refused() -> None:
     sim = Simulation(Setup(num_blocks=41, pinned_share=0.25, tenant_pinned_share=0.25))
     serve(sim, prompt_of(1), Pin(16, 60 * MINUTES), tenant="a")
     late = serve(sim, prompt_of(2, blocks=7), Pin(28, 60 * MINUTES), tenant="b")
@@ -194,7 +194,7 @@ def test_a_newcomer_who_would_pin_most_is_refused() -> None:
     assert cached(sim, prompt_of(1)) == 16
 
 
-def test_of_equals_the_one_who_asks_gives_way() -> None:
+def test_between_equal_tenants_the_new_pin_is_refused() -> None:
     sim = Simulation(Setup(num_blocks=41, pinned_share=0.15, tenant_pinned_share=0.15))  # 6 blocks
     for token, tenant in ((1, "a"), (2, "b")):
         request = serve(sim, prompt_of(token), Pin(16, 60 * MINUTES), tenant=tenant)
@@ -209,7 +209,7 @@ def test_of_one_prompt_the_longer_pin_gives_way_first() -> None:
     assert sim.scheduler.kv.pool.num_pinned == 2
 
 
-def test_requests_take_what_only_pins_keep() -> None:
+def test_requests_evict_pinned_blocks_before_waiting_or_preempting() -> None:
     """Nobody waits or is preempted for a pin; the one unused for longest goes first."""
     sim = Simulation(Setup(num_blocks=17, budget=64, pinned_share=1.0, tenant_pinned_share=1.0))
     for token in (1, 2, 3):
@@ -241,7 +241,7 @@ def test_a_pin_in_use_is_spared_where_another_brings_blocks() -> None:
     sim.drain()
 
 
-def test_a_failed_request_unpins_what_it_may_have_spoiled() -> None:
+def test_a_failed_request_unpins_the_blocks_it_wrote() -> None:
     sim = Simulation(Setup(num_blocks=40))
     serve(sim, prompt_of(1), Pin(16, 60 * MINUTES))
     serve(sim, prompt_of(2), Pin(16, 60 * MINUTES))
@@ -273,7 +273,7 @@ def test_without_a_prefix_cache_nothing_is_pinned() -> None:
     assert request.num_pinned_tokens == sim.scheduler.kv.pool.num_pinned == 0
 
 
-def test_an_aborted_request_pins_what_it_has_computed() -> None:
+def test_an_aborted_request_pins_its_computed_blocks() -> None:
     sim = Simulation(Setup(num_blocks=40, budget=8))
     (request,) = sim.add(prompt_of(1), 4, pins=(Pin(8, 60.0), Pin(16, 60.0)))
     sim.step()
@@ -281,7 +281,7 @@ def test_an_aborted_request_pins_what_it_has_computed() -> None:
     assert sim.scheduler.kv.pool.num_pinned == 2
 
 
-def test_what_a_window_needs_must_all_be_there() -> None:
+def test_a_pin_needs_all_blocks_that_a_window_matches() -> None:
     """A prefix that nobody could match is not pinned."""
     config = Setup(windows=(9,)).cache
     pool = BlockPool(config.num_blocks)

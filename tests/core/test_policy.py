@@ -135,7 +135,7 @@ def running(sim: Simulation) -> list[Request]:
     return sim.scheduler.running
 
 
-def test_a_static_batch_takes_nobody_in() -> None:
+def test_a_static_batch_admits_no_late_request() -> None:
     sim = Simulation(Setup(policy="static", batch_size=2, max_num_seqs=4, more_expected=False))
     short = sim.add([0], max_tokens=1, stop_ids=NO_STOP)[0]
     long = sim.add([1], max_tokens=5, stop_ids=NO_STOP)[0]
@@ -194,7 +194,7 @@ def test_a_static_batch_is_cut_by_its_token_cap() -> None:
     big.drain()
 
 
-def test_a_dynamic_batch_waits_for_company_exactly_so_long() -> None:
+def test_a_dynamic_batch_waits_max_wait_for_more_requests() -> None:
     sim = Simulation(Setup(policy="dynamic", batch_size=3, max_wait=0.5))
     sim.now = 1.0
     sim.add([0])

@@ -110,7 +110,7 @@ def ask(
 
 @pytest.mark.parametrize("length", [1, 31, 32, 300, 900])
 @pytest.mark.parametrize("min_tokens", [0, 1, 30])
-def test_who_would_just_make_it_is_not_dropped(length: int, min_tokens: int) -> None:
+def test_a_request_that_can_meet_its_deadline_is_not_dropped(length: int, min_tokens: int) -> None:
     sim = warm()
     patience = seconds_for(length, max(0, min_tokens - 1)) + 0.001
     request = ask(sim, length, patience, min_tokens)
@@ -120,7 +120,7 @@ def test_who_would_just_make_it_is_not_dropped(length: int, min_tokens: int) -> 
 
 
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.5, 0.1])
-def test_who_cannot_make_it_is_dropped_early(share: float) -> None:
+def test_a_request_that_cannot_meet_its_deadline_is_dropped_early(share: float) -> None:
     sim = warm()
     start = sim.now
     patience = share * seconds_for(900)
@@ -134,7 +134,7 @@ def test_who_cannot_make_it_is_dropped_early(share: float) -> None:
     assert gone.finished - start <= max(0.0, patience - 3 * (seconds_for(900) - patience)) + 0.5
 
 
-def test_who_cannot_make_min_tokens_is_dropped_before_the_first() -> None:
+def test_a_request_without_time_for_min_tokens_is_dropped_before_the_first() -> None:
     sim = warm()
     request = ask(sim, 10, 2.0, min_tokens=100)
     run(sim, 0.01)
@@ -167,7 +167,7 @@ def test_without_measurements_a_deadline_is_only_a_deadline() -> None:
     assert report is not None and report.finished >= 5.0
 
 
-def test_what_is_cached_need_not_be_computed_in_time() -> None:
+def test_cached_tokens_take_no_time_before_the_deadline() -> None:
     sim = warm()
     sim.add([1] * 900, 1, salt="x")
     run(sim, 1000.0)
@@ -203,7 +203,7 @@ def test_drafts_may_bring_several_tokens_a_step() -> None:
     assert not request.finished
 
 
-def test_who_wants_only_its_prompt_computed_has_a_deadline_too() -> None:
+def test_a_prompt_without_output_has_a_deadline_too() -> None:
     sim = warm()
     hopeless = sim.add([1] * 900, 0, deadline=sim.now + 3.0)[0]
     run(sim, 0.01)

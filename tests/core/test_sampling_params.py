@@ -77,7 +77,7 @@ def test_a_bad_value_is_refused_in_one_line_that_names_its_field(name: str, valu
         *[("logprobs", v) for v in (0, 100)],
     ],
 )
-def test_the_edge_of_what_is_allowed(name: str, value: Any) -> None:
+def test_limits_of_a_range_are_allowed(name: str, value: Any) -> None:
     assert getattr(SamplingParams(**{name: value}), name) == value
 
 
@@ -95,7 +95,7 @@ def test_the_edge_of_what_is_allowed(name: str, value: Any) -> None:
         ("bad_words", None, ()),
     ],
 )
-def test_what_callers_may_write_instead(name: str, given: Any, stored: Any) -> None:
+def test_equivalent_values_are_stored_alike(name: str, given: Any, stored: Any) -> None:
     assert getattr(SamplingParams(**{name: given}), name) == stored
 
 
@@ -138,7 +138,7 @@ def test_a_changed_copy_is_checked_again() -> None:
         (SamplingParams(max_tokens=None, min_tokens=21), "min_tokens"),
     ],
 )
-def test_what_only_the_model_can_refuse(params: SamplingParams, field: str) -> None:
+def test_values_that_the_model_refuses(params: SamplingParams, field: str) -> None:
     with pytest.raises(ParamError) as caught:
         params.check_against(vocab_size=10, max_model_len=20)
     assert caught.value.field == field

@@ -104,7 +104,7 @@ def test_a_token_in_flight_does_not_hold_up_the_next_step() -> None:
     assert request.finish_reason is FinishReason.LENGTH
 
 
-def test_what_is_in_flight_of_an_ended_request_is_dropped() -> None:
+def test_tokens_in_flight_of_an_ended_request_are_dropped() -> None:
     sim = Simulation(Setup(depth=2))
     request = sim.add([0, 0], max_tokens=9)[0]
     plans = [sim.planned(), sim.planned()]
@@ -233,7 +233,7 @@ def test_a_request_does_not_wait_longer_than_its_prefix_takes() -> None:
     assert steps(1.0) == [{"r0": 9, "r1": 9}]
 
 
-def test_prompts_behind_one_that_waits_do_not_delay_it() -> None:
+def test_later_prompts_do_not_delay_a_waiting_one() -> None:
     sim = Simulation(Setup(budget=24, max_num_seqs=8))
     for i in range(2):
         sim.add([*SHARED, i], stop_ids=NO_STOP)
@@ -246,7 +246,7 @@ def test_prompts_behind_one_that_waits_do_not_delay_it() -> None:
 
 
 @pytest.mark.parametrize("end", ["row", "step", "abort"])
-def test_a_request_whose_prefix_does_not_come_computes_it(end: str) -> None:
+def test_a_request_computes_a_shared_prefix_whose_owner_ended(end: str) -> None:
     sim = Simulation(Setup(budget=32))
     first, second = (sim.add([*SHARED, i], stop_ids=NO_STOP)[0] for i in range(2))
     sim.failing_row = 0 if end == "row" else None
@@ -272,7 +272,7 @@ def test_a_request_that_waits_for_a_prefix_joins_its_batch(policy: str) -> None:
     assert other.first_scheduled is None
 
 
-def test_a_deadline_ends_a_request_wherever_it_is() -> None:
+def test_a_deadline_ends_running_and_waiting_requests() -> None:
     sim = Simulation(Setup(max_num_seqs=1))
     running = sim.add([0], max_tokens=60, deadline=1.0, stop_ids=NO_STOP)[0]
     waiting = sim.add([1], deadline=2.0)[0]
@@ -343,7 +343,7 @@ def test_a_last_token_that_cannot_be_noted_ends_its_request_once(
 
 
 @pytest.mark.parametrize(("window", "budget", "length"), [(4, 2, 6), (4, 4, 24), (5, 2, 12)])
-def test_one_alone_waits_for_what_its_steps_in_flight_give_back(
+def test_a_single_request_waits_for_blocks_freed_by_its_steps_in_flight(
     window: int, budget: int, length: int
 ) -> None:
     """With a window and just enough blocks. It must not preempt itself, perhaps again and again."""
@@ -419,7 +419,7 @@ def test_the_queue_has_limits_and_preempted_requests_are_exempt() -> None:
 
 
 @pytest.mark.parametrize("windows", [(None,), (6,), (None, 6)])
-def test_what_fits_the_cache_alone_is_served_and_what_does_not_is_known(
+def test_max_request_tokens_is_the_longest_request_that_can_be_served(
     windows: tuple[int | None, ...],
 ) -> None:
     setup = Setup(windows=windows, block_size=2, budget=4, num_blocks=16, max_model_len=100)
@@ -457,7 +457,7 @@ def test_a_scheduler_without_work_is_idle() -> None:
     assert not scheduler.has_requests
 
 
-def test_nobody_starts_who_could_not_go_on() -> None:
+def test_a_prompt_is_admitted_only_if_all_of_it_fits() -> None:
     """A prompt is admitted beside others only if all of it fits, not just its first chunk."""
     sim = Simulation(Setup(block_size=2, num_blocks=8, budget=4))
     first = sim.add([0] * 4, max_tokens=3, stop_ids=NO_STOP)[0]
@@ -471,7 +471,7 @@ def test_nobody_starts_who_could_not_go_on() -> None:
     assert sim.scheduler.counters.preemptions == 0
 
 
-def test_a_step_that_preempts_admits_nobody() -> None:
+def test_a_step_that_preempts_admits_no_request() -> None:
     sim = Simulation(Setup(policy="priority", block_size=2, num_blocks=6, budget=8))
     for token in (0, 1):
         sim.add([token] * 3, max_tokens=9, stop_ids=NO_STOP)

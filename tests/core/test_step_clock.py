@@ -30,7 +30,7 @@ def test_means_are_of_steps_and_not_of_idle_time() -> None:
     assert clock.prefill_tokens_per_second == pytest.approx(50.0)
 
 
-def test_means_follow_what_changes() -> None:
+def test_means_follow_a_change_of_speed() -> None:
     clock = measured((100, 2.0), times=200)
     for step in range(100):
         clock.note(1e6 + step, 1e6 + step + 0.5, 100, prefill=True)
@@ -46,7 +46,7 @@ def test_steps_in_flight_together_are_not_counted_twice() -> None:
     assert clock.at_least(4) == 1.0
 
 
-def test_a_step_takes_at_least_what_none_was_faster_than() -> None:
+def test_at_least_is_the_fastest_step_of_that_size() -> None:
     clock = measured((1, 0.5), (100, 2.0))
     clock.note(1e6, 1e6 + 1.5, 100, prefill=True)
     assert clock.at_least(1) == clock.at_least(99) == 0.5
@@ -60,7 +60,7 @@ def test_a_few_steps_are_not_believed() -> None:
     assert clock.at_least(1) == 0.5
 
 
-def test_what_was_slow_is_forgotten() -> None:
+def test_slow_steps_are_forgotten() -> None:
     clock = measured((1, 30.0))  # everything was cold
     for step in range(SAMPLES):
         clock.note(1e6 + step, 1e6 + step + 0.1, 1, prefill=False)

@@ -63,7 +63,7 @@ def test_a_prompt_in_chunks_then_decodes() -> None:
     )
 
 
-def test_what_the_prefix_cache_holds_is_read_but_not_computed() -> None:
+def test_cached_prefixes_are_read_but_not_computed() -> None:
     sim = Simulation(Setup(block_size=4))
     sim.add([0] * 8, max_tokens=1)
     sim.drain()
@@ -75,7 +75,7 @@ def test_what_the_prefix_cache_holds_is_read_but_not_computed() -> None:
     assert work.prefill_kv_bytes == 11 * BYTES
 
 
-def test_a_window_cuts_what_is_seen() -> None:
+def test_a_window_limits_the_keys_counted() -> None:
     sim = Simulation(Setup(windows=(4,), budget=6))
     sim.add([0] * 10, max_tokens=3, stop_ids=NO_STOP)
     sim.drain()
@@ -124,7 +124,7 @@ def test_work_lost_by_a_preemption_counts_again() -> None:
     assert work.decode_tokens == 5 + 5 - 1
 
 
-def test_siblings_share_the_prompt_but_read_it_each() -> None:
+def test_siblings_compute_the_prompt_once_and_each_reads_it() -> None:
     sim = Simulation(Setup(block_size=4))
     sim.add([0] * 6, max_tokens=2, n=3, stop_ids=NO_STOP)
     sim.drain()
@@ -172,7 +172,7 @@ def test_logits_of_a_scored_prompt_count() -> None:
         (Setup(budget=6), ""),
     ],
 )
-def test_what_the_waiting_wait_for(setup: Setup, short: str) -> None:
+def test_queued_steps_are_counted_by_the_missing_resource(setup: Setup, short: str) -> None:
     sim = Simulation(setup)
     sim.add([0] * 6, max_tokens=3, stop_ids=NO_STOP)
     sim.add([1] * 6, max_tokens=3, stop_ids=NO_STOP)

@@ -38,7 +38,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("field", "bad"), REFUSED)
-def test_what_is_impossible_is_refused_alike_on_both_sides(field, bad):
+def test_impossible_requests_get_the_same_error_on_both_sides(field, bad):
     config = tiny_config(max_queued_requests=4)
     core = EngineCore(config)
     with pytest.raises(KvikError) as here:
@@ -60,7 +60,7 @@ def test_what_is_impossible_is_refused_alike_on_both_sides(field, bad):
         request(n=4),
     ],
 )
-def test_what_is_possible_is_not(good):
+def test_possible_requests_pass_the_check(good):
     check_request(tiny_config(max_queued_requests=4), good)
 
 
@@ -92,7 +92,7 @@ def test_the_cache_must_hold_a_request_alone(window):
         ("prompt", request([1] * 40, max_tokens=0, prompt_logprobs=0)),
     ],
 )
-def test_what_no_cache_holds_is_named_by_what_is_too_long(field, wanted):
+def test_a_request_larger_than_the_cache_names_the_field_that_is_too_large(field, wanted):
     config = tiny_config()
     config = replace(config, cache=replace(config.cache, num_blocks=9))
     with pytest.raises(CapacityError, match="KV blocks") as caught:

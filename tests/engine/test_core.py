@@ -78,7 +78,7 @@ def test_a_failing_row_ends_its_request_alone(rig):
 
 @pytest.mark.parametrize("where", ["raises", "raises_late"])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_failing_step_ends_its_requests_and_the_loop_goes_on(rig, where, depth):
+def test_a_failed_step_ends_its_requests_and_later_ones_are_served(rig, where, depth):
     rig = rig(depth)
     rig.core.add(request("a"), 0.0)
     setattr(rig.executor, where, RuntimeError("device lost"))
@@ -290,7 +290,7 @@ def wish(name: str, tenant: str, n: int = 1) -> EngineRequest:
     return EngineRequest(name, [1] * 21, params, tenant=tenant, pins=(Pin(20, 60.0),))
 
 
-def test_a_prompts_use_comes_with_its_first_token_and_with_the_report(rig):
+def test_prompt_use_is_in_the_first_delta_and_in_the_report(rig):
     rig = rig()
     size = rig.core.config.cache.block_size
     written = 20 // size * size

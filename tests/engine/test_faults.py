@@ -181,7 +181,7 @@ def graph_of(llm: LLM):
     return llm._client._loop.executor._runner.graph
 
 
-def test_a_forward_that_fails_ends_its_step_and_the_engine_goes_on(llm, undisturbed):
+def test_a_failed_forward_ends_its_requests_and_later_ones_are_served(llm, undisturbed):
     with pytest.MonkeyPatch.context() as patch:
         genuine = graph_of(llm).run
         calls = iter(range(10**6))

@@ -148,7 +148,7 @@ GARBAGE = [
 ]
 
 
-def test_garbage_says_nothing_and_harms_nobody():
+def test_invalid_frames_are_ignored_and_affect_no_request():
     with engine() as peer:
         peer.add(request("a", max_tokens=50))
         for body in GARBAGE:
@@ -425,7 +425,7 @@ def test_a_step_that_fails_now_and_then_does_not():
     assert peer.raised is None
 
 
-def test_it_ends_with_its_client_even_in_the_middle_of_things():
+def test_the_host_ends_when_its_client_disconnects_while_requests_run():
     with engine(FakeExecutor(seconds=0.01)) as peer:
         peer.add(request("a", max_tokens=200))
         peer.receive()
@@ -435,14 +435,14 @@ def test_it_ends_with_its_client_even_in_the_middle_of_things():
     assert peer.raised is None
 
 
-def test_it_ends_when_frames_cannot_be_told_apart_any_more(caplog):
+def test_the_host_ends_after_a_frame_with_an_invalid_length(caplog):
     with engine() as peer:
         peer.sock.sendall(b"\xff\xff\xff\xff")
         assert peer.receive() == []
     assert "cannot be understood" in caplog.text
 
 
-def test_it_waits_for_a_reader_who_does_not_read(monkeypatch):
+def test_the_host_waits_for_a_client_that_does_not_read(monkeypatch):
     monkeypatch.setattr(wire, "MAX_UNSENT", 20_000)
     with engine(max_num_seqs=8) as peer:
         peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -471,7 +471,7 @@ def test_an_idle_engine_sleeps(monkeypatch):
         assert len(calls) == before
 
 
-def test_it_shows_life_while_a_policy_waits(monkeypatch):
+def test_the_host_sends_heartbeats_while_a_policy_waits(monkeypatch):
     monkeypatch.setattr(module, "BEAT_SECONDS", 0.02)
     with engine(policy="dynamic", batch_size=4, max_wait=0.2) as peer:
         peer.add(request("a"))
@@ -482,7 +482,7 @@ def test_it_shows_life_while_a_policy_waits(monkeypatch):
         assert all(beats)
 
 
-def test_it_shows_life_while_it_reads_a_long_prompt(monkeypatch):
+def test_the_host_sends_heartbeats_during_a_long_prompt(monkeypatch):
     monkeypatch.setattr(module, "BEAT_SECONDS", 0.02)
     executor = FakeExecutor(seconds=0.01)
     with engine(executor, max_num_batched_tokens=8) as peer:
@@ -586,7 +586,7 @@ def test_every_token_once_and_in_order(steps):
     assert held.release(now) == []
 
 
-def test_what_is_urgent_takes_nothing_else_along():
+def test_an_urgent_delta_is_sent_without_buffered_ones():
     reader = Reader()
     held = DeltaBuffer(reader.take)
     reader.take(held.take([delta("a", 0, 1)], 7.0))  # nothing was handed on for long: at once
@@ -606,7 +606,7 @@ def test_the_more_streams_the_longer_and_never_longer_than_that():
         assert len(held.take(copy.deepcopy(everyone), 7.0 + 1.1 * seconds)) == streams
 
 
-def test_nothing_is_held_through_a_step_that_is_much_longer():
+def test_deltas_are_not_buffered_during_an_unusually_long_step():
     reader = Reader()
     held = DeltaBuffer(reader.take)
     everyone = [delta(name, 0, 1) for name in "abcd"]
@@ -621,7 +621,7 @@ def test_nothing_is_held_through_a_step_that_is_much_longer():
     assert len(reader.calls) == 2
 
 
-def test_what_comes_before_a_first_token_stays_with_it():
+def test_prompt_logprobs_and_use_are_sent_with_the_first_token():
     """Log probabilities of a prompt come in pieces, and what was cached of it with the token."""
     held = DeltaBuffer(lambda deltas: None)
     held.release(7.0)
@@ -659,7 +659,7 @@ def test_a_limit(steps: list[tuple[int, float]], tokens: int, limit: float | Non
     assert (None if slowest is None else step_limit(slowest)) == limit
 
 
-def test_what_the_loop_computes_now_has_a_limit_of_its_size() -> None:
+def test_the_step_limit_follows_the_size_of_the_current_step() -> None:
     """Under a clock of its own: a step takes a second for each of its tokens."""
     now = 100.0
     told: list[float] = []

@@ -70,7 +70,7 @@ def cells_of(found: BlockMap) -> list[int]:
 # -- the map of blocks ---------------------------------------------------------------------------
 
 
-def test_what_a_block_can_be() -> None:
+def test_the_states_of_a_block() -> None:
     pool = BlockPool(9)  # blocks 1 to 8
     blocks = pool.allocate(6)
     assert blocks == [1, 2, 3, 4, 5, 6]
@@ -87,7 +87,7 @@ def test_what_a_block_can_be() -> None:
     assert (found.num_free, found.num_cached) == (4, 3)
 
 
-def test_a_pinned_block_that_is_held_is_its_owners() -> None:
+def test_a_pinned_block_in_use_is_shown_as_owned() -> None:
     pool = BlockPool(3)
     (block,) = pool.allocate(1)
     pool.commit(block, (0, b"x"))
@@ -113,7 +113,7 @@ def test_every_owner_is_seen_where_a_cell_is_several_blocks() -> None:
         assert cells_of(found) == [OWNED, OWNED + 1, OWNED + 2]
 
 
-def test_a_held_block_is_painted_over_free_ones_of_its_cell() -> None:
+def test_an_owned_block_hides_free_ones_of_the_same_cell() -> None:
     pool = BlockPool(9)
     blocks = pool.allocate(8)
     pool.release([block for block in blocks if block != 6])
@@ -167,7 +167,7 @@ def test_a_new_engine(watched: Watched) -> None:
     assert (view.running, view.waiting, view.finished) == ((), (), ())
 
 
-def test_what_each_step_did(watched: Watched) -> None:
+def test_a_view_lists_the_figures_of_each_step(watched: Watched) -> None:
     watched.add("a", 40, max_tokens=3)  # 32 tokens fit into a step
     for _ in range(4):
         watched.step()
@@ -181,7 +181,7 @@ def test_what_each_step_did(watched: Watched) -> None:
     assert steps.ended == (100.125, 100.25, 100.375, 100.5)
 
 
-def test_turns_without_a_step_are_no_steps(watched: Watched) -> None:
+def test_loop_iterations_without_a_step_are_not_listed(watched: Watched) -> None:
     watched.add("a", 4, max_tokens=1)
     for _ in range(5):
         watched.step()
@@ -219,7 +219,7 @@ def test_rates_of_steps_that_are_quicker_than_the_ring_is_long(rig) -> None:
     assert watched.view().rates.steps == 1024.0  # not 200 in two seconds
 
 
-def test_a_view_after_another_tells_what_is_new(watched: Watched) -> None:
+def test_the_difference_of_two_views_has_the_new_steps_and_requests(watched: Watched) -> None:
     watched.add("a", 8, max_tokens=2)
     watched.add("b", 8, max_tokens=6)
     for _ in range(3):
@@ -273,7 +273,7 @@ def test_a_request_on_its_way(watched: Watched) -> None:
     assert (over.prompt_tokens, over.output_tokens, over.blocks) == (40, 3, 0)
 
 
-def test_a_request_that_is_ended_while_it_waits(watched: Watched) -> None:
+def test_a_request_that_is_aborted_while_waiting(watched: Watched) -> None:
     watched.add("a", 4)
     watched.rig.loop.end("a")
     watched.step()

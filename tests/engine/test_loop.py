@@ -114,7 +114,7 @@ def test_a_failed_step_took_its_time(make: Make) -> None:
     assert loop.stats().time.executor == 5.0
 
 
-def test_waiting_for_company_is_idle(make: Make) -> None:
+def test_time_in_which_a_dynamic_batch_waits_is_idle(make: Make) -> None:
     loop, clock = make(1, submit=0.0, compute=5.0, policy="dynamic", batch_size=4, max_wait=3.0)
     client = InprocClient(loop, clock.sleep)
     client.add(EngineRequest("a", [1, 2], SamplingParams(max_tokens=1)))
@@ -146,7 +146,7 @@ def test_reading_the_time_does_not_change_it(make: Make) -> None:
     assert loop.stats().time.since(first) == LoopTime(host=1.0)
 
 
-def test_the_executor_rests_only_while_nobody_asks_for_anything(make: Make) -> None:
+def test_the_executor_rests_only_without_requests(make: Make) -> None:
     loop, clock = make(1, submit=0.0, compute=5.0, policy="dynamic", batch_size=4, max_wait=3.0)
     left = 2
 
@@ -182,7 +182,7 @@ class InTurn(Timed):
         return output
 
 
-def test_steps_in_turn_run_while_their_deltas_are_told(rig: Callable[..., Any]) -> None:
+def test_deltas_are_delivered_while_the_next_step_runs(rig: Callable[..., Any]) -> None:
     """What was said is known before the next step is planned, and told when that has begun."""
     engine = rig(2)
     executor = InTurn(engine.clock, 2, 0.0, 4.0)
@@ -198,7 +198,7 @@ def test_steps_in_turn_run_while_their_deltas_are_told(rig: Callable[..., Any]) 
     assert loop.stats().time.executor == pytest.approx(4.0 * 20 - 20 * 1.0)
 
 
-def test_what_was_said_is_not_lost_when_the_next_step_is_interrupted(rig: Any) -> None:
+def test_deltas_are_not_lost_when_the_next_step_is_interrupted(rig: Any) -> None:
     engine = rig(2)
     executor = InTurn(engine.clock, 2, 0.0, 4.0)
     loop = EngineLoop(engine.core, executor, engine.clock)

@@ -96,7 +96,7 @@ def test_a_stop_string_ends_the_text_across_tokens(tokenizer, streaming, include
     assert output.outputs[0].token_ids == tokenizer.encode("ab EN END")
 
 
-def test_held_back_text_is_released_at_the_end(tokenizer):
+def test_text_withheld_for_a_stop_string_is_released_at_the_end(tokenizer):
     processor = start(tokenizer, stop=("END",))
     shown, (output,), to_end = feed(processor, tokenizer, "the EN", FinishReason.LENGTH)
     assert shown == output.text == "the EN"

@@ -98,7 +98,7 @@ def test_words_that_are_banned_make_the_host_wait(in_turn, overlapping) -> None:
 
 
 @pytest.mark.full
-def test_whoever_comes_and_goes_others_are_not_disturbed(in_turn, overlapping) -> None:
+def test_arrivals_and_ends_do_not_change_other_requests(in_turn, overlapping) -> None:
     """Ends and arrivals at every moment: slots and blocks go to others while steps run."""
     llm, _ = overlapping
     params = [*rules(in_turn).values()]
@@ -147,7 +147,7 @@ def victims(llm: LLM) -> tuple[list[RequestOutput], list[RequestOutput]]:
 
 
 @pytest.mark.parametrize("what", ["logits", "rules", "forward"])
-def test_a_failure_ends_those_it_concerns(in_turn, overlapping, what, monkeypatch) -> None:
+def test_a_failure_ends_only_the_affected_requests(in_turn, overlapping, what, monkeypatch) -> None:
     llm, _ = overlapping
     length = len(in_turn.generate(LONG, SamplingParams(max_tokens=1))[0].prompt_token_ids)
     victim_right, others_right = victims(in_turn)

@@ -127,7 +127,7 @@ async def test_a_process_that_dies_is_replaced(loop_factory):
     assert sum(d.finish_reason is FinishReason.ERROR for d in rig.deltas) == 2
 
 
-async def test_what_waits_is_served_by_the_next_engine():
+async def test_waiting_requests_are_served_by_the_next_engine():
     async with supervised() as rig:
         await rig.until(EngineState.READY)
         for i in range(8):  # as many as run at the same time
@@ -153,7 +153,7 @@ async def test_a_request_that_crashes_engines_crashes_two():
         assert rig.client.num_starts == 3
 
 
-async def test_the_reason_says_how_it_ended_and_its_last_words():
+async def test_the_reason_has_the_exit_status_and_the_last_output():
     async with supervised() as rig:
         await rig.until(EngineState.READY)
         rig.client.add(request("a", [CRASH]))
@@ -169,7 +169,7 @@ async def test_the_reason_says_how_it_ended_and_its_last_words():
     assert "here it goes\n" in "".join(rig.printed)
 
 
-async def test_one_that_crashes_again_and_again_is_given_up():
+async def test_an_engine_that_keeps_crashing_is_not_restarted():
     async with supervised() as rig:
         for name in ("twice", "once"):  # the second engine may be asked again
             await rig.until(EngineState.READY)
@@ -195,7 +195,7 @@ async def test_old_crashes_are_forgiven():
 
 
 @pytest.mark.full
-async def test_one_that_does_not_start_is_given_up():
+async def test_an_engine_that_does_not_start_is_not_restarted():
     async with supervised("broken") as rig:
         await rig.until(EngineState.FAILED)
         assert "RuntimeError: this engine cannot even start" in rig.client.reason
@@ -207,7 +207,7 @@ async def test_a_command_that_does_not_exist():
         assert "cannot be started" in rig.client.reason
 
 
-async def test_a_model_that_cannot_be_loaded_is_not_tried_again():
+async def test_a_model_that_cannot_be_loaded_is_not_loaded_again():
     async with supervised("unusable") as rig:
         await rig.until(EngineState.FAILED)
         assert rig.client.reason == "model: has no weights"
@@ -216,12 +216,12 @@ async def test_a_model_that_cannot_be_loaded_is_not_tried_again():
         assert rig.supervisor.pid is None
 
 
-async def test_closing_while_it_ends():
+async def test_closing_while_the_process_ends():
     async with supervised("unusable") as rig:
         await rig.until(EngineState.FAILED)
 
 
-async def test_one_that_was_loaded_before_is_tried_again(tmp_path):
+async def test_a_model_that_was_loaded_before_is_loaded_again(tmp_path):
     """As what is missing now may be back soon: memory, a network disk."""
 
     async with supervised(
@@ -238,7 +238,7 @@ async def test_one_that_was_loaded_before_is_tried_again(tmp_path):
 
 
 @pytest.mark.full
-async def test_one_that_hangs_is_unhealthy_and_then_replaced():
+async def test_an_engine_that_hangs_is_stalled_and_then_replaced():
     async with supervised(policy=RestartPolicy(stall=0.5, kill=0.5, exit=1.0, pause=0.01)) as rig:
         await rig.until(EngineState.READY)
         rig.client.add(request("a", [HANG]))
@@ -253,7 +253,7 @@ async def test_one_that_hangs_is_unhealthy_and_then_replaced():
         assert (await rig.ended("c")).finish_reason is FinishReason.LENGTH
 
 
-async def test_one_that_was_only_slow_is_healthy_again():
+async def test_an_engine_that_was_slow_becomes_ready_again():
     async with supervised() as rig:
         await rig.until(EngineState.READY)
         pid = rig.supervisor.pid
@@ -274,7 +274,7 @@ async def test_an_idle_engine_does_not_stall():
             assert rig.client.state is EngineState.READY
 
 
-async def test_an_event_loop_that_was_held_up_does_not_blame_the_engine():
+async def test_a_blocked_event_loop_does_not_mark_the_engine_as_stalled():
     async with supervised(policy=RestartPolicy(stall=1.0)) as rig:
         await rig.until(EngineState.READY)
         rig.client.add(request("a", max_tokens=240, ignore_eos=True))
@@ -299,7 +299,7 @@ class Still:
         self.state = state
 
 
-async def test_only_time_that_was_watched_counts():
+async def test_time_in_which_the_event_loop_was_blocked_does_not_count():
     line = Still()
     supervisor = Supervisor(
         [], EngineStart(tiny_config()), RestartPolicy(stall=1.0, kill=0.2), print
@@ -319,7 +319,7 @@ async def test_only_time_that_was_watched_counts():
     ("limit", "stalls_at", "lost_at"),
     [(None, 3600, 3630), (30.0, 30, 60), (1920.0, 1920, 1950), (7680.0, 3600, 3630)],
 )
-def test_patience_follows_the_steps_that_were_measured(
+def test_the_stall_limit_follows_measured_steps(
     limit: float | None, stalls_at: float, lost_at: float
 ) -> None:
     """A model whose steps might take an hour is not given one, once they are known to be short."""
@@ -364,13 +364,13 @@ async def test_closing_at_any_moment():
                 await asyncio.sleep(delay)
 
 
-async def test_signals_of_the_terminal_do_not_reach_it():
+async def test_signals_of_the_terminal_do_not_reach_the_engine_process():
     async with supervised() as rig:
         await rig.until(EngineState.READY)
         assert os.getpgid(rig.supervisor.pid) == rig.supervisor.pid != os.getpgid(0)
 
 
-async def test_it_shares_our_session():
+async def test_the_engine_process_shares_the_session():
     """Linux shares processors between sessions, and would put all its threads on one core."""
 
     async with supervised() as rig:
@@ -399,7 +399,7 @@ asyncio.run(main())
 """
 
 
-def test_it_does_not_outlive_a_parent_that_was_killed():
+def test_the_engine_process_ends_when_its_parent_is_killed():
     tests = str(Path(__file__).parents[1])
     script = ORPHAN.format(tests=tests, mode="serve")
     done = subprocess.run(
@@ -419,7 +419,7 @@ def _is_zombie(pid: int) -> bool:
     return True
 
 
-def test_patience_grows_with_what_a_step_on_a_cpu_may_take():
+def test_the_stall_limit_grows_with_the_time_of_a_step_on_a_cpu():
     config = tiny_config()
     assert 60.0 <= restart_policy(config).stall < 60.1
     large = tiny_config(max_num_batched_tokens=10**7)

@@ -119,7 +119,7 @@ def flight(path: Path, depth: int = 1) -> Rig:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_flight_is_repeated_whatever_happened_on_it(tmp_path, depth):
+def test_a_recording_with_failures_and_aborts_is_replayed_exactly(tmp_path, depth):
     rig = flight(tmp_path / "flight", depth)
     result = replayed(rig)
     assert result.difference is None
@@ -129,7 +129,7 @@ def test_a_flight_is_repeated_whatever_happened_on_it(tmp_path, depth):
     assert result.stopped == "the engine was closed"
 
 
-def test_what_is_in_the_file(tmp_path):
+def test_a_recording_contains_all_events_in_order(tmp_path):
     rig = Rig(tmp_path / "flight")
     rig.add("a", 4, max_tokens=2)
     rig.loop.step()
@@ -181,7 +181,7 @@ def change(kind: type, nth: int, **fields: object) -> Change:
         (lambda events: events.insert(1, events[0]), 0, "r0", "it is refused, and was not"),
     ],
 )
-def test_what_was_changed_is_found(tmp_path, changed, step, request_id, what):
+def test_a_replay_reports_the_first_difference(tmp_path, changed, step, request_id, what):
     rig = flight(tmp_path / "flight")
     header, events = read(rig.path)
     changed(events)
@@ -236,7 +236,7 @@ def test_a_step_that_kills_the_engine_is_in_the_file_and_played_again(tmp_path):
     assert (result.steps, result.unfinished, result.difference) == (1, 1, None)
 
 
-def test_the_file_keeps_its_limit_and_serving_goes_on(tmp_path, caplog):
+def test_a_recording_ends_at_its_limit_and_serving_continues(tmp_path, caplog):
     limit = len(encode(Header("", make_config(), []))) + 5000
     rig = Rig(tmp_path / "flight", limit=limit)
     with caplog.at_level(logging.WARNING):
@@ -275,7 +275,7 @@ def test_a_full_disk_ends_the_recording_alone(tmp_path, caplog, monkeypatch):
     assert result.difference is None and result.requests == 1
 
 
-def test_what_cannot_be_encoded_ends_the_recording_alone(tmp_path, caplog):
+def test_an_event_that_cannot_be_encoded_only_ends_the_recording(tmp_path, caplog):
     rig = Rig(tmp_path / "flight")
     with caplog.at_level(logging.WARNING):
         rig.recorder.ended("a\ud800", None, FinishReason.ABORT, None, 1.0)

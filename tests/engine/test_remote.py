@@ -64,7 +64,7 @@ async def test_requests_and_deltas_go_through(rig):
     assert rig.client.num_unfinished == 0
 
 
-async def test_what_is_readable_at_once_is_one_call(rig):
+async def test_frames_readable_at_once_give_one_call(rig):
     rig.client.add(request())
     for i in range(50):
         rig.source.step(token("a"), steps=i)
@@ -74,7 +74,7 @@ async def test_what_is_readable_at_once_is_one_call(rig):
     assert len(rig.deltas) == 51
 
 
-async def test_each_sibling_has_one_end_whatever_the_engine_says(rig):
+async def test_each_sibling_has_exactly_one_end(rig):
     rig.client.add(request(n=2))
     rig.source.step(token("b"), end("b"), token("a", 5), end("a", 2), token("a", -1))
     rig.source.step(end("a", 1), end("a", 1))
@@ -111,7 +111,7 @@ async def test_a_lost_engine_ends_everything_at_once(rig):
     rig.client.end("a")  # there is no engine to receive it
 
 
-async def test_the_next_engine_knows_nothing_of_the_last(rig):
+async def test_a_restarted_engine_starts_without_old_requests(rig):
     rig.client.add(request("a"))
     rig.source.step(token("a"), steps=3)
     rig.source.sock.close()
@@ -141,7 +141,7 @@ GARBAGE = [
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
-async def test_an_engine_that_talks_nonsense_is_lost(rig, garbage, caplog):
+async def test_an_engine_that_sends_invalid_frames_is_lost(rig, garbage, caplog):
     rig.client.add(request("a"))
     rig.source.step(token("a"))
     await rig.settle()
@@ -161,7 +161,7 @@ async def test_an_engine_that_cannot_be_loaded_says_why(rig):
     assert rig.source.lost_why == [("model: has no weights", True)]
 
 
-async def test_a_sink_that_fails_harms_nobody(rig, caplog):
+async def test_a_failing_sink_affects_no_request(rig, caplog):
     def sink(deltas):
         rig.calls.append(deltas)
         raise ValueError("sink")
@@ -177,7 +177,7 @@ async def test_a_sink_that_fails_harms_nobody(rig, caplog):
     assert caplog.text.count("deltas were not taken") == 2
 
 
-async def test_what_cannot_be_served_is_refused_here(rig):
+async def test_the_client_refuses_requests_that_cannot_be_served(rig):
     with pytest.raises(ParamError, match="outside"):
         rig.client.check(request(prompt=[99]))
     with pytest.raises(ParamError, match="cannot be sent"):
@@ -191,7 +191,7 @@ async def test_what_cannot_be_served_is_refused_here(rig):
     assert rig.client.num_unfinished == 1
 
 
-async def test_an_end_is_sent_only_for_what_runs(rig):
+async def test_an_end_is_sent_only_for_running_requests(rig):
     rig.client.add(request("a"))
     rig.source.heard()
     rig.client.end("unknown")
@@ -216,7 +216,7 @@ async def test_only_a_ready_engine_is_given_requests(rig, state):
     assert rig.source.heard() == []
 
 
-async def test_an_engine_that_does_not_read_stops_nobody(rig, monkeypatch):
+async def test_an_engine_that_does_not_read_does_not_block_the_client(rig, monkeypatch):
     monkeypatch.setattr(module, "MAX_UNSENT", 1 << 20)
 
     rig.client.add(request("first"))
@@ -238,7 +238,7 @@ async def test_an_engine_that_does_not_read_stops_nobody(rig, monkeypatch):
     rig.client.add(request("again"))
 
 
-async def test_the_last_stats_are_told_if_there_are_no_new_ones(rig, monkeypatch):
+async def test_old_stats_are_returned_if_no_new_ones_arrive(rig, monkeypatch):
     monkeypatch.setattr(module, "ANSWER_SECONDS", 0.05)
 
     known = (await rig.client.stats()).steps
@@ -345,7 +345,7 @@ async def begin_another(rig: Rig) -> list:
     return rig.source.heard()
 
 
-async def test_what_nothing_came_of_is_sent_to_the_next_engine(rig):
+async def test_requests_without_output_are_sent_to_the_next_engine(rig):
     rig.client.add(request("waits", n=2))
     rig.client.add(request("begun", n=2))
     rig.client.add(request("left"))
@@ -379,7 +379,7 @@ async def test_a_request_is_sent_twice_at_most(rig):
 
 
 @pytest.mark.parametrize("state", [EngineState.FAILED, EngineState.CLOSED])
-async def test_what_waits_ends_when_there_is_no_other_engine(rig, state):
+async def test_waiting_requests_end_if_no_engine_follows(rig, state):
     rig.client.add(request("a", n=2))
     await lose(rig)
     assert rig.deltas == []
@@ -387,7 +387,7 @@ async def test_what_waits_ends_when_there_is_no_other_engine(rig, state):
     assert [(d.error, d.again) for d in rig.deltas] == [("no more", True)] * 2
 
 
-async def test_what_waits_can_be_ended(rig):
+async def test_waiting_requests_can_be_ended(rig):
     for name in ("a", "b"):
         rig.client.add(request(name, n=2))
     await lose(rig)
@@ -404,7 +404,7 @@ async def test_what_waits_can_be_ended(rig):
     assert rig.ends[3:] == [("b", 0, FinishReason.LENGTH)]
 
 
-async def test_what_waits_is_not_kept_beyond_its_deadline(rig):
+async def test_waiting_requests_end_at_their_deadline(rig):
     soon = time.monotonic() + 0.05
     rig.client.add(replace(request("a"), deadline=soon))
     rig.client.add(replace(request("b"), deadline=soon + 1000))

@@ -70,7 +70,7 @@ def test_nodes_of_a_tree_count_by_depth():
     assert found.drafts == DraftCounts(2, 6, 2, [2, 1], [2, 0])
 
 
-def test_who_guesses_better_is_faster_and_the_engine_is_their_mean():
+def test_speculation_figures_are_per_request_and_averaged_for_the_engine():
     core = EngineCore(drafting_config())
     add(core, "a", tokens=60)
     add(core, "b", tokens=60)
@@ -105,7 +105,7 @@ def test_siblings_and_preemption_lose_no_count():
         assert one.seconds > 0
 
 
-def test_what_is_not_known_is_not_told():
+def test_unknown_figures_of_speculation_are_none():
     core = EngineCore(drafting_config())
     add(core, "a", tokens=6)
     found = reports(core, DraftingExecutor(known=False))["a", 0]

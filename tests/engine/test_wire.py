@@ -34,7 +34,7 @@ def framed(bodies: list[bytes]) -> bytes:
 
 
 @given(st.lists(st.binary(max_size=40), max_size=6), st.lists(st.integers(1, 30), max_size=60))
-def test_frames_are_found_in_any_pieces(bodies, cuts):
+def test_frames_are_found_however_the_bytes_are_split(bodies, cuts):
     data, found, frames = framed(bodies), [], FrameReader()
     for cut in cuts:
         found += frames.feed(data[:cut])
@@ -72,7 +72,7 @@ def test_receiving_tells_nothing_yet_from_nothing_ever():
     ours.close()
 
 
-def test_what_a_full_socket_does_not_take_follows_in_order():
+def test_bytes_that_a_full_socket_refuses_are_sent_later_in_order():
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     theirs.setblocking(False)
@@ -111,7 +111,7 @@ def through(message: msgspec.Struct, decoder: msgspec.msgpack.Decoder) -> object
 
 
 @given(st.lists(st.sampled_from(DELTAS), max_size=6))
-def test_deltas_arrive_as_they_were(deltas):
+def test_deltas_survive_a_round_trip(deltas):
     message = through(stepped(17, True, deltas), wire.from_engine)
     assert isinstance(message, Stepped)
     assert (message.steps, message.waits) == (17, True)
@@ -168,7 +168,7 @@ REQUEST = EngineRequest(
 )
 
 
-def test_requests_arrive_as_they_were():
+def test_requests_survive_a_round_trip():
     add = through(Add("r", 2, msgspec.Raw(wire.encode(REQUEST))), wire.to_engine)
     assert isinstance(add, Add)
     assert wire.engine_request.decode(add.request) == REQUEST
@@ -177,7 +177,7 @@ def test_requests_arrive_as_they_were():
     assert through(Ready(), wire.from_engine) == Ready()
 
 
-def test_parameters_are_checked_again_as_they_arrive():
+def test_parameters_are_checked_again_on_arrival():
     bad = msgspec.to_builtins(REQUEST.params) | {"temperature": -1.0}
     whole = msgspec.to_builtins(REQUEST) | {"params": bad}
     with pytest.raises(msgspec.ValidationError, match="temperature"):
@@ -186,14 +186,14 @@ def test_parameters_are_checked_again_as_they_arrive():
         SamplingParams(temperature=-1.0)
 
 
-def test_what_is_too_long_is_not_sent(monkeypatch):
+def test_a_frame_that_is_too_long_is_not_sent(monkeypatch):
     monkeypatch.setattr(wire, "MAX_FRAME", 10)
     with pytest.raises(WireError, match="at most 10 can be sent"):
         wire.frame(End("a" * 20, None, FinishReason.ABORT, None))
 
 
 @pytest.mark.parametrize("top", [0, 3])
-def test_logprobs_of_a_long_prompt_come_in_pieces(top):
+def test_logprobs_of_a_long_prompt_are_split_into_messages(top):
     row = TokenLogprobs(7, -1.0, 2, tuple((token, -0.5) for token in range(top)))
     delta = RequestDelta("a", 0, [5], FinishReason.LENGTH, prompt_logprobs=[row] * 20_001)
     *pieces, rest = wire.split_logprobs(delta)

@@ -110,7 +110,7 @@ def test_leaves_its_arguments_alone(name: str, case: Case) -> None:
 @pytest.mark.parametrize(
     "case", [c for c in CASES if c.op == "linear"], ids=lambda c: f"{c.op}-{c.name}"
 )
-def test_products_in_pieces(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_of_a_few_rows_at_a_time(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Quantised weights are multiplied out a few rows at a time."""
     monkeypatch.setattr(torch_ops, "PIECE", 700)
     rtol, atol = case.tolerance(torch.float32)

@@ -34,7 +34,7 @@ def representable(dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize(("dtype", "largest"), [(E4M3, 448.0), (E5M2, 57344.0)])
-def test_the_largest_number_is_a_number_and_the_last(dtype: torch.dtype, largest: float) -> None:
+def test_values_are_clamped_to_the_largest_number(dtype: torch.dtype, largest: float) -> None:
     assert LARGEST[dtype] == largest == torch.finfo(dtype).max
     assert float(representable(dtype).max()) == largest
     # a cast alone does not stop there
@@ -120,7 +120,7 @@ def test_calibrated_activations_are_scaled_and_cut() -> None:
     torch.testing.assert_close(cut, beyond / 3)
 
 
-def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounding_in_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     values = normal(37, 40)
     for block in BLOCKS:
         scales = fp8_scales(values, E4M3, block)
@@ -133,7 +133,7 @@ def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("block", BLOCKS)
-def test_a_value_that_is_no_number(bad: float, block: Block) -> None:
+def test_nan_and_infinity_are_refused(bad: float, block: Block) -> None:
     values = normal(19, 40)
     values[18, 39] = bad
     with pytest.raises(ValueError, match="NaN or infinity"):

@@ -104,7 +104,7 @@ def test_an_outlier_takes_its_vector_and_no_other(dtype) -> None:
 
 @formats
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_shows(dtype, bad: float) -> None:
+def test_values_that_are_not_finite_stay_so(dtype, bad: float) -> None:
     x = normal(3, 32)
     x[1, 5] = bad
     found = kept(x, dtype)

@@ -95,7 +95,9 @@ IMPLEMENTATIONS = [
 @pytest.mark.parametrize("activation", [None, "silu_and_mul"])
 @pytest.mark.parametrize("kind", weights())
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_the_same_matrix_comes_back(name: str, kind: str, activation: Activation | None) -> None:
+def test_a_packed_matrix_multiplies_to_the_same_bits(
+    name: str, kind: str, activation: Activation | None
+) -> None:
     ops, packing = implementation(name)
     matrix = made(ops, weights()[kind], activation)
     parts = packing.parts(matrix)

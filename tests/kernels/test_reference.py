@@ -61,7 +61,7 @@ def test_linear_rounds_once_to_the_matrix_dtype(activation: Activation | None) -
         round_int4(normal(6, 64), 32, symmetric=True),
     ],
 )
-def test_quantised_weights_multiply_as_what_they_mean(weight: Weight) -> None:
+def test_quantised_weights_multiply_like_their_dequantised_values(weight: Weight) -> None:
     x = normal(3, 64, seed=1)
     matrix = filled_matrix(REFERENCE, weight, None, None, torch.float32)
     expected = torch.tensor(product(x, weight.dequantized()))
@@ -118,7 +118,7 @@ def test_layer_norm() -> None:
         assert out == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
-def test_rotary_turns_halves() -> None:
+def test_rotary_rotates_pairs_of_halves() -> None:
     """Dimension i and i + half form a complex number that turns by the angle."""
     q, k, angle = normal(4, 3, 6), normal(4, 2, 6, seed=1), normal(4, 3, seed=2)
     rotation = torch.cat((angle.cos(), angle.sin()), -1)

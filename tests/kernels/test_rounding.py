@@ -65,7 +65,7 @@ def test_symmetric_int4_stays_in_its_range() -> None:
 
 
 @pytest.mark.parametrize("size", [2.0**-60, 2.0**-20, 1.0, 2.0**60])
-def test_scales_keep_their_digits_whatever_their_size(size: float) -> None:
+def test_scales_keep_their_digits_at_every_magnitude(size: float) -> None:
     values = normal(8, 64)
     for symmetric in (True, False):
         small, large = (round_int4(v, 32, symmetric) for v in (values, values * size))
@@ -85,7 +85,7 @@ def test_int4_values_are_rounded_by_the_scale_that_is_kept() -> None:
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.3, 0.9), (-0.9, -0.3), (-0.1, 0.9), (0.0, 1.0)])
-def test_zero_stays_zero_whatever_the_range(low: float, high: float) -> None:
+def test_zero_stays_zero_in_every_range(low: float, high: float) -> None:
     values = torch.linspace(low, high, 32)[None].clone()
     values[0, 5] = 0.0
     weight = round_int4(values, 32, symmetric=False)
@@ -103,7 +103,7 @@ def test_a_range_on_one_side_of_zero_reaches_to_it(low: float, high: float) -> N
     assert float(int4_error(weight, values).max()) <= 0.5 + 15 / 2048
 
 
-def test_groups_lie_along_the_inputs() -> None:
+def test_a_large_weight_affects_only_its_own_group() -> None:
     """A large weight spoils its own group, not its neighbours nor other outputs."""
     values = normal(3, 96)
     values[1, 40] = 1e3
@@ -116,7 +116,7 @@ def test_groups_lie_along_the_inputs() -> None:
     assert scales.argmax() == 1 and float(scales[[0, 2]].max()) < 1e-3
 
 
-def test_nothing_to_scale() -> None:
+def test_zeros_are_rounded_exactly() -> None:
     values = torch.zeros(2, 32)
     values[1] = 1.0
     assert torch.equal(round_int8(values, quantize_activations=False).dequantized(), values)
@@ -155,7 +155,7 @@ def test_the_largest_floats() -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_a_weight_that_is_no_number(bad: float) -> None:
+def test_nan_and_infinity_are_refused(bad: float) -> None:
     values = normal(3, 64)
     values[2, 63] = bad
     for run in (
@@ -167,7 +167,7 @@ def test_a_weight_that_is_no_number(bad: float) -> None:
             run()
 
 
-def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounding_in_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     values = normal(11, 64)
     int8, int4 = round_int8(values, True), round_int4(values, 32, False)
     monkeypatch.setattr(rounding, "PIECE", 3 * 64)

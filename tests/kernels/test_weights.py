@@ -71,7 +71,7 @@ MEANT: dict[str, tuple[Weight, list[list[float]]]] = {
 
 
 @pytest.mark.parametrize("rule", MEANT)
-def test_what_a_weight_means(rule: str) -> None:
+def test_dequantised_values_of_each_kind(rule: str) -> None:
     weight, meant = MEANT[rule]
     assert weight.dequantized().tolist() == meant
 

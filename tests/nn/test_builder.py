@@ -41,7 +41,7 @@ def test_names_and_shapes_are_those_of_transformers(family: str) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_counts_of_the_spec_are_what_is_declared(tied: bool) -> None:
+def test_parameter_counts_match_the_declaration(tied: bool) -> None:
     config = tiny_model("Llama").config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
     spec = replace(ModelSpec.from_config(config), tie_word_embeddings=tied)
     tensors = declared(spec)

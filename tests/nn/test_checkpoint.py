@@ -89,7 +89,7 @@ def test_a_pickle_is_refused_with_the_reason(tmp_path: Path, name: str) -> None:
         open_checkpoint(tmp_path)
 
 
-def test_a_pickle_beside_safetensors_does_not_matter(tmp_path: Path) -> None:
+def test_a_pickle_is_ignored_if_there_are_safetensors(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"anything")
     save_file({"a": torch.ones(2)}, tmp_path / SINGLE)
     assert set(open_checkpoint(tmp_path).entries) == {"a"}
@@ -125,7 +125,9 @@ def test_a_folder_without_weights(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_an_index_that_lies(tmp_path: Path, index: object, message: str | None) -> None:
+def test_an_index_that_does_not_match_its_files_is_refused(
+    tmp_path: Path, index: object, message: str | None
+) -> None:
     save_sharded(tmp_path, TWO)
     write_index(tmp_path, index)
     if message is None:  # the index decides which files belong to the model
@@ -201,7 +203,7 @@ def test_reading_needs_memory_for_two_runs(tmp_path: Path, monkeypatch: pytest.M
     assert peak < 16 * mib
 
 
-def test_what_belongs_to_a_layer_comes_together(tmp_path: Path) -> None:
+def test_tensors_of_a_layer_are_read_together(tmp_path: Path) -> None:
     """Small tensors first, though the file is sorted by type."""
     tensors = {}
     for layer in ("b", "a"):

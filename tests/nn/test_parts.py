@@ -71,7 +71,7 @@ def test_runs_make_the_same_matrix(quantization: str) -> None:
         assert torch.equal(a, b)
 
 
-def test_a_float_weight_stays_as_it_is() -> None:
+def test_a_float_weight_is_not_changed() -> None:
     values = normal(OUTPUTS, INPUTS)
     target = Target()
     target.part.fill("weight", 0, values)

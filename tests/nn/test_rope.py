@@ -77,7 +77,7 @@ def test_yarn_keeps_fast_pairs_interpolates_slow_ones_and_cools() -> None:
     torch.testing.assert_close(cos**2 + sin**2, torch.full_like(cos, attention_factor(spec) ** 2))
 
 
-def test_yarn_rounds_its_range_outwards_unless_told_not_to() -> None:
+def test_yarn_rounds_its_range_outwards_unless_truncate_is_false() -> None:
     spec = RopeSpec("yarn", factor=4.0, original_max_position=2048)
     rounded = frequencies(spec, DIM, 8192)
     exact = frequencies(replace(spec, truncate=False), DIM, 8192)

@@ -80,7 +80,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize(("data", "message"), HOSTILE.values(), ids=HOSTILE)
-def test_a_lie_is_one_line(tmp_path: Path, data: bytes, message: str) -> None:
+def test_invalid_headers_give_one_line_errors(tmp_path: Path, data: bytes, message: str) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(data)
     with pytest.raises(ModelError) as caught:
@@ -182,7 +182,7 @@ TENSORS = {
 }
 
 
-def test_safetensors_reads_it(tmp_path: Path) -> None:
+def test_the_safetensors_library_reads_written_files(tmp_path: Path) -> None:
     size = write_safetensors(tmp_path / "a", TENSORS)
     assert size == sum(tensor.nbytes for tensor in TENSORS.values())
     found = load_file(tmp_path / "a")

@@ -70,7 +70,7 @@ def test_stored_transposed(tmp_path: Path) -> None:
         assert torch.equal(layer.weight, tensors[f"{layer.name}.weight"].t())
 
 
-def test_what_is_watched_is_multiplied(tmp_path: Path) -> None:
+def test_watched_inputs_are_those_of_the_products(tmp_path: Path) -> None:
     save_tiny(tmp_path, "Llama")
     model = model_blocks(tmp_path, 5)
     block, x = model.block(0), next(model.embed(random_windows(2, 5), 2))

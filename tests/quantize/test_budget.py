@@ -46,7 +46,7 @@ def test_within_the_budget(tmp_path: Path, budget: float) -> None:
         assert len({recipe.bits_of(f"{scope}mlp.{x}_proj") for x in ("gate", "up")}) == 1
 
 
-def test_bits_go_where_they_help(tmp_path: Path) -> None:
+def test_bits_are_assigned_where_they_reduce_the_error(tmp_path: Path) -> None:
     """Weights that four bits hold exactly need no eight; the others get them."""
     save_tiny(tmp_path / "model", "Llama")
     path = tmp_path / "model" / "model.safetensors"
@@ -175,7 +175,7 @@ def test_the_best_of_all_choices(seed: int, share: float) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_rounded_sizes_lose_at_most_what_is_said(
+def test_rounded_sizes_lose_at_most_the_stated_bound(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "CELLS", 50)
@@ -234,7 +234,7 @@ def test_more_bytes_never_lose_more() -> None:
     assert losses == sorted(losses, reverse=True) and losses[0] > losses[-1]
 
 
-def test_what_cannot_be_chosen() -> None:
+def test_impossible_budgets_are_refused() -> None:
     layer = [Candidate("int4", 4, 1.0), Candidate("int8", 8, 0.1)]
     with pytest.raises(ValueError, match="8 bytes, the budget is 7"):
         choose_formats([layer, layer], 7)

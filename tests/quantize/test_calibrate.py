@@ -198,7 +198,7 @@ def test_static_scales_reach_the_largest_input_and_round_it(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("saved", [1, 2])
-def test_a_pass_that_was_cut_off_goes_on(tmp_path: Path, saved: int) -> None:
+def test_an_interrupted_pass_is_resumed(tmp_path: Path, saved: int) -> None:
     """Whether it ended before or after the last result was saved."""
     save_tiny(tmp_path / "model", "Llama")
     recipe, windows = Recipe("gptq", 4, 8), random_windows(6, 12)
@@ -213,7 +213,7 @@ def test_a_pass_that_was_cut_off_goes_on(tmp_path: Path, saved: int) -> None:
     assert not list(work.iterdir())
 
 
-def test_going_on_without_what_was_kept(tmp_path: Path) -> None:
+def test_resuming_without_saved_states_is_refused(tmp_path: Path) -> None:
     save_tiny(tmp_path / "model", "Llama")
     recipe, windows = Recipe("gptq", 4, 8), random_windows(6, 12)
     with pytest.raises(ModelError, match="hidden-1' is missing or of another pass"):

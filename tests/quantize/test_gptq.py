@@ -165,7 +165,7 @@ def test_a_factor_of_the_hessian_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("act_order", [True, False])
-def test_dead_columns_are_rounded_to_nearest_and_disturb_nobody(act_order: bool) -> None:
+def test_dead_columns_are_rounded_to_nearest_and_affect_no_other(act_order: bool) -> None:
     x = correlated(64, 24, seed=10)
     x[:, [3, 17]] = 0.0
     w, hessian, grid = normal(6, 24, seed=11), second_moment(x), Grid(4, ROW, True)
@@ -208,7 +208,7 @@ def test_the_factor_is_that_of_the_inverse() -> None:
     torch.testing.assert_close(again.t() @ again, inverse, rtol=1e-5, atol=1e-7)
 
 
-def test_what_is_no_second_moment() -> None:
+def test_invalid_second_moments_are_refused() -> None:
     w, grid = normal(4, 8, seed=17), Grid(4, ROW, True)
     with pytest.raises(ValueError, match="NaN or infinity"):
         gptq(w, torch.full((8, 8), torch.nan), grid)

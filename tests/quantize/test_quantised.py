@@ -65,7 +65,7 @@ def test_act_order_becomes_an_ordered_weight(bits: int) -> None:
 
 
 @pytest.mark.parametrize("grid", [Grid(8, ROW, False), Grid(8, 32, False), Grid(5, 2, True)])
-def test_what_no_kernel_multiplies_becomes_floats(grid: Grid) -> None:
+def test_schemes_without_a_kernel_become_floats(grid: Grid) -> None:
     found = rtn(normal(4, 64), grid)
     weight = found.weight()
     assert weight.kind.floats
@@ -192,7 +192,7 @@ def test_off_by_half_a_step_at_most_and_evenly(bits: int, symmetric: bool) -> No
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_groups_lie_along_the_inputs_of_one_row(symmetric: bool) -> None:
+def test_a_large_weight_affects_only_its_own_group(symmetric: bool) -> None:
     w = small(3, 96)
     w[1, 40] = 1e3
     found = rtn(w, Grid(4, 32, symmetric))
@@ -370,7 +370,7 @@ def test_a_static_scale_reaches_the_largest_input(dtype: torch.dtype) -> None:
     assert float((found.given(x) - x).norm() / x.norm()) < 0.04
 
 
-def test_e5m2_meets_inputs_as_they_are() -> None:
+def test_inputs_of_e5m2_weights_are_not_rounded() -> None:
     x = torch.randn(5, 24)
     assert torch.equal(float8(torch.ones(8, 24), WHOLE, dtype=E5M2).given(x), x)
 

@@ -106,7 +106,7 @@ def test_the_grid_of_a_layer() -> None:
     assert recipe_grid(recipe, "b", MODEL).bits == 4
 
 
-def test_what_needs_data() -> None:
+def test_methods_that_need_data() -> None:
     assert not Recipe("rtn").needs_data
     assert not Recipe("fp8", bits=8, group_size=-1).needs_data
     assert Recipe("fp8", bits=8, group_size=-1, activation_scheme="static").needs_data

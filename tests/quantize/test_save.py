@@ -115,7 +115,7 @@ def quantise(plain: Path, folder: Path, recipe: Recipe) -> Saved:
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
-def test_the_loader_reads_what_was_meant(case: str, any_plain: Path, tmp_path: Path) -> None:
+def test_the_loader_reads_the_intended_weights(case: str, any_plain: Path, tmp_path: Path) -> None:
     """Every weight, exactly."""
     recipe = recipe_of(case)
     quantise(any_plain, tmp_path / "q", recipe)
@@ -142,7 +142,9 @@ def test_the_loader_reads_what_was_meant(case: str, any_plain: Path, tmp_path: P
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
-def test_the_model_says_what_the_floats_say(case: str, plain: Path, tmp_path: Path) -> None:
+def test_the_model_gives_the_logits_of_the_dequantised_floats(
+    case: str, plain: Path, tmp_path: Path
+) -> None:
     recipe = recipe_of(case)
     quantise(plain, tmp_path / "q", recipe)
     twin = tmp_path / "twin"

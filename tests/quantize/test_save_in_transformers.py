@@ -55,7 +55,7 @@ OFF = {"compressed_tensors": 1e-5, "accelerate": 0.02, "gptqmodel": 0.01}
 @pytest.mark.parametrize(
     ("package", "case"), [(package, case) for package in CASES for case in CASES[package]]
 )
-def test_transformers_says_what_was_meant(
+def test_transformers_reads_the_intended_weights(
     package: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if find_spec(package) is None:

@@ -55,7 +55,7 @@ def test_many_batches_lose_nothing() -> None:
     torch.testing.assert_close(statistics.mean_abs(), x.abs().mean(0), rtol=1e-6, atol=0)
 
 
-def test_pieces_and_batches_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_do_not_depend_on_parts_and_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     x = normal(200, 12)
     whole = gathered(x)
     assert_same(whole, gathered(*x.split(7)))
@@ -63,7 +63,7 @@ def test_pieces_and_batches_change_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     assert_same(whole, gathered(x))
 
 
-def test_more_tokens_take_no_more_room() -> None:
+def test_the_memory_of_statistics_does_not_grow_with_tokens() -> None:
     def size(statistics: InputStatistics) -> int:
         kept = (getattr(statistics, name) for name in vars(statistics))
         return sum(value.numel() for value in kept if isinstance(value, Tensor))
@@ -128,7 +128,7 @@ def test_without_the_second_moment() -> None:
         statistics.hessian()
 
 
-def test_precision_of_products_is_as_it_was() -> None:
+def test_the_matmul_precision_setting_is_restored() -> None:
     before = torch.get_float32_matmul_precision()
     gathered(normal(50, 6).bfloat16())
     assert torch.get_float32_matmul_precision() == before

@@ -54,7 +54,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_it_is_read_as_it_was_written(folder: Path) -> None:
+def test_a_manifest_is_read_back(folder: Path) -> None:
     found = read_manifest(folder)
     assert found == manifest(folder)
     check_files(folder, found)
@@ -108,7 +108,7 @@ def of_file(name: str, **changes: Any) -> Callable[[dict[str, Any]], None]:
         (place(dtype="object"), "dtype: must be one of uint8, "),
     ],
 )
-def test_what_cannot_be_is_refused(
+def test_invalid_manifests_are_refused(
     folder: Path, change: Callable[[dict[str, Any]], None], message: str
 ) -> None:
     values = json.loads((folder / MANIFEST).read_text())

@@ -51,7 +51,7 @@ def test_kv_bytes_per_token_in_16_bits(name: str, size: int) -> None:
     assert ModelSpec.from_config(PUBLIC[name]).kv_bytes_per_token(2) == size
 
 
-def test_a_declaration_lists_what_a_checkpoint_holds() -> None:
+def test_a_declaration_lists_the_tensors_of_a_checkpoint() -> None:
     spec = ModelSpec.from_config(PUBLIC["Qwen2.5-0.5B"])
     declaration = spec.declaration
     block = {linear.role: linear for linear in declaration.of_block(3)}

@@ -198,7 +198,7 @@ def larger(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     st.lists(st.text("ab.1{}", max_size=8), min_size=3, max_size=5),
 )
 @settings(max_examples=examples(500))
-def test_a_pattern_matches_what_it_does_in_python(pattern: str, texts: list[str]) -> None:
+def test_patterns_match_as_in_python(pattern: str, texts: list[str]) -> None:
     try:
         expected = [text for text in texts if re.match(pattern, text)]
     except re.error:
@@ -294,7 +294,9 @@ def test_refusals(config: dict[str, Any], message: str) -> None:
         (StoredScheme("fp8", 8, 6, 6), 96, None),
     ],
 )  # fmt: skip
-def test_what_it_is_in_memory(stored: StoredScheme, inputs: int, loaded: WeightKind | None) -> None:
+def test_the_kind_in_memory_of_a_stored_scheme(
+    stored: StoredScheme, inputs: int, loaded: WeightKind | None
+) -> None:
     assert loaded_kind(stored, inputs) == loaded
 
 
@@ -336,7 +338,7 @@ LLAMA = {
 }
 
 
-def test_the_plan_counts_what_is_stored() -> None:
+def test_the_memory_plan_counts_stored_schemes() -> None:
     """By hand: four bits in groups of 32 with zero points, but for Q of one layer, which is
     a matrix of its own then, and for all of the last layer."""
     config = awq_config(modules_to_not_convert=["layers.1.self_attn.q_proj", "layers.2"])
@@ -353,7 +355,7 @@ def test_the_plan_counts_what_is_stored() -> None:
     assert ModelSpec.from_config(tied).linear_layers()[-1].stored == (None,)
 
 
-def test_room_to_load_whole_tensors() -> None:
+def test_the_plan_reserves_memory_to_load_whole_tensors() -> None:
     """Two at a time: eight bits of gate and up."""
     config = compressed_config("int-quantized", num_bits=8, strategy="channel", group_size=None)
     step = StepSize(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=64)

@@ -24,7 +24,7 @@ def paths(acceptance_of: list[list[int]], drafts: int) -> np.ndarray:
     return found
 
 
-def test_before_anything_is_known_each_draft_is_as_likely_as_the_one_before_it() -> None:
+def test_initially_each_draft_is_accepted_with_the_same_probability() -> None:
     gains = Acceptance(2, CHAIN).gains(np.array([1]))[0]
     assert gains == pytest.approx([START, START**2, START**3])
     gains = Acceptance(2, TREE).gains(np.array([0]))[0]
@@ -54,7 +54,7 @@ def test_gains_come_to_be_how_often_drafts_are_accepted(parents) -> None:
         assert found[1] < 0.2 and found[2] <= found[1]
 
 
-def test_a_chain_gains_what_a_tree_of_one_path_does() -> None:
+def test_a_chain_gains_the_same_as_a_tree_with_one_path() -> None:
     chain, tree = Acceptance(3, CHAIN), Acceptance(3, CHAIN)
     tree._is_chain = False  # the formula for paths in general
     rng, slots = np.random.default_rng(0), np.arange(3)
@@ -74,7 +74,7 @@ def test_a_draft_that_was_not_judged_says_nothing() -> None:
     assert gains[0] > 0.9 and gains[2] > 0.7  # the deeper ones lean on the first
 
 
-def test_requests_are_told_apart_and_lean_on_each_other() -> None:
+def test_acceptance_is_per_request_with_the_mean_as_prior() -> None:
     acceptance = Acceptance(3, CHAIN)
     for _ in range(20):
         acceptance.observe(np.array([0, 1]), np.array([3, 3]), paths([[0, 1, 2], []], 3))
@@ -84,7 +84,7 @@ def test_requests_are_told_apart_and_lean_on_each_other() -> None:
     assert acceptance.gains(np.array([0]))[0, 0] == pytest.approx(new)
 
 
-def test_what_is_known_of_a_request_fades() -> None:
+def test_acceptance_of_a_request_decays() -> None:
     acceptance = Acceptance(2, CHAIN)
     for _ in range(20):
         acceptance.observe(np.array([0, 1]), np.array([3, 3]), paths([[0, 1, 2], []], 3))

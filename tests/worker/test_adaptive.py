@@ -149,7 +149,7 @@ def test_a_lookup_costs_the_same_for_any_number_of_drafts() -> None:
     assert found.speed_up > 0.9 * run(*given, lookup=True, fixed=DRAFTS).speed_up
 
 
-def test_hiccups_do_not_end_what_pays() -> None:
+def test_slow_steps_do_not_end_drafts_that_pay() -> None:
     hiccups = iter(range(10**6))
     found = run(
         1,
@@ -181,7 +181,7 @@ def test_requests_get_as_many_drafts_as_their_own_acceptance_is_worth() -> None:
     assert found.speed_up > everyone
 
 
-def test_drafts_end_when_they_fail_and_begin_again_when_they_are_right() -> None:
+def test_drafts_stop_when_rejected_and_resume_when_accepted() -> None:
     given = 1, ACCEPTANCE["dropping"], JUDGING["memory-bound"], 0.05
     fails = np.array([run(*given, seed=seed).drafts[:, 0] for seed in range(5)])
     assert fails[:, 20:100].mean() > 3 and fails[:, 120:].mean() < 1.2
@@ -203,7 +203,7 @@ def test_few_drafts_that_are_right_are_worth_their_rare_steps() -> None:
     assert found.speed_up > 1.3
 
 
-def test_no_request_gets_more_than_there_is_room_for() -> None:
+def test_limits_of_requests_are_respected() -> None:
     control = DraftControl(4, DRAFTS, 6)
     slots, room = np.arange(4), np.array([5, 0, 2, 5])
     none = np.zeros(4, np.int64)
@@ -220,7 +220,7 @@ def test_no_request_gets_more_than_there_is_room_for() -> None:
     assert not control.limits(slots, np.zeros(4, np.int64)).any()
 
 
-def test_steps_that_read_prompts_say_nothing_of_what_drafts_cost() -> None:
+def test_steps_with_prompts_do_not_count_for_the_cost_of_drafts() -> None:
     control = DraftControl(1, DRAFTS, DRAFTS)
     slots, none, five = np.arange(1), np.array([0]), np.array([5])
     for _ in range(6):
@@ -245,7 +245,7 @@ def test_a_new_request_is_not_judged_by_the_one_before_it() -> None:
     assert before[0] > before[1] and after[1] > before[1]
 
 
-def test_a_choice_stands_only_while_it_gains_and_for_whom_it_was_made() -> None:
+def test_a_choice_of_drafts_is_reused_only_while_it_gains_for_the_same_requests() -> None:
     control = DraftControl(3, DRAFTS, 3 * DRAFTS)
     slots, none, room = np.arange(2), np.zeros(2, np.int64), np.full(2, DRAFTS)
     weighed: list[int] = []

@@ -144,7 +144,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return Device(monkeypatch)
 
 
-def test_what_warms_up_runs_where_steps_do(device: Device) -> None:
+def test_the_warm_up_call_runs_on_the_stream_of_steps(device: Device) -> None:
     """The allocator keeps memory for each stream by itself: on another one the first call would
     take as much again as a step, which the memory plan does not count. Only what is captured, in
     its own pool, is called there. The first launch, which takes memory too, is made at once."""

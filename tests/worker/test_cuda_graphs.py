@@ -198,7 +198,7 @@ class Rig:
         return [size.tokens for size in self.graphs.captured]
 
 
-def test_what_runs_often_is_captured_first_and_capturing_takes_little_time() -> None:
+def test_frequent_sizes_are_captured_first_within_a_share_of_time() -> None:
     rig = Rig(1, 2, 4, 8)
     rig.steps(MIN_MISSES, 3)
     assert rig.captured == [] and rig.clock.now == 0  # the first steps just run
@@ -222,7 +222,7 @@ def test_what_runs_often_is_captured_first_and_capturing_takes_little_time() -> 
     assert rig.capturer.replays == replays + 2 and rig.captured == [4, 1, 8]
 
 
-def test_rows_of_several_tokens_share_what_is_captured() -> None:
+def test_rows_of_several_tokens_share_captured_sizes() -> None:
     rig = Rig(4, judging=[GraphSize(4, 10, 4, 10)])
     while rig.graphs.rest():
         pass
@@ -245,7 +245,7 @@ def test_an_idle_engine_captures_all_there_is() -> None:
     assert rig.capturer.replays == 1
 
 
-def test_an_idle_engine_gives_up_what_cannot_be_captured(caplog) -> None:
+def test_an_idle_engine_stops_after_a_failed_capture(caplog) -> None:
     rig = Rig(1, 2, 4)
     assert rig.graphs.rest()
     rig.capturer.fails = True
@@ -263,7 +263,7 @@ def test_a_step_is_not_padded_too_far() -> None:
     assert rig.capturer.replays == 2
 
 
-def test_what_cannot_be_captured_runs_eagerly(caplog) -> None:
+def test_a_size_that_cannot_be_captured_runs_eagerly(caplog) -> None:
     rig = Rig(1, 2, 4)
     rig.steps(MIN_MISSES + 1, 2)
     rig.capturer.fails = True
@@ -299,7 +299,7 @@ def test_no_more_is_captured_than_the_plan_put_aside(caplog) -> None:
 
 
 @pytest.mark.parametrize(("left", "kept"), [(STEP, [2]), (STEP - 1, [])])
-def test_one_that_is_far_too_large_leaves_room_for_steps(caplog, left: int, kept) -> None:
+def test_a_graph_that_is_far_too_large_is_not_kept(caplog, left: int, kept) -> None:
     rig = Rig(2, 8, memory=1000)
     rig.capturer.size, rig.capturer.left = 5000, left  # more than anybody thought
     rig.steps(MIN_MISSES + 1, 2)
@@ -312,7 +312,7 @@ def test_one_that_is_far_too_large_leaves_room_for_steps(caplog, left: int, kept
     assert len(caplog.records) == 1
 
 
-def test_what_graphs_take_is_told_when_it_changed() -> None:
+def test_memory_of_graphs_is_reported_once_after_each_change() -> None:
     memory = GraphMemory(100, 0)
     assert memory.changes() == GraphCounts(0, 0, 100) and memory.changes() is None
     assert memory.keep(30, 0) and memory.keep(0, 0)

@@ -44,7 +44,7 @@ def test_the_first_nodes_are_a_tree():
         ((-1, 0), (0, -1), "different ranks"),
     ],
 )
-def test_what_is_no_tree(parents, ranks, why):
+def test_invalid_trees_are_refused(parents, ranks, why):
     with pytest.raises(ValueError, match=why):
         DraftTree(parents, ranks)
 

@@ -42,7 +42,7 @@ def penalties(rule: Dry, supposed: list[int]) -> dict[int, float]:
 @pytest.mark.parametrize("last_n", [-1, 1, 5, 12])
 @pytest.mark.parametrize("breakers", [(), ((0,),), ((9, 1), (3,))])
 @pytest.mark.parametrize("allowed_length", [1, 2, 4])
-def test_it_is_the_definition(last_n: int, breakers: tuple, allowed_length: int) -> None:
+def test_penalties_match_the_definition(last_n: int, breakers: tuple, allowed_length: int) -> None:
     draw = random.Random(f"{seed()} {last_n} {breakers} {allowed_length}")
     params = SamplingParams(
         dry_multiplier=0.8,
@@ -87,7 +87,7 @@ def test_breakers_are_spelt_by_their_last_token() -> None:
     assert as_words.outputs[0].token_ids == as_ids.outputs[0].token_ids
 
 
-def test_words_need_a_tokenizer_only_while_it_is_on() -> None:
+def test_breaker_words_need_a_tokenizer_only_while_dry_is_on() -> None:
     assert SamplingParams().words == {}
     assert "dry_sequence_breakers" in SamplingParams(dry_multiplier=1.0).words
     with pytest.raises(ParamError, match="dry_sequence_breakers: must be token ids"):

@@ -46,7 +46,7 @@ def fill(table: RequestTable, rng: random.Random, num_groups: int) -> dict[int, 
 @pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize("decode_only", [False, True])
 @pytest.mark.parametrize("fixed", [False, True])
-def test_every_row_stands_where_it_should(
+def test_every_row_has_its_tokens_positions_and_slots(
     block_size: int, num_groups: int, decode_only: bool, fixed: bool
 ) -> None:
     rng = random.Random(block_size)
@@ -87,7 +87,7 @@ def test_every_row_stands_where_it_should(
 
 @pytest.mark.parametrize("tree", [None, TREE])
 @pytest.mark.parametrize("fixed", [False, True])
-def test_drafts_stand_behind_what_is_known(tree: DraftTree | None, fixed: bool) -> None:
+def test_drafts_follow_the_known_tokens(tree: DraftTree | None, fixed: bool) -> None:
     """A chunk of a prompt, a decode, and requests with four and two drafts."""
     table = RequestTable(SLOTS, LENGTH, 1, 4)
     for slot, (known, computed) in enumerate([(9, 2), (5, 4), (7, 6), (3, 2)]):

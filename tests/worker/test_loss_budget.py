@@ -12,7 +12,7 @@ from kvik.worker.adaptive import FIRST, LEAST, SHARE, DraftControl, LossBudget, 
 DRAFTS, SLOTS, STEPS = 5, 6, 400
 
 
-def test_what_was_lost_is_earned_before_the_next_trial() -> None:
+def test_a_loss_is_earned_back_before_the_next_trial() -> None:
     budget = LossBudget()
     budget.settle(1.0, 3.0, room=2.0)
     lost = 2.0 - SHARE
@@ -46,7 +46,7 @@ def test_where_trials_never_gain_few_are_made_until_one_does() -> None:
     assert budget.share == pytest.approx(SHARE / 2, rel=0.1)
 
 
-def test_gains_fill_the_room_and_no_more() -> None:
+def test_gains_fill_the_budget_up_to_its_limit() -> None:
     budget = LossBudget()
     for _ in range(10):
         budget.settle(3.0, 1.0, room=2.5)

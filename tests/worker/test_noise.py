@@ -60,7 +60,7 @@ def test_depends_on_its_arguments_alone() -> None:
     assert np.array_equal(uniform(seeds[::-1], positions[::-1]), together[::-1])
 
 
-def test_values_stay_what_they_are() -> None:
+def test_random_numbers_never_change() -> None:
     """Other numbers would change the text of every seeded request."""
     found = uniform(np.array([0, 0, 1, 2**64 - 1], np.uint64), np.array([0, 1, 0, 5]))
     expected = [0.13870941014555427, 0.2691303195904541, 0.6935121390102292, 0.9277262799198309]

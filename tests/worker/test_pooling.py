@@ -57,7 +57,7 @@ def hidden() -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_mean_has_the_same_bits_whatever_the_chunks(hidden, dtype):
+def test_a_mean_has_the_same_bits_for_all_chunk_sizes(hidden, dtype):
     hidden = hidden.to(dtype)
     found = []
     for chunk in (1, 7, 64, 65, LENGTH):
@@ -71,7 +71,7 @@ def test_a_mean_has_the_same_bits_whatever_the_chunks(hidden, dtype):
     torch.testing.assert_close(torch.tensor(found[0]), wanted, atol=0, rtol=1e-6)
 
 
-def test_rows_of_a_step_are_told_apart(hidden):
+def test_rows_of_a_step_are_pooled_separately(hidden):
     rig = Rig()
     rig.enter(0, None)
     rig.enter(1, "last", length=30, computed=16)
@@ -82,7 +82,7 @@ def test_rows_of_a_step_are_told_apart(hidden):
     torch.testing.assert_close(torch.tensor(found[2]), hidden[30:35].mean(0))
 
 
-def test_a_request_that_comes_back_begins_anew(hidden):
+def test_a_preempted_request_restarts_its_pooling(hidden):
     rig = Rig()
     rig.enter(0, "mean", length=50)
     rig.step({0: hidden[100:130]})
@@ -96,7 +96,7 @@ def test_a_request_that_comes_back_begins_anew(hidden):
     assert rig.step({0: hidden}) == {}
 
 
-def test_what_fails_for_one_request_fails_for_it_alone(hidden):
+def test_an_error_of_one_request_affects_no_other(hidden):
     rig = Rig()
     for slot in range(3):
         rig.enter(slot, "mean", length=4)

@@ -63,7 +63,7 @@ def test_a_coupled_token_has_the_targets_distribution(name: str) -> None:
     assert stats.binomtest(accepted, N, min(1.0, share)).pvalue > 1e-3
 
 
-def test_equal_distributions_reject_nothing_however_they_round() -> None:
+def test_equal_distributions_reject_nothing_despite_rounding() -> None:
     p = torch.rand(500, 300, generator=torch.Generator().manual_seed(0))
     p /= p.sum(-1, keepdim=True)
     largest = torch.full((500,), 1 - 2.0**-53, dtype=torch.float64)
@@ -308,7 +308,7 @@ def test_certain_drafts_change_no_token(right: float) -> None:
     assert accepted + steps == length * len(MANY)
 
 
-def test_greedy_rows_and_rows_without_drafts_stand_beside_drawn_drafts() -> None:
+def test_greedy_rows_and_rows_without_drafts_in_a_batch_with_drawn_drafts() -> None:
     vocab = 5
     model = model_of(vocab, 2)
     params = [SamplingParams(), SamplingParams(temperature=0), SamplingParams()]
@@ -330,7 +330,7 @@ def test_greedy_rows_and_rows_without_drafts_stand_beside_drawn_drafts() -> None
     assert chains.accepted(tokens.numpy())[1] == 1
 
 
-def test_who_may_get_drawn_drafts() -> None:
+def test_requests_that_must_match_get_no_drawn_drafts() -> None:
     table = Texts(MANY, 7, frozenset()).table
     assert table.must_match(np.arange(len(MANY))).tolist() == [True] * 7 + [False]
 
@@ -372,7 +372,7 @@ def test_paths_are_those_of_a_walk(seed: int) -> None:
     assert rows.tolist() == [s + n for s, path in zip(starts, paths, strict=True) for n in path]
 
 
-def test_a_row_supposes_the_drafts_on_its_path() -> None:
+def test_a_row_follows_the_drafts_on_its_path() -> None:
     drafts = [10, 11, 12, 13, 14, 15, 16]
     trees = Trees.of(TREE, np.array([0, 7, 2]), with_newest([0, 7, 2], [*drafts, 20, 21]))
     assert trees.starts.tolist() == [0, 1, 9, 12]

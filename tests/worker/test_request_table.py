@@ -13,7 +13,7 @@ def request(slot: int, tokens: list[int], blocks: list[list[int]]) -> NewRequest
     return NewRequest(slot, tokens, len(tokens), 0, blocks, SamplingParams(), frozenset(), 0)
 
 
-def test_blocks_follow_those_that_are_there() -> None:
+def test_new_blocks_follow_the_existing_ones() -> None:
     table = RequestTable(4, 32, 2, 8)
     table.add(request(2, [5, 6, 7], [[9], [4]]))
     table.add_blocks(2, 1, [3, 8])
@@ -49,7 +49,7 @@ def test_the_context_can_be_filled_to_the_end() -> None:
     assert table.token_ids[0].tolist() == [1, 2, 3, 4, 5]
 
 
-def test_expected_tokens_are_counted_before_they_are_known() -> None:
+def test_expected_tokens_are_counted_before_they_are_read() -> None:
     table = RequestTable(4, 32, 1, 8)
     for slot in (0, 1, 2):
         table.add(request(slot, [slot], [[1 + slot]]))

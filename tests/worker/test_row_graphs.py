@@ -36,7 +36,7 @@ def test_rows_are_padded_and_say_the_same() -> None:
     assert calls == [2, 2, 4, 4, 5] and not graph.rest()
 
 
-def test_at_rest_the_largest_comes_first() -> None:
+def test_an_idle_engine_captures_the_largest_size_first() -> None:
     """Others find room in its memory."""
     again = Again()
     graph = CapturedRows(scaled, rows(1), (1, 2, 4), again, lambda: 0.0, GraphMemory(9, 0))
@@ -56,6 +56,6 @@ def test_rows_are_not_padded_to_far_more() -> None:
         assert again.replayed == replayed
 
 
-def test_what_is_not_captured_has_nothing_to_do_at_rest() -> None:
+def test_an_eager_graph_has_nothing_to_do_while_idle() -> None:
     graph = EagerRows(scaled)
     assert graph.run(*rows(3)).shape == (3, 3) and not graph.rest()

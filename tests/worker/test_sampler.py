@@ -207,7 +207,7 @@ def test_greedy_takes_the_most_likely_token() -> None:
     assert torch.equal(Sampler(TORCH).sample(logits, batch).token_ids, logits.argmax(-1))
 
 
-def test_greedy_rows_are_the_same_beside_random_ones_and_rules() -> None:
+def test_greedy_rows_do_not_depend_on_random_rows_and_rules() -> None:
     logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(1)).bfloat16()
     greedy, random = SamplingParams(temperature=0), SamplingParams(top_p=0.9, logit_bias={3: 1.0})
     alone = sample(table_of(*[greedy] * 6, vocab=300), logits, list(range(6)), 9).token_ids
@@ -216,7 +216,7 @@ def test_greedy_rows_are_the_same_beside_random_ones_and_rules() -> None:
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_rules_change_what_greedy_takes(name: str) -> None:
+def test_rules_change_the_greedy_token(name: str) -> None:
     params = SamplingParams(**{**RULES[name], "temperature": 0})
     result = sample(table_of(params), torch.tensor([LOGITS]), [0], len(PROMPT) + len(OUTPUT))
     assert result.token_ids.tolist() == list(distribution(LOGITS, params, PROMPT, OUTPUT, STOP))
@@ -271,7 +271,7 @@ def test_seed_and_position_decide_the_draw() -> None:
 
 @pytest.mark.parametrize("params", [SamplingParams(temperature=0), *MANY[2:8]])
 @pytest.mark.parametrize("value", [math.nan, math.inf, "all -inf"])
-def test_rows_that_are_not_finite_are_reported_and_harm_nobody(params, value) -> None:
+def test_rows_that_are_not_finite_are_reported_and_affect_no_other(params, value) -> None:
     logits = torch.randn(4, 60, generator=torch.Generator().manual_seed(0))
     table = table_of(*[params] * 4, vocab=60)
     good = sample(table, logits, [0, 1, 2, 3], 7)
@@ -329,7 +329,7 @@ def test_a_request_whose_rules_fail_can_be_found_row_by_row() -> None:
     assert sample(table, logits[[0, 2]], [0, 2], 7).token_ids.tolist() == tokens
 
 
-def test_logits_are_left_as_they_are() -> None:
+def test_logits_are_not_modified() -> None:
     logits = torch.randn(len(MANY), 60, generator=torch.Generator().manual_seed(0))
     before = logits.clone()
     sample(table_of(*MANY, vocab=60), logits, list(range(len(MANY))), 7)

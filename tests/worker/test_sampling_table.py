@@ -36,7 +36,7 @@ def test_greedy_requests_need_no_plan() -> None:
     assert t.batch(np.array([2]), np.array([1])) == SamplingBatch()
 
 
-def test_plan_holds_only_what_some_row_asks_for() -> None:
+def test_a_plan_contains_only_what_its_rows_need() -> None:
     t = table()
     t.set(0, SamplingParams(top_k=3), 0, [1], [], frozenset())
     t.set(1, SamplingParams(logprobs=2, temperature=0), 0, [1], [], frozenset())
@@ -187,7 +187,7 @@ def test_plain_requests_ask_for_nothing(asked: dict[str, float]) -> None:
     assert not t.plain(np.array([2]))
 
 
-def test_what_takes_much_memory_is_sampled_in_parts() -> None:
+def test_rows_are_sampled_in_parts_where_memory_is_short() -> None:
     """Vocabulary of 10: a row that draws by typical_p takes 1,000 bytes, one without 80."""
     table = SamplingTable(8, 10, CPU, draw_bytes=4)
     every, room = np.arange(8), 2000

@@ -111,7 +111,9 @@ class World:
         ([4], -1, [0]),
     ],
 )
-def test_room_is_shared_out(limits: list[int], room: int, given: list[int]) -> None:
+def test_drafts_of_a_step_are_shared_among_requests(
+    limits: list[int], room: int, given: list[int]
+) -> None:
     assert shared_out(np.array(limits), room).tolist() == given
 
 
@@ -184,7 +186,7 @@ def test_a_drafter_writes_within_the_blocks_of_its_request() -> None:
         [[1] * 4, []],
     ],
 )
-def test_what_cannot_be_is_refused(drafts: list[list[int]], caplog) -> None:
+def test_invalid_drafts_are_refused(drafts: list[list[int]], caplog) -> None:
     world = World()
     world.enter(0)
     world.enter(1)
@@ -195,7 +197,7 @@ def test_what_cannot_be_is_refused(drafts: list[list[int]], caplog) -> None:
     assert len(caplog.records) == 1
 
 
-def test_the_tree_stays_and_the_control_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tree_stays_and_is_passed_to_the_control(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
     world.enter(0)
     followed: list[tuple[int, ...]] = []
@@ -251,7 +253,7 @@ def test_probabilities_go_with_drafts_that_were_drawn() -> None:
     assert world.speculator.guesses(slots, chains) is None
 
 
-def test_time_is_told_apart() -> None:
+def test_times_of_judging_and_drafting_are_measured_separately() -> None:
     world = World()
     world.enter(0)
     world.enter(1)

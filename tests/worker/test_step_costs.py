@@ -27,7 +27,7 @@ def judged(costs: StepCosts, requests: int, drafts: int, ratio: float, times: in
     return counted
 
 
-def test_judging_costs_nothing_until_it_is_measured() -> None:
+def test_judging_is_free_until_it_is_measured() -> None:
     assert StepCosts(5, 64).judging(2, 10).tolist() == [1.0] * 11
 
 
@@ -44,7 +44,7 @@ def test_judging_is_measured_by_the_number_of_drafts_and_guessed_between_and_bey
 
 
 @pytest.mark.parametrize("most", [1, 5, 64])
-def test_one_cost_is_the_last_of_all_up_to_it(most: int) -> None:
+def test_each_cost_is_the_last_of_the_costs_up_to_it(most: int) -> None:
     costs = StepCosts(most, most)
     for drafts, ratio in ((1, 1.2), (most, 2.5), (most // 2 + 1, 1.9)):
         costs.observe_drafts(3, drafts, ratio, drafts, ratio - 1.0)
@@ -76,7 +76,7 @@ def test_one_long_step_counts_little() -> None:
     assert counted < 2.0 and costs.making(1, 4)[4] < 0.3
 
 
-def test_what_was_measured_long_ago_gives_way() -> None:
+def test_old_measurements_decay() -> None:
     costs = StepCosts(5, 64)
     judged(costs, 1, 8, 5.0, times=30)
     assert costs.judging(1, 8)[-1] > 4.0
@@ -102,7 +102,7 @@ def test_making_costs_by_depth() -> None:
     assert costs.making(3, 8) == pytest.approx(np.arange(9) / 10, abs=0.05)
 
 
-def test_what_costs_the_same_at_any_depth_is_not_charged_by_draft() -> None:
+def test_a_cost_that_is_the_same_for_all_depths_is_not_charged_per_draft() -> None:
     costs = StepCosts(8, 64)
     for _ in range(30):
         for depth in (1, 2):

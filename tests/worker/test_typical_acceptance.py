@@ -40,7 +40,7 @@ RULE = Typical(0.09, 0.3)
         ((1.0, 0.0, 0.0, 0.0), RULE, {0}),
     ],
 )
-def test_a_draft_is_taken_if_it_is_likely_for_how_certain_the_model_is(
+def test_a_draft_is_accepted_above_the_bound_of_entropy(
     p: tuple[float, ...], rule: Typical, taken: set[int]
 ) -> None:
     entropy = -sum(x * math.log(x) for x in p if x)

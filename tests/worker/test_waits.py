@@ -104,7 +104,7 @@ METHODS = ("plain", "ngram", "draft_model", "medusa", "eagle", "right")
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_step_waits_for_what_must_be_known_and_says_the_same(method, model, wishes) -> None:
+def test_steps_wait_only_where_they_must_with_the_same_output(method, model, wishes) -> None:
     options = wishes(method)
     expected = answers(model, **options)
     with fake_gpu() as gpu, on_gpu("torch", "sdpa"), LLM(str(model), **OPTIONS, **options) as llm:
@@ -142,7 +142,7 @@ def test_a_step_of_tritons_kernels_waits_for_no_more(method, model, wishes, sile
 
 
 @pytest.mark.full
-def test_attention_that_plans_on_the_host_knows_how_many_keys_there_are(
+def test_attention_planned_on_the_host_gets_the_exact_numbers_of_keys(
     model, wishes, silent, monkeypatch
 ) -> None:
     """Of each draft, too, though what is laid out for the first ones serves the others."""
@@ -222,7 +222,7 @@ RUNS: dict[str, Callable[[Tensor], object]] = {
 
 
 @pytest.mark.parametrize("name", [*WAITS, *RUNS])
-def test_what_the_fake_gpu_takes_for_waiting(name: str) -> None:
+def test_waits_that_the_fake_gpu_detects(name: str) -> None:
     with fake_gpu() as gpu, torch.inference_mode():
         x = torch.arange(5.0).pin_memory().to(CUDA, non_blocking=True)
         assert not gpu.waits

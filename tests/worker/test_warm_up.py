@@ -75,7 +75,7 @@ def test_a_step_for_each_length_fresh_and_behind_others() -> None:
     assert network.copied == [1, 2]
 
 
-def test_one_that_fails_is_told_and_ends_it(caplog) -> None:
+def test_a_failed_warm_up_is_logged_and_ends_warming_up(caplog) -> None:
     done: list[int] = []
 
     def fail() -> None:
@@ -194,7 +194,7 @@ def test_nor_do_requests_with_drafts_and_rarer_rules(
 
 @pytest.mark.full
 @INTERPRETED_ONLY
-def test_an_engine_without_idle_time_compiles_what_it_needs(tmp_path: Path, compiled) -> None:
+def test_an_engine_without_idle_time_compiles_on_demand(tmp_path: Path, compiled) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     with LLM(str(tmp_path), **OPTIONS) as llm:
         greedy = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)

@@ -74,7 +74,7 @@ def test_floats_are_summed_as_the_manual_says(runtime: Runtime, rows: int) -> No
     assert bool((linear(runtime, tiny, bf16_matrix(runtime, tiny)) == 0).all())
 
 
-def test_self_check_rejects_what_is_wrong() -> None:
+def test_the_self_check_rejects_wrong_instruction_sets() -> None:
     """A build that emulates has two instruction sets on purpose that are wrong in one number."""
     emulated = EMULATED in _native.instruction_sets()
     expected = ["wrong_bf16", "wrong_i8"] if emulated else []

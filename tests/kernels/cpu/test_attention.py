@@ -187,7 +187,7 @@ def test_no_bit_depends_on_splits_walked_together(runtime, dtype, kv_dtype) -> N
 
 @dtypes
 @pytest.mark.parametrize("isa", of_each_kind(runtimes((1,))))
-def test_no_bit_depends_on_company_or_threads(isa, dtype, kv_dtype) -> None:
+def test_results_do_not_depend_on_other_sequences_or_threads(isa, dtype, kv_dtype) -> None:
     s = Sequences([70, 1, 600, 90], dtype=dtype, kv_dtype=kv_dtype)
     spans = [(0, 69, 70), (1, 0, 1), (2, 599, 600), (3, 20, 90)]
     alone = [s.run(isa, [span])[0] for span in spans]
@@ -266,7 +266,7 @@ def test_a_node_has_the_bits_of_a_decode(
 
 @dtypes
 @pytest.mark.parametrize("runtime", runtimes((1, 5)))
-def test_moved_keys_and_values_are_as_if_stored_there(runtime, dtype, kv_dtype) -> None:
+def test_moved_keys_and_values_equal_stored_ones(runtime, dtype, kv_dtype) -> None:
     """A path's nodes to the first places, some of which are among its sources."""
     s = Sequences([60, 30], kv_heads=3, heads=3, dtype=dtype, kv_dtype=kv_dtype)
     path = torch.tensor([21, 22, 25, 31, 33, 50])
@@ -280,7 +280,7 @@ def test_moved_keys_and_values_are_as_if_stored_there(runtime, dtype, kv_dtype) 
 @dtypes
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
 @pytest.mark.parametrize("runtime", of_each_kind(runtimes((1,))))
-def test_what_a_query_does_not_see_leaves_no_trace(runtime, bad, dtype, kv_dtype) -> None:
+def test_masked_keys_do_not_affect_a_query(runtime, bad, dtype, kv_dtype) -> None:
     """Later positions and masked tokens of a tree hold NaN, infinity or large numbers."""
     s = Sequences([100], heads=3, kv_heads=3, dtype=dtype, kv_dtype=kv_dtype)
     clean = s.run(runtime, [(0, 0, 100)])[0]

@@ -127,7 +127,7 @@ def test_groups_that_are_no_whole_vectors(runtime: Runtime, kind: str) -> None:
 @pytest.mark.parametrize("activation", [NO_ACTIVATION, SILU_AND_MUL, GELU_TANH])
 @pytest.mark.parametrize("kind", ONE_OF_EACH)
 @pytest.mark.parametrize("runtime", runtimes(threads=[2]))
-def test_what_follows_the_product(
+def test_bias_activation_and_residual_follow_the_product(
     runtime: Runtime, kind: str, activation: int, dtype: torch.dtype
 ) -> None:
     paired = activation == SILU_AND_MUL

@@ -124,7 +124,7 @@ def test_top_k(runtime: Runtime) -> None:
 
 
 @each_runtime
-def test_top_k_of_what_rises_or_is_nan(runtime: Runtime) -> None:
+def test_top_k_of_ascending_values_and_nan(runtime: Runtime) -> None:
     rising = torch.arange(17_000.0).expand(2, -1).contiguous()
     assert_same(top_k(runtime, rising, 100), expected_top_k(rising, 100))
     falling = rising.flip(-1)

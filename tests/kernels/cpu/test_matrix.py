@@ -53,7 +53,7 @@ def test_groups_that_kernels_cannot_multiply(kind: WeightKind) -> None:
         WeightKind("fp8", 128),
     ],
 )
-def test_groups_that_they_can(kind: WeightKind) -> None:
+def test_supported_group_sizes(kind: WeightKind) -> None:
     assert native_ops(Native(1)).matrix(spec(kind)).spec.inputs == 512
 
 
@@ -68,7 +68,7 @@ def test_rows_of_a_matrix_share_the_order_of_inputs() -> None:
         ops.pack_rows(matrix, 1, ordered_weight(plain, order.flip(0)))
 
 
-def test_the_bias_is_fp32_whatever_torch_prefers() -> None:
+def test_the_bias_is_fp32_for_every_default_dtype() -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

@@ -54,7 +54,9 @@ def test_rows_come_back(runtime: Runtime, kind: str) -> None:
 @pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("runtime", runtimes(threads=[2]))
-def test_pieces_make_the_same_matrix(runtime: Runtime, kind: str, paired: bool) -> None:
+def test_packing_rows_in_parts_gives_the_same_matrix(
+    runtime: Runtime, kind: str, paired: bool
+) -> None:
     for outputs in (2, 34, 70, 128):
         values = random_values(kind, outputs, 75)
         whole = pack(runtime, values, paired=paired, fill=0x11)

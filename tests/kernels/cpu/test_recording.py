@@ -26,7 +26,7 @@ def native(request) -> Native:
     return Native(threads=request.param)
 
 
-def test_a_replay_does_what_an_eager_run_does(native):
+def test_a_replay_equals_an_eager_run(native):
     ops = native_ops(native)
     table, weight = torch.randn(7, DIM), torch.randn(DIM)
     ids, rows = torch.zeros(TOKENS, dtype=torch.int64), torch.zeros(SAMPLES, dtype=torch.int64)
@@ -47,7 +47,7 @@ def test_a_replay_does_what_an_eager_run_does(native):
         assert out[samples:].isnan().all()
 
 
-def test_nothing_runs_while_it_is_recorded(native):
+def test_kernels_do_not_run_during_recording(native):
     x = torch.ones(TOKENS, DIM)
     with native.record({TOKENS: 0}):
         out = native_ops(native).add(x, x)
@@ -116,7 +116,7 @@ def test_a_buffer_is_reused_once_no_tensor_is_left_on_it():
     assert pool.take((1,), torch.float32).data_ptr() not in (at, second.data_ptr())
 
 
-def test_weights_lie_apart_and_are_zero():
+def test_weight_buffers_do_not_overlap_and_are_zero():
     memory = WeightMemory()
     taken = [memory.take(size) for size in (0, 1, 5000, 40 << 20, 3)]
     assert [len(t) for t in taken] == [0, 1, 5000, 40 << 20, 3]
@@ -149,7 +149,7 @@ sys.exit("torch._dynamo" in sys.modules)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what is in memory is read from /proc")
-def test_large_buffers_of_small_pages_take_what_is_written():
+def test_large_buffers_of_small_pages_only_take_written_memory():
     buffer = BufferPool().take((64 << 20,), torch.uint8)
     before = resident()
     buffer[:4096] = 1

@@ -173,7 +173,7 @@ def test_matches_the_reference(runtime: Runtime, vocab: int) -> None:
 
 
 @each_runtime
-def test_a_row_does_not_notice_its_company(runtime: Runtime) -> None:
+def test_a_row_does_not_depend_on_other_rows_or_threads(runtime: Runtime) -> None:
     """Nor its place, nor how many threads share it: the same token at the edges of the others, and
     the same bits of its shares."""
     for vocab in (700, 17_000):
@@ -226,7 +226,7 @@ def test_extremes(runtime: Runtime) -> None:
 
 
 @each_runtime
-def test_rows_without_a_distribution_harm_nobody(runtime: Runtime) -> None:
+def test_rows_without_a_distribution_affect_no_other_row(runtime: Runtime) -> None:
     for vocab in (1, 50, 20_000):
         logits = normal(6, vocab)
         logits[0] = math.nan
@@ -251,7 +251,7 @@ def test_no_rows() -> None:
     assert shares_of(runtime, torch.empty(0, 10), draws_of([], [], 10)).shape == (0, 10)
 
 
-def test_typical_rows_go_their_own_way_in_any_company() -> None:
+def test_typical_rows_are_drawn_by_torch_and_others_are_not() -> None:
     """A row that asks for typical_p is torch's, and its companions are not."""
     ops, vocab = native_ops(Native(2)), 3000
     logits = normal(8, vocab, seed=9) * 2

@@ -44,7 +44,7 @@ def cut(seen: int, tiles: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 8, 48, 128, 300])
-def test_splits_cover_a_context_and_fit_the_room_made_on_the_host(tiles):
+def test_splits_cover_a_context_within_the_planned_number(tiles):
     for seen in (0, 1, 127, 128, 129, 1000, 8192, 8193, 131072):
         keys, splits = cut(seen, tiles)
         assert keys % 128 == 0 and (splits - 1) * keys < max(seen, 1) <= max(splits, 1) * keys
@@ -102,5 +102,5 @@ def test_a_number_of_tokens_of_every_class() -> None:
     assert lengths(32, 8, 20) == (20, 16, 8, 4, 1)
 
 
-def test_the_plan_knows_how_much_room_is_made():
+def test_the_memory_plan_covers_the_workspace():
     assert TRITON_WORKSPACE >= WORKSPACE

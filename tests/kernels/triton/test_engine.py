@@ -56,7 +56,7 @@ def test_tokens_are_those_of_the_reference(
 
 
 @pytest.mark.full
-def test_prompts_by_torch_beside_everything_else(
+def test_first_chunks_by_torch_and_the_rest_by_triton(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first chunk of each prompt is torch's; what comes behind it, and decodes, Triton's."""

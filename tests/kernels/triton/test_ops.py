@@ -86,7 +86,7 @@ def test_nan_shows_in_the_largest(ops: Ops) -> None:
     assert top[2] == torch.inf and ids[2:].tolist() == [4097, 0]
 
 
-def test_what_has_no_slot_is_stored_nowhere(ops: Ops) -> None:
+def test_tokens_without_a_slot_are_not_stored(ops: Ops) -> None:
     k = torch.randn(3, 2, 8, device=device())
     caches = torch.zeros(2, 4, 4, 2, 8, device=device())
     ops.store_kv(k, k + 1, *caches, torch.tensor([5, -1, 0], device=device()))
@@ -95,7 +95,7 @@ def test_what_has_no_slot_is_stored_nowhere(ops: Ops) -> None:
     assert torch.equal(caches[0].flatten(0, 1)[5], k[0])
 
 
-def test_rows_are_moved_whatever_lies_between_them(ops: Ops) -> None:
+def test_rows_are_gathered_and_stored_with_any_stride(ops: Ops) -> None:
     """As integers that fit what is read and what is written."""
     wide = torch.randn(5, 35, device=device()).half()
     ids = torch.tensor([4, 0, 4], device=device())

@@ -26,7 +26,7 @@ def python(*arguments: str) -> tuple[int, str]:
 
 @pytest.mark.full
 @pytest.mark.timeout(900)  # minutes where nothing is compiled yet and others compute too
-def test_no_kernel_takes_more_than_it_may() -> None:
+def test_no_kernel_exceeds_its_resource_limits() -> None:
     status, text = python("-m", "kvik_bench.triton_resources")
     assert status == 0, text
     assert text.count(" registers ") == len(text.splitlines()) > 50
@@ -63,7 +63,7 @@ print(loop_of(sys.argv[1]))
 
 
 @pytest.mark.full
-def test_what_a_kernel_takes_too_much_is_named() -> None:
+def test_exceeded_resource_limits_are_named() -> None:
     """Registers, what is spilled where it gets fewer than it needs, and shared memory; and what is
     wrong with a loop, such as one that waits for each tile of keys because nothing loads ahead. The
     loop is that with most products."""

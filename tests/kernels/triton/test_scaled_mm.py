@@ -129,7 +129,7 @@ def test_many_tokens_go_to_the_library(
 
 
 @pytest.mark.parametrize(("tokens", "dtype"), [(5, torch.bfloat16), (66, torch.float32)])
-def test_what_the_library_does_not_do(tokens: int, dtype: torch.dtype) -> None:
+def test_few_tokens_and_rounded_results_avoid_the_library(tokens: int, dtype: torch.dtype) -> None:
     """Few tokens, and results that it would round."""
     stand_in = StandIn()
     matrices = with_library(stand_in)
@@ -144,7 +144,7 @@ def test_what_the_library_does_not_do(tokens: int, dtype: torch.dtype) -> None:
     assert not stand_in.called
 
 
-def test_nan_reaches_a_library_that_knows_one_scale() -> None:
+def test_nan_passes_through_a_product_with_one_scale() -> None:
     stand_in = StandIn()
     matrices = with_library(stand_in)
     known = filled_matrix(REFERENCE, weight_of(20, 0, "static", True), None, None, torch.bfloat16)

@@ -78,7 +78,7 @@ def test_three_gptq_words_of_three_bits() -> None:
     assert torch.equal(pack_gptq(split, 3), words([[1 << 30], [1 << 31 | 1], [0b10]]))
 
 
-def test_gptq_zeros_lie_along_the_outputs() -> None:
+def test_gptq_zeros_are_packed_along_the_outputs() -> None:
     zeros = torch.arange(8, dtype=torch.uint8)[:, None].repeat(1, 3)  # [outputs, groups]
     packed = pack_gptq_zeros(zeros, 4)
     assert torch.equal(packed, words([[0x76543210]] * 3))
@@ -113,7 +113,7 @@ def test_a_compressed_word() -> None:
     assert torch.equal(pack_compressed(three, 3), words([[2**32 - 1, 1]]))
 
 
-def test_compressed_zeros_lie_along_the_outputs() -> None:
+def test_compressed_zeros_are_packed_along_the_outputs() -> None:
     zeros = codes(10, 3, 4)
     packed = pack_compressed_zeros(zeros, 4)
     assert packed.shape == (2, 3)
@@ -140,7 +140,7 @@ def test_back_again_in_words_and_bytes(rows: int, columns: int, seed: int) -> No
         assert torch.equal(unpack_compressed(packed, bits, columns), ragged)
 
 
-def test_what_does_not_fill_its_words() -> None:
+def test_sizes_that_do_not_fill_words_are_refused() -> None:
     with pytest.raises(ValueError, match="3 inputs"):
         pack_nibbles(codes(2, 3, 4))
     with pytest.raises(ValueError, match="12 outputs"):

@@ -26,7 +26,7 @@ def stored(type: str) -> Tensor:
 
 
 @pytest.mark.parametrize("type", BLOCK_LAYOUTS)
-def test_the_weight_is_what_the_package_says(type: str) -> None:
+def test_weights_match_the_gguf_package(type: str) -> None:
     format, rows = Blocks(SCHEMES[type], SHAPE, {}), stored(type)
     expected = torch.from_numpy(weights_of(type, rows.numpy()))
     for some in (slice(0, 24), slice(3, 11)):

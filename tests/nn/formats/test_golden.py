@@ -74,7 +74,7 @@ def layer_of(case: str) -> tuple[dict[str, Tensor], dict[str, Tensor], StoredSch
 
 
 @pytest.mark.parametrize("case", INTEGERS)
-def test_a_packed_layer_means_what_was_packed(case: str) -> None:
+def test_packed_layers_of_other_tools_are_read_exactly(case: str) -> None:
     given, stored, scheme, format = layer_of(case)
     expected = meaning(given, scheme.bits)
     whole: Weight = format.weight(stored, slice(0, 32))

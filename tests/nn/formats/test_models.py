@@ -184,7 +184,7 @@ def test_layers_of_one_matrix_share_the_largest_scale(plain: Path, tmp_path: Pat
     assert qkv.matrix.data.input_scale.tolist() == [0.5]
 
 
-def test_a_tied_embedding_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_tied_embedding_is_not_quantised(tmp_path: Path) -> None:
     """Also where every linear layer is said to be quantised."""
     save_tiny(tmp_path / "plain", "Qwen2", **SIZES, tie_word_embeddings=True)
     config = compressed_config(ignore=())

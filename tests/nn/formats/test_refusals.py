@@ -103,7 +103,7 @@ def nan_in(source: Path, name: str, value: float = float("nan")) -> dict[str, Te
          "because actorder is not group"),
     ],
 )  # fmt: skip
-def test_a_config_that_lies(
+def test_configs_that_do_not_match_the_tensors_are_refused(
     case: str,
     changes: dict[str, Any],
     message: str,
@@ -169,7 +169,7 @@ def test_values_that_cannot_be(
         ("order", "g_idx", NATURAL[:95], "must have shape [96] by config.json, not [95]"),
     ],
 )
-def test_tensors_that_are_not_as_they_must_be(
+def test_invalid_tensors_are_named(
     case: str,
     tensor: str,
     stored: Tensor | None,
@@ -199,7 +199,7 @@ def test_nothing_is_filled_before_the_tensors_are_checked(
         load(folders["gptq"], tmp_path, gptq_config(bits=8), {})
 
 
-def test_what_is_not_needed_may_be_there(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_tensors_that_are_not_needed_are_ignored(folders: dict[str, Path], tmp_path: Path) -> None:
     """Calibrated steps of activations and of the cache, zero points of symmetric weights, an index
     that says nothing or is missing."""
     extra: dict[str, Tensor | None] = {

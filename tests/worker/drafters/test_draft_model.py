@@ -24,7 +24,7 @@ from kvik.worker.sampler import Sampler
 from kvik.worker.sampling_table import SamplingTable
 
 
-def test_drafts_are_what_the_model_would_say() -> None:
+def test_drafts_are_the_draft_models_own_tokens() -> None:
     world, limits = World(), {2: 4, 0: 1, 1: 3}
     prompts = {0: TEXT[:3], 1: TEXT[5:16], 2: TEXT[20:27]}
     world.enter(0, prompts[0], [9, 3])
@@ -43,7 +43,7 @@ def test_drafts_are_what_the_model_would_say() -> None:
 
 
 @pytest.mark.parametrize("accepted", [0, 1, 2, 3, 4])
-def test_only_what_is_new_is_computed(accepted: int) -> None:
+def test_only_new_tokens_are_computed(accepted: int) -> None:
     """K and V of drafts that were right stay; the last draft was never computed."""
     world = World()
     world.enter(0, TEXT[:6], [3, 1, 2, 7])
@@ -69,7 +69,7 @@ def test_steps_without_drafts_are_made_up_for() -> None:
     assert_stored(world, 0, 12)
 
 
-def test_nobody_is_computed_who_is_not_asked() -> None:
+def test_requests_without_drafts_are_not_computed() -> None:
     world = World()
     world.enter(0, TEXT[:6], [3, 1, 2])
     world.enter(1, TEXT[:9], [4, 5, 6])
@@ -77,7 +77,7 @@ def test_nobody_is_computed_who_is_not_asked() -> None:
     assert world.positions(0) == []
 
 
-def test_what_an_earlier_request_computed_is_found_again() -> None:
+def test_blocks_of_an_earlier_request_are_reused() -> None:
     world = World()
     world.enter(0, TEXT[:11], [3, 1, 2, 8])
     world.drafts({0: 2})
@@ -120,7 +120,7 @@ def test_wrong_drafts_leave_nothing_to_be_found() -> None:
     assert world.positions(1) == list(range(4, 11))
 
 
-def test_blocks_that_were_written_to_are_not_taken_for_what_they_were() -> None:
+def test_overwritten_blocks_are_not_reused() -> None:
     """The target holds another's keys in them by then, or its own again."""
     world = World()
     world.enter(0, TEXT[:9], [3, 1, 2])
@@ -134,7 +134,7 @@ def test_blocks_that_were_written_to_are_not_taken_for_what_they_were() -> None:
     assert_stored(world, 2, 9)
 
 
-def test_drafts_spoil_what_lay_in_their_blocks() -> None:
+def test_blocks_overwritten_by_drafts_are_not_reused() -> None:
     world = World()
     world.enter(0, TEXT[:9], [3, 1, 2])
     world.drafts({0: 1})
@@ -146,7 +146,7 @@ def test_drafts_spoil_what_lay_in_their_blocks() -> None:
     assert world.positions(2) == list(range(9))
 
 
-def test_siblings_share_what_they_share() -> None:
+def test_siblings_share_whole_blocks_of_the_prompt() -> None:
     """Whole blocks of the prompt; the partly filled one is each one's own."""
     world, prompt = World(), TEXT[:11]
     world.enter(0, prompt, [3, 1, 2])
@@ -279,7 +279,7 @@ def test_rules_see_the_drafts_before() -> None:
 
 
 @pytest.mark.parametrize("room", [1 << 30, 1])
-def test_what_drafts_were_drawn_from_comes_with_them(room: int) -> None:
+def test_proposals_contain_the_distributions_of_drawn_drafts(room: int) -> None:
     """Row after row, as the drafts; greedy ones among them have no distribution."""
     drawn = SamplingParams(temperature=1.3, top_k=7)
     world, limits = World(room=room), {3: 3, 0: 2, 2: 1, 1: 4}

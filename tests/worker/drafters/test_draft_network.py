@@ -69,7 +69,7 @@ def plain(
 
 @pytest.mark.parametrize("even", [False, True])
 @pytest.mark.parametrize("kind", INPUTS)
-def test_forwards_are_what_a_loop_would_lay_out(kind: str, even: bool) -> None:
+def test_forwards_are_laid_out_like_those_of_a_plain_loop(kind: str, even: bool) -> None:
     rng = np.random.default_rng(int(even))
     table = RequestTable(SLOTS, LENGTH, GROUPS, BLOCK)
     table.block_tables = [table.block_tables[0]] * GROUPS
@@ -144,7 +144,7 @@ def test_equal_vocabularies_pass_through() -> None:
     assert tokens.tolist() == [1, 4]
 
 
-def test_padding_is_cut_and_what_is_unknown_is_never_drafted() -> None:
+def test_padding_is_cut_and_unknown_tokens_are_never_drafted() -> None:
     larger, smaller = Vocabulary(4, 6, None, CPU), Vocabulary(6, 4, None, CPU)
     logits = torch.tensor([[0.0, 1, 2, 3, 4, 5]])
     assert not larger.same and not smaller.same

@@ -20,7 +20,7 @@ from helpers.draft_world import (
 from kvik.core.sampling_params import SamplingParams
 
 
-def test_draws_do_not_depend_on_how_they_are_planned() -> None:
+def test_draws_do_not_depend_on_the_batch_size_of_their_plan() -> None:
     """For all drafts at once, or one draft and few rows at a time where memory is short."""
     drawn = SamplingParams(temperature=1.2, top_p=0.9)
     kinds = [drawn, GREEDY, drawn.with_changes(seed=8), drawn.with_changes(top_k=5, top_p=1.0)]

@@ -51,7 +51,7 @@ def expected(tree: DraftTree, newest: int, position: int, hidden: float) -> list
     return tokens[1:]
 
 
-def test_no_position_lies_behind_the_longest_text():
+def test_positions_end_at_the_longest_text():
     places: list[int] = []
 
     class Noting(Counting):

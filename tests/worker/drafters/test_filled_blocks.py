@@ -127,7 +127,7 @@ class Traffic:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_is_found_is_what_is_there(seed: int) -> None:
+def test_exactly_the_blocks_still_filled_are_found(seed: int) -> None:
     """Never more, and no less than what some request filled and nobody wrote to since, whether that
     request is still there or has left."""
     traffic = Traffic(seed)

@@ -125,7 +125,7 @@ def test_hostile_folders_are_refused_by_name(model: Path, tmp_path: Path) -> Non
         start(model, heads)
 
 
-def test_a_tree_has_what_the_vocabulary_and_a_word_have_room_for() -> None:
+def test_a_tree_is_limited_by_the_vocabulary_and_the_bits_of_a_word() -> None:
     ones = tuple((1.0,) * 64 for _ in range(16))
     spec = HeadsSpec(MEDUSA, 4, 5, depth=16, accuracies=ones)
     tree = tree_of(spec, 64)

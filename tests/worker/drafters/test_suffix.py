@@ -42,7 +42,7 @@ def test_rows_go_on_as_their_own_text_did() -> None:
     assert proposed(drafter, [1, 0], limit=4) == [[8, 9], [4, 5, 6, 1]]
 
 
-def test_drafts_end_where_they_grow_unlikely() -> None:
+def test_drafts_end_below_the_minimum_probability() -> None:
     table = table_of([1, 2, 8, 1, 2, 9, 1, 2, 7, 5, 1, 2, 6, 4, 1, 2, 3, 0, 0, 1, 2])
     drafter = SuffixDrafter(table, shared=False)
     drafter.enter(0)
@@ -104,7 +104,7 @@ def test_outputs_help_the_same_tenant_alone() -> None:
     assert proposed(unshared, [2]) == [[]]
 
 
-def test_what_is_kept_of_tenants_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_outputs_of_tenants_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suffix, "MAX_TENANTS", 2)
     outputs = TenantOutputs(max_tokens=12)
     for tenant in "abc":

@@ -89,7 +89,7 @@ def test_texts_end_at_their_separators() -> None:
     assert length == 2 and automaton.continuation(state, 5, 0.1).tokens == [2]
 
 
-def test_what_never_stood_there_has_no_continuation() -> None:
+def test_unseen_tokens_have_no_continuation() -> None:
     automaton = automaton_of(1, 2, 3)
     assert automaton.advance(0, 0, [1, 9]) == (0, 0)
     assert automaton.continuation(0, 5, 0.1).tokens == []
