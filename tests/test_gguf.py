@@ -6,16 +6,15 @@ import json
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from helpers.gguf_models import save_gguf
 from helpers.optional_native import needs_native
 from helpers.paged_model import PagedModel
-from helpers.tiny_models import save_tiny, tokens
+from helpers.tiny_models import GREEDY, greedy_and_scores, save_tiny, tokens
 
-from kvik import LLM, SamplingParams
+from kvik import LLM
 from kvik.cli.main import main
 from kvik.errors import ModelError
 from kvik.gguf.reader import read_gguf
@@ -24,7 +23,6 @@ from kvik.kernels.weights import Matrix, MatrixSpec
 from kvik.planner.families import read_shape
 from kvik.spec.weights import weight_bytes
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 SIZES = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -57,16 +55,6 @@ FAMILIES += [(family, case) for family in ("Qwen2", "Qwen3", "Olmo2") for case i
 OFF = {"torch": 1e-5, "native": 0.03}
 
 
-def run(model: Path, **options: Any) -> tuple[list[int], torch.Tensor]:
-    """Greedy tokens, and the log probability of each token of a prompt."""
-    with LLM(str(model), device="cpu", threads=1, num_blocks=32, **options) as llm:
-        (output,) = llm.generate([tokens(9)], GREEDY)
-        (scored,) = llm.score([tokens(24)])
-        assert scored.prompt_logprobs is not None
-        scores = [entry.logprob for entry in scored.prompt_logprobs[1:] if entry]
-        return output.outputs[0].token_ids, torch.tensor(scores)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("kernels", ["torch", pytest.param("native", marks=needs_native)])
 @pytest.mark.parametrize(("family", "case"), FAMILIES)
@@ -75,8 +63,8 @@ def test_the_engine_says_what_the_floats_say(
 ) -> None:
     save_tiny(tmp_path, family, tie_word_embeddings=family == "Qwen2", **SIZES)
     save_gguf(tmp_path, tmp_path / "m.gguf", tmp_path / "twin", CASES[case][0])
-    expected, scores = run(tmp_path / "twin", kernels="torch", dtype="float32")
-    found, found_scores = run(tmp_path / "m.gguf", kernels=kernels, dtype="float32")
+    expected, scores = greedy_and_scores(tmp_path / "twin", kernels="torch", dtype="float32")
+    found, found_scores = greedy_and_scores(tmp_path / "m.gguf", kernels=kernels, dtype="float32")
     assert kernels == "native" or found == expected
     assert float((found_scores - scores).abs().mean()) < OFF[kernels]
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from helpers.optional_native import needs_native
 from helpers.stored_layers import awq_config, gptq_config
 from helpers.stored_models import CONFIGS, SIZES, save_quantised
-from helpers.tiny_models import save_tiny, tokens
+from helpers.tiny_models import GREEDY, greedy_and_scores, save_tiny, tokens
 
-from kvik import LLM, SamplingParams
+from kvik import LLM
 from kvik.cli.main import main
 
 # Of a log probability. torch multiplies in fp32; the native kernels round activations to bf16 or,
@@ -21,17 +19,6 @@ from kvik.cli.main import main
 OFF = {"torch": 1e-4, "native": 0.08, "native, 4 bits": 0.18}
 EIGHT_BITS = ("gptq-8", "int8", "fp8", "fp8-e5m2")
 FP8_ACTIVATIONS = ("fp8-dynamic", "fp8-blocks", "fp8-static")
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-
-
-def run(folder: Path, **options: Any) -> tuple[list[int], torch.Tensor]:
-    """Greedy tokens, and the log probability of each token of a prompt."""
-    with LLM(str(folder), device="cpu", threads=1, num_blocks=32, **options) as llm:
-        (output,) = llm.generate([tokens(9)], GREEDY)
-        (scored,) = llm.score([tokens(24)])
-        assert scored.prompt_logprobs is not None
-        scores = [entry.logprob for entry in scored.prompt_logprobs[1:] if entry]
-        return output.outputs[0].token_ids, torch.tensor(scores)
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +34,8 @@ def test_the_engine_says_what_the_floats_say(
     case: str, kernels: str, plain: Path, tmp_path: Path
 ) -> None:
     save_quantised(plain, tmp_path / "q", tmp_path / "twin", CONFIGS[case])
-    expected, scores = run(tmp_path / "twin", kernels="torch", dtype="float32")
-    found, found_scores = run(tmp_path / "q", kernels=kernels, dtype="float32")
+    expected, scores = greedy_and_scores(tmp_path / "twin", kernels="torch", dtype="float32")
+    found, found_scores = greedy_and_scores(tmp_path / "q", kernels=kernels, dtype="float32")
     four = kernels == "native" and case not in EIGHT_BITS
     off = float((found_scores - scores).abs().max())
     # rounded activations decide between tokens that are as likely as each other
@@ -61,9 +48,9 @@ def test_the_engine_says_what_the_floats_say(
 def test_activations_in_fp8(case: str, plain: Path, tmp_path: Path) -> None:
     """The native kernels round them as torch's do, and say something else than floats would."""
     save_quantised(plain, tmp_path / "q", tmp_path / "twin", CONFIGS[case])
-    _, floats = run(tmp_path / "twin", kernels="torch", dtype="float32")
-    _, expected = run(tmp_path / "q", kernels="torch", dtype="float32")
-    _, scores = run(tmp_path / "q", kernels="native", dtype="float32")
+    _, floats = greedy_and_scores(tmp_path / "twin", kernels="torch", dtype="float32")
+    _, expected = greedy_and_scores(tmp_path / "q", kernels="torch", dtype="float32")
+    _, scores = greedy_and_scores(tmp_path / "q", kernels="native", dtype="float32")
     moved = float((expected - floats).norm())
     assert 0 < float((scores - expected).norm()) < moved / 2
 

@@ -12,6 +12,8 @@ import torch
 import transformers
 from torch import Tensor
 
+from kvik import LLM, SamplingParams
+
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 
@@ -79,3 +81,16 @@ def reference_greedy(model: Any, ids: list[int], steps: int) -> list[int]:
             pad_token_id=0,
         )
     return whole[0, len(ids) :].tolist()
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+def greedy_and_scores(model: Path, **options: Any) -> tuple[list[int], torch.Tensor]:
+    """Return greedy tokens of a model, and the log probability of each token of a prompt."""
+    with LLM(str(model), device="cpu", threads=1, num_blocks=32, **options) as llm:
+        (output,) = llm.generate([tokens(9)], GREEDY)
+        (scored,) = llm.score([tokens(24)])
+        assert scored.prompt_logprobs is not None
+        scores = [entry.logprob for entry in scored.prompt_logprobs[1:] if entry]
+        return output.outputs[0].token_ids, torch.tensor(scores)
