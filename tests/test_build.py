@@ -94,7 +94,7 @@ def test_wheel_without_a_compiler_has_only_python(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_sdist_holds_what_a_build_needs(tmp_path: Path) -> None:
+def test_the_sdist_contains_all_sources_of_a_build(tmp_path: Path) -> None:
     with tarfile.open(build("build_sdist", tmp_path)) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     sources = {f"csrc/{path.name}" for path in (ROOT / "csrc").iterdir() if path.is_file()}
@@ -126,7 +126,7 @@ def test_code_of_an_instruction_set_stays_in_its_table() -> None:
         assert not [name for _, name in symbols if name.startswith("_GLOBAL__sub_I")]
 
 
-def test_kernels_are_installed_where_they_can_be_built() -> None:
+def test_kernels_are_installed_if_a_compiler_is_found() -> None:
     """An install without them succeeds, so a mistake in csrc/ would show nowhere else."""
     if compiler() is None or not has_cmake():
         pytest.skip("needs a C++20 compiler and CMake")

@@ -172,7 +172,7 @@ def refused(draft: Path, option: str, message: str, model: Path | str = "", **mo
     assert "\n" not in str(caught.value)
 
 
-def test_what_cannot_draft_is_refused(tmp_path) -> None:
+def test_models_that_cannot_draft_are_refused(tmp_path) -> None:
     tiny = described(tmp_path / "tiny")
     random = {"model": tiny, "load_format": "random"}
     refused(tmp_path / "missing", "spec_model", "there is no folder")
@@ -218,7 +218,7 @@ RULES = [
 
 @pytest.mark.full
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_drafts_that_are_drawn_leave_the_distribution_as_it_is(tmp_path, rule) -> None:
+def test_drawn_drafts_do_not_change_the_distribution(tmp_path, rule) -> None:
     """The first three tokens together, against exact arithmetic (chi-square)."""
     vocab, prompt, count = 8, [3, 4, 5], 2000
     target, draft = tmp_path / "target", tmp_path / "draft"
@@ -257,7 +257,7 @@ def test_drafts_that_are_drawn_leave_the_distribution_as_it_is(tmp_path, rule) -
 
 
 @pytest.mark.parametrize("context", [48, 67])
-def test_texts_that_end_at_the_context_beside_others_that_go_on(
+def test_texts_that_end_at_the_context_limit_in_a_batch(
     context: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Rows that get fewer drafts than their neighbours have no places for more."""

@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_finds_what_transformers_finds(tmp_path, family, kernels):
+def test_every_family_matches_transformers(tmp_path, family, kernels):
     model = save_tiny(tmp_path, family, **FAMILIES[family])
     with LLM(str(tmp_path), kernels=kernels, max_num_batched_tokens=48, **COMMON) as llm:
         assert llm.resolved.runner.attention_backend == ("cpu" if kernels == "native" else "sdpa")
@@ -74,7 +74,7 @@ def test_the_bundled_model_and_texts(kernels):
 
 @needs_native
 @pytest.mark.parametrize("pooling", ["mean", "last"])
-def test_with_native_kernels_chunks_and_company_do_not_change_a_bit(folder, pooling):
+def test_native_embeddings_have_the_same_bits_in_any_batch_and_chunks(folder, pooling):
     found = []
     for budget in (7, 16, 512):
         with LLM(folder, kernels="native", max_num_batched_tokens=budget, **COMMON) as llm:
@@ -87,7 +87,7 @@ def test_with_native_kernels_chunks_and_company_do_not_change_a_bit(folder, pool
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_what_is_cached_serves_the_last_token_and_not_the_mean(folder, kernels):
+def test_the_prefix_cache_serves_last_token_pooling_only(folder, kernels):
     ids = tokens(50)
     with LLM(folder, kernels=kernels, **COMMON) as llm:
         means = [llm.embed(ids, "mean")[0] for _ in range(2)]
@@ -126,7 +126,7 @@ def test_a_prompt_that_is_preempted_half_way_begins_its_sum_anew(folder):
     assert found.embedding == wanted.embedding
 
 
-def test_what_cannot_be_is_refused(folder):
+def test_invalid_poolings_are_refused(folder):
     with LLM(folder, kernels="torch", **COMMON) as llm:
         with pytest.raises(ParamError, match="pooling: must be one of mean, last, not 'max'"):
             llm.embed([1, 2], "max")

@@ -65,7 +65,7 @@ def answers(model: str, **options: Any) -> list[Any]:
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("quantization", SCHEMES)
 @pytest.mark.parametrize("family", [*FAMILIES, "bundled"])
-def test_it_answers_like_the_model(
+def test_an_engine_folder_answers_like_its_model(
     tmp_path: Path, family: str, quantization: str, kernels: str
 ) -> None:
     model = ""
@@ -88,7 +88,7 @@ STORED = {
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("case", STORED)
-def test_quantised_checkpoints_stay_as_they_are(tmp_path: Path, case: str, kernels: str) -> None:
+def test_quantised_checkpoints_are_not_changed(tmp_path: Path, case: str, kernels: str) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
     save_tiny(tmp_path / "plain", "Qwen2", **sizes)
     save_quantised(tmp_path / "plain", tmp_path / "model", tmp_path / "twin", STORED[case])
@@ -118,7 +118,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "model", folder / "engine"
 
 
-def test_what_the_model_says_travels_with_it(tmp_path: Path) -> None:
+def test_the_models_own_files_are_copied(tmp_path: Path) -> None:
     manifest = build("", tmp_path / "engine")
     assert {"config.json", "tokenizer.json", "generation_config.json"} <= set(manifest.files)
     prompt, params = "Once upon a time", SamplingParams(seed=7, max_tokens=12)
@@ -150,7 +150,7 @@ def test_the_plan_counts_the_pages_of_the_file(tiny: tuple[Path, Path]) -> None:
         assert llm.resolved.memory.weights == (tiny[1] / WEIGHTS).stat().st_size
 
 
-def test_asking_for_what_is_built_in_is_fine(tiny: tuple[Path, Path]) -> None:
+def test_options_equal_to_the_built_ones_are_accepted(tiny: tuple[Path, Path]) -> None:
     answers(str(tiny[1]), quantization="int8", kernels="torch")
 
 
@@ -162,7 +162,7 @@ def test_asking_for_what_is_built_in_is_fine(tiny: tuple[Path, Path]) -> None:
         ({"kernels": "native"}, "kernels: is torch in this engine folder, not native: "),
     ],
 )
-def test_asking_for_something_else_says_how_to_build_it(
+def test_options_other_than_the_built_ones_name_the_build_command(
     tiny: tuple[Path, Path], options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(KvikError, match=message + ".*kvik build MODEL -o ENGINE --"):
@@ -223,7 +223,7 @@ def tensor_gone(folder: Path) -> None:
         (tensor_gone, "tensor 'model.norm.weight' is missing"),
     ],
 )
-def test_a_folder_that_does_not_fit_says_what_to_do(
+def test_a_folder_that_does_not_fit_names_the_build_command(
     tmp_path: Path, tiny: tuple[Path, Path], damage: Callable[[Path], None], message: str
 ) -> None:
     shutil.copytree(tiny[1], tmp_path / "engine")
@@ -285,7 +285,7 @@ def test_a_running_engine_keeps_its_weights_when_the_folder_is_built_again(
         ("absent/model", "new", "model: "),
     ],
 )
-def test_what_cannot_be_built(
+def test_models_that_cannot_be_built_are_refused(
     tmp_path: Path, tiny: tuple[Path, Path], model: str, output: str, message: str
 ) -> None:
     (tmp_path / "taken").mkdir()
@@ -372,7 +372,7 @@ def test_a_pipe_is_no_file(tmp_path: Path, tiny: tuple[Path, Path]) -> None:
         LLM(str(tmp_path / "engine"))
 
 
-def test_a_plan_counts_it_as_it_was_built(tiny: tuple[Path, Path]) -> None:
+def test_a_plan_counts_an_engine_folder_as_built(tiny: tuple[Path, Path]) -> None:
     model, engine = (read_shape(str(path)) for path in tiny)
     assert engine.stored == "int8" and model.stored != "int8"
     assert engine.spec is not None and engine.parameters == model.parameters

@@ -62,7 +62,7 @@ async def until(client: RemoteClient, state: EngineState) -> None:
 
 
 @pytest.mark.full
-def test_it_says_what_the_engine_in_this_process_says(resolved, tmp_path):
+def test_the_engine_process_gives_the_tokens_of_the_engine_in_process(resolved, tmp_path):
     async def test(client, deltas):
         await until(client, EngineState.READY)
         for i, prompt in enumerate(PROMPTS):
@@ -107,7 +107,7 @@ def test_a_recording_that_cannot_be_made_fails_with_the_reason(resolved, tmp_pat
 
 
 @pytest.mark.full
-def test_ctrl_c_and_a_hang_up_do_not_end_it(resolved):
+def test_ctrl_c_and_a_hang_up_do_not_end_the_engine_process(resolved):
     async def test(client, deltas):
         pid = client._source.pid
         await until(client, EngineState.READY)
@@ -130,7 +130,7 @@ engine_process.main(sys.argv[1:])
 """
 
 
-def test_it_does_not_load_on_for_nobody(resolved):
+def test_loading_stops_when_the_client_is_gone(resolved):
     ours, theirs = socket.socketpair()
     with subprocess.Popen(
         [sys.executable, "-c", LOADS_FOR_EVER, str(theirs.fileno())], pass_fds=[theirs.fileno()]
@@ -154,7 +154,7 @@ def test_a_parent_that_says_nothing(resolved):
 
 
 @pytest.mark.full
-def test_what_it_says_of_an_unusable_model_is_a_frame(resolved, tmp_path):
+def test_an_unusable_model_is_reported_in_a_frame(resolved, tmp_path):
     broken = replace(resolved, runner=replace(resolved.runner, model_path=str(tmp_path)))
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-m", "kvik.engine_process", str(theirs.fileno())]

@@ -33,9 +33,7 @@ def test_a_file_is_written_with_the_permissions_of_any_new_one(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("problem", [KeyboardInterrupt, OSError])
-def test_an_interruption_leaves_what_was_there(
-    tmp_path: Path, problem: type[BaseException]
-) -> None:
+def test_an_interruption_leaves_the_old_file(tmp_path: Path, problem: type[BaseException]) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"old")
     with pytest.raises(problem), writing_whole(path) as file:
@@ -120,7 +118,7 @@ def test_a_place_that_was_taken_in_between_is_left_alone(
 
 
 @pytest.mark.parametrize("problem", [KeyboardInterrupt, OSError])
-def test_an_interruption_leaves_the_folder_that_was_there(
+def test_an_interruption_leaves_the_old_folder(
     tmp_path: Path, problem: type[BaseException]
 ) -> None:
     (tmp_path / "folder").mkdir()
@@ -145,7 +143,7 @@ with {kind}(Path(sys.argv[1])):
 
 
 @pytest.mark.parametrize("kind", [writing_whole, writing_whole_folder, working_folder])
-def test_what_a_killed_process_left_goes_with_the_next_and_the_work_of_a_living_one_stays(
+def test_leftovers_of_killed_processes_are_removed_and_of_living_ones_kept(
     kind: Callable[[Path], AbstractContextManager[object]], tmp_path: Path
 ) -> None:
     def work(name: str, end: str) -> subprocess.Popen[bytes]:
@@ -169,7 +167,7 @@ def test_what_a_killed_process_left_goes_with_the_next_and_the_work_of_a_living_
     assert len([path for path in tmp_path.iterdir() if path.name.startswith(DRAFT)]) == 1  # other
 
 
-def test_a_folder_that_was_moved_away_is_kept_until_another_is_there(
+def test_the_old_folder_is_kept_until_the_new_one_exists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if the process were killed between the two moves of the replacement."""

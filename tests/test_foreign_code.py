@@ -38,7 +38,7 @@ def with_code(folder: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize("drafter", [False, True])
-def test_it_is_not_run(tmp_path: Path, drafter: bool) -> None:
+def test_code_in_a_model_folder_is_not_run(tmp_path: Path, drafter: bool) -> None:
     folders = [with_code(tmp_path / "model", "stories")]
     speculation = {}
     if drafter:
@@ -70,7 +70,7 @@ def test_it_is_not_run(tmp_path: Path, drafter: bool) -> None:
         "shard.safetensors",
     ],
 )
-def test_what_is_no_regular_file_is_refused(
+def test_files_that_are_not_regular_are_refused(
     name: str, make: Callable[[Path], None], tmp_path: Path
 ) -> None:
     """A pipe would be waited for without end, and some devices can be read without end."""

@@ -58,7 +58,7 @@ OFF = {"torch": 1e-5, "native": 0.03}
 @pytest.mark.full
 @pytest.mark.parametrize("kernels", ["torch", pytest.param("native", marks=needs_native)])
 @pytest.mark.parametrize(("family", "case"), FAMILIES)
-def test_the_engine_says_what_the_floats_say(
+def test_the_engine_matches_the_dequantised_floats(
     family: str, case: str, kernels: str, tmp_path: Path
 ) -> None:
     save_tiny(tmp_path, family, tie_word_embeddings=family == "Qwen2", **SIZES)
@@ -71,7 +71,7 @@ def test_the_engine_says_what_the_floats_say(
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_the_plan_counts_what_is_loaded(case: str, tied: bool, tmp_path: Path) -> None:
+def test_the_plan_counts_the_loaded_weights(case: str, tied: bool, tmp_path: Path) -> None:
     """Every matrix, the embedding's too, as torch's kernels and the native ones keep it."""
     save_tiny(tmp_path, "Llama", tie_word_embeddings=tied, **SIZES)
     types, as_stored = CASES[case]
@@ -113,7 +113,9 @@ def test_other_types_are_quantised_when_that_is_asked_for(tmp_path: Path) -> Non
     assert planned[1] < 0.6 * planned[0]
 
 
-def test_info_says_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_names_the_formats_of_a_gguf_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     save_tiny(tmp_path, "Qwen3", **SIZES)
     save_gguf(tmp_path, tmp_path / "m.gguf", tmp_path / "twin", mixed)
     path = str(tmp_path / "m.gguf")

@@ -48,7 +48,7 @@ def in_threads(work: Callable[[int], object], count: int = THREADS) -> list[obje
 
 
 @pytest.mark.parametrize("calls", [20, pytest.param(200, marks=pytest.mark.full)])
-def test_calls_of_many_threads_get_what_one_thread_gets(llm: LLM, calls: int) -> None:
+def test_calls_of_many_threads_give_the_outputs_of_one(llm: LLM, calls: int) -> None:
     """Whole batches, streams, embeddings, streams that are given up, and bad calls, all at once."""
     jobs = [(prompt, params) for prompt in PROMPTS for params in KINDS]
     right = [texts(llm.generate(prompt, params)) for prompt, params in jobs]
@@ -197,7 +197,7 @@ def in_fork(work: Callable[[], str]) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_fork_says_that_it_has_no_engine_and_can_load_one(llm: LLM) -> None:
+def test_a_fork_has_no_engine_and_can_load_its_own(llm: LLM) -> None:
     (right,) = llm.generate("Once upon a time", KINDS[0])
     hello = [{"role": "user", "content": "Hello"}]
     rendered = llm.render_chat(hello)

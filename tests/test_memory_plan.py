@@ -144,7 +144,7 @@ def test_the_peak_stays_below_the_plan(quantization: str, kernels: str, tmp_path
 @pytest.mark.full
 @linux
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_a_draft_model_is_planned_with_its_cache_and_what_it_drew_from(
+def test_a_draft_model_is_planned_with_its_cache_and_probabilities(
     kernels: str, tmp_path: Path
 ) -> None:
     """Every draft is drawn, with probabilities of all tokens."""
@@ -193,7 +193,7 @@ def test_the_pages_of_an_engine_folder_are_planned_as_weights_that_are_loaded(
     ("quantization", "layers", "within"),
     [("none", 16, 0.05), ("int8", 8, 0.08), ("int4", 8, 0.08)],
 )
-def test_the_plan_is_what_a_model_of_a_billion_parameters_takes(
+def test_the_plan_matches_the_peak_of_a_model_of_a_billion_parameters(
     quantization: str, layers: int, within: float, tmp_path: Path
 ) -> None:
     if detect(()).memory_limit < 6 * GIB:
@@ -248,7 +248,7 @@ def test_the_buffers_of_a_tape_are_planned(
     assert taken <= planned <= 3.5 * taken  # some models use a buffer for more than others
 
 
-def test_the_plan_knows_the_limits_it_relies_on() -> None:
+def test_constants_of_the_plan_cover_those_of_the_kernels() -> None:
     assert 2 * RUN_BYTES + max(RUN_WEIGHTS, RANDOM_DRAWS) * 4 <= LOADING_BYTES
     assert GATHERED_KEYS >= MAX_KEYS
     assert PROMPT_PADDING >= PADDED

@@ -26,7 +26,7 @@ def test_the_authors_values_are_taken(tmp_path):
     )
 
 
-def test_greedy_if_they_say_so(tmp_path):
+def test_decoding_is_greedy_if_do_sample_is_false(tmp_path):
     assert read(tmp_path, do_sample=False, temperature=0.6).greedy
 
 

@@ -113,7 +113,7 @@ def test_text_of_another_type_is_refused(name: str, text: str) -> None:
         ("word", "x" * 1000, "must be one of a, b, c, not '" + "x" * 56 + "..."),
     ],
 )
-def test_a_value_that_is_not_allowed_says_what_is(name: str, value: Any, message: str) -> None:
+def test_an_invalid_value_names_what_is_allowed(name: str, value: Any, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         normalised(replace(Example(), **{name: value}), ConfigError)
     assert (error.value.field, error.value.message) == (name, message)
@@ -124,6 +124,6 @@ def test_values_are_normalised() -> None:
     assert normalised(Example(word="c"), ConfigError) == {"word": "b"}
 
 
-def test_an_unknown_name_comes_with_the_nearest() -> None:
+def test_an_unknown_name_suggests_the_nearest() -> None:
     assert unknown("topp", "option", ["top_k", "top_p"]) == ("is no option (did you mean top_p?)")
     assert unknown("colour", "option", ["top_k"]) == "is no option (known: top_k)"

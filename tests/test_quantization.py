@@ -78,7 +78,7 @@ def test_random_weights() -> None:
         assert output.num_output_tokens == 3
 
 
-def test_the_command_line_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_reports_the_quantisation(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--quantization", "int8", "--num-blocks", "8", "--device", "cpu", "--verbose"]
     assert main(["generate", "--temperature", "0", "--max-tokens", "4", *words, "Once upon a"]) == 0
     captured = capsys.readouterr()

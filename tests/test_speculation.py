@@ -146,7 +146,7 @@ def test_unseeded_requests_draw_as_without_certain_drafts(plain, monkeypatch):
 
 @pytest.mark.full
 @pytest.mark.parametrize("chance", [0.5, 0.8])
-def test_tokens_of_a_step_are_what_the_formula_says(plain, chance, monkeypatch):
+def test_tokens_of_a_step_match_the_formula(plain, chance, monkeypatch):
     drafts = 5
     params = GREEDY.with_changes(max_tokens=220)
     texts = texts_of(plain.generate(PROMPTS, params))
@@ -202,7 +202,7 @@ def test_the_speedup_of_one_request_alone_is_the_engines(plain, monkeypatch):
     assert one.speedup == pytest.approx(engine.speedup)
 
 
-def test_the_control_is_told_which_nodes_of_a_tree_were_right(plain, monkeypatch):
+def test_the_control_gets_the_accepted_nodes_of_a_tree(plain, monkeypatch):
     texts = texts_of(plain.generate(PROMPTS, GREEDY))
     install(monkeypatch, lambda parts: ScriptedTree(parts, texts))
     seen = []

@@ -30,7 +30,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kernels", ["torch", pytest.param("native", marks=needs_native)])
 @pytest.mark.parametrize("case", [case for case in CONFIGS if case not in FP8_ACTIVATIONS])
-def test_the_engine_says_what_the_floats_say(
+def test_the_engine_matches_the_dequantised_floats(
     case: str, kernels: str, plain: Path, tmp_path: Path
 ) -> None:
     save_quantised(plain, tmp_path / "q", tmp_path / "twin", CONFIGS[case])
@@ -78,7 +78,7 @@ def test_random_weights_are_floats(plain: Path, tmp_path: Path) -> None:
     assert planned[0].overhead == planned[1].overhead
 
 
-def test_info_says_what_it_is(
+def test_info_names_the_stored_quantisation(
     plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_quantised(plain, tmp_path / "q", tmp_path / "twin", awq_config())

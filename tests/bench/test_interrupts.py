@@ -24,7 +24,7 @@ def test_the_block_is_finished_first():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_second_one_is_not_held_back():
+def test_a_second_interrupt_is_not_deferred():
     reached = []
     with pytest.raises(KeyboardInterrupt), deferred_interrupt():
         for _ in range(2):
@@ -41,7 +41,7 @@ def test_nothing_happens_without_one():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_an_error_inside_goes_first():
+def test_an_error_takes_precedence_over_an_interrupt():
     with pytest.raises(ZeroDivisionError), deferred_interrupt():
         raise ZeroDivisionError
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -198,7 +198,7 @@ def test_the_bundled_model(kernels: str) -> None:
     assert found.divergence == pytest.approx(0, abs=1e-12)
 
 
-def test_progress_is_told(tiny: tuple[Path, Any]) -> None:
+def test_progress_is_reported(tiny: tuple[Path, Any]) -> None:
     told: list[tuple[int, int]] = []
     measure_quality(
         EngineConfig(str(tiny[0]), **CPU),

@@ -45,7 +45,7 @@ def scored(found: list[Window]) -> list[int]:
     return [token for window in found for token in window.token_ids[window.first_scored :]]
 
 
-def test_windows_beside_each_other_lose_their_first_tokens() -> None:
+def test_adjacent_windows_do_not_score_their_first_tokens() -> None:
     assert windows(10, (), 4, 4) == [
         Window((0, 1, 2, 3), 1),
         Window((4, 5, 6, 7), 1),
@@ -128,7 +128,9 @@ def test_defaults_and_limits() -> None:
     ("template", "prefix"),
     [("$A", ()), ("<s> $A", (1,)), ("<s> $A </s>", (1,)), ("$A </s>", ())],
 )
-def test_what_a_tokenizer_puts_before_a_prompt(template: str, prefix: tuple[int, ...]) -> None:
+def test_the_prefix_that_a_tokenizer_adds_to_prompts(
+    template: str, prefix: tuple[int, ...]
+) -> None:
     library = Library(models.WordLevel({"a": 0, "<s>": 1, "</s>": 2, "?": 3}, unk_token="?"))
     library.pre_tokenizer = pre_tokenizers.Whitespace()
     library.post_processor = processors.TemplateProcessing(
@@ -184,7 +186,7 @@ class Positions:
         return hidden.float().expand(-1, VOCAB)
 
 
-def test_a_window_is_read_in_chunks_and_scored_in_pieces(resolved: ResolvedConfig) -> None:
+def test_a_window_is_read_in_chunks_and_scored_in_parts(resolved: ResolvedConfig) -> None:
     model = Positions()
     reader = Reader(resolved, model)
     ids = tuple(range(1000, 1000 + WINDOW))
@@ -210,7 +212,7 @@ def test_every_window_begins_with_an_empty_slot(resolved: ResolvedConfig) -> Non
     assert [plan.step for plan in model.plans] == list(range(len(model.plans)))
 
 
-def test_the_blocks_of_a_window_are_there(resolved: ResolvedConfig) -> None:
+def test_a_window_gets_all_blocks_it_needs(resolved: ResolvedConfig) -> None:
     new = Reader(resolved, Positions()).begin(range(WINDOW))
     used = [block for group in new.block_ids for block in group]
     assert len(new.block_ids) == len(resolved.cache.groups)
@@ -271,12 +273,12 @@ def test_lines_of_json_are_texts_of_their_own(tmp_path: Path) -> None:
         ("a.jsonl", b"[" * 100_000, "line 1 is not JSON"),
     ],
 )
-def test_what_is_no_text(tmp_path: Path, name: str, content: bytes, wrong: str) -> None:
+def test_invalid_texts_are_refused(tmp_path: Path, name: str, content: bytes, wrong: str) -> None:
     with pytest.raises(ConfigError, match=f"data: .*{wrong}"):
         read_texts(write(tmp_path, name, content))
 
 
-def test_what_is_no_file(tmp_path: Path) -> None:
+def test_folders_and_missing_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="data: .* is a folder"):
         read_texts(tmp_path)
     with pytest.raises(ConfigError, match=r"data: .* cannot be read \(No such file"):

@@ -25,7 +25,7 @@ def test_checkpoints_of_the_bare_trunk(family: str, prefix: str, tmp_path: Path)
     torch.testing.assert_close(PagedModel(tmp_path).logits(ids), expected, atol=1e-4, rtol=0)
 
 
-def test_masks_in_old_gpt2_checkpoints_are_left_out(tmp_path: Path) -> None:
+def test_masks_in_old_gpt2_checkpoints_are_ignored(tmp_path: Path) -> None:
     reference = save_tiny(tmp_path, "GPT2")
     stored = load_file(tmp_path / SINGLE)
     for layer in range(3):

@@ -72,7 +72,7 @@ def small(*more: str) -> list[str]:
 
 
 @pytest.mark.full
-def test_kvik_beside_engines_that_work_break_and_cheat(
+def test_kvik_is_compared_with_engines_that_work_fail_and_cheat(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.json"
@@ -113,7 +113,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineEntry, Job, float]
     return asked
 
 
-def test_without_a_file_what_is_installed_runs_as_the_model_is_stored(
+def test_installed_engines_run_in_the_models_format_by_default(
     runs: list[tuple[EngineEntry, Job, float]],
 ) -> None:
     flags = ["--engines", "transformers", "--rounds", "1", "--threads", "1", "--timeout", "7"]
@@ -125,7 +125,7 @@ def test_without_a_file_what_is_installed_runs_as_the_model_is_stored(
     assert runs[0][1].workloads == runs[1][1].workloads
 
 
-def test_ctrl_c_prints_what_there_is(
+def test_ctrl_c_prints_the_results_so_far(
     runs: list[tuple[EngineEntry, Job, float]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(small("--engines", "transformers", "--rounds", "5")) == 130
@@ -144,7 +144,7 @@ def run(job):
 
 @pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_what_ends_the_command_ends_the_engine_too(
+def test_signals_that_end_the_command_end_the_engine_too(
     number: signal.Signals, in_background: bool, tmp_path: Path
 ) -> None:
     """Args:
@@ -190,7 +190,7 @@ def test_what_ends_the_command_ends_the_engine_too(
         (["--config", "/nowhere.toml"], "--config: /nowhere.toml cannot be read"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_runs(
+def test_errors_are_reported_before_any_run(
     runs: list[tuple[EngineEntry, Job, float]],
     flags: list[str],
     message: str,

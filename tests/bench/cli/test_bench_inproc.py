@@ -60,7 +60,7 @@ def test_latency(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("throughput", ("--num-requests", "2", "--output-tokens", "2")),
     ],
 )
-def test_other_processes_are_told_of(
+def test_load_of_other_processes_is_remarked(
     verb: str, flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Watch, "others", lambda watch: 0.4)
@@ -182,7 +182,7 @@ def test_startup(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_refused(
+def test_invalid_options_are_refused(
     arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", *arguments, *ENGINE]) == 2

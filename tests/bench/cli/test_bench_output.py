@@ -47,7 +47,7 @@ def test_json_alone_on_standard_output(capsys: pytest.CaptureFixture[str]) -> No
     assert Result.from_json(capsys.readouterr().out) == sample_result()
 
 
-def test_files_are_there_when_nobody_reads_the_tables(
+def test_files_are_written_even_if_standard_output_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def gone(result: Result) -> None:
@@ -68,7 +68,7 @@ def test_tables_are_printed_when_a_file_cannot_be_written(
     assert "TTFT p50" in capsys.readouterr().out
 
 
-def test_what_could_not_be_written_is_refused(
+def test_paths_that_cannot_be_written_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_bytes(b"")
@@ -87,7 +87,7 @@ def test_what_could_not_be_written_is_refused(
 
 
 @pytest.mark.parametrize("flag", ["--plot", "--html"])
-def test_without_matplotlib_it_says_what_to_install(
+def test_a_missing_matplotlib_names_the_extra_to_install(
     flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)

@@ -167,7 +167,7 @@ def test_texts_of_a_file(tmp_path: Path) -> None:
     assert prompts == ["Tell me a story", "And another one", "Tell me a story"]
 
 
-def test_failures_are_counted_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_failures_are_counted_and_the_run_continues(tmp_path: Path) -> None:
     def fails(request: Received) -> Reply:
         broken = Reply([b"engine died"], status=500)
         return broken if len(fake.requests) % 3 == 0 else reply(request)
@@ -282,13 +282,15 @@ def test_progress_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         (["--endpoint", "soap"], "--endpoint: invalid choice"),
     ],
 )
-def test_what_cannot_be(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["bench", "serve", "--url", "http://127.0.0.1:9", *words]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"kvik: error: {message}") and error.count("\n") == 1
 
 
-def test_without_aiohttp_it_says_what_to_install(
+def test_a_missing_aiohttp_names_the_extra_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "aiohttp", None)
@@ -304,7 +306,7 @@ def test_without_aiohttp_it_says_what_to_install(
         (signal.SIGTERM, signal.SIG_IGN),  # as a shell starts jobs in the background
     ],
 )
-def test_what_was_measured_until_it_is_ended_is_printed(
+def test_an_ended_run_prints_its_measurements(
     number: signal.Signals, ctrl_c: Any, tmp_path: Path
 ) -> None:
     out = tmp_path / "result.json"

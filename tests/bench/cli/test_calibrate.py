@@ -42,7 +42,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Effort]]:
     return calls
 
 
-def test_it_is_printed_and_saved(
+def test_a_calibration_is_printed_and_saved(
     asked: list[tuple[int, Effort]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "mine.json"
@@ -56,7 +56,7 @@ def test_it_is_printed_and_saved(
     assert err == "kvik: warning: the machine was busy\n"
 
 
-def test_where_kvik_looks_for_it(
+def test_a_calibration_is_saved_in_the_default_path(
     asked: list[tuple[int, Effort]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -96,7 +96,7 @@ def test_a_disturbed_one_is_not_saved_unless_forced(
     ],
     ids=" ".join,
 )
-def test_whatever_uses_a_disturbed_one_says_so(
+def test_commands_warn_of_a_disturbed_calibration(
     command: tuple[str, ...],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -137,7 +137,7 @@ def test_threads_out_of_range(threads: str, capsys: pytest.CaptureFixture[str]) 
     assert "--threads: must be an integer in [1, 1024]" in capsys.readouterr().err
 
 
-def test_the_range_of_what_was_read_is_shown() -> None:
+def test_the_range_of_read_rates_is_shown() -> None:
     found = calibration()
     rates = (*found.reads[:-1], ReadRate.of(512 << 20, [8e9, 12.34e9, 5.5e9]))
     assert "8.00 (5.50 to 12.34) GB/s" in calibrate.as_text(replace(found, reads=rates))
@@ -195,7 +195,7 @@ class TestGpu:
             (128, 2048),
         )
 
-    def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured(
+    def test_an_unwritable_folder_is_reported_before_measuring(
         self,
         asked: list[object],
         machine: list[object],
@@ -216,7 +216,7 @@ class TestGpu:
         assert len(asked) == 2 and len(machine) == 1
 
     @pytest.mark.parametrize("option", [["-o", "x.json"], ["--threads", "1"], ["--force"]])
-    def test_what_is_about_the_cpu_is_refused(
+    def test_options_of_the_cpu_are_refused_for_gpus_only(
         self, option: list[str], machine: list[object], capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert main(["calibrate", "--only", "gpu", *option]) == 2

@@ -62,7 +62,7 @@ def test_formats_of_one_model(
     assert "Medians of 2 rounds" in out and "The reference is bundled." in out
 
 
-def test_models_beside_each_other(
+def test_several_models_are_compared_in_one_table(
     tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     twin = tmp_path / "twin"
@@ -102,7 +102,7 @@ def test_plots(tmp_path: Path, text: str) -> None:
         (("/a/b",), "model: "),
     ],
 )
-def test_what_is_wrong_is_said_in_a_line(
+def test_errors_take_one_line(
     words: tuple[str, ...], wrong: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["compare", *SMALL, *words]) == 2

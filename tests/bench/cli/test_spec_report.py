@@ -58,7 +58,7 @@ def test_markdown_and_the_default_method(capsys: pytest.CaptureFixture[str]) -> 
         (("--repeats", "0"), "--repeats: must be in [1, 1000], not 0"),
     ],
 )
-def test_what_is_refused(
+def test_invalid_options_are_refused(
     flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["spec-report", *ENGINE, *flags]) == 2

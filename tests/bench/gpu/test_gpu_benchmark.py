@@ -72,7 +72,7 @@ def test_sections_are_chosen(script: ModuleType) -> None:
         script.parse(["--only", "nothing"])
 
 
-def test_only_what_is_not_timed_runs_at_the_same_time(script: ModuleType) -> None:
+def test_only_jobs_that_are_not_timed_run_in_parallel(script: ModuleType) -> None:
     """What is timed has the device to itself."""
     together = [group for group in script.groups(script.JOBS) if len(group) > 1]
     assert {job.module for group in together for job in group} == {
@@ -83,7 +83,7 @@ def test_only_what_is_not_timed_runs_at_the_same_time(script: ModuleType) -> Non
     assert len({job.name for job in script.JOBS}) == len(script.JOBS)
 
 
-def test_what_the_bars_need_fits_into_one_call(script: ModuleType) -> None:
+def test_the_jobs_of_all_bars_fit_into_one_call(script: ModuleType) -> None:
     """Were every job to take all that it may; and what is beyond has time if each takes less."""
     jobs = importlib.import_module("jobs")
     assert (*jobs.BARS, *jobs.BEYOND) == script.JOBS
@@ -121,7 +121,7 @@ def test_a_soak_of_ten_minutes_can_be_asked_for(script: ModuleType) -> None:
     assert args.seconds >= facts.seconds + args.stretch * job.seconds
 
 
-def test_a_job_is_not_begun_with_less_time_than_it_needs(
+def test_a_job_is_not_started_without_enough_time(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A shorter one behind it is."""
@@ -137,7 +137,7 @@ def test_a_job_is_not_begun_with_less_time_than_it_needs(
     assert any(r["job"] == "short" and r["kind"] == "fact" for r in records)
 
 
-def test_the_jobs_are_there(script: ModuleType) -> None:
+def test_every_job_names_an_existing_function(script: ModuleType) -> None:
     for job in script.JOBS:
         source = (FOLDER / f"{job.module}.py").read_text("utf-8")
         assert f"\ndef {job.function}(notes: Notes" in source
@@ -197,7 +197,7 @@ def test_one_part_alone(script: ModuleType, tmp_path: Path) -> None:
     assert done == ["b"]
 
 
-def test_what_there_is_no_time_for_is_named(
+def test_jobs_without_time_are_named(
     script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script.main(["--seconds", "1", "--out", str(tmp_path)])

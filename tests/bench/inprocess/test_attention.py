@@ -51,7 +51,7 @@ def test_the_backend_of_the_engine_is_timed() -> None:
         ((16,), {"attention_backend": "reference"}, "attention_backend"),
     ],
 )
-def test_what_cannot_be_measured(
+def test_impossible_lengths_are_refused(
     lengths: tuple[int, ...], options: dict[str, str], field: str
 ) -> None:
     with pytest.raises(ParamError) as error:

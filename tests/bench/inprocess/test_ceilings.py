@@ -55,7 +55,7 @@ def test_a_batch_is_its_prompts_and_then_its_tokens(calibrated: None, engine: En
     assert shared > both
 
 
-def test_what_a_run_achieved(calibrated: None, engine: Engine) -> None:
+def test_achieved_shares_of_the_ceilings(calibrated: None, engine: Engine) -> None:
     ceilings = Ceilings.of(engine.resolved)
     run = run_jobs(engine, [BenchRequest([20 + i] * 16, 8) for i in range(4)])
     found = by_name(ceilings.achieved([run]))

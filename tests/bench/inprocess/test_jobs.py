@@ -61,7 +61,7 @@ def test_rounds_have_prompts_of_their_own_and_equal_lengths() -> None:
         ),
     ],
 )
-def test_what_cannot_be_served_is_refused(load: Requests, message: str) -> None:
+def test_loads_that_cannot_be_served_are_refused(load: Requests, message: str) -> None:
     resolved = resolve_config(EngineConfig(device="cpu", max_model_len=64))
     with pytest.raises(ParamError) as error:
         load.check(resolved)

@@ -10,14 +10,14 @@ from kvik_bench.inprocess import rounds as disturbance
 from kvik_bench.inprocess.rounds import Rounds, Watch, undisturbed
 
 
-def test_subjects_take_turns() -> None:
+def test_subjects_alternate_in_each_round() -> None:
     with Rounds(2, 1) as rounds:
         order = list(rounds.over(["a", "b"]))
     assert order == [(-1, "a"), (-1, "b"), (0, "a"), (0, "b"), (1, "a"), (1, "b")]
 
 
 @pytest.mark.parametrize(("share", "words"), [(0.02, ""), (0.4, "40% of the cores")])
-def test_other_processes_are_told_of(
+def test_load_of_other_processes_is_remarked(
     share: float, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disturbance.Watch, "others", lambda watch: share)
@@ -43,7 +43,7 @@ def test_the_faster_half_counts() -> None:
 
 
 @pytest.mark.parametrize(("busy", "own", "share"), [(5.0, 5.0, 0.0), (9.0, 5.0, 0.2)])
-def test_what_others_took(
+def test_the_share_of_other_processes(
     monkeypatch: pytest.MonkeyPatch, busy: float, own: float, share: float
 ) -> None:
     """In 10 seconds on 2 cores."""

@@ -70,7 +70,7 @@ def test_drafts_that_are_always_right(
         assert found["predicted"] == pytest.approx(found["speed-up"], rel=1e-6)
 
 
-def test_no_drafts_are_told(
+def test_a_run_without_drafts_is_remarked(
     quiet: None, uncalibrated: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, lambda parts: Scripted(parts, [], always_right))
@@ -96,7 +96,7 @@ def test_two_engines_must_fit() -> None:
         (replace(LOAD, prompt_tokens=60), "prompt_tokens: 60, and 13 of output, are more than"),
     ],
 )
-def test_what_cannot_be_served_is_refused(load: SpeculationLoad, message: str) -> None:
+def test_loads_that_cannot_be_served_are_refused(load: SpeculationLoad, message: str) -> None:
     with pytest.raises(ParamError) as error:
         load.check(PLAIN)
     assert str(error.value).startswith(message)

@@ -73,7 +73,7 @@ def run(
     return log, [(round(at - log.started, 6), name) for at, name in target.asked]
 
 
-def test_an_open_loop_sends_when_due_whatever_the_server_does() -> None:
+def test_an_open_loop_sends_when_due_even_if_answers_are_late() -> None:
     offsets = [0.0, 0.25, 0.25, 1.0, 7.5]
     log, asked = run(OpenLoop(offsets, 100), Clockwork(lambda name: 3.0))
     assert asked == [(0.0, "0.0"), (0.25, "1.0"), (0.25, "2.0"), (1.0, "3.0"), (7.5, "4.0")]
@@ -99,7 +99,7 @@ def test_poisson_arrivals_are_sent_as_drawn() -> None:
     assert [at for at, _ in asked] == pytest.approx(drawn, abs=1e-5)
 
 
-def test_what_is_held_back_is_noted_and_is_no_lag() -> None:
+def test_time_held_by_the_concurrency_limit_is_not_lag() -> None:
     target = Clockwork(lambda name: 1.0)
     log, asked = run(OpenLoop([0.0, 0.1, 0.2, 0.9, 5.0], 2), target)
     assert target.most == 2
@@ -108,7 +108,7 @@ def test_what_is_held_back_is_noted_and_is_no_lag() -> None:
     assert [r.lag for r in log.records] == pytest.approx([0] * 5, abs=1e-6)
 
 
-def test_one_that_was_due_while_another_was_held_is_held_too() -> None:
+def test_requests_due_while_another_is_held_are_held_too() -> None:
     """When places come free together, the second does not wait; it was late all the same."""
     log, asked = run(OpenLoop([0.0, 0.0, 0.1, 0.2], 2), Clockwork())
     assert asked == [(0.0, "0.0"), (0.0, "1.0"), (1.0, "2.0"), (1.0, "3.0")]
@@ -137,7 +137,7 @@ def test_users_think() -> None:
     assert asked == [(0.0, "0.0"), (1.5, "1.0"), (3.0, "2.0")]
 
 
-def test_turns_wait_for_the_answer() -> None:
+def test_turns_of_a_conversation_wait_for_the_answer() -> None:
     target = Clockwork()
     log, asked = run(OpenLoop([0.0, 0.3], 100), target, turns=3, think_time=0.5)
     assert asked == [
@@ -147,7 +147,7 @@ def test_turns_wait_for_the_answer() -> None:
     assert all(abs(record.lag) < 1e-6 for record in log.records)
 
 
-def test_a_conversation_ends_with_a_failure_and_the_run_goes_on() -> None:
+def test_a_conversation_ends_with_a_failure_and_the_run_continues() -> None:
     target = Clockwork(lambda name: -1.0 if name == "0.1" else 1.0)
     log, asked = run(ClosedLoop(1), target, turns=3, num_requests=6)
     assert [name for _, name in asked] == ["0.0", "0.1", "1.0", "1.1", "1.2"]
@@ -171,7 +171,7 @@ def test_a_duration_ends_the_sending_and_waits_for_the_rest() -> None:
     assert [at for at, _ in asked] == [0.0, 1.0, 2.0]
 
 
-def test_an_interrupted_run_has_what_was_measured() -> None:
+def test_an_interrupted_run_keeps_its_measurements() -> None:
     log = RunLog()
 
     async def main() -> None:

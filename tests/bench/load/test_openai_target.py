@@ -108,7 +108,7 @@ def test_times_are_those_of_the_server_to_two_milliseconds() -> None:
     assert sum(len(record.times) for record in records) == 40
 
 
-def test_what_is_sent() -> None:
+def test_the_request_that_is_sent() -> None:
     with FakeServer(lambda request: stream(2)) as fake:
         server = TargetServer(fake.url + "/", "completions", "m", "secret", {"temperature": 0.5})
         ask(server)
@@ -221,7 +221,7 @@ def unused_url() -> str:
         return f"http://127.0.0.1:{free.getsockname()[1]}"
 
 
-def test_nobody_listens() -> None:
+def test_a_refused_connection_is_a_connect_error() -> None:
     ((record, _),) = ask(TargetServer(unused_url(), "completions", "m"))
     assert record.error == "connect"
 
@@ -273,7 +273,7 @@ def test_a_server_without_usage() -> None:
     assert found == Dialect(usage=False)
 
 
-def test_a_server_that_does_not_say_what_it_dislikes() -> None:
+def test_a_server_that_does_not_name_the_refused_field() -> None:
     found = negotiated(lambda body: "extra fields" if "ignore_eos" in body else None)
     assert found == Dialect(ignore_eos=False, running_usage=False)
     found = negotiated(lambda body: "no" if "stream_options" in body else None)
@@ -288,7 +288,7 @@ def test_a_server_that_refuses_everything() -> None:
 @pytest.mark.parametrize(
     ("status", "hint"), [(401, "--api-key"), (404, "--endpoint chat"), (403, "--api-key")]
 )
-def test_a_refusal_says_what_may_help(status: int, hint: str) -> None:
+def test_a_refusal_comes_with_a_hint(status: int, hint: str) -> None:
     async def main(url: str) -> None:
         server = TargetServer(url, "completions", "m")
         async with connected(server) as session:
@@ -303,7 +303,7 @@ def test_a_refusal_says_what_may_help(status: int, hint: str) -> None:
         asyncio.run(main(unused_url()))
 
 
-def test_what_may_pass_is_no_refusal() -> None:
+def test_temporary_errors_are_no_refusal() -> None:
     async def main(url: str) -> TargetServer:
         server = TargetServer(url, "completions", "m")
         async with connected(server) as session:
@@ -449,7 +449,7 @@ def test_running_counts_with_an_end_of_text_token() -> None:
     assert record.even
 
 
-def test_text_that_was_held_back_is_no_new_token() -> None:
+def test_withheld_text_counts_as_no_new_token() -> None:
     record, words = read(
         text("a", usage=usage(7, 1)), text("b", usage=usage(7, 3)),
         text("c", "stop", usage=usage(7, 3)), DONE,

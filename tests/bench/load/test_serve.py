@@ -28,7 +28,7 @@ def reply(request: Received) -> Reply:
     return models(request) or stream(request.body["max_tokens"], first=0.02)
 
 
-def test_somebody_may_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_reported_during_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "WATCH_PERIOD", 0.01)
     seen: list[tuple[str, int]] = []
 
@@ -137,7 +137,7 @@ def test_a_run_in_which_everything_failed_has_a_row() -> None:
     assert found.series == {}
 
 
-def test_the_prefix_cache_is_told() -> None:
+def test_prefix_cache_hits_are_reported() -> None:
     found = row("a", [measured(answer(0.0, cached_tokens=4), answer(1.0, cached_tokens=6))], None)
     assert found.facts["prefix cache"] == "50% of the prompt tokens"
 
@@ -171,7 +171,7 @@ def test_a_late_client_is_called_the_bottleneck() -> None:
     assert "it used 5% of a core on the whole: other processes" in text
 
 
-def test_held_requests_are_the_servers_fault() -> None:
+def test_held_requests_are_remarked_and_measured() -> None:
     held = answer(1.0, held=1.0)
     held.due = 0.0
     (text,) = remarks("a", [measured(answer(0.0), held)])
@@ -195,21 +195,21 @@ def test_errors_are_counted_by_kind_with_an_example() -> None:
     assert last.startswith("a: times are those of completed requests alone")
 
 
-def test_guessed_counts_are_told() -> None:
+def test_estimated_token_counts_are_remarked() -> None:
     (text,) = remarks("a", [measured(answer(0.0, assumed=True), answer(0.0))])
     assert "in 1 of 2 answers the server did not count tokens" in text
     (text,) = remarks("a", [measured(answer(0.0, output_tokens=9))])
     assert "in 1 of 1 answers chunks and tokens differ in number" in text
 
 
-def test_answers_shorter_than_asked_for_are_told() -> None:
+def test_answers_shorter_than_requested_are_remarked() -> None:
     """A server that takes `ignore_eos` without a word and ends its answers all the same."""
     (text,) = remarks("a", [measured(answer(0.0, asked_tokens=3), answer(0.0, asked_tokens=5))])
     assert "with 6 of the 8 tokens asked for" in text and "--extra-body" in text
     assert remarks("a", [measured(answer(0.0, asked_tokens=3), answer(0.0))]) == []
 
 
-def test_interrupted_requests_are_told() -> None:
+def test_interrupted_requests_are_remarked() -> None:
     (text,) = remarks("a", [measured(answer(0.0), RequestRecord(1, 0, 0, error=INTERRUPTED))])
     assert text.startswith("a: 1 of 2 requests were interrupted")
 
@@ -222,7 +222,7 @@ def test_series_are_thinned_but_keep_their_ends() -> None:
     assert found.series["sent, s"][-1] == pytest.approx(0.001 * (MAX_SERIES + 99))
 
 
-def test_charts_name_what_rows_have() -> None:
+def test_charts_name_figures_that_rows_have() -> None:
     rows = [row("a", [measured(answer(0.0))], None), row("b", [measured(answer(0.0))], None)]
     assert {chart.kind for chart in charts(rows)} == {"curve", "ecdf", "points"}
     for chart in charts(rows):

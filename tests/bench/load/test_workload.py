@@ -127,7 +127,7 @@ def test_prompts_share_prefixes() -> None:
     assert {request.messages[0][0] for request in requests} == {"system"}
 
 
-def test_a_conversation_repeats_what_was_said() -> None:
+def test_a_conversation_repeats_its_earlier_turns() -> None:
     turns = (LoadTurn("one", 1, 5), LoadTurn("two", 2, 6), LoadTurn("three", 3, 7))
     conversation = LoadConversation(turns, LoadTurn("be brief", 10, 0))
     first, second = conversation.request([]), conversation.request(["A"])

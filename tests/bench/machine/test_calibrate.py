@@ -68,7 +68,7 @@ def test_everything_is_measured_and_can_be_used(hardware: Hardware, tmp_path: Pa
         assert 0 < time.floor <= time.expected < 10
 
 
-def test_every_kind_meets_the_group_it_is_named_for() -> None:
+def test_every_kind_is_measured_with_its_group_size() -> None:
     for kind in KINDS:
         for about, _, _ in SMALL:
             scheme = layer_kind("int4", _inputs(kind, about), head=False)
@@ -107,7 +107,7 @@ def test_a_line_through_steps() -> None:
     assert line_through((4,), [5.0]) == (5.0, 0.0)
 
 
-def test_what_a_reader_should_know() -> None:
+def test_disturbed_measurements_are_remarked() -> None:
     assert remarks(0.0, [50e9] * 20) == ()
     busy, changing = remarks(0.5, [50e9] * 10 + [76e9] * 10)
     assert busy.startswith("other processes took 50% of the cores")
@@ -115,7 +115,7 @@ def test_what_a_reader_should_know() -> None:
 
 
 @pytest.mark.parametrize("native", [pytest.param(True, marks=needs_native), False])
-def test_stages_time_what_they_are_given(native: bool) -> None:
+def test_stages_time_the_given_sizes(native: bool) -> None:
     hardware = HARDWARE if native else without_native(HARDWARE)
     stage = make_stage(hardware, 1, TINY)
     assert isinstance(stage, TorchStage) is not native

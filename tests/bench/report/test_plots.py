@@ -80,7 +80,7 @@ def test_numbers_of_a_distribution() -> None:
     assert table.lines[0] == ("batch 1", "2", "9", "15.1", "17", "17", "100")
 
 
-def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_matplotlib_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plots, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"kvik\[bench\]"):
         plots.require_matplotlib()
@@ -187,7 +187,7 @@ def test_a_hostile_name_is_text(page: Page) -> None:
     assert f"remark: {HOSTILE}" in page.text
 
 
-def test_ids_are_unique_and_what_is_referred_to_exists(page: Page) -> None:
+def test_ids_are_unique_and_references_resolve(page: Page) -> None:
     ids = [value for _, name, value in page.attributes if name == "id"]
     assert len(ids) == len(set(ids))
     wanted = {v[1:] for _, name, v in page.attributes if name in ("href", "xlink:href")}
@@ -195,7 +195,7 @@ def test_ids_are_unique_and_what_is_referred_to_exists(page: Page) -> None:
     assert wanted <= set(ids)
 
 
-def test_each_chart_has_words_and_numbers_beside_it(page: Page) -> None:
+def test_each_chart_has_a_description_and_a_table(page: Page) -> None:
     labels = [v for tag, name, v in page.attributes if tag == "svg" and name == "aria-label"]
     assert len(labels) == 4  # the fifth has no data
     assert labels[0].startswith("Output by batch size. output over batch")

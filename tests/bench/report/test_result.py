@@ -25,12 +25,12 @@ def test_medians_stand_in_the_file() -> None:
     assert (figure["median"], figure["low"], figure["high"]) == pytest.approx((81, 72.9, 89.1))
 
 
-def test_the_median_of_an_even_number_lies_between() -> None:
+def test_the_median_of_an_even_number_of_values() -> None:
     assert Figure("x", "", (1.0, 2.0, 10.0, 4.0)).median == 3.0
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"kind": 1}', "{", '{"kind": "x"}'])
-def test_what_is_no_result_is_refused(text: str) -> None:
+def test_invalid_results_are_refused(text: str) -> None:
     with pytest.raises(KvikError, match="result"):
         Result.from_json(text)
 
@@ -54,7 +54,7 @@ def test_the_peak_does_not_begin_with_the_memory_of_the_parent() -> None:
     assert 1 * mib < int(done.stdout) < 300 * mib
 
 
-def test_a_run_can_be_told_from_another() -> None:
+def test_a_result_records_the_facts_of_its_run() -> None:
     facts = run_facts()
     assert {"date", "command", "kvik", "python", "torch", "machine"} <= facts.keys()
     assert all(facts.values())

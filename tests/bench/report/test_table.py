@@ -28,14 +28,14 @@ def test_three_digits_and_the_spread(values: tuple[float, ...], unit: str, text:
     assert show_figure(Figure("x", unit, values)) == text
 
 
-def test_what_is_impossible_is_called_so() -> None:
+def test_impossible_values_are_marked() -> None:
     assert show_figure(Figure("share", "%", (90.0, 955.0, 970.0), most=120.0)) == (
         "955 (90 to 970), impossible"
     )
     assert show_figure(Figure("share", "%", (90.0, 95.0, 970.0), most=120.0)) == "95 (90 to 970)"
 
 
-def test_what_there_is_more_of_goes_down() -> None:
+def test_figures_that_outnumber_rows_become_lines() -> None:
     result = sample_result()
     table = grid(result)  # 3 figures and a fact, 3 rows
     assert table.header == ("", "batch 1", "batch 4", "batch 16")
