@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -119,7 +120,8 @@ def measure(
 
     facts = load(calibration)
     device = cpu_device(facts, facts.machine, 0)
-    shape = read_shape(model)
+    kernels = "torch" if facts.machine.kernels == "torch" else "native"
+    shape = replace(read_shape(model), kernels=kernels)
     threads = facts.machine.threads
     llm = LLM(
         model,
