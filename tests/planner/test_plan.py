@@ -56,6 +56,12 @@ def test_llama_2_7b_on_an_a100() -> None:
     assert row.floor == pytest.approx(1 / row.ceiling)
 
 
+def test_the_unit_that_runs_is_named() -> None:
+    found = answer("llama-3-8b", find_device("a100-80g"), Question(dtype="fp8", context=128))
+    assert found.arithmetic == "bf16"  # it has no FP8
+    assert answer("llama-3-8b", find_device("h100"), Question(dtype="fp8")).arithmetic == "fp8"
+
+
 def test_both_bounds_of_decoding_stand_side_by_side() -> None:
     found = answer("llama-3-8b", TOY, Question(context=4096, batch=8)).speed
     assert found is not None

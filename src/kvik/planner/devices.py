@@ -86,18 +86,26 @@ class Device:
             "run `kvik calibrate` while no other program runs"
         )
 
-    def rate(self, arithmetic: str) -> float:
-        """Return the operations a second in an arithmetic, or in the one that replaces it.
+    def unit(self, arithmetic: str) -> str:
+        """Return the arithmetic that runs here: the one asked for, or the one that replaces it.
 
         Raises:
             ConfigError: the device's speed is unknown.
         """
         for name in (arithmetic, *STAND_INS.get(arithmetic, ())):
             if name in self.rates:
-                return self.rates[name]
+                return name
         if self.rates:
             raise ConfigError("hardware", f"{self.name}: its rate of {arithmetic} is not known")
         raise ConfigError("hardware", f"{self.name}: {self.unknown or NOT_CALIBRATED}")
+
+    def rate(self, arithmetic: str) -> float:
+        """Return the operations a second of `unit`.
+
+        Raises:
+            ConfigError: as `unit`.
+        """
+        return self.rates[self.unit(arithmetic)]
 
     def read_rate(self, working_set: float) -> float:
         """Return the bytes a second while each step reads the same `working_set` bytes: a measured

@@ -444,8 +444,10 @@ class Plan:
 
     @property
     def arithmetic(self) -> str:
-        """The unit that multiplies."""
-        return arithmetic(self.at.weight_format, self.at.device.kind)
+        """The unit that multiplies, or would, where the device's speed is unknown."""
+        device = self.at.device
+        unit = arithmetic(self.at.weight_format, device.kind)
+        return device.unit(unit) if device.rated else unit
 
     @property
     def source(self) -> str:

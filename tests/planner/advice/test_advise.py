@@ -171,6 +171,14 @@ def test_the_rates_of_prompts_and_of_decoding_choose_the_format(
     assert share and int(share[1]) > 90
 
 
+def test_a_unit_that_a_device_lacks_is_not_named() -> None:
+    """Without bfloat16 and small integers all weights are multiplied in fp16."""
+    plain = replace(H100, rates={name: H100.rates[name] for name in ("fp32", "fp16")})
+    load = Wish(prompt=500, output=200, concurrency=16)
+    reason = advice(report("Llama-3-8B", plain, load), "quantisation").reason
+    assert set(re.findall(r"\(in (\w+)\)", reason)) == {"fp16"}
+
+
 def test_a_smaller_kv_format_helps_long_contexts_only() -> None:
     short = Wish(prompt=16, output=16, concurrency=1)
     found = advice(report("Llama-3-8B", H100, short), "KV format")

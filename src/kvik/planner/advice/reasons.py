@@ -103,7 +103,7 @@ class _FormatRates:
         seconds = mixed_seconds(serving, traffic, 0, tokens, fresh)
         return _FormatRates(
             at.weight_format,
-            arithmetic(at.weight_format, at.device.kind),
+            at.device.unit(arithmetic(at.weight_format, at.device.kind)),
             tokens / seconds,
             batch / step_seconds(serving, traffic, batch),
         )
