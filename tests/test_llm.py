@@ -416,3 +416,37 @@ def test_a_template_may_refuse_a_conversation(tmp_path):
     file.write_text("{{ raise_exception('a system message comes first') }}")
     resolved = resolve_config(EngineConfig(device="cpu", chat_template=str(file)))
     assert load_tokenizer(resolved).chat_template == file.read_text()
+
+
+def test_the_words_of_vllm_for_a_call(llm) -> None:
+    (output,) = llm.generate(["Once"], sampling_params=GREEDY, use_tqdm=False)
+    assert output.finished and output.outputs[0].text == llm.generate("Once", GREEDY)[0].text
+    with pytest.raises(ParamError, match="sampling_params: is params here"):
+        llm.generate("Once", GREEDY, sampling_params=GREEDY)
+
+
+def test_priorities_order_the_requests_of_a_call() -> None:
+    options = {"policy": "priority", "max_num_seqs": 1, "max_model_len": 64, "device": "cpu"}
+    with LLM(**options) as llm:
+        prompts = ["One", "Two", "Three"]
+        outputs = llm.generate(prompts, GREEDY, priority=[5, 1, 3])
+        started = [output.metrics.first_scheduled for output in outputs]
+        # The first may be taken in before the others are there.
+        assert started[1] < started[2]
+        for priority, message in (([1], "1 given for 3"), ([1, 2, "x"], "must be an integer")):
+            with pytest.raises(ParamError, match=f"priority: {message}"):
+                llm.generate(prompts, GREEDY, priority=priority)
+
+
+def test_a_priority_needs_its_policy(llm) -> None:
+    with pytest.raises(ParamError, match="priority: needs policy"):
+        llm.generate("Once", GREEDY, priority=1)
+
+
+def test_cached_prefixes_can_be_forgotten() -> None:
+    with LLM(max_model_len=128, device="cpu") as llm:
+        prompt = list(range(5, 45))
+        llm.generate([prompt], GREEDY)
+        assert llm.generate([prompt], GREEDY)[0].num_cached_tokens == 32
+        assert llm.reset_prefix_cache() >= 2
+        assert llm.generate([prompt], GREEDY)[0].num_cached_tokens == 0

@@ -17,12 +17,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvik.config.config import EngineConfig, ResolvedConfig
+from kvik.config.synonyms import SYNONYMS, translated
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest
 from kvik.engine.output import EmbeddingOutput, RequestOutput, TextDelta, normalise
 from kvik.engine.stats import EngineStats
 from kvik.engine.thread import Call, EngineThread
-from kvik.errors import ConfigError, ParamError
+from kvik.errors import ConfigError, ParamError, shown
 from kvik.launch import resolve_config, start
 from kvik.model_files import model_files
 from kvik.options import options_of, unknown
@@ -83,7 +84,7 @@ class LLM:
 
     Args:
         model: folder in Hugging Face format, GGUF file, hub id, or "" for the bundled story model.
-        config: any field of `EngineConfig`.
+        config: any field of `EngineConfig`, or what other engines call it (`config.synonyms`).
 
     Raises:
         KvikError: the model or an option cannot be used; the message says what is allowed.
@@ -91,9 +92,10 @@ class LLM:
 
     def __init__(self, model: str = "", **config: Any) -> None:
         known = [one.name for one in options_of(EngineConfig) if one.name != "model"]
+        config = translated(config)
         for name in config:
             if name not in known:
-                raise ConfigError(name, unknown(name, "engine option", known))
+                raise ConfigError(name, unknown(name, "engine option", [*known, *SYNONYMS]))
         self.resolved: ResolvedConfig = resolve_config(EngineConfig(model=model, **config))
         self._engine = EngineThread(partial(start, self.resolved))
         finalize(self, self._engine.close)  # when the program ends or forgets it
@@ -117,6 +119,9 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool | None = None,
+        priority: int | Sequence[int] = 0,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts (texts or token ids), one or many, in the order given.
 
@@ -125,11 +130,18 @@ class LLM:
                 `max_tokens` (256 unless said) or the context ends a text, the `finish_reason` of
                 its completion is "length".
             progress: show a bar; None shows it for more than one prompt on a terminal.
+            priority: for all prompts, or one for each: with `policy="priority"` the smallest is
+                served first.
+            sampling_params, use_tqdm: what vLLM calls `params` and `progress`.
 
         Raises:
             ParamError, CapacityError: a prompt or parameter is impossible; nothing was generated.
         """
-        return self._run(_as_prompts(prompts), params, progress, add_special_tokens=True)
+        params = _either("sampling_params", sampling_params, "params", params)
+        progress = _either("use_tqdm", use_tqdm, "progress", progress)
+        listed = _as_prompts(prompts)
+        priorities = self._priorities(len(listed), priority)
+        return self._run(listed, params, progress, add_special_tokens=True, priorities=priorities)
 
     def chat(
         self,
@@ -137,13 +149,20 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool | None = None,
+        priority: int | Sequence[int] = 0,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, a list of {"role", "content"}, or a list of conversations."""
+        """Answer one conversation, a list of {"role", "content"}, or a list of conversations. For
+        the other arguments see `generate`."""
+        params = _either("sampling_params", sampling_params, "params", params)
+        progress = _either("use_tqdm", use_tqdm, "progress", progress)
         listed = isinstance(messages, Sequence) and not isinstance(messages, str) and messages
         many = listed and not isinstance(messages[0], Mapping)
         conversations = list(messages) if many else [messages]
         prompts = [self.render_chat(conversation) for conversation in conversations]  # type: ignore[arg-type]
-        return self._run(prompts, params, progress, add_special_tokens=False)
+        priorities = self._priorities(len(prompts), priority)
+        return self._run(prompts, params, progress, add_special_tokens=False, priorities=priorities)
 
     def score(
         self, prompts: Prompt | Sequence[Prompt], top: int = 0, *, progress: bool | None = None
@@ -207,6 +226,11 @@ class LLM:
     def stats(self) -> EngineStats:
         return self._engine.ask(self._client.stats)
 
+    def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes; running requests go on. Returns the number of blocks that
+        held one."""
+        return self._engine.ask(self._client.reset_prefix_cache)
+
     def close(self) -> None:
         """Free the model and its cache; a closed LLM cannot be used again. Calls that other threads
         wait for raise `RuntimeError`."""
@@ -234,6 +258,7 @@ class LLM:
         *,
         add_special_tokens: bool,
         pooling: str | None = None,
+        priority: int = 0,
     ) -> EngineRequest:
         if params.stop and self._tokenizer is None:
             raise ParamError("stop", "needs a tokenizer, and this model has none")
@@ -244,7 +269,9 @@ class LLM:
         else:
             ids = list(prompt)
         params = spelled(params, self._tokenizer)
-        request = EngineRequest(f"llm-{next(self._serial)}", ids, params, pooling=pooling)
+        request = EngineRequest(
+            f"llm-{next(self._serial)}", ids, params, priority=priority, pooling=pooling
+        )
         self._client.check(request)
         return request
 
@@ -256,11 +283,20 @@ class LLM:
         *,
         add_special_tokens: bool,
         pooling: str | None = None,
+        priorities: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         each = self._params_for(len(prompts), params)
         requests = [
-            self._request(prompt, p, add_special_tokens=add_special_tokens, pooling=pooling)
-            for prompt, p in zip(prompts, each, strict=True)
+            self._request(
+                prompt,
+                p,
+                add_special_tokens=add_special_tokens,
+                pooling=pooling,
+                priority=priority,
+            )
+            for prompt, p, priority in zip(
+                prompts, each, priorities or [0] * len(prompts), strict=True
+            )
         ]
         if not requests:
             return []
@@ -287,6 +323,19 @@ class LLM:
         request = self._request(prompt, one, add_special_tokens=add_special_tokens)
         text = prompt if isinstance(prompt, str) else None
         return Stream(self, self._engine, Call([(request, text)], streaming=True))
+
+    def _priorities(self, count: int, priority: int | Sequence[int]) -> list[int]:
+        """Return the priority of each prompt."""
+        found = [priority] * count if isinstance(priority, int) else list(priority)
+        if len(found) != count:
+            raise ParamError("priority", f"{len(found)} given for {count} prompts: one for each")
+        for one in found:
+            if type(one) is not int:
+                raise ParamError("priority", f"must be an integer, not {shown(one)}")
+        policy = self.resolved.scheduler.policy
+        if any(found) and policy != "priority":
+            raise ParamError("priority", f'needs policy="priority", and the policy is {policy}')
+        return found
 
     def _params_for(
         self, count: int, params: SamplingParams | Sequence[SamplingParams] | None
@@ -360,6 +409,17 @@ def _embedding(output: RequestOutput, normalize: bool) -> EmbeddingOutput:
         num_cached_tokens=output.num_cached_tokens,
         num_preemptions=output.num_preemptions,
     )
+
+
+def _either(theirs: str, given: Any, ours: str, value: Any) -> Any:
+    """Return an argument that has two names.
+
+    Raises:
+        ParamError: both are given.
+    """
+    if given is not None and value is not None:
+        raise ParamError(theirs, f"is {ours} here, which is given too")
+    return value if given is None else given
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

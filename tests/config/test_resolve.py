@@ -19,6 +19,7 @@ from kvik.config.resolve import resolve
 from kvik.config.speculative import DraftSource
 from kvik.errors import CapacityError, ConfigError, KvikError
 from kvik.models.model_spec import ModelSpec
+from kvik.spec.stored_weights import StoredQuantization
 
 GIB = 1 << 30
 PC = Hardware("PC", 8, 16 * GIB, "RAM available", frozenset({"avx2", "avx512_bf16"}))
@@ -80,6 +81,13 @@ SPECS = (TINY, SMALL, LARGE, WINDOWED, LEARNED)
 
 def plan(spec: ModelSpec = SMALL, hardware: Hardware = PC, **options: Any) -> ResolvedConfig:
     return resolve(EngineConfig(**options), spec, hardware, "/models/x")
+
+
+def test_the_quantization_of_the_files_may_be_named() -> None:
+    stored = replace(SMALL, quantization=StoredQuantization("awq", ()))
+    assert plan(stored, quantization="awq").runner.quantization == "none"
+    with pytest.raises(ConfigError, match="quantization: is gptq, but the files .* as awq"):
+        plan(stored, quantization="gptq")
 
 
 def decision(resolved: ResolvedConfig, name: str) -> tuple[str, str]:

@@ -51,17 +51,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         "chat", "[MODEL | --url URL]", "Talk to a model, here or of a server. /help lists commands."
     )
-    add_model(parser)
+    add_model(parser, "a folder, GGUF file or hub id; with --url: as the server calls it")
     parser.add_argument("--system", default="", metavar="TEXT", help="the system message")
     server = parser.add_argument_group("a server that answers instead of an engine here")
     server.add_argument("--url", help="of an OpenAI-compatible API, with or without /v1")
-    server.add_argument(
-        "--model",
-        dest="served_model",
-        default="",
-        metavar="NAME",
-        help="as the server calls it (its first)",
-    )
     add_key_flag(server)
     add_sampling_flags(parser, left_out=["n", "logprobs", "prompt_logprobs"])
     add_engine_flags(parser)
@@ -79,8 +72,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _with_engine(arguments: argparse.Namespace, given: Mapping[str, object]) -> None:
-    if arguments.served_model:
-        raise ConfigError("model", "is named without --model, which goes with --url")
     if arguments.api_key:
         raise ConfigError("api_key", "goes with --url")
 
@@ -96,14 +87,12 @@ def _with_engine(arguments: argparse.Namespace, given: Mapping[str, object]) -> 
 def _with_server(arguments: argparse.Namespace, given: Mapping[str, object]) -> None:
     for name in given_engine_options(arguments):
         raise ConfigError(name, "is for an engine here; with --url the server has its own")
-    if arguments.model:
-        raise ConfigError("model", f"of a server is named by --model {arguments.model[:60]}")
 
     from kvik.cli.chat_backends import RemoteBackend, first_model
 
     server = RemoteServer.at(arguments.url, arguments.api_key)
     sampling = {name: value for name, value in given.items() if value is not None}
-    model = arguments.served_model or first_model(server)
+    model = arguments.model or first_model(server)
     _converse(Chat(RemoteBackend(server, model, sampling), arguments.system))
 
 

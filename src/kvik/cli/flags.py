@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from kvik.config.config import EngineConfig
 from kvik.config.env import environment_options, server_environment, set_variable
 from kvik.config.server_config import ServerConfig
+from kvik.config.synonyms import SYNONYMS, synonym_options, translated
 from kvik.core.sampling_params import SamplingParams
 from kvik.errors import ConfigError, KvikError
 from kvik.options import TAKES_SEVERAL, Flag, Option, did_you_mean, options_of
@@ -61,6 +62,7 @@ class Parser(argparse.ArgumentParser):
             return flag_of(match[0]) if flag_of(match[0]) in flags else match[0]
 
         arguments = {action.dest for action in self._actions if not action.option_strings}
+        arguments.add("model")  # which is an argument unless its flag is used
         flag = flag_of(field)
         if field not in arguments and flag in flags:
             given = any(word == flag or word.startswith(f"{flag}=") for word in words)
@@ -88,6 +90,10 @@ def add_engine_flags(
             continue
         elif only is None or option.name in only:
             _add(group, option)
+    for option in synonym_options():  # work as flags, and are not shown
+        target = SYNONYMS[option.name].option
+        if only is None or not target or target in only:
+            _add(group, option, shown=False)
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, *, left_out: Collection[str] = ()) -> None:
@@ -124,7 +130,16 @@ def add_model(
     Args:
         kinds: of models that the verb takes.
     """
-    parser.add_argument("model", nargs="?", default="", help=f"{kinds} (default: bundled)")
+    parser.set_defaults(model="")
+    for name in ("model", "--model"):
+        shown = name == "model"
+        parser.add_argument(
+            name,
+            nargs="?" if shown else None,
+            metavar=None if shown else "MODEL",
+            default=argparse.SUPPRESS,
+            help=f"{kinds} (default: bundled)" if shown else "the same",
+        )
 
 
 def integer(text: str) -> int:
@@ -164,7 +179,8 @@ def engine_options(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
 
 def given_engine_options(arguments: argparse.Namespace) -> dict[str, object]:
     """Return the fields of EngineConfig that are given by flags."""
-    given = given_options(EngineConfig, arguments, NOT_ENGINE_FLAGS)
+    options = (*options_of(EngineConfig), *synonym_options())
+    given = translated(_given(options, arguments, NOT_ENGINE_FLAGS))
     if ENGINE_SEED in arguments:
         given["seed"] = getattr(arguments, ENGINE_SEED)
     return given
@@ -224,9 +240,11 @@ def _add(
     name: str | None = None,
     *,
     default: bool = True,
+    shown: bool = True,
 ) -> None:
     flag = flag_of(option.name)
     note = help_of(option, default=default).replace("%", "%%")  # argparse formats it with %
+    note = note if shown else argparse.SUPPRESS
     if isinstance(option.kind, Flag):
         group.add_argument(
             flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=note
@@ -255,13 +273,17 @@ def _reader(option: Option) -> Callable[[str], object]:
     return read
 
 
-def given_options(
-    options: type, arguments: argparse.Namespace, left_out: tuple[str, ...] = ()
-) -> dict[str, Any]:
+def given_options(options: type, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of a dataclass of options that are given by flags."""
+    return _given(options_of(options), arguments)
+
+
+def _given(
+    options: Iterable[Option], arguments: argparse.Namespace, left_out: tuple[str, ...] = ()
+) -> dict[str, Any]:
     values: Mapping[str, Any] = vars(arguments)
     found = {}
-    for option in options_of(options):
+    for option in options:
         if option.name in values and option.name not in left_out:
             value = values[option.name]
             if TAKES_SEVERAL in option.facts:

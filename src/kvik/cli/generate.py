@@ -41,6 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
         "reads it from standard input. One argument alone is the prompt; it is refused if it names "
         "a file or folder here, or is one word with a / in it, since a prompt is missing then",
     )
+    parser.add_argument("--model", metavar="MODEL", help="the model; all words are the prompt then")
     parser.add_argument("--json", action="store_true", help="one JSON object in place of text")
     parser.add_argument("--echo", action="store_true", help="print the prompt before the text")
     parser.add_argument("--verbose", action="store_true", help="print each decision and its reason")
@@ -50,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    model, prompt = _model_and_prompt(arguments.words)
+    model, prompt = _model_and_prompt(arguments.words, arguments.model)
     given = given_sampling_options(arguments)
     SamplingParams().with_changes(**given)  # refuse what is impossible before anything is loaded
     if not arguments.json:
@@ -116,7 +117,9 @@ def _exit_code(output: RequestOutput) -> int:
     return 1 if errors else 0
 
 
-def _model_and_prompt(words: list[str]) -> tuple[str, str]:
+def _model_and_prompt(words: list[str], named: str | None) -> tuple[str, str]:
+    """`named`: the model, if a flag names it."""
+    words = words if named is None else [named, *words]
     if len(words) > 2:
         raise ParamError("prompt", f"must be one argument (quote it), not {len(words) - 1}")
     model, prompt = words if len(words) == 2 else ("", words[0])

@@ -20,7 +20,6 @@ from kvik.cli.flags import (
     add_model,
     add_option_flags,
     engine_options,
-    number,
     server_options,
 )
 from kvik.cli.terminal import visible
@@ -87,14 +86,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", metavar="FILE", help="a TOML file: max-model-len = 4096")
     add_option_flags(parser, "server options", ServerConfig)
     add_engine_flags(parser, ENGINE_FLAGS)
-    parser.add_argument(
-        "--gpu-memory-utilization",
-        dest="memory_utilization",
-        type=number,
-        metavar="X",
-        default=argparse.SUPPRESS,
-        help="the same as --memory-utilization",
-    )
     return parser
 
 

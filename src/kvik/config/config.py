@@ -32,6 +32,7 @@ from kvik.options import (
 )
 from kvik.spec.kv import AUTO, KV_FORMATS, SYNONYMS
 from kvik.spec.model import MAX_LAYERS
+from kvik.spec.stored_weights import METHODS as STORED_METHODS
 from kvik.spec.weights import SCHEMES
 
 
@@ -56,13 +57,17 @@ class EngineConfig:
     )
     dtype: str = option(
         "auto",
-        OneOf(("auto", "float32", "bfloat16", "float16")),
+        OneOf(
+            ("auto", "float32", "bfloat16", "float16"),
+            {"half": "float16", "float": "float32"},
+        ),
         "of weights that are not quantised, and of activations",
     )
     quantization: str = option(
         "none",
-        OneOf(tuple(SCHEMES)),
-        "of the weights while they are loaded; none: as stored; int8: activations too",
+        OneOf((*SCHEMES, *(method for method in STORED_METHODS if method not in SCHEMES))),
+        "of the weights while they are loaded; none: as stored; int8: activations too; that of the "
+        "files (awq, gptq, ...): they must be stored so",
     )
     device: str = option(
         "auto",
@@ -120,7 +125,7 @@ class EngineConfig:
     )
     policy: str = option(
         "fcfs",
-        OneOf(POLICIES),
+        OneOf(POLICIES, {"continuous": "fcfs"}),
         "which waiting request is served first; priority: the one with the smallest `priority`, "
         "which the other policies do not read",
     )
@@ -162,7 +167,7 @@ class EngineConfig:
     )
     load_format: str = option(
         "safetensors",
-        OneOf(("safetensors", "random")),
+        OneOf(("safetensors", "random"), {"auto": "safetensors", "dummy": "random"}),
         "random: weights drawn from `seed`, or from 0 without it, for benchmarks",
     )
     seed: int | None = option(

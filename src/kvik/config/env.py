@@ -21,11 +21,13 @@ from typing import Any
 
 from kvik.config.config import EngineConfig
 from kvik.config.server_config import ServerConfig
+from kvik.config.synonyms import synonym_options, translated
 from kvik.errors import MAX_SHOWN, ConfigError
 from kvik.options import Flag, Kind, Option, options_of, unknown
 
 KINDS = (EngineConfig, ServerConfig)  # whose options all have different names
 OWNERS = {one.name: (kind, one) for kind in KINDS for one in options_of(kind)}
+OTHERS = {one.name: (EngineConfig, one) for one in synonym_options()}  # of other engines
 PREFIX = "KVIK_"
 VARIABLES = {PREFIX + name.upper(): owner for name, owner in OWNERS.items()}
 # Variables that Kubernetes sets in pods for a service named kvik, such as
@@ -68,16 +70,17 @@ def _options(kind: type, environ: Mapping[str, str] | None) -> dict[str, Any]:
     for variable, text in (os.environ if environ is None else environ).items():
         if not variable.startswith(PREFIX) or SERVICE_LINK.fullmatch(f"{variable}={text}"):
             continue
-        if variable not in VARIABLES:
+        name = variable.removeprefix(PREFIX).lower()
+        if variable not in VARIABLES and name not in OTHERS:
             raise ConfigError(variable, unknown(variable, "variable of kvik", VARIABLES))
-        owner, option = VARIABLES[variable]
+        owner, option = VARIABLES.get(variable) or OTHERS[name]
         if owner is not kind:
             continue
         try:
             options[option.name] = _parse(option, text)
         except ValueError:
             raise ConfigError(variable, f"must be {option.expects}, not {text[:60]!r}") from None
-    return options
+    return translated(options) if kind is EngineConfig else options
 
 
 def _parse(option: Option, text: str) -> object:
@@ -108,10 +111,10 @@ def read_option_file(path: str) -> dict[type, dict[str, Any]]:
     found: dict[type, dict[str, Any]] = {kind: {} for kind in KINDS}
     for key, value in values.items():
         name = key.replace("-", "_")
-        if name not in OWNERS:
+        if name not in OWNERS and name not in OTHERS:
             text = unknown(name, "option", OWNERS)
             raise ConfigError("config", f"{path!r} has the unknown key {key!r}, which {text}")
-        kind, owner = OWNERS[name]
+        kind, owner = OWNERS.get(name) or OTHERS[name]
         if name in found[kind]:
             raise ConfigError("config", f"{path!r} sets {name} twice")
         try:
@@ -121,6 +124,7 @@ def read_option_file(path: str) -> dict[type, dict[str, Any]]:
             if name == "api_key":  # the value may be a key
                 text = f"{name} in {path!r} must be a list of texts"
             raise ConfigError("config", text) from None
+    found[EngineConfig] = translated(found[EngineConfig])
     return found
 
 

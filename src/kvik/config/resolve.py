@@ -22,7 +22,9 @@ from kvik.config.fit import Fit, choose_speculation, footprint_of, with_drafter
 from kvik.config.hardware import Hardware
 from kvik.config.speculative import NO_SOURCE, DraftSource
 from kvik.core.config import CacheConfig, SchedulerConfig
+from kvik.errors import ConfigError
 from kvik.models.model_spec import ModelSpec
+from kvik.spec.weights import SCHEMES
 
 
 def resolve(
@@ -44,6 +46,8 @@ def resolve(
         CapacityError: what was asked for cannot fit this machine; the message says what would.
     """
     config = check_config(config)
+    if spec.built is None:
+        config = as_stored(config, spec)
     if config.load_format == "random":
         spec = replace(spec, quantization=None, built=None)  # random weights are floats
     notes = Notes()
@@ -102,6 +106,25 @@ def resolve(
         speculation=speculation,
         chat_template=config.chat_template,
     )
+
+
+def as_stored(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
+    """Return the options without a quantization that is the one of the files.
+
+    Raises:
+        ConfigError: it is a way to store weights, and the files have another.
+    """
+    asked, stored = config.quantization, spec.quantization
+    if stored is not None and asked == stored.method:
+        return replace(config, quantization="none")
+    if asked not in SCHEMES:
+        found = f"as {stored.method}" if stored is not None else "as plain floats"
+        raise ConfigError(
+            "quantization",
+            f"is {asked}, but the files store the weights {found}; while they are loaded they can "
+            f"become {', '.join(scheme for scheme in SCHEMES if scheme != 'none')}",
+        )
+    return config
 
 
 def _choose_seed(config: EngineConfig, drawn_seed: int | None, notes: Notes) -> int:

@@ -302,6 +302,10 @@ class InprocClient:
             self._sleep(idle if timeout is None else min(idle, timeout))
         return self._loop.step()
 
+    def reset_prefix_cache(self) -> int:
+        """See `EngineCore.reset_prefix_cache`."""
+        return self._loop.reset_prefix_cache()
+
     @property
     def has_requests(self) -> bool:
         return self._loop.has_work

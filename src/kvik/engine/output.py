@@ -131,6 +131,11 @@ class RequestOutput:
         return self.outputs[0].text
 
     @property
+    def finished(self) -> bool:
+        """Always true: a request has an output when all its completions have ended."""
+        return True
+
+    @property
     def num_output_tokens(self) -> int:
         return sum(len(c.token_ids) for c in self.outputs)
 

@@ -1,0 +1,180 @@
+"""What other engines call the options of kvik: vLLM first, then transformers, SGLang, TensorRT-LLM
+and llama.cpp.
+
+One row for each name: what it becomes, which of its values mean nothing here, and what to use in
+place of what kvik does not have. `LLM(...)`, flags, variables and option files read this table.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvik.config.config import EngineConfig
+from kvik.errors import ConfigError, shown
+from kvik.options import NO_FACTS, Flag, Integer, Kind, Number, Option, Text, options_of
+
+ANY = object()  # every value
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Synonym:
+    """A name of another engine's option.
+
+    Attributes:
+        option: the option of kvik that it stands for; "": none.
+        values: its values -> those of the option; others stay as they are.
+        meaningless: values that change nothing here, or `ANY`.
+        why: why they do not, or what to use in place of other values.
+        kind: of its values as text, where it stands for no option or for other values.
+    """
+
+    option: str = ""
+    values: Mapping[object, object] = field(default_factory=dict)
+    meaningless: object = ()
+    why: str = ""
+    kind: Kind | None = None
+
+    def ignores(self, value: object) -> bool:
+        if self.meaningless is ANY:
+            return True
+        known = self.meaningless if isinstance(self.meaningless, tuple) else ()
+        return any(value == one and type(value) is type(one) for one in known)
+
+
+COUNT, SHARE, SWITCH, WORD = Integer(0, 1 << 40), Number(0, 1e9), Flag(), Text()
+_RANKS = "kvik computes on one device"
+_OFFLOAD = "all weights lie in the memory of one device; --quantization makes them smaller"
+_OWN_CODE = "kvik runs no code from a model's folder"
+_RECOMPUTED = "requests that lose their blocks are computed again, so nothing is swapped"
+
+SYNONYMS: Mapping[str, Synonym] = {
+    # vLLM
+    "gpu_memory_utilization": Synonym("memory_utilization"),
+    "kv_cache_memory_bytes": Synonym("kv_cache_memory"),
+    "num_gpu_blocks_override": Synonym("num_blocks"),
+    "scheduling_policy": Synonym("policy"),
+    "speculative_model": Synonym("spec_model"),
+    "num_speculative_tokens": Synonym("spec_tokens"),
+    "enforce_eager": Synonym(
+        "graph_memory",
+        {True: 0},
+        meaningless=(False,),
+        why="steps are captured where that is faster",
+        kind=SWITCH,
+    ),
+    "tensor_parallel_size": Synonym(meaningless=(1,), why=_RANKS, kind=COUNT),
+    "pipeline_parallel_size": Synonym(meaningless=(1,), why=_RANKS, kind=COUNT),
+    "data_parallel_size": Synonym(meaningless=(1,), why=_RANKS, kind=COUNT),
+    "distributed_executor_backend": Synonym(meaningless=(None,), why=_RANKS, kind=WORD),
+    "swap_space": Synonym(meaningless=ANY, why=_RECOMPUTED, kind=SHARE),
+    "cpu_offload_gb": Synonym(meaningless=(0,), why=_OFFLOAD, kind=SHARE),
+    "trust_remote_code": Synonym(meaningless=ANY, why=_OWN_CODE, kind=SWITCH),
+    "tokenizer_mode": Synonym(
+        meaningless=("auto", "fast"), why="tokenizer.json is the one that is read", kind=WORD
+    ),
+    "enable_chunked_prefill": Synonym(
+        meaningless=(True, None),
+        why="prompts are always computed in chunks; --max-num-batched-tokens is their size",
+        kind=SWITCH,
+    ),
+    "use_v2_block_manager": Synonym(meaningless=ANY, why="there is one", kind=SWITCH),
+    "disable_log_stats": Synonym(meaningless=ANY, why="none are logged", kind=SWITCH),
+    "disable_log_requests": Synonym(meaningless=ANY, why="none are logged", kind=SWITCH),
+    "disable_custom_all_reduce": Synonym(meaningless=ANY, why=_RANKS, kind=SWITCH),
+    "enable_lora": Synonym(
+        meaningless=(False,), why="merge adapters into the weights before serving", kind=SWITCH
+    ),
+    "task": Synonym(meaningless=ANY, why="every model generates and embeds", kind=WORD),
+    "runner": Synonym(meaningless=ANY, why="every model generates and embeds", kind=WORD),
+    "max_seq_len_to_capture": Synonym(meaningless=ANY, why="it is planned", kind=COUNT),
+    "tokenizer": Synonym(
+        meaningless=(None,), why="the tokenizer is read from the model's folder", kind=WORD
+    ),
+    "download_dir": Synonym(
+        meaningless=(None,), why="set the variable HF_HOME in its place", kind=WORD
+    ),
+    "hf_token": Synonym(meaningless=(None,), why="set the variable HF_TOKEN", kind=WORD),
+    "max_logprobs": Synonym(meaningless=ANY, why="the limit is fixed", kind=COUNT),
+    # transformers
+    "torch_dtype": Synonym("dtype"),
+    "device_map": Synonym("device"),
+    "load_in_8bit": Synonym(
+        "quantization", {True: "int8"}, meaningless=(False,), why="it is off", kind=SWITCH
+    ),
+    "load_in_4bit": Synonym(
+        "quantization", {True: "int4"}, meaningless=(False,), why="it is off", kind=SWITCH
+    ),
+    "low_cpu_mem_usage": Synonym(meaningless=ANY, why="weights are streamed", kind=SWITCH),
+    # SGLang, TensorRT-LLM, llama.cpp
+    "mem_fraction_static": Synonym("memory_utilization"),
+    "context_length": Synonym("max_model_len"),
+    "max_seq_len": Synonym("max_model_len"),
+    "max_batch_size": Synonym("max_num_seqs"),
+    "max_running_requests": Synonym("max_num_seqs"),
+    "chunked_prefill_size": Synonym("max_num_batched_tokens"),
+    "disable_radix_cache": Synonym(
+        "enable_prefix_caching", {True: False, False: True}, kind=SWITCH
+    ),
+    "speculative_draft_model_path": Synonym("spec_model"),
+    "tp_size": Synonym(meaningless=(1,), why=_RANKS, kind=COUNT),
+    "n_ctx": Synonym("max_model_len"),
+    "n_threads": Synonym("threads"),
+    "n_gpu_layers": Synonym(meaningless=ANY, why="all layers are on --device", kind=WORD),
+}
+
+
+def synonym_options() -> tuple[Option, ...]:
+    """Return the names as options, to be read from text; each is None unless given."""
+    kinds = {option.name: option.kind for option in options_of(EngineConfig)}
+    return tuple(
+        Option(name, one.kind or kinds[one.option], None, "", optional=True, facts=NO_FACTS)
+        for name, one in SYNONYMS.items()
+    )
+
+
+def translated(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with the names of kvik in place of other engines'. Unknown names stay.
+
+    Names that mean nothing here are left out, and one warning names them.
+
+    Raises:
+        ConfigError: kvik has nothing for a name, or an option is given under two names.
+    """
+    found = {name: value for name, value in given.items() if name not in SYNONYMS}
+    ignored = []
+    for name, value in given.items():
+        synonym = SYNONYMS.get(name)
+        if synonym is None:
+            continue
+        if synonym.ignores(value):
+            ignored.append(f"{name} ({synonym.why})")
+            continue
+        if not synonym.option:
+            raise ConfigError(name, f"cannot be {shown(value)}: {synonym.why}")
+        if synonym.option in found:
+            raise ConfigError(name, f"is {synonym.option} here, which is given too")
+        found[synonym.option] = _value(synonym, value)
+    if given.get("speculative_model") and "spec_method" not in given:
+        if given["speculative_model"] == "[ngram]":  # vLLM's word for drafts without a model
+            found.update(spec_model=None, spec_method="ngram")
+        else:
+            found["spec_method"] = "draft_model"
+    if "quantization" in found and found["quantization"] is None:
+        found["quantization"] = "none"
+    if "dtype" in found:
+        found["dtype"] = str(found["dtype"]).removeprefix("torch.")
+    if ignored:
+        log.warning("changes nothing here: %s", ", ".join(ignored))
+    return found
+
+
+def _value(synonym: Synonym, value: object) -> object:
+    for theirs, ours in synonym.values.items():
+        if value == theirs and type(value) is type(theirs):
+            return ours
+    return value
