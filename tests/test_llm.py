@@ -450,3 +450,14 @@ def test_cached_prefixes_can_be_forgotten() -> None:
         assert llm.generate([prompt], GREEDY)[0].num_cached_tokens == 32
         assert llm.reset_prefix_cache() >= 2
         assert llm.generate([prompt], GREEDY)[0].num_cached_tokens == 0
+
+
+def test_variables_set_what_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVIK_MAX_MODEL_LEN", "96")
+    monkeypatch.setenv("KVIK_MAX_NUM_SEQS", "3")
+    with LLM(device="cpu", max_num_seqs=2) as llm:
+        scheduler = llm.resolved.scheduler
+    assert (scheduler.max_model_len, scheduler.max_num_seqs) == (96, 2)
+    monkeypatch.setenv("KVIK_MAX_MODEL_LENGTH", "96")
+    with pytest.raises(ConfigError, match="KVIK_MAX_MODEL_LENGTH: is no variable of kvik"):
+        LLM(device="cpu")

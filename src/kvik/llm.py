@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvik.config.config import EngineConfig, ResolvedConfig
+from kvik.config.env import environment_options
 from kvik.config.synonyms import SYNONYMS, translated
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest
@@ -84,7 +85,8 @@ class LLM:
 
     Args:
         model: folder in Hugging Face format, GGUF file, hub id, or "" for the bundled story model.
-        config: any field of `EngineConfig`, or what other engines call it (`config.synonyms`).
+        config: any field of `EngineConfig`, or what other engines call it (`config.synonyms`). What
+            is not given may be set by variables (KVIK_MAX_MODEL_LEN=4096).
 
     Raises:
         KvikError: the model or an option cannot be used; the message says what is allowed.
@@ -96,7 +98,9 @@ class LLM:
         for name in config:
             if name not in known:
                 raise ConfigError(name, unknown(name, "engine option", [*known, *SYNONYMS]))
-        self.resolved: ResolvedConfig = resolve_config(EngineConfig(model=model, **config))
+        config = {**environment_options(), **config}
+        config["model"] = model or config.get("model", "")
+        self.resolved: ResolvedConfig = resolve_config(EngineConfig(**config))
         self._engine = EngineThread(partial(start, self.resolved))
         finalize(self, self._engine.close)  # when the program ends or forgets it
         self.default_params: SamplingParams = self._engine.engine.default_params
