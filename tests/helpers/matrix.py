@@ -78,7 +78,11 @@ COLUMNS = [
     Column(
         "preemption without cache", {**SQUEEZED, "enable_prefix_caching": False}, must="preemptions"
     ),
-    Column("preemption, chunks", {**SQUEEZED, "max_num_batched_tokens": 16}, must="preemptions"),
+    Column(
+        "preemption, chunks",
+        {**SQUEEZED, "num_blocks": 12, "max_num_batched_tokens": 16},
+        must="preemptions",
+    ),
     Column("two at a time", {"max_num_seqs": 2}),
     Column("blocks of 1", {"block_size": 1}, rounds=2, must="hits"),
     Column("blocks of 8", {"block_size": 8}, rounds=2, must="hits"),
@@ -92,7 +96,7 @@ COLUMNS = [
     Column("two steps in flight", in_flight=2),
     Column(
         "two steps in flight, preemption, chunks",
-        {**SQUEEZED, "max_num_batched_tokens": 16},
+        {**SQUEEZED, "num_blocks": 12, "max_num_batched_tokens": 16},
         in_flight=2,
         must="preemptions",
     ),

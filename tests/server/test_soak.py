@@ -171,7 +171,7 @@ async def wrong(client: Client) -> None:
         {"prompt": [[1, "x"]]},
         {"prompt": "x", "n": 10**9},
         {"prompt": "x", "temperature": -1},
-        {"prompt": "x", "max_tokens": -1},
+        {"prompt": "x", "max_tokens": -2},
         {"prompt": "x", "logit_bias": {"999999": 1}},
         {"prompt": "x", "stop": [""]},
         {"prompt": "the " * 4000},
