@@ -12,13 +12,11 @@ from kvik.gguf.types import BLOCK_TYPES
 from kvik.nn.gguf_blocks import (
     dequantize,
     permute_rotary,
-    quantize,
     take_apart,
     unpermute_rotary,
 )
 
 WIDTH = 768  # three of the largest blocks
-FLOATS = ("F32", "F16", "BF16")
 
 
 def random_rows(type: str, rows: int = 9) -> Tensor:
@@ -62,30 +60,6 @@ def test_rows_are_independent(type: str) -> None:
     wide = torch.cat((rows, rows), dim=1)[:, : rows.shape[1]]
     assert not wide.is_contiguous()
     assert torch.equal(dequantize(type, wide[2:5]).nan_to_num(7.0), whole[2:5])
-
-
-def weights(seed: int = 0) -> Tensor:
-    """With zeros, ties of both signs, halves, and magnitudes far apart."""
-    w = torch.randn(40, WIDTH, generator=torch.Generator().manual_seed(seed))
-    w[1] = 0.0
-    w[2, :32] = torch.tensor([3.0, -3.0]).repeat(16)
-    w[3] = (w[3] * 4).round() / 2
-    w[4] *= 1e-6
-    w[5] *= 1e4
-    w[6, 5] = 127.0
-    w[6, :5] = torch.tensor([0.5, 1.5, -0.5, -2.5, 126.5])
-    w[7, :32] = torch.tensor([-8.0, 7.9, 7.5, 0.5]).repeat(8)
-    return w
-
-
-@pytest.mark.parametrize("type", [*FLOATS, "Q8_0", "Q4_0"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_quantised_to_the_same_bits(type: str, dtype: torch.dtype) -> None:
-    w = weights().to(dtype)
-    expected = quants.quantize(w.float().numpy(), GGMLQuantizationType[type]).view(np.uint8)
-    found = quantize(type, w)
-    assert found.dtype == torch.uint8
-    assert np.array_equal(found.numpy(), expected)
 
 
 # What codes can be, and how many weights share a scale.
@@ -135,6 +109,7 @@ def test_rows_of_rotary_positions(shape: tuple[int, ...]) -> None:
 
 
 def test_rows_of_blocks_are_put_in_order_too() -> None:
-    rows = quantize("Q4_0", weights())
+    rows = random_rows("Q4_0", rows=40)
     ordered = dequantize("Q4_0", unpermute_rotary(rows, 20))
-    assert torch.equal(ordered, unpermute_rotary(dequantize("Q4_0", rows), 20))
+    expected = unpermute_rotary(dequantize("Q4_0", rows), 20)
+    assert torch.equal(ordered.nan_to_num(7.0), expected.nan_to_num(7.0))

@@ -15,7 +15,8 @@ from kvik.gguf.types import BLOCK_TYPES
 from kvik.gguf.writer import OutTensor
 from kvik.models.model_spec import ModelSpec
 from kvik.nn.checkpoint import Checkpoint
-from kvik.nn.gguf_blocks import FLOAT_TYPES, permute_rotary, quantize
+from kvik.nn.gguf_blocks import FLOAT_TYPES, permute_rotary
+from kvik.nn.gguf_quantize import quantize
 from kvik.nn.safetensors import TORCH_DTYPES, TensorEntry
 
 FINER = {"Q4_0": "Q8_0"}  # the embedding and the head are more sensitive than the rest
