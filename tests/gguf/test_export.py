@@ -14,7 +14,13 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from kvik.config.model_source import BUNDLED
 from kvik.errors import ModelError
-from kvik.gguf.export import model_metadata, rope_divisors, token_id_metadata, tokenizer_metadata
+from kvik.gguf.export import (
+    block_type,
+    model_metadata,
+    rope_divisors,
+    token_id_metadata,
+    tokenizer_metadata,
+)
 from kvik.gguf.facts import model_config
 from kvik.gguf.reader import read_gguf
 from kvik.gguf.tokenizer import GgufTokenizer, read_tokenizer
@@ -121,6 +127,49 @@ def test_other_architectures() -> None:
     model = replace(spec("LlamaForCausalLM", {}), architecture="GPT2LMHeadModel", rope=None)
     with pytest.raises(ModelError, match="architectures: must be one of LlamaForCausalLM"):
         model_metadata(model, "x", "BF16")
+
+
+# Where a matrix is, how wide it is, and its blocks in files of Q4_K_M, Q5_K_M, Q6_K and Q4_0.
+BLOCKS = [
+    ("blk.0.attn_q.weight", 512, "Q4_K Q5_K Q6_K Q4_0"),
+    ("blk.0.attn_q.weight", 64, "Q5_0 Q5_1 Q8_0 Q4_0"),
+    ("blk.0.attn_q.weight", 48, "BF16 BF16 BF16 BF16"),
+    ("blk.1.ffn_down.weight", 512, "Q4_K Q5_K Q6_K Q4_0"),
+    ("blk.2.ffn_down.weight", 512, "Q6_K Q6_K Q6_K Q4_0"),
+    ("blk.2.ffn_down.weight", 96, "Q8_0 Q8_0 Q8_0 Q4_0"),
+    ("blk.2.attn_v.weight", 512, "Q6_K Q6_K Q6_K Q4_0"),
+    ("blk.2.ffn_up.weight", 512, "Q4_K Q5_K Q6_K Q4_0"),
+    ("token_embd.weight", 512, "Q4_K Q5_K Q6_K Q8_0"),
+    ("output.weight", 512, "Q6_K Q6_K Q6_K Q8_0"),
+    ("output.weight", 64, "Q8_0 Q8_0 Q8_0 Q8_0"),
+]
+
+
+@pytest.mark.parametrize(("name", "width", "expected"), BLOCKS)
+def test_blocks_by_place_and_width(name: str, width: int, expected: str) -> None:
+    model = replace(spec("LlamaForCausalLM", {}), num_layers=4)
+    types = ("Q4_K_M", "Q5_K_M", "Q6_K", "Q4_0")
+    assert [block_type(type, name, width, model) for type in types] == expected.split()
+
+
+def test_an_embedding_that_is_the_head_has_its_blocks() -> None:
+    model = spec("LlamaForCausalLM", {"tie_word_embeddings": True})
+    assert block_type("Q4_K_M", "token_embd.weight", 512, model) == "Q6_K"
+
+
+@pytest.mark.parametrize(("layers", "finer"), [(6, [2, 5]), (16, [0, 1, 4, 7, 10, 13, 14, 15])])
+def test_layers_that_have_finer_blocks(layers: int, finer: list[int]) -> None:
+    model = replace(spec("LlamaForCausalLM", {}), num_layers=layers)
+    kinds = [block_type("Q4_K_M", f"blk.{i}.attn_v.weight", 512, model) for i in range(layers)]
+    assert [i for i, kind in enumerate(kinds) if kind == "Q6_K"] == finer
+
+
+def test_values_of_a_70b_have_five_bits() -> None:
+    model = replace(spec("LlamaForCausalLM", {}), num_layers=80)
+    for heads, expected in ((model.num_heads, "Q5_K"), (model.num_kv_heads, "Q4_K")):
+        changed = replace(model, num_heads=heads)
+        assert block_type("Q4_K_M", "blk.10.attn_v.weight", 512, changed) == expected
+        assert block_type("Q4_K_M", "blk.10.attn_k.weight", 512, changed) == "Q4_K"
 
 
 def test_rope_spec_defaults_are_what_files_leave_out() -> None:

@@ -81,6 +81,37 @@ def test_every_tensor(
         assert (stored - value).norm() <= close * value.norm()
 
 
+# Of a model of eight layers: the first, the last and two of those between have finer types.
+K_MIXES = {
+    "Q4_K_M": ("Q4_K", ["Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q6_K"]),
+    "Q5_K_M": ("Q5_K", ["Q6_K", "Q5_K", "Q5_K", "Q6_K", "Q5_K", "Q5_K", "Q6_K", "Q6_K"]),
+    "Q6_K": ("Q6_K", ["Q6_K"] * 8),
+}
+
+
+@pytest.mark.parametrize("type", K_MIXES)
+def test_mixes_of_k_quants(tmp_path: Path, type: str) -> None:
+    sizes = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_hidden_layers": 8}
+    save_tiny(tmp_path, "Llama", **sizes)
+    usual, sensitive = K_MIXES[type]
+    found = export(tmp_path, type)
+    assert (found["output.weight"][0], found["token_embd.weight"][0]) == ("Q6_K", usual)
+    for layer, expected in enumerate(sensitive):
+        kinds = {
+            name.split(".")[2]: kind
+            for name, (kind, values) in found.items()
+            if name.startswith(f"blk.{layer}.") and values.ndim == 2
+        }
+        assert kinds.pop("attn_v") == kinds.pop("ffn_down") == expected
+        assert len(kinds) == 5 and set(kinds.values()) == {usual}
+    weights = load_file(tmp_path / "model.safetensors")
+    close = {"Q4_K": 0.075, "Q5_K": 0.038, "Q6_K": 0.019}
+    for layer in range(8):
+        value = weights[f"model.layers.{layer}.mlp.down_proj.weight"].numpy()
+        kind, values = found[f"blk.{layer}.ffn_down.weight"]
+        assert np.linalg.norm(values - value) <= close[kind] * np.linalg.norm(value)
+
+
 def test_rows_of_no_whole_blocks_are_bf16(tmp_path: Path) -> None:
     save_tiny(tmp_path, "Llama", hidden_size=48, head_dim=12, intermediate_size=64)
     found = export(tmp_path, "Q4_0")

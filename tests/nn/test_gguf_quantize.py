@@ -8,10 +8,13 @@ import torch
 from gguf import GGMLQuantizationType, quants
 from torch import Tensor
 
-from kvik.nn.gguf_quantize import quantize
+from kvik.gguf.types import BLOCK_TYPES
+from kvik.nn.gguf_blocks import dequantize
+from kvik.nn.gguf_quantize import SLICE, fit_above, fit_around, quantize
 
 WIDTH = 768  # three of the largest blocks
-FLOATS = ("F32", "F16", "BF16")
+SIMPLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_0", "Q5_1")
+K_QUANTS = ("Q4_K", "Q5_K", "Q6_K")
 
 
 def weights(seed: int = 0) -> Tensor:
@@ -28,7 +31,7 @@ def weights(seed: int = 0) -> Tensor:
     return w
 
 
-@pytest.mark.parametrize("type", [*FLOATS, "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("type", SIMPLE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_quantised_to_the_same_bits(type: str, dtype: torch.dtype) -> None:
     w = weights().to(dtype)
@@ -36,3 +39,113 @@ def test_quantised_to_the_same_bits(type: str, dtype: torch.dtype) -> None:
     found = quantize(type, w)
     assert found.dtype == torch.uint8
     assert np.array_equal(found.numpy(), expected)
+
+
+def draws(shape: str) -> Tensor:
+    """[64, 1024] weights: like those of most layers, with longer tails, or all above 0."""
+    generator = torch.Generator().manual_seed(7)
+    normal = torch.randn(64, 1024, generator=generator)
+    uniform = torch.rand(64, 1024, generator=generator)
+    return {"normal": normal, "tails": normal / uniform.sqrt(), "positive": uniform + 1}[shape]
+
+
+# |error| / |weights| that llama.cpp's quantiser (2026-11) has on the same draws.
+ERRORS = {
+    "normal": (0.07132, 0.0361, 0.01766),
+    "tails": (0.06896, 0.03981, 0.02325),
+    "positive": (0.02208, 0.01108, 0.00989),
+}
+
+
+@pytest.mark.parametrize("shape", ERRORS)
+def test_errors_are_those_of_llama_cpp(shape: str) -> None:
+    w = draws(shape)
+    for type, theirs in zip(K_QUANTS, ERRORS[shape], strict=True):
+        error = dequantize(type, quantize(type, w)) - w
+        assert error.norm() <= 1.005 * theirs * w.norm(), type
+
+
+def hard_blocks() -> Tensor:
+    """A block a row: what a search could trip over."""
+    w = 0.02 * torch.randn(14, 256, generator=torch.Generator().manual_seed(3))
+    w[0] = 0.0
+    w[1] = 0.5
+    w[2] = -0.5
+    w[3, 7] = 100.0
+    w[4, 7] = -100.0
+    w[5] = torch.tensor([1.0, -1.0]).repeat(128)
+    w[6, 32:] = 0.0
+    w[7] = w[7].abs()
+    w[8] = -w[8].abs()
+    w[9, ::2] = 0.0
+    w[10] *= 1e4
+    w[11] = torch.arange(256) - 128.0
+    w[12] = w[12].round(decimals=2)
+    w[13] *= torch.logspace(-3, 0, 8).repeat_interleave(32)
+    return w
+
+
+@pytest.mark.parametrize(("type", "most"), [("Q4_K", 0.06), ("Q5_K", 0.03), ("Q6_K", 0.018)])
+def test_no_weight_is_far_off(type: str, most: float) -> None:
+    """Of the range of its block: half a step, and what rounding the scales of groups adds."""
+    w = hard_blocks()
+    found = dequantize(type, quantize(type, w))
+    error = (found - w).abs().amax(-1)
+    span = w.amax(-1).clamp(min=0) - w.amin(-1).clamp(max=0)
+    assert (error <= most * span).all(), (error / span).tolist()
+    assert torch.equal(found[0], w[0])
+
+
+@pytest.mark.parametrize("type", K_QUANTS)
+def test_the_public_package_reads_k_quants_alike(type: str) -> None:
+    rows = quantize(type, torch.cat((weights(), hard_blocks().repeat(1, 3))))
+    expected = quants.dequantize(rows.numpy(), GGMLQuantizationType[type])
+    assert np.isfinite(expected).all()
+    assert np.array_equal(dequantize(type, rows).numpy(), expected)
+
+
+@pytest.mark.parametrize("type", K_QUANTS)
+def test_every_code_and_every_scale_is_used(type: str) -> None:
+    """Fields that are packed into fewer bits than they need would lose their highest codes."""
+    w = draws("normal") * torch.logspace(-2, 0, 32).repeat_interleave(32)
+    rows = quantize(type, w)
+    raw = rows.view(-1, BLOCK_TYPES[type].size)
+    packed = raw[:, 192:208] if type == "Q6_K" else raw[:, 4:16]
+    assert packed.unique().numel() > 60
+    found = dequantize(type, rows)
+    groups = 16 if type == "Q6_K" else 32
+    used = max(len(group.unique()) for group in found.view(-1, groups))
+    assert used > {"Q4_K": 12, "Q5_K": 20, "Q6_K": 13}[type]
+
+
+@pytest.mark.parametrize("type", K_QUANTS)
+def test_blocks_do_not_depend_on_each_other(type: str) -> None:
+    """Also not where a run is searched in slices."""
+    w = torch.randn(SLICE // 1024 + 3, 1024, generator=torch.Generator().manual_seed(5))
+    whole = quantize(type, w)
+    assert whole.shape == (len(w), BLOCK_TYPES[type].row_bytes(1024))
+    part = quantize(type, w[-5:])
+    assert torch.equal(dequantize(type, whole[-5:]), dequantize(type, part))
+
+
+def test_the_search_beats_rounding_between_the_extremes() -> None:
+    groups = draws("tails").view(-1, 32).t().contiguous()
+    importance = groups.abs() + groups.square().mean(0).sqrt()
+
+    def error(scales: Tensor, minima: Tensor) -> float:
+        codes = ((groups + minima) / scales).round().clamp(0, 15)
+        return float((importance * (codes * scales - minima - groups).square()).sum())
+
+    low, high = groups.amin(0).clamp(max=0), groups.amax(0)
+    plain = error((high - low) / 15, -low)
+    assert error(*fit_above(groups, 15, range(-10, 11))) < 0.9 * plain
+    assert error(*fit_above(groups, 15, range(1))) < plain
+
+
+def test_a_grid_is_found_again() -> None:
+    """Groups that are on a grid have no error, whichever sign their largest weight has."""
+    codes = torch.arange(32).view(32, 1) % 16
+    scales, minima = fit_above(codes * 0.25 - 1.5, 15, range(-10, 11))
+    assert torch.allclose(scales, torch.tensor(0.25)) and torch.allclose(minima, torch.tensor(1.5))
+    signed = torch.arange(-32, 32, 4).view(16, 1) * torch.tensor([0.5, -0.5])
+    assert torch.allclose(fit_around(signed, 32, range(-9, 10)), torch.tensor([0.5, -0.5]))

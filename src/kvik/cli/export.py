@@ -32,8 +32,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--type",
         default=DEFAULT_TYPE,
         metavar="TYPE",
-        help="of the matrices: f32, bf16, f16, q8_0 or q4_0; with q4_0 the embedding and the head "
-        f"are q8_0 ({DEFAULT_TYPE})",
+        help="of the matrices: f32, bf16, f16, q8_0, q6_k, q5_k_m, q4_k_m or q4_0; what is most "
+        f"sensitive has finer blocks in q5_k_m, q4_k_m and q4_0 ({DEFAULT_TYPE})",
     )
     add_force_flag(parser)
     return parser

@@ -4,20 +4,97 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from kvik.errors import ModelError, shown
-from kvik.gguf.facts import END_TOKENS, GGUF_ARCHITECTURES, llama3_divisors
+from kvik.gguf.facts import (
+    EMBEDDING,
+    END_TOKENS,
+    GGUF_ARCHITECTURES,
+    HEAD,
+    LAYER,
+    llama3_divisors,
+)
 from kvik.gguf.tokenizer import AT, SPACE, WORD_RULES, TokenKind, WordRule
+from kvik.gguf.types import BLOCK_TYPES
 from kvik.gguf.writer import Scalar
 from kvik.models.model_spec import ModelSpec
 from kvik.spec.rope import RopeSpec
 
 NAMES = {hf: name for name, hf in GGUF_ARCHITECTURES.items()} | {"MistralForCausalLM": "llama"}
-# `general.file_type` by the type of most matrices.
-FILE_TYPES: Mapping[str, int] = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32}
+
+
+@dataclass(frozen=True, slots=True)
+class FileType:
+    """Which blocks the matrices of a file are made of.
+
+    Attributes:
+        code: `general.file_type`.
+        usual: the type of most matrices.
+        head: of the matrix that makes logits, also where it is the embedding; None: usual.
+        embedding: of an embedding that is not the head; None: usual.
+        sensitive: of the values and the down projections in half of the layers; None: usual.
+    """
+
+    code: int
+    usual: str
+    head: str | None = None
+    embedding: str | None = None
+    sensitive: str | None = None
+
+
+# The mixes of K-quants are llama.cpp's.
+FILE_TYPES: Mapping[str, FileType] = {
+    "F32": FileType(0, "F32"),
+    "BF16": FileType(32, "BF16"),
+    "F16": FileType(1, "F16"),
+    "Q8_0": FileType(7, "Q8_0"),
+    "Q6_K": FileType(18, "Q6_K"),
+    "Q5_K_M": FileType(17, "Q5_K", head="Q6_K", sensitive="Q6_K"),
+    "Q4_K_M": FileType(15, "Q4_K", head="Q6_K", sensitive="Q6_K"),
+    "Q4_0": FileType(2, "Q4_0", head="Q8_0", embedding="Q8_0"),
+}
+# What takes the place of blocks of 256 weights where rows are not whole ones.
+SMALLER_BLOCKS: Mapping[str, str] = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+
+
+def block_type(type: str, name: str, width: int, spec: ModelSpec) -> str:
+    """Return the type of the blocks of a matrix.
+
+    Args:
+        type: of the file, one of `FILE_TYPES`.
+        name: of the tensor in the file.
+        width: weights of a row. Rows that are not whole blocks of any kind stay BF16.
+    """
+    file = FILE_TYPES[type]
+    found: str | None = None
+    if name == HEAD or (name == EMBEDDING and spec.tie_word_embeddings):
+        found = file.head
+    elif name == EMBEDDING:
+        found = file.embedding
+    elif (layer := LAYER.fullmatch(name)) is not None and layer[2] in ("attn_v", "ffn_down"):
+        if _is_sensitive(int(layer[1]), spec.num_layers):
+            found = file.sensitive
+        elif file.usual == "Q4_K" and layer[2] == "attn_v" and _is_70b(spec):
+            found = "Q5_K"
+    found = found or file.usual
+    if width % BLOCK_TYPES[found].weights:
+        found = SMALLER_BLOCKS.get(found, found)
+    return "BF16" if width % BLOCK_TYPES[found].weights else found
+
+
+def _is_sensitive(layer: int, layers: int) -> bool:
+    """Return whether it is in the first or last eighth, or each third layer between them."""
+    first = layers // 8
+    return layer < first or layer >= 7 * layers // 8 or (layer - first) % 3 == 2
+
+
+def _is_70b(spec: ModelSpec) -> bool:
+    """Return whether it has the layers of a 70B, where many heads share the values."""
+    return spec.num_layers == 80 and spec.num_kv_heads < spec.num_heads
 
 
 def gguf_architecture(spec: ModelSpec) -> str:
@@ -42,7 +119,7 @@ def model_metadata(spec: ModelSpec, name: str, type: str) -> dict[str, Scalar]:
 
     Args:
         name: `general.name`.
-        type: of most matrices, one of `FILE_TYPES`.
+        type: of the file, one of `FILE_TYPES`.
 
     Raises:
         ModelError: GGUF cannot describe this model.
@@ -68,7 +145,7 @@ def model_metadata(spec: ModelSpec, name: str, type: str) -> dict[str, Scalar]:
         "general.architecture": architecture,
         "general.type": "model",
         "general.name": name,
-        "general.file_type": FILE_TYPES[type],
+        "general.file_type": FILE_TYPES[type].code,
         "general.quantization_version": 2,
         **{f"{architecture}.{key}": value for key, value in facts.items() if value is not None},
     }

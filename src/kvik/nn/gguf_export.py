@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kvik.errors import ModelError, shown
-from kvik.gguf.export import gguf_architecture, rope_divisors
-from kvik.gguf.facts import EMBEDDING, HEAD, ROPE_FACTORS, gguf_name, has_rotary_rows
+from kvik.gguf.export import block_type, gguf_architecture, rope_divisors
+from kvik.gguf.facts import HEAD, ROPE_FACTORS, gguf_name, has_rotary_rows
 from kvik.gguf.types import BLOCK_TYPES
 from kvik.gguf.writer import OutTensor
 from kvik.models.model_spec import ModelSpec
@@ -19,20 +19,25 @@ from kvik.nn.gguf_blocks import FLOAT_TYPES, permute_rotary
 from kvik.nn.gguf_quantize import quantize
 from kvik.nn.safetensors import TORCH_DTYPES, TensorEntry
 
-FINER = {"Q4_0": "Q8_0"}  # the embedding and the head are more sensitive than the rest
-# Largest magnitude that a type holds: of the numbers, or of their scales, which are fp16.
+LARGEST_SCALE = torch.finfo(torch.float16).max
+# Largest magnitude that a type holds: of the numbers, or of their scales.
 LARGEST = {
     **{type: torch.finfo(dtype).max for type, dtype in FLOAT_TYPES.items()},
-    "Q8_0": 127 * torch.finfo(torch.float16).max,
-    "Q4_0": 8 * torch.finfo(torch.float16).max,
+    "Q8_0": 127 * LARGEST_SCALE,
+    "Q4_0": 8 * LARGEST_SCALE,
+    "Q5_0": 16 * LARGEST_SCALE,
+    "Q5_1": LARGEST_SCALE,  # the least weight is stored as it is
+    "Q4_K": 32 * LARGEST_SCALE,  # half of the largest minimum, which a fit may pass by a step
+    "Q5_K": 32 * LARGEST_SCALE,
+    "Q6_K": 31 * 127 * LARGEST_SCALE,
 }
 
 
 def gguf_tensors(checkpoint: Checkpoint, spec: ModelSpec, type: str) -> list[OutTensor]:
-    """The tensors of a file whose matrices are of `type` (F32, F16, BF16, Q8_0 or Q4_0).
+    """The tensors of a file of a type of `FILE_TYPES`.
 
-    They are read, a run of rows at a time, when they are written. Vectors stay F32, and matrices
-    whose rows are not whole blocks BF16. A head that repeats the embedding is left out.
+    They are read, a run of rows at a time, when they are written. Vectors stay F32, matrices take
+    the `block_type` of their place. A head that repeats the embedding is left out.
 
     Raises:
         ModelError: the checkpoint is quantised, or holds a tensor that GGUF has no name for.
@@ -51,7 +56,8 @@ def gguf_tensors(checkpoint: Checkpoint, spec: ModelSpec, type: str) -> list[Out
                 "model",
                 f"tensor {shown(hf)} must have whole heads, of {head_dim} rows each",
             )
-        tensors.append(_tensor(checkpoint, name, entry, type, head_dim))
+        blocks = "F32" if len(entry.shape) == 1 else block_type(type, name, entry.shape[-1], spec)
+        tensors.append(_tensor(checkpoint, name, entry, blocks, head_dim))
     divisors = rope_divisors(spec)
     if divisors is not None:
         data = struct.pack(f"<{len(divisors)}f", *divisors)
@@ -64,12 +70,6 @@ def _tensor(
     checkpoint: Checkpoint, name: str, entry: TensorEntry, type: str, head_dim: int | None
 ) -> OutTensor:
     """`head_dim`: of rows that are to be put in another order."""
-    if len(entry.shape) == 1:
-        type = "F32"
-    elif name in (EMBEDDING, HEAD):
-        type = FINER.get(type, type)
-    if entry.shape[-1] % BLOCK_TYPES[type].weights:
-        type = "BF16"
 
     def data() -> Iterator[memoryview]:
         for run in checkpoint.runs({entry.name: head_dim is None}):
