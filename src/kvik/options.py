@@ -327,3 +327,68 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
     longer = sorted((one for one in known if one.startswith(name) and len(name) > 3), key=len)
     found = [*nearest, *longer]
     return f"did you mean {found[0]}?" if found else ""
+
+
+# Names that other engines have for options.
+
+ANY = object()  # every value
+
+
+@dataclass(frozen=True, slots=True)
+class Synonym:
+    """A name of another engine's option.
+
+    Attributes:
+        option: the option of kvik that it stands for; "": none.
+        values: its values -> those of the option; others stay as they are.
+        meaningless: values that change nothing here, or `ANY`.
+        why: why they do not, or what to use in place of other values.
+        kind: of its values as text, where it stands for no option or for other values.
+    """
+
+    option: str = ""
+    values: Mapping[object, object] = field(default_factory=dict)
+    meaningless: object = ()
+    why: str = ""
+    kind: Kind | None = None
+
+    def ignores(self, value: object) -> bool:
+        if self.meaningless is ANY:
+            return True
+        known = self.meaningless if isinstance(self.meaningless, tuple) else ()
+        return any(_same(value, one) for one in known)
+
+    def here(self, value: object) -> object:
+        """Return the value of the option."""
+        return next((ours for theirs, ours in self.values.items() if _same(value, theirs)), value)
+
+
+def _same(value: object, other: object) -> bool:
+    """Return whether values are equal; True is not 1."""
+    return type(value) is type(other) and value == other
+
+
+def with_synonyms(
+    given: Mapping[str, Any], synonyms: Mapping[str, Synonym], error: type[KvikError]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return options with the names of kvik in place of other engines', and which names were left
+    out because they mean nothing here, with the reason. Unknown names stay.
+
+    Raises:
+        error: kvik has nothing for a name, or an option is given under two names.
+    """
+    found = {name: value for name, value in given.items() if name not in synonyms}
+    ignored = []
+    for name, value in given.items():
+        synonym = synonyms.get(name)
+        if synonym is None:
+            continue
+        if synonym.ignores(value):
+            ignored.append(f"{name} ({synonym.why})")
+            continue
+        if not synonym.option:
+            raise error(name, f"cannot be {shown(value)}: {synonym.why}")
+        if synonym.option in found:
+            raise error(name, f"is {synonym.option} here, which is given too")
+        found[synonym.option] = synonym.here(value)
+    return found, ignored

@@ -143,3 +143,31 @@ def test_values_that_the_model_refuses(params: SamplingParams, field: str) -> No
         params.check_against(vocab_size=10, max_model_len=20)
     assert caught.value.field == field
     params.check_against(vocab_size=11, max_model_len=21)
+
+
+@pytest.mark.parametrize(
+    ("given", "here"),
+    [
+        ({"best_of": 1, "use_beam_search": False, "length_penalty": 1.0}, {}),
+        ({"max_new_tokens": 5, "num_return_sequences": 2}, {"max_tokens": 5, "n": 2}),
+        ({"do_sample": False}, {"temperature": 0.0}),
+        ({"do_sample": True, "temperature": 0.5}, {"temperature": 0.5}),
+    ],
+)
+def test_parameters_have_the_names_of_others(given: dict[str, Any], here: dict[str, Any]) -> None:
+    assert SamplingParams(**given) == SamplingParams(**here)
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "message"),
+    [
+        ({"temprature": 1.0}, "temprature", "did you mean temperature"),
+        ({"use_beam_search": True}, "use_beam_search", "no beam search"),
+        ({"best_of": 3}, "best_of", "generate n"),
+        ({"max_new_tokens": 3, "max_tokens": 4}, "max_new_tokens", "is max_tokens here"),
+    ],
+)
+def test_other_names_are_one_error(given: dict[str, Any], field: str, message: str) -> None:
+    with pytest.raises(ParamError, match=message) as error:
+        SamplingParams(**given)
+    assert error.value.field == field

@@ -9,42 +9,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from kvik.config.config import EngineConfig
-from kvik.errors import ConfigError, shown
-from kvik.options import NO_FACTS, Flag, Integer, Kind, Number, Option, Text, options_of
-
-ANY = object()  # every value
+from kvik.errors import ConfigError
+from kvik.options import (
+    ANY,
+    NO_FACTS,
+    Flag,
+    Integer,
+    Number,
+    Option,
+    Synonym,
+    Text,
+    options_of,
+    with_synonyms,
+)
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Synonym:
-    """A name of another engine's option.
-
-    Attributes:
-        option: the option of kvik that it stands for; "": none.
-        values: its values -> those of the option; others stay as they are.
-        meaningless: values that change nothing here, or `ANY`.
-        why: why they do not, or what to use in place of other values.
-        kind: of its values as text, where it stands for no option or for other values.
-    """
-
-    option: str = ""
-    values: Mapping[object, object] = field(default_factory=dict)
-    meaningless: object = ()
-    why: str = ""
-    kind: Kind | None = None
-
-    def ignores(self, value: object) -> bool:
-        if self.meaningless is ANY:
-            return True
-        known = self.meaningless if isinstance(self.meaningless, tuple) else ()
-        return any(value == one and type(value) is type(one) for one in known)
-
 
 COUNT, SHARE, SWITCH, WORD = Integer(0, 1 << 40), Number(0, 1e9), Flag(), Text()
 _RANKS = "kvik computes on one device"
@@ -145,20 +127,7 @@ def translated(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: kvik has nothing for a name, or an option is given under two names.
     """
-    found = {name: value for name, value in given.items() if name not in SYNONYMS}
-    ignored = []
-    for name, value in given.items():
-        synonym = SYNONYMS.get(name)
-        if synonym is None:
-            continue
-        if synonym.ignores(value):
-            ignored.append(f"{name} ({synonym.why})")
-            continue
-        if not synonym.option:
-            raise ConfigError(name, f"cannot be {shown(value)}: {synonym.why}")
-        if synonym.option in found:
-            raise ConfigError(name, f"is {synonym.option} here, which is given too")
-        found[synonym.option] = _value(synonym, value)
+    found, ignored = with_synonyms(given, SYNONYMS, ConfigError)
     if given.get("speculative_model") and "spec_method" not in given:
         if given["speculative_model"] == "[ngram]":  # vLLM's word for drafts without a model
             found.update(spec_model=None, spec_method="ngram")
@@ -171,10 +140,3 @@ def translated(given: Mapping[str, Any]) -> dict[str, Any]:
     if ignored:
         log.warning("changes nothing here: %s", ", ".join(ignored))
     return found
-
-
-def _value(synonym: Synonym, value: object) -> object:
-    for theirs, ours in synonym.values.items():
-        if value == theirs and type(value) is type(theirs):
-            return ours
-    return value

@@ -18,11 +18,13 @@ from kvik.options import (
     Kind,
     Number,
     Option,
+    Synonym,
     bad_value,
     normalised,
     option,
     options_of,
     unknown,
+    with_synonyms,
 )
 
 MAX_INT32 = 2**31 - 1
@@ -113,7 +115,7 @@ class StopList(Kind):
             raise ValueError(f"at most {MAX_STOP_STRINGS} strings, not {len(texts)}")
         for text in texts:
             if not text:
-                raise ValueError("must not contain an empty string")
+                raise ValueError("must not contain an empty string, which ends every text at once")
             if len(text.encode("utf-8", "surrogatepass")) > MAX_STOP_BYTES:
                 raise ValueError(f"a stop string has at most {MAX_STOP_BYTES} bytes")
         return tuple(texts)
@@ -163,9 +165,47 @@ def _parameter(
     return option(default, kind, help, facts)
 
 
+# What vLLM and transformers call them. An ignored value is the one that changes nothing.
+SYNONYMS: Mapping[str, Synonym] = {
+    "max_new_tokens": Synonym("max_tokens"),
+    "num_return_sequences": Synonym("n"),
+    "repeat_penalty": Synonym("repetition_penalty"),
+    "do_sample": Synonym("temperature", {False: 0.0}, (True,), "temperature says it"),
+    "best_of": Synonym(meaningless=(1, None), why="generate n and choose by logprobs"),
+    "use_beam_search": Synonym(meaningless=(False,), why="there is no beam search"),
+    "num_beams": Synonym(meaningless=(1,), why="there is no beam search"),
+    "length_penalty": Synonym(meaningless=(1.0, 1), why="there is no beam search"),
+    "early_stopping": Synonym(meaningless=(False,), why="there is no beam search"),
+    "no_repeat_ngram_size": Synonym(meaningless=(0, None), why="dry_multiplier does this"),
+    "detokenize": Synonym(meaningless=(True,), why="text is always made"),
+    "spaces_between_special_tokens": Synonym(meaningless=(True,), why="the tokenizer decides"),
+    "guided_decoding": Synonym(meaningless=(None,), why="there is no structured output yet"),
+    "structured_outputs": Synonym(meaningless=(None,), why="there is no structured output yet"),
+}
+
+
+class _OtherNames(type):
+    """Makes a class of parameters take the names that others have for them."""
+
+    def __call__(cls, *values: Any, **given: Any) -> Any:
+        try:
+            return super().__call__(*values, **given)
+        except TypeError:  # a name that no parameter has
+            found, _ = with_synonyms(given, SYNONYMS, ParamError)
+            for name in found:
+                if name not in PARAMETERS:
+                    known = [*PARAMETERS, *SYNONYMS]
+                    text = unknown(name, "sampling parameter", known)
+                    raise ParamError(name, text) from None
+            if found.keys() == given.keys():
+                raise
+            return super().__call__(*values, **found)
+
+
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """Options of one request. Defaults sample from the model's own distribution.
+class SamplingParams(metaclass=_OtherNames):
+    """Options of one request. Defaults sample from the model's own distribution. Parameters may
+    have the names that vLLM and transformers give them (`SYNONYMS`).
 
     Raises:
         ParamError: a value is not allowed, or contradicts another.
@@ -367,9 +407,6 @@ class SamplingParams:
 
     def with_changes(self, **changes: object) -> SamplingParams:
         """Return a copy with some fields replaced and everything checked again."""
-        for name in changes:
-            if name not in PARAMETERS:
-                raise ParamError(name, unknown(name, "sampling parameter", sorted(PARAMETERS)))
         return replace(self, **changes)  # type: ignore[arg-type]
 
     def check_against(self, vocab_size: int, max_model_len: int) -> None:
