@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import re
 import runpy
 from dataclasses import replace
@@ -338,3 +340,30 @@ def test_the_ceilings_of_a_disturbed_calibration_are_described_as_such() -> None
 def test_the_documentation_says_what_each_limit_means() -> None:
     rows = re.findall(r"^\| `([\w ]+)` \|", (DOCS / "metrics.md").read_text(), re.MULTILINE)
     assert set(WHAT_HELPS) <= set(rows)
+
+
+def test_the_summary_has_means_since_the_start() -> None:
+    metrics, requests = made()
+    stats = replace(
+        STATS, steps=10, rows=25, delivered_tokens=60, time=LoopTime(executor=2.0, host=1.0)
+    )
+
+    def summary(stats: EngineStats) -> dict[str, Any]:
+        async def answer() -> EngineStats:
+            return stats
+
+        cast(Any, metrics)._server.engine.stats = answer
+        response = asyncio.run(metrics.summary(cast(Any, None)))
+        return cast(dict[str, Any], json.loads(response.body))
+
+    before = summary(replace(STATS, steps=0, rows=0, time=LoopTime()))
+    assert before["mean_latency_seconds"] is before["mean_batch_size"] is None
+    assert before["output_tokens_per_second"] is None
+    requests.finished(life(), output(4), "stop")
+    found = summary(stats)
+    assert (found["requests_finished"], found["mean_latency_seconds"]) == (1, 1.75)
+    assert found["mean_time_to_first_token_seconds"] == 0.75
+    assert (found["mean_batch_size"], found["output_tokens_per_second"]) == (2.5, 20.0)
+    memory = CONFIG.memory
+    assert sum(found["memory_bytes"].values()) == memory.total
+    assert found["memory_bytes"]["kv_cache"] == memory.kv_cache

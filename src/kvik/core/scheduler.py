@@ -199,6 +199,7 @@ class Scheduler:
         self._freed_slots = []
         self.in_flight.append(step)
         self.counters.steps += 1
+        self.counters.rows += len(plan.slots)
         self.counters.scheduled_tokens += step.num_tokens
         self.counters.step_sizes[(step.num_tokens - 1).bit_length()] += 1
         self.meter.step(step.num_tokens, step.num_chunks, plan.samples)

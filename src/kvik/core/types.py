@@ -54,6 +54,7 @@ class SchedulerCounters:
     """
 
     steps: int = 0
+    rows: int = 0  # requests of all steps, each counted in every step that computes for it
     scheduled_tokens: int = 0
     delivered_tokens: int = 0
     preemptions: int = 0

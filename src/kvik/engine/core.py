@@ -233,6 +233,7 @@ class EngineCore:
             kv_used_tokens=used,
             pinned_blocks=pool.num_pinned,
             steps=counters.steps,
+            rows=counters.rows,
             scheduled_tokens=counters.scheduled_tokens,
             delivered_tokens=counters.delivered_tokens,
             preemptions=counters.preemptions,

@@ -96,6 +96,7 @@ class EngineStats:
     # requests that share a block count it each.
     kv_allocated_tokens: int = 0
     kv_used_tokens: int = 0
+    rows: int = 0  # requests of all steps; rows / steps is the mean batch size
     pinned_blocks: int = 0  # kept in the prefix cache for a time, used or not
     # When the last step was finished; None: nothing is captured on this device, or was told yet.
     graphs: GraphCounts | None = None

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 
+import msgspec
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -34,6 +35,7 @@ from kvik.engine.output import RequestOutput
 from kvik.engine.remote import EngineState
 from kvik.engine.stats import EngineStats
 from kvik.server.generation import GenerationRecord
+from kvik.server.responses import json_response
 from kvik.server.route import Route
 from kvik.server.server import Server
 
@@ -95,13 +97,39 @@ HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
 # fmt: off
 ONLY_OURS = frozenset((
     "engine_state", "engine_starts", "open_responses", "queued_tokens", "engine_steps",
-    "engine_seconds", "cuda_graphs", "cuda_graph_bytes", "cached_blocks", "pinned_blocks",
-    "kv_cache_tokens",
+    "engine_step_requests", "engine_memory_bytes", "engine_seconds", "cuda_graphs",
+    "cuda_graph_bytes", "cached_blocks", "pinned_blocks", "kv_cache_tokens",
     "speculation_drafts_per_pos", "speculation_accepted_length", "speculation_speedup",
     "memory_bytes_per_second", "flops_per_second", "memory_bytes_ceiling", "flops_ceiling",
     "memory_bandwidth_share", "compute_share", "bottleneck",
 ))
 # fmt: on
+
+
+class MetricsSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """The main figures of a server, for people and scripts without Prometheus. Times and tokens are
+    since the start; None: there is nothing to take a mean of.
+
+    Attributes:
+        mean_batch_size: requests that a step computes for.
+        output_tokens_per_second: over the time in which the engine had work.
+        kv_cache_usage: share of the KV blocks that requests hold, 0 to 1.
+        prefix_hit_rate: share of the prompt tokens that were found in the prefix cache, 0 to 1.
+        memory_bytes: of the engine as planned, by part.
+    """
+
+    model: str
+    requests_running: int
+    requests_waiting: int
+    requests_finished: int
+    mean_latency_seconds: float | None
+    mean_time_to_first_token_seconds: float | None
+    mean_batch_size: float | None
+    output_tokens: int
+    output_tokens_per_second: float | None
+    kv_cache_usage: float
+    prefix_hit_rate: float
+    memory_bytes: dict[str, int]
 
 
 class RequestMetricsObserver:
@@ -167,6 +195,18 @@ class RequestMetricsObserver:
 
     def refused(self, tenant: str, reason: str) -> None:
         self._count("admission_rejections", 1, reason)
+
+    def count(self, name: str) -> int:
+        """Return how many values a histogram has."""
+        return int(self._sample(name, "_count"))
+
+    def mean(self, name: str) -> float | None:
+        """Return the mean of a histogram; None: it has no values."""
+        count = self.count(name)
+        return self._sample(name, "_sum") / count if count else None
+
+    def _sample(self, name: str, suffix: str) -> float:
+        return self.registry.get_sample_value(name + suffix) or 0.0
 
     def _count(self, name: str, amount: float, label: str = "") -> None:
         counter = self._counters[name]
@@ -236,8 +276,33 @@ class Metrics:
         ProcessCollector(registry=self._process)
 
     def routes(self) -> list[Route]:
-        note = "Metrics for Prometheus."
-        return [Route("/metrics", self.answer, "GET", operator=True, note=note)]
+        note, brief = "Metrics for Prometheus.", "The main figures since the start."
+        return [
+            Route("/metrics", self.answer, "GET", operator=True, note=note),
+            Route(
+                "/v1/metrics", self.summary, "GET", operator=True, answer=MetricsSummary, note=brief
+            ),
+        ]
+
+    async def summary(self, request: Request) -> Response:
+        stats = await self._server.engine.stats()
+        busy = stats.time.executor + stats.time.host
+        return json_response(
+            MetricsSummary(
+                model=self._server.model_name,
+                requests_running=stats.num_running,
+                requests_waiting=stats.num_waiting,
+                requests_finished=self._requests.count("e2e_request_latency_seconds"),
+                mean_latency_seconds=self._requests.mean("e2e_request_latency_seconds"),
+                mean_time_to_first_token_seconds=self._requests.mean("time_to_first_token_seconds"),
+                mean_batch_size=stats.rows / stats.steps if stats.steps else None,
+                output_tokens=stats.delivered_tokens,
+                output_tokens_per_second=stats.delivered_tokens / busy if busy else None,
+                kv_cache_usage=stats.kv_usage,
+                prefix_hit_rate=stats.prefix_hit_rate,
+                memory_bytes=_memory(self._server.engine.config),
+            )
+        )
 
     async def answer(self, request: Request) -> Response:
         async with self._lock:
@@ -250,6 +315,9 @@ class Metrics:
         shown = Exposition(server.model_name, server.config.metrics_compat)
         shown.add(_state(server))
         shown.add(_engine(stats))
+        note = "Memory of the engine as planned, by part."
+        parts = {part: float(size) for part, size in _memory(server.engine.config).items()}
+        shown.add([gauge("engine_memory_bytes", note, parts, "part")])
         shown.add(_cache(server.engine.config, stats))
         shown.add(self._requests.registry.collect())
         shown.add(_speculation(stats))
@@ -277,6 +345,17 @@ gauge = partial(_family, GaugeMetricFamily)
 counter = partial(_family, CounterMetricFamily)  # adds `_total` to the name of its samples
 
 
+def _memory(config: ResolvedConfig) -> dict[str, int]:
+    """Return the planned bytes of an engine by part."""
+    plan = config.memory
+    return {
+        "weights": plan.weights,
+        "activations": plan.activations,
+        "kv_cache": plan.kv_cache,
+        "overhead": plan.overhead,
+    }
+
+
 def _state(server: Server) -> Iterator[Metric]:
     now = server.engine.state
     states = {state.value: float(state is now) for state in EngineState}
@@ -299,6 +378,8 @@ def _engine(stats: EngineStats) -> Iterator[Metric]:
     yield gauge("queued_tokens", "Prompt tokens in the queue.", stats.queued_tokens)
     yield counter("num_preemptions", "Times a request lost its blocks.", stats.preemptions)
     yield counter("engine_steps", "Steps computed.", stats.steps)
+    note = "Requests of all steps; over the steps, the mean batch size."
+    yield counter("engine_step_requests", note, stats.rows)
     seconds = stats.time
     doing = {"executor": seconds.executor, "host": seconds.host, "idle": seconds.idle}
     yield counter("engine_seconds", "Where the step loop's time went, in seconds.", doing, "doing")
