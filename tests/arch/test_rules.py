@@ -13,6 +13,7 @@ pytestmark = pytest.mark.check
 # Functions that may take **options and hand them on; each checks every name it is given.
 HANDS_ON_KEYWORDS = {
     "kvik.llm:LLM.__init__",
+    "kvik.core.sampling_params:_OtherNames.__call__",
     "kvik.core.sampling_params:SamplingParams.with_changes",
 }
 
