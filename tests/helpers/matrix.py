@@ -80,7 +80,7 @@ COLUMNS = [
     ),
     Column(
         "preemption, chunks",
-        {**SQUEEZED, "num_blocks": 12, "max_num_batched_tokens": 16},
+        {**SQUEEZED, "num_blocks": 13, "max_num_batched_tokens": 16},
         must="preemptions",
     ),
     Column("two at a time", {"max_num_seqs": 2}),
@@ -96,7 +96,7 @@ COLUMNS = [
     Column("two steps in flight", in_flight=2),
     Column(
         "two steps in flight, preemption, chunks",
-        {**SQUEEZED, "num_blocks": 12, "max_num_batched_tokens": 16},
+        {**SQUEEZED, "num_blocks": 13, "max_num_batched_tokens": 16},
         in_flight=2,
         must="preemptions",
     ),

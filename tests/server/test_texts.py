@@ -127,9 +127,13 @@ class Slow(Counted):
         self.go = threading.Semaphore(0)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        self.go.acquire()
         self.order.append(text[0])
+        self.go.acquire()
         return [1]
+
+    async def begun(self, count: int) -> None:
+        while len(self.order) < count:
+            await asyncio.sleep(0.001)
 
 
 async def test_tenants_take_turns(tokenizer: Tokenizer) -> None:
@@ -137,14 +141,14 @@ async def test_tenants_take_turns(tokenizer: Tokenizer) -> None:
     slow, length = Slow(tokenizer), INLINE_CHARS + 1
     async with texts_of(slow, 100_000) as texts:
         flood = [asyncio.ensure_future(texts.of("a").encode("a" * length)) for _ in range(20)]
-        await asyncio.sleep(0.01)  # two of them have the threads
+        await slow.begun(2)  # they have the threads
         gone = asyncio.ensure_future(texts.of("c").encode("c" * length))
         late = [asyncio.ensure_future(texts.of(name).encode(name * length)) for name in "bbd"]
         await asyncio.sleep(0.01)
         gone.cancel()  # who is gone takes no turn
-        for _ in range(23):
+        for i in range(23):
             slow.go.release()
-            await asyncio.sleep(0.005)
+            await slow.begun(min(23, i + 3))
         assert await asyncio.gather(*flood, *late) == [[1]] * 23
     assert "".join(slow.order) == "aa" + "abdab" + "a" * 16
 
