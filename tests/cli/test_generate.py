@@ -166,7 +166,10 @@ def test_the_length_is_the_models_own_where_none_is_given(
             ["--max-tokens", "0", "x"],
             "--max-tokens: must be at least 1, or 0 with --prompt-logprobs and n = 1",
         ),
-        (["--stop", "", "x"], "--stop: must not contain an empty string"),
+        (
+            ["--stop", "", "x"],
+            "--stop: must not contain an empty string, which ends every text at once",
+        ),
         (["--logprobs", "1", "x"], "--logprobs: is shown with --json only"),
         (["--block-size", "0", "x"], "--block-size: must be an integer in [1, 1024], not 0"),
         (["/no/such/model.gguf", "x"], "model: there is no file '/no/such/model.gguf'"),
