@@ -7,7 +7,7 @@ import pytest
 from kvik.errors import ConfigError
 from kvik.planner.cost import (
     DailyLoad,
-    Rates,
+    TokenRates,
     columns,
     cost,
     count,
@@ -20,7 +20,7 @@ from kvik.planner.cost import (
 
 def test_a_million_tokens() -> None:
     # $3.60 an hour is a dollar for 1000 seconds: a million tokens at 1000 a second
-    paid = cost(3.6, Rates(decode=100, prefill=1000), prompt=100, output=10)
+    paid = cost(3.6, TokenRates(decode=100, prefill=1000), prompt=100, output=10)
     assert (paid.input, paid.output) == pytest.approx((1.0, 10.0))
     assert (paid.copies, paid.busy) == (1, None)
     # 110 tokens take 0.2 seconds of a thousandth of a dollar each
@@ -30,11 +30,11 @@ def test_a_million_tokens() -> None:
 
 
 def test_a_measured_rate_has_the_prompts_in_it() -> None:
-    paid = cost(3.6, Rates(decode=100), prompt=900, output=100)
+    paid = cost(3.6, TokenRates(decode=100), prompt=900, output=100)
     # a request takes a second: a thousandth of a dollar for its 1000 tokens
     assert paid.mixed == pytest.approx(1e-3)
     assert (paid.input, paid.output) == (None, None)
-    busy = cost(3.6, Rates(decode=100), 900, 100, DailyLoad(2.5 * 86_400, 900, 100))
+    busy = cost(3.6, TokenRates(decode=100), 900, 100, DailyLoad(2.5 * 86_400, 900, 100))
     assert busy.copies == 3 and busy.busy == pytest.approx(2.5 / 3)
     assert busy.per_day == pytest.approx(3 * 86.4)
 
@@ -42,7 +42,9 @@ def test_a_measured_rate_has_the_prompts_in_it() -> None:
 @pytest.mark.parametrize(("a_second", "copies", "share"), [(1, 1, 0.2), (6, 2, 0.6)])
 def test_a_day(a_second: int, copies: int, share: float) -> None:
     # One request takes 100 / 1000 + 10 / 100 = 0.2 seconds of one copy.
-    paid = cost(3.6, Rates(100, 1000), 100, 10, DailyLoad(a_second * 86_400, prompt=100, output=10))
+    paid = cost(
+        3.6, TokenRates(100, 1000), 100, 10, DailyLoad(a_second * 86_400, prompt=100, output=10)
+    )
     assert paid.copies == copies
     assert paid.busy == pytest.approx(share)
     assert paid.per_day == pytest.approx(copies * 86.4)

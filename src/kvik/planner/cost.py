@@ -79,7 +79,7 @@ class DailyLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class TokenRates:
     """Tokens a second of one copy of the model.
 
     Attributes:
@@ -149,7 +149,7 @@ def parse_load(text: str, prompt: int, output: int) -> DailyLoad:
 
 
 def cost(
-    hourly: float, rates: Rates, prompt: int, output: int, load: DailyLoad | None = None
+    hourly: float, rates: TokenRates, prompt: int, output: int, load: DailyLoad | None = None
 ) -> Cost:
     """Return the cost of requests at these rates.
 

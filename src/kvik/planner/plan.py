@@ -12,7 +12,7 @@ from kvik.config.memory import Limit
 from kvik.errors import ConfigError
 from kvik.options import Integer, Number, OneOf, Text, normalised, option
 from kvik.planner.calibration import calibration_path
-from kvik.planner.cost import Cost, DailyLoad, Rates, cost, parse_load
+from kvik.planner.cost import Cost, DailyLoad, TokenRates, cost, parse_load
 from kvik.planner.devices import UTILIZATION, Device, Setting, find_device, this_device
 from kvik.planner.families import read_shape
 from kvik.planner.formats import WEIGHT_FORMATS, arithmetic, kv_facts, weight_facts, weight_format
@@ -269,11 +269,11 @@ def cost_of(shape: ModelShape, at: Setting, question: Question, memory: Memory) 
     return cost(price * at.devices, rates, prompt, output, load_of(question, at.context))
 
 
-def _rates(shape: ModelShape, at: Setting, question: Question, memory: Memory) -> Rates | None:
+def _rates(shape: ModelShape, at: Setting, question: Question, memory: Memory) -> TokenRates | None:
     """As measured; else of the asked batch, or of the largest that fits if that is smaller, its
     prompts together in a step and its outputs half done."""
     if question.tokens_per_second is not None:
-        return Rates(question.tokens_per_second)
+        return TokenRates(question.tokens_per_second)
     batch = min(at.batch, memory.largest_batch)
     if batch == 0 or not at.device.rated:
         return None
@@ -281,7 +281,7 @@ def _rates(shape: ModelShape, at: Setting, question: Question, memory: Memory) -
     halfway = replace(at, batch=batch, context=prompt + (output + 1) // 2)
     _, decoded = decode_rate(shape, halfway)
     _, prefilled = prefill_rate(shape, halfway, prompt)
-    return Rates(decoded, prefilled)
+    return TokenRates(decoded, prefilled)
 
 
 def _speculation(
