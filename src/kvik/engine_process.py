@@ -21,11 +21,10 @@ from pathlib import Path
 
 from kvik.child_process import python_command
 from kvik.config.config import ResolvedConfig
-from kvik.engine.host import EngineHost
+from kvik.engine.host import host_engine
 from kvik.engine.process import Supervisor, restart_policy
 from kvik.engine.remote import RemoteClient
-from kvik.engine.wire import EngineStart, HostSocket, Unusable, frame, to_start
-from kvik.errors import KvikError
+from kvik.engine.wire import EngineStart, HostSocket, to_start
 from kvik.launch import load_loop
 
 GRACE_SECONDS = 2.0  # between the parent's end and ours, whatever we are at
@@ -68,16 +67,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _serve(line: HostSocket) -> int:
     start = _first_message(line)
-    try:
-        loop = load_loop(start.config, None if start.record is None else Path(start.record))
-    except KvikError as error:
-        line.send(frame(Unusable(error.field, error.message)))
-        return 1
-    try:
-        EngineHost(loop, line).run()
-    finally:
-        loop.close()
-    return 0
+    record = None if start.record is None else Path(start.record)
+    return 0 if host_engine(lambda: load_loop(start.config, record), line) else 1
 
 
 def _first_message(line: HostSocket) -> EngineStart:

@@ -25,6 +25,7 @@ from kvik.engine.wire import (
     Ready,
     Reply,
     StepLimit,
+    Unusable,
     WireError,
     encode,
     engine_request,
@@ -303,6 +304,28 @@ class EngineHost:
             report=RequestReport(now, None, None, now, 0, 0),
             refused=refused,
         )
+
+
+def host_engine(load: Callable[[], EngineLoop], line: HostSocket) -> bool:
+    """Load an engine and serve the client at the other end of a socket until that closes it.
+
+    Returns:
+        Whether the engine could be loaded. If not, the client knows why.
+
+    Raises:
+        EOFError: the client closed the connection while the engine was loaded.
+        Exception: the engine as a whole failed.
+    """
+    try:
+        loop = load()
+    except KvikError as error:
+        line.send(frame(Unusable(error.field, error.message)))
+        return False
+    try:
+        EngineHost(loop, line).run()
+    finally:
+        loop.close()
+    return True
 
 
 def _message(error: Exception) -> str:

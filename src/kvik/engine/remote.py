@@ -179,7 +179,7 @@ class ResendQueue:
 
 
 class RemoteClient:
-    """Takes requests and hands their deltas to the sink given to `start`. No method blocks.
+    """Takes requests and hands their deltas to its sinks. No method blocks.
 
     Every request added ends with exactly one last delta for each sibling, whatever happens to the
     engine. The client outlives its engines: when one is lost, the source connects the next.
@@ -202,7 +202,8 @@ class RemoteClient:
         self._config = config
         self._source = source
         self._clock = clock
-        self._sink: Sink = _discard
+        self._sinks: list[Sink] = []
+        self._changed = asyncio.Event()  # the state
         self._state, self._reason = EngineState.STARTING, "the engine has not been started"
         self._unfinished: dict[str, SentRequest] = {}  # in the engine
         self._waiting = ResendQueue(clock, self._give)
@@ -237,9 +238,26 @@ class RemoteClient:
 
     def start(self, sink: Sink) -> None:
         """Begin to start an engine; to be called once, in the event loop."""
-        self._sink = sink
+        self.add_sink(sink)
         self._reason = "the engine is being started"
         self._source.start(self)
+
+    def add_sink(self, sink: Sink) -> None:
+        """Hand all deltas to this sink too, which passes over those of requests it does not
+        know."""
+        self._sinks.append(sink)
+
+    async def ready(self) -> None:
+        """Wait until the engine takes requests.
+
+        Raises:
+            UnavailableError: it never will.
+        """
+        while self._state is not EngineState.READY:
+            if self._state in (EngineState.FAILED, EngineState.CLOSED):
+                raise UnavailableError("engine", self._reason)
+            self._changed.clear()
+            await self._changed.wait()
 
     def check(self, request: EngineRequest) -> None:
         """Raise `ParamError` or `CapacityError` if the request can never be served."""
@@ -353,6 +371,7 @@ class RemoteClient:
     def set_state(self, state: EngineState, reason: str) -> None:
         if self._state is not EngineState.CLOSED:
             self._state, self._reason = state, reason
+            self._changed.set()
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -461,11 +480,8 @@ class RemoteClient:
     def _give(self, deltas: list[RequestDelta]) -> None:
         if not deltas:
             return
-        try:
-            self._sink(deltas)
-        except Exception:  # the requests of others go on
-            log.exception("deltas were not taken")
-
-
-def _discard(deltas: list[RequestDelta]) -> None:
-    """The sink until `start`: there are no requests yet."""
+        for sink in self._sinks:
+            try:
+                sink(deltas)
+            except Exception:  # the requests of others go on
+                log.exception("deltas were not taken")
