@@ -189,8 +189,8 @@ def serve_paced(model: str) -> None:
 
     from kvik.config.config import EngineConfig
     from kvik.config.server_config import ServerConfig
-    from kvik.engine.process import Supervisor, restart_policy
     from kvik.engine.remote import RemoteClient
+    from kvik.engine.sources import Supervisor, restart_policy
     from kvik.engine.wire import EngineStart
     from kvik.launch import load_tokenizer, resolve_config
     from kvik.model_files import model_files

@@ -22,8 +22,8 @@ from pathlib import Path
 from kvik.child_process import python_command
 from kvik.config.config import ResolvedConfig
 from kvik.engine.host import host_engine
-from kvik.engine.process import Supervisor, restart_policy
 from kvik.engine.remote import RemoteClient
+from kvik.engine.sources import Supervisor, restart_policy
 from kvik.engine.wire import EngineStart, HostSocket, to_start
 from kvik.launch import load_loop
 

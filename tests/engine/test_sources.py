@@ -22,8 +22,8 @@ from helpers.served_engine import tiny_config
 from helpers.virtual_time import run_virtually
 
 from kvik.core.types import FinishReason, RequestDelta
-from kvik.engine.process import RestartPolicy, Supervisor, restart_policy
 from kvik.engine.remote import EngineState, RemoteClient
+from kvik.engine.sources import RestartPolicy, Supervisor, restart_policy
 from kvik.engine.wire import EngineStart
 from kvik.errors import UnavailableError
 
