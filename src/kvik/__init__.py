@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from kvik.async_llm import AsyncLLM
     from kvik.config.config import EngineConfig
     from kvik.core.sampling_params import SamplingParams
     from kvik.engine.output import CompletionOutput, EmbeddingOutput, RequestOutput, TextDelta
@@ -19,6 +20,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CapacityError",
     "CompletionOutput",
     "ConfigError",
@@ -34,6 +36,7 @@ __all__ = [
 
 _HOME: Final = {
     "LLM": "kvik.llm",
+    "AsyncLLM": "kvik.async_llm",
     "CapacityError": "kvik.errors",
     "CompletionOutput": "kvik.engine.output",
     "ConfigError": "kvik.errors",

@@ -21,7 +21,7 @@ from kvik.config.env import environment_options
 from kvik.config.synonyms import SYNONYMS, translated
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest
-from kvik.engine.output import EmbeddingOutput, RequestOutput, TextDelta, normalise
+from kvik.engine.output import EmbeddingOutput, RequestOutput, TextDelta, embedding_output
 from kvik.engine.stats import EngineStats
 from kvik.engine.thread import Call, EngineThread
 from kvik.errors import ConfigError, ParamError, shown
@@ -76,6 +76,61 @@ Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 
 
+def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
+    """Return the options as given, in kvik's words or in those of other engines, and what variables
+    set of the rest.
+
+    Raises:
+        ConfigError: there is no such option.
+    """
+    known = [one.name for one in options_of(EngineConfig) if one.name != "model"]
+    given = translated(options)
+    for name in given:
+        if name not in known:
+            raise ConfigError(name, unknown(name, "engine option", [*known, *SYNONYMS]))
+    found = {**environment_options(), **given}
+    return EngineConfig(**{**found, "model": model or found.get("model", "")})
+
+
+def engine_request(
+    request_id: str,
+    prompt_token_ids: list[int],
+    params: SamplingParams,
+    tokenizer: Tokenizer | None,
+    *,
+    priority: int = 0,
+    pooling: str | None = None,
+) -> EngineRequest:
+    """Return a request in the engine's terms: words as token ids.
+
+    Raises:
+        ParamError: a parameter needs a tokenizer, and there is none.
+    """
+    if params.stop and tokenizer is None:
+        raise ParamError("stop", "needs a tokenizer, and this model has none")
+    return EngineRequest(
+        request_id,
+        prompt_token_ids,
+        spelled(params, tokenizer),
+        priority=priority,
+        pooling=pooling,
+    )
+
+
+def check_one_prompt(prompt: Prompt) -> None:
+    """Raise `ParamError` if it is not one text or one list of token ids."""
+    if not any(one is prompt for one in _as_prompts(prompt)):
+        raise ParamError("prompt", "must be one text or one list of token ids")
+
+
+def check_priority(priority: int, policy: str) -> None:
+    """Raise `ParamError` if the policy has no such priority."""
+    if type(priority) is not int:
+        raise ParamError("priority", f"must be an integer, not {shown(priority)}")
+    if priority and policy != "priority":
+        raise ParamError("priority", f'needs policy="priority", and the policy is {policy}')
+
+
 class LLM:
     """A loaded model. Use it as a context manager, or `close` it, to free everything.
 
@@ -93,14 +148,7 @@ class LLM:
     """
 
     def __init__(self, model: str = "", **config: Any) -> None:
-        known = [one.name for one in options_of(EngineConfig) if one.name != "model"]
-        config = translated(config)
-        for name in config:
-            if name not in known:
-                raise ConfigError(name, unknown(name, "engine option", [*known, *SYNONYMS]))
-        config = {**environment_options(), **config}
-        config["model"] = model or config.get("model", "")
-        self.resolved: ResolvedConfig = resolve_config(EngineConfig(**config))
+        self.resolved: ResolvedConfig = resolve_config(engine_config(model, config))
         self._engine = EngineThread(partial(start, self.resolved))
         finalize(self, self._engine.close)  # when the program ends or forgets it
         self.default_params: SamplingParams = self._engine.engine.default_params
@@ -141,8 +189,8 @@ class LLM:
         Raises:
             ParamError, CapacityError: a prompt or parameter is impossible; nothing was generated.
         """
-        params = _either("sampling_params", sampling_params, "params", params)
-        progress = _either("use_tqdm", use_tqdm, "progress", progress)
+        params = either("sampling_params", sampling_params, "params", params)
+        progress = either("use_tqdm", use_tqdm, "progress", progress)
         listed = _as_prompts(prompts)
         priorities = self._priorities(len(listed), priority)
         return self._run(listed, params, progress, add_special_tokens=True, priorities=priorities)
@@ -159,8 +207,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, a list of {"role", "content"}, or a list of conversations. For
         the other arguments see `generate`."""
-        params = _either("sampling_params", sampling_params, "params", params)
-        progress = _either("use_tqdm", use_tqdm, "progress", progress)
+        params = either("sampling_params", sampling_params, "params", params)
+        progress = either("use_tqdm", use_tqdm, "progress", progress)
         listed = isinstance(messages, Sequence) and not isinstance(messages, str) and messages
         many = listed and not isinstance(messages[0], Mapping)
         conversations = list(messages) if many else [messages]
@@ -200,12 +248,11 @@ class LLM:
         params = SamplingParams()  # of which nothing is read
         listed = _as_prompts(prompts)
         outputs = self._run(listed, params, progress, add_special_tokens=True, pooling=pooling)
-        return [_embedding(output, normalize) for output in outputs]
+        return [embedding_output(output, normalize=normalize) for output in outputs]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
         """Complete one prompt and iterate over the text as it comes."""
-        if not any(one is prompt for one in _as_prompts(prompt)):
-            raise ParamError("prompt", "must be one text or one list of token ids")
+        check_one_prompt(prompt)
         return self._stream(prompt, params, add_special_tokens=True)
 
     def stream_chat(
@@ -264,17 +311,19 @@ class LLM:
         pooling: str | None = None,
         priority: int = 0,
     ) -> EngineRequest:
-        if params.stop and self._tokenizer is None:
-            raise ParamError("stop", "needs a tokenizer, and this model has none")
         if isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt, add_special_tokens)
             if not prompt or not ids:  # some tokenizers put a token before nothing at all
                 raise ParamError("prompt", "must not be empty")
         else:
             ids = list(prompt)
-        params = spelled(params, self._tokenizer)
-        request = EngineRequest(
-            f"llm-{next(self._serial)}", ids, params, priority=priority, pooling=pooling
+        request = engine_request(
+            f"llm-{next(self._serial)}",
+            ids,
+            params,
+            self._tokenizer,
+            priority=priority,
+            pooling=pooling,
         )
         self._client.check(request)
         return request
@@ -334,11 +383,7 @@ class LLM:
         if len(found) != count:
             raise ParamError("priority", f"{len(found)} given for {count} prompts: one for each")
         for one in found:
-            if type(one) is not int:
-                raise ParamError("priority", f"must be an integer, not {shown(one)}")
-        policy = self.resolved.scheduler.policy
-        if any(found) and policy != "priority":
-            raise ParamError("priority", f'needs policy="priority", and the policy is {policy}')
+            check_priority(one, self.resolved.scheduler.policy)
         return found
 
     def _params_for(
@@ -401,21 +446,7 @@ class Stream(Iterator[TextDelta]):
         self.close()
 
 
-def _embedding(output: RequestOutput, normalize: bool) -> EmbeddingOutput:
-    """Raises `RuntimeError` if the engine failed to compute it."""
-    if output.embedding is None:
-        raise RuntimeError(f"{output.request_id} has no vector: {output.outputs[0].error}")
-    return EmbeddingOutput(
-        request_id=output.request_id,
-        prompt=output.prompt,
-        prompt_token_ids=output.prompt_token_ids,
-        embedding=normalise(output.embedding) if normalize else output.embedding,
-        num_cached_tokens=output.num_cached_tokens,
-        num_preemptions=output.num_preemptions,
-    )
-
-
-def _either(theirs: str, given: Any, ours: str, value: Any) -> Any:
+def either(theirs: str, given: Any, ours: str, value: Any) -> Any:
     """Return an argument that has two names.
 
     Raises:

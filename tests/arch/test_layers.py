@@ -52,6 +52,18 @@ ALLOWED: dict[str, set[str]] = {
         "launch",
         "progress",
     },
+    # The texts and queue limits of the server, without HTTP.
+    "async_llm": {
+        "config",
+        "core",
+        "text",
+        "engine",
+        "model_files",
+        "launch",
+        "engine_process",
+        "llm",
+        "server",
+    },
     # Makes plans for a worker itself, so it stands beside the engine's own way of doing so.
     "evaluate": {"config", "text", "model_files", "launch", *BRIDGE},
     # Heads that guess ahead, from a model that reads.
@@ -99,7 +111,7 @@ ALLOWED: dict[str, set[str]] = {
         "",
     },
     # `import kvik` itself, and `python -m kvik`
-    "": {"config", "core", "engine", "llm"},
+    "": {"config", "core", "engine", "llm", "async_llm"},
     "__main__": {"cli"},
 }
 for allowed_row in ALLOWED.values():

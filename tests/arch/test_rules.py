@@ -170,10 +170,11 @@ def test_inheritance_is_one_level_deep(sources: dict[str, Any]) -> None:
 
 
 def test_folders_explain_themselves_and_export_nothing(sources: dict[str, Any]) -> None:
+    """But for the names of the Python API."""
     bad = [
         str(source.path)
         for name, source in sources.items()
-        if source.is_package and name != "kvik"
+        if source.is_package and name not in ("kvik", "kvik.server")
         if len(source.tree.body) != 1 or not ast.get_docstring(source.tree)
     ]
     assert not bad

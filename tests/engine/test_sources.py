@@ -381,7 +381,7 @@ async def test_the_engine_process_shares_the_session():
 ORPHAN = """
 import asyncio, os, signal, sys
 sys.path.insert(0, {tests!r})
-from engine.test_process import Rig, request, QUICK, HANG
+from engine.test_sources import Rig, request, QUICK, HANG
 from kvik.engine.remote import EngineState
 
 async def main():

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -25,10 +24,9 @@ from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest
 from kvik.engine.core import EngineCore
-from kvik.engine.host import EngineHost
 from kvik.engine.loop import EngineLoop, Executor
 from kvik.engine.remote import EngineState, RemoteClient
-from kvik.engine.wire import HostSocket
+from kvik.engine.sources import ThreadSource
 from kvik.models.model_spec import ModelSpec
 from kvik.spec.kv import group_layers
 
@@ -146,43 +144,6 @@ def bundled() -> tuple[ResolvedConfig, Executor]:
     return engine.resolved, engine.executor
 
 
-class ThreadSource:
-    """An engine in a thread, once."""
-
-    def __init__(self, config: ResolvedConfig, executor: Executor) -> None:
-        self.core = EngineCore(config)
-        self.loop = EngineLoop(self.core, executor, time.monotonic)
-        self.ours, self.theirs = socket.socketpair()
-        self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._client: RemoteClient | None = None
-
-    def start(self, client: RemoteClient) -> None:
-        self._client = client
-        client.connect(self.ours, None)
-        self._thread.start()
-
-    def lost(self, why: str, *, for_good: bool) -> None:
-        assert self._client is not None
-        self._client.disconnect(EngineState.FAILED, why)
-
-    async def close(self) -> None:
-        if self._thread.ident is not None:
-            await asyncio.to_thread(self._thread.join, 30)
-            assert not self._thread.is_alive(), "the engine does not end"
-        self.ours.close()
-        self.theirs.close()
-
-    def _run(self) -> None:
-        line = HostSocket(self.theirs)
-        try:
-            EngineHost(self.loop, line).run()
-        except BaseException as error:
-            self.error = error
-        finally:
-            line.close()
-
-
 @dataclass(frozen=True)
 class ServedEngine:
     """Attributes:
@@ -223,8 +184,8 @@ def make_engine(
     else:
         config = replace(config, scheduler=replace(config.scheduler, **scheduler))
     executor = executor or FakeExecutor()
-    source = ThreadSource(config, executor)
-    return ServedEngine(RemoteClient(config, source), source.core, executor)
+    loop = EngineLoop(EngineCore(config), executor, time.monotonic)
+    return ServedEngine(RemoteClient(config, ThreadSource(lambda: loop)), loop.core, executor)
 
 
 @asynccontextmanager

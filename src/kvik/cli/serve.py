@@ -33,13 +33,10 @@ from kvik.model_files import model_files
 from kvik.planner.machine_metrics import MachineMetrics
 from kvik.server.access import Keys, is_loopback, read_keys
 from kvik.server.admin import LOOPBACK, make_admin_app
-from kvik.server.app import all_routes, make_app
-from kvik.server.generation import Observer
-from kvik.server.metrics import RequestMetricsObserver
+from kvik.server.app import complete_app
 from kvik.server.run import Port, Printer, bind, bind_unix, serve, server_tls
-from kvik.server.server import assemble, model_names
+from kvik.server.server import model_names
 from kvik.server.texts import Texts
-from kvik.server.tracing import Tracing, otlp_exporter
 
 log = logging.getLogger(__name__)
 
@@ -162,11 +159,7 @@ async def _serve(
 ) -> int:
     path = Path(resolved.runner.model_path)
     names = model_names(server, config.model, path)
-    requests = RequestMetricsObserver()
-    observers: list[Observer] = [requests]
-    if server.otlp_endpoint is not None:
-        observers.append(Tracing(otlp_exporter(server.otlp_endpoint), names[0]))
-    parts = assemble(
+    parts, app = complete_app(
         server,
         engine_in_process(
             resolved, err.write, None if server.record is None else Path(server.record)
@@ -175,10 +168,9 @@ async def _serve(
         model_files(path).default_params(),
         keys,
         names,
-        observers,
+        MachineMetrics(resolved),
     )
-    routes = all_routes(parts, requests, MachineMetrics(resolved))
-    ports = [Port(make_app(parts, routes), sockets[0], tls)]
+    ports = [Port(app, sockets[0], tls)]
     if len(sockets) > 1:
         ports.append(Port(make_admin_app(parts), sockets[1]))
         out.tell(f"admin routes on http://{LOOPBACK}:{sockets[1].getsockname()[1]}")

@@ -156,6 +156,24 @@ class RequestOutput:
         return sum(c.speculation.drafts.accepted for c in self.outputs if c.speculation)
 
 
+def embedding_output(output: RequestOutput, *, normalize: bool) -> EmbeddingOutput:
+    """Return the vector of a request, scaled to length 1 if wanted.
+
+    Raises:
+        RuntimeError: the engine failed to compute it.
+    """
+    if output.embedding is None:
+        raise RuntimeError(f"{output.request_id} has no vector: {output.outputs[0].error}")
+    return EmbeddingOutput(
+        request_id=output.request_id,
+        prompt=output.prompt,
+        prompt_token_ids=output.prompt_token_ids,
+        embedding=normalise(output.embedding) if normalize else output.embedding,
+        num_cached_tokens=output.num_cached_tokens,
+        num_preemptions=output.num_preemptions,
+    )
+
+
 @dataclass(slots=True)
 class _Completion:
     """A completion as it grows."""

@@ -1,7 +1,8 @@
-"""Keeps an engine process running: starts it, notices when it ends or hangs, starts another.
+"""Where a client's engine comes from: a process of its own, or a thread of this one.
 
-A crash ends the requests that the engine had begun; the client keeps the others for the next. The
-next engine is started from the very same decisions.
+A process is watched, and when it ends or hangs another one is started, from the very same
+decisions. A crash ends the requests that the engine had begun; the client keeps the others for the
+next engine.
 """
 
 from __future__ import annotations
@@ -13,19 +14,24 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from kvik.config.config import ResolvedConfig
+from kvik.engine.host import host_engine
+from kvik.engine.loop import EngineLoop
 from kvik.engine.remote import EngineState, RemoteClient
-from kvik.engine.wire import EngineStart
+from kvik.engine.thread import interrupt
+from kvik.engine.wire import EngineStart, HostSocket
 
 TAIL = 2000  # characters of the last output of the process that are kept
 _POLL_SECONDS = 0.01  # between two looks whether the process has ended
 _REAP = 10.0  # seconds; the memory of a large model is not freed at once
 _READ = 1 << 16
+LAST_STEP_SECONDS = 30.0  # for the step under way when a thread's engine is closed
 
 
 class EngineProcess:
@@ -293,3 +299,58 @@ class Supervisor:
             if stood >= stall:
                 client.set_state(EngineState.STALLED, told)
         return ""
+
+
+class ThreadSource:
+    """An `EngineSource` that runs one engine in a thread of this process. When it fails, there is
+    no other.
+
+    Args:
+        load: makes the engine, in the thread, since some of what it sets is per thread.
+    """
+
+    def __init__(self, load: Callable[[], EngineLoop]) -> None:
+        self._load = load
+        self._loaded = False
+        self._failure = ""
+        self._client: RemoteClient | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, client: RemoteClient) -> None:
+        self._client = client
+        ours, theirs = socket.socketpair()
+        client.connect(ours, None)
+        self._thread = threading.Thread(
+            target=self._run, args=(theirs,), name="kvik-engine", daemon=True
+        )
+        self._thread.start()
+
+    def lost(self, why: str, *, for_good: bool) -> None:
+        assert self._client is not None
+        self._client.disconnect(EngineState.FAILED, self._failure or why)
+
+    async def close(self) -> None:
+        if self._thread is None:
+            return
+        if not self._loaded:  # which may take minutes
+            interrupt(self._thread)
+        await asyncio.to_thread(self._thread.join, LAST_STEP_SECONDS)
+        if self._thread.is_alive():
+            log.warning("the engine's thread computes still, and is left to itself")
+
+    def _run(self, sock: socket.socket) -> None:
+        line = HostSocket(sock)
+        try:
+            host_engine(self._begin, line)
+        except (EOFError, KeyboardInterrupt):
+            pass
+        except BaseException as error:
+            log.exception("the engine failed")
+            self._failure = f"the engine failed: {type(error).__name__}: {error}"
+        finally:
+            line.close()
+
+    def _begin(self) -> EngineLoop:
+        loop = self._load()
+        self._loaded = True
+        return loop

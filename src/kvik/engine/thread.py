@@ -27,6 +27,15 @@ _POLL_SECONDS = 0.1  # longest wait for a policy that waits for more requests
 T = TypeVar("T")
 
 
+def interrupt(thread: threading.Thread) -> None:
+    """Raise KeyboardInterrupt in a thread, which may load a model for minutes, as soon as it runs
+    Python again. Does nothing if it has ended."""
+    if thread.ident is not None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(thread.ident), ctypes.py_object(KeyboardInterrupt)
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class CallUpdate:
     """The results of one step for one call.
@@ -177,11 +186,7 @@ class EngineThread:
     def _interrupt(self) -> None:
         """Raise KeyboardInterrupt in the thread, which may load for minutes, and wait for it."""
         self._stop()
-        ident = self._thread.ident
-        assert ident is not None
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(ident), ctypes.py_object(KeyboardInterrupt)
-        )
+        interrupt(self._thread)
         self._thread.join()
 
     # -- in the engine's thread ------------------------------------------------------------------

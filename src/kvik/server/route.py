@@ -153,11 +153,13 @@ def trace_parent_of(request: Request) -> str | None:
     return header if header and len(header) <= MAX_TRACE_PARENT else None
 
 
-def break_connection(scope: Scope) -> None:
-    """Break the connection of a response that cannot be completed."""
+def break_connection(scope: Scope) -> bool:
+    """Break the connection of a response that cannot be completed. Returns whether it could: other
+    servers do so when the app raises."""
     close = scope.get("extensions", {}).get(CLOSE_EXTENSION)
     if close is not None:
         close()
+    return close is not None
 
 
 def limit_unread(scope: Scope, seconds: float) -> None:

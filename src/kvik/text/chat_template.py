@@ -92,7 +92,7 @@ class ChatTemplate:
             ModelError: the template is not valid jinja2.
         """
         names = {**self._source.tokens, **_plain_mapping("variables", variables or {})}
-        names["messages"] = _check_messages(messages)
+        names["messages"] = check_messages(messages)
         names["tools"] = None if tools is None else _check_tools(tools)
         names["documents"] = names.get("documents")
         names["add_generation_prompt"] = add_generation_prompt
@@ -194,7 +194,9 @@ class _TemplateProcess:
         self.kill()
 
 
-def _check_messages(messages: object) -> list[dict[str, Any]]:
+def check_messages(messages: object) -> list[dict[str, Any]]:
+    """Return the messages of a conversation as plain values; raises `ParamError` if they are
+    none."""
     if not isinstance(messages, (list, tuple)) or not messages:
         raise ParamError("messages", "must be a list of at least one message")
     if len(messages) > MAX_MESSAGES:

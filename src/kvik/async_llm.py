@@ -1,0 +1,515 @@
+"""The Python API for `asyncio`: an engine in a process or thread of its own, for any number of
+tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from heapq import heappop, heappush
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from weakref import finalize
+
+from kvik.config.config import ResolvedConfig
+from kvik.core.config import SchedulerConfig
+from kvik.core.sampling_params import SamplingParams
+from kvik.core.types import EngineRequest, FinishReason, RequestDelta, RequestReport
+from kvik.engine.output import (
+    EmbeddingOutput,
+    OutputProcessor,
+    RequestOutput,
+    TextDelta,
+    embedding_output,
+    merged,
+)
+from kvik.engine.remote import RemoteClient
+from kvik.engine.sources import ThreadSource
+from kvik.engine.stats import EngineStats
+from kvik.engine.thread import LOOKAHEAD
+from kvik.engine_process import engine_in_process
+from kvik.errors import ConfigError, OverloadError, ParamError, shown
+from kvik.launch import load_loop, load_tokenizer, resolve_config
+from kvik.llm import (
+    Message,
+    Prompt,
+    check_one_prompt,
+    check_priority,
+    either,
+    engine_config,
+    engine_request,
+)
+from kvik.model_files import model_files
+from kvik.server.admission import Admission, Reservation
+from kvik.server.texts import Texts
+from kvik.text.chat_template import check_messages
+
+PLACES = ("process", "thread")
+NUM_TEXTS = 4  # tokenised or rendered at once; others wait, so that the limits of `Texts` hold
+
+
+class AsyncLLM:
+    """A loaded model for the tasks of one event loop: `async with AsyncLLM(model) as engine`.
+
+    Any number of tasks may use it at once: their requests share one batch. What the engine's queue
+    does not take yet waits here, the most urgent first. A request whose task is cancelled, or whose
+    stream is closed or forgotten, ends at once and gives its memory back.
+
+    Args:
+        model: folder in Hugging Face format, GGUF file, hub id, or "" for the bundled story model.
+        engine: "process": in a process of its own, as `kvik serve` has it, which is started again
+            after a crash; "thread": in a thread of this process.
+        config: as for `LLM`.
+
+    Raises:
+        KvikError: the model or an option cannot be used; nothing was loaded.
+    """
+
+    def __init__(self, model: str = "", *, engine: str = "process", **config: Any) -> None:
+        if engine not in PLACES:
+            raise ConfigError("engine", f"must be one of {', '.join(PLACES)}, not {shown(engine)}")
+        self.resolved: ResolvedConfig = resolve_config(engine_config(model, config))
+        self.model = model
+        self.default_params = model_files(Path(self.resolved.runner.model_path)).default_params()
+        tokenizer = load_tokenizer(self.resolved)
+        self.texts = Texts(tokenizer, self.resolved.scheduler.max_model_len)
+        if engine == "process":
+            self.client = engine_in_process(self.resolved, sys.stderr.write)
+        else:
+            source = ThreadSource(partial(load_loop, self.resolved))
+            self.client = RemoteClient(self.resolved, source)
+        self._processor = OutputProcessor(tokenizer)
+        self._entrance = Entrance(self.resolved.scheduler, time.monotonic)
+        self._text_places = asyncio.Semaphore(NUM_TEXTS)
+        self._requests: dict[str, AsyncRequest] = {}  # by id, until they end or are forgotten
+        self._serial = itertools.count(1)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    # -- the engine ------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Begin to load the engine, unless that was done. Requests wait until it is loaded.
+
+        Raises:
+            RuntimeError: the running event loop is not the one it was begun in.
+        """
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+            self.client.start(self._take)
+        elif self._loop is not loop:
+            raise RuntimeError("this AsyncLLM belongs to another event loop")
+
+    async def start(self) -> None:
+        """Load the engine, unless that was done, and wait until it takes requests.
+
+        Raises:
+            UnavailableError: it cannot be loaded, or was closed.
+        """
+        self.begin()
+        await self.client.ready()
+
+    async def close(self) -> None:
+        """Free the model and its cache. Requests that have not ended raise `RuntimeError`; a closed
+        engine cannot be used again."""
+        await self.client.close()
+        self._entrance.close()
+        await self.texts.close()
+
+    async def __aenter__(self) -> AsyncLLM:
+        try:
+            await self.start()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def stats(self) -> EngineStats:
+        """Current statistics; the last known ones if the engine does not answer in a second."""
+        return await self.client.stats()
+
+    async def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes; running requests go on. Returns the number of blocks that
+        held one.
+
+        Raises:
+            UnavailableError: the engine does not answer within a second.
+        """
+        return await self.client.reset_prefix_cache()
+
+    # -- requests --------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        sampling_params: SamplingParams | None = None,
+    ) -> AsyncStream:
+        """Complete one prompt, a text or token ids, and iterate over the text as it comes.
+
+        The request begins when its first delta, or its result, is asked for; errors come then.
+
+        Args:
+            params: None takes the model's own defaults.
+            request_id: for `abort`, and in the deltas; None: one that is free.
+            priority: with `policy="priority"` the smallest is served first.
+            sampling_params: what vLLM calls `params`.
+        """
+        params = either("sampling_params", sampling_params, "params", params)
+        request = self._request(request_id, params, priority)
+        request.prompt = prompt if isinstance(prompt, str) else None
+        return AsyncStream(self, request, partial(self._encode, prompt))
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        sampling_params: SamplingParams | None = None,
+    ) -> AsyncStream:
+        """Answer one conversation, a list of {"role", "content"}, and iterate over the text as it
+        comes. For the other arguments see `generate`."""
+        params = either("sampling_params", sampling_params, "params", params)
+        request = self._request(request_id, params, priority)
+        return AsyncStream(self, request, partial(self._render, request, messages))
+
+    async def embed(
+        self,
+        prompt: Prompt,
+        pooling: str = "mean",
+        *,
+        normalize: bool = True,
+        request_id: str | None = None,
+    ) -> EmbeddingOutput:
+        """Return a vector for one prompt; for the arguments see `LLM.embed`."""
+        request = self._request(request_id, SamplingParams(), 0)  # of which nothing is read
+        request.pooling = pooling
+        request.prompt = prompt if isinstance(prompt, str) else None
+        stream = AsyncStream(self, request, partial(self._encode, prompt))
+        return embedding_output(await stream.result(), normalize=normalize)
+
+    async def abort(self, request_id: str) -> bool:
+        """End a request; its stream ends with the finish reason "abort". Returns whether there was
+        such a request."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        request.aborted = True
+        if request.sent:
+            self.client.end(request_id)
+        else:
+            self._entrance.leave(request_id)
+        return True
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _request(
+        self, request_id: str | None, params: SamplingParams | None, priority: int
+    ) -> AsyncRequest:
+        params = self.default_params if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ParamError("params", f"must be SamplingParams, not {shown(params)}")
+        check_priority(priority, self.resolved.scheduler.policy)
+        if request_id is None:
+            request_id = f"async-{next(self._serial)}"
+        return AsyncRequest(request_id, params, priority)
+
+    async def _encode(self, prompt: Prompt) -> list[int]:
+        check_one_prompt(prompt)
+        if not isinstance(prompt, str):
+            return list(prompt)
+        async with self._text_places:
+            ids = await self.texts.encode(prompt)
+        if not prompt or not ids:  # some tokenizers put a token before nothing at all
+            raise ParamError("prompt", "must not be empty")
+        return ids
+
+    async def _render(self, request: AsyncRequest, messages: Sequence[Message]) -> list[int]:
+        plain = check_messages(messages)
+        async with self._text_places:
+            request.prompt = await self.texts.render(plain)
+            return await self.texts.encode(request.prompt, add_special_tokens=False)
+
+    async def _submit(
+        self, request: AsyncRequest, ids: Callable[[], Awaitable[list[int]]], *, streaming: bool
+    ) -> None:
+        """Send a request as soon as the engine's queue has room for it."""
+        self.begin()
+        if request.request_id in self._requests:
+            raise ParamError("request_id", f"{request.request_id!r} is already being served")
+        self._requests[request.request_id] = request
+        make = partial(
+            engine_request,
+            request.request_id,
+            await ids(),
+            request.params,
+            self.texts.tokenizer,
+            priority=request.priority,
+            pooling=request.pooling,
+        )
+        made = await asyncio.to_thread(make) if request.params.words else make()
+        self.client.check(made)
+        if not request.aborted:
+            request.reservation = await self._entrance.admit(made)
+        if not request.aborted:
+            await self.client.ready()
+        self._processor.add(made, request.prompt, streaming=streaming)
+        if request.aborted:
+            self._take(_aborted(made, time.monotonic()))
+            return
+        self.client.add(made)
+        request.sent = True
+
+    def _take(self, deltas: list[RequestDelta]) -> None:
+        """Hand deltas of any number of requests to their readers."""
+        processed = self._processor.process(deltas)
+        for request_id, index, reason, error in processed.to_end:
+            self.client.end(request_id, index, reason, error)
+        for delta in deltas:
+            request = self._requests.get(delta.request_id)
+            if request is not None and request.reservation is not None and delta.token_ids:
+                request.reservation.started(delta.index)
+        for piece in processed.deltas:
+            request = self._requests[piece.request_id]
+            request.pending.append(piece)
+            request.changed.set()
+        for output in processed.finished:
+            request = self._requests[output.request_id]
+            request.output = output
+            request.changed.set()
+            self._forget(request)
+        self._entrance.update()
+
+    def _forget(self, request: AsyncRequest) -> None:
+        """Forget a request, and end it if it has not ended."""
+        if self._requests.get(request.request_id) is not request:
+            return
+        del self._requests[request.request_id]
+        self._processor.discard(request.request_id)
+        if request.sent and request.output is None:
+            self.client.end(request.request_id)
+        if request.reservation is not None:
+            request.reservation.release()
+            self._entrance.update()
+
+
+class AsyncStream(AsyncIterator[TextDelta]):
+    """The deltas of one request, for one reader. After the last one, `output` holds the result.
+
+    Text is generated whether or not it is read: what a slow reader has not taken comes as one delta
+    for each completion. Iterating raises what the request cannot be served for, and `RuntimeError`
+    after the last delta if the engine failed in it.
+    """
+
+    def __init__(
+        self, engine: AsyncLLM, request: AsyncRequest, ids: Callable[[], Awaitable[list[int]]]
+    ) -> None:
+        self.request_id = request.request_id
+        self.output: RequestOutput | None = None
+        self._engine = engine
+        self._request = request
+        self._ids = ids
+        self._begun = False
+        self._deltas: deque[TextDelta] = deque()
+        self._end = finalize(self, _forget_soon, engine, request)
+        self._end.atexit = False
+
+    async def __anext__(self) -> TextDelta:
+        await self._wait(until_end=False)
+        if not self._deltas:
+            self._deltas += self._request.take()
+        if self._deltas:
+            return self._deltas.popleft()
+        self._check()
+        raise StopAsyncIteration
+
+    async def result(self) -> RequestOutput:
+        """Wait for the whole output; deltas that were not read are not delivered any more.
+
+        Raises:
+            RuntimeError: the engine failed, or the stream was closed before.
+        """
+        await self._wait(until_end=True)
+        self._deltas.clear()
+        self._request.take()
+        self._check()
+        if self.output is None:
+            raise RuntimeError(f"{self.request_id} was closed before it had a result")
+        return self.output
+
+    async def aclose(self) -> None:
+        """End the request; what came so far has been delivered."""
+        self._end.detach()
+        self._engine._forget(self._request)
+        self._deltas.clear()
+        self._request.take()
+        self._request.closed = True
+        self._request.changed.set()
+
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    async def _wait(self, *, until_end: bool) -> None:
+        """Wait for something to deliver, or until the end. If that is interrupted the request
+        ends."""
+        request = self._request
+        try:
+            if not self._begun and not request.closed:
+                self._begun = True
+                await self._engine._submit(request, self._ids, streaming=not until_end)
+            while not request.ended and (until_end or not (self._deltas or request.pending)):
+                request.changed.clear()
+                await request.changed.wait()
+        except BaseException:
+            await self.aclose()
+            raise
+        self.output = request.output
+
+    def _check(self) -> None:
+        """Raise `RuntimeError` if the engine failed in the request."""
+        completions = [] if self.output is None else self.output.outputs
+        error = next((one.error for one in completions if one.error is not None), None)
+        if error is not None:
+            raise RuntimeError(f"{self.request_id}: {error}")
+
+
+@dataclass(slots=True, eq=False)
+class AsyncRequest:
+    """A request, and what came of it that its reader has not taken.
+
+    Attributes:
+        prompt: its text, if it has one.
+        sent: to the engine.
+        aborted: by its id; its last deltas come.
+        closed: by its reader; nothing comes any more.
+        changed: set when there is something to take, or it has ended.
+    """
+
+    request_id: str
+    params: SamplingParams
+    priority: int
+    pooling: str | None = None
+    prompt: str | None = None
+    reservation: Reservation | None = None
+    sent: bool = False
+    aborted: bool = False
+    closed: bool = False
+    pending: list[TextDelta] = field(default_factory=list)
+    output: RequestOutput | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def ended(self) -> bool:
+        return self.closed or self.output is not None
+
+    def take(self) -> list[TextDelta]:
+        """Return what came since the last call: one delta for each completion."""
+        pending, self.pending = self.pending, []
+        return merged(pending)
+
+
+Place = asyncio.Future[Reservation | None]
+
+
+class Entrance:
+    """Lets requests into the engine's queue while that has room, the most urgent first.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, config: SchedulerConfig, clock: Callable[[], float]) -> None:
+        self._most = min(LOOKAHEAD, config.max_queued_requests)
+        self._queue = Admission(self._most, config.max_queued_tokens, shared=False, clock=clock)
+        self._waiting: list[tuple[int, int, EngineRequest, Place]] = []  # a heap
+        self._places: dict[str, Place] = {}  # of those that wait, by request id
+        self._serial = itertools.count()
+
+    async def admit(self, request: EngineRequest) -> Reservation | None:
+        """Wait for a place in the queue; None: `leave` was called.
+
+        Raises:
+            RuntimeError: the entrance was closed.
+        """
+        place: Place = asyncio.get_running_loop().create_future()
+        self._places[request.request_id] = place
+        heappush(self._waiting, (request.priority, next(self._serial), request, place))
+        self.update()
+        try:
+            return await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled() and (given := place.result()) is not None:
+                given.release()
+            raise
+        finally:
+            del self._places[request.request_id]
+            self.update()
+
+    def leave(self, request_id: str) -> None:
+        """Let a request wait no longer, if it does."""
+        place = self._places.get(request_id)
+        if place is not None and not place.done():
+            place.set_result(None)
+
+    def update(self) -> None:
+        """Admit those that there is room for now."""
+        while self._waiting:
+            _, _, request, place = self._waiting[0]
+            if not place.done():  # else it waits no longer
+                n = min(request.params.n, self._most)
+                try:
+                    place.set_result(self._queue.admit("", n, len(request.prompt_token_ids)))
+                except OverloadError:
+                    return
+            heappop(self._waiting)
+
+    def close(self) -> None:
+        """Refuse those that wait."""
+        for place in self._places.values():
+            if not place.done():
+                place.set_exception(RuntimeError("the engine was closed"))
+
+
+def _forget_soon(engine: AsyncLLM, request: AsyncRequest) -> None:
+    """Forget the request of a stream that has no reader any more; for any thread, as the garbage
+    collector may run there."""
+    if engine._loop is not None:
+        with suppress(RuntimeError):  # the event loop was closed
+            engine._loop.call_soon_threadsafe(engine._forget, request)
+
+
+def _aborted(request: EngineRequest, now: float) -> list[RequestDelta]:
+    """Return the last deltas of a request that was ended before it was sent."""
+    report = RequestReport(now, None, None, now, 0, 0)
+    return [
+        RequestDelta(request.request_id, index, [], FinishReason.ABORT, report=report)
+        for index in range(request.params.n)
+    ]

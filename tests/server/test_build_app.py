@@ -1,0 +1,135 @@
+"""`build_app`: the server of an `AsyncLLM`, alone and mounted in another application."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import runpy
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.routing import Mount
+
+from kvik import AsyncLLM, ConfigError
+from kvik.server import build_app
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "async_server.py"
+OPTIONS: dict[str, Any] = {"device": "cpu", "threads": 1, "max_model_len": 128}
+BODY = {"model": "stories", "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
+
+
+def engine_of(**options: Any) -> AsyncLLM:
+    return AsyncLLM("", engine="thread", **OPTIONS, **options)
+
+
+@asynccontextmanager
+async def served(app: Any) -> AsyncIterator[httpx2.AsyncClient]:
+    """The app in a plain uvicorn, as a program of one's own runs it."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on"))
+        task = asyncio.create_task(server.serve([listening]))
+        while not server.started:
+            assert not task.done()
+            await asyncio.sleep(0.01)
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        async with httpx2.AsyncClient(base_url=url, timeout=30) as client:
+            yield client
+        server.should_exit = True
+        await task
+
+
+async def test_the_app_alone_loads_the_engine_serves_and_closes_it():
+    engine = engine_of()
+    async with served(build_app(engine, served_model_name=("stories",))) as client:
+        assert (await client.get("/health")).status_code == 200
+        answer = (await client.post("/v1/completions", json=BODY)).json()
+        assert answer["model"] == "stories"
+    assert engine.client.state == "closed"
+
+
+async def test_requests_of_both_ways_share_the_engine_and_its_cache():
+    engine = engine_of()
+    async with engine, served_below("/llm", engine) as client:
+        prompt = "Once upon a time there was a fox who lived in a wood with her children. " * 2
+        # A request over HTTP leaves the rest to the model's authors.
+        params = engine.default_params.with_changes(max_tokens=8, temperature=0)
+        mine = await engine.generate(prompt, params).result()
+        body = {**BODY, "prompt": prompt}
+        del body["model"]
+        answer = (await client.post("/llm/v1/completions", json=body)).json()
+        assert answer["choices"][0]["text"] == mine.text
+        lines = [
+            line
+            async for line in (
+                await client.post("/llm/v1/completions", json={**body, "stream": True})
+            ).aiter_lines()
+        ]
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        assert "".join(event["choices"][0]["text"] for event in events) == mine.text
+        metrics = (await client.get("/llm/metrics")).text
+        assert 'request_success_total{finished_reason="length"' in metrics
+        assert (await engine.stats()).steps > 0
+        page = await client.get("/llm/")
+        assert page.status_code == 200 and "<html" in page.text
+
+
+@asynccontextmanager
+async def served_below(prefix: str, engine: AsyncLLM, **options: Any):
+    outer = Starlette(routes=[Mount(prefix, build_app(engine, **options))])
+    async with served(outer) as client:
+        yield client
+
+
+async def test_keys_and_hosts_hold_below_another_app():
+    async with engine_of() as engine, served_below("/a", engine, api_key=("secret",)) as client:
+        assert (await client.get("/a/v1/models")).status_code == 401
+        headers = {"authorization": "Bearer secret"}
+        assert (await client.get("/a/v1/models", headers=headers)).status_code == 200
+    async with engine_of() as engine, served_below("/a", engine) as client:
+        refused = await client.get("/a/v1/models", headers={"host": "evil.example"})
+        assert refused.status_code == 403
+
+
+async def test_a_client_that_goes_away_frees_its_request():
+    async with engine_of() as engine, served_below("/a", engine) as client:
+        body = {"prompt": "Once", "max_tokens": 100, "n": 8, "ignore_eos": True, "stream": True}
+        async with client.stream("POST", "/a/v1/completions", json=body) as response:
+            async for _ in response.aiter_lines():
+                break
+        async with asyncio.timeout(10):
+            while engine.client.num_unfinished:
+                await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"port": 80}, "port"),
+        ({"record": "file"}, "record"),
+        ({"api_keys": ("a",)}, "api_keys"),
+        ({"request_timeout": -1}, "request_timeout"),
+    ],
+)
+def test_options_of_the_program_and_unknown_ones_are_refused(options, field):
+    with pytest.raises(ConfigError) as caught:
+        build_app(engine_of(), **options)
+    assert caught.value.field == field
+
+
+@pytest.mark.full
+async def test_the_example_with_fastapi():
+    pytest.importorskip("fastapi")
+    app = runpy.run_path(str(EXAMPLE), run_name="example")["app"]
+    async with served(app) as client:
+        story = await client.get("/story", params={"beginning": "Once upon a time", "tokens": 5})
+        assert story.status_code == 200 and story.text.strip()
+        answer = await client.post("/llm/v1/completions", json={**BODY, "model": None})
+        assert answer.json()["usage"]["completion_tokens"] == 8

@@ -1,0 +1,381 @@
+"""`AsyncLLM`: many tasks over one engine, and what happens when they or the engine fail."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import pytest
+from helpers.served_engine import FakeExecutor, gated_executor
+
+from kvik import LLM, AsyncLLM, ConfigError, ParamError, SamplingParams, async_llm
+from kvik.async_llm import Entrance
+from kvik.config.config import ResolvedConfig
+from kvik.core.config import SchedulerConfig
+from kvik.core.types import EngineRequest
+from kvik.engine.core import EngineCore
+from kvik.engine.loop import EngineLoop
+from kvik.errors import CapacityError, UnavailableError
+
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "threads": 1,
+    "max_model_len": 128,
+    "num_blocks": 256,
+}
+PROMPTS = ["Once upon a time", "The king said", [1, 400, 5], "A fox and a crow"]
+PLACES = ["thread", pytest.param("process", marks=pytest.mark.full)]
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+LONG = SamplingParams(max_tokens=100, ignore_eos=True)
+
+
+def engine_of(place: str = "thread", **options: Any) -> AsyncLLM:
+    return AsyncLLM("", engine=place, **{**OPTIONS, **options})
+
+
+@pytest.fixture
+def faked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[AsyncLLM, FakeExecutor]]:
+    """Makes an engine in a thread whose steps a `FakeExecutor` computes."""
+
+    def make(executor: FakeExecutor | None = None, **options: Any) -> tuple[AsyncLLM, FakeExecutor]:
+        executor = executor or FakeExecutor()
+
+        def load(resolved: ResolvedConfig) -> EngineLoop:
+            return EngineLoop(EngineCore(resolved), executor, time.monotonic)
+
+        monkeypatch.setattr(async_llm, "load_loop", load)
+        return engine_of(**options), executor
+
+    return make
+
+
+async def at_rest(engine: AsyncLLM) -> None:
+    """Wait until nothing is left of any request."""
+    async with asyncio.timeout(20):
+        while engine._requests or engine.client.num_unfinished:
+            await asyncio.sleep(0.002)
+    stats = await engine.stats()
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    assert engine._entrance._queue.num_waiting == 0
+
+
+async def text_of(stream: async_llm.AsyncStream) -> str:
+    return "".join([delta.text async for delta in stream])
+
+
+# What it gives
+
+
+@pytest.mark.parametrize("place", PLACES)
+async def test_tasks_get_what_llm_gives(place):
+    with LLM("", **OPTIONS) as llm:
+        expected = llm.generate(PROMPTS, GREEDY)
+        answer = llm.chat([{"role": "user", "content": "Hi"}], GREEDY)[0]
+        vector = llm.embed("A fox")[0].embedding
+    async with engine_of(place) as engine:
+        outputs = await asyncio.gather(*(engine.generate(p, GREEDY).result() for p in PROMPTS))
+        shown = await asyncio.gather(*(text_of(engine.generate(p, GREEDY)) for p in PROMPTS))
+        for output, text, one in zip(outputs, shown, expected, strict=True):
+            assert output.prompt == one.prompt
+            assert output.outputs[0].token_ids == one.outputs[0].token_ids
+            assert output.text == text == one.text
+        said = await engine.chat([{"role": "user", "content": "Hi"}], GREEDY).result()
+        assert (said.text, said.prompt) == (answer.text, answer.prompt)
+        assert (await engine.embed("A fox")).embedding == pytest.approx(vector)
+        await at_rest(engine)
+
+
+async def test_a_stream_has_its_deltas_and_then_its_output():
+    async with engine_of() as engine:
+        stream = engine.generate("Once", SamplingParams(max_tokens=20, n=2, seed=1), "mine")
+        texts = {0: "", 1: ""}
+        async for delta in stream:
+            assert delta.request_id == "mine"
+            texts[delta.index] += delta.text
+        assert stream.output is not None
+        assert [one.text for one in stream.output.outputs] == [texts[0], texts[1]]
+        assert await stream.result() is stream.output
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+
+
+async def test_what_a_slow_reader_missed_comes_as_one_delta():
+    async with engine_of() as engine:
+        stream = engine.generate("Once", LONG)
+        first = await anext(stream)
+        while engine._requests:
+            await asyncio.sleep(0.005)
+        rest = [delta async for delta in stream]
+        assert len(rest) == 1
+        assert len(first.token_ids) + len(rest[0].token_ids) == 100
+        assert stream.output is not None and stream.output.text == first.text + rest[0].text
+
+
+async def test_requests_may_come_before_the_engine_is_loaded():
+    engine = engine_of()
+    try:
+        assert (await engine.generate("Once", GREEDY).result()).num_output_tokens == 8
+    finally:
+        await engine.close()
+
+
+# Ends from outside
+
+
+@pytest.mark.parametrize("how", ["abort", "cancel", "close", "forget", "timeout", "error"])
+async def test_a_request_without_a_reader_ends_at_once(how, faked):
+    engine, _ = faked(FakeExecutor(seconds=0.01))
+    async with engine:
+        begun = asyncio.Event()
+
+        async def read() -> None:
+            async for _ in engine.generate("Once", LONG, "one"):
+                begun.set()
+                if how == "forget":
+                    break
+                if how == "error":
+                    raise ZeroDivisionError
+
+        task = asyncio.create_task(read())
+        if how == "timeout":
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await task
+        else:
+            await begun.wait()
+        if how == "abort":
+            assert await engine.abort("one")
+        elif how == "cancel":
+            task.cancel()
+        elif how == "close":
+            async with engine.generate("Once", LONG) as stream:
+                await anext(stream)
+            with pytest.raises(StopAsyncIteration):
+                await anext(stream)
+            task.cancel()
+        with suppress(asyncio.CancelledError, ZeroDivisionError):
+            await task
+        del task
+        gc.collect()
+        await at_rest(engine)
+        assert (await engine.stats()).steps < 90  # of 100 that it would have taken
+        assert not await engine.abort("one")
+
+
+async def test_an_aborted_stream_says_so():
+    async with engine_of() as engine:
+        stream = engine.generate("Once", LONG, "one")
+        await anext(stream)
+        assert await engine.abort("one")
+        assert [delta.finish_reason async for delta in stream][-1] == "abort"
+        assert stream.output is not None
+        assert stream.output.outputs[0].finish_reason == "abort"
+
+
+async def test_a_request_that_waits_for_the_queue_can_be_aborted_and_cancelled(faked):
+    engine, executor = faked(gated_executor(), max_num_seqs=1, max_queued_requests=1)
+    async with engine:
+        results = [
+            asyncio.create_task(engine.generate("A", GREEDY, str(i)).result()) for i in range(5)
+        ]
+        while len(engine._entrance._waiting) < 4:
+            await asyncio.sleep(0.002)
+        assert await engine.abort("3")
+        results[2].cancel()
+        assert (await results[3]).outputs[0].finish_reason == "abort"
+        executor.gate.set()
+        ended = await asyncio.gather(*results, return_exceptions=True)
+        assert isinstance(ended[2], asyncio.CancelledError)
+        for i in (0, 1, 4):
+            assert ended[i].num_output_tokens == 8
+        await at_rest(engine)
+
+
+# The way into the queue
+
+
+async def test_more_requests_than_the_queue_takes_wait_and_none_is_refused():
+    async with engine_of(max_num_seqs=4, max_queued_requests=8) as engine:
+        outputs = await asyncio.gather(
+            *(engine.generate(f"Story {i}", GREEDY).result() for i in range(300))
+        )
+        assert [output.num_output_tokens for output in outputs] == [8] * 300
+        await at_rest(engine)
+
+
+async def test_the_most_urgent_request_is_let_in_first():
+    entrance = Entrance(SchedulerConfig(1, 1, 1, max_queued_requests=1), time.monotonic)
+    order: list[str] = []
+
+    async def enter(name: str, priority: int) -> None:
+        request = EngineRequest(name, [1, 2], SamplingParams(), priority=priority)
+        reservation = await entrance.admit(request)
+        order.append(name)
+        await asyncio.sleep(0)
+        assert reservation is not None
+        reservation.release()
+        entrance.update()
+
+    wishes = [("first", 5), ("later", 5), ("least", 9), ("urgent", -1), ("last of 5", 5)]
+    await asyncio.gather(*(enter(*wish) for wish in wishes))
+    assert order == ["first", "urgent", "later", "last of 5", "least"]
+
+
+async def test_priorities_reach_the_scheduler():
+    async with engine_of(policy="priority") as engine:
+        output = await engine.generate("Once", GREEDY, priority=-3).result()
+        assert output.num_output_tokens == 8
+    async with engine_of() as engine:
+        with pytest.raises(ParamError, match="priority"):
+            engine.generate("Once", GREEDY, priority=1)
+
+
+# What cannot be
+
+
+@pytest.mark.parametrize(
+    ("begin", "field"),
+    [
+        (lambda engine: engine.generate(""), "prompt"),
+        (lambda engine: engine.generate([]), "prompt"),
+        (lambda engine: engine.generate([10**6]), "prompt"),
+        (lambda engine: engine.generate("word " * 500), "prompt"),
+        (lambda engine: engine.generate(["two", "prompts"]), "prompt"),
+        (lambda engine: engine.generate("A", {"max_tokens": 3}), "params"),
+        (lambda engine: engine.generate("A", LONG, sampling_params=LONG), "sampling_params"),
+        (lambda engine: engine.generate("A", SamplingParams(n=100)), "n"),
+        (lambda engine: engine.chat("Hi"), "messages"),
+    ],
+)
+async def test_what_is_impossible_is_refused_by_name(begin, field):
+    async with engine_of(max_queued_requests=50) as engine:
+        with pytest.raises((ParamError, CapacityError)) as caught:
+            await begin(engine).result()
+        assert caught.value.field == field
+        await at_rest(engine)
+
+
+async def test_a_request_id_in_use_is_refused_and_the_other_request_goes_on():
+    async with engine_of() as engine:
+        stream = engine.generate("Once", LONG, "same")
+        await anext(stream)
+        with pytest.raises(ParamError, match="request_id"):
+            await engine.generate("Once", LONG, "same").result()
+        assert (await stream.result()).num_output_tokens == 100
+
+
+def test_bad_options_are_refused_before_anything_is_loaded():
+    with pytest.raises(ConfigError, match="engine"):
+        AsyncLLM("", engine="cloud")
+    with pytest.raises(ConfigError, match="max_model_len"):
+        AsyncLLM("", max_model_length=5)
+
+
+def test_it_belongs_to_one_event_loop():
+    engine = engine_of()
+
+    async def use() -> None:
+        await engine.generate("Once", GREEDY).result()
+
+    asyncio.run(use())
+    with pytest.raises(RuntimeError, match="event loop"):
+        asyncio.run(use())
+
+
+# Faults of the engine
+
+
+async def test_a_request_that_fails_raises_and_the_others_go_on(faked):
+    engine, executor = faked(gated_executor())
+    async with engine:
+        results = [asyncio.create_task(engine.generate("A", GREEDY).result()) for _ in range(3)]
+        while not executor.plans:
+            await asyncio.sleep(0.002)
+        executor.errors = {0: "a kernel failed"}
+        executor.gate.set()
+        ended = await asyncio.gather(*results, return_exceptions=True)
+        failed = [one for one in ended if isinstance(one, RuntimeError)]
+        assert len(failed) == 1 and "a kernel failed" in str(failed[0])
+        await at_rest(engine)
+        assert (await engine.generate("A", GREEDY).result()).num_output_tokens == 8
+
+
+async def test_a_stream_raises_behind_the_text_that_came(faked):
+    engine, executor = faked()
+    async with engine:
+        stream = engine.generate("A", LONG)
+        await anext(stream)
+        executor.raises = ValueError("the device is lost")
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            async for _ in stream:
+                pass
+        assert stream.output is not None
+        assert stream.output.outputs[0].finish_reason == "error"
+        await at_rest(engine)
+
+
+async def test_an_engine_that_fails_as_a_whole_fails_all_requests_and_the_next(faked):
+    engine, executor = faked(gated_executor(), max_num_seqs=2, max_queued_requests=2)
+    async with engine:
+        results = [asyncio.create_task(engine.generate("A", GREEDY).result()) for _ in range(9)]
+        while not executor.plans:
+            await asyncio.sleep(0.002)
+        executor.submit = partial(_broken, SystemExit("no engine any more"))
+        executor.gate.set()
+        ended = await asyncio.gather(*results, return_exceptions=True)
+        assert all(isinstance(one, (RuntimeError, UnavailableError)) for one in ended)
+        with pytest.raises(UnavailableError, match="no engine any more"):
+            await engine.generate("A", GREEDY).result()
+
+
+def _broken(error: BaseException, plan: object) -> object:
+    raise error
+
+
+async def test_an_engine_that_cannot_be_loaded_says_why(monkeypatch):
+    def load(resolved: ResolvedConfig) -> EngineLoop:
+        raise CapacityError("memory", "too little")
+
+    monkeypatch.setattr(async_llm, "load_loop", load)
+    engine = engine_of()
+    with pytest.raises(UnavailableError, match="memory: too little"):
+        async with engine:
+            pass
+
+
+async def test_closing_ends_what_runs_and_what_waits(faked):
+    engine, executor = faked(FakeExecutor(seconds=0.01), max_num_seqs=1, max_queued_requests=1)
+    async with engine:
+        results = [asyncio.create_task(engine.generate("A", LONG).result()) for _ in range(4)]
+        while not executor.plans:
+            await asyncio.sleep(0.002)
+    ended = await asyncio.gather(*results, return_exceptions=True)
+    assert all(isinstance(one, (RuntimeError, UnavailableError)) for one in ended)
+    assert executor.stopped == 1
+    with pytest.raises(UnavailableError, match="closed"):
+        await engine.generate("A", GREEDY).result()
+
+
+@pytest.mark.full
+async def test_a_killed_process_is_started_again_and_takes_what_had_not_begun():
+    async with engine_of("process", max_num_seqs=1) as engine:
+        pid = engine.client._source.pid
+        stream = engine.generate("Once", LONG)
+        await anext(stream)
+        waiting = asyncio.create_task(engine.generate("The king", GREEDY).result())
+        while engine.client.num_unfinished < 2:
+            await asyncio.sleep(0.002)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(RuntimeError):
+            await stream.result()
+        assert (await waiting).num_output_tokens == 8
+        assert engine.client._source.pid != pid
+        await at_rest(engine)
