@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
+from kvik.version import __version__
+
 if TYPE_CHECKING:
     from kvik.async_llm import AsyncLLM
     from kvik.config.config import EngineConfig
@@ -15,8 +17,6 @@ if TYPE_CHECKING:
     from kvik.engine.output import CompletionOutput, EmbeddingOutput, RequestOutput, TextDelta
     from kvik.errors import CapacityError, ConfigError, KvikError, ModelError, ParamError
     from kvik.llm import LLM
-
-__version__ = "0.1.0"
 
 __all__ = [
     "LLM",
@@ -32,6 +32,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "TextDelta",
+    "__version__",
 ]
 
 _HOME: Final = {
@@ -58,4 +59,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__"])
+    return sorted(__all__)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from kvik import __version__
 from kvik.config.config import EngineConfig
-from kvik.config.hardware import detect
 from kvik.config.model_source import DESCRIPTION
 from kvik.errors import ConfigError, shown
 from kvik.files import writing_whole_folder
@@ -51,21 +49,8 @@ def build_engine(
                 (folder / name).write_bytes(data)
                 facts[name] = file_facts(folder / name)
             with (folder / WEIGHTS).open("wb") as file:
-                built = build_weights(resolved, file, progress)
-            facts[WEIGHTS] = built.written.facts
-            runner = resolved.runner
-            manifest = Manifest(
-                kvik=__version__,
-                kernels=runner.kernels,
-                packing=built.packing,
-                instruction_set=detect().native_isa,
-                byte_order=sys.byteorder,
-                dtype=runner.dtype,
-                quantization=runner.quantization,
-                seal=built.written.seal,
-                files=facts,
-                tensors=built.written.tensors,
-            )
+                manifest = build_weights(resolved, file, progress)
+            manifest = replace(manifest, files={**facts, **manifest.files})
             (folder / MANIFEST).write_text(json.dumps(manifest.as_json(), indent=1))
             check_output(output)  # loading takes a while, and what is there will be gone
     except OSError as error:

@@ -16,6 +16,10 @@ def shown(value: object) -> str:
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
 
 
+# The logger of what a user is shown while an engine starts.
+START_LOG = "kvik.start"
+
+
 class KvikError(ValueError):
     """Base of everything a caller can fix; `field` names what to change."""
 

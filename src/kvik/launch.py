@@ -29,7 +29,7 @@ from kvik.config.units import show_bytes
 from kvik.core.config import CacheConfig, SchedulerConfig
 from kvik.engine.core import EngineCore
 from kvik.engine.loop import Engine, EngineLoop, InprocClient, Sleep
-from kvik.errors import ConfigError, ModelError, ParamError
+from kvik.errors import START_LOG, ConfigError, ModelError, ParamError
 from kvik.model_files import model_files
 from kvik.models.model_spec import ModelSpec
 from kvik.text.tokenizer import Tokenizer, read_template
@@ -37,7 +37,7 @@ from kvik.text.tokenizer import Tokenizer, read_template
 if TYPE_CHECKING:
     from kvik.engine.recorder import Event
     from kvik.engine.replay import Replayed
-    from kvik.worker.loading import BuiltWeights
+    from kvik.spec.engine_folder import Manifest
     from kvik.worker.worker import Worker
 
 
@@ -71,7 +71,7 @@ def shared_vocabulary(target: Tokenizer, draft: Tokenizer) -> tuple[int, ...] | 
     return tuple(found)
 
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(START_LOG)
 
 
 def launch(config: EngineConfig) -> Engine:
@@ -191,8 +191,9 @@ def play(
 
 def build_weights(
     resolved: ResolvedConfig, file: BinaryIO, progress: Callable[[int, int], None]
-) -> BuiltWeights:
-    """Write the weights as the worker would have them in memory."""
+) -> Manifest:
+    """Write the weights as the worker would have them in memory. Returns what the manifest of an
+    engine folder says of them."""
     from kvik.worker import loading
 
     return loading.build_weights(resolved, file, progress)

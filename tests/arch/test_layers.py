@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "nn": {*GROUND, "models", "gguf", "kernels", "attention"},
     # Declarations of networks: run by the builder of nn, or described without torch.
     "models": {*GROUND},
-    "worker": {"config", "frozen", "kernels", "attention", "nn", "models", *BRIDGE},
+    "worker": {"config", "frozen", "kernels", "attention", "nn", "models", "version", *BRIDGE},
     "quantize": {"config", "text", "kernels", "attention", "nn", "models"},
     "planner": {"config", "core", "engine", "gguf", ""},
     # top: only launch joins the trunks
@@ -72,6 +72,7 @@ ALLOWED: dict[str, set[str]] = {
     "build": {"config", "model_files", "launch", ""},
     "progress": {"engine.output"},
     "frozen": set(),
+    "version": set(),
     "child_process": set(),
     # A package of its own, to which nothing of kvik points.
     "kvik_bench": {
@@ -111,7 +112,7 @@ ALLOWED: dict[str, set[str]] = {
         "",
     },
     # `import kvik` itself, and `python -m kvik`
-    "": {"config", "core", "engine", "llm", "async_llm"},
+    "": {"config", "core", "engine", "llm", "async_llm", "version"},
     "__main__": {"cli"},
 }
 for allowed_row in ALLOWED.values():

@@ -29,6 +29,7 @@ BAD: dict[str, list[Any]] = {
     "policy": ["random", "", None, "FCFS"],
     "revision": ["", 3],
     "chat_template": ["", 3],
+    "engine_cache": ["", 3, "a\0b"],
     "batch_size": [0, None, 1 << 20, 2.0],
     "max_wait": [-0.1, float("nan"), float("inf"), "soon", 1e6],
     "ageing": [0, -1, float("nan"), None],

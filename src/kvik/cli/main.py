@@ -12,7 +12,7 @@ from io import TextIOWrapper
 from kvik import __version__
 from kvik.cli.plugins import added_verbs
 from kvik.cli.terminal import abandon_broken_streams, flush_output, open_missing_streams, say
-from kvik.errors import KvikError
+from kvik.errors import START_LOG, KvikError
 
 # verb -> its module, with `build_parser()` and `run(arguments) -> exit code`; what it does. Other
 # packages add verbs (`kvik.cli.plugins`), those that measure among them.
@@ -126,7 +126,7 @@ def _launch_told() -> Iterator[None]:
             with suppress(OSError):
                 say(f"kvik: {record.getMessage()}", error=True)
 
-    log, handler = logging.getLogger("kvik.launch"), ToStandardError()
+    log, handler = logging.getLogger(START_LOG), ToStandardError()
     before = log.level
     log.addHandler(handler)
     log.setLevel(logging.INFO)

@@ -55,6 +55,12 @@ class EngineConfig:
         Text("a file", r"[^\0]+", "FILE"),
         "Jinja file with the chat template, in place of the model's own",
     )
+    engine_cache: str | None = option(
+        None,
+        Text("a folder", r"[^\0]+", "DIR"),
+        "folder that keeps the weights as they are in memory once loaded, so that the next start "
+        "maps them; what does not fit is made again; none: loaded every time",
+    )
     dtype: str = option(
         "auto",
         OneOf(
@@ -260,6 +266,7 @@ class RunnerConfig:
     graph_sizes: tuple[GraphSize, ...] = ()
     draft_graph_sizes: tuple[GraphSize, ...] = ()
     graph_memory: int = 0
+    engine_cache: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

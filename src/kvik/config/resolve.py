@@ -94,6 +94,7 @@ def resolve(
             threads=threads,
             kernels=compute.kernels,
             load_format=config.load_format,
+            engine_cache=config.engine_cache,
             quantization=config.quantization,
             seed=config.seed or 0,
             graph_sizes=footprint.graph_sizes(size),

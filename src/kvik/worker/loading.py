@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 
 from kvik.config.config import ResolvedConfig
+from kvik.errors import ModelError
 from kvik.files import is_gguf
 from kvik.models.model_spec import ModelSpec
 from kvik.nn.builder import Builder
 from kvik.nn.checkpoint import Checkpoint, open_checkpoint
-from kvik.nn.engine_folder import MappedStorage, Written, stored_bytes, write_weights
+from kvik.nn.engine_folder import MappedStorage, stored_bytes, write_weights
 from kvik.nn.gguf_checkpoint import open_gguf
 from kvik.nn.kv_formats import allocate_apart, allocate_kv
 from kvik.nn.loader import load_model
 from kvik.nn.storage import FreshStorage, Storage
+from kvik.spec.declare import Model
+from kvik.spec.engine_folder import Manifest
 from kvik.spec.kv import KVGroup
+from kvik.worker.engine_cache import cache_of, manifest_of
 from kvik.worker.graphs import EngineNetwork
 from kvik.worker.platforms import Platform, PlatformParts, on_device, platform
 
@@ -27,21 +30,10 @@ from kvik.worker.platforms import Platform, PlatformParts, on_device, platform
 # memory.
 
 
-@dataclass(frozen=True, slots=True)
-class BuiltWeights:
-    """
-    Attributes:
-        packing: how matrices lie in memory.
-    """
-
-    packing: str
-    written: Written
-
-
 def build_weights(
     config: ResolvedConfig, file: BinaryIO, progress: Callable[[int, int], None]
-) -> BuiltWeights:
-    """Load a model and write its weights.
+) -> Manifest:
+    """Load a model and write its weights. Returns what the manifest says of them.
 
     Args:
         progress: called with the bytes that are written, and all bytes.
@@ -58,7 +50,7 @@ def build_weights(
 
 def _build_weights(
     config: ResolvedConfig, file: BinaryIO, progress: Callable[[int, int], None]
-) -> BuiltWeights:
+) -> Manifest:
     runner = config.runner
     parts = platform(config).parts
     storage = FreshStorage(parts.ops)
@@ -76,7 +68,7 @@ def _build_weights(
             progress(min(done, total), total)
 
         written = write_weights(file, storage, parts.packing, advance)
-    return BuiltWeights(parts.packing.name, written)
+    return manifest_of(runner, runner.quantization, parts.packing, written)
 
 
 def open_weights(path: Path) -> Checkpoint:
@@ -108,23 +100,52 @@ def load_network(
     Raises:
         ModelError: the weights do not fit the spec.
     """
-    parts, cache, runner = platform.parts, config.cache, config.runner
-    checkpoint: Checkpoint | None = None
-    storage: Storage | None = None
-    if spec.built is not None:
-        storage = MappedStorage(path, parts.packing)
-    elif runner.load_format == "safetensors":
-        checkpoint = open_weights(path)
-    builder = make_builder(config, parts, spec, groups, quantization, checkpoint, storage)
+    parts, cache = platform.parts, config.cache
     platform.release_freed()  # what reading the tokenizer took
     with torch.inference_mode():
-        model = load_model(spec, builder, seed=runner.seed)
+        model = _load(config, parts, spec, path, groups, quantization)
         platform.release_freed()
         allocate = allocate_apart if drafts else allocate_kv
         kv = allocate(
             groups, cache.num_blocks, cache.block_size, parts.dtype, parts.device, parts.kv_zeros
         )
     return EngineNetwork(model, parts.ops, parts.backend, groups, kv)
+
+
+def _load(
+    config: ResolvedConfig,
+    parts: PlatformParts,
+    spec: ModelSpec,
+    path: Path,
+    groups: tuple[KVGroup, ...],
+    quantization: str,
+) -> Model:
+    """Load a model from an engine folder or from the cache of them, else from its files.
+
+    Raises:
+        ModelError: the weights do not fit the spec.
+    """
+    runner = config.runner
+
+    def load(checkpoint: Checkpoint | None, storage: Storage | None) -> Model:
+        builder = make_builder(config, parts, spec, groups, quantization, checkpoint, storage)
+        return load_model(spec, builder, seed=runner.seed)
+
+    if spec.built is not None:
+        return load(None, MappedStorage(path, parts.packing))
+    if runner.load_format != "safetensors":
+        return load(None, None)
+    kept = cache_of(runner, path, quantization, parts.packing)
+    if kept is not None and (mapped := kept.stored(parts.packing)) is not None:
+        try:
+            return load(None, mapped)
+        except ModelError as error:
+            kept.is_bad(str(error))
+    fresh = FreshStorage(parts.ops)
+    model = load(open_weights(path), fresh)
+    if kept is not None:
+        kept.keep(runner, quantization, fresh, parts.packing)
+    return model
 
 
 def make_builder(

@@ -1,0 +1,171 @@
+"""The cache of engine folders (`engine_cache`): weights are loaded once, kept as they then lie in
+memory, and mapped at the next start.
+
+An entry is a folder with weights.bin and engine.json, as `kvik build` makes them, and source.json,
+which says what it was made from. Its name has the hash of that. An entry that cannot be used is
+made again, and a folder that cannot be written costs nothing but the next start: both only warn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from kvik.config.config import RunnerConfig
+from kvik.config.hardware import detect
+from kvik.config.model_source import model_name
+from kvik.errors import START_LOG, ModelError
+from kvik.files import writing_whole_folder
+from kvik.kernels.packing import Packing
+from kvik.nn.engine_folder import MappedStorage, Written, write_weights
+from kvik.nn.storage import FreshStorage
+from kvik.spec.engine_folder import (
+    FORMAT,
+    MANIFEST,
+    WEIGHTS,
+    Manifest,
+    check_files,
+    file_facts,
+    is_engine_folder,
+    read_manifest,
+)
+from kvik.version import __version__
+
+SOURCE = "source.json"
+ENDS = 1 << 20  # bytes hashed at the beginning and at the end of a file of weights
+DESCRIPTION = ("config.json", "model.safetensors.index.json")  # hashed whole, as all small files
+
+log = logging.getLogger(START_LOG)
+
+
+class EngineCache:
+    """The entry of one model, as loaded with these options."""
+
+    def __init__(self, folder: Path, source: dict[str, object]) -> None:
+        self._folder = folder
+        self._source = source
+
+    def stored(self, packing: Packing) -> MappedStorage | None:
+        """Return the weights of the entry; None: there is none that can be used."""
+        if not self._folder.exists():
+            return None
+        try:
+            if not is_engine_folder(self._folder):
+                raise ModelError(MANIFEST, "is missing")
+            check_files(self._folder, read_manifest(self._folder))
+            if json.loads((self._folder / SOURCE).read_bytes()) != self._source:
+                raise ModelError(SOURCE, "names other files or options")
+            return MappedStorage(self._folder, packing)
+        except ModelError as error:
+            self.is_bad(str(error))
+        except (OSError, ValueError) as error:
+            self.is_bad(f"{SOURCE}: {error}")
+        return None
+
+    def is_bad(self, reason: str) -> None:
+        """Warn that the entry is made again."""
+        reason = reason.partition(". Build it again")[0]
+        log.warning("engine_cache: %s cannot be used and is made again (%s)", self._folder, reason)
+
+    def keep(
+        self, runner: RunnerConfig, quantization: str, storage: FreshStorage, packing: Packing
+    ) -> None:
+        """Write what was loaded as the entry, in place of one that was there."""
+        try:
+            with writing_whole_folder(self._folder) as draft:
+                with (draft / WEIGHTS).open("wb") as file:
+                    written = write_weights(file, storage, packing, lambda size: None)
+                (draft / SOURCE).write_text(json.dumps(self._source, indent=1))
+                manifest = manifest_of(runner, quantization, packing, written)
+                facts = {**manifest.files, SOURCE: file_facts(draft / SOURCE)}
+                manifest = replace(manifest, files=facts)
+                (draft / MANIFEST).write_text(json.dumps(manifest.as_json(), indent=1))
+        except OSError as error:
+            reason = error.strerror or error
+            message = "engine_cache: %s cannot be written (%s); the engine goes on without it"
+            log.warning(message, self._folder, reason)
+        else:
+            log.info("kept in %s for the next start", self._folder)
+
+
+def manifest_of(
+    runner: RunnerConfig, quantization: str, packing: Packing, written: Written
+) -> Manifest:
+    """Return the manifest of weights that were loaded with these options and written here. Of the
+    folder's files it names the weights alone."""
+    return Manifest(
+        kvik=__version__,
+        kernels=runner.kernels,
+        packing=packing.name,
+        instruction_set=detect().native_isa,
+        byte_order=sys.byteorder,
+        dtype=runner.dtype,
+        quantization=quantization,
+        seal=written.seal,
+        files={WEIGHTS: written.facts},
+        tensors=written.tensors,
+    )
+
+
+def cache_of(
+    runner: RunnerConfig, path: Path, quantization: str, packing: Packing
+) -> EngineCache | None:
+    """Return the cache entry of a model; None: no cache is wanted.
+
+    Args:
+        path: the model's folder or GGUF file.
+        quantization: of this model, which may be one that drafts.
+
+    Raises:
+        ModelError: a file of the model cannot be read.
+    """
+    if runner.engine_cache is None:
+        return None
+    source: dict[str, object] = {
+        "format": FORMAT,
+        "kvik": __version__,
+        "torch": torch.__version__,
+        "kernels": runner.kernels,
+        "packing": packing.name,
+        "byte_order": sys.byteorder,
+        "dtype": runner.dtype,
+        "quantization": quantization,
+        "files": {file.name: _fingerprint(file) for file in _files(path)},
+    }
+    key = hashlib.sha256(json.dumps(source, sort_keys=True).encode()).hexdigest()[:16]
+    name = model_name(path).replace("/", "--")
+    return EngineCache(Path(runner.engine_cache).expanduser() / f"{name}-{key}", source)
+
+
+def _files(path: Path) -> Iterator[Path]:
+    """Yield the files that decide what is loaded."""
+    if path.is_file():
+        yield path
+        return
+    yield from (path / name for name in DESCRIPTION if (path / name).is_file())
+    yield from sorted(file for file in path.glob("*.safetensors") if file.is_file())
+
+
+def _fingerprint(path: Path) -> dict[str, object]:
+    """Return size, time of the last change, and the hash of both ends: reading all of the weights
+    would take as long as loading them.
+
+    Raises:
+        ModelError: the file cannot be read.
+    """
+    try:
+        found = path.stat()
+        with path.open("rb") as file:
+            digest = hashlib.sha256(file.read(ENDS))
+            file.seek(max(ENDS, found.st_size - ENDS))
+            digest.update(file.read(ENDS))
+    except OSError as error:
+        raise ModelError(path.name, f"cannot be read ({error.strerror})") from None
+    return {"size": found.st_size, "changed_ns": found.st_mtime_ns, "sha256": digest.hexdigest()}
