@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from kvik.collector import uncollected
 from kvik.config.compute import choose_device
 from kvik.config.config import (
     ASKED,
@@ -33,6 +34,7 @@ from kvik.errors import START_LOG, ConfigError, ModelError, ParamError
 from kvik.model_files import model_files
 from kvik.models.model_spec import ModelSpec
 from kvik.text.tokenizer import Tokenizer, read_template
+from kvik.worker.ahead import LoadAhead
 
 if TYPE_CHECKING:
     from kvik.engine.recorder import Event
@@ -73,6 +75,8 @@ def shared_vocabulary(target: Tokenizer, draft: Tokenizer) -> tuple[int, ...] | 
 
 log = logging.getLogger(START_LOG)
 
+QUICKLY_LOADED = 4 << 30  # bytes of weights
+
 
 def launch(config: EngineConfig) -> Engine:
     """Decide, plan the memory, load, and hand over a client.
@@ -96,31 +100,40 @@ def start(
         KvikError: the model cannot be used, or the file not be written.
     """
     default_params = model_files(Path(resolved.runner.model_path)).default_params()
-    with ThreadPoolExecutor(1) as aside:
+    with uncollected(), LoadAhead(resolved) as ahead, ThreadPoolExecutor(1) as aside:
+        import kvik.worker.worker  # noqa: F401 (brings in torch)
+
+        # The tokenizer's library lets no other Python run, which loading does not mind.
         reading = aside.submit(load_tokenizer, resolved)
-
-        import kvik.worker.worker  # noqa: F401 (brings in torch, which takes longer)
-
-    tokenizer = reading.result()
-    loop = load_loop(resolved, record)
+        if resolved.memory.weights > QUICKLY_LOADED:
+            reading.result()  # what is wrong with it is told before a long wait
+        loop = load_loop(resolved, record, ahead)
+        tokenizer = reading.result()
     client = InprocClient(loop, sleep)
     return Engine(resolved, client, tokenizer, default_params, loop.executor)
 
 
-def load_loop(resolved: ResolvedConfig, record: Path | None = None) -> EngineLoop:
-    """The engine alone, without what a frontend needs. Arguments and errors as those of `start`."""
+def load_loop(
+    resolved: ResolvedConfig, record: Path | None = None, ahead: LoadAhead | None = None
+) -> EngineLoop:
+    """The engine alone, without what a frontend needs. Errors as those of `start`.
+
+    Args:
+        record: as of `start`.
+        ahead: what was begun before torch was imported; None: it begins now.
+    """
     runner = resolved.runner
     weights, name = show_bytes(resolved.memory.weights), model_name(Path(runner.model_path))
     log.info("loading %s: %s of weights, %s on %s", name, weights, runner.dtype, runner.device)
     _tell_what_matters(resolved)
 
     if record is None:
-        return EngineLoop(EngineCore(resolved), load_worker(resolved), time.monotonic)
+        return EngineLoop(EngineCore(resolved), load_worker(resolved, ahead=ahead), time.monotonic)
 
     from kvik.engine.recorder import ClockTape, Recorder  # its files are msgspec's
 
     tape = ClockTape(time.monotonic)
-    worker = load_worker(resolved, tape)
+    worker = load_worker(resolved, tape, ahead)
     recorder = Recorder(record, resolved, tape)
     return EngineLoop(EngineCore(resolved), worker, time.monotonic, [recorder])
 
@@ -158,11 +171,16 @@ def _check_template(tokenizer: Tokenizer) -> None:
         template.close()
 
 
-def load_worker(resolved: ResolvedConfig, clock: Callable[[], float] = time.monotonic) -> Worker:
-    """The model alone, for a caller that makes the plans itself."""
-    from kvik.worker.worker import Worker
+def load_worker(
+    resolved: ResolvedConfig,
+    clock: Callable[[], float] = time.monotonic,
+    ahead: LoadAhead | None = None,
+) -> Worker:
+    """The model alone, for a caller that makes the plans itself. For `ahead` see `load_loop`."""
+    with uncollected(), ahead or LoadAhead(resolved) as begun:
+        from kvik.worker.worker import Worker
 
-    return Worker(resolved, clock)
+        return Worker(resolved, clock, memory=begun.memory())
 
 
 def play(

@@ -13,9 +13,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.env import environment_options
 from kvik.config.synonyms import SYNONYMS, translated
@@ -31,6 +28,8 @@ from kvik.options import options_of, unknown
 from kvik.text.tokenizer import Tokenizer, spelled
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from kvik.text.chat_template import ChatTemplate
 
 # A progress bar for batches: requests done, output tokens per second.
@@ -40,27 +39,23 @@ class BatchProgress:
     """Shown on standard error. `show` None: for more than one request, on a terminal."""
 
     def __init__(self, total: int, show: bool | None) -> None:
-        visible = show if show is not None else total > 1 and sys.stderr.isatty()
-        self._bar = Progress(
-            TextColumn("generating"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]:>8} tok/s"),
-            TimeRemainingColumn(),
-            console=Console(file=sys.stderr),
-            disable=not visible,
-        )
-        self._task = self._bar.add_task("", total=total, rate="-")
+        self._bar: Progress | None = None
         self._tokens = 0
         self._started = time.monotonic()
+        if show or (show is None and total > 1 and sys.stderr.isatty()):
+            self._bar = _bar()
+            self._task = self._bar.add_task("", total=total, rate="-")
 
     def finished(self, output: RequestOutput) -> None:
+        if self._bar is None:
+            return
         self._tokens += output.num_output_tokens
         seconds = max(time.monotonic() - self._started, 1e-9)
         self._bar.update(self._task, advance=1, rate=f"{self._tokens / seconds:.0f}")
 
     def __enter__(self) -> BatchProgress:
-        self._bar.start()
+        if self._bar is not None:
+            self._bar.start()
         return self
 
     def __exit__(
@@ -69,7 +64,29 @@ class BatchProgress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._bar.stop()
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _bar() -> Progress:
+    # Most calls show none, and a start should not wait for this.
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    return Progress(
+        TextColumn("generating"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]:>8} tok/s"),
+        TimeRemainingColumn(),
+        console=Console(file=sys.stderr),
+    )
 
 
 Prompt = str | Sequence[int]

@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "export": {"config", "core", "gguf", "kernels", "attention", "nn", "models", "model_files"},
     # A leaf: it is handed an engine, and does not build one.
     "server": {"config", "core", "text", "engine", "model_files", ""},
-    "launch": {"config", "core", "text", "engine", "model_files", "worker"},
+    "launch": {"config", "core", "text", "engine", "model_files", "worker", "collector"},
     # The engine in a process of its own, behind a socket: both ends.
     "engine_process": {"config", "child_process", "engine", "launch"},
     "llm": {
@@ -73,6 +73,7 @@ ALLOWED: dict[str, set[str]] = {
     "progress": {"engine.output"},
     "frozen": set(),
     "version": set(),
+    "collector": set(),
     "child_process": set(),
     # A package of its own, to which nothing of kvik points.
     "kvik_bench": {
@@ -109,6 +110,7 @@ ALLOWED: dict[str, set[str]] = {
         "build",
         "training",
         "worker.draft_tree",
+        "collector",
         "",
     },
     # `import kvik` itself, and `python -m kvik`

@@ -12,6 +12,7 @@ from io import TextIOWrapper
 from kvik import __version__
 from kvik.cli.plugins import added_verbs
 from kvik.cli.terminal import abandon_broken_streams, flush_output, open_missing_streams, say
+from kvik.collector import uncollected
 from kvik.errors import START_LOG, KvikError
 
 # verb -> its module, with `build_parser()` and `run(arguments) -> exit code`; what it does. Other
@@ -103,8 +104,9 @@ def _dispatch(argv: list[str]) -> int:
         say(_help(group, argv[0]))
         return 0 if len(argv) > 1 else USAGE_ERROR
     verb, rest = _verb(argv, verbs)
-    module = import_module(verbs[verb][0])
-    parser = module.build_parser()
+    with uncollected():
+        module = import_module(verbs[verb][0])
+        parser = module.build_parser()
     try:
         arguments = parser.parse_intermixed_args(rest)
         # What asks for JSON is a program, which does not wait.

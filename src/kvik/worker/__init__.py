@@ -17,5 +17,5 @@ right.
 
 `worker.py` is the executor of this process; `platforms.py` what it computes with and on which
 device, `loading.py` the model with its cache, `engine_cache.py` the weights it keeps for the next
-start.
+start, `ahead.py` what is begun before torch is imported.
 """

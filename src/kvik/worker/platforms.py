@@ -13,6 +13,7 @@ from math import prod
 from types import TracebackType
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -191,11 +192,11 @@ class TorchPlatform:
 
 
 class NativePlatform:
-    """The native kernels for CPUs."""
+    """The native kernels for CPUs. For `memory` see `WeightMemory`."""
 
     graph_memory: GraphMemory | None = None
 
-    def __init__(self, config: ResolvedConfig) -> None:
+    def __init__(self, config: ResolvedConfig, memory: np.ndarray | None = None) -> None:
         from kvik.kernels.cpu.buffers import zeros
         from kvik.kernels.cpu.matrix import TILES
         from kvik.kernels.cpu.native import Native, notices
@@ -203,7 +204,7 @@ class NativePlatform:
 
         runner, cache, scheduler = config.runner, config.cache, config.scheduler
         device, dtype = torch.device("cpu"), DTYPES[runner.dtype]
-        self.native = Native(runner.threads)
+        self.native = Native(runner.threads, memory=memory)
         for notice in notices(runner.threads):
             log.warning(notice)
         ops = native_ops(self.native)
@@ -314,10 +315,10 @@ class TritonPlatform:
         torch.cuda.empty_cache()
 
 
-def platform(config: ResolvedConfig) -> Platform:
-    """As `resolve` decided."""
+def platform(config: ResolvedConfig, memory: np.ndarray | None = None) -> Platform:
+    """As `resolve` decided. For `memory` see `WeightMemory`; only the native kernels take it."""
     makers: dict[str, Callable[[ResolvedConfig], Platform]] = {
-        "native": NativePlatform,
+        "native": partial(NativePlatform, memory=memory),
         "triton": TritonPlatform,
         "torch": TorchPlatform,
     }

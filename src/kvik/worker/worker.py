@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,10 +47,12 @@ class Worker:
         config: ResolvedConfig,
         clock: Callable[[], float] = time.monotonic,
         copies: Copies | None = None,
+        memory: np.ndarray | None = None,
     ) -> None:
         """
         Args:
             copies: how results come to the host; None: as is best on the device.
+            memory: for weights: [bytes] uint8 zeros; None: new memory.
         """
         runner = config.runner
         self._threads = runner.threads if runner.device == "cpu" else None
@@ -59,13 +62,17 @@ class Worker:
         self._device = torch.device(runner.device)
         self._inference = inference_on(self._device)
         with on_device(self._device):
-            self._build(config, clock, copies)
+            self._build(config, clock, copies, memory)
 
     def _build(
-        self, config: ResolvedConfig, clock: Callable[[], float], copies: Copies | None
+        self,
+        config: ResolvedConfig,
+        clock: Callable[[], float],
+        copies: Copies | None,
+        memory: np.ndarray | None,
     ) -> None:
         runner, cache, scheduler = config.runner, config.cache, config.scheduler
-        chosen = platform(config)
+        chosen = platform(config, memory)
         self._release_freed, self._graphs = chosen.release_freed, chosen.graph_memory
         network = load_network(
             config,

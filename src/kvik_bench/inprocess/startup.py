@@ -33,8 +33,8 @@ PARTS: Mapping[str, str] = {
     "Python": "from the start of the process to the first line of kvik",
     "import": "kvik, without torch",
     "resolve": "the machine and the model's config.json are read, and everything is decided",
-    "torch": "torch is imported",
-    "load": "tokenizer, weights and KV cache, until a request can be added",
+    "torch": "torch is imported; files and the tokenizer are read and memory is taken meanwhile",
+    "load": "the rest until a request can be added: modules that need torch, weights, KV cache",
     "first token": "of one request",
 }
 TOTAL = "from the start of the process to the first token"

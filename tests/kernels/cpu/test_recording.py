@@ -8,6 +8,7 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -124,6 +125,15 @@ def test_weight_buffers_do_not_overlap_and_are_zero():
     spans = sorted((t.data_ptr(), t.data_ptr() + len(t)) for t in taken if len(t))
     assert all(end <= start for (_, end), (start, _) in pairwise(spans))
     assert all(t.data_ptr() % 64 == 0 for t in taken if len(t))
+
+
+def test_weights_first_fill_the_memory_that_was_handed_over():
+    first = np.zeros(1 << 20, np.uint8)
+    memory = WeightMemory(first)
+    taken = [memory.take(size) for size in (5000, 900_000, 900_000)]
+    start = first.ctypes.data
+    inside = [start <= t.data_ptr() and t.data_ptr() + len(t) <= start + len(first) for t in taken]
+    assert inside == [True, True, False]
 
 
 def test_zeros_have_the_shape_asked_for():

@@ -29,17 +29,20 @@ class WeightMemory:
     """Memory of weights, allocated one behind the other and released only as a whole.
 
     So small weights are on huge pages too, and large ones leave no half-empty page.
+
+    Args:
+        first: memory to use before any is allocated: [bytes] uint8 zeros; None: none.
     """
 
-    def __init__(self) -> None:
-        self._chunk = np.empty(0, np.uint8)
+    def __init__(self, first: np.ndarray | None = None) -> None:
+        self._chunk = np.empty(0, np.uint8) if first is None else first
         self._used = 0
 
     def take(self, num_bytes: int) -> Tensor:
         """Allocate [num_bytes] uint8 zeros, aligned to a page."""
-        if num_bytes >= CHUNK // 2:
-            return torch.from_numpy(allocate(num_bytes, huge=True))
         if self._used + num_bytes > len(self._chunk):
+            if num_bytes >= CHUNK // 2:
+                return torch.from_numpy(allocate(num_bytes, huge=True))
             self._chunk, self._used = allocate(CHUNK, huge=True), 0
         start = self._used
         self._used += -(-num_bytes // ALIGNMENT) * ALIGNMENT

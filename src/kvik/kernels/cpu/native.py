@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,14 +49,17 @@ class Native:
     The caller has checked shapes and types: kernels read what they are pointed at.
     """
 
-    def __init__(self, threads: int, isa: str | None = None) -> None:
+    def __init__(
+        self, threads: int, isa: str | None = None, memory: np.ndarray | None = None
+    ) -> None:
         """
         Args:
             isa: one of `instruction_sets()`; None: the best.
+            memory: for weights; see `WeightMemory`.
         """
         self._runtime = _native.Runtime(isa or _native.instruction_sets()[0], threads)
         self._recording: Recording | None = None
-        self.weights = WeightMemory()
+        self.weights = WeightMemory(memory)
 
     @property
     def isa(self) -> str:

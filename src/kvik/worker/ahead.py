@@ -1,0 +1,123 @@
+"""What loading can begin before torch is imported, which takes most of a second on one core.
+
+Does not import torch.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from kvik.config.config import ResolvedConfig
+from kvik.files import is_gguf, regular
+
+if TYPE_CHECKING:
+    import numpy as np
+
+PIECE = 16 << 20  # bytes of memory that are made present before the thread looks whether to stop
+PAGE, HUGE = 4096, 2 << 20
+MOST_READ = 4 << 30  # bytes of files that are asked for: a disk gives no more in that time
+ENDINGS = (".safetensors", ".bin")
+
+
+class LoadAhead:
+    """A thread that lets the system read the files of the weights, and takes the memory for them.
+
+    A page of memory is made when it is first written, which takes about 0.1 ms for each MB, and
+    several times that in a virtual machine that has to ask its host for it.
+    """
+
+    def __init__(self, config: ResolvedConfig) -> None:
+        """
+        Raises:
+            MemoryError: the address space is too small.
+        """
+        self._memory = _weight_memory(config)
+        self._stopping = False
+        path = Path(config.runner.model_path)
+        self._thread = threading.Thread(
+            target=self._run, args=(path,), name="kvik-ahead", daemon=True
+        )
+        self._thread.start()
+
+    def memory(self) -> np.ndarray | None:
+        """End the thread and hand over the memory, [bytes] uint8 zeros; None: none was taken, or
+        it was handed over before."""
+        self._stopping = True
+        self._thread.join()
+        taken, self._memory = self._memory, None
+        return taken
+
+    def __enter__(self) -> LoadAhead:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.memory()
+
+    def _run(self, path: Path) -> None:
+        for file in _weight_files(path):
+            _ask_for(file)
+        memory = self._memory
+        if memory is None:
+            return
+        # The last part stays as it is: weights are planned with some reserve.
+        for start in range(0, len(memory) // 8 * 7, PIECE):
+            if self._stopping:
+                return
+            # Without Python's lock, and page by page, so that other threads may take memory too.
+            memory[start : start + PIECE : PAGE] = 0
+
+
+def _weight_memory(config: ResolvedConfig) -> np.ndarray | None:
+    """Return memory of the size of the weights; None: they are mapped, or are not loaded by the
+    native kernels."""
+    runner = config.runner
+    mapped = config.model.built is not None or runner.engine_cache is not None
+    if runner.kernels != "native" or mapped or sys.platform != "linux":
+        return None
+    import numpy as np
+
+    # As the native kernels allocate, which must not be imported before torch: both share the
+    # threads of the OpenMP library that comes first.
+    size = config.memory.weights
+    try:
+        pages = mmap.mmap(-1, size + HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:
+        raise MemoryError from None
+    pages.madvise(mmap.MADV_HUGEPAGE)
+    memory = np.frombuffer(pages, np.uint8)
+    first = -memory.ctypes.data % HUGE
+    return memory[first : first + size]
+
+
+def _weight_files(path: Path) -> Iterator[Path]:
+    """Yield files until they have more bytes than are asked for."""
+    files = [path] if is_gguf(path) else sorted(path.iterdir()) if path.is_dir() else []
+    read = 0
+    for file in files:
+        if file.suffix in ENDINGS or file == path:
+            yield file
+            with suppress(OSError):
+                read += file.stat().st_size
+        if read > MOST_READ:
+            return
+
+
+def _ask_for(file: Path) -> None:
+    """Let the system read a file; what is wrong with it is found out by who loads it."""
+    if sys.platform != "linux":
+        return
+    with suppress(OSError), open(file, "rb", opener=regular) as opened:
+        os.posix_fadvise(opened.fileno(), 0, MOST_READ, os.POSIX_FADV_WILLNEED)

@@ -1,0 +1,70 @@
+"""What is imported when: no package that a command can do without, which would make its start
+slower, or fail where the package is missing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+# An engine needs no package of the server, of recordings or of GPUs: a machine may lack them.
+ABSENT = ("msgspec", "starlette", "httptools", "uvicorn", "safetensors", "transformers", "triton")
+CODE = f"""
+import sys
+for name in {ABSENT!r}:
+    sys.modules[name] = None  # importing it raises
+import kvik.llm, kvik.launch, kvik.worker.worker
+"""
+
+# Code -> packages it may import beside the standard library and kvik, and modules of kvik that it
+# may import in all. About a third more than it did when this was written.
+BUDGETS = {
+    "import kvik": (set[str](), 3),
+    "import kvik.cli.main as m; m._help(m.VERBS)": (set[str](), 12),
+    "import kvik.cli.generate as v; v.build_parser()": ({"tokenizers"}, 60),
+    "import kvik.launch": ({"tokenizers"}, 95),
+    "import kvik.llm": ({"tokenizers"}, 100),
+    "import kvik.engine_process": ({"tokenizers", "msgspec", "typing_extensions"}, 105),
+    "import kvik.cli.serve as v; v.build_parser()": (
+        {
+            *("tokenizers", "msgspec", "typing_extensions", "prometheus_client", "starlette"),
+            *("anyio", "sniffio", "idna", "jinja2", "markupsafe", "uvicorn", "click", "httptools"),
+            *("uvloop", "cython_runtime"),
+        },
+        170,
+    ),
+    "from kvik import LLM\nwith LLM() as llm: llm.generate('Once')": (
+        {"tokenizers", "numpy", "torch", "torchgen", "tqdm", "typing_extensions"},
+        205,
+    ),
+}
+SHOW = """
+import sys
+from collections import Counter
+known = {*sys.stdlib_module_names, "__mp_main__", "sitecustomize"}
+found = Counter(name.partition(".")[0] for name in sys.modules)
+print(found.pop("kvik"), *(name for name in found if name not in known))
+print(*(name for name in ("torch._dynamo", "torch._inductor", "sympy") if name in sys.modules))
+"""
+
+
+@pytest.mark.full
+def test_an_engine_is_imported_without_them() -> None:
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("code", BUDGETS)
+def test_no_more_is_imported_than_it_takes(code: str) -> None:
+    packages, most = BUDGETS[code]
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", f"{code}\n{SHOW}"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    *_, found, compilers = done.stdout.split("\n")[:-1]
+    count, *others = found.split()
+    own = {name for name in others if not name.startswith("_")}  # compiled parts of packages
+    assert own <= packages
+    assert int(count) <= most
+    assert not compilers

@@ -1,0 +1,65 @@
+"""What is begun before torch is imported: memory of the size of the weights, handed over once."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.optional_native import NATIVE
+
+from kvik.config.config import EngineConfig, ResolvedConfig
+from kvik.errors import ModelError
+from kvik.launch import resolve_config, start
+from kvik.worker.ahead import LoadAhead
+
+needs_native = pytest.mark.skipif(not NATIVE, reason="needs the native kernels")
+
+
+def resolved(**options: object) -> ResolvedConfig:
+    return resolve_config(EngineConfig(**options))
+
+
+def running() -> bool:
+    return any(thread.name == "kvik-ahead" for thread in threading.enumerate())
+
+
+@needs_native
+def test_memory_is_handed_over_once_and_whole() -> None:
+    config = resolved(kernels="native")
+    with LoadAhead(config) as ahead:
+        memory = ahead.memory()
+        assert memory is not None and memory.dtype == np.uint8
+        assert len(memory) >= config.memory.weights and not memory.any()
+        assert ahead.memory() is None
+        assert not running()
+
+
+@needs_native
+def test_the_thread_ends_with_the_block() -> None:
+    with pytest.raises(KeyboardInterrupt), LoadAhead(resolved(kernels="native")):
+        raise KeyboardInterrupt
+    assert not running()
+
+
+@pytest.mark.parametrize(
+    "options", [{"kernels": "torch"}, {"engine_cache": "somewhere"}], ids=["torch", "cache"]
+)
+def test_nothing_is_taken_for_weights_that_lie_elsewhere(options: dict[str, object]) -> None:
+    with LoadAhead(resolved(**options)) as ahead:
+        assert ahead.memory() is None
+
+
+def test_files_that_are_missing_are_named_by_the_load(tmp_path: Path) -> None:
+    config = resolved()
+    for name in ("gone", "gone.gguf"):
+        runner = replace(config.runner, model_path=str(tmp_path / name))
+        with LoadAhead(replace(config, runner=runner)):
+            pass
+    (tmp_path / "model").mkdir()
+    runner = replace(config.runner, model_path=str(tmp_path / "model"))
+    with pytest.raises(ModelError, match=r"model\.safetensors"):
+        start(replace(config, runner=runner))
+    assert not running()
