@@ -144,6 +144,13 @@ def bundled() -> tuple[ResolvedConfig, Executor]:
     return engine.resolved, engine.executor
 
 
+class KeptLoop(EngineLoop):
+    """A loop that leaves its executor to the engines that come after it."""
+
+    def close(self) -> None:
+        pass
+
+
 @dataclass(frozen=True)
 class ServedEngine:
     """Attributes:
@@ -184,7 +191,7 @@ def make_engine(
     else:
         config = replace(config, scheduler=replace(config.scheduler, **scheduler))
     executor = executor or FakeExecutor()
-    loop = EngineLoop(EngineCore(config), executor, time.monotonic)
+    loop = KeptLoop(EngineCore(config), executor, time.monotonic)
     return ServedEngine(RemoteClient(config, ThreadSource(lambda: loop)), loop.core, executor)
 
 
