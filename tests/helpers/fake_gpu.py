@@ -252,7 +252,9 @@ def on_gpu(kernels: str, attention: str) -> Iterator[None]:
         choice = {"device": str(CUDA), "kernels": kernels, "attention_backend": attention}
         return replace(config, runner=replace(config.runner, **choice))
 
-    def load(config: ResolvedConfig, clock: Callable[[], float] = time.monotonic) -> Worker:
+    def load(
+        config: ResolvedConfig, clock: Callable[[], float] = time.monotonic, ahead: object = None
+    ) -> Worker:
         return Worker(placed(config), clock)
 
     with pytest.MonkeyPatch.context() as patch:

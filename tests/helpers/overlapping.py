@@ -50,7 +50,11 @@ def steps_in_flight(depth: int) -> Iterator[list[LateCopies]]:
         yield made
         return
 
-    def load(resolved: ResolvedConfig, clock: Callable[[], float] = time.monotonic) -> Worker:
+    def load(
+        resolved: ResolvedConfig,
+        clock: Callable[[], float] = time.monotonic,
+        ahead: object = None,
+    ) -> Worker:
         made.append(LateCopies(depth))
         return Worker(resolved, clock, made[-1])
 
