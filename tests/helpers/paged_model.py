@@ -14,11 +14,11 @@ from kvik.kernels.reference.ops import REFERENCE
 from kvik.model_files import model_files
 from kvik.models.model_spec import ModelSpec
 from kvik.nn.builder import Builder, MakeStages, no_stages
+from kvik.nn.gguf_checkpoint import open_weights
 from kvik.nn.kv_formats import allocate_kv
 from kvik.nn.loader import load_model
 from kvik.spec.declare import ForwardContext
 from kvik.spec.kv import group_layers, stored_as
-from kvik.worker.loading import open_weights
 
 
 class PagedModel:

@@ -10,6 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from kvik.errors import ModelError, shown
+from kvik.files import is_gguf
 from kvik.gguf.facts import (
     ROPE_FACTORS,
     architecture,
@@ -22,7 +23,9 @@ from kvik.gguf.reader import GgufFile, GgufTensor, read_gguf
 from kvik.nn.checkpoint import (
     ROW_MULTIPLE,
     RUN_BYTES,
+    Checkpoint,
     TensorRun,
+    open_checkpoint,
     read_ahead,
     run_length,
 )
@@ -147,4 +150,10 @@ def _row_bytes(tensor: GgufTensor) -> int:
     return tensor.type.row_bytes(tensor.shape[-1])
 
 
-# The weights that a path names, whatever kind of files they are in.
+def open_weights(path: Path) -> Checkpoint:
+    """Open a folder with safetensors files, or a GGUF file; only descriptions are read.
+
+    Raises:
+        ModelError: there is nothing that can be loaded, or a description is malformed.
+    """
+    return open_gguf(path) if is_gguf(path) else open_checkpoint(path)

@@ -10,12 +10,11 @@ import torch
 
 from kvik.config.config import ResolvedConfig
 from kvik.errors import ModelError
-from kvik.files import is_gguf
 from kvik.models.model_spec import ModelSpec
 from kvik.nn.builder import Builder
-from kvik.nn.checkpoint import Checkpoint, open_checkpoint
+from kvik.nn.checkpoint import Checkpoint
 from kvik.nn.engine_folder import MappedStorage, stored_bytes, write_weights
-from kvik.nn.gguf_checkpoint import open_gguf
+from kvik.nn.gguf_checkpoint import open_weights
 from kvik.nn.kv_formats import allocate_apart, allocate_kv
 from kvik.nn.loader import load_model
 from kvik.nn.storage import FreshStorage, Storage
@@ -69,15 +68,6 @@ def _build_weights(
 
         written = write_weights(file, storage, parts.packing, advance)
     return manifest_of(runner, runner.quantization, parts.packing, written)
-
-
-def open_weights(path: Path) -> Checkpoint:
-    """Open a folder with safetensors files, or a GGUF file; only descriptions are read.
-
-    Raises:
-        ModelError: there is nothing that can be loaded, or a description is malformed.
-    """
-    return open_gguf(path) if is_gguf(path) else open_checkpoint(path)
 
 
 def load_network(
