@@ -1,4 +1,4 @@
-"""A model folder as one GGUF file."""
+"""A model, a folder or a GGUF file of floats, as one GGUF file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from kvik.kernels.reference.ops import REFERENCE
 from kvik.model_files import ModelFiles, model_files
 from kvik.models.model_spec import ModelSpec
 from kvik.nn.builder import Builder
-from kvik.nn.checkpoint import Checkpoint, open_checkpoint
+from kvik.nn.checkpoint import Checkpoint
+from kvik.nn.gguf_checkpoint import open_weights
 from kvik.nn.gguf_export import gguf_tensors
 from kvik.nn.loader import check_weights
 from kvik.spec.kv import group_layers
@@ -60,7 +61,7 @@ class Export:
 
 
 def plan_export(path: Path, type: str) -> Export:
-    """Return what a folder that `find_model` gave becomes; no weight is read yet.
+    """Return what a folder or a file that `find_model` gave becomes; no weight is read yet.
 
     Args:
         type: of its matrices, one of the values of `TYPES`.
@@ -68,8 +69,6 @@ def plan_export(path: Path, type: str) -> Export:
     Raises:
         ModelError: it cannot be told in GGUF's words, or is quantised already.
     """
-    if is_gguf(path):
-        raise ModelError("model", f"{path.name} is a GGUF file already")
     files = model_files(path)
     spec = files.spec()
     if spec.built is not None:
@@ -78,12 +77,12 @@ def plan_export(path: Path, type: str) -> Export:
         told = f"is stored quantised ({spec.quantization}): export the floats it was made from"
         raise ModelError("model", told)
     metadata = {
-        **model_metadata(spec, path.name, type),
+        **model_metadata(spec, path.stem if is_gguf(path) else path.name, type),
         **_tokenizer(files, spec.vocab_size, spec.bos_token_id, spec.eos_token_ids),
         **token_id_metadata(spec),
         **sampling_metadata(_recommended(files.default_params())),
     }
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_weights(path)
     tensors = gguf_tensors(checkpoint, spec, type)
     _check(spec, checkpoint)
     return Export(metadata, tensors)

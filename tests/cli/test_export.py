@@ -1,4 +1,4 @@
-"""`kvik export`: a folder as a GGUF file, which kvik reads back as the same model."""
+"""`kvik export`: a model as a GGUF file, which kvik reads back as the same model."""
 
 from __future__ import annotations
 
@@ -45,6 +45,23 @@ def test_the_bundled_model_there_and_back(
             ids = before.tokenizer.encode(text)
             assert after.tokenizer.encode(text) == ids
             assert after.tokenizer.decode(ids) == before.tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("floats", ["f32", "bf16", "f16"])
+def test_a_gguf_file_of_floats_exports_as_its_folder(floats: str, tmp_path: Path) -> None:
+    """The bundled weights are bf16; those of f16 are rounded once more."""
+    source, found, expected = (tmp_path / name for name in ("s.gguf", "found.gguf", "folder.gguf"))
+    assert main(["export", "-o", str(source), "--type", floats]) == 0
+    assert main(["export", str(source), "-o", str(found), "--type", "q4_k_m"]) == 0
+    assert main(["export", "-o", str(expected), "--type", "q4_k_m"]) == 0
+    read, other = GGUFReader(found), GGUFReader(expected)
+    assert list(read.fields) == list(other.fields)
+    for key in read.fields.keys() - {"general.name"}:
+        assert read.fields[key].contents() == other.fields[key].contents(), key
+    for one, same in zip(read.tensors, other.tensors, strict=True):
+        assert (one.name, one.tensor_type) == (same.name, same.tensor_type)
+        alike = (one.data == same.data).mean()
+        assert alike == 1.0 if floats != "f16" else alike > 0.99, one.name
 
 
 @pytest.mark.parametrize("type", TYPES)
@@ -117,7 +134,7 @@ def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
         (["-o", "none/m.gguf"], "output: cannot be written: 'none/m.gguf'"),
         (["-o", "m.gguf", "--type", "q4_k"], "type: must be one of f32, bf16, f16, q8_0, q6_k, "),
         (["/no/such", "-o", "m.gguf"], "model: there is no folder '/no/such'"),
-        (["file.gguf", "-o", "m.gguf"], "model: file.gguf is a GGUF file already"),
+        (["file.gguf", "-o", "m.gguf"], "model: is stored quantised (gguf: Q8_0): export the "),
         (["gptq", "-o", "m.gguf"], "model: is stored quantised (gptq: 4 bits, in groups of 32): "),
         (["gpt2", "-o", "m.gguf"], "architectures: must be one of LlamaForCausalLM, "),
         (["large", "-o", "m.gguf", "--type", "f16"], "has numbers above 65504, too large for F16"),

@@ -24,7 +24,7 @@ def build_parser() -> argparse.ArgumentParser:
         "[MODEL] -o FILE.gguf",
         "Write a model and its tokenizer as a GGUF file, which llama.cpp and kvik load.",
     )
-    add_model(parser, "a folder or hub id")
+    add_model(parser, "a folder, a hub id or a GGUF file of floats")
     parser.add_argument(
         "-o", "--output", type=Path, required=True, metavar="FILE", help=f"ends in {GGUF}"
     )

@@ -9,7 +9,9 @@ stored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from torch import Tensor
 from kvik.gguf.types import BLOCK_TYPES
 from kvik.nn.gguf_blocks import FLOAT_TYPES
 
-SLICE = 1 << 18  # weights that are searched at once: few enough for caches, enough for threads
+SLICE = 1 << 17  # weights that a thread searches at once: few enough for its caches
 
 
 def quantize(type: str, weights: Tensor) -> Tensor:
@@ -29,8 +31,26 @@ def quantize(type: str, weights: Tensor) -> Tensor:
         return _as_bytes(weights.to(FLOAT_TYPES[type]))
     width = BLOCK_TYPES[type].weights
     blocks = weights.reshape(-1, width)  # [blocks, width]
-    made = [_QUANTIZE[type](part.float()) for part in blocks.split(SLICE // width)]
+    slices = blocks.split(SLICE // width)
+    with _one_thread_each() as threads, ThreadPoolExecutor(threads) as pool:
+        made = list(pool.map(lambda part: _QUANTIZE[type](part.float()), slices))
     return torch.cat(made).view(len(weights), -1)
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[int]:
+    """Let operations run on the thread that calls them; yields how many threads torch had.
+
+    A search is hundreds of short operations. Were each shared by torch's threads, which wait
+    busily for each other, a search would take fifty times as long where another process has one
+    of the cores.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield threads
+    finally:
+        torch.set_num_threads(threads)
 
 
 # How bytes are laid out.
@@ -138,13 +158,13 @@ def fit_above(groups: Tensor, most: int, tenths: range) -> tuple[Tensor, Tensor]
     w, wy = importance.sum(0), weighted.sum(0)
     scale, offset = torch.full_like(low, 1 / most), torch.zeros_like(low)
     best = torch.full_like(low, -torch.inf)
+    codes, products = torch.empty_like(groups), torch.empty_like(groups)
     for tenth in tenths:
-        codes = (above - offset).mul_((most + tenth / 10) / (1 - offset))
+        torch.sub(above, offset, out=codes).mul_((most + tenth / 10) / (1 - offset))
         codes.round_().clamp_(0, most)
-        wyc = (weighted * codes).sum(0)
-        moment = importance * codes
-        wc = moment.sum(0)
-        wcc = moment.mul_(codes).sum(0)
+        wyc = torch.mul(weighted, codes, out=products).sum(0)
+        wc = torch.mul(importance, codes, out=products).sum(0)
+        wcc = products.mul_(codes).sum(0)
         # Normal equations of above = code * slope + start, with start <= ceiling.
         determinant = w * wcc - wc * wc
         slope = (w * wyc - wc * wy) / determinant
@@ -177,10 +197,11 @@ def fit_around(groups: Tensor, middle: int, tenths: range) -> Tensor:
     importance = unit.square()
     weighted = importance * unit
     scale = best = torch.zeros_like(largest[0])
+    codes, products = torch.empty_like(groups), torch.empty_like(groups)
     for tenth in tenths:
-        codes = (unit * (middle + tenth / 10)).round_().clamp_(-middle, middle - 1)
-        wyc = (weighted * codes).sum(0)
-        wcc = (importance * codes.square_()).sum(0)
+        torch.mul(unit, middle + tenth / 10, out=codes).round_().clamp_(-middle, middle - 1)
+        wyc = torch.mul(weighted, codes, out=products).sum(0)
+        wcc = codes.square_().mul_(importance).sum(0)
         slope = wyc * _inverse(wcc)
         gain = slope * wyc
         scale = torch.where(gain > best, slope, scale)
