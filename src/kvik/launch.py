@@ -100,13 +100,19 @@ def start(
         KvikError: the model cannot be used, or the file not be written.
     """
     default_params = model_files(Path(resolved.runner.model_path)).default_params()
+    runner = resolved.runner
+    # The tokenizer's library lets no other Python run. Loading minds that where it rounds weights,
+    # in many short operations, and else less than the import of torch does. What is wrong with the
+    # tokenizer is told before a long wait.
+    first = runner.quantization != "none" or resolved.memory.weights > QUICKLY_LOADED
     with uncollected(), LoadAhead(resolved) as ahead, ThreadPoolExecutor(1) as aside:
+        early = aside.submit(load_tokenizer, resolved) if first else None
+
         import kvik.worker.worker  # noqa: F401 (brings in torch)
 
-        # The tokenizer's library lets no other Python run, which loading does not mind.
-        reading = aside.submit(load_tokenizer, resolved)
-        if resolved.memory.weights > QUICKLY_LOADED:
-            reading.result()  # what is wrong with it is told before a long wait
+        if early is not None:
+            early.result()
+        reading = early or aside.submit(load_tokenizer, resolved)
         loop = load_loop(resolved, record, ahead)
         tokenizer = reading.result()
     client = InprocClient(loop, sleep)

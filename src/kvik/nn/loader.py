@@ -19,9 +19,6 @@ PROGRESS_BYTES = 1 << 30  # smaller models load before a bar could be read
 RANDOM_STD = 0.02
 RANDOM_DRAWS = 1 << 20  # of a matrix
 FLOATS, INTEGERS = ("F32", "BF16", "F16", "F64"), ("I64", "I32")  # that stand for each other
-# Rounding takes longer than reading and packing together; on two cores, one thread took 1.46 s
-# where two took 1.19 (Qwen2.5-0.5B to int8).
-ROUNDING_THREADS = 2
 MAX_LISTED = 3  # names repeated in an error
 
 
@@ -37,19 +34,15 @@ def load_model(spec: ModelSpec, builder: Builder, *, seed: int = 0) -> Model:
     if builder.checkpoint is None:
         random_weights(builder.declared, seed)
     else:
-        least = 1 if builder.quantization == "none" else ROUNDING_THREADS
-        load_weights(builder.declared, builder.checkpoint, least)
+        load_weights(builder.declared, builder.checkpoint)
     return model
 
 
-def load_weights(declared: Declarations, checkpoint: Checkpoint, least_threads: int = 1) -> None:
+def load_weights(declared: Declarations, checkpoint: Checkpoint) -> None:
     """Hand each tensor of the checkpoint to its layer, a run of rows at a time where that can be.
 
     So little memory is taken in addition to the finished weights: a few runs, and of layers that
     need several tensors at once those that wait for the last one.
-
-    Args:
-        least_threads: of torch, if it has as many.
 
     Raises:
         ModelError: tensors missing, left over, or of the wrong shape or type, found before the
@@ -60,11 +53,7 @@ def load_weights(declared: Declarations, checkpoint: Checkpoint, least_threads: 
     entries = checkpoint.entries
     in_runs = {name: tensor.in_runs for name, tensor in wanted.items()}
     total = sum(entries[name].size for name in wanted)
-    with (
-        torch.inference_mode(),
-        _half_the_threads(least_threads),
-        _progress(total) as advance,
-    ):
+    with torch.inference_mode(), _half_the_threads(), _progress(total) as advance:
         for run in checkpoint.runs(in_runs):
             wanted[run.name].fill(run.first, run.values.to(declared.device))
             advance(run.values.nbytes)
@@ -139,12 +128,12 @@ def _listed(names: Iterable[str]) -> str:
 
 
 @contextmanager
-def _half_the_threads(least: int = 1) -> Iterator[None]:
-    """Of torch, but at least so many: the other cores are for the thread that reads and for those
-    that pack. Operations on a run are so short that torch's threads, which wait busily, would cost
-    more than they help as soon as one of them does not get its core."""
+def _half_the_threads() -> Iterator[None]:
+    """Of torch: the other cores are for the thread that reads and for those that pack. Operations
+    on a run are so short that torch's threads, which wait busily, would cost more than they help
+    as soon as one of them does not get its core."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(max(min(least, threads), threads // 2))
+    torch.set_num_threads(max(1, threads // 2))
     try:
         yield
     finally:
