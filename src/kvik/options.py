@@ -17,6 +17,7 @@ from kvik.errors import KvikError, shown
 
 # A fact: one use of the flag takes all that follows it, as in vLLM; others would swallow a prompt.
 TAKES_SEVERAL = "takes_several"
+FORMERLY = "formerly"  # the name before; its flag still works, and is not shown
 NO_FACTS: Mapping[str, Any] = MappingProxyType({})
 
 

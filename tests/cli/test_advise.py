@@ -42,7 +42,7 @@ def test_the_bundled_model(machine: str, capsys: pytest.CaptureFixture[str]) -> 
     text = capsys.readouterr().out
     for line in (
         "model                   stories on box",
-        "assumed                 --prompt 512 --output 128 --concurrency 8",
+        "assumed                 --prompt-tokens 512 --output-tokens 128 --concurrency 8",
         "1. precision",
         "2. attention",
         ". batching",
@@ -112,7 +112,8 @@ def test_what_the_engine_does_not_run_has_no_command(
 
 
 def test_json(machine: str, llama: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--rate", "0.05", "--prompt", "100", "--output", "20", "--shared", "50"]
+    # --output is the name of --output-tokens before.
+    arguments = ["--rate", "0.05", "--prompt-tokens", "100", "--output", "20", "--shared", "50"]
     assert main(["advise", llama, "--hardware", machine, "--json", *arguments]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["traffic"] == {"prompt": 100, "output": 20, "shared": 50}
@@ -129,8 +130,8 @@ def test_json(machine: str, llama: str, capsys: pytest.CaptureFixture[str]) -> N
         (["--slo", "foo"], "slo"),
         (["--slo", "ttft=-1"], "slo"),
         (["--slo", "ttft=0ms"], "slo"),
-        (["--prompt", "many"], "prompt"),
-        (["--prompt", "0"], "prompt"),
+        (["--prompt-tokens", "many"], "prompt-tokens"),
+        (["--prompt-tokens", "0"], "prompt-tokens"),
         (["--rate", "-1"], "rate"),
         (["--rate", "1", "--concurrency", "1"], "rate"),
         (["--hardware", "abacus"], "hardware"),

@@ -70,7 +70,7 @@ def test_deepseek_v3_does_not_fit_and_says_what_would(capsys: pytest.CaptureFixt
     assert "671 billion parameters, 36.6 billion active" in out
     assert "weights fp8" in out and "70,272 bytes per token" in out
     assert "DOES NOT FIT: " in out and " GiB too much" in out
-    assert "--kv-dtype int8" in out and "--pp 2" in out
+    assert "--kv-cache-dtype int8" in out and "--pp 2" in out
     assert "MLA *" in out and "each device holds the whole latent" in out
     assert "note: " in out
 
@@ -164,7 +164,7 @@ def test_this_machine_without_a_calibration(
         (["--tp", "3"], "--tp: must divide the 8 query heads, not 3"),
         (["--pp", "9"], "--pp: must be at most the 6 layers, not 9"),
         (["--dtype", "int3"], "--dtype: must be one of "),
-        (["--kv-dtype", "int3"], "--kv-dtype: must be one of "),
+        (["--kv-cache-dtype", "int3"], "--kv-cache-dtype: must be one of "),
         (["--price", "free"], "--price: must be a number or none, not 'free'"),
         (["--price", "-1"], "--price: must be a number in [0, 1e+06], not -1"),
         (

@@ -53,7 +53,7 @@ def test_heads_are_saved_and_reported(
         (("--depth", "0"), "depth: must be an integer in [1, 16], not 0"),
         (("--kind", "eagle", "--layers", "1"), "layers: must be left out: it is for medusa heads"),
         (("--inner", "64"), "inner: must be left out: it is for eagle heads"),
-        (("--rate", "0"), "rate: must be a number in (0, 1], not 0.0"),
+        (("--learning-rate", "0"), "learning-rate: must be a number in (0, 1], not 0.0"),
         (("--window", "1"), "window: must be an integer in [2, 65536], not 1"),
         (("--window", "500"), "data: must fill 16 windows or more, not 1: more text is needed"),
         (("--tokens", "many"), "tokens: must be an integer, not 'many'"),

@@ -337,7 +337,7 @@ def offers(name: str, hardware: str, question: Question) -> dict[str, int]:
     assert not answer.memory.fits
     asked = [
         *("--context", str(answer.at.context), "--batch", str(answer.at.batch)),
-        *("--dtype", answer.at.weight_format, "--kv-dtype", answer.at.kv_format),
+        *("--dtype", answer.at.weight_format, "--kv-cache-dtype", answer.at.kv_format),
     ]
     for remedy in answer.remedies:
         words = build_parser().parse_args([*asked, *remedy.flags.split()])
@@ -350,9 +350,14 @@ def offers(name: str, hardware: str, question: Question) -> dict[str, int]:
 def test_each_kind_of_change_is_offered() -> None:
     found = offers("llama-3-8b", "a100-80g", Question(context=8192, batch=64))
     kinds = [flags.split()[0] for flags in found]
-    assert kinds == ["--batch", "--context", "--kv-dtype", "--tp"]  # the weights alone are small
+    assert kinds == [
+        "--batch",
+        "--context",
+        "--kv-cache-dtype",
+        "--tp",
+    ]  # the weights alone are small
     assert "--tp 2" in found
-    assert "--kv-dtype int8" in found  # half the bytes do; a quarter is not needed
+    assert "--kv-cache-dtype int8" in found  # half the bytes do; a quarter is not needed
 
 
 def test_weights_that_are_too_large_alone() -> None:

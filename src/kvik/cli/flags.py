@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from kvik.config.config import EngineConfig
@@ -13,7 +14,7 @@ from kvik.config.server_config import ServerConfig
 from kvik.config.synonyms import SYNONYMS, synonym_options, translated
 from kvik.core.sampling_params import SamplingParams
 from kvik.errors import ConfigError, KvikError
-from kvik.options import TAKES_SEVERAL, Flag, Option, did_you_mean, options_of
+from kvik.options import FORMERLY, NO_FACTS, TAKES_SEVERAL, Flag, Option, did_you_mean, options_of
 
 # The model is an argument of its own. --seed is the request's where a command has one; a command
 # that only starts the engine may name the engine's among its flags, kept under another name.
@@ -245,6 +246,8 @@ def _add(
     flag = flag_of(option.name)
     note = help_of(option, default=default).replace("%", "%%")  # argparse formats it with %
     note = note if shown else argparse.SUPPRESS
+    if (former := option.facts.get(FORMERLY)) is not None:
+        _add(group, replace(option, name=former, facts=NO_FACTS), option.name, shown=False)
     if isinstance(option.kind, Flag):
         group.add_argument(
             flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=note

@@ -20,7 +20,7 @@ from kvik.cli.terminal import say, say_report, share_bar
 from kvik.config.config import EngineConfig
 from kvik.config.draft_heads import EAGLE, KINDS, MAX_DEPTH, MAX_LAYERS, MEDUSA
 from kvik.errors import ConfigError
-from kvik.options import Integer, Number, OneOf, normalised, option, options_of
+from kvik.options import FORMERLY, Integer, Number, OneOf, normalised, option, options_of
 
 if TYPE_CHECKING:
     from kvik.training.heads import HeadsRecipe, TrainedHeads
@@ -63,7 +63,7 @@ class HeadsOptions:
         1_000_000, Integer(1, 1 << 40), "tokens to learn from; a shorter text is read several times"
     )
     rows: int = option(512, Integer(1, 1 << 20), "tokens of a step")
-    rate: float = option(1e-3, Number(0, 1, above=True), "learning rate of AdamW")
+    learning_rate: float = option(1e-3, Number(0, 1, above=True), "of AdamW", {FORMERLY: "rate"})
     window: int = option(
         512, Integer(2, 1 << 16), "tokens that the model reads at once, at most its context"
     )
@@ -147,7 +147,7 @@ def _recipe(asked: HeadsOptions, hidden: int) -> HeadsRecipe:
         depth=asked.depth,
         layers=asked.layers or 1,
         inner=asked.inner or 2 * hidden,
-        schedule=Schedule(asked.tokens, asked.rows, asked.rate, asked.seed),
+        schedule=Schedule(asked.tokens, asked.rows, asked.learning_rate, asked.seed),
     )
 
 

@@ -53,7 +53,7 @@ def weight_facts(name: str) -> WeightFacts:
 def kv_facts(name: str) -> KVFacts:
     """Raises ConfigError, which names the formats there are."""
     if name not in KV_FORMATS:
-        raise ConfigError("kv_dtype", f"must be one of {', '.join(KV_FORMATS)}, not {name!r}")
+        raise ConfigError("kv_cache_dtype", f"must be one of {', '.join(KV_FORMATS)}, not {name!r}")
     return KV_FORMATS[name]
 
 

@@ -10,7 +10,7 @@ from kvik.config.config import EngineConfig, Notes
 from kvik.config.hardware import Hardware, detect, find_gpus
 from kvik.config.memory import Limit
 from kvik.errors import ConfigError
-from kvik.options import Integer, Number, OneOf, Text, normalised, option
+from kvik.options import FORMERLY, Integer, Number, OneOf, Text, normalised, option
 from kvik.planner.calibration import calibration_path
 from kvik.planner.cost import Cost, DailyLoad, TokenRates, cost, parse_load
 from kvik.planner.devices import UTILIZATION, Device, Setting, find_device, this_device
@@ -72,10 +72,11 @@ class Question:
         OneOf(tuple(WEIGHT_FORMATS), SHORT_DTYPES),
         "format of the weights; None: the checkpoint's, on this machine the engine's choice",
     )
-    kv_dtype: str | None = option(
+    kv_cache_dtype: str | None = option(
         None,
         OneOf(tuple(KV_FORMATS), SHORT_DTYPES),
         "format of the KV cache; None: the dtype that is computed in",
+        {FORMERLY: "kv_dtype"},
     )
     tp: int = option(1, Integer(1, MAX_DEVICES), "devices that share each layer")
     pp: int = option(1, Integer(1, MAX_DEVICES), "stages of whole layers, of --tp devices each")
@@ -392,7 +393,7 @@ def _first(shape: ModelShape, settings: Iterable[Setting]) -> Iterator[Setting]:
 def _remedy(shape: ModelShape, asked: Setting, changed: Setting) -> Remedy:
     named = {
         "dtype": (asked.weight_format, changed.weight_format),
-        "kv-dtype": (asked.kv_format, changed.kv_format),
+        "kv-cache-dtype": (asked.kv_format, changed.kv_format),
         "context": (asked.context, changed.context),
         "batch": (asked.batch, changed.batch),
         "tp": (asked.tp, changed.tp),
@@ -522,7 +523,7 @@ def setting_of(
     return Setting(
         device=device,
         weight_format=weights,
-        kv_format=kv_facts(question.kv_dtype or weight_format(computed)).name,
+        kv_format=kv_facts(question.kv_cache_dtype or weight_format(computed)).name,
         context=context_of(question, shape),
         batch=question.batch,
         tp=question.tp,

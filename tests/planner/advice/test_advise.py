@@ -58,7 +58,7 @@ CASES = [
     for device in (H100, CPU)
     for wish in (
         Wish(),
-        Wish(concurrency=64, prompt=1000, output=200),
+        Wish(concurrency=64, prompt_tokens=1000, output_tokens=200),
         Wish(slo=PROMISE),
         Wish(slo=PROMISE, rate=2.0, shared=100),
     )
@@ -142,9 +142,9 @@ def test_quantisation_helps_what_reads_and_not_what_computes() -> None:
 @pytest.mark.parametrize(
     ("load", "int8_rate", "best"),
     [
-        (Wish(prompt=4000, output=16, concurrency=64), 1.979e15, "int8"),
-        (Wish(prompt=4000, output=16, concurrency=64), 1.4e15, "int8"),
-        (Wish(prompt=128, output=512, concurrency=4), 1.979e15, "int4"),
+        (Wish(prompt_tokens=4000, output_tokens=16, concurrency=64), 1.979e15, "int8"),
+        (Wish(prompt_tokens=4000, output_tokens=16, concurrency=64), 1.4e15, "int8"),
+        (Wish(prompt_tokens=128, output_tokens=512, concurrency=4), 1.979e15, "int4"),
     ],
 )
 def test_the_rates_of_prompts_and_of_decoding_choose_the_format(
@@ -174,16 +174,16 @@ def test_the_rates_of_prompts_and_of_decoding_choose_the_format(
 def test_a_unit_that_a_device_lacks_is_not_named() -> None:
     """Without bfloat16 and small integers all weights are multiplied in fp16."""
     plain = replace(H100, rates={name: H100.rates[name] for name in ("fp32", "fp16")})
-    load = Wish(prompt=500, output=200, concurrency=16)
+    load = Wish(prompt_tokens=500, output_tokens=200, concurrency=16)
     reason = advice(report("Llama-3-8B", plain, load), "quantisation").reason
     assert set(re.findall(r"\(in (\w+)\)", reason)) == {"fp16"}
 
 
 def test_a_smaller_kv_format_helps_long_contexts_only() -> None:
-    short = Wish(prompt=16, output=16, concurrency=1)
+    short = Wish(prompt_tokens=16, output_tokens=16, concurrency=1)
     found = advice(report("Llama-3-8B", H100, short), "KV format")
     assert found.verdict == "no use" and "0% to the KV cache" in found.reason
-    long = Wish(prompt=3500, output=500, concurrency=40)
+    long = Wish(prompt_tokens=3500, output_tokens=500, concurrency=40)
     found = advice(report("Llama-2-7B", H100, long), "KV format")
     assert found.verdict == "do" and found.flags[0].startswith("--kv-cache-dtype")
     assert found.before and found.after
@@ -266,7 +266,7 @@ def test_what_is_stored_so_needs_no_flag() -> None:
 
 def test_the_engine_s_own_step_size_needs_no_flag() -> None:
     """It follows the memory that a format leaves: 64 tokens where weights leave next to none."""
-    found = report("Llama-3-70B", H100, Wish(concurrency=1, prompt=512))
+    found = report("Llama-3-70B", H100, Wish(concurrency=1, prompt_tokens=512))
     assert found.usual.budget < 256 and not found.usual.room
     assert found.advised.at.weight_format == "int4" and found.advised.usual_budget == 8192
     assert not any("--max-num-batched-tokens" in flag for flag in found.flags)
@@ -279,7 +279,7 @@ def test_the_engine_s_own_step_size_needs_no_flag() -> None:
 
 
 def test_reasons_quote_the_roofline() -> None:
-    found = report("Llama-3-8B", H100, Wish(concurrency=4, prompt=512, output=128))
+    found = report("Llama-3-8B", H100, Wish(concurrency=4, prompt_tokens=512, output_tokens=128))
     time = step_time(SHAPES["Llama-3-8B"], Setting(H100, "bf16", "bf16"), decode(4, 512 + 64 + 1))
     share = sum(p.expected for p in time.parts if p.name in ("weights", "head")) / time.expected
     assert f"{share:.0%} goes to the weights" in advice(found, "quantisation").reason
@@ -323,7 +323,7 @@ def test_a_promise_at_the_load_asked_for() -> None:
     kept = report("Llama-3-8B", H100, Wish(slo=PROMISE, concurrency=16))
     assert "at the load asked for the limits are kept" in kept.promise
     assert kept.end.largest is not None and kept.end.largest.concurrency > 16
-    missed = report("Llama-3-8B", CPU, Wish(slo=Slo(0.5, 0.3), concurrency=200, prompt=16))
+    missed = report("Llama-3-8B", CPU, Wish(slo=Slo(0.5, 0.3), concurrency=200, prompt_tokens=16))
     assert "at the load asked for the limits are missed" in missed.promise
     assert missed.end.largest is not None
     flag = f"--max-num-seqs {missed.end.largest.concurrency}"
@@ -333,7 +333,9 @@ def test_a_promise_at_the_load_asked_for() -> None:
 
 
 def test_steps_towards_a_load_that_no_single_one_can_serve() -> None:
-    found = report("Llama-3-8B", DEVICES["rtx4090"], Wish(rate=100.0, prompt=2000, output=300))
+    found = report(
+        "Llama-3-8B", DEVICES["rtx4090"], Wish(rate=100.0, prompt_tokens=2000, output_tokens=300)
+    )
     assert found.start is not None and found.start.full is not None and found.end.full is not None
     assert found.start.load is None and found.end.load is None
     assert found.end.full.rate > 3 * found.start.full.rate
@@ -346,7 +348,7 @@ def test_a_tighter_promise_never_bears_more(device: Device) -> None:
     loads = []
     for scale in (4.0, 1.0, 0.25, 0.02):
         limits = Slo(ttft=0.4 * scale, tpot=0.04 * scale)
-        end = report("Qwen2.5-0.5B", device, Wish(slo=limits, prompt=64)).end
+        end = report("Qwen2.5-0.5B", device, Wish(slo=limits, prompt_tokens=64)).end
         loads.append(end.largest.rate if end.largest else 0.0)
     assert all(tight <= 1.02 * wide for wide, tight in pairwise(loads)), loads
     assert loads[0] > loads[-1]
@@ -372,15 +374,15 @@ def test_a_known_prefix_is_told_with_its_effect() -> None:
 @pytest.mark.parametrize(
     ("wish", "field"),
     [
-        (Wish(prompt=0), "prompt"),
-        (Wish(output=-1), "output"),
+        (Wish(prompt_tokens=0), "prompt_tokens"),
+        (Wish(output_tokens=-1), "output_tokens"),
         (Wish(concurrency=0), "concurrency"),
         (Wish(rate=0.0), "rate"),
         (Wish(rate=float("nan")), "rate"),
         (Wish(rate=1.0, concurrency=1), "rate"),
         (Wish(acceptance=1.5), "acceptance"),
         (Wish(shared=600), "shared"),
-        (Wish(prompt=4000, output=200), "prompt"),
+        (Wish(prompt_tokens=4000, output_tokens=200), "prompt_tokens"),
     ],
 )
 def test_wishes_that_make_no_sense(wish: Wish, field: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvik.errors import ConfigError
-from kvik.options import Integer, Number, Text, normalised, option
+from kvik.options import FORMERLY, Integer, Number, Text, normalised, option
 from kvik.planner.serving import (
     Prediction,
     Serving,
@@ -34,11 +34,17 @@ class Wish:
         "what the mean request may take, such as ttft=300ms,tpot=50ms,e2e=5s; None: throughput "
         "counts",
     )
-    prompt: int | None = option(
-        None, Integer(1, 1 << 24), f"tokens of a request's prompt; None: {USUAL_PROMPT}, or less"
+    prompt_tokens: int | None = option(
+        None,
+        Integer(1, 1 << 24),
+        f"tokens of a request's prompt; None: {USUAL_PROMPT}, or less",
+        {FORMERLY: "prompt"},
     )
-    output: int | None = option(
-        None, Integer(1, 1 << 24), f"tokens of its output; None: {USUAL_OUTPUT}, or less"
+    output_tokens: int | None = option(
+        None,
+        Integer(1, 1 << 24),
+        f"tokens of its output; None: {USUAL_OUTPUT}, or less",
+        {FORMERLY: "output"},
     )
     shared: int = option(0, Integer(0, 1 << 24), "tokens of the prompt that all begin with")
     concurrency: int | None = option(
@@ -69,7 +75,7 @@ def check_wish(wish: Wish, shape: ModelShape) -> None:
     traffic, context = traffic_of(wish, shape), shape.max_context
     if traffic.context > context:
         raise ConfigError(
-            "prompt",
+            "prompt_tokens",
             f"and output must fit the model's context of {context} tokens, not "
             f"{traffic.prompt} + {traffic.output}",
         )
@@ -82,18 +88,20 @@ def check_wish(wish: Wish, shape: ModelShape) -> None:
 def traffic_of(wish: Wish, shape: ModelShape) -> Traffic:
     """Return the requests of a wish, with defaults for what it leaves open."""
     context = shape.max_context
-    output = wish.output or min(USUAL_OUTPUT, max(1, (context - (wish.prompt or 1)) // 2))
-    prompt = wish.prompt or max(1, min(USUAL_PROMPT, context - output))
+    output = wish.output_tokens or min(
+        USUAL_OUTPUT, max(1, (context - (wish.prompt_tokens or 1)) // 2)
+    )
+    prompt = wish.prompt_tokens or max(1, min(USUAL_PROMPT, context - output))
     return Traffic(prompt, output, wish.shared)
 
 
 def assumed(wish: Wish, traffic: Traffic) -> tuple[str, ...]:
     """Return flags for what the wish leaves open."""
     found = []
-    if wish.prompt is None:
-        found.append(f"--prompt {traffic.prompt}")
-    if wish.output is None:
-        found.append(f"--output {traffic.output}")
+    if wish.prompt_tokens is None:
+        found.append(f"--prompt-tokens {traffic.prompt}")
+    if wish.output_tokens is None:
+        found.append(f"--output-tokens {traffic.output}")
     if wish.slo is None and not wish.load_named:
         found.append(f"--concurrency {USUAL_CONCURRENCY}")
     return tuple(found)
