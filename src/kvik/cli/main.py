@@ -165,7 +165,8 @@ def _help(verbs: Mapping[str, tuple[str, str]], group: str = "") -> str:
         f"{listed}\n\n"
         f"{command} --help lists the options of a command. Without a model, a small story\n"
         "writer that ships with kvik is used. In the environment, KVIK_MAX_MODEL_LEN=4096 is\n"
-        "--max-model-len 4096, and so on."
+        "--max-model-len 4096, and so on, but for plan and advise, which may ask about\n"
+        "another machine."
     )
 
 

@@ -7,11 +7,12 @@ import argparse
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvik.cli.flags import Parser
 from kvik.cli.terminal import say, say_report, share_bar
 from kvik.config.compute import TRITON_CAPABILITY
+from kvik.config.env import environment_options
 from kvik.config.hardware import (
     Gpu,
     Thresholds,
@@ -95,7 +96,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--force", action="store_true", help="save it also when other processes disturbed it"
     )
     parser.add_argument(
-        "--threads", type=_threads, metavar="N", help="CPU threads (default: the usable cores)"
+        "--threads",
+        type=_threads,
+        metavar="N",
+        help="CPU threads (default: KVIK_THREADS, or all cores)",
     )
     parser.add_argument(
         "-o",
@@ -131,7 +135,8 @@ def _calibrate_cpu(arguments: argparse.Namespace) -> int:
     from kvik_bench.machine.stage import FULL, QUICK
 
     hardware = detect()
-    threads = arguments.threads or hardware.cores
+    set_outside: dict[str, Any] = environment_options()
+    threads: int = arguments.threads or set_outside.get("threads") or hardware.cores
     path = arguments.output or calibration_path()
     if not can_write(path):
         raise ConfigError("output", f"cannot write {str(path)!r}: -o names another file")

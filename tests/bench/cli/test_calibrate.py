@@ -123,6 +123,15 @@ def test_nothing_is_measured_that_cannot_be_saved(
     assert asked == []
 
 
+def test_the_environment_sets_the_threads(
+    asked: list[tuple[int, Effort]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVIK_THREADS", "3")
+    assert main(["calibrate", "-o", str(tmp_path / "one.json")]) == 0
+    assert main(["calibrate", "--threads", "1", "-o", str(tmp_path / "two.json")]) == 0
+    assert [threads for threads, _ in asked] == [3, 1]
+
+
 def test_other_threads_are_warned_of(
     asked: list[tuple[int, Effort]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
