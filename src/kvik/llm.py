@@ -6,7 +6,8 @@ import itertools
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -212,6 +213,20 @@ class LLM:
         priorities = self._priorities(len(listed), priority)
         return self._run(listed, params, progress, add_special_tokens=True, priorities=priorities)
 
+    def as_completed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Complete prompts as `generate` does, and iterate over the outputs as they are ready, each
+        with the index of its prompt. What is left when the iterator is closed ends."""
+        listed = _as_prompts(prompts)
+        priorities = self._priorities(len(listed), priority)
+        requests = self._requests(listed, params, add_special_tokens=True, priorities=priorities)
+        return self._outputs(listed, requests)
+
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
@@ -355,8 +370,35 @@ class LLM:
         pooling: str | None = None,
         priorities: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
+        requests = self._requests(
+            prompts,
+            params,
+            add_special_tokens=add_special_tokens,
+            pooling=pooling,
+            priorities=priorities,
+        )
+        if not requests:
+            return []
+        outputs: dict[int, RequestOutput] = {}
+        finishing = self._outputs(prompts, requests)
+        with BatchProgress(len(requests), progress) as bar, closing(finishing):
+            for index, output in finishing:
+                outputs[index] = output
+                bar.finished(output)
+        return [outputs[index] for index in range(len(requests))]
+
+    def _requests(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        add_special_tokens: bool,
+        pooling: str | None = None,
+        priorities: Sequence[int] | None = None,
+    ) -> list[EngineRequest]:
         each = self._params_for(len(prompts), params)
-        requests = [
+        urgency = priorities or [0] * len(prompts)
+        return [
             self._request(
                 prompt,
                 p,
@@ -364,27 +406,27 @@ class LLM:
                 pooling=pooling,
                 priority=priority,
             )
-            for prompt, p, priority in zip(
-                prompts, each, priorities or [0] * len(prompts), strict=True
-            )
+            for prompt, p, priority in zip(prompts, each, urgency, strict=True)
         ]
-        if not requests:
-            return []
+
+    def _outputs(
+        self, prompts: Sequence[Prompt], requests: Sequence[EngineRequest]
+    ) -> Generator[tuple[int, RequestOutput]]:
+        """Run requests and yield their outputs as they are ready, each with its index."""
+        indexes = {request.request_id: index for index, request in enumerate(requests)}
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
-        call = Call(zip(requests, texts, strict=True), streaming=False)
-        outputs: dict[str, RequestOutput] = {}
-        with BatchProgress(len(requests), progress) as bar:
-            try:
-                self._engine.submit(call)
-                while len(outputs) < len(requests):
-                    output = self._engine.next_update(call).output
-                    assert output is not None
-                    outputs[output.request_id] = output
-                    bar.finished(output)
-            finally:
-                if len(outputs) < len(requests):
-                    self._engine.abandon(call)
-        return [outputs[request.request_id] for request in requests]
+        # The queue may not take all at once: those that are served first come first.
+        pairs = sorted(zip(requests, texts, strict=True), key=lambda pair: pair[0].priority)
+        call = Call(pairs, streaming=False)
+        try:
+            self._engine.submit(call)
+            while indexes:
+                output = self._engine.next_update(call).output
+                assert output is not None
+                yield indexes.pop(output.request_id), output
+        finally:
+            if indexes:
+                self._engine.abandon(call)
 
     def _stream(
         self, prompt: Prompt, params: SamplingParams | None, *, add_special_tokens: bool

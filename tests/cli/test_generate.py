@@ -157,7 +157,7 @@ def test_the_length_is_the_models_own_where_none_is_given(
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ([], "arguments: the following arguments are required: [MODEL] PROMPT"),
+        ([], "prompt: is missing: kvik generate [MODEL] PROMPT, or --prompts FILE"),
         (["a", "b", "c"], "prompt: must be one argument (quote it), not 2"),
         ([""], "prompt: must not be empty"),
         (["--temperature", "-1", "x"], "--temperature: must be a number in [0, 100], not -1.0"),

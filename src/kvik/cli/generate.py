@@ -1,4 +1,4 @@
-"""`kvik generate [MODEL] PROMPT`: complete one prompt, streaming."""
+"""`kvik generate [MODEL] PROMPT`: complete one prompt, streaming, or the prompts of a file."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from kvik.cli.flags import (
     engine_options,
     given_sampling_options,
 )
+from kvik.cli.generate_many import generate_many
 from kvik.cli.report import as_json, stats_line
 from kvik.cli.terminal import say
 from kvik.config.model_source import names_model
@@ -31,11 +32,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         "generate",
         "[MODEL] PROMPT",
-        "Complete a prompt. The text goes to standard output as it comes.",
+        "Complete a prompt, or those of a file (--prompts FILE, in place of PROMPT). The text goes "
+        "to standard output as it comes.",
     )
     parser.add_argument(
         "words",
-        nargs="+",
+        nargs="*",
         metavar="[MODEL] PROMPT",
         help="a folder, GGUF file or hub id (left out or '': the bundled model), and the prompt; - "
         "reads it from standard input. One argument alone is the prompt; it is refused if it names "
@@ -43,6 +45,19 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", metavar="MODEL", help="the model; all words are the prompt then")
     parser.add_argument("--json", action="store_true", help="one JSON object in place of text")
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="complete many: each line is a JSON string, list of token ids or object with prompt "
+        "or messages, priority and sampling parameters; - is standard input. One JSON object is "
+        "written for each, when it is ready",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="with --prompts: where to write them. What the file has already is not computed again",
+    )
     parser.add_argument("--echo", action="store_true", help="print the prompt before the text")
     parser.add_argument("--verbose", action="store_true", help="print each decision and its reason")
     add_sampling_flags(parser)
@@ -51,9 +66,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    model, prompt = _model_and_prompt(arguments.words, arguments.model)
     given = given_sampling_options(arguments)
     SamplingParams().with_changes(**given)  # refuse what is impossible before anything is loaded
+    if arguments.prompts is not None:
+        return generate_many(arguments, given)
+    if arguments.output is not None:
+        raise ParamError("output", "is for --prompts FILE")
+    model, prompt = _model_and_prompt(arguments.words, arguments.model)
     if not arguments.json:
         for name in ("logprobs", "prompt_logprobs"):
             if given.get(name) is not None:
@@ -120,6 +139,8 @@ def _exit_code(output: RequestOutput) -> int:
 def _model_and_prompt(words: list[str], named: str | None) -> tuple[str, str]:
     """`named`: the model, if a flag names it."""
     words = words if named is None else [named, *words]
+    if not words or (len(words) == 1 and named is not None):
+        raise ParamError("prompt", "is missing: kvik generate [MODEL] PROMPT, or --prompts FILE")
     if len(words) > 2:
         raise ParamError("prompt", f"must be one argument (quote it), not {len(words) - 1}")
     model, prompt = words if len(words) == 2 else ("", words[0])

@@ -1,0 +1,156 @@
+"""`kvik generate --prompts FILE`: a batch from a file."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvik import LLM, SamplingParams
+from kvik.cli.main import main
+
+OPTIONS = ("--device", "cpu", "--threads", "1", "--max-model-len", "128")
+GREEDY = ("--temperature", "0", "--max-tokens", "6", "--ignore-eos")
+
+
+def written(text: str) -> dict[int, dict[str, Any]]:
+    found = [json.loads(line) for line in text.splitlines()]
+    assert len({one["line"] for one in found}) == len(found)
+    return {one["line"]: one for one in found}
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    lines = [
+        '"Once upon a time"',
+        "[1, 400, 5]",
+        "",
+        '{"prompt": "The king", "max_tokens": 3, "priority": 2}',
+        '{"messages": [{"role": "user", "content": "Hi"}], "n": 2}',
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_each_line_is_a_request_with_its_own_parameters(
+    prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["generate", "--prompts", str(prompts), "--policy", "priority", *OPTIONS, *GREEDY]
+    assert main(words) == 0
+    found = written(capsys.readouterr().out)
+    assert sorted(found) == [1, 2, 4, 5]
+    counts = {
+        line: [len(c["token_ids"]) for c in one["completions"]] for line, one in found.items()
+    }
+    assert counts == {1: [6], 2: [6], 4: [3], 5: [6, 6]}
+    with LLM(device="cpu", threads=1, max_model_len=128) as llm:
+        params = llm.default_params.with_changes(temperature=0, max_tokens=6, ignore_eos=True)
+        for line, prompt in ((1, "Once upon a time"), (2, [1, 400, 5])):
+            assert found[line]["completions"][0]["text"] == llm.generate(prompt, params)[0].text
+        chat = llm.chat([{"role": "user", "content": "Hi"}], params)[0]
+        assert found[5]["completions"][0]["text"] == chat.text
+
+
+def test_an_interrupted_batch_goes_on_where_it_was(
+    prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.jsonl"
+    words = ["generate", "--prompts", str(prompts), "-o", str(out), "--policy", "priority"]
+    assert main([*words, *OPTIONS, *GREEDY]) == 0
+    whole = written(out.read_text())
+    lines = out.read_text().splitlines(keepends=True)
+    out.write_text(lines[0] + lines[1] + lines[2][:20])
+    kept = json.loads(lines[0])["line"], json.loads(lines[1])["line"]
+    assert main([*words, *OPTIONS, *GREEDY]) == 0
+    found = written(out.read_text())
+    assert found.keys() == whole.keys()
+    for line, one in found.items():
+        assert one["completions"] == whole[line]["completions"]
+        assert (one["seconds"] == whole[line]["seconds"]) == (line in kept)
+    before = out.read_text()
+    assert main([*words, *OPTIONS, *GREEDY]) == 0  # nothing is left to do
+    assert out.read_text() == before
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("", "has no prompt"),
+        ('"A"\n{"prompt": ', "line 2: must be JSON"),
+        ('{"prompt": "A"}\n{"prompt": ""}', "line 2: prompt: must not be empty"),
+        ("{}", "line 1: needs either prompt or messages"),
+        ('{"prompt": "A", "messages": []}', "line 1: needs either prompt or messages"),
+        ('{"prompt": "A", "max_token": 3}', "line 1: max_token"),
+        ('{"prompt": "A", "top_p": 3}', "line 1: --top-p: must be"),
+        ('"A"\n\n7', "line 3: prompt: must be"),
+        ('{"prompt": "A", "priority": 1}', "line 1: priority: needs"),
+    ],
+)
+def test_what_cannot_be_is_said_by_line(
+    text: str, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "prompts"
+    path.write_text(text)
+    assert main(["generate", "--prompts", str(path), *OPTIONS]) == 2
+    captured = capsys.readouterr()
+    assert error in captured.err and not captured.out
+
+
+def test_a_file_of_others_is_left_alone(
+    prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "notes"
+    for text in ("my notes", "my notes\n", '{"line": 1}', '{"line": "x"}\n'):
+        mine.write_text(text)
+        code = main(["generate", "--prompts", str(prompts), "-o", str(mine), *OPTIONS])
+        if text == '{"line": 1}':
+            continue  # torn: it looks like the beginning of an object
+        assert code == 2 and mine.read_text() == text
+        assert "--output" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        (("--prompts", "/no/such"), "prompts"),
+        (("--prompts", "-", "a model", "a prompt"), "prompts"),
+        (("--prompts", "-", "--echo"), "echo"),
+        (("-o", "file", "A"), "output"),
+        ((), "prompt"),
+    ],
+)
+def test_flags_that_do_not_go_together(
+    words: tuple[str, ...], field: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", *words]) == 2
+    assert capsys.readouterr().err.startswith(f"kvik: error: --{field}: ") or field == "prompt"
+
+
+def test_a_dash_reads_the_prompts_from_standard_input(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'"A"\n"B"\n')))
+    assert main(["generate", "", "--prompts", "-", *OPTIONS, *GREEDY]) == 0
+    assert sorted(written(capsys.readouterr().out)) == [1, 2]
+
+
+def test_outputs_come_as_they_are_ready_and_the_urgent_first() -> None:
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (90, 4, 50)]
+    with LLM(device="cpu", threads=1, max_model_len=128, policy="priority") as llm:
+        order = [index for index, _ in llm.as_completed(["A", "B", "C"], params)]
+        assert order == [1, 2, 0]
+        outputs = llm.as_completed(["A", "B"], params[:1] * 2)
+        next(outputs)
+        outputs.close()
+        assert llm.stats().num_running == 0
+    sizes = {"max_num_seqs": 1, "max_queued_requests": 2, "policy": "priority"}
+    with LLM(device="cpu", threads=1, max_model_len=128, **sizes) as llm:
+        short = SamplingParams(max_tokens=2, ignore_eos=True)
+        found = [index for index, _ in llm.as_completed(["A"] * 8, short, priority=[9] * 7 + [-1])]
+        assert found[0] == 7
