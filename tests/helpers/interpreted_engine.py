@@ -27,7 +27,9 @@ def interpret_engines(patch: pytest.MonkeyPatch, torch_prompts: int | None = Non
     patch.setattr("kvik.worker.worker.platform", partial(_interpreted, torch_prompts))
 
 
-def _interpreted(torch_prompts: int | None, config: ResolvedConfig) -> Platform:
+def _interpreted(
+    torch_prompts: int | None, config: ResolvedConfig, memory: object = None
+) -> Platform:
     backend = "triton" if torch_prompts is None else "triton+sdpa"
     runner = replace(
         config.runner, kernels="triton", attention_backend=backend, torch_prompts=torch_prompts
