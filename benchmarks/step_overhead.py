@@ -140,7 +140,7 @@ def make_drafter(
     table: RequestTable,
     sampling: SamplingTable,
     vocab_size: int,
-    num_blocks: int,
+    pool_size: int,
 ) -> Drafter:
     if speculation.method == "ngram":
         return NgramDrafter(table, speculation.ngram_min, speculation.ngram_max)
@@ -156,7 +156,7 @@ def make_drafter(
         length,
     )
     most = speculation.num_draft_tokens
-    return DraftModel(network, Sampler(select_ops(CPU)), sampling, num_blocks, most, 1 << 30)
+    return DraftModel(network, Sampler(select_ops(CPU)), sampling, pool_size, most, 1 << 30)
 
 
 def make_engine(
@@ -166,7 +166,7 @@ def make_engine(
     length = context + (1 + drafts) * steps + 2
     spec = replace(read_model_spec(find_model("")), eos_token_ids=())
     groups = group_layers([KVCacheSpec(1, 16, 128)])
-    num_blocks = num_seqs * (length // BLOCK_SIZE + 1) + 1
+    num_blocks = num_seqs * (length // BLOCK_SIZE + 1)
     speculation = None
     ahead = drafts if method == "draft_model" else 0
     if drafts:
@@ -198,7 +198,9 @@ def make_engine(
     sampling = SamplingTable(num_seqs, spec.vocab_size, CPU)
     speculator = None
     if speculation is not None:
-        drafter = make_drafter(speculation, table, sampling, spec.vocab_size, num_blocks)
+        drafter = make_drafter(
+            speculation, table, sampling, spec.vocab_size, config.cache.pool_size
+        )
         speculator = Speculator(speculation, drafter, table, sampling, spec.vocab_size, clock)
     network = SimpleNamespace(ops=select_ops(CPU))  # no blocks are copied, no prompt is scored
     copies = AtOnce()

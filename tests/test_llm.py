@@ -254,7 +254,7 @@ def test_bad_options_name_the_field(tmp_path):
     with pytest.raises(ConfigError, match="model"):
         LLM(5)
     with pytest.raises(CapacityError):
-        LLM(num_blocks=2, max_model_len=256)
+        LLM(num_blocks=1, max_model_len=256)
     with pytest.raises(ModelError, match="model"):
         LLM(str(tmp_path / "nothing here"))
     with pytest.raises(ConfigError, match="dtype"):  # before anything is downloaded
@@ -461,3 +461,13 @@ def test_variables_set_what_is_not_given(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("KVIK_MAX_MODEL_LENGTH", "96")
     with pytest.raises(ConfigError, match="KVIK_MAX_MODEL_LENGTH: is no variable of kvik"):
         LLM(device="cpu")
+
+
+def test_num_blocks_are_blocks_that_requests_can_use():
+    options = {"device": "cpu", "threads": 1, "enable_prefix_caching": False}
+    with LLM(num_blocks=4, block_size=8, **options) as llm:
+        assert llm.resolved.scheduler.max_model_len == llm.resolved.scheduler.max_num_seqs * 8 == 32
+        (whole,) = llm.generate([list(range(3, 32))], GREEDY.with_changes(max_tokens=3))
+        assert whole.num_output_tokens == 3
+        stats = llm.stats()
+        assert stats.num_blocks == stats.peak_blocks == llm.resolved.cache.num_blocks == 4

@@ -72,7 +72,7 @@ with LLM(sys.argv[1], device="cpu", threads=2, enable_prefix_caching=False,
                                 repetition_penalty=1.1, logit_bias={5: 1.0}, ignore_eos=True)
     count = 12 if llm.resolved.speculation else 2  # so that there is a step full of drafts
     requests = limits.max_num_seqs
-    length = min((cache.num_blocks - 1) * cache.block_size // requests, limits.max_model_len)
+    length = min(cache.num_blocks * cache.block_size // requests, limits.max_model_len)
     prompts = [[3 + (i * 31 + j) % 900 for j in range(length - count)] for i in range(requests)]
     outputs = llm.generate(prompts, every_rule.with_changes(max_tokens=count))
     drafts = sum(output.num_drafted_tokens for output in outputs)
@@ -155,7 +155,7 @@ def test_a_draft_model_is_planned_with_its_cache_and_probabilities(
     wish = {"method": "draft_model", "model": str(small), "adaptive": False}
     sizes = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "max_model_len": 1024}
     wish["num_speculative_tokens"] = 6
-    found = run(SMALL, tmp_path, kernels=kernels, num_blocks=240, speculative_config=wish, **sizes)
+    found = run(SMALL, tmp_path, kernels=kernels, num_blocks=239, speculative_config=wish, **sizes)
     assert found.drafts > 16 * 6
     own, drafts = 2 * 2 * 32, 6 * 2 * 16  # layers, heads, head_dim
     assert found.kv_cache == 240 * 16 * 2 * 2 * (own + drafts)
@@ -201,7 +201,7 @@ def test_the_plan_matches_the_peak_of_a_model_of_a_billion_parameters(
     write_tokenizer(tmp_path, LLAMA_1B["vocab_size"])
     config = {**LLAMA_1B, "num_hidden_layers": layers}
     # Four prompts fill the cache and, together, a step.
-    sizes = {"max_num_seqs": 4, "max_model_len": 512, "num_blocks": 1 + 4 * 512 // 16}
+    sizes = {"max_num_seqs": 4, "max_model_len": 512, "num_blocks": 4 * 512 // 16}
     sizes["max_num_batched_tokens"] = 4 * 512
     found = run(config, tmp_path, quantization=quantization, **sizes)
     assert found.peak <= found.planned <= (1 + within) * found.peak

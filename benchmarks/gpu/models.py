@@ -144,7 +144,7 @@ class Measured:
         filling = batch * context // BUDGET + 2
         tokens = 2 * filling + MARGIN
         cache = self.engine.resolved.cache
-        if batch * (-(-(context + tokens) // cache.block_size) + 1) > cache.num_blocks - 1:
+        if batch * (-(-(context + tokens) // cache.block_size) + 1) > cache.num_blocks:
             self.notes.missed(f"{name} {self._title}", "its keys and values do not fit")
             return
         names = self.fill(batch, context, tokens)

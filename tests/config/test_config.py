@@ -19,7 +19,7 @@ BAD: dict[str, list[Any]] = {
     "max_num_seqs": [0, -1, 1 << 20, 1.5, True],
     "max_num_batched_tokens": [0, -8, 1 << 21, "many", False],
     "block_size": [0, -16, 4096, None, 16.0, True],
-    "num_blocks": [0, 1, -5, 1 << 31, 2.5],
+    "num_blocks": [0, -5, 1 << 31, 2.5],
     "memory_utilization": [0, -0.5, 1.01, float("nan"), float("inf"), None, "0.9", True],
     "kv_cache_memory": [0, -1, 1 << 60, 1e9],
     "graph_memory": [-1, 1 << 60, 1e9],

@@ -100,14 +100,14 @@ def check(resolved: ResolvedConfig, config: EngineConfig) -> None:
     cache, scheduler, memory = resolved.cache, resolved.scheduler, resolved.memory
     assert memory.total <= memory.limit
     assert min(memory.weights, memory.activations, memory.overhead, memory.kv_cache) > 0
-    assert cache.num_blocks >= 2
+    assert cache.num_blocks >= 1
     assert 1 <= scheduler.max_model_len <= resolved.model.max_context
     assert scheduler.max_num_seqs >= 1
     assert scheduler.max_num_batched_tokens >= 1
     # One request of the longest length fits on its own: full attention needs all of its blocks.
     blocks = -(-scheduler.max_model_len // cache.block_size)
     full = sum(group.spec.window is None for group in cache.groups)
-    assert cache.num_blocks - 1 >= full * blocks
+    assert cache.num_blocks >= full * blocks
     assert sorted(layer for group in cache.groups for layer in group.layers) == [
         *range(resolved.model.num_layers)
     ]
@@ -141,7 +141,7 @@ configs = st.builds(
     max_num_seqs=maybe(sizes(12)),
     max_num_batched_tokens=maybe(sizes(17)),
     block_size=st.sampled_from([1, 8, 16, 64, 1024]),
-    num_blocks=maybe(sizes(20).map(lambda count: count + 1)),
+    num_blocks=maybe(sizes(20)),
     memory_utilization=st.floats(0.3, 1.0),
     kv_cache_memory=maybe(sizes(36)),
     policy=st.sampled_from(["fcfs", "priority", "static", "dynamic"]),
@@ -226,7 +226,7 @@ def test_defaults_on_a_gpu() -> None:
     assert resolved.runner.dtype == "bfloat16"
     assert resolved.memory.limit == int(78 * GIB * 0.9)
     # All of the memory, but for less than one more block.
-    block = resolved.memory.kv_cache // resolved.cache.num_blocks
+    block = resolved.memory.kv_cache // resolved.cache.pool_size
     assert resolved.memory.limit - resolved.memory.total < block
     assert decision(resolved, "device") == ("cuda:0", "H100")
 
@@ -262,7 +262,7 @@ def test_a_toy_model_does_not_grab_the_machine() -> None:
     big = replace(PC, memory_limit=1 << 41)
     assert plan(TINY, big).memory.total < 1 * GIB
     tiny = plan(TINY, big, max_num_seqs=4)
-    assert tiny.cache.num_blocks == 1 + 4 * 512 // 16
+    assert tiny.cache.num_blocks == 4 * 512 // 16
     assert "4 requests" in decision(tiny, "num_blocks")[1]
 
 
@@ -292,7 +292,7 @@ def test_dtype(spec: ModelSpec, hardware: Hardware, dtype: str, reason: str) -> 
 def test_memory_grows_with_each_part() -> None:
     base = plan(max_model_len=4096, max_num_seqs=8, num_blocks=1000)
     assert base.memory.weights == SMALL.weight_bytes("bfloat16")
-    assert base.memory.kv_cache == 1000 * 16 * 2 * 16 * 8 * 64 * 2
+    assert base.memory.kv_cache == 1001 * 16 * 2 * 16 * 8 * 64 * 2
     wider = plan(max_model_len=4096, max_num_seqs=8, num_blocks=1000, max_num_batched_tokens=8192)
     assert wider.memory.activations > base.memory.activations
     more = plan(max_model_len=4096, max_num_seqs=1024, num_blocks=2000)
@@ -360,7 +360,7 @@ def test_the_context_is_cut_to_what_fits() -> None:
 
 
 def test_a_small_cache_bounds_the_context() -> None:
-    resolved = plan(num_blocks=5)
+    resolved = plan(num_blocks=4)
     assert resolved.scheduler.max_model_len == 64
     assert resolved.scheduler.max_num_seqs == 4
     one_layer_block = 2 * 16 * 8 * 64 * 2
@@ -371,7 +371,7 @@ def test_a_small_cache_bounds_the_context() -> None:
 @pytest.mark.parametrize(
     ("options", "field", "part"),
     [
-        ({"num_blocks": 3, "max_model_len": 1000}, "num_blocks", "at least 64 to hold 1000"),
+        ({"num_blocks": 3, "max_model_len": 1000}, "num_blocks", "at least 63 to hold 1000"),
         ({"kv_cache_memory": 10, "max_model_len": 16}, "kv_cache_memory", "at least "),
         ({"kv_cache_memory": 10}, "kv_cache_memory", "at least "),
         ({"num_blocks": 1 << 28}, "memory", "a smaller KV cache would fit"),

@@ -25,10 +25,10 @@ from kvik.core.block_pool import (
 class PoolMachine(RuleBasedStateMachine):
     """`free` lists free blocks from the first to be handed out to the last."""
 
-    @initialize(num_blocks=st.integers(1, 9))
+    @initialize(num_blocks=st.integers(0, 8))
     def start(self, num_blocks: int) -> None:
         self.pool = BlockPool(num_blocks)
-        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
         self.refs: dict[int, int] = {}
         # Blocks with a content in the order of their commits. The first is the one that is found.
         self.keys: dict[int, BlockKey] = {}
@@ -114,10 +114,10 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.commit(block, (group, content))
         self.keys.setdefault(block, (group, content))
 
-    @precondition(lambda self: self.pool.num_blocks > 1)
+    @precondition(lambda self: self.pool.num_blocks > 0)
     @rule(data=st.data())
     def withdraw(self, data: Any) -> None:
-        block = data.draw(st.integers(1, self.pool.num_blocks - 1))
+        block = data.draw(st.integers(1, self.pool.num_blocks))
         self.pool.forget(block)
         self.keys.pop(block, None)
 
@@ -134,7 +134,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert pool.num_free == len(self.free)
         assert pool.num_kept == sum(block in self.pins for block in self.free)
         assert (pool.pin_counts(), pool.num_pinned) == (self.pins, len(self.pins))
-        counts = [self.refs.get(block, 0) for block in range(pool.num_blocks)]
+        counts = [self.refs.get(block, 0) for block in range(pool.num_blocks + 1)]
         assert pool.ref_counts == counts
         assert dict(pool.index_items()) == self.index
         assert pool.num_cached == len(self.index)
@@ -148,13 +148,13 @@ TestPool.settings = settings(max_examples=examples(100), stateful_step_count=30)
 
 
 def test_the_null_block_is_never_handed_out() -> None:
-    pool = BlockPool(8)
+    pool = BlockPool(7)
     assert sorted(pool.allocate(7)) == [1, 2, 3, 4, 5, 6, 7]
     assert pool.ref_counts[NULL_BLOCK] == 0
 
 
 def test_releasing_too_often_is_an_error() -> None:
-    pool = BlockPool(3)
+    pool = BlockPool(2)
     blocks = pool.allocate(1)
     pool.release(blocks)
     with pytest.raises(RuntimeError, match="more often"):
@@ -162,7 +162,7 @@ def test_releasing_too_often_is_an_error() -> None:
 
 
 def test_cached_blocks_are_evicted_last_and_oldest_first() -> None:
-    pool = BlockPool(5)
+    pool = BlockPool(4)
     a, b, c, d = pool.allocate(4)
     pool.commit(a, (0, b"a"))
     pool.commit(b, (0, b"b"))

@@ -96,7 +96,7 @@ def test_blocks_are_reserved_for_tokens_that_a_drafter_writes() -> None:
 
 
 def test_blocks_for_a_drafter_preempt_no_request() -> None:
-    sim = Simulation(Setup(block_size=2, num_blocks=3, lookahead=3))
+    sim = Simulation(Setup(block_size=2, num_blocks=2, lookahead=3))
     request = sim.add([0, 0, 0], max_tokens=1, stop_ids=NO_STOP)[0]
     sim.planned()
     assert len(request.block_ids[0]) == 2
@@ -114,7 +114,7 @@ def test_blocks_for_a_drafter_preempt_no_request() -> None:
     ],
 )
 def test_drafts_preempt_no_request(lengths: list[int], num_blocks: int, drafts: list[int]) -> None:
-    sim = Simulation(Setup(num_blocks=num_blocks + 1))
+    sim = Simulation(Setup(num_blocks=num_blocks))
     requests = [sim.add([i] * n, 12, stop_ids=NO_STOP)[0] for i, n in enumerate(lengths)]
     sim.answer(sim.planned(), *([1] for _ in requests))
     for request in requests:
@@ -127,7 +127,7 @@ def test_drafts_preempt_no_request(lengths: list[int], num_blocks: int, drafts: 
 
 
 def test_drafts_take_no_block_that_a_prompt_needs() -> None:
-    sim = Simulation(Setup(num_blocks=5, budget=8))
+    sim = Simulation(Setup(num_blocks=4, budget=8))
     first = sim.add([0] * 2, 12, stop_ids=NO_STOP)[0]
     sim.add([1] * 12, 2)
     sim.answer(sim.planned(), [1], [])
@@ -137,7 +137,7 @@ def test_drafts_take_no_block_that_a_prompt_needs() -> None:
 
 
 def test_drafts_take_no_tokens_of_a_step_from_another_tenant() -> None:
-    sim = Simulation(Setup(num_blocks=4))
+    sim = Simulation(Setup(num_blocks=3))
     requests = [sim.add([i] * 2, 12, stop_ids=NO_STOP, tenant="a")[0] for i in range(2)]
     sim.answer(sim.planned(), [1], [1])
     for request in requests:

@@ -26,7 +26,7 @@ def keep_busy(seed: int, policy: str, depth: int, windows: tuple[int | None, ...
     setup = Setup(
         policy=policy,
         block_size=block_size,
-        num_blocks=(longest // block_size + 3) * len(windows) + rng.randint(4, 30),
+        num_blocks=(longest // block_size + 3) * len(windows) + rng.randint(3, 29),
         windows=windows,
         budget=rng.choice([8, 24]),
         max_num_seqs=rng.choice([2, 5]),

@@ -19,10 +19,10 @@ CONTINUOUS = [name for name in POLICIES if name not in ("static", "dynamic")]
 
 # Eight requests of 200 tokens fill all slots, and two thirds of the blocks.
 WIDE = Setup(
-    block_size=4, num_blocks=601, budget=64, max_num_seqs=8, max_model_len=400, caching=False
+    block_size=4, num_blocks=600, budget=64, max_num_seqs=8, max_model_len=400, caching=False
 )
 # Four of them fill all blocks.
-TIGHT = replace(WIDE, num_blocks=201)
+TIGHT = replace(WIDE, num_blocks=200)
 
 
 def ask(sim: Simulation, tenant: str, length: int, max_tokens: int) -> Request:
@@ -194,7 +194,7 @@ def test_a_preempted_flood_repeats_no_work() -> None:
 
 def test_no_tenant_starves_among_many() -> None:
     rng = random.Random(5)
-    sim = Simulation(replace(TIGHT, num_blocks=121))
+    sim = Simulation(replace(TIGHT, num_blocks=120))
     tenants = [f"t{i}" for i in range(12)]
     for _ in range(150):
         for tenant in rng.choices(tenants, weights=range(1, 13), k=rng.choice([0, 0, 1, 2])):
@@ -356,7 +356,7 @@ def test_a_static_batch_is_shared_fairly_and_not_joined_late(policy: str) -> Non
 
 @pytest.mark.parametrize("policy", ["static", "dynamic"])
 def test_members_of_a_batch_that_had_to_wait_come_back_before_others(policy: str) -> None:
-    sim = Simulation(replace(WIDE, policy=policy, batch_size=3, num_blocks=17, more_expected=False))
+    sim = Simulation(replace(WIDE, policy=policy, batch_size=3, num_blocks=16, more_expected=False))
     long, other = (ask(sim, "a", 12, n) for n in (40, 2))
     short, member = (ask(sim, "b", 12, n) for n in (13, 30))
     while not member.num_preemptions:

@@ -38,7 +38,7 @@ def new_request(tokens: list[int], salt: str = "", leader: Request | None = None
 
 
 def manager(
-    num_blocks: int = 50, block_size: int = 4, windows: tuple[int | None, ...] = (None,)
+    num_blocks: int = 49, block_size: int = 4, windows: tuple[int | None, ...] = (None,)
 ) -> KVCacheManager:
     groups = group_layers([kv_spec(window) for window in windows])
     return KVCacheManager(CacheConfig(block_size, num_blocks, groups))
@@ -59,7 +59,7 @@ class CacheMachine(RuleBasedStateMachine):
     is handed out again, or nobody holds it and an older one has the same content."""
 
     @initialize(
-        num_blocks=st.integers(8, 30),
+        num_blocks=st.integers(7, 29),
         block_size=st.sampled_from([1, 2, 3]),
         windows=st.sampled_from([(None,), (3,), (None, 4), (2, None, 5)]),
     )
@@ -169,7 +169,7 @@ class CacheMachine(RuleBasedStateMachine):
     def every_reference_has_a_holder(self) -> None:
         held = [b for r in self.running for ids in r.block_ids for b in ids if b != NULL_BLOCK]
         counts = self.kv.pool.ref_counts
-        assert all(counts[b] == held.count(b) for b in range(1, self.kv.pool.num_blocks))
+        assert all(counts[b] == held.count(b) for b in range(1, self.kv.pool.num_blocks + 1))
 
     @invariant()
     def a_window_holds_what_it_sees_and_no_more_than_planned(self) -> None:
@@ -229,12 +229,12 @@ def test_a_block_is_allocated_exactly_when_a_token_crosses_the_border() -> None:
     for num_tokens, blocks in [(3, 1), (4, 1), (5, 2), (8, 2), (9, 3)]:
         kv.extend(request, num_tokens)
         assert len(request.block_ids[0]) == blocks
-        assert kv.pool.num_blocks - 1 - kv.pool.num_free == blocks
-        assert kv.pool.num_blocks - 1 - kv.pool.least_free == blocks
+        assert kv.pool.num_blocks - kv.pool.num_free == blocks
+        assert kv.pool.num_blocks - kv.pool.least_free == blocks
     request.num_computed_tokens = 9
     assert kv.tokens([request]) == (12, 9)
     kv.free(request)
-    assert kv.pool.num_blocks - 1 - kv.pool.least_free == 3  # it was so once
+    assert kv.pool.num_blocks - kv.pool.least_free == 3  # it was so once
 
 
 @pytest.mark.parametrize("window", [1, 3, 4, 5, 8])
@@ -256,7 +256,7 @@ def test_a_window_keeps_exactly_the_keys_it_sees(window: int) -> None:
 
 
 def test_a_window_matches_without_blocks_that_left_the_window() -> None:
-    kv = manager(num_blocks=6, block_size=2, windows=(3,))
+    kv = manager(num_blocks=5, block_size=2, windows=(3,))
     request = new_request(list(range(8)))
     start(kv, request)
     held = [b for b in request.block_ids[0] if b != NULL_BLOCK]
@@ -316,7 +316,7 @@ def test_promised_blocks_are_not_published() -> None:
 
 
 def test_short_of_blocks_nothing_changes() -> None:
-    kv = manager(num_blocks=4, block_size=4)
+    kv = manager(num_blocks=3, block_size=4)
     first = new_request(list(range(8)))
     start(kv, first)
     second = new_request(list(range(8)) + [1] * 8)
@@ -331,7 +331,7 @@ def test_short_of_blocks_nothing_changes() -> None:
 
 
 def test_the_beginning_of_a_freed_prefix_lives_longest() -> None:
-    kv = manager(num_blocks=5, block_size=2)
+    kv = manager(num_blocks=4, block_size=2)
     request = new_request(list(range(8)))
     start(kv, request)
     kv.free(request)
@@ -340,7 +340,7 @@ def test_the_beginning_of_a_freed_prefix_lives_longest() -> None:
 
 
 def test_a_copy_in_use_is_matched_when_the_first_block_is_evicted() -> None:
-    kv = manager(num_blocks=6, block_size=2)
+    kv = manager(num_blocks=5, block_size=2)
     tokens = [1, 2, 3, 4]
     first, second = new_request(tokens), new_request(tokens)
     for request in (first, second):  # neither finds what the other computes at the same time
@@ -354,7 +354,7 @@ def test_a_copy_in_use_is_matched_when_the_first_block_is_evicted() -> None:
 
 
 def test_freeing_a_duplicate_prefix_counts_as_use_of_the_cached_one() -> None:
-    kv = manager(num_blocks=7, block_size=2)
+    kv = manager(num_blocks=6, block_size=2)
     tokens = [1, 2, 3, 4]
     copy = new_request(tokens)
     first = new_request(tokens)
@@ -374,7 +374,7 @@ def test_freeing_a_duplicate_prefix_counts_as_use_of_the_cached_one() -> None:
 
 
 def test_free_blocks_of_a_match_count_as_taken() -> None:
-    kv = manager(num_blocks=4, block_size=2)
+    kv = manager(num_blocks=3, block_size=2)
     request = new_request([1, 2, 3, 4])
     start(kv, request)
     kv.free(request)
@@ -386,7 +386,7 @@ def test_free_blocks_of_a_match_count_as_taken() -> None:
 
 
 def test_admission_counts_free_blocks_of_the_match_too() -> None:
-    kv = manager(num_blocks=4, block_size=2)
+    kv = manager(num_blocks=3, block_size=2)
     request = new_request([1, 2, 3, 4])
     start(kv, request)
     kv.free(request)
@@ -398,7 +398,7 @@ def test_admission_counts_free_blocks_of_the_match_too() -> None:
 
 
 def test_a_fork_needs_a_block_for_its_copy() -> None:
-    kv = manager(num_blocks=3, block_size=4)
+    kv = manager(num_blocks=2, block_size=4)
     leader = new_request([1, 2, 3])
     start(kv, leader)
     leader.first_token = 1.0
@@ -410,7 +410,7 @@ def test_a_fork_needs_a_block_for_its_copy() -> None:
 
 
 def test_blocks_outside_the_window_are_freed_before_allocation() -> None:
-    kv = manager(num_blocks=4, block_size=4, windows=(6,))  # 3 blocks
+    kv = manager(num_blocks=3, block_size=4, windows=(6,))  # 3 blocks
     assert kv.max_blocks(100, 2) == 3
     request = new_request([1] * 8)
     start(kv, request)

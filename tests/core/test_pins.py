@@ -29,7 +29,7 @@ def serve(
 
 def churn(sim: Simulation, start: int = 1000, tenant: str = "other") -> None:
     """So many different prompts that nothing unpinned is left in the cache."""
-    for i in range(sim.setup.num_blocks):
+    for i in range(sim.setup.num_blocks + 1):
         token = start + i
         serve(sim, [token] * (2 * sim.setup.block_size), tenant=tenant)
 
@@ -51,7 +51,7 @@ def prompt_of(token: int, blocks: int = 4, size: int = 4) -> list[int]:
 def test_a_pinned_prefix_is_not_evicted_by_other_requests(
     windows: tuple[int | None, ...],
 ) -> None:
-    sim = Simulation(Setup(num_blocks=40, windows=windows))
+    sim = Simulation(Setup(num_blocks=39, windows=windows))
     pinned, plain = prompt_of(1), prompt_of(2)
     serve(sim, plain)
     serve(sim, pinned, Pin(16, 5 * MINUTES))
@@ -61,7 +61,7 @@ def test_a_pinned_prefix_is_not_evicted_by_other_requests(
 
 
 def test_a_pin_covers_the_full_blocks_of_its_tokens() -> None:
-    sim = Simulation(Setup(num_blocks=40))
+    sim = Simulation(Setup(num_blocks=39))
     prompt = prompt_of(1)
     serve(sim, prompt, Pin(11, 5 * MINUTES))
     churn(sim)
@@ -73,7 +73,7 @@ def test_a_pin_of_a_whole_prompt_keeps_its_last_block(
     windows: tuple[int | None, ...],
 ) -> None:
     """Longer prompts read the last one too. The same prompt computes its last token anew."""
-    sim = Simulation(Setup(num_blocks=40, windows=windows))
+    sim = Simulation(Setup(num_blocks=39, windows=windows))
     request = serve(sim, [1] * 16, Pin(16, 5 * MINUTES))
     assert request.num_pinned_tokens == 16
     churn(sim)
@@ -82,7 +82,7 @@ def test_a_pin_of_a_whole_prompt_keeps_its_last_block(
 
 
 def test_a_pin_ends_so_long_after_its_last_use() -> None:
-    sim = Simulation(Setup(num_blocks=40))
+    sim = Simulation(Setup(num_blocks=39))
     prompt = prompt_of(1)
     serve(sim, prompt, Pin(16, 100.0))
     sim.now += 90.0
@@ -97,7 +97,7 @@ def test_a_pin_ends_so_long_after_its_last_use() -> None:
 
 
 def test_looking_alone_is_no_use() -> None:
-    sim = Simulation(Setup(num_blocks=40))
+    sim = Simulation(Setup(num_blocks=39))
     serve(sim, prompt_of(1), Pin(16, 100.0))
     sim.now += 90.0
     assert cached(sim, prompt_of(1)) == 16
@@ -107,7 +107,7 @@ def test_looking_alone_is_no_use() -> None:
 
 
 def test_the_longer_of_two_times_counts() -> None:
-    sim = Simulation(Setup(num_blocks=40))
+    sim = Simulation(Setup(num_blocks=39))
     serve(sim, prompt_of(1), Pin(16, 60 * MINUTES))
     serve(sim, prompt_of(1), Pin(16, 5 * MINUTES))
     sim.now += 50 * MINUTES
@@ -119,7 +119,7 @@ def test_the_longer_of_two_times_counts() -> None:
 
 
 def test_a_shorter_pin_of_the_same_prompt_outlives_a_longer_one() -> None:
-    sim = Simulation(Setup(num_blocks=40))
+    sim = Simulation(Setup(num_blocks=39))
     serve(sim, prompt_of(1), Pin(8, 60 * MINUTES), Pin(16, 5 * MINUTES))
     pool = sim.scheduler.kv.pool
     assert pool.num_pinned == 4  # they share two
@@ -130,7 +130,7 @@ def test_a_shorter_pin_of_the_same_prompt_outlives_a_longer_one() -> None:
 
 
 def test_reports_distinguish_newly_pinned_from_cached_tokens() -> None:
-    sim = Simulation(Setup(num_blocks=60))
+    sim = Simulation(Setup(num_blocks=59))
 
     def figures(request: Request) -> tuple[int, int]:
         report = sim.ended[request.key].report
@@ -147,14 +147,14 @@ def test_reports_distinguish_newly_pinned_from_cached_tokens() -> None:
 
 
 def test_siblings_write_a_pinned_prefix_once() -> None:
-    sim = Simulation(Setup(num_blocks=60))
+    sim = Simulation(Setup(num_blocks=59))
     requests = sim.add(prompt_of(1), 4, n=3, pins=(Pin(16, 60.0),))
     sim.drain()
     assert [request.num_pinned_tokens for request in requests] == [16, 0, 0]
 
 
 def test_a_tenant_over_its_quota_loses_its_least_recently_used_pin() -> None:
-    sim = Simulation(Setup(num_blocks=41, pinned_share=1.0, tenant_pinned_share=0.25))  # 10 blocks
+    sim = Simulation(Setup(num_blocks=40, pinned_share=1.0, tenant_pinned_share=0.25))  # 10 blocks
     for token in (1, 2):
         serve(sim, prompt_of(token), Pin(16, 60 * MINUTES), tenant="a")
     serve(sim, prompt_of(9), Pin(16, 60 * MINUTES), tenant="b")
@@ -165,7 +165,7 @@ def test_a_tenant_over_its_quota_loses_its_least_recently_used_pin() -> None:
 
 
 def test_a_pin_larger_than_the_quota_is_refused_and_evicts_none() -> None:
-    sim = Simulation(Setup(num_blocks=41, tenant_pinned_share=0.25))
+    sim = Simulation(Setup(num_blocks=40, tenant_pinned_share=0.25))
     serve(sim, prompt_of(1), Pin(16, 60 * MINUTES))
     request = serve(sim, prompt_of(2, blocks=11), Pin(16, 60 * MINUTES), Pin(44, 60 * MINUTES))
     assert request.num_pinned_tokens == 16  # the shorter one is
@@ -174,7 +174,7 @@ def test_a_pin_larger_than_the_quota_is_refused_and_evicts_none() -> None:
 
 
 def test_over_the_total_quota_the_largest_tenant_loses_its_oldest_pin() -> None:
-    sim = Simulation(Setup(num_blocks=41, pinned_share=0.5, tenant_pinned_share=0.5))  # 20 blocks
+    sim = Simulation(Setup(num_blocks=40, pinned_share=0.5, tenant_pinned_share=0.5))  # 20 blocks
     for token in (1, 2, 3):
         serve(sim, prompt_of(token), Pin(16, 60 * MINUTES), tenant="a")
     for token in (4, 5):
@@ -186,7 +186,7 @@ def test_over_the_total_quota_the_largest_tenant_loses_its_oldest_pin() -> None:
 
 
 def test_a_new_pin_of_the_largest_tenant_is_refused() -> None:
-    sim = Simulation(Setup(num_blocks=41, pinned_share=0.25, tenant_pinned_share=0.25))
+    sim = Simulation(Setup(num_blocks=40, pinned_share=0.25, tenant_pinned_share=0.25))
     serve(sim, prompt_of(1), Pin(16, 60 * MINUTES), tenant="a")
     late = serve(sim, prompt_of(2, blocks=7), Pin(28, 60 * MINUTES), tenant="b")
     assert late.num_pinned_tokens == 0
@@ -195,14 +195,14 @@ def test_a_new_pin_of_the_largest_tenant_is_refused() -> None:
 
 
 def test_between_equal_tenants_the_new_pin_is_refused() -> None:
-    sim = Simulation(Setup(num_blocks=41, pinned_share=0.15, tenant_pinned_share=0.15))  # 6 blocks
+    sim = Simulation(Setup(num_blocks=40, pinned_share=0.15, tenant_pinned_share=0.15))  # 6 blocks
     for token, tenant in ((1, "a"), (2, "b")):
         request = serve(sim, prompt_of(token), Pin(16, 60 * MINUTES), tenant=tenant)
         assert request.num_pinned_tokens == (16 if tenant == "a" else 0)
 
 
 def test_of_one_prompt_the_longer_pin_gives_way_first() -> None:
-    sim = Simulation(Setup(num_blocks=9, budget=64, pinned_share=1.0, tenant_pinned_share=1.0))
+    sim = Simulation(Setup(num_blocks=8, budget=64, pinned_share=1.0, tenant_pinned_share=1.0))
     serve(sim, prompt_of(1), Pin(8, 60 * MINUTES), Pin(16, 60 * MINUTES))
     serve(sim, [8] * 23)  # six of the eight blocks
     assert cached(sim, prompt_of(1)) == 8
@@ -211,7 +211,7 @@ def test_of_one_prompt_the_longer_pin_gives_way_first() -> None:
 
 def test_requests_evict_pinned_blocks_before_waiting_or_preempting() -> None:
     """Nobody waits or is preempted for a pin; the one unused for longest goes first."""
-    sim = Simulation(Setup(num_blocks=17, budget=64, pinned_share=1.0, tenant_pinned_share=1.0))
+    sim = Simulation(Setup(num_blocks=16, budget=64, pinned_share=1.0, tenant_pinned_share=1.0))
     for token in (1, 2, 3):
         serve(sim, prompt_of(token), Pin(16, 60 * MINUTES))
     serve(sim, prompt_of(1))
@@ -227,7 +227,7 @@ def test_requests_evict_pinned_blocks_before_waiting_or_preempting() -> None:
 
 
 def test_a_pin_in_use_is_spared_where_another_brings_blocks() -> None:
-    sim = Simulation(Setup(num_blocks=17, budget=64, pinned_share=1.0, tenant_pinned_share=1.0))
+    sim = Simulation(Setup(num_blocks=16, budget=64, pinned_share=1.0, tenant_pinned_share=1.0))
     for token in (1, 2):
         serve(sim, prompt_of(token), Pin(16, 60 * MINUTES))
     sim.add(prompt_of(1), 20)
@@ -242,7 +242,7 @@ def test_a_pin_in_use_is_spared_where_another_brings_blocks() -> None:
 
 
 def test_a_failed_request_unpins_the_blocks_it_wrote() -> None:
-    sim = Simulation(Setup(num_blocks=40))
+    sim = Simulation(Setup(num_blocks=39))
     serve(sim, prompt_of(1), Pin(16, 60 * MINUTES))
     serve(sim, prompt_of(2), Pin(16, 60 * MINUTES))
     (request,) = sim.add(prompt_of(1), 8)
@@ -254,7 +254,7 @@ def test_a_failed_request_unpins_the_blocks_it_wrote() -> None:
 
 
 def test_a_reset_forgets_pins_and_all_else() -> None:
-    sim = Simulation(Setup(num_blocks=40))
+    sim = Simulation(Setup(num_blocks=39))
     serve(sim, prompt_of(1), Pin(16, 60 * MINUTES))
     serve(sim, prompt_of(2))
     (running,) = sim.add(prompt_of(3), 8)
@@ -268,13 +268,13 @@ def test_a_reset_forgets_pins_and_all_else() -> None:
 
 
 def test_without_a_prefix_cache_nothing_is_pinned() -> None:
-    sim = Simulation(Setup(num_blocks=40, caching=False))
+    sim = Simulation(Setup(num_blocks=39, caching=False))
     request = serve(sim, prompt_of(1), Pin(16, 60 * MINUTES))
     assert request.num_pinned_tokens == sim.scheduler.kv.pool.num_pinned == 0
 
 
 def test_an_aborted_request_pins_its_computed_blocks() -> None:
-    sim = Simulation(Setup(num_blocks=40, budget=8))
+    sim = Simulation(Setup(num_blocks=39, budget=8))
     (request,) = sim.add(prompt_of(1), 4, pins=(Pin(8, 60.0), Pin(16, 60.0)))
     sim.step()
     sim.end(request, FinishReason.ABORT)
@@ -299,7 +299,7 @@ def test_a_pin_needs_all_blocks_that_a_window_matches() -> None:
 
 
 def test_many_short_pins_leave_nothing_behind() -> None:
-    sim = Simulation(Setup(num_blocks=30))
+    sim = Simulation(Setup(num_blocks=29))
     serve(sim, [99] * 5, Pin(4, 30 * MINUTES), tenant="first")  # ends before those that are dropped
     for i in range(300):
         serve(sim, [100 + i] * 5, Pin(4, 60 * MINUTES))

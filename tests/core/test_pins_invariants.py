@@ -17,7 +17,7 @@ Corruption = Callable[[PinTable], object]
 
 def pinned() -> Simulation:
     """Two pins of a prompt that two requests run with, under both kinds of group."""
-    sim = Simulation(Setup(windows=(None, 6), num_blocks=80))
+    sim = Simulation(Setup(windows=(None, 6), num_blocks=79))
     pins = (Pin(8, 60.0), Pin(16, 60.0))
     for _ in range(2):
         sim.add([1] * 17, 20, pins=pins)

@@ -35,7 +35,7 @@ class PinMachine(RuleBasedStateMachine):
     ) -> None:
         setup = Setup(
             block_size=block_size,
-            num_blocks=2,
+            num_blocks=1,
             windows=windows,
             budget=8,
             depth=2,
@@ -43,7 +43,7 @@ class PinMachine(RuleBasedStateMachine):
             tenant_pinned_share=shares[1],
         )
         needed = Simulation(setup).scheduler.kv.max_blocks(LONGEST, setup.budget)
-        self.sim = Simulation(replace(setup, num_blocks=needed + 1 + spare_blocks))
+        self.sim = Simulation(replace(setup, num_blocks=needed + spare_blocks))
 
     @rule(
         head=st.integers(0, 3),

@@ -98,7 +98,7 @@ def test_ageing_keeps_a_stream_of_urgent_requests_from_starving_others() -> None
 
 
 def test_a_running_request_of_low_priority_gives_way_when_blocks_run_out() -> None:
-    sim = Simulation(Setup(policy="priority", block_size=2, num_blocks=10))
+    sim = Simulation(Setup(policy="priority", block_size=2, num_blocks=9))
     low = sim.add([0] * 4, max_tokens=10, priority=1, stop_ids=NO_STOP)[0]
     sim.step()
     high = sim.add([1] * 4, max_tokens=10, priority=0, stop_ids=NO_STOP)[0]
@@ -288,7 +288,7 @@ def test_siblings_share_a_batch(policy: str) -> None:
 
 
 def test_a_preempted_request_rejoins_its_static_batch() -> None:
-    sim = Simulation(Setup(policy="static", batch_size=2, block_size=4, num_blocks=12))
+    sim = Simulation(Setup(policy="static", batch_size=2, block_size=4, num_blocks=11))
     long = [p for p in ([i] * 8 for i in range(100)) if len(expected_output(p, "", 20)) == 20]
     first, second = (sim.add(prompt, max_tokens=20)[0] for prompt in long[:2])
     newcomer = sim.add([2] * 4, max_tokens=2)[0]

@@ -67,7 +67,7 @@ def test_each_tenant_has_a_line_of_its_own() -> None:
 
 
 NO_STOP: frozenset[int] = frozenset()
-SETUP = Setup(block_size=4, num_blocks=801, budget=32, max_num_seqs=4, max_model_len=1200)
+SETUP = Setup(block_size=4, num_blocks=800, budget=32, max_num_seqs=4, max_model_len=1200)
 
 
 def run(sim: Simulation, seconds: float) -> None:

@@ -38,7 +38,7 @@ def run(seed: int, policy: str, windows: tuple[int | None, ...], depth: int) -> 
     setup = Setup(
         policy=policy,
         block_size=block_size,
-        num_blocks=(longest // block_size + 2) * len(windows) + rng.randint(1, 12),
+        num_blocks=(longest // block_size + 2) * len(windows) + rng.randint(0, 11),
         windows=windows,
         budget=budget,
         max_num_seqs=rng.choice([3, 6]),

@@ -109,7 +109,7 @@ def test_tokens_in_flight_of_an_ended_request_are_dropped() -> None:
     request = sim.add([0, 0], max_tokens=9)[0]
     plans = [sim.planned(), sim.planned()]
     sim.end(request)
-    assert sim.scheduler.kv.pool.num_free == sim.scheduler.kv.pool.num_blocks - 1
+    assert sim.scheduler.kv.pool.num_free == sim.scheduler.kv.pool.num_blocks
     assert [sim.answer(plan, [1]) for plan in plans] == [[], []]
     assert request.token_ids == [0, 0]
 
@@ -128,7 +128,7 @@ def test_freed_slots_are_announced_before_they_are_used_again() -> None:
 
 
 def test_a_preempted_request_resumes_with_prefix_hits() -> None:
-    sim = Simulation(Setup(block_size=2, num_blocks=8))  # 7 blocks
+    sim = Simulation(Setup(block_size=2, num_blocks=7))  # 7 blocks
     first = sim.add([0] * 5, max_tokens=8, stop_ids=NO_STOP)[0]
     second = sim.add([1] * 4, max_tokens=2, stop_ids=NO_STOP)[0]
     third = sim.add([2] * 3, max_tokens=6, stop_ids=NO_STOP)[0]
@@ -188,7 +188,7 @@ def test_requests_that_arrive_together_compute_their_common_prefix_once() -> Non
     assert first_chunks(sim) == [{"r0": 9}, {"r1": 1, "r2": 1, "r3": 1}]
     assert [r.num_cached_tokens for r in requests] == [0, 8, 8, 8]
     kv = sim.scheduler.kv
-    assert kv.pool.num_blocks - 1 - kv.pool.num_free == 2 + 4
+    assert kv.pool.num_blocks - kv.pool.num_free == 2 + 4
 
 
 @pytest.mark.parametrize(
@@ -348,10 +348,10 @@ def test_a_single_request_waits_for_blocks_freed_by_its_steps_in_flight(
 ) -> None:
     """With a window and just enough blocks. It must not preempt itself, perhaps again and again."""
     setup = Setup(
-        block_size=1, num_blocks=2, windows=(window,), budget=budget, max_num_seqs=1, depth=3
+        block_size=1, num_blocks=1, windows=(window,), budget=budget, max_num_seqs=1, depth=3
     )
     needed = Simulation(setup).scheduler.kv.max_blocks(length + 20, budget)
-    sim = Simulation(replace(setup, num_blocks=needed + 1))
+    sim = Simulation(replace(setup, num_blocks=needed))
     sim.add([i % 3 for i in range(length)], 20, stop_ids=NO_STOP)
     sim.drain(max_steps=200)
     assert sim.scheduler.counters.preemptions == 0
@@ -384,7 +384,7 @@ def test_prompt_logprobs_are_delivered_once() -> None:
 
 @pytest.mark.parametrize("pooling", [None, "last", "mean"])
 def test_a_prompt_preempted_with_its_last_chunk_in_flight_ends_once(pooling: str | None) -> None:
-    sim = Simulation(Setup(depth=2, num_blocks=3))
+    sim = Simulation(Setup(depth=2, num_blocks=2))
     sim.add([0] * 4, max_tokens=4, stop_ids=NO_STOP)
     request = sim.add([1] * 4, max_tokens=0, pooling=pooling)[0]
     sim.planned()
@@ -422,7 +422,7 @@ def test_the_queue_has_limits_and_preempted_requests_are_exempt() -> None:
 def test_max_request_tokens_is_the_longest_request_that_can_be_served(
     windows: tuple[int | None, ...],
 ) -> None:
-    setup = Setup(windows=windows, block_size=2, budget=4, num_blocks=16, max_model_len=100)
+    setup = Setup(windows=windows, block_size=2, budget=4, num_blocks=15, max_model_len=100)
     longest = max(n for n in range(1, 100) if Simulation(setup).fits(n))
     assert longest == 30 if windows == (None,) else longest < 30 if None in windows else 99
     for output in (1, longest - 1):
@@ -440,7 +440,7 @@ def test_max_request_tokens_is_the_longest_request_that_can_be_served(
 def test_a_queue_always_gets_empty(policy: str, depth: int) -> None:
     """Each step brings somebody on, even if two requests hardly fit."""
     setup = Setup(
-        policy=policy, depth=depth, block_size=2, num_blocks=13, budget=4, windows=(None,)
+        policy=policy, depth=depth, block_size=2, num_blocks=12, budget=4, windows=(None,)
     )
     sim = Simulation(setup)
     for i in range(12):
@@ -459,7 +459,7 @@ def test_a_scheduler_without_work_is_idle() -> None:
 
 def test_a_prompt_is_admitted_only_if_all_of_it_fits() -> None:
     """A prompt is admitted beside others only if all of it fits, not just its first chunk."""
-    sim = Simulation(Setup(block_size=2, num_blocks=8, budget=4))
+    sim = Simulation(Setup(block_size=2, num_blocks=7, budget=4))
     first = sim.add([0] * 4, max_tokens=3, stop_ids=NO_STOP)[0]
     sim.answer(sim.planned(), [1])
     large = sim.add([1] * 12, max_tokens=1)[0]
@@ -472,7 +472,7 @@ def test_a_prompt_is_admitted_only_if_all_of_it_fits() -> None:
 
 
 def test_a_step_that_preempts_admits_no_request() -> None:
-    sim = Simulation(Setup(policy="priority", block_size=2, num_blocks=6, budget=8))
+    sim = Simulation(Setup(policy="priority", block_size=2, num_blocks=5, budget=8))
     for token in (0, 1):
         sim.add([token] * 3, max_tokens=9, stop_ids=NO_STOP)
     for _ in range(2):

@@ -49,7 +49,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         setup = Setup(
             policy=policy,
             block_size=block_size,
-            num_blocks=2,
+            num_blocks=1,
             windows=windows,
             budget=budget,
             max_num_seqs=max_num_seqs,
@@ -63,7 +63,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         # just enough for the longest request, so that two of them fight for blocks
         needed = Simulation(setup).scheduler.kv.max_blocks(LONGEST, budget)
-        self.sim = Simulation(replace(setup, num_blocks=needed + 1 + spare_blocks))
+        self.sim = Simulation(replace(setup, num_blocks=needed + spare_blocks))
 
     @rule(
         head=st.integers(0, 1),

@@ -106,7 +106,7 @@ def test_a_last_prompt_token_alone_is_still_prefill() -> None:
 
 
 def test_work_lost_by_a_preemption_counts_again() -> None:
-    sim = Simulation(Setup(block_size=2, num_blocks=7, budget=8, caching=False))
+    sim = Simulation(Setup(block_size=2, num_blocks=6, budget=8, caching=False))
     sim.add([0] * 4, max_tokens=6, stop_ids=NO_STOP)
     late = sim.add([1] * 4, max_tokens=6, stop_ids=NO_STOP)[0]
     sim.step()  # both prompts
@@ -168,7 +168,7 @@ def test_logits_of_a_scored_prompt_count() -> None:
     ("setup", "short"),
     [
         (Setup(max_num_seqs=1), "slot_short_steps"),
-        (Setup(num_blocks=4), "block_short_steps"),
+        (Setup(num_blocks=3), "block_short_steps"),
         (Setup(budget=6), ""),
     ],
 )

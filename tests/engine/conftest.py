@@ -16,7 +16,7 @@ from kvik.engine.loop import EngineLoop
 def make_config(**scheduler: object) -> ResolvedConfig:
     """`tiny_config` with less of everything."""
     least = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64}
-    return tiny_config(num_blocks=33, **{**least, **scheduler})
+    return tiny_config(num_blocks=32, **{**least, **scheduler})
 
 
 class Clock:

@@ -71,7 +71,7 @@ def test_the_cache_must_hold_a_request_alone(window):
     if window is not None:
         spec = replace(group.spec, window=window)
         group = replace(group, specs=(spec,))
-    cache = CacheConfig(block_size=4, num_blocks=9, groups=(group,))
+    cache = CacheConfig(block_size=4, num_blocks=8, groups=(group,))
     config = replace(config, cache=cache)
     blocks = EngineCore(config).scheduler.kv.max_blocks(33, 16)
     wanted = request([1] * 8, max_tokens=25)
@@ -94,7 +94,7 @@ def test_the_cache_must_hold_a_request_alone(window):
 )
 def test_a_request_larger_than_the_cache_names_the_field_that_is_too_large(field, wanted):
     config = tiny_config()
-    config = replace(config, cache=replace(config.cache, num_blocks=9))
+    config = replace(config, cache=replace(config.cache, num_blocks=8))
     with pytest.raises(CapacityError, match="KV blocks") as caught:
         check_request(config, wanted)
     assert caught.value.field == field

@@ -71,7 +71,7 @@ def cells_of(found: BlockMap) -> list[int]:
 
 
 def test_the_states_of_a_block() -> None:
-    pool = BlockPool(9)  # blocks 1 to 8
+    pool = BlockPool(8)
     blocks = pool.allocate(6)
     assert blocks == [1, 2, 3, 4, 5, 6]
     pool.acquire(2)  # by two of the view
@@ -88,7 +88,7 @@ def test_the_states_of_a_block() -> None:
 
 
 def test_a_pinned_block_in_use_is_shown_as_owned() -> None:
-    pool = BlockPool(3)
+    pool = BlockPool(2)
     (block,) = pool.allocate(1)
     pool.commit(block, (0, b"x"))
     pool.pin(block)
@@ -96,7 +96,7 @@ def test_a_pinned_block_in_use_is_shown_as_owned() -> None:
 
 
 def test_every_kv_group_is_painted_and_the_null_block_is_not() -> None:
-    pool = BlockPool(6)
+    pool = BlockPool(5)
     blocks = pool.allocate(4)
     found = block_map(pool, [[[0, 0, blocks[0]], [blocks[3]]], [[blocks[1]], [0, blocks[2]]]])
     assert cells_of(found) == [OWNED, OWNED + 1, OWNED + 1, OWNED, FREE]
@@ -104,7 +104,7 @@ def test_every_kv_group_is_painted_and_the_null_block_is_not() -> None:
 
 def test_every_owner_is_seen_where_a_cell_is_several_blocks() -> None:
     """Wherever in the cell its blocks are: not only in the place that is looked at."""
-    pool = BlockPool(13)
+    pool = BlockPool(12)
     tables = [pool.allocate(1) for _ in range(12)]
     for place in range(4):
         mine = [[tables[place + 4 * cell]] for cell in range(3)]
@@ -114,14 +114,14 @@ def test_every_owner_is_seen_where_a_cell_is_several_blocks() -> None:
 
 
 def test_an_owned_block_hides_free_ones_of_the_same_cell() -> None:
-    pool = BlockPool(9)
+    pool = BlockPool(8)
     blocks = pool.allocate(8)
     pool.release([block for block in blocks if block != 6])
     assert cells_of(block_map(pool, [[[6]]], max_cells=2)) == [FREE, OWNED]
 
 
 def test_a_last_cell_of_fewer_blocks() -> None:
-    pool = BlockPool(11)
+    pool = BlockPool(10)
     blocks = pool.allocate(10)
     found = block_map(pool, [[blocks[:8]], [blocks[9:]]], max_cells=4)
     assert found.blocks_per_cell == 3
@@ -130,7 +130,7 @@ def test_a_last_cell_of_fewer_blocks() -> None:
 
 @pytest.mark.parametrize("num_blocks", [1, MAX_CELLS, MAX_CELLS + 1, 10 * MAX_CELLS + 3])
 def test_the_map_is_bounded(num_blocks: int) -> None:
-    found = block_map(BlockPool(num_blocks + 1), [])
+    found = block_map(BlockPool(num_blocks), [])
     cells = cells_of(found)
     assert len(cells) <= MAX_CELLS and set(cells) == {FREE}
     assert (len(cells) - 1) * found.blocks_per_cell < num_blocks
@@ -141,7 +141,7 @@ def test_a_look_at_very_many_blocks_still_sees_every_owner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(live, "MAX_LOOKED_AT", 8)
-    pool = BlockPool(401)
+    pool = BlockPool(400)
     tables = [[pool.allocate(100)] for _ in range(4)]
     owners = {cell - OWNED for cell in cells_of(block_map(pool, tables)) if cell >= OWNED}
     assert owners == {0, 1, 2, 3}
@@ -317,7 +317,7 @@ def test_a_view_is_bounded(rig) -> None:
 def test_a_view_of_very_many_running_requests(rig) -> None:
     made = rig(max_num_seqs=400, max_num_batched_tokens=400)
     config = made.core.config
-    core = EngineCore(replace(config, cache=replace(config.cache, num_blocks=2001)))
+    core = EngineCore(replace(config, cache=replace(config.cache, num_blocks=2000)))
     loop = EngineLoop(core, made.executor, made.clock)
     watched = Watched(replace(made, core=core, loop=loop))
     for i in range(300):

@@ -23,7 +23,7 @@ from kvik.worker.model_runner import ModelRunner
 from kvik.worker.output_tokens import OutputTokens
 
 CONFIG = {"dtype": "float32", "device": "cpu", "threads": 1, "max_num_seqs": 6}
-CONFIG |= {"max_model_len": 96, "kernels": "torch", "num_blocks": 14, "block_size": 8, "seed": 0}
+CONFIG |= {"max_model_len": 96, "kernels": "torch", "num_blocks": 13, "block_size": 8, "seed": 0}
 WORDS = ["Once upon a time", "The fox", "A little bird", "In the village there was", "Tom", "Lily"]
 
 

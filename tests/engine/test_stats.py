@@ -88,7 +88,7 @@ def test_speculation_figures_are_per_request_and_averaged_for_the_engine():
 
 def test_siblings_and_preemption_lose_no_count():
     config = drafting_config()
-    core = EngineCore(replace(config, cache=replace(config.cache, num_blocks=129)))
+    core = EngineCore(replace(config, cache=replace(config.cache, num_blocks=128)))
     for name in "abc":
         add(core, name, tokens=200, n=2)
     add(core, "without", speculation=False)

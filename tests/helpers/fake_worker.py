@@ -106,7 +106,7 @@ class FakeWorker:
         self.block_size = cache.block_size
         self.windows = [group.spec.window for group in cache.groups]
         self.cells: list[list[Cell | None]] = [
-            [None] * cache.block_size for _ in range(cache.num_blocks)
+            [None] * cache.block_size for _ in range(cache.pool_size)
         ]
         self.rows: dict[int, Row] = {}
         self.salt_of = salt_of

@@ -60,7 +60,7 @@ class Column:
         return not chosen and self.config.get("block_size", LANES) % LANES == 0
 
 
-SQUEEZED = {"num_blocks": 14, "block_size": 16}  # blocks of each KV group
+SQUEEZED = {"num_blocks": 13, "block_size": 16}  # blocks of each KV group
 COLUMNS = [
     Column("batch"),
     Column("prefixes that arrive together", must="hits"),
@@ -80,7 +80,7 @@ COLUMNS = [
     ),
     Column(
         "preemption, chunks",
-        {**SQUEEZED, "num_blocks": 13, "max_num_batched_tokens": 16},
+        {**SQUEEZED, "num_blocks": 12, "max_num_batched_tokens": 16},
         must="preemptions",
     ),
     Column("two at a time", {"max_num_seqs": 2}),
@@ -92,11 +92,11 @@ COLUMNS = [
     Column("shuffled arrival", {"max_num_seqs": 3}, order="shuffled"),
     Column("two threads", {"threads": 2}),
     Column("siblings", siblings=3),
-    Column("siblings, preemption", {**SQUEEZED, "num_blocks": 16}, siblings=2, must="preemptions"),
+    Column("siblings, preemption", {**SQUEEZED, "num_blocks": 15}, siblings=2, must="preemptions"),
     Column("two steps in flight", in_flight=2),
     Column(
         "two steps in flight, preemption, chunks",
-        {**SQUEEZED, "num_blocks": 13, "max_num_batched_tokens": 16},
+        {**SQUEEZED, "num_blocks": 12, "max_num_batched_tokens": 16},
         in_flight=2,
         must="preemptions",
     ),

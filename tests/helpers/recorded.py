@@ -18,7 +18,7 @@ from kvik.launch import resolve_config, start
 def record_flight(path: Path, *, requests: int = 24, seed: int = 0, **config: Any) -> EngineStats:
     """Requests come and go at random, of several kinds, and there are too few blocks for them."""
     sizes = {"max_num_seqs": 6, "max_num_batched_tokens": 48, "max_model_len": 128}
-    wishes = {"device": "cpu", "threads": 1, "num_blocks": 13, **sizes, **config}
+    wishes = {"device": "cpu", "threads": 1, "num_blocks": 12, **sizes, **config}
     engine = start(resolve_config(EngineConfig(**wishes)), record=path)
     client, rng = engine.client, random.Random(seed)
     shared = [rng.randrange(5, 200) for _ in range(40)]

@@ -33,7 +33,7 @@ from kvik.spec.kv import group_layers
 EOS = 63
 
 
-def tiny_config(num_blocks: int = 513, **scheduler: object) -> ResolvedConfig:
+def tiny_config(num_blocks: int = 512, **scheduler: object) -> ResolvedConfig:
     """Of a model with 64 tokens that does not exist, for a fake executor."""
     spec = ModelSpec.from_config(
         {
@@ -174,7 +174,7 @@ class ServedEngine:
                 await asyncio.sleep(0.001)
         assert not self.core.scheduler.has_requests
         pool = self.core.scheduler.kv.pool
-        assert pool.num_free == pool.num_blocks - 1
+        assert pool.num_free == pool.num_blocks
 
 
 def make_engine(

@@ -32,7 +32,7 @@ class Setup:
 
     policy: str = "fcfs"
     block_size: int = 4
-    num_blocks: int = 65
+    num_blocks: int = 64
     windows: tuple[int | None, ...] = (None,)  # one KV group each
     budget: int = 16
     max_num_seqs: int = 4
@@ -98,7 +98,7 @@ class Simulation:
     def fits(self, num_tokens: int) -> bool:
         """What the engine core asks before it takes a request in."""
         kv = self.scheduler.kv
-        return kv.max_blocks(num_tokens, self.setup.budget) < kv.pool.num_blocks
+        return kv.max_blocks(num_tokens, self.setup.budget) <= kv.pool.num_blocks
 
     def add(
         self,
@@ -215,7 +215,7 @@ class Simulation:
             self.step()
             self.now += 0.1
         pool = self.scheduler.kv.pool
-        assert pool.num_free == pool.num_blocks - 1
+        assert pool.num_free == pool.num_blocks
         assert self.ended.keys() == self.requests.keys()
         return steps
 
@@ -227,7 +227,7 @@ class Simulation:
         self.check()
         pool = self.scheduler.kv.pool
         assert pool.num_pinned == pool.num_kept == 0
-        assert len(pool.free_blocks()) == pool.num_blocks - 1
+        assert len(pool.free_blocks()) == pool.num_blocks
 
     def check(self) -> None:
         invariants.check(self.scheduler)

@@ -56,5 +56,5 @@ def test_bits_and_scales_of_the_cache() -> None:
 def test_an_unknown_format_is_named_with_those_there_are() -> None:
     with pytest.raises(ConfigError, match=r"^dtype: must be one of fp32, bf16, .*, not 'int3'$"):
         weight_facts("int3")
-    with pytest.raises(ConfigError, match=r"^kv_dtype: must be one of fp32, .*, not 'int3'$"):
+    with pytest.raises(ConfigError, match=r"^kv_cache_dtype: must be one of fp32, .*, not 'int3'$"):
         kv_facts("int3")

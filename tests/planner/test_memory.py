@@ -54,7 +54,7 @@ def test_a_plan_is_what_the_engine_decides(machine: str, weights: str, name: str
         quantization="none" if weights in DTYPES else weights,
         max_model_len=context,
         max_num_seqs=batch,
-        num_blocks=1 + batch * 32,  # 500 tokens are 31.25 blocks of 16
+        num_blocks=batch * 32,  # 500 tokens are 31.25 blocks of 16
     )
     decided = resolve(wishes, model.spec, hardware, "").memory
     at = Setting(device, weights, kv, context, batch, hardware=hardware)

@@ -41,7 +41,7 @@ def hang_up(sock: socket.socket, how: str) -> None:
 
 def used_blocks(server: Served) -> int:
     pool = server.inner.engine.core.scheduler.kv.pool
-    return pool.num_blocks - 1 - pool.num_free
+    return pool.num_blocks - pool.num_free
 
 
 @pytest.mark.parametrize("how", ["close", "reset"])

@@ -130,8 +130,8 @@ def test_the_view_in_the_facts(site: Site) -> None:
     ]  # fmt: skip
     assert live["stats"]["steps"] == live["steps"]["first"] + len(live["steps"]["ended"]) > 0
     assert len({len(column) for name, column in live["steps"].items() if name != "first"}) == 1
-    assert live["blocks"]["num_blocks"] == live["blocks"]["num_free"] == 511
-    assert len(b64decode(live["blocks"]["cells"])) == 2 * 511
+    assert live["blocks"]["num_blocks"] == live["blocks"]["num_free"] == 512
+    assert len(b64decode(live["blocks"]["cells"])) == 2 * 512
     over = live["finished"][-1]
     assert (over["phase"], over["finish_reason"], over["output_tokens"]) == (
         "finished",

@@ -115,7 +115,7 @@ class Twins:
                     cache.groups,
                     allocate_kv(
                         cache.groups,
-                        cache.num_blocks,
+                        cache.pool_size,
                         cache.block_size,
                         parts.dtype,
                         parts.device,
@@ -144,7 +144,7 @@ class Twins:
         """A request of the greatest length in every slot, nothing of it computed."""
         self.table.draft_tree = TREE
         rng = random.Random(0)
-        free = rng.sample(range(1, num_blocks), num_blocks - 1)
+        free = rng.sample(range(1, num_blocks + 1), num_blocks)
         slots, length = self.table.token_ids.shape
         blocks = -(-length // self.table.block_size)
         for slot in range(slots):
@@ -184,7 +184,7 @@ class Twins:
 
 
 def resolved(folder: str, **options: object) -> ResolvedConfig:
-    common = {"model": folder, "load_format": "random", "device": "cpu", "num_blocks": 99}
+    common = {"model": folder, "load_format": "random", "device": "cpu", "num_blocks": 98}
     sizes = {"max_num_seqs": SEQS, "max_num_batched_tokens": TOKENS, "max_model_len": LENGTH}
     return resolve_config(EngineConfig(**{**common, **sizes, "threads": 1, **options}))
 
@@ -258,7 +258,7 @@ PROMPTS = [[5, 6, 7], [11] * 30, list(range(9, 60))]
 @pytest.fixture
 def llama(tmp_path: Path) -> dict[str, object]:
     """Options of an engine with random weights."""
-    common = {"load_format": "random", "device": "cpu", "threads": 1, "num_blocks": 40}
+    common = {"load_format": "random", "device": "cpu", "threads": 1, "num_blocks": 39}
     return {"model": save(tmp_path, "llama"), "dtype": "float32", **common}
 
 

@@ -92,8 +92,8 @@ class EngineConfig:
     block_size: int = option(16, Integer(1, 1024), "tokens per KV block")
     num_blocks: int | None = option(
         None,
-        Integer(2, (1 << 31) - 1),  # block 0 is never handed out; ids are int32
-        "KV blocks; None: as many as memory and use allow",
+        Integer(1, (1 << 31) - 2),  # ids are int32, from 1
+        "KV blocks that requests can use; None: as many as memory and use allow",
     )
     memory_utilization: float = option(
         0.9,

@@ -185,8 +185,8 @@ class Fit:
 
         def fits(length: int) -> bool:
             trial = size_for(length)
-            one = 1 + self.footprint.blocks_per_request(length, trial.max_num_batched_tokens)
-            enough = self._cache_bytes(trial) >= one * self.footprint.block_cost
+            one = self.footprint.blocks_per_request(length, trial.max_num_batched_tokens)
+            enough = self._cache_bytes(trial) >= self.footprint.cache_cost(one)
             return enough and self._needed(trial) <= self.limit.size
 
         if fits(most):
@@ -205,27 +205,27 @@ class Fit:
         if config.num_blocks is not None:
             return notes.add("num_blocks", config.num_blocks, ASKED)
         per_request = footprint.blocks_per_request(size.max_model_len, size.max_num_batched_tokens)
-        cost = footprint.block_cost
+        within = footprint.blocks_within
         if config.kv_cache_memory is not None:
             asked = show_bytes(config.kv_cache_memory)
-            count, reason = config.kv_cache_memory // cost, f"kv_cache_memory of {asked}"
+            count, reason = within(config.kv_cache_memory), f"kv_cache_memory of {asked}"
         else:
             room = self.limit.size - footprint.fixed(size)
-            bounds = [(room // cost, "all memory left")]
+            bounds = [(within(room), "all memory left")]
             if footprint.device == "cpu":
                 proportion = max(CPU_KV_FLOOR, CPU_KV_PER_WEIGHTS * footprint.weights)
                 bounds += [
-                    (int(room * CPU_KV_SHARE) // cost, f"{CPU_KV_SHARE:.0%} of the memory left"),
-                    (proportion // cost, f"{show_bytes(proportion)}, in proportion to the weights"),
+                    (within(int(room * CPU_KV_SHARE)), f"{CPU_KV_SHARE:.0%} of the memory left"),
+                    (within(proportion), f"{show_bytes(proportion)}, in proportion to the weights"),
                 ]
             count, reason = min(bounds)
-            if count <= per_request:
-                count, reason = 1 + per_request, "one request of max_model_len"
-        useful = 1 + size.max_num_seqs * per_request
+            if count < per_request:
+                count, reason = per_request, "one request of max_model_len"
+        useful = size.max_num_seqs * per_request
         if count >= useful:
             count = useful
             reason = f"all that {size.max_num_seqs} requests of max_model_len can use"
-        tokens = (count - 1) * footprint.block_size // len(footprint.groups)
+        tokens = count * footprint.block_size // len(footprint.groups)
         notes.add("num_blocks", count, f"{reason}; {tokens} tokens")
         return count
 
@@ -234,7 +234,7 @@ class Fit:
         if self.config.max_num_seqs is not None:
             notes.add("max_num_seqs", self.config.max_num_seqs, ASKED)
             return size
-        count = min(size.max_num_seqs, num_blocks - 1)
+        count = min(size.max_num_seqs, num_blocks)
         reason = "more would wait for each other's memory or arithmetic"
         if count < size.max_num_seqs:
             reason = "one block for each at least"
@@ -271,8 +271,8 @@ class Fit:
         blocks = config.num_blocks
         if blocks is None:
             length, chunk = size.max_model_len, size.max_num_batched_tokens
-            blocks = 1 + footprint.blocks_per_request(length, chunk)
-        return blocks * footprint.block_cost
+            blocks = footprint.blocks_per_request(length, chunk)
+        return footprint.cache_cost(blocks)
 
     def _needed(self, size: StepSize) -> int:
         return self.footprint.fixed(size) + self._cache_bytes(size)
@@ -285,13 +285,13 @@ class Fit:
         """
         config, footprint = self.config, self.footprint
         length = size.max_model_len
-        enough = 1 + footprint.blocks_per_request(length, size.max_num_batched_tokens)
+        enough = footprint.blocks_per_request(length, size.max_num_batched_tokens)
         if config.num_blocks is not None and config.num_blocks < enough:
             return CapacityError(
                 "num_blocks",
                 f"must be at least {enough} to hold {length} tokens, not {config.num_blocks}",
             )
-        enough_bytes = enough * footprint.block_cost
+        enough_bytes = footprint.cache_cost(enough)
         if config.kv_cache_memory is not None and config.kv_cache_memory < enough_bytes:
             return CapacityError(
                 "kv_cache_memory",

@@ -29,6 +29,7 @@ from kvik.config.graph_sizes import (
     num_decoding_sizes,
 )
 from kvik.config.units import MIB
+from kvik.core.config import RESERVED_BLOCKS
 from kvik.spec.kv import (
     AUTO,
     KVCacheSpec,
@@ -405,9 +406,17 @@ class Footprint:
         return block_bytes(self.groups, self.block_size) + drafting
 
     @property
-    def block_cost(self) -> int:
+    def _block_cost(self) -> int:
         """Bytes of a block and its bookkeeping in host memory."""
         return self.block_bytes + (POOL_BYTES_PER_BLOCK if self.device == "cpu" else 0)
+
+    def cache_cost(self, num_blocks: int) -> int:
+        """Bytes of a pool with `num_blocks` for requests, and its bookkeeping in host memory."""
+        return (num_blocks + RESERVED_BLOCKS) * self._block_cost
+
+    def blocks_within(self, size: int) -> int:
+        """Most blocks for requests that a pool of `size` bytes has; the inverse of `cache_cost`."""
+        return max(0, size // self._block_cost - RESERVED_BLOCKS)
 
     def blocks_per_request(self, num_tokens: int, chunk: int) -> int:
         """Most blocks one request of `num_tokens` holds when a step adds at most `chunk`."""
@@ -543,14 +552,14 @@ class Footprint:
         return self.weights + self.activations(size) + self.overhead(size)
 
     def plan(self, size: StepSize, num_blocks: int, limit: Limit) -> MemoryPlan:
-        """Return the bytes by part, with a KV cache of `num_blocks`."""
-        bookkeeping = POOL_BYTES_PER_BLOCK * num_blocks if self.device == "cpu" else 0
+        """Return the bytes by part, with a KV cache of `num_blocks` for requests."""
+        kv_cache = (num_blocks + RESERVED_BLOCKS) * self.block_bytes
         return MemoryPlan(
             limit=limit.size,
             weights=self.weights,
             activations=self.activations(size),
-            kv_cache=num_blocks * self.block_bytes,
-            overhead=self.overhead(size) + bookkeeping,
+            kv_cache=kv_cache,
+            overhead=self.overhead(size) + self.cache_cost(num_blocks) - kv_cache,
         )
 
     def _loading(self) -> int:

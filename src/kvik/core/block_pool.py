@@ -6,6 +6,8 @@ from array import array
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
+from kvik.core.config import RESERVED_BLOCKS
+
 # Block hashes: what makes two prefixes equal.
 #
 # The hash of a block covers its tokens and the hash of the block before it, so equal hashes mean
@@ -58,15 +60,16 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.ref_counts = [0] * num_blocks
-        self._keys: list[BlockKey | None] = [None] * num_blocks
+        size = num_blocks + RESERVED_BLOCKS
+        self.ref_counts = [0] * size
+        self._keys: list[BlockKey | None] = [None] * size
         self._index: dict[BlockKey, int] = {}
         self._copies: dict[int, BlockKey] = {}  # referenced blocks with the content of another
         self._copies_of: dict[BlockKey, dict[int, None]] = {}  # the same, in order; none is empty
         # A doubly linked list threaded through two arrays; the null block is its sentinel.
-        self._next = [*range(1, num_blocks), NULL_BLOCK]
-        self._previous = [num_blocks - 1, *range(num_blocks - 1)]
-        self.num_free = num_blocks - 1  # without references, pinned ones included
+        self._next = [*range(1, size), NULL_BLOCK]
+        self._previous = [num_blocks, *range(num_blocks)]
+        self.num_free = num_blocks  # without references, pinned ones included
         self.num_kept = 0  # of these, pinned
         self.least_free = self.num_free  # at any time
         self._pins: dict[int, int] = {}  # how often a block is pinned
@@ -186,7 +189,7 @@ class BlockPool:
         """State of every `every`-th block, from block 1: its references, whether its content can be
         matched, and whether it is pinned."""
         cached = [key is not None for key in self._keys[1::every]]
-        pinned = [block in self._pins for block in range(1, self.num_blocks, every)]
+        pinned = [block in self._pins for block in range(1, len(self.ref_counts), every)]
         return self.ref_counts[1::every], cached, pinned
 
     def free_blocks(self) -> list[int]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvik.spec.kv import KVGroup
 
+RESERVED_BLOCKS = 1  # of a pool: block 0, which is never handed out
 POLICIES = (
     "fcfs",
     "priority",
@@ -18,9 +19,10 @@ POLICIES = (
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The KV cache: one pool of blocks shared by all groups. Block 0 is never handed out.
+    """The KV cache: one pool of blocks shared by all groups.
 
     Attributes:
+        num_blocks: blocks that requests can use.
         pinned_share: share of the blocks that all tenants together may pin.
         tenant_pinned_share: share of the blocks that one tenant may pin.
     """
@@ -31,6 +33,11 @@ class CacheConfig:
     enable_prefix_caching: bool = True
     pinned_share: float = 0.75
     tenant_pinned_share: float = 0.5
+
+    @property
+    def pool_size(self) -> int:
+        """Blocks in memory."""
+        return self.num_blocks + RESERVED_BLOCKS
 
     def max_blocks(self, num_tokens: int, chunk: int) -> int:
         """Most blocks a request of `num_tokens` holds at once when a step adds at most `chunk`."""

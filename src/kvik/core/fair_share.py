@@ -251,7 +251,7 @@ class TenantUsage:
         """Return the tenant's share of the slots or blocks, 0 to 1, with some more of each."""
         slots += self.slots[tenant]
         blocks += self.blocks[tenant]
-        return max(slots / self.max_num_seqs, blocks / (self.kv.pool.num_blocks - 1))
+        return max(slots / self.max_num_seqs, blocks / self.kv.pool.num_blocks)
 
     def uneven(self, takers: Iterable[str], num_tenants: int) -> bool:
         """Return whether a tenant uses so much that one of the takers, none of them a newcomer,

@@ -126,11 +126,12 @@ def _check_blocks(scheduler: Scheduler) -> None:
     _require(len(free) == len(set(free)) == pool.num_free - len(kept), "the free list is broken")
     _require(pool.num_kept == len(kept), "blocks kept by pins are miscounted")
     _require(pool.ref_counts[NULL_BLOCK] == 0, "the null block was handed out")
-    for block in range(1, pool.num_blocks):
+    handed_out = range(1, len(pool.ref_counts))
+    for block in handed_out:
         count = pool.ref_counts[block]
         _require(count == held[block], f"block {block}: {count} references, {held[block]} holders")
     _require(
-        set(free) == {b for b in range(1, pool.num_blocks) if pool.ref_counts[b] == 0} - kept,
+        set(free) == {b for b in handed_out if pool.ref_counts[b] == 0} - kept,
         "free list and reference counts disagree",
     )
     block_size = scheduler.kv.block_size

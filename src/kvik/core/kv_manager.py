@@ -39,7 +39,7 @@ class KVCacheManager:
     @property
     def usage(self) -> float:
         """Share of the blocks that requests hold, 0 to 1."""
-        total = self.pool.num_blocks - 1
+        total = self.pool.num_blocks
         return 1.0 - self.pool.num_free / total if total else 0.0
 
     def max_blocks(self, num_tokens: int, chunk: int) -> int:

@@ -65,8 +65,8 @@ class PinTable:
 
     def __init__(self, pool: BlockPool, config: CacheConfig) -> None:
         self.pool = pool
-        self.most_blocks = int(config.pinned_share * (config.num_blocks - 1))
-        self.most_of_tenant = int(config.tenant_pinned_share * (config.num_blocks - 1))
+        self.most_blocks = int(config.pinned_share * config.num_blocks)
+        self.most_of_tenant = int(config.tenant_pinned_share * config.num_blocks)
         self.tenants: dict[str, TenantPins] = {}
         self.by_use: OrderedDict[PinnedPrefix, None] = OrderedDict()  # of all tenants, oldest first
         self._block_size = config.block_size

@@ -90,12 +90,11 @@ def _check_pooling(request: EngineRequest) -> None:
 def _check_blocks(config: ResolvedConfig, longest: int, field: str) -> None:
     cache, chunk = config.cache, config.scheduler.max_num_batched_tokens
     needed = cache.max_blocks(longest, chunk)
-    available = cache.num_blocks - 1  # but for the null block
-    if needed > available:
+    if needed > cache.num_blocks:
         raise CapacityError(
             field,
             f"{longest} tokens need {needed} KV blocks of {cache.block_size}, the whole cache has "
-            f"{available}",
+            f"{cache.num_blocks}",
         )
 
 
@@ -226,9 +225,9 @@ class EngineCore:
             num_waiting=len(scheduler.waiting),
             queued_tokens=scheduler.waiting.num_tokens,
             kv_usage=scheduler.kv.usage,
-            num_blocks=pool.num_blocks - 1,
+            num_blocks=pool.num_blocks,
             cached_blocks=pool.num_cached,
-            peak_blocks=pool.num_blocks - 1 - pool.least_free,
+            peak_blocks=pool.num_blocks - pool.least_free,
             kv_allocated_tokens=allocated,
             kv_used_tokens=used,
             pinned_blocks=pool.num_pinned,

@@ -231,8 +231,7 @@ def block_map(
     Args:
         tables: of each request, its blocks by KV group.
     """
-    num_blocks = pool.num_blocks - 1
-    every = max(1, -(-num_blocks // max_cells))
+    every = max(1, -(-pool.num_blocks // max_cells))
     references, cached, pinned = pool.sample(every)
     cells = array("H", bytes(2 * len(references)))
     for cell, (count, known, kept) in enumerate(zip(references, cached, pinned, strict=True)):
@@ -250,7 +249,7 @@ def block_map(
                     cells[(block - 1) // every] = owner
     if sys.byteorder == "big":
         cells.byteswap()
-    return BlockMap(num_blocks, every, pool.num_free, pool.num_cached, cells.tobytes())
+    return BlockMap(pool.num_blocks, every, pool.num_free, pool.num_cached, cells.tobytes())
 
 
 def _live(request: Request) -> LiveRequest:

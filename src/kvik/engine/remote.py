@@ -209,7 +209,7 @@ class RemoteClient:
         self._waiting = ResendQueue(clock, self._give)
         self._asked: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._num_asked = 0
-        self._stats = EngineStats(0, 0, 0, 0.0, config.cache.num_blocks - 1, 0, 0, 0, 0, 0, 0, 0)
+        self._stats = EngineStats(0, 0, 0, 0.0, config.cache.num_blocks, 0, 0, 0, 0, 0, 0, 0)
         self._socket: ClientSocket | None = None
         self._steps = 0
         self._signs = 0

@@ -115,7 +115,7 @@ def resolve_reader(config: EngineConfig, window: int) -> ResolvedConfig:
     """
     wanted = replace(_for_one(config), max_model_len=window)
     groups = len(resolve_config(wanted).cache.groups)
-    num_blocks = 1 + groups * -(-window // config.block_size)
+    num_blocks = groups * -(-window // config.block_size)
     return resolve_config(replace(wanted, num_blocks=num_blocks))
 
 

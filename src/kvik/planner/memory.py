@@ -250,7 +250,7 @@ class _Planner:
         return replace(self.fit, config=wishes).step_size(Notes())
 
     def planned(self, size: StepSize) -> MemoryPlan:
-        blocks = 1 + size.max_num_seqs * self.blocks_each(size)  # the first is never handed out
+        blocks = size.max_num_seqs * self.blocks_each(size)
         return self.fit.footprint.plan(size, blocks, self.fit.limit)
 
 

@@ -97,7 +97,7 @@ def load_network(
         platform.release_freed()
         allocate = allocate_apart if drafts else allocate_kv
         kv = allocate(
-            groups, cache.num_blocks, cache.block_size, parts.dtype, parts.device, parts.kv_zeros
+            groups, cache.pool_size, cache.block_size, parts.dtype, parts.device, parts.kv_zeros
         )
     return EngineNetwork(model, parts.ops, parts.backend, groups, kv)
 

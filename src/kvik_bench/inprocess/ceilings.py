@@ -96,7 +96,7 @@ class Ceilings:
         cache, scheduler = self.model.resolved.cache, self.model.resolved.scheduler
         if not cache.enable_prefix_caching:
             traffic = replace(traffic, shared=0)
-        room = (cache.num_blocks - 1) * cache.block_size // traffic.context
+        room = cache.num_blocks * cache.block_size // traffic.context
         budget = scheduler.max_num_batched_tokens
         serving = Serving(
             self.model.shape,

@@ -179,7 +179,7 @@ def engine_facts(resolved: ResolvedConfig) -> Mapping[str, str]:
         "policy": scheduler.policy,
         "max_num_seqs": str(scheduler.max_num_seqs),
         "max_num_batched_tokens": str(scheduler.max_num_batched_tokens),
-        "KV cache": f"{cache.num_blocks - 1} blocks of {cache.block_size} tokens, "
+        "KV cache": f"{cache.num_blocks} blocks of {cache.block_size} tokens, "
         + " and ".join(formats_of(cache.groups)).replace(AUTO, runner.dtype),
         "prefix caching": "on" if cache.enable_prefix_caching else "off",
     }

@@ -268,16 +268,16 @@ class FilledBlocks:
     numbers, modulo 2^64.
     """
 
-    def __init__(self, table: RequestTable, num_blocks: int) -> None:
+    def __init__(self, table: RequestTable, pool_size: int) -> None:
         """
         Args:
             table: of the draft model.
-            num_blocks: of the pool.
+            pool_size: blocks of the pool.
         """
         slots, size = len(table.num_tokens), table.block_size
         self._table = table
         self._blocks = table.block_tables[0]  # of every group
-        self._tags = np.full(num_blocks, UNKNOWN, np.uint64)
+        self._tags = np.full(pool_size, UNKNOWN, np.uint64)
         self._whole = np.zeros(slots, np.int64)  # blocks of each slot whose tag is known
         self._last = np.full(slots, UNKNOWN, np.uint64)  # tag of the last of them
         factors = np.random.default_rng(0).integers(_MODULUS, size=size, dtype=np.uint64)
@@ -548,14 +548,14 @@ class DraftModel:
         network: DraftNetwork,
         sampler: Sampler,
         sampling: SamplingTable,
-        num_blocks: int,
+        pool_size: int,
         most_drafts: int,
         room: int,
     ) -> None:
         """
         Args:
             sampling: of the target.
-            num_blocks: of the target's pool.
+            pool_size: blocks of the target's pool.
             most_drafts: of a request.
             room: bytes that sampling may take beside logits and probabilities.
         """
@@ -564,7 +564,7 @@ class DraftModel:
         self._sampling = sampling
         self._room = room
         self._table = network.table
-        self._filled = FilledBlocks(network.table, num_blocks)
+        self._filled = FilledBlocks(network.table, pool_size)
         # Drafts of each slot whose K and V are computed after those of the known tokens.
         self._ahead = np.full((len(network.table.num_tokens), most_drafts + 1), NONE, np.int64)
         self._depths = np.arange(most_drafts + 1)

@@ -131,7 +131,7 @@ def _draft_model(parts: DrafterParts) -> Drafter:
         draft,
         Sampler(network.ops),
         parts.sampling,
-        config.cache.num_blocks,
+        config.cache.pool_size,
         chosen.num_draft_tokens,
         SAMPLER_BYTES[device.type],
     )
