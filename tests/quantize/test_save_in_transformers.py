@@ -51,6 +51,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
 OFF = {"compressed_tensors": 1e-5, "accelerate": 0.02, "gptqmodel": 0.01}
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
 @pytest.mark.parametrize(
     ("package", "case"), [(package, case) for package in CASES for case in CASES[package]]
