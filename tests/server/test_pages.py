@@ -110,3 +110,33 @@ def test_every_reference_leads_somewhere() -> None:
     assert pages.render(described).count("<h3") == len(names) + sum(
         len(methods) for methods in described["paths"].values()
     )
+
+
+@pytest.fixture(scope="module")
+def playground() -> Iterator[HttpServer]:
+    async def make() -> App:
+        return App(pages.playground_routes(), read_keys([]), Drain(), AppConfig())
+
+    with http_server(make) as running:
+        yield running
+
+
+FILES = [route.path for route in pages.playground_routes()]
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_a_file_that_the_browser_has_is_not_sent_again(playground: HttpServer, path: str) -> None:
+    first = ask(playground, "GET", path)
+    tag = first.headers["etag"]
+    assert first.status == 200 and first.headers["cache-control"] == "no-cache"
+    for known in (tag, f"W/{tag}", f'"other", {tag}', "*"):
+        again = ask(playground, "GET", path, if_none_match=known)
+        assert (again.status, again.body) == (304, b"")
+        assert (again.headers["etag"], again.headers["cache-control"]) == (tag, "no-cache")
+    for known in ('"other"', tag.strip('"'), ""):
+        again = ask(playground, "GET", path, if_none_match=known)
+        assert (again.status, again.body) == (200, first.body)
+
+
+def test_other_contents_have_other_tags(playground: HttpServer) -> None:
+    assert len({ask(playground, "GET", path).headers["etag"] for path in FILES}) == len(FILES) > 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -82,10 +83,22 @@ def form_fields() -> list[dict[str, object]]:
 
 
 def _content(content: bytes, media_type: str) -> Handler:
+    """Return a handler that sends a content, or 304 to a browser that has it."""
+    tag = f'"{blake2b(content, digest_size=16).hexdigest()}"'
+    headers = {**PLAYGROUND_HEADERS, "etag": tag}
+
     async def serve(request: Request) -> Response:
-        return Response(content, media_type=media_type, headers=PLAYGROUND_HEADERS)
+        if _has(request.headers.getlist("if-none-match"), tag):
+            return Response(status_code=304, headers=headers)
+        return Response(content, media_type=media_type, headers=headers)
 
     return serve
+
+
+def _has(fields: Sequence[str], tag: str) -> bool:
+    """Return whether `If-None-Match` names a tag, weak or strong, or any (RFC 9110, 13.1.2)."""
+    tags = [one.strip().removeprefix("W/") for field in fields for one in field.split(",")]
+    return tag in tags or tags == ["*"]
 
 
 PAGE = Path(__file__).with_name("ui") / "docs.html"
