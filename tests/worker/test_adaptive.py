@@ -338,7 +338,7 @@ def test_time_without_drafts_is_measured_again_from_time_to_time() -> None:
     assert (np.diff([*without, len(drafts)]) <= 33).all() and len(without) < 40
 
 
-# Steps that need no look: none had drafts, and nobody would get any.
+# Steps without drafts for which `DraftControl` lets the drafter rest.
 
 PLAIN = 0.01
 ONE_SLOT = np.array([0])

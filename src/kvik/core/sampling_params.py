@@ -188,18 +188,13 @@ class _OtherNames(type):
     """Makes a class of parameters take the names that others have for them."""
 
     def __call__(cls, *values: Any, **given: Any) -> Any:
-        try:
-            return super().__call__(*values, **given)
-        except TypeError:  # a name that no parameter has
-            found, _ = with_synonyms(given, SYNONYMS, ParamError)
-            for name in found:
+        if not given.keys() <= PARAMETERS.keys():
+            given, _ = with_synonyms(given, SYNONYMS, ParamError)
+            for name in given:
                 if name not in PARAMETERS:
-                    known = [*PARAMETERS, *SYNONYMS]
-                    text = unknown(name, "sampling parameter", known)
-                    raise ParamError(name, text) from None
-            if found.keys() == given.keys():
-                raise
-            return super().__call__(*values, **found)
+                    text = unknown(name, "sampling parameter", [*PARAMETERS, *SYNONYMS])
+                    raise ParamError(name, text)
+        return super().__call__(*values, **given)
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,17 +75,22 @@ class Timings(Struct, kw_only=True):
     predicted_per_second: float
 
 
-class LlamaCompletion(Struct, kw_only=True):
-    """A finished text, or the last event of a stream, whose `content` is empty."""
+class LlamaText(Struct, kw_only=True):
+    """A text, whole or of one event, and the tokens of the answer so far."""
 
     index: int = 0
     content: str
-    tokens: list[int]
     id_slot: int = NO_SLOT
-    stop: bool = True
-    model: str
     tokens_predicted: int
     tokens_evaluated: int
+
+
+class LlamaCompletion(LlamaText, kw_only=True):
+    """A finished text, or the last event of a stream, whose `content` is empty."""
+
+    tokens: list[int]
+    stop: bool = True
+    model: str
     generation_settings: dict[str, Any]
     prompt: str
     has_new_line: bool
@@ -96,16 +101,11 @@ class LlamaCompletion(Struct, kw_only=True):
     timings: Timings
 
 
-class LlamaPiece(Struct, kw_only=True):
+class LlamaPiece(LlamaText, kw_only=True):
     """An event of a stream."""
 
-    index: int = 0
-    content: str
     tokens: list[int] | UnsetType = UNSET
     stop: bool = False
-    id_slot: int = NO_SLOT
-    tokens_predicted: int
-    tokens_evaluated: int
 
 
 async def completion(server: Server, request: Request, body: LlamaCompletionRequest) -> Response:
