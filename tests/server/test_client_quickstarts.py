@@ -1,0 +1,160 @@
+"""Scripts in the idiom of the first pages of OpenAI's and Anthropic's clients run with nothing but
+the base URL and the name of the model changed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+
+import pytest
+from anthropic import Anthropic, AsyncAnthropic
+from helpers.story_site import NAMES, Site, story_site
+from openai import AsyncOpenAI, OpenAI
+
+from kvik.server.app import all_routes
+from kvik.server.metrics import RequestMetricsObserver
+
+MODEL = NAMES[0]
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    with story_site(lambda parts: all_routes(parts, RequestMetricsObserver())) as made:
+        yield made
+        made.at_rest()
+
+
+@pytest.fixture(autouse=True)
+def addresses(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_BASE_URL", f"{site.url}/v1")
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    monkeypatch.setenv("ANTHROPIC_BASE_URL", site.url)
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "none")
+
+
+def test_openai_chat() -> None:
+    client = OpenAI(base_url=os.environ["OPENAI_BASE_URL"])
+
+    completion = client.chat.completions.create(
+        model=MODEL,
+        messages=[
+            {"role": "system", "content": "You tell short stories."},
+            {"role": "user", "content": "Tell me of a little fox."},
+        ],
+        max_completion_tokens=8,
+    )
+    assert completion.object == "chat.completion" and completion.model == MODEL
+    (choice,) = completion.choices
+    assert choice.message.role == "assistant" and choice.message.content
+    assert choice.finish_reason in ("stop", "length")
+    assert completion.usage is not None
+    assert 0 < completion.usage.completion_tokens <= 8
+
+
+def test_openai_stream() -> None:
+    client = OpenAI()
+
+    asked = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Say this is a test"}],
+        "max_completion_tokens": 8,
+        "temperature": 0,
+    }
+    whole = client.chat.completions.create(**asked)
+    text = ""
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        if chunk.choices[0].delta.content is not None:
+            text += chunk.choices[0].delta.content
+    assert text == whole.choices[0].message.content != ""
+
+
+def test_openai_async() -> None:
+    async def main() -> None:
+        async with AsyncOpenAI() as client:
+            stream = await client.chat.completions.create(
+                model=MODEL,
+                messages=[{"role": "user", "content": "Say this is a test"}],
+                max_completion_tokens=8,
+                stream=True,
+            )
+            texts = [chunk.choices[0].delta.content or "" async for chunk in stream]
+            assert "".join(texts)
+
+    asyncio.run(main())
+
+
+def test_openai_completions() -> None:
+    client = OpenAI()
+
+    completion = client.completions.create(
+        model=MODEL, prompt="Once upon a time", max_tokens=8, temperature=0
+    )
+    assert completion.object == "text_completion" and completion.choices[0].text
+    assert completion.usage is not None and completion.usage.completion_tokens <= 8
+
+
+def test_openai_embeddings() -> None:
+    client = OpenAI()
+
+    response = client.embeddings.create(model=MODEL, input=["A little fox", "The king"])
+    first, second = (one.embedding for one in response.data)
+    assert len(first) == len(second) > 0 and first != second
+
+
+def test_openai_models() -> None:
+    client = OpenAI()
+
+    assert [model.id for model in client.models.list()] == list(NAMES)
+    assert client.models.retrieve(MODEL).id == MODEL
+
+
+def test_anthropic_message() -> None:
+    client = Anthropic()
+
+    message = client.messages.create(
+        model=MODEL,
+        max_tokens=8,
+        messages=[{"role": "user", "content": "Hello, Claude"}],
+    )
+    assert (message.type, message.role, message.model) == ("message", "assistant", MODEL)
+    assert message.content[0].type == "text" and message.content[0].text
+    assert message.stop_reason in ("end_turn", "max_tokens")
+    assert 0 < message.usage.output_tokens <= 8 and message.usage.input_tokens > 0
+
+
+def test_anthropic_stream() -> None:
+    client = Anthropic()
+
+    with client.messages.stream(
+        model=MODEL,
+        max_tokens=8,
+        messages=[{"role": "user", "content": "Hello"}],
+    ) as stream:
+        text = "".join(stream.text_stream)
+    (block,) = stream.get_final_message().content
+    assert block.type == "text" and block.text == text != ""
+
+
+def test_anthropic_async() -> None:
+    async def main() -> None:
+        async with AsyncAnthropic() as client:
+            message = await client.messages.create(
+                model=MODEL, max_tokens=8, messages=[{"role": "user", "content": "Hello"}]
+            )
+            assert message.content
+
+    asyncio.run(main())
+
+
+def test_anthropic_count_tokens() -> None:
+    client = Anthropic()
+    asked = {
+        "model": MODEL,
+        "system": "You are a scientist",
+        "messages": [{"role": "user", "content": "Hello, Claude"}],
+    }
+
+    counted = client.messages.count_tokens(**asked)
+    message = client.messages.create(**asked, max_tokens=1)
+    assert counted.input_tokens == message.usage.input_tokens > 0
