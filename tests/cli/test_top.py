@@ -68,7 +68,7 @@ def test_a_real_server(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", "--url", site.url, "--once"]) == 0
     out = capsys.readouterr().out
     assert "kvik stories  ready  up " in out and " 0 steps" not in out
-    assert " of 511 blocks" in out and "running 0  waiting 0" in out and "queue: empty" in out
+    assert " of 512 blocks" in out and "running 0  waiting 0" in out and "queue: empty" in out
 
 
 def test_without_a_terminal_it_is_one_frame(site: Site, capsys: pytest.CaptureFixture[str]) -> None:

@@ -214,7 +214,7 @@ def test_closed_forms_equal_counting(
     windows: tuple[int | None, ...], depth: int, drafts: int
 ) -> None:
     rng = random.Random(depth + 1)
-    blocks = 1 + sum(12 if window is None else 5 for window in windows)
+    blocks = sum(12 if window is None else 5 for window in windows)
     sim = Counted(Setup(windows=windows, depth=depth, num_blocks=blocks, budget=7))
     for step in range(120):
         sim.worker.num_drafts = rng.choice([0, drafts])
