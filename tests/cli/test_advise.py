@@ -139,7 +139,7 @@ def test_json(machine: str, llama: str, capsys: pytest.CaptureFixture[str]) -> N
         (["--shared", "1000"], "shared"),
     ],
 )
-def test_bad_wishes_are_one_line(
+def test_a_bad_question_is_one_line(
     arguments: list[str], field: str, machine: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["advise", "--hardware", machine, *arguments]) == 2

@@ -40,7 +40,7 @@ def prompts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, st
     return seen
 
 
-def test_the_history_is_told(llm: LLM, prompts: list[Any], capsys: Any) -> None:
+def test_later_prompts_have_the_history(llm: LLM, prompts: list[Any], capsys: Any) -> None:
     talk = chat(llm)
     talk.take("Hello there")
     answer = talk.messages[1]["content"]

@@ -119,7 +119,7 @@ def test_a_named_model_is_not_looked_for_and_no_key_is_sent(say: Callable[..., i
     assert "authorization" not in asked.headers
 
 
-def test_the_history_is_told_and_the_figures_are_the_server_s(capsys: Any) -> None:
+def test_the_history_has_the_figures_of_the_server(capsys: Any) -> None:
     with answering(HELLO) as server:
         talk = chat(server.url)
         talk.take("One")

@@ -59,7 +59,7 @@ def test_the_reference_is_not_rounded(
     assert plain["perplexity"] != facts["perplexity"]
 
 
-def test_text_says_what_was_done(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_lists_what_was_done(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--window", "128", "--stride", "128", "--reference", "same"]
     assert main(["eval", *words, *CPU]) == 0
     out = capsys.readouterr().out
@@ -79,7 +79,7 @@ def test_text_says_what_was_done(capsys: pytest.CaptureFixture[str]) -> None:
         (("--max-num-seqs", "4"), "arguments: --max-num-seqs is no flag of kvik "),
     ],
 )
-def test_what_is_wrong_is_said_in_a_line(
+def test_an_error_is_one_line(
     words: tuple[str, ...], wrong: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["eval", *CPU, *words]) == 2

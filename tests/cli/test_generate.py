@@ -52,7 +52,7 @@ def test_text_to_standard_output_and_figures_to_standard_error(
         (["--stop-token-ids", ",".join(map(str, range(2048)))], "The fox", None),
     ],
 )
-def test_a_text_that_a_limit_nobody_gave_has_cut_says_so(
+def test_a_text_cut_by_a_default_limit_is_noted(
     words: list[str],
     prompt: str,
     note: str | None,

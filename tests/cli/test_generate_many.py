@@ -92,7 +92,7 @@ def test_an_interrupted_batch_goes_on_where_it_was(
         ('{"prompt": "A", "priority": 1}', "line 1: priority: needs"),
     ],
 )
-def test_what_cannot_be_is_said_by_line(
+def test_a_bad_line_is_named(
     text: str, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "prompts"
@@ -102,7 +102,7 @@ def test_what_cannot_be_is_said_by_line(
     assert error in captured.err and not captured.out
 
 
-def test_a_file_of_others_is_left_alone(
+def test_a_file_that_is_no_output_is_left_alone(
     prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mine = tmp_path / "notes"

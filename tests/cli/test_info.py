@@ -84,7 +84,7 @@ def test_kernels_and_why(
     assert decision["value"] == kernels[0] and kernels[1] in decision["reason"]
 
 
-def test_without_the_native_kernels_it_says_so(
+def test_missing_native_kernels_are_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bare = replace(detect(), native=False)
@@ -96,7 +96,7 @@ def test_without_the_native_kernels_it_says_so(
     assert "--kernels: native: kvik was installed without" in capsys.readouterr().err
 
 
-def test_on_a_gpu_it_says_that_triton_runs(
+def test_on_a_gpu_the_report_names_triton(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpu = Gpu(0, "NVIDIA H200", 140 << 30, 139 << 30, (9, 0))

@@ -116,7 +116,7 @@ def test_an_error_of_the_user_is_one_line(
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"]])
-def test_a_model_that_is_loaded_is_told_to_people(
+def test_loading_a_model_is_reported_on_a_terminal(
     flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = ["--device", "cpu", "--threads", "1", "--max-model-len", "64", "--max-num-seqs", "1"]

@@ -64,7 +64,9 @@ def test_a_measured_throughput_is_paid(capsys: pytest.CaptureFixture[str]) -> No
     assert facts["cost"]["copies"] == 3 and facts["cost"]["per_hour"] == 42.0
 
 
-def test_deepseek_v3_does_not_fit_and_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+def test_deepseek_v3_does_not_fit_and_the_error_names_what_would(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     words = [DEEPSEEK, "--hardware", "h200", "--tp", "8", "--context", "16384", "--batch", "64"]
     out = printed(capsys, *words)
     assert "671 billion parameters, 36.6 billion active" in out
@@ -114,7 +116,7 @@ def test_a_measured_machine_tells_what_to_expect() -> None:
     assert "as expected here" in measured
 
 
-def test_without_speeds_it_says_why() -> None:
+def test_without_speeds_the_reason_is_named() -> None:
     answer = plan(Question(hardware="h200", context=512))
     device = replace(answer.at.device, bandwidth=None, rates={}, unknown="run it first")
     text = as_text(replace(answer, speed=None, at=replace(answer.at, device=device)))
@@ -123,7 +125,7 @@ def test_without_speeds_it_says_why() -> None:
     assert "attention variants" in text and "weight formats" in text
 
 
-def test_what_stays_empty_of_the_cache_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_empty_part_of_the_cache_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     gemma = "gemma-3-4b"
     assert "of the KV cache stay empty" in printed(capsys, gemma, "--hardware", "h100")
     assert "stay empty" not in printed(capsys, LLAMA, "--hardware", "h100")

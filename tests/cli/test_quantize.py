@@ -60,7 +60,7 @@ def test_a_model_without_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         ((1.3, 1.25, 1.4), "1.30 (1.25 to 1.40) times"),
     ],
 )
-def test_a_speed_up_is_told_with_its_range(ratios: tuple[float, ...], text: str) -> None:
+def test_a_speed_up_is_shown_with_its_range(ratios: tuple[float, ...], text: str) -> None:
     before = Figure("decode", "tokens/s", (100.0, 80.0, 130.0))
     speed = DecodingSpeed(before, before, Figure("ratio", "x", ratios), ("Warning: busy.",))
     assert list(speed.rows()) == [

@@ -118,7 +118,7 @@ def test_a_flag_goes_before_the_environment_and_that_before_the_file(
         (["/no/such/model", "--port", "0"], "model: there is no folder"),
     ],
 )
-def test_what_is_wrong_is_told_in_one_line(
+def test_an_error_is_in_one_line(
     arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", *arguments]) == 2
@@ -128,7 +128,7 @@ def test_what_is_wrong_is_told_in_one_line(
     assert error.count("\n") == 1
 
 
-def test_a_taken_port_is_told_before_the_model_is_looked_for(
+def test_a_port_in_use_is_reported_before_the_model_is_looked_for(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -146,7 +146,7 @@ def test_a_taken_port_is_told_before_the_model_is_looked_for(
         (["--host", "127.0.0.1"], False),
     ],
 )
-def test_a_server_for_everybody_is_warned_of(
+def test_a_server_without_keys_on_a_public_address_is_warned_of(
     arguments: list[str], warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert main(["serve", "/no/such/model", "--port", "0", *arguments]) == 2
@@ -234,7 +234,7 @@ def test_the_bundled_model_is_served_and_a_signal_ends_it() -> None:
 
 @pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="the size of a pipe is set")
-def test_requests_are_answered_while_nobody_reads_the_log() -> None:
+def test_requests_are_answered_while_the_log_has_no_reader() -> None:
     reading, writing = os.pipe()
     fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)  # bytes: some forty requests
     small = ("--device", "cpu", "--threads", "1", "--max-num-seqs", "4", "--max-model-len", "256")

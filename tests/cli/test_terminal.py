@@ -8,7 +8,7 @@ from kvik.cli.terminal import share_bar
 
 
 @pytest.mark.parametrize("redraws", [True, False])
-def test_a_terminal_is_told_and_a_file_is_not(
+def test_progress_is_shown_on_a_terminal_and_not_in_a_file(
     redraws: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with share_bar(redraws=redraws) as tell:

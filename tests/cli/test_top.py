@@ -123,13 +123,13 @@ def test_keys(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
         (["--interval", "x"], "--interval: must be a number"),
     ],
 )
-def test_what_is_wrong_is_told_in_one_line(
+def test_an_error_is_in_one_line(
     words: list[str], part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert part in error_of(capsys, *words, "--once")
 
 
-def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_server_at_the_address(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:  # bound, and it does not listen
         taken.bind(("127.0.0.1", 0))
         where = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -138,7 +138,7 @@ def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
         )
 
 
-def test_something_else_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_program_at_the_address(capsys: pytest.CaptureFixture[str]) -> None:
     def reply(request: Received) -> Reply:
         return Reply([b"<html>\x1b[2J"])
 
@@ -222,7 +222,7 @@ def shown(picture: RenderableType, width: int = 120) -> str:
     return file.getvalue()
 
 
-def test_everything_is_told() -> None:
+def test_the_picture_has_all_figures() -> None:
     text = shown(picture(engine_frame(), 120))
     for part in (
         "kvik stories  ready  up 64.0 s",
@@ -259,13 +259,13 @@ def test_an_engine_that_does_not_answer() -> None:
     assert "restarting" in text and "it crashed" in text and "does not answer" in text
 
 
-def test_a_lost_server_is_said_over_its_last_figures() -> None:
+def test_a_lost_server_is_reported_above_its_last_figures() -> None:
     text = shown(picture(engine_frame(), 120, trouble="url: no server answers"))
     assert "lost" in text and "url: no server answers" in text and "ready" not in text
     assert "decode 321 tok/s" in text
 
 
-def test_only_so_many_requests() -> None:
+def test_the_number_of_requests_is_bounded() -> None:
     frame = engine_frame(running=[live_request(1000 + i) for i in range(50)])
     text = shown(picture(frame, 120, rows=4))
     assert "1003" in text and "1004" not in text

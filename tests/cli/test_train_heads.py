@@ -59,7 +59,7 @@ def test_heads_are_saved_and_reported(
         (("--tokens", "many"), "tokens: must be an integer, not 'many'"),
     ],
 )
-def test_what_cannot_be_is_said_by_name(
+def test_a_bad_option_is_named(
     more: tuple[str, ...],
     message: str,
     text: str,

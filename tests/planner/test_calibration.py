@@ -41,7 +41,7 @@ def test_a_place_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
         save(calibration(), tmp_path / "file" / "calibration.json")
 
 
-def test_without_a_file_it_says_what_to_run(tmp_path: Path) -> None:
+def test_without_a_file_the_error_names_the_command(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is none yet: run `kvik calibrate`"):
         load(tmp_path / "calibration.json")
 

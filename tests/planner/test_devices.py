@@ -117,7 +117,7 @@ def test_this_machine_as_it_was_measured(tmp_path: Path) -> None:
     assert device.rates == measured_device().rates
 
 
-def test_a_disturbed_measurement_says_so(tmp_path: Path) -> None:
+def test_a_disturbed_measurement_is_reported_as_such(tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
     save(replace(calibration(), disturbed=True), path)
     assert "disturbed the calibration" in this_device(HARDWARE, path).doubt

@@ -163,7 +163,7 @@ def test_decodes_that_ride_with_prompts_are_not_read_twice() -> None:
     assert found.floor == pytest.approx(alone / 2e12 + mixed / 500e12, rel=0.01)
 
 
-def test_without_ceilings_it_says_how_to_get_them() -> None:
+def test_without_ceilings_the_report_names_the_command() -> None:
     blind = Device("this", "cpu", 1 << 30, None, {}, unknown="run `kvik calibrate`")
     found = judge(FEW, LoopTime(executor=1.0, host=0.2), blind)
     assert found.bandwidth_share is None and found.compute_share is None and found.floor is None

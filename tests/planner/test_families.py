@@ -214,7 +214,7 @@ def test_a_window_that_is_null_is_none_though_the_family_has_one() -> None:
     assert {cache.window: cache.layers for cache in model.caches} == {None: 42}
 
 
-def test_a_nested_text_model_is_read_and_said() -> None:
+def test_a_nested_text_model_is_read_and_noted() -> None:
     gemma = shape("gemma-3-4b")
     assert gemma.architecture == "Gemma3ForConditionalGeneration"
     assert (gemma.num_heads, gemma.num_kv_heads, gemma.head_dim) == (8, 4, 256)
@@ -230,7 +230,7 @@ def test_a_nested_model_of_this_engine_is_not_one_it_runs() -> None:
     assert model.spec is None
 
 
-def test_an_unknown_decoder_is_read_like_llama_and_says_so() -> None:
+def test_an_unknown_decoder_is_read_like_llama_with_a_note() -> None:
     values = changed("llama-3-8b", architectures=["NovelForCausalLM"], model_type="novel")
     model = shape_from_config(values, "novel")
     assert model.parameters == 8_030_261_248
@@ -282,7 +282,7 @@ def test_a_checkpoint_that_the_engine_cannot_load_is_planned_all_the_same() -> N
         assert (model.spec is not None) == runs
 
 
-def test_a_missing_dtype_is_said() -> None:
+def test_a_missing_dtype_is_noted() -> None:
     model = shape_from_config(changed("mixtral-8x7b-v0.1", torch_dtype=...), "m")
     assert (model.dtype, model.stored) == ("float32", "fp32")
     assert model.notes == ("no dtype is given: float32 taken",)

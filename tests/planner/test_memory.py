@@ -144,14 +144,14 @@ def test_reserving_the_whole_context_leaves_most_of_it_empty() -> None:
     assert gemma.reserved == 21 * (8192 + 4096) * 2 * 8 * 256 * 2
 
 
-def test_what_does_not_fit_says_by_how_much() -> None:
+def test_what_does_not_fit_is_an_error_with_the_amount() -> None:
     memory = memory_of(shape("llama-3-70b"), Setting(H200, "fp32", "bf16", 8192, 1))
     assert not memory.fits
     assert memory.missing == memory.total - memory.limit > 100 * GIB
     assert (memory.largest_batch, memory.longest_context) == (0, 0)
 
 
-def test_less_utilization_is_less_room() -> None:
+def test_less_utilization_leaves_less_memory() -> None:
     half = memory_of(shape("llama-3-8b"), Setting(H200, "bf16", "bf16", 512, 1, utilization=0.5))
     assert half.limit == H200.memory // 2
 
@@ -176,13 +176,13 @@ def test_merged_layers_take_the_same_blocks() -> None:
     assert [spec.bytes_per_token for spec in equal] == [21 * 2 * 8 * 256 * 2] * 2
 
 
-def test_what_no_token_fills_is_told() -> None:
+def test_unfilled_slots_of_blocks_are_counted() -> None:
     plain = memory_of(shape("llama-3-8b"), Setting(H200, "bf16", "bf16", 1000, 2))
     # 1000 tokens take 63 blocks of 16; one block more is never handed out
     assert plain.kv_padding == (2 * (63 * 16 - 1000) + 16) * 131_072
 
 
-def test_a_plan_knows_its_sum() -> None:
+def test_the_parts_of_a_plan_add_up() -> None:
     memory = Memory(10, 1, 2, 3, 4, 0, 0, 0, 0, 1, 1)
     assert (memory.total, memory.missing, memory.fits) == (10, 0, True)
     over = replace(memory, limit=7)

@@ -71,7 +71,7 @@ def test_a_stage_of_experts_has_all_of_a_layer() -> None:
     assert size(tied, "head") == (1, 3584, 256_000)
 
 
-def test_no_stage_holds_more_than_its_share_says() -> None:
+def test_no_stage_has_more_than_its_share() -> None:
     """61 layers of which three are dense, over eight stages cut as evenly as they go."""
     whole, pp = shape("deepseek-v3"), 8
     by_layer = [0.0] * 61

@@ -37,7 +37,7 @@ def answer(name: str, device: Device, question: Question) -> Plan:
 @pytest.mark.parametrize("weights", [*WEIGHT_FORMATS])
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "gpt2", "deepseek-v2-lite", "qwen2.5-0.5b"])
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_weights_are_said_once(kind: str, name: str, weights: str) -> None:
+def test_weights_stand_once(kind: str, name: str, weights: str) -> None:
     """Memory, facts and table agree, with the scales as the kernels of the machine store them."""
     device = replace(TOY, kind=kind)
     found = answer(name, device, Question(dtype=weights, context=128))
@@ -145,7 +145,7 @@ def test_a_long_prompt_takes_its_arithmetic() -> None:
     assert last.bound == "compute"
 
 
-def test_decode_turns_compute_bound_where_the_table_says() -> None:
+def test_decode_becomes_compute_bound_where_the_table_has_it() -> None:
     found = answer("llama-3-8b", TOY, Question(context=1, batch=256))
     assert found.speed is not None
     turn = found.speed.compute_bound_batch
@@ -223,7 +223,7 @@ def test_a_smaller_batch_is_paid_where_the_asked_one_is_too_large() -> None:
     assert alone.cost.output == found.cost.output
 
 
-def test_a_draft_model_costs_what_its_roofline_says(tmp_path: Path) -> None:
+def test_a_draft_model_costs_the_time_of_its_roofline(tmp_path: Path) -> None:
     small = "llama-3.2-1b"
     question = Question(context=1024, batch=4, draft=small)
     found = answer("llama-3-8b", TOY, question)

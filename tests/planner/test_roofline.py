@@ -171,7 +171,7 @@ def test_an_unknown_speed_is_one_error(llama: ModelShape) -> None:
         step_time(llama, Setting(unknown, "bf16", "bf16"), decode(1, 10))
 
 
-def test_the_batch_that_turns_compute_bound(llama: ModelShape) -> None:
+def test_the_batch_at_which_decode_becomes_compute_bound(llama: ModelShape) -> None:
     """Context 1: 2 * weights * B / 1e14 >= 2 * weights / 1e12 from B = 100 on, the little that KV
     and logits add aside."""
     batch = compute_bound_batch(llama, Setting(ROUND, "fp16", "fp16", 1))

@@ -323,7 +323,7 @@ def test_a_shared_beginning_need_not_be_computed() -> None:
     assert whole.ttft == pytest.approx(seconds(prefill(1, 512)), rel=0.01)
 
 
-def test_free_drafts_gain_what_the_formula_says() -> None:
+def test_drafts_without_cost_gain_by_the_formula() -> None:
     plain = told(predict(serving(), TRAFFIC, 1))
     served = replace(serving(), drafting=Drafting(3, 0.8))
     gain = (1 - 0.8**4) / (1 - 0.8)

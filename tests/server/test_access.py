@@ -191,7 +191,7 @@ def who(keys: Keys, **headers: str) -> str | None:
     return caller and caller.name
 
 
-def test_without_keys_everybody_may() -> None:
+def test_without_keys_all_callers_may() -> None:
     keys = read_keys([])
     assert not keys.needed
     assert who(keys) == who(keys, authorization="Bearer x") == "anybody"

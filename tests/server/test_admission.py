@@ -49,7 +49,7 @@ def test_each_unit_is_counted_until_it_starts_or_ends():
 
 
 @pytest.mark.parametrize("tenant", ["a", "b"])
-def test_nobody_gets_past_the_bounds_of_all(tenant):
+def test_the_bounds_of_the_queue_hold_for_all_tenants(tenant):
     queue, _ = admission(shared=False)
     queue.admit("a", 10, 10)
     with pytest.raises(OverloadError) as caught:
@@ -62,7 +62,7 @@ def test_nobody_gets_past_the_bounds_of_all(tenant):
     tokens.admit(tenant, 1, 1)
 
 
-def test_a_request_that_nobody_is_ahead_of_may_have_any_length():
+def test_a_request_in_an_empty_queue_may_have_any_length():
     queue, _ = admission()
     ticket = queue.admit("a", 1, 5000)
     with pytest.raises(OverloadError):
@@ -78,7 +78,7 @@ def test_who_is_alone_without_other_tenants_may_use_everything():
     assert queue.fill == 1.0
 
 
-def test_a_flood_leaves_room_for_newcomers():
+def test_a_flood_leaves_places_for_new_tenants():
     queue, _ = admission(90, 1 << 30)
     flooded = 0
     with pytest.raises(OverloadError) as caught:
@@ -141,7 +141,7 @@ def test_a_deadline_that_the_queue_cannot_meet():
     assert caught.value.retry_after >= 1
 
 
-def test_another_tenants_flood_says_little_of_ones_own_deadline():
+def test_a_flood_of_another_tenant_hardly_moves_the_estimate_for_a_deadline():
     queue, clock = admission(1000, 10**6)
     tickets = [queue.admit("flood", 1, 10) for _ in range(100)]
     for ticket in tickets[:20]:

@@ -28,7 +28,7 @@ def server(drain: Drain) -> Iterator[HttpServer]:
         yield running
 
 
-def test_the_own_id_is_random(server: HttpServer) -> None:
+def test_request_ids_are_random(server: HttpServer) -> None:
     ids = {ask(server, "GET", "/health").headers["x-kvik-request-id"] for _ in range(3)}
     assert len(ids) == 3
     assert {len(request_id) for request_id in ids} == {32}
@@ -174,7 +174,7 @@ def test_who_closes_one_half_too_early_is_not_waited_for(server: HttpServer, par
         assert b" 200 " not in read_all(connection)
 
 
-def test_the_log_has_no_text_of_others_unescaped(
+def test_text_of_requests_is_escaped_in_the_log(
     server: HttpServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "kvik.access"):

@@ -216,7 +216,7 @@ def test_compressed_bodies_are_refused(server: HttpServer, coding: str) -> None:
     assert ask(server, "POST", "/body", "{}", content_encoding="identity").status == 200
 
 
-def test_unknown_fields_are_told_of(server: HttpServer) -> None:
+def test_unknown_fields_are_listed(server: HttpServer) -> None:
     body = {"number": 1, "one": 1, "two, three": 2, "zwölf": 12, "x" * 100: 0, "\r\nset-cookie:": 1}
     reply = ask(server, "POST", "/body", body)
     assert reply.status == 200

@@ -116,7 +116,7 @@ def test_a_step_that_breaks_costs_its_requests_and_no_others(
 
 
 @pytest.mark.parametrize("spoil", FAULTS)
-def test_a_stream_is_told_in_an_event(
+def test_a_failure_within_a_stream_is_an_event(
     site: Site, monkeypatch: pytest.MonkeyPatch, expected: str, spoil: Any
 ) -> None:
     break_step(site, monkeypatch, 60, spoil)

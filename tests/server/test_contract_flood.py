@@ -46,7 +46,7 @@ def flooded(executor: FakeExecutor) -> Iterator[Served]:
                 connection.close()
 
 
-def test_it_is_told_to_wait_and_another_key_is_not() -> None:
+def test_a_key_over_its_share_must_wait_and_another_need_not() -> None:
     executor = FakeExecutor(seconds=0.01)
     with flooded(executor) as server:
         waiting = server.inner.admission.num_waiting

@@ -33,7 +33,7 @@ def test_every_item_has_a_row() -> None:
     assert list(ROWS) == list(range(1, 57))
 
 
-def test_a_row_says_how_it_is_proved_or_why_it_is_not() -> None:
+def test_each_row_names_its_tests_or_why_it_has_none() -> None:
     for item, row in ROWS.items():
         what, answer, tests = (cell.strip() for cell in re.split(r"(?<!\\)\|", row))
         assert what and answer, item

@@ -29,7 +29,7 @@ def said(*roles: str) -> dict[str, object]:
     return {"messages": messages, "max_tokens": 2, "ignore_eos": True}
 
 
-def test_its_own_words_are_passed_on_and_trimmed() -> None:
+def test_error_messages_of_the_template_are_passed_on_and_trimmed() -> None:
     with served(routes, template=STRICT) as server:
         assert ask(server.http, "POST", "/v1/chat/completions", said("user")).status == 200
         for roles in (("assistant",), ("assistant", "user"), ("system",)):
@@ -55,7 +55,7 @@ def test_its_own_words_are_passed_on_and_trimmed() -> None:
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     ],
 )
-def test_a_bomb_fails_its_request_and_holds_up_nobody(template: str) -> None:
+def test_a_template_that_explodes_fails_its_own_request_alone(template: str) -> None:
     with served(routes, template=template) as server, ThreadPoolExecutor() as pool:
         bomb = pool.submit(ask, server.http, "POST", "/v1/chat/completions", said("user"))
         slowest = 0.0

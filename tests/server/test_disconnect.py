@@ -168,7 +168,7 @@ def test_before_the_body_is_complete():
         assert not server.inner.watcher.arrived_ids
 
 
-def test_the_others_text_goes_on():
+def test_text_of_another_client_goes_on():
     with served(routes, FakeExecutor(seconds=0.001)) as server:
         stays, goes = connect(server.http.port), connect(server.http.port)
         post(stays, "/v1/generate", {**LONG, "stream": True})

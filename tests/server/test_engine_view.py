@@ -141,7 +141,7 @@ def test_the_view_in_the_facts(site: Site) -> None:
     assert over["arrival"] <= over["first_scheduled"] <= over["first_token"] <= over["finished"]
 
 
-def test_nothing_of_what_was_said_or_of_whose_it_is(site: Site) -> None:
+def test_the_view_has_no_text_and_no_tenant(site: Site) -> None:
     generate(site, SECRET)
     body = ask(site.server, "GET", "/v1/engine").body
     with watch(site) as stream:
@@ -176,7 +176,7 @@ def test_a_stream_of_frames(site: Site) -> None:
     assert times == sorted(set(times))
 
 
-def test_a_watcher_who_comes_later_is_told_everything(site: Site) -> None:
+def test_a_watcher_that_connects_late_gets_the_whole_state(site: Site) -> None:
     with watch(site) as early:
         told = next_frame(early)["view"]["finished"]
         generate(site)
@@ -227,7 +227,7 @@ def test_only_get(site: Site) -> None:
 # -- to how many ---------------------------------------------------------------------------------
 
 
-def test_so_many_watch_and_no_more(site: Site) -> None:
+def test_the_number_of_watchers_is_bounded(site: Site) -> None:
     with watch(site) as one:
         next_frame(one)
         with watch(site) as two:

@@ -98,7 +98,7 @@ async def test_a_stop_string_ends_one_sibling_early():
         assert shown == {c.index: c.text for c in generation.result.outputs}
 
 
-async def test_tokens_between_the_first_and_the_last_are_held_for_a_moment(monkeypatch):
+async def test_tokens_between_the_first_and_the_last_are_merged(monkeypatch):
     """Ten thousand steps a second must not be ten thousand events."""
 
     monkeypatch.setattr(host, "MAX_DELAY", 5.0)
@@ -268,7 +268,7 @@ class FailingDetokenizer:
         self.push = push
 
 
-async def test_a_reader_that_takes_nothing_loses_its_own_request(monkeypatch):
+async def test_a_reader_that_stalls_loses_its_own_request(monkeypatch):
     monkeypatch.setattr(module, "MAX_PENDING_TOKENS", 50)
     async with generating(counting()) as serving:
         slow = await serving.start(wish("A", max_tokens=200), streaming=True)
@@ -321,7 +321,7 @@ async def test_the_operator_may_let_tenants_share_prefixes():
         assert [r.cache_salt for r in requests] == ["", "", "s"]
 
 
-async def test_under_pressure_answers_are_shorter_if_the_operator_says_so():
+async def test_under_pressure_answers_are_shorter_if_the_operator_allows_it():
     gate = gated_executor()
     limits = RequestLimits(degradation=Degradation(max_tokens=5, threshold=0.5))
 
@@ -335,7 +335,7 @@ async def test_under_pressure_answers_are_shorter_if_the_operator_says_so():
         assert [g.degraded for g in [*free, capped, small]] == ["", "", "max_tokens=5", ""]
 
 
-async def test_bad_words_become_ids_beside_the_event_loop():
+async def test_bad_words_become_ids_outside_the_event_loop():
     async with generating() as serving:
         requests = sent(serving)
         await serving.start(wish("A", bad_words=("Cat",)))
@@ -378,7 +378,7 @@ async def test_what_comes_at_once_is_not_too_much_for_a_reader_who_reads(monkeyp
         assert [len(one.token_ids) for one in generation.result.outputs] == [20] * 8
 
 
-async def test_others_have_their_turn_while_many_prompts_are_sent():
+async def test_the_event_loop_runs_while_many_prompts_are_sent():
     async with generating(max_requests=64, max_tokens=1 << 20) as serving:
         turns = 0
 
@@ -429,7 +429,7 @@ async def test_what_only_reads_its_prompt_has_a_pace_too():
         gate.gate.set()
 
 
-async def test_who_says_no_deadline_is_not_told_of_one():
+async def test_without_a_deadline_no_error_names_one():
     """The server's own limit ends what runs, and keeps nobody out."""
 
     gate = FakeExecutor()

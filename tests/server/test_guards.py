@@ -196,7 +196,7 @@ def test_a_page_of_another_origin_in_a_browser() -> None:
             assert "TypeError" in browser.evaluate(script % f"{unlisted.url}/v1/echo")
 
 
-def test_every_page_if_the_operator_says_so_but_never_with_credentials() -> None:
+def test_any_origin_if_the_operator_allows_it_but_never_with_credentials() -> None:
     with edge_server([], AppConfig(cors_origin=("*",))) as running:
         reply = ask(running, "POST", "/v1/echo", {}, origin="https://any.example")
     assert reply.status == 200

@@ -171,7 +171,7 @@ def test_bad_chunks(server: HttpServer) -> None:
         assert b" 200 " not in answer
 
 
-def test_a_bad_body_that_nobody_reads_is_answered_once(
+def test_a_bad_body_without_a_reader_is_answered_once(
     server: HttpServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     answer = raw(server, GET + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n")
@@ -236,7 +236,7 @@ def test_blank_lines_for_ever(server: HttpServer) -> None:
 # Bodies
 
 
-def test_a_body_that_says_it_is_too_large(server: HttpServer) -> None:
+def test_a_body_with_a_content_length_that_is_too_large(server: HttpServer) -> None:
     """The answer comes before the body does."""
     connection, head = until_head(server, POST + b"Content-Length: 999999999\r\n\r\n")
     with connection:
@@ -327,7 +327,7 @@ def test_an_idle_connection_is_closed_and_a_used_one_is_not(server: HttpServer) 
         assert time.monotonic() - start < 5
 
 
-def test_who_is_idle_makes_room(server: HttpServer) -> None:
+def test_an_idle_connection_gives_up_its_place(server: HttpServer) -> None:
     """Connections that say nothing starve nobody."""
     idle = [socket.create_connection(("127.0.0.1", server.port), 10) for _ in range(30)]
     try:

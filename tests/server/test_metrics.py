@@ -337,7 +337,7 @@ def test_the_ceilings_of_a_disturbed_calibration_are_described_as_such() -> None
 
 
 @pytest.mark.check
-def test_the_documentation_says_what_each_limit_means() -> None:
+def test_the_documentation_explains_each_limit() -> None:
     rows = re.findall(r"^\| `([\w ]+)` \|", (DOCS / "metrics.md").read_text(), re.MULTILINE)
     assert set(WHAT_HELPS) <= set(rows)
 

@@ -98,7 +98,7 @@ def test_what_is_wrong_is_named(server, body, param):
     assert error["type"] == "invalid_request_error"
 
 
-def test_unknown_fields_are_told(server):
+def test_unknown_fields_are_reported(server):
     answer = post(server, {"prompt": "A", "max_tokens": 1, "colour": "red"})
     assert answer.status_code == 200
     assert answer.headers["x-kvik-ignored-fields"] == "colour"

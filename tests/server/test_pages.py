@@ -49,12 +49,12 @@ def server() -> Iterator[HttpServer]:
         yield running
 
 
-def test_it_says_where_a_proxy_publishes_the_server() -> None:
+def test_the_schema_names_the_path_of_a_proxy() -> None:
     assert pages.document(TABLE, "/llm")["servers"] == [{"url": "/llm"}]
     assert pages.document(TABLE)["servers"] == [{"url": "/"}]
 
 
-def test_it_says_what_the_decoder_enforces(server: HttpServer) -> None:
+def test_the_schema_has_what_the_decoder_enforces(server: HttpServer) -> None:
     reply = ask(server, "GET", "/openapi.json")
     assert reply.status == 200
     described = reply.json

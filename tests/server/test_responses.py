@@ -104,7 +104,7 @@ def test_what_is_made_on_the_way_is_a_list(count: int) -> None:
 
 
 @pytest.mark.full
-def test_others_have_their_turn() -> None:
+def test_the_event_loop_runs_while_a_large_response_is_encoded() -> None:
     """While some 25 MB are made and written."""
     rows = logprobs(4000, 100)
     assert len(encode_in_chunks(NAMES.prompt(rows))) > 20 << 20
@@ -215,7 +215,7 @@ def test_what_fails_later_is_an_event_and_nothing_follows(anthropic):
             assert json.loads(last[6:])["error"]["code"] == "deadline_exceeded"
 
 
-def test_an_operators_abort_is_told_in_the_stream():
+def test_an_abort_by_the_operator_is_an_event_of_the_stream():
     with served(routes, slow()) as server:
         sock = connect(server.http.port)
         post(sock, "/stream", LONG)
@@ -231,7 +231,7 @@ async def abort(server, request_id: str) -> None:
     assert server.inner.generations.abort(request_id)
 
 
-def test_an_error_in_what_shows_a_stream_is_told_without_its_words(caplog):
+def test_an_error_in_formatting_a_stream_is_reported_without_its_cause(caplog):
     class Broken(GenerateFormat):
         def grow(self, position, deltas):
             if self._generation.record.num_output_tokens > 5:

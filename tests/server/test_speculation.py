@@ -107,5 +107,5 @@ def test_a_request_may_do_without(guessing, path):
 
 
 @pytest.mark.parametrize("path", KINDS)
-def test_an_engine_that_does_not_guess_says_nothing_of_it(plain, path):
+def test_an_engine_without_speculation_shows_none(plain, path):
     assert "speculation" not in usage(path, post(plain, path).json())

@@ -136,7 +136,7 @@ class Slow(Counted):
             await asyncio.sleep(0.001)
 
 
-async def test_tenants_take_turns(tokenizer: Tokenizer) -> None:
+async def test_tenants_are_served_alternately(tokenizer: Tokenizer) -> None:
     """A flood by one delays a text of another by what is being tokenised, and by no more."""
     slow, length = Slow(tokenizer), INLINE_CHARS + 1
     async with texts_of(slow, 100_000) as texts:
@@ -153,7 +153,7 @@ async def test_tenants_take_turns(tokenizer: Tokenizer) -> None:
     assert "".join(slow.order) == "aa" + "abdab" + "a" * 16
 
 
-async def test_a_tenant_has_bounded_room(
+async def test_the_text_of_a_tenant_is_bounded(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_TENANT_CHARS", 10_000)
@@ -164,7 +164,7 @@ async def test_a_tenant_has_bounded_room(
     assert refused == [False, False, True] * 2
 
 
-async def test_texts_that_wait_have_bounded_room(
+async def test_texts_that_wait_are_bounded(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_WAITING_CHARS", 10_000)
@@ -211,7 +211,7 @@ async def test_conversations_are_rendered_as_by_the_template() -> None:
         assert await render(said(), variables={"mood": "!"}) == "<s><user>hello\n<assistant>!"
 
 
-async def test_one_process_serves_many_in_turn_and_two_at_once() -> None:
+async def test_one_process_renders_many_one_by_one_and_two_processes_at_once() -> None:
     async with templates_of() as templates:
         for _ in range(5):
             await templates.render(said())

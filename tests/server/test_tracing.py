@@ -103,7 +103,7 @@ def test_one_that_was_cut_short_has_what_it_went_through(
     assert spans[-1].status.status_code is StatusCode.ERROR
 
 
-def test_what_was_guessed_is_told() -> None:
+def test_drafts_are_reported() -> None:
     guessed = RequestSpeculation(DraftCounts(2, 5, 3, [2, 2, 1], [2, 1, 0]), 0.5, 0.75)
     for given, expected in (
         (None, {}),

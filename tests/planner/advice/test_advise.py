@@ -204,7 +204,7 @@ def test_speculation_does_not_help_a_machine_that_computes() -> None:
     assert useless.verdict == "no use"
 
 
-def test_how_many_drafts_must_be_right_where_nobody_says_how_many_are() -> None:
+def test_without_an_acceptance_the_needed_one_is_named() -> None:
     """At that share the prediction gains, below it does not; and no figure counts on it."""
     found = report("Llama-3-8B", H100, Wish(concurrency=32))
     lever = advice(found, "speculation")
@@ -264,7 +264,7 @@ def test_what_is_stored_so_needs_no_flag() -> None:
     assert not any("--quantization" in flag for flag in found.flags)
 
 
-def test_the_engine_s_own_step_size_needs_no_flag() -> None:
+def test_the_default_step_size_needs_no_flag() -> None:
     """It follows the memory that a format leaves: 64 tokens where weights leave next to none."""
     found = report("Llama-3-70B", H100, Wish(concurrency=1, prompt_tokens=512))
     assert found.usual.budget < 256 and not found.usual.room
@@ -294,7 +294,7 @@ def test_it_starts_with_what_fits() -> None:
     assert found.flags and found.flags[0].startswith("--quantization int")
 
 
-def test_what_fits_no_single_device_is_told_for_several() -> None:
+def test_what_fits_no_single_device_is_planned_for_several() -> None:
     found = report("Llama-3-70B", DEVICES["rtx4090"], Wish())
     assert found.obstacle.startswith("does not fit one rtx4090")
     assert parsed(found.flags).quantization == "int4"  # and nothing of the devices
@@ -363,7 +363,7 @@ def test_a_faster_memory_never_lowers_the_rate() -> None:
     assert rates == sorted(rates)
 
 
-def test_a_known_prefix_is_told_with_its_effect() -> None:
+def test_a_known_prefix_is_listed_with_its_effect() -> None:
     found = advice(report("Llama-3-8B", H100, Wish(shared=400)), "prefix cache")
     assert found.before and found.after and found.before.single and found.after.single
     assert found.after.single.ttft < 0.6 * found.before.single.ttft
@@ -385,7 +385,7 @@ def test_a_known_prefix_is_told_with_its_effect() -> None:
         (Wish(prompt_tokens=4000, output_tokens=200), "prompt_tokens"),
     ],
 )
-def test_wishes_that_make_no_sense(wish: Wish, field: str) -> None:
+def test_questions_that_make_no_sense(wish: Wish, field: str) -> None:
     with pytest.raises(ConfigError) as raised:
         report("Llama-2-7B", H100, wish)
     assert raised.value.field == field

@@ -219,7 +219,7 @@ def test_how_long_what_was_written_stays(
     assert usage.output_tokens == 3
 
 
-def test_what_is_not_known_is_not_told() -> None:
+def test_unknown_figures_are_left_out() -> None:
     usage = UsageMeter(100, [], 16).usage(None, 0)
     assert usage.input_tokens == 100
     assert usage.cache_read_input_tokens is usage.cache_creation_input_tokens is None

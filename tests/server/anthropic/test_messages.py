@@ -45,7 +45,7 @@ def test_an_answer(client: anthropic.Anthropic) -> None:
     assert answer._request_id
 
 
-def test_the_answer_is_what_the_model_says(client: anthropic.Anthropic, site: Site) -> None:
+def test_the_answer_is_the_text_of_the_model(client: anthropic.Anthropic, site: Site) -> None:
     """System and messages reach the chat template as they are."""
     answer = client.messages.create(**GREEDY, max_tokens=12, system="You tell stories.")
     prompt = "<|system|>You tell stories.<|end|><|user|>Tell me of a dog.<|end|><|assistant|>"
@@ -115,7 +115,7 @@ def test_the_events_and_their_order(server: HttpServer) -> None:
     assert events[-1][1] == {"type": "message_stop"}
 
 
-def test_a_stop_sequence_is_told_and_not_shown(client: anthropic.Anthropic) -> None:
+def test_a_stop_sequence_is_reported_and_not_shown(client: anthropic.Anthropic) -> None:
     whole = client.messages.create(**GREEDY, max_tokens=40)
     assert whole.content[0].type == "text"
     text = whole.content[0].text
@@ -130,7 +130,7 @@ def test_a_stop_sequence_is_told_and_not_shown(client: anthropic.Anthropic) -> N
 
 
 @pytest.mark.full
-def test_a_turn_that_ends_by_itself(client: anthropic.Anthropic, site: Site) -> None:
+def test_an_answer_that_ends_by_itself(client: anthropic.Anthropic, site: Site) -> None:
     """Whatever ends the text but a stop sequence is the end of the turn."""
     answer = client.messages.create(
         **GREEDY, max_tokens=400, system="Be brief.", stop_sequences=["@@@"]
@@ -185,7 +185,7 @@ def test_an_assistants_beginning_is_continued(client: anthropic.Anthropic, site:
     )
 
 
-def test_turns_of_one_role_are_one(client: anthropic.Anthropic) -> None:
+def test_consecutive_messages_of_one_role_are_one(client: anthropic.Anthropic) -> None:
     one = client.messages.count_tokens(
         model=MODEL, messages=[{"role": "user", "content": "A dog.\nA cat."}]
     )

@@ -78,7 +78,7 @@ def test_what_speculation_guessed() -> None:
     assert one.drafts.at == [3, 2, 2, 1]  # as it was
 
 
-def test_an_engine_that_guessed_nothing_yet_says_so() -> None:
+def test_an_engine_without_drafts_so_far_is_shown_as_such() -> None:
     usage = msgspec.to_builtins(usage_of([output(1, [9], [guessed()])]))
     assert "completion_tokens_details" not in usage
     assert (usage["speculation"]["checks"], usage["speculation"]["drafted_per_position"]) == (0, [])
@@ -111,7 +111,7 @@ def read(events: bytes) -> list[Any]:
     return [json.loads(event.removeprefix(b"data: ")) for event in events.split(b"\n\n") if event]
 
 
-def test_a_chat_says_its_role_once() -> None:
+def test_a_chat_stream_has_its_role_once() -> None:
     stream = chat()
     first = read(stream.grow(0, [delta("a")]))
     assert [event["choices"][0]["delta"] for event in first] == [
@@ -135,7 +135,7 @@ def test_a_chat_says_its_role_once() -> None:
     assert stream.end([]) == b"data: [DONE]\n\n"
 
 
-def test_tokens_without_text_are_not_told() -> None:
+def test_tokens_without_text_make_no_event() -> None:
     stream = chat()
     stream.grow(0, [delta("a")])
     assert stream.grow(0, [delta("")]) == b""
@@ -165,7 +165,7 @@ def test_counts_so_far_need_include_usage() -> None:
 
 
 @pytest.mark.parametrize("reason", ["END", 7, None])
-def test_the_last_chunk_says_what_ended_it(reason: Any) -> None:
+def test_the_last_chunk_has_the_finish_reason(reason: Any) -> None:
     for stream in (chat, completion):
         ended = delta("a", finish_reason="stop", stop_reason=reason)
         first, *_, last = read(stream().grow(0, [delta("b")]) + stream().grow(0, [ended]))

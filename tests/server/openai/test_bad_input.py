@@ -249,7 +249,7 @@ def test_both_counts_of_a_prompt_that_is_too_long(
     assert counts in error["message"]
 
 
-def test_more_logprobs_than_can_be_held(http: httpx2.Client) -> None:
+def test_more_logprobs_than_are_kept_for_a_reader(http: httpx2.Client) -> None:
     many = {"prompt": [[1] * 500] * 128, "max_tokens": 1}
     for body, field in (
         ({"prompt": [1], "n": 128, "max_tokens": 500, "logprobs": 100}, "logprobs"),

@@ -84,7 +84,7 @@ def test_usage_of_a_stream(chat: Any) -> None:
     assert chunks[0].usage is not None and chunks[0].usage.prompt_tokens > 0
 
 
-def test_cached_tokens_are_told(chat: Any) -> None:
+def test_cached_tokens_are_reported(chat: Any) -> None:
     text = "A long tale of a cat that sat on a mat and ate a hat. " * 4
     asked: Any = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
     for _ in range(2):
@@ -202,7 +202,7 @@ def test_the_final_message_is_continued(chat: Any, llm: LLM) -> None:
     assert answer.choices[0].message.content == llm.generate(ids, params)[0].text
 
 
-def test_prompt_logprobs_stand_beside_the_choices(http: httpx2.Client) -> None:
+def test_prompt_logprobs_are_a_field_of_the_response(http: httpx2.Client) -> None:
     body = {"messages": TALK, "max_tokens": 1, "prompt_logprobs": 1}
     answer = http.post("/v1/chat/completions", json=body).json()
     shown = answer["prompt_logprobs"]

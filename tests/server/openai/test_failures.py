@@ -84,7 +84,7 @@ def test_in_a_stream_it_is_one_event_and_the_end(
     site.at_rest()
 
 
-def test_the_client_raises_what_the_stream_says(
+def test_the_client_raises_the_error_of_the_stream(
     site: Site, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail_at(site, monkeypatch, 60)

@@ -136,7 +136,7 @@ def test_names_of_llama_cpp(make: Any, params: Any) -> None:
         assert caught.value.field == other
 
 
-def test_the_schema_knows_the_bounds() -> None:
+def test_the_schema_has_the_bounds() -> None:
     kinds = [ChatRequest, CompletionRequest, EmbeddingRequest, TokenizeRequest]
     _, parts = msgspec.json.schema_components([*kinds, ChatCompletion, Completion])
     fields = parts["ChatRequest"]["properties"]
