@@ -66,6 +66,7 @@ async def test_requests_of_both_ways_share_the_engine_and_its_cache():
         del body["model"]
         answer = (await client.post("/llm/v1/completions", json=body)).json()
         assert answer["choices"][0]["text"] == mine.text
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
         lines = [
             line
             async for line in (

@@ -393,7 +393,7 @@ class Generations:
         if params.words:
             params = await self._spelled(params)
         salt = request.cache_salt
-        if not self._limits.share_prefix_cache:
+        if tenant and not self._limits.share_prefix_cache:  # without keys all are one tenant
             salt = f"{tenant}\0{salt}"
         return EngineRequest(
             f"gen-{secrets.token_hex(12)}",
