@@ -16,7 +16,7 @@ import pytest
 from helpers.served_engine import FakeExecutor, gated_executor
 
 from kvik import LLM, AsyncLLM, ConfigError, ParamError, SamplingParams, async_llm
-from kvik.async_llm import Entrance
+from kvik.async_llm import AdmissionQueue
 from kvik.config.config import ResolvedConfig
 from kvik.core.config import SchedulerConfig
 from kvik.core.types import EngineRequest
@@ -64,7 +64,7 @@ async def at_rest(engine: AsyncLLM) -> None:
             await asyncio.sleep(0.002)
     stats = await engine.stats()
     assert (stats.num_running, stats.num_waiting) == (0, 0)
-    assert engine._entrance._queue.num_waiting == 0
+    assert engine._admission._queue.num_waiting == 0
 
 
 async def text_of(stream: async_llm.AsyncStream) -> str:
@@ -186,7 +186,7 @@ async def test_a_request_that_waits_for_the_queue_can_be_aborted_and_cancelled(f
         results = [
             asyncio.create_task(engine.generate("A", GREEDY, str(i)).result()) for i in range(5)
         ]
-        while len(engine._entrance._waiting) < 4:
+        while len(engine._admission._waiting) < 4:
             await asyncio.sleep(0.002)
         assert await engine.abort("3")
         results[2].cancel()
@@ -196,6 +196,21 @@ async def test_a_request_that_waits_for_the_queue_can_be_aborted_and_cancelled(f
         assert isinstance(ended[2], asyncio.CancelledError)
         for i in (0, 1, 4):
             assert ended[i].num_output_tokens == 8
+        await at_rest(engine)
+
+
+async def test_a_stream_that_another_task_closes_before_it_is_sent_leaves_nothing(faked):
+    engine, executor = faked(gated_executor(), max_num_seqs=1, max_queued_requests=1)
+    async with engine:
+        streams = [engine.generate("A", GREEDY) for _ in range(4)]
+        results = [asyncio.create_task(stream.result()) for stream in streams]
+        while len(engine._admission._waiting) < 3:
+            await asyncio.sleep(0.002)
+        await streams[2].aclose()
+        executor.gate.set()
+        ended = await asyncio.gather(*results, return_exceptions=True)
+        assert isinstance(ended[2], RuntimeError)
+        assert [ended[i].num_output_tokens for i in (0, 1, 3)] == [8] * 3
         await at_rest(engine)
 
 
@@ -212,17 +227,17 @@ async def test_more_requests_than_the_queue_takes_wait_and_none_is_refused():
 
 
 async def test_the_most_urgent_request_is_let_in_first():
-    entrance = Entrance(SchedulerConfig(1, 1, 1, max_queued_requests=1), time.monotonic)
+    queue = AdmissionQueue(SchedulerConfig(1, 1, 1, max_queued_requests=1), time.monotonic)
     order: list[str] = []
 
     async def enter(name: str, priority: int) -> None:
         request = EngineRequest(name, [1, 2], SamplingParams(), priority=priority)
-        reservation = await entrance.admit(request)
+        reservation = await queue.admit(request)
         order.append(name)
         await asyncio.sleep(0)
         assert reservation is not None
         reservation.release()
-        entrance.update()
+        queue.update()
 
     wishes = [("first", 5), ("later", 5), ("least", 9), ("urgent", -1), ("last of 5", 5)]
     await asyncio.gather(*(enter(*wish) for wish in wishes))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ALL = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
-# A server does not end by itself: tests/server/test_build_app.py runs it.
+# A server does not end by itself: tests/server/test_asgi.py runs it.
 EXAMPLES = [path for path in ALL if path.stem != "async_server"]
 
 

@@ -86,7 +86,7 @@ class AsyncLLM:
             source = ThreadSource(partial(load_loop, self.resolved))
             self.client = RemoteClient(self.resolved, source)
         self._processor = OutputProcessor(tokenizer)
-        self._entrance = Entrance(self.resolved.scheduler, time.monotonic)
+        self._admission = AdmissionQueue(self.resolved.scheduler, time.monotonic)
         self._text_places = asyncio.Semaphore(NUM_TEXTS)
         self._requests: dict[str, AsyncRequest] = {}  # by id, until they end or are forgotten
         self._serial = itertools.count(1)
@@ -120,7 +120,7 @@ class AsyncLLM:
         """Free the model and its cache. Requests that have not ended raise `RuntimeError`; a closed
         engine cannot be used again."""
         await self.client.close()
-        self._entrance.close()
+        self._admission.close()
         await self.texts.close()
 
     async def __aenter__(self) -> AsyncLLM:
@@ -218,7 +218,7 @@ class AsyncLLM:
         if request.sent:
             self.client.end(request_id)
         else:
-            self._entrance.leave(request_id)
+            self._admission.leave(request_id)
         return True
 
     # -- inside ----------------------------------------------------------------------------------
@@ -270,9 +270,13 @@ class AsyncLLM:
         made = await asyncio.to_thread(make) if request.params.words else make()
         self.client.check(made)
         if not request.aborted:
-            request.reservation = await self._entrance.admit(made)
+            request.reservation = await self._admission.admit(made)
         if not request.aborted:
             await self.client.ready()
+        if request.closed:  # by another task, meanwhile
+            if request.reservation is not None:
+                request.reservation.release()
+            return
         self._processor.add(made, request.prompt, streaming=streaming)
         if request.aborted:
             self._take(_aborted(made, time.monotonic()))
@@ -298,7 +302,7 @@ class AsyncLLM:
             request.output = output
             request.changed.set()
             self._forget(request)
-        self._entrance.update()
+        self._admission.update()
 
     def _forget(self, request: AsyncRequest) -> None:
         """Forget a request, and end it if it has not ended."""
@@ -310,7 +314,7 @@ class AsyncLLM:
             self.client.end(request.request_id)
         if request.reservation is not None:
             request.reservation.release()
-            self._entrance.update()
+            self._admission.update()
 
 
 class AsyncStream(AsyncIterator[TextDelta]):
@@ -403,7 +407,7 @@ class AsyncStream(AsyncIterator[TextDelta]):
 
 @dataclass(slots=True, eq=False)
 class AsyncRequest:
-    """A request, and what came of it that its reader has not taken.
+    """A request, and the output that its reader has not taken yet.
 
     Attributes:
         prompt: its text, if it has one.
@@ -439,7 +443,7 @@ class AsyncRequest:
 Place = asyncio.Future[Reservation | None]
 
 
-class Entrance:
+class AdmissionQueue:
     """Lets requests into the engine's queue while that has room, the most urgent first.
 
     Args:
@@ -457,7 +461,7 @@ class Entrance:
         """Wait for a place in the queue; None: `leave` was called.
 
         Raises:
-            RuntimeError: the entrance was closed.
+            RuntimeError: the engine was closed.
         """
         place: Place = asyncio.get_running_loop().create_future()
         self._places[request.request_id] = place

@@ -1,4 +1,4 @@
-"""Python's collector of reference cycles, while a program starts."""
+"""Python's collector of reference cycles."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Turn the collector off: modules and models are made to stay, and looking through them again
-    and again takes a tenth of a start."""
+    """Turn the collector off until the block ends: modules and models are made to stay, and
+    looking through them again and again takes a tenth of a start."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -101,9 +101,9 @@ def start(
     """
     default_params = model_files(Path(resolved.runner.model_path)).default_params()
     runner = resolved.runner
-    # The tokenizer's library lets no other Python run. Loading minds that where it rounds weights,
-    # in many short operations, and else less than the import of torch does. What is wrong with the
-    # tokenizer is told before a long wait.
+    # The tokenizer's library keeps Python's lock, so no other Python runs meanwhile. That delays
+    # the rounding of weights, which is many short operations, more than the import of torch, and
+    # plain loading less. Before a long wait the tokenizer comes first, so that its errors do too.
     first = runner.quantization != "none" or resolved.memory.weights > QUICKLY_LOADED
     with uncollected(), LoadAhead(resolved) as ahead, ThreadPoolExecutor(1) as aside:
         early = aside.submit(load_tokenizer, resolved) if first else None

@@ -32,7 +32,17 @@ ALLOWED: dict[str, set[str]] = {
     "nn": {*GROUND, "models", "gguf", "kernels", "attention"},
     # Declarations of networks: run by the builder of nn, or described without torch.
     "models": {*GROUND},
-    "worker": {"config", "frozen", "kernels", "attention", "nn", "models", "version", *BRIDGE},
+    "worker": {
+        "config",
+        "frozen",
+        "kernels",
+        "attention",
+        "nn",
+        "models",
+        "version",
+        "collector",
+        *BRIDGE,
+    },
     "quantize": {"config", "text", "kernels", "attention", "nn", "models"},
     "planner": {"config", "core", "engine", "gguf", ""},
     # top: only launch joins the trunks

@@ -15,7 +15,7 @@ from kvik.cli.flags import (
     given_sampling_options,
 )
 from kvik.cli.generate_many import generate_many
-from kvik.cli.report import as_json, stats_line
+from kvik.cli.report import as_json, say_decisions, stats_line
 from kvik.cli.terminal import say
 from kvik.config.model_source import names_model
 from kvik.core.sampling_params import SamplingParams
@@ -82,8 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     with LLM(**engine_options(arguments, model)) as llm:
         if arguments.verbose:
-            for decision in llm.resolved.decisions:
-                say(f"{decision.name} = {decision.value}: {decision.reason}", error=True)
+            say_decisions(llm.resolved)
         params = llm.default_params.with_changes(**given)
         if arguments.json:
             (output,) = llm.generate([prompt], params)

@@ -7,14 +7,16 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from kvik.cli.flags import engine_options
-from kvik.cli.report import as_json
+from kvik.cli.report import as_json, say_decisions
+from kvik.cli.terminal import say
 from kvik.core.sampling_params import SamplingParams
 from kvik.errors import KvikError, ParamError, shown
 from kvik.files import can_write
@@ -72,16 +74,14 @@ def generate_many(arguments: argparse.Namespace, given: Mapping[str, Any]) -> in
     failed = 0
     with LLM(**engine_options(arguments, words[0] if words else "")) as llm:
         if arguments.verbose:
-            for decision in llm.resolved.decisions:
-                print(f"{decision.name} = {decision.value}: {decision.reason}", file=sys.stderr)
+            say_decisions(llm.resolved)
         prompts, params = _requests(llm, left, given)
         outputs = _begin(llm, left, prompts, params)
         model = llm.resolved.runner.model_path
-        with _open(arguments.output) as file, BatchProgress(len(left), None) as bar:
+        with _writing(arguments.output) as write, BatchProgress(len(left), None) as bar:
             for index, output in outputs:
                 found = {"line": left[index].number, **as_json(output, model)}
-                file.write(json.dumps(found, ensure_ascii=False) + "\n")
-                file.flush()
+                write(json.dumps(found, ensure_ascii=False))
                 bar.finished(output)
                 failed += any(one.finish_reason == "error" for one in output.outputs)
     return 1 if failed else 0
@@ -177,9 +177,10 @@ def _numbers_in(path: str | None) -> set[int]:
 
 
 @contextmanager
-def _open(path: str | None) -> Iterator[IO[str]]:
+def _writing(path: str | None) -> Iterator[Callable[[str], None]]:
+    """Yield what writes a line at once, to the end of a file or to standard output."""
     if path is None:
-        yield sys.stdout
+        yield partial(say, flush=True)
         return
     with open(path, "a", encoding="utf-8") as file:
-        yield file
+        yield partial(print, file=file, flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvik.cli.terminal import say
 from kvik.config.config import ResolvedConfig
 from kvik.core.types import RequestSpeculation, TokenLogprobs
 from kvik.engine.output import RequestOutput
@@ -24,6 +25,12 @@ def stats_line(output: RequestOutput) -> str:
     parts.append(f"prefix-cache hit {cached / prompt:.0%}" if prompt else "no prompt")
     parts += _guessed(output.speculation)
     return ", ".join(parts)
+
+
+def say_decisions(resolved: ResolvedConfig) -> None:
+    """Print each decision and its reason to standard error."""
+    for decision in resolved.decisions:
+        say(f"{decision.name} = {decision.value}: {decision.reason}", error=True)
 
 
 def as_json(output: RequestOutput, model: str) -> dict[str, object]:

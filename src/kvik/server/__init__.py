@@ -4,7 +4,7 @@ The edge: `http_protocol.py` is one connection, `app.py` one request in and out,
 send it, `route.py` routes and bodies, `errors.py` what is wrong with it. From request to text:
 `texts.py` tokenizer and chat template, `admission.py` the queue limits, `generation.py` the way to
 the engine and back, `responses.py` JSON and event streams. `server.py` puts the parts together,
-`run.py` serves until a signal; `metrics.py` and `tracing.py` observe. `build_app` makes an ASGI
+`run.py` serves until a signal; `metrics.py` and `tracing.py` observe. `asgi.py` makes an ASGI
 application of an `AsyncLLM`.
 
 An endpoint is one file with its request, response, handler and routes: `native.py`, `anthropic.py`,
@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvik.server.app import build_app
+    from kvik.server.asgi import build_app
 
 __all__ = ["build_app"]
 
@@ -25,6 +25,6 @@ __all__ = ["build_app"]
 def __getattr__(name: str) -> object:  # parts of the server are used without the rest
     if name not in __all__:
         raise AttributeError(f"module 'kvik.server' has no attribute {name!r}")
-    from kvik.server import app
+    from kvik.server import asgi
 
-    return getattr(app, name)
+    return getattr(asgi, name)

@@ -8,16 +8,16 @@ first, because the others share its memory.
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from kvik.collector import uncollected
 from kvik.config.units import show_bytes
 from kvik.core.plan import GraphCounts
 
@@ -166,7 +166,8 @@ class CudaCapturer:
         self._stream.wait_stream(before)
         graph = torch.cuda.CUDAGraph()
         try:
-            with _uncollected(), torch.cuda.stream(self._stream):
+            # Destroying an old graph, event or kernel module during a capture breaks it.
+            with uncollected(), torch.cuda.stream(self._stream):
                 self._record(graph, call, self._pool)
             before.wait_stream(self._stream)
             graph.replay()
@@ -207,19 +208,6 @@ class CudaCapturer:
         with suppress(RuntimeError):
             graph.reset()
         self._pool = None  # a pool without graphs cannot be used again
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Disable garbage collection, because destroying an old graph, event or kernel module during a
-    capture breaks the capture."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 Size = TypeVar("Size", bound=Hashable)

@@ -1,0 +1,114 @@
+"""The server of an `AsyncLLM` as an ASGI application, alone or mounted in another one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from starlette.types import Receive, Scope, Send
+
+from kvik.config.config import ResolvedConfig
+from kvik.config.server_config import ServerConfig, check_server_config
+from kvik.core.sampling_params import SamplingParams
+from kvik.engine.remote import RemoteClient
+from kvik.errors import ConfigError
+from kvik.options import options_of, unknown
+from kvik.server.access import read_keys
+from kvik.server.app import App, complete_app
+from kvik.server.server import model_names
+from kvik.server.texts import Texts
+
+# Options of a program that listens itself and loads the engine itself.
+ELSEWHERE = frozenset(
+    {
+        "host",
+        "port",
+        "uds",
+        "ssl_certfile",
+        "ssl_keyfile",
+        "admin_port",
+        "shutdown_timeout",
+        "record",
+        "log_level",
+    }
+)
+
+
+class LoadedEngine(Protocol):
+    """What `build_app` needs of an engine: an `AsyncLLM`."""
+
+    model: str
+    resolved: ResolvedConfig
+    client: RemoteClient
+    texts: Texts
+    default_params: SamplingParams
+
+    def begin(self) -> None:
+        """Begin to load it, unless that was done."""
+        ...
+
+    async def start(self) -> None:
+        """Load it, unless that was done, and wait until it takes requests."""
+        ...
+
+    async def close(self) -> None:
+        """Free it."""
+        ...
+
+
+def build_app(engine: LoadedEngine, **options: Any) -> EngineApp:
+    """Return the server of an `AsyncLLM` as an ASGI application, alone or mounted in another one.
+
+    All routes of `kvik serve` are there, and requests of both ways in share one batch. As the app
+    of a server of its own it loads the engine at the start and closes it at the end; one that it is
+    mounted in does that itself, as `async with engine`, or the first request begins to load it.
+
+    Args:
+        options: fields of `ServerConfig`, without those of a program that listens.
+
+    Raises:
+        ConfigError: an option does not exist, is the program's own, or is out of range.
+    """
+    known = [one.name for one in options_of(ServerConfig) if one.name not in ELSEWHERE]
+    for name in options:
+        if name in ELSEWHERE:
+            raise ConfigError(name, "is for the program that listens, or that loads the engine")
+        if name not in known:
+            raise ConfigError(name, unknown(name, "server option", known))
+    config = ServerConfig(**{**options, "host": ""})
+    check_server_config(config)
+    names = model_names(config, engine.model, Path(engine.resolved.runner.model_path))
+    keys = read_keys(config.api_key, config.api_key_file)
+    server, app = complete_app(
+        config, engine.client, engine.texts, engine.default_params, keys, names
+    )
+    engine.client.add_sink(server.generations.take)
+    return EngineApp(engine, app)
+
+
+class EngineApp:
+    """An ASGI application over an engine, which it loads when it is asked for something."""
+
+    def __init__(self, engine: LoadedEngine, app: App) -> None:
+        self._engine = engine
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+            return
+        self._engine.begin()
+        await self._app(scope, receive, send)
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        await receive()  # startup
+        try:
+            await self._engine.start()
+        except BaseException as error:
+            await self._engine.close()
+            await send({"type": "lifespan.startup.failed", "message": str(error)})
+            raise
+        await send({"type": "lifespan.startup.complete"})
+        await receive()  # shutdown
+        await self._engine.close()
+        await send({"type": "lifespan.shutdown.complete"})
