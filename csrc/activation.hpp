@@ -26,8 +26,8 @@ KVIK_INLINE F32 gelu(F32 x) {
 constexpr int64_t kActivationsPerThread = 1024;  // half a microsecond
 
 template <class T>
-void silu_and_mul_of(const silu_and_mul_args& a, const Team& team) {
-    share_columns(team, a.rows, a.inner, kActivationsPerThread, [&](int64_t row, int64_t begin, int64_t end) {
+void silu_and_mul_of(const silu_and_mul_args& a, Team& team) {
+    each_columns(team, a.rows, a.inner, kActivationsPerThread, [&](int64_t row, int64_t begin, int64_t end) {
         const T* gate = static_cast<const T*>(a.x) + row * a.x_stride;
         const T* up = gate + a.inner;
         T* y = static_cast<T*>(a.y) + row * a.y_stride;
@@ -39,8 +39,8 @@ void silu_and_mul_of(const silu_and_mul_args& a, const Team& team) {
 }
 
 template <class T>
-void gelu_tanh_of(const gelu_tanh_args& a, const Team& team) {
-    share_columns(team, a.rows, a.dim, kActivationsPerThread, [&](int64_t row, int64_t begin, int64_t end) {
+void gelu_tanh_of(const gelu_tanh_args& a, Team& team) {
+    each_columns(team, a.rows, a.dim, kActivationsPerThread, [&](int64_t row, int64_t begin, int64_t end) {
         const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
         T* y = static_cast<T*>(a.y) + row * a.y_stride;
         int64_t i = begin;

@@ -6,6 +6,7 @@
 
 #include "arguments.hpp"
 #include "attention_task.hpp"
+#include "share.hpp"
 #include "simd.hpp"
 #include "team.hpp"
 
@@ -125,36 +126,40 @@ inline void combine_row(const attention_args& a, const Cut& cut, int64_t row, fl
     write_out(a, total, cut.first_token + inner / group, kv_head * group + inner % group);
 }
 
+constexpr int64_t kCombinedPerThread = 4096;  // numbers
+
 template <class Format, class Stored>
 void attend(const attention_args& a, Team& team) {
     if (a.num_seqs <= 0) return;
     const int64_t group = a.heads / a.kv_heads;
     const int64_t thin_rows = kThinRows * a.kv_heads, wide_rows = group > kWideRows ? group : kWideRows;
     const int64_t rows = thin_rows > wide_rows ? thin_rows : wide_rows;
-    const int64_t cut_bytes = (a.num_seqs * int64_t(sizeof(Cut)) + 63) / 64 * 64;
-    char* scratch = static_cast<char*>(
-        private_scratch(team, size_t(cut_bytes + Worker<Format, Stored>::scratch_bytes(a, rows))));
-    Cut* cuts = reinterpret_cast<Cut*>(scratch);
+    Cut* cuts = static_cast<Cut*>(shared_scratch(team, 0, size_t(a.num_seqs) * sizeof(Cut)));
     const Plan plan(a, team, cuts);
-    float* parts = nullptr;
-    if (plan.num_parts > 0)
-        parts = static_cast<float*>(
-            shared_scratch(team, size_t(plan.num_parts * Record::size(a.head_dim)) * sizeof(float)));
+    const size_t record = size_t(Record::size(a.head_dim)) * sizeof(float);
+    float* parts = static_cast<float*>(shared_scratch(team, 1, size_t(plan.num_parts) * record));
 
-    Worker<Format, Stored> worker(a, scratch + cut_bytes, rows);
-    const Cut* cut = cuts;
-    for (int64_t piece; (piece = next_piece(team, plan.num_tasks)) >= 0;) {
-        while (piece >= cut->first_task + cut->num_tasks()) cut++;
-        worker.run(task_of(a, *cut, piece - cut->first_task, parts));
-    }
-    end_pieces(team);
+    together(team, plan.num_tasks, [&](Member& member) {
+        void* scratch = member.scratch(size_t(Worker<Format, Stored>::scratch_bytes(a, rows)));
+        Worker<Format, Stored> worker(a, static_cast<char*>(scratch), rows);
+        const Cut* cut = cuts;
+        for (int64_t piece; (piece = member.next()) >= 0;) {
+            while (piece >= cut->first_task + cut->num_tasks()) cut++;
+            worker.run(task_of(a, *cut, piece - cut->first_task, parts));
+        }
+    });
 
-    float* total = reinterpret_cast<float*>(scratch + cut_bytes);
-    int64_t row = 0;
-    for (cut = cuts; plan.num_parts > 0 && cut < cuts + plan.num_cuts; cut++) {
+    for (const Cut* cut = cuts; plan.num_parts > 0 && cut < cuts + plan.num_cuts; cut++) {
         if (!cut->by_split) continue;
-        for (int64_t r = 0; r < cut->queries.count * a.heads; r++, row++)
-            if (row % team.size == team.rank) combine_row(a, *cut, r, parts, total);
+        const int64_t combined = cut->queries.count * a.heads;
+        const int64_t ranges = parts_for(team, combined, kCombinedPerThread / (cut->num_splits * a.head_dim));
+        together(team, ranges, [&](Member& member) {
+            float* total = static_cast<float*>(member.scratch(record));
+            for (int64_t piece; (piece = member.next()) >= 0;) {
+                const Range range = part_of(combined, piece, ranges);
+                for (int64_t row = range.begin; row < range.end; row++) combine_row(a, *cut, row, parts, total);
+            }
+        });
     }
 }
 

@@ -77,13 +77,6 @@ NB_MODULE(_native, m) {
         }
         return out;
     });
-    m.def("has_openmp", [] {
-#ifdef _OPENMP
-        return true;
-#else
-        return false;
-#endif
-    });
     m.def(
         "allocate",
         [](size_t bytes, bool huge) {

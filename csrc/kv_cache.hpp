@@ -4,6 +4,7 @@
 #include "arguments.hpp"
 #include "kv_layout.hpp"
 #include "kv_numbers.hpp"
+#include "share.hpp"
 #include "simd.hpp"
 #include "team.hpp"
 
@@ -76,20 +77,22 @@ inline float value_at(const Int4s* strip, int64_t t, int64_t d, int64_t head_dim
     return decode_int4(strip[value_byte(t, d, head_dim)].bits >> d % 16 / 8 * 4 & 15, word);
 }
 
-// Calls body(row, head, strip, scale place, token of the strip) for this thread's share. Rows without
-// a place (negative slots) are left out.
+constexpr int64_t kStoredPerThread = 4096;  // numbers
+
+// Calls body(row, head, strip, scale place, token of the strip) for all heads. Rows without a place
+// (negative slots) are left out.
 template <class Args, class Body>
-void each_head(const Args& a, const Team& team, const Body& body) {
+void each_head(const Args& a, Team& team, const Body& body) {
     const KvLayout layout{a.kv_heads, a.head_dim, a.block_size};
     const auto* slots = static_cast<const int64_t*>(a.slot_mapping);
-    const int64_t items = a.rows * a.kv_heads;
-    const int64_t end = items * (team.rank + 1) / team.size;
-    for (int64_t item = items * team.rank / team.size; item < end; item++) {
-        const int64_t row = item / a.kv_heads, head = item % a.kv_heads;
-        if (slots[row] < 0) continue;
-        const int64_t block = slots[row] / a.block_size, offset = slots[row] % a.block_size;
-        body(row, head, layout.strip(block, head, offset), layout.token(block, head, offset), offset % kStrip);
-    }
+    each_range(team, a.rows * a.kv_heads, kStoredPerThread / a.head_dim, [&](int64_t begin, int64_t end) {
+        for (int64_t item = begin; item < end; item++) {
+            const int64_t row = item / a.kv_heads, head = item % a.kv_heads;
+            if (slots[row] < 0) continue;
+            const int64_t block = slots[row] / a.block_size, offset = slots[row] % a.block_size;
+            body(row, head, layout.strip(block, head, offset), layout.token(block, head, offset), offset % kStrip);
+        }
+    });
 }
 
 template <class Stored>

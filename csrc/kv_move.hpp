@@ -4,6 +4,7 @@
 #include "arguments.hpp"
 #include "kv_layout.hpp"
 #include "kv_numbers.hpp"
+#include "share.hpp"
 #include "team.hpp"
 
 namespace kvik {
@@ -30,9 +31,11 @@ inline void copy_value(Int4s* to, int64_t to_t, const Int4s* from, int64_t t, in
         for (int64_t d = first; d < first + 8; d++) to[value_byte(to_t, d, head_dim)] = from[value_byte(t, d, head_dim)];
 }
 
-// Threads share the heads; each thread moves the tokens in their order.
+constexpr int64_t kMovedPerThread = 4096;  // numbers
+
+// Threads share the heads; the tokens of a head are moved in their order.
 template <class Stored>
-void move_as(const move_kv_args& a, const Team& team) {
+void move_as(const move_kv_args& a, Team& team) {
     const KvLayout layout{a.kv_heads, a.head_dim, a.block_size};
     const auto* source = static_cast<const int64_t*>(a.source);
     const auto* target = static_cast<const int64_t*>(a.target);
@@ -40,7 +43,9 @@ void move_as(const move_kv_args& a, const Team& team) {
     auto* values = static_cast<Stored*>(a.v_cache);
     auto* key_words = static_cast<uint16_t*>(a.k_scales);
     auto* value_words = static_cast<uint16_t*>(a.v_scales);
-    for (int64_t head = team.rank; head < a.kv_heads; head += team.size)
+    const int64_t moved = a.rows * a.head_dim;  // numbers of a head
+    each_range(team, a.kv_heads, kMovedPerThread / (moved > 0 ? moved : 1), [&](int64_t begin, int64_t end) {
+        for (int64_t head = begin; head < end; head++)
         for (int64_t row = 0; row < a.rows; row++) {
             const int64_t from = source[row] / a.block_size, t = source[row] % a.block_size;
             const int64_t to = target[row] / a.block_size, to_t = target[row] % a.block_size;
@@ -53,6 +58,7 @@ void move_as(const move_kv_args& a, const Team& team) {
                 value_words[layout.token(to, head, to_t)] = value_words[layout.token(from, head, t)];
             }
         }
+    });
 }
 
 }  // namespace cache

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "arguments.hpp"
+#include "share.hpp"
 #include "simd.hpp"
 #include "team.hpp"
 
@@ -21,28 +22,29 @@ void read_memory(const read_memory_args& a, Team& team) {
     constexpr int64_t kPiece = 1 << 20, kAhead = 4096;
     constexpr int64_t kStep = 8 * int64_t(sizeof(I32));
     const char* data = static_cast<const char*>(a.data);
-    I32 s[8];
-    for (I32& v : s) v = izero();
-    const int64_t pieces = (a.bytes + kPiece - 1) / kPiece;
-    for (int64_t piece; (piece = next_piece(team, pieces)) >= 0;) {
-        const int64_t end = (piece + 1) * kPiece < a.bytes ? (piece + 1) * kPiece : a.bytes;
-        int64_t i = piece * kPiece;
-        for (; i + kStep <= end; i += kStep) {
-            for (int64_t line = 0; line < kStep; line += 64) prefetch(data + i + kAhead + line);
-            for (int j = 0; j < 8; j++) s[j] = iadd(s[j], iload(data + i + j * int64_t(sizeof(I32))));
+    together(team, (a.bytes + kPiece - 1) / kPiece, [&](Member& member) {
+        I32 s[8];
+        for (I32& v : s) v = izero();
+        for (int64_t piece; (piece = member.next()) >= 0;) {
+            const int64_t end = (piece + 1) * kPiece < a.bytes ? (piece + 1) * kPiece : a.bytes;
+            int64_t i = piece * kPiece;
+            for (; i + kStep <= end; i += kStep) {
+                for (int64_t line = 0; line < kStep; line += 64) prefetch(data + i + kAhead + line);
+                for (int j = 0; j < 8; j++) s[j] = iadd(s[j], iload(data + i + j * int64_t(sizeof(I32))));
+            }
+            for (; i < end; i++) s[0] = iadd(s[0], ibroadcast(data[i]));
         }
-        for (; i < end; i++) s[0] = iadd(s[0], ibroadcast(data[i]));
-    }
-    for (I32& v : s) KVIK_OPAQUE(v);
-    if (team.rank == 0) *static_cast<double*>(a.result) = double(a.bytes);
-    end_pieces(team);
+        for (I32& v : s) KVIK_OPAQUE(v);
+    });
+    *static_cast<double*>(a.result) = double(a.bytes);
 }
 
 // `steps` times a small matrix product: sums enough to hide the latency of an operation on every machine.
 // step(sum, a, b) adds a product. kRows: what the registers hold, by measurement.
+constexpr int kColumns = 3;
+
 template <int kRows, class Sum, class Operand, class Step>
-void repeat(const Team& team, int64_t steps, double operations, void* result, Sum start, Operand operand, Step step) {
-    constexpr int kColumns = 3;
+void repeat_alone(int64_t steps, Sum start, Operand operand, Step step) {
     Sum sums[kRows][kColumns];
     Operand a[kRows], b[kColumns];
 #pragma GCC unroll 7
@@ -71,8 +73,18 @@ void repeat(const Team& team, int64_t steps, double operations, void* result, Su
             Sum end = sums[i][j];  // a copy, as the sums themselves would have to live in memory
             KVIK_OPAQUE(end);
         }
-    if (team.rank == 0)
-        *static_cast<double*>(result) = operations * kRows * kColumns * double(steps) * double(team.size);
+}
+
+// `steps` for each thread of the team, in pieces for whoever has time. result: all operations.
+template <int kRows, class Sum, class Operand, class Step>
+void repeat(Team& team, int64_t steps, double operations, void* result, Sum start, Operand operand, Step step) {
+    constexpr int64_t kPieces = 16;  // for each thread
+    const int64_t all = steps * team.size, pieces = kPieces * team.size;
+    each_piece(team, pieces, [&](int64_t piece) {
+        const Range range = part_of(all, piece, pieces);
+        repeat_alone<kRows>(range.end - range.begin, start, operand, step);
+    });
+    *static_cast<double*>(result) = operations * kRows * kColumns * double(all);
 }
 
 constexpr int kPeakRows = kLanes == 16 ? 7 : 4;

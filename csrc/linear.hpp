@@ -5,6 +5,7 @@
 #include "arguments.hpp"
 #include "packed.hpp"
 #include "prepared_rows.hpp"
+#include "share.hpp"
 #include "simd.hpp"
 #include "team.hpp"
 #include "tiles.hpp"
@@ -30,6 +31,9 @@ constexpr int64_t kStretchBytes = 2048;
 // Bytes of weights that are unpacked at a time for a single block of rows: they stay in the first cache.
 // With both, stretches are whole products of AMX.
 constexpr int64_t kUnpackedBytes = 16384;
+
+// Numbers of x that are worth a thread: a microsecond.
+constexpr int64_t kPreparedPerThread = 8192;
 
 KVIK_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -147,7 +151,7 @@ Finish finish_of(const linear_args& a) {
 struct TileWork {
     const linear_args& a;
     const LinearPlan& plan;
-    const PreparedRows& x;
+    const PreparedRows x;
     Finish finish;
     float* sums;
     char* wide;
@@ -212,46 +216,56 @@ struct TileWork {
     }
 };
 
-PreparedRows prepare_all(const linear_args& a, const LinearPlan& plan, Team& team, char* ordered, char* own) {
+// The rows as all threads read them; without data where each thread prepares them for itself, which is
+// faster for one or two rows than to wait for another thread.
+PreparedRows prepare_all(const linear_args& a, const LinearPlan& plan, Team& team) {
+    PreparedRows x = {};
     if (plan.in_place) {
-        PreparedRows x = {};
         x.data = (const char*)a.x;
         x.stride = a.x_stride * (a.dtype == kBF16 ? 2 : 4);
-        return x;
+    } else if (!plan.own_rows) {
+        x = prepared_at(a, a.rows, (char*)shared_scratch(team, 0, size_t(plan.x_bytes)));
+        const int64_t parts = parts_for(team, a.rows, kPreparedPerThread / (a.inputs > 0 ? a.inputs : 1));
+        together(team, parts, [&](Member& member) {
+            char* ordered = (char*)member.scratch(size_t(plan.ordered_bytes));
+            for (int64_t part; (part = member.next()) >= 0;) {
+                const Range rows = part_of(a.rows, part, parts);
+                prepare(a, rows.begin, rows.end, x, ordered);
+            }
+        });
     }
-    // Each thread prepares one or two rows for itself, which is faster than waiting for another thread.
-    char* memory = plan.own_rows ? own : (char*)shared_scratch(team, size_t(plan.x_bytes));
-    const PreparedRows x = prepared_at(a, a.rows, memory);
-    prepare(a, plan.own_rows ? 0 : team.rank, plan.own_rows ? 1 : team.size, x, ordered);
-    if (!plan.own_rows) barrier(team);
     return x;
 }
 
 void linear(const linear_args& a, Team& team) {
     if (a.rows == 0 || a.outputs == 0) return;
     const LinearPlan plan = plan_linear(a, team.size);
-    const int64_t own_x_bytes = plan.own_rows ? plan.x_bytes : 0;
-    const int64_t own_bytes = plan.sums_bytes + plan.wide_bytes + plan.ordered_bytes + own_x_bytes;
-    char* own = (char*)private_scratch(team, size_t(own_bytes));
-    char* wide = own + plan.sums_bytes;
-    char* ordered = wide + plan.wide_bytes;
-    const PreparedRows x = prepare_all(a, plan, team, ordered, ordered + plan.ordered_bytes);
-    Tiles tiles;
-    const TileWork work = {a, plan, x, finish_of(a), (float*)own, wide, tiles};
-
+    const PreparedRows common = prepare_all(a, plan, team);
     const int64_t tile_pieces = divide_up(plan.tiles, plan.piece_tiles);
     const int64_t row_pieces = divide_up(plan.row_blocks, plan.piece_blocks);
-    const int64_t pieces = tile_pieces * row_pieces;
-    for (int64_t piece = next_piece(team, pieces), next; piece >= 0; piece = next) {
-        next = next_piece(team, pieces);
-        const int64_t tile = piece / row_pieces * plan.piece_tiles, block = piece % row_pieces * plan.piece_blocks;
-        const int64_t last_block = smaller(block + plan.piece_blocks, plan.row_blocks);
-        const int64_t last_tile = smaller(tile + plan.piece_tiles, plan.tiles);
-        const int64_t next_tile = next < 0 ? -1 : next / row_pieces * plan.piece_tiles;
-        for (int64_t t = tile; t < last_tile; t++)
-            work.run(t, block, last_block, t + 1 < last_tile ? t + 1 : next_tile);
-    }
-    end_pieces(team);
+    together(team, tile_pieces * row_pieces, [&](Member& member) {
+        const int64_t own_x_bytes = common.data ? 0 : plan.x_bytes;
+        char* sums = (char*)member.scratch(
+            size_t(plan.sums_bytes + plan.wide_bytes + plan.ordered_bytes + own_x_bytes));
+        char* wide = sums + plan.sums_bytes;
+        char* ordered = wide + plan.wide_bytes;
+        PreparedRows x = common;
+        if (!x.data) {
+            x = prepared_at(a, a.rows, ordered + plan.ordered_bytes);
+            prepare(a, 0, a.rows, x, ordered);
+        }
+        Tiles tiles;
+        const TileWork work = {a, plan, x, finish_of(a), (float*)sums, wide, tiles};
+        for (int64_t piece = member.next(), next; piece >= 0; piece = next) {
+            next = member.next();
+            const int64_t tile = piece / row_pieces * plan.piece_tiles, block = piece % row_pieces * plan.piece_blocks;
+            const int64_t last_block = smaller(block + plan.piece_blocks, plan.row_blocks);
+            const int64_t last_tile = smaller(tile + plan.piece_tiles, plan.tiles);
+            const int64_t next_tile = next < 0 ? -1 : next / row_pieces * plan.piece_tiles;
+            for (int64_t t = tile; t < last_tile; t++)
+                work.run(t, block, last_block, t + 1 < last_tile ? t + 1 : next_tile);
+        }
+    });
 }
 
 }  // namespace

@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t kLogitsPerThread = 8192;
 
-// With few rows the threads share the vocabulary, and one of them combines what they found.
+// With few rows the threads share the vocabulary, and the caller combines what they found.
 bool shares_vocabulary(const Team& team, int64_t rows, int64_t vocab) {
     return team.size > 1 && rows < 2 * team.size && vocab >= 2 * kLogitsPerThread;
 }
@@ -74,29 +74,31 @@ void largest(const largest_args& a, Team& team) {
     int64_t* ids = static_cast<int64_t*>(a.ids);
     const auto logits = [&](int64_t row) { return static_cast<const float*>(a.logits) + row * a.stride; };
     if (!shares_vocabulary(team, a.rows, a.vocab)) {
-        const Range mine = share(team, a.rows, kLogitsPerThread / (a.vocab > 0 ? a.vocab : 1));
-        for (int64_t row = mine.begin; row < mine.end; row++) {
-            const Largest found = largest_of(logits(row), 0, a.vocab);
-            top[row] = found.value;
-            ids[row] = found.id;
-        }
+        each_range(team, a.rows, kLogitsPerThread / (a.vocab > 0 ? a.vocab : 1), [&](int64_t begin, int64_t end) {
+            for (int64_t row = begin; row < end; row++) {
+                const Largest found = largest_of(logits(row), 0, a.vocab);
+                top[row] = found.value;
+                ids[row] = found.id;
+            }
+        });
         return;
     }
-    // [threads, rows]
-    auto* parts = static_cast<Largest*>(shared_scratch(team, sizeof(Largest) * size_t(a.rows) * size_t(team.size)));
-    const Range mine = share(team, a.vocab, 1);
-    for (int64_t row = 0; row < a.rows; row++)
-        parts[team.rank * a.rows + row] = largest_of(logits(row), mine.begin, mine.end);
-    barrier(team);
-    if (team.rank != 0) return;
+    const int64_t parts = team.size;
+    // [parts, rows]
+    auto* found = static_cast<Largest*>(shared_scratch(team, 0, sizeof(Largest) * size_t(a.rows * parts)));
+    each_piece(team, parts, [&](int64_t part) {
+        const Range range = part_of(a.vocab, part, parts);
+        for (int64_t row = 0; row < a.rows; row++)
+            found[part * a.rows + row] = largest_of(logits(row), range.begin, range.end);
+    });
     for (int64_t row = 0; row < a.rows; row++) {
-        Largest found = parts[row];
-        for (int64_t thread = 1; thread < team.size; thread++) {
-            const Largest other = parts[thread * a.rows + row];
-            if (beats(other.value, found.value)) found = other;
+        Largest best = found[row];
+        for (int64_t part = 1; part < parts; part++) {
+            const Largest other = found[part * a.rows + row];
+            if (beats(other.value, best.value)) best = other;
         }
-        top[row] = found.value;
-        ids[row] = found.id;
+        top[row] = best.value;
+        ids[row] = best.id;
     }
 }
 
@@ -179,39 +181,42 @@ void top_k(const top_k_args& a, Team& team) {
     };
     if (a.k < 1) return;
     if (!shares_vocabulary(team, a.rows, a.vocab)) {
-        auto* heap = static_cast<uint64_t*>(private_scratch(team, sizeof(uint64_t) * size_t(a.k)));
-        const Range mine = share(team, a.rows, kLogitsPerThread / (a.vocab > 0 ? a.vocab : 1));
-        for (int64_t row = mine.begin; row < mine.end; row++) {
-            best_of(logits(row), 0, a.vocab, a.k, heap);
-            write(row, heap);
-        }
+        together(team, a.rows, [&](Member& member) {
+            auto* heap = static_cast<uint64_t*>(member.scratch(sizeof(uint64_t) * size_t(a.k)));
+            for (int64_t row; (row = member.next()) >= 0;) {
+                best_of(logits(row), 0, a.vocab, a.k, heap);
+                write(row, heap);
+            }
+        });
         return;
     }
-    // [rows, threads, k], and before them how many each has: [rows, threads]
-    const int64_t parts = a.rows * team.size;
-    auto* counts = static_cast<int64_t*>(shared_scratch(team, sizeof(int64_t) * size_t(parts) * size_t(a.k + 1)));
-    auto* heaps = reinterpret_cast<uint64_t*>(counts + parts);
-    const Range mine = share(team, a.vocab, 1);
-    for (int64_t row = 0; row < a.rows; row++) {
-        const int64_t part = row * team.size + team.rank;
-        counts[part] = best_of(logits(row), mine.begin, mine.end, a.k, heaps + part * a.k);
-    }
-    barrier(team);
-    for (int64_t row = team.rank; row < a.rows; row += team.size) {
-        uint64_t* heap = heaps + row * team.size * a.k;
-        int64_t size = counts[row * team.size];
-        for (int64_t thread = 1; thread < team.size; thread++) {
-            const uint64_t* other = heap + thread * a.k;
+    const int64_t parts = team.size;
+    // [rows, parts, k], and before them how many each has: [rows, parts]
+    auto* counts = static_cast<int64_t*>(
+        shared_scratch(team, 0, sizeof(int64_t) * size_t(a.rows * parts) * size_t(a.k + 1)));
+    auto* heaps = reinterpret_cast<uint64_t*>(counts + a.rows * parts);
+    each_piece(team, parts, [&](int64_t part) {
+        const Range range = part_of(a.vocab, part, parts);
+        for (int64_t row = 0; row < a.rows; row++) {
+            const int64_t place = row * parts + part;
+            counts[place] = best_of(logits(row), range.begin, range.end, a.k, heaps + place * a.k);
+        }
+    });
+    each_piece(team, a.rows, [&](int64_t row) {
+        uint64_t* heap = heaps + row * parts * a.k;
+        int64_t size = counts[row * parts];
+        for (int64_t part = 1; part < parts; part++) {
+            const uint64_t* other = heap + part * a.k;
             int64_t i = 0;
-            // The first thread may have had fewer than k numbers: then its heap grows first.
+            // The first part may have had fewer than k numbers: then its heap grows first.
             if (size < a.k) {
-                for (; i < counts[row * team.size + thread] && size < a.k; i++) heap[size++] = other[i];
+                for (; i < counts[row * parts + part] && size < a.k; i++) heap[size++] = other[i];
                 make_heap(heap, size);
             }
-            for (; i < counts[row * team.size + thread]; i++) offer(heap, a.k, other[i]);
+            for (; i < counts[row * parts + part]; i++) offer(heap, a.k, other[i]);
         }
         write(row, heap);
-    }
+    });
 }
 
 }  // namespace

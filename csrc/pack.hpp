@@ -6,6 +6,7 @@
 #include "half.hpp"
 #include "pack_scales.hpp"
 #include "packed.hpp"
+#include "share.hpp"
 #include "simd.hpp"
 #include "team.hpp"
 
@@ -100,9 +101,7 @@ void pack_matrix(const pack_matrix_args& a, Team& team) {
     const bool from_bf16 = a.value_dtype == kBF16;
     const bool floats = a.kind == kMatrixF32 || a.kind == kMatrixBF16;
     const int64_t row_bytes = a.values_stride * (!floats ? 1 : from_bf16 ? 2 : 4);
-    const int64_t begin = tiles.begin + width * team.rank / team.size;
-    const int64_t end = tiles.begin + width * (team.rank + 1) / team.size;
-    for (int64_t t = begin; t < end; t++) {
+    const auto pack_one = [&](int64_t t) {
         const char* rows[kTile];
         int64_t index[kTile];  // row of `values`, or -1
         bool skip[kTile], any = false;
@@ -114,7 +113,7 @@ void pack_matrix(const pack_matrix_args& a, Team& team) {
             skip[lane] = output >= 0 && !given;
             any |= given;
         }
-        if (!any) continue;
+        if (!any) return;
         char* tile = (char*)a.weight + t * steps * kStepBytes;
         const auto pack = [&](auto* tile_of) { tile_of(rows, skip, a.inputs, steps, tile); };
         switch (a.kind) {
@@ -125,10 +124,11 @@ void pack_matrix(const pack_matrix_args& a, Team& team) {
             case kMatrixFp8: pack(pack_tile<word_fp8>); break;
             default: pack(pack_tile<word_i8>); break;
         }
-        if (floats) continue;
+        if (floats) return;
         for (int lane = 0; lane < kTile; lane++)
             if (!skip[lane]) OutputScales{a, index[lane], rows[lane]}.pack(t, lane);
-    }
+    };
+    each_piece(team, width, [&](int64_t piece) { pack_one(tiles.begin + piece); });
 }
 
 // An output from the four bytes of one step: value(i) is its input k + i, before scale and minimum.
@@ -205,8 +205,8 @@ void unpack_row(const matrix_rows_args& a, int64_t id, Out* out) {
 }
 
 template <class Out>
-void matrix_rows_of(const matrix_rows_args& a, const Team& team) {
-    for (int64_t row = team.rank; row < a.rows; row += team.size) {
+void matrix_rows_of(const matrix_rows_args& a, Team& team) {
+    each_piece(team, a.rows, [&](int64_t row) {
         const int64_t id = ((const int64_t*)a.ids)[row];
         Out* out = (Out*)a.out + row * a.out_stride;
         switch (a.kind) {
@@ -217,7 +217,7 @@ void matrix_rows_of(const matrix_rows_args& a, const Team& team) {
             case kMatrixFp8: unpack_row<Fp8Step>(a, id, out); break;
             default: unpack_row<I8Step>(a, id, out); break;
         }
-    }
+    });
 }
 
 void matrix_rows(const matrix_rows_args& a, Team& team) {

@@ -27,7 +27,7 @@ KVIK_INLINE bool any_seen(const uint8_t* in_prompt, const int32_t* counts) {
 void penalize(const penalize_args& a, Team& team) {
     const auto* rows = static_cast<const int64_t*>(a.rows);
     const auto* seen = static_cast<const int64_t*>(a.seen);
-    share_columns(team, a.count, a.vocab, kPenalizedPerThread, [&](int64_t i, int64_t begin, int64_t end) {
+    each_columns(team, a.count, a.vocab, kPenalizedPerThread, [&](int64_t i, int64_t begin, int64_t end) {
         float* x = static_cast<float*>(a.logits) + rows[i] * a.stride;
         const auto* in_prompt = static_cast<const uint8_t*>(a.in_prompt) + seen[i] * a.seen_stride;
         const auto* counts = static_cast<const int32_t*>(a.counts) + seen[i] * a.seen_stride;

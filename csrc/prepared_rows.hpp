@@ -197,9 +197,9 @@ void prepare_row(const linear_args& a, int64_t row, const PreparedRows& to, char
         convert_row<X, bf16>(a, x, row, to);
 }
 
-// Rows first, first + step, ... of x to their places. ordered: scratch for a row, if there is an order.
-void prepare(const linear_args& a, int64_t first, int64_t step, const PreparedRows& to, char* ordered) {
-    for (int64_t row = first; row < a.rows; row += step) {
+// Rows [first, last) of x to their places. ordered: scratch for a row, if there is an order.
+void prepare(const linear_args& a, int64_t first, int64_t last, const PreparedRows& to, char* ordered) {
+    for (int64_t row = first; row < last; row++) {
         if (a.dtype == kBF16)
             prepare_row<bf16>(a, row, to, ordered);
         else

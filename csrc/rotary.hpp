@@ -32,17 +32,19 @@ void turn(T* head, const float* cosines, const float* sines, int64_t half) {
 }
 
 template <class T>
-void rotary_of(const rotary_args& a, const Team& team) {
+void rotary_of(const rotary_args& a, Team& team) {
     const int64_t heads = a.heads + a.kv_heads, half = a.head_dim / 2;
-    const Range mine = share(team, a.rows * heads, kTurnedPerThread / (half > 0 ? 2 * half : 1));
-    for (int64_t at = mine.begin; at < mine.end; at++) {
-        const int64_t row = at / heads, head = at % heads;
-        const float* cosines = static_cast<const float*>(a.rotation) + row * a.head_dim;
-        T* x = head < a.heads
-                   ? static_cast<T*>(a.q) + row * a.q_stride + head * a.head_dim
-                   : static_cast<T*>(a.k) + row * a.k_stride + (head - a.heads) * a.head_dim;
-        turn(x, cosines, cosines + half, half);
-    }
+    const int64_t least = kTurnedPerThread / (half > 0 ? 2 * half : 1);
+    each_range(team, a.rows * heads, least, [&](int64_t begin, int64_t end) {
+        for (int64_t at = begin; at < end; at++) {
+            const int64_t row = at / heads, head = at % heads;
+            const float* cosines = static_cast<const float*>(a.rotation) + row * a.head_dim;
+            T* x = head < a.heads
+                       ? static_cast<T*>(a.q) + row * a.q_stride + head * a.head_dim
+                       : static_cast<T*>(a.k) + row * a.k_stride + (head - a.heads) * a.head_dim;
+            turn(x, cosines, cosines + half, half);
+        }
+    });
 }
 
 void rotary(const rotary_args& a, Team& team) {

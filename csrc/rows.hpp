@@ -13,8 +13,8 @@ constexpr int64_t kAddedPerThread = 4096;
 constexpr int64_t kCopiedPerThread = 16384;  // bytes
 
 template <class T>
-void add_of(const add_args& a, const Team& team) {
-    share_columns(team, a.rows, a.dim, kAddedPerThread, [&](int64_t row, int64_t begin, int64_t end) {
+void add_of(const add_args& a, Team& team) {
+    each_columns(team, a.rows, a.dim, kAddedPerThread, [&](int64_t row, int64_t begin, int64_t end) {
         const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
         const T* y = static_cast<const T*>(a.y) + row * a.y_stride;
         T* out = static_cast<T*>(a.out) + row * a.out_stride;
@@ -31,7 +31,7 @@ void add(const add_args& a, Team& team) {
 
 void gather_rows(const gather_rows_args& a, Team& team) {
     const int64_t* ids = static_cast<const int64_t*>(a.ids);
-    share_columns(team, a.rows, a.row_bytes, kCopiedPerThread, [&](int64_t row, int64_t begin, int64_t end) {
+    each_columns(team, a.rows, a.row_bytes, kCopiedPerThread, [&](int64_t row, int64_t begin, int64_t end) {
         const char* source = static_cast<const char*>(a.table) + ids[row] * a.table_stride;
         std::memcpy(static_cast<char*>(a.out) + row * a.out_stride + begin, source + begin, size_t(end - begin));
     });

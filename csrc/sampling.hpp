@@ -56,10 +56,9 @@ int64_t draw_token(const DrawnRow& row, const DrawScratch& scratch, double unifo
 }
 
 void draw(const draw_args& a, Team& team) {
-    each_drawn_row(a, team, [&](DrawnRow row, int64_t index, DrawScratch& scratch, Team& workers) {
+    each_drawn_row(a, team, [&](DrawnRow row, int64_t index, DrawScratch& scratch, Team& helpers) {
         const double uniform = static_cast<const double*>(a.uniforms)[index];
-        find_kept(row, scratch, workers);
-        if (workers.rank != 0) return;
+        find_kept(row, scratch, helpers);
         static_cast<int64_t*>(a.ids)[index] =
             row.truncated() ? draw_candidate(scratch, uniform) : draw_token(row, scratch, uniform);
     });
@@ -67,37 +66,35 @@ void draw(const draw_args& a, Team& team) {
 
 // ------------------------------------------------------------------------------------ the shares
 
-// This thread's part of a row of which every token is kept.
-void share_tokens(const DrawnRow& row, const DrawScratch& scratch, const Range& mine, float* shares) {
-    alignas(64) float weights[kDrawChunk];
+// A row of which every token is kept.
+void share_tokens(const DrawnRow& row, const DrawScratch& scratch, Team& team, float* shares) {
     const F32 total = broadcast(float(sum_of_chunks(scratch.sums, row.chunks())));
-    for (int64_t chunk = mine.begin; chunk < mine.end; chunk++) {
+    each_chunk(team, row.chunks(), [&](int64_t chunk) {
+        alignas(64) float weights[kDrawChunk];
         const int64_t count = row.in_chunk(chunk);
         float* to = shares + chunk * kDrawChunk;
         row.weigh_chunk(chunk, weights);
         int64_t i = 0;
         for (; i + kLanes <= count; i += kLanes) store(to + i, div(load(weights + i), total));
         if (i < count) store(to + i, div(load(weights + i), total), int(count - i));
-    }
+    });
 }
 
-void share_candidates(const DrawScratch& scratch, float* shares) {
+void share_candidates(const DrawnRow& row, const DrawScratch& scratch, Team& team, float* shares) {
+    each_chunk(team, row.chunks(), [&](int64_t chunk) {
+        std::memset(shares + chunk * kDrawChunk, 0, size_t(row.in_chunk(chunk)) * sizeof(float));
+    });
     const Candidates& found = scratch.found;
     const float total = float(sum_of_chunks(scratch.sums, sum_candidates(scratch)));
     for (int64_t i = 0; i < found.count; i++) shares[id_of(found.ranks[i])] = found.weights[i] / total;
 }
 
 void probabilities(const probabilities_args& a, Team& team) {
-    each_drawn_row(a, team, [&](DrawnRow row, int64_t index, DrawScratch& scratch, Team& workers) {
+    each_drawn_row(a, team, [&](DrawnRow row, int64_t index, DrawScratch& scratch, Team& helpers) {
         float* shares = static_cast<float*>(a.shares) + index * a.shares_stride;
-        const Range mine = share(workers, row.chunks(), 1);
-        if (row.truncated() && mine.begin < mine.end) {
-            const int64_t first = mine.begin * kDrawChunk;
-            std::memset(shares + first, 0, size_t(end_of_chunk(mine.end - 1, a.vocab) - first) * sizeof(float));
-        }
-        find_kept(row, scratch, workers);
-        if (!row.truncated()) share_tokens(row, scratch, mine, shares);
-        else if (workers.rank == 0) share_candidates(scratch, shares);
+        find_kept(row, scratch, helpers);
+        row.truncated() ? share_candidates(row, scratch, helpers, shares)
+                        : share_tokens(row, scratch, helpers, shares);
     });
 }
 

@@ -42,30 +42,28 @@ RowRules rules_of(const Args& a, int64_t row) {
     };
 }
 
-// Scratch memory for one row, of one thread or of the team.
+// Scratch memory for one row.
 struct DrawScratch {
     float* highs;     // [chunks, kLanes] the largest logit of each lane
     double* sums;     // [chunks] weights
-    int64_t* counts;  // [threads] candidates
-    float* bound;
+    int64_t* counts;  // [parts] candidates
     Candidates found, spare;  // [vocab]; empty where no row has a rule that needs them
 
-    static size_t bytes(int64_t vocab, int threads, bool truncates) {
+    static size_t bytes(int64_t vocab, int parts, bool truncates) {
         const int64_t chunks = draw_chunks(vocab), places = truncates ? chunks * kDrawChunk : 0;
-        return size_t(chunks) * (kLanes * sizeof(float) + sizeof(double)) + size_t(threads) * sizeof(int64_t) +
-               2 * size_t(places) * (sizeof(uint64_t) + sizeof(float)) + sizeof(float);
+        return size_t(chunks) * (kLanes * sizeof(float) + sizeof(double)) + size_t(parts) * sizeof(int64_t) +
+               2 * size_t(places) * (sizeof(uint64_t) + sizeof(float));
     }
 
-    DrawScratch(void* memory, int64_t vocab, int threads, bool truncates) {
+    DrawScratch(void* memory, int64_t vocab, int parts, bool truncates) {
         const int64_t chunks = draw_chunks(vocab), places = truncates ? chunks * kDrawChunk : 0;
         sums = static_cast<double*>(memory);
         counts = reinterpret_cast<int64_t*>(sums + chunks);
-        found.ranks = reinterpret_cast<uint64_t*>(counts + threads);
+        found.ranks = reinterpret_cast<uint64_t*>(counts + parts);
         spare.ranks = found.ranks + places;
         highs = reinterpret_cast<float*>(spare.ranks + places);
         found.weights = highs + chunks * kLanes;
         spare.weights = found.weights + places;
-        bound = spare.weights + places;
     }
 };
 
@@ -178,12 +176,12 @@ void collect(const float* logits, int64_t begin, int64_t end, float bound, Candi
         if (!(logits[i] < bound)) take(i);
 }
 
-// Move the candidates of each thread, which begin where its tokens do, behind those of the thread before.
-void join(DrawScratch& scratch, const Team& team, int64_t chunks) {
+// Move the candidates of each part, which begin where its tokens do, behind those of the part before.
+void join(DrawScratch& scratch, int64_t parts, int64_t chunks) {
     scratch.found.count = 0;
-    for (int64_t thread = 0; thread < team.size; thread++) {
-        const int64_t first = share(Team{int(thread), team.size, team.shared, 0}, chunks, 1).begin * kDrawChunk;
-        for (int64_t i = first; i < first + scratch.counts[thread]; i++) scratch.found.add_if(true, scratch.found, i);
+    for (int64_t part = 0; part < parts; part++) {
+        const int64_t first = part_of(chunks, part, parts).begin * kDrawChunk;
+        for (int64_t i = first; i < first + scratch.counts[part]; i++) scratch.found.add_if(true, scratch.found, i);
     }
 }
 
@@ -234,62 +232,72 @@ struct DrawnRow {
     }
 };
 
-// Called by all of the team: what is kept of a row, and its top. Where the row is truncated, that is
-// room.found, which the first thread alone may read; else all tokens, and room.sums are the weights of their
-// chunks.
+// Calls work(chunk) for the chunks of a row, a part of them for each thread.
+template <class Work>
+void each_chunk(Team& team, int64_t chunks, const Work& work) {
+    each_range(team, chunks, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t chunk = begin; chunk < end; chunk++) work(chunk);
+    });
+}
+
+// What is kept of a row, and its top. Where the row is truncated, that is scratch.found; else all tokens,
+// and scratch.sums are the weights of their chunks.
 void find_kept(DrawnRow& row, DrawScratch& scratch, Team& team) {
     const int64_t chunks = row.chunks();
-    const Range mine = share(team, chunks, 1);
-    for (int64_t chunk = mine.begin; chunk < mine.end; chunk++)
+    each_chunk(team, chunks, [&](int64_t chunk) {
         find_highs(row.logits + chunk * kDrawChunk, row.in_chunk(chunk), scratch.highs + chunk * kLanes);
-    barrier(team);
+    });
     F32 high = broadcast(-INFINITY);
     for (int64_t chunk = 0; chunk < chunks; chunk++) high = max(load(scratch.highs + chunk * kLanes), high);
     row.top = largest(high);
 
-    if (!row.cuts_count()) {
-        alignas(64) float weights[kDrawChunk];
-        for (int64_t chunk = mine.begin; chunk < mine.end; chunk++) {
+    float bound;
+    double total = 0;
+    if (row.cuts_count()) {
+        const bool few = row.rules.top_k <= chunks * kLanes;
+        bound = few ? bound_by_highs(scratch, chunks * kLanes, row.rules.top_k)
+                    : bound_by_groups(row.logits, row.vocab, row.rules.top_k);
+    } else {
+        each_chunk(team, chunks, [&](int64_t chunk) {
+            alignas(64) float weights[kDrawChunk];
             row.weigh_chunk(chunk, weights);
             scratch.sums[chunk] = sum_of(weights, row.in_chunk(chunk));
-        }
-    } else if (team.rank == 0) {
-        const bool few = row.rules.top_k <= chunks * kLanes;
-        *scratch.bound = few ? bound_by_highs(scratch, chunks * kLanes, row.rules.top_k)
-                          : bound_by_groups(row.logits, row.vocab, row.rules.top_k);
+        });
+        if (!row.truncated()) return;
+        total = sum_of_chunks(scratch.sums, chunks);
+        bound = bound_of_top_p(total, row.vocab, row.top, row.rules);
     }
-    barrier(team);
-    if (!row.truncated()) return;
-    const double total = row.cuts_count() ? 0 : sum_of_chunks(scratch.sums, chunks);
-    const float bound = row.cuts_count() ? *scratch.bound : bound_of_top_p(total, row.vocab, row.top, row.rules);
-    Candidates found{scratch.found.ranks + mine.begin * kDrawChunk, scratch.found.weights + mine.begin * kDrawChunk, 0};
-    if (mine.begin < mine.end)
-        collect(row.logits, mine.begin * kDrawChunk, end_of_chunk(mine.end - 1, row.vocab), bound, found);
-    scratch.counts[team.rank] = found.count;
-    barrier(team);
-    if (team.rank != 0) return;  // the other threads continue with the next row, up to its first barrier
-    join(scratch, team, chunks);
+    const int64_t parts = parts_for(team, chunks, 1);
+    each_piece(team, parts, [&](int64_t part) {
+        const Range range = part_of(chunks, part, parts);
+        const int64_t first = range.begin * kDrawChunk;
+        Candidates found{scratch.found.ranks + first, scratch.found.weights + first, 0};
+        collect(row.logits, first, end_of_chunk(range.end - 1, row.vocab), bound, found);
+        scratch.counts[part] = found.count;
+    });
+    join(scratch, parts, chunks);
     cut_candidates(scratch, row.vocab, row.top, total, row.rules);
 }
 
-// work(row, index, room, team) for the rows of a call.
+// work(row, index, scratch, team) for the rows of a call; the team is for the loops over the vocabulary.
 template <class Args, class Work>
-void each_drawn_row(const Args& a, Team& team, Work work) {
+void each_drawn_row(const Args& a, Team& team, const Work& work) {
     if (a.vocab < 1) return;
     const bool truncates = a.top_k || a.top_p;
     const auto row = [&](int64_t i) {
         return DrawnRow{static_cast<const float*>(a.logits) + i * a.stride, a.vocab, rules_of(a, i), 0};
     };
     if (shares_vocabulary(team, a.rows, a.vocab)) {
-        const size_t bytes = DrawScratch::bytes(a.vocab, team.size, truncates);
-        DrawScratch scratch(shared_scratch(team, bytes), a.vocab, team.size, truncates);
+        void* memory = shared_scratch(team, 0, DrawScratch::bytes(a.vocab, team.size, truncates));
+        DrawScratch scratch(memory, a.vocab, team.size, truncates);
         for (int64_t i = 0; i < a.rows; i++) work(row(i), i, scratch, team);
         return;
     }
-    Team alone{0, 1, team.shared, 0};
-    DrawScratch scratch(private_scratch(team, DrawScratch::bytes(a.vocab, 1, truncates)), a.vocab, 1, truncates);
-    for (int64_t i; (i = next_piece(team, a.rows)) >= 0;) work(row(i), i, scratch, alone);
-    end_pieces(team);
+    together(team, a.rows, [&](Member& member) {
+        Team alone{1, member.rank, member.shared};
+        DrawScratch scratch(member.scratch(DrawScratch::bytes(a.vocab, 1, truncates)), a.vocab, 1, truncates);
+        for (int64_t i; (i = member.next()) >= 0;) work(row(i), i, scratch, alone);
+    });
 }
 
 }  // namespace

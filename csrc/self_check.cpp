@@ -12,18 +12,9 @@ constexpr float kTolerance = 1e-2f;  // of bf16
 
 template <class Arguments>
 void run(Kernel kernel, const Arguments& arguments) {
-    struct Context {
-        Kernel kernel;
-        const Word* words;
-    } context{kernel, reinterpret_cast<const Word*>(&arguments)};
     TeamShared* shared = make_team();
-    run_team(
-        shared, 1,
-        [](void* c, Team& team) {
-            const auto& context = *static_cast<Context*>(c);
-            context.kernel(context.words, team);
-        },
-        &context);
+    Team team = gather(shared, 1);
+    kernel(reinterpret_cast<const Word*>(&arguments), team);
     free_team(shared);
 }
 

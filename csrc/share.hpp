@@ -1,4 +1,4 @@
-// How the threads of a team share even work: by ranges, which every thread computes alike.
+// Loops that a team runs together: pieces drawn one by one, ranges of even work, columns of a result.
 #pragma once
 
 #include <cstdint>
@@ -8,33 +8,63 @@
 namespace kvik {
 namespace {
 
+// Calls work(member) on the caller and on each thread that comes to help. See `run_loop`.
+template <class Work>
+void together(Team& team, int64_t count, const Work& work) {
+    run_loop(
+        team, count, [](void* work, Member& member) { (*static_cast<const Work*>(work))(member); },
+        const_cast<void*>(static_cast<const void*>(&work)));
+}
+
+// Calls work(piece) for each piece.
+template <class Work>
+void each_piece(Team& team, int64_t count, const Work& work) {
+    together(team, count, [&](Member& member) {
+        for (int64_t piece; (piece = member.next()) >= 0;) work(piece);
+    });
+}
+
 struct Range {
     int64_t begin, end;
 };
 
-// This thread's part of [0, count). No thread gets fewer than `least` (but for the last of them): the
-// barrier is paid anyway, but data that another core wrote must first be moved to the core that reads it.
-Range share(const Team& team, int64_t count, int64_t least) {
-    int64_t threads = count / (least > 1 ? least : 1);
-    threads = threads < 1 ? 1 : threads < team.size ? threads : team.size;
-    if (team.rank >= threads) return {count, count};
-    return {count * team.rank / threads, count * (team.rank + 1) / threads};
+// One of `parts` even parts of [0, count).
+Range part_of(int64_t count, int64_t part, int64_t parts) {
+    return {count * part / parts, count * (part + 1) / parts};
 }
 
-// Calls work(row, begin, end) for this thread's columns of a [rows, columns] result whose elements do
-// not depend on each other. Rows are divided between cache lines of the result, so that no two threads
-// write to one. least: elements that are worth a thread.
+// Into how many parts [0, count) is divided so that each thread may have one, of at least `least`: data
+// that another core wrote must first be moved to the core that reads it.
+int64_t parts_for(const Team& team, int64_t count, int64_t least) {
+    const int64_t parts = count / (least > 1 ? least : 1);
+    return parts < 1 ? 1 : parts < team.size ? parts : team.size;
+}
+
+// Calls work(begin, end) for ranges that make up [0, count).
 template <class Work>
-void share_columns(const Team& team, int64_t rows, int64_t columns, int64_t least, Work work) {
+void each_range(Team& team, int64_t count, int64_t least, const Work& work) {
+    const int64_t parts = parts_for(team, count, least);
+    each_piece(team, parts, [&](int64_t part) {
+        const Range range = part_of(count, part, parts);
+        work(range.begin, range.end);
+    });
+}
+
+// Calls work(row, begin, end) for the columns of a [rows, columns] result whose elements do not depend on
+// each other. Rows are divided between cache lines of the result, so that no two threads write to one.
+// least: elements that are worth a thread.
+template <class Work>
+void each_columns(Team& team, int64_t rows, int64_t columns, int64_t least, const Work& work) {
     constexpr int64_t kPiece = 64;
     const int64_t pieces = (columns + kPiece - 1) / kPiece;  // of a row
-    const Range mine = share(team, rows * pieces, least / kPiece);
-    for (int64_t at = mine.begin; at < mine.end;) {
-        const int64_t row = at / pieces, first = at % pieces;
-        const int64_t last = first + mine.end - at < pieces ? first + mine.end - at : pieces;
-        work(row, first * kPiece, last * kPiece < columns ? last * kPiece : columns);
-        at += last - first;
-    }
+    each_range(team, rows * pieces, least / kPiece, [&](int64_t begin, int64_t end) {
+        for (int64_t at = begin; at < end;) {
+            const int64_t row = at / pieces, first = at % pieces;
+            const int64_t last = first + end - at < pieces ? first + end - at : pieces;
+            work(row, first * kPiece, last * kPiece < columns ? last * kPiece : columns);
+            at += last - first;
+        }
+    });
 }
 
 }  // namespace

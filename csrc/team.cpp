@@ -1,17 +1,17 @@
 #include "team.hpp"
 
-#include <sched.h>
+#include <pthread.h>
+#include <signal.h>
+#include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
-#include <new>
-
-#if defined(__SANITIZE_THREAD__)
+#include <memory>
+#include <system_error>
 #include <thread>
 #include <vector>
-#elif defined(_OPENMP)
-#include <omp.h>
-#endif
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -19,13 +19,36 @@
 namespace kvik {
 namespace {
 
+using Clock = std::chrono::steady_clock;
+
 constexpr int kMaxThreads = 256;
-constexpr int kCounters = 4;
-// How a thread waits for another: it spins for some microseconds; then it yields its core, as the late
-// thread may be waiting for it (a busy machine often puts both on one core, where each would wait for the
-// other until the end of its time slice); and after a wait longer than any in a normal step, it sleeps.
-constexpr int kSpins = 256;
-constexpr int kYields = 256;
+// How often a thread looks before it sleeps until it is woken: some 20 microseconds, the time of a few
+// pieces. Who waits longer waits for a thread that has lost its core, perhaps to the one who waits.
+constexpr int kSpins = 1024;
+constexpr int kUntimedSpins = 32;
+// How long a helper looks out for the next loop: as long as a step takes between its replays.
+constexpr auto kIdle = std::chrono::microseconds(500);
+
+// The state of the loop in one number: how many are inside, whether more may come, and which loop it is.
+constexpr uint32_t kInside = 0xff, kOpen = 0x100, kLoop = 0x200;
+constexpr uint32_t kEnd = 0x7fffffff;  // of the helpers
+
+// A number that threads wait for.
+struct alignas(64) Signal {
+    std::atomic<int> value{0};
+    std::atomic<int> sleepers{0};
+
+    uint32_t read() const { return uint32_t(value.load(std::memory_order_acquire)); }
+    // Each change is in one order with the look for sleepers: none of them misses it.
+    void wake() {
+        if (sleepers.load()) value.notify_all();
+    }
+    void sleep_while(uint32_t old) {
+        sleepers.fetch_add(1);
+        value.wait(int(old));
+        sleepers.fetch_sub(1);
+    }
+};
 
 struct Buffer {
     void* data = nullptr;
@@ -36,7 +59,7 @@ struct Buffer {
             std::free(data);
             size = (bytes + bytes / 4 + 4095) / 4096 * 4096;
             data = std::aligned_alloc(4096, size);
-            if (!data) std::abort();  // no exception may leave a parallel region
+            if (!data) std::abort();  // no exception may leave a kernel
         }
         return data;
     }
@@ -53,96 +76,152 @@ void pause() {
 
 }  // namespace
 
-struct alignas(64) Counter {
-    std::atomic<int64_t> value{0};
-};
-
 struct TeamShared {
-    alignas(64) std::atomic<uint32_t> arrived{0};
-    alignas(64) std::atomic<uint32_t> generation{0};
-    Counter counters[kCounters];
-    Buffer common;
+    Signal state;
+    // Written by the caller before it opens a loop, and read by who is inside.
+    void (*body)(void*, Member&) = nullptr;
+    void* context = nullptr;
+    int64_t count = 0;
+    alignas(64) std::atomic<int64_t> next{0};
+    Signal left;     // how many of those inside are done
+    Signal working;  // ranks below it look out for loops; kEnd: no more
+    alignas(64) TeamTimes times{};
+    const pid_t process = getpid();
+    std::unique_ptr<std::vector<std::thread>> helpers = std::make_unique<std::vector<std::thread>>();
+    Buffer common[2];
     Buffer own[kMaxThreads];
 };
 
-void barrier(Team& team) {
-    if (team.size == 1) return;
-    TeamShared& shared = *team.shared;
-    const uint32_t generation = shared.generation.load(std::memory_order_acquire);
-    if (shared.arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == uint32_t(team.size)) {
-        shared.arrived.store(0, std::memory_order_relaxed);
-        shared.generation.store(generation + 1, std::memory_order_release);
-        shared.generation.notify_all();
-        return;
+namespace {
+
+// Whether the state changes while this helper looks out for it.
+bool changes_soon(const TeamShared& shared, uint32_t state, uint32_t working) {
+    auto end = Clock::time_point();
+    while (true) {
+        for (int spin = 0; spin < 64; spin++) {
+            if (shared.state.read() != state) return true;
+            pause();
+        }
+        if (shared.working.read() != working) return true;
+        const auto now = Clock::now();
+        if (end == Clock::time_point()) end = now + kIdle;
+        if (now >= end) return false;
     }
-    for (int spin = 0; spin < kSpins; spin++) {
-        if (shared.generation.load(std::memory_order_acquire) != generation) return;
+}
+
+void help(TeamShared& shared, int rank) {
+    uint32_t done = kEnd;  // the loop that this thread took part in last
+    while (true) {
+        const uint32_t working = shared.working.read();
+        if (working == kEnd) return;
+        if (uint32_t(rank) >= working) {
+            shared.working.sleep_while(working);
+            continue;
+        }
+        const uint32_t state = shared.state.read();
+        if (!(state & kOpen) || state / kLoop == done) {
+            if (!changes_soon(shared, state, working)) shared.state.sleep_while(state);
+            continue;
+        }
+        int expected = int(state);
+        if (!shared.state.value.compare_exchange_strong(expected, int(state + 1))) continue;
+        done = state / kLoop;
+        Member member{rank, &shared, false, shared.count, 0};
+        shared.body(shared.context, member);
+        shared.left.value.fetch_add(1);
+        shared.left.wake();
+    }
+}
+
+// How many threads there are, once the missing ones are started.
+int started(TeamShared& shared, int threads) {
+    auto& helpers = *shared.helpers;
+    if (int(helpers.size()) + 1 >= threads) return threads;
+    // Signals are for the threads of the program: a handler of Python's must not run on a helper.
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    try {
+        while (int(helpers.size()) + 1 < threads)
+            helpers.emplace_back([&shared, rank = int(helpers.size()) + 1] { help(shared, rank); });
+    } catch (const std::system_error&) {
+        threads = int(helpers.size()) + 1;  // the system allows no more
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    return threads;
+}
+
+// Waits until all that came into the loop are done.
+void wait_for_all(TeamShared& shared, uint32_t inside) {
+    const auto done = [&] { return shared.left.read() == inside; };
+    for (int spin = 0; spin < kUntimedSpins; spin++) {
+        if (done()) return;
         pause();
     }
-    for (int turn = 0; turn < kYields; turn++) {
-        if (shared.generation.load(std::memory_order_acquire) != generation) return;
-        sched_yield();
-    }
-    while (shared.generation.load(std::memory_order_acquire) == generation)
-        shared.generation.wait(generation, std::memory_order_acquire);
+    const auto begin = Clock::now();
+    for (int spin = 0; spin < kSpins && !done(); spin++) pause();
+    for (uint32_t left; (left = shared.left.read()) != inside;) shared.left.sleep_while(left);
+    shared.times.waited += std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin).count();
 }
 
-int64_t next_piece(Team& team, int64_t count) {
-    auto& counter = team.shared->counters[team.phase % kCounters].value;
-    const int64_t piece = counter.fetch_add(1, std::memory_order_relaxed);
-    return piece < count ? piece : -1;
+}  // namespace
+
+int64_t Member::next() {
+    const int64_t piece = alone ? drawn : shared->next.fetch_add(1, std::memory_order_relaxed);
+    if (piece >= count) return -1;
+    drawn++;
+    return piece;
 }
 
-void end_pieces(Team& team) {
-    // No thread uses the counter after next before it passes the barrier below.
-    if (team.rank == 0)
-        team.shared->counters[(team.phase + 2) % kCounters].value.store(0, std::memory_order_relaxed);
-    team.phase++;
-    barrier(team);
+void* Member::scratch(size_t bytes) { return shared->own[rank].at_least(bytes); }
+
+void run_loop(Team& team, int64_t count, void (*body)(void*, Member&), void* context) {
+    if (count <= 0) return;
+    TeamShared& shared = *team.shared;
+    Member member{team.rank, &shared, count == 1 || team.size == 1, count, 0};
+    if (member.alone) return body(context, member);
+    shared.body = body;
+    shared.context = context;
+    shared.count = count;
+    shared.next.store(0, std::memory_order_relaxed);
+    shared.left.value.store(0, std::memory_order_relaxed);
+    const uint32_t loop = (shared.state.read() / kLoop + 1) * kLoop;
+    shared.state.value.store(int(loop | kOpen));
+    shared.state.wake();
+    body(context, member);
+    wait_for_all(shared, uint32_t(shared.state.value.fetch_and(int(~kOpen))) & kInside);
+    shared.times.drawn += member.drawn;
+    shared.times.offered += count;
 }
 
-void* shared_scratch(Team& team, size_t bytes) {
-    if (team.rank == 0) team.shared->common.at_least(bytes);
-    barrier(team);
-    return team.shared->common.data;
-}
-
-void* private_scratch(Team& team, size_t bytes) {
-    return team.shared->own[team.rank].at_least(bytes);
-}
+void* shared_scratch(Team& team, int slot, size_t bytes) { return team.shared->common[slot].at_least(bytes); }
 
 TeamShared* make_team() { return new TeamShared; }
 
-void free_team(TeamShared* shared) { delete shared; }
-
-void run_team(TeamShared* shared, int threads, void (*body)(void*, Team&), void* context) {
-    for (auto& counter : shared->counters) counter.value.store(0, std::memory_order_relaxed);
-    threads = threads < kMaxThreads ? threads : kMaxThreads;
-#if defined(__SANITIZE_THREAD__)
-    // ThreadSanitizer does not see how the runtime of OpenMP starts and joins threads.
-    std::vector<std::thread> others;
-    for (int rank = 1; rank < threads; rank++)
-        others.emplace_back([=] {
-            Team team{rank, threads, shared, 0};
-            body(context, team);
-        });
-    Team team{0, threads, shared, 0};
-    body(context, team);
-    for (auto& other : others) other.join();
-#else
-#ifdef _OPENMP
-    if (threads > 1) {
-#pragma omp parallel num_threads(threads)
-        {
-            Team team{omp_get_thread_num(), omp_get_num_threads(), shared, 0};
-            body(context, team);
-        }
-        return;
+void free_team(TeamShared* shared) {
+    if (shared->process == getpid()) {
+        shared->working.value.store(int(kEnd));
+        shared->working.wake();
+        shared->state.value.fetch_add(int(kLoop));
+        shared->state.wake();
+        for (auto& helper : *shared->helpers) helper.join();
+    } else {
+        shared->helpers.release();  // a fork takes no threads along
     }
-#endif
-    Team team{0, 1, shared, 0};
-    body(context, team);
-#endif
+    delete shared;
 }
+
+Team gather(TeamShared* shared, int threads) {
+    threads = threads < kMaxThreads ? threads : kMaxThreads;
+    threads = threads > 1 && shared->process == getpid() ? started(*shared, threads) : 1;
+    if (shared->working.read() != uint32_t(threads)) {
+        shared->working.value.store(threads);
+        shared->working.wake();
+    }
+    shared->times = {};
+    return {threads, 0, shared};
+}
+
+TeamTimes times_of(const TeamShared* shared) { return shared->times; }
 
 }  // namespace kvik

@@ -1,5 +1,7 @@
-// The threads that run one kernel together: every thread calls the kernel, and the team says which
-// part of the work is its own.
+// The threads that run kernels together. One thread calls a kernel; where the kernel has a loop whose
+// pieces do not depend on each other, the other threads of the team draw pieces too. A thread that is not
+// there, because the system gave its core to somebody else, is not waited for: the others draw its pieces.
+// Which thread computes a piece never changes a result.
 #pragma once
 
 #include <cstddef>
@@ -9,31 +11,52 @@ namespace kvik {
 
 struct TeamShared;
 
-// One thread's view of its team. Plain data and functions of team.cpp only: an inline function here
-// would be compiled once per instruction set, and the linker might keep the wrong copy.
+// What a kernel gets: how many threads there may be, and the one that calls it. Plain data and functions
+// of team.cpp only: an inline function here would be compiled once per instruction set, and the linker
+// might keep the wrong copy.
 struct Team {
-    int rank;
     int size;
+    int rank;  // of the thread that calls
     TeamShared* shared;
-    unsigned phase;
 };
 
-// Wait for all threads of the team. What was written before it is visible after it.
-void barrier(Team& team);
+// One thread while it takes part in a loop.
+struct Member {
+    int rank;
+    TeamShared* shared;
+    bool alone;      // nobody else draws from this loop
+    int64_t count;   // pieces of the loop
+    int64_t drawn;   // by this thread
 
-// The next item of [0, count) that no thread has taken yet, or -1. Items are handed out in order.
-// After -1 every thread must call `end_pieces`, which is a barrier.
-int64_t next_piece(Team& team, int64_t count);
-void end_pieces(Team& team);
+    // The next piece that no thread has drawn, or -1. Pieces are handed out in order.
+    int64_t next();
+    // Memory of this thread alone, 64-byte aligned. The content is undefined, and gone with the next call.
+    void* scratch(size_t bytes);
+};
 
-// Memory of the team, the same for all its threads; of one thread alone. 64-byte aligned. The content
-// is undefined, and gone with the next call. The shared one is a barrier (all threads must call it).
-void* shared_scratch(Team& team, size_t bytes);
-void* private_scratch(Team& team, size_t bytes);
+// Runs a loop of `count` pieces: body(context, member) on the caller, and on each other thread that comes
+// before all pieces are drawn. Returns when every thread that came has returned. A single piece is the
+// caller's. Loops of a team of one may stand within another loop.
+void run_loop(Team& team, int64_t count, void (*body)(void* context, Member& member), void* context);
+
+// Memory for one kernel call, for the caller and the loops it runs: `slot` 0 or 1. 64-byte aligned. The
+// content is undefined, and gone with the next call for the same slot.
+void* shared_scratch(Team& team, int slot, size_t bytes);
 
 TeamShared* make_team();
 void free_team(TeamShared* shared);
-// Run `body` on `threads` threads, the caller being one of them.
-void run_team(TeamShared* shared, int threads, void (*body)(void* context, Team& team), void* context);
+// The team of up to `threads` threads that the caller may give to kernels until the next call. Threads are
+// started when they are first needed. Where the system gives no more threads, or in a process that was
+// forked, the team is smaller.
+Team gather(TeamShared* shared, int threads);
+
+// What happened since the team was gathered, as the caller saw it.
+struct TeamTimes {
+    int64_t nanoseconds;  // of the whole; the caller of `times_of` fills it in
+    int64_t waited;       // nanoseconds in which the caller had nothing to do
+    int64_t drawn;        // pieces of loops for several threads that the caller drew
+    int64_t offered;      // pieces that there were
+};
+TeamTimes times_of(const TeamShared* shared);
 
 }  // namespace kvik

@@ -142,17 +142,3 @@ def test_what_is_never_freed_makes_no_noise() -> None:
     code += "sys.kept = Runtime('portable', 1)"
     done = subprocess.run([sys.executable, "-c", code], check=True, text=True, capture_output=True)
     assert done.stdout + done.stderr == ""
-
-
-@pytest.mark.full
-@needs_linux
-def test_torch_and_the_kernels_share_one_openmp() -> None:
-    """Two would start their threads twice and take the cores from each other."""
-    native = pytest.importorskip("kvik.kernels.cpu._native")
-    if not native.has_openmp():
-        pytest.skip("built without OpenMP")
-    code = "import torch, kvik.kernels.cpu._native\nprint(open('/proc/self/maps').read())"
-    done = subprocess.run([sys.executable, "-c", code], check=True, text=True, capture_output=True)
-    files = {line.split()[-1] for line in done.stdout.splitlines() if "/" in line}
-    runtimes = [name for name in files if re.match(r"lib(gomp|omp|iomp)", os.path.basename(name))]
-    assert len(runtimes) == 1

@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-import torch  # before the extension, which then shares torch's threads
+import torch
 from roofline_work import LAYERS, Work, attentions, linears, small_ones
 
 from kvik.kernels.cpu import _native

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import product
 
-import torch  # before the extension, which then shares torch's threads
+import torch
 from torch import Tensor
 
 from kvik.kernels.cpu import _native

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
-import torch  # before the extension, which then shares torch's OpenMP threads
+import torch
 from torch import Tensor
 
 pytest.importorskip("kvik.kernels.cpu._native")

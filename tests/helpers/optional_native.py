@@ -5,7 +5,6 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 import pytest
-import torch  # noqa: F401  # before the extension, which then shares torch's OpenMP threads
 
 NATIVE = find_spec("kvik.kernels.cpu._native") is not None
 needs_native = pytest.mark.skipif(not NATIVE, reason="kvik was installed without native kernels")

@@ -73,7 +73,7 @@ class EngineThread:
 
     Args:
         load: makes the engine, in the thread, since some of what it sets is per thread (torch's
-            number of threads, OpenMP's team, the current GPU). Its argument is a way to sleep that
+            number of threads, the current GPU). Its argument is a way to sleep that
             ends early when work is posted.
 
     Raises:

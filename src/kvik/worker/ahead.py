@@ -89,8 +89,7 @@ def _weight_memory(config: ResolvedConfig) -> np.ndarray | None:
         return None
     import numpy as np
 
-    # As the native kernels allocate, which must not be imported before torch: both share the
-    # threads of the OpenMP library that comes first.
+    # As the native kernels allocate; importing them would wait for torch.
     size = config.memory.weights
     try:
         pages = mmap.mmap(-1, size + HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -205,7 +205,7 @@ class NativePlatform:
         runner, cache, scheduler = config.runner, config.cache, config.scheduler
         device, dtype = torch.device("cpu"), DTYPES[runner.dtype]
         self.native = Native(runner.threads, memory=memory)
-        for notice in notices(runner.threads):
+        for notice in notices():
             log.warning(notice)
         ops = native_ops(self.native)
         backend = select_backend(runner.attention_backend, ops, device, dtype, self.native)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch  # before the extension, which then shares torch's threads
+import torch
 from msgspec.structs import replace
 
 from kvik import __version__

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from statistics import median
 
-import torch  # before the extension, which then shares torch's threads
+import torch
 from torch import Tensor
 
 from kvik.kernels.cpu.buffers import zeros

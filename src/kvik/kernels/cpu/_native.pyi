@@ -11,7 +11,6 @@ def rejected_instruction_sets() -> list[str]:
 def kernels() -> list[tuple[str, list[tuple[str, str]]]]:
     """By id: name; of each argument name and "p" (pointer), "i" (integer) or "f" (float)."""
 
-def has_openmp() -> bool: ...
 def allocate(bytes: int, huge: bool) -> np.ndarray:
     """[bytes] uint8 zeros on huge or small pages, not yet touched."""
 

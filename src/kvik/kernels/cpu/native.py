@@ -32,15 +32,12 @@ def pointer(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def notices(threads: int) -> list[str]:
-    """Return what a user of this many threads should know about this build on this machine."""
-    found = [
+def notices() -> list[str]:
+    """Return what a user should know about this build on this machine."""
+    return [
         f"the native kernels for {isa} compute wrongly on this machine and are not used"
         for isa in _native.rejected_instruction_sets()
     ]
-    if threads > 1 and not _native.has_openmp():
-        found.append("the native kernels were built without OpenMP and run on one thread")
-    return found
 
 
 class Native:
