@@ -114,17 +114,30 @@ NB_MODULE(_native, m) {
         .def_prop_ro("num_inputs", &Tape::num_inputs)
         .def_prop_ro("calls", [](const Tape& tape) { return tape.calls(); });
 
+    nb::class_<TeamSize>(m, "TeamSize")
+        .def(nb::init<int>(), "most"_a)
+        .def_prop_ro("working", &TeamSize::working)
+        .def_prop_ro("changes", &TeamSize::changes)
+        .def(
+            "ran",
+            [](TeamSize& size, int64_t nanoseconds, int64_t waited, int64_t drawn, int64_t offered) {
+                size.ran({nanoseconds, waited, drawn, offered});
+            },
+            "nanoseconds"_a, "waited"_a, "drawn"_a, "offered"_a);
+
     nb::class_<Runtime>(m, "Runtime")
         .def(
             "__init__",
-            [](Runtime* self, const std::string& isa, int threads) {
+            [](Runtime* self, const std::string& isa, int threads, bool adapt) {
                 if (threads < 1) throw std::invalid_argument("threads must be at least 1");
-                new (self) Runtime(table_named(isa), threads);
+                new (self) Runtime(table_named(isa), threads, adapt);
             },
-            "isa"_a, "threads"_a)
+            "isa"_a, "threads"_a, "adapt"_a = false)
         .def_prop_ro("isa", [](const Runtime& r) { return r.table().name; })
         .def_prop_ro("lanes", [](const Runtime& r) { return r.table().lanes; })
         .def_prop_ro("threads", &Runtime::threads)
+        .def_prop_ro("working", &Runtime::working)
+        .def_prop_ro("changes", &Runtime::changes)
         .def(
             "run",
             [](Runtime& runtime, int kernel, const nb::sequence& values) {

@@ -17,7 +17,7 @@ void Tape::append(int kernel, const std::vector<Word>& words, const std::vector<
 }
 
 void Runtime::run(int kernel, const std::vector<Word>& words) {
-    Team team = gather(team_, threads_);
+    Team team = gather(team_, working());
     kernel_of(table_, kernel)(words.data(), team);
 }
 
@@ -27,8 +27,9 @@ void Runtime::replay(Tape& tape, const std::vector<Word>& inputs, int64_t* nanos
         return std::chrono::duration_cast<std::chrono::nanoseconds>(after - before).count();
     };
     for (const auto& input : tape.inputs_) tape.words_[input.word] = inputs[input.input];
-    Team team = gather(team_, threads_);
-    auto before = Clock::now();
+    Team team = gather(team_, working());
+    const auto begin = Clock::now();
+    auto before = begin;
     for (size_t i = 0; i < tape.calls_.size(); i++) {
         kernel_of(table_, tape.calls_[i])(tape.words_.data() + tape.starts_[i], team);
         if (!nanoseconds) continue;
@@ -36,6 +37,10 @@ void Runtime::replay(Tape& tape, const std::vector<Word>& inputs, int64_t* nanos
         nanoseconds[i] = since(before, after);
         before = after;
     }
+    if (!adapt_) return;
+    TeamTimes times = times_of(team_);
+    times.nanoseconds = since(begin, Clock::now());
+    size_.ran(times);
 }
 
 }  // namespace kvik

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "table.hpp"
+#include "team_size.hpp"
 
 namespace kvik {
 
@@ -40,13 +41,17 @@ private:
 // A table and a team. Not for two threads at once.
 class Runtime {
 public:
-    Runtime(const Table& table, int threads) : table_(table), threads_(threads), team_(make_team()) {}
+    // adapt: replays run on fewer threads while the cores are busy with others.
+    Runtime(const Table& table, int threads, bool adapt = false)
+        : table_(table), threads_(threads), adapt_(adapt), size_(threads), team_(make_team()) {}
     ~Runtime() { free_team(team_); }
     Runtime(const Runtime&) = delete;
     Runtime& operator=(const Runtime&) = delete;
 
     const Table& table() const { return table_; }
     int threads() const { return threads_; }
+    int working() const { return size_.working(); }
+    int64_t changes() const { return size_.changes(); }
 
     void run(int kernel, const std::vector<Word>& words);
     // `nanoseconds`: null, or room for the time of each call.
@@ -55,6 +60,8 @@ public:
 private:
     const Table& table_;
     int threads_;
+    bool adapt_;
+    TeamSize size_;
     TeamShared* team_;
 };
 

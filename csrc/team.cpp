@@ -74,6 +74,15 @@ void pause() {
 #endif
 }
 
+// As `top -H` and debuggers show it.
+void name_thread() {
+#if defined(__APPLE__)
+    pthread_setname_np("kvik-team");
+#else
+    pthread_setname_np(pthread_self(), "kvik-team");
+#endif
+}
+
 }  // namespace
 
 struct TeamShared {
@@ -143,7 +152,10 @@ int started(TeamShared& shared, int threads) {
     pthread_sigmask(SIG_SETMASK, &all, &before);
     try {
         while (int(helpers.size()) + 1 < threads)
-            helpers.emplace_back([&shared, rank = int(helpers.size()) + 1] { help(shared, rank); });
+            helpers.emplace_back([&shared, rank = int(helpers.size()) + 1] {
+                name_thread();
+                help(shared, rank);
+            });
     } catch (const std::system_error&) {
         threads = int(helpers.size()) + 1;  // the system allows no more
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import importlib.util
 import json
-import os
 import re
 import shutil
 import subprocess

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.optional_native import needs_native
 
 from kvik import LLM, CapacityError, ConfigError, ModelError, ParamError, SamplingParams
 from kvik.config.config import EngineConfig
@@ -461,6 +462,14 @@ def test_variables_set_what_is_not_given(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("KVIK_MAX_MODEL_LENGTH", "96")
     with pytest.raises(ConfigError, match="KVIK_MAX_MODEL_LENGTH: is no variable of kvik"):
         LLM(device="cpu")
+
+
+@needs_native
+def test_statistics_tell_how_many_threads_compute() -> None:
+    with LLM(device="cpu", threads=3, max_model_len=64) as llm:
+        assert llm.stats().threads is None
+        llm.generate([[5, 6, 7]], GREEDY.with_changes(max_tokens=2))
+        assert llm.stats().threads == 3
 
 
 def test_num_blocks_are_blocks_that_requests_can_use():

@@ -80,6 +80,7 @@ STATS = EngineStats(
     time=LoopTime(0.5, 0.25, 1.0),
     speculation=SpeculationStats(DraftCounts(4, 10, 6, [4, 3, 3], [3, 2, 1]), 0.1, 0.2, 0.4),
     graphs=GraphCounts(12, 300, 400),
+    threads=2,
 )
 
 
@@ -246,6 +247,7 @@ def test_every_metric_has_our_name_and_is_in_the_docs() -> None:
     assert ours > OTHERS
     assert "bottleneck" in ours
     found = read(metrics.text(later, 9.0))
+    assert found["kvik:working_threads"] == 2
     assert found["kvik:cuda_graphs"] == 12 and found["kvik:cuda_graph_bytes{kind=taken}"] == 300
     told = set(re.findall(r"`kvik:(\w+)`", (DOCS / "metrics.md").read_text()))
     assert {name.removesuffix("_total") for name in told} >= {

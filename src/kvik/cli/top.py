@@ -70,6 +70,7 @@ def figures(live: Frame) -> Text:
         ("waiting ", "dim"), f"{stats['num_waiting']}  ",
         ("prefix hits ", "dim"), f"{hits}  ",
         ("preemptions ", "dim"), f"{stats['preemptions']}",
+        *((("  threads ", "dim"), f"{stats['threads']}") if stats.get("threads") else ()),
     )  # fmt: skip
 
 

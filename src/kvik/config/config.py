@@ -248,6 +248,7 @@ class RunnerConfig:
         torch_prompts: number of tokens from which torch's attention, not Triton's, takes fresh
             prompts; None: never.
         seed: seed of random weights.
+        adapt_threads: the native kernels use fewer while other processes keep the cores busy.
         graph_sizes: sizes of forwards that may be captured on a GPU.
         draft_graph_sizes: the same for the draft model or the draft heads.
         graph_memory: bytes that all captured forwards together may take.
@@ -258,6 +259,7 @@ class RunnerConfig:
     device: str
     attention_backend: str
     threads: int
+    adapt_threads: bool = False
     torch_prompts: int | None = None
     kernels: str = "torch"
     load_format: str = "safetensors"

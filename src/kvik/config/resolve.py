@@ -92,6 +92,7 @@ def resolve(
             attention_backend=compute.attention,
             torch_prompts=torch_prompts(compute.attention, spec, compute.gpu),
             threads=threads,
+            adapt_threads=config.threads is None,
             kernels=compute.kernels,
             load_format=config.load_format,
             engine_cache=config.engine_cache,

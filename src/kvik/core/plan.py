@@ -94,6 +94,7 @@ class ModelRunnerOutput:
         draft_places: of drafts that form a tree: [n], the depth of the first n of them; None: each
             follows the one before it.
         graphs: None: unchanged, or nothing is captured on this device.
+        threads: that compute from now on; None: unchanged, or not of the native kernels.
     """
 
     step: int
@@ -108,3 +109,4 @@ class ModelRunnerOutput:
     draft_times: DraftTimes | None = None
     draft_places: Sequence[int] | None = None
     graphs: GraphCounts | None = None
+    threads: int | None = None

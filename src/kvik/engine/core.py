@@ -110,6 +110,7 @@ class EngineCore:
         # Of requests that ended, see `RequestSpeculation`.
         self._seconds = self._plain_seconds = 0.0
         self._graphs: GraphCounts | None = None
+        self._threads: int | None = None
 
     def add(self, request: EngineRequest, now: float) -> int:
         """Queue a request.
@@ -190,6 +191,7 @@ class EngineCore:
         if output.draft_times is not None:
             self._proposing += output.draft_times.proposing
         self._graphs = output.graphs or self._graphs
+        self._threads = output.threads or self._threads
         return self._note_finished(self.scheduler.update(output, now))
 
     def fail_step(self, error: str, now: float) -> list[RequestDelta]:
@@ -242,6 +244,7 @@ class EngineCore:
             work=scheduler.meter.read(scheduler.running),
             speculation=self._speculation(),
             graphs=self._graphs,
+            threads=self._threads,
             pace=PaceStats(
                 scheduler.clock.seconds_per_step, scheduler.clock.prefill_tokens_per_second
             ),

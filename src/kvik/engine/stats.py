@@ -100,6 +100,8 @@ class EngineStats:
     pinned_blocks: int = 0  # kept in the prefix cache for a time, used or not
     # When the last step was finished; None: nothing is captured on this device, or was told yet.
     graphs: GraphCounts | None = None
+    # That the native kernels compute on; None: other kernels, or no step was computed yet.
+    threads: int | None = None
 
     @property
     def prefix_hit_rate(self) -> float:

@@ -98,7 +98,7 @@ HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
 ONLY_OURS = frozenset((
     "engine_state", "engine_starts", "open_responses", "queued_tokens", "engine_steps",
     "engine_step_requests", "engine_memory_bytes", "engine_seconds", "cuda_graphs",
-    "cuda_graph_bytes", "cached_blocks", "pinned_blocks", "kv_cache_tokens",
+    "cuda_graph_bytes", "working_threads", "cached_blocks", "pinned_blocks", "kv_cache_tokens",
     "speculation_drafts_per_pos", "speculation_accepted_length", "speculation_speedup",
     "memory_bytes_per_second", "flops_per_second", "memory_bytes_ceiling", "flops_ceiling",
     "memory_bandwidth_share", "compute_share", "bottleneck",
@@ -395,6 +395,9 @@ def _engine(stats: EngineStats) -> Iterator[Metric]:
         kinds = {"taken": stats.graphs.taken, "planned": stats.graphs.planned}
         note = "GPU memory of all CUDA graphs, and what was put aside for them."
         yield gauge("cuda_graph_bytes", note, kinds, "kind")
+    if stats.threads is not None:
+        note = "Threads that compute; fewer while other processes keep the cores busy."
+        yield gauge("working_threads", note, stats.threads)
 
 
 def _cache(config: ResolvedConfig, stats: EngineStats) -> Iterator[Metric]:

@@ -112,6 +112,8 @@ class KVPool:
 
 log = logging.getLogger(__name__)
 
+LOG_INTERVAL = 60.0  # seconds
+
 NATIVE_DRAW_BYTES = 4  # of each logit: a copy of the rows that draw
 # The same, and what a program finds out about a chunk of logits (kernels/triton/draw.py).
 TRITON_DRAW_BYTES = NATIVE_DRAW_BYTES + 1
@@ -131,9 +133,52 @@ class PlatformParts:
     warm_ups: WarmUps = field(default_factory=NoWarmUps)
 
 
+class Team:
+    """Watches how many threads the native kernels compute on, and logs it when that changes.
+
+    Args:
+        working: returns their number.
+        most: threads that there are.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, working: Callable[[], int], most: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._working = working
+        self._most = most
+        self._clock = clock
+        self._told: int | None = None
+        self._logged = (most, -LOG_INTERVAL)  # threads, seconds
+
+    def changes(self) -> int | None:
+        """Return the number of threads, or None if it is as at the last call."""
+        working = self._working()
+        self._log(working)
+        if working == self._told:
+            return None
+        self._told = working
+        return working
+
+    def _log(self, working: int) -> None:
+        """Trials of more threads come and go: at most one line in LOG_INTERVAL."""
+        threads, since = self._logged
+        now = self._clock() if working != threads else since
+        if working == threads or now - since < LOG_INTERVAL:
+            return
+        self._logged = working, now
+        why = "other processes keep cores busy" if working < self._most else "the cores are free"
+        log.info("%d of %d threads compute: %s", working, self._most, why)
+
+
 class Platform(Protocol):
     @property
     def parts(self) -> PlatformParts: ...
+
+    @property
+    def team(self) -> Team | None:
+        """None: not of the native kernels."""
+        ...
 
     @property
     def graph_memory(self) -> GraphMemory | None:
@@ -171,6 +216,7 @@ class TorchPlatform:
     """torch's own kernels, on any of its devices."""
 
     graph_memory: GraphMemory | None = None
+    team: Team | None = None
 
     def __init__(self, config: ResolvedConfig) -> None:
         device, dtype = torch.device(config.runner.device), DTYPES[config.runner.dtype]
@@ -204,7 +250,8 @@ class NativePlatform:
 
         runner, cache, scheduler = config.runner, config.cache, config.scheduler
         device, dtype = torch.device("cpu"), DTYPES[runner.dtype]
-        self.native = Native(runner.threads, memory=memory)
+        self.native = Native(runner.threads, memory=memory, adapt=runner.adapt_threads)
+        self.team = Team(lambda: self.native.working, runner.threads)
         for notice in notices():
             log.warning(notice)
         ops = native_ops(self.native)
@@ -242,6 +289,8 @@ class NativePlatform:
 
 class TritonPlatform:
     """Triton's kernels on a GPU."""
+
+    team: Team | None = None
 
     def __init__(self, config: ResolvedConfig) -> None:
         from kvik.kernels.triton.ops import triton_ops

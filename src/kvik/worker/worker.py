@@ -74,6 +74,7 @@ class Worker:
         runner, cache, scheduler = config.runner, config.cache, config.scheduler
         chosen = platform(config, memory)
         self._release_freed, self._graphs = chosen.release_freed, chosen.graph_memory
+        self._team = chosen.team
         network = load_network(
             config,
             chosen,
@@ -126,9 +127,11 @@ class Worker:
         runner = self._ready()
         with self._inference():
             output = runner.finish(handle)
-        if self._graphs is None or (graphs := self._graphs.changes()) is None:
+        graphs = None if self._graphs is None else self._graphs.changes()
+        threads = None if self._team is None else self._team.changes()
+        if graphs is None and threads is None:
             return output
-        return replace(output, graphs=graphs)
+        return replace(output, graphs=graphs, threads=threads)
 
     def rest(self) -> bool:
         """See `Executor.rest`."""

@@ -27,11 +27,24 @@ class Tape:
     ) -> None:
         """`inputs`: position of an argument, index among the inputs of a replay."""
 
+class TeamSize:
+    working: int
+    changes: int
+    def __init__(self, most: int) -> None: ...
+    def ran(self, nanoseconds: int, waited: int, drawn: int, offered: int) -> None:
+        """What a run on `working` threads took, and how long its caller waited for others.
+
+        `drawn`: pieces of loops that the caller computed, of those `offered` to all threads."""
+
 class Runtime:
     isa: str
     lanes: int
     threads: int
-    def __init__(self, isa: str, threads: int) -> None: ...
+    working: int
+    changes: int
+    def __init__(self, isa: str, threads: int, adapt: bool = False) -> None:
+        """`adapt`: `working` is below `threads` while others keep the cores busy."""
+
     def run(self, kernel: int, values: Sequence[int | float]) -> None: ...
     def replay(self, tape: Tape, inputs: Sequence[int]) -> None: ...
     def replay_timed(self, tape: Tape, inputs: Sequence[int]) -> list[int]:

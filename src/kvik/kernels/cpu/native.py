@@ -47,20 +47,31 @@ class Native:
     """
 
     def __init__(
-        self, threads: int, isa: str | None = None, memory: np.ndarray | None = None
+        self,
+        threads: int,
+        isa: str | None = None,
+        memory: np.ndarray | None = None,
+        adapt: bool = False,
     ) -> None:
         """
         Args:
+            threads: at most.
             isa: one of `instruction_sets()`; None: the best.
             memory: for weights; see `WeightMemory`.
+            adapt: recordings run on fewer threads while others keep the cores busy.
         """
-        self._runtime = _native.Runtime(isa or _native.instruction_sets()[0], threads)
+        self._runtime = _native.Runtime(isa or _native.instruction_sets()[0], threads, adapt)
         self._recording: Recording | None = None
         self.weights = WeightMemory(memory)
 
     @property
     def isa(self) -> str:
         return self._runtime.isa
+
+    @property
+    def working(self) -> int:
+        """Threads that the next recording runs on."""
+        return self._runtime.working
 
     def launch(self, kernel: str, **arguments: int | float) -> None:
         """Run a kernel, or record it."""

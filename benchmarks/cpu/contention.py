@@ -1,0 +1,158 @@
+"""What other busy processes cost, and what a fixed number of threads would have made of it.
+
+    python benchmarks/cpu/contention.py [MODEL] [--quantization int8] [--busy 0 1 2] [--rounds 7]
+
+Other processes compute all the time. In each round every engine works in turn: one that sizes its
+team itself, and one for each fixed number of threads up to the number of cores. Tokens a second:
+median, smallest and largest. With `--gguf FILE --llama-python PYTHON`, llama.cpp (of that Python's
+llama_cpp) decodes the file in the same rounds, with its default number of threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+
+from kvik import LLM, SamplingParams
+
+PROMPT = 512
+WORKLOADS = {"batch 1": 1, "batch 8": 8, "prompt 512": 0}  # requests that decode; 0: a prompt
+
+_LLAMA = """
+import sys, time
+from llama_cpp import Llama
+llm = Llama(sys.argv[1], n_ctx=1024, verbose=False)
+for line in sys.stdin:
+    llm.reset()
+    llm.eval(list(range(5, 13)))
+    start = time.perf_counter()
+    for _ in range(int(line)):
+        llm.eval([9])
+    print(int(line) / (time.perf_counter() - start), flush=True)
+"""
+
+
+@contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        time.sleep(0.5 if others else 0)
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+class Kvik:
+    def __init__(self, llm: LLM, tokens: int) -> None:
+        self._llm = llm
+        self._tokens = tokens
+
+    def rate(self, workload: str) -> float:
+        """Return tokens a second, of the prompt or of the answers."""
+        batch, ids = WORKLOADS[workload], [5 + i % 300 for i in range(PROMPT)]
+        prompts = [ids[i : i + 8] for i in range(batch)] if batch else [ids]
+        tokens = self._tokens if batch else 1
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        start = time.perf_counter()
+        self._llm.generate(prompts, params, progress=False)
+        return (batch * tokens or PROMPT) / (time.perf_counter() - start)
+
+
+class Llama:
+    def __init__(self, python: str, gguf: Path, tokens: int) -> None:
+        command = [python, "-c", _LLAMA, str(gguf)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._tokens = tokens
+
+    def rate(self, workload: str) -> float:
+        assert workload == "batch 1" and self._process.stdin and self._process.stdout
+        self._process.stdin.write(f"{self._tokens}\n")
+        self._process.stdin.flush()
+        return float(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", nargs="?", default="")
+    parser.add_argument("--quantization")
+    parser.add_argument("--load-format", default="safetensors", help="random: only config.json")
+    parser.add_argument("--busy", type=int, nargs="+", default=[0, 1, 2], help="other processes")
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--tokens", type=int, help="of each answer; 200, or 32 for a given model")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--gguf", type=Path)
+    parser.add_argument("--llama-python", default=sys.executable)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    tokens = arguments.tokens or (32 if arguments.model else 200)
+    cores = len(os.sched_getaffinity(0))
+    rows = []
+    with ExitStack() as stack:
+        engines: dict[str, Kvik | Llama] = {}
+        for threads in (None, *range(1, cores + 1)):
+            llm = LLM(
+                arguments.model,
+                device="cpu",
+                threads=threads,
+                quantization=arguments.quantization,
+                load_format=arguments.load_format,
+                max_model_len=1024,
+                max_num_seqs=8,
+                enable_prefix_caching=False,
+            )
+            name = f"{threads} thread{'s' * (threads > 1)}" if threads else "default"
+            engines[name] = Kvik(stack.enter_context(llm), tokens)
+        if arguments.gguf:
+            llama = Llama(arguments.llama_python, arguments.gguf, tokens)
+            stack.callback(llama.close)
+            engines["llama.cpp"] = llama
+        for count in arguments.busy:
+            for workload in arguments.workloads:
+                chosen = {
+                    name: engine
+                    for name, engine in engines.items()
+                    if isinstance(engine, Kvik) or workload == "batch 1"
+                }
+                rates: dict[str, list[float]] = {name: [] for name in chosen}
+                with busy_processes(count):
+                    for turn in range(arguments.rounds + 1):
+                        for name, engine in chosen.items():
+                            rate = engine.rate(workload)
+                            if turn:  # the first is a warm-up
+                                rates[name].append(rate)
+                rows.append({"busy": count, "workload": workload, "rates": rates})
+                report(count, workload, rates)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1))
+
+
+def report(count: int, workload: str, rates: dict[str, list[float]]) -> None:
+    cells = [
+        f"{name} {median(found):,.1f} ({min(found):,.1f} to {max(found):,.1f})"
+        for name, found in rates.items()
+    ]
+    best = max(median(found) for name, found in rates.items() if "thread" in name)
+    share = median(rates["default"]) / best
+    print(f"{count} busy, {workload}: {'; '.join(cells)}; default / best {share:.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

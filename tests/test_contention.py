@@ -1,0 +1,122 @@
+"""The answer while other processes take the cores, and while threads of the team stand still."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from helpers.optional_native import needs_native
+
+pytestmark = [
+    needs_native,
+    pytest.mark.full,
+    pytest.mark.skipif(sys.platform != "linux", reason="stops threads as Linux does"),
+]
+
+ROUNDS = 12
+# A prompt, decoding in a batch, and sampling; argv: threads, or 0.
+ANSWERS = f"""
+import sys
+from kvik import LLM, SamplingParams
+prompts = [[5 + (7 * i + j) % 300 for j in range(40 * i + 3)] for i in range(5)]
+with LLM(threads=int(sys.argv[1]) or None, max_model_len=512, enable_prefix_caching=False) as llm:
+    for seed in range({ROUNDS}):
+        params = SamplingParams(temperature=seed % 2, top_p=0.9, max_tokens=40, seed=seed)
+        outputs = llm.generate(prompts, params, progress=False)
+        print([list(output.outputs[0].token_ids) for output in outputs], flush=True)
+"""
+
+
+def answers(process: subprocess.Popen[str]) -> list[str]:
+    out, error = process.communicate(timeout=300)
+    assert process.returncode == 0, error
+    return out.splitlines()
+
+
+def started(threads: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", ANSWERS, str(threads)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[str]:
+    lines = answers(started(1))
+    assert len(lines) == ROUNDS
+    return lines
+
+
+@contextmanager
+def busy_process() -> Iterator[None]:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+        try:
+            yield
+        finally:
+            other.kill()
+
+
+@pytest.mark.parametrize("threads", [0, 2, 5])
+def test_answers_are_the_same_while_others_take_the_cores(
+    threads: int, expected: list[str]
+) -> None:
+    with ExitStack() as stack:
+        for _ in range(os.cpu_count() or 1):
+            stack.enter_context(busy_process())
+        assert answers(started(threads)) == expected
+
+
+class Tracer:
+    """Stops single threads of a child process, as nothing but a debugger can."""
+
+    SEIZE, INTERRUPT, DETACH = 0x4206, 0x4207, 17
+    ALL_THREADS = 0x40000000  # __WALL
+
+    def __init__(self) -> None:
+        self._ptrace = ctypes.CDLL(None, use_errno=True).ptrace
+        self._ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+        self._ptrace.restype = ctypes.c_long
+
+    def stop(self, thread: int, seconds: float) -> bool:
+        """Return False if there is no such thread any more."""
+        if self._ptrace(self.SEIZE, thread, None, None) < 0:
+            error = ctypes.get_errno()
+            if error == 1:  # EPERM
+                pytest.skip("this system lets no process trace another")
+            return False
+        self._ptrace(self.INTERRUPT, thread, None, None)
+        os.waitpid(thread, self.ALL_THREADS)
+        time.sleep(seconds)
+        return self._ptrace(self.DETACH, thread, None, None) == 0
+
+
+def team_of(process: int) -> list[int]:
+    tasks = Path(f"/proc/{process}/task")
+    found = []
+    for task in tasks.iterdir() if tasks.exists() else ():
+        try:
+            if (task / "comm").read_text() == "kvik-team\n":
+                found.append(int(task.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_a_thread_that_stands_still_delays_and_does_no_harm(expected: list[str]) -> None:
+    tracer, draw, stops = Tracer(), random.Random(0), 0
+    process = started(3)
+    try:
+        while process.poll() is None and stops < 20:
+            if team := team_of(process.pid):
+                stops += tracer.stop(draw.choice(team), 0.2)
+            time.sleep(draw.random() * 0.02)
+        assert answers(process) == expected
+    finally:
+        process.kill()
+    assert stops >= 5
