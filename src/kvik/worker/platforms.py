@@ -250,8 +250,9 @@ class NativePlatform:
 
         runner, cache, scheduler = config.runner, config.cache, config.scheduler
         device, dtype = torch.device("cpu"), DTYPES[runner.dtype]
-        self.native = Native(runner.threads, memory=memory, adapt=runner.adapt_threads)
-        self.team = Team(lambda: self.native.working, runner.threads)
+        native = Native(runner.threads, memory=memory, adapt=runner.adapt_threads)
+        self.native = native
+        self.team = Team(lambda: native.working, runner.threads)
         for notice in notices():
             log.warning(notice)
         ops = native_ops(self.native)

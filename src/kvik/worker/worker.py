@@ -170,7 +170,7 @@ class Worker:
 
     def stop(self) -> None:
         """Free weights and cache; safe to call twice."""
-        self._runner = None
+        self._runner = self._team = None
         self._resting = ()
         # a GPU that failed has nothing to give back
         with suppress(RuntimeError), on_device(self._device):
