@@ -138,6 +138,7 @@ NB_MODULE(_native, m) {
         .def_prop_ro("threads", &Runtime::threads)
         .def_prop_ro("working", &Runtime::working)
         .def_prop_ro("changes", &Runtime::changes)
+        .def("limit", &Runtime::limit, "threads"_a)
         .def(
             "run",
             [](Runtime& runtime, int kernel, const nb::sequence& values) {

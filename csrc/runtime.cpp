@@ -27,7 +27,7 @@ void Runtime::replay(Tape& tape, const std::vector<Word>& inputs, int64_t* nanos
         return std::chrono::duration_cast<std::chrono::nanoseconds>(after - before).count();
     };
     for (const auto& input : tape.inputs_) tape.words_[input.word] = inputs[input.input];
-    Team team = gather(team_, working());
+    Team team = gather(team_, std::min(working(), limit_));
     const auto begin = Clock::now();
     auto before = begin;
     for (size_t i = 0; i < tape.calls_.size(); i++) {
@@ -37,7 +37,7 @@ void Runtime::replay(Tape& tape, const std::vector<Word>& inputs, int64_t* nanos
         nanoseconds[i] = since(before, after);
         before = after;
     }
-    if (!adapt_) return;
+    if (!adapt_ || team.size != working()) return;
     TeamTimes times = times_of(team_);
     times.nanoseconds = since(begin, Clock::now());
     size_.ran(times);

@@ -43,7 +43,7 @@ class Runtime {
 public:
     // adapt: replays run on fewer threads while the cores are busy with others.
     Runtime(const Table& table, int threads, bool adapt = false)
-        : table_(table), threads_(threads), adapt_(adapt), size_(threads), team_(make_team()) {}
+        : table_(table), threads_(threads), adapt_(adapt), size_(threads), limit_(threads), team_(make_team()) {}
     ~Runtime() { free_team(team_); }
     Runtime(const Runtime&) = delete;
     Runtime& operator=(const Runtime&) = delete;
@@ -51,6 +51,8 @@ public:
     const Table& table() const { return table_; }
     int threads() const { return threads_; }
     int working() const { return size_.working(); }
+    // The next replays run on at most so many threads.
+    void limit(int threads) { limit_ = threads; }
     int64_t changes() const { return size_.changes(); }
 
     void run(int kernel, const std::vector<Word>& words);
@@ -62,6 +64,7 @@ private:
     int threads_;
     bool adapt_;
     TeamSize size_;
+    int limit_;
     TeamShared* team_;
 };
 

@@ -6,6 +6,12 @@ Other processes compute all the time. In each round every engine works in turn: 
 team itself, and one for each fixed number of threads up to the number of cores. Tokens a second:
 median, smallest and largest. With `--gguf FILE --llama-python PYTHON`, llama.cpp (of that Python's
 llama_cpp) decodes the file in the same rounds, with its default number of threads.
+
+    python benchmarks/cpu/contention.py [MODEL] --quotas 0.5 1 1.5 [--rounds 7]
+
+Instead: processes in cgroups that grant them so many cores' worth of time, which takes the right to
+make such a group. What they reach of that share of the speed without one, and the longest time
+between two tokens of a stream over the median.
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -98,11 +105,19 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--tokens", type=int, help="of each answer; 200, or 32 for a given model")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--quotas", type=float, nargs="+", help="cores' worth of time")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--gguf", type=Path)
     parser.add_argument("--llama-python", default=sys.executable)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     tokens = arguments.tokens or (32 if arguments.model else 200)
+    if arguments.one:
+        print(json.dumps(measure(arguments.model, arguments.quantization, tokens)))
+        return
+    if arguments.quotas:
+        within_quotas(arguments)
+        return
     cores = len(os.sched_getaffinity(0))
     rows = []
     with ExitStack() as stack:
@@ -142,6 +157,72 @@ def main() -> None:
                 report(count, workload, rates)
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1))
+
+
+def measure(model: str, quantization: str | None, tokens: int) -> dict[str, float]:
+    """Return tokens a second of each workload, and the longest gap of a stream over the median."""
+    with LLM(
+        model,
+        device="cpu",
+        quantization=quantization,
+        max_model_len=1024,
+        max_num_seqs=8,
+        enable_prefix_caching=False,
+    ) as llm:
+        engine = Kvik(llm, tokens)
+        found = {}
+        for workload in WORKLOADS:
+            engine.rate(workload)
+            found[workload] = median(engine.rate(workload) for _ in range(3))
+        params = SamplingParams(temperature=0.0, max_tokens=2 * tokens, ignore_eos=True)
+        times = []
+        for _ in llm.stream([5, 6, 7], params):
+            times.append(time.perf_counter())
+        gaps = sorted(after - before for before, after in pairwise(times[8:]))
+        return found | {"longest gap": gaps[-1] / median(gaps)}
+
+
+@contextmanager
+def quota_group(cores: float) -> Iterator[list[str]]:
+    """Make a CPU cgroup; yields a command that runs its arguments in it."""
+    first, second = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
+    folder = (first if first.is_dir() else second) / f"kvik-contention-{os.getpid()}"
+    folder.mkdir()
+    try:
+        if first.is_dir():
+            (folder / "cpu.cfs_quota_us").write_text(str(int(cores * 100_000)))
+        else:
+            (folder / "cpu.max").write_text(f"{int(cores * 100_000)} 100000")
+        yield ["sh", "-c", f'echo $$ > {folder}/cgroup.procs && exec "$@"', "sh"]
+    finally:
+        folder.rmdir()
+
+
+def within_quotas(arguments: argparse.Namespace) -> None:
+    command = [sys.executable, __file__, arguments.model, "--one"]
+    if arguments.quantization:
+        command += ["--quantization", arguments.quantization]
+    cores = len(os.sched_getaffinity(0))
+    rounds: list[dict[float, dict[str, float]]] = []
+    for _ in range(arguments.rounds):
+        found = {}
+        for quota in (float(cores), *arguments.quotas):
+            with ExitStack() as stack:
+                inside = stack.enter_context(quota_group(quota)) if quota < cores else []
+                done = subprocess.run([*inside, *command], check=True, stdout=subprocess.PIPE)
+            found[quota] = json.loads(done.stdout.splitlines()[-1])
+        rounds.append(found)
+    for quota in (float(cores), *arguments.quotas):
+        cells = []
+        for name in (*WORKLOADS, "longest gap"):
+            values = [found[quota][name] for found in rounds]
+            if name in WORKLOADS:
+                full = [found[float(cores)][name] * quota / cores for found in rounds]
+                values = [value / whole for value, whole in zip(values, full, strict=True)]
+            cells.append(f"{name} {median(values):.2f} ({min(values):.2f} to {max(values):.2f})")
+        print(f"{quota:g} cores: {'; '.join(cells)}", flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rounds, indent=1))
 
 
 def report(count: int, workload: str, rates: dict[str, list[float]]) -> None:

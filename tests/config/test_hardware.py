@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from dataclasses import replace
@@ -16,15 +17,17 @@ from kvik.config.hardware import (
     ISA_FLAGS,
     NATIVE_ISAS,
     Gpu,
+    cpu_quota,
     detect,
     find_gpus,
     is_cuda_build,
     load_thresholds,
     memory_limit,
     parse_gpus,
+    physical_cores,
     prompt_attention_path,
     save_thresholds,
-    usable_cores,
+    used_cpu_time,
 )
 
 GIB = 1 << 30
@@ -147,23 +150,45 @@ def test_a_strange_cgroup_file_is_no_limit(tmp_path: Path, text: str) -> None:
 def test_a_system_that_tells_nothing_does_not_crash(tmp_path: Path) -> None:
     limit, _ = memory_limit(tmp_path)
     assert limit > 0
-    assert usable_cores(tmp_path, frozenset({0, 1, 2})) == 3
+    assert physical_cores(tmp_path, frozenset({0, 1, 2})) == 3
+    assert cpu_quota(tmp_path) == (math.inf, None)
 
 
 def test_hyper_threads_and_affinity(tmp_path: Path) -> None:
     root = lay_out(tmp_path, cpuinfo([(0, 0), (0, 0), (0, 1), (0, 1), (1, 0), (1, 0)]))
-    assert usable_cores(root, frozenset(range(6))) == 3
-    assert usable_cores(root, frozenset({0, 1})) == 1
-    assert usable_cores(root, frozenset({1, 2})) == 2
+    assert physical_cores(root, frozenset(range(6))) == 3
+    assert physical_cores(root, frozenset({0, 1})) == 1
+    assert physical_cores(root, frozenset({1, 2})) == 2
 
 
 @pytest.mark.parametrize(
-    ("quota", "cores"), [("max 100000", 4), ("250000 100000", 2), ("20000 100000", 1), ("", 4)]
+    ("text", "quota", "cores", "threads"),
+    [
+        ("max 100000", None, 4, 4),
+        ("250000 100000", 2.5, 2, 3),
+        ("20000 100000", 0.2, 1, 1),
+        ("400000 100000", None, 4, 4),
+        ("", None, 4, 4),
+    ],
 )
-def test_cpu_quota_v2(tmp_path: Path, quota: str, cores: int) -> None:
+def test_cpu_quota_v2(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    text: str,
+    quota: float | None,
+    cores: int,
+    threads: int,
+) -> None:
+    monkeypatch.setattr("kvik.config.hardware._affinity", lambda: frozenset(range(4)))
     files = cpuinfo([(0, i) for i in range(4)])
-    files |= {"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/cpu.max": quota}
-    assert usable_cores(lay_out(tmp_path, files), frozenset(range(4))) == cores
+    files |= {"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/cpu.max": text}
+    files |= {"sys/fs/cgroup/a/cpu.stat": "usage_usec 2500000\nuser_usec 1\n"}
+    root = lay_out(tmp_path, files)
+    found = detect(root=root)
+    assert (found.cpu_quota, found.cores, found.threads) == (quota, cores, threads)
+    if quota is not None:
+        file = cpu_quota(root)[1]
+        assert file is not None and used_cpu_time(file) == 2.5
 
 
 def test_cpu_quota_v1(tmp_path: Path) -> None:
@@ -175,7 +200,10 @@ def test_cpu_quota_v1(tmp_path: Path) -> None:
         "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
         "sys/fs/cgroup/cpu/cpu.cfs_period_us": "50000",
     }
-    assert usable_cores(lay_out(tmp_path, files), frozenset(range(4))) == 3
+    assert cpu_quota(lay_out(tmp_path, files)) == (3.0, None)
+    files["sys/fs/cgroup/cpu/a/cpuacct.usage"] = "1500000000\n"
+    file = cpu_quota(lay_out(tmp_path, files))[1]
+    assert file is not None and used_cpu_time(file) == 1.5
 
 
 def test_detect_combines_all_sources(tmp_path: Path) -> None:

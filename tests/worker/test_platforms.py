@@ -17,7 +17,7 @@ from kvik.launch import load_worker, resolve_config
 from kvik.worker import worker as workers
 from kvik.worker.model_runner import ModelRunner
 from kvik.worker.participant import RunningStep
-from kvik.worker.platforms import ALIGNMENT, MARGIN, KVPool, Team, inference_on, on_device
+from kvik.worker.platforms import ALIGNMENT, MARGIN, KVPool, inference_on, on_device
 from kvik.worker.worker import Worker
 
 CPU, SECOND = torch.device("cpu"), torch.device("cuda", 1)
@@ -44,29 +44,6 @@ def test_an_engine_logs_the_notices_at_start(
 ) -> None:
     with LLM(device="cpu", threads=2, max_model_len=64):
         assert "amx compute wrongly" in caplog.text
-
-
-# How many threads compute.
-
-
-def test_the_number_of_threads_is_told_when_it_changes() -> None:
-    working = iter([2, 2, 1, 1, 2])
-    team = Team(lambda: next(working), 2, clock=lambda: 0.0)
-    assert [team.changes() for _ in range(5)] == [2, None, 1, None, 2]
-
-
-def test_a_line_a_minute_says_how_many_threads_compute(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    times = ((0, 2), (10, 1), (11, 2), (12, 1), (69, 2), (71, 2), (72, 1), (140, 1))
-    at = [0]
-    team = Team(lambda: times[at[0]][1], 2, clock=lambda: times[at[0]][0])
-    logged = []
-    for at[0] in range(len(times)):
-        caplog.clear()
-        team.changes()
-        logged += [(times[at[0]][0], record.args) for record in caplog.records]
-    assert [now for now, _ in logged] == [10, 71, 140]
-    assert [args[:2] for _, args in logged if args] == [(1, 2), (2, 2), (1, 2)]
 
 
 # The KV cache, in one allocation.

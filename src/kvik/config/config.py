@@ -249,6 +249,7 @@ class RunnerConfig:
             prompts; None: never.
         seed: seed of random weights.
         adapt_threads: the native kernels use fewer while other processes keep the cores busy.
+        cpu_quota: cores' worth of time to spread evenly over the steps; None: no quota.
         graph_sizes: sizes of forwards that may be captured on a GPU.
         draft_graph_sizes: the same for the draft model or the draft heads.
         graph_memory: bytes that all captured forwards together may take.
@@ -260,6 +261,7 @@ class RunnerConfig:
     attention_backend: str
     threads: int
     adapt_threads: bool = False
+    cpu_quota: float | None = None
     torch_prompts: int | None = None
     kernels: str = "torch"
     load_format: str = "safetensors"

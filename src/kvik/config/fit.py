@@ -358,7 +358,7 @@ def footprint_of(
     """
     runtime = RUNTIME_BYTES[compute.kind]
     if compute.kind == "cpu":
-        runtime += THREAD_BYTES * (config.threads or hardware.cores)
+        runtime += THREAD_BYTES * (config.threads or hardware.threads)
         runtime += CUDA_BUILD_BYTES if hardware.cuda_build else 0
     return Footprint(
         model,

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
 from importlib.util import find_spec
+from math import ceil, inf
 from pathlib import Path
 
 from kvik.config.env import cache_folder, visible_gpus
@@ -72,6 +73,7 @@ class Hardware:
     Attributes:
         cpu_name: model of the CPU.
         cores: physical cores this process may keep busy (affinity and cgroup quota counted).
+        cpu_quota: cores' worth of time that a cgroup grants; None: as much as the cores have.
         memory_limit: bytes this process may still take, page cache that can be dropped included.
         memory_reason: what sets that limit.
         isa: instruction sets of the CPU, a subset of `ISA_FLAGS`.
@@ -85,11 +87,17 @@ class Hardware:
     cores: int
     memory_limit: int
     memory_reason: str
+    cpu_quota: float | None = None
     isa: frozenset[str] = frozenset()
     gpus: tuple[Gpu, ...] = ()
     cuda_build: bool = False
     native: bool = False
     triton: bool = False
+
+    @property
+    def threads(self) -> int:
+        """How many compute at most: of 1.5 cores' worth of time, two take turns with one."""
+        return self.cores if self.cpu_quota is None else max(1, ceil(self.cpu_quota))
 
     @property
     def fast_bf16(self) -> bool:
@@ -110,9 +118,12 @@ def detect(gpus: tuple[Gpu, ...] = (), root: Path = Path("/")) -> Hardware:
     """Read the facts of this machine; tests pass another `root`."""
     cpuinfo = _read(root / "proc/cpuinfo")
     limit, reason = memory_limit(root)
+    physical = physical_cores(root, _affinity())
+    quota, _ = cpu_quota(root)
     return Hardware(
         cpu_name=_field(cpuinfo, "model name") or platform.processor() or platform.machine(),
-        cores=usable_cores(root, _affinity()),
+        cores=max(1, min(physical, int(quota))) if quota < physical else physical,
+        cpu_quota=quota if quota < physical else None,
         memory_limit=limit,
         memory_reason=reason,
         isa=frozenset((_field(cpuinfo, "flags") or _field(cpuinfo, "Features")).split())
@@ -132,8 +143,8 @@ def is_cuda_build() -> bool:
         return False
 
 
-def usable_cores(root: Path, allowed: frozenset[int]) -> int:
-    """Physical cores among the `allowed` logical ones, cut to the cgroup's CPU quota.
+def physical_cores(root: Path, allowed: frozenset[int]) -> int:
+    """Physical cores among the `allowed` logical ones.
 
     Two hyper-threads of one core share its vector units, so matrix products gain nothing from both.
     """
@@ -142,10 +153,7 @@ def usable_cores(root: Path, allowed: frozenset[int]) -> int:
         number = _field(entry, "processor")
         if number.isdigit() and int(number) in allowed:
             cores.add((_field(entry, "physical id"), _field(entry, "core id") or number))
-    count = len(cores) or len(allowed)
-    for quota in _cpu_quotas(root):
-        count = min(count, int(quota))
-    return max(1, count)
+    return max(1, len(cores) or len(allowed))
 
 
 def memory_limit(root: Path) -> tuple[int, str]:
@@ -200,8 +208,26 @@ def _cgroup_memory_left(root: Path) -> Iterator[tuple[int, str]]:
         yield int(limit) - max(0, int(usage) - cache), f"limit of cgroup {name}"
 
 
-def _cpu_quotas(root: Path) -> Iterator[float]:
-    """Yield the cores' worth of time that each CPU cgroup above this process grants."""
+def cpu_quota(root: Path = Path("/")) -> tuple[float, Path | None]:
+    """Return the least cores' worth of time that a CPU cgroup of this process grants, and the file
+    that tells what of it was used (see `used_cpu_time`) or None; infinity without a quota."""
+    return min(_cpu_quotas(root), key=lambda found: found[0], default=(inf, None))
+
+
+def used_cpu_time(file: Path) -> float:
+    """Return the seconds of CPU time that all processes of a cgroup have used.
+
+    Raises:
+        OSError: the cgroup is gone.
+    """
+    text = file.read_text()
+    if file.name == "cpu.stat":
+        return int(text.removeprefix("usage_usec").split(maxsplit=1)[0]) * 1e-6
+    return int(text) * 1e-9
+
+
+def _cpu_quotas(root: Path) -> Iterator[tuple[float, Path | None]]:
+    """Yield what `cpu_quota` returns, of each CPU cgroup above this process."""
     for version, folder, _ in _cgroups(root, "cpu"):
         if version == 2:
             quota, _, period = _read(folder / "cpu.max").strip().partition(" ")
@@ -209,7 +235,9 @@ def _cpu_quotas(root: Path) -> Iterator[float]:
             quota = _read(folder / "cpu.cfs_quota_us").strip()
             period = _read(folder / "cpu.cfs_period_us").strip()
         if quota.isdigit() and period.isdigit() and int(period) > 0:
-            yield int(quota) / int(period)
+            # In version 1 the controllers that grant and that count are mostly mounted together.
+            file = folder / ("cpu.stat" if version == 2 else "cpuacct.usage")
+            yield int(quota) / int(period), file if file.is_file() else None
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[tuple[int, Path, str]]:

@@ -61,12 +61,13 @@ def resolve(
     footprint = with_drafter(footprint, asked, source)
     footprint, size, num_blocks = Fit(config, footprint, limit).decide(notes)
     speculation = choose_speculation(asked, size, footprint.groups, source, notes)
-    threads = config.threads or hardware.cores
-    notes.add(
-        "threads",
-        threads,
-        ASKED if config.threads else f"cores this process may use: {hardware.cpu_name}",
-    )
+    threads, reason = config.threads or hardware.threads, ASKED
+    quota = hardware.cpu_quota if config.threads is None else None
+    if config.threads is None:
+        reason = f"cores this process may use: {hardware.cpu_name}"
+    if quota is not None:
+        reason = f"a cgroup grants {quota:g} cores' worth of time: {hardware.cpu_name}"
+    notes.add("threads", threads, reason)
     seed = _choose_seed(config, drawn_seed, notes)
     return ResolvedConfig(
         model=spec,
@@ -93,6 +94,7 @@ def resolve(
             torch_prompts=torch_prompts(compute.attention, spec, compute.gpu),
             threads=threads,
             adapt_threads=config.threads is None,
+            cpu_quota=quota,
             kernels=compute.kernels,
             load_format=config.load_format,
             engine_cache=config.engine_cache,

@@ -37,6 +37,7 @@ from kvik.worker.graphs import (
     RowGraph,
 )
 from kvik.worker.step_inputs import DeviceInputs, FixedInputs, FreshInputs, StepInputs, StepSizes
+from kvik.worker.team import Team, pace_of
 from kvik.worker.warm_up import NoWarmUps, WarmUps
 
 # The current device.
@@ -112,8 +113,6 @@ class KVPool:
 
 log = logging.getLogger(__name__)
 
-LOG_INTERVAL = 60.0  # seconds
-
 NATIVE_DRAW_BYTES = 4  # of each logit: a copy of the rows that draw
 # The same, and what a program finds out about a chunk of logits (kernels/triton/draw.py).
 TRITON_DRAW_BYTES = NATIVE_DRAW_BYTES + 1
@@ -131,44 +130,6 @@ class PlatformParts:
     backend: AttentionBackend
     kv_zeros: Zeros  # where the memory of the KV cache comes from
     warm_ups: WarmUps = field(default_factory=NoWarmUps)
-
-
-class Team:
-    """Watches how many threads the native kernels compute on, and logs it when that changes.
-
-    Args:
-        working: returns their number.
-        most: threads that there are.
-        clock: seconds.
-    """
-
-    def __init__(
-        self, working: Callable[[], int], most: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._working = working
-        self._most = most
-        self._clock = clock
-        self._told: int | None = None
-        self._logged = (most, -LOG_INTERVAL)  # threads, seconds
-
-    def changes(self) -> int | None:
-        """Return the number of threads, or None if it is as at the last call."""
-        working = self._working()
-        self._log(working)
-        if working == self._told:
-            return None
-        self._told = working
-        return working
-
-    def _log(self, working: int) -> None:
-        """Trials of more threads come and go: at most one line in LOG_INTERVAL."""
-        threads, since = self._logged
-        now = self._clock() if working != threads else since
-        if working == threads or now - since < LOG_INTERVAL:
-            return
-        self._logged = working, now
-        why = "other processes keep cores busy" if working < self._most else "the cores are free"
-        log.info("%d of %d threads compute: %s", working, self._most, why)
 
 
 class Platform(Protocol):
@@ -250,9 +211,8 @@ class NativePlatform:
 
         runner, cache, scheduler = config.runner, config.cache, config.scheduler
         device, dtype = torch.device("cpu"), DTYPES[runner.dtype]
-        native = Native(runner.threads, memory=memory, adapt=runner.adapt_threads)
-        self.native = native
-        self.team = Team(lambda: native.working, runner.threads)
+        self.native = Native(runner.threads, memory=memory, adapt=runner.adapt_threads)
+        self.team = Team(self.native, runner.threads, pace_of(runner.cpu_quota))
         for notice in notices():
             log.warning(notice)
         ops = native_ops(self.native)

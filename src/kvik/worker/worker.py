@@ -118,6 +118,8 @@ class Worker:
     def submit(self, plan: SchedulerOutput) -> RunningStep:
         """Begin a step; see `ModelRunner.begin`."""
         runner = self._ready()
+        if self._team is not None:
+            self._team.begin_step()
         with self._inference():
             return runner.begin(plan)
 

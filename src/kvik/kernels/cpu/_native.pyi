@@ -45,6 +45,9 @@ class Runtime:
     def __init__(self, isa: str, threads: int, adapt: bool = False) -> None:
         """`adapt`: `working` is below `threads` while others keep the cores busy."""
 
+    def limit(self, threads: int) -> None:
+        """The next replays run on at most so many."""
+
     def run(self, kernel: int, values: Sequence[int | float]) -> None: ...
     def replay(self, tape: Tape, inputs: Sequence[int]) -> None: ...
     def replay_timed(self, tape: Tape, inputs: Sequence[int]) -> list[int]:

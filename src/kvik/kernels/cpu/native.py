@@ -70,8 +70,12 @@ class Native:
 
     @property
     def working(self) -> int:
-        """Threads that the next recording runs on."""
+        """Threads that recordings run on, as long as `limit` does not set fewer."""
         return self._runtime.working
+
+    def limit(self, threads: int) -> None:
+        """Run the next recordings on at most so many threads."""
+        self._runtime.limit(threads)
 
     def launch(self, kernel: str, **arguments: int | float) -> None:
         """Run a kernel, or record it."""
