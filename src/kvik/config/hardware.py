@@ -73,7 +73,6 @@ class Hardware:
     Attributes:
         cpu_name: model of the CPU.
         cores: physical cores this process may keep busy (affinity and cgroup quota counted).
-        cpu_quota: cores' worth of time that a cgroup grants; None: as much as the cores have.
         memory_limit: bytes this process may still take, page cache that can be dropped included.
         memory_reason: what sets that limit.
         isa: instruction sets of the CPU, a subset of `ISA_FLAGS`.
@@ -81,18 +80,19 @@ class Hardware:
         cuda_build: the installed torch is built for CUDA, which takes memory even without a GPU.
         native: kvik was installed with its native kernels.
         triton: Triton is installed, which compiles kernels for GPUs.
+        cpu_quota: cores' worth of time that a cgroup grants; None: as much as the cores have.
     """
 
     cpu_name: str
     cores: int
     memory_limit: int
     memory_reason: str
-    cpu_quota: float | None = None
     isa: frozenset[str] = frozenset()
     gpus: tuple[Gpu, ...] = ()
     cuda_build: bool = False
     native: bool = False
     triton: bool = False
+    cpu_quota: float | None = None
 
     @property
     def threads(self) -> int:
