@@ -68,7 +68,14 @@ class Machine:
 
 @pytest.mark.parametrize(
     ("cores", "beside", "allowed"),
-    [(0.5, 0.0, {1}), (1.0, 0.0, {1}), (1.0, 0.1, {1}), (1.5, 0.0, {1, 2}), (3.2, 0.1, {3, 4})],
+    [
+        (0.5, 0.0, {1}),
+        (1.0, 0.0, {1}),
+        (1.0, 0.1, {1}),
+        (1.1, 0.0, {1, 2}),
+        (1.8, 0.0, {2}),
+        (3.2, 0.1, {3, 4}),
+    ],
 )
 @pytest.mark.parametrize("step", [0.0005, 0.02])
 def test_a_quota_is_used_evenly(
@@ -76,7 +83,7 @@ def test_a_quota_is_used_evenly(
 ) -> None:
     machine = Machine(cores, [0.0, *(step / n for n in range(1, 5))], beside)
     machine.steps(4000)
-    assert set(machine.taken) == allowed
+    assert set(machine.taken) <= allowed
     assert 0.95 < machine.used / machine.now / cores <= 1.0
     later = sorted(machine.times[100:])
     assert later[-1] < 3 * later[len(later) // 2]
@@ -93,4 +100,4 @@ def test_a_team_is_limited_before_each_step() -> None:
     threads = FakeThreads()
     team = Team(threads, 2, EvenPace(1.5, lambda: 0.0, lambda: 0.0))
     team.begin_step()
-    assert threads.limits == [1]
+    assert threads.limits == [2]

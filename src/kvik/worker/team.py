@@ -47,16 +47,22 @@ class EvenPace:
         self._fewer, self._more = floor(cores), max(1, ceil(cores))
         self._used, self._clock, self._sleep = used, clock, sleep
         self._seen = clock(), used()
+        self._began = clock()  # the step before
         self._left = 0.0  # seconds of CPU time
 
     def next_threads(self) -> int:
         """Wait until the next step may begin. Returns the threads that it may have."""
         self._look()
-        allowed = AHEAD * self._cores if self._fewer else 0.0
-        if (missing := -self._left - allowed) > 0:
+        step, threads = self._seen[0] - self._began, self._more
+        missing = -self._left
+        # A wait is worth all threads if it is short beside a step; else fewer of them catch up.
+        if self._fewer == self._more or (self._fewer and missing > self._cores * step / 2):
+            threads = self._fewer
+            missing -= AHEAD * self._cores
+        if missing > 0:
             self._sleep(min(LONGEST_PAUSE, missing / self._cores))
-            self._look()
-        return self._more if self._left > 0 else max(1, self._fewer)
+        self._began = self._clock()
+        return threads
 
     def _look(self) -> None:
         then, before = self._seen
