@@ -94,6 +94,9 @@ NB_MODULE(_native, m) {
         },
         "bytes"_a, "huge"_a);
     m.def("release_freed", &release_freed);
+    m.def(
+        "give_back", [](uintptr_t data, size_t bytes) { return give_back(reinterpret_cast<void*>(data), bytes); },
+        "data"_a, "bytes"_a);
 
     nb::class_<Tape>(m, "Tape")
         .def(nb::init<>())

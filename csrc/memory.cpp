@@ -6,6 +6,7 @@
 
 #if defined(__linux__)
 #include <sys/mman.h>
+#include <unistd.h>
 #endif
 #if defined(__GLIBC__)
 #include <malloc.h>
@@ -41,7 +42,16 @@ void* allocate_pages(size_t bytes, bool huge) {
 
 void free_pages(void* data, size_t bytes) { munmap(data, rounded(bytes ? bytes : 1)); }
 
+size_t give_back(void* data, size_t bytes) {
+    const size_t page = size_t(sysconf(_SC_PAGESIZE)), start = reinterpret_cast<size_t>(data);
+    const size_t first = (start + page - 1) / page * page, end = (start + bytes) / page * page;
+    if (end <= first) return 0;
+    return madvise(reinterpret_cast<void*>(first), end - first, MADV_DONTNEED) == 0 ? end - first : 0;
+}
+
 #else
+
+size_t give_back(void*, size_t) { return 0; }
 
 void* allocate_pages(size_t bytes, bool) {
     void* data = std::aligned_alloc(kHuge, rounded(bytes ? bytes : 1));

@@ -15,4 +15,8 @@ void free_pages(void* data, size_t bytes);
 // Gives what the C library keeps of freed memory back to the system, where it can be asked to.
 void release_freed();
 
+// Give the whole pages of a part of `allocate_pages` back to the system: they read as zeros, and take no
+// memory until they are written again. Returns their bytes.
+size_t give_back(void* data, size_t bytes);
+
 }  // namespace kvik

@@ -30,6 +30,7 @@ from kvik.config.units import show_bytes
 from kvik.core.config import CacheConfig, SchedulerConfig
 from kvik.engine.core import EngineCore
 from kvik.engine.loop import Engine, EngineLoop, InprocClient, Sleep
+from kvik.engine.memory_watch import MemoryWatch
 from kvik.errors import START_LOG, ConfigError, ModelError, ParamError
 from kvik.model_files import model_files
 from kvik.models.model_spec import ModelSpec
@@ -133,15 +134,18 @@ def load_loop(
     log.info("loading %s: %s of weights, %s on %s", name, weights, runner.dtype, runner.device)
     _tell_what_matters(resolved)
 
+    # The memory of a GPU is the engine's own, and torch's allocator gives nothing back.
+    memory = MemoryWatch(resolved.memory.limit) if runner.kernels == "native" else None
+    core = EngineCore(resolved)
     if record is None:
-        return EngineLoop(EngineCore(resolved), load_worker(resolved, ahead=ahead), time.monotonic)
+        return EngineLoop(core, load_worker(resolved, ahead=ahead), time.monotonic, memory=memory)
 
     from kvik.engine.recorder import ClockTape, Recorder  # its files are msgspec's
 
     tape = ClockTape(time.monotonic)
     worker = load_worker(resolved, tape, ahead)
     recorder = Recorder(record, resolved, tape)
-    return EngineLoop(EngineCore(resolved), worker, time.monotonic, [recorder])
+    return EngineLoop(core, worker, time.monotonic, [recorder], memory)
 
 
 def load_tokenizer(resolved: ResolvedConfig) -> Tokenizer | None:

@@ -22,7 +22,9 @@ from kvik.config.hardware import (
     find_gpus,
     is_cuda_build,
     load_thresholds,
+    memory_left,
     memory_limit,
+    memory_stalls,
     parse_gpus,
     physical_cores,
     prompt_attention_path,
@@ -145,6 +147,37 @@ def test_a_process_without_a_tight_limit(tmp_path: Path, text: str) -> None:
 def test_a_strange_cgroup_file_is_no_limit(tmp_path: Path, text: str) -> None:
     root = lay_out(tmp_path, meminfo(GIB) | {"proc/self/cgroup": text})
     assert memory_limit(root) == (GIB, "RAM available")
+
+
+@pytest.mark.parametrize(
+    ("files", "seconds"),
+    [
+        ({}, 0.0),
+        ({"proc/pressure/memory": "some avg10=0.00 total=2500000\nfull avg10=0 total=9\n"}, 2.5),
+        (
+            {
+                "proc/pressure/memory": "some avg10=0.00 total=2500000\n",
+                "proc/self/cgroup": "0::/a\n",
+                "sys/fs/cgroup/a/memory.pressure": "some avg10=0.00 total=1000000\nfull total=1\n",
+            },
+            1.0,
+        ),
+        ({"proc/pressure/memory": "garbage"}, 0.0),
+    ],
+)
+def test_seconds_that_processes_waited_for_memory(
+    tmp_path: Path, files: dict[str, str], seconds: float
+) -> None:
+    assert memory_stalls(lay_out(tmp_path, files)) == seconds
+
+
+def test_memory_that_is_left_is_the_least_of_system_and_cgroups(tmp_path: Path) -> None:
+    files = meminfo(8 * GIB) | {
+        "proc/self/cgroup": "0::/a\n",
+        "sys/fs/cgroup/a/memory.max": str(3 * GIB),
+        "sys/fs/cgroup/a/memory.current": str(GIB),
+    }
+    assert memory_left(lay_out(tmp_path, files)) == 2 * GIB
 
 
 def test_a_system_that_tells_nothing_does_not_crash(tmp_path: Path) -> None:

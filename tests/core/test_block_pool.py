@@ -33,6 +33,7 @@ class PoolMachine(RuleBasedStateMachine):
         # Blocks with a content in the order of their commits. The first is the one that is found.
         self.keys: dict[int, BlockKey] = {}
         self.pins: dict[int, int] = {}
+        self.touched: set[int] = set()  # whose memory the system may have to keep
 
     @property
     def index(self) -> dict[BlockKey, int]:
@@ -66,6 +67,7 @@ class PoolMachine(RuleBasedStateMachine):
             del self.free[block]
             self.refs[block] = 1
             self.keys.pop(block, None)
+            self.touched.add(block)
 
     @precondition(lambda self: self.refs or self.keys)
     @rule(data=st.data())
@@ -121,6 +123,15 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.forget(block)
         self.keys.pop(block, None)
 
+    @rule(count=st.integers(0, 4))
+    def give_back(self, count: int) -> None:
+        free = [b for b in self.free if b in self.touched and b not in self.pins]
+        assert self.pool.give_back(count) == free[:count]
+        for block in free[:count]:
+            self.touched.remove(block)
+            self.keys.pop(block, None)
+            self.free.move_to_end(block)
+
     @rule(really=st.integers(0, 4))
     def withdraw_all(self, really: int) -> None:
         if really == 0:
@@ -132,6 +143,8 @@ class PoolMachine(RuleBasedStateMachine):
         pool = self.pool
         assert pool.free_blocks() == [block for block in self.free if block not in self.pins]
         assert pool.num_free == len(self.free)
+        unused = [b for b in self.free if b in self.touched and b not in self.pins]
+        assert pool.num_unused == len(unused)
         assert pool.num_kept == sum(block in self.pins for block in self.free)
         assert (pool.pin_counts(), pool.num_pinned) == (self.pins, len(self.pins))
         counts = [self.refs.get(block, 0) for block in range(pool.num_blocks + 1)]

@@ -20,12 +20,14 @@ from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest, FinishReason, TokenLogprobs
 from kvik.engine.core import EngineCore
 from kvik.engine.loop import EngineLoop
+from kvik.engine.memory_watch import MemoryReading, MemoryWatch
 from kvik.engine.recorder import (
     Added,
     ClockTape,
     Event,
     Failed,
     Finished,
+    GaveBack,
     Header,
     Planned,
     Recorder,
@@ -127,6 +129,27 @@ def test_a_recording_with_failures_and_aborts_is_replayed_exactly(tmp_path, dept
     assert result.steps == rig.loop.core.scheduler.counters.steps
     assert result.tokens == rig.loop.core.scheduler.counters.delivered_tokens
     assert result.stopped == "the engine was closed"
+
+
+def test_memory_that_was_given_back_is_replayed(tmp_path):
+    rig = Rig(tmp_path / "flight")
+    left = [1 << 40]
+    rig.loop = EngineLoop(
+        rig.loop.core,
+        rig.executor,
+        rig.loop.clock,
+        rig.loop.observers,
+        MemoryWatch(1 << 30, lambda: MemoryReading(0.0, left[0])),
+    )
+    for name in "abc":
+        rig.add(name, 30)
+        rig.run()
+        left[0] = 0 if name == "a" else 1 << 40
+    rig.loop.close()
+    assert rig.loop.stats().given_back_blocks > 0
+    assert any(isinstance(event, GaveBack) for event in read(rig.path)[1])
+    result = replayed(rig)
+    assert (result.difference, result.requests) == (None, 3)
 
 
 def test_a_recording_contains_all_events_in_order(tmp_path):

@@ -13,7 +13,7 @@ import asyncio
 import functools
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
@@ -103,6 +103,9 @@ class FakeExecutor:
             raise error
         assert isinstance(handle, ModelRunnerOutput)
         return handle
+
+    def give_back(self, blocks: Sequence[int]) -> int:
+        return 0
 
     def rest(self) -> bool:
         return False

@@ -78,10 +78,12 @@ def kv_use(live: Frame) -> Text:
     blocks, usage = live["blocks"], live["stats"]["kv_usage"]
     full = min(BAR_WIDTH, max(round(usage * BAR_WIDTH), usage > 0))
     style = "red" if usage > 0.9 else "green"
+    given = live["stats"].get("given_back_blocks", 0)  # a server may be older
     return Text.assemble(
         ("KV ", "dim"), ("█" * full, style), ("░" * (BAR_WIDTH - full), "dim"),
         f" {usage:.0%}: {blocks['num_blocks'] - blocks['num_free']:,} of"
-        f" {blocks['num_blocks']:,} blocks, {blocks['num_cached']:,} cached",
+        f" {blocks['num_blocks']:,} blocks, {blocks['num_cached']:,} cached"
+        + (f", {given:,} given back" if given else ""),
     )  # fmt: skip
 
 

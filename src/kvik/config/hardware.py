@@ -164,6 +164,24 @@ def memory_limit(root: Path) -> tuple[int, str]:
     return max(0, limit), reason
 
 
+def memory_left(root: Path = Path("/")) -> int:
+    """Return the bytes of memory that this process may still take, by the system and its
+    cgroups."""
+    return max(0, min(left for left, _ in (_available_ram(root), *_cgroup_memory_left(root))))
+
+
+def memory_stalls(root: Path = Path("/")) -> float:
+    """Return the seconds that processes of this cgroup, or else of the system, have waited for
+    memory; 0.0 where the system does not tell (pressure stall information)."""
+    own = [folder for version, folder, _ in _cgroups(root, "memory") if version == 2][:1]
+    for file in (*(folder / "memory.pressure" for folder in own), root / "proc/pressure/memory"):
+        some, _, _ = _read(file).partition("\n")
+        total = some.rpartition("total=")[2]
+        if total.isdigit():
+            return int(total) * 1e-6
+    return 0.0
+
+
 def _available_ram(root: Path) -> tuple[int, str]:
     available = _field(_read(root / "proc/meminfo"), "MemAvailable").removesuffix("kB").strip()
     if available.isdigit():

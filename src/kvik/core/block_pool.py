@@ -73,6 +73,10 @@ class BlockPool:
         self.num_kept = 0  # of these, pinned
         self.least_free = self.num_free  # at any time
         self._pins: dict[int, int] = {}  # how often a block is pinned
+        # Blocks that were allocated since the start, or since their memory was given back.
+        self._touched = bytearray(size)
+        self.num_touched = 0
+        self.num_given_back = 0  # since the start
 
     def allocate(self, count: int) -> list[int]:
         """Allocate `count` blocks with one reference each, forgetting their contents."""
@@ -87,6 +91,8 @@ class BlockPool:
             if key is not None:
                 self._withdraw(block, key)
             refs[block] = 1
+            self.num_touched += not self._touched[block]
+            self._touched[block] = True
             blocks.append(block)
             block = following[block]
         following[NULL_BLOCK] = block
@@ -175,6 +181,29 @@ class BlockPool:
         self._copies_of.clear()
         return count
 
+    def give_back(self, count: int) -> list[int]:
+        """Let go of the memory of up to `count` free blocks, least recently used first: their
+        contents are withdrawn, and they are allocated after all others. Pinned ones stay."""
+        given: list[int] = []
+        for block in self.free_blocks():
+            if len(given) == count:
+                break
+            if not self._touched[block]:
+                continue
+            self.forget(block)
+            self._touched[block] = False
+            self._remove(block)
+            self._link(block, self._previous[NULL_BLOCK], NULL_BLOCK)
+            given.append(block)
+        self.num_touched -= len(given)
+        self.num_given_back += len(given)
+        return given
+
+    @property
+    def num_unused(self) -> int:
+        """Blocks that no request refers to and whose memory could be given back."""
+        return self.num_touched - (self.num_blocks - self.num_free) - self.num_kept
+
     @property
     def num_cached(self) -> int:
         """Blocks whose content can be matched."""
@@ -246,6 +275,9 @@ class BlockPool:
             before, after = NULL_BLOCK, self._next[NULL_BLOCK]
         else:
             before, after = self._previous[NULL_BLOCK], NULL_BLOCK
+        self._link(block, before, after)
+
+    def _link(self, block: int, before: int, after: int) -> None:
         self._next[before] = block
         self._previous[block] = before
         self._next[block] = after

@@ -4,6 +4,7 @@
 the loop in a thread that serves calls of any thread, `output.py` what a request puts out,
 `stats.py` and `live.py` what is going on. With the engine behind a socket, `host.py` stands
 there and `remote.py` here, `wire.py` is the socket between them, and `sources.py` starts the
-engine, in a process or in a thread. `recorder.py` writes what happens into a file, `replay.py` runs
-it again (`docs/flight-recorder.md`).
+engine, in a process or in a thread. `memory_watch.py` says when the system is short of memory.
+`recorder.py` writes what happens into a file, `replay.py` runs it again
+(`docs/flight-recorder.md`).
 """

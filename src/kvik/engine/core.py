@@ -208,6 +208,11 @@ class EngineCore:
         blocks that held one."""
         return self.scheduler.kv.reset()
 
+    def give_back(self, count: int) -> list[int]:
+        """Let go of the memory of up to `count` KV blocks that no request refers to. Returns
+        them."""
+        return self.scheduler.kv.pool.give_back(count)
+
     def wakeup(self, now: float) -> float | None:
         """Return when to call `plan` again if it returned None and nothing else happens."""
         return self.scheduler.wakeup(now)
@@ -233,6 +238,7 @@ class EngineCore:
             kv_allocated_tokens=allocated,
             kv_used_tokens=used,
             pinned_blocks=pool.num_pinned,
+            given_back_blocks=pool.num_given_back,
             steps=counters.steps,
             rows=counters.rows,
             scheduled_tokens=counters.scheduled_tokens,

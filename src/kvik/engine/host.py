@@ -189,6 +189,8 @@ class EngineHost:
             self._socket.send(frame(Ready()))
             while True:
                 timeout = 0.0 if self._loop.rest() else self._idle
+                if timeout is None:
+                    timeout = self._loop.look_at_memory()
                 for body in self._socket.receive(timeout):
                     self._take(body)
                 self._step()

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from math import ceil, inf
 from typing import Protocol
 
 from kvik.config.config import ResolvedConfig
+from kvik.config.units import show_bytes
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest, FinishReason, RequestDelta
 from kvik.engine.core import EngineCore
+from kvik.engine.memory_watch import LOOK_SECONDS, MemoryWatch
 from kvik.engine.stats import EngineStats, LoopTime
 from kvik.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 # The interface between the trunks: how plans reach what computes them.
 
@@ -40,6 +45,15 @@ class Executor(Protocol):
 
         Raises:
             Exception: the step as a whole failed; the executor can take the next one.
+        """
+        ...
+
+    def give_back(self, blocks: Sequence[int]) -> int:
+        """Give the memory of KV blocks back to the system, where it can be. No step in flight knows
+        them.
+
+        Returns:
+            Bytes.
         """
         ...
 
@@ -84,6 +98,9 @@ class LoopObserver:
     def cache_reset(self, now: float) -> None:
         """The prefix cache was emptied."""
 
+    def gave_back(self, count: int, now: float) -> None:
+        """The memory of up to `count` KV blocks was given back."""
+
     def planned(self, plan: SchedulerOutput | None, now: float) -> None:
         """The core made a plan; None: there is nothing to compute."""
 
@@ -112,12 +129,18 @@ class EngineLoop:
         executor: Executor,
         clock: Callable[[], float],
         observers: Sequence[LoopObserver] = (),
+        memory: MemoryWatch | None = None,
     ) -> None:
+        """
+        Args:
+            memory: None: KV blocks keep their memory, however short the system is of it.
+        """
         self.core = core
         self.executor = executor
         self.clock = clock
         self.observers = observers
         self.failed_in_a_row = 0  # steps, since the last one that could be computed
+        self._memory = memory
         self._in_flight: deque[object] = deque()
         self._found: list[RequestDelta] = []  # returned by `step`
         self._watch = _Watch(clock())
@@ -157,6 +180,7 @@ class EngineLoop:
     def step(self) -> list[RequestDelta]:
         """Start a step if there is one, and finish the oldest if enough are in flight; if the
         executor takes them in turn, finish it first."""
+        self.look_at_memory()
         now = self.clock()
         self._watch.turn("host", now)
         while self.executor.in_turn and self._in_flight:
@@ -187,6 +211,25 @@ class EngineLoop:
             for observer in self.observers:
                 observer.idle()
         return deltas
+
+    def look_at_memory(self) -> float | None:
+        """Give KV blocks that no request refers to back if the system is short of memory.
+
+        Returns:
+            Seconds until this should be called again; None: after the next step.
+        """
+        pool = self.core.scheduler.kv.pool
+        if self._memory is None or self._in_flight or pool.num_unused == 0:
+            return None
+        now = self.clock()
+        share, why = self._memory.share_to_give_back(now)
+        if share:
+            count = ceil(share * pool.num_unused)
+            given = self.executor.give_back(self.core.give_back(count))
+            log.warning("gave back %d unused KV blocks, %s: %s", count, show_bytes(given), why)
+            for observer in self.observers:
+                observer.gave_back(count, now)
+        return LOOK_SECONDS
 
     def rest(self) -> bool:
         """While there is no work, let the executor prepare for later steps, for a moment. Returns
@@ -305,6 +348,10 @@ class InprocClient:
     def reset_prefix_cache(self) -> int:
         """See `EngineCore.reset_prefix_cache`."""
         return self._loop.reset_prefix_cache()
+
+    def look_at_memory(self) -> float | None:
+        """See `EngineLoop.look_at_memory`."""
+        return self._loop.look_at_memory()
 
     @property
     def has_requests(self) -> bool:

@@ -74,6 +74,13 @@ class CacheReset(msgspec.Struct, frozen=True, array_like=True, tag=3):
     now: float
 
 
+class GaveBack(msgspec.Struct, frozen=True, array_like=True, tag=9):
+    """The memory of up to `count` unused blocks was given back."""
+
+    now: float
+    count: int
+
+
 class Planned(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """A step was planned.
 
@@ -127,7 +134,9 @@ class Stopped(msgspec.Struct, frozen=True, array_like=True, tag=8):
     reason: str
 
 
-Event = Added | Ended | CacheReset | Planned | NothingPlanned | Finished | Failed | Stopped
+Event = (
+    Added | Ended | CacheReset | GaveBack | Planned | NothingPlanned | Finished | Failed | Stopped
+)
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_header = msgspec.msgpack.Decoder(Header).decode
@@ -313,6 +322,9 @@ class Recorder(LoopObserver):
 
     def cache_reset(self, now: float) -> None:
         self._write(lambda: CacheReset(now))
+
+    def gave_back(self, count: int, now: float) -> None:
+        self._write(lambda: GaveBack(now, count))
 
     def planned(self, plan: SchedulerOutput | None, now: float) -> None:
         if plan is None:

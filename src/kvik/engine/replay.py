@@ -24,6 +24,7 @@ from kvik.engine.recorder import (
     Event,
     Failed,
     Finished,
+    GaveBack,
     NothingPlanned,
     Planned,
     Stopped,
@@ -157,6 +158,8 @@ class Replay:
                 )
             case CacheReset():
                 core.reset_prefix_cache()
+            case GaveBack():
+                core.give_back(event.count)
             case Planned():
                 core.take_ended()
                 self._plan(event)

@@ -98,6 +98,7 @@ class EngineStats:
     kv_used_tokens: int = 0
     rows: int = 0  # requests of all steps; rows / steps is the mean batch size
     pinned_blocks: int = 0  # kept in the prefix cache for a time, used or not
+    given_back_blocks: int = 0  # whose memory the system got back, while it was short of it
     # When the last step was finished; None: nothing is captured on this device, or was told yet.
     graphs: GraphCounts | None = None
     # That the native kernels compute on; None: other kernels, or no step was computed yet.

@@ -226,7 +226,7 @@ class EngineThread:
                 self._fail(error)
                 busy = False  # until the next call: it may fail for ever
             if not busy:
-                self._woken.wait()
+                self._woken.wait(self._client.look_at_memory())
 
     def _advance(self) -> bool:
         """Run one step. Returns whether there may be more to do."""

@@ -98,7 +98,8 @@ HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
 ONLY_OURS = frozenset((
     "engine_state", "engine_starts", "open_responses", "queued_tokens", "engine_steps",
     "engine_step_requests", "engine_memory_bytes", "engine_seconds", "cuda_graphs",
-    "cuda_graph_bytes", "working_threads", "cached_blocks", "pinned_blocks", "kv_cache_tokens",
+    "cuda_graph_bytes", "working_threads", "given_back_blocks",
+    "cached_blocks", "pinned_blocks", "kv_cache_tokens",
     "speculation_drafts_per_pos", "speculation_accepted_length", "speculation_speedup",
     "memory_bytes_per_second", "flops_per_second", "memory_bytes_ceiling", "flops_ceiling",
     "memory_bandwidth_share", "compute_share", "bottleneck",
@@ -407,6 +408,8 @@ def _cache(config: ResolvedConfig, stats: EngineStats) -> Iterator[Metric]:
     tokens = {"allocated": stats.kv_allocated_tokens, "used": stats.kv_used_tokens}
     yield gauge("kv_cache_tokens", note, tokens, "kind")
     yield gauge("cached_blocks", "KV blocks whose content can be matched.", stats.cached_blocks)
+    note = "Unused KV blocks whose memory went back to a system that was short of it."
+    yield counter("given_back_blocks", note, stats.given_back_blocks)
     note = "KV blocks that stay because somebody asked for it."
     yield gauge("pinned_blocks", note, stats.pinned_blocks)
     note = "Prompt tokens looked up in the prefix cache."

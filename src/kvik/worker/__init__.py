@@ -16,6 +16,6 @@ Drafts: `drafters/` make them, `speculator.py` says how many each request gets, 
 right.
 
 `worker.py` is the executor of this process; `platforms.py` what it computes with and on which
-device, `loading.py` the model with its cache, `engine_cache.py` the weights it keeps for the next
-start, `ahead.py` what is begun before torch is imported.
+device, `team.py` on how many threads, `loading.py` the model with its cache, `engine_cache.py`
+the weights it keeps for the next start, `ahead.py` what is begun before torch is imported.
 """

@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from math import prod
 from types import TracebackType
 from typing import Protocol
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvik.attention.base import AttentionBackend
+from kvik.attention.base import AttentionBackend, LayerKV
 from kvik.attention.select import select as select_backend
 from kvik.config.config import ResolvedConfig
 from kvik.config.memory import DRAW_BYTES
@@ -167,10 +168,23 @@ class Platform(Protocol):
         ...
 
     @staticmethod
+    def give_back(kv: Sequence[LayerKV], blocks: Sequence[int]) -> int:
+        """Give the memory of blocks back to the system, where it can be. Returns bytes."""
+        ...
+
+    @staticmethod
     def release_freed() -> None:
         """Return freed memory that the allocator caches to the system: after loading, allocations
         have other sizes. Keeps no part of the platform alive."""
         ...
+
+
+def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the first of each run of neighbours, and their number."""
+    ordered = sorted(blocks)
+    for _, run in groupby(enumerate(ordered), lambda item: item[1] - item[0]):
+        members = [block for _, block in run]
+        yield members[0], len(members)
 
 
 class TorchPlatform:
@@ -192,6 +206,10 @@ class TorchPlatform:
 
     def rows(self, function: RowFunction, like: Sequence[Tensor]) -> RowGraph:
         return EagerRows(function)
+
+    @staticmethod
+    def give_back(kv: Sequence[LayerKV], blocks: Sequence[int]) -> int:
+        return 0
 
     @staticmethod
     def release_freed() -> None:
@@ -240,6 +258,16 @@ class NativePlatform:
 
     def rows(self, function: RowFunction, like: Sequence[Tensor]) -> RowGraph:
         return EagerRows(function)
+
+    @staticmethod
+    def give_back(kv: Sequence[LayerKV], blocks: Sequence[int]) -> int:
+        from kvik.kernels.cpu.buffers import give_back
+
+        # Layers of different groups share storages.
+        parts = [part for layer in kv for part in layer.parts]
+        storages = {part.data_ptr(): part for part in parts}
+        runs = list(_runs(blocks))
+        return sum(give_back(storage, runs) for storage in storages.values())
 
     @staticmethod
     def release_freed() -> None:
@@ -318,6 +346,10 @@ class TritonPlatform:
         if self._capturer is None:
             self._capturer = CudaCapturer(self.parts.device)
         return self._capturer
+
+    @staticmethod
+    def give_back(kv: Sequence[LayerKV], blocks: Sequence[int]) -> int:
+        return 0  # it is the GPU's, which no other process takes
 
     @staticmethod
     def release_freed() -> None:

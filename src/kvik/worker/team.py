@@ -20,8 +20,6 @@ from kvik.config.hardware import cpu_quota, used_cpu_time
 log = logging.getLogger(__name__)
 
 LOG_INTERVAL = 60.0  # seconds
-# Of the time granted: the rest is for clocks that differ.
-GRANTED_SHARE = 0.98
 # Seconds of CPU time for each core granted. Unused time is kept up to BURST; a step begins later if
 # more than AHEAD was used in advance. Both are small beside a period, which is mostly 100 ms.
 BURST, AHEAD = 0.01, 0.005
@@ -43,7 +41,7 @@ class EvenPace:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._cores = cores * GRANTED_SHARE
+        self._cores = cores
         self._fewer, self._more = floor(cores), max(1, ceil(cores))
         self._used, self._clock, self._sleep = used, clock, sleep
         self._seen = clock(), used()

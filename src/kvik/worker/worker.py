@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -74,7 +74,7 @@ class Worker:
         runner, cache, scheduler = config.runner, config.cache, config.scheduler
         chosen = platform(config, memory)
         self._release_freed, self._graphs = chosen.release_freed, chosen.graph_memory
-        self._team = chosen.team
+        self._team, self._give_back = chosen.team, chosen.give_back
         network = load_network(
             config,
             chosen,
@@ -134,6 +134,10 @@ class Worker:
         if graphs is None and threads is None:
             return output
         return replace(output, graphs=graphs, threads=threads)
+
+    def give_back(self, blocks: Sequence[int]) -> int:
+        """See `Executor.give_back`."""
+        return self._give_back(self._ready().network.kv, blocks)
 
     def rest(self) -> bool:
         """See `Executor.rest`."""

@@ -17,6 +17,10 @@ def allocate(bytes: int, huge: bool) -> np.ndarray:
 def release_freed() -> None:
     """Give memory that the C library has kept back to the system."""
 
+def give_back(data: int, bytes: int) -> int:
+    """Give the whole pages of a part of `allocate` back to the system, as zeros; returns their
+    bytes."""
+
 class Tape:
     num_calls: int
     num_inputs: int

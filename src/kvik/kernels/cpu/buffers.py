@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kvik.kernels.cpu import _native
 from kvik.kernels.cpu._native import allocate
 
 # Weights share chunks of this size. Only the used huge pages of a chunk are in memory, so larger
@@ -23,6 +25,20 @@ def zeros(*shape: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor
     """Allocate zeros on pages of their own, which take no memory until they are written."""
     memory = allocate(max(1, math.prod(shape) * dtype.itemsize), huge=True)
     return torch.from_numpy(memory).view(dtype)[: math.prod(shape)].view(shape)
+
+
+def give_back(tensor: Tensor, runs: Iterable[tuple[int, int]]) -> int:
+    """Give the memory of parts of a tensor of `zeros` back to the system; they are zeros again.
+
+    Args:
+        tensor: [rows, ...], dense.
+        runs: first row and number of rows.
+
+    Returns:
+        Bytes: whole pages only.
+    """
+    start, row = tensor.data_ptr(), tensor.stride(0) * tensor.itemsize
+    return sum(_native.give_back(start + first * row, count * row) for first, count in runs)
 
 
 class WeightMemory:
