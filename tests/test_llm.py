@@ -358,11 +358,22 @@ def test_unseeded_requests_differ_from_start_to_start_and_repeat_with_the_seed()
     assert said(seed=seed) == (seed, first)
 
 
-def test_engines_of_one_process_keep_their_own_threads(llm):
-    with LLM(dtype="float32", device="cpu", threads=2, max_model_len=64) as other:
-        other.generate([[5]], GREEDY)
+def test_engines_of_one_process_keep_their_own_threads():
+    """Of torch, where it computes."""
+    options = {"device": "cpu", "attention_backend": "sdpa", "max_model_len": 64}
+    with LLM(threads=2, **options) as one, LLM(threads=1, **options) as other:
+        found = []
+        for llm in (one, other, one):
+            llm.generate([[5]], GREEDY)
+            found.append(llm._engine.ask(torch.get_num_threads))
+        assert found == [2, 1, 2]
+
+
+@needs_native
+def test_torch_has_one_thread_beside_the_native_kernels():
+    with LLM(device="cpu", threads=2, max_model_len=64) as llm:
         llm.generate([[5]], GREEDY)
-        assert [one._engine.ask(torch.get_num_threads) for one in (other, llm)] == [2, 1]
+        assert llm._engine.ask(torch.get_num_threads) == 1
 
 
 def test_progress_is_shown_when_asked_for(llm, capfd):

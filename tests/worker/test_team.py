@@ -84,7 +84,7 @@ def test_a_quota_is_used_evenly(
     machine = Machine(cores, [0.0, *(step / n for n in range(1, 5))], beside)
     machine.steps(4000)
     assert set(machine.taken) <= allowed
-    assert 0.95 < machine.used / machine.now / cores <= 1.0
+    assert 0.95 < machine.used / machine.now / cores < 1.01
     later = sorted(machine.times[100:])
     assert later[-1] < 3 * later[len(later) // 2]
 

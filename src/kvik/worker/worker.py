@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvik.attention.select import NATIVE
 from kvik.config.config import ResolvedConfig
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.errors import ConfigError
@@ -63,6 +64,9 @@ class Worker:
         self._inference = inference_on(self._device)
         with on_device(self._device):
             self._build(config, clock, copies, memory)
+        if runner.attention_backend == NATIVE:
+            # What is torch's in a step is little, and its threads wait busily, and for each other.
+            self._threads = 1
 
     def _build(
         self,
