@@ -22,13 +22,14 @@ pytestmark = [
 ]
 
 ROUNDS = 12
-# A prompt, decoding in a batch, and sampling; argv: threads, or 0.
+# A prompt, decoding in a batch, and sampling; argv: threads, or 0, and rounds.
 ANSWERS = f"""
 import sys
 from kvik import LLM, SamplingParams
 prompts = [[5 + (7 * i + j) % 300 for j in range(40 * i + 3)] for i in range(5)]
 with LLM(threads=int(sys.argv[1]) or None, max_model_len=512, enable_prefix_caching=False) as llm:
-    for seed in range({ROUNDS}):
+    for turn in range(int(sys.argv[2])):
+        seed = turn % {ROUNDS}
         params = SamplingParams(temperature=seed % 2, top_p=0.9, max_tokens=40, seed=seed)
         outputs = llm.generate(prompts, params, progress=False)
         print([list(output.outputs[0].token_ids) for output in outputs], flush=True)
@@ -41,8 +42,8 @@ def answers(process: subprocess.Popen[str]) -> list[str]:
     return out.splitlines()
 
 
-def started(threads: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", ANSWERS, str(threads)]
+def started(threads: int, rounds: int = ROUNDS) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", ANSWERS, str(threads), str(rounds)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -120,3 +121,48 @@ def test_a_thread_that_stands_still_delays_and_does_no_harm(expected: list[str])
     finally:
         process.kill()
     assert stops >= 5
+
+
+@contextmanager
+def cpu_group() -> Iterator[Path | None]:
+    """Make a CPU cgroup (version 1 or 2); None where this process may not."""
+    first, second = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
+    folder = (first if first.is_dir() else second) / f"kvik-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+    except OSError:
+        yield None
+        return
+    try:
+        yield folder
+    finally:
+        folder.rmdir()
+
+
+def set_quota(folder: Path, cores: float) -> None:
+    if (folder / "cpu.cfs_quota_us").exists():
+        (folder / "cpu.cfs_quota_us").write_text(str(int(cores * 100_000)))
+    else:
+        (folder / "cpu.max").write_text(f"{int(cores * 100_000)} 100000")
+
+
+@pytest.mark.nightly
+def test_ten_minutes_of_random_busy_processes_and_quotas(expected: list[str]) -> None:
+    draw, until, turns = random.Random(0), time.monotonic() + 600.0, 0
+    with ExitStack() as stack:
+        group = stack.enter_context(cpu_group())
+        process = stack.enter_context(started(0, 10**9))
+        stack.callback(process.kill)
+        if group is not None:
+            (group / "cgroup.procs").write_text(str(process.pid))
+        assert process.stdout is not None
+        while time.monotonic() < until:
+            if group is not None:
+                set_quota(group, draw.choice([0.3, 0.5, 1.0, 1.5, 2.0]))
+            with ExitStack() as others:
+                for _ in range(draw.randrange(4)):
+                    others.enter_context(busy_process())
+                for _ in range(draw.randrange(1, 8)):
+                    assert process.stdout.readline().strip() == expected[turns % ROUNDS]
+                    turns += 1
+    assert turns > 100
