@@ -77,15 +77,14 @@ inline float value_at(const Int4s* strip, int64_t t, int64_t d, int64_t head_dim
     return decode_int4(strip[value_byte(t, d, head_dim)].bits >> d % 16 / 8 * 4 & 15, word);
 }
 
-constexpr int64_t kStoredPerThread = 4096;  // numbers
-
 // Calls body(row, head, strip, scale place, token of the strip) for all heads. Rows without a place
 // (negative slots) are left out.
 template <class Args, class Body>
 void each_head(const Args& a, Team& team, const Body& body) {
     const KvLayout layout{a.kv_heads, a.head_dim, a.block_size};
     const auto* slots = static_cast<const int64_t*>(a.slot_mapping);
-    each_range(team, a.rows * a.kv_heads, kStoredPerThread / a.head_dim, [&](int64_t begin, int64_t end) {
+    // Few heads are shared too: the first to write to a page waits for the system to give it.
+    each_range(team, a.rows * a.kv_heads, 1, [&](int64_t begin, int64_t end) {
         for (int64_t item = begin; item < end; item++) {
             const int64_t row = item / a.kv_heads, head = item % a.kv_heads;
             if (slots[row] < 0) continue;
