@@ -410,6 +410,6 @@ async def test_waiting_requests_end_at_their_deadline(rig):
     await lose(rig)
     while not rig.deltas:
         await asyncio.sleep(0.005)
-    assert time.monotonic() >= soon
+    assert time.monotonic() >= soon - 0.002  # timers of uvloop have whole milliseconds
     assert rig.ends == [("a", 0, FinishReason.DEADLINE)]
     assert [m.request_id for m in await begin_another(rig)] == ["b"]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -94,8 +96,22 @@ def test_a_fixed_number_of_threads_stays() -> None:
 
 def helpers() -> set[Path]:
     """Return the folders in /proc of the threads that help, those of other tests included."""
-    tasks = Path("/proc/self/task").iterdir()
-    return {task for task in tasks if (task / "comm").read_text() == "kvik-team\n"}
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it may have ended
+            if (task / "comm").read_text() == "kvik-team\n":
+                found.add(task)
+    return found
+
+
+def started(count: int, others: set[Path]) -> set[Path]:
+    """Wait for new threads to have their name, as nobody waits for them to compute."""
+    for _ in range(500):
+        if len(own := helpers() - others) >= count:
+            break
+        time.sleep(0.01)
+    assert len(own) == count
+    return own
 
 
 def normed(native: Native) -> torch.Tensor:
@@ -108,17 +124,16 @@ def test_threads_start_when_they_are_needed_and_end_with_their_team() -> None:
     native = Native(threads=3)
     assert helpers() <= others
     normed(native)
-    own = helpers() - others
-    assert len(own) == 2
+    own = started(2, others)
     del native
     assert not own & helpers()
 
 
 @needs_linux
 def test_signals_are_left_to_the_threads_of_the_program() -> None:
-    native = Native(threads=2)
+    native, others = Native(threads=2), helpers()
     normed(native)
-    for thread in helpers():
+    for thread in started(1, others):
         (blocked,) = [
             int(line.split()[1], 16)
             for line in (thread / "status").read_text().splitlines()
