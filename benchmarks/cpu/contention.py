@@ -5,7 +5,7 @@
 Other processes compute all the time. In each round every engine works in turn: one that sizes its
 team itself, and one for each fixed number of threads up to the number of cores. Tokens a second:
 median, smallest and largest. With `--gguf FILE --llama-python PYTHON`, llama.cpp (of that Python's
-llama_cpp) decodes the file in the same rounds, with its default number of threads.
+llama_cpp) decodes the file in the same rounds, with a thread for each core.
 
     python benchmarks/cpu/contention.py [MODEL] --quotas 0.5 1 1.5 [--rounds 7]
 
@@ -34,9 +34,10 @@ PROMPT = 512
 WORKLOADS = {"batch 1": 1, "batch 8": 8, "prompt 512": 0}  # requests that decode; 0: a prompt
 
 _LLAMA = """
-import sys, time
+import os, sys, time
 from llama_cpp import Llama
-llm = Llama(sys.argv[1], n_ctx=1024, verbose=False)
+cores = len(os.sched_getaffinity(0))  # as llama.cpp's own programs choose
+llm = Llama(sys.argv[1], n_ctx=1024, n_threads=cores, verbose=False)
 for line in sys.stdin:
     llm.reset()
     llm.eval(list(range(5, 13)))
