@@ -120,7 +120,6 @@ NB_MODULE(_native, m) {
     nb::class_<TeamSize>(m, "TeamSize")
         .def(nb::init<int>(), "most"_a)
         .def_prop_ro("working", &TeamSize::working)
-        .def_prop_ro("changes", &TeamSize::changes)
         .def(
             "ran",
             [](TeamSize& size, int64_t nanoseconds, int64_t waited, int64_t drawn, int64_t offered) {
@@ -140,7 +139,6 @@ NB_MODULE(_native, m) {
         .def_prop_ro("lanes", [](const Runtime& r) { return r.table().lanes; })
         .def_prop_ro("threads", &Runtime::threads)
         .def_prop_ro("working", &Runtime::working)
-        .def_prop_ro("changes", &Runtime::changes)
         .def("limit", &Runtime::limit, "threads"_a)
         .def(
             "run",

@@ -75,7 +75,7 @@ void repeat_alone(int64_t steps, Sum start, Operand operand, Step step) {
         }
 }
 
-// `steps` for each thread of the team, in pieces for whoever has time. result: all operations.
+// `steps` for each thread of the team, in pieces that any of them draws. result: all operations.
 template <int kRows, class Sum, class Operand, class Step>
 void repeat(Team& team, int64_t steps, double operations, void* result, Sum start, Operand operand, Step step) {
     constexpr int64_t kPieces = 16;  // for each thread

@@ -51,9 +51,8 @@ public:
     const Table& table() const { return table_; }
     int threads() const { return threads_; }
     int working() const { return size_.working(); }
-    // The next replays run on at most so many threads.
+    // The next replays run on at most this many threads.
     void limit(int threads) { limit_ = threads; }
-    int64_t changes() const { return size_.changes(); }
 
     void run(int kernel, const std::vector<Word>& words);
     // `nanoseconds`: null, or room for the time of each call.

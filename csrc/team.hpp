@@ -24,7 +24,7 @@ struct Team {
 struct Member {
     int rank;
     TeamShared* shared;
-    bool alone;      // nobody else draws from this loop
+    bool alone;      // no other thread draws from this loop
     int64_t count;   // pieces of the loop
     int64_t drawn;   // by this thread
 

@@ -15,7 +15,6 @@ public:
     explicit TeamSize(int most) : most_(most), working_(most) {}
 
     int working() const { return working_; }
-    int64_t changes() const { return changes_; }
 
     // After each run on `working` threads.
     void ran(const TeamTimes& times) {
@@ -37,7 +36,7 @@ public:
     }
 
 private:
-    // A size is judged by so much time, of so many runs: in less, one slice of time that the system gives
+    // A size is judged by this much time and this many runs: in less, one slice of time that the system gives
     // to another process decides.
     static constexpr double kWindow = 50e6;  // nanoseconds
     static constexpr int kRuns = 2;
@@ -54,13 +53,11 @@ private:
 
     void change_to(int working) {
         working_ = working;
-        changes_++;
         runs_ = 0;
         taken_ = fewer_ = 0;
     }
 
     int most_, working_;
-    int64_t changes_ = 0;
     int runs_ = 0;                  // at this size
     double taken_ = 0, fewer_ = 0;  // nanoseconds: of the last runs, and what one thread fewer would have taken
     double owed_ = 0;               // nanoseconds to work before the next trial

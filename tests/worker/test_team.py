@@ -101,3 +101,16 @@ def test_a_team_is_limited_before_each_step() -> None:
     team = Team(threads, 2, EvenPace(1.5, lambda: 0.0, lambda: 0.0))
     team.begin_step()
     assert threads.limits == [2]
+
+
+def test_a_quota_that_cannot_be_read_any_more_holds_up_no_step() -> None:
+    def gone() -> float:
+        if now[0]:
+            raise FileNotFoundError
+        return 0.0
+
+    now, slept = [0.0], list[float]()
+    pace = EvenPace(0.5, gone, lambda: now[0], slept.append)
+    now[0] = 1.0
+    assert [pace.next_threads() for _ in range(3)] == [1, 1, 1]
+    assert not slept

@@ -64,11 +64,6 @@ class LayerKV:
     v_scales: Tensor | None = None
 
     @property
-    def parts(self) -> list[Tensor]:
-        every = (self.k, self.v, self.k_scales, self.v_scales)
-        return [part for part in every if part is not None]
-
-    @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors, in dtypes that can be copied: each [num_blocks, block_size, ...]."""
         every = (self.k, self.v, self.k_scales, self.v_scales)

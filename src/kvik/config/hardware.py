@@ -122,7 +122,7 @@ def detect(gpus: tuple[Gpu, ...] = (), root: Path = Path("/")) -> Hardware:
     quota, _ = cpu_quota(root)
     return Hardware(
         cpu_name=_field(cpuinfo, "model name") or platform.processor() or platform.machine(),
-        cores=max(1, min(physical, int(quota))) if quota < physical else physical,
+        cores=max(1, int(min(physical, quota))),
         cpu_quota=quota if quota < physical else None,
         memory_limit=limit,
         memory_reason=reason,

@@ -189,9 +189,11 @@ class EngineHost:
             self._socket.send(frame(Ready()))
             while True:
                 timeout = 0.0 if self._loop.rest() else self._idle
-                if timeout is None:
-                    timeout = self._loop.look_at_memory()
-                for body in self._socket.receive(timeout):
+                looks = self._loop.look_at_memory() if timeout is None else None
+                bodies = self._socket.receive(looks if timeout is None else timeout)
+                if looks is not None and not bodies:
+                    continue  # nothing came, so there is no step either
+                for body in bodies:
                     self._take(body)
                 self._step()
         except EOFError:

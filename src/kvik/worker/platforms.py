@@ -264,8 +264,7 @@ class NativePlatform:
         from kvik.kernels.cpu.buffers import give_back
 
         # Layers of different groups share storages.
-        parts = [part for layer in kv for part in layer.parts]
-        storages = {part.data_ptr(): part for part in parts}
+        storages = {part.data_ptr(): part for layer in kv for part in layer.tensors}
         runs = list(_runs(blocks))
         return sum(give_back(storage, runs) for storage in storages.values())
 

@@ -64,7 +64,11 @@ class EvenPace:
 
     def _look(self) -> None:
         then, before = self._seen
-        self._seen = now, used = self._clock(), self._used()
+        try:
+            self._seen = now, used = self._clock(), self._used()
+        except (OSError, ValueError):  # the process was moved to another cgroup
+            self._left = 0.0
+            return
         left = self._left + self._cores * (now - then) - (used - before)
         self._left = min(left, BURST * self._cores)
 

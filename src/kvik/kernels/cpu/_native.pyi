@@ -33,7 +33,6 @@ class Tape:
 
 class TeamSize:
     working: int
-    changes: int
     def __init__(self, most: int) -> None: ...
     def ran(self, nanoseconds: int, waited: int, drawn: int, offered: int) -> None:
         """What a run on `working` threads took, and how long its caller waited for others.
@@ -45,12 +44,11 @@ class Runtime:
     lanes: int
     threads: int
     working: int
-    changes: int
     def __init__(self, isa: str, threads: int, adapt: bool = False) -> None:
         """`adapt`: `working` is below `threads` while others keep the cores busy."""
 
     def limit(self, threads: int) -> None:
-        """The next replays run on at most so many."""
+        """The next replays run on at most this many."""
 
     def run(self, kernel: int, values: Sequence[int | float]) -> None: ...
     def replay(self, tape: Tape, inputs: Sequence[int]) -> None: ...

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from kvik.kernels.cpu import _native
-from kvik.kernels.cpu._native import allocate
 
 # Weights share chunks of this size. Only the used huge pages of a chunk are in memory, so larger
 # chunks waste less.
@@ -23,7 +22,7 @@ CPU = torch.device("cpu")
 
 def zeros(*shape: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
     """Allocate zeros on pages of their own, which take no memory until they are written."""
-    memory = allocate(max(1, math.prod(shape) * dtype.itemsize), huge=True)
+    memory = _native.allocate(max(1, math.prod(shape) * dtype.itemsize), huge=True)
     return torch.from_numpy(memory).view(dtype)[: math.prod(shape)].view(shape)
 
 
@@ -58,8 +57,8 @@ class WeightMemory:
         """Allocate [num_bytes] uint8 zeros, aligned to a page."""
         if self._used + num_bytes > len(self._chunk):
             if num_bytes >= CHUNK // 2:
-                return torch.from_numpy(allocate(num_bytes, huge=True))
-            self._chunk, self._used = allocate(CHUNK, huge=True), 0
+                return torch.from_numpy(_native.allocate(num_bytes, huge=True))
+            self._chunk, self._used = _native.allocate(CHUNK, huge=True), 0
         start = self._used
         self._used += -(-num_bytes // ALIGNMENT) * ALIGNMENT
         return torch.from_numpy(self._chunk[start : start + num_bytes])
@@ -81,7 +80,7 @@ class BufferPool:
             buffer = min(fitting, key=len)
             self._free = [b for b in self._free if b is not buffer]
         else:
-            buffer = allocate(size, huge=False)
+            buffer = _native.allocate(size, huge=False)
         view = buffer[:size]  # lives as long as a tensor uses its storage
         weakref.finalize(view, self._free_again, buffer).atexit = False
         return torch.from_numpy(view).view(dtype).view(shape)

@@ -74,7 +74,7 @@ class Native:
         return self._runtime.working
 
     def limit(self, threads: int) -> None:
-        """Run the next recordings on at most so many threads."""
+        """Run the next recordings on at most this many threads."""
         self._runtime.limit(threads)
 
     def launch(self, kernel: str, **arguments: int | float) -> None:
