@@ -28,7 +28,8 @@ from kvik.engine import wire
 from kvik.engine.core import EngineCore
 from kvik.engine.host import DeltaBuffer, EngineHost, StepWatch, step_limit
 from kvik.engine.live import LiveView
-from kvik.engine.loop import EngineLoop
+from kvik.engine.loop import EngineLoop, LoopObserver
+from kvik.engine.memory_watch import MemoryReading, MemoryWatch
 from kvik.engine.stats import EngineStats
 from kvik.engine.wire import Add, End, FrameReader, HostSocket, Query, Ready, Reply, Stepped
 
@@ -363,6 +364,30 @@ def test_questions_are_answered():
         assert peer.ask("reset_prefix_cache").error is None
         unknown = peer.ask("the weather")
         assert "KeyError" in unknown.error
+
+
+def test_an_idle_engine_looks_at_memory_without_taking_steps(monkeypatch):
+    monkeypatch.setattr("kvik.engine.loop.LOOK_SECONDS", 0.005)
+    monkeypatch.setattr("kvik.engine.memory_watch.LOOK_SECONDS", 0.0)
+    planned, left = [], [1 << 40]
+
+    class Plans(LoopObserver):
+        def planned(self, plan, now):
+            planned.append(plan)
+
+    with engine() as peer:
+        peer.loop.watch(Plans())
+        peer.loop._memory = MemoryWatch(1 << 30, lambda: MemoryReading(0.0, left[0]))
+        peer.add(request("a"))
+        peer.until_ended("a")
+        time.sleep(0.05)
+        steps = len(planned)
+        left[0] = 0
+        until = time.monotonic() + 10.0
+        while not peer.core.stats().given_back_blocks and time.monotonic() < until:
+            time.sleep(0.005)
+        assert peer.core.stats().given_back_blocks > 0
+        assert len(planned) == steps
 
 
 def test_an_idle_engine_gets_ready_between_looks_at_the_socket_and_then_waits():
