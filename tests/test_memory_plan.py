@@ -231,8 +231,8 @@ def test_the_buffers_of_a_tape_are_planned(
             pooled.append(bytes)
         return allocate(bytes, huge)
 
-    allocate = buffers.allocate
-    monkeypatch.setattr(buffers, "allocate", noted)
+    allocate = buffers._native.allocate
+    monkeypatch.setattr(buffers._native, "allocate", noted)
 
     def sizes(tokens: int) -> tuple[int, int]:
         """Planned and taken by a step of so many tokens."""

@@ -276,6 +276,7 @@ class AsyncLLM:
         if request.closed:  # by another task, meanwhile
             if request.reservation is not None:
                 request.reservation.release()
+                self._admission.update()
             return
         self._processor.add(made, request.prompt, streaming=streaming)
         if request.aborted:
@@ -310,7 +311,9 @@ class AsyncLLM:
             return
         del self._requests[request.request_id]
         self._processor.discard(request.request_id)
-        if request.sent and request.output is None:
+        if not request.sent:
+            self._admission.leave(request.request_id)
+        elif request.output is None:
             self.client.end(request.request_id)
         if request.reservation is not None:
             request.reservation.release()

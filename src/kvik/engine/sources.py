@@ -311,13 +311,15 @@ class ThreadSource:
 
     def __init__(self, load: Callable[[], EngineLoop]) -> None:
         self._load = load
-        self._loaded = False
+        self._loading = False
+        self._lock = threading.Lock()  # of `_loading`: what has loaded is not interrupted any more
         self._failure = ""
         self._client: RemoteClient | None = None
         self._thread: threading.Thread | None = None
 
     def start(self, client: RemoteClient) -> None:
         self._client = client
+        self._loading = True
         ours, theirs = socket.socketpair()
         client.connect(ours, None)
         self._thread = threading.Thread(
@@ -332,8 +334,9 @@ class ThreadSource:
     async def close(self) -> None:
         if self._thread is None:
             return
-        if not self._loaded:  # which may take minutes
-            interrupt(self._thread)
+        with self._lock:
+            if self._loading:  # which may take minutes
+                interrupt(self._thread)
         await asyncio.to_thread(self._thread.join, LAST_STEP_SECONDS)
         if self._thread.is_alive():
             log.warning("the engine's thread computes still, and is left to itself")
@@ -351,6 +354,8 @@ class ThreadSource:
             line.close()
 
     def _begin(self) -> EngineLoop:
-        loop = self._load()
-        self._loaded = True
-        return loop
+        try:
+            return self._load()
+        finally:
+            with self._lock:
+                self._loading = False
