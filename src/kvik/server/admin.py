@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from kvik.server.app import App, AppConfig
 from kvik.server.errors import HttpError
-from kvik.server.health import routes as health
+from kvik.server.health import ENDPOINTS as HEALTH
 from kvik.server.responses import json_response
-from kvik.server.route import Route, post
+from kvik.server.route import get, post, routes_of
 from kvik.server.server import Drain, Server
 
 LOOPBACK = "127.0.0.1"
@@ -46,16 +44,23 @@ class Forgotten(msgspec.Struct):
     num_blocks: int
 
 
+@post("/admin/abort", answer=Done, note="End a request.")
 async def abort(server: Server, request: Request, body: AbortRequest) -> Response:
     if not server.generations.abort(body.request_id):
         raise HttpError(404, "there is no such request", "request_id", "request_not_found")
     return json_response(Done())
 
 
+@post(
+    "/admin/reset_prefix_cache",
+    answer=Forgotten,
+    note="Forget all cached prefixes that no request uses.",
+)
 async def reset_prefix_cache(server: Server, request: Request, body: Nothing) -> Response:
     return json_response(Forgotten(await server.engine.reset_prefix_cache()))
 
 
+@post("/admin/drain", answer=Done, note="Take no more requests, or take them again.")
 async def drain(server: Server, request: Request, body: DrainRequest) -> Response:
     if body.drain:
         server.drain.start()
@@ -64,6 +69,7 @@ async def drain(server: Server, request: Request, body: DrainRequest) -> Respons
     return json_response(Done())
 
 
+@get("/admin/stats", note="Gauges and counters of the engine.")
 async def stats(server: Server, request: Request) -> Response:
     return json_response(await server.engine.stats())
 
@@ -73,30 +79,4 @@ def make_admin_app(server: Server) -> App:
     return App(routes(server), server.keys, Drain(), AppConfig(LOOPBACK, admin=True))
 
 
-def routes(server: Server) -> list[Route]:
-    note = "Gauges and counters of the engine."
-    return [
-        *health(server),
-        post(
-            "/admin/abort",
-            partial(abort, server),
-            AbortRequest,
-            answer=Done,
-            note="End a request.",
-        ),
-        post(
-            "/admin/reset_prefix_cache",
-            partial(reset_prefix_cache, server),
-            Nothing,
-            answer=Forgotten,
-            note="Forget all cached prefixes that no request uses.",
-        ),
-        post(
-            "/admin/drain",
-            partial(drain, server),
-            DrainRequest,
-            answer=Done,
-            note="Take no more requests, or take them again.",
-        ),
-        Route("/admin/stats", partial(stats, server), "GET", note=note),
-    ]
+routes = routes_of(*HEALTH, abort, reset_prefix_cache, drain, stats)

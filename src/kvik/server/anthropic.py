@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
@@ -28,7 +27,7 @@ from kvik.server.responses import (
     json_response,
     offload,
 )
-from kvik.server.route import Route, caller_of, post, trace_parent_of
+from kvik.server.route import caller_of, post, routes_of, trace_parent_of
 from kvik.server.server import Server
 from kvik.server.texts import Texts
 from kvik.server.unhonoured import SAMPLING, STRUCTURED, TOOLS, Table, missing
@@ -483,6 +482,12 @@ class MessageFormat(ResponseFormat):
         return "max_tokens", None
 
 
+@post(
+    "/v1/messages",
+    MESSAGES,
+    answer=MessageResponse,
+    note="Answer a conversation, in one piece or as a stream of events.",
+)
 async def messages(server: Server, request: Request, body: MessageRequest) -> Response:
     """Answer a conversation."""
     model = server.served_name(body.model)
@@ -504,6 +509,12 @@ async def messages(server: Server, request: Request, body: MessageRequest) -> Re
     return await generation_response(request, [generation], form, stream=bool(body.stream))
 
 
+@post(
+    "/v1/messages/count_tokens",
+    COUNT,
+    answer=TokenCount,
+    note="How many tokens a conversation has as a prompt.",
+)
 async def count_tokens(server: Server, request: Request, body: CountRequest) -> Response:
     """Count the tokens that a conversation would have as a prompt."""
     server.served_name(body.model)
@@ -526,22 +537,4 @@ def _params(body: MessageRequest, defaults: SamplingParams) -> SamplingParams:
         return defaults.with_changes(**{k: v for k, v in given.items() if v is not None})
 
 
-def routes(server: Server) -> list[Route]:
-    return [
-        post(
-            "/v1/messages",
-            partial(messages, server),
-            MessageRequest,
-            MESSAGES,
-            answer=MessageResponse,
-            note="Answer a conversation, in one piece or as a stream of events.",
-        ),
-        post(
-            "/v1/messages/count_tokens",
-            partial(count_tokens, server),
-            CountRequest,
-            COUNT,
-            answer=TokenCount,
-            note="How many tokens a conversation has as a prompt.",
-        ),
-    ]
+routes = routes_of(messages, count_tokens)

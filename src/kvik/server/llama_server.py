@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Annotated, Any
 
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -28,7 +27,7 @@ from kvik.server.openai.requests import (
     split_prompts,
 )
 from kvik.server.responses import ResponseFormat, generation_response, json_event, json_response
-from kvik.server.route import Route, caller_of, post, trace_parent_of
+from kvik.server.route import caller_of, get, post, routes_of, trace_parent_of
 from kvik.server.server import Server
 from kvik.server.unhonoured import SAMPLING, Table, missing
 
@@ -108,6 +107,12 @@ class LlamaPiece(LlamaText, kw_only=True):
     stop: bool = False
 
 
+@post(
+    "/completion",
+    UNHONOURED,
+    answer=LlamaCompletion,
+    note="Continue a text, as llama.cpp does.",
+)
 async def completion(server: Server, request: Request, body: LlamaCompletionRequest) -> Response:
     """Continue a prompt. A stream has `LlamaPiece` events and ends with a `LlamaCompletion`."""
     arrived = time.monotonic()
@@ -241,6 +246,12 @@ class RenderedPrompt(Struct):
     prompt: str
 
 
+@post(
+    "/apply-template",
+    {name: CHAT[name] for name in ("chat_template", "tools", "tool_choice")},
+    answer=RenderedPrompt,
+    note="The prompt of a conversation, as text.",
+)
 async def apply_template(server: Server, request: Request, body: TemplateRequest) -> Response:
     """Return the prompt that the chat template makes of a conversation."""
     texts = server.texts.of(caller_of(request).tenant)
@@ -261,6 +272,11 @@ class Properties(Struct, kw_only=True):
     build_info: str
 
 
+@get(
+    "/props",
+    answer=Properties,
+    note="Facts of the model and defaults of requests, as llama.cpp names them.",
+)
 async def properties(server: Server, request: Request) -> Response:
     """Return facts of the model and the defaults of requests."""
     tokenizer = server.texts.tokenizer
@@ -279,29 +295,4 @@ async def properties(server: Server, request: Request) -> Response:
     return json_response(answer)
 
 
-def routes(server: Server) -> list[Route]:
-    return [
-        post(
-            "/completion",
-            partial(completion, server),
-            LlamaCompletionRequest,
-            UNHONOURED,
-            answer=LlamaCompletion,
-            note="Continue a text, as llama.cpp does.",
-        ),
-        post(
-            "/apply-template",
-            partial(apply_template, server),
-            TemplateRequest,
-            {name: CHAT[name] for name in ("chat_template", "tools", "tool_choice")},
-            answer=RenderedPrompt,
-            note="The prompt of a conversation, as text.",
-        ),
-        Route(
-            "/props",
-            partial(properties, server),
-            method="GET",
-            answer=Properties,
-            note="Facts of the model and defaults of requests, as llama.cpp names them.",
-        ),
-    ]
+routes = routes_of(completion, apply_template, properties)

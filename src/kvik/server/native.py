@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Annotated, Any
 
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -34,7 +33,7 @@ from kvik.server.responses import (
     generation_response,
     json_event,
 )
-from kvik.server.route import Route, caller_of, post, trace_parent_of
+from kvik.server.route import caller_of, post, routes_of, trace_parent_of
 from kvik.server.server import Server
 from kvik.server.unhonoured import SAMPLING, Table, missing
 
@@ -91,19 +90,7 @@ UNHONOURED: Table = {
 }
 
 
-def routes(server: Server) -> list[Route]:
-    return [
-        post(
-            "/v1/generate",
-            partial(generate, server),
-            GenerateRequest,
-            UNHONOURED,
-            answer=Generated,
-            note="Continue a text.",
-        )
-    ]
-
-
+@post("/v1/generate", UNHONOURED, answer=Generated, note="Continue a text.")
 async def generate(server: Server, request: Request, body: GenerateRequest) -> Response:
     """Continue a prompt. A stream has `TextPiece` events and ends with a `Generated`."""
     arrived = time.monotonic()
@@ -171,3 +158,6 @@ def _params(body: GenerateRequest, defaults: SamplingParams) -> SamplingParams:
     if (limit := aliased(body, "max_tokens", "n_predict")) is not None:
         changes["max_tokens"] = limit_of(limit)
     return defaults.with_changes(**changes)
+
+
+routes = routes_of(generate)

@@ -1,4 +1,4 @@
-"""Routes, and the context of a request that a handler sees."""
+"""Routes and endpoints, the context of a request that a handler sees, and its body."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, get_type_hints
 
 import msgspec
 from starlette.requests import Request
@@ -22,6 +22,7 @@ from starlette.types import Scope
 from kvik.errors import OverloadError
 from kvik.server.access import ANONYMOUS, Caller
 from kvik.server.errors import HttpError, escaped
+from kvik.server.server import Server
 from kvik.server.unhonoured import NOTHING, Table, refuse
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -190,21 +191,72 @@ MAX_SHOWN = 24  # characters of a number
 MAX_IGNORED = 16  # fields that are reported
 
 
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A handler of any server, with its route.
+
+    Attributes:
+        handle: takes the server, the request and, where there is one, the decoded body.
+        unhonoured: see `read_body`. The other attributes are those of `Route`.
+    """
+
+    handle: Callable[..., Awaitable[Response]]
+    path: str
+    method: str = "POST"
+    open: bool = False
+    body: type[msgspec.Struct] | None = None
+    unhonoured: Table = field(default_factory=dict)
+    answer: type[msgspec.Struct] | None = None
+    note: str = ""
+
+    def of(self, server: Server) -> Route:
+        """Return its route on a server."""
+
+        async def handler(request: Request) -> Response:
+            if self.body is None:
+                return await self.handle(server, request)
+            body = await read_body(request, self.body, self.unhonoured)
+            return await self.handle(server, request, body)
+
+        return Route(
+            self.path,
+            handler,
+            self.method,
+            self.open,
+            body=self.body,
+            answer=self.answer,
+            note=self.note,
+        )
+
+
 def post(
     path: str,
-    handle: Callable[[Request, T], Awaitable[Response]],
-    body: type[T],
     unhonoured: Table = NOTHING,
     *,
     answer: type[msgspec.Struct] | None = None,
     note: str,
-) -> Route:
-    """Make a POST route whose handler gets the decoded body: see `read_body`."""
+) -> Callable[[Callable[..., Awaitable[Response]]], Endpoint]:
+    """Make an endpoint of a handler; the type of its argument `body` is that of the body."""
+    return lambda handle: Endpoint(
+        handle,
+        path,
+        body=get_type_hints(handle)["body"],
+        unhonoured=unhonoured,
+        answer=answer,
+        note=note,
+    )
 
-    async def handler(request: Request) -> Response:
-        return await handle(request, await read_body(request, body, unhonoured))
 
-    return Route(path, handler, body=body, answer=answer, note=note)
+def get(
+    path: str, *, answer: type[msgspec.Struct] | None = None, note: str, open: bool = False
+) -> Callable[[Callable[..., Awaitable[Response]]], Endpoint]:
+    """Make an endpoint of a handler that takes no body."""
+    return lambda handle: Endpoint(handle, path, "GET", open, answer=answer, note=note)
+
+
+def routes_of(*endpoints: Endpoint) -> Callable[[Server], list[Route]]:
+    """Return a function that makes the routes of these endpoints on a server."""
+    return lambda server: [endpoint.of(server) for endpoint in endpoints]
 
 
 async def read_body(request: Request, kind: type[T], unhonoured: Table = NOTHING) -> T:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Annotated, Any, Literal, Protocol
 
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -49,7 +48,7 @@ from kvik.server.responses import (
     json_event,
     offload,
 )
-from kvik.server.route import Route, caller_of, post, trace_parent_of
+from kvik.server.route import caller_of, post, routes_of, trace_parent_of
 from kvik.server.server import Server
 from kvik.server.texts import Texts
 from kvik.server.unhonoured import SAMPLING, TOOLS, Table, refuse
@@ -178,6 +177,7 @@ class ChatChunk(Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET  # likewise
 
 
+@post("/v1/chat/completions", CHAT, answer=ChatCompletion, note="Answer a conversation.")
 async def chat(server: Server, request: Request, body: ChatRequest) -> Response:
     """Answer a conversation."""
     model = server.served_name(body.model)
@@ -411,14 +411,4 @@ class ChatFormat(ResponseFormat):
         )
 
 
-def routes(server: Server) -> list[Route]:
-    return [
-        post(
-            "/v1/chat/completions",
-            partial(chat, server),
-            ChatRequest,
-            CHAT,
-            answer=ChatCompletion,
-            note="Answer a conversation.",
-        ),
-    ]
+routes = routes_of(chat)

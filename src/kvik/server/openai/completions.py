@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
@@ -52,7 +51,7 @@ from kvik.server.responses import (
     json_event,
     offload,
 )
-from kvik.server.route import Route, caller_of, post, trace_parent_of
+from kvik.server.route import caller_of, post, routes_of, trace_parent_of
 from kvik.server.server import Server
 from kvik.server.unhonoured import SAMPLING, Table
 from kvik.text.detokenizer import Detokenizer
@@ -108,6 +107,7 @@ class Completion(Struct, kw_only=True):
     system_fingerprint: str
 
 
+@post("/v1/completions", COMPLETION, answer=Completion, note="Continue texts.")
 async def completions(server: Server, request: Request, body: CompletionRequest) -> Response:
     """Continue one text or many."""
     model = server.served_name(body.model)
@@ -382,14 +382,4 @@ def _joined(first: CompletionLogprobs, second: CompletionLogprobs) -> Completion
     )
 
 
-def routes(server: Server) -> list[Route]:
-    return [
-        post(
-            "/v1/completions",
-            partial(completions, server),
-            CompletionRequest,
-            COMPLETION,
-            answer=Completion,
-            note="Continue texts.",
-        ),
-    ]
+routes = routes_of(completions)

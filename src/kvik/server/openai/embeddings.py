@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 from base64 import b64encode
 from collections.abc import Sequence
-from functools import partial
 from typing import Annotated, Any, Literal, cast
 
 from msgspec import Meta, Struct
@@ -27,7 +26,7 @@ from kvik.server.openai.requests import (
     split_prompts,
 )
 from kvik.server.responses import LazyList, encode_in_chunks, offload, wait_for_outputs
-from kvik.server.route import Route, caller_of, post, trace_parent_of
+from kvik.server.route import caller_of, post, routes_of, trace_parent_of
 from kvik.server.server import Server
 from kvik.server.unhonoured import Table
 
@@ -82,6 +81,12 @@ class EmbeddingList(Struct, kw_only=True):
 DEFAULT_POOLING = "mean"
 
 
+@post(
+    "/v1/embeddings",
+    EMBEDDING,
+    answer=EmbeddingList,
+    note="A vector for each text, pooled from hidden states.",
+)
 async def embeddings(server: Server, request: Request, body: EmbeddingRequest) -> Response:
     """Return a vector of length 1 for each input, pooled from the last layer's hidden states."""
     model = server.served_name(body.model)
@@ -132,14 +137,4 @@ def _base64(vector: Sequence[float]) -> str:
     return b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
 
 
-def routes(server: Server) -> list[Route]:
-    return [
-        post(
-            "/v1/embeddings",
-            partial(embeddings, server),
-            EmbeddingRequest,
-            EMBEDDING,
-            answer=EmbeddingList,
-            note="A vector for each text, pooled from hidden states.",
-        ),
-    ]
+routes = routes_of(embeddings)

@@ -11,19 +11,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvik.server.errors import HttpError
-from kvik.server.openai.chat import CHAT, ChatRequest, chat
-from kvik.server.openai.completions import COMPLETION, CompletionRequest, completions
-from kvik.server.openai.embeddings import EMBEDDING, EmbeddingRequest, embeddings
-from kvik.server.route import Route, read_chosen
+from kvik.server.openai.chat import chat
+from kvik.server.openai.completions import completions
+from kvik.server.openai.embeddings import embeddings
+from kvik.server.route import Endpoint, Route, read_chosen
 from kvik.server.server import Server
 from kvik.server.unhonoured import Table
 
-Body = ChatRequest | CompletionRequest | EmbeddingRequest
-# The field that only one kind has, and needs.
-_KINDS: Mapping[str, tuple[type[Body], Table]] = {
-    "messages": (ChatRequest, CHAT),
-    "prompt": (CompletionRequest, COMPLETION),
-    "input": (EmbeddingRequest, EMBEDDING),
+# The field that only one of them has, and needs.
+_ENDPOINTS: Mapping[str, Endpoint] = {
+    "messages": chat,
+    "prompt": completions,
+    "input": embeddings,
 }
 
 
@@ -38,27 +37,17 @@ class Invocation(Struct):
 async def invocations(server: Server, request: Request) -> Response:
     """Do what the body asks for."""
     body = await read_chosen(request, _kind)
-    if isinstance(body, ChatRequest):
-        return await chat(server, request, body)
-    if isinstance(body, CompletionRequest):
-        return await completions(server, request, body)
-    assert isinstance(body, EmbeddingRequest)
-    return await embeddings(server, request, body)
+    (endpoint,) = (one for one in _ENDPOINTS.values() if one.body is type(body))
+    return await endpoint.handle(server, request, body)
 
 
-def _kind(value: dict[str, Any]) -> tuple[type[Body], Table]:
-    kinds = [kind for name, kind in _KINDS.items() if value.get(name) is not None]
-    if len(kinds) != 1:
-        raise HttpError(400, f"there must be one of {', '.join(_KINDS)}")
-    return kinds[0]
+def _kind(value: dict[str, Any]) -> tuple[type[Struct], Table]:
+    found = [one for name, one in _ENDPOINTS.items() if value.get(name) is not None]
+    if len(found) != 1 or found[0].body is None:
+        raise HttpError(400, f"there must be one of {', '.join(_ENDPOINTS)}")
+    return found[0].body, found[0].unhonoured
 
 
 def routes(server: Server) -> list[Route]:
-    return [
-        Route(
-            "/invocations",
-            partial(invocations, server),
-            body=Invocation,
-            note="Any of the three, as its body says.",
-        ),
-    ]
+    note = "Any of the three, as its body says."
+    return [Route("/invocations", partial(invocations, server), body=Invocation, note=note)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from functools import partial
 from typing import Literal
 
 from msgspec import Struct
@@ -11,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvik.server.responses import json_response
-from kvik.server.route import Route
+from kvik.server.route import get, routes_of
 from kvik.server.server import Server
 
 
@@ -40,6 +39,7 @@ class ModelList(Struct, kw_only=True):
     last_id: str
 
 
+@get("/v1/models", answer=ModelList, note="The model that is served.")
 async def models(server: Server, request: Request) -> Response:
     """Return the served model under each of its names."""
     names = server.model_names
@@ -47,6 +47,7 @@ async def models(server: Server, request: Request) -> Response:
     return json_response(ModelList(data=listed, first_id=names[0], last_id=names[-1]))
 
 
+@get("/v1/models/{model:path}", answer=ModelCard, note="One model.")
 async def model(server: Server, request: Request) -> Response:
     """Return the served model under one of its names."""
     name = request.path_params["model"]
@@ -65,20 +66,4 @@ def _model(server: Server, name: str) -> ModelCard:
     )
 
 
-def routes(server: Server) -> list[Route]:
-    return [
-        Route(
-            "/v1/models",
-            partial(models, server),
-            method="GET",
-            answer=ModelList,
-            note="The model that is served.",
-        ),
-        Route(
-            "/v1/models/{model:path}",
-            partial(model, server),
-            method="GET",
-            answer=ModelCard,
-            note="One model.",
-        ),
-    ]
+routes = routes_of(models, model)

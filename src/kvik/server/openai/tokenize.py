@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated
 
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -15,7 +14,7 @@ from kvik.server.openai.answers import TokenNames
 from kvik.server.openai.chat import Messages, Variable, conversation_ids
 from kvik.server.openai.requests import Name, TokenId, prompt_ids
 from kvik.server.responses import json_response, offload
-from kvik.server.route import Route, caller_of, post
+from kvik.server.route import caller_of, get, post, routes_of
 from kvik.server.server import Server
 from kvik.server.unhonoured import TOOLS, Table
 
@@ -71,6 +70,7 @@ class TokenizerInfo(Struct, kw_only=True):
     special_tokens: list[str]
 
 
+@post("/tokenize", TOKENIZE, answer=Tokenized, note="Token ids of a text or a conversation.")
 async def tokenize(server: Server, request: Request, body: TokenizeRequest) -> Response:
     """Return the token ids of a text, which may be empty, or of a conversation."""
     server.served_name(body.model)
@@ -100,6 +100,7 @@ async def tokenize(server: Server, request: Request, body: TokenizeRequest) -> R
     return json_response(answer)
 
 
+@post("/detokenize", answer=Detokenized, note="Text of token ids.")
 async def detokenize(server: Server, request: Request, body: DetokenizeRequest) -> Response:
     """Return the text of tokens, with special ones."""
     server.served_name(body.model)
@@ -113,6 +114,7 @@ async def detokenize(server: Server, request: Request, body: DetokenizeRequest) 
     return json_response(Detokenized(text, text))
 
 
+@get("/tokenizer_info", answer=TokenizerInfo, note="Special tokens, chat template and sizes.")
 async def tokenizer_info(server: Server, request: Request) -> Response:
     """Return what a client needs to tokenise and render as this server does."""
     tokenizer = server.texts.tokenizer
@@ -129,28 +131,4 @@ async def tokenizer_info(server: Server, request: Request) -> Response:
     return json_response(answer)
 
 
-def routes(server: Server) -> list[Route]:
-    return [
-        post(
-            "/tokenize",
-            partial(tokenize, server),
-            TokenizeRequest,
-            TOKENIZE,
-            answer=Tokenized,
-            note="Token ids of a text or a conversation.",
-        ),
-        post(
-            "/detokenize",
-            partial(detokenize, server),
-            DetokenizeRequest,
-            answer=Detokenized,
-            note="Text of token ids.",
-        ),
-        Route(
-            "/tokenizer_info",
-            partial(tokenizer_info, server),
-            method="GET",
-            answer=TokenizerInfo,
-            note="Special tokens, chat template and sizes.",
-        ),
-    ]
+routes = routes_of(tokenize, detokenize, tokenizer_info)
