@@ -115,6 +115,7 @@ def test_a_thread_that_stands_still_delays_and_does_no_harm(expected: list[str])
         try:
             assert process.stdout is not None
             while stops < 10:
+                time.sleep(draw.random() * 0.02)
                 if team := team_of(process.pid):
                     stops += tracer.stop(draw.choice(team), 0.2)
                 for _ in range(draw.randrange(1, 8)):  # about as many as came meanwhile
