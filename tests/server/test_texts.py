@@ -200,7 +200,7 @@ async def templates_of(source: str = SOURCE, workers: int = 2) -> AsyncIterator[
         yield templates
     finally:
         await templates.close()
-        assert all(one._process is None for one in templates._live)
+        assert all(one.pid is None for one in templates._live)
 
 
 async def test_conversations_are_rendered_as_by_the_template() -> None:
@@ -253,7 +253,7 @@ async def test_a_cancelled_rendering_ends_its_process() -> None:
         endless.cancel()
         with pytest.raises(asyncio.CancelledError):
             await endless
-        assert template not in templates._live and template._process is None
+        assert template not in templates._live and template.pid is None
         assert await templates.render(said("second")) == "second"
 
 

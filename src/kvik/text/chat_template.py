@@ -8,23 +8,19 @@ the template gets, and kills the process when an answer takes too long.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import msgspec
 
 from kvik.child_process import python_command
 from kvik.errors import ModelError, ParamError
-from kvik.text.template_process import MAX_TEXT, Rendered, TemplateSource, framed, read_frame
+from kvik.text.limited_process import LimitedProcess, framed
+from kvik.text.template_process import MAX_TEXT, Rendered, TemplateSource
 
 MAX_TEMPLATE_CHARS = 256 << 10  # the largest public ones have about 20,000
 MAX_MESSAGES = 65_536
 SECONDS = 3.0  # for one rendering; the first one compiles the template
-START_SECONDS = 60.0  # for the process to import what it needs, on a busy machine
 MAX_ANSWER = 4 * MAX_TEXT + (1 << 10)  # bytes
 COMMAND = python_command("kvik.text.template_process")
 
@@ -64,11 +60,9 @@ class ChatTemplate:
         tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._source = TemplateSource(source, {k: v for k, v in tokens.items() if v is not None})
         self._seconds = seconds
-        self._command = command
-        self._lock = threading.Lock()  # one rendering at a time
-        self._process: _TemplateProcess | None = None
-        self._closed = False
-        self._parent = os.getpid()
+        self._process = LimitedProcess(
+            command, lambda: self._source, seconds=seconds, max_answer=MAX_ANSWER
+        )
 
     def render(
         self,
@@ -100,98 +94,27 @@ class ChatTemplate:
             frame = framed(names)
         except (RecursionError, UnicodeEncodeError, OverflowError):
             raise ParamError("messages", "must be JSON values of valid Unicode") from None
-        with self._lock:
-            rendered = self._ask(frame)
+        try:
+            rendered = msgspec.msgpack.decode(self._process.ask(frame), type=Rendered)
+        except TimeoutError:
+            reason = f"rendering them takes more than {self._seconds:g} seconds"
+            raise ParamError("messages", reason) from None
+        except (EOFError, OSError, msgspec.DecodeError):
+            raise ParamError("messages", "the chat template fails on them") from None
         if rendered.field == "chat_template":
             raise ModelError(rendered.field, rendered.error)
         if rendered.error:
             raise ParamError(rendered.field, rendered.error)
         return rendered.text
 
+    @property
+    def pid(self) -> int | None:
+        """Of the process that renders; None: there is none."""
+        return self._process.pid
+
     def close(self) -> None:
         """End the process. Another thread's rendering fails at once, and so do all later ones."""
-        if os.getpid() != self._parent:
-            return  # the process belongs to the one that this is a fork of
-        self._closed = True
-        if (process := self._process) is not None:
-            process.kill()
-        with self._lock:
-            self._end_process()
-
-    def _ask(self, frame: bytes) -> Rendered:
-        while True:
-            is_new = self._process is None
-            try:
-                process = self._process = self._process or _TemplateProcess(self._command)
-                if self._closed:
-                    raise RuntimeError("this chat template is closed")
-                if is_new:
-                    process.exchange(framed(self._source), START_SECONDS)
-                return msgspec.msgpack.decode(process.exchange(frame, self._seconds), type=Rendered)
-            except BaseException as error:
-                # Also after Ctrl-C: the next rendering would read this answer.
-                self._end_process()
-                if isinstance(error, TimeoutError):
-                    reason = f"rendering them takes more than {self._seconds:g} seconds"
-                    raise ParamError("messages", reason) from None
-                if isinstance(error, (EOFError, OSError)) and not is_new:
-                    continue  # it may have died while it was idle
-                if isinstance(error, (EOFError, OSError, msgspec.DecodeError)):
-                    raise ParamError("messages", "the chat template fails on them") from None
-                raise
-
-    def _end_process(self) -> None:
-        if self._process is not None:
-            self._process.end()
-            self._process = None
-
-
-class _TemplateProcess:
-    """A process that answers frames, one at a time."""
-
-    def __init__(self, command: Sequence[str]) -> None:
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
-        self._is_late = False
-
-    def exchange(self, frame: bytes, seconds: float) -> bytes:
-        """Send a frame and return the answer.
-
-        Raises:
-            TimeoutError: there was none in time; the process has been killed.
-            EOFError, OSError: the process has ended, or its answer is too long.
-        """
-        timer = threading.Timer(seconds, self._kill_late)
-        timer.daemon = True
-        timer.start()
-        try:
-            self._stdin.write(frame)
-            self._stdin.flush()
-            return read_frame(self._stdout, MAX_ANSWER)
-        except (EOFError, OSError):
-            if self._is_late:
-                raise TimeoutError from None
-            raise
-        finally:
-            timer.cancel()
-
-    def kill(self) -> None:
-        """Make `exchange` fail in the thread that calls it."""
-        self._process.kill()
-
-    def end(self) -> None:
-        self.kill()
-        with suppress(OSError):  # what was not sent
-            self._stdin.close()
-        self._stdout.close()
-        self._process.wait()
-
-    def _kill_late(self) -> None:
-        self._is_late = True
-        self.kill()
+        self._process.close()
 
 
 def check_messages(messages: object) -> list[dict[str, Any]]:

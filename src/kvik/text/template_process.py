@@ -1,22 +1,16 @@
 """Renders a chat template in a process with limits: `python -m kvik.text.template_process`.
 
-The sandbox of jinja2 keeps a template away from the interpreter, and this process bounds what it
-may use: the system refuses it more memory, an answer has a maximum length, and the parent
-(`ChatTemplate`) kills it when one takes too long. It reads frames from stdin, a length
-in 4 bytes and msgpack: the template first, then the names of one rendering each, and answers every
-frame on stdout. It ends at the end of stdin.
+The sandbox of jinja2 keeps a template away from the interpreter, and the process bounds what it may
+use (`limited_process.py`). Its first frame is the template; then each has the names of one
+rendering.
 """
 
 from __future__ import annotations
 
 import json
-import resource
-import signal
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import datetime
-from typing import IO
 
 import msgspec
 from jinja2 import Template, TemplateError, nodes
@@ -24,11 +18,11 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-LENGTH_BYTES = 4
+from kvik.text.limited_process import serve
+
 MAX_TEXT = 32 << 20  # characters of one rendered conversation
 MAX_MEMORY = 768 << 20
 MAX_REASON = 300  # characters of the template's own words in an error
-ORPHAN_SECONDS = 60  # for one answer, if the parent is no longer there to end this process
 
 
 class TemplateSource(msgspec.Struct, frozen=True, array_like=True):
@@ -44,31 +38,6 @@ class Rendered(msgspec.Struct, frozen=True, array_like=True):
     text: str = ""
     field: str = ""
     error: str = ""
-
-
-def framed(message: object) -> bytes:
-    """Encode a message as a frame: its length, then msgpack."""
-    data = msgspec.msgpack.encode(message)
-    return len(data).to_bytes(LENGTH_BYTES, "big") + data
-
-
-def read_frame(stream: IO[bytes], most: int) -> bytes:
-    """Read the body of the next frame.
-
-    Raises:
-        EOFError: the stream has ended, or the frame has more than `most` bytes.
-    """
-    size = int.from_bytes(_read_exactly(stream, LENGTH_BYTES), "big")
-    if size > most:
-        raise EOFError
-    return _read_exactly(stream, size)
-
-
-def _read_exactly(stream: IO[bytes], size: int) -> bytes:
-    data = stream.read(size)
-    if len(data) < size:
-        raise EOFError
-    return data
 
 
 class GenerationTag(Extension):
@@ -147,38 +116,21 @@ def failed(field: str, what: str, error: Exception) -> Rendered:
     return Rendered(field=field, error=f"{what}: {reason}")
 
 
-def serve() -> None:
-    """Answer the frames of stdin.
-
-    Raises:
-        EOFError: there are no more.
-    """
-    frames, answers = sys.stdin.buffer, sys.stdout.buffer
-    source = msgspec.msgpack.decode(read_frame(frames, sys.maxsize), type=TemplateSource)
-    answers.write(framed(Rendered()))
-    answers.flush()
+def begin(first: bytes) -> Callable[[bytes], Rendered]:
+    """Take in the template. Each frame after it gives the names of one rendering."""
+    source = msgspec.msgpack.decode(first, type=TemplateSource)
     template: Template | None = None
-    while True:
-        data = read_frame(frames, sys.maxsize)
-        signal.alarm(ORPHAN_SECONDS)
+
+    def answer(data: bytes) -> Rendered:
+        nonlocal template
         try:
             template = template or compiled(source.source)
-            reply = render(template, data)
+            return render(template, data)
         except Exception as error:
-            reply = failed("chat_template", "is not a valid template", error)
-        answers.write(framed(reply))
-        answers.flush()
-        signal.alarm(0)
+            return failed("chat_template", "is not a valid template", error)
 
-
-def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
-    with suppress(ValueError, OSError):  # not every system limits it
-        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
-    with suppress(EOFError):
-        serve()
-    return 0
+    return answer
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve(begin, max_memory=MAX_MEMORY))
