@@ -132,6 +132,11 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
     P(logits) I(stride) I(vocab) I(count) P(rows) P(seen) P(repetition) P(frequency)     \
     P(presence) P(in_prompt) P(counts) I(seen_stride)
 
+// Some rows of logits [.., vocab] fp32: -inf where bit i % 32 of word i // 32 is not set. rows int64
+// [count], words int32 [count, ..].
+#define KVIK_ARGS_mask(P, I, F)                                                          \
+    P(logits) I(stride) I(vocab) I(count) P(rows) P(words) I(words_stride)
+
 // ids [rows] int64: a token drawn for each row, among those that top_k, top_p and min_p keep in this
 // order, by inverse CDF. Of each row temperature fp32, uniforms fp64 in [0, 1), top_k int64 at least 1
 // (vocab: off), top_p fp64 (1: off), min_p fp32 (0: off); the rules may be null.
@@ -154,8 +159,8 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 #define KVIK_KERNELS(K)                                                                  \
     K(rms_norm) K(layer_norm) K(silu_and_mul) K(gelu_tanh) K(add) K(gather_rows)         \
     K(rotary) K(store_kv) K(load_kv) K(move_kv) K(attention) K(linear) K(pack_matrix)    \
-    K(matrix_rows) K(largest) K(top_k) K(penalize) K(draw) K(probabilities) K(read_memory)           \
-    K(peak_f32) K(peak_bf16) K(peak_i8)
+    K(matrix_rows) K(largest) K(top_k) K(penalize) K(mask) K(draw) K(probabilities)      \
+    K(read_memory) K(peak_f32) K(peak_bf16) K(peak_i8)
 
 #define KVIK_POINTER(name) void* name;
 #define KVIK_INTEGER(name) int64_t name;

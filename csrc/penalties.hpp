@@ -1,6 +1,11 @@
-// Penalties for tokens that a request has seen. These are few, so whole runs of the tables are
-// skipped: the floor is the time to read their 5 bytes per token.
+// What the rules of a request change of its row of logits.
+//
+// Penalties for tokens that it has seen: these are few, so whole runs of the tables are skipped, and
+// the floor is the time to read their 5 bytes per token. A mask of the tokens that may come: the
+// floor is the time to write the others.
 #pragma once
+
+#include <limits>
 
 #include "arguments.hpp"
 #include "share.hpp"
@@ -12,6 +17,8 @@ namespace {
 
 constexpr int64_t kPenalizedPerThread = 16384;
 constexpr int64_t kPassedOver = 64;  // tokens that are tested together
+constexpr int64_t kWord = 32;        // tokens of a mask's word
+constexpr int64_t kMaskedWordsPerThread = 4096;
 
 // Whether any of `kPassedOver` tokens was seen.
 KVIK_INLINE bool any_seen(const uint8_t* in_prompt, const int32_t* counts) {
@@ -43,6 +50,24 @@ void penalize(const penalize_args& a, Team& team) {
                 y = y > 0 ? y / repetition : y * repetition;
                 if (counts[id]) y = y - frequency * float(counts[id]) - presence;
                 x[id] = y;
+            }
+        }
+    });
+}
+
+void mask(const mask_args& a, Team& team) {
+    const auto* rows = static_cast<const int64_t*>(a.rows);
+    const int64_t used = (a.vocab + kWord - 1) / kWord;
+    each_columns(team, a.count, used, kMaskedWordsPerThread, [&](int64_t i, int64_t begin, int64_t end) {
+        float* x = static_cast<float*>(a.logits) + rows[i] * a.stride;
+        const auto* words = static_cast<const uint32_t*>(a.words) + i * a.words_stride;
+        for (int64_t w = begin; w < end; w++) {
+            const uint32_t word = words[w];
+            if (word == ~uint32_t(0)) continue;
+            const int64_t first = w * kWord;
+            const int64_t last = first + kWord < a.vocab ? first + kWord : a.vocab;
+            for (int64_t id = first; id < last; id++) {
+                if (!(word >> (id - first) & 1)) x[id] = -std::numeric_limits<float>::infinity();
             }
         }
     });

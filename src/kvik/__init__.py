@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvik.async_llm import AsyncLLM
     from kvik.config.config import EngineConfig
     from kvik.core.sampling_params import SamplingParams
+    from kvik.core.structured import Choice, Grammar, JsonSchema, Regex
     from kvik.engine.output import CompletionOutput, EmbeddingOutput, RequestOutput, TextDelta
     from kvik.errors import CapacityError, ConfigError, KvikError, ModelError, ParamError
     from kvik.llm import LLM
@@ -22,13 +23,17 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "CapacityError",
+    "Choice",
     "CompletionOutput",
     "ConfigError",
     "EmbeddingOutput",
     "EngineConfig",
+    "Grammar",
+    "JsonSchema",
     "KvikError",
     "ModelError",
     "ParamError",
+    "Regex",
     "RequestOutput",
     "SamplingParams",
     "TextDelta",
@@ -39,13 +44,17 @@ _HOME: Final = {
     "LLM": "kvik.llm",
     "AsyncLLM": "kvik.async_llm",
     "CapacityError": "kvik.errors",
+    "Choice": "kvik.core.structured",
     "CompletionOutput": "kvik.engine.output",
     "ConfigError": "kvik.errors",
     "EmbeddingOutput": "kvik.engine.output",
     "EngineConfig": "kvik.config.config",
+    "Grammar": "kvik.core.structured",
+    "JsonSchema": "kvik.core.structured",
     "KvikError": "kvik.errors",
     "ModelError": "kvik.errors",
     "ParamError": "kvik.errors",
+    "Regex": "kvik.core.structured",
     "RequestOutput": "kvik.engine.output",
     "SamplingParams": "kvik.core.sampling_params",
     "TextDelta": "kvik.engine.output",

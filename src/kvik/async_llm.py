@@ -45,6 +45,7 @@ from kvik.llm import (
     either,
     engine_config,
     engine_request,
+    tell_unenforced,
 )
 from kvik.model_files import model_files
 from kvik.server.admission import Admission, Reservation
@@ -258,16 +259,19 @@ class AsyncLLM:
         if request.request_id in self._requests:
             raise ParamError("request_id", f"{request.request_id!r} is already being served")
         self._requests[request.request_id] = request
+        prompt_ids = await ids()
+        params, unenforced = await self.texts.checked(request.params)
+        tell_unenforced(unenforced)
         make = partial(
             engine_request,
             request.request_id,
-            await ids(),
-            request.params,
+            prompt_ids,
+            params,
             self.texts.tokenizer,
             priority=request.priority,
             pooling=request.pooling,
         )
-        made = await asyncio.to_thread(make) if request.params.words else make()
+        made = await asyncio.to_thread(make) if params.words else make()
         self.client.check(made)
         if not request.aborted:
             request.reservation = await self._admission.admit(made)

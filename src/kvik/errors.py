@@ -51,12 +51,25 @@ class Overflow(NamedTuple):  # a dataclass would make `kvik --help` slower
 
 
 class ParamError(KvikError):
-    """A sampling parameter or prompt that the engine refuses. `overflow`: the counts, if the
-    prompt, perhaps with the output that was asked for, does not fit into the context."""
+    """A sampling parameter or prompt that the engine refuses.
 
-    def __init__(self, field: str, message: str, *, overflow: Overflow | None = None) -> None:
+    Attributes:
+        overflow: the counts, if the prompt, perhaps with the output that was asked for, does not
+            fit into the context.
+        code: one word for programs; "": there is none.
+    """
+
+    def __init__(
+        self, field: str, message: str, *, overflow: Overflow | None = None, code: str = ""
+    ) -> None:
         super().__init__(field, message)
         self.overflow = overflow
+        self.code = code
+
+
+def describe(error: Exception) -> str:
+    """Return how the failure of one request is told: "field: why" where that is the caller's."""
+    return str(error) if isinstance(error, ParamError) else f"{type(error).__name__}: {error}"
 
 
 class ConfigError(KvikError):

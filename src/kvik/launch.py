@@ -28,6 +28,7 @@ from kvik.config.resolve import resolve
 from kvik.config.speculative import MODEL_METHODS, NO_SOURCE, DraftSource, SpeculativeConfig
 from kvik.config.units import show_bytes
 from kvik.core.config import CacheConfig, SchedulerConfig
+from kvik.core.structured import Grammars
 from kvik.engine.core import EngineCore
 from kvik.engine.loop import Engine, EngineLoop, InprocClient, Sleep
 from kvik.engine.memory_watch import MemoryWatch
@@ -190,7 +191,17 @@ def load_worker(
     with uncollected(), ahead or LoadAhead(resolved) as begun:
         from kvik.worker.worker import Worker
 
-        return Worker(resolved, clock, memory=begun.memory())
+        return Worker(resolved, clock, memory=begun.memory(), grammars=grammars_of(resolved))
+
+
+def grammars_of(resolved: ResolvedConfig) -> Grammars:
+    """The grammars of structured texts, over the model's tokenizer, which the first one loads."""
+    from kvik.text.matcher import BuiltGrammars  # brings in numpy
+
+    files = model_files(Path(resolved.runner.model_path))
+    return BuiltGrammars(
+        lambda: files.tokenizer() if files.has_tokenizer() else None, resolved.model.vocab_size
+    )
 
 
 def play(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import time
+import warnings
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -18,6 +19,7 @@ from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.env import environment_options
 from kvik.config.synonyms import SYNONYMS, translated
 from kvik.core.sampling_params import SamplingParams
+from kvik.core.structured import JsonSchema
 from kvik.core.types import EngineRequest
 from kvik.engine.output import EmbeddingOutput, RequestOutput, TextDelta, embedding_output
 from kvik.engine.stats import EngineStats
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from kvik.text.chat_template import ChatTemplate
+    from kvik.text.grammar_check import GrammarCheck
 
 # A progress bar for batches: requests done, output tokens per second.
 
@@ -135,6 +138,12 @@ def engine_request(
     )
 
 
+def tell_unenforced(parts: Sequence[str]) -> None:
+    """Warn of what of a JSON Schema is not enforced."""
+    if parts:
+        warnings.warn(f"structured: not enforced: {'; '.join(parts)}", stacklevel=4)
+
+
 def check_one_prompt(prompt: Prompt) -> None:
     """Raise `ParamError` if it is not one text or one list of token ids."""
     if not any(one is prompt for one in _as_prompts(prompt)):
@@ -173,6 +182,7 @@ class LLM:
         self._client = self._engine.engine.client
         self._tokenizer = self._engine.engine.tokenizer
         self._chat_template: ChatTemplate | None = None
+        self._grammar_check: GrammarCheck | None = None
         self._serial = itertools.count(1)
 
     @property
@@ -190,6 +200,7 @@ class LLM:
         *,
         progress: bool | None = None,
         priority: int | Sequence[int] = 0,
+        schema: object = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
@@ -202,6 +213,8 @@ class LLM:
             progress: show a bar; None shows it for more than one prompt on a terminal.
             priority: for all prompts, or one for each: with `policy="priority"` the smallest is
                 served first.
+            schema: a pydantic model or a JSON Schema that each text must satisfy; in short for
+                `params.structured`.
             sampling_params, use_tqdm: what vLLM calls `params` and `progress`.
 
         Raises:
@@ -210,6 +223,7 @@ class LLM:
         params = either("sampling_params", sampling_params, "params", params)
         progress = either("use_tqdm", use_tqdm, "progress", progress)
         listed = _as_prompts(prompts)
+        params = self._with_schema(len(listed), params, schema)
         priorities = self._priorities(len(listed), priority)
         return self._run(listed, params, progress, add_special_tokens=True, priorities=priorities)
 
@@ -234,6 +248,7 @@ class LLM:
         *,
         progress: bool | None = None,
         priority: int | Sequence[int] = 0,
+        schema: object = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
@@ -245,6 +260,7 @@ class LLM:
         many = listed and not isinstance(messages[0], Mapping)
         conversations = list(messages) if many else [messages]
         prompts = [self.render_chat(conversation) for conversation in conversations]  # type: ignore[arg-type]
+        params = self._with_schema(len(prompts), params, schema)
         priorities = self._priorities(len(prompts), priority)
         return self._run(prompts, params, progress, add_special_tokens=False, priorities=priorities)
 
@@ -317,8 +333,9 @@ class LLM:
     def close(self) -> None:
         """Free the model and its cache; a closed LLM cannot be used again. Calls that other threads
         wait for raise `RuntimeError`."""
-        if self._chat_template is not None:
-            self._chat_template.close()
+        for process in (self._chat_template, self._grammar_check):
+            if process is not None:
+                process.close()
         self._engine.close()
 
     def __enter__(self) -> LLM:
@@ -349,6 +366,7 @@ class LLM:
                 raise ParamError("prompt", "must not be empty")
         else:
             ids = list(prompt)
+        params = self._checked(params)
         request = engine_request(
             f"llm-{next(self._serial)}",
             ids,
@@ -359,6 +377,21 @@ class LLM:
         )
         self._client.check(request)
         return request
+
+    def _checked(self, params: SamplingParams) -> SamplingParams:
+        """Return the parameters with what a text must be as the engine takes it."""
+        if params.structured is None:
+            return params
+        if self._tokenizer is None:
+            raise ParamError("structured", "needs a tokenizer, and this model has none")
+        if self._grammar_check is None:
+            from kvik.text.grammar_check import GrammarCheck  # needs msgspec
+
+            self._grammar_check = GrammarCheck(self._tokenizer)
+            finalize(self, self._grammar_check.close)
+        checked, unenforced = self._grammar_check.checked(params)
+        tell_unenforced(unenforced)
+        return checked
 
     def _run(
         self,
@@ -444,6 +477,24 @@ class LLM:
         for one in found:
             check_priority(one, self.resolved.scheduler.policy)
         return found
+
+    def _with_schema(
+        self,
+        count: int,
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        schema: object,
+    ) -> SamplingParams | Sequence[SamplingParams] | None:
+        """Return the parameters for so many texts that must satisfy a schema; None: any."""
+        if schema is None:
+            return params
+        try:
+            structured = JsonSchema(schema).called("schema")
+        except ValueError as error:
+            raise ParamError("schema", str(error)) from None
+        each = self._params_for(count, params)
+        if any(one.structured is not None for one in each):
+            raise ParamError("schema", "contradicts params.structured")
+        return [one.with_changes(structured=structured) for one in each]
 
     def _params_for(
         self, count: int, params: SamplingParams | Sequence[SamplingParams] | None

@@ -13,7 +13,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from kvik.kernels.ops import Draws, Ops, Penalties, Truncation
+from kvik.kernels.ops import Draws, Masks, Ops, Penalties, Truncation
 from kvik.kernels.weights import (
     Activation,
     Matrix,
@@ -36,7 +36,7 @@ _ATOL = {torch.float32: 1e-6, torch.bfloat16: 1e-3, torch.float16: 1e-4}
 # Sums of many products of either sign: errors are those of the terms, not of the small result.
 _PRODUCT_ATOL = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
-Argument = Tensor | float | Weight | Draws | Penalties | str | torch.dtype | None
+Argument = Tensor | float | Weight | Draws | Masks | Penalties | str | torch.dtype | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,8 +412,10 @@ def _rows() -> list[Case]:
     ]
 
 
-def _penalties() -> list[Case]:
-    def make(rows: int, vocab: int, n: int, most: int) -> Callable[[Maker], tuple[Argument, ...]]:
+def _rules() -> list[Case]:
+    def penalties(
+        rows: int, vocab: int, n: int, most: int
+    ) -> Callable[[Maker], tuple[Argument, ...]]:
         def arguments(m: Maker) -> tuple[Argument, ...]:
             logits = m.normal(rows, vocab, scale=3.0).float()
             logits[-1, ::2] = -torch.inf
@@ -432,9 +434,19 @@ def _penalties() -> list[Case]:
 
         return arguments
 
+    def masks(rows: int, vocab: int, n: int, most: int) -> Callable[[Maker], tuple[Argument, ...]]:
+        def arguments(m: Maker) -> tuple[Argument, ...]:
+            words = m.integers(-(2**31), 2**31 - 1, n, vocab // 32 + 1, dtype=torch.int32)
+            words[:, ::3], words[:, 1::5] = 0, -1
+            logits = m.normal(rows, vocab, scale=3.0).float()
+            return logits, Masks(rows=m.permutation(rows)[:n], words=words)
+
+        return arguments
+
     sizes = ((1, 1, 1, 3), (4, 70, 3, 4), (3, 40003, 3, 1))
     return [
-        Case("penalize", f"{n} of {r}x{vocab}", make(r, vocab, n, most), written=(0,), exact=True)
+        Case(name, f"{n} of {r}x{vocab}", made(r, vocab, n, most), written=(0,), exact=True)
+        for name, made in (("penalize", penalties), ("mask", masks))
         for r, vocab, n, most in sizes
     ]
 
@@ -475,7 +487,7 @@ def _drawings() -> list[Case]:
 CASES = (
     *_products(),
     *_rows(),
-    *_penalties(),
+    *_rules(),
     *_drawings(),
     *_norms(),
     *_rotaries(),

@@ -647,6 +647,14 @@ SMALL = (
         max_registers=80,
     ),
     Resources(
+        draw.mask_kernel,
+        "fp32",
+        _types(p_fp32="logits", p_i64="rows", p_i32="words", i32="vocab stride words_stride"),
+        {"BLOCK": draw.PENALIZED},
+        aligned=_aligned("vocab stride"),
+        max_registers=40,
+    ),
+    Resources(
         rows.gather_kernel,
         "rows of 4096 bf16",
         _types(p_i64="table ids out", i32="dim table_stride"),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from graphlib import CycleError, TopologicalSorter
 
 # Facts that pass between the trunks; workers may import nothing else of core.
-BRIDGE = {"core.plan", "core.types", "core.sampling_params"}
+BRIDGE = {"core.plan", "core.types", "core.sampling_params", "core.structured"}
 
 # What every part above config may import: facts and vocabulary that import nothing of the rest.
 GROUND = {"errors", "options", "files", "spec"}

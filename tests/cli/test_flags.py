@@ -22,6 +22,7 @@ from kvik.cli.plugins import added_verbs
 from kvik.config.config import EngineConfig
 from kvik.config.server_config import ServerConfig
 from kvik.core.sampling_params import SamplingParams
+from kvik.core.structured import Constraint
 from kvik.errors import KvikError
 from kvik.options import options_of
 
@@ -53,6 +54,7 @@ SAMPLING: dict[str, tuple[list[str], object]] = {
     "prompt_logprobs": (["2"], 2),
     "skip_special_tokens": ([], True),
     "include_stop_str_in_output": ([], True),
+    "structured": (['{"regex": "a"}'], Constraint("regex", "a")),
     "speculation": ([], True),
 }
 

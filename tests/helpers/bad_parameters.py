@@ -34,5 +34,6 @@ BAD: Mapping[str, list[Any]] = {
     "prompt_logprobs": [-1, 101, "1"],
     "skip_special_tokens": [0, "no"],
     "include_stop_str_in_output": [1],
+    "structured": [5, "a", [1], {"rgex": "a"}, {"regex": ""}, {"regex": "a", "json": {}}],
     "speculation": [0, "off"],
 }

@@ -255,7 +255,7 @@ def on_gpu(kernels: str, attention: str) -> Iterator[None]:
     def load(
         config: ResolvedConfig, clock: Callable[[], float] = time.monotonic, ahead: object = None
     ) -> Worker:
-        return Worker(placed(config), clock)
+        return Worker(placed(config), clock, grammars=launch.grammars_of(config))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "load_worker", load)

@@ -19,6 +19,7 @@ from helpers.served_columns import (
 from kvik import LLM, SamplingParams
 from kvik.config.compute import LANES
 from kvik.config.config import EngineConfig
+from kvik.core.structured import CHECKED, Constraint
 from kvik.engine.output import RequestOutput
 from kvik.engine.stats import EngineStats
 from kvik.launch import resolve_config
@@ -168,8 +169,17 @@ def prompts(vocab: int) -> list[list[int]]:
     return [*fresh, [*shared, 11], [*shared, 12, 13], shared[:32]]
 
 
+# A forced text, then one with a choice at each token that is longer than any answer.
+OBJECT = Constraint(
+    CHECKED,
+    json.dumps(
+        {"grammars": [{"lark_grammar": r'start: "{\"name\": \"" /[a-zA-Z ,.\']{200,400}/ "\"}"'}]}
+    ),
+)
+
+
 def params(siblings: int = 1) -> list[SamplingParams]:
-    """Greedy for most, seeded sampling with everything on for the rest."""
+    """Greedy for most, seeded sampling with everything on for the rest; two are structured."""
     common = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "n": siblings}
     greedy = SamplingParams(temperature=0.0, **common)
     seeded = SamplingParams(
@@ -183,7 +193,16 @@ def params(siblings: int = 1) -> list[SamplingParams]:
         seed=1234,
         **common,
     )
-    return [greedy, greedy, greedy, greedy, greedy, greedy, seeded, greedy, seeded]
+    structured = greedy.with_changes(structured=OBJECT)
+    drawn = seeded.with_changes(structured=OBJECT)
+    return [structured, greedy, greedy, greedy, greedy, greedy, seeded, greedy, drawn]
+
+
+def possible(sampling: list[SamplingParams], model: dict[str, object]) -> list[SamplingParams]:
+    """What a model can do: without a tokenizer no text is structured."""
+    if model["model"] == BUNDLED:
+        return sampling
+    return [one.with_changes(structured=None) for one in sampling]
 
 
 def run(llm: LLM, column: Column, sampling: list[SamplingParams]) -> list[RequestOutput]:
@@ -200,7 +219,7 @@ def run(llm: LLM, column: Column, sampling: list[SamplingParams]) -> list[Reques
         for batch in batches:
             outputs = llm.generate([jobs[i][0] for i in batch], [jobs[i][1] for i in batch])
             for i, output in zip(batch, outputs, strict=True):
-                assert all(c.error is None for c in output.outputs)
+                assert {c.error for c in output.outputs} == {None}
                 found[i] = output
     return [found[i] for i in range(len(jobs))]
 
@@ -213,6 +232,7 @@ def run_column(
     if "num_blocks" in config and model["model"] != BUNDLED:
         config["num_blocks"] *= 2
     config = {**model, "device": "cpu", **config, **options}
+    sampling = possible(sampling, model)
     with steps_in_flight(column.in_flight) as copies:
         if column.way == "LLM":
             with LLM(**config) as llm:
@@ -221,7 +241,9 @@ def run_column(
         else:
             found, stats = _serve(column, sampling, EngineConfig(**config))
             budget = config.get("max_num_batched_tokens", 0)
-    if column.in_flight > 1 and not config.keys() & {"spec_method", "speculative_config"}:
+    # A mask needs the token before it, so a step with structured texts reads the one before.
+    free = not any(one.structured for one in sampling)
+    if column.in_flight > 1 and free and not config.keys() & {"spec_method", "speculative_config"}:
         assert [one.most_unread >= column.in_flight for one in copies] == [True]
     if column.must == "pins":
         assert stats.pinned_blocks and any(output.num_cached_tokens for output in found)
@@ -255,7 +277,7 @@ def _serve(
             found, stats = serve_recorded(config, rounds, Path(folder) / "flight")
     else:
         found, stats = serve_here(config, rounds)
-    assert all(c.error is None for output in found for c in output.outputs)
+    assert {c.error for output in found for c in output.outputs} == {None}
     return found, stats
 
 
@@ -272,7 +294,7 @@ def reference_tokens(model: dict[str, object]) -> list[list[int]]:
         enable_prefix_caching=False,
         max_num_seqs=1,
     ) as llm:
-        outputs = run(llm, Column("reference", alone=True), params())
+        outputs = run(llm, Column("reference", alone=True), possible(params(), model))
         return [output.outputs[0].token_ids for output in outputs]
 
 

@@ -56,7 +56,7 @@ def steps_in_flight(depth: int) -> Iterator[list[LateCopies]]:
         ahead: object = None,
     ) -> Worker:
         made.append(LateCopies(depth))
-        return Worker(resolved, clock, made[-1])
+        return Worker(resolved, clock, made[-1], grammars=launch.grammars_of(resolved))
 
     expect = RequestTable.expect
 

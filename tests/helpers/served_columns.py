@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 from helpers.served_engine import engine_in_thread
@@ -12,6 +13,7 @@ from helpers.served_engine import engine_in_thread
 from kvik.config.config import EngineConfig
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
+from kvik.core.structured import Constraint
 from kvik.core.types import EngineRequest, Pin, RequestDelta
 from kvik.engine.loop import Engine, Executor
 from kvik.engine.output import OutputProcessor, RequestOutput
@@ -104,6 +106,9 @@ class _Held:
 
     def result(self, handle: object) -> ModelRunnerOutput:
         return self._executor.result(handle)
+
+    def build_grammar(self, constraint: Constraint) -> Future[object]:
+        return self._executor.build_grammar(constraint)
 
     def rest(self) -> bool:
         return self._executor.rest()

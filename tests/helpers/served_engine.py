@@ -14,6 +14,7 @@ import functools
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
@@ -22,6 +23,7 @@ from kvik.config.memory import MemoryPlan
 from kvik.core.config import CacheConfig, SchedulerConfig
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
+from kvik.core.structured import Constraint
 from kvik.core.types import EngineRequest
 from kvik.engine.core import EngineCore
 from kvik.engine.loop import EngineLoop, Executor
@@ -70,6 +72,7 @@ class FakeExecutor:
         errors: of rows of the next step.
         raises: from the next `submit`.
         raises_late: from the next `result`.
+        grammars: by source, those that are not built at once.
     """
 
     token: Callable[[int, int], int] = lambda step, row: 1 + step % 50
@@ -81,6 +84,7 @@ class FakeExecutor:
     depth: int = 1
     in_turn: bool = False
     plans: list[SchedulerOutput] = field(default_factory=list)
+    grammars: dict[str, Future[object]] = field(default_factory=dict)
     stopped: int = 0
 
     def __post_init__(self) -> None:
@@ -106,6 +110,13 @@ class FakeExecutor:
 
     def give_back(self, blocks: Sequence[int]) -> int:
         return 0
+
+    def build_grammar(self, constraint: Constraint) -> Future[object]:
+        """Left to the test, as `grammars` by source, or built at once."""
+        built: Future[object] = Future()
+        if constraint.source not in self.grammars:
+            built.set_result(None)
+        return self.grammars.get(constraint.source, built)
 
     def rest(self) -> bool:
         return False

@@ -12,6 +12,7 @@ from helpers.matrix import (
     Column,
     make_model,
     params_with_logprobs,
+    possible,
     reference_tokens,
     run,
 )
@@ -42,4 +43,5 @@ def one_at_a_time(model, weights) -> Iterator[list[RequestOutput]]:
     with LLM(**model, **weights, **common, enable_prefix_caching=False, max_num_seqs=1) as llm:
         runner = llm.resolved.runner
         assert (runner.kernels, runner.attention_backend) == ("native", "cpu")
-        yield run(llm, Column("reference", alone=True), params_with_logprobs())
+        sampling = possible(params_with_logprobs(), model)
+        yield run(llm, Column("reference", alone=True), sampling)

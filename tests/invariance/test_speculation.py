@@ -114,8 +114,8 @@ def test_tokens_do_not_depend_on_drafts(model, expected, texts, column, drafter,
     assert drafted > 0
     if drafter == "always right" and column.siblings == 1:
         assert accepted == drafted
-    if drafter == "always wrong":
-        assert accepted == 0
+    if drafter == "always wrong":  # but for siblings, of which one may happen to draw such a token
+        assert accepted < (1 if column.siblings == 1 else 0.05 * drafted)
     if drafter in EVERYWHERE:
         assert 0 < accepted < drafted
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +14,9 @@ from kvik.config.env import environment_options, server_environment, set_variabl
 from kvik.config.server_config import ServerConfig
 from kvik.config.synonyms import SYNONYMS, synonym_options, translated
 from kvik.core.sampling_params import SamplingParams
-from kvik.errors import ConfigError, KvikError
+from kvik.core.structured import MAX_SOURCE_BYTES
+from kvik.errors import ConfigError, KvikError, ParamError, shown
+from kvik.files import regular
 from kvik.options import FORMERLY, NO_FACTS, TAKES_SEVERAL, Flag, Option, did_you_mean, options_of
 
 # The model is an argument of its own. --seed is the request's where a command has one; a command
@@ -101,6 +104,9 @@ def add_sampling_flags(parser: argparse.ArgumentParser, *, left_out: Collection[
     """Add the flags of `SamplingParams`, but for some that do not apply to this verb."""
     title = "sampling options (default: what the model's authors advise)"
     add_option_flags(parser, title, SamplingParams, left_out=left_out, defaults=False)
+    group = parser.add_argument_group("what the text must be (--structured in short)")
+    group.add_argument("--schema", metavar="FILE", help="JSON that satisfies the JSON Schema in it")
+    group.add_argument("--regex", metavar="R", help="what this regular expression matches")
 
 
 def add_option_flags(
@@ -194,7 +200,25 @@ def server_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def given_sampling_options(arguments: argparse.Namespace) -> dict[str, object]:
     """Return the fields of SamplingParams that are given by flags."""
-    return given_options(SamplingParams, arguments)
+    given = given_options(SamplingParams, arguments)
+    for name, asked in (("schema", _schema(arguments.schema)), ("regex", arguments.regex)):
+        if asked is not None:
+            if "structured" in given:
+                raise ParamError(name, "contradicts another flag that says what the text must be")
+            given["structured"] = {"json" if name == "schema" else name: asked}
+    return given
+
+
+def _schema(file: str | None) -> object:
+    if file is None:
+        return None
+    try:
+        with open(file, "rb", opener=regular) as opened:
+            return json.loads(opened.read(MAX_SOURCE_BYTES + 1))
+    except OSError as error:
+        raise ParamError("schema", f"{shown(file)} cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError):
+        raise ParamError("schema", f"{shown(file)} is no JSON of a usable size") from None
 
 
 # Options that a help text may name; there they are flags.

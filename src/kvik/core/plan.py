@@ -90,6 +90,7 @@ class ModelRunnerOutput:
         seconds: of the step, making drafts included.
         turn_seconds: of the step without making drafts, and of the engine before it, if a row
             sampled and there is speculation; else 0.0.
+        ended: rows whose structured text is complete with their last token.
         draft_times: None: no speculation, or the step had and made no drafts.
         draft_places: of drafts that form a tree: [n], the depth of the first n of them; None: each
             follows the one before it.
@@ -104,6 +105,7 @@ class ModelRunnerOutput:
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by row
     embeddings: dict[int, list[float]] = field(default_factory=dict)  # by row, with its last token
     errors: dict[int, str] = field(default_factory=dict)  # rows whose own code failed
+    ended: set[int] = field(default_factory=set)
     seconds: float = 0.0
     turn_seconds: float = 0.0
     draft_times: DraftTimes | None = None

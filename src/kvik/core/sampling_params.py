@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from kvik.core.structured import CHECKED, Constraint, Structure
 from kvik.errors import ParamError
 from kvik.options import (
     Flag,
@@ -179,8 +180,8 @@ SYNONYMS: Mapping[str, Synonym] = {
     "no_repeat_ngram_size": Synonym(meaningless=(0, None), why="dry_multiplier does this"),
     "detokenize": Synonym(meaningless=(True,), why="text is always made"),
     "spaces_between_special_tokens": Synonym(meaningless=(True,), why="the tokenizer decides"),
-    "guided_decoding": Synonym(meaningless=(None,), why="there is no structured output yet"),
-    "structured_outputs": Synonym(meaningless=(None,), why="there is no structured output yet"),
+    "guided_decoding": Synonym("structured"),
+    "structured_outputs": Synonym("structured"),
 }
 
 
@@ -354,6 +355,13 @@ class SamplingParams(metaclass=_OtherNames):
     include_stop_str_in_output: bool = _parameter(
         False, Flag(), "keep the matched stop string in the text"
     )
+    structured: Constraint | None = _parameter(  # noqa: RUF009
+        None,
+        Structure(),
+        "what the text must be: a JSON Schema, a regular expression, one of some texts, or a "
+        "grammar. It is laid out as json.dumps does; min_tokens and ignore_eos do not apply",
+        alias="structured_outputs",
+    )
     speculation: bool = _parameter(
         True, Flag(), "use speculative decoding for this request, if the engine has it"
     )
@@ -406,6 +414,8 @@ class SamplingParams(metaclass=_OtherNames):
 
     def check_against(self, vocab_size: int, max_model_len: int) -> None:
         """Refuse what only the model's facts show to be impossible."""
+        if self.structured is not None and self.structured.kind != CHECKED:
+            raise ParamError("structured", "must be checked by the time it reaches the engine")
         ids: list[tuple[str, int]] = [("logit_bias", i) for i in (self.logit_bias or ())]
         ids += [("allowed_token_ids", i) for i in (self.allowed_token_ids or ())]
         ids += [("stop_token_ids", i) for i in self.stop_token_ids]

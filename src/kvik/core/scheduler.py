@@ -713,6 +713,10 @@ class Scheduler:
             if reason is not None:
                 tokens = known[before:]
                 break
+        complete = row in output.ended and reason is not FinishReason.STOP
+        complete = complete and len(tokens) == len(output.token_ids[row])
+        if complete:
+            reason = FinishReason.STOP
         if request.first_token is None:
             request.first_token = now
             self.shares.first_token(request)
@@ -720,7 +724,9 @@ class Scheduler:
         if logprobs is not None:
             logprobs = logprobs[: len(tokens)]
         if reason is not None:
-            return self._finish(request, reason, now, tokens, logprobs)
+            delta = self._finish(request, reason, now, tokens, logprobs)
+            delta.complete = complete
+            return delta
         proposed = output.num_draft_tokens
         if proposed is not None and request.status is RequestStatus.RUNNING:
             request.num_draft_tokens = proposed[row]

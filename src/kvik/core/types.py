@@ -307,6 +307,23 @@ class RequestDelta:
     refused: str | None = None  # the limit of the queue for which the request was refused
     prompt: PromptUse | None = None  # with the first token
     again: bool = False  # it was lost with its engine, and may be sent again
+    complete: bool = False  # it stopped as its structured text is complete, not by a stop token
+
+
+def failed_request(
+    request_id: str,
+    index: int,
+    now: float,
+    error: str | None,
+    *,
+    reason: FinishReason = FinishReason.ERROR,
+    refused: str | None = None,
+) -> RequestDelta:
+    """Return the last delta of a request that ends before the scheduler has it."""
+    report = RequestReport(now, None, None, now, 0, 0)
+    return RequestDelta(
+        request_id, index, [], finish_reason=reason, error=error, report=report, refused=refused
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import msgspec
 
 from kvik.core.plan import SchedulerOutput
 from kvik.core.scheduler import Scheduler
-from kvik.core.types import FinishReason, RequestDelta, RequestReport
+from kvik.core.types import FinishReason, RequestDelta, failed_request
 from kvik.engine.live import LiveCollector
 from kvik.engine.loop import EngineLoop, LoopObserver
 from kvik.engine.wire import (
@@ -109,7 +109,7 @@ def _join(held: RequestDelta, later: RequestDelta) -> None:
     if later.finish_reason is not None:
         held.finish_reason, held.stop_reason = later.finish_reason, later.stop_reason
         held.error, held.report, held.embedding = later.error, later.report, later.embedding
-        held.refused = later.refused
+        held.refused, held.complete = later.refused, later.complete
 
 
 # How long a step may take until the engine counts as hung, by how long such steps took before.
@@ -250,7 +250,7 @@ class EngineHost:
 
     def _fail(self, message: Add, error: str, refused: str | None) -> None:
         self._failed += [
-            self._last_delta(message.request_id, index, error, refused)
+            failed_request(message.request_id, index, self._loop.clock(), error, refused=refused)
             for index in range(message.n)
         ]
 
@@ -291,23 +291,9 @@ class EngineHost:
         except Exception as error:
             if delta.finish_reason is None:
                 self._end(delta.request_id, delta.index, FinishReason.ERROR, _message(error))
-            last = self._last_delta(delta.request_id, delta.index, _message(error))
+            now = self._loop.clock()
+            last = failed_request(delta.request_id, delta.index, now, _message(error))
             return frame(stepped(steps, waits, [last]))
-
-    def _last_delta(
-        self, request_id: str, index: int, error: str, refused: str | None = None
-    ) -> RequestDelta:
-        """Return the last delta of a request that failed where the core does not see it."""
-        now = self._loop.clock()
-        return RequestDelta(
-            request_id,
-            index,
-            [],
-            finish_reason=FinishReason.ERROR,
-            error=error,
-            report=RequestReport(now, None, None, now, 0, 0),
-            refused=refused,
-        )
 
 
 def host_engine(load: Callable[[], EngineLoop], line: HostSocket) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from math import ceil, inf
 from typing import Protocol
@@ -13,13 +14,17 @@ from kvik.config.config import ResolvedConfig
 from kvik.config.units import show_bytes
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
-from kvik.core.types import EngineRequest, FinishReason, RequestDelta
+from kvik.core.structured import Constraint
+from kvik.core.types import EngineRequest, FinishReason, RequestDelta, failed_request
 from kvik.engine.core import EngineCore
 from kvik.engine.memory_watch import LOOK_SECONDS, MemoryWatch
 from kvik.engine.stats import EngineStats, LoopTime
+from kvik.errors import CapacityError, ParamError, describe
 from kvik.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+
+BUILT_SECONDS = 0.002  # between looks whether a grammar is built, while there is nothing else to do
 
 # The interface between the trunks: how plans reach what computes them.
 
@@ -55,6 +60,11 @@ class Executor(Protocol):
         Returns:
             Bytes.
         """
+        ...
+
+    def build_grammar(self, constraint: Constraint) -> Future[object]:
+        """Begin to build what a structured text needs, while steps run. The future raises
+        `KvikError` if it cannot be built."""
         ...
 
     def rest(self) -> bool:
@@ -141,6 +151,7 @@ class EngineLoop:
         self.observers = observers
         self.failed_in_a_row = 0  # steps, since the last one that could be computed
         self._memory = memory
+        self._building: dict[str, tuple[EngineRequest, Future[object]]] = {}
         self._in_flight: deque[object] = deque()
         self._found: list[RequestDelta] = []  # returned by `step`
         self._watch = _Watch(clock())
@@ -150,7 +161,49 @@ class EngineLoop:
         self.observers = (*self.observers, observer)
 
     def add(self, request: EngineRequest) -> None:
-        """See `EngineCore.add`."""
+        """See `EngineCore.add`. A request of structured text enters the core when its grammar is
+        built."""
+        constraint = request.params.structured
+        if constraint is None:
+            self._enter(request)
+            return
+        if request.request_id in self._building:
+            raise ParamError("request_id", f"{request.request_id!r} is already being served")
+        self.core.check(request)
+        building = sum(other.params.n for other, _ in self._building.values())
+        tokens = request.params.n * len(request.prompt_token_ids)
+        self.core.scheduler.waiting.check_room(request.params.n + building, tokens)
+        self._building[request.request_id] = (request, self.executor.build_grammar(constraint))
+        self._take_built()
+
+    def _take_built(self) -> None:
+        """Let the requests enter whose grammars are built, and end those that waited too long."""
+        now = self.clock()
+        for request, built in list(self._building.values()):
+            if request.deadline is not None and now > request.deadline:
+                self._end_building(request.request_id, FinishReason.DEADLINE, None)
+            elif built.done():
+                try:
+                    built.result()
+                    self._enter(request)
+                except Exception as error:
+                    refused = error.field if isinstance(error, CapacityError) else None
+                    why = str(error) if refused else describe(error)
+                    self._end_building(request.request_id, FinishReason.ERROR, why, refused)
+                self._building.pop(request.request_id, None)
+
+    def _end_building(
+        self, request_id: str, reason: FinishReason, error: str | None, refused: str | None = None
+    ) -> None:
+        request, built = self._building.pop(request_id)
+        built.cancel()
+        now = self.clock()
+        self._found += [
+            failed_request(request_id, index, now, error, reason=reason, refused=refused)
+            for index in range(request.params.n)
+        ]
+
+    def _enter(self, request: EngineRequest) -> None:
         now = self.clock()
         seed = self.core.add(request, now)
         for observer in self.observers:
@@ -164,6 +217,9 @@ class EngineLoop:
         error: str | None = None,
     ) -> None:
         """See `EngineCore.end`."""
+        if request_id in self._building:
+            self._end_building(request_id, reason, error)
+            return
         now = self.clock()
         self.core.end(request_id, now, index=index, reason=reason, error=error)
         for observer in self.observers:
@@ -181,6 +237,8 @@ class EngineLoop:
         """Start a step if there is one, and finish the oldest if enough are in flight; if the
         executor takes them in turn, finish it first."""
         self.look_at_memory()
+        if self._building:
+            self._take_built()
         now = self.clock()
         self._watch.turn("host", now)
         while self.executor.in_turn and self._in_flight:
@@ -247,10 +305,16 @@ class EngineLoop:
 
     @property
     def has_work(self) -> bool:
-        return self.core.has_requests or bool(self._in_flight or self._found)
+        return self.core.has_requests or bool(self._in_flight or self._found or self._building)
 
     def idle_seconds(self) -> float | None:
         """Return how long `step` will have nothing to do; None if until a request comes."""
+        idle = self._core_idle_seconds()
+        if self._building:
+            return BUILT_SECONDS if idle is None else min(idle, BUILT_SECONDS)
+        return idle
+
+    def _core_idle_seconds(self) -> float | None:
         scheduler = self.core.scheduler
         if self._in_flight or self._found or scheduler.running:
             return 0.0

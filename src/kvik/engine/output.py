@@ -307,8 +307,8 @@ class OutputProcessor:
         late = not (entry.streaming or completion.stops)  # all at once, at the end
         ids = completion.token_ids if late else delta.token_ids
         if delta.finish_reason is FinishReason.STOP and ids:
-            hidden = not entry.request.params.include_stop_str_in_output
-            ids = ids[:-1] if hidden else ids
+            shown = delta.complete or entry.request.params.include_stop_str_in_output
+            ids = ids if shown else ids[:-1]
         text = completion.detokenizer.push(ids)
         if last:
             text += completion.detokenizer.flush()
@@ -403,6 +403,7 @@ def _by_token(completion: _Completion, delta: RequestDelta) -> list[RequestDelta
         for i, token in enumerate(tokens)
     ]
     parts[-1].finish_reason, parts[-1].stop_reason = delta.finish_reason, delta.stop_reason
+    parts[-1].complete = delta.complete
     return parts
 
 

@@ -103,6 +103,19 @@ class Penalties:
 
 
 @dataclass(frozen=True, slots=True)
+class Masks:
+    """Which tokens may come in n rows of logits: the argument of `Ops.mask`.
+
+    Attributes:
+        rows: [n] int64, each once.
+        words: [n, at least vocab / 32] int32: bit i % 32 of word i // 32 is that of token i.
+    """
+
+    rows: Tensor
+    words: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Ops:
     """One implementation of each operation.
 
@@ -124,6 +137,7 @@ class Ops:
     penalize(logits [rows, vocab] fp32, penalties) -> None; in place. The logit of a token that a
         row has seen is divided by repetition where it is above 0, else multiplied; then it falls by
         frequency for each time the token was put out, and by presence if it ever was
+    mask(logits [rows, vocab] fp32, masks) -> None; in place: -inf where a token may not come
     draw(logits [n, vocab], draws) -> ids [n] int64. Weights are exp((logit - top) / temperature).
         top_k, top_p, min_p and typical_p drop tokens in this order, each of what the one before
         left, of equals the higher ids. The token is the first at which the running sum of weights
@@ -151,6 +165,7 @@ class Ops:
     add: Callable[[Tensor, Tensor], Tensor]
     largest: Callable[[Tensor], tuple[Tensor, Tensor]]
     penalize: Callable[[Tensor, Penalties], None]
+    mask: Callable[[Tensor, Masks], None]
     draw: Callable[[Tensor, Draws], Tensor]
     probabilities: Callable[[Tensor, Tensor, Truncation], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]

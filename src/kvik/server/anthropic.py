@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvik.core.sampling_params import MAX_STOP_STRINGS, SamplingParams
+from kvik.core.structured import Constraint, JsonSchema
 from kvik.core.types import Pin, PromptUse
 from kvik.engine.output import RequestOutput, TextDelta
 from kvik.errors import ParamError
@@ -30,7 +31,7 @@ from kvik.server.responses import (
 from kvik.server.route import caller_of, post, routes_of, trace_parent_of
 from kvik.server.server import Server
 from kvik.server.texts import Texts
-from kvik.server.unhonoured import SAMPLING, STRUCTURED, TOOLS, Table, missing
+from kvik.server.unhonoured import SAMPLING, TOOLS, Table, missing
 from kvik.text.chat_template import MAX_MESSAGES
 
 # Messages as a prompt, and the prefixes of it that their cache marks pin.
@@ -68,6 +69,19 @@ class CountRequest(Struct, kw_only=True):
     cache_control: CacheControl | None = None  # as if it stood at the last block
 
 
+class OutputFormat(Struct, kw_only=True):
+    """The answer is JSON that satisfies a schema."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(Struct, kw_only=True):
+    """What the answer must be."""
+
+    format: OutputFormat | None = None
+
+
 class MessageRequest(CountRequest, kw_only=True):
     """A conversation to answer. An assistant's message at its end is the beginning of the answer.
 
@@ -81,6 +95,8 @@ class MessageRequest(CountRequest, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Count | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # a former name of its format
 
     metadata: Any = None  # these change nothing in the answer
     diagnostics: Any = None
@@ -316,8 +332,6 @@ COUNT: Table = {
     "tool_choice": (({"type": "auto"}, {"type": "none"}), TOOLS),
     "mcp_servers": (([],), TOOLS),
     "thinking": (({"type": "disabled"},), "thinking is not supported yet"),
-    "output_config": (({},), STRUCTURED),
-    "output_format": ((), STRUCTURED),
     "context_management": (({},), "the context is not edited"),
 }
 MESSAGES: Table = {
@@ -532,9 +546,22 @@ def _params(body: MessageRequest, defaults: SamplingParams) -> SamplingParams:
         "temperature": body.temperature,
         "top_p": body.top_p,
         "top_k": body.top_k,
+        "structured": _structured(body),
     }
     with rename_fields(stop="stop_sequences"):
         return defaults.with_changes(**{k: v for k, v in given.items() if v is not None})
+
+
+def _structured(body: MessageRequest) -> Constraint | None:
+    asked = None if body.output_config is None else body.output_config.format
+    name = "output_config" if asked is not None else "output_format"
+    if asked is not None and body.output_format is not None:
+        raise ParamError("output_format", "contradicts output_config, which has a format")
+    asked = asked or body.output_format
+    try:
+        return None if asked is None else JsonSchema(asked.schema).called(name)
+    except ValueError as error:
+        raise ParamError(name, str(error)) from None
 
 
 routes = routes_of(messages, count_tokens)

@@ -155,6 +155,8 @@ def http_error(error: Exception) -> HttpError:
             return HttpError(503, str(error), code="unavailable", headers=RETRY)
         case ParamError(overflow=Overflow() as overflow):
             return _too_long(error.field, overflow)
+        case ParamError(code=str() as code) if code:
+            return HttpError(400, str(error), error.field, code)
         case KvikError():
             return HttpError(400, str(error), error.field)
         case _:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvik.core.sampling_params import SamplingParams
+from kvik.core.sampling_params import PARAMETERS, SamplingParams
 from kvik.core.types import EngineRequest, FinishReason, Pin, PromptUse, RequestDelta
 from kvik.engine.output import OutputProcessor, RequestOutput, TextDelta, merged
 from kvik.engine.remote import EngineState, RemoteClient
@@ -168,6 +168,7 @@ class Generation:
         changed: set when there is something to `take`, or it ended. Generations that were started
             together share it.
         degraded: what the server changed under pressure ("max_tokens=64"), or "".
+        unenforced: parts of a JSON Schema that its text need not satisfy.
         prompt_use: tokens of the prompt that were cached and pinned; set with the first tokens.
         result: set when it ended well.
         failure: set when it did not.
@@ -187,6 +188,7 @@ class Generation:
         self.record = record
         self.changed = changed
         self.degraded = degraded
+        self.unenforced: tuple[str, ...] = ()
         self.prompt_use: PromptUse | None = None
         self.result: RequestOutput | None = None
         self.failure: KvikError | None = None
@@ -260,7 +262,7 @@ class Generations:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
-        self._tokenizer = texts.tokenizer
+        self._texts = texts
         self._admission = admission
         self._observer = observer
         self._limits = limits
@@ -323,15 +325,15 @@ class Generations:
         changed = asyncio.Event()
         generations: list[Generation] = []
         with self._counted_refusals(tenant):
-            checked: list[EngineRequest] = []
+            checked: list[tuple[EngineRequest, tuple[str, ...]]] = []
             for request in requests:
                 with rename_fields(prompt=request.field):
-                    engine_request = await self._engine_request(request, tenant, arrived)
+                    engine_request, left_out = await self._engine_request(request, tenant, arrived)
                     self._engine.check(engine_request)
-                checked.append(engine_request)
+                checked.append((engine_request, left_out))
                 await asyncio.sleep(0)  # prompts may be long, and many
             try:
-                for request, engine_request in zip(requests, checked, strict=True):
+                for request, (engine_request, left_out) in zip(requests, checked, strict=True):
                     record = GenerationRecord(
                         engine_request.request_id,
                         tenant,
@@ -341,7 +343,9 @@ class Generations:
                         arrived,
                         trace_parent=trace_parent,
                     )
-                    generations.append(self._add(request, engine_request, record, changed))
+                    generation = self._add(request, engine_request, record, changed)
+                    generation.unenforced = left_out
+                    generations.append(generation)
                     await asyncio.sleep(0)
             except BaseException:
                 for generation in generations:
@@ -378,8 +382,9 @@ class Generations:
 
     async def _engine_request(
         self, request: GenerationRequest, tenant: str, arrived: float
-    ) -> EngineRequest:
-        """Return the request in the engine's terms: words as token ids, limits as a deadline."""
+    ) -> tuple[EngineRequest, tuple[str, ...]]:
+        """Return the request in the engine's terms: words as token ids, limits as a deadline; and
+        what its text need not be, though the caller said so."""
         policy = self._engine.config.scheduler.policy
         if request.priority and policy != "priority":
             raise ParamError(
@@ -388,14 +393,15 @@ class Generations:
                 f"priority instead of {policy}",
             )
         params = request.params
-        if params.stop and self._tokenizer is None:
+        if params.stop and self._texts.tokenizer is None:
             raise ParamError("stop", "needs a tokenizer, and this model has none")
         if params.words:
             params = await self._spelled(params)
+        params, left_out = await self._texts.of(tenant).checked(params)
         salt = request.cache_salt
         if tenant and not self._limits.share_prefix_cache:  # without keys all are one tenant
             salt = f"{tenant}\0{salt}"
-        return EngineRequest(
+        made = EngineRequest(
             f"gen-{secrets.token_hex(12)}",
             request.prompt_token_ids,
             self._degraded(params),
@@ -406,12 +412,13 @@ class Generations:
             pins=request.pins,
             pooling=request.pooling,
         )
+        return made, left_out
 
     async def _spelled(self, params: SamplingParams) -> SamplingParams:
         for name, words in params.words.items():
             if sum(map(len, words)) > MAX_WORD_CHARS:
                 raise ParamError(name, f"at most {MAX_WORD_CHARS} characters in all")
-        return await asyncio.to_thread(spelled, params, self._tokenizer)
+        return await asyncio.to_thread(spelled, params, self._texts.tokenizer)
 
     def _degraded(self, params: SamplingParams) -> SamplingParams:
         """Return the parameters, with fewer tokens of output under pressure."""
@@ -540,6 +547,9 @@ def _failure(delta: RequestDelta, record: GenerationRecord) -> KvikError:
         return deadline_exceeded()
     if delta.finish_reason is FinishReason.ABORT:
         return aborted("the request was aborted", again=True)
+    name, _, why = (delta.error or "").partition(": ")
+    if name in PARAMETERS:  # what the caller asked for cannot be done
+        return ParamError(name, why)
     failure = _failed(delta.request_id, delta.error or "the engine did not say why")
     sent = record.streaming and record.first_token is not None
     return lost() if delta.again and not sent else failure

@@ -153,6 +153,8 @@ def json_response(answer: object) -> Response:
 
 
 DEGRADED_HEADER = "x-kvik-degraded"
+UNENFORCED_HEADER = "kvik-unenforced"
+MAX_HEADER_CHARS = 2000
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies pass it on
 _log = logging.getLogger(__name__)
 
@@ -201,7 +203,7 @@ async def generation_response(
     outputs = await wait_for_outputs(request, generations)
     num_items = sum(map(_num_logprobs, outputs))
     data = await offload(num_items, lambda: encode_in_chunks(form.whole(outputs)))
-    headers = degraded_header(generations)
+    headers = headers_of(generations)
     return Response(data, media_type="application/json", headers=headers)
 
 
@@ -241,7 +243,7 @@ class StreamReply(Response):
     ) -> None:
         self.status_code = 200
         self.background = None
-        self.init_headers({**_STREAM_HEADERS, **degraded_header(generations)})
+        self.init_headers({**_STREAM_HEADERS, **headers_of(generations)})
         self._generations = generations
         self._form = form
         self._anthropic = False  # errors have the shape of its API
@@ -390,10 +392,18 @@ def _num_of_prompt(deltas: Sequence[TextDelta]) -> int:
     return sum(len(row) * (1 + len(row[-1].top)) for row in rows if row[-1] is not None)
 
 
-def degraded_header(generations: Sequence[Generation]) -> dict[str, str]:
-    """Reports what the server changed under pressure, if anything."""
-    degraded = next((g.degraded for g in generations if g.degraded), "")
-    return {DEGRADED_HEADER: degraded} if degraded else {}
+def headers_of(generations: Sequence[Generation]) -> dict[str, str]:
+    """Return the headers that say what the caller does not get as asked for."""
+    told = {
+        DEGRADED_HEADER: next((g.degraded for g in generations if g.degraded), ""),
+        UNENFORCED_HEADER: "; ".join(next((g.unenforced for g in generations), ())),
+    }
+    return {name: _in_header(value) for name, value in told.items() if value}
+
+
+def _in_header(value: str) -> str:
+    """Return a text in the characters and the length that a header may have."""
+    return value.encode("ascii", "backslashreplace").decode()[:MAX_HEADER_CHARS]
 
 
 async def _until_gone(receive: Receive) -> None:

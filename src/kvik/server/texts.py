@@ -10,8 +10,10 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 
+from kvik.core.sampling_params import SamplingParams
 from kvik.errors import ModelError, Overflow, OverloadError, ParamError
 from kvik.text.chat_template import ChatTemplate
+from kvik.text.grammar_check import GrammarCheck
 from kvik.text.tokenizer import Tokenizer
 
 
@@ -175,6 +177,8 @@ class Texts:
         self._places = FairSemaphore(THREADS)
         self._quota = TextQuota(MAX_WAITING_CHARS, MAX_TENANT_CHARS)
         self._templates: Templates | None = None
+        self._grammars = None if tokenizer is None else GrammarCheck(tokenizer)
+        self._checks = FairSemaphore(1)
         self._no_template = "this model has no tokenizer"
         if tokenizer is not None:
             source = (tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
@@ -302,12 +306,32 @@ class Texts:
             )
         return text[:place]
 
+    async def checked(self, params: SamplingParams) -> tuple[SamplingParams, tuple[str, ...]]:
+        """Check what a text must be; see `GrammarCheck.checked`.
+
+        Raises:
+            ParamError: it cannot be used, or there is no tokenizer.
+            OverloadError: too much text waits already.
+        """
+        constraint = params.structured
+        if constraint is None:
+            return params, ()
+        if self._grammars is None:
+            raise ParamError("structured", "needs a tokenizer, and this model has none")
+        if self._grammars.knows(params):
+            return self._grammars.checked(params)
+        with self._quota.reserve(self._tenant, len(constraint.source)):
+            async with self._checks.acquire(self._tenant):
+                return await asyncio.to_thread(self._grammars.checked, params)
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
         return self._known("tokens").decode(ids, skip_special_tokens)
 
     async def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._grammars is not None:
+            self._grammars.close()
         if self._templates is not None:
             await self._templates.close()
 

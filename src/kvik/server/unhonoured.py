@@ -10,13 +10,14 @@ from collections.abc import Collection, Mapping, Sequence
 
 from kvik.core.sampling_params import PARAMETERS, TRUNCATIONS
 from kvik.errors import ParamError
+from kvik.server.structured import READERS
 
 # field -> (values that ask for nothing, beside null; why others are refused)
 Table = Mapping[str, tuple[Sequence[object], str]]
 
 NOTHING: Table = {}
 
-STRUCTURED = "constrained output is not supported yet"
+STRUCTURED = "give response_format or structured_outputs"
 TOOLS = "tools are not supported yet"
 BEAMS = "beam search is not supported"
 
@@ -37,21 +38,10 @@ _FIXED_ORDER = "the order of the samplers is fixed"
 # may have the value that it has anyway.
 SAMPLING: Table = {
     # what the output must look like
-    "grammar": (("", []), STRUCTURED),
     "grammar_lazy": (_OFF, STRUCTURED),
     "grammar_triggers": (([],), STRUCTURED),
-    "json_schema": (("",), STRUCTURED),
-    "regex": (("",), STRUCTURED),
-    "ebnf": (("",), STRUCTURED),
     "structural_tag": (("",), STRUCTURED),
-    "response_format": (({"type": "text"},), STRUCTURED),
-    "structured_outputs": (({},), STRUCTURED),
     "format": (("",), STRUCTURED),
-    "guided_json": ((), STRUCTURED),
-    "guided_json_object": (_OFF, STRUCTURED),
-    "guided_regex": (("",), STRUCTURED),
-    "guided_choice": (([],), STRUCTURED),
-    "guided_grammar": (("",), STRUCTURED),
     "guided_whitespace_pattern": (("",), STRUCTURED),
     # adapters
     "lora": (("", [], {}), _ADAPTERS),
@@ -156,6 +146,8 @@ def missing(known: Collection[str]) -> Table:
             continue
         harmless = list(one.default) if isinstance(one.default, tuple) else one.default
         table[one.name] = ((harmless, False), "this route does not take it")
+    for name in READERS.keys() - known:
+        table[name] = (("", [], {}, False, {"type": "text"}), "this route does not take it")
     return table
 
 

@@ -1,5 +1,8 @@
 """From text to token ids and back.
 
-`tokenizer.py`, `detokenizer.py` (incremental, with stop strings), `chat_template.py`, which checks
-messages and asks `template_process.py`, the process with limits that renders them.
+`tokenizer.py`, `detokenizer.py` (incremental, with stop strings). `limited_process.py`: work on
+what callers send, in a child with limits; `chat_template.py` checks messages and asks one
+(`template_process.py`) to render them, `grammar_check.py` to build grammars. `json_schema.py`: the
+part of a schema that can be enforced; `grammar.py`: from a constraint to a grammar; `matcher.py`:
+which tokens may come next.
 """

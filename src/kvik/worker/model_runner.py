@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
+from kvik.errors import describe
 from kvik.kernels.upload import upload
 from kvik.worker.graphs import EngineNetwork, Graph, StepOutput
 from kvik.worker.input_batch import InputBatch, build_input_batch
 from kvik.worker.participant import Participant, RunningStep
 from kvik.worker.request_table import RequestTable
-from kvik.worker.sampler import describe
 from kvik.worker.step_inputs import StepInputs
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from kvik.config.memory import SAMPLER_BYTES
 from kvik.core.plan import NewRequest
 from kvik.core.types import TokenLogprobs
+from kvik.errors import describe
 from kvik.frozen import frozen
 from kvik.kernels.ops import Ops
 from kvik.kernels.upload import upload
@@ -23,7 +24,7 @@ from kvik.worker.input_batch import InputBatch
 from kvik.worker.participant import Participant, RunningStep
 from kvik.worker.rejection import Chains, CheckedDrafts, Trees
 from kvik.worker.request_table import Expected, RequestTable
-from kvik.worker.sampler import Sampled, Sampler, Tokens, describe
+from kvik.worker.sampler import Sampled, Sampler, Tokens
 from kvik.worker.sampling_batch import NOTHING, Guesses, Offers, Supposed
 from kvik.worker.sampling_table import SamplingTable
 from kvik.worker.speculator import Speculator
@@ -237,6 +238,7 @@ class OutputTokens(Participant[LaunchedTokens]):
             step.errors[int(rows[i])] = describe(failure)
         for row, token in zip(rows.tolist(), found.token_ids[:, None].tolist(), strict=True):
             step.token_ids[row] = token
+        step.ended.update(int(rows[i]) for i in self.sampling.ended(expected.slots))
         for i, entry in found.logprobs.items():
             step.logprobs[int(rows[i])] = [entry]
         for i, why in found.bad_rows.items():
@@ -272,9 +274,11 @@ class OutputTokens(Participant[LaunchedTokens]):
                 if first in found.bad_rows:
                     step.errors[row] = found.bad_rows[first]
         output, begin = tokens.tolist(), 0
-        for row, count in zip(rows.tolist(), checked.lengths.tolist(), strict=True):
-            step.token_ids[row] = output[begin : begin + count]
+        ended = self.sampling.ended(step.batch.slots[rows])
+        for i, (row, count) in enumerate(zip(rows.tolist(), checked.lengths.tolist(), strict=True)):
+            step.token_ids[row] = output[begin : begin + count - ended.get(i, 0)]
             begin += count
+        step.ended.update(int(rows[i]) for i in ended)
         if found.logprobs:
             for row, i in zip(owners.tolist(), checked.rows.tolist(), strict=True):
                 if i in found.logprobs:

@@ -46,6 +46,7 @@ class RunningStep:
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     embeddings: dict[int, list[float]] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)
     num_draft_tokens: list[int] | None = None
     draft_times: DraftTimes | None = None
     draft_places: Sequence[int] | None = None
@@ -61,6 +62,7 @@ class RunningStep:
             prompt_logprobs=self.prompt_logprobs,
             embeddings=self.embeddings,
             errors=self.errors,
+            ended=self.ended,
             seconds=ended - self.started,
             turn_seconds=self.turn_seconds,
             draft_times=self.draft_times,

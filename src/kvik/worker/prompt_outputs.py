@@ -12,11 +12,12 @@ from torch import Tensor
 from kvik.config.memory import POOLED_ROWS, PROMPT_COPIED_ROWS, PROMPT_ROWS
 from kvik.core.plan import NewRequest
 from kvik.core.types import TokenLogprobs
+from kvik.errors import describe
 from kvik.kernels.upload import upload
 from kvik.worker.graphs import EngineNetwork
 from kvik.worker.participant import Participant, RunningStep
 from kvik.worker.request_table import RequestTable
-from kvik.worker.sampler import Scores, describe, score, to_host
+from kvik.worker.sampler import Scores, score, to_host
 from kvik.worker.step_inputs import Arrival, Copies
 
 

@@ -1,9 +1,10 @@
 """From logits to one token per row.
 
-Order of the rules: single-token edits, penalties, then `Ops.draw`: temperature, truncation and one
-draw by inverse CDF with one uniform number per row. All of it is row by row in effect: a row's
-token does not depend on the other rows. A row that judges a draft which was drawn takes that draft
-or another token so that its own distribution stays what it is (`worker/rejection.py`).
+Order of the rules: single-token edits, penalties, masks of grammars, then `Ops.draw`: temperature,
+truncation and one draw by inverse CDF with one uniform number per row. All of it is row by row in
+effect: a row's token does not depend on the other rows. A row that judges a draft which was drawn
+takes that draft or another token so that its own distribution stays what it is
+(`worker/rejection.py`).
 """
 
 from __future__ import annotations
@@ -108,11 +109,6 @@ def _most_likely(logprobs: Tensor, top: int) -> Tensor:
     keys <<= 32
     keys += torch.arange(vocab - 1, -1, -1, device=logprobs.device)
     return keys.topk(top, dim=-1).indices
-
-
-def describe(error: Exception) -> str:
-    """Return the message of an exception that a request's own rules raised."""
-    return f"{type(error).__name__}: {error}"
 
 
 @frozen
@@ -224,7 +220,7 @@ class Sampler:
             if not batch.takes_largest:
                 logits = torch.where(good[:, None], logits, 0.0)
         shaped = logits
-        if batch.edits is not None or batch.penalties is not None:
+        if batch.ruled:
             shaped = self._shape(logits, batch)
             top, token_ids = self._ops.largest(shaped)
             if self._looks:
@@ -257,7 +253,7 @@ class Sampler:
             logits: [rows, vocab], finite or -inf.
             largest: what `Ops.largest` says of them, if that is known.
         """
-        if batch.edits is not None or batch.penalties is not None:
+        if batch.ruled:
             logits, largest = self._shape(logits, batch), None
         random = batch.random
         if random is not None and random.rows is None:
@@ -272,12 +268,16 @@ class Sampler:
         )
 
     def _shape(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        """[rows, vocab] float32, a copy with edits and penalties."""
-        shaped = logits.to(torch.float32, copy=True)
+        """[rows, vocab] float32, with the rules applied: a copy, unless nothing but a mask, which
+        may be applied twice, changes the logits, and nothing else reads them."""
+        masked = batch.edits is None and batch.penalties is None and not batch.logprobs
+        shaped = logits.to(torch.float32, copy=not masked)
         if batch.edits is not None:
             batch.edits.apply(shaped)
         if batch.penalties is not None:
             self._ops.penalize(shaped, batch.penalties)
+        if batch.masks is not None:
+            self._ops.mask(shaped, batch.masks)
         return shaped
 
     def _guess(self, logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvik.config.speculative import Typical
 from kvik.frozen import frozen
-from kvik.kernels.ops import Draws, Penalties
+from kvik.kernels.ops import Draws, Masks, Penalties
 from kvik.worker.logits_rules import Edits
 
 _Ids = NDArray[np.int64]
@@ -76,16 +76,22 @@ class SamplingBatch:
 
     edits: Edits | None = None
     penalties: Penalties | None = None
+    masks: Masks | None = None
     random: RandomRows | None = None
     guessed: GuessedRows | None = None
     typical: TypicalRows | None = None
     logprobs: dict[int, int] = field(default_factory=dict)
 
     @property
+    def ruled(self) -> bool:
+        """Rules change the logits of some row."""
+        return self.edits is not None or self.penalties is not None or self.masks is not None
+
+    @property
     def takes_largest(self) -> bool:
         """Every row takes its most likely token, and nothing else is read of its logits."""
-        ruled = self.edits is not None or self.penalties is not None
-        return not ruled and self.random is None and self.guessed is None and not self.logprobs
+        plain = self.random is None and self.guessed is None and not self.logprobs
+        return plain and not self.ruled
 
 
 @dataclass(frozen=True, slots=True)

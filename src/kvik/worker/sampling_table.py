@@ -12,7 +12,8 @@ from torch import Tensor
 
 from kvik.config.memory import DRAW_BYTES, RULES_BYTES
 from kvik.core.sampling_params import PARAMETERS, TRUNCATIONS, SamplingParams
-from kvik.kernels.ops import Draws, Penalties, Truncation
+from kvik.core.structured import Grammars, Matcher
+from kvik.kernels.ops import Draws, Masks, Penalties, Truncation
 from kvik.kernels.upload import upload
 from kvik.worker.dry import Dry
 from kvik.worker.logits_rules import Rule, TokenRules, gather_edits
@@ -116,7 +117,8 @@ class _Need:
     PENALTIES = 2
     TOKEN_RULES = 4
     LOGPROBS = 8
-    TRUNCATION = 16  # bit of the first of `TRUNCATIONS`; those of the others follow
+    GRAMMAR = 16
+    TRUNCATION = 32  # bit of the first of `TRUNCATIONS`; those of the others follow
 
 
 _TRUNCATION_BITS = {one.name: _Need.TRUNCATION << number for number, one in enumerate(TRUNCATIONS)}
@@ -150,11 +152,13 @@ class SamplingTable:
         vocab_size: int,
         device: torch.device,
         draw_bytes: int = DRAW_BYTES,
+        grammars: Grammars | None = None,
     ) -> None:
         """
         Args:
             draw_bytes: bytes that `Ops.draw` takes for each logit if no row needs a truncation
                 that sorts whole rows.
+            grammars: of requests whose text is structured; None: there are none.
         """
         self._vocab_size = vocab_size
         self._draw_bytes = draw_bytes
@@ -162,6 +166,8 @@ class SamplingTable:
         self._rows = np.zeros(max_num_seqs, _ROW)
         self._needs, self._seeded = self._rows["needs"], self._rows["seeded"]  # views
         self._token_rules: dict[int, list[Rule]] = {}  # by slot
+        self._grammars = grammars
+        self._matchers: dict[int, Matcher] = {}  # by slot
         self._seen: SeenTokens | None = None  # large, so made for the first request with penalties
 
     def set(
@@ -178,6 +184,9 @@ class SamplingTable:
         Args:
             output_token_ids: tokens that it generated before a preemption.
             stop_ids: tokens that cannot be sampled before `params.min_tokens` output tokens.
+
+        Raises:
+            ValueError: there is no grammar of its text.
         """
         self.clear(slot)
         needs = _needs(params, self._vocab_size)
@@ -191,6 +200,12 @@ class SamplingTable:
                 for rule in RULES
                 if rule.needed(params)
             ]
+        if params.structured is not None:
+            if self._grammars is None:
+                raise ValueError("this engine has no grammars")
+            self._matchers[slot] = self._grammars.matcher(
+                params.structured, sorted(stop_ids), output_token_ids
+            )
         self._rows[slot] = (
             needs,
             params.seed is not None,
@@ -204,6 +219,7 @@ class SamplingTable:
 
     def clear(self, slot: int) -> None:
         self._token_rules.pop(slot, None)
+        self._matchers.pop(slot, None)
         self._needs[slot] = 0
 
     def append(
@@ -239,15 +255,32 @@ class SamplingTable:
     ) -> dict[int, Exception]:
         """Append tokens to the rules on the host. Arguments and result as in `append`."""
         failed: dict[int, Exception] = {}
-        if self._token_rules:
+        if self._token_rules or self._matchers:
             for i, (slot, token) in enumerate(zip(slots.tolist(), tokens.tolist(), strict=True)):
-                if slot in self._token_rules:
-                    try:
-                        for rule in self._token_rules[slot]:
-                            rule.append(token)
-                    except Exception as error:
-                        failed[i] = error
+                try:
+                    for rule in self._token_rules.get(slot, ()):
+                        rule.append(token)
+                    if slot in self._matchers:
+                        self._matchers[slot].append(token)
+                except Exception as error:
+                    failed[i] = error
         return failed
+
+    def ended(self, slots: NDArray[np.integer]) -> dict[int, int]:
+        """Return the structured texts that are complete: row -> how many tokens were appended
+        behind the end.
+
+        Args:
+            slots: [rows].
+        """
+        if not self._matchers:
+            return {}
+        found = ((row, self._matchers.get(slot)) for row, slot in enumerate(slots.tolist()))
+        return {
+            row: matcher.num_surplus
+            for row, matcher in found
+            if matcher is not None and matcher.ended
+        }
 
     def waits(self, slots: NDArray[np.integer]) -> bool:
         """Return whether the rules of any of these requests need its newest token before the
@@ -256,6 +289,8 @@ class SamplingTable:
         Args:
             slots: [rows].
         """
+        if self._needs_of(slots) & _Need.GRAMMAR:
+            return True
         rules = self._token_rules
         return bool(rules) and any(
             rule.reads_output for slot in slots.tolist() for rule in rules.get(slot, ())
@@ -286,12 +321,12 @@ class SamplingTable:
         return not self._needs_of(slots)
 
     def reads_output(self, slots: NDArray[np.integer]) -> bool:
-        """Return whether penalties or rules of any of these requests depend on its output.
+        """Return whether rules of any of these requests depend on its output.
 
         Args:
             slots: [rows].
         """
-        return self._needs_of(slots) & (_Need.PENALTIES | _Need.TOKEN_RULES) != 0
+        return self._needs_of(slots) & (_Need.PENALTIES | _Need.TOKEN_RULES | _Need.GRAMMAR) != 0
 
     def rows_at_once(
         self, slots: NDArray[np.integer], max_bytes: int, *, shares: bool = False
@@ -379,6 +414,7 @@ class SamplingTable:
             penalties=(
                 None if self._seen is None else self._penalties(self._seen, rows, slots, supposed)
             ),
+            masks=self._masks(slots, supposed) if needs & _Need.GRAMMAR else None,
             random=random,
             guessed=guessed,
             typical=typical,
@@ -430,6 +466,19 @@ class SamplingTable:
             in_prompt=in_prompt,
             counts=counts,
         )
+
+    def _masks(self, slots: NDArray[np.integer], supposed: Supposed) -> Masks:
+        found = [
+            (row, self._matchers[slot])
+            for row, slot in enumerate(slots.tolist())
+            if slot in self._matchers
+        ]
+        words = np.empty((len(found), self._vocab_size // 32 + 1), np.int32)
+        drafts = supposed.by_row()
+        for i, (row, matcher) in enumerate(found):
+            words[i] = matcher.mask(drafts.get(row, ()))
+        rows = np.array([row for row, _ in found], np.int64)
+        return Masks(rows=self._tensor(rows), words=upload(words, self._device))
 
     def _guessed(
         self,
@@ -508,6 +557,8 @@ def _needs(params: SamplingParams, vocab_size: int) -> int:
         needs |= _Need.PENALTIES
     if any(rule.needed(params) for rule in RULES):
         needs |= _Need.TOKEN_RULES
+    if params.structured is not None:
+        needs |= _Need.GRAMMAR
     if params.logprobs is not None:
         needs |= _Need.LOGPROBS
     return needs

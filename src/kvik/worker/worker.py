@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,8 @@ from torch import Tensor
 from kvik.attention.select import NATIVE
 from kvik.config.config import ResolvedConfig
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
-from kvik.errors import ConfigError
+from kvik.core.structured import Constraint, Grammars
+from kvik.errors import ConfigError, ParamError
 from kvik.spec.declare import ForwardContext
 from kvik.worker.drafters.registry import DrafterParts, build_drafter
 from kvik.worker.graphs import EngineNetwork
@@ -49,13 +51,16 @@ class Worker:
         clock: Callable[[], float] = time.monotonic,
         copies: Copies | None = None,
         memory: np.ndarray | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         """
         Args:
+            grammars: of structured texts; None: there are none.
             copies: how results come to the host; None: as is best on the device.
             memory: for weights: [bytes] uint8 zeros; None: new memory.
         """
         runner = config.runner
+        self._grammars = grammars
         self._threads = runner.threads if runner.device == "cpu" else None
         if runner.device != "cpu" and not torch.cuda.is_available():
             raise ConfigError("device", "torch cannot use the GPU: is its build for CUDA?")
@@ -100,7 +105,9 @@ class Worker:
         table = RequestTable(
             scheduler.max_num_seqs, scheduler.max_model_len, len(cache.groups), cache.block_size
         )
-        sampling = SamplingTable(scheduler.max_num_seqs, vocab_size, device, draw_bytes)
+        sampling = SamplingTable(
+            scheduler.max_num_seqs, vocab_size, device, draw_bytes, self._grammars
+        )
         speculator: Speculator | None = None
         compiled = chosen.parts.warm_ups.steps(network, config.model, sizes, trees=trees)
         self._resting: tuple[Resting, ...] = (compiled, graph)
@@ -142,6 +149,12 @@ class Worker:
     def give_back(self, blocks: Sequence[int]) -> int:
         """See `Executor.give_back`."""
         return self._give_back(self._ready().network.kv, blocks)
+
+    def build_grammar(self, constraint: Constraint) -> Future[object]:
+        """See `Executor.build_grammar`."""
+        if self._grammars is None:
+            raise ParamError("structured", "this engine has no grammars")
+        return self._grammars.begin(constraint)
 
     def rest(self) -> bool:
         """See `Executor.rest`."""

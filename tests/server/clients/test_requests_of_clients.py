@@ -234,20 +234,9 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "/v1/messages": {"model": "stories", "messages": [said("Hi")], "max_tokens": 1},
     "/completion": {"prompt": "Once", "n_predict": 1},
 }
-SCHEMA = {"type": "object"}
 # What other engines take: field -> a value that asks for something, and some that do not
 OTHERS: dict[str, tuple[Any, list[Any]]] = {
-    "grammar": ('root ::= "yes"', ["", None]),
-    "json_schema": (SCHEMA, [""]),
-    "regex": ("a+", [""]),
-    "ebnf": ('root ::= "yes"', [None]),
     "structural_tag": ("{}", [""]),
-    "response_format": ({"type": "json_object"}, [{"type": "text"}]),
-    "guided_json": (SCHEMA, [None]),
-    "guided_regex": ("a+", [""]),
-    "guided_choice": (["a", "b"], [[]]),
-    "guided_grammar": ('root ::= "yes"', [None]),
-    "structured_outputs": ({"choice": ["a"]}, [{}]),
     "lora": ([{"id": 0, "scale": 0.5}], [[], None]),
     "lora_path": ("adapter", [None]),
     "mirostat": (2, [0]),
@@ -318,6 +307,9 @@ def test_fields_of_other_engines_are_refused_by_name(locked: Site, path: str) ->
         ("/v1/messages", "seed", 5, None),
         ("/v1/messages", "stop", "a", []),
         ("/v1/messages", "bad_words", ["a"], []),
+        ("/v1/messages", "response_format", {"type": "json_object"}, {"type": "text"}),
+        ("/v1/messages", "structured_outputs", {"choice": ["a"]}, {}),
+        ("/v1/messages", "grammar", "start: /a/", ""),
         (TEXT, "max_completion_tokens", 5, None),
         (TEXT, "stop_sequences", ["a"], []),
         (TEXT, "suffix", "the end", ""),

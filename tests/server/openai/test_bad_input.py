@@ -16,6 +16,7 @@ CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
 TEXT = {"prompt": "Hi", "max_tokens": 1}
 HUGE = "9" * 400  # no integer of 64 bits, nor a float
 VOCAB = 2048
+STRICT = '{"type": "json_schema", "json_schema": {"strict": true, "schema": {"not": {}}}}'
 
 # What both routes refuse: the field, and its value as JSON text. Of the values that a sampling
 # parameter does not take, one shows that its name reaches `param`.
@@ -48,13 +49,21 @@ BOTH = [
     ("cache_salt", '"a b"'),
     ("prompt_cache_retention", '"forever"'),
     ("prompt_cache_key", json.dumps("k" * 1000)),
+    # what the text must be
+    ("response_format", '{"type": "json_schema"}'),
+    ("response_format", '{"type": "json_schema", "json_schema": {"name": "x"}}'),
+    ("response_format", '{"type": "json_schema", "json_schema": {"schema": {"$ref": "http://x"}}}'),
+    ("response_format", STRICT),
+    ("response_format", '{"type": "json_object", "schema": {"type": "nothing"}}'),
+    ("guided_json", '"{"'),
+    ("guided_regex", '"("'),
+    ("guided_regex", json.dumps("a" * 300_000)),
+    ("guided_choice", '[""]'),
+    ("guided_grammar", '"start: nothing"'),
+    ("structured_outputs", '{"rgex": "a"}'),
+    ("structured_outputs", '{"regex": "a", "choice": ["a"]}'),
+    ("structured", '{"json": {"allOf": [{"type": "string"}, {"type": "null"}]}}'),
     # what is known and would change the answer
-    ("response_format", '{"type": "json_object"}'),
-    ("response_format", '{"type": "json_schema", "json_schema": {}}'),
-    ("guided_json", "{}"),
-    ("guided_regex", '"a+"'),
-    ("guided_choice", '["a"]'),
-    ("structured_outputs", '{"regex": "a"}'),
     ("logits_processors", '["os.system"]'),
     ("truncate_prompt_tokens", "0"),
     ("truncate_prompt_tokens", "-2"),

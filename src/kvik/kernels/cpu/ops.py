@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvik.kernels.cpu.matrix import CpuMatrices
 from kvik.kernels.cpu.native import DTYPES, Native
-from kvik.kernels.ops import Draws, Ops, Penalties, Truncation
+from kvik.kernels.ops import Draws, Masks, Ops, Penalties, Truncation
 from kvik.kernels.torch_ops import TORCH, with_torch_for_others
 
 # The truncations that the kernels apply.
@@ -76,6 +76,7 @@ def native_ops(native: Native) -> Ops:
         add=rows.add,
         largest=rows.largest,
         penalize=rows.penalize,
+        mask=rows.mask,
         draw=drawing.draw,
         probabilities=drawing.probabilities,
         rms_norm=rows.rms_norm,
@@ -90,7 +91,8 @@ def native_ops(native: Native) -> Ops:
 
 
 class _Rows:
-    """Operations row by row. All results are new tensors, but for `rotary` and `penalize`."""
+    """Operations row by row. All results are new tensors, but for `rotary`, `penalize` and
+    `mask`."""
 
     def __init__(self, native: Native) -> None:
         self.native = native
@@ -156,6 +158,18 @@ class _Rows:
             in_prompt=penalties.in_prompt.data_ptr(),
             counts=penalties.counts.data_ptr(),
             seen_stride=penalties.counts.stride(0),
+        )
+
+    def mask(self, logits: Tensor, masks: Masks) -> None:
+        self.native.launch(
+            "mask",
+            logits=logits.data_ptr(),
+            stride=logits.stride(0),
+            vocab=logits.shape[1],
+            count=self.native.rows(masks.rows),
+            rows=masks.rows.data_ptr(),
+            words=masks.words.data_ptr(),
+            words_stride=masks.words.stride(0),
         )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvik.kernels.ops import Draws, Penalties, Truncation
+from kvik.kernels.ops import Draws, Masks, Penalties, Truncation
 
 # Rules that drop unlikely tokens: top_k, top_p, min_p and typical_p, in this order.
 #
@@ -99,6 +99,14 @@ def penalize(logits: Tensor, penalties: Penalties) -> None:
     x -= penalties.frequency[:, None] * counts
     x -= penalties.presence[:, None] * generated
     logits.index_copy_(0, penalties.rows, x)
+
+
+def mask(logits: Tensor, masks: Masks) -> None:
+    """logits: [rows, vocab] float32, changed in place."""
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    allowed = masks.words[:, ids // 32] >> (ids % 32) & 1  # [n, vocab]
+    x = logits.index_select(0, masks.rows)
+    logits.index_copy_(0, masks.rows, x.masked_fill(allowed == 0, -torch.inf))
 
 
 def draw(logits: Tensor, draws: Draws) -> Tensor:

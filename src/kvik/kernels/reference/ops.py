@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvik.kernels.fp8 import round_activations
 from kvik.kernels.ops import Ops
-from kvik.kernels.reference.draw import draw, penalize, probabilities
+from kvik.kernels.reference.draw import draw, mask, penalize, probabilities
 from kvik.kernels.rounding import round_tokens
 from kvik.kernels.weights import DTYPES, PER_OUTPUT, Matrix, MatrixSpec, Weight
 
@@ -224,6 +224,7 @@ REFERENCE = Ops(
     add=add,
     largest=largest,
     penalize=penalize,
+    mask=mask,
     draw=draw,
     probabilities=probabilities,
     rms_norm=rms_norm,

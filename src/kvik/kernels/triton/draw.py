@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvik.kernels.ops import Draws, Penalties, Truncation
+from kvik.kernels.ops import Draws, Masks, Penalties, Truncation
 from kvik.kernels.triton.launch import ceil_div, power_of_two
 
 # Which tokens a row keeps, without sorting: a threshold is searched for, digit by digit.
@@ -511,4 +511,30 @@ def penalize(logits: Tensor, penalties: Penalties) -> None:
         penalties.counts.stride(0),
         block,
         enable_fp_fusion=False,  # each step rounded by itself, as on a CPU
+    )
+
+
+# Masks of the tokens that may come.
+#
+# Floor: memory. A bit of each token is read, and a logit is written where it is not set.
+
+
+@triton.jit
+def mask_kernel(logits, rows, words, vocab, stride, words_stride, BLOCK: tl.constexpr):
+    """grid [n, blocks]; logits [.., vocab] fp32, words [n, ..] int32"""
+    n = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + n).to(tl.int64)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = ids < vocab
+    word = tl.load(words + n * words_stride + ids // 32, mask=inside, other=-1)
+    allowed = (word >> (ids % 32)) & 1
+    tl.store(logits + row * stride + ids, float("-inf"), mask=inside & (allowed == 0))
+
+
+def mask(logits: Tensor, masks: Masks) -> None:
+    """See `Ops`."""
+    vocab, words = logits.shape[1], masks.words
+    block = min(PENALIZED, power_of_two(vocab))
+    mask_kernel[len(masks.rows), ceil_div(vocab, block)](
+        logits, masks.rows, words, vocab, logits.stride(0), words.stride(0), block
     )

@@ -22,6 +22,7 @@ def triton_ops(device: torch.device) -> Ops:
         add=TORCH.add,
         largest=rows.largest,
         penalize=draw.penalize,
+        mask=draw.mask,
         draw=draw.draw,
         probabilities=draw.probabilities,
         rms_norm=norm.rms_norm,

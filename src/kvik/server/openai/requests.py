@@ -25,12 +25,14 @@ from kvik.core.sampling_params import (
     TokenIds,
     Words,
 )
+from kvik.core.structured import Structure
 from kvik.core.types import Pin
 from kvik.errors import Overflow, ParamError
 from kvik.options import Flag, Integer, Kind, Number
 from kvik.server.errors import rename_fields
 from kvik.server.generation import GenerationRequest
 from kvik.server.server import Server
+from kvik.server.structured import FIELDS, constraint_of
 from kvik.server.texts import Texts
 
 # Fields of requests. Their bounds are what the decoder enforces and what the schema says; those of
@@ -82,6 +84,8 @@ def json_type(kind: Kind) -> Any:
             return dict[int, Annotated[float, Meta(ge=BIAS.low, le=BIAS.high)]]
         case Words():
             return Annotated[list[Word | TokenIdList], Meta(max_length=MAX_LIST_ENTRIES)]
+        case Structure():
+            return dict[str, Any]
         case StopList():
             return Word | Annotated[list[Word], Meta(max_length=MAX_STOP_STRINGS)]
     raise TypeError(kind)
@@ -100,6 +104,7 @@ def parameters_struct(left_out: Collection[str] = ()) -> Any:
             names = [one.name, one.facts["alias"]] if one.facts["alias"] else [one.name]
             kind: Any = Annotated[json_type(one.kind), Meta(description=one.help)] | None
             made += [(name, kind, None) for name in names]
+    made += [(name, kind | None, None) for name, (kind, _) in FIELDS.items()]
     return msgspec.defstruct("Parameters", made, kw_only=True, module=__name__)
 
 
@@ -114,7 +119,9 @@ def parameters_of(body: Struct) -> dict[str, Any]:
         value = aliased(body, name, alias) if alias else getattr(body, name)
         if value is not None:
             found[name] = value
-    return found
+    found.pop("structured", None)  # under this name or another
+    asked = constraint_of(body)
+    return found if asked is None else {**found, "structured": asked}
 
 
 @cache

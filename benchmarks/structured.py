@@ -1,0 +1,93 @@
+"""What structured output costs: in tokens/s of a batch, and until the first token.
+
+python benchmarks/structured.py [MODEL] [--load-format random] [--quantization Q] [--rounds N]
+
+Every round runs the same batch free and with a schema of its own for each request; ratios are of
+one round. Texts are too long to end, so both make the same number of tokens. A model without a
+tokenizer (random weights) takes the bundled one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+from kvik import LLM, SamplingParams
+from kvik.core.structured import JsonSchema
+
+BATCH, TOKENS = 32, 64
+
+
+def schema(i: int) -> dict[str, Any]:
+    """Names that no other has, and more texts than an answer holds."""
+    names = [f"field {i} {k}" for k in range(24)]
+    text = {"type": "string"}
+    return {"type": "object", "properties": dict.fromkeys(names, text), "required": names}
+
+
+def wide(i: int) -> dict[str, Any]:
+    names = [f"property {i} {k}" for k in range(100)]
+    return {
+        "type": "object",
+        "properties": {name: {"type": ["string", "null"]} for name in names},
+        "required": names,
+    }
+
+
+def rate(llm: LLM, params: list[SamplingParams]) -> float:
+    started = time.perf_counter()
+    outputs = llm.generate(["Once upon a time"] * len(params), params)
+    seconds = time.perf_counter() - started
+    return sum(len(output.outputs[0].token_ids) for output in outputs) / seconds
+
+
+def first(llm: LLM, params: SamplingParams) -> float:
+    started = time.perf_counter()
+    llm.generate("Once upon a time", params)
+    return (time.perf_counter() - started) * 1e3
+
+
+def shown(values: list[float]) -> str:
+    return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", nargs="?", default="")
+    parser.add_argument("--load-format", default="safetensors")
+    parser.add_argument("--quantization", default="none")
+    parser.add_argument("--rounds", type=int, default=9)
+    arguments = parser.parse_args()
+    free = SamplingParams(temperature=0.8, max_tokens=TOKENS, ignore_eos=True)
+    with LLM(
+        arguments.model,
+        load_format=arguments.load_format,
+        quantization=arguments.quantization,
+        max_model_len=512,
+        max_num_seqs=BATCH,
+    ) as llm:
+        held = [free.with_changes(structured=JsonSchema(schema(i)), seed=i) for i in range(BATCH)]
+        plain = [free.with_changes(seed=i) for i in range(BATCH)]
+        for params in (plain, held):
+            rate(llm, params)
+        ratios, rates = [], []
+        for _ in range(arguments.rounds):
+            without, structured = rate(llm, plain), rate(llm, held)
+            ratios.append(structured / without)
+            rates.append(without)
+        print(f"batch {BATCH}: {shown(rates)} tokens/s free, structured / free {shown(ratios)}")
+        one = free.with_changes(max_tokens=1)
+        new, known, none = [], [], []
+        for i in range(20):
+            asked = one.with_changes(structured=JsonSchema(wide(i)))
+            none.append(first(llm, one))
+            new.append(first(llm, asked) - none[-1])
+            known.append(first(llm, asked) - none[-1])
+        print(f"first token: {shown(none)} ms; with a schema of 100 properties {shown(new)} more")
+        print(f"the first time, {shown(known)} more later")
+
+
+if __name__ == "__main__":
+    main()

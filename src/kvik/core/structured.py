@@ -1,0 +1,264 @@
+"""Structured output: what the text of an answer must be.
+
+A caller gives a `JsonSchema`, `Regex`, `Choice` or `Grammar`, or a mapping as in requests. All
+become a `Constraint`, which is plain data: it is checked and translated by the frontend
+(`kvik.text.grammar`), recorded, and sent to the engine as it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, Protocol, runtime_checkable
+
+from kvik.errors import shown
+from kvik.options import Kind
+
+MAX_SOURCE_BYTES = 256 << 10
+MAX_CHOICES = 4096
+ANY_OBJECT = '{"type": "object"}'
+
+CHECKED: Final = "checked"
+ConstraintKind = Literal["json", "regex", "choice", "grammar", "checked"]
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What a text must be.
+
+    Attributes:
+        kind: of the source.
+        source: a JSON Schema as JSON; a regular expression in Rust's syntax that matches the whole
+            text; a JSON list of texts; or a grammar: Lark, GBNF, or llguidance's own JSON. Of a
+            checked one, llguidance's: made by the frontend, never by a caller.
+        strict: a schema of which a part cannot be enforced is refused; else that part is dropped.
+        whitespace: JSON may have spaces and line breaks between its tokens; else it is laid out as
+            `json.dumps` does.
+        name: of the field that has it, for errors.
+    """
+
+    kind: ConstraintKind
+    source: str
+    strict: bool = False
+    whitespace: bool = False
+    name: str = field(default="structured", compare=False)
+
+    def called(self, name: str) -> Constraint:
+        """Return the same as the field `name` has it."""
+        return Constraint(self.kind, self.source, self.strict, self.whitespace, name)
+
+
+# What an engine needs to follow structured texts; `kvik.text.matcher` has it.
+
+
+class Matcher(Protocol):
+    """Where one answer is in its grammar.
+
+    Attributes:
+        ended: the answer is complete: nothing can follow it, or a token came that ends it.
+        num_surplus: tokens that came behind its end.
+    """
+
+    ended: bool
+    num_surplus: int
+
+    def append(self, token: int) -> None:
+        """Take in a token of the answer, or one behind its end.
+
+        Raises:
+            ParamError: it breaks the grammar, or the grammar became too complex.
+        """
+        ...
+
+    def valid(self, tokens: Sequence[int]) -> int:
+        """Return how many tokens, from the first on, may follow."""
+        ...
+
+    def forced(self) -> list[int]:
+        """Return the tokens that must follow, as far as there is no choice."""
+        ...
+
+    def mask(self, supposed: Sequence[int] = ()) -> Any:
+        """Return which tokens may come next. Where the grammar forces a text, only the first token
+        of its usual spelling may, so that an answer does not depend on which tokens were drafts.
+
+        Args:
+            supposed: drafts before the token, which were not appended. Behind one that is not
+                allowed, or that ends the answer, nothing matters.
+
+        Returns:
+            [vocab_size // 32 + 1] int32, valid until the next call: bit i % 32 of word i // 32 is
+            that of token i.
+
+        Raises:
+            ParamError: the grammar became too complex.
+        """
+        ...
+
+
+class Grammars(Protocol):
+    """The grammars of an engine."""
+
+    def begin(self, constraint: Constraint) -> Future[object]:
+        """Begin to build a grammar. The future raises what `matcher` would."""
+        ...
+
+    def matcher(
+        self, constraint: Constraint, stop_ids: Sequence[int], output: Sequence[int] = ()
+    ) -> Matcher:
+        """Return where an answer is, building its grammar if it is not kept.
+
+        Args:
+            stop_ids: tokens that end the answer.
+            output: tokens of the answer so far.
+
+        Raises:
+            ParamError: it cannot be built, or as of `Matcher.append`.
+        """
+        ...
+
+
+# The ways to say what a text must be.
+
+
+@runtime_checkable
+class Described(Protocol):
+    """A pydantic model."""
+
+    def model_json_schema(self) -> dict[str, Any]: ...
+
+
+class JsonSchema(Constraint):
+    """JSON of a schema.
+
+    Args:
+        schema: a JSON Schema (draft 2020-12) as a mapping or as JSON, or a pydantic model, whose
+            objects have no other properties than its fields, unless it says so.
+
+    Raises:
+        ValueError: it is none, or too large.
+    """
+
+    def __init__(self, schema: object, *, strict: bool = False, whitespace: bool = False) -> None:
+        Constraint.__init__(self, "json", _schema_text(schema), strict, whitespace)
+
+
+class Regex(Constraint):
+    """Text that a regular expression matches as a whole; raises ValueError if it is too large."""
+
+    def __init__(self, pattern: str) -> None:
+        Constraint.__init__(self, "regex", _text("regex", pattern))
+
+
+class Choice(Constraint):
+    """One of some texts; raises ValueError if there are none, or too many."""
+
+    def __init__(self, options: Sequence[str]) -> None:
+        Constraint.__init__(self, "choice", _choices(options))
+
+
+class Grammar(Constraint):
+    """Text of a grammar: Lark, GBNF, or llguidance's own JSON; raises ValueError if it is too
+    large."""
+
+    def __init__(self, text: str) -> None:
+        Constraint.__init__(self, "grammar", _text("grammar", text))
+
+
+class Structure(Kind):
+    """A `Constraint`, or a mapping with one of json, json_object, regex, choice and grammar; for
+    JSON also with strict and whitespace."""
+
+    expects = 'a JSON object such as {"regex": "[0-9]+"}'
+    metavar = "JSON"
+
+    def parse(self, text: str) -> object:
+        try:
+            return json.loads(text)
+        except RecursionError:
+            raise ValueError(text) from None
+
+    def checked(self, value: object) -> Constraint:
+        if isinstance(value, Constraint):
+            return value.called(value.name)
+        if isinstance(value, Described):
+            return self.checked(JsonSchema(value))
+        if not isinstance(value, Mapping):
+            raise ValueError(f"must be {self.expects}, not {shown(value)}")
+        return self.checked(_of_mapping(value))
+
+
+_IGNORED = ("backend", "disable_any_whitespace", "disable_fallback")  # of vLLM
+_KINDS = ("json", "json_object", "regex", "choice", "grammar")
+
+
+def _of_mapping(value: Mapping[Any, object]) -> Constraint:
+    given = {n: one for n, one in value.items() if one not in (None, False) and n not in _IGNORED}
+    flags = {
+        name: _flag(name, given.pop(name)) for name in ("strict", "whitespace") if name in given
+    }
+    if len(given) != 1 or not given.keys() <= set(_KINDS):
+        names = ", ".join(map(shown, given)) or "nothing"
+        raise ValueError(f"must have one of {', '.join(_KINDS)}, not {names}")
+    ((kind, source),) = given.items()
+    if kind == "json_object":
+        _flag(kind, source)
+        return JsonSchema(ANY_OBJECT, **flags)
+    if kind == "json":
+        return JsonSchema(source, **flags)
+    if flags:
+        raise ValueError(f"{next(iter(flags))} is for json alone")
+    if kind == "choice":
+        return Choice(source)  # type: ignore[arg-type]
+    return (Regex if kind == "regex" else Grammar)(source)  # type: ignore[arg-type]
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, not {shown(value)}")
+    return value
+
+
+def _schema_text(schema: object) -> str:
+    if isinstance(schema, Described):
+        fields = schema.model_json_schema()
+        schema = fields
+        for model in (fields, *fields.get("$defs", {}).values()):
+            if "properties" in model:  # a model means its fields alone
+                model.setdefault("additionalProperties", False)
+    try:
+        if isinstance(schema, str):
+            text, schema = schema, json.loads(schema)
+        else:
+            text = json.dumps(schema)
+    except RecursionError:
+        raise ValueError("the schema is nested too deeply") from None
+    except (TypeError, ValueError):
+        raise ValueError(f"must be a JSON Schema, not {shown(schema)}") from None
+    if not isinstance(schema, Mapping | bool):
+        raise ValueError(f"a JSON Schema is an object, not {shown(schema)}")
+    return _text("json", text)
+
+
+def _choices(options: object) -> str:
+    if not isinstance(options, tuple | list) or not options:
+        raise ValueError("choice must be a list of at least one text")
+    if len(options) > MAX_CHOICES:
+        raise ValueError(f"choice may have at most {MAX_CHOICES} texts, not {len(options)}")
+    if not all(isinstance(option, str) and option for option in options):
+        raise ValueError("choice must be made of texts that are not empty")
+    return _text("choice", json.dumps(list(dict.fromkeys(options))))
+
+
+def _text(what: str, source: object) -> str:
+    if not isinstance(source, str) or not source:
+        raise ValueError(f"{what} must be a text that is not empty, not {shown(source)}")
+    try:
+        size = len(source.encode())
+    except UnicodeEncodeError:
+        raise ValueError(f"{what} must be valid Unicode") from None
+    if size > MAX_SOURCE_BYTES:
+        raise ValueError(f"{what} may have at most {MAX_SOURCE_BYTES} bytes, not {size}")
+    return source

@@ -1,0 +1,115 @@
+"""What a text must be, by the names that APIs have for it.
+
+A request gives `response_format` as OpenAI has it, `structured` (or `structured_outputs`, as vLLM
+calls it), or one of the fields below, which other engines have. All become a `Constraint`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from kvik.core.structured import (
+    ANY_OBJECT,
+    MAX_CHOICES,
+    MAX_SOURCE_BYTES,
+    Choice,
+    Constraint,
+    Grammar,
+    JsonSchema,
+    Regex,
+    Structure,
+)
+from kvik.errors import ParamError
+
+Source = Annotated[str, Meta(max_length=MAX_SOURCE_BYTES)]
+Schema = dict[str, Any] | bool | Source
+Options = Annotated[list[Source], Meta(max_length=MAX_CHOICES)]
+
+
+class JsonSchemaFormat(Struct, kw_only=True):
+    """A JSON Schema. With `strict`, one that cannot be enforced in all parts is refused."""
+
+    schema: Schema | None = None
+    strict: bool | None = None
+    name: str | None = None
+    description: str | None = None
+
+
+class AnswerFormat(Struct, kw_only=True):
+    """The format of an answer. llama.cpp has the schema in `schema`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+    schema: Schema | None = None
+
+
+class TypedGrammar(Struct, kw_only=True):
+    """A constraint as TGI has it."""
+
+    type: Literal["json", "regex"]
+    value: Schema
+
+
+def _answer_format(given: AnswerFormat) -> Constraint | None:
+    if given.type == "text":
+        return None
+    form = given.json_schema
+    schema = given.schema if form is None else form.schema
+    if given.type == "json_schema" and schema is None:
+        raise ValueError("needs json_schema with a schema")
+    strict = bool(form is not None and form.strict)
+    return JsonSchema(ANY_OBJECT if schema is None else schema, strict=strict)
+
+
+def _typed_grammar(given: Source | TypedGrammar) -> Constraint | None:
+    if isinstance(given, str):
+        return Grammar(given) if given else None
+    return (Regex if given.type == "regex" else JsonSchema)(given.value)  # type: ignore[arg-type]
+
+
+# Field -> its type in JSON, and what it asks for. An empty text asks for nothing.
+FIELDS: Mapping[str, tuple[Any, Callable[[Any], Constraint | None]]] = {
+    "response_format": (AnswerFormat, _answer_format),
+    "guided_json": (Schema, JsonSchema),
+    "guided_json_object": (bool, lambda given: JsonSchema(ANY_OBJECT) if given else None),
+    "guided_regex": (Source, Regex),
+    "guided_choice": (Options, Choice),
+    "guided_grammar": (Source, Grammar),
+    "json_schema": (Schema, JsonSchema),
+    "regex": (Source, Regex),
+    "ebnf": (Source, Grammar),
+    "grammar": (Source | TypedGrammar, _typed_grammar),
+}
+
+
+# The parameter and its other name come first.
+READERS: Mapping[str, Callable[[Any], Constraint | None]] = {
+    "structured": Structure().checked,
+    "structured_outputs": Structure().checked,
+    **{name: read for name, (_, read) in FIELDS.items()},
+}
+
+
+def constraint_of(body: object) -> Constraint | None:
+    """Return what a request says of its text.
+
+    Raises:
+        ParamError: it cannot be read, or two fields say something.
+    """
+    name, found = "", None
+    for field, read in READERS.items():
+        value = getattr(body, field, None)
+        if value is None or value in ("", [], {}):
+            continue
+        try:
+            asked = read(value)
+        except ValueError as error:
+            raise ParamError(field, str(error)) from None
+        if asked is not None and found is not None:
+            raise ParamError(field, f"contradicts {name}, which also says what the text must be")
+        if asked is not None:
+            name, found = field, asked.called(field)
+    return found

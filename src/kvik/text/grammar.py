@@ -1,0 +1,231 @@
+"""From a `Constraint` to a grammar of llguidance, and from that to its matcher.
+
+The library walks the bytes of all tokens through derivatives of regular expressions and an Earley
+parser; nothing is precomputed but a trie of the vocabulary (github.com/guidance-ai/llguidance).
+
+The vocabulary that it sees has one token of its own, behind all others, which stands for every
+token that ends an answer: its bit in a mask says that the text may end.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvik.core.structured import Constraint
+from kvik.errors import ParamError
+from kvik.text.json_schema import enforceable
+
+if TYPE_CHECKING:
+    from kvik.text.tokenizer import Tokenizer
+
+FIELD = "structured"
+INSTALL = "needs llguidance 1.9 or newer: pip install 'kvik[structured]'"
+# Bounds of one request in the library. A lexer state takes 1 to 2 KB; 14,000 fuel are 1 ms.
+LIMITS = {
+    "max_lexer_states": 20_000,
+    "step_lexer_fuel": 50_000,
+    "step_max_items": 20_000,
+    "verbose_errors": False,  # they would repeat the schema
+}
+LAYOUT = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+SPACED = {"whitespace_flexible": False, "whitespace_pattern": r"[ \n]{0,20}"}
+MAX_REASON = 300
+_INSIDE = "\x02"  # a character that no token joins with others
+MAX_SPELT = 4096  # texts whose tokens are remembered
+_LONGEST = 32  # bytes of a token that is looked for
+_ATTRIBUTES = re.compile(r"\[[^\]\n]*\b(max_tokens|temperature|stop|suffix)\s*=")
+
+
+def library() -> Any:
+    """Import llguidance.
+
+    Raises:
+        ParamError: it is not installed.
+    """
+    try:
+        return importlib.import_module("llguidance")
+    except ImportError:
+        raise ParamError(FIELD, INSTALL) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The tokens of a model.
+
+    Attributes:
+        texts: [vocab_size], the bytes of each; b"" where an id has no text, which is never allowed.
+        special_ids: of tokens that no text spells. A grammar may name them.
+    """
+
+    texts: list[bytes]
+    special_ids: list[int]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, vocab_size: int) -> Tokens:
+        """
+        Args:
+            vocab_size: rows of the model's head, some of which may have no token.
+        """
+        special = sorted(i for i in tokenizer.special_ids if i < vocab_size)
+        texts = [tokenizer.token_bytes(i) for i in range(vocab_size)]
+        for i in special:
+            texts[i] = b"\xff" + tokenizer.token(i).encode()  # no text has the byte 255
+        return cls(texts, special)
+
+
+class Vocabulary:
+    """The tokens of a model, as llguidance sees them.
+
+    Args:
+        encode: text to token ids, without special tokens; None: forced texts are spelt in any way.
+    """
+
+    def __init__(self, tokens: Tokens, encode: Callable[[str], list[int]] | None = None) -> None:
+        llguidance = library()
+        self.stop = len(tokens.texts)  # the token that stands for all that end an answer
+        self._limits = llguidance.LLParserLimits(**LIMITS)
+        self._matcher = llguidance.LLMatcher
+        self._tokenizer = llguidance.LLTokenizer(_Encoder(tokens, encode))
+
+    def build(self, grammar: str) -> Any:
+        """Return llguidance's matcher of a grammar, at its start.
+
+        Raises:
+            ParamError: the grammar is invalid, allows no text, or is too complex.
+        """
+        matcher = self._matcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        if not matcher.is_error():
+            forced, mask = matcher.compute_ff_bytes(), matcher.compute_bitmask()
+            if not matcher.is_error() and not forced and not any(mask):
+                raise ParamError(FIELD, "allows no text at all")
+        if matcher.is_error():
+            raise ParamError(FIELD, brief(matcher.get_error()))
+        return matcher
+
+
+class _Encoder:
+    """A tokenizer as `llguidance.LLTokenizer` takes it."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokens: Tokens, encode: Callable[[str], list[int]] | None) -> None:
+        self.tokens = [*tokens.texts, b"\xff<stop>"]
+        self.eos_token_id = len(tokens.texts)
+        self.special_token_ids = [*tokens.special_ids, self.eos_token_id]
+        self._ids = {text: i for i, text in enumerate(tokens.texts)}
+        self._encode = encode
+        self._spelt: dict[str, list[int]] = {}  # forced texts are few, and come again
+        # SentencePiece would put a space before a text; behind this character it does not.
+        self._before = encode(_INSIDE) if encode is not None else []
+
+    def __call__(self, text: str) -> list[int]:
+        found = self._spelt.get(text)
+        if found is None:
+            found = self._spelling(text)
+            if len(self._spelt) < MAX_SPELT:
+                self._spelt[text] = found
+        return found
+
+    def _spelling(self, text: str) -> list[int]:
+        data = text.encode()
+        if self._encode is not None:
+            ids, count = self._encode(_INSIDE + text), len(self._before)
+            # Some tokenizers have tokens whose bytes are not the text that they stand for.
+            if b"".join(self.tokens[i] for i in ids) == _INSIDE.encode() + data:
+                return ids[count:]
+        return self._longest(data)
+
+    def _longest(self, text: bytes) -> list[int]:
+        """Take the longest token at each place; [] where there is none."""
+        ids: list[int] = []
+        start = 0
+        while start < len(text):
+            ends = range(min(len(text), start + _LONGEST), start, -1)
+            end = next((end for end in ends if text[start:end] in self._ids), None)
+            if end is None:
+                return []
+            ids.append(self._ids[text[start:end]])
+            start = end
+        return ids
+
+
+def translate(constraint: Constraint, vocabulary: Vocabulary) -> tuple[str, list[str]]:
+    """Return llguidance's grammar of a constraint, which can be built, and what of a schema it does
+    not enforce.
+
+    Raises:
+        ParamError: it cannot be used; the message says why.
+    """
+    source = constraint.source
+    try:
+        if constraint.kind == "json":
+            return _of_schema(constraint, vocabulary)
+        if constraint.kind == "regex":
+            grammar = library().LLMatcher.grammar_from_regex(source)
+        elif constraint.kind == "choice":
+            options = " | ".join(map(json.dumps, json.loads(source)))
+            grammar = library().LLMatcher.grammar_from_lark(f"start: {options}")
+        else:
+            grammar = _of_text(source)
+    except RecursionError:
+        raise ParamError(FIELD, "is nested too deeply") from None
+    except ParamError:
+        raise
+    except ValueError as error:
+        raise ParamError(FIELD, brief(str(error))) from None
+    vocabulary.build(grammar)
+    return grammar, []
+
+
+def _of_schema(constraint: Constraint, vocabulary: Vocabulary) -> tuple[str, list[str]]:
+    schema, dropped = enforceable(json.loads(constraint.source))
+    options: dict[str, object] = dict(SPACED if constraint.whitespace else LAYOUT)
+    to_grammar = library().LLMatcher.grammar_from_json_schema
+    try:
+        grammar: str = to_grammar(schema, overrides=options)
+        vocabulary.build(grammar)
+    except ParamError as error:
+        if "coerce_one_of" not in error.message:
+            raise
+        dropped.append("oneOf, of which several branches may hold")
+        grammar = to_grammar(schema, overrides={**options, "coerce_one_of": True})
+        vocabulary.build(grammar)
+    if constraint.strict and dropped:
+        raise ParamError(FIELD, f"strict, and this cannot be enforced: {'; '.join(dropped)}")
+    return grammar, list(dropped)
+
+
+def _of_text(source: str) -> str:
+    """Return llguidance's grammar of one that a user wrote: Lark, GBNF, or its own JSON."""
+    if source.lstrip().startswith("{"):
+        try:
+            own = json.loads(source)
+        except ValueError as error:
+            raise ParamError(FIELD, f"grammar is not valid JSON: {error}") from None
+        if not isinstance(own, dict) or not isinstance(own.get("grammars"), list):
+            raise ParamError(FIELD, 'grammar must have a list "grammars" where it is JSON')
+        parts = [one for one in own["grammars"] if isinstance(one, dict)]
+        texts = [str(one.get("lark_grammar", "")) for one in parts]
+    else:
+        convert = importlib.import_module("llguidance.gbnf_to_lark").any_to_lark
+        try:
+            lark = convert(source)
+        except Exception as error:  # of any kind: it is a parser of its own
+            raise ParamError(FIELD, f"grammar cannot be read: {brief(str(error))}") from None
+        texts, source = [lark], library().LLMatcher.grammar_from_lark(lark)
+    for text in texts:
+        if (found := _ATTRIBUTES.search(text)) is not None:
+            raise ParamError(FIELD, f"grammar may not use {found[1]}: give it as a parameter")
+    return source
+
+
+def brief(error: str) -> str:
+    """Return an error of the library as one short line."""
+    text = " ".join(error.split())
+    return text if len(text) <= MAX_REASON else text[: MAX_REASON - 3] + "..."

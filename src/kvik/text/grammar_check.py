@@ -1,0 +1,183 @@
+"""Checks constraints in a process with limits: `python -m kvik.text.grammar_check`.
+
+Building a grammar may take hours and all memory, and some end the process that builds them. So a
+child builds each new one first, walks what it forces and computes a mask, with the model's own
+tokens and on a smaller stack than the engine has. What passed, the engine can build.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+
+import msgspec
+
+from kvik.child_process import python_command
+from kvik.core.sampling_params import SamplingParams
+from kvik.core.structured import CHECKED, MAX_SOURCE_BYTES, Constraint
+from kvik.errors import ParamError
+from kvik.text.grammar import Tokens, Vocabulary, library, translate
+from kvik.text.limited_process import LimitedProcess, framed, serve
+from kvik.text.tokenizer import Tokenizer
+
+SECONDS = 2.0  # for one constraint
+MAX_MEMORY = 1 << 30
+STACK_BYTES = 8 << 20  # of the thread that builds
+MAX_ANSWER = 4 * MAX_SOURCE_BYTES
+MAX_CACHED_BYTES = 16 << 20
+TOO_COMPLEX = "schema_too_complex"
+COMMAND = python_command("kvik.text.grammar_check")
+
+
+class Checked(msgspec.Struct, frozen=True, array_like=True):
+    """The answer of the process.
+
+    Attributes:
+        grammar: of llguidance; "": the constraint cannot be used.
+        unenforced: parts of a schema that it leaves out.
+        error: why it cannot be used.
+        code: see `ParamError`.
+    """
+
+    grammar: str = ""
+    unenforced: tuple[str, ...] = ()
+    error: str = ""
+    code: str = ""
+
+
+class GrammarCheck:
+    """Checks and translates the constraints of one model's requests; threads may share it.
+
+    Args:
+        seconds: for one constraint.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        seconds: float = SECONDS,
+        command: Sequence[str] = COMMAND,
+    ) -> None:
+        self._seconds = seconds
+        self._process = LimitedProcess(
+            command,
+            lambda: Tokens.of(tokenizer, tokenizer.vocab_size),
+            seconds=seconds,
+            max_answer=MAX_ANSWER,
+        )
+        self._lock = threading.Lock()
+        self._known: OrderedDict[Constraint, Checked] = OrderedDict()  # the oldest first
+        self._known_bytes = 0
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process; None: there is none."""
+        return self._process.pid
+
+    def knows(self, params: SamplingParams) -> bool:
+        """Return whether `checked` need not ask the process."""
+        constraint = params.structured
+        return constraint is None or constraint.kind == CHECKED or constraint in self._known
+
+    def checked(self, params: SamplingParams) -> tuple[SamplingParams, tuple[str, ...]]:
+        """Return the parameters as the engine takes them, and what of a schema is not enforced:
+        each a keyword and its JSON pointer.
+
+        Raises:
+            ParamError: the text cannot be structured so; the message says why.
+        """
+        constraint = params.structured
+        if constraint is None or constraint.kind == CHECKED:
+            return params, ()
+        found = self._look_up(constraint)
+        if found is None:
+            library()  # says how it is installed
+            found = self._ask(constraint)
+            self._keep(constraint, found)
+        if found.error:
+            raise ParamError(constraint.name, found.error, code=found.code)
+        grammar = Constraint(CHECKED, found.grammar)
+        # A text ends where its grammar does.
+        return (
+            params.with_changes(structured=grammar, min_tokens=0, ignore_eos=False),
+            found.unenforced,
+        )
+
+    def close(self) -> None:
+        """End the process; all later checks fail."""
+        self._process.close()
+
+    def _ask(self, constraint: Constraint) -> Checked:
+        try:
+            return msgspec.msgpack.decode(self._process.ask(framed(constraint)), type=Checked)
+        except TimeoutError:
+            why = f"more than {self._seconds:g} seconds"
+        except (EOFError, OSError, msgspec.DecodeError):
+            why = "too much memory or stack"
+        return _too_complex(why)
+
+    def _look_up(self, constraint: Constraint) -> Checked | None:
+        with self._lock:
+            found = self._known.get(constraint)
+            if found is not None:
+                self._known.move_to_end(constraint)
+            return found
+
+    def _keep(self, constraint: Constraint, checked: Checked) -> None:
+        with self._lock:
+            if constraint not in self._known:
+                self._known[constraint] = checked
+                self._known_bytes += _size(constraint, checked)
+            while self._known_bytes > MAX_CACHED_BYTES:
+                self._known_bytes -= _size(*self._known.popitem(last=False))
+
+
+def _too_complex(why: str) -> Checked:
+    return Checked(error=f"is too complex: building its grammar takes {why}", code=TOO_COMPLEX)
+
+
+def _size(constraint: Constraint, checked: Checked) -> int:
+    return 512 + 4 * (len(constraint.source) + len(checked.grammar))
+
+
+# The child.
+
+
+def begin(first: bytes) -> Callable[[bytes], Checked]:
+    """Take in the tokens. Each frame after them is a constraint."""
+    vocabulary = Vocabulary(msgspec.msgpack.decode(first, type=Tokens))
+    asked: SimpleQueue[bytes] = SimpleQueue()
+    answered: SimpleQueue[Checked] = SimpleQueue()
+
+    def work() -> None:
+        while True:
+            answered.put(_checked(asked.get(), vocabulary))
+
+    threading.stack_size(STACK_BYTES)
+    threading.Thread(target=work, daemon=True).start()
+
+    def answer(body: bytes) -> Checked:
+        asked.put(body)
+        return answered.get()
+
+    return answer
+
+
+def _checked(body: bytes, vocabulary: Vocabulary) -> Checked:
+    try:
+        grammar, unenforced = translate(msgspec.msgpack.decode(body, type=Constraint), vocabulary)
+    except ParamError as error:
+        return Checked(error=error.message)
+    except MemoryError:
+        return _too_complex("too much memory")
+    except Exception as error:  # of the library, which may fail in any way
+        return Checked(error=f"cannot be used: {type(error).__name__}: {error}"[:300])
+    return Checked(grammar, tuple(unenforced))
+
+
+if __name__ == "__main__":
+    sys.exit(serve(begin, max_memory=MAX_MEMORY))

@@ -1,0 +1,201 @@
+"""Follows answers through their grammars: which tokens may come next.
+
+The grammars of an engine are built in a thread; a `GrammarMatcher` is where one answer is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvik.core.structured import Constraint, Grammars, Matcher
+from kvik.errors import ParamError
+from kvik.text.grammar import FIELD, Tokens, Vocabulary, brief
+
+if TYPE_CHECKING:
+    from kvik.text.tokenizer import Tokenizer
+
+STACK_BYTES = 64 << 20  # of the thread that builds: references are followed recursively
+MAX_BUILT_BYTES = 64 << 20  # of grammars that are kept, as estimated
+BYTES_OF_EACH, BYTES_OF_CHARACTER = 100 << 10, 40  # as measured
+ANYTHING = -1  # a word with all bits
+
+
+class GrammarMatcher(Matcher):
+    """See `Matcher`.
+
+    Where the grammar forces a text, the tokens of its usual spelling are a run, of which only the
+    next one may come. A run begins where none is left, so it depends on the answer alone, not on
+    drafts or on a preemption in the middle of it.
+
+    Args:
+        start: llguidance's matcher at the start, which is not changed.
+        stop: its token for all that end an answer; see `Vocabulary`.
+        stop_ids: tokens that end the answer.
+        output: tokens of the answer so far.
+
+    Raises:
+        ParamError: as of `append`.
+    """
+
+    def __init__(
+        self, start: Any, stop: int, stop_ids: Sequence[int], output: Sequence[int] = ()
+    ) -> None:
+        self._matcher = start.deep_copy()
+        self._words = np.empty(stop // 32 + 1, np.int32)
+        # Python's own integers, and an address that is found once: a mask takes a microsecond.
+        self._view, self._address = memoryview(self._words.data), self._words.ctypes.data
+        self._stop, self._stop_bit = stop // 32, _bit(stop)
+        self._stop_bits = [(i // 32, _bit(i)) for i in stop_ids]
+        self._ends = frozenset(stop_ids)
+        self.ended = bool(self._matcher.is_stopped())
+        self.num_surplus = 0
+        self._run = self._new_run()  # what is left of one, the next token last
+        for token in output:
+            self.append(token)
+
+    def append(self, token: int) -> None:
+        """See `Matcher.append`."""
+        if self.ended:
+            self.num_surplus += 1
+        elif token in self._ends:
+            self.ended = True
+        elif not self._matcher.consume_token(token):
+            raise self._error()
+        else:
+            self.ended = bool(self._matcher.is_stopped())
+            self._run = self._run[:-1] or self._new_run()
+
+    def valid(self, tokens: Sequence[int]) -> int:
+        """See `Matcher.valid`."""
+        return 0 if self.ended else int(self._matcher.validate_tokens(list(tokens)))
+
+    def forced(self) -> list[int]:
+        """See `Matcher.forced`."""
+        return [] if self.ended else self._run[::-1]
+
+    def mask(self, supposed: Sequence[int] = ()) -> NDArray[np.int32]:
+        """See `Matcher.mask`."""
+        matcher, run, words, taken = self._matcher, self._run, self._words, 0
+        for token in supposed:
+            if self.ended or not matcher.try_consume_tokens([token]):
+                break
+            taken += 1
+            run = run[:-1] or self._new_run()
+        if self.ended or taken < len(supposed) or matcher.is_stopped():
+            words.fill(ANYTHING)
+        elif run:
+            words.fill(0)
+            if run[-1] not in self._ends:
+                self._view[run[-1] // 32] = _bit(run[-1])
+        else:
+            matcher.unsafe_compute_mask_ptr(self._address, words.nbytes)
+            view = self._view
+            may_end = view[self._stop] & self._stop_bit
+            for word, bit in self._stop_bits:
+                view[word] = view[word] | bit if may_end else view[word] & ~bit
+        if matcher.is_error():
+            raise self._error()
+        if taken:
+            matcher.rollback(taken)
+        return words
+
+    def _new_run(self) -> list[int]:
+        """Return the tokens of the text that is forced here, the last one first."""
+        forced: list[int] = self._matcher.compute_ff_tokens()
+        return forced[::-1]
+
+    def _error(self) -> ParamError:
+        return ParamError(FIELD, f"the grammar cannot go on: {brief(self._matcher.get_error())}")
+
+
+def _bit(token: int) -> int:
+    """Of a token in its word of a mask, as an int32."""
+    return (1 << token % 32) - ((token % 32 == 31) << 32)
+
+
+class BuiltGrammars(Grammars):
+    """Builds the grammars of an engine and keeps the last ones; for any thread.
+
+    Args:
+        load: loads the model's tokenizer, None if it has none; called for the first grammar.
+        vocab_size: rows of the model's head.
+    """
+
+    def __init__(self, load: Callable[[], Tokenizer | None], vocab_size: int) -> None:
+        self._load = load
+        self._vocab_size = vocab_size
+        self._loading = threading.Lock()
+        self._vocabulary: Vocabulary | None = None
+        self._lock = threading.Lock()  # of what follows; held for a moment only
+        self._built: OrderedDict[str, Any] = OrderedDict()  # by grammar, the oldest first
+        self._built_bytes = 0
+        self._builder: ThreadPoolExecutor | None = None
+
+    def begin(self, constraint: Constraint) -> Future[object]:
+        """See `Grammars.begin`."""
+        with self._lock:
+            if (built := self._built.get(constraint.source)) is not None:
+                done: Future[object] = Future()
+                done.set_result(built)
+                return done
+            if self._builder is None:
+                self._builder = _builder()
+            return self._builder.submit(self._start, constraint.source)
+
+    def matcher(
+        self, constraint: Constraint, stop_ids: Sequence[int], output: Sequence[int] = ()
+    ) -> Matcher:
+        """See `Grammars.matcher`."""
+        start = self._start(constraint.source)
+        return GrammarMatcher(start, self._known_vocabulary().stop, stop_ids, output)
+
+    def _start(self, grammar: str) -> Any:
+        """Return llguidance's matcher at the start of a grammar."""
+        with self._lock:
+            start = self._built.get(grammar)
+            if start is not None:
+                self._built.move_to_end(grammar)
+                return start
+        start = self._known_vocabulary().build(grammar)
+        with self._lock:
+            if grammar not in self._built:
+                self._built[grammar] = start
+                self._built_bytes += _size(grammar)
+            while self._built_bytes > MAX_BUILT_BYTES:
+                self._built_bytes -= _size(self._built.popitem(last=False)[0])
+        return start
+
+    def _known_vocabulary(self) -> Vocabulary:
+        with self._loading:
+            if self._vocabulary is None:
+                tokenizer = self._load()
+                if tokenizer is None:
+                    raise ParamError(FIELD, "needs a tokenizer, and this model has none")
+                self._vocabulary = Vocabulary(
+                    Tokens.of(tokenizer, self._vocab_size),
+                    lambda text: tokenizer.encode(text, add_special_tokens=False),
+                )
+            return self._vocabulary
+
+
+def _size(grammar: str) -> int:
+    """Estimate the bytes of a grammar that is built."""
+    return BYTES_OF_EACH + BYTES_OF_CHARACTER * len(grammar)
+
+
+def _builder() -> ThreadPoolExecutor:
+    """Return an executor of one thread with a large stack."""
+    before = threading.stack_size(STACK_BYTES)
+    try:
+        pool = ThreadPoolExecutor(1, thread_name_prefix="kvik-grammar")
+        pool.submit(int).result()
+    finally:
+        threading.stack_size(before)
+    return pool

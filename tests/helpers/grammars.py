@@ -1,0 +1,49 @@
+"""BuiltGrammars over a vocabulary of single bytes: whether a text is allowed, byte by byte."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from kvik.core.structured import Constraint, Structure
+from kvik.text.grammar import Tokens, Vocabulary, translate
+from kvik.text.matcher import GrammarMatcher
+
+BYTES = 256
+STOP = BYTES  # ends an answer
+UNKNOWN = BYTES + 1  # has no text
+
+
+@cache
+def byte_vocabulary() -> Vocabulary:
+    """Each byte, a token that ends an answer, and one without a text."""
+    return Vocabulary(Tokens([*(bytes([i]) for i in range(BYTES)), b"\xff<end>", b""], [STOP]))
+
+
+def structure(value: object) -> Constraint:
+    """As a request has it."""
+    return Structure().checked(value)
+
+
+def matcher(value: object, output: bytes = b"") -> GrammarMatcher:
+    """At the start of a constraint, or behind a part of an answer."""
+    vocabulary = byte_vocabulary()
+    grammar, _ = translate(structure(value), vocabulary)
+    return GrammarMatcher(vocabulary.build(grammar), vocabulary.stop, [STOP], output)
+
+
+def allowed(one: GrammarMatcher, supposed: bytes = b"") -> set[int]:
+    """The tokens that may come next."""
+    words = one.mask(list(supposed))
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+    return set(np.flatnonzero(bits[: UNKNOWN + 1]).tolist())
+
+
+def accepts(one: GrammarMatcher, text: str) -> bool:
+    """Whether an answer may be this text."""
+    for byte in text.encode():
+        if one.ended or byte not in allowed(one):
+            return False
+        one.append(byte)
+    return one.ended or STOP in allowed(one)

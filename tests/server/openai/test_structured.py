@@ -1,0 +1,181 @@
+"""Answers that satisfy a schema, a regular expression or a grammar, over both routes."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from itertools import pairwise
+from typing import Any, Literal
+
+import httpx2
+import openai
+import pytest
+from helpers.story_site import Site
+from jsonschema import validate
+from pydantic import BaseModel
+
+POINT = {
+    "type": "object",
+    "properties": {
+        "x": {"type": "integer", "minimum": 0, "maximum": 999},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+    },
+    "required": ["x", "tags"],
+    "additionalProperties": False,
+}
+WARM = {"temperature": 1.2, "seed": 7, "max_tokens": 200}
+MANY = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(5000)}}
+
+
+class Verdict(BaseModel):
+    sure: bool
+    grade: Literal["a", "b"] | None
+
+
+def complete(http: httpx2.Client, **body: Any) -> httpx2.Response:
+    return http.post("/v1/completions", json={"prompt": "Once", **WARM, **body})
+
+
+# What a request says, and whether a text satisfies it.
+WAYS: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": {"type": "json_object"}}, r"\{.*"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": 5}}}}, "5"),
+    ({"response_format": {"type": "json_object", "schema": {"const": "é"}}}, '"é"'),
+    ({"structured_outputs": {"regex": "[a-c]{3}"}}, "[a-c]{3}"),
+    ({"structured": {"choice": ["yes", "no"]}}, "yes|no"),
+    ({"guided_json": {"enum": ["a", "b"]}}, '"[ab]"'),
+    ({"guided_json": '{"enum": ["a", "b"]}'}, '"[ab]"'),
+    ({"guided_json_object": True}, r"\{.*"),
+    ({"guided_regex": "[0-9]{4}"}, "[0-9]{4}"),
+    ({"guided_choice": ["left", "right"]}, "left|right"),
+    ({"guided_grammar": 'start: "(" /[xy]/ ")"'}, r"\([xy]\)"),
+    ({"json_schema": {"type": "boolean"}}, "true|false"),
+    ({"regex": "(ab)+c"}, "(ab)+c"),
+    ({"ebnf": 'root ::= "p" | "q"'}, "p|q"),
+    ({"grammar": 'root ::= "p" | "q"'}, "p|q"),
+    ({"grammar": {"type": "regex", "value": "z{2}"}}, "zz"),
+    ({"grammar": {"type": "json", "value": {"type": "null"}}}, "null"),
+]
+
+
+@pytest.mark.parametrize(("body", "pattern"), WAYS, ids=lambda one: str(one)[:50])
+def test_every_way_to_say_it(http: httpx2.Client, body: dict[str, Any], pattern: str) -> None:
+    answer = complete(http, **body)
+    assert answer.status_code == 200, answer.text
+    assert "x-kvik-ignored-fields" not in answer.headers
+    (choice,) = answer.json()["choices"]
+    if choice["finish_reason"] == "stop":
+        assert re.fullmatch(pattern, choice["text"], re.DOTALL)
+    else:
+        assert choice["text"].startswith("{")
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"n": 4},
+        {"logprobs": 2},
+        {"min_tokens": 150, "ignore_eos": True},
+        {"presence_penalty": 2.0, "frequency_penalty": 2.0, "repetition_penalty": 2.0},
+        {"logit_bias": {str(i): 5.0 for i in range(5, 60)}},
+        {"top_k": 1, "min_p": 0.9},
+        {"bad_words": ["a"], "dry_multiplier": 1.0},
+        {"stream": True},
+        {"prompt_logprobs": 0},
+    ],
+    ids=str,
+)
+def test_a_schema_holds_whatever_else_is_asked(http: httpx2.Client, others: dict[str, Any]) -> None:
+    for seed in range(3):
+        answer = complete(http, guided_json=POINT, **{**others, "seed": seed})
+        assert answer.status_code == 200, answer.text
+        if others.get("stream"):
+            events = [line[6:] for line in answer.text.split("\n\n") if "{" in line]
+            chunks = [one for event in events for one in json.loads(event)["choices"]]
+            choices = [{**chunks[-1], "text": "".join(one["text"] for one in chunks)}]
+        else:
+            choices = answer.json()["choices"]
+        for choice in choices:
+            assert choice["finish_reason"] == "stop"
+            validate(json.loads(choice["text"]), POINT)
+            if "logprobs" in others:
+                assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+
+
+def test_a_stop_string_or_the_limit_may_cut_it(http: httpx2.Client) -> None:
+    cut = complete(http, guided_json=POINT, stop=["tags"]).json()["choices"][0]
+    assert cut["finish_reason"] == "stop" and cut["text"].endswith('"')
+    short = complete(http, guided_json=POINT, max_tokens=2).json()["choices"][0]
+    assert short["finish_reason"] == "length"
+
+
+def test_the_client_parses_into_a_model(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model="stories",
+        messages=[{"role": "user", "content": "Is it?"}],
+        response_format=Verdict,
+        max_tokens=100,
+        seed=3,
+    )
+    parsed = answer.choices[0].message.parsed
+    assert isinstance(parsed, Verdict)
+    with client.chat.completions.stream(
+        model="stories",
+        messages=[{"role": "user", "content": "Is it?"}],
+        response_format=Verdict,
+        max_tokens=100,
+        seed=3,
+    ) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == parsed
+
+
+def test_what_is_not_enforced_is_told(http: httpx2.Client) -> None:
+    schema = {"type": "object", "properties": {"é": {"not": {}}, "b": {"format": "iri"}}}
+    for stream in (False, True):
+        answer = complete(http, guided_json=schema, stream=stream)
+        told = answer.headers["kvik-unenforced"]
+        assert told == r"not at /properties/\xe9; format iri at /properties/b"
+    assert "kvik-unenforced" not in complete(http, guided_json=POINT).headers
+
+
+def test_two_fields_contradict_each_other(http: httpx2.Client) -> None:
+    answer = complete(http, guided_regex="a", guided_choice=["a"])
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("guided_choice: contradicts guided_regex")
+
+
+def test_a_text_that_nothing_can_continue_ends_with_an_error(http: httpx2.Client) -> None:
+    """The grammar wants a letter, and the caller allows a digit alone."""
+    answer = complete(http, guided_regex="[a-z]+", allowed_token_ids=[0])
+    assert answer.status_code == 500
+    assert complete(http, guided_regex="[a-z]{3}").status_code == 200
+
+
+def test_hostile_constraints_delay_nobody(http: httpx2.Client, site: Site) -> None:
+    seen: list[float] = []
+
+    def read() -> None:
+        body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        with httpx2.Client(base_url=site.url, timeout=60) as other:
+            for _ in range(3):
+                with other.stream("POST", "/v1/completions", json=body) as answer:
+                    for _ in answer.iter_lines():
+                        seen.append(time.monotonic())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    while not seen:
+        time.sleep(0.01)
+    for body in ({"guided_json": MANY}, {"guided_regex": "(a{1,1000}){1,1000}"}):
+        started = time.monotonic()
+        answer = complete(http, **body)
+        assert answer.status_code == 400, answer.text[:200]
+        assert answer.json()["error"]["param"] in ("guided_json", "structured")
+        assert time.monotonic() - started < 5.0
+    answer = complete(http, guided_json=MANY)  # is remembered
+    assert answer.json()["error"]["code"] == "schema_too_complex"
+    reader.join(60)
+    gaps = [later - earlier for earlier, later in pairwise(seen)]
+    assert len(seen) > 1000 and max(gaps) < 2.0

@@ -1,0 +1,130 @@
+"""Structured texts of `LLM`: they satisfy what was asked, whatever else the engine does."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from helpers.schemas import drawn_schema
+from jsonschema import Draft202012Validator
+from pydantic import BaseModel, Field
+
+from kvik import LLM, SamplingParams
+from kvik.core.structured import Choice, JsonSchema, Regex
+from kvik.errors import ParamError
+
+PROMPTS = ["Once upon a time", "The fox", "A list:"]
+
+
+class Animal(BaseModel):
+    name: str = Field(max_length=20)
+    legs: int = Field(ge=0, le=8)
+    wild: bool
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(device="cpu", threads=1, max_model_len=512, max_num_seqs=16) as made:
+        yield made
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.full)])
+def test_what_is_drawn_satisfies_its_schema(llm: LLM, count: int) -> None:
+    """At a temperature at which the model wanders."""
+    dice = random.Random(count)
+    schemas = [drawn_schema(dice) for _ in range(count)]
+    params = [
+        SamplingParams(temperature=1.2, seed=i, max_tokens=400, structured=JsonSchema(schema))
+        for i, schema in enumerate(schemas)
+    ]
+    ended = 0
+    for schema, output in zip(schemas, llm.generate(["Once"] * count, params), strict=True):
+        (completion,) = output.outputs
+        assert completion.error is None
+        if completion.finish_reason == "stop":
+            ended += 1
+            value = json.loads(completion.text)
+            assert Draft202012Validator(schema).is_valid(value), (schema, completion.text)
+            if not re.search(r"[\\.]|-0", completion.text):  # which have several spellings
+                assert completion.text == json.dumps(value, ensure_ascii=False)
+    assert ended > 0.9 * count
+
+
+def test_a_pydantic_model_is_a_schema(llm: LLM) -> None:
+    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=200, seed=1), schema=Animal)
+    animals = [Animal.model_validate_json(output.outputs[0].text) for output in outputs]
+    assert len(animals) == len(PROMPTS)
+    (chat,) = llm.chat([{"role": "user", "content": "Which?"}], schema=Animal)
+    assert Animal.model_validate_json(chat.outputs[0].text)
+    with pytest.raises(ParamError, match=r"schema: contradicts params\.structured"):
+        llm.generate("a", SamplingParams(structured=Regex("a")), schema=Animal)
+    with pytest.raises(ParamError, match="schema: a JSON Schema is an object"):
+        llm.generate("a", schema=5)
+
+
+def test_free_texts_of_the_same_batch_are_what_they_are_alone(llm: LLM) -> None:
+    free = SamplingParams(temperature=0.8, seed=5, max_tokens=30)
+    held = free.with_changes(structured=Regex("[a-z ]{40,60}"))
+    alone = [llm.generate(prompt, free)[0].outputs[0].token_ids for prompt in PROMPTS]
+    mixed = llm.generate([*PROMPTS, *PROMPTS], [free] * 3 + [held] * 3)
+    assert [output.outputs[0].token_ids for output in mixed[:3]] == alone
+
+
+def test_a_stream_is_the_whole_text(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=200, seed=3, structured=JsonSchema(Animal))
+    with llm.stream("Once", params) as stream:
+        text = "".join(delta.text for delta in stream)
+    assert stream.output is not None
+    assert text == stream.output.outputs[0].text
+    assert Animal.model_validate_json(text)
+    assert stream.output.outputs[0].finish_reason == "stop"
+
+
+def test_siblings_draw_for_themselves(llm: LLM) -> None:
+    params = SamplingParams(n=8, temperature=2.0, seed=1, structured=Choice(["a", "b", "c", "d"]))
+    (output,) = llm.generate("Choose", params)
+    texts = [completion.text for completion in output.outputs]
+    assert set(texts) <= {"a", "b", "c", "d"} and len(set(texts)) > 1
+
+
+def test_an_answer_that_is_complete_takes_no_further_step(llm: LLM) -> None:
+    (output,) = llm.generate("a", SamplingParams(structured=Regex("[xyz]"), max_tokens=50))
+    (completion,) = output.outputs
+    assert len(completion.token_ids) == 1 and completion.text in ("x", "y", "z")
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", None)
+
+
+def test_a_dead_end_is_the_error_of_one_request(llm: LLM) -> None:
+    bad = SamplingParams(structured=Regex("[a-z]+"), allowed_token_ids=(0,))
+    good = SamplingParams(structured=Regex("[a-z]{3}"))
+    first, second = llm.generate(["a", "b"], [bad, good])
+    assert first.outputs[0].finish_reason == "error" and first.outputs[0].error
+    assert second.outputs[0].finish_reason == "stop"
+
+
+def test_what_is_not_enforced_is_warned_of(llm: LLM) -> None:
+    with pytest.warns(UserWarning, match="not enforced: format iri at /"):
+        llm.generate("a", SamplingParams(max_tokens=5), schema={"format": "iri", "type": "string"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        llm.generate("a", SamplingParams(max_tokens=5), schema={"type": "string"})
+    with pytest.raises(ParamError, match=r"strict, and this cannot be enforced: format iri"):
+        strict: dict[str, Any] = {"json": {"format": "iri"}, "strict": True}
+        llm.generate("a", SamplingParams(structured=strict))
+
+
+def test_a_model_without_a_tokenizer_has_no_grammars(tmp_path: Any) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"], "vocab_size": 32, "hidden_size": 8,
+        "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "max_position_embeddings": 64,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    bare = LLM(str(tmp_path), load_format="random", device="cpu", threads=1)
+    with bare, pytest.raises(ParamError, match="structured: needs a tokenizer"):
+        bare.generate([[1, 2]], SamplingParams(structured=Regex("a")))

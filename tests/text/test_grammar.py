@@ -1,0 +1,165 @@
+"""Grammars allow what they say, byte by byte, and nothing else; `jsonschema` judges schemas."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from helpers.grammars import accepts, byte_vocabulary, matcher, structure
+from helpers.schema_values import SchemaValues
+from hypothesis import HealthCheck, given, settings
+from jsonschema import Draft202012Validator
+
+from kvik.errors import ParamError
+from kvik.text.grammar import translate
+
+POINT = {
+    "type": "object",
+    "properties": {"x": {"type": "integer"}, "y": {"type": "integer"}},
+    "required": ["x", "y"],
+    "additionalProperties": False,
+}
+# A schema, what satisfies it with properties in the order of the schema, and what does not.
+CORPUS = [
+    json.loads(line) for line in Path(__file__).with_name("schemas.jsonl").read_text().splitlines()
+]
+
+
+def written(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+@pytest.mark.parametrize("row", CORPUS, ids=[written(row["schema"])[:60] for row in CORPUS])
+def test_a_schema_allows_what_satisfies_it_alone(row: dict[str, Any]) -> None:
+    schema = row["schema"]
+    judge = Draft202012Validator(schema)
+    assert translate(structure({"json": schema, "strict": True}), byte_vocabulary())[1] == []
+    for value in row["valid"]:
+        assert judge.is_valid(value), value
+        assert accepts(matcher({"json": schema}), written(value)), value
+    for value in row["invalid"]:
+        assert "format" in schema or not judge.is_valid(value), value  # it does not judge formats
+        assert not accepts(matcher({"json": schema}), written(value)), value
+
+
+SCALARS = st.sampled_from(
+    [
+        {"type": "null"},
+        {"type": "boolean"},
+        {"type": "integer", "minimum": -50, "maximum": 5000},
+        {"type": "integer"},
+        {"type": "string", "minLength": 1, "maxLength": 6},
+        {"type": ["string"], "maxLength": 20},
+        {"enum": ["a", 7, None, 'a"b']},
+    ]
+)
+NAMES = st.sampled_from(["a", "b", "cc", 'd"'])
+
+
+def _nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    objects = st.builds(
+        lambda named, needed, more: {
+            "type": "object",
+            "properties": named,
+            "required": [name for name in named if name in needed],
+            "additionalProperties": more,
+        },
+        st.dictionaries(NAMES, inner, max_size=3),
+        st.sets(NAMES),
+        st.sampled_from([False, {"type": "boolean"}]),
+    )
+    arrays = st.builds(
+        lambda items, least: {"type": "array", "items": items, "minItems": least, "maxItems": 6},
+        inner,
+        st.integers(0, 2),
+    )
+    return objects | arrays | st.builds(lambda some: {"anyOf": some}, st.lists(inner, min_size=1))
+
+
+SCHEMAS = st.recursive(SCALARS, _nested, max_leaves=6)
+
+
+@settings(deadline=None, suppress_health_check=list(HealthCheck))
+@given(schema=SCHEMAS, other=SCHEMAS, seed=st.integers(0, 2**32))
+def test_drawn_schemas_allow_what_satisfies_them_alone(schema: Any, other: Any, seed: int) -> None:
+    judge, values = Draft202012Validator(schema), SchemaValues({}, random.Random(seed))
+    value = values.allowed(schema)  # with properties in the order of the schema
+    assert accepts(matcher({"json": schema}), written(value)) == judge.is_valid(value)
+    value = values.allowed(other)
+    if not judge.is_valid(value):
+        assert not accepts(matcher({"json": schema}), written(value))
+
+
+LAYOUTS = [
+    ('{"x": 1, "y": 2}', True, True),
+    ('{"x":1,"y":2}', False, True),
+    ('{\n  "x": 1,\n  "y": 2\n}', False, True),
+    ('{"x": 1, "y": 2} ', False, False),
+    (' {"x": 1, "y": 2}', False, False),
+    ('{"x": 1,' + 21 * " " + '"y": 2}', False, False),
+    ('{"y": 2, "x": 1}', False, False),
+    ('{"x": 1.0, "y": 2}', False, False),
+    ('{"x": 01, "y": 2}', False, False),
+]
+
+
+@pytest.mark.parametrize(("text", "usual", "spaced"), LAYOUTS)
+def test_json_is_laid_out_as_json_dumps_does(text: str, usual: bool, spaced: bool) -> None:
+    assert accepts(matcher({"json": POINT}), text) == usual
+    assert accepts(matcher({"json": POINT, "whitespace": True}), text) == spaced
+
+
+@pytest.mark.parametrize(
+    ("given_", "texts", "others"),
+    [
+        ({"regex": "[0-9]{2,3}(-[a-z]+)?"}, ["12", "123-abc"], ["1", "1234", "12-", "a12"]),
+        ({"regex": "(?i)yes|no"}, ["YES", "no"], ["yesno", ""]),
+        ({"choice": ["yes", 'a"b', "né", "ye"]}, ["yes", 'a"b', "né", "ye"], ["y", "yesye"]),
+        ({"grammar": 'start: "a" b\nb: /[0-9]/ | "(" b ")"'}, ["a1", "a((2))"], ["a", "a(2"]),
+        ({"grammar": 'root ::= "x" | "(" root ")"'}, ["x", "((x))"], ["", "(x", "()"]),
+        ({"grammar": '{"grammars": [{"lark_grammar": "start: /k/"}]}'}, ["k"], ["", "kk"]),
+        ({"json_object": True}, ["{}", '{"a": [1]}'], ["[]", "1", "{"]),
+    ],
+)  # fmt: skip
+def test_other_constraints(given_: object, texts: list[str], others: list[str]) -> None:
+    assert all(accepts(matcher(given_), text) for text in texts)
+    assert not any(accepts(matcher(given_), text) for text in others)
+
+
+@pytest.mark.parametrize(
+    ("given_", "reason"),
+    [
+        ({"regex": "(a"}, "invalid regex"),
+        ({"regex": "(?=a)b"}, "invalid regex"),
+        ({"grammar": "start: nothing"}, "nothing"),
+        ({"grammar": "{"}, "is not valid JSON"),
+        ({"grammar": "{}"}, "must have a list"),
+        ({"grammar": "start: t\nt[max_tokens=5]: /a*/"}, "may not use max_tokens"),
+        ({"grammar": 'start: t\nt[stop="x"]: /a*/'}, "may not use stop"),
+        ({"json": {"type": "nothing"}}, "nothing"),
+        ({"json": {"allOf": [{"type": "string"}, {"type": "integer"}]}}, "nsatisfiable"),
+        ({"json": {"$ref": "#/$defs/a"}}, "a"),
+        ({"json": {"$ref": "http://example.com"}}, "leads out of the schema"),
+        ({"json": {"not": {}}, "strict": True}, "strict, and this cannot be enforced: not at /"),
+        (
+            {"json": {"oneOf": [{"type": "string"}, {"maxLength": 3}]}, "strict": True},
+            "strict, and this cannot be enforced: oneOf",
+        ),
+    ],
+)
+def test_what_cannot_be_a_grammar(given_: object, reason: str) -> None:
+    with pytest.raises(ParamError, match=reason) as caught:
+        translate(structure(given_), byte_vocabulary())
+    assert caught.value.field == "structured"
+    assert "\n" not in caught.value.message and len(caught.value.message) < 500
+
+
+def test_branches_that_overlap_are_told() -> None:
+    schema = {"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}
+    _, unenforced = translate(structure({"json": schema}), byte_vocabulary())
+    assert unenforced == ["oneOf, of which several branches may hold"]
+    assert accepts(matcher({"json": schema}), '"abcd"')

@@ -1,0 +1,72 @@
+"""What of a schema is enforced, and what is named because it is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvik.text.json_schema import enforceable
+
+TEXT = {"type": "string"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "kept", "dropped"),
+    [
+        (True, {}, []),
+        (False, False, []),
+        ({"title": "T", "$comment": "c", "x": 1}, {"title": "T", "$comment": "c", "x": 1}, []),
+        ({"not": TEXT, **TEXT}, TEXT, ["not at /"]),
+        ({"x-guidance": {"max_items": 9**9}, **TEXT}, TEXT, []),
+        ({"uniqueItems": True, "type": "array"}, {"type": "array"}, ["uniqueItems at /"]),
+        ({"uniqueItems": False, "type": "array"}, {"type": "array"}, []),
+        ({"format": "date"}, {"format": "date"}, []),
+        ({"format": "iri"}, {}, ["format iri at /"]),
+        ({"pattern": "^a$"}, {"pattern": "^a$"}, []),
+        ({"pattern": r"a(?=b)"}, {}, ["pattern at /"]),
+        ({"pattern": r"(?<!a)b"}, {}, ["pattern at /"]),
+        ({"pattern": r"\bword"}, {}, ["pattern at /"]),
+        ({"pattern": r"(a)\1"}, {}, ["pattern at /"]),
+        ({"pattern": r"\\b(?:c)"}, {"pattern": r"\\b(?:c)"}, []),
+        ({"maxItems": 2.0, "minLength": 1}, {"maxItems": 2, "minLength": 1}, []),
+        ({"items": True}, {"items": True}, []),
+        ({"items": [True, {"if": TEXT}]}, {"items": [{}, {}]}, ["if at /items/1"]),
+        ({"properties": {"not": TEXT}}, {"properties": {"not": TEXT}}, []),
+        (
+            {"properties": {"a/b~": {"items": {"contains": TEXT}}}},
+            {"properties": {"a/b~": {"items": {}}}},
+            ["contains at /properties/a~1b~0/items"],
+        ),
+        (
+            {"patternProperties": {"^a": TEXT, r"\bb": TEXT}},
+            {"patternProperties": {"^a": TEXT}},
+            [r"patternProperties \bb at /"],
+        ),
+        ({"anyOf": [{"else": TEXT}, True]}, {"anyOf": [{}, {}]}, ["else at /anyOf/0"]),
+        ({"minProperties": 1}, {"minProperties": 1}, []),
+        (
+            {"properties": {"a": TEXT}, "maxProperties": 3},
+            {"properties": {"a": TEXT}},
+            ["maxProperties at /"],
+        ),
+        (
+            {"properties": {"a": TEXT}, "required": ["a"], "maxProperties": 3},
+            {"properties": {"a": TEXT}, "required": ["a"], "maxProperties": 3},
+            [],
+        ),
+        (
+            {"$ref": "#/$defs/a", "$defs": {"a": True}},
+            {"$ref": "#/$defs/a", "$defs": {"a": {}}},
+            [],
+        ),
+    ],
+)
+def test_what_cannot_be_enforced_is_named(schema: Any, kept: Any, dropped: list[str]) -> None:
+    assert enforceable(schema) == (kept, dropped)
+
+
+@pytest.mark.parametrize("ref", ["http://example.com/a", "other.json#/a", "file:///etc/passwd"])
+def test_references_do_not_lead_out(ref: str) -> None:
+    with pytest.raises(ValueError, match=r"\$ref at /items leads out of the schema"):
+        enforceable({"items": {"$ref": ref}})
