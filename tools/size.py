@@ -28,7 +28,7 @@ BUDGETS = {
     "quantize": 3200,
     "server": 7500,
     "spec": 2200,
-    "text": 1050,
+    "text": 2400,
     "training": 700,
     "worker": 7700,
     "": 1800,

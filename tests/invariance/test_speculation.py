@@ -114,10 +114,26 @@ def test_tokens_do_not_depend_on_drafts(model, expected, texts, column, drafter,
     assert drafted > 0
     if drafter == "always right" and column.siblings == 1:
         assert accepted == drafted
-    if drafter == "always wrong":  # but for siblings, of which one may happen to draw such a token
-        assert accepted < (1 if column.siblings == 1 else 0.05 * drafted)
+    if drafter == "always wrong":  # but for what a grammar forces
+        free = [o for o, s in zip(outputs, params(), strict=True) if s.structured is None]
+        assert sum(output.num_accepted_tokens for output in free) == 0
     if drafter in EVERYWHERE:
         assert 0 < accepted < drafted
+
+
+@pytest.mark.parametrize(
+    "column", [c for c in COLUMNS if c in SOME or c.name == "batch"], ids=lambda column: column.name
+)
+def test_tokens_do_not_depend_on_forced_drafts(model, expected, column):
+    """Which structured requests get, and no others."""
+    outputs = run_column(
+        with_room(column), params(column.siblings), model, dtype="float32", spec_method="forced"
+    )
+    check_tokens(outputs, expected)
+    for output, sampling in zip(outputs, params(), strict=True):
+        structured = sampling.structured is not None and model["model"] == ""
+        assert (output.num_drafted_tokens > 0) == structured
+        assert output.num_accepted_tokens == output.num_drafted_tokens
 
 
 @pytest.fixture(scope="module")

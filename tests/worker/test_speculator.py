@@ -272,3 +272,63 @@ def test_times_of_judging_and_drafting_are_measured_separately() -> None:
     assert observe(none, none) == (2.0, 4.0, 2.0)  # asked in vain
     world.propose(0, 1)
     assert observe(drafts, none, pure=False) == (2.0, 0.0, 0.0)
+
+
+class Held:
+    """A structured text of which some tokens are forced, or only some allowed."""
+
+    def __init__(self, forced: list[int], allowed: set[int]) -> None:
+        self._forced, self._allowed = forced, allowed
+
+    def forced(self) -> list[int]:
+        return self._forced
+
+    def valid(self, tokens: list[int]) -> int:
+        wrong = (i for i, token in enumerate(tokens) if token not in self._allowed)
+        return next(wrong, len(tokens))
+
+
+def structured(world: World, **held: Held) -> None:
+    """Make the texts of some slots structured: `slot0`, `slot1`, ..."""
+    by_slot = {int(name.removeprefix("slot")): one for name, one in held.items()}
+
+    def find(slots: np.ndarray) -> dict[int, Held]:
+        return {row: by_slot[slot] for row, slot in enumerate(slots.tolist()) if slot in by_slot}
+
+    world.sampling.structured = find  # type: ignore[assignment]
+
+
+def test_what_a_grammar_forces_goes_before_guesses() -> None:
+    world = World()
+    for slot in range(3):
+        world.enter(slot)
+    structured(world, slot0=Held([7, 8, 9, 10], set()), slot2=Held([], {5}))
+    world.drafter.answer = as_many_as_allowed
+    assert world.propose(0, 1, 2) == [3, 3, 2]  # of eight in all
+    assert world.table.token_ids[0, 5:8].tolist() == [7, 8, 9]
+    (rows,) = world.drafter.asked
+    assert rows.slots.tolist() == [1, 2]
+    assert rows.hidden()[:, 0].tolist() == [1, 2]
+
+
+def test_guesses_are_cut_where_they_break_the_grammar() -> None:
+    world = World()
+    world.enter(0)
+    world.enter(1)
+    structured(world, slot0=Held([], {5, 6}))
+    drawn = torch.arange(6 * VOCAB).reshape(6, VOCAB).float()
+    world.drafter.answer = lambda rows: Drafts.of([[5, 7, 6], [1, 2, 3]], probs=drawn)
+    assert world.propose(0, 1) == [1, 3]
+    assert world.table.token_ids[0, 5] == 5
+    assert world.table.token_ids[1, 5:8].tolist() == [1, 2, 3]
+
+
+def test_without_guesses_only_what_is_forced_is_drafted() -> None:
+    world = World(replace(EAGER, method="forced"))
+    world.enter(0)
+    world.enter(1)
+    structured(world, slot1=Held([4, 4], set()))
+    where = np.array([0, 1])
+    world.speculator.propose(where, lambda chosen: torch.zeros(len(chosen), 1), guesses=False)
+    assert world.speculator.num_drafts[where].tolist() == [0, 2]
+    assert not world.drafter.asked

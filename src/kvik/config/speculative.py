@@ -20,8 +20,9 @@ from kvik.spec.weights import SCHEMES
 # Engine options.
 SPECULATION_OPTIONS = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
 OFF = "off"
-# Methods with a draft model or heads; methods that look tokens up.
-MODEL_METHODS, LOOKUP_METHODS = ("draft_model", "medusa", "eagle"), ("ngram", "suffix")
+FORCED = "forced"  # only what a grammar forces, which all methods but trees draft first
+# Methods with a draft model or heads; methods that need none.
+MODEL_METHODS, LOOKUP_METHODS = ("draft_model", "medusa", "eagle"), ("ngram", "suffix", FORCED)
 TREE_METHODS = ("medusa", "eagle")
 METHODS = (*MODEL_METHODS, *LOOKUP_METHODS, OFF)
 # Facts of the options that apply to one method only.
@@ -34,6 +35,7 @@ DEFAULT_TOKENS: Mapping[str, int] = {
     "draft_model": 5,
     "ngram": 8,
     "suffix": 8,
+    FORCED: 16,
     "medusa": 16,  # nodes of its tree
     "eagle": 5,
 }

@@ -121,6 +121,8 @@ class StepFigures:
         pure: no request was reading its prompt, so the time is the decoding requests' own.
         paths: [rows, most drafts of a request], which drafts were accepted if they form a tree;
             None: the first ones.
+        guessed: [rows], whose drafts were guesses; those of the others were certain, and tell
+            nothing of later ones. None: all.
     """
 
     slots: _Ids
@@ -131,6 +133,7 @@ class StepFigures:
     asked: int
     pure: bool
     paths: NDArray[np.bool_] | None = None
+    guessed: NDArray[np.bool_] | None = None
 
 
 class DraftControl:
@@ -232,7 +235,13 @@ class DraftControl:
             paths = step.paths
             if paths is None:
                 paths = self._numbers < step.accepted[:, None]
-            self._acceptance.observe(step.slots, step.drafts, paths)
+            if step.guessed is None:
+                self._acceptance.observe(step.slots, step.drafts, paths)
+            elif step.guessed.any():
+                some = step.guessed
+                self._acceptance.observe(step.slots[some], step.drafts[some], paths[some])
+            else:
+                self._acceptance.passed()
         else:
             self._acceptance.passed()
             if step.pure:

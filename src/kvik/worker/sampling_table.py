@@ -266,9 +266,8 @@ class SamplingTable:
                     failed[i] = error
         return failed
 
-    def ended(self, slots: NDArray[np.integer]) -> dict[int, int]:
-        """Return the structured texts that are complete: row -> how many tokens were appended
-        behind the end.
+    def structured(self, slots: NDArray[np.integer]) -> dict[int, Matcher]:
+        """Return where the structured texts of some requests are, by row.
 
         Args:
             slots: [rows].
@@ -276,11 +275,17 @@ class SamplingTable:
         if not self._matchers:
             return {}
         found = ((row, self._matchers.get(slot)) for row, slot in enumerate(slots.tolist()))
-        return {
-            row: matcher.num_surplus
-            for row, matcher in found
-            if matcher is not None and matcher.ended
-        }
+        return {row: matcher for row, matcher in found if matcher is not None}
+
+    def ended(self, slots: NDArray[np.integer]) -> dict[int, int]:
+        """Return the structured texts that are complete: row -> how many tokens were appended
+        behind the end.
+
+        Args:
+            slots: [rows].
+        """
+        found = self.structured(slots)
+        return {row: matcher.num_surplus for row, matcher in found.items() if matcher.ended}
 
     def waits(self, slots: NDArray[np.integer]) -> bool:
         """Return whether the rules of any of these requests need its newest token before the
@@ -468,16 +473,12 @@ class SamplingTable:
         )
 
     def _masks(self, slots: NDArray[np.integer], supposed: Supposed) -> Masks:
-        found = [
-            (row, self._matchers[slot])
-            for row, slot in enumerate(slots.tolist())
-            if slot in self._matchers
-        ]
+        found = self.structured(slots)
         words = np.empty((len(found), self._vocab_size // 32 + 1), np.int32)
         drafts = supposed.by_row()
-        for i, (row, matcher) in enumerate(found):
+        for i, (row, matcher) in enumerate(found.items()):
             words[i] = matcher.mask(drafts.get(row, ()))
-        rows = np.array([row for row, _ in found], np.int64)
+        rows = np.array(list(found), np.int64)
         return Masks(rows=self._tensor(rows), words=upload(words, self._device))
 
     def _guessed(

@@ -8,14 +8,15 @@ are dropped then.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvik.config.speculative import ResolvedSpeculation
+from kvik.config.speculative import FORCED, ResolvedSpeculation
 from kvik.core.plan import DraftTimes, NewRequest
+from kvik.core.structured import Matcher
 from kvik.kernels.upload import upload
 from kvik.worker.adaptive import DraftControl, StepFigures
 from kvik.worker.drafters.base import Drafter, DraftRows, Drafts
@@ -60,6 +61,7 @@ class Speculator(Participant[None]):
         self._most = np.zeros(slots, np.int64)  # drafts in a step; 0: the request wants none
         self._last = np.zeros(slots, np.int64)  # place of the last token that a request may have
         self._probs: dict[int, Tensor] = {}  # by slot, [drafts, vocab]
+        self._certain = np.zeros(slots, np.bool_)  # a grammar forces the drafts of this slot
         # See `StepFigures`; the time includes that of `observe`.
         self._making, self._asked = 0.0, 0
         self._waiting = False  # some slot has drafts
@@ -107,8 +109,9 @@ class Speculator(Participant[None]):
                 due = self.control.passed(rows, seconds, pure=bool(batch.starts[-1] == rows))
             else:
                 due, step.draft_times = True, self._observe(step, seconds)
-            if due:
-                step.num_draft_tokens = self._propose(step)
+            guesses = due and self.speculation.method != FORCED
+            if guesses or self._forces(batch.slots[batch.sampling_rows]):
+                step.num_draft_tokens = self._propose(step, guesses=guesses)
         self._ended = self.clock()
 
     def _observe(self, step: RunningStep, seconds: float) -> DraftTimes:
@@ -128,8 +131,18 @@ class Speculator(Participant[None]):
             paths=None if tree is None else checked.paths(tree.drafts),
         )
 
-    def _propose(self, step: RunningStep) -> list[int]:
-        """Return how many drafts each row of the step gets for its next one."""
+    def _forces(self, slots: np.ndarray) -> bool:
+        """Whether a grammar forces the next token of any of these requests."""
+        if self.speculation.trees:  # a chain is no tree
+            return False
+        return any(matcher.forced() for matcher in self.sampling.structured(slots).values())
+
+    def _propose(self, step: RunningStep, *, guesses: bool) -> list[int]:
+        """Return how many drafts each row of the step gets for its next one.
+
+        Args:
+            guesses: also such as nothing forces.
+        """
         batch, output, checked = step.batch, step.output, step.checked
         assert output is not None
         rows = batch.sampling_rows
@@ -144,7 +157,7 @@ class Speculator(Participant[None]):
             return output.hidden.index_select(0, places)
 
         slots = batch.slots[rows]
-        self.propose(slots, hidden)
+        self.propose(slots, hidden, guesses=guesses)
         proposed = np.zeros(len(batch.slots), np.int64)
         proposed[rows] = self.num_drafts[slots]
         found: list[int] = proposed.tolist()
@@ -198,10 +211,13 @@ class Speculator(Participant[None]):
         """
         started = self.clock()
         making, asked = self._making, self._asked
+        certain = self._certain[slots]
+        guessed = ~certain if certain.any() else None
         self.control.observe(
-            StepFigures(slots, drafts, accepted, seconds, making, asked, pure, paths)
+            StepFigures(slots, drafts, accepted, seconds, making, asked, pure, paths, guessed)
         )
         self.num_drafts[slots] = 0
+        self._certain[slots] = False
         self._waiting = bool(np.count_nonzero(self.num_drafts))
         if self._probs:
             for slot in slots.tolist():
@@ -217,33 +233,57 @@ class Speculator(Participant[None]):
         right = sum(accepted.tolist()) / len(slots)
         return DraftTimes(making, making + seconds, plain * (1.0 + right))
 
-    def propose(self, slots: np.ndarray, hidden: Callable[[np.ndarray], Tensor]) -> None:
-        """Propose drafts for requests that have sampled.
+    def propose(
+        self,
+        slots: np.ndarray,
+        hidden: Callable[[np.ndarray], Tensor],
+        *,
+        guesses: bool = True,
+    ) -> None:
+        """Propose drafts for requests that have sampled: what a grammar forces, else guesses.
 
         Args:
             slots: [rows], all that go on.
             hidden: indices among `slots` -> their rows for `DraftRows.hidden`.
+            guesses: if not, only what is forced.
         """
         started = self.clock()
-        limits = self._limits(slots)
+        structured = {} if self.speculation.trees else self.sampling.structured(slots)
+        forced = {row: run for row, matcher in structured.items() if (run := matcher.forced())}
+        limits = self._limits(slots, forced, guesses=guesses)
         chosen = limits.nonzero()[0]
         if not len(chosen):
             self.control.decided(self._making + self.clock() - started)
             self._making = 0.0
             return
-        some = slots[chosen]
-        rows = DraftRows(some, limits[chosen], lambda: hidden(chosen))
-        try:
-            self._keep(rows, self.drafter.propose(rows))
-        except Exception:
-            self._complain()
+        for row in [row for row in forced if limits[row]]:
+            self._certain[slots[row]] = True
+            one = DraftRows(slots[[row]], limits[[row]], lambda: hidden(chosen[:0]))
+            self._keep(one, Drafts.of([forced[row][: limits[row]]]))
+        chosen = np.array([row for row in chosen.tolist() if row not in forced], np.int64)
+        if len(chosen):
+            rows = DraftRows(slots[chosen], limits[chosen], lambda: hidden(chosen))
+            held = {
+                i: structured[row] for i, row in enumerate(chosen.tolist()) if row in structured
+            }
+            try:
+                self._keep(rows, _cut(self.drafter.propose(rows), held))
+            except Exception:
+                self._complain()
         self._asked = max(limits.tolist())
         self._waiting = bool(np.count_nonzero(self.num_drafts))
         self._making += self.clock() - started
 
-    def _limits(self, slots: np.ndarray) -> np.ndarray:
+    def _limits(
+        self, slots: np.ndarray, forced: Mapping[int, Sequence[int]], *, guesses: bool
+    ) -> np.ndarray:
         """Return the most drafts for each slot, by the limits of the request and of the step. The
-        scheduler may leave requests with drafts for a later step, so those count as well."""
+        scheduler may leave requests with drafts for a later step, so those count as well.
+
+        Args:
+            forced: row -> tokens that will come in any case.
+            guesses: whether the other rows may get drafts.
+        """
         known = self.table.num_tokens[slots]
         limits = np.minimum(self._most[slots], self._last[slots] - known)
         if self.speculation.num_lookahead_tokens:
@@ -251,8 +291,13 @@ class Speculator(Participant[None]):
             places = self.table.num_blocks[0][slots] * self.table.block_size
             limits = np.minimum(limits, places - known + 1)
         np.maximum(limits, 0, out=limits)
-        if self.speculation.adaptive:
+        certain = {row: min(int(limits[row]), len(run)) for row, run in forced.items()}
+        if not guesses:
+            limits = np.zeros_like(limits)
+        elif self.speculation.adaptive:
             limits = self.control.limits(slots, limits)
+        for row, count in certain.items():
+            limits[row] = count
         left = self.speculation.max_draft_rows
         if self._waiting:
             left -= int(self.num_drafts.sum())
@@ -297,6 +342,7 @@ class Speculator(Participant[None]):
 
     def _forget(self, slot: int) -> None:
         self.num_drafts[slot] = 0
+        self._certain[slot] = False
         self._probs.pop(slot, None)
 
     def _complain(self) -> None:
@@ -304,6 +350,23 @@ class Speculator(Participant[None]):
         if not self._complained:
             log.warning("a drafter failed; its requests go on without drafts", exc_info=True)
         self._complained = True
+
+
+def _cut(drafts: Drafts, structured: Mapping[int, Matcher]) -> Drafts:
+    """Leave out drafts of chains from the first on that breaks a grammar.
+
+    Args:
+        structured: by row.
+    """
+    if not structured or drafts.tree is not None:
+        return drafts
+    rows = drafts.by_row()
+    counts = drafts.counts.copy()
+    for row, matcher in structured.items():
+        counts[row] = matcher.valid(rows[row])
+    kept = np.concatenate([np.arange(len(run)) < n for run, n in zip(rows, counts, strict=True)])
+    probs = None if drafts.probs is None else drafts.probs[torch.from_numpy(kept)]
+    return Drafts(counts, drafts.token_ids[kept], None, probs)
 
 
 def shared_out(limits: np.ndarray, total: int) -> np.ndarray:

@@ -77,6 +77,19 @@ class Drafts:
         return [tokens[begin:end] for begin, end in pairwise([0, *ends])]
 
 
+class NoDrafter:
+    """A `Drafter` that proposes nothing, where only forced tokens are drafts."""
+
+    def enter(self, slot: int) -> None:
+        """Do nothing."""
+
+    def leave(self, slot: int) -> None:
+        """Do nothing."""
+
+    def propose(self, rows: DraftRows) -> Drafts:
+        return Drafts.of([()] * len(rows.slots))
+
+
 class Drafter(Protocol):
     """Proposes drafts. It reads the tokens of a slot from a `RequestTable`, and uses a
     `SamplingTable` if it samples. An exception only loses the drafts of the step."""

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from kvik.config.config import ResolvedConfig
 from kvik.config.memory import SAMPLER_BYTES
-from kvik.config.speculative import ResolvedSpeculation
+from kvik.config.speculative import FORCED, ResolvedSpeculation
 from kvik.errors import ModelError
 from kvik.spec.declare import Model
 from kvik.spec.kv import group_layers
 from kvik.spec.model import DTYPE_BYTES
 from kvik.worker.draft_tree import DraftTree
-from kvik.worker.drafters.base import Drafter
+from kvik.worker.drafters.base import Drafter, NoDrafter
 from kvik.worker.drafters.draft_model import DraftModel, DraftNetwork, Vocabulary
 from kvik.worker.drafters.eagle import EagleDrafter
 from kvik.worker.drafters.heads import MedusaDrafter, load_eagle, load_medusa, tree_of
@@ -142,6 +142,7 @@ DRAFTERS: Mapping[str, Callable[[DrafterParts], Drafter]] = {
     "draft_model": _draft_model,
     "ngram": _ngram,
     "suffix": _suffix,
+    FORCED: lambda parts: NoDrafter(),
     "medusa": _medusa,
     "eagle": _eagle,
 }
