@@ -3,8 +3,8 @@
 python benchmarks/structured.py [MODEL] [--load-format random] [--quantization Q] [--rounds N]
 
 Every round runs the same batch free and with a schema of its own for each request; ratios are of
-one round. Texts are too long to end, so both make the same number of tokens. A model without a
-tokenizer (random weights) takes the bundled one.
+one round. Texts are too long to end, so both make the same number of tokens. Then a schema with
+long names is answered with and without forced tokens as drafts, and so is a free text.
 """
 
 from __future__ import annotations
@@ -36,6 +36,20 @@ def wide(i: int) -> dict[str, Any]:
     }
 
 
+STATION = {
+    "type": "object",
+    "properties": {
+        name: {"type": "string", "maxLength": 12}
+        for name in (
+            *("temperature_celsius", "relative_humidity", "wind_direction"),
+            *("observation_station", "visibility_km", "cloud_cover"),
+        )
+    },
+    "additionalProperties": False,
+}
+STATION["required"] = list(STATION["properties"])
+
+
 def rate(llm: LLM, params: list[SamplingParams]) -> float:
     started = time.perf_counter()
     outputs = llm.generate(["Once upon a time"] * len(params), params)
@@ -61,13 +75,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     arguments = parser.parse_args()
     free = SamplingParams(temperature=0.8, max_tokens=TOKENS, ignore_eos=True)
-    with LLM(
-        arguments.model,
-        load_format=arguments.load_format,
-        quantization=arguments.quantization,
-        max_model_len=512,
-        max_num_seqs=BATCH,
-    ) as llm:
+    options = {
+        "load_format": arguments.load_format,
+        "quantization": arguments.quantization,
+        "max_model_len": 512,
+        "max_num_seqs": BATCH,
+    }
+    with (
+        LLM(arguments.model, **options) as llm,
+        LLM(arguments.model, spec_method="forced", **options) as jumping,
+    ):
         held = [free.with_changes(structured=JsonSchema(schema(i)), seed=i) for i in range(BATCH)]
         plain = [free.with_changes(seed=i) for i in range(BATCH)]
         for params in (plain, held):
@@ -87,6 +104,13 @@ def main() -> None:
             known.append(first(llm, asked) - none[-1])
         print(f"first token: {shown(none)} ms; with a schema of 100 properties {shown(new)} more")
         print(f"the first time, {shown(known)} more later")
+        held_one = free.with_changes(max_tokens=200, structured=JsonSchema(STATION))
+        for name, asked in (("structured", held_one), ("free", free)):
+            ratios = []
+            for i in range(arguments.rounds + 1):
+                params = asked.with_changes(seed=i)
+                ratios.append(first(llm, params) / first(jumping, params))
+            print(f"forced drafts, {name}: {shown(ratios[1:])} times as fast")
 
 
 if __name__ == "__main__":
