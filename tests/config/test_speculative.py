@@ -41,7 +41,11 @@ def test_flags_win_over_the_object() -> None:
 @pytest.mark.parametrize(
     ("options", "field", "part"),
     [
-        ({"spec_tokens": 4}, "spec_method", "suffix, forced, off beside spec_tokens; it is not given"),
+        (
+            {"spec_tokens": 4},
+            "spec_method",
+            "forced, off beside spec_tokens; it is not given",
+        ),
         (
             {"speculative_config": {"ngram_max": 3, "model": "x"}, "spec_model": "y"},
             "spec_method",

@@ -21,7 +21,7 @@ MAX_CHOICES = 4096
 ANY_OBJECT = '{"type": "object"}'
 
 CHECKED: Final = "checked"
-ConstraintKind = Literal["json", "regex", "choice", "grammar", "checked"]
+ConstraintKind = Literal["json", "regex", "choice", "grammar", "lark", "checked"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Constraint:
         kind: of the source.
         source: a JSON Schema as JSON; a regular expression in Rust's syntax that matches the whole
             text; a JSON list of texts; or a grammar: Lark, GBNF, or llguidance's own JSON. Of a
-            checked one, llguidance's: made by the frontend, never by a caller.
+            checked one, llguidance's; of "lark" one that the frontend wrote. Callers give neither.
         strict: a schema of which a part cannot be enforced is refused; else that part is dropped.
         whitespace: JSON may have spaces and line breaks between its tokens; else it is laid out as
             `json.dumps` does.

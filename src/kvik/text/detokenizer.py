@@ -13,9 +13,10 @@ import codecs
 import json
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 from tokenizers import Tokenizer as Library
@@ -122,6 +123,7 @@ class StopStrings:
 
 
 REPLACEMENT = "\ufffd"
+NO_MARKS: Mapping[int, str] = MappingProxyType({})
 MAX_LEADING = 8  # tokens without text after which a text counts as begun
 MAX_CHAR_BYTES = 4
 MAX_REASON = 200  # characters of the library's message in an error
@@ -214,10 +216,20 @@ class Detokenizer:
     """
 
     def __init__(
-        self, texts: TokenTexts, prompt_ids: Sequence[int], skipped: AbstractSet[int]
+        self,
+        texts: TokenTexts,
+        prompt_ids: Sequence[int],
+        skipped: AbstractSet[int],
+        marks: Mapping[int, str] = NO_MARKS,
     ) -> None:
+        """
+        Args:
+            skipped: tokens that are left out.
+            marks: what is written for some tokens, skipped or not.
+        """
         self._texts = texts
         self._skipped = skipped
+        self._marks = marks
         self._partial = b""  # start of a character, at most three bytes
         last = list(self._last_shown(prompt_ids))
         begun = len(last) == MAX_LEADING or texts.decode(last) != ""
@@ -229,12 +241,17 @@ class Detokenizer:
 
     def push(self, ids: Sequence[int]) -> str:
         """Return the text that is final with these tokens."""
-        if self._leading is None and not self._partial and self._skipped.isdisjoint(ids):
+        usual = not self._partial and self._skipped.isdisjoint(ids)
+        if usual and self._leading is None and self._marks.keys().isdisjoint(ids):
             text = self._texts.join(ids)
             if text is not None:  # the usual case
                 return text
         out: list[str] = []
         for token in ids:
+            if token in self._marks:
+                self._leading = None
+                out.append(self.flush() + self._marks[token])
+                continue
             if token in self._skipped:
                 continue
             piece = self._texts.of(token)

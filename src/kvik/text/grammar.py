@@ -71,7 +71,8 @@ class Tokens:
         Args:
             vocab_size: rows of the model's head, some of which may have no token.
         """
-        special = sorted(i for i in tokenizer.special_ids if i < vocab_size)
+        markup = {*tokenizer.special_ids, *tokenizer.markup_ids.values()}
+        special = sorted(i for i in markup if i < vocab_size)
         texts = [tokenizer.token_bytes(i) for i in range(vocab_size)]
         for i in special:
             texts[i] = b"\xff" + tokenizer.token(i).encode()  # no text has the byte 255
@@ -171,6 +172,8 @@ def translate(constraint: Constraint, vocabulary: Vocabulary) -> tuple[str, list
         elif constraint.kind == "choice":
             options = " | ".join(map(json.dumps, json.loads(source)))
             grammar = library().LLMatcher.grammar_from_lark(f"start: {options}")
+        elif constraint.kind == "lark":
+            grammar = library().LLMatcher.grammar_from_lark(source)
         else:
             grammar = _of_text(source)
     except RecursionError:

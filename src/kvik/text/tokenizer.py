@@ -8,6 +8,7 @@ template. Text is decoded as it was encoded: spaces before punctuation stay.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from kvik.errors import ConfigError, ModelError, ParamError, shown
 from kvik.files import regular
 from kvik.text.detokenizer import (
     MAX_REASON,
+    NO_MARKS,
     REPLACEMENT,
     Detokenizer,
     TokenTexts,
@@ -27,6 +29,7 @@ from kvik.text.detokenizer import (
 MAX_TOKENIZER_BYTES = 128 << 20  # the largest public ones have about 35 MB
 MAX_CONFIG_BYTES = 16 << 20
 MAX_TEMPLATE_BYTES = 1 << 20
+_MARKUP = re.compile(r"<[^\s<>]+>|\[/?[A-Z_]+\]")
 BRIEF_CHARS = 2048  # encoded in about a millisecond
 
 
@@ -53,6 +56,12 @@ class Tokenizer:
             [token for token, content in added.items() if content.special]
             + [token for token in named if token is not None]
         )
+        # Tokens of their own that no other tokens spell: special ones, and others of markup.
+        self.markup_ids: Mapping[str, int] = {
+            content.content: token
+            for token, content in added.items()
+            if token in self.special_ids or _MARKUP.fullmatch(content.content)
+        }
         self.vocab_size: int = max([library.get_vocab_size() - 1, *added]) + 1
 
     @classmethod
@@ -138,11 +147,18 @@ class Tokenizer:
         return piece if isinstance(piece, bytes) else piece.encode()
 
     def new_stream(
-        self, prompt_ids: Sequence[int], skip_special_tokens: bool = True
+        self,
+        prompt_ids: Sequence[int],
+        skip_special_tokens: bool = True,
+        marks: Mapping[int, str] = NO_MARKS,
     ) -> Detokenizer:
-        """Incremental decoding of what follows `prompt_ids`."""
+        """Incremental decoding of what follows `prompt_ids`.
+
+        Args:
+            marks: what is written for some tokens, skipped or not.
+        """
         skipped = self.special_ids if skip_special_tokens else frozenset[int]()
-        return Detokenizer(self._pieces, prompt_ids, skipped)
+        return Detokenizer(self._pieces, prompt_ids, skipped, marks)
 
 
 def _why_missing(folder: Path) -> str:

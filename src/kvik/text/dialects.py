@@ -1,0 +1,292 @@
+# ruff: noqa: RUF001 (markers of models have such characters)
+"""How models write tool calls: one value for each format, of which come a grammar
+(`tool_grammar.py`) and a parser (`tool_calls.py`).
+
+A call is written as a pattern: literal text around `{name}`, `{arguments}` and perhaps `{id}`.
+Arguments are a JSON object, or one `parameter` pattern for each with `{key}` and `{value}` (strings
+as they are, all else as JSON), or Python's keyword arguments. Markers that are tokens of their own
+count as these tokens alone: text that only spells them is text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from kvik.text.tokenizer import Tokenizer
+
+PLACES = ("name", "arguments", "id", "key", "value")
+PLACE = re.compile(r"\{(" + "|".join(PLACES) + r")\}")
+# Characters that are none, which stand for markers in decoded text.
+FIRST_MARK, MAX_MARKS = 0xFDD0, 32
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """A format of tool calls.
+
+    Attributes:
+        markers: what a template that writes it contains, all of them.
+        call: the pattern of a call.
+        begin, between, end: around the calls of an answer.
+        parameter: the pattern of one argument; "": arguments are a JSON object.
+        pythonic: arguments are Python's keyword arguments.
+        bare: calls are all of an answer: nothing but its beginning tells them from text.
+        id: pattern of an id as regular expression, where a call has one.
+        call_id: an id as clients see it, of `{name}` and `{id}`; "": a random one.
+        short_ids: random ids have nine letters and digits.
+        several: an answer may have several calls.
+    """
+
+    name: str
+    markers: tuple[str, ...]
+    call: str
+    begin: str = ""
+    between: str = ""
+    end: str = ""
+    parameter: str = ""
+    pythonic: bool = False
+    bare: bool = False
+    id: str = "[a-zA-Z0-9]{9}"
+    call_id: str = ""
+    short_ids: bool = False
+    several: bool = True
+
+
+_OBJECT = '{"name": "{name}", "arguments": {arguments}}'
+
+# The first whose markers a template has is its format, so special ones stand before general ones.
+DIALECTS = (
+    Dialect(
+        "kimi",
+        ("<|tool_calls_section_begin|>",),
+        "<|tool_call_begin|>functions.{name}:{id}<|tool_call_argument_begin|>{arguments}"
+        "<|tool_call_end|>",
+        begin="<|tool_calls_section_begin|>",
+        end="<|tool_calls_section_end|>",
+        id="[0-9]{1,3}",
+        call_id="functions.{name}:{id}",
+    ),
+    Dialect(
+        "deepseek-v3",
+        ("<｜tool▁calls▁begin｜>", "```json"),
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```"
+        "<｜tool▁call▁end｜>",
+        begin="<｜tool▁calls▁begin｜>",
+        between="\n",
+        end="<｜tool▁calls▁end｜>",
+    ),
+    Dialect(
+        "deepseek-v3.1",
+        ("<｜tool▁calls▁begin｜>",),
+        "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>",
+        begin="<｜tool▁calls▁begin｜>",
+        end="<｜tool▁calls▁end｜>",
+    ),
+    Dialect(
+        "mistral-named-id",
+        ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+        "[TOOL_CALLS]{name}[CALL_ID]{id}[ARGS]{arguments}",
+        short_ids=True,
+    ),
+    Dialect(
+        "mistral-named",
+        ("[TOOL_CALLS]", "[ARGS]"),
+        "[TOOL_CALLS]{name}[ARGS]{arguments}",
+        short_ids=True,
+    ),
+    Dialect(
+        "mistral-array",
+        ("[TOOL_CALLS]",),
+        '{"name": "{name}", "arguments": {arguments}, "id": "{id}"}',
+        begin="[TOOL_CALLS][",
+        between=", ",
+        end="]",
+        short_ids=True,
+    ),
+    Dialect(
+        "minimax",
+        ("<minimax:tool_call>", "<invoke name="),
+        '<invoke name="{name}">\n{arguments}</invoke>\n',
+        begin="<minimax:tool_call>\n",
+        end="</minimax:tool_call>",
+        parameter='<parameter name="{key}">{value}</parameter>\n',
+    ),
+    Dialect(
+        "seed",
+        ("<seed:tool_call>",),
+        "<seed:tool_call>\n<function={name}>\n{arguments}</function>\n</seed:tool_call>",
+        between="\n",
+        parameter="<parameter={key}>{value}</parameter>\n",
+    ),
+    Dialect(
+        "qwen-coder",
+        ("<tool_call>", "<function=", "<parameter="),
+        "<tool_call>\n<function={name}>\n{arguments}</function>\n</tool_call>",
+        between="\n",
+        parameter="<parameter={key}>\n{value}\n</parameter>\n",
+    ),
+    Dialect(
+        "glm",
+        ("<tool_call>", "<arg_key>", "<arg_value>", "</arg_key>\n"),
+        "<tool_call>{name}\n{arguments}</tool_call>",
+        between="\n",
+        parameter="<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
+    ),
+    Dialect(
+        "glm-4.7",
+        ("<tool_call>", "<arg_key>", "<arg_value>"),
+        "<tool_call>{name}{arguments}</tool_call>",
+        parameter="<arg_key>{key}</arg_key><arg_value>{value}</arg_value>",
+    ),
+    Dialect(
+        "cohere",
+        ("<|START_ACTION|>", "tool_name"),
+        '{"tool_call_id": "{id}", "tool_name": "{name}", "parameters": {arguments}}',
+        begin="<|START_ACTION|>[\n    ",
+        between=",\n    ",
+        end="\n]<|END_ACTION|>",
+        id="[0-9]{1,3}",
+    ),
+    Dialect(
+        "phi-4",
+        ("<|tool_call|>", "<|/tool_call|>"),
+        _OBJECT,
+        begin="<|tool_call|>[",
+        between=", ",
+        end="]<|/tool_call|>",
+    ),
+    Dialect(
+        "granite",
+        ("<|tool_call|>",),
+        _OBJECT,
+        begin="<|tool_call|>[",
+        between=", ",
+        end="]",
+    ),
+    Dialect(
+        "apriel",
+        ("<tool_calls>",),
+        _OBJECT,
+        begin="<tool_calls>[",
+        between=", ",
+        end="]</tool_calls>",
+    ),
+    Dialect(
+        "hermes",
+        ("<tool_call>",),
+        f"<tool_call>\n{_OBJECT}\n</tool_call>",
+        between="\n",
+    ),
+    Dialect(
+        "pythonic-tokens",
+        ("<|tool_list_start|>",),
+        "{name}({arguments})",
+        begin="<|tool_call_start|>[",
+        between=", ",
+        end="]<|tool_call_end|>",
+        pythonic=True,
+    ),
+    Dialect(
+        "apertus",
+        ("<|tools_prefix|>",),
+        '{"{name}": {arguments}}',
+        begin="<|tools_prefix|>[",
+        between=", ",
+        end="]<|tools_suffix|>",
+    ),
+    Dialect(
+        "gigachat",
+        ("<|function_call|>",),
+        f"<|function_call|>{_OBJECT}",
+        several=False,
+    ),
+    Dialect(
+        "functionary", ("<function=", "</function>"), "<function={name}>{arguments}</function>"
+    ),
+    Dialect(
+        "llama3",
+        ("dictionary of argument name and its value",),
+        '{"name": "{name}", "parameters": {arguments}}',
+        bare=True,
+        several=False,
+    ),
+    Dialect(
+        "pythonic",
+        ("[func_name1(",),
+        "{name}({arguments})",
+        begin="[",
+        between=", ",
+        end="]",
+        pythonic=True,
+        bare=True,
+    ),
+)
+BY_NAME: Mapping[str, Dialect] = {one.name: one for one in DIALECTS}
+
+
+def dialect_of(template: str) -> Dialect | None:
+    """Return the format in which a chat template writes tool calls; None: it knows none."""
+    return next((d for d in DIALECTS if all(marker in template for marker in d.markers)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """A dialect over the tokens of a model.
+
+    Attributes:
+        ids: the token of each marker that is one.
+        others: special tokens that a text may have between calls.
+    """
+
+    dialect: Dialect
+    ids: Mapping[str, int]
+    others: tuple[int, ...]
+
+    @classmethod
+    def of(cls, dialect: Dialect, tokenizer: Tokenizer) -> ToolFormat:
+        patterns = (dialect.begin, dialect.call, dialect.between, dialect.end, dialect.parameter)
+        markup = tokenizer.markup_ids
+        ids = {text: i for text, i in markup.items() if any(text in one for one in patterns)}
+        eos = tokenizer.library.token_to_id(tokenizer.eos_token) if tokenizer.eos_token else None
+        used = {*ids.values(), eos}
+        others = sorted({*markup.values(), *tokenizer.special_ids} - used)
+        return cls(dialect, dict(list(ids.items())[:MAX_MARKS]), tuple(others))
+
+    @property
+    def marks(self) -> dict[int, str]:
+        """What stands for each marker token in decoded text."""
+        return {token: chr(FIRST_MARK + n) for n, token in enumerate(self.ids.values())}
+
+    def marked(self, text: str) -> str:
+        """Return a text with its markers as they stand in decoded text."""
+        marks = self.marks
+        return "".join(marks[p] if isinstance(p, int) else p for p in self.pieces(text))
+
+    def unmarked(self, text: str) -> str:
+        """Return a decoded text with its markers as they are written."""
+        if not any(FIRST_MARK <= ord(char) < FIRST_MARK + MAX_MARKS for char in text):
+            return text
+        for marker, token in self.ids.items():
+            text = text.replace(self.marks[token], marker)
+        return text
+
+    def pieces(self, text: str) -> Iterator[str | int]:
+        """Split a text into tokens of markers, and what stands between them."""
+        if not self.ids:
+            yield text
+            return
+        longest = sorted(self.ids, key=len, reverse=True)
+        for part in re.split(f"({'|'.join(map(re.escape, longest))})", text):
+            if part:
+                yield self.ids.get(part, part)
+
+    @property
+    def opener(self) -> str:
+        """What begins the calls of an answer: a marker that is a token, or a text."""
+        begin = self.dialect.begin or PLACE.split(self.dialect.call)[0]
+        first = next(self.pieces(begin))
+        if isinstance(first, str):
+            return begin
+        return next(marker for marker, token in self.ids.items() if token == first)

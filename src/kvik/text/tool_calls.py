@@ -1,0 +1,359 @@
+"""Reads tool calls out of an answer, as its text comes.
+
+The parser follows the pattern of the dialect. What it hands out is certain: it keeps back what may
+still become a marker. What does not fit the pattern is text, never an error.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import secrets
+import string
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+
+from kvik.text.dialects import PLACE, ToolFormat
+from kvik.text.tool_grammar import Tool, is_text
+
+Steps = Generator[None, None, bool]  # goes on when there is more text; whether it fitted
+
+
+@dataclass(slots=True)
+class ToolDelta:
+    """Text, or a part of a call: its id and name come first, then its arguments in pieces.
+
+    Attributes:
+        index: of the call in its answer.
+        arguments: of a JSON object.
+    """
+
+    text: str = ""
+    index: int = -1
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+class ToolCallParser:
+    """Of one answer. `push` and `close` return what became certain.
+
+    Attributes:
+        num_calls: that have begun.
+    """
+
+    def __init__(self, form: ToolFormat, tools: Mapping[str, Tool]) -> None:
+        self._form = form
+        self._tools = tools
+        dialect = form.dialect
+        self._opener, self._begin = form.marked(form.opener), form.marked(dialect.begin)
+        self._call = PLACE.split(form.marked(dialect.call))
+        self._between, self._end = form.marked(dialect.between), form.marked(dialect.end)
+        self._parameter = PLACE.split(form.marked(dialect.parameter))[::2]
+        self.num_calls = 0
+        self._text = ""  # that is not taken yet
+        self._at = 0  # up to where it is read
+        self._space = ""  # before calls, which is left out if they are some
+        self._closed = False
+        self._found: list[ToolDelta] = []
+        self._steps = self._answer()
+
+    def push(self, text: str) -> list[ToolDelta]:
+        self._text += text
+        return self._go_on()
+
+    def close(self) -> list[ToolDelta]:
+        """The answer has ended."""
+        self._closed = True
+        return self._go_on()
+
+    def _go_on(self) -> list[ToolDelta]:
+        next(self._steps, None)
+        found, self._found = self._found, []
+        return found
+
+    # -- text ------------------------------------------------------------------------------------
+
+    def _answer(self) -> Steps:
+        if self._form.dialect.bare:
+            yield from self._skip_space()
+            if not (yield from self._literal(self._opener)):
+                self._at = 0
+                yield from self._all_text()
+                return True
+            self._at = 0
+            yield from self._skip_space()
+            yield from self._calls()
+        while (yield from self._until_opener()):
+            yield from self._calls()
+        return True
+
+    def _until_opener(self) -> Steps:
+        """Hand out text up to the opener, without white space before that; whether there is one."""
+        while True:
+            place = self._text.find(self._opener)
+            if place >= 0:
+                before = self._text[:place].rstrip()
+                self._say(before)
+                self._space = self._text[len(before) : place]
+                self._drop(place)
+                return True
+            if self._closed:
+                if not self.num_calls or not self._text.isspace():
+                    self._say(self._text)
+                self._drop(len(self._text))
+                return False
+            kept = _overlap(self._text, self._opener)
+            free = len(self._text[: len(self._text) - kept].rstrip())
+            self._say(self._text[:free])
+            self._drop(free)
+            yield
+
+    def _all_text(self) -> Steps:
+        while True:
+            self._say(self._text)
+            self._drop(len(self._text))
+            if self._closed:
+                return True
+            yield
+
+    def _say(self, text: str) -> None:
+        if text:
+            self._found.append(ToolDelta(self._form.unmarked(text)))
+
+    def _drop(self, count: int) -> None:
+        """Forget the first characters, which are handed out."""
+        self._text, self._at = self._text[count:], 0
+
+    # -- calls -----------------------------------------------------------------------------------
+
+    def _calls(self) -> Steps:
+        """Read the calls of an answer. What does not fit is handed out as text."""
+        if not ((yield from self._literal(self._begin)) and (yield from self._one_call())):
+            self._give_up()
+            return False
+        while True:
+            self._drop(self._at)
+            if (yield from self._literal(self._between)) and (yield from self._one_call()):
+                continue
+            self._at = 0
+            if not (yield from self._literal(self._end)):
+                self._at = 0
+            self._drop(self._at)
+            return True
+
+    def _give_up(self) -> None:
+        """Hand out what was read as text; at least a character, so that the search goes on."""
+        count = max(self._at, 1)
+        self._say(self._space + self._text[:count])
+        self._drop(count)
+
+    def _one_call(self) -> Steps:
+        name = given = ""
+        first = self.num_calls
+        for n, part in enumerate(self._call):
+            follows = self._call[n + 1] if n + 1 < len(self._call) else ""
+            if n % 2 == 0:
+                fits = yield from self._literal(part)
+            elif part == "name":
+                # Where arguments follow at once, the first of them ends it, or what ends them.
+                ends = [follows] if follows else [self._parameter[0], self._call[n + 3]]
+                name, fits = yield from self._up_to(*ends)
+                fits = fits and name in self._tools
+            elif part == "id":
+                given, fits = yield from self._up_to(follows)
+            else:
+                self._begin_call(name, given)
+                fits = yield from self._arguments(self._tools[name], follows)
+            if not fits:
+                return self.num_calls > first  # a call that has begun stays one
+        return True
+
+    def _begin_call(self, name: str, given: str) -> None:
+        dialect = self._form.dialect
+        made = dialect.call_id.replace("{name}", name).replace("{id}", given)
+        if not made and dialect.short_ids:
+            letters = string.ascii_letters + string.digits
+            made = "".join(secrets.choice(letters) for _ in range(9))
+        made = made or f"call_{secrets.token_hex(12)}"
+        self._found.append(ToolDelta(index=self.num_calls, id=made, name=name))
+        self.num_calls += 1
+        self._drop(self._at)
+
+    def _add(self, arguments: str) -> None:
+        if arguments:
+            text = self._form.unmarked(arguments)
+            self._found.append(ToolDelta(index=self.num_calls - 1, arguments=text))
+
+    # -- arguments -------------------------------------------------------------------------------
+
+    def _arguments(self, tool: Tool, follows: str) -> Steps:
+        if self._form.dialect.pythonic:
+            return (yield from self._python())
+        if self._form.dialect.parameter:
+            return (yield from self._parameters(tool, follows))
+        return (yield from self._json())
+
+    def _json(self) -> Steps:
+        """A JSON object, handed out as it comes."""
+        depth, in_string, escaped = 0, False, False
+        while True:
+            for place, char in enumerate(self._text):
+                if in_string:
+                    in_string = escaped or char != '"'
+                    escaped = not escaped and char == "\\"
+                elif char == '"':
+                    in_string = True
+                elif char in "{[":
+                    depth += 1
+                elif char in "}]":
+                    depth -= 1
+                if depth == 0:
+                    whole = char == "}"
+                    self._add(self._text[: place + whole])
+                    self._drop(place + whole)
+                    return whole
+            self._add(self._text)
+            self._drop(len(self._text))
+            if self._closed:
+                return False
+            yield
+
+    def _parameters(self, tool: Tool, follows: str) -> Steps:
+        """One tagged value for each argument, handed out as members of an object."""
+        before, middle, after = self._parameter
+        schemas, separator = tool.parameters.get("properties", {}), "{"
+        while True:
+            self._drop(self._at)
+            if not (yield from self._literal(before)):
+                self._at = 0
+                self._add("{}" if separator == "{" else "}")
+                return True
+            key, fits = yield from self._up_to(middle)
+            if not (fits and (yield from self._literal(middle))):
+                return False
+            self._add(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+            separator = ", "
+            self._drop(self._at)
+            if is_text(schemas.get(key)):
+                fits = yield from self._raw_text(after)
+            else:
+                fits = yield from self._value(after)
+            if not fits:
+                return False
+
+    def _raw_text(self, after: str) -> Steps:
+        """A string that stands as it is, up to what ends it."""
+        self._add('"')
+        while True:
+            place = self._text.find(after)
+            ends = place >= 0
+            free = place if ends else len(self._text) - _overlap(self._text, after)
+            self._add(json.dumps(self._form.unmarked(self._text[:free]), ensure_ascii=False)[1:-1])
+            if ends or self._closed:
+                self._add('"')
+                self._drop(free + len(after) if ends else len(self._text))
+                return ends
+            self._drop(free)
+            yield
+
+    def _value(self, after: str) -> Steps:
+        """A value as JSON; what is none is a string."""
+        text, fits = yield from self._up_to(after)
+        if fits:
+            self._at += len(after)
+        self._add(_as_json(text))
+        self._drop(self._at)
+        return fits
+
+    def _python(self) -> Steps:
+        """Keyword arguments, which are known when their bracket closes."""
+        depth, quote, escaped, place = 1, "", False, 0
+        while True:
+            while place < len(self._text):
+                char = self._text[place]
+                if quote:
+                    quote = quote if escaped or char != quote else ""
+                    escaped = not escaped and char == "\\"
+                elif char in "'\"":
+                    quote = char
+                elif char in "([{":
+                    depth += 1
+                elif char in ")]}":
+                    depth -= 1
+                if depth == 0:
+                    found = _keywords(self._text[:place])
+                    if found is None:
+                        return False
+                    self._add(found)
+                    self._drop(place)
+                    return True
+                place += 1
+            if self._closed:
+                return False
+            yield
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def _literal(self, text: str) -> Steps:
+        """Read a text; whether it stands there."""
+        while True:
+            there = self._text[self._at : self._at + len(text)]
+            if there == text:
+                self._at += len(text)
+                return True
+            if self._closed or not text.startswith(there):
+                return False
+            yield
+
+    def _up_to(self, *texts: str) -> Generator[None, None, tuple[str, bool]]:
+        """Read up to the first of some texts, which is not read; what was read, and whether one
+        came."""
+        while True:
+            places = [p for text in texts if (p := self._text.find(text, self._at)) >= 0]
+            if places:
+                found, self._at = self._text[self._at : min(places)], min(places)
+                return found, True
+            if self._closed:
+                found, self._at = self._text[self._at :], len(self._text)
+                return found, False
+            yield
+
+    def _skip_space(self) -> Steps:
+        while True:
+            while self._at < len(self._text) and self._text[self._at].isspace():
+                self._at += 1
+            if self._at < len(self._text) or self._closed:
+                return True
+            yield
+
+
+def _overlap(text: str, marker: str) -> int:
+    """Return how many characters at the end of a text may begin a marker."""
+    for count in range(min(len(marker) - 1, len(text)), 0, -1):
+        if text.endswith(marker[:count]):
+            return count
+    return 0
+
+
+def _as_json(text: str) -> str:
+    """Return a value as JSON, which some templates write as Python; all else is a string."""
+    try:
+        json.loads(text)
+    except ValueError:
+        try:
+            return json.dumps(ast.literal_eval(text), ensure_ascii=False)
+        except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
+            return json.dumps(text, ensure_ascii=False)
+    return text
+
+
+def _keywords(text: str) -> str | None:
+    """Return Python's keyword arguments of literals as JSON; None: it is something else."""
+    try:
+        call = ast.parse(f"f({text})", mode="eval").body
+        assert isinstance(call, ast.Call) and not call.args
+        found = {one.arg: ast.literal_eval(one.value) for one in call.keywords if one.arg}
+        return json.dumps(found, ensure_ascii=False)
+    except (SyntaxError, TypeError, ValueError, AssertionError, RecursionError, MemoryError):
+        return None

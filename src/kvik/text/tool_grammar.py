@@ -1,0 +1,216 @@
+"""Grammars of answers that call tools, in Lark as llguidance reads it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kvik.errors import ParamError
+from kvik.text.dialects import PLACE, ToolFormat
+from kvik.text.grammar import LAYOUT
+from kvik.text.json_schema import enforceable
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that a model may call.
+
+    Attributes:
+        parameters: JSON Schema of its arguments, as far as it is enforced.
+    """
+
+    name: str
+    parameters: Mapping[str, Any]
+
+
+Choice = Literal["auto", "required", "none"]
+
+
+class ToolGrammar:
+    """Writes the grammars of one format."""
+
+    def __init__(self, form: ToolFormat) -> None:
+        self._form = form
+
+    def grammar(self, tools: Sequence[Tool], choice: Choice, *, one: bool = False) -> str:
+        """Return a grammar, in Lark as llguidance reads it, of answers that may call tools.
+
+        Args:
+            choice: calls may come (text before them, too), must come, or must not.
+            one: at most one call.
+        """
+        dialect, rules = self._form.dialect, []
+        names = []
+        for i, tool in enumerate(tools):
+            names.append(f"call_{i}")
+            rules += self._call_rules(i, tool)
+        call = f"({' | '.join(names)})"
+        opener = self._form.opener
+        more = "" if one or not dialect.several else f"({self._lark(dialect.between)} {call})*"
+        rest = f"{more} {self._lark(dialect.end)}"
+        rules.append(f"calls: {self._lark(dialect.begin)} {call} {rest}")
+        first = next(self._form.pieces(opener))
+        if isinstance(first, int):
+            others = f" | <[{_ranges(self._form.others)}]>" if self._form.others else ""
+            rules += [f"text: (TEXT{others})*", "TEXT: /(.|\\n)+/"]
+            start = {"auto": "text calls?", "required": "calls", "none": "text"}[choice]
+        elif dialect.bare:
+            rules += [f"TEXT: /(|[^{re.escape(opener[0])}\\s](.|\\n)*)/"]
+            start = {"auto": "TEXT | calls", "required": "calls", "none": "TEXT"}[choice]
+        else:
+            pattern = re.escape(opener).replace("/", "\\/").replace("\\\n", "\\n")
+            first_calls = [call] if dialect.begin else []
+            for i in range(0 if dialect.begin else len(tools)):
+                rules += [f"first_{i}: {self._call(i, tools[i], skipped=len(opener))}"]
+                first_calls.append(f"first_{i}")
+            rules += [
+                f"TEXT: /(.|\\n)*/ & ~/(.|\\n)*{pattern}(.|\\n)*/",
+                f"opened[lazy]: /(.|\\n)*/ {json.dumps(opener)}",
+                f"behind: ({' | '.join(first_calls)}) {rest}",
+            ]
+            start = {"auto": "TEXT | opened behind", "required": "calls", "none": "TEXT"}[choice]
+        return "\n".join([f"start: {start}", *rules])
+
+    def _lark(self, text: str) -> str:
+        parts = (
+            f"<[{p}]>" if isinstance(p, int) else json.dumps(p) for p in self._form.pieces(text)
+        )
+        return " ".join(parts)
+
+    def _call(self, i: int, tool: Tool, skipped: int = 0) -> str:
+        """A call, or what of it stands behind so many characters."""
+        parts = []
+        for n, part in enumerate(PLACE.split(self._form.dialect.call)):
+            if n == 0:
+                parts.append(self._lark(part[skipped:]))
+            elif n % 2 == 0:
+                parts.append(self._lark(part))
+            elif part == "name":
+                parts.append(json.dumps(tool.name))
+            elif part == "id":
+                parts.append(f"/{self._form.dialect.id}/")
+            else:
+                parts.append(f"args_{i}")
+        return " ".join(filter(None, parts))
+
+    def _call_rules(self, i: int, tool: Tool) -> list[str]:
+        rules = [f"call_{i}: {self._call(i, tool)}"]
+        if self._form.dialect.pythonic:
+            return rules + list(_keywords(f"args_{i}", tool.parameters))
+        if self._form.dialect.parameter:
+            return rules + self._parameter_rules(f"args_{i}", tool.parameters)
+        return [*rules, f"args_{i}: {_json(tool.parameters)}"]
+
+    def _parameter_rules(self, rule: str, schema: Mapping[str, Any]) -> list[str]:
+        properties, required = _properties(schema)
+        before, middle, after = PLACE.split(self._form.dialect.parameter)[::2]
+        rules, parts = [], []
+        for n, (key, inner) in enumerate(properties.items()):
+            head = self._lark(before + key + middle)
+            if not is_text(inner):
+                named = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+                value = f"{_json({**named, **inner})} {self._lark(after)}"
+            elif isinstance(next(self._form.pieces(after)), int):
+                value = f"/(.|\\n)*/ {self._lark(after)}"
+            else:
+                rules.append(f"{rule}_{n}[lazy]: /(.|\\n)*/ {json.dumps(after)}")
+                value = f"{rule}_{n}"
+            parts.append(f"({head} {value}){'' if key in required else '?'}")
+        return [f"{rule}: {' '.join(parts)}" if parts else f'{rule}: ""', *rules]
+
+
+def is_text(schema: object) -> bool:
+    """Return whether a value is written as it is: a string, or of no type that is said."""
+    if not isinstance(schema, Mapping):
+        return True
+    kinds = schema.get("type")
+    if kinds is None:
+        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        return "anyOf" not in schema and "$ref" not in schema and values is None
+    return bool(kinds == "string" and not {"enum", "const", "pattern", "format"} & schema.keys())
+
+
+def _properties(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[str]]:
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    return properties if isinstance(properties, Mapping) else {}, required
+
+
+def _json(schema: Any) -> str:
+    options = {"x-guidance": LAYOUT}
+    return f"%json {json.dumps({**schema, **options} if isinstance(schema, Mapping) else options)}"
+
+
+def _keywords(rule: str, schema: Mapping[str, Any]) -> Iterator[str]:
+    """Rules of keyword arguments, in the order of the schema, with commas between them."""
+    properties, required = _properties(schema)
+    names = list(properties)
+    for n, key in enumerate(names):
+        yield f"{rule}_v{n}: {json.dumps(key + '=')} {_python(properties[key])}"
+        rest = f" {rule}_t{n + 1}" if n + 1 < len(names) else ""
+        skip = f" | {rule}_h{n + 1}" if n + 1 < len(names) else ' | ""'
+        optional = key not in required
+        yield f"{rule}_h{n}: {rule}_v{n}{rest}{skip if optional else ''}"
+        comma = f'", " {rule}_v{n}'
+        yield f"{rule}_t{n}: {f'({comma})?' if optional else comma}{rest}"
+    yield f"{rule}: {rule}_h0" if names else f'{rule}: ""'
+
+
+_LITERALS = {
+    "string": r"/'([^'\\\n]|\\.)*'/",
+    "integer": "/-?(0|[1-9][0-9]*)/",
+    "number": r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?/",
+    "boolean": '("True" | "False")',
+    "null": '"None"',
+}
+_ANY = f"({' | '.join(_LITERALS.values())})"
+
+
+def _python(schema: Any) -> str:
+    """A value in Python's words."""
+    if not isinstance(schema, Mapping):
+        return _ANY
+    if "enum" in schema:
+        return f"({' | '.join(json.dumps(repr(value)) for value in schema['enum'])})"
+    kind = schema.get("type")
+    if kind == "array":
+        item = _python(schema.get("items"))
+        return f'("[" ({item} (", " {item})*)? "]")'
+    if kind == "object":
+        value = _python(schema.get("additionalProperties"))
+        pair = f'{_LITERALS["string"]} ": " {value}'
+        return f'("{{" ({pair} (", " {pair})*)? "}}")'
+    return _LITERALS.get(kind, _ANY) if isinstance(kind, str) else _ANY
+
+
+def _ranges(ids: Sequence[int]) -> str:
+    """Token ids as llguidance has them: "1-3,7"."""
+    found: list[list[int]] = []
+    for i in ids:
+        if found and found[-1][1] == i - 1:
+            found[-1][1] = i
+        else:
+            found.append([i, i])
+    return ",".join(f"{a}-{b}" if a < b else str(a) for a, b in found)
+
+
+def tool_of(
+    name: str, parameters: Mapping[str, Any] | None, *, strict: bool
+) -> tuple[Tool, list[str]]:
+    """Return a tool, and what of its schema is not enforced.
+
+    Raises:
+        ParamError: the schema cannot be read; or `strict`, and a part cannot be enforced.
+    """
+    schema = parameters or {"type": "object"}
+    try:
+        kept, dropped = enforceable(schema)
+    except (ValueError, RecursionError) as error:
+        raise ParamError("tools", f"{name}: {error}") from None
+    if not isinstance(kept, Mapping) or kept.get("type", "object") != "object":
+        raise ParamError("tools", f"{name}: parameters must be a JSON Schema of an object")
+    if strict and dropped:
+        raise ParamError("tools", f"{name} is strict, and this cannot be enforced: {dropped[0]}")
+    return Tool(name, {"type": "object", **kept}), [f"{name}: {one}" for one in dropped]

@@ -1,0 +1,244 @@
+"""Formats of tool calls: what is written is read, however it is cut, and the grammar allows it."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvik.core.structured import Constraint
+from kvik.errors import ParamError
+from kvik.text.dialects import BY_NAME, DIALECTS, PLACE, Dialect, ToolFormat, dialect_of
+from kvik.text.grammar import Tokens, Vocabulary, translate
+from kvik.text.matcher import GrammarMatcher
+from kvik.text.tool_calls import ToolCallParser, ToolDelta
+from kvik.text.tool_grammar import Choice, ToolGrammar, tool_of
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "opts": {"type": "object", "additionalProperties": {"type": "string"}},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+}
+ADD = {
+    "type": "object",
+    "properties": {"x": {"type": "number"}, "unit": {"enum": ["m", "ft"]}},
+    "required": ["x"],
+    "additionalProperties": False,
+}
+TOOLS = {
+    tool.name: tool
+    for tool in (
+        tool_of("get_weather", WEATHER, strict=True)[0],
+        tool_of("add", ADD, strict=True)[0],
+        tool_of("get", None, strict=True)[0],
+    )
+}
+Call = tuple[str, dict[str, Any]]
+CALLS: list[Call] = [
+    ("get_weather", {"city": 'Zürich "x" </a> {[', "days": 2, "opts": {"a": "}]"}}),
+    ("add", {"x": 1.5, "unit": "ft"}),
+]
+# As the templates of the models write these.
+GOLDEN = {
+    "hermes": '<tool_call>\n{"name": "add", "arguments": {"x": 1.5}}\n</tool_call>',
+    "llama3": '{"name": "add", "parameters": {"x": 1.5}}',
+    "mistral-named": '[TOOL_CALLS]add[ARGS]{"x": 1.5}',
+    "mistral-named-id": '[TOOL_CALLS]add[CALL_ID]a1b2c3d4e[ARGS]{"x": 1.5}',
+    "mistral-array": '[TOOL_CALLS][{"name": "add", "arguments": {"x": 1.5}, "id": "a1b2c3d4e"}]',
+    "qwen-coder": "<tool_call>\n<function=add>\n<parameter=x>\n1.5\n</parameter>\n</function>\n"
+    "</tool_call>",
+    "glm": "<tool_call>add\n<arg_key>x</arg_key>\n<arg_value>1.5</arg_value>\n</tool_call>",
+    "glm-4.7": "<tool_call>add<arg_key>x</arg_key><arg_value>1.5</arg_value></tool_call>",
+    "deepseek-v3.1": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>"  # noqa: RUF001
+    '{"x": 1.5}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',  # noqa: RUF001
+    "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0"
+    '<|tool_call_argument_begin|>{"x": 1.5}<|tool_call_end|><|tool_calls_section_end|>',
+    "granite": '<|tool_call|>[{"name": "add", "arguments": {"x": 1.5}}]',
+    "pythonic": "[add(x=1.5)]",
+}
+
+
+def written(dialect: Dialect, calls: list[Call]) -> str:
+    """Calls as the dialect writes them, by its patterns alone."""
+    texts = []
+    for n, (name, arguments) in enumerate(calls[: None if dialect.several else 1]):
+        if dialect.pythonic:
+            inside = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        elif dialect.parameter:
+            inside = ""
+            for key, value in arguments.items():
+                raw = value if key == "city" else json.dumps(value, ensure_ascii=False)
+                inside += dialect.parameter.replace("{key}", key).replace("{value}", raw)
+        else:
+            inside = json.dumps(arguments, ensure_ascii=False)
+        given = str(n) if dialect.id.startswith("[0-9]") else "a1b2c3d4e"
+        text = dialect.call.replace("{name}", name).replace("{id}", given)
+        texts.append(text.replace("{arguments}", inside))
+    return dialect.begin + dialect.between.join(texts) + dialect.end
+
+
+def markers(dialect: Dialect) -> list[str]:
+    """What of the dialect looks like a token of its own."""
+    patterns = dialect.begin + dialect.call + dialect.between + dialect.end + dialect.parameter
+    return list(dict.fromkeys(re.findall(r"<[^\s<>{}=\"]+>|\[[A-Z_]+\]", PLACE.sub(" ", patterns))))
+
+
+def form(dialect: Dialect, *, tokens: bool) -> ToolFormat:
+    ids = {text: 257 + i for i, text in enumerate(markers(dialect))} if tokens else {}
+    return ToolFormat(dialect, ids, ())
+
+
+def found(deltas: list[ToolDelta]) -> tuple[str, list[Call]]:
+    """The text and the calls."""
+    calls: dict[int, list[str]] = {}
+    for delta in deltas:
+        if delta.index >= 0:
+            one = calls.setdefault(delta.index, ["", ""])
+            assert not (delta.name and one[0]), "a name came twice"
+            assert bool(delta.name) == bool(delta.id)
+            one[0] += delta.name
+            one[1] += delta.arguments
+    text = "".join(delta.text for delta in deltas)
+    return text, [(name, json.loads(arguments)) for name, arguments in calls.values()]
+
+
+def parsed(made: ToolFormat, *parts: str) -> list[ToolDelta]:
+    parser = ToolCallParser(made, TOOLS)
+    deltas = [delta for part in parts for delta in parser.push(part)]
+    return deltas + parser.close()
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_it_is_what_the_models_write(name: str) -> None:
+    made = form(BY_NAME[name], tokens=False)
+    assert found(parsed(made, GOLDEN[name])) == ("", [("add", {"x": 1.5})])
+
+
+@pytest.mark.parametrize("tokens", [False, True], ids=["spelled", "tokens"])
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda one: one.name)
+def test_what_is_written_is_read_wherever_it_is_cut(dialect: Dialect, tokens: bool) -> None:
+    made = form(dialect, tokens=tokens)
+    before = "" if dialect.bare else "Let me see.\n\n"
+    text = made.marked(before + written(dialect, CALLS))
+    expected = (before.strip(), CALLS if dialect.several else CALLS[:1])
+    assert found(parsed(made, text)) == expected
+    assert found(parsed(made, *text)) == expected
+    for cut in range(len(text)):
+        assert found(parsed(made, text[:cut], text[cut:])) == expected, cut
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda one: one.name)
+def test_no_end_and_no_noise_is_an_error(dialect: Dialect) -> None:
+    made = form(dialect, tokens=True)
+    text = made.marked("Well " * (not dialect.bare) + written(dialect, CALLS))
+    for cut in range(len(text)):
+        whole = parsed(made, text[:cut])
+        assert sum(bool(delta.name) for delta in whole) <= 2
+        noisy = parsed(made, text[:cut] + "\n}]'\")x " + text[cut + 3 :], "<tool_call>{[(")
+        assert all(delta.index < 6 for delta in noisy)
+    nothing = "No call <tool_cal"
+    assert found(parsed(made, *nothing)) == (nothing, [])
+
+
+def test_spelled_markers_are_text_where_they_are_tokens() -> None:
+    made = form(BY_NAME["hermes"], tokens=True)
+    text = GOLDEN["hermes"]
+    assert found(parsed(made, text)) == (text, [])
+    assert found(parsed(made, made.marked(text)))[1] == [("add", {"x": 1.5})]
+
+
+def test_unknown_tools_are_text() -> None:
+    made = form(BY_NAME["hermes"], tokens=False)
+    text = GOLDEN["hermes"].replace("add", "subtract")
+    assert found(parsed(made, "a ", text, " b")) == (f"a {text} b", [])
+
+
+class Allowed:
+    """Walks texts through a grammar, byte by byte, markers as tokens."""
+
+    def __init__(self, made: ToolFormat, choice: Choice, *, one: bool = False) -> None:
+        self.made = made
+        texts = [bytes([i]) for i in range(256)] + [b"\xff<end>"]
+        texts += [b"\xff" + marker.encode() for marker in made.ids]
+        self.vocabulary = Vocabulary(Tokens(texts, list(range(256, len(texts)))))
+        source = ToolGrammar(made).grammar(list(TOOLS.values()), choice, one=one)
+        self.start = self.vocabulary.build(
+            translate(Constraint("lark", source), self.vocabulary)[0]
+        )
+
+    def __call__(self, text: str) -> bool:
+        one = GrammarMatcher(self.start, self.vocabulary.stop, [256])
+        for piece in self.made.pieces(text):
+            for token in [piece] if isinstance(piece, int) else piece.encode():
+                if one.ended or not self._may(one, token):
+                    return False
+                one.append(token)
+        return one.ended or self._may(one, 256)
+
+    @staticmethod
+    def _may(one: GrammarMatcher, token: int) -> bool:
+        bits = np.unpackbits(one.mask().view(np.uint8), bitorder="little")
+        return bool(bits[token])
+
+
+@pytest.mark.parametrize("tokens", [False, True], ids=["spelled", "tokens"])
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda one: one.name)
+def test_the_grammar_allows_calls_and_binds_them(dialect: Dialect, tokens: bool) -> None:
+    made = form(dialect, tokens=tokens)
+    both, one = written(dialect, CALLS), written(dialect, CALLS[:1])
+    bad = [
+        written(dialect, [("add", {"x": "a lot"})]),
+        written(dialect, [("add", {})]),
+        written(dialect, [("add", {"x": 1, "unit": "mile"})]),
+        written(dialect, [("nothing", {})]),
+    ]
+    before = "" if dialect.bare else "Well, "
+    auto = Allowed(made, "auto")
+    assert auto(before + both) and auto("Only text.") and auto("")
+    assert not any(auto(before + text) for text in bad)
+    required = Allowed(made, "required")
+    assert required(both) and required(written(dialect, [("get", {})]))
+    assert not required("Only text.") and not required("") and not any(map(required, bad))
+    single = Allowed(made, "required", one=True)
+    assert single(one) and single(both) == (not dialect.several)
+    never = Allowed(made, "none")
+    assert never("Only text.") and not never(one)
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{{ '<tool_call>' }} <function=x> <parameter=y>", "qwen-coder"),
+        ("<tool_call> {{ x }}", "hermes"),
+        ("[TOOL_CALLS] {{ x }} [ARGS]", "mistral-named"),
+        ("[TOOL_CALLS] {{ x }}", "mistral-array"),
+        ("{{ messages }}", None),
+    ],
+)
+def test_a_template_tells_its_format(template: str, name: str | None) -> None:
+    made = dialect_of(template)
+    assert (made and made.name) == name
+
+
+@pytest.mark.parametrize(
+    ("schema", "strict", "reason"),
+    [
+        ({"type": "string"}, False, "must be a JSON Schema of an object"),
+        ({"$ref": "http://x"}, False, "leads out of the schema"),
+        ({"properties": {"a": {"not": {}}}}, True, "is strict, and this cannot be enforced: not"),
+    ],
+)
+def test_bad_parameters(schema: dict[str, Any], strict: bool, reason: str) -> None:
+    with pytest.raises(ParamError, match=rf"^tools: f.* {reason}"):
+        tool_of("f", schema, strict=strict)
+    assert tool_of("f", {"properties": {"a": {"not": {}}}}, strict=False)[1] == [
+        "f: not at /properties/a"
+    ]
