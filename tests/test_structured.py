@@ -17,6 +17,8 @@ from pydantic import BaseModel, Field
 from kvik import LLM, SamplingParams
 from kvik.core.structured import Choice, JsonSchema, Regex
 from kvik.errors import ParamError
+from kvik.server.tools import Function, ToolUse
+from kvik.text.dialects import DIALECTS, Dialect, ToolFormat
 
 PROMPTS = ["Once upon a time", "The fox", "A list:"]
 
@@ -128,3 +130,34 @@ def test_a_model_without_a_tokenizer_has_no_grammars(tmp_path: Any) -> None:
     bare = LLM(str(tmp_path), load_format="random", device="cpu", threads=1)
     with bare, pytest.raises(ParamError, match="structured: needs a tokenizer"):
         bare.generate([[1, 2]], SamplingParams(structured=Regex("a")))
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda one: one.name)
+def test_calls_that_must_come_are_valid_in_every_dialect(llm: LLM, dialect: Dialect) -> None:
+    """Whatever the model would rather say."""
+    form = ToolFormat.of(dialect, llm.tokenizer)
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string"},
+            "size": {"enum": ["big", "small"]},
+            "legs": {"type": "integer", "minimum": 0, "maximum": 9},
+        },
+        "required": ["size"],
+        "additionalProperties": False,
+    }
+    use = ToolUse.of(form, [Function("look", parameters=schema)], choice="required", one=True)
+    checked = [
+        SamplingParams(temperature=1.2, seed=i, max_tokens=300, structured=use.constraint())
+        for i in range(4)
+    ]
+    ended = 0
+    for output in llm.generate(["Once"] * 4, checked):
+        parser = use.parser()
+        deltas = [*parser.push(output.text), *parser.close()]
+        assert parser.num_calls == 1 and not any(delta.text for delta in deltas)
+        if output.outputs[0].finish_reason == "stop":
+            ended += 1
+            arguments = json.loads("".join(delta.arguments for delta in deltas))
+            assert Draft202012Validator(schema).is_valid(arguments), output.text
+    assert ended

@@ -52,6 +52,7 @@ def story_site(
     keys: Keys = NO_KEYS,
     engine: ServedEngine | None = None,
     observers: Sequence[Observer] = (),
+    template: str | None = None,
     **scheduler: object,
 ) -> Iterator[Site]:
     """Serve until the block ends; one at a time.
@@ -59,6 +60,7 @@ def story_site(
     Args:
         engine: of the story model, if its configuration is to differ.
         observers: are told of the requests.
+        template: for chats, in place of the model's.
         scheduler: fields of `SchedulerConfig` to change.
     """
     engine = engine or make_engine(*bundled(), **scheduler)
@@ -67,7 +69,9 @@ def story_site(
     async def make() -> App:
         config = engine.client.config
         files = model_files(Path(config.runner.model_path))
-        texts = Texts(files.tokenizer(), config.scheduler.max_model_len)
+        tokenizer = files.tokenizer()
+        tokenizer.chat_template = template or tokenizer.chat_template
+        texts = Texts(tokenizer, config.scheduler.max_model_len)
         params = files.default_params()
         parts = assemble(ServerConfig(), engine.client, texts, params, keys, NAMES, observers)
         made.append(parts)

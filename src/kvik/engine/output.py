@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from math import fsum, sqrt
@@ -22,7 +22,7 @@ from kvik.core.types import (
     RequestSpeculation,
     TokenLogprobs,
 )
-from kvik.text.detokenizer import Detokenizer, StopStrings, StopTable
+from kvik.text.detokenizer import NO_MARKS, Detokenizer, StopStrings, StopTable
 from kvik.text.tokenizer import Tokenizer
 
 
@@ -218,8 +218,19 @@ class OutputProcessor:
         # A table takes milliseconds to make, so outputs with the same stop strings share it.
         self._stop_tables: WeakValueDictionary[tuple[str, ...], StopTable] = WeakValueDictionary()
 
-    def add(self, request: EngineRequest, prompt: str | None, *, streaming: bool) -> None:
-        """Expect deltas of `request`. Without streaming or stop strings text is made at the end."""
+    def add(
+        self,
+        request: EngineRequest,
+        prompt: str | None,
+        *,
+        streaming: bool,
+        marks: Mapping[int, str] = NO_MARKS,
+    ) -> None:
+        """Expect deltas of `request`. Without streaming or stop strings text is made at the end.
+
+        Args:
+            marks: what is written for some tokens, special or not.
+        """
         params = request.params
         table = self._stop_table(params.stop) if params.stop else None
         completions = []
@@ -227,7 +238,7 @@ class OutputProcessor:
             detokenizer = None
             if self.tokenizer is not None:
                 detokenizer = self.tokenizer.new_stream(
-                    request.prompt_token_ids, params.skip_special_tokens
+                    request.prompt_token_ids, params.skip_special_tokens, marks
                 )
             stops = None
             if table is not None:

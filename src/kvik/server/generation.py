@@ -28,6 +28,7 @@ from kvik.server.errors import (
     rename_fields,
 )
 from kvik.server.texts import Texts
+from kvik.text.detokenizer import NO_MARKS
 from kvik.text.tokenizer import spelled
 
 # Observers of generations, such as metrics and traces.
@@ -129,6 +130,8 @@ class GenerationRequest:
         deadline_ms: milliseconds from now after which the result is worthless.
         pins: prefixes to keep in the prefix cache.
         pooling: "mean" or "last" to get an embedding instead of text.
+        marks: what is written for some tokens in texts.
+        unenforced: parts of schemas that the answer need not satisfy.
         field: the name of the prompt in the caller's request, for errors.
     """
 
@@ -139,6 +142,8 @@ class GenerationRequest:
     deadline_ms: int | None = None
     pins: tuple[Pin, ...] = ()
     pooling: str | None = None
+    marks: Mapping[int, str] = field(default_factory=lambda: NO_MARKS)
+    unenforced: tuple[str, ...] = ()
     field: str = "prompt"
 
 
@@ -344,7 +349,7 @@ class Generations:
                         trace_parent=trace_parent,
                     )
                     generation = self._add(request, engine_request, record, changed)
-                    generation.unenforced = left_out
+                    generation.unenforced = (*request.unenforced, *left_out)
                     generations.append(generation)
                     await asyncio.sleep(0)
             except BaseException:
@@ -453,7 +458,9 @@ class Generations:
         degraded = f"max_tokens={params.max_tokens}" if is_degraded else ""
         generation = Generation(self, engine_request, record, reservation, changed, degraded)
         try:
-            self._processor.add(engine_request, None, streaming=record.streaming)
+            self._processor.add(
+                engine_request, None, streaming=record.streaming, marks=request.marks
+            )
             self._engine.add(engine_request)
         except BaseException:
             self._processor.discard(engine_request.request_id)

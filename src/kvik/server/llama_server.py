@@ -248,7 +248,11 @@ class RenderedPrompt(Struct):
 
 @post(
     "/apply-template",
-    {name: CHAT[name] for name in ("chat_template", "tools", "tool_choice")},
+    {
+        "chat_template": CHAT["chat_template"],
+        "tools": (([],), "give them to /v1/chat/completions"),
+        "tool_choice": (("none", "auto"), "give it to /v1/chat/completions"),
+    },
     answer=RenderedPrompt,
     note="The prompt of a conversation, as text.",
 )

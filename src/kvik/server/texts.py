@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager, contextmanager
 from kvik.core.sampling_params import SamplingParams
 from kvik.errors import ModelError, Overflow, OverloadError, ParamError
 from kvik.text.chat_template import ChatTemplate
+from kvik.text.dialects import ToolFormat, dialect_of
 from kvik.text.grammar_check import GrammarCheck
 from kvik.text.tokenizer import Tokenizer
 
@@ -117,6 +118,7 @@ class Templates:
         messages: Sequence[Mapping[str, object]],
         *,
         add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, object]] | None = None,
         variables: Mapping[str, object] | None = None,
         tenant: str = "",
     ) -> str:
@@ -131,7 +133,7 @@ class Templates:
                     template.render,
                     messages,
                     add_generation_prompt,
-                    None,
+                    tools,
                     variables,
                 )
             except asyncio.CancelledError:
@@ -177,6 +179,7 @@ class Texts:
         self._places = FairSemaphore(THREADS)
         self._quota = TextQuota(MAX_WAITING_CHARS, MAX_TENANT_CHARS)
         self._templates: Templates | None = None
+        self.tool_format: ToolFormat | None = None  # None: the template writes no tool calls
         self._grammars = None if tokenizer is None else GrammarCheck(tokenizer)
         self._checks = FairSemaphore(1)
         self._no_template = "this model has no tokenizer"
@@ -187,6 +190,9 @@ class Texts:
                 self._templates = Templates(lambda: ChatTemplate(*source))
             except ModelError as error:
                 self._no_template = str(error)
+            dialect = dialect_of(tokenizer.chat_template or "")
+            if dialect is not None:
+                self.tool_format = ToolFormat.of(dialect, tokenizer)
         self._tenant = ""
 
     def of(self, tenant: str) -> Texts:
@@ -252,6 +258,7 @@ class Texts:
         messages: Sequence[Mapping[str, object]],
         *,
         add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, object]] | None = None,
         variables: Mapping[str, object] | None = None,
     ) -> str:
         """Render the prompt of a conversation by the chat template. It has its own BOS.
@@ -270,6 +277,7 @@ class Texts:
                 return await self._templates.render(
                     messages,
                     add_generation_prompt=add_generation_prompt,
+                    tools=tools,
                     variables=variables,
                     tenant=self._tenant,
                 )

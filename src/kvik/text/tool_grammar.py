@@ -61,7 +61,7 @@ class ToolGrammar:
             rules += [f"TEXT: /(|[^{re.escape(opener[0])}\\s](.|\\n)*)/"]
             start = {"auto": "TEXT | calls", "required": "calls", "none": "TEXT"}[choice]
         else:
-            pattern = re.escape(opener).replace("/", "\\/").replace("\\\n", "\\n")
+            pattern = _regex(opener)
             first_calls = [call] if dialect.begin else []
             for i in range(0 if dialect.begin else len(tools)):
                 rules += [f"first_{i}: {self._call(i, tools[i], skipped=len(opener))}"]
@@ -113,8 +113,9 @@ class ToolGrammar:
             if not is_text(inner):
                 named = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
                 value = f"{_json({**named, **inner})} {self._lark(after)}"
-            elif isinstance(next(self._form.pieces(after)), int):
-                value = f"/(.|\\n)*/ {self._lark(after)}"
+            elif marker := next((m for m in self._form.ids if m in after), ""):
+                before_it, _, rest = after.partition(marker)
+                value = f"/(.|\\n)*{_regex(before_it)}/ {self._lark(marker + rest)}"
             else:
                 rules.append(f"{rule}_{n}[lazy]: /(.|\\n)*/ {json.dumps(after)}")
                 value = f"{rule}_{n}"
@@ -175,6 +176,8 @@ def _python(schema: Any) -> str:
     if "enum" in schema:
         return f"({' | '.join(json.dumps(repr(value)) for value in schema['enum'])})"
     kind = schema.get("type")
+    if kind in ("integer", "number"):  # which JSON writes as Python does
+        return _json(schema)
     if kind == "array":
         item = _python(schema.get("items"))
         return f'("[" ({item} (", " {item})*)? "]")'
@@ -183,6 +186,11 @@ def _python(schema: Any) -> str:
         pair = f'{_LITERALS["string"]} ": " {value}'
         return f'("{{" ({pair} (", " {pair})*)? "}}")'
     return _LITERALS.get(kind, _ANY) if isinstance(kind, str) else _ANY
+
+
+def _regex(text: str) -> str:
+    """A regular expression of a text alone, between slashes."""
+    return re.escape(text).replace("/", "\\/").replace("\\\n", "\\n")
 
 
 def _ranges(ids: Sequence[int]) -> str:

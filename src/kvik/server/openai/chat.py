@@ -51,8 +51,11 @@ from kvik.server.responses import (
 from kvik.server.route import caller_of, post, routes_of, trace_parent_of
 from kvik.server.server import Server
 from kvik.server.texts import Texts
-from kvik.server.unhonoured import SAMPLING, TOOLS, Table, refuse
+from kvik.server.tools import Function, ToolUse, call_arguments, check_results
+from kvik.server.unhonoured import SAMPLING, Table, refuse
 from kvik.text.chat_template import MAX_MESSAGES
+from kvik.text.tool_calls import ToolCallParser, ToolDelta
+from kvik.text.tool_grammar import Choice
 
 Variable = str | int | float | bool | None
 
@@ -64,6 +67,21 @@ class ContentPart(Struct, kw_only=True):
     text: str | None = None
 
 
+class CalledFunction(Struct, kw_only=True):
+    """`arguments`: JSON of an object."""
+
+    name: str
+    arguments: str = ""
+
+
+class ToolCall(Struct, kw_only=True):
+    """A call that the assistant made."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class ChatMessage(Struct, kw_only=True):
     """A message. The template decides in which order roles may come."""
 
@@ -71,10 +89,48 @@ class ChatMessage(Struct, kw_only=True):
     content: str | list[ContentPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: Any = None
-    tool_call_id: Any = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
     function_call: Any = None
     audio: Any = None
+
+
+class FunctionParam(Struct, kw_only=True):
+    """A function that the model may call. `parameters`: JSON Schema of its arguments."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolParam(Struct, kw_only=True):
+    """A tool; only functions are supported."""
+
+    type: Literal["function"]
+    function: FunctionParam
+
+
+class NamedFunction(Struct, kw_only=True):
+    name: str
+
+
+class NamedTool(Struct, kw_only=True):
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+class AllowedTools(Struct, kw_only=True):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class ToolChoice(Struct, kw_only=True):
+    """One function that must be called, or some that may be."""
+
+    type: Literal["function", "allowed_tools"]
+    function: NamedFunction | None = None
+    allowed_tools: AllowedTools | None = None
 
 
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -90,8 +146,9 @@ class ChatRequest(GenerationFields, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Variable] | None = None
-
-    parallel_tool_calls: Any = None  # there are no tools
+    tools: list[ToolParam] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
 
 _MEDIA = "only text is supported"
@@ -99,10 +156,8 @@ _REASONING = "reasoning is not controlled yet"
 CHAT: Table = {
     **SAMPLING,
     "chat_template": ((), "the template is the model's own"),
-    "tools": (([],), TOOLS),
-    "tool_choice": (("none", "auto"), TOOLS),
-    "functions": (([],), TOOLS),
-    "function_call": (("none", "auto"), TOOLS),
+    "functions": (([],), "give tools"),
+    "function_call": (("none", "auto"), "give tool_choice"),
     "modalities": ((["text"], []), _MEDIA),
     "audio": ((), _MEDIA),
     "reasoning_effort": (("none",), _REASONING),
@@ -115,17 +170,16 @@ CHAT: Table = {
     "mm_processor_kwargs": (({},), _MEDIA),
 }
 MESSAGE: Table = {
-    "tool_calls": (([],), TOOLS),
-    "tool_call_id": ((), TOOLS),
-    "function_call": ((), TOOLS),
+    "function_call": ((), "give tool_calls"),
     "audio": ((), _MEDIA),
 }
 
 
 class AnswerMessage(Struct):
-    content: str
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
@@ -149,9 +203,24 @@ class ChatCompletion(Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
+class FunctionPiece(Struct, omit_defaults=True):
+    name: str = ""
+    arguments: str | UnsetType = UNSET
+
+
+class ToolCallPiece(Struct):
+    """A part of a call: its id, type and name come once, then its arguments in pieces."""
+
+    index: int
+    function: FunctionPiece
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
 class Delta(Struct):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallPiece] | UnsetType = UNSET
 
 
 class ChunkChoice(Struct):
@@ -186,12 +255,17 @@ async def chat(server: Server, request: Request, body: ChatRequest) -> Response:
     server.generations.check_room(tenant, params.n)
     name, max_tokens = asked_tokens(body, body.max_completion_tokens)
     most = kept_tokens(server, body.truncate_prompt_tokens, max_tokens)
-    ids = await conversation_ids(server.texts.of(tenant), body.messages, body, most)
+    use = tool_use(body, server.texts)
+    if use is not None:
+        if params.structured is not None:
+            raise ParamError(params.structured.name, "cannot be combined with tools")
+        params = params.with_changes(structured=use.constraint())
+    ids = await conversation_ids(server.texts.of(tenant), body.messages, body, most, use)
     with rename_fields(prompt="messages", max_tokens=name):
         check_output_fits(server, len(ids), max_tokens, name)
         check_logprobs(server, [ids], params, "prompt_logprobs", "top_logprobs")
         generation = await server.generations.start(
-            generation_request(body, ids, params, "messages"),
+            generation_request(body, ids, params, "messages", use),
             tenant,
             streaming=bool(body.stream),
             trace_parent=trace_parent_of(request),
@@ -199,7 +273,7 @@ async def chat(server: Server, request: Request, body: ChatRequest) -> Response:
     by_id = bool(body.return_tokens_as_token_ids)
     names = TokenNames(server.texts.tokenizer, by_id=by_id)
     head = ResponseHead(f"chatcmpl-{generation.request_id}", model)
-    form = ChatFormat(head, body, names, ids)
+    form = ChatFormat(head, body, names, ids, use)
     return await generation_response(request, [generation], form, stream=bool(body.stream))
 
 
@@ -224,10 +298,51 @@ def chat_params(body: ChatRequest, defaults: SamplingParams) -> SamplingParams:
     return defaults.with_changes(**changes)
 
 
+def tool_use(body: ChatRequest, texts: Texts) -> ToolUse | None:
+    """Return the tools of a body; None: it has none.
+
+    Raises:
+        ParamError: they cannot be used, or there is a choice without tools.
+    """
+    asked = body.tool_choice
+    if not body.tools:
+        if asked not in (None, "none", "auto"):
+            raise ParamError("tool_choice", "needs tools")
+        return None
+    functions = [
+        Function(
+            one.function.name,
+            one.function.description or "",
+            one.function.parameters,
+            bool(one.function.strict),
+        )
+        for one in body.tools
+    ]
+    choice: Choice = asked if isinstance(asked, str) else "auto"
+    allowed: list[str] | None = None
+    named = False
+    if isinstance(asked, ToolChoice) and asked.type == "function":
+        if asked.function is None:
+            raise ParamError("tool_choice", "needs the name of a function")
+        choice, allowed, named = "required", [asked.function.name], True
+    elif isinstance(asked, ToolChoice):
+        if asked.allowed_tools is None or not asked.allowed_tools.tools:
+            raise ParamError("tool_choice", "needs allowed_tools with at least one tool")
+        choice = asked.allowed_tools.mode
+        allowed = list(dict.fromkeys(one.function.name for one in asked.allowed_tools.tools))
+    return ToolUse.of(
+        texts.tool_format,
+        functions,
+        choice=choice,
+        allowed=allowed,
+        one=named or body.parallel_tool_calls is False,
+        named=named,
+    )
+
+
 # Names that a template gets anyway, or that would replace it.
 _RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "chat_template")
 _TEMPLATE_ROLES = {"developer": "system"}  # a newer name, which few templates know
-_TOOL_ROLES = ("tool", "function")
 
 
 class RenderOptions(Protocol):
@@ -251,22 +366,27 @@ async def conversation_ids(
     messages: Sequence[ChatMessage],
     options: RenderOptions,
     most: int | None = None,
+    use: ToolUse | None = None,
 ) -> list[int]:
     """Return the token ids of a conversation, ready for the assistant's answer.
 
     Args:
         most: tokens to keep, from the end; None: all.
+        use: the tools; None: there are none.
 
     Raises:
         ParamError: the messages are malformed or too long, or the template refuses them.
     """
-    text = await conversation_text(texts, messages, options)
+    text = await conversation_text(texts, messages, options, use)
     with rename_fields(prompt="messages"):
         return await texts.encode(text, bool(options.add_special_tokens), most)
 
 
 async def conversation_text(
-    texts: Texts, messages: Sequence[ChatMessage], options: RenderOptions
+    texts: Texts,
+    messages: Sequence[ChatMessage],
+    options: RenderOptions,
+    use: ToolUse | None = None,
 ) -> str:
     """Return the prompt that the chat template makes of a conversation.
 
@@ -280,24 +400,40 @@ async def conversation_text(
         if name in _RESERVED_VARIABLES:
             raise ParamError("chat_template_kwargs", f"must not set {name}")
     plain = await offload(len(messages), lambda: [_plain(message) for message in messages])
+    calls = [call.id for message in messages for call in message.tool_calls or ()]
+    check_results(calls, [one.tool_call_id for one in messages if one.tool_call_id is not None])
     if continues:
         return await texts.render_to_continue(plain, variables)
     answers = options.add_generation_prompt is not False
-    return await texts.render(plain, add_generation_prompt=answers, variables=variables)
+    tools = None if use is None else use.described()
+    return await texts.render(
+        plain, add_generation_prompt=answers, tools=tools, variables=variables
+    )
 
 
 def _plain(message: ChatMessage) -> dict[str, object]:
     refuse({name: getattr(message, name) for name in MESSAGE}, MESSAGE, "messages")
-    if message.role in _TOOL_ROLES:
-        raise ParamError("messages", f"of role {message.role!r} need tools, not supported yet")
+    if message.role == "tool" and message.tool_call_id is None:
+        raise ParamError("messages", "of role 'tool' need a tool_call_id")
+    if message.tool_calls and message.role != "assistant":
+        raise ParamError("messages", "may have tool_calls in those of role 'assistant' alone")
+    content = "" if message.content is None and message.tool_calls else message.content
     plain: dict[str, object] = {
         "role": _TEMPLATE_ROLES.get(message.role, message.role),
-        "content": _text(message.content),
+        "content": _text(content),
     }
-    for name in ("name", "reasoning_content"):
+    if message.tool_calls:
+        plain["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
+    for name in ("name", "reasoning_content", "tool_call_id"):
         if getattr(message, name) is not None:
             plain[name] = getattr(message, name)
     return plain
+
+
+def _plain_call(call: ToolCall) -> dict[str, object]:
+    arguments = call_arguments(call.function.arguments)
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def _text(content: str | list[ContentPart] | None) -> str:
@@ -320,11 +456,19 @@ class ChatFormat(ResponseFormat):
 
     Args:
         prompt: token ids of the whole conversation.
+        use: the tools that may be called; None: there are none.
     """
 
     def __init__(
-        self, head: ResponseHead, body: ChatRequest, names: TokenNames, prompt: list[int]
+        self,
+        head: ResponseHead,
+        body: ChatRequest,
+        names: TokenNames,
+        prompt: list[int],
+        use: ToolUse | None = None,
     ) -> None:
+        self._use = use
+        self._parsers: dict[int, ToolCallParser] = {}  # by completion
         self._head = head
         self._names = names
         self._logprobs = bool(body.logprobs)
@@ -353,11 +497,17 @@ class ChatFormat(ResponseFormat):
 
     def _choice(self, completion: CompletionOutput) -> ChatChoice:
         logprobs = completion.logprobs or []
+        message, reason = AnswerMessage(completion.text), completion.finish_reason
+        if self._use is not None:
+            parser = self._use.parser()
+            deltas = [*parser.push(completion.text), *parser.close()]
+            message = _with_calls(deltas)
+            reason = self._reason(reason, parser)
         return ChatChoice(
             index=completion.index,
-            message=AnswerMessage(completion.text),
+            message=message,
             logprobs=self._names.whole_chat(logprobs) if self._logprobs else None,
-            finish_reason=completion.finish_reason,
+            finish_reason=reason,
             stop_reason=completion.stop_reason,
             token_ids=completion.token_ids if self._token_ids else UNSET,
         )
@@ -366,8 +516,8 @@ class ChatFormat(ResponseFormat):
         self._usage.count(len(delta.token_ids))
         index = delta.index
         if index not in self._templates:
-            text = ChunkChoice(index, Delta(content=HOLE))
-            self._templates[index] = Template(self._chunk([text], self._usage.unknown))
+            hole = ChunkChoice(index, Delta(content=HOLE))
+            self._templates[index] = Template(self._chunk([hole], self._usage.unknown))
             role = ChunkChoice(index, Delta(role="assistant", content=""))
             first = self._chunk([role], self._usage.so_far)
             first.prompt_logprobs = self._of_prompt(delta.prompt_logprobs)
@@ -375,20 +525,36 @@ class ChatFormat(ResponseFormat):
             yield event(encode_in_chunks(first))
         logprobs = self._names.chat(delta.logprobs) if self._logprobs and delta.logprobs else None
         token_ids = delta.token_ids if self._token_ids and delta.token_ids else UNSET
-        if logprobs is not None or token_ids or (delta.text and self._usage.each):
-            content = Delta(content=delta.text)
+        text, calls, reason = delta.text, [], delta.finish_reason
+        if self._use is not None:
+            parser = self._parsers.get(index)
+            if parser is None:
+                parser = self._parsers[index] = self._use.parser()
+            deltas = parser.push(text) + (parser.close() if reason is not None else [])
+            text = "".join(one.text for one in deltas)
+            calls = [_piece(one) for one in deltas if one.index >= 0]
+            reason = None if reason is None else self._reason(reason, parser)
+        if logprobs is not None or token_ids or (text and self._usage.each):
+            content = Delta(content=text)
             yield self._event(ChunkChoice(index, content, logprobs, token_ids=token_ids))
-        elif delta.text:
-            yield self._templates[index].fill(delta.text)
-        if delta.finish_reason is not None:
+        elif text:
+            yield self._templates[index].fill(text)
+        for call in calls:
+            yield self._event(ChunkChoice(index, Delta(tool_calls=[call])))
+        if reason is not None:
             yield self._event(
                 ChunkChoice(
                     index,
                     Delta(),
-                    finish_reason=delta.finish_reason,
+                    finish_reason=reason,
                     stop_reason=delta.stop_reason,
                 )
             )
+
+    def _reason(self, reason: str, parser: ToolCallParser) -> str:
+        """A named function finishes as a text does, as at OpenAI."""
+        called = parser.num_calls > 0 and self._use is not None and not self._use.named
+        return "tool_calls" if called and reason == "stop" else reason
 
     def _of_prompt(
         self, logprobs: Sequence[TokenLogprobs | None] | None
@@ -409,6 +575,24 @@ class ChatFormat(ResponseFormat):
             usage=usage,
             system_fingerprint=FINGERPRINT,
         )
+
+
+def _with_calls(deltas: Sequence[ToolDelta]) -> AnswerMessage:
+    calls: list[ToolCall] = []
+    for delta in deltas:
+        if delta.name:
+            calls.append(ToolCall(id=delta.id, function=CalledFunction(name=delta.name)))
+        elif delta.index >= 0:
+            calls[delta.index].function.arguments += delta.arguments
+    text = "".join(delta.text for delta in deltas)
+    return AnswerMessage(text or (None if calls else ""), tool_calls=calls or UNSET)
+
+
+def _piece(delta: ToolDelta) -> ToolCallPiece:
+    if delta.name:
+        function = FunctionPiece(name=delta.name, arguments="")
+        return ToolCallPiece(delta.index, function, delta.id, "function")
+    return ToolCallPiece(delta.index, FunctionPiece(arguments=delta.arguments))
 
 
 routes = routes_of(chat)

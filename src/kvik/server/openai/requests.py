@@ -34,6 +34,8 @@ from kvik.server.generation import GenerationRequest
 from kvik.server.server import Server
 from kvik.server.structured import FIELDS, constraint_of
 from kvik.server.texts import Texts
+from kvik.server.tools import ToolUse
+from kvik.text.detokenizer import NO_MARKS
 
 # Fields of requests. Their bounds are what the decoder enforces and what the schema says; those of
 # sampling parameters come from `PARAMETERS`.
@@ -305,7 +307,11 @@ MAX_LOGPROB_VALUES = 1 << 19
 
 
 def generation_request(
-    body: GenerationFields, prompt_ids: Sequence[int], params: SamplingParams, field: str
+    body: GenerationFields,
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    field: str,
+    use: ToolUse | None = None,
 ) -> GenerationRequest:
     """Return the request to generate from one prompt, which errors call `field`."""
     return GenerationRequest(
@@ -316,6 +322,8 @@ def generation_request(
         deadline_ms=body.deadline_ms,
         pins=_pins(body, len(prompt_ids)),
         field=field,
+        marks=NO_MARKS if use is None else use.form.marks,
+        unenforced=() if use is None else use.unenforced,
     )
 
 

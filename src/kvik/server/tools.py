@@ -1,0 +1,148 @@
+"""Tools that a request brings: for the template, the grammar of the answer and its parser.
+
+All APIs make a `ToolUse` of what they are sent.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvik.core.structured import MAX_SOURCE_BYTES, Constraint
+from kvik.errors import ParamError
+from kvik.text.dialects import ToolFormat
+from kvik.text.tool_calls import ToolCallParser
+from kvik.text.tool_grammar import Choice, Tool, ToolGrammar, tool_of
+
+MAX_TOOLS = 128
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function as a request describes it.
+
+    Attributes:
+        parameters: JSON Schema of its arguments; None: it has none.
+        strict: a schema that cannot be enforced in all parts is refused.
+    """
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] | None = None
+    strict: bool = False
+
+    def described(self) -> dict[str, Any]:
+        """Return it as chat templates take it."""
+        about: dict[str, Any] = {"name": self.name, "description": self.description}
+        about["parameters"] = self.parameters or {"type": "object", "properties": {}}
+        return {"type": "function", "function": about}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools of one request.
+
+    Attributes:
+        functions: for the template.
+        tools: that may be called, by name.
+        choice: whether calls may, must or must not come.
+        one: at most one.
+        named: the caller named the function, so the answer is nothing else.
+        unenforced: parts of schemas that arguments need not satisfy.
+    """
+
+    form: ToolFormat
+    functions: tuple[Function, ...]
+    tools: Mapping[str, Tool]
+    choice: Choice
+    one: bool
+    named: bool
+    unenforced: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls,
+        form: ToolFormat | None,
+        functions: Sequence[Function],
+        *,
+        choice: Choice = "auto",
+        allowed: Sequence[str] | None = None,
+        one: bool = False,
+        named: bool = False,
+    ) -> ToolUse:
+        """
+        Args:
+            form: how the model writes calls; None: it is not known.
+            allowed: names of those that may be called; None: all.
+
+        Raises:
+            ParamError: there are too many, a name is odd, doubled or not known, a schema cannot be
+                used, or the model writes no calls.
+        """
+        if form is None:
+            raise ParamError("tools", "the chat template of this model knows no tools")
+        if len(functions) > MAX_TOOLS:
+            raise ParamError("tools", f"at most {MAX_TOOLS} tools, not {len(functions)}")
+        tools: dict[str, Tool] = {}
+        unenforced: list[str] = []
+        for function in functions:
+            if not _NAME.fullmatch(function.name):
+                raise ParamError("tools", f"a name has {_NAME.pattern}, not {function.name[:80]!r}")
+            if function.name in tools:
+                raise ParamError("tools", f"{function.name} comes twice")
+            tool, dropped = tool_of(function.name, function.parameters, strict=function.strict)
+            tools[tool.name] = tool
+            unenforced += dropped
+        for name in allowed or ():
+            if name not in tools:
+                raise ParamError("tool_choice", f"names {name[:80]!r}, which is none of the tools")
+        if allowed is not None:
+            tools = {name: tools[name] for name in allowed}
+        found = cls(form, tuple(functions), tools, choice, one, named, tuple(unenforced))
+        if len(found.constraint().source) > 2 * MAX_SOURCE_BYTES:
+            raise ParamError("tools", f"may have at most {2 * MAX_SOURCE_BYTES} bytes in all")
+        return found
+
+    def constraint(self) -> Constraint:
+        """Return what the answer must be."""
+        tools = list(self.tools.values())
+        source = ToolGrammar(self.form).grammar(tools, self.choice, one=self.one)
+        return Constraint("lark", source, name="tools")
+
+    def parser(self) -> ToolCallParser:
+        """Return the parser of one answer."""
+        return ToolCallParser(self.form, self.tools)
+
+    def described(self) -> list[dict[str, Any]]:
+        """Return the tools as chat templates take them."""
+        return [function.described() for function in self.functions]
+
+
+# Calls in the history of a conversation.
+
+
+def call_arguments(text: str) -> dict[str, Any]:
+    """Return the arguments of an earlier call as templates take them: an object.
+
+    Raises:
+        ParamError: they are none.
+    """
+    try:
+        found = json.loads(text) if text.strip() else {}
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ParamError("messages", "have a tool call whose arguments are no JSON object")
+    return found
+
+
+def check_results(called: Iterable[str], answered: Iterable[str]) -> None:
+    """Raise `ParamError` for a result whose call is not in the conversation."""
+    known = set(called)
+    for name in answered:
+        if name not in known:
+            raise ParamError("messages", f"have a result of {name[:80]!r}, which no call has as id")

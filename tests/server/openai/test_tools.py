@@ -1,0 +1,193 @@
+"""Tool calls over the chat route, with the real client and a model that says anything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from helpers.story_site import Site, story_site
+from jsonschema import validate
+
+from kvik.server.app import openai_routes
+
+# As Hermes and Qwen write calls.
+TEMPLATE = """{% if tools %}{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}
+{%- for call in m.tool_calls or [] %}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}
+{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 10},
+        "days": {"type": "integer", "minimum": 0, "maximum": 9},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+SCHEMAS = {"get_weather": WEATHER, "now": {"type": "object", "maxProperties": 0}}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}},
+    {
+        "type": "function",
+        "function": {
+            "name": "now",
+            "description": "The time.",
+            "parameters": {"type": "object", "properties": {}, "additionalProperties": False},
+        },
+    },
+]
+ASKED: list[Any] = [{"role": "user", "content": "Is it warm?"}]
+ONLY_WEATHER = {"type": "function", "function": {"name": "get_weather"}}
+ALLOWED = {"mode": "required", "tools": [ONLY_WEATHER]}
+
+
+@pytest.fixture(scope="module")
+def tooled() -> Iterator[Site]:
+    with story_site(openai_routes, template=TEMPLATE) as made:
+        yield made
+        made.at_rest()
+
+
+@pytest.fixture(scope="module")
+def agent(tooled: Site) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{tooled.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def ask(agent: openai.OpenAI, **changes: Any) -> Any:
+    body = {"messages": ASKED, "tools": TOOLS, "max_tokens": 120, "seed": 1, **changes}
+    return agent.chat.completions.create(model="stories", **body)
+
+
+@pytest.mark.parametrize(
+    ("choice", "names", "reason"),
+    [
+        ("required", {"get_weather", "now"}, "tool_calls"),
+        (ONLY_WEATHER, {"get_weather"}, "stop"),
+        (
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "required", "tools": [ONLY_WEATHER]},
+            },
+            {"get_weather"},
+            "tool_calls",
+        ),
+    ],
+    ids=["required", "named", "allowed"],
+)
+def test_a_call_that_must_come_is_valid(
+    agent: openai.OpenAI, choice: Any, names: set[str], reason: str
+) -> None:
+    for seed in range(4):
+        answer = ask(agent, tool_choice=choice, parallel_tool_calls=False, seed=seed, n=2)
+        for one in answer.choices:
+            (call,) = one.message.tool_calls
+            assert one.message.content is None and one.finish_reason == reason
+            assert call.function.name in names and call.id.startswith("call_")
+            validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+
+
+@pytest.mark.parametrize("choice", ["auto", "none"])
+def test_text_is_text(agent: openai.OpenAI, choice: str) -> None:
+    answer = ask(agent, tool_choice=choice, temperature=0).choices[0]
+    assert answer.message.content and not answer.message.tool_calls
+    assert answer.finish_reason in ("stop", "length")
+
+
+def test_a_stream_tells_a_call_once_and_then_its_arguments(agent: openai.OpenAI) -> None:
+    asked = {"tool_choice": "required", "parallel_tool_calls": False, "seed": 5}
+    whole = ask(agent, **asked).choices[0].message.tool_calls[0].function
+    pieces = [
+        piece
+        for chunk in ask(agent, stream=True, **asked)
+        for choice in chunk.choices
+        for piece in choice.delta.tool_calls or ()
+    ]
+    first, *rest = pieces
+    assert first.id and first.type == "function"
+    assert (first.function.name, first.function.arguments) == (whole.name, "")
+    assert all(one.id is None and one.function.name is None for one in rest)
+    assert "".join(one.function.arguments for one in rest) == whole.arguments
+    with agent.chat.completions.stream(
+        model="stories", messages=ASKED, tools=TOOLS, max_tokens=120, **asked
+    ) as stream:
+        final = stream.get_final_completion().choices[0]
+    assert final.finish_reason == "tool_calls"
+    assert final.message.tool_calls[0].function.arguments == whole.arguments
+
+
+def test_an_agent_goes_on_with_results(agent: openai.OpenAI) -> None:
+    messages = list(ASKED)
+    for turn in range(2):
+        answer = ask(
+            agent,
+            messages=messages,
+            tool_choice="required",
+            parallel_tool_calls=False,
+            seed=turn,
+            max_tokens=70,
+        )
+        call = answer.choices[0].message.tool_calls[0]
+        messages.append(answer.choices[0].message)
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": "It is."})
+    last = ask(agent, messages=messages, tool_choice="none", max_tokens=10)
+    assert last.choices[0].message.content
+
+
+def test_what_is_not_enforced_is_told(agent: openai.OpenAI) -> None:
+    tool = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"not": {}}}}}
+    raw = agent.chat.completions.with_raw_response.create(
+        model="stories",
+        messages=ASKED,
+        tools=[{"type": "function", "function": tool}],  # type: ignore[list-item]
+        max_tokens=1,
+    )
+    assert raw.headers["kvik-unenforced"] == "f: not at /properties/a"
+
+
+ODD = {"type": "function", "function": {"name": "odd name"}}
+REMOTE = {"type": "function", "function": {"name": "f", "parameters": {"$ref": "http://x"}}}
+STRICT = {
+    "type": "function",
+    "function": {"name": "f", "strict": True, "parameters": {"not": {}}},
+}
+RESULT = {"role": "tool", "tool_call_id": "nobody", "content": "yes"}
+CALLED = {
+    "role": "assistant",
+    "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "["}}],
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"tools": [ODD]}, "tools"),
+        ({"tools": [*TOOLS, TOOLS[0]]}, "tools"),
+        ({"tools": [REMOTE]}, "tools"),
+        ({"tools": [STRICT]}, "tools"),
+        ({"tools": [dict(ODD, function={"name": f"f{i}"}) for i in range(129)]}, "tools"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": [*ASKED, RESULT]}, "messages"),
+        ({"messages": [*ASKED, CALLED]}, "messages"),
+        ({"messages": [*ASKED, {"role": "tool", "content": "yes"}]}, "messages"),
+    ],
+    ids=str,
+)
+def test_bad_input_names_its_field(agent: openai.OpenAI, changes: Any, param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(agent, **changes)
+    assert caught.value.param == param
+
+
+def test_a_template_without_tools_refuses_them(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="knows no tools"):
+        ask(client)
