@@ -14,7 +14,8 @@ from kvik import __version__
 from kvik.core.sampling_params import PARAMETERS, SamplingParams
 from kvik.engine.output import RequestOutput, TextDelta
 from kvik.server.generation import Generation, GenerationRequest
-from kvik.server.openai.chat import CHAT, Messages, Variable, conversation_text
+from kvik.server.openai.chat import CHAT
+from kvik.server.openai.conversation import Messages, Variable, conversation_text
 from kvik.server.openai.requests import (
     TO_THE_END,
     Limit,

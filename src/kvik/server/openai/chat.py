@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, Protocol
+from typing import Literal
 
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -24,6 +24,14 @@ from kvik.server.openai.answers import (
     Usage,
     usage_of,
 )
+from kvik.server.openai.conversation import (
+    MEDIA,
+    CalledFunction,
+    Messages,
+    ToolCall,
+    Variable,
+    conversation_ids,
+)
 from kvik.server.openai.requests import (
     GenerationFields,
     Limit,
@@ -37,6 +45,7 @@ from kvik.server.openai.requests import (
     limit_of,
     sampling_changes,
 )
+from kvik.server.openai.tools import Choices, ToolParam, tool_use
 from kvik.server.responses import (
     DONE,
     HOLE,
@@ -46,94 +55,12 @@ from kvik.server.responses import (
     event,
     generation_response,
     json_event,
-    offload,
 )
 from kvik.server.route import caller_of, post, routes_of, trace_parent_of
 from kvik.server.server import Server
-from kvik.server.texts import Texts
-from kvik.server.tools import Function, ToolUse, call_arguments, check_results
-from kvik.server.unhonoured import SAMPLING, Table, refuse
-from kvik.text.chat_template import MAX_MESSAGES
+from kvik.server.tools import ToolUse
+from kvik.server.unhonoured import SAMPLING, Table
 from kvik.text.tool_calls import ToolCallParser, ToolDelta
-from kvik.text.tool_grammar import Choice
-
-Variable = str | int | float | bool | None
-
-
-class ContentPart(Struct, kw_only=True):
-    """A part of a message's content; only text is supported."""
-
-    type: str
-    text: str | None = None
-
-
-class CalledFunction(Struct, kw_only=True):
-    """`arguments`: JSON of an object."""
-
-    name: str
-    arguments: str = ""
-
-
-class ToolCall(Struct, kw_only=True):
-    """A call that the assistant made."""
-
-    id: str
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-
-class ChatMessage(Struct, kw_only=True):
-    """A message. The template decides in which order roles may come."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
-    function_call: Any = None
-    audio: Any = None
-
-
-class FunctionParam(Struct, kw_only=True):
-    """A function that the model may call. `parameters`: JSON Schema of its arguments."""
-
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class ToolParam(Struct, kw_only=True):
-    """A tool; only functions are supported."""
-
-    type: Literal["function"]
-    function: FunctionParam
-
-
-class NamedFunction(Struct, kw_only=True):
-    name: str
-
-
-class NamedTool(Struct, kw_only=True):
-    type: Literal["function"] = "function"
-    function: NamedFunction
-
-
-class AllowedTools(Struct, kw_only=True):
-    mode: Literal["auto", "required"]
-    tools: list[NamedTool]
-
-
-class ToolChoice(Struct, kw_only=True):
-    """One function that must be called, or some that may be."""
-
-    type: Literal["function", "allowed_tools"]
-    function: NamedFunction | None = None
-    allowed_tools: AllowedTools | None = None
-
-
-Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class ChatRequest(GenerationFields, kw_only=True):
@@ -147,19 +74,18 @@ class ChatRequest(GenerationFields, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Variable] | None = None
     tools: list[ToolParam] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: Choices | None = None
     parallel_tool_calls: bool | None = None
 
 
-_MEDIA = "only text is supported"
 _REASONING = "reasoning is not controlled yet"
 CHAT: Table = {
     **SAMPLING,
     "chat_template": ((), "the template is the model's own"),
     "functions": (([],), "give tools"),
     "function_call": (("none", "auto"), "give tool_choice"),
-    "modalities": ((["text"], []), _MEDIA),
-    "audio": ((), _MEDIA),
+    "modalities": ((["text"], []), MEDIA),
+    "audio": ((), MEDIA),
     "reasoning_effort": (("none",), _REASONING),
     "thinking_token_budget": ((), _REASONING),
     "enable_thinking": ((), "put it into chat_template_kwargs"),
@@ -167,11 +93,7 @@ CHAT: Table = {
     "web_search_options": ((), "there is no search"),
     "documents": (([],), "put them into a message"),
     "echo": ((False,), "is for /v1/completions"),
-    "mm_processor_kwargs": (({},), _MEDIA),
-}
-MESSAGE: Table = {
-    "function_call": ((), "give tool_calls"),
-    "audio": ((), _MEDIA),
+    "mm_processor_kwargs": (({},), MEDIA),
 }
 
 
@@ -255,7 +177,12 @@ async def chat(server: Server, request: Request, body: ChatRequest) -> Response:
     server.generations.check_room(tenant, params.n)
     name, max_tokens = asked_tokens(body, body.max_completion_tokens)
     most = kept_tokens(server, body.truncate_prompt_tokens, max_tokens)
-    use = tool_use(body, server.texts)
+    use = tool_use(
+        body.tools,
+        body.tool_choice,
+        one=body.parallel_tool_calls is False,
+        texts=server.texts,
+    )
     if use is not None:
         if params.structured is not None:
             raise ParamError(params.structured.name, "cannot be combined with tools")
@@ -296,159 +223,6 @@ def chat_params(body: ChatRequest, defaults: SamplingParams) -> SamplingParams:
     if body.logprobs:
         changes["logprobs"] = body.top_logprobs or 0
     return defaults.with_changes(**changes)
-
-
-def tool_use(body: ChatRequest, texts: Texts) -> ToolUse | None:
-    """Return the tools of a body; None: it has none.
-
-    Raises:
-        ParamError: they cannot be used, or there is a choice without tools.
-    """
-    asked = body.tool_choice
-    if not body.tools:
-        if asked not in (None, "none", "auto"):
-            raise ParamError("tool_choice", "needs tools")
-        return None
-    functions = [
-        Function(
-            one.function.name,
-            one.function.description or "",
-            one.function.parameters,
-            bool(one.function.strict),
-        )
-        for one in body.tools
-    ]
-    choice: Choice = asked if isinstance(asked, str) else "auto"
-    allowed: list[str] | None = None
-    named = False
-    if isinstance(asked, ToolChoice) and asked.type == "function":
-        if asked.function is None:
-            raise ParamError("tool_choice", "needs the name of a function")
-        choice, allowed, named = "required", [asked.function.name], True
-    elif isinstance(asked, ToolChoice):
-        if asked.allowed_tools is None or not asked.allowed_tools.tools:
-            raise ParamError("tool_choice", "needs allowed_tools with at least one tool")
-        choice = asked.allowed_tools.mode
-        allowed = list(dict.fromkeys(one.function.name for one in asked.allowed_tools.tools))
-    return ToolUse.of(
-        texts.tool_format,
-        functions,
-        choice=choice,
-        allowed=allowed,
-        one=named or body.parallel_tool_calls is False,
-        named=named,
-    )
-
-
-# Names that a template gets anyway, or that would replace it.
-_RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "chat_template")
-_TEMPLATE_ROLES = {"developer": "system"}  # a newer name, which few templates know
-
-
-class RenderOptions(Protocol):
-    """Fields of a body that say how its conversation becomes a prompt.
-
-    Attributes:
-        chat_template_kwargs: variables for the template.
-        add_generation_prompt: None is true, unless the final message is continued.
-        continue_final_message: end where the last message does, to continue it.
-        add_special_tokens: in addition to those of the template.
-    """
-
-    chat_template_kwargs: dict[str, Variable] | None
-    add_generation_prompt: bool | None
-    continue_final_message: bool | None
-    add_special_tokens: bool | None
-
-
-async def conversation_ids(
-    texts: Texts,
-    messages: Sequence[ChatMessage],
-    options: RenderOptions,
-    most: int | None = None,
-    use: ToolUse | None = None,
-) -> list[int]:
-    """Return the token ids of a conversation, ready for the assistant's answer.
-
-    Args:
-        most: tokens to keep, from the end; None: all.
-        use: the tools; None: there are none.
-
-    Raises:
-        ParamError: the messages are malformed or too long, or the template refuses them.
-    """
-    text = await conversation_text(texts, messages, options, use)
-    with rename_fields(prompt="messages"):
-        return await texts.encode(text, bool(options.add_special_tokens), most)
-
-
-async def conversation_text(
-    texts: Texts,
-    messages: Sequence[ChatMessage],
-    options: RenderOptions,
-    use: ToolUse | None = None,
-) -> str:
-    """Return the prompt that the chat template makes of a conversation.
-
-    Raises:
-        ParamError: the messages are malformed, or the template refuses them.
-    """
-    variables, continues = options.chat_template_kwargs, options.continue_final_message
-    if continues and options.add_generation_prompt:
-        raise ParamError("continue_final_message", "excludes add_generation_prompt")
-    for name in variables or ():
-        if name in _RESERVED_VARIABLES:
-            raise ParamError("chat_template_kwargs", f"must not set {name}")
-    plain = await offload(len(messages), lambda: [_plain(message) for message in messages])
-    calls = [call.id for message in messages for call in message.tool_calls or ()]
-    check_results(calls, [one.tool_call_id for one in messages if one.tool_call_id is not None])
-    if continues:
-        return await texts.render_to_continue(plain, variables)
-    answers = options.add_generation_prompt is not False
-    tools = None if use is None else use.described()
-    return await texts.render(
-        plain, add_generation_prompt=answers, tools=tools, variables=variables
-    )
-
-
-def _plain(message: ChatMessage) -> dict[str, object]:
-    refuse({name: getattr(message, name) for name in MESSAGE}, MESSAGE, "messages")
-    if message.role == "tool" and message.tool_call_id is None:
-        raise ParamError("messages", "of role 'tool' need a tool_call_id")
-    if message.tool_calls and message.role != "assistant":
-        raise ParamError("messages", "may have tool_calls in those of role 'assistant' alone")
-    content = "" if message.content is None and message.tool_calls else message.content
-    plain: dict[str, object] = {
-        "role": _TEMPLATE_ROLES.get(message.role, message.role),
-        "content": _text(content),
-    }
-    if message.tool_calls:
-        plain["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
-    for name in ("name", "reasoning_content", "tool_call_id"):
-        if getattr(message, name) is not None:
-            plain[name] = getattr(message, name)
-    return plain
-
-
-def _plain_call(call: ToolCall) -> dict[str, object]:
-    arguments = call_arguments(call.function.arguments)
-    function = {"name": call.function.name, "arguments": arguments}
-    return {"id": call.id, "type": "function", "function": function}
-
-
-def _text(content: str | list[ContentPart] | None) -> str:
-    if content is None:
-        raise ParamError("messages", "need a content, a string or a list of text parts")
-    if isinstance(content, str):
-        return content
-    for part in content:
-        if part.type != "text":
-            raise ParamError(
-                "messages", f"have a part of type {part.type[:40]!r}; only text is supported"
-            )
-        if part.text is None:
-            raise ParamError("messages", "have a text part without text")
-    return "\n".join(part.text or "" for part in content)
 
 
 class ChatFormat(ResponseFormat):

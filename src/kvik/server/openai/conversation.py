@@ -1,0 +1,174 @@
+"""The messages of a chat, and the prompt that the chat template makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Protocol
+
+from msgspec import Meta, Struct
+
+from kvik.errors import ParamError
+from kvik.server.errors import rename_fields
+from kvik.server.responses import offload
+from kvik.server.texts import Texts
+from kvik.server.tools import ToolUse, call_arguments, check_results
+from kvik.server.unhonoured import Table, refuse
+from kvik.text.chat_template import MAX_MESSAGES
+
+MEDIA = "only text is supported"
+Variable = str | int | float | bool | None
+
+
+class ContentPart(Struct, kw_only=True):
+    """A part of a message's content; only text is supported."""
+
+    type: str
+    text: str | None = None
+
+
+class CalledFunction(Struct, kw_only=True):
+    """`arguments`: JSON of an object."""
+
+    name: str
+    arguments: str = ""
+
+
+class ToolCall(Struct, kw_only=True):
+    """A call that the assistant made."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatMessage(Struct, kw_only=True):
+    """A message. The template decides in which order roles may come."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    function_call: Any = None
+    audio: Any = None
+
+
+Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+
+MESSAGE: Table = {
+    "function_call": ((), "give tool_calls"),
+    "audio": ((), MEDIA),
+}
+
+
+# Names that a template gets anyway, or that would replace it.
+_RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "chat_template")
+_TEMPLATE_ROLES = {"developer": "system"}  # a newer name, which few templates know
+
+
+class RenderOptions(Protocol):
+    """Fields of a body that say how its conversation becomes a prompt.
+
+    Attributes:
+        chat_template_kwargs: variables for the template.
+        add_generation_prompt: None is true, unless the final message is continued.
+        continue_final_message: end where the last message does, to continue it.
+        add_special_tokens: in addition to those of the template.
+    """
+
+    chat_template_kwargs: dict[str, Variable] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    add_special_tokens: bool | None
+
+
+async def conversation_ids(
+    texts: Texts,
+    messages: Sequence[ChatMessage],
+    options: RenderOptions,
+    most: int | None = None,
+    use: ToolUse | None = None,
+) -> list[int]:
+    """Return the token ids of a conversation, ready for the assistant's answer.
+
+    Args:
+        most: tokens to keep, from the end; None: all.
+        use: the tools; None: there are none.
+
+    Raises:
+        ParamError: the messages are malformed or too long, or the template refuses them.
+    """
+    text = await conversation_text(texts, messages, options, use)
+    with rename_fields(prompt="messages"):
+        return await texts.encode(text, bool(options.add_special_tokens), most)
+
+
+async def conversation_text(
+    texts: Texts,
+    messages: Sequence[ChatMessage],
+    options: RenderOptions,
+    use: ToolUse | None = None,
+) -> str:
+    """Return the prompt that the chat template makes of a conversation.
+
+    Raises:
+        ParamError: the messages are malformed, or the template refuses them.
+    """
+    variables, continues = options.chat_template_kwargs, options.continue_final_message
+    if continues and options.add_generation_prompt:
+        raise ParamError("continue_final_message", "excludes add_generation_prompt")
+    for name in variables or ():
+        if name in _RESERVED_VARIABLES:
+            raise ParamError("chat_template_kwargs", f"must not set {name}")
+    plain = await offload(len(messages), lambda: [_plain(message) for message in messages])
+    calls = [call.id for message in messages for call in message.tool_calls or ()]
+    check_results(calls, [one.tool_call_id for one in messages if one.tool_call_id is not None])
+    if continues:
+        return await texts.render_to_continue(plain, variables)
+    answers = options.add_generation_prompt is not False
+    tools = None if use is None else use.described()
+    return await texts.render(
+        plain, add_generation_prompt=answers, tools=tools, variables=variables
+    )
+
+
+def _plain(message: ChatMessage) -> dict[str, object]:
+    refuse({name: getattr(message, name) for name in MESSAGE}, MESSAGE, "messages")
+    if message.role == "tool" and message.tool_call_id is None:
+        raise ParamError("messages", "of role 'tool' need a tool_call_id")
+    if message.tool_calls and message.role != "assistant":
+        raise ParamError("messages", "may have tool_calls in those of role 'assistant' alone")
+    content = "" if message.content is None and message.tool_calls else message.content
+    plain: dict[str, object] = {
+        "role": _TEMPLATE_ROLES.get(message.role, message.role),
+        "content": _text(content),
+    }
+    if message.tool_calls:
+        plain["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
+    for name in ("name", "reasoning_content", "tool_call_id"):
+        if getattr(message, name) is not None:
+            plain[name] = getattr(message, name)
+    return plain
+
+
+def _plain_call(call: ToolCall) -> dict[str, object]:
+    arguments = call_arguments(call.function.arguments)
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _text(content: str | list[ContentPart] | None) -> str:
+    if content is None:
+        raise ParamError("messages", "need a content, a string or a list of text parts")
+    if isinstance(content, str):
+        return content
+    for part in content:
+        if part.type != "text":
+            raise ParamError(
+                "messages", f"have a part of type {part.type[:40]!r}; only text is supported"
+            )
+        if part.text is None:
+            raise ParamError("messages", "have a text part without text")
+    return "\n".join(part.text or "" for part in content)
