@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,9 +17,16 @@ from kvik.core.structured import Constraint, JsonSchema
 from kvik.core.types import Pin, PromptUse
 from kvik.engine.output import RequestOutput, TextDelta
 from kvik.errors import ParamError
+from kvik.server.anthropic_prompt import (
+    HOUR,
+    CountRequest,
+    MessageToolChoice,
+    make_prompt,
+    read_conversation,
+)
 from kvik.server.errors import rename_fields
 from kvik.server.generation import Generation, GenerationRequest
-from kvik.server.openai.requests import Count, Name, Word
+from kvik.server.openai.requests import Count, Word
 from kvik.server.responses import (
     HOLE,
     ResponseFormat,
@@ -31,42 +39,11 @@ from kvik.server.responses import (
 from kvik.server.route import caller_of, post, routes_of, trace_parent_of
 from kvik.server.server import Server
 from kvik.server.texts import Texts
-from kvik.server.unhonoured import SAMPLING, TOOLS, Table, missing
-from kvik.text.chat_template import MAX_MESSAGES
-
-# Messages as a prompt, and the prefixes of it that their cache marks pin.
-
-
-class CacheControl(Struct, kw_only=True):
-    """The prompt up to here is kept in the prefix cache, for so long after its last use."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None  # 5m
-
-
-class ContentBlock(Struct, kw_only=True):
-    """A part of a message's content; only text is supported."""
-
-    type: str
-    text: str | None = None
-    cache_control: CacheControl | None = None
-    citations: Any = None  # of documents, and there are none
-
-
-class MessageParam(Struct, kw_only=True):
-    """A message. Consecutive messages of one role are one turn."""
-
-    role: Literal["user", "assistant"]
-    content: str | list[ContentBlock]
-
-
-class CountRequest(Struct, kw_only=True):
-    """A conversation, whose tokens are counted."""
-
-    model: Name
-    messages: Annotated[list[MessageParam], Meta(min_length=1, max_length=MAX_MESSAGES)]
-    system: str | list[ContentBlock] | None = None
-    cache_control: CacheControl | None = None  # as if it stood at the last block
+from kvik.server.tools import Function, ToolUse
+from kvik.server.unhonoured import SAMPLING, Table, missing
+from kvik.text.detokenizer import NO_MARKS
+from kvik.text.tool_calls import ToolCallParser, ToolDelta
+from kvik.text.tool_grammar import Choice
 
 
 class OutputFormat(Struct, kw_only=True):
@@ -105,184 +82,9 @@ class MessageRequest(CountRequest, kw_only=True):
     speed: Any = None
 
 
-MAX_CACHE_MARKS = 4
-FIVE_MINUTES, HOUR = 300.0, 3600.0
-_SECONDS = {None: FIVE_MINUTES, "5m": FIVE_MINUTES, "1h": HOUR}
-
-
-@dataclass(slots=True)
-class ConversationTurn:
-    """Consecutive messages of one role."""
-
-    role: str
-    texts: list[str] = field(default_factory=list)  # one for each block
-
-
-@dataclass(frozen=True, slots=True)
-class CacheMark:
-    """A wish to keep the prompt in the cache up to the end of a block."""
-
-    turn: int
-    block: int  # of that turn
-    seconds: float
-
-
-@dataclass(slots=True)
-class Conversation:
-    """The turns of a request, with its cache marks.
-
-    Attributes:
-        turns: roles alternate; the first may be "system".
-        marks: in order.
-    """
-
-    turns: list[ConversationTurn] = field(default_factory=list)
-    marks: list[CacheMark] = field(default_factory=list)
-
-    @property
-    def continues(self) -> bool:
-        """Whether the model continues the last turn."""
-        return self.turns[-1].role == "assistant"
-
-
-def read_conversation(body: CountRequest) -> Conversation:
-    """Return the conversation of a body.
-
-    Raises:
-        ParamError: a block is not text, or too many are marked.
-    """
-    conversation = Conversation()
-    if body.system:
-        _add(conversation, "system", "system", body.system)
-    for i, message in enumerate(body.messages):
-        _add(conversation, f"messages.{i}.content", message.role, message.content)
-    if body.cache_control is not None:
-        last = len(conversation.turns) - 1
-        _mark(conversation, last, body.cache_control)
-    if len(conversation.marks) > MAX_CACHE_MARKS:
-        raise ParamError(
-            "cache_control",
-            f"at most {MAX_CACHE_MARKS} blocks may have one, not {len(conversation.marks)}",
-        )
-    text = conversation.turns[-1].texts[-1]
-    if conversation.continues and text != text.rstrip():
-        raise ParamError("messages", "must not end with white space of the assistant's")
-    return conversation
-
-
-def plain(turns: Sequence[ConversationTurn]) -> list[Mapping[str, object]]:
-    """Return the messages for the chat template."""
-    return [{"role": turn.role, "content": "\n".join(turn.texts)} for turn in turns]
-
-
-def _add(
-    conversation: Conversation, place: str, role: str, content: str | Sequence[ContentBlock]
-) -> None:
-    turns = conversation.turns
-    if not turns or turns[-1].role != role:
-        turns.append(ConversationTurn(role))
-    for text, control in _texts(place, content):
-        turns[-1].texts.append(text)
-        if control is not None:
-            _mark(conversation, len(turns) - 1, control)
-    if not turns[-1].texts:
-        raise ParamError(place, "must have at least one block")
-
-
-def _texts(
-    place: str, content: str | Sequence[ContentBlock]
-) -> Iterator[tuple[str, CacheControl | None]]:
-    if isinstance(content, str):
-        yield content, None
-        return
-    for i, block in enumerate(content):
-        if block.type != "text":
-            raise ParamError(
-                f"{place}.{i}.type", f"{block.type[:40]!r} is not supported yet; only text is"
-            )
-        if block.text is None:
-            raise ParamError(f"{place}.{i}.text", "is required")
-        if block.citations:
-            raise ParamError(f"{place}.{i}.citations", "are not supported")
-        yield block.text, block.cache_control
-
-
-def _mark(conversation: Conversation, turn: int, control: CacheControl) -> None:
-    """Mark the last block of a turn so far."""
-    block = len(conversation.turns[turn].texts) - 1
-    conversation.marks.append(CacheMark(turn, block, _SECONDS[control.ttl]))
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A conversation as tokens."""
-
-    token_ids: list[int]
-    pins: tuple[Pin, ...]  # in order of length
-
-
-async def make_prompt(texts: Texts, conversation: Conversation) -> Prompt:
-    """Render and tokenise a conversation, and find the prefix of each cache mark.
-
-    What a template makes of a block is up to the template. So the conversation is rendered once
-    more up to the mark, and the prefix is what both texts have in common. Where a template shows
-    the beginning of a conversation differently when it stands alone, less is kept.
-
-    Raises:
-        ParamError: the template refuses the conversation, or it is too long.
-    """
-    turns = conversation.turns
-    if conversation.continues:
-        with rename_fields(continue_final_message="messages"):
-            text = await texts.render_to_continue(plain(turns))
-    else:
-        text = await texts.render(plain(turns), add_generation_prompt=True)
-    with rename_fields(prompt="messages"):
-        ids = await texts.encode(text, add_special_tokens=False)
-    pins = []
-    for mark in conversation.marks:
-        length = await _length(texts, turns, mark, text, ids)
-        if length:
-            pins.append(Pin(length, mark.seconds))
-    return Prompt(ids, tuple(sorted(pins, key=lambda pin: pin.num_tokens)))
-
-
-async def _length(
-    texts: Texts, turns: Sequence[ConversationTurn], mark: CacheMark, text: str, ids: Sequence[int]
-) -> int:
-    """Tokens of the prompt up to a mark."""
-    marked = turns[mark.turn]
-    shown = [*turns[: mark.turn], ConversationTurn(marked.role, marked.texts[: mark.block + 1])]
-    if marked.role == "system":
-        # Most templates need a message; its text must differ from that of the prompt.
-        following = turns[mark.turn + 1]
-        other = "b" if following.texts[0].lstrip().startswith("a") else "a"
-        shown.append(ConversationTurn(following.role, [other]))
-    try:
-        alone = await texts.render(plain(shown), add_generation_prompt=False)
-    except ParamError:
-        return 0  # the template refuses the beginning alone
-    length = common_length(alone, text)
-    if length == len(text):
-        return len(ids)
-    return common_length(await texts.encode(text[:length], add_special_tokens=False), ids)
-
-
-def common_length(a: Sequence[object], b: Sequence[object]) -> int:
-    """Length of the common prefix, by bisection: slices compare quickly."""
-    low, high = 0, min(len(a), len(b))
-    if a[:high] == b[:high]:
-        return high
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "model_context_window_exceeded"]
+StopReason = Literal[
+    "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
+]
 
 
 class CacheCreation(Struct, kw_only=True):
@@ -304,9 +106,23 @@ class MessageUsage(Struct, kw_only=True):
     service_tier: Literal["standard"] = "standard"
 
 
-class TextBlock(Struct):
-    text: str
-    type: Literal["text"] = "text"
+class AnswerBlock(Struct, kw_only=True):
+    """A part of an answer: text, or a call of a tool with its id, name and input."""
+
+    type: Literal["text", "tool_use"]
+    text: str | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    input: dict[str, Any] | UnsetType = UNSET
+
+
+def text_block(text: str) -> AnswerBlock:
+    return AnswerBlock(type="text", text=text)
+
+
+def call_block(call: ToolDelta, arguments: dict[str, Any]) -> AnswerBlock:
+    made = call.id.replace("call_", "toolu_", 1)
+    return AnswerBlock(type="tool_use", id=made, name=call.name, input=arguments)
 
 
 class MessageResponse(Struct, kw_only=True):
@@ -316,7 +132,7 @@ class MessageResponse(Struct, kw_only=True):
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
     model: str
-    content: list[TextBlock]
+    content: list[AnswerBlock]
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessageUsage
@@ -328,9 +144,7 @@ class TokenCount(Struct):
 
 _ELSEWHERE = "this route does not take it"
 COUNT: Table = {
-    "tools": (([],), TOOLS),
-    "tool_choice": (({"type": "auto"}, {"type": "none"}), TOOLS),
-    "mcp_servers": (([],), TOOLS),
+    "mcp_servers": (([],), "there are no other servers"),
     "thinking": (({"type": "disabled"},), "thinking is not supported yet"),
     "context_management": (({},), "the context is not edited"),
 }
@@ -397,10 +211,23 @@ class UsageMeter:
 
 
 PING = json_event({"type": "ping"}, "ping")
-_START = json_event(
-    {"type": "content_block_start", "index": 0, "content_block": TextBlock("")},
-    "content_block_start",
-)
+
+
+def _start(index: int, block: AnswerBlock) -> bytes:
+    start = {"type": "content_block_start", "index": index, "content_block": block}
+    return json_event(start, "content_block_start")
+
+
+def _delta(index: int, delta: Mapping[str, str]) -> bytes:
+    event = {"type": "content_block_delta", "index": index, "delta": delta}
+    return json_event(event, "content_block_delta")
+
+
+def _stop(index: int) -> bytes:
+    return json_event({"type": "content_block_stop", "index": index}, "content_block_stop")
+
+
+_START = _start(0, text_block(""))
 _TEXT = Template(
     {
         "type": "content_block_delta",
@@ -409,14 +236,14 @@ _TEXT = Template(
     },
     "content_block_delta",
 )
-_STOP = json_event({"type": "content_block_stop", "index": 0}, "content_block_stop")
 _END = json_event({"type": "message_stop"}, "message_stop")
 
 
 class MessageFormat(ResponseFormat):
-    """A message as a `ResponseFormat`: one block of text.
+    """A message as a `ResponseFormat`: a block of text, then one for each call.
 
     Args:
+        use: the tools that may be called; None: there are none.
         max_model_len: of prompt and answer together.
     """
 
@@ -429,7 +256,12 @@ class MessageFormat(ResponseFormat):
         generation: Generation,
         usage: UsageMeter,
         max_model_len: int,
+        use: ToolUse | None = None,
     ) -> None:
+        self._use = use
+        self._parser = None if use is None else use.parser()
+        self._open = -1 if use is not None else 0  # the block that is being written
+        self._is_text = use is None
         self._id = f"msg_{secrets.token_hex(12)}"
         self._model = model
         self._generation = generation
@@ -444,18 +276,47 @@ class MessageFormat(ResponseFormat):
         if self._silent:
             return self._message(used, stop_reason="max_tokens")
         reason, sequence = self._stop(output)
-        return self._message(
-            used, output.num_output_tokens, [TextBlock(output.text)], reason, sequence
-        )
+        content: list[AnswerBlock] = [text_block(output.text)]
+        if self._use is not None:
+            content = _blocks(self._use.parser(), output.text)
+            if reason == "end_turn" and any(block.type == "tool_use" for block in content):
+                reason = "tool_use"
+        return self._message(used, output.num_output_tokens, content, reason, sequence)
 
     def begin(self) -> bytes:
         message = self._message(self._generation.prompt_use)
         start = json_event({"type": "message_start", "message": message}, "message_start")
-        return start + (PING if self._silent else _START + PING)
+        return start + (PING if self._silent or self._use is not None else _START + PING)
 
     def events(self, position: int, delta: TextDelta) -> Iterator[bytes]:
-        if delta.text and not self._silent:
-            yield _TEXT.fill(delta.text)
+        if self._silent:
+            return
+        if self._parser is None:
+            if delta.text:
+                yield _TEXT.fill(delta.text)
+            return
+        deltas = self._parser.push(delta.text)
+        for one in deltas + (self._parser.close() if delta.finish_reason else []):
+            yield from self._tool_events(one)
+
+    def _tool_events(self, delta: ToolDelta) -> Iterator[bytes]:
+        if delta.text:
+            if not self._is_text:
+                yield from self._begin_block(text_block(""))
+            self._is_text = True
+            yield _delta(self._open, {"type": "text_delta", "text": delta.text})
+        elif delta.name:
+            yield from self._begin_block(call_block(delta, {}))
+            self._is_text = False
+        elif delta.arguments:
+            arguments = {"type": "input_json_delta", "partial_json": delta.arguments}
+            yield _delta(self._open, arguments)
+
+    def _begin_block(self, block: AnswerBlock) -> Iterator[bytes]:
+        if self._open >= 0:
+            yield _stop(self._open)
+        self._open += 1
+        yield _start(self._open, block)
 
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
         message = self.whole(outputs)
@@ -464,14 +325,14 @@ class MessageFormat(ResponseFormat):
             "delta": {"stop_reason": message.stop_reason, "stop_sequence": message.stop_sequence},
             "usage": message.usage,
         }
-        stop = b"" if self._silent else _STOP
+        stop = b"" if self._silent or self._open < 0 else _stop(self._open)
         return stop + json_event(delta, "message_delta") + _END
 
     def _message(
         self,
         used: PromptUse | None,
         num_output: int = 0,
-        content: Sequence[TextBlock] = (),
+        content: Sequence[AnswerBlock] = (),
         stop_reason: StopReason | None = None,
         stop_sequence: str | None = None,
     ) -> MessageResponse:
@@ -496,6 +357,54 @@ class MessageFormat(ResponseFormat):
         return "max_tokens", None
 
 
+def _blocks(parser: ToolCallParser, text: str) -> list[AnswerBlock]:
+    """Return the text and the calls of a whole answer. Arguments that were cut off are none."""
+    deltas = [*parser.push(text), *parser.close()]
+    found = "".join(delta.text for delta in deltas)
+    calls: list[tuple[ToolDelta, list[str]]] = []
+    for delta in deltas:
+        if delta.name:
+            calls.append((delta, []))
+        elif delta.index >= 0:
+            calls[delta.index][1].append(delta.arguments)
+    blocks: list[AnswerBlock] = [text_block(found)] if found or not calls else []
+    for call, arguments in calls:
+        try:
+            given = json.loads("".join(arguments))
+        except ValueError:
+            given = {}
+        blocks.append(call_block(call, given))
+    return blocks
+
+
+def tool_use(body: CountRequest, texts: Texts) -> ToolUse | None:
+    """Return the tools of a body; None: it has none.
+
+    Raises:
+        ParamError: they cannot be used, or there is a choice without tools.
+    """
+    asked = body.tool_choice or MessageToolChoice(type="auto")
+    if not body.tools:
+        if asked.type in ("any", "tool"):
+            raise ParamError("tool_choice", "needs tools")
+        return None
+    functions = [
+        Function(one.name, one.description or "", one.input_schema, bool(one.strict))
+        for one in body.tools
+    ]
+    if asked.type == "tool" and asked.name is None:
+        raise ParamError("tool_choice", "needs the name of a tool")
+    named = asked.type == "tool"
+    choices: Mapping[str, Choice] = {"any": "required", "tool": "required", "none": "none"}
+    return ToolUse.of(
+        texts.tool_format,
+        functions,
+        choice=choices.get(asked.type, "auto"),
+        allowed=[asked.name or ""] if named else None,
+        one=bool(asked.disable_parallel_tool_use),
+    )
+
+
 @post(
     "/v1/messages",
     MESSAGES,
@@ -508,18 +417,30 @@ async def messages(server: Server, request: Request, body: MessageRequest) -> Re
     params = _params(body, server.default_params)
     tenant = caller_of(request).tenant
     server.generations.check_room(tenant, params.n)
+    use = tool_use(body, server.texts)
+    if use is not None:
+        if params.structured is not None:
+            raise ParamError(params.structured.name, "cannot be combined with tools")
+        params = params.with_changes(structured=use.constraint())
     conversation = await offload(len(body.messages), lambda: read_conversation(body))
-    prompt = await make_prompt(server.texts.of(tenant), conversation)
+    prompt = await make_prompt(server.texts.of(tenant), conversation, use)
     with rename_fields(stop="stop_sequences"):
         generation = await server.generations.start(
-            GenerationRequest(prompt.token_ids, params, pins=prompt.pins, field="messages"),
+            GenerationRequest(
+                prompt.token_ids,
+                params,
+                pins=prompt.pins,
+                marks=NO_MARKS if use is None else use.form.marks,
+                unenforced=() if use is None else use.unenforced,
+                field="messages",
+            ),
             tenant,
             streaming=bool(body.stream),
             trace_parent=trace_parent_of(request),
         )
     block_size = server.engine.config.cache.block_size
     usage = UsageMeter(len(prompt.token_ids), prompt.pins, block_size)
-    form = MessageFormat(model, body, generation, usage, server.max_model_len)
+    form = MessageFormat(model, body, generation, usage, server.max_model_len, use)
     return await generation_response(request, [generation], form, stream=bool(body.stream))
 
 
@@ -534,7 +455,8 @@ async def count_tokens(server: Server, request: Request, body: CountRequest) -> 
     server.served_name(body.model)
     conversation = await offload(len(body.messages), lambda: read_conversation(body))
     conversation.marks.clear()  # where they stand is not asked
-    prompt = await make_prompt(server.texts.of(caller_of(request).tenant), conversation)
+    texts = server.texts.of(caller_of(request).tenant)
+    prompt = await make_prompt(texts, conversation, tool_use(body, texts))
     return json_response(TokenCount(len(prompt.token_ids)))
 
 

@@ -14,8 +14,9 @@ from helpers.story_site import NAMES, Site, story_site
 
 from kvik.core.types import Pin, PromptUse
 from kvik.server.access import read_keys
-from kvik.server.anthropic import FIVE_MINUTES, UsageMeter, routes
-from kvik.server.anthropic import HOUR as HOUR_SECONDS
+from kvik.server.anthropic import UsageMeter, routes
+from kvik.server.anthropic_prompt import FIVE_MINUTES
+from kvik.server.anthropic_prompt import HOUR as HOUR_SECONDS
 
 MODEL = NAMES[0]
 FIVE: Any = {"type": "ephemeral"}

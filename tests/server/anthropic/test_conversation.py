@@ -10,7 +10,7 @@ import pytest
 from helpers.generating import letters
 
 from kvik.core.types import Pin
-from kvik.server.anthropic import (
+from kvik.server.anthropic_prompt import (
     CountRequest,
     Prompt,
     common_length,

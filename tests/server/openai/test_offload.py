@@ -10,8 +10,7 @@ import httpx2
 import pytest
 
 from kvik.server import responses as module
-from kvik.server.openai import chat, completions, embeddings, tokenize
-from kvik.server.openai import chat as conversation
+from kvik.server.openai import chat, completions, conversation, embeddings, tokenize
 from kvik.server.responses import offload
 
 TALK = {"messages": [{"role": "user", "content": "A dog"}] * 3, "max_tokens": 4}

@@ -1,0 +1,297 @@
+"""The messages of Anthropic's API as a prompt, and the prefixes of it that cache marks pin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from kvik.core.types import Pin
+from kvik.errors import ParamError
+from kvik.server.errors import rename_fields
+from kvik.server.openai.requests import Name
+from kvik.server.texts import Texts
+from kvik.server.tools import ToolUse, check_results
+from kvik.text.chat_template import MAX_MESSAGES
+
+
+class CacheControl(Struct, kw_only=True):
+    """The prompt up to here is kept in the prefix cache, for so long after its last use."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None  # 5m
+
+
+class ContentBlock(Struct, kw_only=True):
+    """A part of a message's content: text, a call of a tool, or its result."""
+
+    type: str
+    text: str | None = None
+    id: str | None = None  # of a call
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None  # of a result
+    content: str | list[ContentBlock] | None = None
+    is_error: bool | None = None
+    cache_control: CacheControl | None = None
+    citations: Any = None  # of documents, and there are none
+
+
+class MessageParam(Struct, kw_only=True):
+    """A message. Consecutive messages of one role are one turn."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[ContentBlock]
+
+
+class MessageTool(Struct, kw_only=True):
+    """A function that the model may call. `input_schema`: JSON Schema of its arguments."""
+
+    name: str
+    input_schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+    type: Literal["custom"] | None = None
+    cache_control: CacheControl | None = None
+    input_examples: Any = None
+
+
+class MessageToolChoice(Struct, kw_only=True):
+    """Whether tools may, must ("any", or the named "tool") or must not be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class CountRequest(Struct, kw_only=True):
+    """A conversation, whose tokens are counted."""
+
+    model: Name
+    messages: Annotated[list[MessageParam], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    system: str | list[ContentBlock] | None = None
+    cache_control: CacheControl | None = None  # as if it stood at the last block
+    tools: list[MessageTool] | None = None
+    tool_choice: MessageToolChoice | None = None
+
+
+MAX_CACHE_MARKS = 4
+FIVE_MINUTES, HOUR = 300.0, 3600.0
+_SECONDS = {None: FIVE_MINUTES, "5m": FIVE_MINUTES, "1h": HOUR}
+
+
+@dataclass(slots=True)
+class ConversationTurn:
+    """Consecutive messages of one role, or one result of a call."""
+
+    role: str
+    texts: list[str] = field(default_factory=list)  # one for each block
+    calls: list[ContentBlock] = field(default_factory=list)  # that the assistant made
+    call_id: str | None = None  # whose result it is
+
+
+@dataclass(frozen=True, slots=True)
+class CacheMark:
+    """A wish to keep the prompt in the cache up to the end of a block."""
+
+    turn: int
+    block: int  # of that turn
+    seconds: float
+
+
+@dataclass(slots=True)
+class Conversation:
+    """The turns of a request, with its cache marks.
+
+    Attributes:
+        turns: roles alternate; the first may be "system".
+        marks: in order.
+    """
+
+    turns: list[ConversationTurn] = field(default_factory=list)
+    marks: list[CacheMark] = field(default_factory=list)
+
+    @property
+    def continues(self) -> bool:
+        """Whether the model continues the last turn."""
+        return self.turns[-1].role == "assistant"
+
+
+def read_conversation(body: CountRequest) -> Conversation:
+    """Return the conversation of a body.
+
+    Raises:
+        ParamError: a block is not text, or too many are marked.
+    """
+    conversation = Conversation()
+    if body.system:
+        _add(conversation, "system", "system", body.system)
+    # Some clients say things as the system in between: they belong to what it says at first.
+    order = sorted(enumerate(body.messages), key=lambda pair: pair[1].role != "system")
+    for i, message in order:
+        _add(conversation, f"messages.{i}.content", message.role, message.content)
+    if all(message.role == "system" for message in body.messages):
+        raise ParamError("messages", "need one of the user or of the assistant")
+    if body.cache_control is not None:
+        last = len(conversation.turns) - 1
+        _mark(conversation, last, body.cache_control)
+    if len(conversation.marks) > MAX_CACHE_MARKS:
+        raise ParamError(
+            "cache_control",
+            f"at most {MAX_CACHE_MARKS} blocks may have one, not {len(conversation.marks)}",
+        )
+    ending = conversation.turns[-1]
+    if ending.calls:
+        raise ParamError("messages", "must not end with a call of the assistant")
+    if conversation.continues and ending.texts[-1] != ending.texts[-1].rstrip():
+        raise ParamError("messages", "must not end with white space of the assistant's")
+    called = [call.id or "" for turn in conversation.turns for call in turn.calls]
+    answered = [turn.call_id for turn in conversation.turns if turn.call_id is not None]
+    check_results(called, answered)
+    return conversation
+
+
+def plain(turns: Sequence[ConversationTurn]) -> list[Mapping[str, object]]:
+    """Return the messages for the chat template."""
+    return [_plain(turn) for turn in turns]
+
+
+def _plain(turn: ConversationTurn) -> Mapping[str, object]:
+    message: dict[str, object] = {"role": turn.role, "content": "\n".join(turn.texts)}
+    if turn.calls:
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.input},
+            }
+            for call in turn.calls
+        ]
+    if turn.call_id is not None:
+        message["tool_call_id"] = turn.call_id
+    return message
+
+
+def _add(
+    conversation: Conversation, place: str, role: str, content: str | Sequence[ContentBlock]
+) -> None:
+    turns = conversation.turns
+    blocks = [ContentBlock(type="text", text=content)] if isinstance(content, str) else content
+    if not blocks:
+        raise ParamError(place, "must have at least one block")
+    for i, block in enumerate(blocks):
+        where = f"{place}.{i}"
+        if block.type == "tool_result" and role == "user":
+            if block.tool_use_id is None:
+                raise ParamError(f"{where}.tool_use_id", "is required")
+            inside = block.content or ""
+            texts = [inside] if isinstance(inside, str) else [_text(where, b) for b in inside]
+            turns.append(ConversationTurn("tool", texts, call_id=block.tool_use_id))
+        else:
+            if not turns or turns[-1].role != role:
+                turns.append(ConversationTurn(role))
+            if block.type == "tool_use" and role == "assistant":
+                if block.id is None or block.name is None or block.input is None:
+                    raise ParamError(where, "needs an id, a name and an input")
+                turns[-1].calls.append(block)
+            else:
+                turns[-1].texts.append(_text(where, block))
+        if block.cache_control is not None:
+            _mark(conversation, len(turns) - 1, block.cache_control)
+
+
+def _text(place: str, block: ContentBlock) -> str:
+    if block.type != "text":
+        raise ParamError(f"{place}.type", f"{block.type[:40]!r} is not supported here")
+    if block.text is None:
+        raise ParamError(f"{place}.text", "is required")
+    if block.citations:
+        raise ParamError(f"{place}.citations", "are not supported")
+    return block.text
+
+
+def _mark(conversation: Conversation, turn: int, control: CacheControl) -> None:
+    """Mark the last block of a turn so far."""
+    block = len(conversation.turns[turn].texts) - 1
+    conversation.marks.append(CacheMark(turn, block, _SECONDS[control.ttl]))
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A conversation as tokens."""
+
+    token_ids: list[int]
+    pins: tuple[Pin, ...]  # in order of length
+
+
+async def make_prompt(
+    texts: Texts, conversation: Conversation, use: ToolUse | None = None
+) -> Prompt:
+    """Render and tokenise a conversation, and find the prefix of each cache mark.
+
+    What a template makes of a block is up to the template. So the conversation is rendered once
+    more up to the mark, and the prefix is what both texts have in common. Where a template shows
+    the beginning of a conversation differently when it stands alone, less is kept.
+
+    Raises:
+        ParamError: the template refuses the conversation, or it is too long.
+    """
+    turns = conversation.turns
+    if conversation.continues:
+        with rename_fields(continue_final_message="messages"):
+            text = await texts.render_to_continue(plain(turns))
+    else:
+        tools = None if use is None else use.described()
+        text = await texts.render(plain(turns), add_generation_prompt=True, tools=tools)
+    with rename_fields(prompt="messages"):
+        ids = await texts.encode(text, add_special_tokens=False)
+    pins = []
+    for mark in conversation.marks:
+        length = await _length(texts, turns, mark, text, ids, use)
+        if length:
+            pins.append(Pin(length, mark.seconds))
+    return Prompt(ids, tuple(sorted(pins, key=lambda pin: pin.num_tokens)))
+
+
+async def _length(
+    texts: Texts,
+    turns: Sequence[ConversationTurn],
+    mark: CacheMark,
+    text: str,
+    ids: Sequence[int],
+    use: ToolUse | None,
+) -> int:
+    """Tokens of the prompt up to a mark."""
+    marked = turns[mark.turn]
+    part = replace(marked, texts=marked.texts[: mark.block + 1])
+    shown = [*turns[: mark.turn], part]
+    if marked.role == "system":
+        # Most templates need a message; its text must differ from that of the prompt.
+        following = turns[mark.turn + 1]
+        other = "b" if following.texts[0].lstrip().startswith("a") else "a"
+        shown.append(ConversationTurn(following.role, [other]))
+    try:
+        tools = None if use is None else use.described()
+        alone = await texts.render(plain(shown), add_generation_prompt=False, tools=tools)
+    except ParamError:
+        return 0  # the template refuses the beginning alone
+    length = common_length(alone, text)
+    if length == len(text):
+        return len(ids)
+    return common_length(await texts.encode(text[:length], add_special_tokens=False), ids)
+
+
+def common_length(a: Sequence[object], b: Sequence[object]) -> int:
+    """Length of the common prefix, by bisection: slices compare quickly."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,153 @@
+"""Tools of Anthropic's API, with the real client and a model that says anything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import httpx2
+import pytest
+from helpers.story_site import Site, story_site
+from jsonschema import validate
+
+from kvik.server.anthropic import routes
+
+MODEL = "stories"
+TEMPLATE = """{% for tool in tools or [] %}{{ tool | tojson }}
+{% endfor %}{% for m in messages %}{{ m.role }}: {{ m.content }}
+{%- for call in m.tool_calls or [] %}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}
+{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 10},
+        "days": {"type": "integer", "minimum": 0, "maximum": 9},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS: list[Any] = [
+    {"name": "get_weather", "description": "Of a city.", "input_schema": SCHEMA},
+    {"name": "now", "input_schema": {"type": "object", "additionalProperties": False}},
+]
+USER: Any = {"role": "user", "content": "Is it warm?"}
+GREEDY = {"temperature": 0}
+ONE = {"type": "any", "disable_parallel_tool_use": True}
+
+
+@pytest.fixture(scope="module")
+def tooled() -> Iterator[Site]:
+    with story_site(routes, template=TEMPLATE) as made:
+        yield made
+        made.at_rest()
+
+
+@pytest.fixture(scope="module")
+def agent(tooled: Site) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=tooled.url, api_key="none", max_retries=0) as made:
+        yield made
+
+
+def asked(**changes: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [USER], "tools": TOOLS, "max_tokens": 90, **changes}
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        (ONE, {"get_weather", "now"}),
+        (
+            {"type": "tool", "name": "get_weather", "disable_parallel_tool_use": True},
+            {"get_weather"},
+        ),
+    ],
+    ids=["any", "tool"],
+)
+def test_a_call_that_must_come_is_valid(
+    agent: anthropic.Anthropic, choice: Any, names: set[str]
+) -> None:
+    for _ in range(3):
+        answer = agent.messages.create(**asked(tool_choice=choice))
+        (block,) = answer.content
+        assert block.type == "tool_use" and block.id.startswith("toolu_")
+        assert answer.stop_reason == "tool_use" and block.name in names
+        if block.name == "get_weather":
+            validate(block.input, SCHEMA)
+
+
+@pytest.mark.parametrize("kind", ["auto", "none"])
+def test_text_is_text(agent: anthropic.Anthropic, kind: str) -> None:
+    answer = agent.messages.create(**asked(tool_choice={"type": kind}, extra_body=GREEDY))
+    assert [block.type for block in answer.content] == ["text"]
+    assert answer.stop_reason in ("end_turn", "max_tokens")
+    with agent.messages.stream(**asked(tool_choice={"type": kind}, extra_body=GREEDY)) as stream:
+        assert stream.get_final_message().content[0].text == answer.content[0].text
+
+
+def test_a_stream_builds_the_same_blocks(agent: anthropic.Anthropic) -> None:
+    body = asked(tool_choice=ONE, extra_body=GREEDY)
+    whole = agent.messages.create(**body)
+    with agent.messages.stream(**body) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_message()
+    assert final.stop_reason == whole.stop_reason == "tool_use"
+    assert [(b.name, b.input) for b in final.content] == [(b.name, b.input) for b in whole.content]
+    assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 1
+
+
+def test_an_agent_goes_on_with_results(agent: anthropic.Anthropic) -> None:
+    first = agent.messages.create(**asked(tool_choice=ONE))
+    (call,) = first.content
+    result = {
+        "type": "tool_result",
+        "tool_use_id": call.id,
+        "content": [{"type": "text", "text": "It is."}],
+        "cache_control": {"type": "ephemeral"},
+    }
+    messages = [
+        USER,
+        {"role": "system", "content": "Be brief."},
+        {"role": "assistant", "content": first.content},
+        {"role": "user", "content": [result, {"type": "text", "text": "So?"}]},
+    ]
+    body = asked(messages=messages, tool_choice={"type": "none"}, max_tokens=8)
+    assert agent.messages.create(**body).content[0].type == "text"
+    del body["max_tokens"]
+    counted = agent.messages.count_tokens(**body).input_tokens
+    del body["tools"], body["tool_choice"]
+    assert counted > agent.messages.count_tokens(**body).input_tokens
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"tools": []}, "tool_choice: needs tools"),
+        ({"tool_choice": {"type": "tool"}}, "needs the name"),
+        ({"tool_choice": {"type": "tool", "name": "g"}}, "none of the tools"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "comes twice"),
+        ({"tools": [{"name": "a b", "input_schema": SCHEMA}]}, "a name has"),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+            "cannot be combined with tools",
+        ),
+    ],
+    ids=str,
+)
+def test_bad_input_names_its_field(tooled: Site, changes: dict[str, Any], word: str) -> None:
+    body = {**asked(tool_choice=ONE), **changes}
+    answer = httpx2.post(f"{tooled.url}/v1/messages", json=body, timeout=60)
+    assert answer.status_code == 400 and word in answer.json()["error"]["message"]
+
+
+def test_an_answer_satisfies_a_schema(agent: anthropic.Anthropic) -> None:
+    answer = agent.messages.create(
+        model=MODEL,
+        messages=[USER],
+        max_tokens=90,
+        output_config={"format": {"type": "json_schema", "schema": SCHEMA}},
+    )
+    validate(json.loads(answer.content[0].text), SCHEMA)
