@@ -33,11 +33,16 @@ def matcher(value: object, output: bytes = b"") -> GrammarMatcher:
     return GrammarMatcher(vocabulary.build(grammar), vocabulary.stop, [STOP], output)
 
 
+def tokens_of(one: GrammarMatcher, size: int, supposed: list[int] | None = None) -> list[int]:
+    """The first `size` tokens that may come next."""
+    words = one.mask(supposed or [])
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little")[:size]
+    return np.flatnonzero(bits).tolist()
+
+
 def allowed(one: GrammarMatcher, supposed: bytes = b"") -> set[int]:
     """The tokens that may come next."""
-    words = one.mask(list(supposed))
-    bits = np.unpackbits(words.view(np.uint8), bitorder="little")
-    return set(np.flatnonzero(bits[: UNKNOWN + 1]).tolist())
+    return set(tokens_of(one, UNKNOWN + 1, list(supposed)))
 
 
 def accepts(one: GrammarMatcher, text: str) -> bool:

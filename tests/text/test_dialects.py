@@ -14,7 +14,7 @@ from kvik.errors import ParamError
 from kvik.text.dialects import BY_NAME, DIALECTS, PLACE, Dialect, ToolFormat, dialect_of
 from kvik.text.grammar import Tokens, Vocabulary, translate
 from kvik.text.matcher import GrammarMatcher
-from kvik.text.tool_calls import ToolCallParser, ToolDelta
+from kvik.text.tool_calls import AnswerDelta, ToolCallParser
 from kvik.text.tool_grammar import Choice, ToolGrammar, tool_of
 
 WEATHER = {
@@ -96,7 +96,7 @@ def form(dialect: Dialect, *, tokens: bool) -> ToolFormat:
     return ToolFormat(dialect, ids, ())
 
 
-def found(deltas: list[ToolDelta]) -> tuple[str, list[Call]]:
+def found(deltas: list[AnswerDelta]) -> tuple[str, list[Call]]:
     """The text and the calls."""
     calls: dict[int, list[str]] = {}
     for delta in deltas:
@@ -110,7 +110,7 @@ def found(deltas: list[ToolDelta]) -> tuple[str, list[Call]]:
     return text, [(name, json.loads(arguments)) for name, arguments in calls.values()]
 
 
-def parsed(made: ToolFormat, *parts: str) -> list[ToolDelta]:
+def parsed(made: ToolFormat, *parts: str) -> list[AnswerDelta]:
     parser = ToolCallParser(made, TOOLS)
     deltas = [delta for part in parts for delta in parser.push(part)]
     return deltas + parser.close()

@@ -6,9 +6,8 @@ import json
 import random
 from collections.abc import Callable
 
-import numpy as np
 import pytest
-from helpers.grammars import STOP, UNKNOWN, allowed, matcher, structure
+from helpers.grammars import STOP, UNKNOWN, allowed, matcher, structure, tokens_of
 from tokenizers import Tokenizer as Library
 
 from kvik.core.structured import CHECKED, Constraint
@@ -43,12 +42,6 @@ def grammars(tokenizer: Tokenizer | None, padding: int = 40) -> BuiltGrammars:
 def checked(value: object, tokenizer: Tokenizer) -> Constraint:
     vocabulary = Vocabulary(Tokens.of(tokenizer, tokenizer.vocab_size))
     return Constraint(CHECKED, translate(structure(value), vocabulary)[0])
-
-
-def tokens_of(one: GrammarMatcher, size: int, supposed: list[int] | None = None) -> list[int]:
-    words = one.mask(supposed or [])
-    bits = np.unpackbits(words.view(np.uint8), bitorder="little")[:size]
-    return np.flatnonzero(bits).tolist()
 
 
 @pytest.mark.parametrize("value", [{"choice": TEXTS}, {"json": PERSON}], ids=["choice", "json"])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, Protocol, runtime_checkable
 
 from kvik.errors import shown
@@ -37,6 +37,7 @@ class Constraint:
         whitespace: JSON may have spaces and line breaks between its tokens; else it is laid out as
             `json.dumps` does.
         name: of the field that has it, for errors.
+        thought: rule `thought` in Lark, of what comes before; "": nothing does.
     """
 
     kind: ConstraintKind
@@ -44,10 +45,16 @@ class Constraint:
     strict: bool = False
     whitespace: bool = False
     name: str = field(default="structured", compare=False)
+    thought: str = ""
 
     def called(self, name: str) -> Constraint:
         """Return the same as the field `name` has it."""
-        return Constraint(self.kind, self.source, self.strict, self.whitespace, name)
+        whole = (self.kind, self.source, self.strict, self.whitespace)
+        return Constraint(*whole, name, self.thought)
+
+    def behind(self, thought: str) -> Constraint:
+        """Return the same behind a thought."""
+        return replace(self.called(self.name), thought=thought)
 
 
 # What an engine needs to follow structured texts; `kvik.text.matcher` has it.

@@ -39,10 +39,10 @@ from kvik.server.responses import (
 from kvik.server.route import caller_of, post, routes_of, trace_parent_of
 from kvik.server.server import Server
 from kvik.server.texts import Texts
-from kvik.server.tools import Function, ToolUse
+from kvik.server.tools import PLAIN_ANSWER, AnswerForm, Function, ToolUse, check_budget
 from kvik.server.unhonoured import SAMPLING, Table, missing
-from kvik.text.detokenizer import NO_MARKS
-from kvik.text.tool_calls import ToolCallParser, ToolDelta
+from kvik.text.thoughts import AnswerParser
+from kvik.text.tool_calls import AnswerDelta
 from kvik.text.tool_grammar import Choice
 
 
@@ -107,10 +107,12 @@ class MessageUsage(Struct, kw_only=True):
 
 
 class AnswerBlock(Struct, kw_only=True):
-    """A part of an answer: text, or a call of a tool with its id, name and input."""
+    """A part of an answer: text, a thought, or a call of a tool with its id, name and input."""
 
-    type: Literal["text", "tool_use"]
+    type: Literal["text", "thinking", "tool_use"]
     text: str | UnsetType = UNSET
+    thinking: str | UnsetType = UNSET
+    signature: str | UnsetType = UNSET
     id: str | UnsetType = UNSET
     name: str | UnsetType = UNSET
     input: dict[str, Any] | UnsetType = UNSET
@@ -120,7 +122,14 @@ def text_block(text: str) -> AnswerBlock:
     return AnswerBlock(type="text", text=text)
 
 
-def call_block(call: ToolDelta, arguments: dict[str, Any]) -> AnswerBlock:
+SIGNATURE = "kvik"  # clients send it back, and nothing looks at it
+
+
+def thinking_block(thought: str) -> AnswerBlock:
+    return AnswerBlock(type="thinking", thinking=thought, signature=SIGNATURE if thought else "")
+
+
+def call_block(call: AnswerDelta, arguments: dict[str, Any]) -> AnswerBlock:
     made = call.id.replace("call_", "toolu_", 1)
     return AnswerBlock(type="tool_use", id=made, name=call.name, input=arguments)
 
@@ -145,7 +154,6 @@ class TokenCount(Struct):
 _ELSEWHERE = "this route does not take it"
 COUNT: Table = {
     "mcp_servers": (([],), "there are no other servers"),
-    "thinking": (({"type": "disabled"},), "thinking is not supported yet"),
     "context_management": (({},), "the context is not edited"),
 }
 MESSAGES: Table = {
@@ -243,7 +251,7 @@ class MessageFormat(ResponseFormat):
     """A message as a `ResponseFormat`: a block of text, then one for each call.
 
     Args:
-        use: the tools that may be called; None: there are none.
+        answer: what it may have beside text.
         max_model_len: of prompt and answer together.
     """
 
@@ -256,12 +264,12 @@ class MessageFormat(ResponseFormat):
         generation: Generation,
         usage: UsageMeter,
         max_model_len: int,
-        use: ToolUse | None = None,
+        answer: AnswerForm = PLAIN_ANSWER,
     ) -> None:
-        self._use = use
-        self._parser = None if use is None else use.parser()
-        self._open = -1 if use is not None else 0  # the block that is being written
-        self._is_text = use is None
+        self._answer = answer
+        self._parser = None if answer.plain else answer.parser()
+        # The block that is being written, and its type.
+        self._open, self._kind = (0, "text") if answer.plain else (-1, "")
         self._id = f"msg_{secrets.token_hex(12)}"
         self._model = model
         self._generation = generation
@@ -277,8 +285,8 @@ class MessageFormat(ResponseFormat):
             return self._message(used, stop_reason="max_tokens")
         reason, sequence = self._stop(output)
         content: list[AnswerBlock] = [text_block(output.text)]
-        if self._use is not None:
-            content = _blocks(self._use.parser(), output.text)
+        if not self._answer.plain:
+            content = _blocks(self._answer.parser(), output.text)
             if reason == "end_turn" and any(block.type == "tool_use" for block in content):
                 reason = "tool_use"
         return self._message(used, output.num_output_tokens, content, reason, sequence)
@@ -286,7 +294,7 @@ class MessageFormat(ResponseFormat):
     def begin(self) -> bytes:
         message = self._message(self._generation.prompt_use)
         start = json_event({"type": "message_start", "message": message}, "message_start")
-        return start + (PING if self._silent or self._use is not None else _START + PING)
+        return start + (_START + PING if self._answer.plain and not self._silent else PING)
 
     def events(self, position: int, delta: TextDelta) -> Iterator[bytes]:
         if self._silent:
@@ -299,24 +307,31 @@ class MessageFormat(ResponseFormat):
         for one in deltas + (self._parser.close() if delta.finish_reason else []):
             yield from self._tool_events(one)
 
-    def _tool_events(self, delta: ToolDelta) -> Iterator[bytes]:
-        if delta.text:
-            if not self._is_text:
+    def _tool_events(self, delta: AnswerDelta) -> Iterator[bytes]:
+        if delta.thought:
+            if self._kind != "thinking":
+                yield from self._begin_block(thinking_block(""))
+            yield _delta(self._open, {"type": "thinking_delta", "thinking": delta.thought})
+        elif delta.text:
+            if self._kind != "text":
                 yield from self._begin_block(text_block(""))
-            self._is_text = True
             yield _delta(self._open, {"type": "text_delta", "text": delta.text})
         elif delta.name:
             yield from self._begin_block(call_block(delta, {}))
-            self._is_text = False
         elif delta.arguments:
             arguments = {"type": "input_json_delta", "partial_json": delta.arguments}
             yield _delta(self._open, arguments)
 
     def _begin_block(self, block: AnswerBlock) -> Iterator[bytes]:
+        yield from self._end_block()
+        self._open, self._kind = self._open + 1, block.type
+        yield _start(self._open, block)
+
+    def _end_block(self) -> Iterator[bytes]:
+        if self._kind == "thinking":
+            yield _delta(self._open, {"type": "signature_delta", "signature": SIGNATURE})
         if self._open >= 0:
             yield _stop(self._open)
-        self._open += 1
-        yield _start(self._open, block)
 
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
         message = self.whole(outputs)
@@ -325,7 +340,7 @@ class MessageFormat(ResponseFormat):
             "delta": {"stop_reason": message.stop_reason, "stop_sequence": message.stop_sequence},
             "usage": message.usage,
         }
-        stop = b"" if self._silent or self._open < 0 else _stop(self._open)
+        stop = b"" if self._silent else b"".join(self._end_block())
         return stop + json_event(delta, "message_delta") + _END
 
     def _message(
@@ -357,17 +372,19 @@ class MessageFormat(ResponseFormat):
         return "max_tokens", None
 
 
-def _blocks(parser: ToolCallParser, text: str) -> list[AnswerBlock]:
-    """Return the text and the calls of a whole answer. Arguments that were cut off are none."""
+def _blocks(parser: AnswerParser, text: str) -> list[AnswerBlock]:
+    """Return the parts of a whole answer. Arguments that were cut off are none."""
     deltas = [*parser.push(text), *parser.close()]
     found = "".join(delta.text for delta in deltas)
-    calls: list[tuple[ToolDelta, list[str]]] = []
+    thought = "".join(delta.thought for delta in deltas)
+    calls: list[tuple[AnswerDelta, list[str]]] = []
     for delta in deltas:
         if delta.name:
             calls.append((delta, []))
         elif delta.index >= 0:
             calls[delta.index][1].append(delta.arguments)
-    blocks: list[AnswerBlock] = [text_block(found)] if found or not calls else []
+    blocks = [thinking_block(thought)] if thought else []
+    blocks += [text_block(found)] if found or not (calls or thought) else []
     for call, arguments in calls:
         try:
             given = json.loads("".join(arguments))
@@ -418,19 +435,20 @@ async def messages(server: Server, request: Request, body: MessageRequest) -> Re
     tenant = caller_of(request).tenant
     server.generations.check_room(tenant, params.n)
     use = tool_use(body, server.texts)
-    if use is not None:
-        if params.structured is not None:
-            raise ParamError(params.structured.name, "cannot be combined with tools")
-        params = params.with_changes(structured=use.constraint())
     conversation = await offload(len(body.messages), lambda: read_conversation(body))
-    prompt = await make_prompt(server.texts.of(tenant), conversation, use)
+    texts = server.texts.of(tenant)
+    budget = _thinking(body, texts)
+    prompt = await make_prompt(texts, conversation, use, body.variables)
+    anew = not conversation.continues
+    answer = AnswerForm.behind(prompt.text, texts.thoughts, use, anew=anew, budget=budget)
+    params = answer.constrained(params)
     with rename_fields(stop="stop_sequences"):
         generation = await server.generations.start(
             GenerationRequest(
                 prompt.token_ids,
                 params,
                 pins=prompt.pins,
-                marks=NO_MARKS if use is None else use.form.marks,
+                marks=answer.marks,
                 unenforced=() if use is None else use.unenforced,
                 field="messages",
             ),
@@ -440,7 +458,7 @@ async def messages(server: Server, request: Request, body: MessageRequest) -> Re
         )
     block_size = server.engine.config.cache.block_size
     usage = UsageMeter(len(prompt.token_ids), prompt.pins, block_size)
-    form = MessageFormat(model, body, generation, usage, server.max_model_len, use)
+    form = MessageFormat(model, body, generation, usage, server.max_model_len, answer)
     return await generation_response(request, [generation], form, stream=bool(body.stream))
 
 
@@ -456,8 +474,24 @@ async def count_tokens(server: Server, request: Request, body: CountRequest) -> 
     conversation = await offload(len(body.messages), lambda: read_conversation(body))
     conversation.marks.clear()  # where they stand is not asked
     texts = server.texts.of(caller_of(request).tenant)
-    prompt = await make_prompt(texts, conversation, tool_use(body, texts))
+    _thinking(body, texts)
+    prompt = await make_prompt(texts, conversation, tool_use(body, texts), body.variables)
     return json_response(TokenCount(len(prompt.token_ids)))
+
+
+def _thinking(body: CountRequest, texts: Texts) -> int | None:
+    """Return the most tokens of a thought; None: any.
+
+    Raises:
+        ParamError: thoughts are asked for and the model has none, or they cannot be bounded.
+    """
+    asked = body.thinking
+    if asked is None or asked.type == "disabled":
+        return None
+    if texts.thoughts is None and asked.type == "enabled":
+        raise ParamError("thinking", "this model has no thoughts")
+    check_budget("thinking", asked.budget_tokens, texts.thoughts)
+    return asked.budget_tokens
 
 
 def _params(body: MessageRequest, defaults: SamplingParams) -> SamplingParams:

@@ -66,6 +66,14 @@ class MessageToolChoice(Struct, kw_only=True):
     disable_parallel_tool_use: bool | None = None
 
 
+class Thinking(Struct, kw_only=True):
+    """Whether the model thinks before it answers, and in how many tokens at most."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Meta(ge=1)] | None = None
+    display: Any = None
+
+
 class CountRequest(Struct, kw_only=True):
     """A conversation, whose tokens are counted."""
 
@@ -75,6 +83,14 @@ class CountRequest(Struct, kw_only=True):
     cache_control: CacheControl | None = None  # as if it stood at the last block
     tools: list[MessageTool] | None = None
     tool_choice: MessageToolChoice | None = None
+    thinking: Thinking | None = None
+
+    @property
+    def variables(self) -> dict[str, object]:
+        """What the template is told."""
+        if self.thinking is None:
+            return {}
+        return {"enable_thinking": self.thinking.type != "disabled"}
 
 
 MAX_CACHE_MARKS = 4
@@ -183,6 +199,8 @@ def _add(
         raise ParamError(place, "must have at least one block")
     for i, block in enumerate(blocks):
         where = f"{place}.{i}"
+        if block.type in ("thinking", "redacted_thinking") and role == "assistant":
+            continue  # thoughts of earlier turns are not for the model
         if block.type == "tool_result" and role == "user":
             if block.tool_use_id is None:
                 raise ParamError(f"{where}.tool_use_id", "is required")
@@ -220,14 +238,18 @@ def _mark(conversation: Conversation, turn: int, control: CacheControl) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A conversation as tokens."""
+    """A conversation as text and as tokens."""
 
+    text: str
     token_ids: list[int]
     pins: tuple[Pin, ...]  # in order of length
 
 
 async def make_prompt(
-    texts: Texts, conversation: Conversation, use: ToolUse | None = None
+    texts: Texts,
+    conversation: Conversation,
+    use: ToolUse | None = None,
+    variables: Mapping[str, object] | None = None,
 ) -> Prompt:
     """Render and tokenise a conversation, and find the prefix of each cache mark.
 
@@ -241,18 +263,20 @@ async def make_prompt(
     turns = conversation.turns
     if conversation.continues:
         with rename_fields(continue_final_message="messages"):
-            text = await texts.render_to_continue(plain(turns))
+            text = await texts.render_to_continue(plain(turns), variables)
     else:
         tools = None if use is None else use.described()
-        text = await texts.render(plain(turns), add_generation_prompt=True, tools=tools)
+        text = await texts.render(
+            plain(turns), add_generation_prompt=True, tools=tools, variables=variables
+        )
     with rename_fields(prompt="messages"):
         ids = await texts.encode(text, add_special_tokens=False)
     pins = []
     for mark in conversation.marks:
-        length = await _length(texts, turns, mark, text, ids, use)
+        length = await _length(texts, turns, mark, text, ids, use, variables)
         if length:
             pins.append(Pin(length, mark.seconds))
-    return Prompt(ids, tuple(sorted(pins, key=lambda pin: pin.num_tokens)))
+    return Prompt(text, ids, tuple(sorted(pins, key=lambda pin: pin.num_tokens)))
 
 
 async def _length(
@@ -262,6 +286,7 @@ async def _length(
     text: str,
     ids: Sequence[int],
     use: ToolUse | None,
+    variables: Mapping[str, object] | None,
 ) -> int:
     """Tokens of the prompt up to a mark."""
     marked = turns[mark.turn]
@@ -274,7 +299,9 @@ async def _length(
         shown.append(ConversationTurn(following.role, [other]))
     try:
         tools = None if use is None else use.described()
-        alone = await texts.render(plain(shown), add_generation_prompt=False, tools=tools)
+        alone = await texts.render(
+            plain(shown), add_generation_prompt=False, tools=tools, variables=variables
+        )
     except ParamError:
         return 0  # the template refuses the beginning alone
     length = common_length(alone, text)

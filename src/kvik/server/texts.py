@@ -15,6 +15,7 @@ from kvik.errors import ModelError, Overflow, OverloadError, ParamError
 from kvik.text.chat_template import ChatTemplate
 from kvik.text.dialects import ToolFormat, dialect_of
 from kvik.text.grammar_check import GrammarCheck
+from kvik.text.thoughts import ThoughtFormat
 from kvik.text.tokenizer import Tokenizer
 
 
@@ -180,6 +181,7 @@ class Texts:
         self._quota = TextQuota(MAX_WAITING_CHARS, MAX_TENANT_CHARS)
         self._templates: Templates | None = None
         self.tool_format: ToolFormat | None = None  # None: the template writes no tool calls
+        self.thoughts: ThoughtFormat | None = None  # None: the template knows none
         self._grammars = None if tokenizer is None else GrammarCheck(tokenizer)
         self._checks = FairSemaphore(1)
         self._no_template = "this model has no tokenizer"
@@ -193,6 +195,7 @@ class Texts:
             dialect = dialect_of(tokenizer.chat_template or "")
             if dialect is not None:
                 self.tool_format = ToolFormat.of(dialect, tokenizer)
+            self.thoughts = ThoughtFormat.of(tokenizer.chat_template or "", tokenizer)
         self._tenant = ""
 
     def of(self, tenant: str) -> Texts:

@@ -11,9 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvik.core.sampling_params import SamplingParams
 from kvik.core.structured import MAX_SOURCE_BYTES, Constraint
 from kvik.errors import ParamError
+from kvik.text.detokenizer import NO_MARKS
 from kvik.text.dialects import ToolFormat
+from kvik.text.thoughts import AnswerParser, ThoughtFormat
 from kvik.text.tool_calls import ToolCallParser
 from kvik.text.tool_grammar import Choice, Tool, ToolGrammar, tool_of
 
@@ -113,13 +116,104 @@ class ToolUse:
         source = ToolGrammar(self.form).grammar(tools, self.choice, one=self.one)
         return Constraint("lark", source, name="tools")
 
-    def parser(self) -> ToolCallParser:
-        """Return the parser of one answer."""
-        return ToolCallParser(self.form, self.tools)
-
     def described(self) -> list[dict[str, Any]]:
         """Return the tools as chat templates take them."""
         return [function.described() for function in self.functions]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """What an answer may have beside text.
+
+    Attributes:
+        use: the tools that may be called; None: there are none.
+        thoughts: None: the model has none.
+        begun: whether the prompt leaves a thought open; None: the answer may begin with one.
+        budget: the most tokens of a thought; None: any.
+    """
+
+    use: ToolUse | None = None
+    thoughts: ThoughtFormat | None = None
+    begun: bool | None = None
+    budget: int | None = None
+
+    @classmethod
+    def behind(
+        cls,
+        prompt: str,
+        thoughts: ThoughtFormat | None,
+        use: ToolUse | None,
+        *,
+        anew: bool,
+        budget: int | None = None,
+    ) -> AnswerForm:
+        """
+        Args:
+            prompt: the text of it.
+            anew: the answer begins behind it. If not, it goes on with one, in a thought or not.
+        """
+        begun = None if thoughts is None else thoughts.begun(prompt)
+        return cls(use, thoughts, begun if anew or begun else False, budget)
+
+    def parser(self) -> AnswerParser:
+        """Return the parser of one answer."""
+        use = self.use
+        calls = None if use is None else ToolCallParser(use.form, use.tools)
+        return AnswerParser(self.thoughts, self.begun, calls)
+
+    @property
+    def plain(self) -> bool:
+        """Whether an answer is text alone."""
+        return self.use is None and (self.thoughts is None or self.begun is False)
+
+    @property
+    def thought_end(self) -> int | None:
+        """The token that ends a thought; None: there is none, or it is no token."""
+        thinks = self.thoughts is not None and self.begun is not False
+        return self.thoughts.ids.get(self.thoughts.close) if thinks and self.thoughts else None
+
+    @property
+    def marks(self) -> Mapping[int, str]:
+        """What is written for the tokens of markers."""
+        if self.plain:
+            return NO_MARKS
+        calls = {} if self.use is None else self.use.form.marks
+        return calls | ({} if self.thoughts is None else self.thoughts.marks)
+
+    def constrained(self, params: SamplingParams) -> SamplingParams:
+        """Return the parameters of an answer that calls tools as they may be called, and that says
+        what it must behind a thought.
+
+        Raises:
+            ParamError: it must be something, and may call tools.
+        """
+        asked = params.structured
+        if self.use is not None:
+            if asked is not None:
+                raise ParamError(asked.name, "cannot be combined with tools")
+            asked = self.use.constraint()
+        if self.thoughts is not None and self.begun is not False:
+            if asked is None and self.budget is not None:
+                asked = Constraint("lark", self.thoughts.anything, name="thinking")
+            if asked is not None:
+                rules = self.thoughts.rules(begun=self.begun is True, budget=self.budget)
+                asked = asked.behind(rules)
+        if asked is None:
+            return params
+        return params.with_changes(structured=asked)
+
+
+def check_budget(name: str, budget: int | None, thoughts: ThoughtFormat | None) -> None:
+    """Raise `ParamError` if the thoughts of a model cannot be bounded by tokens.
+
+    Args:
+        name: of the field.
+    """
+    if budget is not None and (thoughts is None or not thoughts.ids):
+        raise ParamError(name, "this model has no thoughts between tokens of their own")
+
+
+PLAIN_ANSWER = AnswerForm()
 
 
 # Calls in the history of a conversation.

@@ -11,7 +11,7 @@ count as these tokens alone: text that only spells them is text.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from kvik.text.tokenizer import Tokenizer
@@ -231,6 +231,13 @@ def dialect_of(template: str) -> Dialect | None:
     return next((d for d in DIALECTS if all(marker in template for marker in d.markers)), None)
 
 
+def other_markup(tokenizer: Tokenizer, used: Iterable[int]) -> tuple[int, ...]:
+    """Return the special tokens that may stand in a text: neither used otherwise, nor EOS."""
+    eos = tokenizer.library.token_to_id(tokenizer.eos_token) if tokenizer.eos_token else None
+    every = {*tokenizer.markup_ids.values(), *tokenizer.special_ids}
+    return tuple(sorted(every - {*used, eos}))
+
+
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
     """A dialect over the tokens of a model.
@@ -249,10 +256,8 @@ class ToolFormat:
         patterns = (dialect.begin, dialect.call, dialect.between, dialect.end, dialect.parameter)
         markup = tokenizer.markup_ids
         ids = {text: i for text, i in markup.items() if any(text in one for one in patterns)}
-        eos = tokenizer.library.token_to_id(tokenizer.eos_token) if tokenizer.eos_token else None
-        used = {*ids.values(), eos}
-        others = sorted({*markup.values(), *tokenizer.special_ids} - used)
-        return cls(dialect, dict(list(ids.items())[:MAX_MARKS]), tuple(others))
+        ids = dict(list(ids.items())[: MAX_MARKS - 2])  # thoughts have two
+        return cls(dialect, ids, other_markup(tokenizer, ids.values()))
 
     @property
     def marks(self) -> dict[int, str]:

@@ -13,7 +13,7 @@ import importlib
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvik.core.structured import Constraint
@@ -163,6 +163,8 @@ def translate(constraint: Constraint, vocabulary: Vocabulary) -> tuple[str, list
     Raises:
         ParamError: it cannot be used; the message says why.
     """
+    if constraint.thought:
+        return _behind(constraint, vocabulary)
     source = constraint.source
     try:
         if constraint.kind == "json":
@@ -184,6 +186,19 @@ def translate(constraint: Constraint, vocabulary: Vocabulary) -> tuple[str, list
         raise ParamError(FIELD, brief(str(error))) from None
     vocabulary.build(grammar)
     return grammar, []
+
+
+def _behind(constraint: Constraint, vocabulary: Vocabulary) -> tuple[str, list[str]]:
+    """The grammar of an answer behind a thought."""
+    grammar, unenforced = translate(replace(constraint, thought=""), vocabulary)
+    inner = [{"lark_grammar": grammar}]
+    if grammar.startswith("{"):
+        inner = json.loads(grammar)["grammars"]
+    inner[0]["name"] = "answer"
+    whole = {"name": "whole", "lark_grammar": f"start: thought @answer\n{constraint.thought}"}
+    grammar = json.dumps({"grammars": [whole, *inner]})
+    vocabulary.build(grammar)
+    return grammar, unenforced
 
 
 def _of_schema(constraint: Constraint, vocabulary: Vocabulary) -> tuple[str, list[str]]:

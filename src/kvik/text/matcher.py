@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 STACK_BYTES = 64 << 20  # of the thread that builds: references are followed recursively
 MAX_BUILT_BYTES = 64 << 20  # of grammars that are kept, as estimated
 BYTES_OF_EACH, BYTES_OF_CHARACTER = 100 << 10, 40  # as measured
+COUNTS = "[max_tokens="  # in a grammar that counts tokens, which no caller's may
 ANYTHING = -1  # a word with all bits
 
 
@@ -39,14 +40,22 @@ class GrammarMatcher(Matcher):
         stop: its token for all that end an answer; see `Vocabulary`.
         stop_ids: tokens that end the answer.
         output: tokens of the answer so far.
+        counts: the grammar counts tokens, so the library takes none back.
 
     Raises:
         ParamError: as of `append`.
     """
 
     def __init__(
-        self, start: Any, stop: int, stop_ids: Sequence[int], output: Sequence[int] = ()
+        self,
+        start: Any,
+        stop: int,
+        stop_ids: Sequence[int],
+        output: Sequence[int] = (),
+        *,
+        counts: bool = False,
     ) -> None:
+        self._counts = counts
         self._matcher = start.deep_copy()
         self._words = np.empty(stop // 32 + 1, np.int32)
         # Python's own integers, and an address that is found once: a mask takes a microsecond.
@@ -67,14 +76,18 @@ class GrammarMatcher(Matcher):
         elif token in self._ends:
             self.ended = True
         elif not self._matcher.consume_token(token):
-            raise self._error()
+            raise ParamError(FIELD, _cannot_go_on(self._matcher))
         else:
             self.ended = bool(self._matcher.is_stopped())
             self._run = self._run[:-1] or self._new_run()
 
     def valid(self, tokens: Sequence[int]) -> int:
         """See `Matcher.valid`."""
-        return 0 if self.ended else int(self._matcher.validate_tokens(list(tokens)))
+        if self.ended:
+            return 0
+        if self._counts:
+            return int(self._matcher.deep_copy().try_consume_tokens(list(tokens)))
+        return int(self._matcher.validate_tokens(list(tokens)))
 
     def forced(self) -> list[int]:
         """See `Matcher.forced`."""
@@ -83,11 +96,13 @@ class GrammarMatcher(Matcher):
     def mask(self, supposed: Sequence[int] = ()) -> NDArray[np.int32]:
         """See `Matcher.mask`."""
         matcher, run, words, taken = self._matcher, self._run, self._words, 0
+        if supposed and self._counts:
+            matcher = matcher.deep_copy()
         for token in supposed:
             if self.ended or not matcher.try_consume_tokens([token]):
                 break
             taken += 1
-            run = run[:-1] or self._new_run()
+            run = run[:-1] or matcher.compute_ff_tokens()[::-1]
         if self.ended or taken < len(supposed) or matcher.is_stopped():
             words.fill(ANYTHING)
         elif run:
@@ -101,8 +116,8 @@ class GrammarMatcher(Matcher):
             for word, bit in self._stop_bits:
                 view[word] = view[word] | bit if may_end else view[word] & ~bit
         if matcher.is_error():
-            raise self._error()
-        if taken:
+            raise ParamError(FIELD, _cannot_go_on(matcher))
+        if taken and not self._counts:
             matcher.rollback(taken)
         return words
 
@@ -111,8 +126,9 @@ class GrammarMatcher(Matcher):
         forced: list[int] = self._matcher.compute_ff_tokens()
         return forced[::-1]
 
-    def _error(self) -> ParamError:
-        return ParamError(FIELD, f"the grammar cannot go on: {brief(self._matcher.get_error())}")
+
+def _cannot_go_on(matcher: Any) -> str:
+    return f"the grammar cannot go on: {brief(matcher.get_error())}"
 
 
 def _bit(token: int) -> int:
@@ -154,7 +170,8 @@ class BuiltGrammars(Grammars):
     ) -> Matcher:
         """See `Grammars.matcher`."""
         start = self._start(constraint.source)
-        return GrammarMatcher(start, self._known_vocabulary().stop, stop_ids, output)
+        stop, counts = self._known_vocabulary().stop, COUNTS in constraint.source
+        return GrammarMatcher(start, stop, stop_ids, output, counts=counts)
 
     def _start(self, grammar: str) -> Any:
         """Return llguidance's matcher at the start of a grammar."""

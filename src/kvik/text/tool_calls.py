@@ -20,8 +20,8 @@ Steps = Generator[None, None, bool]  # goes on when there is more text; whether 
 
 
 @dataclass(slots=True)
-class ToolDelta:
-    """Text, or a part of a call: its id and name come first, then its arguments in pieces.
+class AnswerDelta:
+    """Text, thought, or a part of a call: its id and name come first, then its arguments in pieces.
 
     Attributes:
         index: of the call in its answer.
@@ -29,6 +29,7 @@ class ToolDelta:
     """
 
     text: str = ""
+    thought: str = ""
     index: int = -1
     id: str = ""
     name: str = ""
@@ -55,19 +56,19 @@ class ToolCallParser:
         self._at = 0  # up to where it is read
         self._space = ""  # before calls, which is left out if they are some
         self._closed = False
-        self._found: list[ToolDelta] = []
+        self._found: list[AnswerDelta] = []
         self._steps = self._answer()
 
-    def push(self, text: str) -> list[ToolDelta]:
+    def push(self, text: str) -> list[AnswerDelta]:
         self._text += text
         return self._go_on()
 
-    def close(self) -> list[ToolDelta]:
+    def close(self) -> list[AnswerDelta]:
         """The answer has ended."""
         self._closed = True
         return self._go_on()
 
-    def _go_on(self) -> list[ToolDelta]:
+    def _go_on(self) -> list[AnswerDelta]:
         next(self._steps, None)
         found, self._found = self._found, []
         return found
@@ -103,7 +104,7 @@ class ToolCallParser:
                     self._say(self._text)
                 self._drop(len(self._text))
                 return False
-            kept = _overlap(self._text, self._opener)
+            kept = overlap(self._text, self._opener)
             free = len(self._text[: len(self._text) - kept].rstrip())
             self._say(self._text[:free])
             self._drop(free)
@@ -119,7 +120,7 @@ class ToolCallParser:
 
     def _say(self, text: str) -> None:
         if text:
-            self._found.append(ToolDelta(self._form.unmarked(text)))
+            self._found.append(AnswerDelta(self._form.unmarked(text)))
 
     def _drop(self, count: int) -> None:
         """Forget the first characters, which are handed out."""
@@ -176,14 +177,14 @@ class ToolCallParser:
             letters = string.ascii_letters + string.digits
             made = "".join(secrets.choice(letters) for _ in range(9))
         made = made or f"call_{secrets.token_hex(12)}"
-        self._found.append(ToolDelta(index=self.num_calls, id=made, name=name))
+        self._found.append(AnswerDelta(index=self.num_calls, id=made, name=name))
         self.num_calls += 1
         self._drop(self._at)
 
     def _add(self, arguments: str) -> None:
         if arguments:
             text = self._form.unmarked(arguments)
-            self._found.append(ToolDelta(index=self.num_calls - 1, arguments=text))
+            self._found.append(AnswerDelta(index=self.num_calls - 1, arguments=text))
 
     # -- arguments -------------------------------------------------------------------------------
 
@@ -248,7 +249,7 @@ class ToolCallParser:
         while True:
             place = self._text.find(after)
             ends = place >= 0
-            free = place if ends else len(self._text) - _overlap(self._text, after)
+            free = place if ends else len(self._text) - overlap(self._text, after)
             self._add(json.dumps(self._form.unmarked(self._text[:free]), ensure_ascii=False)[1:-1])
             if ends or self._closed:
                 self._add('"')
@@ -328,7 +329,7 @@ class ToolCallParser:
             yield
 
 
-def _overlap(text: str, marker: str) -> int:
+def overlap(text: str, marker: str) -> int:
     """Return how many characters at the end of a text may begin a marker."""
     for count in range(min(len(marker) - 1, len(text)), 0, -1):
         if text.endswith(marker[:count]):

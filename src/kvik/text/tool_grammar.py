@@ -54,7 +54,7 @@ class ToolGrammar:
         rules.append(f"calls: {self._lark(dialect.begin)} {call} {rest}")
         first = next(self._form.pieces(opener))
         if isinstance(first, int):
-            others = f" | <[{_ranges(self._form.others)}]>" if self._form.others else ""
+            others = f" | <[{id_ranges(self._form.others)}]>" if self._form.others else ""
             rules += [f"text: (TEXT{others})*", "TEXT: /(.|\\n)+/"]
             start = {"auto": "text calls?", "required": "calls", "none": "text"}[choice]
         elif dialect.bare:
@@ -193,7 +193,7 @@ def _regex(text: str) -> str:
     return re.escape(text).replace("/", "\\/").replace("\\\n", "\\n")
 
 
-def _ranges(ids: Sequence[int]) -> str:
+def id_ranges(ids: Sequence[int]) -> str:
     """Token ids as llguidance has them: "1-3,7"."""
     found: list[list[int]] = []
     for i in ids:

@@ -53,6 +53,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("tools", {"tools": [{"name": "f", "input_schema": {"type": "object"}}]}),
     ("tool_choice", {"tool_choice": {"type": "any"}}),
     ("thinking", {"thinking": {"type": "enabled", "budget_tokens": 1024}}),
+    ("thinking", {"thinking": {"type": "enabled", "budget_tokens": 0}}),
     ("mcp_servers", {"mcp_servers": [{"url": "x"}]}),
     ("output_config", {"output_config": {"format": {"type": "json_schema"}}}),
     ("container", {"container": "x"}),

@@ -110,7 +110,10 @@ CHAT_ONLY = [
     ("continue_final_message", "5"),
     ("modalities", '["audio"]'),
     ("audio", '{"voice": "alloy"}'),
-    ("reasoning_effort", '"high"'),
+    ("reasoning_effort", '"high"'),  # of a model without thoughts
+    ("reasoning_effort", '"huge"'),
+    ("thinking_token_budget", "5"),
+    ("thinking_token_budget", "0"),
     ("verbosity", '"low"'),
     ("web_search_options", "{}"),
     ("documents", '[{"text": "a"}]'),

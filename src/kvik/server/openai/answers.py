@@ -78,10 +78,11 @@ class PromptDetails(Struct):
 
 
 class CompletionDetails(Struct):
-    """Drafts of speculation."""
+    """Drafts of speculation, and tokens of thoughts."""
 
-    accepted_prediction_tokens: int
-    rejected_prediction_tokens: int
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    rejected_prediction_tokens: int | UnsetType = UNSET
+    reasoning_tokens: int | UnsetType = UNSET
 
 
 class Usage(Struct):
@@ -124,18 +125,33 @@ class PromptLogprob(Struct, gc=False):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id
 
 
-def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
-    """Return the usage of finished requests. A prompt counts once, whatever its `n`."""
+def usage_of(outputs: Sequence[RequestOutput], thought_end: int | None = None) -> Usage:
+    """Return the usage of finished requests. A prompt counts once, whatever its `n`.
+
+    Args:
+        thought_end: the token that ends a thought; None: none does.
+    """
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(output.num_output_tokens for output in outputs)
     drafted = sum(output.num_drafted_tokens for output in outputs)
     accepted = sum(output.num_accepted_tokens for output in outputs)
+    details: CompletionDetails | UnsetType = UNSET
+    if drafted:
+        details = CompletionDetails(accepted, drafted - accepted)
+    if thought_end is not None:
+        details = details or CompletionDetails()
+        details.reasoning_tokens = sum(
+            one.token_ids.index(thought_end) + 1
+            for output in outputs
+            for one in output.outputs
+            if thought_end in one.token_ids
+        )
     return Usage(
         prompt,
         completion,
         prompt + completion,
         PromptDetails(sum(output.num_cached_tokens for output in outputs)),
-        CompletionDetails(accepted, drafted - accepted) if drafted else UNSET,
+        details,
         speculation_of(outputs),
     )
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvik.core.sampling_params import SamplingParams
+from kvik.core.sampling_params import MAX_INT32, SamplingParams
 from kvik.core.types import TokenLogprobs
 from kvik.engine.output import CompletionOutput, RequestOutput, TextDelta
 from kvik.errors import ParamError
@@ -30,7 +30,8 @@ from kvik.server.openai.conversation import (
     Messages,
     ToolCall,
     Variable,
-    conversation_ids,
+    begins_anew,
+    conversation_text,
 )
 from kvik.server.openai.requests import (
     GenerationFields,
@@ -58,9 +59,12 @@ from kvik.server.responses import (
 )
 from kvik.server.route import caller_of, post, routes_of, trace_parent_of
 from kvik.server.server import Server
-from kvik.server.tools import ToolUse
+from kvik.server.tools import PLAIN_ANSWER, AnswerForm, check_budget
 from kvik.server.unhonoured import SAMPLING, Table
-from kvik.text.tool_calls import ToolCallParser, ToolDelta
+from kvik.text.thoughts import AnswerParser, ThoughtFormat
+from kvik.text.tool_calls import AnswerDelta
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 class ChatRequest(GenerationFields, kw_only=True):
@@ -76,9 +80,10 @@ class ChatRequest(GenerationFields, kw_only=True):
     tools: list[ToolParam] | None = None
     tool_choice: Choices | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=1, le=MAX_INT32)] | None = None
 
 
-_REASONING = "reasoning is not controlled yet"
 CHAT: Table = {
     **SAMPLING,
     "chat_template": ((), "the template is the model's own"),
@@ -86,8 +91,6 @@ CHAT: Table = {
     "function_call": (("none", "auto"), "give tool_choice"),
     "modalities": ((["text"], []), MEDIA),
     "audio": ((), MEDIA),
-    "reasoning_effort": (("none",), _REASONING),
-    "thinking_token_budget": ((), _REASONING),
     "enable_thinking": ((), "put it into chat_template_kwargs"),
     "verbosity": (("medium",), "is not supported"),
     "web_search_options": ((), "there is no search"),
@@ -102,6 +105,8 @@ class AnswerMessage(Struct):
     role: Literal["assistant"] = "assistant"
     refusal: None = None
     tool_calls: list[ToolCall] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET  # the thought before the answer
+    reasoning: str | UnsetType = UNSET  # another name of it
 
 
 class ChatChoice(Struct):
@@ -143,6 +148,8 @@ class Delta(Struct):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
     tool_calls: list[ToolCallPiece] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
 
 
 class ChunkChoice(Struct):
@@ -183,16 +190,23 @@ async def chat(server: Server, request: Request, body: ChatRequest) -> Response:
         one=body.parallel_tool_calls is False,
         texts=server.texts,
     )
-    if use is not None:
-        if params.structured is not None:
-            raise ParamError(params.structured.name, "cannot be combined with tools")
-        params = params.with_changes(structured=use.constraint())
-    ids = await conversation_ids(server.texts.of(tenant), body.messages, body, most, use)
+    texts = server.texts.of(tenant)
+    if body.reasoning_effort is not None:
+        body.chat_template_kwargs = effort_variables(
+            body.reasoning_effort, texts.thoughts, body.chat_template_kwargs
+        )
+    prompt = await conversation_text(texts, body.messages, body, use)
+    budget = body.thinking_token_budget
+    check_budget("thinking_token_budget", budget, texts.thoughts)
+    answer = AnswerForm.behind(prompt, texts.thoughts, use, anew=begins_anew(body), budget=budget)
+    params = answer.constrained(params)
+    with rename_fields(prompt="messages"):
+        ids = await texts.encode(prompt, bool(body.add_special_tokens), most)
     with rename_fields(prompt="messages", max_tokens=name):
         check_output_fits(server, len(ids), max_tokens, name)
         check_logprobs(server, [ids], params, "prompt_logprobs", "top_logprobs")
         generation = await server.generations.start(
-            generation_request(body, ids, params, "messages", use),
+            generation_request(body, ids, params, "messages", answer),
             tenant,
             streaming=bool(body.stream),
             trace_parent=trace_parent_of(request),
@@ -200,7 +214,7 @@ async def chat(server: Server, request: Request, body: ChatRequest) -> Response:
     by_id = bool(body.return_tokens_as_token_ids)
     names = TokenNames(server.texts.tokenizer, by_id=by_id)
     head = ResponseHead(f"chatcmpl-{generation.request_id}", model)
-    form = ChatFormat(head, body, names, ids, use)
+    form = ChatFormat(head, body, names, ids, answer)
     return await generation_response(request, [generation], form, stream=bool(body.stream))
 
 
@@ -225,12 +239,30 @@ def chat_params(body: ChatRequest, defaults: SamplingParams) -> SamplingParams:
     return defaults.with_changes(**changes)
 
 
+def effort_variables(
+    effort: Effort, thoughts: ThoughtFormat | None, given: dict[str, Variable] | None
+) -> dict[str, Variable]:
+    """Return the variables of a template that say how much to think; given ones stay.
+
+    Raises:
+        ParamError: the model has no thoughts, and some are asked for.
+    """
+    if thoughts is None and effort != "none":
+        raise ParamError("reasoning_effort", "this model has no thoughts")
+    if thoughts is None:
+        return given or {}
+    asked: dict[str, Variable] = {"enable_thinking": effort != "none"}
+    if effort != "none":
+        asked["reasoning_effort"] = effort
+    return asked | (given or {})
+
+
 class ChatFormat(ResponseFormat):
     """A chat as a `ResponseFormat`: the role first, then text, then the finish reason.
 
     Args:
         prompt: token ids of the whole conversation.
-        use: the tools that may be called; None: there are none.
+        answer: what it may have beside text.
     """
 
     def __init__(
@@ -239,10 +271,10 @@ class ChatFormat(ResponseFormat):
         body: ChatRequest,
         names: TokenNames,
         prompt: list[int],
-        use: ToolUse | None = None,
+        answer: AnswerForm = PLAIN_ANSWER,
     ) -> None:
-        self._use = use
-        self._parsers: dict[int, ToolCallParser] = {}  # by completion
+        self._answer = answer
+        self._parsers: dict[int, AnswerParser] = {}  # by completion
         self._head = head
         self._names = names
         self._logprobs = bool(body.logprobs)
@@ -259,23 +291,25 @@ class ChatFormat(ResponseFormat):
             created=self._head.created,
             model=self._head.model,
             choices=[self._choice(completion) for completion in output.outputs],
-            usage=usage_of(outputs),
+            usage=usage_of(outputs, self._answer.thought_end),
             system_fingerprint=FINGERPRINT,
             prompt_logprobs=self._of_prompt(output.prompt_logprobs),
             prompt_token_ids=self._prompt_ids,
         )
 
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
-        usage = json_event(self._chunk([], usage_of(outputs))) if self._usage.final else b""
-        return usage + DONE
+        if not self._usage.final:
+            return DONE
+        usage = usage_of(outputs, self._answer.thought_end)
+        return json_event(self._chunk([], usage)) + DONE
 
     def _choice(self, completion: CompletionOutput) -> ChatChoice:
         logprobs = completion.logprobs or []
         message, reason = AnswerMessage(completion.text), completion.finish_reason
-        if self._use is not None:
-            parser = self._use.parser()
+        if not self._answer.plain:
+            parser = self._answer.parser()
             deltas = [*parser.push(completion.text), *parser.close()]
-            message = _with_calls(deltas)
+            message = _message(deltas)
             reason = self._reason(reason, parser)
         return ChatChoice(
             index=completion.index,
@@ -299,15 +333,19 @@ class ChatFormat(ResponseFormat):
             yield event(encode_in_chunks(first))
         logprobs = self._names.chat(delta.logprobs) if self._logprobs and delta.logprobs else None
         token_ids = delta.token_ids if self._token_ids and delta.token_ids else UNSET
-        text, calls, reason = delta.text, [], delta.finish_reason
-        if self._use is not None:
+        text, thought, calls, reason = delta.text, "", [], delta.finish_reason
+        if not self._answer.plain:
             parser = self._parsers.get(index)
             if parser is None:
-                parser = self._parsers[index] = self._use.parser()
+                parser = self._parsers[index] = self._answer.parser()
             deltas = parser.push(text) + (parser.close() if reason is not None else [])
             text = "".join(one.text for one in deltas)
+            thought = "".join(one.thought for one in deltas)
             calls = [_piece(one) for one in deltas if one.index >= 0]
             reason = None if reason is None else self._reason(reason, parser)
+        if thought:
+            pieces = Delta(reasoning_content=thought, reasoning=thought)
+            yield self._event(ChunkChoice(index, pieces))
         if logprobs is not None or token_ids or (text and self._usage.each):
             content = Delta(content=text)
             yield self._event(ChunkChoice(index, content, logprobs, token_ids=token_ids))
@@ -325,9 +363,10 @@ class ChatFormat(ResponseFormat):
                 )
             )
 
-    def _reason(self, reason: str, parser: ToolCallParser) -> str:
+    def _reason(self, reason: str, parser: AnswerParser) -> str:
         """A named function finishes as a text does, as at OpenAI."""
-        called = parser.num_calls > 0 and self._use is not None and not self._use.named
+        use = self._answer.use
+        called = parser.num_calls > 0 and use is not None and not use.named
         return "tool_calls" if called and reason == "stop" else reason
 
     def _of_prompt(
@@ -351,7 +390,7 @@ class ChatFormat(ResponseFormat):
         )
 
 
-def _with_calls(deltas: Sequence[ToolDelta]) -> AnswerMessage:
+def _message(deltas: Sequence[AnswerDelta]) -> AnswerMessage:
     calls: list[ToolCall] = []
     for delta in deltas:
         if delta.name:
@@ -359,10 +398,16 @@ def _with_calls(deltas: Sequence[ToolDelta]) -> AnswerMessage:
         elif delta.index >= 0:
             calls[delta.index].function.arguments += delta.arguments
     text = "".join(delta.text for delta in deltas)
-    return AnswerMessage(text or (None if calls else ""), tool_calls=calls or UNSET)
+    thought = "".join(delta.thought for delta in deltas) or UNSET
+    return AnswerMessage(
+        text or (None if calls else ""),
+        tool_calls=calls or UNSET,
+        reasoning_content=thought,
+        reasoning=thought,
+    )
 
 
-def _piece(delta: ToolDelta) -> ToolCallPiece:
+def _piece(delta: AnswerDelta) -> ToolCallPiece:
     if delta.name:
         function = FunctionPiece(name=delta.name, arguments="")
         return ToolCallPiece(delta.index, function, delta.id, "function")

@@ -84,25 +84,22 @@ class RenderOptions(Protocol):
     add_special_tokens: bool | None
 
 
+def begins_anew(options: RenderOptions) -> bool:
+    """Return whether the assistant's answer begins behind the prompt."""
+    return options.add_generation_prompt is not False and not options.continue_final_message
+
+
 async def conversation_ids(
-    texts: Texts,
-    messages: Sequence[ChatMessage],
-    options: RenderOptions,
-    most: int | None = None,
-    use: ToolUse | None = None,
+    texts: Texts, messages: Sequence[ChatMessage], options: RenderOptions
 ) -> list[int]:
     """Return the token ids of a conversation, ready for the assistant's answer.
-
-    Args:
-        most: tokens to keep, from the end; None: all.
-        use: the tools; None: there are none.
 
     Raises:
         ParamError: the messages are malformed or too long, or the template refuses them.
     """
-    text = await conversation_text(texts, messages, options, use)
+    text = await conversation_text(texts, messages, options)
     with rename_fields(prompt="messages"):
-        return await texts.encode(text, bool(options.add_special_tokens), most)
+        return await texts.encode(text, bool(options.add_special_tokens))
 
 
 async def conversation_text(

@@ -34,8 +34,7 @@ from kvik.server.generation import GenerationRequest
 from kvik.server.server import Server
 from kvik.server.structured import FIELDS, constraint_of
 from kvik.server.texts import Texts
-from kvik.server.tools import ToolUse
-from kvik.text.detokenizer import NO_MARKS
+from kvik.server.tools import PLAIN_ANSWER, AnswerForm
 
 # Fields of requests. Their bounds are what the decoder enforces and what the schema says; those of
 # sampling parameters come from `PARAMETERS`.
@@ -311,7 +310,7 @@ def generation_request(
     prompt_ids: Sequence[int],
     params: SamplingParams,
     field: str,
-    use: ToolUse | None = None,
+    form: AnswerForm = PLAIN_ANSWER,
 ) -> GenerationRequest:
     """Return the request to generate from one prompt, which errors call `field`."""
     return GenerationRequest(
@@ -322,8 +321,8 @@ def generation_request(
         deadline_ms=body.deadline_ms,
         pins=_pins(body, len(prompt_ids)),
         field=field,
-        marks=NO_MARKS if use is None else use.form.marks,
-        unenforced=() if use is None else use.unenforced,
+        marks=form.marks,
+        unenforced=() if form.use is None else form.use.unenforced,
     )
 
 

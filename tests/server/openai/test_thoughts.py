@@ -1,0 +1,79 @@
+"""Thoughts apart from answers, over the chat route and Anthropic's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+from helpers.story_site import story_site
+
+from kvik.server import anthropic
+from kvik.server.app import openai_routes
+
+# The prompt begins a thought, unless it is told not to.
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }} {% endfor %}"
+    "{% if add_generation_prompt %}<think>\n{% if enable_thinking == false %}\n</think>\n\n"
+    "{% endif %}{% endif %}"
+)
+ASKED = [{"role": "user", "content": "Once upon a time"}]
+
+
+@pytest.fixture(scope="module")
+def thinking() -> Iterator[httpx2.Client]:
+    with story_site(
+        lambda parts: [*openai_routes(parts), *anthropic.routes(parts)], template=TEMPLATE
+    ) as site:
+        with httpx2.Client(base_url=site.url, timeout=60) as made:
+            yield made
+        site.at_rest()
+
+
+def chat(http: httpx2.Client, **changes: Any) -> Any:
+    body = {"messages": ASKED, "max_tokens": 12, "temperature": 0, **changes}
+    answer = http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+def test_a_thought_that_the_prompt_begins(thinking: httpx2.Client) -> None:
+    message = chat(thinking).json()["choices"][0]["message"]
+    assert message["content"] == "" and message["reasoning_content"]
+    assert message["reasoning"] == message["reasoning_content"]
+    text = chat(thinking, stream=True).text
+    assert '"reasoning_content":' in text
+
+
+def test_without_a_thought_there_is_an_answer(thinking: httpx2.Client) -> None:
+    kwargs = {"chat_template_kwargs": {"enable_thinking": False}}
+    message = chat(thinking, **kwargs).json()["choices"][0]["message"]
+    assert message["content"] and "reasoning_content" not in message
+    choice = chat(thinking, guided_choice=["yes", "no"], **kwargs).json()["choices"][0]
+    assert choice["message"]["content"] in ("yes", "no")
+
+
+def test_what_an_answer_must_be_does_not_bind_the_thought(thinking: httpx2.Client) -> None:
+    message = chat(thinking, guided_choice=["yes", "no"]).json()["choices"][0]["message"]
+    assert message["content"] == "" and len(message["reasoning_content"]) > 4
+
+
+def test_an_answer_that_goes_on_begins_no_thought(thinking: httpx2.Client) -> None:
+    messages = [*ASKED, {"role": "assistant", "content": "There was"}]
+    body = {"messages": messages, "continue_final_message": True}
+    message = chat(thinking, **body).json()["choices"][0]["message"]
+    assert message["content"] and "reasoning_content" not in message
+
+
+def test_thinking_blocks(thinking: httpx2.Client) -> None:
+    body: dict[str, Any] = {"model": "stories", "messages": ASKED, "max_tokens": 12}
+    answer = thinking.post("/v1/messages", json=body).json()
+    (block,) = answer["content"]
+    assert block["type"] == "thinking" and block["thinking"] and block["signature"]
+    said = {"role": "assistant", "content": [block, {"type": "text", "text": "Well."}]}
+    body["messages"] = [*ASKED, said, {"role": "user", "content": "And?"}]
+    assert thinking.post("/v1/messages", json=body).status_code == 200
+    stream = thinking.post("/v1/messages", json={**body, "stream": True}).text
+    assert stream.index("thinking_delta") < stream.index("signature_delta")
+    assert stream.count("content_block_start") == stream.count("content_block_stop") == 2, stream

@@ -1,0 +1,145 @@
+"""Thoughts, text and calls of an answer, read apart wherever the text is cut."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.grammars import STOP, accepts, byte_vocabulary, matcher, structure, tokens_of
+
+from kvik.core.structured import Constraint
+from kvik.text.dialects import BY_NAME, ToolFormat
+from kvik.text.grammar import Tokens, Vocabulary, translate
+from kvik.text.matcher import GrammarMatcher
+from kvik.text.thoughts import AnswerParser, ThoughtFormat
+from kvik.text.tokenizer import Tokenizer
+from kvik.text.tool_calls import AnswerDelta, ToolCallParser
+from kvik.text.tool_grammar import tool_of
+
+FORMAT = ThoughtFormat("<think>", "</think>")
+TOKENS = ThoughtFormat("<think>", "</think>", {"<think>": 7, "</think>": 8})
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def parser(
+    begun: bool | None, *, form: ThoughtFormat = FORMAT, tools: bool = False
+) -> AnswerParser:
+    calls = None
+    if tools:
+        tool, _ = tool_of("f", None, strict=False)
+        calls = ToolCallParser(ToolFormat(BY_NAME["hermes"], {}, ()), {"f": tool})
+    return AnswerParser(form, begun, calls)
+
+
+def read(one: AnswerParser, *parts: str) -> tuple[str, str, str]:
+    """Thought, text and arguments."""
+    deltas: list[AnswerDelta] = [delta for part in parts for delta in one.push(part)]
+    deltas += one.close()
+    return (
+        "".join(delta.thought for delta in deltas),
+        "".join(delta.text for delta in deltas),
+        "".join(delta.arguments for delta in deltas),
+    )
+
+
+@pytest.mark.parametrize(
+    ("begun", "text", "thought", "answer"),
+    [
+        (None, "<think>\nWell, 1 < 2.\n</think>\n\nYes.", "Well, 1 < 2.", "Yes."),
+        (None, "\n<think>a</think>b", "a", "b"),
+        (None, "Yes. <think> is a tag.", "", "Yes. <think> is a tag."),
+        (None, "<thin air>", "", "<thin air>"),
+        (None, "<think>\n\n</think>\n\nYes.", "", "Yes."),
+        (None, "<think>no end", "no end", ""),
+        (None, "", "", ""),
+        (True, "So it is.\n</think>\n\nYes.", "So it is.", "Yes."),
+        (True, "So it is </thin", "So it is </thin", ""),
+        (True, "a</think>b</think>c", "a", "b</think>c"),
+        (False, "<think>a</think>", "", "<think>a</think>"),
+    ],
+)
+def test_thoughts_are_read_apart(begun: bool | None, text: str, thought: str, answer: str) -> None:
+    assert read(parser(begun), text) == (thought, answer, "")
+    assert read(parser(begun), *text) == (thought, answer, "")
+    for cut in range(len(text)):
+        assert read(parser(begun), text[:cut], text[cut:]) == (thought, answer, ""), cut
+
+
+def test_calls_come_behind_thoughts() -> None:
+    text = f"<think>\nI call {CALL}?\n</think>\n\nNow:\n{CALL}"
+    for cut in range(len(text)):
+        found = read(parser(None, tools=True), text[:cut], text[cut:])
+        assert found == (f"I call {CALL}?", "Now:", '{"a": 1}'), cut
+
+
+def test_markers_that_are_tokens_count_as_tokens_alone() -> None:
+    first, last = TOKENS.marks[7], TOKENS.marks[8]
+    text = f"{first}A </think> is a tag.{last}\n\nYes."
+    assert read(parser(None, form=TOKENS), text) == ("A </think> is a tag.", "Yes.", "")
+    assert read(parser(None, form=TOKENS), "<think>a</think>") == ("", "<think>a</think>", "")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "begun"),
+    [
+        ("user: hi\nassistant: <think>\n", True),
+        ("user: hi\nassistant: <think>\n\n</think>\n\n", False),
+        ("user: hi <think>\nassistant: ", None),
+    ],
+)
+def test_the_end_of_the_prompt_tells_whether_one_is_open(prompt: str, begun: bool | None) -> None:
+    assert FORMAT.begun(prompt) is begun
+
+
+@pytest.mark.parametrize(
+    ("begun", "allowed", "refused"),
+    [
+        (None, ["<think>so</think>\n\n12", "<think></think>3", "7"], ["<think>so</think>", "so 1"]),
+        (True, ["so 1</think>\n\n12", "</think>4"], ["12", "so</think>x"]),
+    ],
+)
+def test_what_an_answer_must_be_begins_behind_the_thought(
+    begun: bool | None, allowed: list[str], refused: list[str]
+) -> None:
+    for value in ({"regex": "[0-9]+"}, {"json": {"type": "integer"}}):
+        constraint = structure(value).behind(FORMAT.rules(begun=begun is True))
+        grammar, _ = translate(constraint, byte_vocabulary())
+        start = byte_vocabulary().build(grammar)
+
+        def one() -> GrammarMatcher:
+            return GrammarMatcher(start, byte_vocabulary().stop, [STOP])  # noqa: B023
+
+        assert all(accepts(one(), text) for text in allowed)
+        assert not any(accepts(one(), text) for text in refused)
+    assert not accepts(matcher({"regex": "[0-9]+"}), "<think>so</think>1")
+
+
+@pytest.mark.parametrize(
+    ("template", "open_"),
+    [
+        ("{{ '<think>' }}{{ '</think>' }}", "<think>"),
+        ("[THINK] {{ x }} [/THINK]", "[THINK]"),
+        ("{{ x }}", None),
+    ],
+)
+def test_a_template_tells_its_markers(build, template: str, open_: str | None) -> None:
+    found = ThoughtFormat.of(template, Tokenizer(build("byte-level")))
+    assert (found and found.open) == open_
+
+
+def test_a_budget_ends_a_thought_and_not_the_answer() -> None:
+    texts = [bytes([i]) for i in range(256)] + [b"\xff<end>", b"\xff<think>", b"\xff</think>"]
+    vocabulary = Vocabulary(Tokens(texts, [256, 257, 258]))
+    form = ThoughtFormat("<think>", "</think>", {"<think>": 257, "</think>": 258})
+    free = Constraint("lark", form.anything).behind(form.rules(begun=False, budget=4))
+    start = vocabulary.build(translate(free, vocabulary)[0])
+    for supposed in (False, True):
+        one = GrammarMatcher(start, vocabulary.stop, [256], counts=True)
+        one.append(257)
+        for token in b"abcd":
+            assert 258 in tokens_of(one, 259)
+            one.append(token)
+        drafts = [258, ord("x")] if supposed else []
+        assert tokens_of(one, 259) == [258]
+        assert len(tokens_of(one, 259, drafts)) > 100 or not supposed
+        for token in [258, *b"and a long answer"]:
+            one.append(token)
+        assert 256 in tokens_of(one, 259)
