@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 
 from kvik.core.structured import Constraint, Structure
-from kvik.text.grammar import Tokens, Vocabulary, translate
+from kvik.text.grammar import GrammarVocabulary, TokenBytes, translate
 from kvik.text.matcher import GrammarMatcher
 
 BYTES = 256
@@ -16,9 +16,11 @@ UNKNOWN = BYTES + 1  # has no text
 
 
 @cache
-def byte_vocabulary() -> Vocabulary:
+def byte_vocabulary() -> GrammarVocabulary:
     """Each byte, a token that ends an answer, and one without a text."""
-    return Vocabulary(Tokens([*(bytes([i]) for i in range(BYTES)), b"\xff<end>", b""], [STOP]))
+    return GrammarVocabulary(
+        TokenBytes([*(bytes([i]) for i in range(BYTES)), b"\xff<end>", b""], [STOP])
+    )
 
 
 def structure(value: object) -> Constraint:

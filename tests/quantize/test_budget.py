@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from kvik.errors import ConfigError
 from kvik.models.model_spec import read_model_spec
 from kvik.quantize import budget as module
-from kvik.quantize.budget import CHOICE, Candidate, Choice, choose_bits, choose_formats
+from kvik.quantize.budget import CHOICE, Candidate, FormatChoice, choose_bits, choose_formats
 from kvik.quantize.quantised import Quantised
 from kvik.quantize.recipe import Recipe
 from kvik.quantize.source import open_source
@@ -150,7 +150,7 @@ def lagrangian_bound(layers: Layers, budget: int) -> float:
     return bound
 
 
-def check(layers: Layers, budget: int, found: Choice) -> None:
+def check(layers: Layers, budget: int, found: FormatChoice) -> None:
     chosen = [
         next(c for c in layer if c.format == name)
         for layer, name in zip(layers, found.formats, strict=True)

@@ -12,10 +12,10 @@ import pytest
 from kvik.core.structured import Constraint
 from kvik.errors import ParamError
 from kvik.text.dialects import BY_NAME, DIALECTS, PLACE, Dialect, ToolFormat, dialect_of
-from kvik.text.grammar import Tokens, Vocabulary, translate
+from kvik.text.grammar import GrammarVocabulary, TokenBytes, translate
 from kvik.text.matcher import GrammarMatcher
 from kvik.text.tool_calls import AnswerDelta, ToolCallParser
-from kvik.text.tool_grammar import Choice, ToolGrammar, tool_of
+from kvik.text.tool_grammar import ToolGrammar, ToolMode, tool_of
 
 WEATHER = {
     "type": "object",
@@ -164,11 +164,11 @@ def test_unknown_tools_are_text() -> None:
 class Allowed:
     """Walks texts through a grammar, byte by byte, markers as tokens."""
 
-    def __init__(self, made: ToolFormat, choice: Choice, *, one: bool = False) -> None:
+    def __init__(self, made: ToolFormat, choice: ToolMode, *, one: bool = False) -> None:
         self.made = made
         texts = [bytes([i]) for i in range(256)] + [b"\xff<end>"]
         texts += [b"\xff" + marker.encode() for marker in made.ids]
-        self.vocabulary = Vocabulary(Tokens(texts, list(range(256, len(texts)))))
+        self.vocabulary = GrammarVocabulary(TokenBytes(texts, list(range(256, len(texts)))))
         source = ToolGrammar(made).grammar(list(TOOLS.values()), choice, one=one)
         self.start = self.vocabulary.build(
             translate(Constraint("lark", source), self.vocabulary)[0]

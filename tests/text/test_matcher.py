@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Library
 from kvik.core.structured import CHECKED, Constraint
 from kvik.errors import ParamError
 from kvik.text import grammar
-from kvik.text.grammar import Tokens, Vocabulary, translate
+from kvik.text.grammar import GrammarVocabulary, TokenBytes, translate
 from kvik.text.matcher import BuiltGrammars, GrammarMatcher
 from kvik.text.tokenizer import Tokenizer
 
@@ -40,7 +40,7 @@ def grammars(tokenizer: Tokenizer | None, padding: int = 40) -> BuiltGrammars:
 
 
 def checked(value: object, tokenizer: Tokenizer) -> Constraint:
-    vocabulary = Vocabulary(Tokens.of(tokenizer, tokenizer.vocab_size))
+    vocabulary = GrammarVocabulary(TokenBytes.of(tokenizer, tokenizer.vocab_size))
     return Constraint(CHECKED, translate(structure(value), vocabulary)[0])
 
 
@@ -148,7 +148,7 @@ def test_what_breaks_the_grammar_is_an_error() -> None:
 
 def test_a_grammar_that_grows_too_complex_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar, "LIMITS", {**grammar.LIMITS, "max_lexer_states": 30})
-    small = Vocabulary(Tokens([bytes([i]) for i in range(256)], []))
+    small = GrammarVocabulary(TokenBytes([bytes([i]) for i in range(256)], []))
     start = small.build(translate(structure({"regex": "(a|b)*a(a|b){60}"}), small)[0])
     one, dice = GrammarMatcher(start, small.stop, []), random.Random(0)
     with pytest.raises(ValueError, match="the grammar cannot go on: .*too complex|.*states"):

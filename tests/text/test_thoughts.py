@@ -7,7 +7,7 @@ from helpers.grammars import STOP, accepts, byte_vocabulary, matcher, structure,
 
 from kvik.core.structured import Constraint
 from kvik.text.dialects import BY_NAME, ToolFormat
-from kvik.text.grammar import Tokens, Vocabulary, translate
+from kvik.text.grammar import GrammarVocabulary, TokenBytes, translate
 from kvik.text.matcher import GrammarMatcher
 from kvik.text.thoughts import AnswerParser, ThoughtFormat
 from kvik.text.tokenizer import Tokenizer
@@ -127,7 +127,7 @@ def test_a_template_tells_its_markers(build, template: str, open_: str | None) -
 
 def test_a_budget_ends_a_thought_and_not_the_answer() -> None:
     texts = [bytes([i]) for i in range(256)] + [b"\xff<end>", b"\xff<think>", b"\xff</think>"]
-    vocabulary = Vocabulary(Tokens(texts, [256, 257, 258]))
+    vocabulary = GrammarVocabulary(TokenBytes(texts, [256, 257, 258]))
     form = ThoughtFormat("<think>", "</think>", {"<think>": 257, "</think>": 258})
     free = Constraint("lark", form.anything).behind(form.rules(begun=False, budget=4))
     start = vocabulary.build(translate(free, vocabulary)[0])

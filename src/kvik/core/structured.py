@@ -60,7 +60,7 @@ class Constraint:
 # What an engine needs to follow structured texts; `kvik.text.matcher` has it.
 
 
-class Matcher(Protocol):
+class TextMatcher(Protocol):
     """Where one answer is in its grammar.
 
     Attributes:
@@ -114,7 +114,7 @@ class Grammars(Protocol):
 
     def matcher(
         self, constraint: Constraint, stop_ids: Sequence[int], output: Sequence[int] = ()
-    ) -> Matcher:
+    ) -> TextMatcher:
         """Return where an answer is, building its grammar if it is not kept.
 
         Args:
@@ -122,7 +122,7 @@ class Grammars(Protocol):
             output: tokens of the answer so far.
 
         Raises:
-            ParamError: it cannot be built, or as of `Matcher.append`.
+            ParamError: it cannot be built, or as of `TextMatcher.append`.
         """
         ...
 

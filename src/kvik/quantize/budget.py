@@ -49,7 +49,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class FormatChoice:
     """A format for each layer.
 
     Attributes:
@@ -62,7 +62,7 @@ class Choice:
     loss: float
 
 
-def choose_formats(layers: Sequence[Sequence[Candidate]], budget: int) -> Choice:
+def choose_formats(layers: Sequence[Sequence[Candidate]], budget: int) -> FormatChoice:
     """Return the formats with the least sum of losses among those that fit.
 
     Exact if the differences of sizes are multiples of a unit of which the budget has at most
@@ -92,7 +92,7 @@ def choose_formats(layers: Sequence[Sequence[Candidate]], budget: int) -> Choice
     unit = max(unit, -(-spare // CELLS), 1)
     picks = _dynamic_programme(layers, least, unit, spare // unit)
     chosen = [layer[i] for layer, i in zip(layers, picks, strict=True)]
-    return Choice(
+    return FormatChoice(
         formats=tuple(c.format for c in chosen),
         bytes=sum(c.bytes for c in chosen),
         loss=sum(c.loss for c in chosen),

@@ -43,7 +43,7 @@ from kvik.server.tools import PLAIN_ANSWER, AnswerForm, Function, ToolUse, check
 from kvik.server.unhonoured import SAMPLING, Table, missing
 from kvik.text.thoughts import AnswerParser
 from kvik.text.tool_calls import AnswerDelta
-from kvik.text.tool_grammar import Choice
+from kvik.text.tool_grammar import ToolMode
 
 
 class OutputFormat(Struct, kw_only=True):
@@ -412,7 +412,7 @@ def tool_use(body: CountRequest, texts: Texts) -> ToolUse | None:
     if asked.type == "tool" and asked.name is None:
         raise ParamError("tool_choice", "needs the name of a tool")
     named = asked.type == "tool"
-    choices: Mapping[str, Choice] = {"any": "required", "tool": "required", "none": "none"}
+    choices: Mapping[str, ToolMode] = {"any": "required", "tool": "required", "none": "none"}
     return ToolUse.of(
         texts.tool_format,
         functions,

@@ -18,7 +18,7 @@ from kvik.text.detokenizer import NO_MARKS
 from kvik.text.dialects import ToolFormat
 from kvik.text.thoughts import AnswerParser, ThoughtFormat
 from kvik.text.tool_calls import ToolCallParser
-from kvik.text.tool_grammar import Choice, Tool, ToolGrammar, tool_of
+from kvik.text.tool_grammar import Tool, ToolGrammar, ToolMode, tool_of
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -61,7 +61,7 @@ class ToolUse:
     form: ToolFormat
     functions: tuple[Function, ...]
     tools: Mapping[str, Tool]
-    choice: Choice
+    choice: ToolMode
     one: bool
     named: bool
     unenforced: tuple[str, ...]
@@ -72,7 +72,7 @@ class ToolUse:
         form: ToolFormat | None,
         functions: Sequence[Function],
         *,
-        choice: Choice = "auto",
+        choice: ToolMode = "auto",
         allowed: Sequence[str] | None = None,
         one: bool = False,
         named: bool = False,

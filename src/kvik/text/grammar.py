@@ -54,7 +54,7 @@ def library() -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class TokenBytes:
     """The tokens of a model.
 
     Attributes:
@@ -66,7 +66,7 @@ class Tokens:
     special_ids: list[int]
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, vocab_size: int) -> Tokens:
+    def of(cls, tokenizer: Tokenizer, vocab_size: int) -> TokenBytes:
         """
         Args:
             vocab_size: rows of the model's head, some of which may have no token.
@@ -79,14 +79,16 @@ class Tokens:
         return cls(texts, special)
 
 
-class Vocabulary:
+class GrammarVocabulary:
     """The tokens of a model, as llguidance sees them.
 
     Args:
         encode: text to token ids, without special tokens; None: forced texts are spelt in any way.
     """
 
-    def __init__(self, tokens: Tokens, encode: Callable[[str], list[int]] | None = None) -> None:
+    def __init__(
+        self, tokens: TokenBytes, encode: Callable[[str], list[int]] | None = None
+    ) -> None:
         llguidance = library()
         self.stop = len(tokens.texts)  # the token that stands for all that end an answer
         self._limits = llguidance.LLParserLimits(**LIMITS)
@@ -115,7 +117,7 @@ class _Encoder:
     is_tokenizer_wrapper = True
     bos_token_id = None
 
-    def __init__(self, tokens: Tokens, encode: Callable[[str], list[int]] | None) -> None:
+    def __init__(self, tokens: TokenBytes, encode: Callable[[str], list[int]] | None) -> None:
         self.tokens = [*tokens.texts, b"\xff<stop>"]
         self.eos_token_id = len(tokens.texts)
         self.special_token_ids = [*tokens.special_ids, self.eos_token_id]
@@ -156,7 +158,7 @@ class _Encoder:
         return ids
 
 
-def translate(constraint: Constraint, vocabulary: Vocabulary) -> tuple[str, list[str]]:
+def translate(constraint: Constraint, vocabulary: GrammarVocabulary) -> tuple[str, list[str]]:
     """Return llguidance's grammar of a constraint, which can be built, and what of a schema it does
     not enforce.
 
@@ -188,7 +190,7 @@ def translate(constraint: Constraint, vocabulary: Vocabulary) -> tuple[str, list
     return grammar, []
 
 
-def _behind(constraint: Constraint, vocabulary: Vocabulary) -> tuple[str, list[str]]:
+def _behind(constraint: Constraint, vocabulary: GrammarVocabulary) -> tuple[str, list[str]]:
     """The grammar of an answer behind a thought."""
     grammar, unenforced = translate(replace(constraint, thought=""), vocabulary)
     inner = [{"lark_grammar": grammar}]
@@ -201,7 +203,7 @@ def _behind(constraint: Constraint, vocabulary: Vocabulary) -> tuple[str, list[s
     return grammar, unenforced
 
 
-def _of_schema(constraint: Constraint, vocabulary: Vocabulary) -> tuple[str, list[str]]:
+def _of_schema(constraint: Constraint, vocabulary: GrammarVocabulary) -> tuple[str, list[str]]:
     schema, dropped = enforceable(json.loads(constraint.source))
     options: dict[str, object] = dict(SPACED if constraint.whitespace else LAYOUT)
     to_grammar = library().LLMatcher.grammar_from_json_schema

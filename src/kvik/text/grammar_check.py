@@ -19,7 +19,7 @@ from kvik.child_process import python_command
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.structured import CHECKED, MAX_SOURCE_BYTES, Constraint
 from kvik.errors import ParamError
-from kvik.text.grammar import Tokens, Vocabulary, library, translate
+from kvik.text.grammar import GrammarVocabulary, TokenBytes, library, translate
 from kvik.text.limited_process import LimitedProcess, framed, serve
 from kvik.text.tokenizer import Tokenizer
 
@@ -65,7 +65,7 @@ class GrammarCheck:
         self._seconds = seconds
         self._process = LimitedProcess(
             command,
-            lambda: Tokens.of(tokenizer, tokenizer.vocab_size),
+            lambda: TokenBytes.of(tokenizer, tokenizer.vocab_size),
             seconds=seconds,
             max_answer=MAX_ANSWER,
         )
@@ -149,7 +149,7 @@ def _size(constraint: Constraint, checked: Checked) -> int:
 
 def begin(first: bytes) -> Callable[[bytes], Checked]:
     """Take in the tokens. Each frame after them is a constraint."""
-    vocabulary = Vocabulary(msgspec.msgpack.decode(first, type=Tokens))
+    vocabulary = GrammarVocabulary(msgspec.msgpack.decode(first, type=TokenBytes))
     asked: SimpleQueue[bytes] = SimpleQueue()
     answered: SimpleQueue[Checked] = SimpleQueue()
 
@@ -167,7 +167,7 @@ def begin(first: bytes) -> Callable[[bytes], Checked]:
     return answer
 
 
-def _checked(body: bytes, vocabulary: Vocabulary) -> Checked:
+def _checked(body: bytes, vocabulary: GrammarVocabulary) -> Checked:
     try:
         grammar, unenforced = translate(msgspec.msgpack.decode(body, type=Constraint), vocabulary)
     except ParamError as error:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvik.core.structured import Constraint, Grammars, Matcher
+from kvik.core.structured import Constraint, Grammars, TextMatcher
 from kvik.errors import ParamError
-from kvik.text.grammar import FIELD, Tokens, Vocabulary, brief
+from kvik.text.grammar import FIELD, GrammarVocabulary, TokenBytes, brief
 
 if TYPE_CHECKING:
     from kvik.text.tokenizer import Tokenizer
@@ -28,8 +28,8 @@ COUNTS = "[max_tokens="  # in a grammar that counts tokens, which no caller's ma
 ANYTHING = -1  # a word with all bits
 
 
-class GrammarMatcher(Matcher):
-    """See `Matcher`.
+class GrammarMatcher(TextMatcher):
+    """See `TextMatcher`.
 
     Where the grammar forces a text, the tokens of its usual spelling are a run, of which only the
     next one may come. A run begins where none is left, so it depends on the answer alone, not on
@@ -37,7 +37,7 @@ class GrammarMatcher(Matcher):
 
     Args:
         start: llguidance's matcher at the start, which is not changed.
-        stop: its token for all that end an answer; see `Vocabulary`.
+        stop: its token for all that end an answer; see `GrammarVocabulary`.
         stop_ids: tokens that end the answer.
         output: tokens of the answer so far.
         counts: the grammar counts tokens, so the library takes none back.
@@ -70,7 +70,7 @@ class GrammarMatcher(Matcher):
             self.append(token)
 
     def append(self, token: int) -> None:
-        """See `Matcher.append`."""
+        """See `TextMatcher.append`."""
         if self.ended:
             self.num_surplus += 1
         elif token in self._ends:
@@ -82,7 +82,7 @@ class GrammarMatcher(Matcher):
             self._run = self._run[:-1] or self._new_run()
 
     def valid(self, tokens: Sequence[int]) -> int:
-        """See `Matcher.valid`."""
+        """See `TextMatcher.valid`."""
         if self.ended:
             return 0
         if self._counts:
@@ -90,11 +90,11 @@ class GrammarMatcher(Matcher):
         return int(self._matcher.validate_tokens(list(tokens)))
 
     def forced(self) -> list[int]:
-        """See `Matcher.forced`."""
+        """See `TextMatcher.forced`."""
         return [] if self.ended else self._run[::-1]
 
     def mask(self, supposed: Sequence[int] = ()) -> NDArray[np.int32]:
-        """See `Matcher.mask`."""
+        """See `TextMatcher.mask`."""
         matcher, run, words, taken = self._matcher, self._run, self._words, 0
         if supposed and self._counts:
             matcher = matcher.deep_copy()
@@ -148,7 +148,7 @@ class BuiltGrammars(Grammars):
         self._load = load
         self._vocab_size = vocab_size
         self._loading = threading.Lock()
-        self._vocabulary: Vocabulary | None = None
+        self._vocabulary: GrammarVocabulary | None = None
         self._lock = threading.Lock()  # of what follows; held for a moment only
         self._built: OrderedDict[str, Any] = OrderedDict()  # by grammar, the oldest first
         self._built_bytes = 0
@@ -167,7 +167,7 @@ class BuiltGrammars(Grammars):
 
     def matcher(
         self, constraint: Constraint, stop_ids: Sequence[int], output: Sequence[int] = ()
-    ) -> Matcher:
+    ) -> TextMatcher:
         """See `Grammars.matcher`."""
         start = self._start(constraint.source)
         stop, counts = self._known_vocabulary().stop, COUNTS in constraint.source
@@ -189,14 +189,14 @@ class BuiltGrammars(Grammars):
                 self._built_bytes -= _size(self._built.popitem(last=False)[0])
         return start
 
-    def _known_vocabulary(self) -> Vocabulary:
+    def _known_vocabulary(self) -> GrammarVocabulary:
         with self._loading:
             if self._vocabulary is None:
                 tokenizer = self._load()
                 if tokenizer is None:
                     raise ParamError(FIELD, "needs a tokenizer, and this model has none")
-                self._vocabulary = Vocabulary(
-                    Tokens.of(tokenizer, self._vocab_size),
+                self._vocabulary = GrammarVocabulary(
+                    TokenBytes.of(tokenizer, self._vocab_size),
                     lambda text: tokenizer.encode(text, add_special_tokens=False),
                 )
             return self._vocabulary

@@ -26,7 +26,7 @@ class Tool:
     parameters: Mapping[str, Any]
 
 
-Choice = Literal["auto", "required", "none"]
+ToolMode = Literal["auto", "required", "none"]
 
 
 class ToolGrammar:
@@ -35,7 +35,7 @@ class ToolGrammar:
     def __init__(self, form: ToolFormat) -> None:
         self._form = form
 
-    def grammar(self, tools: Sequence[Tool], choice: Choice, *, one: bool = False) -> str:
+    def grammar(self, tools: Sequence[Tool], choice: ToolMode, *, one: bool = False) -> str:
         """Return a grammar, in Lark as llguidance reads it, of answers that may call tools.
 
         Args:

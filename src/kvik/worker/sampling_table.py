@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvik.config.memory import DRAW_BYTES, RULES_BYTES
 from kvik.core.sampling_params import PARAMETERS, TRUNCATIONS, SamplingParams
-from kvik.core.structured import Grammars, Matcher
+from kvik.core.structured import Grammars, TextMatcher
 from kvik.kernels.ops import Draws, Masks, Penalties, Truncation
 from kvik.kernels.upload import upload
 from kvik.worker.dry import Dry
@@ -167,7 +167,7 @@ class SamplingTable:
         self._needs, self._seeded = self._rows["needs"], self._rows["seeded"]  # views
         self._token_rules: dict[int, list[Rule]] = {}  # by slot
         self._grammars = grammars
-        self._matchers: dict[int, Matcher] = {}  # by slot
+        self._matchers: dict[int, TextMatcher] = {}  # by slot
         self._seen: SeenTokens | None = None  # large, so made for the first request with penalties
 
     def set(
@@ -266,7 +266,7 @@ class SamplingTable:
                     failed[i] = error
         return failed
 
-    def structured(self, slots: NDArray[np.integer]) -> dict[int, Matcher]:
+    def structured(self, slots: NDArray[np.integer]) -> dict[int, TextMatcher]:
         """Return where the structured texts of some requests are, by row.
 
         Args:

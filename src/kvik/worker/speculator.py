@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvik.config.speculative import FORCED, ResolvedSpeculation
 from kvik.core.plan import DraftTimes, NewRequest
-from kvik.core.structured import Matcher
+from kvik.core.structured import TextMatcher
 from kvik.kernels.upload import upload
 from kvik.worker.adaptive import DraftControl, StepFigures
 from kvik.worker.drafters.base import Drafter, DraftRows, Drafts
@@ -352,7 +352,7 @@ class Speculator(Participant[None]):
         self._complained = True
 
 
-def _cut(drafts: Drafts, structured: Mapping[int, Matcher]) -> Drafts:
+def _cut(drafts: Drafts, structured: Mapping[int, TextMatcher]) -> Drafts:
     """Leave out drafts of chains from the first on that breaks a grammar.
 
     Args:

@@ -10,7 +10,7 @@ from msgspec import Struct
 from kvik.errors import ParamError
 from kvik.server.texts import Texts
 from kvik.server.tools import Function, ToolUse
-from kvik.text.tool_grammar import Choice
+from kvik.text.tool_grammar import ToolMode
 
 
 class FunctionParam(Struct, kw_only=True):
@@ -78,7 +78,7 @@ def tool_use(
         )
         for tool in tools
     ]
-    choice: Choice = asked if isinstance(asked, str) else "auto"
+    choice: ToolMode = asked if isinstance(asked, str) else "auto"
     allowed: list[str] | None = None
     named = False
     if isinstance(asked, ToolChoice) and asked.type == "function":
