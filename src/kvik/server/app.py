@@ -31,7 +31,15 @@ from kvik.server.access import ANY, Caller, Hosts, Keys, Origins
 from kvik.server.errors import HttpError, escaped, escaped_traceback, http_error, in_messages
 from kvik.server.generation import Observer
 from kvik.server.metrics import Metrics, MoreMetrics, RequestMetricsObserver, no_more
-from kvik.server.openai import chat, completions, embeddings, invocations, models, tokenize
+from kvik.server.openai import (
+    chat,
+    completions,
+    embeddings,
+    invocations,
+    models,
+    responses,
+    tokenize,
+)
 from kvik.server.route import (
     DEFAULT_LIMITS,
     SCOPE_KEY,
@@ -314,7 +322,7 @@ def without_version(table: Sequence[Route]) -> list[Route]:
 
 def openai_routes(server: Server) -> list[Route]:
     """Return the routes of the OpenAI API and of the tokenizer."""
-    endpoints = (chat, completions, embeddings, invocations, models, tokenize)
+    endpoints = (chat, completions, responses, embeddings, invocations, models, tokenize)
     return [route for endpoint in endpoints for route in endpoint.routes(server)]
 
 

@@ -286,23 +286,23 @@ class StreamReply(Response):
         taken = [generation.take() for generation in self._generations]
         failure = next((g.failure for g in self._generations if g.failure is not None), None)
         last = all(generation.result is not None for generation in self._generations)
+        if failure is not None and not self._begun:
+            raise failure
         parts: list[bytes] = []
+        if not self._begun and (any(taken) or last or self._beat):
+            parts.append(self._form.begin())
         for position, deltas in enumerate(taken):
             if deltas:
                 grow = partial(self._form.grow, position, deltas)
                 parts.append(await offload(_num_of_prompt(deltas), grow))
         if failure is not None:
-            if not self._begun:
-                raise failure
             parts.append(self._error_event(failure))
             return b"".join(parts), True
         if last:
             parts.append(self._form.end([g.result for g in self._generations if g.result]))
-        elif self._beat and not parts:
+        elif self._beat and not any(taken):
             parts.append(self._form.heartbeat)
         self._beat = False
-        if parts and not self._begun:
-            parts.insert(0, self._form.begin())
         return b"".join(parts), last
 
     async def _write(self, send: Send, chunk: bytes, last: bool) -> None:

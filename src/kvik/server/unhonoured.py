@@ -18,7 +18,6 @@ Table = Mapping[str, tuple[Sequence[object], str]]
 NOTHING: Table = {}
 
 STRUCTURED = "give response_format or structured_outputs"
-TOOLS = "tools are not supported yet"
 BEAMS = "beam search is not supported"
 
 _OFF = (0, False)

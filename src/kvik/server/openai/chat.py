@@ -230,13 +230,16 @@ def chat_params(body: ChatRequest, defaults: SamplingParams) -> SamplingParams:
     name, asked = asked_tokens(body, body.max_completion_tokens)
     if asked == 0:
         raise ParamError(name, "must be at least 1")
-    # The default limit is for callers in Python; only that of the model's file counts here.
-    own = defaults.max_tokens if defaults.max_tokens != SamplingParams().max_tokens else None
     changes = sampling_changes(body)
-    changes["max_tokens"] = own if asked is None else limit_of(asked)
+    changes["max_tokens"] = own_limit(defaults) if asked is None else limit_of(asked)
     if body.logprobs:
         changes["logprobs"] = body.top_logprobs or 0
     return defaults.with_changes(**changes)
+
+
+def own_limit(defaults: SamplingParams) -> int | None:
+    """Return the limit of tokens in the model's file. The default one is for callers in Python."""
+    return defaults.max_tokens if defaults.max_tokens != SamplingParams().max_tokens else None
 
 
 def effort_variables(

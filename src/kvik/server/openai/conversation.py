@@ -90,14 +90,17 @@ def begins_anew(options: RenderOptions) -> bool:
 
 
 async def conversation_ids(
-    texts: Texts, messages: Sequence[ChatMessage], options: RenderOptions
+    texts: Texts,
+    messages: Sequence[ChatMessage],
+    options: RenderOptions,
+    use: ToolUse | None = None,
 ) -> list[int]:
     """Return the token ids of a conversation, ready for the assistant's answer.
 
     Raises:
         ParamError: the messages are malformed or too long, or the template refuses them.
     """
-    text = await conversation_text(texts, messages, options)
+    text = await conversation_text(texts, messages, options, use)
     with rename_fields(prompt="messages"):
         return await texts.encode(text, bool(options.add_special_tokens))
 

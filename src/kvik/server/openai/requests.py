@@ -92,12 +92,13 @@ def json_type(kind: Kind) -> Any:
     raise TypeError(kind)
 
 
-def parameters_struct(left_out: Collection[str] = ()) -> Any:
+def parameters_struct(left_out: Collection[str] = (), base: type[Struct] = Struct) -> Any:
     """A Struct with a field for each sampling parameter and its alias, null or as `SamplingParams`
     takes it.
 
     Args:
         left_out: parameters that it lacks.
+        base: of the Struct.
     """
     made: list[tuple[str, Any, None]] = []
     for one in PARAMETERS.values():
@@ -106,7 +107,7 @@ def parameters_struct(left_out: Collection[str] = ()) -> Any:
             kind: Any = Annotated[json_type(one.kind), Meta(description=one.help)] | None
             made += [(name, kind, None) for name in names]
     made += [(name, kind | None, None) for name, (kind, _) in FIELDS.items()]
-    return msgspec.defstruct("Parameters", made, kw_only=True, module=__name__)
+    return msgspec.defstruct("Parameters", made, bases=(base,), kw_only=True, module=__name__)
 
 
 def parameters_of(body: Struct) -> dict[str, Any]:
@@ -145,7 +146,17 @@ class StreamOptions(Struct, kw_only=True):
     include_obfuscation: bool | None = None  # there is none, with either value
 
 
-_PARAMETERS: Any = parameters_struct(left_out=("logprobs", "max_tokens"))
+class TreatmentFields(Struct, kw_only=True):
+    """How the engine treats a request."""
+
+    priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
+    deadline_ms: DeadlineMs | None = None
+    prompt_cache_key: Annotated[str, Meta(max_length=512)] | None = None
+    prompt_cache_retention: str | None = None
+
+
+_PARAMETERS: Any = parameters_struct(("logprobs", "max_tokens"), TreatmentFields)
 
 
 class GenerationFields(_PARAMETERS, Struct, kw_only=True):  # type: ignore[misc]
@@ -164,11 +175,6 @@ class GenerationFields(_PARAMETERS, Struct, kw_only=True):  # type: ignore[misc]
         Annotated[bool, Meta(description="log probabilities name tokens by their ids")] | None
     ) = None
     add_special_tokens: bool | None = None
-    priority: Priority | None = None
-    cache_salt: CacheSalt | None = None
-    deadline_ms: DeadlineMs | None = None
-    prompt_cache_key: Annotated[str, Meta(max_length=512)] | None = None
-    prompt_cache_retention: str | None = None
 
     user: str | None = None  # these change nothing in the answer
     safety_identifier: str | None = None
@@ -306,7 +312,7 @@ MAX_LOGPROB_VALUES = 1 << 19
 
 
 def generation_request(
-    body: GenerationFields,
+    body: TreatmentFields,
     prompt_ids: Sequence[int],
     params: SamplingParams,
     field: str,
@@ -326,7 +332,7 @@ def generation_request(
     )
 
 
-def _pins(body: GenerationFields, num_tokens: int) -> tuple[Pin, ...]:
+def _pins(body: TreatmentFields, num_tokens: int) -> tuple[Pin, ...]:
     """The whole prompt is pinned if the body names a cache key or a long retention."""
     retention = body.prompt_cache_retention
     if retention is not None and retention not in RETENTION:

@@ -13,10 +13,11 @@ from kvik.server.errors import HttpError, rename_fields
 from kvik.server.openai.answers import TokenNames
 from kvik.server.openai.conversation import Messages, Variable, conversation_ids
 from kvik.server.openai.requests import Name, TokenId, prompt_ids
+from kvik.server.openai.tools import ToolParam, tool_use
 from kvik.server.responses import json_response, offload
 from kvik.server.route import caller_of, get, post, routes_of
 from kvik.server.server import Server
-from kvik.server.unhonoured import TOOLS, Table
+from kvik.server.unhonoured import Table
 
 
 class TokenizeRequest(Struct, kw_only=True):
@@ -33,6 +34,7 @@ class TokenizeRequest(Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Variable] | None = None
+    tools: list[ToolParam] | None = None
     return_token_strs: bool | None = None
 
 
@@ -43,7 +45,6 @@ class DetokenizeRequest(Struct, kw_only=True):
 
 TOKENIZE: Table = {
     "chat_template": ((), "the template is the model's own"),
-    "tools": (([],), TOOLS),
 }
 
 
@@ -81,7 +82,8 @@ async def tokenize(server: Server, request: Request, body: TokenizeRequest) -> R
         raise ParamError("add_special", "goes with content; beside prompt it is add_special_tokens")
     texts = server.texts.of(caller_of(request).tenant)
     if body.messages is not None:
-        ids = await conversation_ids(texts, body.messages, body)
+        use = tool_use(body.tools, None, one=False, texts=texts)
+        ids = await conversation_ids(texts, body.messages, body, use)
     elif body.content is not None:
         with rename_fields(prompt="content"):
             ids = await prompt_ids(texts, body.content, bool(body.add_special))

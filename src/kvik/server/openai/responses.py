@@ -1,0 +1,320 @@
+"""POST /v1/responses, stateless: the whole conversation comes with each request."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvik.core.sampling_params import SamplingParams
+from kvik.engine.output import RequestOutput, TextDelta
+from kvik.server.errors import rename_fields
+from kvik.server.openai.chat import effort_variables, own_limit
+from kvik.server.openai.conversation import Variable, conversation_text
+from kvik.server.openai.requests import check_output_fits, generation_request
+from kvik.server.openai.responses_input import (
+    UNHONOURED,
+    ResponsesRequest,
+    TextFormat,
+    answer_constraint,
+    response_messages,
+    response_tools,
+)
+from kvik.server.responses import ResponseFormat, generation_response, json_event
+from kvik.server.route import caller_of, context_of, post, routes_of, trace_parent_of
+from kvik.server.server import Server
+from kvik.server.tools import AnswerForm
+from kvik.text.tool_calls import AnswerDelta
+
+
+@dataclass(slots=True)
+class OutputItem:
+    """A part of an answer while it comes."""
+
+    kind: Literal["message", "reasoning", "function_call", "custom_tool_call"]
+    id: str
+    call_id: str = ""
+    name: str = ""
+    text: list[str] = field(default_factory=list)
+
+    def shown(self, status: str) -> dict[str, Any]:
+        """Return it as the API shows it."""
+        text = "".join(self.text)
+        found: dict[str, Any] = {"type": self.kind, "id": self.id, "status": status}
+        if self.kind == "message":
+            part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+            return found | {"role": "assistant", "content": [part] if text else []}
+        if self.kind == "reasoning":
+            thought = [{"type": "reasoning_text", "text": text}] if text else []
+            return found | {"summary": [], "content": thought}
+        called = {"call_id": self.call_id, "name": self.name}
+        if self.kind == "custom_tool_call":
+            return found | called | {"input": _custom_input(text)}
+        return found | called | {"arguments": text}
+
+
+MAX_ESCAPE = 6  # characters of a JSON escape
+
+
+def _custom_input(arguments: str) -> str:
+    """The input of a custom tool: the model gives it as the one argument of a function. Of one that
+    was cut off, what there is."""
+    cut_off = (arguments[: len(arguments) - cut] + '"}' for cut in range(MAX_ESCAPE))
+    for text in (arguments, *cut_off):
+        try:
+            found = str(json.loads(text)["input"])
+        except (ValueError, KeyError):
+            continue
+        return found.encode("utf-8", "replace").decode()  # an escape may be half a character
+    return ""
+
+
+class ResponseObject(Struct, kw_only=True):
+    """An answer."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: str
+    model: str
+    output: list[dict[str, Any]]
+    incomplete_details: dict[str, str] | None
+    usage: dict[str, Any] | None
+    error: None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    previous_response_id: None = None
+    reasoning: dict[str, Any]
+    store: bool = False
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[Any]
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+
+
+@post("/v1/responses", UNHONOURED, answer=ResponseObject, note="Answer a conversation.")
+async def responses(server: Server, request: Request, body: ResponsesRequest) -> Response:
+    """Answer a conversation."""
+    model = server.served_name(body.model)
+    tenant = caller_of(request).tenant
+    texts = server.texts.of(tenant)
+    server.generations.check_room(tenant, 1)
+    use, others = response_tools(body, texts)
+    context_of(request).ignored_fields.extend(others)
+    given = {
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "seed": body.seed,
+        "structured": answer_constraint(body),
+    }
+    changes: dict[str, Any] = {k: value for k, value in given.items() if value is not None}
+    changes["max_tokens"] = body.max_output_tokens or own_limit(server.default_params)
+    params = server.default_params.with_changes(**changes)
+    effort = None if body.reasoning is None else body.reasoning.effort
+    options = Rendering()
+    if effort is not None and (effort == "none" or texts.thoughts is not None):
+        options.chat_template_kwargs = effort_variables(effort, texts.thoughts, None)
+    messages = response_messages(body)
+    with rename_fields(messages="input"):
+        prompt = await conversation_text(texts, messages, options, use)
+    answer = AnswerForm.behind(prompt, texts.thoughts, use, anew=True)
+    params = answer.constrained(params)
+    with rename_fields(prompt="input", max_tokens="max_output_tokens"):
+        ids = await texts.encode(prompt, add_special_tokens=False)
+        check_output_fits(server, len(ids), body.max_output_tokens, "max_output_tokens")
+        generation = await server.generations.start(
+            generation_request(body, ids, params, "input", answer),
+            tenant,
+            streaming=bool(body.stream),
+            trace_parent=trace_parent_of(request),
+        )
+    form = ResponseEvents(model, body, params, answer)
+    return await generation_response(request, [generation], form, stream=bool(body.stream))
+
+
+@dataclass(slots=True)
+class Rendering:
+    """How the conversation becomes a prompt; see `RenderOptions`."""
+
+    chat_template_kwargs: dict[str, Variable] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+class ResponseEvents(ResponseFormat):
+    """A response as a `ResponseFormat`: items that are opened, grow and are closed."""
+
+    def __init__(
+        self, model: str, body: ResponsesRequest, params: SamplingParams, answer: AnswerForm
+    ) -> None:
+        self._id = f"resp_{secrets.token_hex(16)}"
+        self._created = int(time.time())
+        self._model, self._body, self._params, self._answer = model, body, params, answer
+        self._custom = {tool.name for tool in body.tools or () if tool.type == "custom"}
+        self._parser = answer.parser()
+        self._items: list[OutputItem] = []
+        self._number = 0
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> ResponseObject:
+        (output,) = outputs
+        if not self._items:  # else they came as a stream
+            for delta in [*self._parser.push(output.text), *self._parser.close()]:
+                for _ in self._item_events(delta):
+                    pass
+        finish = output.outputs[0].finish_reason
+        status = "incomplete" if finish == "length" else "completed"
+        shown = [item.shown("completed") for item in self._items]
+        if shown and status == "incomplete":
+            shown[-1]["status"] = "incomplete"
+        details = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return self._object(status, shown, details, self._usage(output))
+
+    def begin(self) -> bytes:
+        start = self._object("in_progress", [], None, None)
+        kinds = ("response.created", "response.in_progress")
+        return b"".join(self._event({"type": kind, "response": start}) for kind in kinds)
+
+    def events(self, position: int, delta: TextDelta) -> Iterator[bytes]:
+        found = self._parser.push(delta.text)
+        for one in found + (self._parser.close() if delta.finish_reason else []):
+            for event in self._item_events(one):
+                yield self._event(event)
+
+    def end(self, outputs: Sequence[RequestOutput]) -> bytes:
+        closing = [self._event(event) for event in self._close_item()]
+        whole = self.whole(outputs)
+        last = self._event({"type": f"response.{whole.status}", "response": whole})
+        return b"".join([*closing, last])
+
+    def _item_events(self, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
+        """Add a delta to the items; yield what a stream tells of it."""
+        if delta.thought:
+            yield from self._open("reasoning", "rs")
+            yield from self._add("response.reasoning_text.delta", delta.thought)
+        elif delta.text:
+            yield from self._open("message", "msg")
+            yield from self._add("response.output_text.delta", delta.text)
+        elif delta.name:
+            custom = delta.name in self._custom
+            kind: Literal["custom_tool_call", "function_call"]
+            kind = "custom_tool_call" if custom else "function_call"
+            item = OutputItem(kind, f"{'ctc' if custom else 'fc'}_{secrets.token_hex(12)}")
+            item.call_id, item.name = delta.id, delta.name
+            yield from self._begin_item(item)
+        elif delta.arguments and self._items[-1].kind == "function_call":
+            yield from self._add("response.function_call_arguments.delta", delta.arguments)
+        elif delta.arguments:  # the input of a custom tool is known when its JSON ends
+            self._items[-1].text.append(delta.arguments)
+
+    def _open(self, kind: Literal["message", "reasoning"], prefix: str) -> Iterator[dict[str, Any]]:
+        if self._items and self._items[-1].kind == kind:
+            return
+        yield from self._begin_item(OutputItem(kind, f"{prefix}_{secrets.token_hex(12)}"))
+        yield self._of_item("response.content_part.added", part=self._part(""))
+
+    def _begin_item(self, item: OutputItem) -> Iterator[dict[str, Any]]:
+        yield from self._close_item()
+        self._items.append(item)
+        shown = item.shown("in_progress")
+        index = len(self._items) - 1
+        yield {"type": "response.output_item.added", "output_index": index, "item": shown}
+
+    def _add(self, event: str, text: str) -> Iterator[dict[str, Any]]:
+        self._items[-1].text.append(text)
+        yield self._of_item(event, delta=text)
+
+    def _close_item(self) -> Iterator[dict[str, Any]]:
+        if not self._items:
+            return
+        item = self._items[-1]
+        text = "".join(item.text)
+        if item.kind == "function_call":
+            done = "response.function_call_arguments.done"
+            yield self._of_item(done, arguments=text, name=item.name)
+        elif item.kind == "custom_tool_call":
+            given = _custom_input(text)
+            yield self._of_item("response.custom_tool_call_input.delta", delta=given)
+            yield self._of_item("response.custom_tool_call_input.done", input=given)
+        else:
+            named = "reasoning_text" if item.kind == "reasoning" else "output_text"
+            yield self._of_item(f"response.{named}.done", text=text)
+            yield self._of_item("response.content_part.done", part=self._part(text))
+        shown = item.shown("completed")
+        index = len(self._items) - 1
+        yield {"type": "response.output_item.done", "output_index": index, "item": shown}
+
+    def _part(self, text: str) -> dict[str, Any]:
+        if self._items[-1].kind == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+    def _of_item(self, kind: str, **fields: object) -> dict[str, Any]:
+        item = self._items[-1]
+        event = {"type": kind, "item_id": item.id, "output_index": len(self._items) - 1}
+        if item.kind in ("message", "reasoning"):
+            event["content_index"] = 0
+        if kind.startswith("response.output_text"):
+            event["logprobs"] = []
+        return event | fields
+
+    def _event(self, event: dict[str, Any]) -> bytes:
+        event = event | {"sequence_number": self._number}
+        self._number += 1
+        return json_event(event, event["type"])
+
+    def _object(
+        self,
+        status: str,
+        output: list[dict[str, Any]],
+        details: dict[str, str] | None,
+        usage: dict[str, Any] | None,
+    ) -> ResponseObject:
+        body = self._body
+        effort = None if body.reasoning is None else body.reasoning.effort
+        text = TextFormat(type="text") if body.text is None else body.text.format
+        return ResponseObject(
+            id=self._id,
+            created_at=self._created,
+            status=status,
+            model=self._model,
+            output=output,
+            incomplete_details=details,
+            usage=usage,
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            metadata=body.metadata or {},
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            reasoning={"effort": effort, "summary": None},
+            temperature=self._params.temperature,
+            text={"format": {"type": "text"} if text is None else text},
+            tool_choice=body.tool_choice or "auto",
+            tools=body.tools or [],
+            top_p=self._params.top_p,
+        )
+
+    def _usage(self, output: RequestOutput) -> dict[str, Any]:
+        prompt, made = len(output.prompt_token_ids), output.num_output_tokens
+        ids, end = output.outputs[0].token_ids, self._answer.thought_end
+        thought = ids.index(end) + 1 if end is not None and end in ids else 0
+        return {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": output.num_cached_tokens},
+            "output_tokens": made,
+            "output_tokens_details": {"reasoning_tokens": thought},
+            "total_tokens": prompt + made,
+        }
+
+
+routes = routes_of(responses)
