@@ -174,6 +174,24 @@ def test_scores_do_not_depend_on_chunks_or_on_the_prefix_cache(llm):
             assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
 
 
+def test_scores_of_the_end_take_the_rest_from_the_prefix_cache(llm):
+    ids = llm.generate("Once", SamplingParams(seed=2, max_tokens=90, ignore_eos=True))[0]
+    ids = ids.outputs[0].token_ids
+    whole = llm.score(ids, top=1)[0].prompt_logprobs
+    for start in (0, 1, 2, 50, 88, 89):
+        (output,) = llm.score(ids, top=1, start=start)
+        found = output.prompt_logprobs
+        assert found[: max(1, start)] == [None] * max(1, start)
+        assert [one.token_id for one in found[max(1, start) :]] == ids[max(1, start) :]
+        for one, right in zip(found[max(1, start) :], whole[max(1, start) :], strict=True):
+            assert one.logprob == pytest.approx(right.logprob, abs=1e-4)
+        assert output.num_cached_tokens == max(0, start - 1) // 16 * 16
+    with pytest.raises(ParamError, match="prompt_logprobs_start"):
+        llm.score(ids, start=90)
+    with pytest.raises(ParamError, match="prompt_logprobs_start"):
+        SamplingParams(prompt_logprobs_start=3)
+
+
 @pytest.mark.full
 def test_output_ends_at_the_end_of_the_context(llm):
     params = SamplingParams(seed=1, max_tokens=10_000, ignore_eos=True)

@@ -265,14 +265,23 @@ class LLM:
         return self._run(prompts, params, progress, add_special_tokens=False, priorities=priorities)
 
     def score(
-        self, prompts: Prompt | Sequence[Prompt], top: int = 0, *, progress: bool | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        top: int = 0,
+        *,
+        start: int = 0,
+        progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Log probabilities of the prompts' own tokens, in `prompt_logprobs` (None for the first).
 
         Args:
             top: how many of the likeliest alternatives to report at each position.
+            start: index of the first token to score. Those before it have None, and may come from
+                the prefix cache.
         """
-        params = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=top)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=0, prompt_logprobs=top, prompt_logprobs_start=start
+        )
         return self.generate(prompts, params, progress=progress)
 
     def embed(

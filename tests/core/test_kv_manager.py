@@ -206,13 +206,14 @@ def test_a_block_after_another_prefix_never_matches() -> None:
     assert kv.match(new_request([1, 1, 1, 1, 3, 3, 3, 3, 5])).num_tokens == 4
 
 
-def test_prompt_logprobs_need_every_position_computed() -> None:
+def test_prompt_logprobs_need_what_predicts_their_tokens_computed() -> None:
     kv = manager()
     start(kv, new_request(list(range(8))))
     wanting = new_request(list(range(9)))
     assert kv.match(wanting).num_tokens == 8
-    wanting.params = SamplingParams(prompt_logprobs=0)
-    assert kv.match(wanting).num_tokens == 0
+    for first, num_cached in ((0, 0), (4, 0), (5, 4), (8, 4)):
+        wanting.params = SamplingParams(prompt_logprobs=0, prompt_logprobs_start=first)
+        assert kv.match(wanting).num_tokens == num_cached
 
 
 def test_without_prefix_caching_nothing_matches() -> None:

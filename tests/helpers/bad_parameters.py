@@ -32,6 +32,7 @@ BAD: Mapping[str, list[Any]] = {
     "seed": [1.5, "1", True],
     "logprobs": [-1, 101],
     "prompt_logprobs": [-1, 101, "1"],
+    "prompt_logprobs_start": [-1, 1, "1"],
     "skip_special_tokens": [0, "no"],
     "include_stop_str_in_output": [1],
     "structured": [5, "a", [1], {"rgex": "a"}, {"regex": ""}, {"regex": "a", "json": {}}],

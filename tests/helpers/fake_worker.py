@@ -63,13 +63,14 @@ def expected_embedding(prompt: list[int], salt: str, pooling: str) -> list[float
     return _pool(states if pooling == "mean" else states[-1:])
 
 
-def expected_prompt_logprobs(prompt: list[int], salt: str) -> list[TokenLogprobs]:
-    """What a prompt must be told of its tokens: each stands for all tokens up to it."""
+def expected_prompt_logprobs(prompt: list[int], salt: str, first: int) -> list[TokenLogprobs]:
+    """What a prompt must be told of its tokens from the first on: each stands for all tokens up to
+    it."""
     state, found = start_state(salt), []
     for token in prompt:
         state = extend_state(state, token)
         found.append(TokenLogprobs(token, -float(state % 1009), 1))
-    return found[1:]  # nothing predicts the first
+    return found[max(1, first) :]  # nothing predicts that at 0
 
 
 def _pool(states: list[int]) -> list[float]:
@@ -91,6 +92,7 @@ class Row:
     num_prompt: int = 0
     pooled: list[int] = field(default_factory=list)  # states of the tokens computed in this slot
     scored: list[TokenLogprobs] | None = None  # of the same tokens; None: not wanted
+    first_scored: int = 0
     only_prompt: bool = False  # nothing is sampled
 
     def state(self, count: int) -> int:
@@ -157,6 +159,7 @@ class FakeWorker:
                 pooling=new.pooling,
                 num_prompt=new.num_prompt_tokens,
                 scored=None if new.params.prompt_logprobs is None else [],
+                first_scored=new.params.prompt_logprobs_start,
                 only_prompt=new.pooling is not None or new.params.max_tokens == 0,
             )
         for slot, group, ids in plan.new_blocks:
@@ -185,7 +188,7 @@ class FakeWorker:
                 continue
             end = row.num_computed
             start = end - plan.num_scheduled_tokens[i]
-            for p in range(max(1, start), min(end, row.num_prompt)):
+            for p in range(max(1, start, row.first_scored), min(end, row.num_prompt)):
                 row.scored.append(TokenLogprobs(row.tokens[p], -float(states[i][p] % 1009), 1))
             if end >= row.num_prompt:
                 done[i], row.scored = row.scored, None

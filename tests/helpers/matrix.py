@@ -318,8 +318,11 @@ BITS = [c for c in [*COLUMNS, ALL_OF_IT] if c.native and "policy" not in c.confi
 
 
 def params_with_logprobs(siblings: int = 1) -> list[SamplingParams]:
-    """Every other request wants those of its prompt too, which is then computed in full."""
+    """Every other request wants those of its prompt too, all or the last: then the part of it that
+    they need is computed."""
     return [
-        one.with_changes(logprobs=3, prompt_logprobs=None if i % 2 else 2)
+        one.with_changes(logprobs=3)
+        if i % 2
+        else one.with_changes(logprobs=3, prompt_logprobs=2, prompt_logprobs_start=i)
         for i, one in enumerate(params(siblings))
     ]

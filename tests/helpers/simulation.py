@@ -119,7 +119,9 @@ class Simulation:
         prompt logprobs if `max_tokens` is 0."""
         name = f"r{len(self.requests)}"
         if max_tokens == 0 and pooling is None:
-            params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+            params = SamplingParams(
+                max_tokens=0, prompt_logprobs=0, prompt_logprobs_start=len(prompt) // 2
+            )
         siblings: list[Request] = []
         for index in range(n):
             request = Request(
@@ -247,7 +249,9 @@ class Simulation:
             prompt = request.token_ids[: request.num_prompt_tokens]
             if delta.prompt_logprobs is not None:
                 self.unscored.remove(key)  # they come once
-                right_scores = expected_prompt_logprobs(prompt, request.cache_salt)
+                right_scores = expected_prompt_logprobs(
+                    prompt, request.cache_salt, request.params.prompt_logprobs_start
+                )
                 assert delta.prompt_logprobs == right_scores
             if delta.finish_reason is None:
                 continue

@@ -56,7 +56,9 @@ def build_parser() -> argparse.ArgumentParser:
     server = parser.add_argument_group("a server that answers instead of an engine here")
     server.add_argument("--url", help="of an OpenAI-compatible API, with or without /v1")
     add_key_flag(server)
-    add_sampling_flags(parser, left_out=["n", "logprobs", "prompt_logprobs"])
+    add_sampling_flags(
+        parser, left_out=["n", "logprobs", "prompt_logprobs", "prompt_logprobs_start"]
+    )
     add_engine_flags(parser)
     return parser
 

@@ -47,17 +47,14 @@ class KVCacheManager:
         return self.config.max_blocks(num_tokens, chunk)
 
     def match(self, request: Request) -> PrefixMatch:
-        """Return the longest cached prefix of a waiting request. Nothing is acquired yet.
-
-        The last known token is always left to compute, since its logits are wanted; and some
-        callers need every position computed.
-        """
+        """Return the longest cached prefix of a waiting request. Nothing is acquired yet."""
         usable = (len(request.token_ids) - 1) // self.block_size
         if self.caching:
             extend_hashes(
                 request.block_hashes, request.token_ids, self.block_size, request.cache_salt, usable
             )
-        if not self.caching or usable == 0 or request.reads_whole_prompt:
+        usable = min(usable, request.num_cacheable_tokens // self.block_size)
+        if not self.caching or usable == 0:
             return self._fork(request) or PrefixMatch(0, [[] for _ in self.groups])
         found = self._longest_cached(request.block_hashes[:usable])
         forked = self._fork(request)

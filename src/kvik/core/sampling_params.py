@@ -351,6 +351,12 @@ class SamplingParams(metaclass=_OtherNames):
     prompt_logprobs: int | None = _parameter(
         None, Integer(0, MAX_LOGPROBS), "the same for each prompt token"
     )
+    prompt_logprobs_start: int = _parameter(
+        0,
+        COUNT,
+        "the index of the first prompt token that `prompt_logprobs` is for: those before it may "
+        "come from the prefix cache",
+    )
     skip_special_tokens: bool = _parameter(True, Flag(), "leave special tokens out of the text")
     include_stop_str_in_output: bool = _parameter(
         False, Flag(), "keep the matched stop string in the text"
@@ -372,6 +378,8 @@ class SamplingParams(metaclass=_OtherNames):
         if 0 < self.temperature < MIN_TEMPERATURE:
             text = f"0 (greedy) or in [{MIN_TEMPERATURE}, 100]"
             raise ParamError("temperature", str(bad_value(text, self.temperature)))
+        if self.prompt_logprobs_start and self.prompt_logprobs is None:
+            raise ParamError("prompt_logprobs_start", "needs prompt_logprobs")
         if self.max_tokens is None:
             return
         if self.max_tokens == 0 and (self.prompt_logprobs is None or self.n > 1):
@@ -385,6 +393,9 @@ class SamplingParams(metaclass=_OtherNames):
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    def without_prompt_logprobs(self) -> SamplingParams:
+        return replace(self, prompt_logprobs=None, prompt_logprobs_start=0)
 
     @property
     def bad_word_ids(self) -> tuple[tuple[int, ...], ...]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 from kvik.core.config import CacheConfig, SchedulerConfig
@@ -506,11 +506,9 @@ class Scheduler:
         self, request: Request, match: PrefixMatch, planned: Step | None = None
     ) -> int:
         """Return how many tokens after a match the steps without a result compute for others."""
-        if request.reads_whole_prompt:
-            return 0
         steps = [step.prefixes for step in (*self.in_flight, planned) if step and step.prefixes]
         first = match.num_tokens // self.kv.block_size
-        usable = (len(request.token_ids) - 1) // self.kv.block_size
+        usable = request.num_cacheable_tokens // self.kv.block_size
         missing = request.block_hashes[first:usable] if steps else []
         computed = takewhile(lambda key: any(key in prefixes for prefixes in steps), missing)
         return sum(1 for _ in computed) * self.kv.block_size
@@ -761,7 +759,7 @@ class Scheduler:
     def _prompt_logprobs(request: Request, logprobs: list[TokenLogprobs]) -> RequestDelta:
         # Delivered once: a resumed request may take its prompt from the prefix cache again.
         if request.max_length > request.num_prompt_tokens:
-            request.params = replace(request.params, prompt_logprobs=None)
+            request.params = request.params.without_prompt_logprobs()
         return RequestDelta(request.request_id, request.index, [], prompt_logprobs=logprobs)
 
     def _finish(

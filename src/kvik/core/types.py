@@ -268,9 +268,15 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
-    def reads_whole_prompt(self) -> bool:
-        """Whether every position of the prompt must be computed, so that none may be cached."""
-        return self.params.prompt_logprobs is not None or self.pooling == "mean"
+    def num_cacheable_tokens(self) -> int:
+        """Known tokens that may come from the prefix cache. The last one is always computed, since
+        its logits are wanted, and so is what predicts a prompt token that is scored."""
+        if self.pooling == "mean":
+            return 0
+        most = len(self.token_ids) - 1
+        if self.params.prompt_logprobs is not None:
+            most = min(most, max(0, self.params.prompt_logprobs_start - 1))
+        return most
 
     @property
     def num_unscheduled_tokens(self) -> int:

@@ -84,7 +84,8 @@ class WorkMeter:
         self.total.recomputed_tokens += max(0, min(first + tokens, request.num_lost_tokens) - first)
         if request.params.prompt_logprobs is not None:
             last = min(first + tokens, request.num_prompt_tokens - 1)
-            self.total.logit_rows += max(0, last - first)
+            scored = max(first, request.params.prompt_logprobs_start - 1)
+            self.total.logit_rows += max(0, last - scored)
         for window, layers, size in self._kinds:
             self.total.prefill_pairs += layers * _pairs(first, first + tokens, window)
             self.total.prefill_kv_bytes += size * _span(first, tokens, window)

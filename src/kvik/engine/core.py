@@ -6,7 +6,6 @@ The same object runs under the offline API, the server and the simulator's virtu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from kvik.config.config import ResolvedConfig
 from kvik.core.plan import GraphCounts, ModelRunnerOutput, SchedulerOutput
@@ -46,6 +45,11 @@ def check_request(config: ResolvedConfig, request: EngineRequest) -> None:
             overflow=Overflow(limit, len(prompt), (params.max_tokens or 1) if samples else 0),
         )
     _check_tokens(prompt, vocab_size)
+    if params.prompt_logprobs_start >= len(prompt):
+        raise ParamError(
+            "prompt_logprobs_start",
+            f"must be in the prompt of {len(prompt)} tokens, not {params.prompt_logprobs_start}",
+        )
     params.check_against(vocab_size, limit)
     if params.min_tokens > limit - len(prompt):
         raise ParamError(
@@ -139,7 +143,7 @@ class EngineCore:
                 Request(
                     request_id=request.request_id,
                     index=index,
-                    params=replace(params, prompt_logprobs=None) if index else params,
+                    params=params.without_prompt_logprobs() if index else params,
                     token_ids=prompt[:],
                     num_prompt_tokens=len(prompt),
                     max_length=longest,

@@ -120,7 +120,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     num_cached_tokens: int
     num_preemptions: int
-    prompt_logprobs: list[TokenLogprobs | None] | None  # None for the first token
+    prompt_logprobs: list[TokenLogprobs | None] | None  # None for tokens that are not scored
     metrics: RequestMetrics
     embedding: list[float] | None = None  # of a pooling request, as the model gives it
     num_pinned_tokens: int = 0  # of the prompt, written and pinned by this request
@@ -378,10 +378,18 @@ def merged(deltas: Sequence[TextDelta]) -> list[TextDelta]:
 
 def _prompt_logprobs(entry: _Entry) -> list[TokenLogprobs | None] | None:
     """Return the log probabilities of the prompt, once; they precede the first token."""
-    if entry.prompt_logprobs_sent or entry.prompt_logprobs is None:
+    if entry.prompt_logprobs_sent:
         return None
-    entry.prompt_logprobs_sent = True
-    return [None, *entry.prompt_logprobs]
+    entry.prompt_logprobs_sent = entry.prompt_logprobs is not None
+    return _of_prompt(entry)
+
+
+def _of_prompt(entry: _Entry) -> list[TokenLogprobs | None] | None:
+    """Return the log probabilities of the prompt; None where a token has none."""
+    if entry.prompt_logprobs is None:
+        return None
+    num_unscored = max(1, entry.request.params.prompt_logprobs_start)
+    return [None] * num_unscored + entry.prompt_logprobs
 
 
 def _joined(deltas: Sequence[TextDelta]) -> TextDelta:
@@ -424,9 +432,6 @@ _UNKNOWN = RequestReport(math.nan, None, None, math.nan, 0, 0)  # the engine end
 def _output(entry: _Entry) -> RequestOutput:
     first = entry.reports.get(0, _UNKNOWN)
     reports = entry.reports.values() or [_UNKNOWN]
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-    if entry.prompt_logprobs is not None:
-        prompt_logprobs = [None, *entry.prompt_logprobs]
     return RequestOutput(
         request_id=entry.request.request_id,
         prompt=entry.prompt,
@@ -434,7 +439,7 @@ def _output(entry: _Entry) -> RequestOutput:
         outputs=[c.result for c in entry.completions if c.result is not None],
         num_cached_tokens=first.num_cached_tokens,  # the others share its prompt
         num_preemptions=sum(r.num_preemptions for r in reports),
-        prompt_logprobs=prompt_logprobs,
+        prompt_logprobs=_of_prompt(entry),
         embedding=entry.embedding,
         num_pinned_tokens=first.num_pinned_tokens,
         metrics=RequestMetrics(

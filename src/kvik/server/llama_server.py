@@ -36,7 +36,15 @@ DRAWN_SEED = -1  # as llama.cpp writes it
 NO_SLOT = -1
 # Parameters that llama.cpp lacks, or has in another form.
 LEFT_OUT = (
-    *("n", "max_tokens", "logprobs", "prompt_logprobs", "logit_bias", "allowed_token_ids"),
+    *(
+        "n",
+        "max_tokens",
+        "logprobs",
+        "prompt_logprobs",
+        "prompt_logprobs_start",
+        "logit_bias",
+        "allowed_token_ids",
+    ),
     *("bad_words", "skip_special_tokens", "include_stop_str_in_output"),
 )
 _PARAMETERS: Any = parameters_struct(LEFT_OUT)

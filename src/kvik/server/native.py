@@ -39,7 +39,15 @@ from kvik.server.unhonoured import SAMPLING, Table, missing
 
 # Parameters that the other routes have for what this one does not give back.
 LEFT_OUT = (
-    *("n", "logprobs", "prompt_logprobs", "typical_p", "logit_bias", "allowed_token_ids"),
+    *(
+        "n",
+        "logprobs",
+        "prompt_logprobs",
+        "prompt_logprobs_start",
+        "typical_p",
+        "logit_bias",
+        "allowed_token_ids",
+    ),
     *("bad_words", "skip_special_tokens", "include_stop_str_in_output"),
 )
 _PARAMETERS: Any = parameters_struct(LEFT_OUT)

@@ -133,9 +133,11 @@ class _Wanted:
 
     Attributes:
         top: how many of the most likely tokens are wanted beside each.
+        start: index of the first token that is scored.
     """
 
     top: int
+    start: int
     found: list[TokenLogprobs] = field(default_factory=list)
 
 
@@ -167,7 +169,9 @@ class PromptLogprobs(Participant[list[ScoredChunk]]):
 
     def enter(self, new: NewRequest) -> None:
         if new.params.prompt_logprobs is not None:
-            self._wanted[new.slot] = _Wanted(new.params.prompt_logprobs)
+            self._wanted[new.slot] = _Wanted(
+                new.params.prompt_logprobs, new.params.prompt_logprobs_start
+            )
 
     def leave(self, slot: int) -> None:
         self._wanted.pop(slot, None)
@@ -186,10 +190,11 @@ class PromptLogprobs(Participant[list[ScoredChunk]]):
             start, end = int(batch.starts[row]), int(batch.starts[row + 1])
             first = int(table.num_computed[slot]) - (end - start)  # position of `start`
             last = min(first + end - start, num_prompt - 1)  # this one predicts no prompt token
+            scored = min(max(first, wanted.start - 1), last)  # the first that predicts one
             try:
-                targets = table.token_ids[slot, first + 1 : last + 1].astype(np.int64)
+                targets = table.token_ids[slot, scored + 1 : last + 1].astype(np.int64)
                 ids = upload(targets, hidden.device)
-                rows = hidden[start : start + last - first]
+                rows = hidden[start + scored - first : start + last - first]
                 arrival = self._copies.start(self._scores(rows, ids, wanted.top).tensors)
             except Exception as error:
                 step.errors[row] = describe(error)
