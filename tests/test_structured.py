@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field
 from kvik import LLM, SamplingParams
 from kvik.core.structured import Choice, JsonSchema, Regex
 from kvik.errors import ParamError
-from kvik.server.tools import Function, ToolUse
+from kvik.server.tools import AnswerForm, Function, ToolUse
 from kvik.text.dialects import DIALECTS, Dialect, ToolFormat
 
 PROMPTS = ["Once upon a time", "The fox", "A list:"]
@@ -153,7 +153,7 @@ def test_calls_that_must_come_are_valid_in_every_dialect(llm: LLM, dialect: Dial
     ]
     ended = 0
     for output in llm.generate(["Once"] * 4, checked):
-        parser = use.parser()
+        parser = AnswerForm(use).parser()
         deltas = [*parser.push(output.text), *parser.close()]
         assert parser.num_calls == 1 and not any(delta.text for delta in deltas)
         if output.outputs[0].finish_reason == "stop":

@@ -28,6 +28,8 @@ from kvik.options import (
     with_synonyms,
 )
 
+NOTHING_ALLOWED = "the request's rules allow no token"  # why it ended; its parameters' fault
+
 MAX_INT32 = 2**31 - 1
 MAX_N = 128
 MAX_STOP_STRINGS = 16
@@ -393,6 +395,14 @@ class SamplingParams(metaclass=_OtherNames):
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def restriction(self) -> str:
+        """The name, as its caller has it, of a parameter that forbids tokens."""
+        if self.structured is not None:
+            return self.structured.name
+        names = ("allowed_token_ids", "bad_words", "logit_bias")
+        return next((name for name in names if getattr(self, name)), "min_tokens")
 
     def without_prompt_logprobs(self) -> SamplingParams:
         return replace(self, prompt_logprobs=None, prompt_logprobs_start=0)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvik.core.sampling_params import PARAMETERS, SamplingParams
+from kvik.core.sampling_params import NOTHING_ALLOWED, PARAMETERS, SamplingParams
 from kvik.core.types import EngineRequest, FinishReason, Pin, PromptUse, RequestDelta
 from kvik.engine.output import OutputProcessor, RequestOutput, TextDelta, merged
 from kvik.engine.remote import EngineState, RemoteClient
@@ -556,7 +556,9 @@ def _failure(delta: RequestDelta, record: GenerationRecord) -> KvikError:
         return aborted("the request was aborted", again=True)
     name, _, why = (delta.error or "").partition(": ")
     if name in PARAMETERS:  # what the caller asked for cannot be done
-        return ParamError(name, why)
+        return ParamError(record.params.restriction if name == "structured" else name, why)
+    if delta.error == NOTHING_ALLOWED:
+        return ParamError(record.params.restriction, "leaves no token, with the other parameters")
     failure = _failed(delta.request_id, delta.error or "the engine did not say why")
     sent = record.streaming and record.first_token is not None
     return lost() if delta.again and not sent else failure

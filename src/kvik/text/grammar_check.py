@@ -100,7 +100,7 @@ class GrammarCheck:
             self._keep(constraint, found)
         if found.error:
             raise ParamError(constraint.name, found.error, code=found.code)
-        grammar = Constraint(CHECKED, found.grammar)
+        grammar = Constraint(CHECKED, found.grammar, name=constraint.name)
         # A text ends where its grammar does.
         return (
             params.with_changes(structured=grammar, min_tokens=0, ignore_eos=False),

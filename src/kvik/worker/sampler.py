@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvik.core.sampling_params import NOTHING_ALLOWED
 from kvik.core.types import TokenLogprobs
 from kvik.frozen import frozen
 from kvik.kernels.ops import Draws, Ops
@@ -173,7 +174,6 @@ class Sampled:
 
 
 NOT_FINITE = "the model's logits are not finite"
-NOTHING_ALLOWED = "the request's rules allow no token"
 
 
 @frozen
