@@ -62,6 +62,8 @@ ALLOWED: dict[str, set[str]] = {
         "launch",
         "progress",
     },
+    "lang": {"core", "llm", "remote_server"},
+    "remote_server": {"config"},
     # The texts and queue limits of the server, without HTTP.
     "async_llm": {
         "config",
@@ -101,6 +103,7 @@ ALLOWED: dict[str, set[str]] = {
         "cli",
         "model_files",
         "worker.platforms",
+        "remote_server",
         "",
     },
     "cli": {
@@ -121,6 +124,7 @@ ALLOWED: dict[str, set[str]] = {
         "training",
         "worker.draft_tree",
         "collector",
+        "remote_server",
         "",
     },
     # `import kvik` itself, and `python -m kvik`

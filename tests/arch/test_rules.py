@@ -15,6 +15,10 @@ HANDS_ON_KEYWORDS = {
     "kvik.llm:LLM.__init__",
     "kvik.core.sampling_params:_OtherNames.__call__",
     "kvik.core.sampling_params:SamplingParams.with_changes",
+    "kvik.lang.program:State.gen",
+    # These are for the caller's own function.
+    "kvik.lang.program:run",
+    "kvik.lang.program:stream",
 }
 
 MUTATORS = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove"}
@@ -174,7 +178,7 @@ def test_folders_explain_themselves_and_export_nothing(sources: dict[str, Any]) 
     bad = [
         str(source.path)
         for name, source in sources.items()
-        if source.is_package and name not in ("kvik", "kvik.server")
+        if source.is_package and name not in ("kvik", "kvik.lang", "kvik.server")
         if len(source.tree.body) != 1 or not ast.get_docstring(source.tree)
     ]
     assert not bad

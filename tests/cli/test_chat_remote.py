@@ -22,8 +22,8 @@ from helpers.story_site import Site, story_site
 from kvik.cli.chat import Chat
 from kvik.cli.chat_backends import RemoteBackend, first_model
 from kvik.cli.main import main
-from kvik.cli.remote_server import RemoteServer
 from kvik.errors import ConfigError
+from kvik.remote_server import RemoteServer
 from kvik.server.access import read_keys
 from kvik.server.app import openai_routes
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvik.cli.main import main
-from kvik.cli.remote_server import RemoteServer
 from kvik.errors import ConfigError
+from kvik.remote_server import RemoteServer
 
 COMMANDS = (["top", "--once"], ["chat"], ["bench", "serve"])
 

@@ -20,11 +20,11 @@ from kvik.cli.flags import (
     given_engine_options,
     given_sampling_options,
 )
-from kvik.cli.remote_server import RemoteServer, add_key_flag
 from kvik.cli.terminal import Flow, say, styled
 from kvik.core.sampling_params import SamplingParams
 from kvik.errors import ConfigError, KvikError, ParamError
 from kvik.options import did_you_mean
+from kvik.remote_server import RemoteServer, add_key_flag
 
 # command -> its argument, what it does; `Chat` has a method of the same name
 COMMANDS: Mapping[str, tuple[str, str]] = {

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from kvik.cli.openai_stream import Chunk, Event, EventTooLarge, SseParser, StreamedUsage
-from kvik.cli.remote_server import RemoteServer
 from kvik.cli.report import kv_format, stats_line
 from kvik.config.model_source import model_name
 from kvik.core.sampling_params import SamplingParams
 from kvik.errors import ConfigError, KvikError, ParamError
+from kvik.remote_server import RemoteServer
 
 if TYPE_CHECKING:
     from kvik.config.config import ResolvedConfig

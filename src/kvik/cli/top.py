@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kvik.cli.flags import Parser, number
-from kvik.cli.remote_server import RemoteServer, add_key_flag
 from kvik.cli.terminal import visible
 from kvik.errors import KvikError
+from kvik.remote_server import RemoteServer, add_key_flag
 
 Frame = dict[str, Any]  # JSON of `EngineFacts`; functions that take `live` want its part of it
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvik.cli.flags import Parser
-from kvik.cli.remote_server import RemoteServer, add_key_flag
 from kvik.config.model_source import find_model
 from kvik.errors import ConfigError
 from kvik.model_files import model_files
 from kvik.planner.slo import parse_seconds, parse_slo
+from kvik.remote_server import RemoteServer, add_key_flag
 from kvik_bench.cli.output import add_output_flags, add_run_flags, check_output, integers, write_out
 from kvik_bench.interrupts import ended_like_ctrl_c
 from kvik_bench.load.drive import Budget, ClosedLoop, Level, LoadTest, OpenLoop, RunLog

@@ -1,0 +1,206 @@
+"""What programs need of a model: an `LLM` here, or a server by its URL."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from http.client import HTTPException, HTTPResponse
+from typing import Any, Protocol
+
+from kvik.core.sampling_params import SamplingParams
+from kvik.errors import KvikError, ParamError, UnavailableError
+from kvik.llm import LLM
+from kvik.remote_server import RemoteServer
+
+Messages = Sequence[Mapping[str, str]]
+Listener = Callable[[str], None]  # gets pieces of text as they come
+SECONDS = 600.0  # of silence of a server
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """Attributes:
+    token_ids: of the text and, perhaps, of what ended it.
+    cut: a stop string ended it, so that the ids do not spell the text.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    cut: bool
+
+
+class Model(Protocol):
+    """Any number of threads may call it."""
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        """Return token ids, with special tokens around them or without."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
+        ...
+
+    def render(self, messages: Messages) -> str:
+        """Return the prompt that the chat template makes of a conversation."""
+        ...
+
+    def generate(
+        self, prompt: Sequence[int], params: Mapping[str, Any], listener: Listener | None
+    ) -> Generated:
+        """Go on with a prompt.
+
+        Raises:
+            KvikError: a parameter is impossible.
+            RuntimeError: the engine failed.
+        """
+        ...
+
+    def score(self, prompts: Sequence[Sequence[int]], start: int) -> list[list[float]]:
+        """Return the log probability of each token of each prompt, 0.0 for those before `start`
+        and for the first."""
+        ...
+
+
+class LocalModel:
+    """An `LLM` in this process."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        return self._llm.tokenizer.encode(text, special)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._llm.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def render(self, messages: Messages) -> str:
+        return self._llm.render_chat(messages)
+
+    def generate(
+        self, prompt: Sequence[int], params: Mapping[str, Any], listener: Listener | None
+    ) -> Generated:
+        checked = self._llm.default_params.with_changes(**params)
+        with self._llm.stream(prompt, checked) as stream:
+            for delta in stream:
+                if listener is not None and delta.text:
+                    listener(delta.text)
+        assert stream.output is not None
+        (found,) = stream.output.outputs
+        if found.error is not None:
+            raise RuntimeError(found.error)
+        cut = isinstance(found.stop_reason, str)
+        return Generated(found.text, found.token_ids, found.finish_reason, cut)
+
+    def score(self, prompts: Sequence[Sequence[int]], start: int) -> list[list[float]]:
+        outputs = self._llm.score(list(prompts), start=start, progress=False)
+        rows = [output.prompt_logprobs or [] for output in outputs]
+        return [[0.0 if one is None else one.logprob for one in row] for row in rows]
+
+
+class RemoteModel:
+    """A `kvik serve` elsewhere.
+
+    Args:
+        url: with or without /v1. The key is the environment's KVIK_API_KEY.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._server = RemoteServer.at(url)
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        body = {"prompt": text, "add_special_tokens": special}
+        return list(self._ask("/tokenize", body)["tokens"])
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._ask("/detokenize", {"tokens": list(token_ids)})["prompt"])
+
+    def render(self, messages: Messages) -> str:
+        return str(self._ask("/apply-template", {"messages": list(messages)})["prompt"])
+
+    def generate(
+        self, prompt: Sequence[int], params: Mapping[str, Any], listener: Listener | None
+    ) -> Generated:
+        given = {**params, "max_tokens": params.get("max_tokens", SamplingParams().max_tokens)}
+        body = {**given, "prompt": list(prompt), "return_token_ids": True, "stream": True}
+        text, ids, finish, stop = "", list[int](), "", None
+        for event in self._events("/v1/completions", body):
+            for choice in event["choices"]:
+                text += choice["text"]
+                ids += choice.get("token_ids") or ()
+                finish = choice["finish_reason"] or finish
+                stop = choice.get("stop_reason", stop)
+                if listener is not None and choice["text"]:
+                    listener(choice["text"])
+        return Generated(text, ids, finish, isinstance(stop, str))
+
+    def score(self, prompts: Sequence[Sequence[int]], start: int) -> list[list[float]]:
+        body = {
+            "prompt": [list(one) for one in prompts],
+            "max_tokens": 0,
+            "echo": True,
+            "prompt_logprobs": 0,
+            "prompt_logprobs_start": start,
+        }
+        choices = self._ask("/v1/completions", body)["choices"]
+        rows = [one["prompt_logprobs"] for one in choices]
+        # The token itself comes first.
+        return [
+            [0.0 if one is None else next(iter(one.values()))["logprob"] for one in row]
+            for row in rows
+        ]
+
+    def _ask(self, path: str, body: Mapping[str, Any]) -> Any:
+        with self._answer(path, body) as answer:
+            return json.loads(answer.read())
+
+    def _events(self, path: str, body: Mapping[str, Any]) -> Iterator[Any]:
+        with self._answer(path, body) as answer:
+            for line in answer:
+                data = line.removeprefix(b"data: ").strip()
+                if data == b"[DONE]":
+                    return
+                if line.startswith(b"data: "):
+                    event = json.loads(data)
+                    if "error" in event:
+                        raise _error(event["error"], 500)
+                    yield event
+        raise UnavailableError("url", "the stream ended before its end")
+
+    @contextmanager
+    def _answer(self, path: str, body: Mapping[str, Any]) -> Iterator[HTTPResponse]:
+        connection = self._server.connection(SECONDS)
+        headers = {"Content-Type": "application/json", **self._server.headers}
+        try:
+            target = self._server.target(path)
+            connection.request("POST", target, json.dumps(body).encode(), headers)
+            with closing(connection.getresponse()) as answer:
+                if answer.status != 200:
+                    raise _refusal(answer)
+                yield answer
+        except (OSError, HTTPException) as error:
+            raise UnavailableError("url", f"{self._server.url}: {error}") from None
+        finally:
+            connection.close()
+
+
+def _refusal(answer: HTTPResponse) -> Exception:
+    try:
+        told = json.loads(answer.read())["error"]
+    except (ValueError, KeyError, TypeError):
+        told = {"message": f"the server answered {answer.status}"}
+    return _error(told, answer.status)
+
+
+def _error(told: Mapping[str, Any], status: int) -> Exception:
+    message, field = str(told.get("message")), str(told.get("param") or "url")
+    if field != "url":
+        return ParamError(field, message.removeprefix(f"{field}: "))
+    return RuntimeError(message) if status >= 500 else KvikError(field, message)
+
+
+def model_of(model: LLM | str) -> Model:
+    """Return what programs call, of an `LLM` or a URL."""
+    return RemoteModel(model) if isinstance(model, str) else LocalModel(model)

@@ -1,0 +1,343 @@
+"""The state that a program extends, and what runs programs."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, Concatenate, ParamSpec
+
+from kvik.core.structured import JsonSchema
+from kvik.errors import ParamError
+from kvik.lang.models import Listener, Model, model_of
+from kvik.lang.select import METHODS, Method, scores_of
+from kvik.llm import LLM
+
+P = ParamSpec("P")
+MAX_THREADS = 64  # programs that run at once
+# Tokens at the end that are read again with what follows: a text may belong into the same token.
+TAILS = (8, 4, 2, 1)
+
+
+class State:
+    """A text that grows, and what was generated in it, by name: `state["answer"]`.
+
+    It holds token ids, and only ever adds some: what was computed stays in the prefix cache. Only
+    the last ones are replaced where a text continues their last token. In a conversation
+    (`system`, `user`, `assistant`) the chat template writes what is between the turns.
+
+    Attributes:
+        text: all of it so far.
+        scores: of what `select` chose from, by name.
+        error: what ended the program in `run_batch`; None: nothing.
+    """
+
+    def __init__(self, model: Model, listener: Listener | None = None) -> None:
+        self.text = ""
+        self.scores: dict[str, dict[str, float]] = {}
+        self.error: Exception | None = None
+        self._model, self._listener = model, listener
+        self._ids: list[int] = []
+        self._read = 0  # characters of `text` that `_ids` spell
+        self._messages: list[dict[str, str]] = []
+        self._turn: int | None = None  # where the text of the open turn begins
+        self._values: dict[str, str] = {}
+
+    def __getitem__(self, name: str) -> str:
+        return self._values[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    @property
+    def values(self) -> Mapping[str, str]:
+        """What was generated and selected, by name."""
+        return dict(self._values)
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The conversation: roles and contents."""
+        return [dict(message) for message in self._messages]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens of the text."""
+        self._take_in()
+        return list(self._ids)
+
+    # -- text and turns --------------------------------------------------------------------------
+
+    def __iadd__(self, text: str) -> State:
+        if not isinstance(text, str):
+            raise ParamError("text", f"must be a string, not {type(text).__name__}")
+        if self._messages and self._turn is None:
+            raise ParamError("text", "in a conversation goes into a turn: user, assistant")
+        self.text += text
+        self._tell(text)
+        return self
+
+    def system(self, text: str) -> None:
+        """Add a turn that says what to be."""
+        self._say("system", text)
+
+    def user(self, text: str) -> None:
+        """Add a turn of the user."""
+        self._say("user", text)
+
+    def _say(self, role: str, text: str) -> None:
+        if self._turn is not None:
+            raise ParamError(role, "cannot come within the assistant's turn")
+        if self.text and not self._messages:
+            raise ParamError(role, "cannot come behind a text without turns")
+        self._messages.append({"role": role, "content": text})
+
+    @contextmanager
+    def assistant(self) -> Iterator[State]:
+        """Open the assistant's turn: text and what is generated within `with` belong to it."""
+        if self._turn is not None:
+            raise ParamError("assistant", "has a turn already")
+        rendered = self._model.render(self._messages)
+        if rendered.startswith(self.text):
+            self.text = rendered
+        else:  # the template writes earlier turns in another way
+            self.text, self._ids, self._read = rendered, [], 0
+        self._turn = len(self.text)
+        yield self
+        self._messages.append({"role": "assistant", "content": self.text[self._turn :]})
+        self._turn = None
+
+    # -- the model -------------------------------------------------------------------------------
+
+    def gen(
+        self,
+        name: str | None = None,
+        *,
+        schema: Any = None,
+        regex: str | None = None,
+        choices: Sequence[str] | None = None,
+        grammar: str | None = None,
+        **params: Any,
+    ) -> str:
+        """Let the model go on, and return what it wrote.
+
+        Behind a user's turn it is the assistant's whole turn.
+
+        Args:
+            name: under which the state keeps it.
+            schema: a JSON Schema or pydantic model. At most one of this, `regex`, `choices` and
+                `grammar` says what the text must be.
+            params: of `SamplingParams`.
+
+        Raises:
+            KvikError: a parameter is impossible.
+            RuntimeError: the engine failed.
+        """
+        if self._messages and self._turn is None:
+            with self.assistant():
+                return self.gen(
+                    name, schema=schema, regex=regex, choices=choices, grammar=grammar, **params
+                )
+        if schema is not None:
+            schema = _json_schema(schema)
+        kinds = {"json": schema, "regex": regex, "choice": choices, "grammar": grammar}
+        structured = {kind: value for kind, value in kinds.items() if value is not None}
+        if structured:
+            params["structured"] = structured
+        found = self._model.generate(self.token_ids, params, self._listener)
+        self.text += found.text
+        if not found.cut:
+            self._append(found.token_ids, found.text)
+        if name is not None:
+            self._values[name] = found.text
+        return found.text
+
+    def select(self, name: str | None, choices: Sequence[str], method: Method = "mean") -> str:
+        """Add the choice that the model finds the likeliest, and return it.
+
+        The choices are scored as they are, so none is favoured by how it begins. Where they are
+        many and alike, `gen(choices=...)` is cheaper: it writes one, token by token.
+
+        Args:
+            name: under which the state keeps it, and in `scores` what each was worth.
+            method: how log probabilities of a choice's tokens become its score, see `scores_of`.
+
+        Raises:
+            ParamError: there are no choices, or one is empty or comes twice.
+        """
+        if self._messages and self._turn is None:
+            with self.assistant():
+                return self.select(name, choices, method)
+        if method not in METHODS:
+            raise ParamError("method", f"must be one of {', '.join(METHODS)}, not {method!r}")
+        if not choices or not all(choices) or len(set(choices)) < len(choices):
+            raise ParamError("choices", "must be texts, all different and none empty")
+        prefix = self.token_ids
+        if not prefix:
+            raise ParamError("choices", "need a text before them")
+        rows = [self._extended(prefix, choice) for choice in choices]
+        scores = scores_of(self._model, prefix, rows, method)
+        best = max(range(len(rows)), key=lambda i: scores[i])
+        self.text += choices[best]
+        self._ids, self._read = rows[best], len(self.text)
+        self._tell(choices[best])
+        if name is not None:
+            self._values[name] = choices[best]
+            self.scores[name] = dict(zip(choices, scores, strict=True))
+        return choices[best]
+
+    # -- many ------------------------------------------------------------------------------------
+
+    def fork(self, n: int, each: Callable[[State, int], object] | None = None) -> list[State]:
+        """Return copies that go on by themselves. What they share is computed once.
+
+        Args:
+            each: called for each copy with its number, in threads of their own.
+        """
+        self._take_in()
+        copies = [self._copy() for _ in range(n)]
+        if each is not None and copies:
+            with ThreadPoolExecutor(min(n, MAX_THREADS)) as pool:
+                for _ in pool.map(each, copies, range(n)):
+                    pass
+        return copies
+
+    def _copy(self) -> State:
+        made = State(self._model)
+        made.text, made._ids, made._read = self.text, list(self._ids), self._read
+        made._messages, made._turn = self.messages, self._turn
+        made._values, made.scores = dict(self._values), dict(self.scores)
+        return made
+
+    # -- tokens ----------------------------------------------------------------------------------
+
+    def _take_in(self) -> None:
+        """Read the text that has no tokens yet."""
+        if self._read < len(self.text):
+            self._ids = self._extended(self._ids, self.text[self._read :])
+            self._read = len(self.text)
+
+    def _extended(self, ids: list[int], text: str) -> list[int]:
+        """Return tokens and those of a text behind them."""
+        model = self._model
+        if not ids:
+            return model.encode(text, special=not self._messages)
+        for size in TAILS:
+            tail = ids[-size:]
+            spelled = model.decode(tail)
+            before = model.encode(spelled, special=False)
+            if before == tail:
+                after = model.encode(spelled + text, special=False)
+                same = next(
+                    (i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b),
+                    min(len(before), len(after)),
+                )
+                return ids[: len(ids) - len(tail) + same] + after[same:]
+        return ids + model.encode(text, special=False)
+
+    def _append(self, ids: list[int], text: str) -> None:
+        """Add generated tokens, if they spell the text, without the one that ended it."""
+        before = self._ids[-1:]  # some tokenizers decode a first token in another way
+        start = self._model.decode(before)
+        for one in (ids, ids[:-1]):
+            if self._model.decode(before + one) == start + text:
+                self._ids, self._read = self._ids + one, len(self.text)
+                return
+
+    def _tell(self, text: str) -> None:
+        if self._listener is not None:
+            self._listener(text)
+
+
+def _json_schema(schema: object) -> str:
+    try:
+        return JsonSchema(schema).source
+    except ValueError as error:
+        raise ParamError("schema", str(error)) from None
+
+
+Program = Callable[Concatenate[State, P], object]
+
+
+def run(program: Program[P], model: LLM | str, *args: P.args, **kwargs: P.kwargs) -> State:
+    """Run a program and return its state.
+
+    Args:
+        model: an `LLM`, or the URL of a `kvik serve`.
+        args, kwargs: for the program, behind the state.
+    """
+    state = State(model_of(model))
+    program(state, *args, **kwargs)
+    return state
+
+
+def run_batch(
+    program: Callable[..., object],
+    model: LLM | str,
+    inputs: Sequence[Mapping[str, Any]],
+    threads: int | None = None,
+) -> list[State]:
+    """Run a program for many inputs at once, and return the states in their order.
+
+    A program that fails ends alone: its state has the `error`.
+
+    Args:
+        inputs: keyword arguments for the program, of each run.
+        threads: programs that run at once; None: 16 for each core, at most 64.
+    """
+    called = model_of(model)
+
+    def one(given: Mapping[str, Any]) -> State:
+        state = State(called)
+        try:
+            program(state, **given)
+        except Exception as error:
+            state.error = error
+        return state
+
+    most = min(MAX_THREADS, 16 * (os.cpu_count() or 1)) if threads is None else threads
+    with ThreadPoolExecutor(most) as pool:
+        return list(pool.map(one, inputs))
+
+
+class _ReaderLeft(Exception):
+    """Ends the program of a stream that nobody reads."""
+
+
+def stream(
+    program: Program[P], model: LLM | str, *args: P.args, **kwargs: P.kwargs
+) -> Iterator[str]:
+    """Run a program and iterate over the text as it grows: what the program adds, and what the
+    model writes. What the chat template writes between turns is not shown.
+
+    Raises:
+        Exception: what ended the program, behind the text before it.
+    """
+    pieces: queue.Queue[str | Exception | None] = queue.Queue()
+    left = threading.Event()
+
+    def tell(text: str) -> None:
+        if left.is_set():
+            raise _ReaderLeft
+        pieces.put(text)
+
+    def work() -> None:
+        try:
+            program(State(model_of(model), tell), *args, **kwargs)
+        except Exception as error:
+            pieces.put(error)
+        else:
+            pieces.put(None)
+
+    worker = threading.Thread(target=work, name="kvik-program", daemon=True)
+    worker.start()
+    try:
+        while (piece := pieces.get()) is not None:
+            if isinstance(piece, Exception):
+                raise piece
+            yield piece
+    finally:
+        left.set()
+        worker.join()

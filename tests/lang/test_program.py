@@ -1,0 +1,220 @@
+"""Programs, on an `LLM` and on a server by its URL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from helpers.story_site import story_site
+from pydantic import BaseModel, Field
+
+from kvik import LLM, KvikError, ParamError, SamplingParams, lang
+from kvik.server import llama_server
+from kvik.server.app import openai_routes
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(dtype="float32", device="cpu", threads=1, max_model_len=512) as made:
+        made.tokenizer.chat_template = TEMPLATE
+        yield made
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    routes = lambda server: [*openai_routes(server), *llama_server.routes(server)]  # noqa: E731
+    with story_site(routes, template=TEMPLATE) as site:
+        yield site.url
+        site.at_rest()
+
+
+@pytest.fixture(params=["llm", "url"])
+def model(request: pytest.FixtureRequest) -> LLM | str:
+    found: LLM | str = request.getfixturevalue(request.param)
+    return found
+
+
+def story(s: lang.State, animal: str = "fox") -> None:
+    s += f"Once upon a time there was a {animal}"
+    s.gen("rest", **GREEDY)
+    s += " The end."
+
+
+def test_text_and_what_is_generated(model: LLM | str, llm: LLM) -> None:
+    state = lang.run(story, model, animal="cat")
+    prompt = "Once upon a time there was a cat"
+    (right,) = llm.generate(prompt, SamplingParams(**GREEDY))
+    assert state["rest"] == right.text and "rest" in state
+    assert state.text == f"{prompt}{right.text} The end."
+    # The tokens of the engine stay, whatever the text would be read as.
+    ids = [*right.prompt_token_ids, *right.outputs[0].token_ids]
+    assert state.token_ids[: len(ids)] == ids
+    assert llm.tokenizer.decode(state.token_ids) == state.text
+
+
+def test_text_behind_a_token_becomes_what_is_read_at_once(model: LLM | str, llm: LLM) -> None:
+    def program(s: lang.State) -> None:
+        s += "The fo"
+        assert len(s.token_ids) > 1  # are read, up to here
+        s += "x sat"
+
+    assert lang.run(program, model).token_ids == llm.tokenizer.encode("The fox sat")
+
+
+def test_what_is_generated_may_be_structured(model: LLM | str) -> None:
+    class Animal(BaseModel, extra="forbid"):
+        legs: int = Field(ge=0, le=9)
+
+    def program(s: lang.State) -> None:
+        s += "The animal: "
+        s.gen("kind", choices=["cat", "dog"], **GREEDY)
+        s.gen("number", regex="[0-9]{2}", **GREEDY)
+        s.gen("animal", schema=Animal, temperature=1.0, seed=1, max_tokens=60)
+
+    state = lang.run(program, model)
+    assert state["kind"] in ("cat", "dog") and len(state["number"]) == 2
+    Animal.model_validate_json(state["animal"])
+
+
+def test_a_stop_string_ends_the_text_before_it(model: LLM | str) -> None:
+    def program(s: lang.State) -> None:
+        s += "Once upon a time"
+        s.gen("first", temperature=0.0, max_tokens=60, stop=["."])
+        s += "!"
+
+    state = lang.run(program, model)
+    assert state["first"] and "." not in state["first"]
+    assert state.text == f"Once upon a time{state['first']}!"
+
+
+@pytest.mark.parametrize("method", ["mean", "sum", "greedy", "unconditional"])
+def test_select_scores_the_tokens_of_choices(model: LLM | str, llm: LLM, method: Any) -> None:
+    choices = [" a time", " a little time", " xylophone"]
+
+    def program(s: lang.State) -> None:
+        s += "Once upon"
+        s.select("next", choices, method)
+
+    state = lang.run(program, model)
+    prefix = llm.tokenizer.encode("Once upon")
+    rows = [llm.tokenizer.encode("Once upon" + choice) for choice in choices]
+    scored = llm.score(rows)
+    logprobs = [[p.logprob for p in row.prompt_logprobs[len(prefix) :] if p] for row in scored]  # type: ignore[index]
+    found = list(state.scores["next"].values())
+    if method == "sum":
+        assert found == pytest.approx([sum(row) for row in logprobs], abs=1e-3)
+    if method == "mean":
+        assert found == pytest.approx([sum(row) / len(row) for row in logprobs], abs=1e-3)
+    if method == "unconditional":
+        alone = llm.score([row[len(prefix) :] for row in rows])
+        for one, row, other in zip(found, logprobs, alone, strict=True):
+            without = sum(p.logprob for p in other.prompt_logprobs or [] if p)
+            assert one == pytest.approx((sum(row) - without) / len(row), abs=1e-3)
+    assert state["next"] == choices[found.index(max(found))]
+    assert state["next"] == " a time" or method == "unconditional"
+    assert state.text == "Once upon" + state["next"]
+
+
+def test_a_conversation_is_what_the_template_makes_of_it(model: LLM | str, llm: LLM) -> None:
+    def program(s: lang.State) -> None:
+        s.system("Be brief.")
+        s.user("Who?")
+        s.gen("who", **GREEDY)
+        s.user("Why?")
+        with s.assistant():
+            s += "Because"
+            s.gen("why", **GREEDY)
+
+    state = lang.run(program, model)
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
+    (right,) = llm.chat(asked, SamplingParams(**GREEDY))
+    assert state["who"] == right.text
+    assert state.messages[-1] == {"role": "assistant", "content": "Because" + state["why"]}
+    assert state.text == llm.render_chat(state.messages[:-1]) + "Because" + state["why"]
+
+
+def test_what_forks_share_is_computed_once(llm: LLM) -> None:
+    def branch(s: lang.State, number: int) -> None:
+        s += f" Number {number}"
+        s.gen("rest", temperature=0.0, max_tokens=4)
+
+    def program(s: lang.State) -> None:
+        s += "There was a fox and it ran. " * 40
+        for number, fork in enumerate(s.fork(5, branch)):
+            assert fork.text == f"{s.text} Number {number}{fork['rest']}"
+        assert "rest" not in s
+
+    llm.reset_prefix_cache()
+    before = llm.stats().work.prefill_tokens
+    state = lang.run(program, llm)
+    computed = llm.stats().work.prefill_tokens - before
+    block = llm.resolved.cache.block_size
+    assert computed < len(state.token_ids) + 5 * (block + 10)
+
+
+def test_a_batch_keeps_its_order_and_its_errors(model: LLM | str) -> None:
+    def program(s: lang.State, animal: str) -> None:
+        if not animal:
+            s.gen("rest", temperature=-1.0)
+        story(s, animal)
+
+    states = lang.run_batch(program, model, [{"animal": a} for a in ("fox", "", "owl")])
+    assert [state.error is None for state in states] == [True, False, True]
+    assert isinstance(states[1].error, KvikError)
+    assert states[0].text == lang.run(story, model, animal="fox").text
+
+
+def test_a_stream_tells_the_text_as_it_grows(model: LLM | str) -> None:
+    pieces = list(lang.stream(story, model, animal="owl"))
+    assert "".join(pieces) == lang.run(story, model, animal="owl").text
+    assert len(pieces) > 3
+
+
+def test_a_stream_that_is_left_ends_its_program(llm: LLM) -> None:
+    ended: list[bool] = []
+
+    def program(s: lang.State) -> None:
+        try:
+            s += "Once"
+            s.gen("rest", max_tokens=400, ignore_eos=True)
+        finally:
+            ended.append(True)
+
+    reader = lang.stream(program, llm)
+    assert next(reader) == "Once" and next(reader)
+    reader.close()  # type: ignore[attr-defined]
+    assert ended
+    with pytest.raises(ParamError, match="temperature"):
+        list(lang.stream(lambda s: s.gen("rest", temperature=-1.0), llm))
+
+
+@pytest.mark.parametrize(
+    ("program", "field"),
+    [
+        (lambda s: s.select("x", []), "choices"),
+        (lambda s: s.select("x", ["a", "a"]), "choices"),
+        (lambda s: s.select("x", ["a"], "best"), "method"),
+        (lambda s: s.__iadd__(5), "text"),
+        (lambda s: (s.user("a"), s.__iadd__("b")), "text"),
+        (lambda s: (s.__iadd__("b"), s.user("a")), "user"),
+        (lambda s: (s.__iadd__("b"), s.gen("x", top_p=7.0)), "top_p"),
+        (lambda s: (s.__iadd__("b"), s.gen("x", schema=5)), "schema"),
+        (lambda s: (s.__iadd__("b"), s.gen("x", regex="a", choices=["b"])), "structured"),
+    ],
+)
+def test_bad_calls_name_what_is_wrong(model: LLM | str, program: Any, field: str) -> None:
+    with pytest.raises(KvikError) as caught:
+        lang.run(program, model)
+    assert caught.value.field == field
+
+
+def test_a_server_that_is_not_there() -> None:
+    with pytest.raises(KvikError, match="url"):
+        lang.run(story, "http://127.0.0.1:9")
