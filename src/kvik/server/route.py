@@ -9,9 +9,10 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
 import msgspec
@@ -134,6 +135,11 @@ class RequestContext:
     budget: BodyBudget
     caller: Caller = ANONYMOUS
     ignored_fields: list[str] = field(default_factory=list)
+
+    def ignore(self, names: Iterable[str]) -> None:
+        """Add names that a request brought, as a header can hold them. Not all, of very many."""
+        for name in islice(names, MAX_IGNORED - len(self.ignored_fields)):
+            self.ignored_fields.append(escaped(name, 64))
 
 
 def context_of(request: Request) -> RequestContext:
@@ -291,7 +297,7 @@ async def read_chosen(
             body, ignored = _decode(data, choose, limits)
         else:  # in a thread, for the event loop goes on
             body, ignored = await asyncio.to_thread(_decode, data, choose, limits)
-    context.ignored_fields += ignored
+    context.ignore(ignored)
     return body
 
 
@@ -305,7 +311,7 @@ def _decode(
     kind, unhonoured = choose(value)
     unknown = {name: value[name] for name in value if name not in kind.__struct_encode_fields__}
     refuse(unknown, unhonoured)
-    ignored = [escaped(name, 64) for name in unknown if name not in unhonoured][:MAX_IGNORED]
+    ignored = [name for name in unknown if name not in unhonoured]
     return convert(value, kind), ignored
 
 

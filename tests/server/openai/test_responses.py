@@ -254,9 +254,11 @@ def test_what_is_refused(agent: openai.OpenAI, body: dict[str, Any], param: str)
 
 def test_tools_of_the_host_are_left_out_and_told(agent: openai.OpenAI) -> None:
     tools: list[Any] = [{"type": "web_search"}, {"type": "file_search", "vector_store_ids": []}]
+    tools += [{"type": "a\r\nset-cookie: é\0"}, *({"type": f"t{i}"} for i in range(50))]
     raw = agent.responses.with_raw_response.create(
         model="stories", input=ASKED, tools=tools, max_output_tokens=4
     )
     ignored = raw.headers["x-kvik-ignored-fields"]
     assert "tools.web_search" in ignored and "tools.file_search" in ignored
+    assert r"tools.a\r\nset-cookie: \xe9\x00" in ignored and len(ignored) < 400
     assert raw.parse().output_text

@@ -111,7 +111,7 @@ async def responses(server: Server, request: Request, body: ResponsesRequest) ->
     texts = server.texts.of(tenant)
     server.generations.check_room(tenant, 1)
     use, others = response_tools(body, texts)
-    context_of(request).ignored_fields.extend(others)
+    context_of(request).ignore(others)
     given = {
         "temperature": body.temperature,
         "top_p": body.top_p,

@@ -188,7 +188,7 @@ def response_tools(body: ResponsesRequest, texts: Texts) -> tuple[ToolUse | None
         elif tool.type == "custom":
             functions.append(Function(tool.name or "", tool.description or "", CUSTOM))
         else:
-            others.append(f"tools.{tool.type}"[:60])
+            others.append(f"tools.{tool.type}")
     asked = body.tool_choice
     if not functions:
         if asked not in (None, "none", "auto"):
