@@ -20,6 +20,7 @@ BUDGETS = {
     "core": 3700,
     "engine": 3900,
     "evaluate": 700,
+    "lang": 650,
     "gguf": 1700,
     "kernels": 6800,
     "models": 800,
