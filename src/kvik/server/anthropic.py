@@ -36,7 +36,7 @@ from kvik.server.responses import (
     json_response,
     offload,
 )
-from kvik.server.route import caller_of, post, routes_of, trace_parent_of
+from kvik.server.route import caller_of, context_of, post, routes_of, trace_parent_of
 from kvik.server.server import Server
 from kvik.server.texts import Texts
 from kvik.server.tools import PLAIN_ANSWER, AnswerForm, Function, ToolUse, check_budget
@@ -394,21 +394,26 @@ def _blocks(parser: AnswerParser, text: str) -> list[AnswerBlock]:
     return blocks
 
 
-def tool_use(body: CountRequest, texts: Texts) -> ToolUse | None:
-    """Return the tools of a body; None: it has none.
+def tool_use(request: Request, body: CountRequest, texts: Texts) -> ToolUse | None:
+    """Return the tools of a body; None: it has none. Those that the server would have to run are
+    left out, and the request's header says so.
 
     Raises:
         ParamError: they cannot be used, or there is a choice without tools.
     """
     asked = body.tool_choice or MessageToolChoice(type="auto")
-    if not body.tools:
+    tools = [one for one in body.tools or () if one.type in (None, "custom")]
+    context_of(request).ignore(f"tools.{one.type}" for one in body.tools or () if one not in tools)
+    if not tools:
         if asked.type in ("any", "tool"):
             raise ParamError("tool_choice", "needs tools")
         return None
-    functions = [
-        Function(one.name, one.description or "", one.input_schema, bool(one.strict))
-        for one in body.tools
-    ]
+    functions = []
+    for one in tools:
+        if one.input_schema is None:
+            raise ParamError("tools", f"{one.name[:80]} needs an input_schema")
+        strict = bool(one.strict)
+        functions.append(Function(one.name, one.description or "", one.input_schema, strict))
     if asked.type == "tool" and asked.name is None:
         raise ParamError("tool_choice", "needs the name of a tool")
     named = asked.type == "tool"
@@ -434,7 +439,7 @@ async def messages(server: Server, request: Request, body: MessageRequest) -> Re
     params = _params(body, server.default_params)
     tenant = caller_of(request).tenant
     server.generations.check_room(tenant, params.n)
-    use = tool_use(body, server.texts)
+    use = tool_use(request, body, server.texts)
     conversation = await offload(len(body.messages), lambda: read_conversation(body))
     texts = server.texts.of(tenant)
     budget = _thinking(body, texts)
@@ -475,7 +480,7 @@ async def count_tokens(server: Server, request: Request, body: CountRequest) -> 
     conversation.marks.clear()  # where they stand is not asked
     texts = server.texts.of(caller_of(request).tenant)
     _thinking(body, texts)
-    prompt = await make_prompt(texts, conversation, tool_use(body, texts), body.variables)
+    prompt = await make_prompt(texts, conversation, tool_use(request, body, texts), body.variables)
     return json_response(TokenCount(len(prompt.token_ids)))
 
 

@@ -47,13 +47,16 @@ class MessageParam(Struct, kw_only=True):
 
 
 class MessageTool(Struct, kw_only=True):
-    """A function that the model may call. `input_schema`: JSON Schema of its arguments."""
+    """A function that the model may call, or a tool of another type, which the server has not.
+
+    `input_schema`: JSON Schema of a function's arguments.
+    """
 
     name: str
-    input_schema: dict[str, Any]
+    input_schema: dict[str, Any] | None = None
     description: str | None = None
     strict: bool | None = None
-    type: Literal["custom"] | None = None
+    type: str | None = None  # "custom"
     cache_control: CacheControl | None = None
     input_examples: Any = None
 

@@ -122,6 +122,19 @@ def test_an_agent_goes_on_with_results(agent: anthropic.Anthropic) -> None:
     assert counted > agent.messages.count_tokens(**body).input_tokens
 
 
+def test_tools_of_the_host_are_left_out_and_told(agent: anthropic.Anthropic) -> None:
+    asked: Any = [{"role": "user", "content": "Is it warm?"}]
+    search: Any = {"type": "web_search_20250305", "name": "web_search", "max_uses": 3}
+    body: dict[str, Any] = {"model": "stories", "max_tokens": 4, "messages": asked}
+    raw = agent.messages.with_raw_response.create(**body, tools=[search])
+    assert raw.headers["x-kvik-ignored-fields"] == "tools.web_search_20250305"
+    used, counted = (
+        agent.messages.count_tokens(model="stories", messages=asked, tools=tools).input_tokens
+        for tools in ([*TOOLS, search], TOOLS)
+    )
+    assert used == counted
+
+
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
@@ -130,6 +143,7 @@ def test_an_agent_goes_on_with_results(agent: anthropic.Anthropic) -> None:
         ({"tool_choice": {"type": "tool", "name": "g"}}, "none of the tools"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "comes twice"),
         ({"tools": [{"name": "a b", "input_schema": SCHEMA}]}, "a name has"),
+        ({"tools": [{"name": "a"}]}, "a needs an input_schema"),
         (
             {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
             "cannot be combined with tools",
