@@ -137,6 +137,16 @@ def test_the_history_has_the_figures_of_the_server(capsys: Any) -> None:
     assert " tokens/s, prefix-cache hit 43%\n" in out
 
 
+def test_a_thought_that_comes_apart_is_shown_before_the_answer(capsys: Any) -> None:
+    thoughts = [
+        event(choices=[{"index": 0, "delta": {"reasoning_content": piece, "reasoning": piece}}])
+        for piece in ("Hm", "m.")
+    ]
+    with answering(Reply([*thoughts, delta("Hel"), delta("lo", "stop"), END])) as server:
+        chat(server.url).take("One")
+    assert "<think>\nHmm.\n</think>\n\nHello" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("accepted", "rejected", "shown"),
     [(3, 1, ", 3 of 4 drafts right\n"), (0, 2, ", 0 of 2 drafts right\n"), (0, None, "tokens/s\n")],

@@ -165,6 +165,14 @@ def test_enter_sends_shift_enter_does_not_and_escape_stops(
     at_peace(browser, site)
 
 
+def test_an_answer_satisfies_the_schema_of_the_settings(
+    browser: chromium.Browser, site: Site
+) -> None:
+    opened(browser, site)
+    set_field(browser, "json_schema", '{"enum": [17, 23]}')
+    assert asked(browser, "How many foxes?").strip() in ("17", "23")
+
+
 def test_another_answer_and_an_edited_message_stand_beside_the_first(
     browser: chromium.Browser, site: Site
 ) -> None:
@@ -259,6 +267,15 @@ def test_answers_come_in_any_order(browser: chromium.Browser, site: Site) -> Non
         browser.click(f"{LAST} .versions button:last-child")
         shown.append(browser.text(f"{LAST} .body"))
     assert sorted(shown) == ["second", "third"]
+
+
+def test_a_thought_that_comes_apart_is_folded_away(browser: chromium.Browser, site: Site) -> None:
+    opened(browser, site)
+    thought = {"index": 0, "delta": {"reasoning_content": "hmm"}, "finish_reason": None}
+    events = [{"choices": [thought]}, choice(0, "an "), choice(0, "answer", "stop")]
+    browser.evaluate(ANSWER_WITH.replace("EVENTS", json.dumps(events)))
+    assert "an answer" in asked(browser, "A question")
+    assert browser.text(f"{LAST} details").find("hmm") >= 0
 
 
 def test_what_came_before_an_error_is_kept(browser: chromium.Browser, site: Site) -> None:

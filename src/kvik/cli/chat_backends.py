@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from kvik.cli.openai_stream import Chunk, Event, EventTooLarge, SseParser, StreamedUsage
+from kvik.cli.openai_stream import (
+    Chunk,
+    Event,
+    EventTooLarge,
+    SseParser,
+    StreamedDelta,
+    StreamedUsage,
+)
 from kvik.cli.report import kv_format, stats_line
 from kvik.config.model_source import model_name
 from kvik.core.sampling_params import SamplingParams
@@ -246,6 +253,7 @@ class RemoteAnswer:
         self._response: HTTPResponse | None = None
         self._decode = msgspec.json.Decoder(Chunk).decode
         self._ended = False
+        self._thinks = False
         self._finish: str | None = None
         self._usage = StreamedUsage()
         self._first = 0.0  # seconds from the request to the first text
@@ -322,8 +330,19 @@ class RemoteAnswer:
             self._finish = choice.finish_reason or self._finish
             self._ended |= self._finish is not None
             if choice.delta is not None:
-                text += choice.delta.content or choice.delta.refusal or ""
+                text += self._shown(choice.delta)
         return text
+
+    def _shown(self, delta: StreamedDelta) -> str:
+        """A thought that comes apart stands between the marks that most models write."""
+        thought = delta.reasoning_content or delta.reasoning or ""
+        text = delta.content or delta.refusal or ""
+        if thought and not self._thinks:
+            thought = f"<think>\n{thought}"
+        if text and (self._thinks or thought):
+            text = f"\n</think>\n\n{text}"
+        self._thinks = bool((thought or self._thinks) and not text)
+        return thought + text
 
     def _figures(self, seconds: float) -> str:
         prompt, output = self._usage.prompt_tokens, self._usage.completion_tokens

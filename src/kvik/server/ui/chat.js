@@ -4,7 +4,7 @@
 import { Conversation } from "./conversation.js";
 import { byId, fit, sends, setText } from "./dom.js";
 import { ENDS, Generation } from "./generation.js";
-import { MessageView, partsOf } from "./message.js";
+import { MessageView, grow, partsOf } from "./message.js";
 import { tokensOf } from "./tokens.js";
 
 const NEAR = 40; // pixels from the end of the log that still count as its end
@@ -157,7 +157,7 @@ export class Chat {
       asked.shown = asked.next.indexOf(answers.get(0));
     }
     const answer = answers.get(choice.index);
-    answer.text += choice.delta?.content ?? "";
+    grow(answer, choice.delta ?? {});
     answer.end = ENDS[choice.finish_reason] ?? answer.end;
     const tokens = tokensOf(choice);
     if (tokens.length && !this.#tokens.has(answer)) {

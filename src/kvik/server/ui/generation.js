@@ -16,7 +16,7 @@ export class Generation {
     for await (const event of this.api.stream(this.path, body, this.#stop.signal)) {
       this.#usage = event.usage ?? this.#usage;
       for (const choice of event.choices ?? []) {
-        if (choice.text || choice.delta?.content) this.#first ??= performance.now();
+        if (choice.text || choice.delta?.content || choice.delta?.reasoning_content) this.#first ??= performance.now();
         yield choice;
       }
     }

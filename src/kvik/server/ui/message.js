@@ -4,16 +4,29 @@ import { copyText, fit, icon, iconButton, make, sends, setText } from "./dom.js"
 import { Prose } from "./prose.js";
 import { coloured, shadesLegend } from "./tokens.js";
 
+const [OPEN, CLOSE] = ["<think>", "</think>"];
+
 // The parts of an answer: reasoning before </think>, if the model writes any, and the rest. Some
 // templates open the reasoning themselves, so that the answer only closes it.
 export function partsOf(text) {
-  const [open, close] = ["<think>", "</think>"];
-  const began = text.trimStart().startsWith(open);
-  const end = text.indexOf(close);
+  const began = text.trimStart().startsWith(OPEN);
+  const end = text.indexOf(CLOSE);
   if (!began && end < 0) return { thought: "", said: text };
-  const from = began ? text.indexOf(open) + open.length : 0;
+  const from = began ? text.indexOf(OPEN) + OPEN.length : 0;
   if (end < 0) return { thought: text.slice(from), said: "" };
-  return { thought: text.slice(from, end).trim(), said: text.slice(end + close.length).trimStart() };
+  return { thought: text.slice(from, end).trim(), said: text.slice(end + CLOSE.length).trimStart() };
+}
+
+// Adds a piece of an answer. A thought that comes apart is kept between the marks above.
+export function grow(answer, { content, reasoning_content: thought }) {
+  if (thought) {
+    answer.text += (answer.thinks ? "" : OPEN) + thought;
+    answer.thinks = true;
+  }
+  if (content) {
+    answer.text += (answer.thinks ? CLOSE : "") + content;
+    answer.thinks = false;
+  }
 }
 
 export class MessageView {

@@ -6,11 +6,14 @@ import { PARAMETERS } from "./parameters.js";
 
 const NUMBER = "number";
 const CHECK = "checkbox";
+const LINES = "lines"; // of a text, each for itself
+const TEXT = "text";
 
 // name, label, kind, limits of a number, note
 const CONTROLS = [
   ...PARAMETERS.map(({ name, label, limits, note }) => [name, label, NUMBER, limits, note]),
-  ["stop", "Stop texts, one a line", "textarea", {}, "The answer ends before any of them"],
+  ["stop", "Stop texts, one a line", LINES, {}, "The answer ends before any of them"],
+  ["json_schema", "JSON Schema", TEXT, {}, "The answer is JSON that satisfies it"],
   ["ignore_eos", "Ignore end of text", CHECK, {}, "Go on to the length limit"],
   ["logprobs", "Colour by probability", CHECK, {}, "The darker, the less likely the token was"],
 ];
@@ -50,7 +53,7 @@ export class Params {
       if (type === CHECK) {
         if (input.checked) Object.assign(fields, name === "logprobs" ? wanted(kind) : { [name]: true });
       } else if (input.value !== "") {
-        fields[name] = type === NUMBER ? Number(input.value) : lines(input.value);
+        fields[name] = READ[type](input.value);
       }
     }
     return fields;
@@ -80,7 +83,7 @@ export class Params {
       const input = byId(`param-${name}`);
       if (type === CHECK) return input.checked ? label : "";
       if (input.value === "") return "";
-      return type === NUMBER ? `${label} ${input.value}` : "Stop texts";
+      return type === NUMBER ? `${label} ${input.value}` : label.split(",")[0];
     });
     return [this.system && "System prompt", ...words].filter(Boolean).join(", ");
   }
@@ -88,7 +91,11 @@ export class Params {
 
 const wanted = (kind) => (kind === "chat" ? { logprobs: true, top_logprobs: 5 } : { logprobs: 5 });
 
-const lines = (text) => text.split("\n").filter((line) => line !== "");
+const READ = {
+  [NUMBER]: Number,
+  [LINES]: (text) => text.split("\n").filter((line) => line !== ""),
+  [TEXT]: (text) => text.trim(),
+};
 
 function control(name, label, type, limits, note) {
   const id = `param-${name}`;
