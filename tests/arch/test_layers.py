@@ -62,7 +62,7 @@ ALLOWED: dict[str, set[str]] = {
         "launch",
         "progress",
     },
-    "lang": {"core", "llm", "remote_server"},
+    "lang": {"config", "core", "llm", "remote_server"},
     "remote_server": {"config"},
     # The texts and queue limits of the server, without HTTP.
     "async_llm": {
