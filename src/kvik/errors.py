@@ -68,7 +68,7 @@ class ParamError(KvikError):
 
 
 def describe(error: Exception) -> str:
-    """Return how the failure of one request is told: "field: why" where that is the caller's."""
+    """Return the error text of one request: "field: why" where the caller can mend it."""
     return str(error) if isinstance(error, ParamError) else f"{type(error).__name__}: {error}"
 
 

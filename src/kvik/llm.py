@@ -493,7 +493,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         schema: object,
     ) -> SamplingParams | Sequence[SamplingParams] | None:
-        """Return the parameters for so many texts that must satisfy a schema; None: any."""
+        """Return the parameters of `count` texts that must satisfy a schema; None: any."""
         if schema is None:
             return params
         try:

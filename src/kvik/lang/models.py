@@ -20,7 +20,7 @@ SECONDS = 600.0  # of silence of a server
 
 
 @dataclass(frozen=True, slots=True)
-class Generated:
+class Continuation:
     """Attributes:
     token_ids: of the text and, perhaps, of what ended it.
     cut: a stop string ended it, so that the ids do not spell the text.
@@ -32,7 +32,7 @@ class Generated:
     cut: bool
 
 
-class Model(Protocol):
+class ProgramModel(Protocol):
     """Any number of threads may call it."""
 
     def encode(self, text: str, *, special: bool) -> list[int]:
@@ -49,7 +49,7 @@ class Model(Protocol):
 
     def generate(
         self, prompt: Sequence[int], params: Mapping[str, Any], listener: Listener | None
-    ) -> Generated:
+    ) -> Continuation:
         """Go on with a prompt.
 
         Raises:
@@ -81,7 +81,7 @@ class LocalModel:
 
     def generate(
         self, prompt: Sequence[int], params: Mapping[str, Any], listener: Listener | None
-    ) -> Generated:
+    ) -> Continuation:
         checked = self._llm.default_params.with_changes(**params)
         with self._llm.stream(prompt, checked) as stream:
             for delta in stream:
@@ -92,7 +92,7 @@ class LocalModel:
         if found.error is not None:
             raise RuntimeError(found.error)
         cut = isinstance(found.stop_reason, str)
-        return Generated(found.text, found.token_ids, found.finish_reason, cut)
+        return Continuation(found.text, found.token_ids, found.finish_reason, cut)
 
     def score(self, prompts: Sequence[Sequence[int]], start: int) -> list[list[float]]:
         outputs = self._llm.score(list(prompts), start=start, progress=False)
@@ -122,7 +122,7 @@ class RemoteModel:
 
     def generate(
         self, prompt: Sequence[int], params: Mapping[str, Any], listener: Listener | None
-    ) -> Generated:
+    ) -> Continuation:
         given = {**params, "max_tokens": params.get("max_tokens", SamplingParams().max_tokens)}
         body = {**given, "prompt": list(prompt), "return_token_ids": True, "stream": True}
         text, ids, finish, stop = "", list[int](), "", None
@@ -134,7 +134,7 @@ class RemoteModel:
                 stop = choice.get("stop_reason", stop)
                 if listener is not None and choice["text"]:
                     listener(choice["text"])
-        return Generated(text, ids, finish, isinstance(stop, str))
+        return Continuation(text, ids, finish, isinstance(stop, str))
 
     def score(self, prompts: Sequence[Sequence[int]], start: int) -> list[list[float]]:
         body = {
@@ -201,6 +201,6 @@ def _error(told: Mapping[str, Any], status: int) -> Exception:
     return RuntimeError(message) if status >= 500 else KvikError(field, message)
 
 
-def model_of(model: LLM | str) -> Model:
+def model_of(model: LLM | str) -> ProgramModel:
     """Return what programs call, of an `LLM` or a URL."""
     return RemoteModel(model) if isinstance(model, str) else LocalModel(model)

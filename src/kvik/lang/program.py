@@ -7,12 +7,12 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Concatenate, ParamSpec
 
 from kvik.core.structured import JsonSchema
 from kvik.errors import ParamError
-from kvik.lang.models import Listener, Model, model_of
+from kvik.lang.models import Listener, ProgramModel, model_of
 from kvik.lang.select import METHODS, Method, scores_of
 from kvik.llm import LLM
 
@@ -35,7 +35,7 @@ class State:
         error: what ended the program in `run_batch`; None: nothing.
     """
 
-    def __init__(self, model: Model, listener: Listener | None = None) -> None:
+    def __init__(self, model: ProgramModel, listener: Listener | None = None) -> None:
         self.text = ""
         self.scores: dict[str, dict[str, float]] = {}
         self.error: Exception | None = None
@@ -109,6 +109,11 @@ class State:
         self._messages.append({"role": "assistant", "content": self.text[self._turn :]})
         self._turn = None
 
+    def _answering(self) -> AbstractContextManager[object]:
+        """Return the assistant's turn: a new one, unless one is open or there are no turns."""
+        opens = self._messages and self._turn is None
+        return self.assistant() if opens else nullcontext()
+
     # -- the model -------------------------------------------------------------------------------
 
     def gen(
@@ -135,21 +140,17 @@ class State:
             KvikError: a parameter is impossible.
             RuntimeError: the engine failed.
         """
-        if self._messages and self._turn is None:
-            with self.assistant():
-                return self.gen(
-                    name, schema=schema, regex=regex, choices=choices, grammar=grammar, **params
-                )
         if schema is not None:
             schema = _json_schema(schema)
         kinds = {"json": schema, "regex": regex, "choice": choices, "grammar": grammar}
         structured = {kind: value for kind, value in kinds.items() if value is not None}
         if structured:
             params["structured"] = structured
-        found = self._model.generate(self.token_ids, params, self._listener)
-        self.text += found.text
-        if not found.cut:
-            self._append(found.token_ids, found.text)
+        with self._answering():
+            found = self._model.generate(self.token_ids, params, self._listener)
+            self.text += found.text
+            if not found.cut:
+                self._append(found.token_ids, found.text)
         if name is not None:
             self._values[name] = found.text
         return found.text
@@ -167,21 +168,19 @@ class State:
         Raises:
             ParamError: there are no choices, or one is empty or comes twice.
         """
-        if self._messages and self._turn is None:
-            with self.assistant():
-                return self.select(name, choices, method)
         if method not in METHODS:
             raise ParamError("method", f"must be one of {', '.join(METHODS)}, not {method!r}")
         if not choices or not all(choices) or len(set(choices)) < len(choices):
             raise ParamError("choices", "must be texts, all different and none empty")
-        prefix = self.token_ids
-        if not prefix:
-            raise ParamError("choices", "need a text before them")
-        rows = [self._extended(prefix, choice) for choice in choices]
-        scores = scores_of(self._model, prefix, rows, method)
-        best = max(range(len(rows)), key=lambda i: scores[i])
-        self.text += choices[best]
-        self._ids, self._read = rows[best], len(self.text)
+        with self._answering():
+            prefix = self.token_ids
+            if not prefix:
+                raise ParamError("choices", "need a text before them")
+            rows = [self._extended(prefix, choice) for choice in choices]
+            scores = scores_of(self._model, prefix, rows, method)
+            best = max(range(len(rows)), key=lambda i: scores[i])
+            self.text += choices[best]
+            self._ids, self._read = rows[best], len(self.text)
         self._tell(choices[best])
         if name is not None:
             self._values[name] = choices[best]
@@ -191,7 +190,8 @@ class State:
     # -- many ------------------------------------------------------------------------------------
 
     def fork(self, n: int, each: Callable[[State, int], object] | None = None) -> list[State]:
-        """Return copies that go on by themselves. What they share is computed once.
+        """Return copies that go on by themselves. What they share is computed once. A `stream` does
+        not show them.
 
         Args:
             each: called for each copy with its number, in threads of their own.
@@ -303,7 +303,7 @@ def run_batch(
 
 
 class _ReaderLeft(Exception):
-    """Ends the program of a stream that nobody reads."""
+    """Ends the program of a stream whose reader has left."""
 
 
 def stream(

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Literal, get_args
 
-from kvik.lang.models import Model
+from kvik.lang.models import ProgramModel
 
 Method = Literal["mean", "sum", "greedy", "unconditional"]
 METHODS: tuple[str, ...] = get_args(Method)
 
 
 def scores_of(
-    model: Model, prefix: Sequence[int], rows: Sequence[Sequence[int]], method: Method
+    model: ProgramModel, prefix: Sequence[int], rows: Sequence[Sequence[int]], method: Method
 ) -> list[float]:
     """Return the score of each choice, the best of them the largest.
 

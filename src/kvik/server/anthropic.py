@@ -402,8 +402,10 @@ def tool_use(request: Request, body: CountRequest, texts: Texts) -> ToolUse | No
         ParamError: they cannot be used, or there is a choice without tools.
     """
     asked = body.tool_choice or MessageToolChoice(type="auto")
-    tools = [one for one in body.tools or () if one.type in (None, "custom")]
-    context_of(request).ignore(f"tools.{one.type}" for one in body.tools or () if one not in tools)
+    own = (None, "custom")
+    tools = [one for one in body.tools or () if one.type in own]
+    hosted = [f"tools.{one.type}" for one in body.tools or () if one.type not in own]
+    context_of(request).ignore(hosted)
     if not tools:
         if asked.type in ("any", "tool"):
             raise ParamError("tool_choice", "needs tools")

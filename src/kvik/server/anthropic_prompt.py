@@ -90,7 +90,7 @@ class CountRequest(Struct, kw_only=True):
 
     @property
     def variables(self) -> dict[str, object]:
-        """What the template is told."""
+        """Variables for the chat template."""
         if self.thinking is None:
             return {}
         return {"enable_thinking": self.thinking.type != "disabled"}

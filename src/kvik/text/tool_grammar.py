@@ -81,7 +81,7 @@ class ToolGrammar:
         return " ".join(parts)
 
     def _call(self, i: int, tool: Tool, skipped: int = 0) -> str:
-        """A call, or what of it stands behind so many characters."""
+        """Return a call, without its first `skipped` characters."""
         parts = []
         for n, part in enumerate(PLACE.split(self._form.dialect.call)):
             if n == 0:

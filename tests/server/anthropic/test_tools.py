@@ -10,28 +10,14 @@ import anthropic
 import httpx2
 import pytest
 from helpers.story_site import Site, story_site
+from helpers.tools import TEMPLATE, WEATHER
 from jsonschema import validate
 
 from kvik.server.anthropic import routes
 
 MODEL = "stories"
-TEMPLATE = """{% for tool in tools or [] %}{{ tool | tojson }}
-{% endfor %}{% for m in messages %}{{ m.role }}: {{ m.content }}
-{%- for call in m.tool_calls or [] %}<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>{% endfor %}
-{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string", "maxLength": 10},
-        "days": {"type": "integer", "minimum": 0, "maximum": 9},
-    },
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
 TOOLS: list[Any] = [
-    {"name": "get_weather", "description": "Of a city.", "input_schema": SCHEMA},
+    {"name": "get_weather", "description": "Of a city.", "input_schema": WEATHER},
     {"name": "now", "input_schema": {"type": "object", "additionalProperties": False}},
 ]
 USER: Any = {"role": "user", "content": "Is it warm?"}
@@ -76,7 +62,7 @@ def test_a_call_that_must_come_is_valid(
         assert block.type == "tool_use" and block.id.startswith("toolu_")
         assert answer.stop_reason == "tool_use" and block.name in names
         if block.name == "get_weather":
-            validate(block.input, SCHEMA)
+            validate(block.input, WEATHER)
 
 
 @pytest.mark.parametrize("kind", ["auto", "none"])
@@ -142,10 +128,10 @@ def test_tools_of_the_host_are_left_out_and_told(agent: anthropic.Anthropic) -> 
         ({"tool_choice": {"type": "tool"}}, "needs the name"),
         ({"tool_choice": {"type": "tool", "name": "g"}}, "none of the tools"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "comes twice"),
-        ({"tools": [{"name": "a b", "input_schema": SCHEMA}]}, "a name has"),
+        ({"tools": [{"name": "a b", "input_schema": WEATHER}]}, "a name has"),
         ({"tools": [{"name": "a"}]}, "a needs an input_schema"),
         (
-            {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+            {"output_config": {"format": {"type": "json_schema", "schema": WEATHER}}},
             "cannot be combined with tools",
         ),
     ],
@@ -162,6 +148,6 @@ def test_an_answer_satisfies_a_schema(agent: anthropic.Anthropic) -> None:
         model=MODEL,
         messages=[USER],
         max_tokens=90,
-        output_config={"format": {"type": "json_schema", "schema": SCHEMA}},
+        output_config={"format": {"type": "json_schema", "schema": WEATHER}},
     )
-    validate(json.loads(answer.content[0].text), SCHEMA)
+    validate(json.loads(answer.content[0].text), WEATHER)

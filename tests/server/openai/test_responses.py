@@ -10,28 +10,17 @@ import httpx2
 import openai
 import pytest
 from helpers.story_site import Site, story_site
+from helpers.tools import MESSAGES, WEATHER
 from jsonschema import validate
 
 from kvik.server.app import openai_routes
 
-# Thinks only if it is told to; writes calls as Hermes and Qwen do.
-TEMPLATE = """{% if tools %}{% for tool in tools %}{{ tool | tojson }}
-{% endfor %}{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}
-{%- for call in m.tool_calls or [] %}<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>{% endfor %}
-{% endfor %}{% if add_generation_prompt %}assistant: <think>
-{% if not enable_thinking %}
-</think>
-
-{% endif %}{% endif %}"""
-CITY = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 10}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-WEATHER: dict[str, Any] = {"type": "function", "name": "get_weather", "parameters": CITY}
+# Thinks only if it is told to.
+TEMPLATE = (
+    MESSAGES + "{% if add_generation_prompt %}assistant: <think>\n"
+    "{% if not enable_thinking %}\n</think>\n\n{% endif %}{% endif %}"
+)
+FUNCTION: dict[str, Any] = {"type": "function", "name": "get_weather", "parameters": WEATHER}
 NOTE: dict[str, Any] = {"type": "custom", "name": "note", "description": "Keep a text."}
 ASKED = "Is it warm?"
 
@@ -94,6 +83,7 @@ def test_a_stream_says_the_same(agent: openai.OpenAI) -> None:
     pieces = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert "".join(pieces) == whole.output_text and len(pieces) > 5
     assert events[-1].type == "response.incomplete" and last.usage.output_tokens == 60
+    assert events[-2].item == last.output[-1] and last.output[-1].status == "incomplete"
     kinds = [event.type for event in events if "delta" not in event.type][2:-1]
     assert kinds == [
         "response.output_item.added",
@@ -105,7 +95,7 @@ def test_a_stream_says_the_same(agent: openai.OpenAI) -> None:
 
 
 def test_the_client_gathers_a_stream(agent: openai.OpenAI) -> None:
-    tools: list[Any] = [WEATHER]
+    tools: list[Any] = [FUNCTION]
     with agent.responses.stream(
         model="stories",
         input=ASKED,
@@ -118,17 +108,17 @@ def test_the_client_gathers_a_stream(agent: openai.OpenAI) -> None:
     assert answer.status == "completed"
     (call,) = answer.output
     assert call.type == "function_call" and call.name == "get_weather"
-    validate(json.loads(call.arguments), CITY)
+    validate(json.loads(call.arguments), WEATHER)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_functions_and_custom_tools(agent: openai.OpenAI, stream: bool) -> None:
-    body: dict[str, Any] = {"max_output_tokens": 150, "parallel_tool_calls": False}
+    body: dict[str, Any] = {"max_output_tokens": 150}
     for tool, choice in (
-        (WEATHER, {"type": "function", "name": "get_weather"}),
+        (FUNCTION, {"type": "function", "name": "get_weather"}),
         (NOTE, {"type": "custom", "name": "note"}),
     ):
-        body |= {"tools": [WEATHER, NOTE], "tool_choice": choice}
+        body |= {"tools": [FUNCTION, NOTE], "tool_choice": choice}
         if stream:
             events, answer = streamed(agent, **body)
             done = [one for one in events if one.type == "response.output_item.done"]
@@ -137,9 +127,9 @@ def test_functions_and_custom_tools(agent: openai.OpenAI, stream: bool) -> None:
             answer = ask(agent, **body)
         (call,) = answer.output
         assert call.name == tool["name"] and call.call_id and call.id != call.call_id
-        if tool is WEATHER:
+        if tool is FUNCTION:
             assert call.type == "function_call"
-            validate(json.loads(call.arguments), CITY)
+            validate(json.loads(call.arguments), WEATHER)
         else:  # its input may be cut off
             assert call.type == "custom_tool_call" and call.input
 
@@ -148,7 +138,8 @@ def test_a_conversation_with_calls_and_thoughts(site: Site, agent: openai.OpenAI
     answer = ask(
         agent,
         temperature=0,
-        tools=[WEATHER, NOTE],
+        max_output_tokens=30,
+        tools=[FUNCTION, NOTE],
         tool_choice="none",
         input=[
             {"role": "developer", "content": "Be brief."},
@@ -185,7 +176,7 @@ def test_a_conversation_with_calls_and_thoughts(site: Site, agent: openai.OpenAI
     text = {"type": "string"}
     note = {"type": "object", "properties": {"input": text}, "required": ["input"]}
     tools: list[Any] = [
-        {"type": "function", "function": {"name": "get_weather", "parameters": CITY}},
+        {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}},
         {
             "type": "function",
             "function": {
@@ -197,7 +188,7 @@ def test_a_conversation_with_calls_and_thoughts(site: Site, agent: openai.OpenAI
     ]
     chat = agent.chat.completions.create(
         model="stories", messages=messages, tools=tools, tool_choice="none", temperature=0,
-        max_tokens=60, extra_body={"chat_template_kwargs": {"enable_thinking": False}},
+        max_tokens=30, extra_body={"chat_template_kwargs": {"enable_thinking": False}},
     )  # fmt: skip
     counted = httpx2.post(
         f"{site.url}/tokenize",
@@ -222,10 +213,15 @@ def test_a_thought_is_an_item(agent: openai.OpenAI) -> None:
 
 
 def test_a_schema(agent: openai.OpenAI) -> None:
-    form: dict[str, Any] = {"type": "json_schema", "name": "place", "schema": CITY, "strict": True}
+    form: dict[str, Any] = {
+        "type": "json_schema",
+        "name": "place",
+        "schema": WEATHER,
+        "strict": True,
+    }
     answer = ask(agent, text={"format": form})
     assert answer.status == "completed"
-    validate(json.loads(answer.output_text), CITY)
+    validate(json.loads(answer.output_text), WEATHER)
     assert answer.text.format.type == "json_schema"
 
 
@@ -250,6 +246,25 @@ def test_what_is_refused(agent: openai.OpenAI, body: dict[str, Any], param: str)
     with pytest.raises(openai.BadRequestError) as caught:
         ask(agent, extra_body=body)
     assert caught.value.param == param
+
+
+def test_what_changes_nothing_is_told(site: Site) -> None:
+    body = {
+        "input": ASKED,
+        "max_output_tokens": 2,
+        "text": {"verbosity": "low"},
+        "tools": [{**NOTE, "format": {"type": "grammar", "syntax": "lark", "definition": "x"}}],
+        "tool_choice": "none",
+    }
+    answer = httpx2.post(f"{site.url}/v1/responses", json=body)
+    assert answer.headers["x-kvik-ignored-fields"] == "tools.note.format, text.verbosity"
+
+
+def test_an_effort_is_told_where_there_are_no_thoughts() -> None:
+    with story_site(openai_routes, template="{{ messages[-1].content }}") as plain:
+        body = {"input": ASKED, "max_output_tokens": 2, "reasoning": {"effort": "low"}}
+        answer = httpx2.post(f"{plain.url}/v1/responses", json=body)
+    assert answer.headers["x-kvik-ignored-fields"] == "reasoning.effort"
 
 
 def test_tools_of_the_host_are_left_out_and_told(agent: openai.OpenAI) -> None:

@@ -9,26 +9,11 @@ from typing import Any
 import openai
 import pytest
 from helpers.story_site import Site, story_site
+from helpers.tools import TEMPLATE, WEATHER
 from jsonschema import validate
 
 from kvik.server.app import openai_routes
 
-# As Hermes and Qwen write calls.
-TEMPLATE = """{% if tools %}{% for tool in tools %}{{ tool | tojson }}
-{% endfor %}{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}
-{%- for call in m.tool_calls or [] %}<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>{% endfor %}
-{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
-WEATHER = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string", "maxLength": 10},
-        "days": {"type": "integer", "minimum": 0, "maximum": 9},
-    },
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
 SCHEMAS = {"get_weather": WEATHER, "now": {"type": "object", "maxProperties": 0}}
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}},

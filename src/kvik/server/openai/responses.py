@@ -9,13 +9,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from msgspec import Struct
+from msgspec import Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
 from kvik.core.sampling_params import SamplingParams
 from kvik.engine.output import RequestOutput, TextDelta
 from kvik.server.errors import rename_fields
+from kvik.server.openai.answers import usage_of
 from kvik.server.openai.chat import effort_variables, own_limit
 from kvik.server.openai.conversation import Variable, conversation_text
 from kvik.server.openai.requests import check_output_fits, generation_request
@@ -44,16 +45,21 @@ class OutputItem:
     name: str = ""
     text: list[str] = field(default_factory=list)
 
+    def part(self, text: str) -> dict[str, Any]:
+        """Return the content part of a message or a thought."""
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
     def shown(self, status: str) -> dict[str, Any]:
         """Return it as the API shows it."""
         text = "".join(self.text)
+        content = [self.part(text)] if text else []
         found: dict[str, Any] = {"type": self.kind, "id": self.id, "status": status}
         if self.kind == "message":
-            part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-            return found | {"role": "assistant", "content": [part] if text else []}
+            return found | {"role": "assistant", "content": content}
         if self.kind == "reasoning":
-            thought = [{"type": "reasoning_text", "text": text}] if text else []
-            return found | {"summary": [], "content": thought}
+            return found | {"summary": [], "content": content}
         called = {"call_id": self.call_id, "name": self.name}
         if self.kind == "custom_tool_call":
             return found | called | {"input": _custom_input(text)}
@@ -111,7 +117,8 @@ async def responses(server: Server, request: Request, body: ResponsesRequest) ->
     texts = server.texts.of(tenant)
     server.generations.check_room(tenant, 1)
     use, others = response_tools(body, texts)
-    context_of(request).ignore(others)
+    context = context_of(request)
+    context.ignore(others)
     given = {
         "temperature": body.temperature,
         "top_p": body.top_p,
@@ -121,10 +128,14 @@ async def responses(server: Server, request: Request, body: ResponsesRequest) ->
     changes: dict[str, Any] = {k: value for k, value in given.items() if value is not None}
     changes["max_tokens"] = body.max_output_tokens or own_limit(server.default_params)
     params = server.default_params.with_changes(**changes)
+    if body.text is not None and body.text.verbosity not in (None, "medium"):
+        context.ignore(["text.verbosity"])
     effort = None if body.reasoning is None else body.reasoning.effort
     options = Rendering()
-    if effort is not None and (effort == "none" or texts.thoughts is not None):
+    if effort is not None and texts.thoughts is not None:
         options.chat_template_kwargs = effort_variables(effort, texts.thoughts, None)
+    elif effort not in (None, "none"):  # agents send it to every model
+        context.ignore(["reasoning.effort"])
     messages = response_messages(body)
     with rename_fields(messages="input"):
         prompt = await conversation_text(texts, messages, options, use)
@@ -173,11 +184,10 @@ class ResponseEvents(ResponseFormat):
             for delta in [*self._parser.push(output.text), *self._parser.close()]:
                 for _ in self._item_events(delta):
                     pass
-        finish = output.outputs[0].finish_reason
-        status = "incomplete" if finish == "length" else "completed"
+        status = _status(output)
         shown = [item.shown("completed") for item in self._items]
-        if shown and status == "incomplete":
-            shown[-1]["status"] = "incomplete"
+        if shown:
+            shown[-1]["status"] = status
         details = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return self._object(status, shown, details, self._usage(output))
 
@@ -193,7 +203,7 @@ class ResponseEvents(ResponseFormat):
                 yield self._event(event)
 
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
-        closing = [self._event(event) for event in self._close_item()]
+        closing = [self._event(event) for event in self._close_item(_status(outputs[0]))]
         whole = self.whole(outputs)
         last = self._event({"type": f"response.{whole.status}", "response": whole})
         return b"".join([*closing, last])
@@ -221,8 +231,9 @@ class ResponseEvents(ResponseFormat):
     def _open(self, kind: Literal["message", "reasoning"], prefix: str) -> Iterator[dict[str, Any]]:
         if self._items and self._items[-1].kind == kind:
             return
-        yield from self._begin_item(OutputItem(kind, f"{prefix}_{secrets.token_hex(12)}"))
-        yield self._of_item("response.content_part.added", part=self._part(""))
+        item = OutputItem(kind, f"{prefix}_{secrets.token_hex(12)}")
+        yield from self._begin_item(item)
+        yield self._of_item("response.content_part.added", part=item.part(""))
 
     def _begin_item(self, item: OutputItem) -> Iterator[dict[str, Any]]:
         yield from self._close_item()
@@ -235,7 +246,7 @@ class ResponseEvents(ResponseFormat):
         self._items[-1].text.append(text)
         yield self._of_item(event, delta=text)
 
-    def _close_item(self) -> Iterator[dict[str, Any]]:
+    def _close_item(self, status: str = "completed") -> Iterator[dict[str, Any]]:
         if not self._items:
             return
         item = self._items[-1]
@@ -250,15 +261,10 @@ class ResponseEvents(ResponseFormat):
         else:
             named = "reasoning_text" if item.kind == "reasoning" else "output_text"
             yield self._of_item(f"response.{named}.done", text=text)
-            yield self._of_item("response.content_part.done", part=self._part(text))
-        shown = item.shown("completed")
+            yield self._of_item("response.content_part.done", part=item.part(text))
+        shown = item.shown(status)
         index = len(self._items) - 1
         yield {"type": "response.output_item.done", "output_index": index, "item": shown}
-
-    def _part(self, text: str) -> dict[str, Any]:
-        if self._items[-1].kind == "reasoning":
-            return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
     def _of_item(self, kind: str, **fields: object) -> dict[str, Any]:
         item = self._items[-1]
@@ -305,16 +311,20 @@ class ResponseEvents(ResponseFormat):
         )
 
     def _usage(self, output: RequestOutput) -> dict[str, Any]:
-        prompt, made = len(output.prompt_token_ids), output.num_output_tokens
-        ids, end = output.outputs[0].token_ids, self._answer.thought_end
-        thought = ids.index(end) + 1 if end is not None and end in ids else 0
+        usage = usage_of([output], self._answer.thought_end)
+        details = usage.completion_tokens_details
+        thought = 0 if isinstance(details, UnsetType) else details.reasoning_tokens
         return {
-            "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": output.num_cached_tokens},
-            "output_tokens": made,
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": usage.prompt_tokens_details,
+            "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": thought},
-            "total_tokens": prompt + made,
+            "total_tokens": usage.total_tokens,
         }
+
+
+def _status(output: RequestOutput) -> str:
+    return "incomplete" if output.outputs[0].finish_reason == "length" else "completed"
 
 
 routes = routes_of(responses)

@@ -174,7 +174,7 @@ def _text(place: str, content: str | list[ContentPart] | None) -> str:
 
 
 def response_tools(body: ResponsesRequest, texts: Texts) -> tuple[ToolUse | None, list[str]]:
-    """Return the tools of a body, None if it has none; and the types of those left out.
+    """Return the tools of a body, None if it has none; and the fields of them that are ignored.
 
     Raises:
         ParamError: they cannot be used, or there is a choice without tools.
@@ -187,6 +187,8 @@ def response_tools(body: ResponsesRequest, texts: Texts) -> tuple[ToolUse | None
             functions.append(one)
         elif tool.type == "custom":
             functions.append(Function(tool.name or "", tool.description or "", CUSTOM))
+            if tool.format not in (None, {"type": "text"}):
+                others.append(f"tools.{tool.name}.format")
         else:
             others.append(f"tools.{tool.type}")
     asked = body.tool_choice
@@ -196,12 +198,12 @@ def response_tools(body: ResponsesRequest, texts: Texts) -> tuple[ToolUse | None
         return None, others
     mode: ToolMode = asked if isinstance(asked, str) else "auto"
     allowed: list[str] | None = None
+    one_call = body.parallel_tool_calls is False
     if isinstance(asked, ResponseToolChoice) and asked.type == "allowed_tools":
         mode = asked.mode or "auto"
         allowed = list(dict.fromkeys(str(one.get("name")) for one in asked.tools or ()))
     elif isinstance(asked, ResponseToolChoice):
-        mode, allowed = "required", [asked.name or ""]
-    one_call = body.parallel_tool_calls is False
+        mode, allowed, one_call = "required", [asked.name or ""], True
     use = ToolUse.of(texts.tool_format, functions, choice=mode, allowed=allowed, one=one_call)
     return use, others
 
