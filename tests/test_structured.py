@@ -18,6 +18,7 @@ from kvik import LLM, SamplingParams
 from kvik.core.structured import Choice, JsonSchema, Regex
 from kvik.errors import ParamError
 from kvik.server.tools import AnswerForm, Function, ToolUse
+from kvik.text.answer_format import MarkedFormat
 from kvik.text.dialects import DIALECTS, Dialect, ToolFormat
 
 PROMPTS = ["Once upon a time", "The fox", "A list:"]
@@ -135,7 +136,7 @@ def test_a_model_without_a_tokenizer_has_no_grammars(tmp_path: Any) -> None:
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda one: one.name)
 def test_calls_that_must_come_are_valid_in_every_dialect(llm: LLM, dialect: Dialect) -> None:
     """Whatever the model would rather say."""
-    form = ToolFormat.of(dialect, llm.tokenizer)
+    form = MarkedFormat(form=ToolFormat.of(dialect, llm.tokenizer))
     schema = {
         "type": "object",
         "properties": {
@@ -153,7 +154,7 @@ def test_calls_that_must_come_are_valid_in_every_dialect(llm: LLM, dialect: Dial
     ]
     ended = 0
     for output in llm.generate(["Once"] * 4, checked):
-        parser = AnswerForm(use).parser()
+        parser = AnswerForm(use, form).parser()
         deltas = [*parser.push(output.text), *parser.close()]
         assert parser.num_calls == 1 and not any(delta.text for delta in deltas)
         if output.outputs[0].finish_reason == "stop":

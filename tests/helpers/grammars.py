@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from functools import cache
 
 import numpy as np
@@ -54,3 +55,40 @@ def accepts(one: GrammarMatcher, text: str) -> bool:
             return False
         one.append(byte)
     return one.ended or STOP in allowed(one)
+
+
+class MarkedGrammar:
+    """Walks texts through a grammar, byte by byte, markers as tokens.
+
+    Args:
+        source: a constraint, or a grammar in Lark.
+        ids: the token of each marker, from `FIRST_MARKER` on.
+    """
+
+    def __init__(self, source: str | Constraint, ids: Mapping[str, int]) -> None:
+        assert list(ids.values()) == list(range(FIRST_MARKER, FIRST_MARKER + len(ids)))
+        texts = [bytes([i]) for i in range(BYTES)] + [b"\xff<end>"]
+        texts += [b"\xff" + marker.encode() for marker in ids]
+        self.num_tokens = len(texts)
+        self._vocabulary = GrammarVocabulary(TokenBytes(texts, list(range(BYTES, len(texts)))))
+        constraint = source if isinstance(source, Constraint) else Constraint("lark", source)
+        grammar, _ = translate(constraint, self._vocabulary)
+        self._start = self._vocabulary.build(grammar)
+        self._counts = "max_tokens" in grammar
+
+    def begin(self) -> GrammarMatcher:
+        """Return the start of an answer, which `STOP` ends."""
+        return GrammarMatcher(self._start, self._vocabulary.stop, [STOP], counts=self._counts)
+
+    def allows(self, pieces: Iterable[str | int]) -> bool:
+        """Whether an answer may be these texts and markers."""
+        one = self.begin()
+        for piece in pieces:
+            for token in [piece] if isinstance(piece, int) else piece.encode():
+                if one.ended or token not in tokens_of(one, self.num_tokens):
+                    return False
+                one.append(token)
+        return one.ended or STOP in tokens_of(one, self.num_tokens)
+
+
+FIRST_MARKER = BYTES + 1

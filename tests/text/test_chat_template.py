@@ -203,10 +203,18 @@ def test_template_size_is_bounded(template: Make) -> None:
         template("x" * (MAX_TEMPLATE_CHARS + 1))
 
 
+def test_a_template_may_append_to_lists_of_its_own(template: Make) -> None:
+    source = "{% set ns = namespace(ids=[]) %}{% set _ = ns.ids.append('a') %}{{ ns.ids | length }}"
+    one = template(source)
+    assert [one.render(USER) for _ in range(3)] == ["1", "1", "1"]
+
+
 @pytest.mark.parametrize(
     "source",
     [
-        "{{ messages.append(1) }}",
+        "{{ messages.extend([1]) }}",
+        "{{ messages.clear() }}",
+        "{{ namespace().__init__.__globals__ }}",
         "{{ messages[0].__class__.__mro__ }}",
         "{{ ''.__class__ }}",
         "{{ raise_exception.__globals__ }}",

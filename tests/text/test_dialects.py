@@ -6,14 +6,12 @@ import json
 import re
 from typing import Any
 
-import numpy as np
 import pytest
+from helpers.grammars import FIRST_MARKER, MarkedGrammar
 
-from kvik.core.structured import Constraint
+from kvik.core.structured import Regex
 from kvik.errors import ParamError
 from kvik.text.dialects import BY_NAME, DIALECTS, PLACE, Dialect, ToolFormat, dialect_of
-from kvik.text.grammar import GrammarVocabulary, TokenBytes, translate
-from kvik.text.matcher import GrammarMatcher
 from kvik.text.tool_calls import AnswerDelta, ToolCallParser
 from kvik.text.tool_grammar import ToolGrammar, ToolMode, tool_of
 
@@ -92,7 +90,7 @@ def markers(dialect: Dialect) -> list[str]:
 
 
 def form(dialect: Dialect, *, tokens: bool) -> ToolFormat:
-    ids = {text: 257 + i for i, text in enumerate(markers(dialect))} if tokens else {}
+    ids = {text: FIRST_MARKER + i for i, text in enumerate(markers(dialect))} if tokens else {}
     return ToolFormat(dialect, ids, ())
 
 
@@ -162,31 +160,15 @@ def test_unknown_tools_are_text() -> None:
 
 
 class Allowed:
-    """Walks texts through a grammar, byte by byte, markers as tokens."""
+    """Whether the grammar of a dialect allows a text."""
 
     def __init__(self, made: ToolFormat, choice: ToolMode, *, one: bool = False) -> None:
-        self.made = made
-        texts = [bytes([i]) for i in range(256)] + [b"\xff<end>"]
-        texts += [b"\xff" + marker.encode() for marker in made.ids]
-        self.vocabulary = GrammarVocabulary(TokenBytes(texts, list(range(256, len(texts)))))
+        self._made = made
         source = ToolGrammar(made).grammar(list(TOOLS.values()), choice, one=one)
-        self.start = self.vocabulary.build(
-            translate(Constraint("lark", source), self.vocabulary)[0]
-        )
+        self._grammar = MarkedGrammar(source, made.ids)
 
     def __call__(self, text: str) -> bool:
-        one = GrammarMatcher(self.start, self.vocabulary.stop, [256])
-        for piece in self.made.pieces(text):
-            for token in [piece] if isinstance(piece, int) else piece.encode():
-                if one.ended or not self._may(one, token):
-                    return False
-                one.append(token)
-        return one.ended or self._may(one, 256)
-
-    @staticmethod
-    def _may(one: GrammarMatcher, token: int) -> bool:
-        bits = np.unpackbits(one.mask().view(np.uint8), bitorder="little")
-        return bool(bits[token])
+        return self._grammar.allows(self._made.pieces(text))
 
 
 @pytest.mark.parametrize("tokens", [False, True], ids=["spelled", "tokens"])
@@ -211,6 +193,22 @@ def test_the_grammar_allows_calls_and_binds_them(dialect: Dialect, tokens: bool)
     assert single(one) and single(both) == (not dialect.several)
     never = Allowed(made, "none")
     assert never("Only text.") and not never(one)
+
+
+@pytest.mark.parametrize("tokens", [False, True], ids=["spelled", "tokens"])
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda one: one.name)
+def test_a_text_in_place_of_calls_may_be_bound(dialect: Dialect, tokens: bool) -> None:
+    made = form(dialect, tokens=tokens)
+    calls = written(dialect, CALLS)
+
+    def allows(choice: ToolMode, text: str) -> bool:
+        source = ToolGrammar(made).grammar(list(TOOLS.values()), choice, answer=True)
+        whole = Regex("[0-9]+ days").within(source)
+        return MarkedGrammar(whole, made.ids).allows(made.pieces(text))
+
+    assert allows("auto", "12 days") and allows("auto", calls) and not allows("auto", "12 ways")
+    assert allows("none", "12 days") and not allows("none", calls) and not allows("none", "")
+    assert not allows("auto", "12 days" + calls)
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import pytest
-from helpers.grammars import STOP, accepts, byte_vocabulary, matcher, structure, tokens_of
+from helpers.grammars import (
+    FIRST_MARKER,
+    STOP,
+    MarkedGrammar,
+    accepts,
+    byte_vocabulary,
+    matcher,
+    structure,
+    tokens_of,
+)
 
 from kvik.core.structured import Constraint
+from kvik.text.answer_format import MarkedFormat
 from kvik.text.dialects import BY_NAME, ToolFormat
 from kvik.text.grammar import GrammarVocabulary, TokenBytes, translate
 from kvik.text.matcher import GrammarMatcher
-from kvik.text.thoughts import AnswerParser, ThoughtFormat
+from kvik.text.thoughts import AnswerParser, Thought, ThoughtFormat
 from kvik.text.tokenizer import Tokenizer
 from kvik.text.tool_calls import AnswerDelta, ToolCallParser
-from kvik.text.tool_grammar import tool_of
+from kvik.text.tool_grammar import ToolMode, tool_of
 
 FORMAT = ThoughtFormat("<think>", "</think>")
 TOKENS = ThoughtFormat("<think>", "</think>", {"<think>": 7, "</think>": 8})
@@ -26,7 +36,8 @@ def parser(
     if tools:
         tool, _ = tool_of("f", None, strict=False)
         calls = ToolCallParser(ToolFormat(BY_NAME["hermes"], {}, ()), {"f": tool})
-    return AnswerParser(form, begun, calls)
+    opener = "<tool_call>" if tools else ""
+    return AnswerParser(form, begun, calls, opener)
 
 
 def read(one: AnswerParser, *parts: str) -> tuple[str, str, str]:
@@ -63,11 +74,50 @@ def test_thoughts_are_read_apart(begun: bool | None, text: str, thought: str, an
         assert read(parser(begun), text[:cut], text[cut:]) == (thought, answer, ""), cut
 
 
-def test_calls_come_behind_thoughts() -> None:
-    text = f"<think>\nI call {CALL}?\n</think>\n\nNow:\n{CALL}"
-    for cut in range(len(text)):
-        found = read(parser(None, tools=True), text[:cut], text[cut:])
-        assert found == (f"I call {CALL}?", "Now:", '{"a": 1}'), cut
+def test_calls_come_behind_thoughts_and_end_them() -> None:
+    behind = f"<think>\nI <tool call?\n</think>\n\nNow:\n{CALL}"
+    within = f"<think>\nI <tool call?\n{CALL}"
+    for cut in range(len(behind)):
+        found = read(parser(None, tools=True), behind[:cut], behind[cut:])
+        assert found == ("I <tool call?", "Now:", '{"a": 1}'), cut
+    for cut in range(len(within)):
+        found = read(parser(None, tools=True), within[:cut], within[cut:])
+        assert found == ("I <tool call?", "", '{"a": 1}'), cut
+
+
+@pytest.mark.parametrize("tokens", [False, True], ids=["spelled", "tokens"])
+def test_the_opener_of_a_call_ends_a_thought(tokens: bool) -> None:
+    """And not its budget, nor where calls are not allowed."""
+    names = ["<think>", "</think>", "<tool_call>", "</tool_call>"] if tokens else []
+    ids = {text: FIRST_MARKER + i for i, text in enumerate(names)}
+    thoughts = ThoughtFormat("<think>", "</think>", dict(list(ids.items())[:2]))
+    calls = ToolFormat(BY_NAME["hermes"], dict(list(ids.items())[2:]), ())
+    form = MarkedFormat(thoughts, calls)
+    tool, _ = tool_of("f", None, strict=False)
+
+    def allows(choice: ToolMode, text: str, begun: bool = False, budget: int | None = None) -> bool:
+        thought = Thought(begun, budget)
+        source = form.call_grammar([tool], choice, one=False, thought=thought)
+        whole = ToolFormat(BY_NAME["hermes"], ids, ())
+        return MarkedGrammar(source, ids).allows(whole.pieces(text))
+
+    for choice in ("auto", "required"):
+        assert allows(choice, f"<think>so{CALL}") and allows(choice, f"so{CALL}", begun=True)
+        assert allows(choice, f"<think>so</think>\n\n{CALL}") and allows(choice, CALL)
+        assert not allows(choice, "so", begun=True)
+        if tokens or choice == "required":  # spelled, it may be a text
+            assert not allows(choice, "<think>so")
+    assert allows("auto", "<think>so</think>yes") and not allows("required", "<think>a</think>b")
+    assert not allows("none", f"<think>so{CALL}") and allows("none", "<think>so</think>yes")
+    if tokens:
+        assert allows("auto", f"<think>so{CALL}", budget=2)
+        assert not allows("auto", f"<think>so {CALL}", budget=2)
+        opener, close = ids["<tool_call>"], ids["</think>"]
+        first = ids["<think>"]
+        assert form.num_thought_tokens([first, 1, 2, opener, 4], None) == 3
+        assert form.num_thought_tokens([first, 1, close, 4], None) == 3
+        assert form.num_thought_tokens([1, 2], True) == 2
+        assert form.num_thought_tokens([1, 2], None) == 0
 
 
 def test_markers_that_are_tokens_count_as_tokens_alone() -> None:
@@ -100,7 +150,8 @@ def test_what_an_answer_must_be_begins_behind_the_thought(
     begun: bool | None, allowed: list[str], refused: list[str]
 ) -> None:
     for value in ({"regex": "[0-9]+"}, {"json": {"type": "integer"}}):
-        constraint = structure(value).behind(FORMAT.rules(begun=begun is True))
+        rules = FORMAT.rules(Thought(begun is True))
+        constraint = structure(value).within(f"start: thought @answer\n{rules}")
         grammar, _ = translate(constraint, byte_vocabulary())
         start = byte_vocabulary().build(grammar)
 
@@ -129,7 +180,8 @@ def test_a_budget_ends_a_thought_and_not_the_answer() -> None:
     texts = [bytes([i]) for i in range(256)] + [b"\xff<end>", b"\xff<think>", b"\xff</think>"]
     vocabulary = GrammarVocabulary(TokenBytes(texts, [256, 257, 258]))
     form = ThoughtFormat("<think>", "</think>", {"<think>": 257, "</think>": 258})
-    free = Constraint("lark", form.anything).behind(form.rules(begun=False, budget=4))
+    rules = form.rules(Thought(budget=4))
+    free = Constraint("lark", form.anything).within(f"start: thought @answer\n{rules}")
     start = vocabulary.build(translate(free, vocabulary)[0])
     for supposed in (False, True):
         one = GrammarMatcher(start, vocabulary.stop, [256], counts=True)

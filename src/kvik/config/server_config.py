@@ -93,6 +93,12 @@ class ServerConfig:
         Flag(),
         "accept any name of the model in requests, and answer with the name asked for",
     )
+    tool_format: str = option(
+        "auto",
+        Text("a name of letters, digits and points", r"[a-z0-9.-]+", "NAME"),
+        "format in which the model writes tool calls (docs/structured-output.md lists them); auto: "
+        "found by its chat template; none: tools are refused",
+    )
     admin_port: int | None = option(
         None,
         PORT,

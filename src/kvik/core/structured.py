@@ -37,7 +37,8 @@ class Constraint:
         whitespace: JSON may have spaces and line breaks between its tokens; else it is laid out as
             `json.dumps` does.
         name: of the field that has it, for errors.
-        thought: rule `thought` in Lark, of what comes before; "": nothing does.
+        around: a grammar in Lark of all that the answer may have, in which `@answer` is this text;
+            "": it has nothing else.
     """
 
     kind: ConstraintKind
@@ -45,16 +46,16 @@ class Constraint:
     strict: bool = False
     whitespace: bool = False
     name: str = field(default="structured", compare=False)
-    thought: str = ""
+    around: str = ""
 
     def called(self, name: str) -> Constraint:
         """Return the same as the field `name` has it."""
         whole = (self.kind, self.source, self.strict, self.whitespace)
-        return Constraint(*whole, name, self.thought)
+        return Constraint(*whole, name, self.around)
 
-    def behind(self, thought: str) -> Constraint:
-        """Return the same behind a thought."""
-        return replace(self.called(self.name), thought=thought)
+    def within(self, around: str) -> Constraint:
+        """Return the same as a part of another grammar; see `around`."""
+        return replace(self.called(self.name), around=around)
 
 
 # What an engine needs to follow structured texts; `kvik.text.matcher` has it.

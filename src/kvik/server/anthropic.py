@@ -41,7 +41,7 @@ from kvik.server.server import Server
 from kvik.server.texts import Texts
 from kvik.server.tools import PLAIN_ANSWER, AnswerForm, Function, ToolUse, check_budget
 from kvik.server.unhonoured import SAMPLING, Table, missing
-from kvik.text.thoughts import AnswerParser
+from kvik.text.answer_format import AnswerReader
 from kvik.text.tool_calls import AnswerDelta
 from kvik.text.tool_grammar import ToolMode
 
@@ -372,7 +372,7 @@ class MessageFormat(ResponseFormat):
         return "max_tokens", None
 
 
-def _blocks(parser: AnswerParser, text: str) -> list[AnswerBlock]:
+def _blocks(parser: AnswerReader, text: str) -> list[AnswerBlock]:
     """Return the parts of a whole answer. Arguments that were cut off are none."""
     deltas = [*parser.push(text), *parser.close()]
     found = "".join(delta.text for delta in deltas)
@@ -421,7 +421,7 @@ def tool_use(request: Request, body: CountRequest, texts: Texts) -> ToolUse | No
     named = asked.type == "tool"
     choices: Mapping[str, ToolMode] = {"any": "required", "tool": "required", "none": "none"}
     return ToolUse.of(
-        texts.tool_format,
+        texts.form,
         functions,
         choice=choices.get(asked.type, "auto"),
         allowed=[asked.name or ""] if named else None,
@@ -447,7 +447,7 @@ async def messages(server: Server, request: Request, body: MessageRequest) -> Re
     budget = _thinking(body, texts)
     prompt = await make_prompt(texts, conversation, use, body.variables)
     anew = not conversation.continues
-    answer = AnswerForm.behind(prompt.text, texts.thoughts, use, anew=anew, budget=budget)
+    answer = AnswerForm.behind(prompt.text, texts.form, use, anew=anew, budget=budget)
     params = answer.constrained(params)
     with rename_fields(stop="stop_sequences"):
         generation = await server.generations.start(
@@ -495,9 +495,9 @@ def _thinking(body: CountRequest, texts: Texts) -> int | None:
     asked = body.thinking
     if asked is None or asked.type == "disabled":
         return None
-    if texts.thoughts is None and asked.type == "enabled":
+    if not texts.form.thinks and asked.type == "enabled":
         raise ParamError("thinking", "this model has no thoughts")
-    check_budget("thinking", asked.budget_tokens, texts.thoughts)
+    check_budget("thinking", asked.budget_tokens, texts.form)
     return asked.budget_tokens
 
 

@@ -7,15 +7,20 @@ import copy
 import secrets
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 
 from kvik.core.sampling_params import SamplingParams
 from kvik.errors import ModelError, Overflow, OverloadError, ParamError
+from kvik.text.answer_format import (
+    AUTO,
+    PLAIN_FORMAT,
+    AnswerFormat,
+    answer_format,
+    check_tool_format,
+)
 from kvik.text.chat_template import ChatTemplate
-from kvik.text.dialects import ToolFormat, dialect_of
 from kvik.text.grammar_check import GrammarCheck
-from kvik.text.thoughts import ThoughtFormat
 from kvik.text.tokenizer import Tokenizer
 
 
@@ -171,17 +176,23 @@ class Texts:
     Args:
         tokenizer: None if the model has none; then prompts must be token ids.
         max_model_len: tokens of prompt and output together.
+        tool_format: one of `TOOL_FORMATS`: that of the model's tool calls.
+
+    Raises:
+        ConfigError: there is no such format, or the tokenizer lacks its markers.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, max_model_len: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, max_model_len: int, tool_format: str = AUTO
+    ) -> None:
+        check_tool_format(tool_format)
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self._threads = ThreadPoolExecutor(THREADS, "tokenize")
         self._places = FairSemaphore(THREADS)
         self._quota = TextQuota(MAX_WAITING_CHARS, MAX_TENANT_CHARS)
         self._templates: Templates | None = None
-        self.tool_format: ToolFormat | None = None  # None: the template writes no tool calls
-        self.thoughts: ThoughtFormat | None = None  # None: the template knows none
+        self._format: Future[AnswerFormat] = Future()
         self._grammars = None if tokenizer is None else GrammarCheck(tokenizer)
         self._checks = FairSemaphore(1)
         self._no_template = "this model has no tokenizer"
@@ -192,11 +203,18 @@ class Texts:
                 self._templates = Templates(lambda: ChatTemplate(*source))
             except ModelError as error:
                 self._no_template = str(error)
-            dialect = dialect_of(tokenizer.chat_template or "")
-            if dialect is not None:
-                self.tool_format = ToolFormat.of(dialect, tokenizer)
-            self.thoughts = ThoughtFormat.of(tokenizer.chat_template or "", tokenizer)
+        if tokenizer is not None and tool_format == AUTO:
+            # It renders probes, while the engine loads.
+            self._format = self._threads.submit(answer_format, tokenizer)
+        else:
+            found = PLAIN_FORMAT if tokenizer is None else answer_format(tokenizer, tool_format)
+            self._format.set_result(found)
         self._tenant = ""
+
+    @property
+    def form(self) -> AnswerFormat:
+        """The format of the model's answers."""
+        return self._format.result()
 
     def of(self, tenant: str) -> Texts:
         """Return the same for another tenant; tenants share threads and processes fairly."""
@@ -275,10 +293,14 @@ class Texts:
         if self._templates is None:
             raise ParamError("messages", f"cannot be rendered: {self._no_template}")
         num_chars = sum(len(str(message.get("content"))) for message in messages)
+        given = [
+            self.form.for_template(message) if message.get("tool_calls") else message
+            for message in messages
+        ]
         try:
             with self._quota.reserve(self._tenant, num_chars):
                 return await self._templates.render(
-                    messages,
+                    given,
                     add_generation_prompt=add_generation_prompt,
                     tools=tools,
                     variables=variables,

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.structured import MAX_SOURCE_BYTES, Constraint
 from kvik.errors import ParamError
+from kvik.text.answer_format import PLAIN_FORMAT, AnswerFormat, AnswerReader
 from kvik.text.detokenizer import NO_MARKS
-from kvik.text.dialects import ToolFormat
-from kvik.text.thoughts import AnswerParser, ThoughtFormat
-from kvik.text.tool_calls import ToolCallParser
-from kvik.text.tool_grammar import Tool, ToolGrammar, ToolMode, tool_of
+from kvik.text.thoughts import Thought
+from kvik.text.tool_grammar import Tool, ToolMode, tool_of
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -58,7 +57,7 @@ class ToolUse:
         unenforced: parts of schemas that arguments need not satisfy.
     """
 
-    form: ToolFormat
+    form: AnswerFormat
     functions: tuple[Function, ...]
     tools: Mapping[str, Tool]
     choice: ToolMode
@@ -69,7 +68,7 @@ class ToolUse:
     @classmethod
     def of(
         cls,
-        form: ToolFormat | None,
+        form: AnswerFormat,
         functions: Sequence[Function],
         *,
         choice: ToolMode = "auto",
@@ -79,15 +78,16 @@ class ToolUse:
     ) -> ToolUse:
         """
         Args:
-            form: how the model writes calls; None: it is not known.
+            form: of the model's answers.
             allowed: names of those that may be called; None: all.
 
         Raises:
             ParamError: there are too many, a name is odd, doubled or not known, a schema cannot be
                 used, or the model writes no calls.
         """
-        if form is None:
-            raise ParamError("tools", "the chat template of this model knows no tools")
+        if not form.calls:
+            reason = "the chat template of this model writes no tool calls that are known"
+            raise ParamError("tools", f"{reason}; the server's --tool-format names their format")
         if len(functions) > MAX_TOOLS:
             raise ParamError("tools", f"at most {MAX_TOOLS} tools, not {len(functions)}")
         tools: dict[str, Tool] = {}
@@ -110,11 +110,25 @@ class ToolUse:
             raise ParamError("tools", f"may have at most {2 * MAX_SOURCE_BYTES} bytes in all")
         return found
 
-    def constraint(self) -> Constraint:
-        """Return what the answer must be."""
-        tools = list(self.tools.values())
-        source = ToolGrammar(self.form).grammar(tools, self.choice, one=self.one)
-        return Constraint("lark", source, name="tools")
+    def constraint(
+        self, thought: Thought | None = None, text: Constraint | None = None
+    ) -> Constraint:
+        """Return what the answer must be.
+
+        Args:
+            thought: that may come before; None: nothing does.
+            text: what its text must be; None: any.
+        """
+        source = self.form.call_grammar(
+            list(self.tools.values()),
+            self.choice,
+            one=self.one,
+            answer=text is not None,
+            thought=thought,
+        )
+        if text is None or self.choice == "required":
+            return Constraint("lark", source, name="tools")
+        return text.within(source)
 
     def described(self) -> list[dict[str, Any]]:
         """Return the tools as chat templates take them."""
@@ -127,13 +141,12 @@ class AnswerForm:
 
     Attributes:
         use: the tools that may be called; None: there are none.
-        thoughts: None: the model has none.
         begun: whether the prompt leaves a thought open; None: the answer may begin with one.
         budget: the most tokens of a thought; None: any.
     """
 
     use: ToolUse | None = None
-    thoughts: ThoughtFormat | None = None
+    form: AnswerFormat = PLAIN_FORMAT
     begun: bool | None = None
     budget: int | None = None
 
@@ -141,7 +154,7 @@ class AnswerForm:
     def behind(
         cls,
         prompt: str,
-        thoughts: ThoughtFormat | None,
+        form: AnswerFormat,
         use: ToolUse | None,
         *,
         anew: bool,
@@ -152,64 +165,63 @@ class AnswerForm:
             prompt: the text of it.
             anew: the answer begins behind it. If not, it goes on with one, in a thought or not.
         """
-        begun = None if thoughts is None else thoughts.begun(prompt)
-        return cls(use, thoughts, begun if anew or begun else False, budget)
+        begun = form.begun(prompt)
+        return cls(use, form, begun if anew or begun else False, budget)
 
-    def parser(self) -> AnswerParser:
+    def parser(self) -> AnswerReader:
         """Return the parser of one answer."""
-        use = self.use
-        calls = None if use is None else ToolCallParser(use.form, use.tools)
-        return AnswerParser(self.thoughts, self.begun, calls)
+        return self.form.parser(self.begun, self._tools)
+
+    @property
+    def _tools(self) -> Mapping[str, Tool] | None:
+        return None if self.use is None or self.use.choice == "none" else self.use.tools
 
     @property
     def plain(self) -> bool:
         """Whether an answer is text alone."""
-        return self.use is None and (self.thoughts is None or self.begun is False)
+        return self.use is None and not self._thinks
 
     @property
-    def thought_end(self) -> int | None:
-        """The token that ends a thought; None: there is none, or it is no token."""
-        thinks = self.thoughts is not None and self.begun is not False
-        return self.thoughts.ids.get(self.thoughts.close) if thinks and self.thoughts else None
+    def _thinks(self) -> bool:
+        return self.form.thinks and self.begun is not False
+
+    @property
+    def count_thoughts(self) -> Callable[[Sequence[int]], int] | None:
+        """Counts the tokens of an answer that are a thought; None: they cannot be counted."""
+        if not self._thinks or not self.form.bounded:
+            return None
+        return lambda token_ids: self.form.num_thought_tokens(token_ids, self.begun)
 
     @property
     def marks(self) -> Mapping[int, str]:
         """What is written for the tokens of markers."""
-        if self.plain:
-            return NO_MARKS
-        calls = {} if self.use is None else self.use.form.marks
-        return calls | ({} if self.thoughts is None else self.thoughts.marks)
+        return NO_MARKS if self.plain else self.form.marks(calls=self._tools is not None)
 
     def constrained(self, params: SamplingParams) -> SamplingParams:
         """Return the parameters of an answer that calls tools as they may be called, and that says
-        what it must behind a thought.
-
-        Raises:
-            ParamError: it must be something, and may call tools.
-        """
+        what it must behind a thought."""
         asked = params.structured
+        thought = Thought(self.begun is True, self.budget) if self._thinks else None
         if self.use is not None:
-            if asked is not None:
-                raise ParamError(asked.name, "cannot be combined with tools")
-            asked = self.use.constraint()
-        if self.thoughts is not None and self.begun is not False:
+            asked = self.use.constraint(thought, asked)
+        elif thought is not None:
             if asked is None and self.budget is not None:
-                asked = Constraint("lark", self.thoughts.anything, name="thinking")
+                asked = Constraint("lark", self.form.anything, name="thinking")
             if asked is not None:
-                rules = self.thoughts.rules(begun=self.begun is True, budget=self.budget)
-                asked = asked.behind(rules)
+                rules = self.form.thought_rules(thought)
+                asked = asked.within(f"start: thought @answer\n{rules}")
         if asked is None:
             return params
         return params.with_changes(structured=asked)
 
 
-def check_budget(name: str, budget: int | None, thoughts: ThoughtFormat | None) -> None:
+def check_budget(name: str, budget: int | None, form: AnswerFormat) -> None:
     """Raise `ParamError` if the thoughts of a model cannot be bounded by tokens.
 
     Args:
         name: of the field.
     """
-    if budget is not None and (thoughts is None or not thoughts.ids):
+    if budget is not None and not form.bounded:
         raise ParamError(name, "this model has no thoughts between tokens of their own")
 
 

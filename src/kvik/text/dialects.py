@@ -181,7 +181,7 @@ DIALECTS = (
     ),
     Dialect(
         "pythonic-tokens",
-        ("<|tool_list_start|>",),
+        ("List of tools: ",),
         "{name}({arguments})",
         begin="<|tool_call_start|>[",
         between=", ",
@@ -286,6 +286,10 @@ class ToolFormat:
         for part in re.split(f"({'|'.join(map(re.escape, longest))})", text):
             if part:
                 yield self.ids.get(part, part)
+
+    @property
+    def opener_is_token(self) -> bool:
+        return self.opener in self.ids
 
     @property
     def opener(self) -> str:

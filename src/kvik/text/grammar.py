@@ -165,8 +165,8 @@ def translate(constraint: Constraint, vocabulary: GrammarVocabulary) -> tuple[st
     Raises:
         ParamError: it cannot be used; the message says why.
     """
-    if constraint.thought:
-        return _behind(constraint, vocabulary)
+    if constraint.around:
+        return _within(constraint, vocabulary)
     source = constraint.source
     try:
         if constraint.kind == "json":
@@ -190,14 +190,14 @@ def translate(constraint: Constraint, vocabulary: GrammarVocabulary) -> tuple[st
     return grammar, []
 
 
-def _behind(constraint: Constraint, vocabulary: GrammarVocabulary) -> tuple[str, list[str]]:
-    """The grammar of an answer behind a thought."""
-    grammar, unenforced = translate(replace(constraint, thought=""), vocabulary)
+def _within(constraint: Constraint, vocabulary: GrammarVocabulary) -> tuple[str, list[str]]:
+    """The grammar of a text and what is around it."""
+    grammar, unenforced = translate(replace(constraint, around=""), vocabulary)
     inner = [{"lark_grammar": grammar}]
     if grammar.startswith("{"):
         inner = json.loads(grammar)["grammars"]
     inner[0]["name"] = "answer"
-    whole = {"name": "whole", "lark_grammar": f"start: thought @answer\n{constraint.thought}"}
+    whole = {"name": "whole", "lark_grammar": constraint.around}
     grammar = json.dumps({"grammars": [whole, *inner]})
     vocabulary.build(grammar)
     return grammar, unenforced

@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable
 from datetime import datetime
+from typing import Any
 
 import msgspec
 from jinja2 import Template, TemplateError, nodes
@@ -40,6 +41,14 @@ class Rendered(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""
 
 
+class Sandbox(ImmutableSandboxedEnvironment):
+    """Templates change nothing but lists, of one rendering, which some of them append to."""
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        appends = isinstance(obj, list) and attr == "append"
+        return appends or super().is_safe_attribute(obj, attr, value)
+
+
 class GenerationTag(Extension):
     """`{% generation %}`: marks what the assistant wrote; it renders as its content."""
 
@@ -60,7 +69,7 @@ def compiled(source: str) -> Template:
     Raises:
         Exception: of any kind, as constants are computed while compiling.
     """
-    environment = ImmutableSandboxedEnvironment(
+    environment = Sandbox(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=["jinja2.ext.loopcontrols", GenerationTag],

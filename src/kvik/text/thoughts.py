@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from kvik.text.dialects import FIRST_MARK, MAX_MARKS, other_markup
 from kvik.text.tokenizer import Tokenizer
 from kvik.text.tool_calls import AnswerDelta, ToolCallParser, overlap
-from kvik.text.tool_grammar import id_ranges
+from kvik.text.tool_grammar import text_rules
 
 MARKERS = (
     ("<think>", "</think>"),
@@ -18,6 +18,25 @@ MARKERS = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
 )
 MAX_GAP = 3  # line breaks and spaces between a thought and its answer
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """That a thought may come before an answer.
+
+    Attributes:
+        begun: the prompt leaves one open. Else there may be none.
+        budget: the most tokens of it; None: any.
+    """
+
+    begun: bool = False
+    budget: int | None = None
+
+    @property
+    def inside(self) -> str:
+        """Rule `inside`, in Lark."""
+        bound = "" if self.budget is None else f"[max_tokens={self.budget}]"
+        return f"inside{bound}: /(.|\\n)*/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,31 +77,32 @@ class ThoughtFormat:
             return True
         return False if end.endswith(self.close) else None
 
-    def rules(self, *, begun: bool, budget: int | None = None) -> str:
-        """Return the rule `thought` in Lark, of what comes before an answer.
-
-        Args:
-            begun: the prompt leaves one open. Else there may be none.
-            budget: the most tokens of it; only where the markers are tokens. None: any.
-        """
+    def rules(self, thought: Thought) -> str:
+        """Return the rule `thought` in Lark, of what comes before an answer. Only where the markers
+        are tokens it keeps a budget."""
         gap = f"/[ \\n]{{0,{MAX_GAP}}}/"
         if self.ids:
-            first, last = (f"<[{self.ids[marker]}]>" for marker in (self.open, self.close))
-            inside = "" if budget is None else f"[max_tokens={budget}]"
-            rest = f"inside {last} {gap}"
-            rule = f"thought: {rest}" if begun else f"thought: ({first} {rest})?"
-            return f"{rule}\ninside{inside}: /(.|\\n)*/"
-        close = f"closed[lazy]: /(.|\\n)*/ {json.dumps(self.close)}"
-        rest = f"closed {gap}"
-        if begun:
-            return f"thought: {rest}\n{close}"
-        return f"thought: ({json.dumps(self.open)} {rest})?\n{close}"
+            rest, rule = f"inside <[{self.ids[self.close]}]> {gap}", thought.inside
+        else:
+            rest = f"closed {gap}"
+            rule = f"closed[lazy]: /(.|\\n)*/ {json.dumps(self.close)}"
+        whole = rest if thought.begun else f"({self._first} {rest})?"
+        return f"thought: {whole}\n{rule}"
+
+    def unclosed(self, thought: Thought) -> str:
+        """Return the beginning of a thought, in Lark, up to what may end it in place of its
+        marker."""
+        first = "" if thought.begun else self._first
+        return f"{first} inside" if self.ids else first
+
+    @property
+    def _first(self) -> str:
+        return f"<[{self.ids[self.open]}]>" if self.ids else json.dumps(self.open)
 
     @property
     def anything(self) -> str:
         """Any text, in Lark: what an answer is where only its thought is bounded."""
-        others = f" | <[{id_ranges(self.others)}]>" if self.others else ""
-        return f"start: (TEXT{others})*\nTEXT: /(.|\\n)+/"
+        return "\n".join(["start: text", *text_rules(self.others)])
 
 
 class AnswerParser:
@@ -93,6 +113,7 @@ class AnswerParser:
         thoughts: None: there are none.
         begun: the prompt leaves a thought open; None: the answer may begin with one.
         calls: reads tool calls; None: there are none.
+        opener: of calls, where it ends a thought; "": it does not.
     """
 
     def __init__(
@@ -100,8 +121,10 @@ class AnswerParser:
         thoughts: ThoughtFormat | None,
         begun: bool | None,
         calls: ToolCallParser | None,
+        opener: str = "",
     ) -> None:
         self._calls = calls
+        self._opener = opener
         self._open, self._close = "", ""
         self._state = "answer"
         if thoughts is not None and begun is not False:
@@ -150,13 +173,16 @@ class AnswerParser:
 
     def _thought(self, *, closed: bool) -> list[AnswerDelta]:
         """Hand out a thought, without the white space around it."""
-        place = self._held.find(self._close)
-        if place >= 0:
-            thought, self._held = self._held[:place], self._held[place + len(self._close) :]
+        ends = [self._close, self._opener] if self._opener else [self._close]
+        places = {place: end for end in ends if (place := self._held.find(end)) >= 0}
+        if places:
+            place = min(places)
+            skipped = len(self._close) if places[place] == self._close else 0
+            thought, self._held = self._held[:place], self._held[place + skipped :]
             self._state = "gap"
             thought = thought.rstrip()
         else:
-            kept = 0 if closed else overlap(self._held, self._close)
+            kept = 0 if closed else max(overlap(self._held, end) for end in ends)
             thought = self._held[: len(self._held) - kept].rstrip()
             self._held = self._held[len(thought) :]
         if thought and not self._begun_thought:

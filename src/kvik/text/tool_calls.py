@@ -176,7 +176,7 @@ class ToolCallParser:
         if not made and dialect.short_ids:
             letters = string.ascii_letters + string.digits
             made = "".join(secrets.choice(letters) for _ in range(9))
-        made = made or f"call_{secrets.token_hex(12)}"
+        made = made or random_call_id()
         self._found.append(AnswerDelta(index=self.num_calls, id=made, name=name))
         self.num_calls += 1
         self._drop(self._at)
@@ -327,6 +327,10 @@ class ToolCallParser:
             if self._at < len(self._text) or self._closed:
                 return True
             yield
+
+
+def random_call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
 
 
 def overlap(text: str, marker: str) -> int:

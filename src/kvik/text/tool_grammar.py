@@ -35,12 +35,24 @@ class ToolGrammar:
     def __init__(self, form: ToolFormat) -> None:
         self._form = form
 
-    def grammar(self, tools: Sequence[Tool], choice: ToolMode, *, one: bool = False) -> str:
+    def grammar(
+        self,
+        tools: Sequence[Tool],
+        choice: ToolMode,
+        *,
+        one: bool = False,
+        answer: bool = False,
+        thought: str = "",
+        unclosed: str | None = None,
+    ) -> str:
         """Return a grammar, in Lark as llguidance reads it, of answers that may call tools.
 
         Args:
             choice: calls may come (text before them, too), must come, or must not.
             one: at most one call.
+            answer: text is another grammar's, `@answer`, in place of calls.
+            thought: rule `thought`, of what comes before an answer; "": nothing does.
+            unclosed: the beginning of a thought that the opener of a call ends; None: none may.
         """
         dialect, rules = self._form.dialect, []
         names = []
@@ -52,10 +64,9 @@ class ToolGrammar:
         more = "" if one or not dialect.several else f"({self._lark(dialect.between)} {call})*"
         rest = f"{more} {self._lark(dialect.end)}"
         rules.append(f"calls: {self._lark(dialect.begin)} {call} {rest}")
-        first = next(self._form.pieces(opener))
-        if isinstance(first, int):
-            others = f" | <[{id_ranges(self._form.others)}]>" if self._form.others else ""
-            rules += [f"text: (TEXT{others})*", "TEXT: /(.|\\n)+/"]
+        opened = "calls"
+        if self._form.opener_is_token:
+            rules += text_rules(self._form.others)
             start = {"auto": "text calls?", "required": "calls", "none": "text"}[choice]
         elif dialect.bare:
             rules += [f"TEXT: /(|[^{re.escape(opener[0])}\\s](.|\\n)*)/"]
@@ -71,7 +82,15 @@ class ToolGrammar:
                 f"opened[lazy]: /(.|\\n)*/ {json.dumps(opener)}",
                 f"behind: ({' | '.join(first_calls)}) {rest}",
             ]
+            opened = "opened behind"
             start = {"auto": "TEXT | opened behind", "required": "calls", "none": "TEXT"}[choice]
+        if answer:
+            start = {"auto": "@answer | calls", "required": "calls", "none": "@answer"}[choice]
+        if thought:
+            start = f"thought ({start})"
+            if unclosed is not None and choice != "none":
+                start += f" | {unclosed} {opened}"
+            rules.append(thought)
         return "\n".join([f"start: {start}", *rules])
 
     def _lark(self, text: str) -> str:
@@ -102,7 +121,7 @@ class ToolGrammar:
             return rules + list(_keywords(f"args_{i}", tool.parameters))
         if self._form.dialect.parameter:
             return rules + self._parameter_rules(f"args_{i}", tool.parameters)
-        return [*rules, f"args_{i}: {_json(tool.parameters)}"]
+        return [*rules, f"args_{i}: {json_rule(tool.parameters)}"]
 
     def _parameter_rules(self, rule: str, schema: Mapping[str, Any]) -> list[str]:
         properties, required = _properties(schema)
@@ -112,7 +131,7 @@ class ToolGrammar:
             head = self._lark(before + key + middle)
             if not is_text(inner):
                 named = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-                value = f"{_json({**named, **inner})} {self._lark(after)}"
+                value = f"{json_rule({**named, **inner})} {self._lark(after)}"
             elif marker := next((m for m in self._form.ids if m in after), ""):
                 before_it, _, rest = after.partition(marker)
                 value = f"/(.|\\n)*{_regex(before_it)}/ {self._lark(marker + rest)}"
@@ -139,7 +158,8 @@ def _properties(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[
     return properties if isinstance(properties, Mapping) else {}, required
 
 
-def _json(schema: Any) -> str:
+def json_rule(schema: Any) -> str:
+    """Return a schema as part of a rule."""
     options = {"x-guidance": LAYOUT}
     return f"%json {json.dumps({**schema, **options} if isinstance(schema, Mapping) else options)}"
 
@@ -177,7 +197,7 @@ def _python(schema: Any) -> str:
         return f"({' | '.join(json.dumps(repr(value)) for value in schema['enum'])})"
     kind = schema.get("type")
     if kind in ("integer", "number"):  # which JSON writes as Python does
-        return _json(schema)
+        return json_rule(schema)
     if kind == "array":
         item = _python(schema.get("items"))
         return f'("[" ({item} (", " {item})*)? "]")'
@@ -191,6 +211,12 @@ def _python(schema: Any) -> str:
 def _regex(text: str) -> str:
     """A regular expression of a text alone, between slashes."""
     return re.escape(text).replace("/", "\\/").replace("\\\n", "\\n")
+
+
+def text_rules(others: Sequence[int]) -> list[str]:
+    """Return rule `text`: any text, in which some special tokens may stand."""
+    tokens = f" | <[{id_ranges(others)}]>" if others else ""
+    return [f"text: (TEXT{tokens})*", "TEXT: /(.|\\n)+/"]
 
 
 def id_ranges(ids: Sequence[int]) -> str:

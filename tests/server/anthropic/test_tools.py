@@ -130,10 +130,6 @@ def test_tools_of_the_host_are_left_out_and_told(agent: anthropic.Anthropic) -> 
         ({"tools": [TOOLS[0], TOOLS[0]]}, "comes twice"),
         ({"tools": [{"name": "a b", "input_schema": WEATHER}]}, "a name has"),
         ({"tools": [{"name": "a"}]}, "a needs an input_schema"),
-        (
-            {"output_config": {"format": {"type": "json_schema", "schema": WEATHER}}},
-            "cannot be combined with tools",
-        ),
     ],
     ids=str,
 )

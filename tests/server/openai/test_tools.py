@@ -124,6 +124,20 @@ def test_an_agent_goes_on_with_results(agent: openai.OpenAI) -> None:
     assert last.choices[0].message.content
 
 
+def test_a_text_beside_tools_satisfies_a_schema(agent: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"warm": {"type": "boolean"}}, "required": ["warm"]}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    for choice in ("auto", "none"):
+        answer = ask(agent, response_format=form, tool_choice=choice, n=4, temperature=1.5)
+        for one in answer.choices:
+            if one.finish_reason != "length":
+                assert bool(one.message.content) != bool(one.message.tool_calls)
+            if one.finish_reason == "stop":
+                validate(json.loads(one.message.content), schema)
+    answer = ask(agent, response_format=form, tool_choice="required", parallel_tool_calls=False)
+    assert answer.choices[0].message.tool_calls and not answer.choices[0].message.content
+
+
 def test_what_is_not_enforced_is_told(agent: openai.OpenAI) -> None:
     tool = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"not": {}}}}}
     raw = agent.chat.completions.with_raw_response.create(
@@ -160,7 +174,7 @@ CALLED = {
         ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
         ({"tool_choice": {"type": "function"}}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"messages": [*ASKED, RESULT]}, "messages"),
         ({"messages": [*ASKED, CALLED]}, "messages"),
         ({"messages": [*ASKED, {"role": "tool", "content": "yes"}]}, "messages"),
@@ -174,5 +188,5 @@ def test_bad_input_names_its_field(agent: openai.OpenAI, changes: Any, param: st
 
 
 def test_a_template_without_tools_refuses_them(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="knows no tools"):
+    with pytest.raises(openai.BadRequestError, match="writes no tool calls that are known"):
         ask(client)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
@@ -125,11 +125,13 @@ class PromptLogprob(Struct, gc=False):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id
 
 
-def usage_of(outputs: Sequence[RequestOutput], thought_end: int | None = None) -> Usage:
+def usage_of(
+    outputs: Sequence[RequestOutput], count_thoughts: Callable[[Sequence[int]], int] | None = None
+) -> Usage:
     """Return the usage of finished requests. A prompt counts once, whatever its `n`.
 
     Args:
-        thought_end: the token that ends a thought; None: none does.
+        count_thoughts: of an answer's token ids, those that are a thought; None: there are none.
     """
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(output.num_output_tokens for output in outputs)
@@ -138,13 +140,10 @@ def usage_of(outputs: Sequence[RequestOutput], thought_end: int | None = None) -
     details: CompletionDetails | UnsetType = UNSET
     if drafted:
         details = CompletionDetails(accepted, drafted - accepted)
-    if thought_end is not None:
+    if count_thoughts is not None:
         details = details or CompletionDetails()
         details.reasoning_tokens = sum(
-            one.token_ids.index(thought_end) + 1
-            for output in outputs
-            for one in output.outputs
-            if thought_end in one.token_ids
+            count_thoughts(one.token_ids) for output in outputs for one in output.outputs
         )
     return Usage(
         prompt,

@@ -61,7 +61,7 @@ from kvik.server.route import caller_of, post, routes_of, trace_parent_of
 from kvik.server.server import Server
 from kvik.server.tools import PLAIN_ANSWER, AnswerForm, check_budget
 from kvik.server.unhonoured import SAMPLING, Table
-from kvik.text.thoughts import AnswerParser, ThoughtFormat
+from kvik.text.answer_format import AnswerFormat, AnswerReader
 from kvik.text.tool_calls import AnswerDelta
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
@@ -193,12 +193,12 @@ async def chat(server: Server, request: Request, body: ChatRequest) -> Response:
     texts = server.texts.of(tenant)
     if body.reasoning_effort is not None:
         body.chat_template_kwargs = effort_variables(
-            body.reasoning_effort, texts.thoughts, body.chat_template_kwargs
+            body.reasoning_effort, texts.form, body.chat_template_kwargs
         )
     prompt = await conversation_text(texts, body.messages, body, use)
     budget = body.thinking_token_budget
-    check_budget("thinking_token_budget", budget, texts.thoughts)
-    answer = AnswerForm.behind(prompt, texts.thoughts, use, anew=begins_anew(body), budget=budget)
+    check_budget("thinking_token_budget", budget, texts.form)
+    answer = AnswerForm.behind(prompt, texts.form, use, anew=begins_anew(body), budget=budget)
     params = answer.constrained(params)
     with rename_fields(prompt="messages"):
         ids = await texts.encode(prompt, bool(body.add_special_tokens), most)
@@ -243,16 +243,16 @@ def own_limit(defaults: SamplingParams) -> int | None:
 
 
 def effort_variables(
-    effort: Effort, thoughts: ThoughtFormat | None, given: dict[str, Variable] | None
+    effort: Effort, form: AnswerFormat, given: dict[str, Variable] | None
 ) -> dict[str, Variable]:
     """Return the variables of a template that say how much to think; given ones stay.
 
     Raises:
         ParamError: the model has no thoughts, and some are asked for.
     """
-    if thoughts is None and effort != "none":
+    if not form.thinks and effort != "none":
         raise ParamError("reasoning_effort", "this model has no thoughts")
-    if thoughts is None:
+    if not form.thinks:
         return given or {}
     asked: dict[str, Variable] = {"enable_thinking": effort != "none"}
     if effort != "none":
@@ -277,7 +277,7 @@ class ChatFormat(ResponseFormat):
         answer: AnswerForm = PLAIN_ANSWER,
     ) -> None:
         self._answer = answer
-        self._parsers: dict[int, AnswerParser] = {}  # by completion
+        self._parsers: dict[int, AnswerReader] = {}  # by completion
         self._head = head
         self._names = names
         self._logprobs = bool(body.logprobs)
@@ -294,7 +294,7 @@ class ChatFormat(ResponseFormat):
             created=self._head.created,
             model=self._head.model,
             choices=[self._choice(completion) for completion in output.outputs],
-            usage=usage_of(outputs, self._answer.thought_end),
+            usage=usage_of(outputs, self._answer.count_thoughts),
             system_fingerprint=FINGERPRINT,
             prompt_logprobs=self._of_prompt(output.prompt_logprobs),
             prompt_token_ids=self._prompt_ids,
@@ -303,7 +303,7 @@ class ChatFormat(ResponseFormat):
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
         if not self._usage.final:
             return DONE
-        usage = usage_of(outputs, self._answer.thought_end)
+        usage = usage_of(outputs, self._answer.count_thoughts)
         return json_event(self._chunk([], usage)) + DONE
 
     def _choice(self, completion: CompletionOutput) -> ChatChoice:
@@ -366,7 +366,7 @@ class ChatFormat(ResponseFormat):
                 )
             )
 
-    def _reason(self, reason: str, parser: AnswerParser) -> str:
+    def _reason(self, reason: str, parser: AnswerReader) -> str:
         """A named function finishes as a text does, as at OpenAI."""
         use = self._answer.use
         called = parser.num_calls > 0 and use is not None and not use.named

@@ -132,14 +132,14 @@ async def responses(server: Server, request: Request, body: ResponsesRequest) ->
         context.ignore(["text.verbosity"])
     effort = None if body.reasoning is None else body.reasoning.effort
     options = Rendering()
-    if effort is not None and texts.thoughts is not None:
-        options.chat_template_kwargs = effort_variables(effort, texts.thoughts, None)
+    if effort is not None and texts.form.thinks:
+        options.chat_template_kwargs = effort_variables(effort, texts.form, None)
     elif effort not in (None, "none"):  # agents send it to every model
         context.ignore(["reasoning.effort"])
     messages = response_messages(body)
     with rename_fields(messages="input"):
         prompt = await conversation_text(texts, messages, options, use)
-    answer = AnswerForm.behind(prompt, texts.thoughts, use, anew=True)
+    answer = AnswerForm.behind(prompt, texts.form, use, anew=True)
     params = answer.constrained(params)
     with rename_fields(prompt="input", max_tokens="max_output_tokens"):
         ids = await texts.encode(prompt, add_special_tokens=False)
@@ -311,7 +311,7 @@ class ResponseEvents(ResponseFormat):
         )
 
     def _usage(self, output: RequestOutput) -> dict[str, Any]:
-        usage = usage_of([output], self._answer.thought_end)
+        usage = usage_of([output], self._answer.count_thoughts)
         details = usage.completion_tokens_details
         thought = 0 if isinstance(details, UnsetType) else details.reasoning_tokens
         return {

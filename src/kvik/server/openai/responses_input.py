@@ -204,7 +204,7 @@ def response_tools(body: ResponsesRequest, texts: Texts) -> tuple[ToolUse | None
         allowed = list(dict.fromkeys(str(one.get("name")) for one in asked.tools or ()))
     elif isinstance(asked, ResponseToolChoice):
         mode, allowed, one_call = "required", [asked.name or ""], True
-    use = ToolUse.of(texts.tool_format, functions, choice=mode, allowed=allowed, one=one_call)
+    use = ToolUse.of(texts.form, functions, choice=mode, allowed=allowed, one=one_call)
     return use, others
 
 

@@ -91,7 +91,7 @@ def tool_use(
         choice = asked.allowed_tools.mode
         allowed = list(dict.fromkeys(t.function.name for t in asked.allowed_tools.tools))
     return ToolUse.of(
-        texts.tool_format,
+        texts.form,
         functions,
         choice=choice,
         allowed=allowed,

@@ -1,0 +1,373 @@
+"""How a model writes answers: thoughts, text and tool calls. It is found by its chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvik.errors import ConfigError, ModelError, ParamError
+from kvik.text import harmony
+from kvik.text.chat_template import ChatTemplate
+from kvik.text.dialects import BY_NAME, DIALECTS, Dialect, ToolFormat, dialect_of
+from kvik.text.thoughts import AnswerParser, Thought, ThoughtFormat
+from kvik.text.tokenizer import Tokenizer
+from kvik.text.tool_calls import AnswerDelta, ToolCallParser
+from kvik.text.tool_grammar import Tool, ToolGrammar, ToolMode
+
+
+class AnswerReader(Protocol):
+    """Reads thoughts, text and calls of one answer apart, as they come.
+
+    Attributes:
+        num_calls: that have begun.
+    """
+
+    @property
+    def num_calls(self) -> int: ...
+
+    def push(self, text: str) -> list[AnswerDelta]:
+        """Return what became certain."""
+        ...
+
+    def close(self) -> list[AnswerDelta]:
+        """Return the rest: the answer has ended."""
+        ...
+
+
+class AnswerFormat(Protocol):
+    """Of one model.
+
+    Attributes:
+        thinks: an answer may begin with a thought.
+        bounded: whose tokens can be counted.
+        calls: an answer may call tools.
+    """
+
+    @property
+    def thinks(self) -> bool: ...
+    @property
+    def bounded(self) -> bool: ...
+    @property
+    def calls(self) -> bool: ...
+
+    def marks(self, *, calls: bool) -> Mapping[int, str]:
+        """Return what is written for the tokens of markers in the text that a parser reads.
+
+        Args:
+            calls: those of calls, too.
+        """
+        ...
+
+    def begun(self, prompt: str) -> bool | None:
+        """Return whether a prompt leaves a thought open; None: the answer may begin with one."""
+        ...
+
+    def num_thought_tokens(self, token_ids: Sequence[int], begun: bool | None) -> int:
+        """Return how many tokens of an answer are a thought."""
+        ...
+
+    def for_template(self, message: Mapping[str, object]) -> Mapping[str, object]:
+        """Return an earlier answer with calls as the chat template takes it."""
+        ...
+
+    def call_grammar(
+        self,
+        tools: Sequence[Tool],
+        choice: ToolMode,
+        *,
+        one: bool = False,
+        answer: bool = False,
+        thought: Thought | None = None,
+    ) -> str:
+        """Return the grammar, in Lark, of an answer that may call tools.
+
+        Args:
+            choice: calls may come (text before them, too), must come, or must not.
+            one: at most one call.
+            answer: text is another grammar's, `@answer`, in place of calls.
+            thought: that may come before; None: nothing does.
+        """
+        ...
+
+    def thought_rules(self, thought: Thought) -> str:
+        """Return the rule `thought`, in Lark, of what comes before an answer without calls."""
+        ...
+
+    @property
+    def anything(self) -> str:
+        """The grammar of any text."""
+        ...
+
+    def parser(self, begun: bool | None, tools: Mapping[str, Tool] | None) -> AnswerReader:
+        """
+        Args:
+            begun: see `AnswerFormat.begun`; False: nothing comes before the answer.
+            tools: that may be called; None: none.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedFormat:
+    """Markers around thoughts and calls; all else is text. See `AnswerFormat`.
+
+    Attributes:
+        thoughts: None: there are none.
+        form: of calls; None: there are none.
+        text_arguments: the template takes the arguments of a call as text.
+    """
+
+    thoughts: ThoughtFormat | None = None
+    form: ToolFormat | None = None
+    text_arguments: bool = False
+
+    @property
+    def thinks(self) -> bool:
+        return self.thoughts is not None
+
+    @property
+    def bounded(self) -> bool:
+        return self.thoughts is not None and bool(self.thoughts.ids)
+
+    @property
+    def calls(self) -> bool:
+        return self.form is not None
+
+    @property
+    def anything(self) -> str:
+        return (self.thoughts or ThoughtFormat("", "")).anything
+
+    @property
+    def _calls_end_thoughts(self) -> bool:
+        """Whether the opener of a call ends a thought: where both are tokens, or both are text."""
+        if self.form is None or self.thoughts is None or self.form.dialect.bare:
+            return False
+        return self.form.opener_is_token == bool(self.thoughts.ids)
+
+    def marks(self, *, calls: bool) -> Mapping[int, str]:
+        """See `AnswerFormat.marks`."""
+        of_calls = self.form.marks if self.form is not None and calls else {}
+        return of_calls | (self.thoughts.marks if self.thoughts is not None else {})
+
+    def begun(self, prompt: str) -> bool | None:
+        """See `AnswerFormat.begun`."""
+        return None if self.thoughts is None else self.thoughts.begun(prompt)
+
+    def num_thought_tokens(self, token_ids: Sequence[int], begun: bool | None) -> int:
+        """See `AnswerFormat.num_thought_tokens`; 0 where markers are no tokens."""
+        thoughts = self.thoughts
+        if thoughts is None or not thoughts.ids or begun is False:
+            return 0
+        if not begun and thoughts.ids[thoughts.open] not in token_ids:
+            return 0
+        if (close := thoughts.ids[thoughts.close]) in token_ids:
+            return token_ids.index(close) + 1
+        if self.form is not None and self._calls_end_thoughts:
+            opener = self.form.ids[self.form.opener]
+            if opener in token_ids:
+                return token_ids.index(opener)
+        return len(token_ids)
+
+    def for_template(self, message: Mapping[str, object]) -> Mapping[str, object]:
+        """See `AnswerFormat.for_template`."""
+        calls: Any = message.get("tool_calls")
+        if not calls or not self.text_arguments:
+            return message
+        return {**message, "tool_calls": [_with_text_arguments(call) for call in calls]}
+
+    def call_grammar(
+        self,
+        tools: Sequence[Tool],
+        choice: ToolMode,
+        *,
+        one: bool = False,
+        answer: bool = False,
+        thought: Thought | None = None,
+    ) -> str:
+        """See `AnswerFormat.call_grammar`."""
+        assert self.form is not None
+        grammar = ToolGrammar(self.form)
+        if thought is None or self.thoughts is None:
+            return grammar.grammar(tools, choice, one=one, answer=answer)
+        return grammar.grammar(
+            tools,
+            choice,
+            one=one,
+            answer=answer,
+            thought=self.thoughts.rules(thought),
+            unclosed=self.thoughts.unclosed(thought) if self._calls_end_thoughts else None,
+        )
+
+    def thought_rules(self, thought: Thought) -> str:
+        """See `AnswerFormat.thought_rules`."""
+        assert self.thoughts is not None
+        return self.thoughts.rules(thought)
+
+    def parser(self, begun: bool | None, tools: Mapping[str, Tool] | None) -> AnswerParser:
+        """See `AnswerFormat.parser`."""
+        if self.form is None or tools is None:
+            return AnswerParser(self.thoughts, begun, None)
+        opener = self.form.marked(self.form.opener) if self._calls_end_thoughts else ""
+        return AnswerParser(self.thoughts, begun, ToolCallParser(self.form, tools), opener)
+
+
+def _with_text_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    text = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}
+
+
+PLAIN_FORMAT = MarkedFormat()
+
+# -- which format a model has --------------------------------------------------------------------
+
+AUTO, NONE = "auto", "none"
+TOOL_FORMATS = (AUTO, NONE, harmony.NAME, *BY_NAME)
+
+
+def check_tool_format(name: str) -> None:
+    """Raise `ConfigError` if there is no format of this name."""
+    if name not in TOOL_FORMATS:
+        raise ConfigError("tool_format", f"must be one of {', '.join(TOOL_FORMATS)}, not {name!r}")
+
+
+def answer_format(tokenizer: Tokenizer, asked: str = AUTO) -> AnswerFormat:
+    """Return the format of a model's answers.
+
+    The markers in its chat template tell the format of calls. That is confirmed by rendering calls,
+    and reading them; if the template writes others, theirs is found so.
+
+    Args:
+        asked: one of `TOOL_FORMATS`: the format of calls. `AUTO`: found so; `NONE`: there are none.
+    """
+    template = tokenizer.chat_template or ""
+    if asked == harmony.NAME or (asked == AUTO and all(m in template for m in harmony.MARKERS[:3])):
+        found = harmony.HarmonyFormat.of(tokenizer)
+        if found is not None:
+            return found
+        if asked != AUTO:
+            raise ConfigError("tool_format", "the tokenizer of this model lacks markers of harmony")
+    thoughts = ThoughtFormat.of(template, tokenizer)
+    if asked == NONE or (asked == AUTO and "tool" not in template):
+        return MarkedFormat(thoughts)
+    probe = Probe(template, tokenizer)
+    dialect, text_arguments = (
+        probe.found() if asked == AUTO else (BY_NAME[asked], probe.takes_text(BY_NAME[asked]))
+    )
+    form = None if dialect is None else ToolFormat.of(dialect, tokenizer)
+    return MarkedFormat(thoughts, form, text_arguments)
+
+
+_SCHEMAS = {
+    "find_city": {"city": {"type": "string"}, "limit": {"type": "integer"}},
+    "count_days": {"year": {"type": "integer"}, "leap": {"type": "boolean"}},
+}
+_CALLS = [("find_city", {"city": "Oslo", "limit": 2}), ("count_days", {"year": 7, "leap": True})]
+# Longer than any marker, so that none of the prompt is taken for one of the answer.
+_QUESTION = "Which cities are there, and how many days has a year? " * 3
+
+
+class Probe:
+    """Renders calls by a chat template, and looks for the dialect that reads them."""
+
+    def __init__(self, template: str, tokenizer: Tokenizer) -> None:
+        self._marked = dialect_of(template)
+        self._tools = {
+            name: Tool(name, {"type": "object", "properties": schema})
+            for name, schema in _SCHEMAS.items()
+        }
+        self._texts = self._rendered(tokenizer)
+
+    def found(self) -> tuple[Dialect | None, bool]:
+        """Return the dialect and whether it takes arguments as text. None: it writes no calls, or
+        in a way that is not known. A template that shows no earlier calls is believed its markers.
+        """
+        candidates = [*([] if self._marked is None else [self._marked]), *DIALECTS]
+        for text_arguments in (False, True):
+            for dialect in candidates:
+                if self._reads(dialect, text_arguments):
+                    return dialect, text_arguments
+        shown = any(_CALLS[0][0] in text for text in self._texts.values())
+        return (None if shown else self._marked), False
+
+    def takes_text(self, dialect: Dialect) -> bool:
+        """Return whether a template takes arguments as text alone."""
+        return not self._reads(dialect, False) and self._reads(dialect, True)
+
+    def _reads(self, dialect: Dialect, text_arguments: bool) -> bool:
+        """Whether one call is read, and two, if the template writes them."""
+        one, two = (self._texts.get((text_arguments, count)) for count in (1, 2))
+        if one is None or self._calls(dialect, one) != _CALLS[:1]:
+            return False
+        several = two is not None and _CALLS[1][0] in two and dialect.several
+        return not several or self._calls(dialect, two or "") == _CALLS
+
+    def _calls(self, dialect: Dialect, text: str) -> list[tuple[str, object]]:
+        form = ToolFormat(dialect, {}, ())
+        if dialect.bare:
+            text = text[text.find(form.opener) :]
+        parser = ToolCallParser(form, self._tools)
+        calls: dict[int, list[str]] = {}
+        for delta in [*parser.push(text), *parser.close()]:
+            if delta.index >= 0:
+                one = calls.setdefault(delta.index, ["", ""])
+                one[0] += delta.name
+                one[1] += delta.arguments
+        return [(name, _value(arguments)) for name, arguments in calls.values()]
+
+    def _rendered(self, tokenizer: Tokenizer) -> dict[tuple[bool, int], str]:
+        """What the template writes of answers that call, by how arguments are given and how many
+        calls there are."""
+        source = (tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
+        found: dict[tuple[bool, int], str] = {}
+        with closing(ChatTemplate(*source)) as template:
+            asked = [{"role": "user", "content": _QUESTION}]
+            tools = [_described(tool) for tool in self._tools.values()]
+            for text_arguments in (False, True):
+                for count in (1, 2):
+                    try:
+                        prompt = template.render(asked, tools=tools)
+                        answer = _answer(_CALLS[:count], text_arguments)
+                        whole = template.render([*asked, answer], False, tools)
+                    except (ModelError, ParamError):
+                        continue
+                    found[text_arguments, count] = whole[_behind(prompt, whole) :]
+        return found
+
+
+def _described(tool: Tool) -> dict[str, object]:
+    about = {"name": tool.name, "description": "Look it up.", "parameters": dict(tool.parameters)}
+    return {"type": "function", "function": about}
+
+
+def _answer(calls: Sequence[tuple[str, object]], text_arguments: bool) -> dict[str, object]:
+    made = [
+        {
+            "id": f"call0000{n}",  # of the length that some templates demand
+            "type": "function",
+            "function": {
+                "name": name,
+                "arguments": json.dumps(arguments) if text_arguments else arguments,
+            },
+        }
+        for n, (name, arguments) in enumerate(calls)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": made}
+
+
+def _behind(prompt: str, whole: str) -> int:
+    """Return where an answer begins: where the prompt ends, or differs from the conversation with
+    the answer. Markers may begin alike, so some of the text before is part of it."""
+    pairs: Iterator[tuple[str, str]] = zip(prompt, whole, strict=False)
+    alike = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(prompt), len(whole)))
+    return max(0, alike - len(_QUESTION) // 2)
+
+
+def _value(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None

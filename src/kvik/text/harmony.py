@@ -1,0 +1,229 @@
+"""The format of gpt-oss: an answer is a sequence of messages, each on a channel.
+
+A message is `<|channel|>` and its header, `<|message|>` and its content, and `<|end|>`; before each
+but the first stands `<|start|>assistant`. Thoughts are on the channel `analysis`, the answer is on
+`final`; a call is on `commentary` with ` to=functions.NAME`, and ends the answer
+(github.com/openai/harmony, docs/format.md).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvik.text.dialects import FIRST_MARK, other_markup
+from kvik.text.thoughts import Thought
+from kvik.text.tokenizer import Tokenizer
+from kvik.text.tool_calls import AnswerDelta, random_call_id
+from kvik.text.tool_grammar import Tool, ToolMode, json_rule, text_rules
+
+NAME = "harmony"
+MARKERS = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>", "<|call|>")
+MAX_HEADER = 256  # characters; what is longer is text
+_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([A-Za-z0-9_.-]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class HarmonyFormat:
+    """See `AnswerFormat`.
+
+    Attributes:
+        ids: the token of each marker.
+        others: special tokens that a text may have.
+    """
+
+    ids: Mapping[str, int]
+    others: tuple[int, ...]
+    thinks = calls = True
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> HarmonyFormat | None:
+        """Return the format over the tokens of a model; None: its markers are no tokens."""
+        ids = {one: i for one in MARKERS if (i := tokenizer.markup_ids.get(one)) is not None}
+        if len(ids) < len(MARKERS):
+            return None
+        return cls(ids, other_markup(tokenizer, ids.values()))
+
+    @property
+    def bounded(self) -> bool:
+        return True
+
+    def marks(self, *, calls: bool) -> dict[int, str]:
+        """See `AnswerFormat.marks`."""
+        return {token: chr(FIRST_MARK + n) for n, token in enumerate(self.ids.values())}
+
+    def num_thought_tokens(self, token_ids: Sequence[int], begun: bool | None) -> int:
+        """See `AnswerFormat.num_thought_tokens`: a thought is what another message follows."""
+        end = self.ids["<|end|>"]
+        if end in token_ids:
+            return token_ids.index(end) + 1
+        return len(token_ids) if begun else 0
+
+    def begun(self, prompt: str) -> bool | None:
+        """See `AnswerFormat.begun`."""
+        return True if prompt.endswith("<|channel|>analysis<|message|>") else None
+
+    def for_template(self, message: Mapping[str, object]) -> Mapping[str, object]:
+        """See `AnswerFormat.for_template`: its template names thoughts so, beside calls alone."""
+        thought = message.get("reasoning_content")
+        if not thought or not message.get("tool_calls") or message.get("content"):
+            return message
+        return {**message, "thinking": thought}
+
+    # -- grammar ---------------------------------------------------------------------------------
+
+    def call_grammar(
+        self,
+        tools: Sequence[Tool],
+        choice: ToolMode,
+        *,
+        one: bool = False,
+        answer: bool = False,
+        thought: Thought | None = None,
+    ) -> str:
+        """See `AnswerFormat.call_grammar`. There is one call at most, which may follow a message
+        to the user."""
+        texts, text = text_rules(self.others), "@answer" if answer else "text"
+        if thought is None:
+            return "\n".join([f"start: {text}", *texts])
+        channel, message = self._token("<|channel|>"), self._token("<|message|>")
+        kind = f'(" " {self._token("<|constrain|>")}? "json")?'
+        rules = [
+            *self._thought(thought),
+            f'said: {channel} "commentary" {message} TEXT {self._next}',
+            *texts,
+        ]
+        for n, tool in enumerate(tools):
+            to = f'" to=functions.{tool.name}"'
+            heads = f'{channel} "commentary" {to} {kind} | {to} {channel} "commentary" {kind}'
+            rules += [
+                f"call_{n}: ({heads}) {message} args_{n}",
+                f"args_{n}: {json_rule(tool.parameters)}",
+            ]
+        calls = f"said? ({' | '.join(f'call_{n}' for n in range(len(tools)))})"
+        final = f"{self._final} {text}"
+        body = {"auto": f"({calls} | {final})", "required": calls, "none": final}[choice]
+        return "\n".join([f"start: thought {body}", *rules])
+
+    def thought_rules(self, thought: Thought) -> str:
+        """See `AnswerFormat.thought_rules`."""
+        rule, *rules = self._thought(thought)
+        return "\n".join([f"{rule} {self._final}", *rules])
+
+    @property
+    def anything(self) -> str:
+        """See `AnswerFormat.anything`."""
+        return "\n".join(["start: text", *text_rules(self.others)])
+
+    def _thought(self, thought: Thought) -> list[str]:
+        rest = f"inside {self._next}"
+        head = f'{self._token("<|channel|>")} "analysis" {self._token("<|message|>")}'
+        rule = f"thought: {rest}" if thought.begun else f"thought: ({head} {rest})?"
+        return [rule, thought.inside]
+
+    @property
+    def _next(self) -> str:
+        return f'{self._token("<|end|>")} {self._token("<|start|>")} "assistant"'
+
+    @property
+    def _final(self) -> str:
+        return f'{self._token("<|channel|>")} "final" {self._token("<|message|>")}'
+
+    def _token(self, marker: str) -> str:
+        return f"<[{self.ids[marker]}]>"
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def parser(self, begun: bool | None, tools: Mapping[str, Tool] | None) -> HarmonyParser:
+        """See `AnswerFormat.parser`."""
+        return HarmonyParser(self, begun, tools or {})
+
+
+class HarmonyParser:
+    """See `AnswerReader`. What has no header, and what is for nobody known, is text."""
+
+    def __init__(self, form: HarmonyFormat, begun: bool | None, tools: Mapping[str, Tool]) -> None:
+        self._tools = tools
+        marks = form.marks(calls=True)
+        spelled = {marker: marks[token] for marker, token in form.ids.items()}
+        self._markers = {ord(mark): marker for marker, mark in spelled.items()}
+        self._channel, self._message = spelled["<|channel|>"], spelled["<|message|>"]
+        self._start = spelled["<|start|>"]
+        self._ends = re.compile(f"[{spelled['<|end|>']}{spelled['<|call|>']}{self._start}]")
+        self._held = ""
+        self._kind = {None: "header", True: "thought", False: "text"}[begun]
+        self._num_said = {"thought": 0, "text": 0}  # messages of each kind
+        self.num_calls = 0
+
+    def push(self, text: str) -> list[AnswerDelta]:
+        self._held += text
+        found: list[AnswerDelta] = []
+        while self._held:
+            if self._kind == "header":
+                if not self._header(found, closed=False):
+                    break
+            else:
+                self._content(found)
+        return found
+
+    def close(self) -> list[AnswerDelta]:
+        """The answer has ended."""
+        found: list[AnswerDelta] = []
+        if self._held:
+            self._header(found, closed=True)
+        return found
+
+    def _header(self, found: list[AnswerDelta], *, closed: bool) -> bool:
+        """Read the header of a message; whether it is known what it is."""
+        begins = self._held.lstrip()
+        head, message, content = begins.partition(self._message)
+        first = begins[:1]
+        is_head = first in (self._channel, self._start) or begins.startswith("to="[: len(begins)])
+        if is_head and not message and not closed and len(head) <= MAX_HEADER:
+            return False
+        if is_head and not message and first in (self._channel, self._start):
+            self._held = ""  # the answer ended within a header
+            return True
+        if not is_head or not message:
+            self._kind = "text"
+            self._say(found, self._held)
+            self._held = ""
+            return True
+        words = head.rpartition(self._channel)[2].split() if self._channel in head else []
+        to = _RECIPIENT.search(head)
+        self._held, self._kind = content, "text"
+        if to is not None and to[1] in self._tools:
+            self._kind = "call"
+            found.append(AnswerDelta(index=self.num_calls, id=random_call_id(), name=to[1]))
+            self.num_calls += 1
+        elif to is not None:
+            self._say(found, head + message)
+        elif words[:1] == ["analysis"]:
+            self._kind = "thought"
+        if self._kind in self._num_said:
+            self._num_said[self._kind] += 1
+            if self._num_said[self._kind] > 1 and to is None:
+                self._say(found, "\n\n")
+        return True
+
+    def _content(self, found: list[AnswerDelta]) -> None:
+        end = self._ends.search(self._held)
+        self._say(found, self._held[: end.start()] if end else self._held)
+        if end is None:
+            self._held = ""
+            return
+        rest = self._held[end.start() :]
+        self._held = rest if rest[0] == self._start else rest[1:]
+        self._kind = "header"
+
+    def _say(self, found: list[AnswerDelta], text: str) -> None:
+        text = text.translate(self._markers)
+        if not text:
+            return
+        if self._kind == "thought":
+            found.append(AnswerDelta(thought=text))
+        elif self._kind == "call":
+            found.append(AnswerDelta(index=self.num_calls - 1, arguments=text))
+        else:
+            found.append(AnswerDelta(text=text))
