@@ -323,6 +323,18 @@ def test_guesses_are_cut_where_they_break_the_grammar() -> None:
     assert world.table.token_ids[1, 5:8].tolist() == [1, 2, 3]
 
 
+def test_trees_are_cut_behind_the_last_draft_that_the_grammar_allows() -> None:
+    tree = DraftTree((-1, 0, 0, 1, 2), (0, 0, 1, 0, 0))
+    world = World(replace(EAGER, method="medusa", num_draft_tokens=4, max_draft_rows=12))
+    for slot in range(3):
+        world.enter(slot)
+    structured(world, slot0=Held([5], {5, 6}), slot1=Held([5], {5}))
+    drafts = [[5, 7, 6, 6], [7, 7, 5, 5], [7, 7, 7, 7]]
+    world.drafter.answer = lambda rows: replace(Drafts.of(drafts), tree=tree)
+    assert world.propose(0, 1, 2) == [3, 0, 4]  # 5-6 is a path of the first; 7-5 none
+    assert world.table.token_ids[0, 5:8].tolist() == [5, 7, 6]
+
+
 def test_without_guesses_only_what_is_forced_is_drafted() -> None:
     world = World(replace(EAGER, method="forced"))
     world.enter(0)

@@ -11,7 +11,7 @@ cache; node i stands for the position of node 0 plus its depth.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -120,6 +120,19 @@ class DraftTree:
     def first(self, drafts: int) -> DraftTree:
         """Return the tree of the first `drafts` drafts; it may have fewer."""
         return DraftTree(self.parents[: drafts + 1], self.ranks[: drafts + 1])
+
+    def last_valid(self, drafts: Sequence[int], valid: Callable[[Sequence[int]], int]) -> int:
+        """Return the last node whose path may follow; 0: that of no draft.
+
+        Args:
+            drafts: of the first nodes behind node 0.
+            valid: tokens -> how many of them, from the first on, may follow.
+        """
+        allowed = [True]
+        for node in range(1, len(drafts) + 1):
+            path = [drafts[step - 1] for step in self.path(node)[1:]]
+            allowed.append(allowed[self.parents[node]] and valid(path) == len(path))
+        return max(node for node, good in enumerate(allowed) if good)
 
     def path(self, node: int) -> list[int]:
         """Return the nodes from node 0 to `node`, both included."""

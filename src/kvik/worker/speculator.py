@@ -248,8 +248,10 @@ class Speculator(Participant[None]):
             guesses: if not, only what is forced.
         """
         started = self.clock()
-        structured = {} if self.speculation.trees else self.sampling.structured(slots)
-        forced = {row: run for row, matcher in structured.items() if (run := matcher.forced())}
+        structured = self.sampling.structured(slots)
+        forced = {}
+        if not self.speculation.trees:  # a chain is no tree
+            forced = {row: run for row, one in structured.items() if (run := one.forced())}
         limits = self._limits(slots, forced, guesses=guesses)
         chosen = limits.nonzero()[0]
         if not len(chosen):
@@ -353,20 +355,21 @@ class Speculator(Participant[None]):
 
 
 def _cut(drafts: Drafts, structured: Mapping[int, TextMatcher]) -> Drafts:
-    """Leave out drafts of chains from the first on that breaks a grammar.
+    """Leave out the drafts behind the last one that a grammar allows.
 
     Args:
         structured: by row.
     """
-    if not structured or drafts.tree is not None:
+    if not structured:
         return drafts
-    rows = drafts.by_row()
+    rows, tree = drafts.by_row(), drafts.tree
     counts = drafts.counts.copy()
     for row, matcher in structured.items():
-        counts[row] = matcher.valid(rows[row])
+        valid = matcher.valid
+        counts[row] = valid(rows[row]) if tree is None else tree.last_valid(rows[row], valid)
     kept = np.concatenate([np.arange(len(run)) < n for run, n in zip(rows, counts, strict=True)])
     probs = None if drafts.probs is None else drafts.probs[torch.from_numpy(kept)]
-    return Drafts(counts, drafts.token_ids[kept], None, probs)
+    return Drafts(counts, drafts.token_ids[kept], tree, probs)
 
 
 def shared_out(limits: np.ndarray, total: int) -> np.ndarray:
