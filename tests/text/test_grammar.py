@@ -10,6 +10,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from helpers.grammars import accepts, byte_vocabulary, matcher, structure
+from helpers.schema_edges import edges
 from helpers.schema_values import SchemaValues
 from hypothesis import HealthCheck, given, settings
 from jsonschema import Draft202012Validator
@@ -44,6 +45,25 @@ def test_a_schema_allows_what_satisfies_it_alone(row: dict[str, Any]) -> None:
     for value in row["invalid"]:
         assert "format" in schema or not judge.is_valid(value), value  # it does not judge formats
         assert not accepts(matcher({"json": schema}), written(value)), value
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_the_edges_of_keywords(part: int) -> None:
+    found = list(edges())
+    assert len(found) > 500
+    for schema, valid, invalid in found[part::4]:
+        judge = Draft202012Validator(schema)
+        assert translate(structure({"json": schema, "strict": True}), byte_vocabulary())[1] == []
+        for value in valid:
+            assert judge.is_valid(value) and accepts(matcher({"json": schema}), written(value)), (
+                schema,
+                value,
+            )
+        for value in invalid:
+            refused = not judge.is_valid(value) and not accepts(
+                matcher({"json": schema}), written(value)
+            )
+            assert refused, (schema, value)
 
 
 SCALARS = st.sampled_from(
