@@ -54,9 +54,10 @@ class OutputFormat(Struct, kw_only=True):
 
 
 class OutputConfig(Struct, kw_only=True):
-    """What the answer must be."""
+    """What the answer must be, and how much the model thinks before."""
 
     format: OutputFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
 class MessageRequest(CountRequest, kw_only=True):
@@ -442,10 +443,15 @@ async def messages(server: Server, request: Request, body: MessageRequest) -> Re
     tenant = caller_of(request).tenant
     server.generations.check_room(tenant, params.n)
     use = tool_use(request, body, server.texts)
+    variables = body.variables
+    if body.output_config is not None and (effort := body.output_config.effort) is not None:
+        variables["reasoning_effort"] = effort
+        if not server.texts.form.thinks:
+            context_of(request).ignore(["output_config.effort"])
     conversation = await offload(len(body.messages), lambda: read_conversation(body))
     texts = server.texts.of(tenant)
     budget = _thinking(body, texts)
-    prompt = await make_prompt(texts, conversation, use, body.variables)
+    prompt = await make_prompt(texts, conversation, use, variables)
     anew = not conversation.continues
     answer = AnswerForm.behind(prompt.text, texts.form, use, anew=anew, budget=budget)
     params = answer.constrained(params)

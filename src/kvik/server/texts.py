@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 import secrets
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,8 @@ from kvik.text.answer_format import (
 from kvik.text.chat_template import ChatTemplate
 from kvik.text.grammar_check import GrammarCheck
 from kvik.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 
 class FairSemaphore:
@@ -206,6 +209,7 @@ class Texts:
         if tokenizer is not None and tool_format == AUTO:
             # It renders probes, while the engine loads.
             self._format = self._threads.submit(answer_format, tokenizer)
+            self._format.add_done_callback(_tell_format)
         else:
             found = PLAIN_FORMAT if tokenizer is None else answer_format(tokenizer, tool_format)
             self._format.set_result(found)
@@ -380,3 +384,8 @@ class Texts:
             f"{self.max_model_len} (max_model_len)",
             overflow=Overflow(self.max_model_len, at_least, counted=False),
         )
+
+
+def _tell_format(found: Future[AnswerFormat]) -> None:
+    if not found.cancelled() and found.exception() is None:
+        log.info("format of tool calls, by the chat template: %s", found.result().tool_format)

@@ -14,7 +14,7 @@ from typing import Any
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.structured import MAX_SOURCE_BYTES, Constraint
 from kvik.errors import ParamError
-from kvik.text.answer_format import PLAIN_FORMAT, AnswerFormat, AnswerReader
+from kvik.text.answer_format import NO_TOOLS, PLAIN_FORMAT, AnswerFormat, AnswerReader
 from kvik.text.detokenizer import NO_MARKS
 from kvik.text.thoughts import Thought
 from kvik.text.tool_grammar import Tool, ToolMode, tool_of
@@ -85,7 +85,7 @@ class ToolUse:
             ParamError: there are too many, a name is odd, doubled or not known, a schema cannot be
                 used, or the model writes no calls.
         """
-        if not form.calls:
+        if form.tool_format == NO_TOOLS:
             reason = "the chat template of this model writes no tool calls that are known"
             raise ParamError("tools", f"{reason}; the server's --tool-format names their format")
         if len(functions) > MAX_TOOLS:

@@ -17,6 +17,8 @@ from kvik.text.tokenizer import Tokenizer
 from kvik.text.tool_calls import AnswerDelta, ToolCallParser
 from kvik.text.tool_grammar import Tool, ToolGrammar, ToolMode
 
+AUTO, NO_TOOLS = "auto", "none"
+
 
 class AnswerReader(Protocol):
     """Reads thoughts, text and calls of one answer apart, as they come.
@@ -43,7 +45,7 @@ class AnswerFormat(Protocol):
     Attributes:
         thinks: an answer may begin with a thought.
         bounded: whose tokens can be counted.
-        calls: an answer may call tools.
+        tool_format: the name of how calls are written; `NO_TOOLS`: there are none.
     """
 
     @property
@@ -51,7 +53,7 @@ class AnswerFormat(Protocol):
     @property
     def bounded(self) -> bool: ...
     @property
-    def calls(self) -> bool: ...
+    def tool_format(self) -> str: ...
 
     def marks(self, *, calls: bool) -> Mapping[int, str]:
         """Return what is written for the tokens of markers in the text that a parser reads.
@@ -133,8 +135,8 @@ class MarkedFormat:
         return self.thoughts is not None and bool(self.thoughts.ids)
 
     @property
-    def calls(self) -> bool:
-        return self.form is not None
+    def tool_format(self) -> str:
+        return NO_TOOLS if self.form is None else self.form.dialect.name
 
     @property
     def anything(self) -> str:
@@ -224,8 +226,7 @@ PLAIN_FORMAT = MarkedFormat()
 
 # -- which format a model has --------------------------------------------------------------------
 
-AUTO, NONE = "auto", "none"
-TOOL_FORMATS = (AUTO, NONE, harmony.NAME, *BY_NAME)
+TOOL_FORMATS = (AUTO, NO_TOOLS, harmony.NAME, *BY_NAME)
 
 
 def check_tool_format(name: str) -> None:
@@ -241,7 +242,7 @@ def answer_format(tokenizer: Tokenizer, asked: str = AUTO) -> AnswerFormat:
     and reading them; if the template writes others, theirs is found so.
 
     Args:
-        asked: one of `TOOL_FORMATS`: the format of calls. `AUTO`: found so; `NONE`: there are none.
+        asked: the format of calls, one of `TOOL_FORMATS`. `AUTO`: found so; `NO_TOOLS`: none.
     """
     template = tokenizer.chat_template or ""
     if asked == harmony.NAME or (asked == AUTO and all(m in template for m in harmony.MARKERS[:3])):
@@ -251,7 +252,7 @@ def answer_format(tokenizer: Tokenizer, asked: str = AUTO) -> AnswerFormat:
         if asked != AUTO:
             raise ConfigError("tool_format", "the tokenizer of this model lacks markers of harmony")
     thoughts = ThoughtFormat.of(template, tokenizer)
-    if asked == NONE or (asked == AUTO and "tool" not in template):
+    if asked == NO_TOOLS or (asked == AUTO and "tool" not in template):
         return MarkedFormat(thoughts)
     probe = Probe(template, tokenizer)
     dialect, text_arguments = (

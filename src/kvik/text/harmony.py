@@ -35,7 +35,8 @@ class HarmonyFormat:
 
     ids: Mapping[str, int]
     others: tuple[int, ...]
-    thinks = calls = True
+    thinks = True
+    tool_format = NAME
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> HarmonyFormat | None:

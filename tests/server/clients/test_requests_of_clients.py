@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from helpers.http_server import Reply, ask
 from helpers.story_site import Site, story_site
+from helpers.tools import TEMPLATE, WEATHER
 
 from kvik.server.access import read_keys
 from kvik.server.app import all_routes
@@ -206,6 +207,154 @@ def test_it_is_answered(locked: Site, program: str, path: str, body: dict[str, A
         assert reply.json["usage"]["prompt_tokens"] > 0
         texts = [c.get("text", c.get("message")) for c in reply.json.get("choices", ())]
         assert texts or reply.json["data"]
+
+
+FUNCTION = {"name": "get_weather", "description": "Now.", "parameters": WEATHER}
+CALLED = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [
+        {
+            "id": "call_1",
+            "type": "function",
+            "function": {"name": "get_weather", "arguments": '{"city": "Oslo", "days": 1}'},
+        }
+    ],
+}
+RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "3 °C"}
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+
+# As `REQUESTS`, of agents, with what of theirs is named as ignored.
+AGENTS: list[tuple[str, str, dict[str, Any], str]] = [
+    (
+        "LangChain bind_tools",
+        CHAT,
+        {
+            "messages": [said("Hi"), CALLED, RESULT],
+            "tools": [{"type": "function", "function": {**FUNCTION, "strict": True}}],
+            "tool_choice": "auto",
+            "parallel_tool_calls": False,
+            "stream": False,
+            "max_completion_tokens": 30,
+        },
+        "",
+    ),
+    (
+        "LangChain with_structured_output",
+        CHAT,
+        {
+            "messages": [said("Hi")],
+            "tools": [{"type": "function", "function": FUNCTION}],
+            "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
+            "parallel_tool_calls": False,
+            "response_format": {"type": "text"},
+            "max_completion_tokens": 60,
+        },
+        "",
+    ),
+    (
+        "LlamaIndex FunctionAgent",
+        CHAT,
+        {
+            "messages": [in_parts("Hi"), CALLED, RESULT],
+            "tools": [{"type": "function", "function": {**FUNCTION, "strict": False}}],
+            "tool_choice": "required",
+            "parallel_tool_calls": False,
+            "temperature": 0.1,
+            "max_tokens": 60,
+            **STREAM,
+        },
+        "",
+    ),
+    (
+        "Codex CLI",
+        RESPONSES,
+        {
+            "instructions": "You are a coder.",
+            "input": [
+                {"type": "message", "role": "developer",
+                 "content": [{"type": "input_text", "text": "Be brief."}]},
+                {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+                {"type": "reasoning", "summary": [], "content": None, "encrypted_content": None},
+                {"type": "function_call", "call_id": "call_1", "name": "get_weather",
+                 "arguments": '{"city": "Oslo", "days": 1}'},
+                {"type": "function_call_output", "call_id": "call_1", "output": "3"},
+            ],
+            "tools": [
+                {"type": "function", "strict": False, **FUNCTION},
+                {"type": "custom", "name": "apply_patch", "description": "Edits.",
+                 "format": {"type": "grammar", "syntax": "lark", "definition": "start: /a+/"}},
+                {"type": "web_search"},
+            ],
+            "tool_choice": "auto",
+            "parallel_tool_calls": True,
+            "reasoning": {"effort": "medium", "summary": "auto"},
+            "store": False,
+            "stream": True,
+            "include": ["reasoning.encrypted_content"],
+            "prompt_cache_key": "thread-1",
+            "client_metadata": {"turn": "1"},
+            "max_output_tokens": 30,
+        },
+        "tools.apply_patch.format, tools.web_search, reasoning.effort",
+    ),
+    (
+        "Claude Code",
+        MESSAGES,
+        {
+            "system": [
+                {"type": "text", "text": "You are a coder.",
+                 "cache_control": {"type": "ephemeral"}},
+            ],
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+                {"role": "system", "content": "Be brief."},
+                {"role": "assistant", "content": [
+                    {"type": "tool_use", "id": "toolu_1", "name": "get_weather",
+                     "input": {"city": "Oslo", "days": 1}},
+                ]},
+                {"role": "user", "content": [
+                    {"type": "tool_result", "tool_use_id": "toolu_1", "content": "3"},
+                    {"type": "text", "text": "Go on.", "cache_control": {"type": "ephemeral"}},
+                ]},
+            ],
+            "tools": [
+                {"name": "get_weather", "description": "Now.", "input_schema": WEATHER},
+                {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
+            ],
+            "thinking": {"type": "adaptive"},
+            "output_config": {"effort": "high"},
+            "metadata": {"user_id": "somebody"},
+            "temperature": 1,
+            "max_tokens": 30,
+            "stream": True,
+        },
+        "tools.web_search_20250305, output_config.effort",
+    ),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tooled() -> Iterator[Site]:
+    requests = RequestMetricsObserver()
+
+    def routes(parts: Server) -> list[Route]:
+        return all_routes(parts, requests)
+
+    with story_site(routes, observers=[requests], template=TEMPLATE) as made:
+        yield made
+        made.at_rest()
+
+
+@pytest.mark.parametrize(
+    ("program", "path", "body", "ignored"), [pytest.param(*row, id=row[0]) for row in AGENTS]
+)
+def test_an_agent_is_answered(
+    tooled: Site, program: str, path: str, body: dict[str, Any], ignored: str
+) -> None:
+    reply = ask(tooled.server, "POST", path, {"model": "stories", **body})
+    assert reply.status == 200, reply.body
+    assert reply.headers.get("x-kvik-ignored-fields", "") == ignored
 
 
 def check_stream(reply: Reply, body: dict[str, Any]) -> None:
