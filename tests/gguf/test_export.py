@@ -27,6 +27,7 @@ from kvik.gguf.tokenizer import GgufTokenizer, read_tokenizer
 from kvik.gguf.types import BLOCK_TYPES
 from kvik.gguf.writer import OutTensor, write_gguf
 from kvik.models.model_spec import ModelSpec
+from kvik.spec.layers import LayerSpec
 from kvik.spec.rope import RopeSpec
 
 SIZES = {
@@ -124,7 +125,7 @@ def test_what_gguf_has_no_words_for(name: str, options: dict[str, Any], message:
 
 
 def test_other_architectures() -> None:
-    model = replace(spec("LlamaForCausalLM", {}), architecture="GPT2LMHeadModel", rope=None)
+    model = replace(spec("LlamaForCausalLM", {}), architecture="GPT2LMHeadModel", layers=())
     with pytest.raises(ModelError, match="architectures: must be one of LlamaForCausalLM"):
         model_metadata(model, "x", "BF16")
 
@@ -147,7 +148,7 @@ BLOCKS = [
 
 @pytest.mark.parametrize(("name", "width", "expected"), BLOCKS)
 def test_blocks_by_place_and_width(name: str, width: int, expected: str) -> None:
-    model = replace(spec("LlamaForCausalLM", {}), num_layers=4)
+    model = replace(spec("LlamaForCausalLM", {}), layers=(LayerSpec(),) * 4)
     types = ("Q4_K_M", "Q5_K_M", "Q6_K", "Q4_0")
     assert [block_type(type, name, width, model) for type in types] == expected.split()
 
@@ -159,13 +160,13 @@ def test_an_embedding_that_is_the_head_has_its_blocks() -> None:
 
 @pytest.mark.parametrize(("layers", "finer"), [(6, [2, 5]), (16, [0, 1, 4, 7, 10, 13, 14, 15])])
 def test_layers_that_have_finer_blocks(layers: int, finer: list[int]) -> None:
-    model = replace(spec("LlamaForCausalLM", {}), num_layers=layers)
+    model = replace(spec("LlamaForCausalLM", {}), layers=(LayerSpec(),) * layers)
     kinds = [block_type("Q4_K_M", f"blk.{i}.attn_v.weight", 512, model) for i in range(layers)]
     assert [i for i, kind in enumerate(kinds) if kind == "Q6_K"] == finer
 
 
 def test_values_of_a_70b_have_five_bits() -> None:
-    model = replace(spec("LlamaForCausalLM", {}), num_layers=80)
+    model = replace(spec("LlamaForCausalLM", {}), layers=(LayerSpec(),) * 80)
     for heads, expected in ((model.num_heads, "Q5_K"), (model.num_kv_heads, "Q4_K")):
         changed = replace(model, num_heads=heads)
         assert block_type("Q4_K_M", "blk.10.attn_v.weight", 512, changed) == expected
@@ -173,7 +174,10 @@ def test_values_of_a_70b_have_five_bits() -> None:
 
 
 def test_rope_spec_defaults_are_what_files_leave_out() -> None:
-    assert rope_divisors(replace(spec("LlamaForCausalLM", {}), rope=RopeSpec())) is None
+    assert (
+        rope_divisors(replace(spec("LlamaForCausalLM", {}), layers=(LayerSpec(None, RopeSpec()),)))
+        is None
+    )
 
 
 # tokenizer.json in the words of GGUF and back.

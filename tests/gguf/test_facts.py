@@ -60,13 +60,13 @@ def test_a_llama(tmp_path: Path) -> None:
     assert (spec.intermediate_size, spec.max_position_embeddings) == (64, 64)
     assert spec.norm_eps == 1e-5 and spec.tie_word_embeddings and spec.dtype == "float32"
     assert (spec.bos_token_id, spec.eos_token_ids) == (1, (2, 7))
-    assert spec.rope == RopeSpec(theta=500000.0, original_max_position=64)
+    assert spec.ropes[0] == RopeSpec(theta=500000.0, original_max_position=64)
     assert spec.windows == (None,) and not spec.qkv_bias and not spec.mlp_bias
 
 
 def test_what_a_file_leaves_out(tmp_path: Path) -> None:
     spec = spec_of(llama_file(tmp_path / "m.gguf", without=["llama.attention.head_count_kv"]))
-    assert spec.num_kv_heads == 4 and spec.rope is not None and spec.rope.theta == 10000.0
+    assert spec.num_kv_heads == 4 and spec.ropes[0].theta == 10000.0
     assert spec.bos_token_id is None and spec.eos_token_ids == ()  # and not Llama's usual 2
 
 
@@ -142,7 +142,7 @@ YARN = {
     ],
 )
 def test_stretched_positions(tmp_path: Path, values: dict[str, Any], expected: RopeSpec) -> None:
-    assert spec_of(llama_file(tmp_path / "m.gguf", values=values)).rope == expected
+    assert spec_of(llama_file(tmp_path / "m.gguf", values=values)).ropes[0] == expected
 
 
 def test_llama3_positions(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_llama3_positions(tmp_path: Path) -> None:
     values = {"llama.attention.key_length": size, "llama.attention.value_length": size}
     factors = {"rope_freqs.weight": np.array(divisors, np.float32)}
     spec = spec_of(llama_file(tmp_path / "m.gguf", values=values, tensors=factors))
-    assert spec.rope == RopeSpec(
+    assert spec.ropes[0] == RopeSpec(
         "llama3", factor=8.0, original_max_position=8192, low_freq_factor=1.0, high_freq_factor=4.0
     )
 

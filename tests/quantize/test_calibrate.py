@@ -134,7 +134,8 @@ def block_error(result: BlockResult, block: Block, x: Tensor) -> float:
 @pytest.mark.parametrize("group", [-1, 64])
 def test_gptq_and_awq_are_better_than_rounding(tmp_path: Path, group: int) -> None:
     """On text that calibration has not seen, in the bundled model's first block."""
-    spec = replace(read_model_spec(BUNDLED), num_layers=1, windows=(None,))
+    spec = read_model_spec(BUNDLED)
+    spec = replace(spec, layers=spec.layers[:1])
     windows = bundled_windows(64, 128, skip=8)
     model = model_blocks(BUNDLED, 128, spec=spec)
     x = torch.cat(list(model.embed(bundled_windows(8, 128), 8)))

@@ -13,7 +13,7 @@ planned in vain holds no tokens; `tests/test_memory_plan.py` measures both.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -100,8 +100,8 @@ class ModelSizes(Weighed, Protocol):
     def max_context(self) -> int: ...
 
     @property
-    def rope(self) -> object | None:
-        """None: positions are learned, or there are none."""
+    def ropes(self) -> Sequence[object]:
+        """The rotary positions of its layers, each once; none if positions are learned."""
         ...
 
     @property
@@ -169,7 +169,7 @@ class StepMemory:
         spec, tokens = self.spec, size.max_num_batched_tokens
         widths = 3 * spec.hidden_size + self._qkv + self._queries + spec.intermediate_size
         normalised = self._qkv
-        rotation = spec.head_dim * 4 if spec.rope else 0
+        rotation = len(spec.ropes) * spec.head_dim * 4
         buffers = tokens * ((widths + normalised) * self.item + rotation)
         inputs = max(spec.hidden_size, self._queries, spec.intermediate_size)
         rounded = self.quantization in ("int8", "int4")  # to a byte, and scales of groups
@@ -459,7 +459,7 @@ class Footprint:
         entries = -(-size.max_model_len // self.block_size) * len(self.groups)
         table = size.max_num_seqs * (size.max_model_len + 2 * entries) * 4
         seen = size.max_num_seqs * spec.vocab_size * SEEN_BYTES_PER_TOKEN
-        rotation = size.max_model_len * spec.head_dim * 4 if spec.rope else 0
+        rotation = len(spec.ropes) * size.max_model_len * spec.head_dim * 4
         total = self.runtime + table + seen + rotation + self._pooling(size) + self.graphs(size)
         if self.device == "cpu":
             total += spec.vocab_size * TOKENIZER_BYTES_PER_ENTRY
@@ -536,7 +536,7 @@ class Footprint:
         """Return a step of the draft model, its rotary positions, and the distributions of its
         drafts: until they are judged, and twice while they are concatenated."""
         small = size.of_draft_model
-        rotation = size.max_model_len * draft.spec.head_dim * 4 if draft.spec.rope else 0
+        rotation = len(draft.spec.ropes) * size.max_model_len * draft.spec.head_dim * 4
         drawn = (2 * size.max_draft_rows + small.max_num_seqs) * self.spec.vocab_size * 4
         return draft.activations(small) + rotation + drawn
 

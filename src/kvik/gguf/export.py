@@ -107,9 +107,7 @@ def gguf_architecture(spec: ModelSpec) -> str:
         known = ", ".join(NAMES)
         raise ModelError("architectures", f"must be one of {known} for GGUF")
     name = NAMES[spec.architecture]
-    if any(window != spec.windows[0] for window in spec.windows) or (
-        name != "llama" and spec.windows[0] is not None
-    ):
+    if len(set(spec.layers)) > 1 or (name != "llama" and spec.windows[0] is not None):
         raise ModelError("sliding_window", "must be the same in all layers of a llama for GGUF")
     return name
 
@@ -139,8 +137,8 @@ def model_metadata(spec: ModelSpec, name: str, type: str) -> dict[str, Scalar]:
         "attention.sliding_window": spec.windows[0],
         "rope.dimension_count": spec.head_dim,
     }
-    assert spec.rope is not None  # only GPT-2 has no rotary positions
-    facts |= _rope(spec.rope)
+    (rope,) = spec.ropes  # only GPT-2 has no rotary positions
+    facts |= _rope(rope)
     return {
         "general.architecture": architecture,
         "general.type": "model",
@@ -153,9 +151,9 @@ def model_metadata(spec: ModelSpec, name: str, type: str) -> dict[str, Scalar]:
 
 def rope_divisors(spec: ModelSpec) -> list[float] | None:
     """Return the values of `rope_freqs.weight` [head_dim / 2]; None: it is not needed."""
-    rope = spec.rope
-    if rope is None or rope.kind != "llama3":
+    if not spec.ropes or spec.ropes[0].kind != "llama3":
         return None
+    rope = spec.ropes[0]
     scaling = {
         "factor": rope.factor,
         "low_freq_factor": rope.low_freq_factor,

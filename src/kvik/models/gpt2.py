@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
+from kvik.spec.layers import unturned_layers
 from kvik.spec.model import ModelFacts
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ GPT2_MODEL = Architecture(
     activations=("gelu_new", "gelu_pytorch_tanh"),
     rms_norm=False,
     gated_mlp=False,
-    rotary=False,
+    layers=unturned_layers,
     tied=True,
     eos_token_ids=(50256,),
     keys={

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder, WindowRule
+from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
+from kvik.spec.layers import switched_layers, windowed_layers
 from kvik.spec.model import ModelFacts
 
 if TYPE_CHECKING:
@@ -32,23 +33,23 @@ class LlamaAttention:
         builder.ignore("rotary_emb.inv_freq")
 
     def __call__(
-        self, x: Tensor, residual: Tensor, rotation: Tensor, ctx: ForwardContext
+        self, x: Tensor, residual: Tensor, rotation: Tensor | None, ctx: ForwardContext
     ) -> Tensor:
-        """x, residual [tokens, hidden], rotation [tokens, head_dim] -> [tokens, hidden]."""
+        """x, residual [tokens, hidden], rotation [tokens, head_dim] or None -> [tokens, hidden]."""
         q, k, v = self.qkv(x, ctx)  # [tokens, heads or kv_heads, head_dim]
         return self.o(self.attend(q, k, v, ctx, rotation), ctx, residual)
 
 
 class AttentionBlock(Protocol):
     def __call__(
-        self, x: Tensor, residual: Tensor, rotation: Tensor, ctx: ForwardContext
+        self, x: Tensor, residual: Tensor, rotation: Tensor | None, ctx: ForwardContext
     ) -> Tensor:
-        """x, residual [tokens, hidden], rotation [tokens, head_dim] -> [tokens, hidden]."""
+        """x, residual [tokens, hidden], rotation [tokens, head_dim] or None -> [tokens, hidden]."""
         ...
 
 
 class Layer(Protocol):
-    def __call__(self, x: Tensor, rotation: Tensor, ctx: ForwardContext) -> Tensor:
+    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
         """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
         ...
 
@@ -73,7 +74,7 @@ class LlamaLayer:
         self.mlp_norm = builder.rms_norm("post_attention_layernorm", hidden, eps, before="gate_up")
         self.mlp = builder.at("mlp").gated_mlp(hidden, spec.intermediate_size, bias=spec.mlp_bias)
 
-    def __call__(self, x: Tensor, rotation: Tensor, ctx: ForwardContext) -> Tensor:
+    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
         """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
         x = self.attention(self.attention_norm(x), x, rotation, ctx)
         return self.mlp(self.mlp_norm(x), ctx, x)
@@ -85,12 +86,14 @@ class Llama:
     def __init__(
         self, spec: ModelFacts, builder: LayerBuilder, make_layer: MakeLayer = LlamaLayer
     ) -> None:
-        assert spec.rope is not None
         trunk = builder.at("model", optional=True)
         self.embed = trunk.token_embedding(
             "embed_tokens", spec.vocab_size, spec.hidden_size, tied=spec.tie_word_embeddings
         )
-        self.rope = builder.rope(spec.rope, spec.head_dim)
+        self.ropes = [builder.rope(rope, spec.head_dim) for rope in spec.ropes]
+        self.turned = [  # which of them, by layer
+            None if layer.rope is None else spec.ropes.index(layer.rope) for layer in spec.layers
+        ]
         self.layers = [
             make_layer(spec, trunk.at("layers").at(layer), layer)
             for layer in range(spec.num_layers)
@@ -108,9 +111,9 @@ class Llama:
 
     def blocks(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """Return the residual stream x [tokens, hidden] -> the same behind the last layer."""
-        rotation = self.rope.at(ctx.positions)
-        for layer in self.layers:
-            x = layer(x, rotation, ctx)
+        rotations = [rope.at(ctx.positions) for rope in self.ropes]
+        for layer, rope in zip(self.layers, self.turned, strict=True):
+            x = layer(x, None if rope is None else rotations[rope], ctx)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -130,9 +133,9 @@ LLAMA = Architecture(
 )
 # Mistral (Jiang et al. 2023): layers attend to a sliding window of keys (section 2).
 MISTRAL = Architecture(
-    "MistralForCausalLM", "mistral", Llama, window=WindowRule.ALL, eos_token_ids=(2,)
+    "MistralForCausalLM", "mistral", Llama, layers=windowed_layers, eos_token_ids=(2,)
 )
 # Qwen2 and Qwen2.5 (Yang et al. 2024): biases on q, k and v; some layers may see a window.
 QWEN2 = Architecture(
-    "Qwen2ForCausalLM", "qwen2", Llama, qkv_bias=True, window=WindowRule.BY_LAYER, gguf="qwen2"
+    "Qwen2ForCausalLM", "qwen2", Llama, qkv_bias=True, layers=switched_layers, gguf="qwen2"
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvik.errors import ModelError, shown
 from kvik.models.registry import ARCHITECTURES
-from kvik.spec.declare import Architecture, Declaration, WindowRule, describe
+from kvik.spec.declare import Architecture, Declaration, describe
 from kvik.spec.engine_folder import read_built
 from kvik.spec.fields import Fields, read_json
 from kvik.spec.model import (
@@ -22,7 +22,7 @@ from kvik.spec.model import (
     LinearLayers,
     ModelFacts,
 )
-from kvik.spec.rope import MAX_POSITIONS, read_rope
+from kvik.spec.rope import MAX_POSITIONS
 from kvik.spec.stored_weights import StoredScheme, read_stored_quantization, stored_alike
 
 
@@ -60,15 +60,13 @@ class ModelSpec(ModelFacts):
             vocab_size=vocab,
             hidden_size=hidden,
             intermediate_size=fields.integer(key["intermediate_size"], 1, MAX_WIDTH, inner),
-            num_layers=layers,
+            layers=known.layers(fields, layers, positions),
             num_heads=heads,
             num_kv_heads=_kv_heads(fields, heads, known),
             head_dim=_head_dim(fields, hidden, heads, known, key["num_attention_heads"]),
             max_position_embeddings=positions,
             norm_eps=fields.number(key["rms_norm_eps"], 0.0, 1.0, 1e-6 if known.rms_norm else 1e-5),
             activation=fields.choice(key["hidden_act"], known.activations, known.activations[0]),
-            rope=read_rope(fields, positions) if known.rotary else None,
-            windows=_windows(fields, layers, known.window),
             qkv_bias=_bias(fields, known.qkv_bias),
             o_bias=_bias(fields, known.o_bias),
             mlp_bias=_bias(fields, known.mlp_bias),
@@ -201,31 +199,3 @@ def _kv_heads(fields: Fields, heads: int, known: Architecture) -> int:
 
 def _bias(fields: Fields, rule: bool | str) -> bool:
     return fields.boolean(rule, False) if isinstance(rule, str) else rule
-
-
-def _windows(fields: Fields, layers: int, rule: WindowRule) -> tuple[int | None, ...]:
-    """Return the sliding window of each layer, as transformers reads the file."""
-    default = 4096  # of transformers, when the key is left out; null means no window
-    if rule is WindowRule.NEVER:
-        return (None,) * layers
-    window = None
-    if not fields.is_null("sliding_window"):
-        window = fields.integer("sliding_window", 1, MAX_POSITIONS, default)
-    if rule is WindowRule.ALL:
-        return (window,) * layers
-    if not fields.boolean("use_sliding_window", False):
-        window = None
-    if "layer_types" not in fields:
-        first = fields.integer("max_window_layers", 0, MAX_POSITIONS, 28)
-        return tuple(window if layer >= first else None for layer in range(layers))
-    types = fields.strings("layer_types")
-    if len(types) != layers:
-        raise fields.error("layer_types", f"must have {layers} entries, not {len(types)}")
-    for kind in types:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise fields.error(
-                "layer_types", f"must hold full_attention or sliding_attention, not {shown(kind)}"
-            )
-    if window is None and "sliding_attention" in types:
-        raise fields.error("layer_types", "has sliding_attention, but no sliding_window is in use")
-    return tuple(window if kind == "sliding_attention" else None for kind in types)

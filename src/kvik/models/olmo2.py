@@ -34,7 +34,7 @@ class Olmo2Attention:
         self.attend = builder.attention(layer, dim)
         self.o = builder.linear("o_proj", heads * dim, spec.hidden_size, bias=spec.o_bias, role="o")
 
-    def __call__(self, x: Tensor, rotation: Tensor, ctx: ForwardContext) -> Tensor:
+    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
         """x [tokens, hidden], rotation [tokens, head_dim] -> [tokens, hidden]."""
         q, k, v = self.qkv(x, ctx)  # [tokens, heads or kv_heads, head_dim]
         q = self.q_norm(q.flatten(1)).view(q.shape)
@@ -52,7 +52,7 @@ class Olmo2Layer:
         self.mlp = builder.at("mlp").gated_mlp(hidden, spec.intermediate_size, bias=spec.mlp_bias)
         self.mlp_norm = builder.rms_norm("post_feedforward_layernorm", hidden, eps)
 
-    def __call__(self, x: Tensor, rotation: Tensor, ctx: ForwardContext) -> Tensor:
+    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
         """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
         x = self.attention_norm.add(self.attention(x, rotation, ctx), x)
         return self.mlp_norm.add(self.mlp(x, ctx), x)

@@ -6,7 +6,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvik.models.llama import Llama, LlamaLayer
-from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder, WindowRule
+from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
+from kvik.spec.layers import switched_layers
 from kvik.spec.model import ModelFacts
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class Qwen3Attention:
         self.o = builder.linear("o_proj", heads * dim, spec.hidden_size, bias=spec.o_bias, role="o")
 
     def __call__(
-        self, x: Tensor, residual: Tensor, rotation: Tensor, ctx: ForwardContext
+        self, x: Tensor, residual: Tensor, rotation: Tensor | None, ctx: ForwardContext
     ) -> Tensor:
         """x, residual [tokens, hidden], rotation [tokens, head_dim] -> [tokens, hidden]."""
         q, k, v = self.qkv(x, ctx)  # [tokens, heads or kv_heads, head_dim]
@@ -50,7 +51,7 @@ QWEN3 = Architecture(
     qkv_bias="attention_bias",
     o_bias="attention_bias",
     qk_norm=True,
-    window=WindowRule.BY_LAYER,
+    layers=switched_layers,
     head_dim=128,
     gguf="qwen3",
 )

@@ -100,7 +100,7 @@ class StoredModel:
     head_dim: int
     max_context: int
     gated_mlp: bool
-    rope: object | None
+    ropes: tuple[object, ...]
     shape: ModelShape
     weight_format: str
     kv: tuple[KVCacheSpec, ...] = field(repr=False)
@@ -119,7 +119,7 @@ class StoredModel:
             head_dim=shape.head_dim,
             max_context=shape.max_context,
             gated_mlp=shape.gated_mlp,
-            rope=None if learned else "rotary",
+            ropes=() if learned else ("rotary",),
             shape=shape,
             weight_format=weight_format,
             kv=_kv_specs(shape, kv_format),

@@ -148,7 +148,7 @@ class ModelBlocks:
             [up to step, tokens, hidden].
         """
         used, ids = windows.unique(return_inverse=True)
-        spec = replace(self._spec, num_layers=0, windows=(), vocab_size=len(used))
+        spec = replace(self._spec, layers=(), vocab_size=len(used))
         builder = block_builder(
             spec, TORCH, SdpaAttention(TORCH), self._tokens, self.dtype, self.device
         )
@@ -205,7 +205,7 @@ class ModelBlocks:
         return f"{self._before}0."
 
     def _block_spec(self, index: int) -> ModelSpec:
-        return replace(self._spec, num_layers=1, windows=(self._spec.windows[index],), vocab_size=1)
+        return replace(self._spec, layers=(self._spec.layers[index],), vocab_size=1)
 
     def _declared(self, spec: ModelSpec) -> list[DeclaredTensor]:
         meta = torch.device("meta")

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+
+from kvik.spec.layers import LayerRule, equal_layers, unturned_layers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,14 +24,6 @@ if TYPE_CHECKING:
 Role = Literal["qkv", "o", "gate_up", "up", "down", "head", "embedding", "positions", ""]
 
 
-class WindowRule(Enum):
-    """Which layers have a sliding window."""
-
-    NEVER = "never"
-    ALL = "all"  # every layer, unless `sliding_window` is null
-    BY_LAYER = "by_layer"  # as `layer_types` says, else from `max_window_layers` on
-
-
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """What an architecture implies beyond the sizes in its config.json.
@@ -39,6 +32,7 @@ class Architecture:
         name: as in `architectures` of config.json.
         model_type: as in config.json; used when it names no architecture.
         make: the constructor of its network.
+        layers: reads what differs from layer to layer.
         qkv_bias, o_bias, mlp_bias: a fact, or the config.json key that decides (false if absent).
         tied: `tie_word_embeddings` when config.json does not say.
         head_dim: when config.json does not say; None: hidden / heads.
@@ -46,7 +40,6 @@ class Architecture:
         activations: the `hidden_act` values its MLP can have; the first is the default.
         rms_norm: RMSNorm, else LayerNorm with biases.
         gated_mlp: down(act(gate(x)) * up(x)), else down(act(up(x))).
-        rotary: rotary positions, else learned ones.
         keys: usual name of a config.json key -> its name in this architecture.
         fixed: keys with the only supported value; another one would change the arithmetic.
         gguf: `general.architecture` of its GGUF files; None: none exist.
@@ -57,15 +50,14 @@ class Architecture:
     name: str
     model_type: str
     make: Callable[[ModelFacts, LayerBuilder], Network]
+    layers: LayerRule = equal_layers
     qkv_bias: bool | str = False
     o_bias: bool | str = False
     mlp_bias: bool | str = False
     qk_norm: bool = False
-    window: WindowRule = WindowRule.NEVER
     activations: tuple[str, ...] = ("silu", "swish")
     rms_norm: bool = True
     gated_mlp: bool = True
-    rotary: bool = True
     tied: bool = False
     head_dim: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -73,6 +65,11 @@ class Architecture:
     fixed: Mapping[str, bool] = field(default_factory=dict)
     gguf: str | None = None
     gguf_names: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def rotary(self) -> bool:
+        """Rotary positions, else learned ones."""
+        return self.layers is not unturned_layers
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvik.spec.engine_folder import Built
 from kvik.spec.kv import KVCacheSpec
+from kvik.spec.layers import LayerSpec
 from kvik.spec.rope import RopeSpec
 from kvik.spec.stored_weights import (
     StoredQuantization,
@@ -57,15 +58,13 @@ class ModelFacts:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
+    layers: tuple[LayerSpec, ...]
     num_heads: int
     num_kv_heads: int
     head_dim: int
     max_position_embeddings: int
     norm_eps: float
     activation: str  # "silu", "gelu_new", ...
-    rope: RopeSpec | None  # None: learned positions (GPT-2)
-    windows: tuple[int | None, ...]  # sliding window of each layer; None: full attention
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
@@ -80,16 +79,32 @@ class ModelFacts:
     built: Built | None = None  # set for an engine folder, whose weights are already packed
 
     @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Sliding window of each layer; None: full attention."""
+        return tuple(layer.window for layer in self.layers)
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """The rotary positions that layers have, each once; none if positions are learned."""
+        return tuple(dict.fromkeys(layer.rope for layer in self.layers if layer.rope))
+
+    @property
     def max_context(self) -> int:
         """Tokens the model can attend over, with stretched positions.
 
         Files of the kinds "linear", "dynamic" and "yarn" often give `max_position_embeddings`
         before stretching; the other kinds give the final length.
         """
-        if self.rope is None or self.rope.kind not in ("linear", "dynamic", "yarn"):
-            return self.max_position_embeddings
-        stretched = int(self.rope.original_max_position * self.rope.factor)
-        return max(self.max_position_embeddings, stretched)
+        stretched = (
+            int(rope.original_max_position * rope.factor)
+            for rope in self.ropes
+            if rope.kind in ("linear", "dynamic", "yarn")
+        )
+        return max(self.max_position_embeddings, *stretched, 0)
 
     def kv_specs(self, dtype_bytes: int) -> list[KVCacheSpec]:
         """Return what each layer stores per token, at `dtype_bytes` for each number."""
