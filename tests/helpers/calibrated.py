@@ -22,6 +22,9 @@ FAMILIES = {
     "Qwen2": {"tie_word_embeddings": True},
     "Qwen3": {"head_dim": 8},
     "Olmo2": {},
+    "Phi3": {},
+    "Glm4": {"head_dim": 8},
+    "Cohere2": {},
     "GPT2": {},
 }
 

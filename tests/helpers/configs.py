@@ -90,6 +90,31 @@ PUBLIC: dict[str, dict[str, Any]] = {
         "Olmo2ForCausalLM",
         vocab=100352, hidden=4096, inner=11008, layers=32, heads=32, kv_heads=32,
     ),
+    "SmolLM3-3B": config(
+        "SmolLM3ForCausalLM",
+        vocab=128256, hidden=2048, inner=11008, layers=36, heads=16, kv_heads=4,
+        positions=65536, tie_word_embeddings=True,
+    ),
+    "GLM-4-9B-0414": config(
+        "Glm4ForCausalLM",
+        vocab=151552, hidden=4096, inner=13696, layers=40, heads=32, kv_heads=2, head_dim=128,
+        positions=32768, attention_bias=True,
+    ),
+    "OLMo-3-7B": config(
+        "Olmo3ForCausalLM",
+        vocab=100278, hidden=4096, inner=11008, layers=32, heads=32, kv_heads=32,
+        positions=65536,
+    ),
+    "EXAONE-4.0-1.2B": config(
+        "Exaone4ForCausalLM",
+        vocab=102400, hidden=2048, inner=4096, layers=30, heads=32, kv_heads=8, head_dim=64,
+        positions=65536, sliding_window=None, tie_word_embeddings=True,
+    ),
+    "Phi-4-mini": config(
+        "Phi3ForCausalLM",
+        vocab=200064, hidden=3072, inner=8192, layers=32, heads=24, kv_heads=8,
+        positions=131072, tie_word_embeddings=True, partial_rotary_factor=0.75,
+    ),
     "GPT-2": {
         "architectures": ["GPT2LMHeadModel"],
         "vocab_size": 50257,

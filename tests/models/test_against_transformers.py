@@ -108,6 +108,56 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3",
         {"head_dim": 8, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2},
     ),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 4}),
+    "smollm3-biases": (
+        "SmolLM3",
+        {"attention_bias": True, "mlp_bias": True, "no_rope_layers": [0, 1, 0]},
+    ),
+    "stablelm": ("StableLm", {"hidden_size": 64}),
+    "stablelm-bias": ("StableLm", {"use_qkv_bias": True, **rope(partial_rotary_factor=0.5)}),
+    "phi3": ("Phi3", {}),
+    "phi3-window": ("Phi3", {"sliding_window": 7, "tie_word_embeddings": True}),
+    "phi3-partial": (
+        "Phi3",
+        {"hidden_size": 64, **rope(rope_type="default", partial_rotary_factor=0.75)},
+    ),
+    "phi3-long": (
+        "Phi3",
+        {
+            "original_max_position_embeddings": 4,
+            **rope(
+                rope_type="longrope",
+                short_factor=[1.0, 1.1, 1.2, 1.3],
+                long_factor=[1.5, 2.0, 4.0, 8.0],
+                original_max_position_embeddings=4,
+            ),
+        },
+    ),
+    "glm4": ("Glm4", {"head_dim": 16, **rope(partial_rotary_factor=0.5)}),
+    "glm4-plain": ("Glm4", {"head_dim": 8, "attention_bias": False}),
+    "olmo3": ("Olmo3", {"num_hidden_layers": 4, "sliding_window": 9}),
+    "olmo3-yarn": (
+        "Olmo3",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 9,
+            "rope_parameters": {
+                "full_attention": {"rope_theta": 1e4, **YARN, "factor": 4.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
+    "exaone4": ("Exaone4", {"num_hidden_layers": 4, "sliding_window": 9}),
+    "exaone4-full": (
+        "Exaone4",
+        {"sliding_window": None, "head_dim": 16, "layer_types": ["full_attention"] * 3},
+    ),
+    "cohere": ("Cohere", {}),
+    "cohere-bias-untied": (
+        "Cohere",
+        {"attention_bias": True, "tie_word_embeddings": False, "logit_scale": 0.3},
+    ),
+    "cohere2": ("Cohere2", {"num_hidden_layers": 4, "sliding_window": 9, "hidden_size": 64}),
     "gpt2": ("GPT2", {}),
     "gpt2-inner-untied": ("GPT2", {"n_inner": 40, "tie_word_embeddings": False}),
     "gpt2-head-dim-16": ("GPT2", {"n_embd": 64}),

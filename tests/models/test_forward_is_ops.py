@@ -26,6 +26,13 @@ FAMILIES = {
     "Qwen2": {"tie_word_embeddings": True},
     "Qwen3": {"head_dim": 8},
     "Olmo2": {},
+    "SmolLM3": {"num_hidden_layers": 4},
+    "StableLm": {},
+    "Phi3": {},
+    "Glm4": {"head_dim": 8},
+    "Olmo3": {"num_hidden_layers": 4},
+    "Exaone4": {"num_hidden_layers": 4},
+    "Cohere2": {"num_hidden_layers": 4},
     "GPT2": {},
 }
 

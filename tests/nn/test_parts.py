@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ class Target:
         format: WeightFormat | None = None,
         scheme: WeightKind | None = None,
         transposed: bool = False,
+        places: Tensor | None = None,
     ) -> None:
         shape = LinearShape(INPUTS, OUTPUTS, transposed)
         format = format or Dense(shape)
@@ -46,7 +48,7 @@ class Target:
         self.runs: list[tuple[int, int]] = []
         tensors = format.tensors(torch.bfloat16)
         ops = replace(REFERENCE, pack_rows=self._pack_rows)
-        rows = Rows(ops, self.matrix, quantizer)
+        rows = Rows(ops, self.matrix, quantizer, places)
         self.part = LayerFiller("layer", format, tensors, shape, rows, 1)
 
     def _pack_rows(self, matrix: Matrix, first: int, weight: Weight) -> None:
@@ -69,6 +71,23 @@ def test_runs_make_the_same_matrix(quantization: str) -> None:
     assert whole.runs == [(1, OUTPUTS)] and len(cut.runs) == 3
     for a, b in zip(whole.stored(), cut.stored(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_rows_go_to_their_places(quantization: str) -> None:
+    """The first of them, however they are cut."""
+    values, kept = normal(OUTPUTS, INPUTS), 48
+    places = torch.randperm(kept, generator=torch.Generator().manual_seed(1))
+    moved = values.clone()
+    moved[places] = values[:kept]
+    straight = Target(quantization)
+    straight.part.fill("weight", 0, moved)
+    for cuts in ([0, OUTPUTS], [0, 1, 40, 50, OUTPUTS]):
+        target = Target(quantization, places=torch.cat((torch.zeros(1, dtype=int), places + 1)))
+        for first, last in pairwise(cuts):
+            target.part.fill("weight", first, values[first:last])
+        for a, b in zip(straight.stored(), target.stored(), strict=True):
+            assert torch.equal(a, b)
 
 
 def test_a_float_weight_is_not_changed() -> None:

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def plain(theta: float = 10000.0) -> torch.Tensor:
-    return torch.tensor([theta ** (-2 * i / DIM) for i in range(DIM // 2)])
+    return torch.tensor([theta ** (-2 * i / DIM) for i in range(DIM // 2)], dtype=torch.float64)
 
 
 def test_default_is_the_papers() -> None:
@@ -75,6 +75,54 @@ def test_yarn_keeps_fast_pairs_interpolates_slow_ones_and_cools() -> None:
     assert rotation.dtype == torch.float32 and rotation.shape == (2, DIM)
     cos, sin = rotation.chunk(2, dim=-1)
     torch.testing.assert_close(cos**2 + sin**2, torch.full_like(cos, attention_factor(spec) ** 2))
+
+
+def test_longrope_has_factors_of_its_own_beyond_the_original_context() -> None:
+    spec = RopeSpec(
+        "longrope",
+        factor=4.0,
+        original_max_position=2048,
+        short_factors=(2.0,) * (DIM // 2),
+        long_factors=(8.0,) * (DIM // 2),
+    )
+    torch.testing.assert_close(frequencies(spec, DIM, 2048), plain() / 2)
+    torch.testing.assert_close(frequencies(spec, DIM, 2049), plain() / 8)
+    expected = math.sqrt(1 + math.log(4.0) / math.log(2048))
+    assert attention_factor(spec) == pytest.approx(expected)
+    assert attention_factor(replace(spec, attention_factor=1.5)) == 1.5
+
+
+def test_a_part_of_a_head_turns_and_the_rest_is_kept() -> None:
+    """Whichever way the checkpoint has the pairs."""
+    x = torch.randn(1, 1, 16)
+    for interleaved in (False, True):
+        spec = RopeSpec(fraction=0.5, interleaved=interleaved)
+        rows = spec.rows(16)
+        assert rows is not None and sorted(rows) == list(range(16))
+        rotation = Rope(REFERENCE, spec, 16, 8, CPU).at(torch.tensor([5]))
+        turned, _ = REFERENCE.rotary(x[..., list(rows)], x[..., list(rows)], rotation)
+        found = torch.empty(16)
+        found[list(rows)] = turned[0, 0]
+        angles = 5 * plain_of(8)
+        pairs = [(2 * i, 2 * i + 1) if interleaved else (i, 4 + i) for i in range(4)]
+        expected = x[0, 0].clone()
+        for (a, b), angle in zip(pairs, angles.tolist(), strict=True):
+            one, other = float(x[0, 0, a]), float(x[0, 0, b])
+            expected[a] = one * math.cos(angle) - other * math.sin(angle)
+            expected[b] = other * math.cos(angle) + one * math.sin(angle)
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+    assert RopeSpec().rows(16) is None
+
+
+def plain_of(width: int) -> torch.Tensor:
+    return torch.tensor([10000.0 ** (-2 * i / width) for i in range(width // 2)])
+
+
+def test_positions_of_a_million_turn_exactly() -> None:
+    rope, at = Rope(REFERENCE, RopeSpec(theta=5e6), 4, 1 << 20, CPU), (1 << 20) - 1
+    angles = [float(at), at * 5e6**-0.5]
+    expected = torch.tensor([*map(math.cos, angles), *map(math.sin, angles)])
+    torch.testing.assert_close(rope.at(torch.tensor([at]))[0], expected, atol=1e-6, rtol=0)
 
 
 def test_yarn_rounds_its_range_outwards_unless_truncate_is_false() -> None:

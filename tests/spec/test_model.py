@@ -26,6 +26,11 @@ from kvik.spec.rope import RopeSpec
         ("Qwen2.5-7B", 7_615_616_512),
         ("Qwen3-0.6B", 596_049_920),
         ("OLMo-2-7B", 7_298_617_344),
+        ("SmolLM3-3B", 3_075_098_624),
+        ("GLM-4-9B-0414", 9_400_279_040),
+        ("OLMo-3-7B", 7_298_011_136),
+        ("EXAONE-4.0-1.2B", 1_279_391_488),
+        ("Phi-4-mini", 3_836_021_760),
         ("GPT-2", 124_439_808),
     ],
 )
@@ -163,7 +168,7 @@ def test_windows_of_qwen(changes: dict[str, Any], windows: tuple[int | None, ...
     ],
 )
 def test_rope_in_both_spellings(changes: dict[str, Any], rope: RopeSpec) -> None:
-    assert ModelSpec.from_config(small(**changes)).rope == rope
+    assert ModelSpec.from_config(small(**changes)).ropes[0] == rope
 
 
 @pytest.mark.parametrize(
@@ -199,7 +204,7 @@ def test_absent_keys_have_the_defaults_of_transformers() -> None:
     assert ModelSpec.from_config(small(eos_token_id=None)).eos_token_ids == ()
     assert ModelSpec.from_config(small_qwen()).eos_token_ids == ()
     gpt2 = ModelSpec.from_config(PUBLIC["GPT-2"])
-    assert (gpt2.intermediate_size, gpt2.activation, gpt2.rope) == (3072, "gelu_new", None)
+    assert (gpt2.intermediate_size, gpt2.activation, gpt2.ropes) == (3072, "gelu_new", ())
     assert gpt2.tie_word_embeddings and gpt2.eos_token_ids == (50256,)
 
 

@@ -52,6 +52,20 @@ MODELS = {
         sliding_window=9,
         max_window_layers=1,
     ),
+    "phi3": small(
+        **WIDE, architectures=["Phi3ForCausalLM"], head_dim=32, partial_rotary_factor=0.5
+    ),
+    "exaone4": small(
+        **(WIDE | {"num_hidden_layers": 4}),
+        architectures=["Exaone4ForCausalLM"],
+        sliding_window=9,
+    ),
+    "cohere2": small(
+        **(WIDE | {"num_hidden_layers": 4}),
+        architectures=["Cohere2ForCausalLM"],
+        sliding_window=9,
+        layer_norm_eps=1e-5,
+    ),
     "gpt2": {
         "architectures": ["GPT2LMHeadModel"],
         "vocab_size": 100,

@@ -23,6 +23,7 @@ VERBS: Mapping[str, tuple[str, str]] = {
     "serve": ("kvik.cli.serve", "an HTTP server for OpenAI's and Anthropic's clients"),
     "top": ("kvik.cli.top", "what a running server does now"),
     "export": ("kvik.cli.export", "write a model as a GGUF file"),
+    "models": ("kvik.cli.models", "which models run"),
     "info": ("kvik.cli.info", "what a model is, and what of it fits this machine"),
     "eval": ("kvik.cli.eval", "how well a model reads a text, and how far from another"),
     "quantize": ("kvik.cli.quantize", "the same model in fewer bits"),

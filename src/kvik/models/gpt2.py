@@ -91,6 +91,7 @@ class GPT2:
 GPT2_MODEL = Architecture(
     "GPT2LMHeadModel",
     "gpt2",
+    "GPT-2",
     GPT2,
     qkv_bias=True,
     o_bias=True,

@@ -6,10 +6,16 @@ Many models are this network with another attention, or with other facts in the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
-from kvik.spec.layers import switched_layers, windowed_layers
+from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder, Norm
+from kvik.spec.layers import (
+    sometimes_turned_layers,
+    switched_layers,
+    turned_layers,
+    windowed_layers,
+)
 from kvik.spec.model import ModelFacts
 
 if TYPE_CHECKING:
@@ -27,13 +33,14 @@ class LlamaAttention:
             (heads, kv_heads, kv_heads),
             dim,
             bias=spec.qkv_bias,
+            rope=spec.layers[layer].rope,
         )
         self.attend = builder.attention(layer, dim)
         self.o = builder.linear("o_proj", heads * dim, spec.hidden_size, bias=spec.o_bias, role="o")
         builder.ignore("rotary_emb.inv_freq")
 
     def __call__(
-        self, x: Tensor, residual: Tensor, rotation: Tensor | None, ctx: ForwardContext
+        self, x: Tensor, residual: Tensor | None, rotation: Tensor | None, ctx: ForwardContext
     ) -> Tensor:
         """x, residual [tokens, hidden], rotation [tokens, head_dim] or None -> [tokens, hidden]."""
         q, k, v = self.qkv(x, ctx)  # [tokens, heads or kv_heads, head_dim]
@@ -42,7 +49,7 @@ class LlamaAttention:
 
 class AttentionBlock(Protocol):
     def __call__(
-        self, x: Tensor, residual: Tensor, rotation: Tensor | None, ctx: ForwardContext
+        self, x: Tensor, residual: Tensor | None, rotation: Tensor | None, ctx: ForwardContext
     ) -> Tensor:
         """x, residual [tokens, hidden], rotation [tokens, head_dim] or None -> [tokens, hidden]."""
         ...
@@ -56,6 +63,7 @@ class Layer(Protocol):
 
 MakeAttention = Callable[[ModelFacts, LayerBuilder, int], AttentionBlock]
 MakeLayer = Callable[[ModelFacts, LayerBuilder, int], Layer]
+MakeNorm = Callable[[ModelFacts, LayerBuilder], Norm]
 
 
 class LlamaLayer:
@@ -69,9 +77,10 @@ class LlamaLayer:
         attention: MakeAttention = LlamaAttention,
     ) -> None:
         hidden, eps = spec.hidden_size, spec.norm_eps
-        self.attention_norm = builder.rms_norm("input_layernorm", hidden, eps, before="qkv")
+        norm = builder.rms_norm if spec.rms_norm else builder.layer_norm
+        self.attention_norm = norm("input_layernorm", hidden, eps, before="qkv")
         self.attention = attention(spec, builder.at("self_attn"), layer)
-        self.mlp_norm = builder.rms_norm("post_attention_layernorm", hidden, eps, before="gate_up")
+        self.mlp_norm = norm("post_attention_layernorm", hidden, eps, before="gate_up")
         self.mlp = builder.at("mlp").gated_mlp(hidden, spec.intermediate_size, bias=spec.mlp_bias)
 
     def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
@@ -81,10 +90,19 @@ class LlamaLayer:
 
 
 class Llama:
-    """The language model; `make_layer` makes a layer in the scope of its names."""
+    """The language model.
+
+    Args:
+        make_layer: makes a layer in the scope of its names.
+        make_norm: makes the norm behind the last layer; None: as the model's others are.
+    """
 
     def __init__(
-        self, spec: ModelFacts, builder: LayerBuilder, make_layer: MakeLayer = LlamaLayer
+        self,
+        spec: ModelFacts,
+        builder: LayerBuilder,
+        make_layer: MakeLayer = LlamaLayer,
+        make_norm: MakeNorm | None = None,
     ) -> None:
         trunk = builder.at("model", optional=True)
         self.embed = trunk.token_embedding(
@@ -98,7 +116,11 @@ class Llama:
             make_layer(spec, trunk.at("layers").at(layer), layer)
             for layer in range(spec.num_layers)
         ]
-        self.norm = trunk.rms_norm("norm", spec.hidden_size, spec.norm_eps)
+        if make_norm is not None:
+            self.norm = make_norm(spec, trunk)
+        else:
+            norm = trunk.rms_norm if spec.rms_norm else trunk.layer_norm
+            self.norm = norm("norm", spec.hidden_size, spec.norm_eps)
         self.lm_head = builder.lm_head("lm_head", self.embed)
 
     def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
@@ -124,6 +146,7 @@ class Llama:
 LLAMA = Architecture(
     "LlamaForCausalLM",
     "llama",
+    "Llama 2, 3 and 3.x, and models of the same form",
     Llama,
     qkv_bias="attention_bias",
     o_bias="attention_bias",
@@ -133,9 +156,46 @@ LLAMA = Architecture(
 )
 # Mistral (Jiang et al. 2023): layers attend to a sliding window of keys (section 2).
 MISTRAL = Architecture(
-    "MistralForCausalLM", "mistral", Llama, layers=windowed_layers, eos_token_ids=(2,)
+    "MistralForCausalLM",
+    "mistral",
+    "Mistral 7B and its kin",
+    Llama,
+    layers=windowed_layers,
+    eos_token_ids=(2,),
 )
 # Qwen2 and Qwen2.5 (Yang et al. 2024): biases on q, k and v; some layers may see a window.
 QWEN2 = Architecture(
-    "Qwen2ForCausalLM", "qwen2", Llama, qkv_bias=True, layers=switched_layers, gguf="qwen2"
+    "Qwen2ForCausalLM",
+    "qwen2",
+    "Qwen 2 and 2.5",
+    Llama,
+    qkv_bias=True,
+    layers=switched_layers,
+    gguf="qwen2",
+)
+# StableLM 2 (Bellagente et al. 2024): LayerNorm; a quarter of each head turns.
+STABLELM = Architecture(
+    "StableLmForCausalLM",
+    "stablelm",
+    "StableLM 2",
+    Llama,
+    layers=partial(turned_layers, fraction=0.25),
+    qkv_bias="use_qkv_bias",
+    rms_norm=False,
+    eos_token_ids=(0,),
+    keys={"rms_norm_eps": "layer_norm_eps"},
+    fixed={"qk_layernorm": False, "use_parallel_residual": False},
+)
+# SmolLM3 (Bakouch et al. 2025): every fourth layer knows no positions (NoPE).
+SMOLLM3 = Architecture(
+    "SmolLM3ForCausalLM",
+    "smollm3",
+    "SmolLM3",
+    Llama,
+    layers=sometimes_turned_layers,
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    mlp_bias="mlp_bias",
+    tied=True,
+    eos_token_ids=(128001,),
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kvik.errors import ModelError, shown
 from kvik.models.registry import ARCHITECTURES
+from kvik.options import did_you_mean
 from kvik.spec.declare import Architecture, Declaration, describe
 from kvik.spec.engine_folder import read_built
 from kvik.spec.fields import Fields, read_json
@@ -79,7 +80,10 @@ class ModelSpec(ModelFacts):
             eos_token_ids=eos,
             rms_norm=known.rms_norm,
             gated_mlp=known.gated_mlp,
+            logit_scale=_logit_scale(fields, known),
         )
+        for rope in spec.ropes:
+            rope.check(fields, spec.head_dim)
         names = (name for linear in spec.declaration.linears for name in linear.names)
         return replace(spec, quantization=read_stored_quantization(fields, names))
 
@@ -170,8 +174,10 @@ def _architecture(fields: Fields) -> str:
         for name, known in ARCHITECTURES.items():
             if known.model_type == family:
                 return name
+    hint = did_you_mean(names[0], ARCHITECTURES) if names else ""
     found = shown(names[0]) if names else "nothing"
-    raise fields.error("architectures", f"must name one of {', '.join(ARCHITECTURES)}, not {found}")
+    reason = f"must name one that runs here, as `kvik models` lists them, not {found}"
+    raise fields.error("architectures", f"{reason}; {hint}" if hint else reason)
 
 
 def _head_dim(fields: Fields, hidden: int, heads: int, known: Architecture, heads_key: str) -> int:
@@ -195,6 +201,12 @@ def _kv_heads(fields: Fields, heads: int, known: Architecture) -> int:
             "num_key_value_heads", f"must divide num_attention_heads ({heads}), not {kv_heads}"
         )
     return kv_heads
+
+
+def _logit_scale(fields: Fields, known: Architecture) -> float:
+    if known.logit_scale == 1.0:
+        return 1.0
+    return fields.number("logit_scale", 1e-6, 1e6, known.logit_scale)
 
 
 def _bias(fields: Fields, rule: bool | str) -> bool:

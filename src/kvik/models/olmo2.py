@@ -1,4 +1,5 @@
-"""OLMo 2 (OLMo team 2024, arXiv 2501.00656): a Llama that normalises what its blocks give.
+"""OLMo 2 (OLMo team 2024, arXiv 2501.00656): a Llama that normalises what its blocks give; OLMo 3
+and EXAONE 4, which do so too.
 
 Section 3.1: RMSNorm stands behind attention and MLP in place of before them, and queries and keys
 are normalised over all heads together before they are turned.
@@ -9,9 +10,13 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvik.models.llama import Llama
+from kvik.models.llama import Llama, MakeAttention
+from kvik.models.qwen3 import Qwen3Attention
 from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
+from kvik.spec.fields import Fields
+from kvik.spec.layers import SLIDING, LayerSpec, layer_types, mixed_layers, read_window
 from kvik.spec.model import ModelFacts
+from kvik.spec.rope import RopeSpec, read_rope
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,33 +39,42 @@ class Olmo2Attention:
         self.attend = builder.attention(layer, dim)
         self.o = builder.linear("o_proj", heads * dim, spec.hidden_size, bias=spec.o_bias, role="o")
 
-    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
-        """x [tokens, hidden], rotation [tokens, head_dim] -> [tokens, hidden]."""
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, rotation: Tensor | None, ctx: ForwardContext
+    ) -> Tensor:
+        """x, residual [tokens, hidden], rotation [tokens, head_dim] -> [tokens, hidden]."""
         q, k, v = self.qkv(x, ctx)  # [tokens, heads or kv_heads, head_dim]
         q = self.q_norm(q.flatten(1)).view(q.shape)
         k = self.k_norm(k.flatten(1)).view(k.shape)
-        return self.o(self.attend(q, k, v, ctx, rotation), ctx)
+        return self.o(self.attend(q, k, v, ctx, rotation), ctx, residual)
 
 
 class Olmo2Layer:
     """Attention and MLP; what each gives is normalised and added to the residual stream."""
 
-    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
+    def __init__(
+        self,
+        spec: ModelFacts,
+        builder: LayerBuilder,
+        layer: int,
+        attention: MakeAttention = Olmo2Attention,
+    ) -> None:
         hidden, eps = spec.hidden_size, spec.norm_eps
-        self.attention = Olmo2Attention(spec, builder.at("self_attn"), layer)
+        self.attention = attention(spec, builder.at("self_attn"), layer)
         self.attention_norm = builder.rms_norm("post_attention_layernorm", hidden, eps)
         self.mlp = builder.at("mlp").gated_mlp(hidden, spec.intermediate_size, bias=spec.mlp_bias)
         self.mlp_norm = builder.rms_norm("post_feedforward_layernorm", hidden, eps)
 
     def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
         """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
-        x = self.attention_norm.add(self.attention(x, rotation, ctx), x)
+        x = self.attention_norm.add(self.attention(x, None, rotation, ctx), x)
         return self.mlp_norm.add(self.mlp(x, ctx), x)
 
 
 OLMO2 = Architecture(
     "Olmo2ForCausalLM",
     "olmo2",
+    "OLMo 2",
     partial(Llama, make_layer=Olmo2Layer),
     qkv_bias="attention_bias",
     o_bias="attention_bias",
@@ -70,4 +84,41 @@ OLMO2 = Architecture(
         "post_attention_norm": "post_attention_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm",
     },
+)
+
+
+def olmo3_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+    """Three layers with a window, then one without, whose positions alone are stretched."""
+    types, window = layer_types(fields, layers, every=4), read_window(fields)
+    nested = any(kind in fields.inside("rope_parameters") for kind in types)
+    ropes = {
+        kind: read_rope(fields, positions, layer_type=kind if nested else "") for kind in types
+    }
+    if SLIDING in ropes and not nested:
+        theta = ropes[SLIDING].theta
+        ropes[SLIDING] = RopeSpec(theta=theta, original_max_position=positions)
+    return tuple(LayerSpec(window if kind == SLIDING else None, ropes[kind]) for kind in types)
+
+
+# OLMo 3 (OLMo team 2025): most layers have a sliding window.
+OLMO3 = Architecture(
+    "Olmo3ForCausalLM",
+    "olmo3",
+    "OLMo 3",
+    partial(Llama, make_layer=Olmo2Layer),
+    layers=olmo3_layers,
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    eos_token_ids=(50279,),
+)
+# EXAONE 4 (LG AI Research 2025, arXiv 2507.11407): the heads of q and k are normalised one by one,
+# and layers without a window know no positions.
+EXAONE4 = Architecture(
+    "Exaone4ForCausalLM",
+    "exaone4",
+    "EXAONE 4",
+    partial(Llama, make_layer=partial(Olmo2Layer, attention=Qwen3Attention)),
+    layers=partial(mixed_layers, every=4, full_turns=False),
+    qk_norm=True,
+    eos_token_ids=(2,),
 )

@@ -25,6 +25,7 @@ class Qwen3Attention:
             (heads, kv_heads, kv_heads),
             dim,
             bias=spec.qkv_bias,
+            rope=spec.layers[layer].rope,
         )
         self.q_norm = builder.rms_norm("q_norm", dim, spec.norm_eps)
         self.k_norm = builder.rms_norm("k_norm", dim, spec.norm_eps)
@@ -32,7 +33,7 @@ class Qwen3Attention:
         self.o = builder.linear("o_proj", heads * dim, spec.hidden_size, bias=spec.o_bias, role="o")
 
     def __call__(
-        self, x: Tensor, residual: Tensor, rotation: Tensor | None, ctx: ForwardContext
+        self, x: Tensor, residual: Tensor | None, rotation: Tensor | None, ctx: ForwardContext
     ) -> Tensor:
         """x, residual [tokens, hidden], rotation [tokens, head_dim] -> [tokens, hidden]."""
         q, k, v = self.qkv(x, ctx)  # [tokens, heads or kv_heads, head_dim]
@@ -47,6 +48,7 @@ def qwen3(spec: ModelFacts, builder: LayerBuilder) -> Llama:
 QWEN3 = Architecture(
     "Qwen3ForCausalLM",
     "qwen3",
+    "Qwen 3, dense",
     qwen3,
     qkv_bias="attention_bias",
     o_bias="attention_bias",

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from kvik.models.cohere import COHERE, COHERE2
+from kvik.models.glm4 import GLM4
 from kvik.models.gpt2 import GPT2_MODEL
-from kvik.models.llama import LLAMA, MISTRAL, QWEN2
-from kvik.models.olmo2 import OLMO2
+from kvik.models.llama import LLAMA, MISTRAL, QWEN2, SMOLLM3, STABLELM
+from kvik.models.olmo2 import EXAONE4, OLMO2, OLMO3
+from kvik.models.phi3 import PHI3
 from kvik.models.qwen3 import QWEN3
 from kvik.spec.declare import Architecture
 
 ARCHITECTURES: Mapping[str, Architecture] = {
-    row.name: row for row in (LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GPT2_MODEL)
+    row.name: row
+    for row in (
+        *(LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, STABLELM, PHI3, GLM4),
+        *(OLMO2, OLMO3, EXAONE4, COHERE, COHERE2, GPT2_MODEL),
+    )
 }

@@ -35,7 +35,7 @@ from kvik.nn.layers import (
 from kvik.nn.parts import LayerFiller, Quantizer, Rows
 from kvik.nn.rope import Rope
 from kvik.nn.storage import FreshStorage, Storage
-from kvik.spec.declare import Role
+from kvik.spec.declare import GATE_UP, Role
 from kvik.spec.kv import KVGroup
 from kvik.spec.rope import RopeSpec
 from kvik.spec.stored_weights import StoredQuantization, StoredScheme, stored_alike
@@ -183,23 +183,60 @@ class Builder:
         head_dim: int,
         *,
         bias: bool,
+        rope: RopeSpec | None = None,
     ) -> Heads:
-        """Projections of x [tokens, inputs], each into its number of heads."""
+        """Queries, keys and values of x [tokens, inputs], each with its number of heads.
+
+        Args:
+            names: of one layer for each of the three, or of one layer for all.
+            rope: how they will turn, which decides the order of a head's channels of queries and
+                keys; None: they are as they are stored.
+        """
+        places = _places(rope, heads[0] + heads[1], head_dim)
+        if len(names) == 1:
+            total = sum(heads) * head_dim
+            linear = self._heads(names, inputs, (total,), bias, places)
+            return Heads([linear], [heads], head_dim)
         linears, parts, first = [], [], 0
         for size in self._matrix_sizes(names):
             members = slice(first, first + size)
             widths = tuple(count * head_dim for count in heads[members])
-            linears.append(self.linear(names[members], inputs, widths, bias=bias, role="qkv"))
+            linears.append(self._heads(names[members], inputs, widths, bias, places))
             parts.append(heads[members])
             first += size
+            if places is not None:
+                places = places[sum(widths) :] - sum(widths)
         return Heads(linears, parts, head_dim)
 
-    def gated_mlp(self, hidden: int, inner: int, *, bias: bool) -> GatedMLP:
-        """gate_proj, up_proj and down_proj of this scope."""
+    def _heads(
+        self,
+        names: tuple[str, ...],
+        inputs: int,
+        widths: tuple[int, ...],
+        bias: bool,
+        places: Tensor | None,
+    ) -> Linear:
+        shapes = [LinearShape(inputs, width) for width in widths]
+        stored = [self._scheme(name) for name in names]
+        return self._linear(names, shapes, stored, bias=bias, places=places)
+
+    def gated_mlp(
+        self,
+        hidden: int,
+        inner: int,
+        *,
+        bias: bool,
+        names: tuple[str, ...] = GATE_UP,
+    ) -> GatedMLP:
+        """Gate, up and down_proj of this scope.
+
+        Args:
+            names: of gate and up, or of one layer for both.
+        """
         gate_up = self.linear(
-            ("gate_proj", "up_proj"),
+            names,
             hidden,
-            (inner, inner),
+            (2 * inner // len(names),) * len(names),
             bias=bias,
             role="gate_up",
             activation="silu_and_mul",
@@ -256,10 +293,26 @@ class Builder:
     def rms_norm(self, name: str, dim: int, eps: float, *, before: Role = "") -> RMSNorm:
         return RMSNorm(self.ops, self._gain(name, dim), eps)
 
-    def layer_norm(self, name: str, dim: int, eps: float, *, before: Role = "") -> LayerNorm:
-        weight, bias = self._gain(name, dim), self._empty(f"{name}.bias", dim)
-        self._declare(self._name(f"{name}.bias"), bias, "bias")
-        return LayerNorm(self.ops, weight, bias, eps)
+    def layer_norm(
+        self,
+        name: str,
+        dim: int,
+        eps: float,
+        *,
+        before: Role = "",
+        bias: bool = True,
+        scale: float = 1.0,
+    ) -> LayerNorm:
+        """
+        Args:
+            scale: that its output is multiplied with, by its gain; only without a bias.
+        """
+        weight, offset = self._gain(name, dim, scale), self._empty(f"{name}.bias", dim)
+        if bias:
+            self._declare(self._name(f"{name}.bias"), offset, "bias")
+        elif not self.storage.names:
+            offset.zero_()
+        return LayerNorm(self.ops, weight, offset, eps)
 
     def rope(self, spec: RopeSpec, head_dim: int) -> Rope:
         return Rope(self.ops, spec, head_dim, self.max_model_len, self.device)
@@ -278,9 +331,11 @@ class Builder:
         bias: bool,
         activation: Activation | None = None,
         head: bool = False,
+        places: Tensor | None = None,
     ) -> Linear:
         """
         Args:
+            places: where the first rows go; see `Rows`.
             stored: how the checkpoint stores each layer; None: as floats.
             head: the layer gives logits or is the embedding. Logits are fp32, because small
                 differences between them matter; the weight keeps at least eight bits.
@@ -304,7 +359,7 @@ class Builder:
         linear = Linear(self.ops, matrix, stages, activation if stages else None)
         if self.storage.names:
             return linear
-        target, first = Rows(self.ops, matrix, quantizer), 0
+        target, first = Rows(self.ops, matrix, quantizer, places), 0
         for layer, shape, own in zip(layers, shapes, stored, strict=True):
             format = self._format(layer, shape, own)
             tensors = format.tensors(self.dtype)
@@ -323,7 +378,11 @@ class Builder:
                 )
             if matrix.bias is not None:
                 offsets = matrix.bias[first : first + shape.outputs]
-                self._declare(f"{layer}.{BIAS}", offsets, "bias")
+                fill = partial(_fill_in, offsets)
+                if places is not None and first < len(places):
+                    moved = places[first : first + shape.outputs] - first
+                    fill = partial(_fill_moved, offsets, moved)
+                self._declare(f"{layer}.{BIAS}", offsets, "bias", fill)
             first += shape.outputs
         return linear
 
@@ -356,15 +415,22 @@ class Builder:
         self.declared.ignored.update(f"{layer}.{name}" for name in unread)
         return format
 
-    def _gain(self, name: str, dim: int) -> Tensor:
+    def _gain(self, name: str, dim: int, scale: float = 1.0) -> Tensor:
         weight = self._empty(f"{name}.weight", dim)
-        self._declare(self._name(f"{name}.weight"), weight, "gain")
+        fill = partial(_fill_scaled, weight, scale) if scale != 1.0 else None
+        self._declare(self._name(f"{name}.weight"), weight, "gain", fill)
         return weight
 
     def _empty(self, name: str, *shape: int) -> Tensor:
         return self.storage.tensor(self._name(name), shape, self.dtype, self.device)
 
-    def _declare(self, name: str, target: Tensor, kind: str) -> None:
+    def _declare(
+        self,
+        name: str,
+        target: Tensor,
+        kind: str,
+        fill: Callable[[int, Tensor], None] | None = None,
+    ) -> None:
         if self.storage.names:
             return
         self.declared.tensors.append(
@@ -374,7 +440,7 @@ class Builder:
                 target.dtype,
                 kind,
                 in_runs=True,
-                fill=partial(_fill_in, target),
+                fill=fill or partial(_fill_in, target),
             )
         )
 
@@ -384,3 +450,23 @@ class Builder:
 
 def _fill_in(target: Tensor, first: int, values: Tensor) -> None:
     target[first : first + len(values)].copy_(values)
+
+
+def _fill_moved(target: Tensor, places: Tensor, first: int, values: Tensor) -> None:
+    moved = places[first : first + len(values)].to(target.device)
+    target[moved] = values[: len(moved)].to(target)
+    target[first + len(moved) : first + len(values)] = values[len(moved) :].to(target)
+
+
+def _fill_scaled(target: Tensor, scale: float, first: int, values: Tensor) -> None:
+    target[first : first + len(values)].copy_(values.float() * scale)
+
+
+def _places(rope: RopeSpec | None, heads: int, head_dim: int) -> Tensor | None:
+    """Where the rows of queries and keys go, so that they turn in halves; None: nowhere else."""
+    rows = None if rope is None else rope.rows(head_dim)
+    if rows is None:
+        return None
+    place = torch.empty(head_dim, dtype=torch.int64)
+    place[torch.tensor(rows)] = torch.arange(head_dim)
+    return (torch.arange(heads)[:, None] * head_dim + place).flatten()

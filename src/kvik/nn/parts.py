@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 from kvik.errors import ModelError, shown
@@ -54,12 +56,20 @@ RUN_WEIGHTS = 1 << 20  # quantised and packed at a time
 
 
 class Rows:
-    """Takes weights into a matrix."""
+    """Takes weights into a matrix.
 
-    def __init__(self, ops: Ops, matrix: Matrix, quantizer: Quantizer) -> None:
+    Args:
+        places: [rows] int64, where each of the first rows goes, in the order of the checkpoint;
+            None, and further rows: where they are.
+    """
+
+    def __init__(
+        self, ops: Ops, matrix: Matrix, quantizer: Quantizer, places: Tensor | None = None
+    ) -> None:
         self._ops = ops
         self._matrix = matrix
         self._quantizer = quantizer
+        self._places = places
 
     def put(self, first: int, weight: Weight) -> None:
         """Rows first.. of the matrix.
@@ -68,7 +78,19 @@ class Rows:
             ModelError: the weight cannot be quantised.
             ValueError: its inputs are in another order than those of the rows before.
         """
-        self._ops.pack_rows(self._matrix, first, self._quantizer(weight))
+        weight = self._quantizer(weight)
+        if self._places is None or first >= len(self._places):
+            self._ops.pack_rows(self._matrix, first, weight)
+            return
+        last = first + len(weight.values)
+        places = torch.arange(first, last)
+        moved = self._places[first:last]
+        places[: len(moved)] = moved
+        places, order = places.sort()
+        breaks = (places.diff() != 1).nonzero().flatten().add_(1).tolist()
+        for begin, end in pairwise([0, *breaks, len(order)]):
+            run = weight.rows(order[begin:end].to(weight.values.device))
+            self._ops.pack_rows(self._matrix, int(places[begin]), run)
 
 
 class LayerFiller:

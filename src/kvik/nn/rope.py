@@ -10,6 +10,8 @@ from torch import Tensor
 from kvik.kernels.ops import Ops
 from kvik.spec.rope import RopeSpec
 
+POSITIONS_AT_ONCE = 1 << 14  # fp64 ones
+
 
 class Rope:
     """By what each pair (i, i + head_dim / 2) of q and k is turned: position * frequency i."""
@@ -18,7 +20,8 @@ class Rope:
         self, ops: Ops, spec: RopeSpec, head_dim: int, max_model_len: int, device: torch.device
     ) -> None:
         self.ops = ops
-        # [max_model_len, head_dim] fp32, for each position cosines and then sines
+        # [max_model_len, head_dim] fp32, for each position cosines and then sines. Made in fp64: an
+        # angle of a million radians has no digits left behind the point in fp32.
         self.table = _table(spec, head_dim, max_model_len, device)
 
     def at(self, positions: Tensor) -> Tensor:
@@ -31,22 +34,28 @@ class Rope:
 
 
 def _table(spec: RopeSpec, head_dim: int, max_model_len: int, device: torch.device) -> Tensor:
-    positions = torch.arange(max_model_len, device=device)
-    angles = positions[:, None] * frequencies(spec, head_dim, max_model_len).to(device)
-    table = torch.empty(max_model_len, head_dim, dtype=torch.float32, device=device)
-    torch.cos(angles, out=table[:, : head_dim // 2])
-    torch.sin(angles, out=table[:, head_dim // 2 :])
-    return table.mul_(attention_factor(spec))
+    half, turned = head_dim // 2, spec.width(head_dim) // 2
+    each, factor = frequencies(spec, head_dim, max_model_len).to(device), attention_factor(spec)
+    table = torch.zeros(max_model_len, head_dim, dtype=torch.float32, device=device)
+    table[:, turned:half] = 1.0  # what does not turn
+    for start in range(0, max_model_len, POSITIONS_AT_ONCE):
+        end = min(start + POSITIONS_AT_ONCE, max_model_len)
+        angles = torch.arange(start, end, device=device)[:, None] * each
+        table[start:end, :turned] = angles.cos().mul_(factor)
+        table[start:end, half : half + turned] = angles.sin().mul_(factor)
+    return table
 
 
 def frequencies(spec: RopeSpec, head_dim: int, max_model_len: int) -> Tensor:
-    """Angle per position of each pair, [head_dim / 2] fp32.
+    """Angle per position of each pair that turns, [width / 2] fp64.
 
     `max_model_len` matters to "dynamic" alone: its base is that of a sequence of this length, for
     every sequence, so that a token's K does not depend on what is computed beside it. Engines that
-    recompute the base as a sequence grows leave older keys in the cache turned by another base.
+    recompute the base as a sequence grows leave older keys in the cache turned by another base. For
+    the same reason "longrope" has the factors of long contexts wherever they may come.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    head_dim = spec.width(head_dim)
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
     if spec.kind == "dynamic":
         return 1.0 / _ntk_base(spec, head_dim, max_model_len) ** exponents
     plain = 1.0 / spec.theta**exponents
@@ -56,16 +65,23 @@ def frequencies(spec: RopeSpec, head_dim: int, max_model_len: int) -> Tensor:
         return _yarn(plain, spec, head_dim)
     if spec.kind == "llama3":
         return _llama3(plain, spec)
+    if spec.kind == "longrope":
+        is_long = max_model_len > spec.original_max_position
+        factors = spec.long_factors if is_long else spec.short_factors
+        return plain / torch.tensor(factors, dtype=torch.float64)
     return plain
 
 
 def attention_factor(spec: RopeSpec) -> float:
-    """Return what cosine and sine are multiplied with: YaRN's temperature (its section 3.4), else
-    1."""
-    if spec.kind != "yarn":
+    """Return what cosine and sine are multiplied with: YaRN's temperature (its section 3.4), that
+    of LongRoPE (its section 3.3), else 1."""
+    if spec.kind not in ("yarn", "longrope"):
         return 1.0
     if spec.attention_factor is not None:
         return spec.attention_factor
+    if spec.kind == "longrope":
+        log = math.log(max(spec.factor, 1.0)) / math.log(spec.original_max_position)
+        return math.sqrt(1.0 + log)
 
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(spec.factor) + 1.0 if spec.factor > 1.0 else 1.0
@@ -98,7 +114,7 @@ def _yarn(plain: Tensor, spec: RopeSpec, head_dim: int) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     width = high - low or 0.001
-    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float64) - low) / width).clamp(0, 1)
     return plain / spec.factor * ramp + plain * (1 - ramp)
 
 

@@ -113,10 +113,6 @@ def _bigcode_kv_heads(fields: Fields) -> int:
     return 1 if fields.boolean("multi_query", True) else _integer(fields, "n_head")
 
 
-def _stablelm_norms(fields: Fields) -> int:
-    return 1 if fields.boolean("use_parallel_residual", False) else 2
-
-
 def _qwen_width(fields: Fields) -> int:
     return fields.integer("intermediate_size", 2, LARGEST) // 2  # of gate and up together
 
@@ -213,17 +209,8 @@ FAMILIES: Mapping[str, Family] = {
         qkv_bias=True,
     ),
     "BaichuanForCausalLM": Family(("baichuan",), defaults={"max_position_embeddings": 4096}),
-    "Phi3ForCausalLM": Family(("phi3",), windows=True),
     "GraniteForCausalLM": Family(
         ("granite",), qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"
-    ),
-    "SmolLM3ForCausalLM": Family(
-        ("smollm3",),
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        mlp_bias="mlp_bias",
-        windows=True,
-        tied=True,
     ),
     "SeedOssForCausalLM": Family(
         ("seed_oss",),
@@ -235,50 +222,8 @@ FAMILIES: Mapping[str, Family] = {
     "GlmForCausalLM": Family(
         ("glm",), defaults={"attention_bias": True, "head_dim": 128}, qkv_bias="attention_bias"
     ),
-    "Glm4ForCausalLM": Family(
-        ("glm4",),
-        defaults={"attention_bias": True, "head_dim": 128},
-        qkv_bias="attention_bias",
-        norms=4,
-    ),
     "OlmoForCausalLM": Family(
         ("olmo",), qkv_bias="attention_bias", o_bias="attention_bias", norm_vectors=0
-    ),
-    "Olmo3ForCausalLM": Family(
-        ("olmo3",),
-        defaults={"sliding_window": 4096},
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        qk_norm=QKNorm.WIDE,
-        windows=True,
-        pattern=4,
-    ),
-    "StableLmForCausalLM": Family(
-        ("stablelm",),
-        computed={"norms": _stablelm_norms},
-        qkv_bias="use_qkv_bias",
-        norm_vectors=2,
-        qk_norm=QKNorm.WIDE,
-        qk_norm_key="qk_layernorm",
-    ),
-    "CohereForCausalLM": Family(
-        ("cohere",),
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        norms=1,
-        qk_norm=QKNorm.WIDE,
-        qk_norm_key="use_qk_norm",
-        tied=True,
-    ),
-    "Cohere2ForCausalLM": Family(
-        ("cohere2",),
-        defaults={"sliding_window": 4096},
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        norms=1,
-        windows=True,
-        pattern=4,
-        tied=True,
     ),
     "GemmaForCausalLM": Family(
         ("gemma",),

@@ -16,7 +16,7 @@ from kvik.attention.base import StepLayout
 from kvik.attention.sdpa import SdpaAttention
 from kvik.kernels.ops import Ops
 from kvik.kernels.torch_ops import TORCH
-from kvik.kernels.weights import Matrix, Weight, float_weight
+from kvik.kernels.weights import Matrix, Weight
 from kvik.models.model_spec import ModelSpec
 from kvik.nn.builder import Builder, DeclaredTensor
 from kvik.nn.kv_formats import allocate_kv
@@ -57,7 +57,7 @@ class Tap:
     def __init__(self) -> None:
         self.watch: Watch = unwatched
         self.matrices: list[Matrix] = []
-        self.filled: list[tuple[int, int, Tensor]] = []  # matrix, first row, rows
+        self.filled: list[tuple[int, Tensor]] = []  # matrix, rows
         self._numbers: dict[int, int] = {}  # id of a matrix -> its number
 
     def ops(self) -> Ops:
@@ -70,7 +70,7 @@ class Tap:
         if id(matrix) not in self._numbers:
             self._numbers[id(matrix)] = len(self.matrices)
             self.matrices.append(matrix)
-        self.filled.append((self._numbers[id(matrix)], first, weight.values))
+        self.filled.append((self._numbers[id(matrix)], weight.values))
         TORCH.pack_rows(matrix, first, weight)
 
     def _linear(self, x: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:
@@ -109,7 +109,7 @@ class Block:
         self._network: Network = spec.family.make(spec, builder)
         self._device, self._dtype = device, dtype
         self._declared: dict[str, DeclaredTensor] = {}
-        self._places: dict[str, tuple[Matrix, int]] = {}  # of linear layers
+        self._transposed: dict[str, bool] = {}  # whether the checkpoint has a layer so
         self.tensors: dict[str, Tensor] = {}
         layers: list[BlockLinear] = []
         for declared in builder.declared.tensors:
@@ -122,21 +122,21 @@ class Block:
             if not self._tap.filled:
                 self.tensors[name], self._declared[name] = values, declared
                 continue
-            number, first, rows = self._tap.filled[0]
-            parts = [part for _, _, part in self._tap.filled]
+            number, rows = self._tap.filled[0]
+            parts = [part for _, part in self._tap.filled]
             layer = name.removesuffix(WEIGHT)
-            self._places[layer] = self._tap.matrices[number], first
             transposed = rows.stride(0) == 1 and rows.shape[1] > 1
             weight = values.t() if transposed else values
             assert sum(map(len, parts)) == len(weight)
+            self._declared[layer], self._transposed[layer] = declared, transposed
             layers.append(BlockLinear(layer, number, weight, transposed))
         self._tap.filled.clear()
         self.layers = tuple(layers)
 
     def set_weight(self, layer: str, weight: Tensor) -> None:
         """Replace the weight of a layer: [outputs, inputs], any float dtype."""
-        matrix, first = self._places[layer]
-        TORCH.pack_rows(matrix, first, float_weight(weight))
+        self._declared[layer].fill(0, weight.t() if self._transposed[layer] else weight)
+        self._tap.filled.clear()
 
     def set_tensor(self, name: str, values: Tensor) -> None:
         """Replace the values of a norm or a bias, in the layout of the checkpoint."""

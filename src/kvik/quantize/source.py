@@ -83,7 +83,10 @@ def folds(spec: ModelSpec) -> tuple[Fold, ...]:
     ]
     if up.role == "gate_up":
         inner = torch.arange(down.inputs)
-        found.append(Fold(_patterns(declared, down), _patterns(declared, up)[-1], True, 0, inner))
+        first = down.inputs if len(up.names) == 1 else 0  # gate stands before up
+        found.append(
+            Fold(_patterns(declared, down), _patterns(declared, up)[-1], True, first, inner)
+        )
     for norm in declared.norms:
         if norm.layer == 0 and norm.before:
             readers = _patterns(declared, roles[norm.before])

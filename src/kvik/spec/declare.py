@@ -31,10 +31,13 @@ class Architecture:
     Attributes:
         name: as in `architectures` of config.json.
         model_type: as in config.json; used when it names no architecture.
+        models: what people call the models that have it.
         make: the constructor of its network.
         layers: reads what differs from layer to layer.
         qkv_bias, o_bias, mlp_bias: a fact, or the config.json key that decides (false if absent).
         tied: `tie_word_embeddings` when config.json does not say.
+        logit_scale: when config.json does not say, of an architecture that scales its logits; 1: it
+            does not.
         head_dim: when config.json does not say; None: hidden / heads.
         eos_token_ids: when config.json does not say.
         activations: the `hidden_act` values its MLP can have; the first is the default.
@@ -49,6 +52,7 @@ class Architecture:
 
     name: str
     model_type: str
+    models: str
     make: Callable[[ModelFacts, LayerBuilder], Network]
     layers: LayerRule = equal_layers
     qkv_bias: bool | str = False
@@ -59,6 +63,7 @@ class Architecture:
     rms_norm: bool = True
     gated_mlp: bool = True
     tied: bool = False
+    logit_scale: float = 1.0
     head_dim: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     keys: Mapping[str, str] = field(default_factory=dict)
@@ -179,6 +184,9 @@ class AttentionLayer(Protocol):
         ...
 
 
+GATE_UP = ("gate_proj", "up_proj")
+
+
 class LayerBuilder(Protocol):
     """Makes layers within a scope of the checkpoint's names; `at` narrows the scope."""
 
@@ -205,9 +213,12 @@ class LayerBuilder(Protocol):
         head_dim: int,
         *,
         bias: bool,
+        rope: RopeSpec | None = None,
     ) -> HeadsLayer: ...
 
-    def gated_mlp(self, hidden: int, inner: int, *, bias: bool) -> FeedForward: ...
+    def gated_mlp(
+        self, hidden: int, inner: int, *, bias: bool, names: tuple[str, ...] = GATE_UP
+    ) -> FeedForward: ...
 
     def mlp(
         self, up: str, down: str, hidden: int, inner: int, *, bias: bool, transposed: bool
@@ -221,7 +232,16 @@ class LayerBuilder(Protocol):
 
     def rms_norm(self, name: str, dim: int, eps: float, *, before: Role = "") -> Norm: ...
 
-    def layer_norm(self, name: str, dim: int, eps: float, *, before: Role = "") -> Norm: ...
+    def layer_norm(
+        self,
+        name: str,
+        dim: int,
+        eps: float,
+        *,
+        before: Role = "",
+        bias: bool = True,
+        scale: float = 1.0,
+    ) -> Norm: ...
 
     def rope(self, spec: RopeSpec, head_dim: int) -> Rotations: ...
 
@@ -388,12 +408,18 @@ class _Describer:
         head_dim: int,
         *,
         bias: bool,
+        rope: RopeSpec | None = None,
     ) -> _Described:
         widths = tuple(count * head_dim for count in heads)
+        if len(names) == 1:
+            widths = (sum(widths),)
         return self.linear(names, inputs, widths, bias=bias, role="qkv")
 
-    def gated_mlp(self, hidden: int, inner: int, *, bias: bool) -> _Described:
-        self.linear(("gate_proj", "up_proj"), hidden, (inner, inner), bias=bias, role="gate_up")
+    def gated_mlp(
+        self, hidden: int, inner: int, *, bias: bool, names: tuple[str, ...] = GATE_UP
+    ) -> _Described:
+        widths = (2 * inner // len(names),) * len(names)
+        self.linear(names, hidden, widths, bias=bias, role="gate_up")
         return self.linear("down_proj", inner, hidden, bias=bias, role="down")
 
     def mlp(
@@ -425,8 +451,17 @@ class _Describer:
         self._found.norms.append(norm)
         return _DESCRIBED
 
-    def layer_norm(self, name: str, dim: int, eps: float, *, before: Role = "") -> _Described:
-        self._found.norms.append(DeclaredNorm(self._layer, self._name(name), dim, True, before))
+    def layer_norm(
+        self,
+        name: str,
+        dim: int,
+        eps: float,
+        *,
+        before: Role = "",
+        bias: bool = True,
+        scale: float = 1.0,
+    ) -> _Described:
+        self._found.norms.append(DeclaredNorm(self._layer, self._name(name), dim, bias, before))
         return _DESCRIBED
 
     def rope(self, spec: RopeSpec, head_dim: int) -> _Described:

@@ -91,6 +91,18 @@ class Fields:
             raise self.error(key, f"must be a list of strings, not {shown(value)}")
         return tuple(value)
 
+    def numbers(self, key: str, low: float, high: float) -> tuple[float, ...]:
+        """Return a list of at least one number."""
+        values = self._get(key, None)
+        kind = Number(low, high)
+        if not isinstance(values, list | tuple) or not values:
+            raise self.error(key, f"must be a list of numbers, not {shown(values)}")
+        try:
+            found: tuple[Any, ...] = tuple(kind.checked(value) for value in values)
+            return tuple(map(float, found))
+        except ValueError as bad:
+            raise self.error(key, str(bad)) from None
+
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
         """Return the token ids of a list or of a single id; () if absent."""
         value = self._get(key, ())

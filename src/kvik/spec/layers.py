@@ -40,6 +40,53 @@ def equal_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec
     return (LayerSpec(None, read_rope(fields, positions)),) * layers
 
 
+def turned_layers(
+    fields: Fields, layers: int, positions: int, *, fraction: float, interleaved: bool = False
+) -> tuple[LayerSpec, ...]:
+    """Every layer sees all keys; the arguments are those of `read_rope`."""
+    rope = read_rope(fields, positions, fraction=fraction, interleaved=interleaved)
+    return (LayerSpec(None, rope),) * layers
+
+
+def sometimes_turned_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+    """Layers turn or not as `no_rope_layers` says, in which 1 is yes, or each but every fourth;
+    windows are those of `switched_layers` (SmolLM3)."""
+    if fields.boolean("use_sliding_window", False):
+        raise fields.error("use_sliding_window", "must be false")
+    rope = read_rope(fields, positions)
+    every = fields.integer("no_rope_layer_interval", 1, MAX_POSITIONS, 4)
+    turned: tuple[float, ...] = tuple((i + 1) % every != 0 for i in range(layers))
+    if "no_rope_layers" in fields and not fields.is_null("no_rope_layers"):
+        turned = fields.numbers("no_rope_layers", 0, 1)
+        if len(turned) != layers:
+            raise fields.error("no_rope_layers", f"must have {layers} entries, not {len(turned)}")
+    return tuple(LayerSpec(None, rope if one else None) for one in turned)
+
+
+def mixed_layers(
+    fields: Fields,
+    layers: int,
+    positions: int,
+    *,
+    every: int,
+    full_turns: bool = True,
+    interleaved: bool = False,
+) -> tuple[LayerSpec, ...]:
+    """Layers with a window, and each `every`-th, or as `layer_types` says, without one.
+
+    Args:
+        full_turns: full layers turn too; if not, they know no positions.
+        interleaved: as of `read_rope`.
+    """
+    rope = read_rope(fields, positions, interleaved=interleaved)
+    window = read_window(fields)
+    if window is None:  # EXAONE 4 without windows turns everywhere
+        return (LayerSpec(None, rope),) * layers
+    types = layer_types(fields, layers, every)
+    full = LayerSpec(None, rope if full_turns else None)
+    return tuple(full if kind == FULL else LayerSpec(window, rope) for kind in types)
+
+
 def windowed_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
     """Every layer has a sliding window, unless `sliding_window` is null (Mistral)."""
     return (LayerSpec(read_window(fields), read_rope(fields, positions)),) * layers
@@ -48,8 +95,9 @@ def windowed_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerS
 def switched_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
     """Windows in use if `use_sliding_window` says so, where `layer_types` does, else from
     `max_window_layers` on (Qwen2 and 3)."""
-    rope = read_rope(fields, positions)
-    window = read_window(fields) if fields.boolean("use_sliding_window", False) else None
+    rope, window = read_rope(fields, positions), read_window(fields)
+    if not fields.boolean("use_sliding_window", False):
+        window = None
     if "layer_types" in fields:
         return tuple(LayerSpec(one, rope) for one in typed_windows(fields, layers, window))
     first = fields.integer("max_window_layers", 0, MAX_POSITIONS, 28)

@@ -76,6 +76,7 @@ class ModelFacts:
     quantization: StoredQuantization | None = None  # of the checkpoint; None: plain floats
     rms_norm: bool = True  # else LayerNorm, which has biases too
     gated_mlp: bool = True  # three matrices, else two
+    logit_scale: float = 1.0
     built: Built | None = None  # set for an engine folder, whose weights are already packed
 
     @property

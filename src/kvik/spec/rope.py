@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvik.spec.fields import Fields
 
-ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
+ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+_OLD_KINDS = {"su": "longrope"}
 MAX_POSITIONS = 2**31 - 1
 MAX_FACTOR = 1e6
 
@@ -17,7 +18,7 @@ class RopeSpec:
 
     Attributes:
         kind: "default", "linear" (position interpolation), "dynamic" (NTK-aware), "yarn"
-            (Peng et al. 2023) or "llama3".
+            (Peng et al. 2023), "llama3" or "longrope" (Ding et al. 2024).
         theta: base of the frequencies.
         factor: stretch; unused by "default".
         original_max_position: context the model was trained on before stretching.
@@ -27,18 +28,61 @@ class RopeSpec:
     theta: float = 10000.0
     factor: float = 1.0
     original_max_position: int = 0
+    fraction: float = 1.0  # of a head's channels that turn, the first ones
+    interleaved: bool = False  # checkpoints store the pairs as neighbours, else in halves
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # yarn; None: 0.1 ln(factor) + 1
+    attention_factor: float | None = None  # yarn, longrope; None: by the factor
+    short_factors: tuple[float, ...] = ()  # longrope: what slows each pair down, up to the
+    long_factors: tuple[float, ...] = ()  # original context, and beyond it
     mscale: float | None = None  # yarn, DeepSeek's variant
     mscale_all_dim: float | None = None
     truncate: bool = True  # yarn: round the correction range to integers
 
+    def width(self, head_dim: int) -> int:
+        """Return how many channels of a head turn."""
+        return int(head_dim * self.fraction)
 
-def read_rope(config: Fields, max_position_embeddings: int) -> RopeSpec:
+    def check(self, config: Fields, head_dim: int) -> None:
+        """Raise `ModelError` if heads of this size cannot turn so."""
+        width = self.width(head_dim)
+        if not width or width % 2:
+            reason = f"must leave an even number of the {head_dim} channels of a head, not {width}"
+            raise config.error("partial_rotary_factor", reason)
+        for name, factors in (("short", self.short_factors), ("long", self.long_factors)):
+            if factors and len(factors) != width // 2:
+                reason = f"must have {width // 2} numbers in {name}_factor, not {len(factors)}"
+                raise config.error("rope_scaling", reason)
+
+    def rows(self, head_dim: int) -> tuple[int, ...] | None:
+        """Return which stored channel of a head stands at each place, so that channel i turns with
+        i + head_dim / 2; what does not turn fills both halves. None: all as they are stored."""
+        width, half = self.width(head_dim), head_dim // 2
+        if width == head_dim and not self.interleaved:
+            return None
+        pairs = range(width // 2)
+        first = [2 * i if self.interleaved else i for i in pairs]
+        second = [2 * i + 1 if self.interleaved else width // 2 + i for i in pairs]
+        rest = list(range(width, head_dim))
+        left = half - width // 2
+        return tuple(first + rest[:left] + second + rest[left:])
+
+
+def read_rope(
+    config: Fields,
+    max_position_embeddings: int,
+    *,
+    layer_type: str = "",
+    fraction: float | None = None,
+    interleaved: bool = False,
+) -> RopeSpec:
     """Read the rotary positions of a config.json.
+
+    Args:
+        layer_type: whose entry in `rope_parameters` it is; "": all layers have the same.
+        fraction: `partial_rotary_factor` where the file has none; None: it must be 1.
 
     Older files have `rope_theta` and an optional `rope_scaling` ("type" or "rope_type"); files of
     transformers 5 have both in `rope_parameters`. A theta inside the object takes precedence.
@@ -48,15 +92,27 @@ def read_rope(config: Fields, max_position_embeddings: int) -> RopeSpec:
     """
     key = "rope_scaling" if config.mapping("rope_scaling") else "rope_parameters"
     rope = config.inside(key)
+    if layer_type:
+        rope = rope.inside(layer_type)
     kind_key = "rope_type" if "rope_type" in rope else "type"
-    kind = rope.choice(kind_key, ROPE_KINDS, "default")
+    kind = rope.choice(kind_key, (*ROPE_KINDS, *_OLD_KINDS), "default")
+    kind = _OLD_KINDS.get(kind, kind)
     place = rope if "rope_theta" in rope else config
     theta = place.number("rope_theta", 1.0, 1e12, 10000.0)
     if theta == 1.0:
         raise place.error("rope_theta", "must be greater than 1")
-    for place in (rope, config):
-        if place.number("partial_rotary_factor", 0.0, 1.0, 1.0) != 1.0:
+    share = 1.0 if fraction is None else fraction
+    for place in (config, rope):
+        share = place.number("partial_rotary_factor", 1e-3, 1.0, share)
+        if share != 1.0 and fraction is None:
             raise place.error("partial_rotary_factor", "must be 1 for this architecture")
+    found = _stretched(config, rope, kind, theta, max_position_embeddings)
+    return replace(found, fraction=share, interleaved=interleaved)
+
+
+def _stretched(
+    config: Fields, rope: Fields, kind: str, theta: float, max_position_embeddings: int
+) -> RopeSpec:
     if kind == "default":
         return RopeSpec(theta=theta, original_max_position=max_position_embeddings)
     if kind in ("linear", "dynamic"):
@@ -70,6 +126,8 @@ def read_rope(config: Fields, max_position_embeddings: int) -> RopeSpec:
     )
     if kind == "llama3":
         return _llama3(rope, theta, original)
+    if kind == "longrope":
+        return _longrope(rope, theta, original, max_position_embeddings)
     return _yarn(rope, theta, original, max_position_embeddings)
 
 
@@ -85,6 +143,18 @@ def _llama3(rope: Fields, theta: float, original: int) -> RopeSpec:
         original_max_position=original,
         low_freq_factor=low,
         high_freq_factor=high,
+    )
+
+
+def _longrope(rope: Fields, theta: float, original: int, max_positions: int) -> RopeSpec:
+    return RopeSpec(
+        kind="longrope",
+        theta=theta,
+        factor=rope.number("factor", 1.0, MAX_FACTOR, max(1.0, max_positions / original)),
+        original_max_position=original,
+        attention_factor=_optional(rope, "attention_factor"),
+        short_factors=rope.numbers("short_factor", 1e-3, MAX_FACTOR),
+        long_factors=rope.numbers("long_factor", 1e-3, MAX_FACTOR),
     )
 
 

@@ -1,0 +1,41 @@
+"""`kvik models`: which models run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from kvik.cli.flags import Parser
+from kvik.cli.terminal import say
+from kvik.models.registry import ARCHITECTURES
+
+HEADER = ("models", "architecture", "files")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        "models", "", "Which models run: by the architecture that their config.json names."
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    rows = [
+        {
+            "architecture": one.name,
+            "model_type": one.model_type,
+            "models": one.models,
+            "files": ["safetensors", "gguf"] if one.gguf else ["safetensors"],
+        }
+        for one in ARCHITECTURES.values()
+    ]
+    if arguments.json:
+        say(json.dumps(rows, indent=2))
+        return 0
+    table = [HEADER, *((r["models"], r["architecture"], ", ".join(r["files"])) for r in rows)]
+    widths = [max(len(str(row[i])) for row in table) for i in range(len(HEADER))]
+    for row in table:
+        cells = (str(cell).ljust(width) for cell, width in zip(row, widths, strict=True))
+        say("  ".join(cells).rstrip())
+    return 0

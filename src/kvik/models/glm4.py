@@ -1,0 +1,47 @@
+"""GLM-4-0414 (Z.ai 2025): a Llama whose blocks are normalised before and behind, and in which half
+of each head turns, in pairs of neighbours."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvik.models.llama import Llama, LlamaAttention
+from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
+from kvik.spec.layers import turned_layers
+from kvik.spec.model import ModelFacts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Glm4Layer:
+    """Attention and MLP; each reads the residual stream normalised, and what it gives is normalised
+    again and added to that."""
+
+    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
+        hidden, inner, eps = spec.hidden_size, spec.intermediate_size, spec.norm_eps
+        self.attention_norm = builder.rms_norm("input_layernorm", hidden, eps, before="qkv")
+        self.attention = LlamaAttention(spec, builder.at("self_attn"), layer)
+        self.attended_norm = builder.rms_norm("post_self_attn_layernorm", hidden, eps)
+        self.mlp_norm = builder.rms_norm("post_attention_layernorm", hidden, eps, before="gate_up")
+        self.mlp = builder.at("mlp").gated_mlp(hidden, inner, bias=False, names=("gate_up_proj",))
+        self.fed_norm = builder.rms_norm("post_mlp_layernorm", hidden, eps)
+
+    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
+        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
+        attended = self.attention(self.attention_norm(x), None, rotation, ctx)
+        x = self.attended_norm.add(attended, x)
+        return self.fed_norm.add(self.mlp(self.mlp_norm(x), ctx), x)
+
+
+GLM4 = Architecture(
+    "Glm4ForCausalLM",
+    "glm4",
+    "GLM-4-0414",
+    partial(Llama, make_layer=Glm4Layer),
+    layers=partial(turned_layers, fraction=0.5, interleaved=True),
+    qkv_bias="attention_bias",
+    head_dim=128,
+    eos_token_ids=(151329, 151336, 151338),
+)
