@@ -25,16 +25,17 @@ KVIK_INLINE F32 gelu(F32 x) {
 
 constexpr int64_t kActivationsPerThread = 1024;  // half a microsecond
 
-template <class T>
-void silu_and_mul_of(const silu_and_mul_args& a, Team& team) {
+// act(gate) * up of each row, gate first.
+template <class T, class Args, class Act>
+void gated(const Args& a, Team& team, Act act) {
     each_columns(team, a.rows, a.inner, kActivationsPerThread, [&](int64_t row, int64_t begin, int64_t end) {
         const T* gate = static_cast<const T*>(a.x) + row * a.x_stride;
         const T* up = gate + a.inner;
         T* y = static_cast<T*>(a.y) + row * a.y_stride;
         int64_t i = begin;
-        for (; i + kLanes <= end; i += kLanes) store(y + i, mul(silu(load(gate + i)), load(up + i)));
+        for (; i + kLanes <= end; i += kLanes) store(y + i, mul(act(load(gate + i)), load(up + i)));
         const int rest = int(end - i);
-        if (rest) store(y + i, mul(silu(load(gate + i, rest)), load(up + i, rest)), rest);
+        if (rest) store(y + i, mul(act(load(gate + i, rest)), load(up + i, rest)), rest);
     });
 }
 
@@ -51,7 +52,13 @@ void gelu_tanh_of(const gelu_tanh_args& a, Team& team) {
 }
 
 void silu_and_mul(const silu_and_mul_args& a, Team& team) {
-    a.dtype == kBF16 ? silu_and_mul_of<bf16>(a, team) : silu_and_mul_of<float>(a, team);
+    const auto act = [](F32 x) { return silu(x); };
+    a.dtype == kBF16 ? gated<bf16>(a, team, act) : gated<float>(a, team, act);
+}
+
+void gelu_tanh_and_mul(const gelu_tanh_and_mul_args& a, Team& team) {
+    const auto act = [](F32 x) { return gelu(x); };
+    a.dtype == kBF16 ? gated<bf16>(a, team, act) : gated<float>(a, team, act);
 }
 
 void gelu_tanh(const gelu_tanh_args& a, Team& team) {

@@ -19,7 +19,7 @@ union Word {
 // of weights that are packed.
 enum Dtype : int64_t { kF32 = 0, kBF16 = 1, kI8 = 2, kFP8 = 3, kI4 = 4 };
 // What happens to x W^T + b before the residual is added.
-enum Activation : int64_t { kNone = 0, kSiluAndMul = 1, kGeluTanh = 2 };
+enum Activation : int64_t { kNone = 0, kSiluAndMul = 1, kGeluTanh = 2, kGeluTanhAndMul = 3 };
 // How a matrix is stored and multiplied.
 enum MatrixKind : int64_t {
     kMatrixF32 = 0,
@@ -38,10 +38,10 @@ enum MatrixKind : int64_t {
 // row and group of the weights, or with one given scale. Other kinds have kFloatX.
 enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 3 };
 
-// y [rows, inner, dim] = x / rms(x) * weight, over dim.
+// y [rows, inner, dim] = x / rms(x) * weight, over dim. weight of weight_dtype: that of x, or fp32.
 #define KVIK_ARGS_rms_norm(P, I, F)                                                      \
     P(x) I(x_stride) I(x_inner_stride) P(weight) P(y) I(y_stride) I(y_inner_stride)      \
-    I(rows) I(inner) I(dim) F(eps) I(dtype)
+    I(rows) I(inner) I(dim) F(eps) I(dtype) I(weight_dtype)
 
 // y [rows, dim] = (x - mean) / std * weight + bias.
 #define KVIK_ARGS_layer_norm(P, I, F)                                                    \
@@ -50,10 +50,17 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 // y [rows, inner] = silu(x[:, :inner]) * x[:, inner:].
 #define KVIK_ARGS_silu_and_mul(P, I, F) P(x) I(x_stride) P(y) I(y_stride) I(rows) I(inner) I(dtype)
 
+// The same with GELU in its tanh form.
+#define KVIK_ARGS_gelu_tanh_and_mul(P, I, F) P(x) I(x_stride) P(y) I(y_stride) I(rows) I(inner) I(dtype)
+
 #define KVIK_ARGS_gelu_tanh(P, I, F) P(x) I(x_stride) P(y) I(y_stride) I(rows) I(dim) I(dtype)
 
 #define KVIK_ARGS_add(P, I, F)                                                           \
     P(x) I(x_stride) P(y) I(y_stride) P(out) I(out_stride) I(rows) I(dim) I(dtype)
+
+// y = x * factor.
+#define KVIK_ARGS_scaled(P, I, F)                                                        \
+    P(x) I(x_stride) P(y) I(y_stride) I(rows) I(dim) F(factor) I(dtype)
 
 // out [rows, row_bytes] = table[ids]; strides in bytes, ids int64.
 #define KVIK_ARGS_gather_rows(P, I, F)                                                   \
@@ -97,7 +104,7 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 
 // y [rows, outputs] = act(x W^T + bias) + residual. weight, scales, zeros as `pack_matrix` laid them
 // out. group: inputs that share a scale, 0: all of them. order: null, or int32 [inputs]: input i of W
-// is column order[i] of x. outputs counts rows of W, so silu_and_mul writes outputs / 2 columns. bias
+// is column order[i] of x. outputs counts rows of W, so silu_and_mul writes outputs / 2 columns (and so does its like). bias
 // fp32; bias and residual may be null; residual has the dtype of x. fp8_x: `Fp8Activations`; x_scale
 // fp32 [1], with kStaticX alone.
 #define KVIK_ARGS_linear(P, I, F)                                                        \
@@ -108,7 +115,7 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 // Rows [first, first + count) of a weight [outputs, inputs] to their places in the packed one. values:
 // fp32 or bf16 (value_dtype), int8, E4M3, or two 4-bit values to a byte; scales fp32 [count, groups],
 // or [count] without groups; zeros: null, uint8 [count, groups], or of kMatrixI4Min the minima, fp32.
-// paired: the matrix is gate and up for silu_and_mul.
+// paired: the matrix is gate and up for an activation that multiplies them.
 #define KVIK_ARGS_pack_matrix(P, I, F)                                                   \
     P(values) I(values_stride) P(scales) P(zeros) I(first) I(count) I(kind) I(inputs)    \
     I(outputs) I(group) I(paired) I(value_dtype) P(weight) P(packed_scales) P(packed_zeros)
@@ -158,7 +165,7 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 
 #define KVIK_KERNELS(K)                                                                  \
     K(rms_norm) K(layer_norm) K(silu_and_mul) K(gelu_tanh) K(add) K(gather_rows)         \
-    K(rotary) K(store_kv) K(load_kv) K(move_kv) K(attention) K(linear) K(pack_matrix)    \
+    K(gelu_tanh_and_mul) K(scaled) K(rotary) K(store_kv) K(load_kv) K(move_kv) K(attention) K(linear) K(pack_matrix)    \
     K(matrix_rows) K(largest) K(top_k) K(penalize) K(mask) K(draw) K(probabilities)      \
     K(read_memory) K(peak_f32) K(peak_bf16) K(peak_i8)
 

@@ -1,5 +1,5 @@
 // Normalisation. Sums are taken in fp32 in an order that depends on `dim` alone; a row is one thread's.
-// Weight and bias have the dtype of x. y may be x.
+// Weight and bias have the dtype of x, but for that of rms_norm, which may be fp32. y may be x.
 #pragma once
 
 #include <cmath>
@@ -39,8 +39,8 @@ float sum_of(const T* x, int64_t dim, float centre) {
 }
 
 // y = (x - centre) * scale * weight + bias; without centre and bias where Biased is false.
-template <bool Biased, class T>
-void scaled(const T* x, const T* weight, const T* bias, T* y, int64_t dim, float centre, float scale) {
+template <bool Biased, class T, class W>
+void scale_row(const T* x, const W* weight, const W* bias, T* y, int64_t dim, float centre, float scale) {
     const F32 c = broadcast(centre), s = broadcast(scale);
     const auto normed = [&](F32 v, F32 w, F32 b) {
         if constexpr (!Biased) return mul(mul(v, s), w);
@@ -56,16 +56,16 @@ void scaled(const T* x, const T* weight, const T* bias, T* y, int64_t dim, float
     }
 }
 
-template <class T>
+template <class T, class W>
 void rms_norm_of(const rms_norm_args& a, Team& team) {
-    const T* weight = static_cast<const T*>(a.weight);
+    const W* weight = static_cast<const W*>(a.weight);
     each_range(team, a.rows * a.inner, rows_worth_a_thread(a.dim), [&](int64_t begin, int64_t end) {
         for (int64_t at = begin; at < end; at++) {
             const int64_t row = at / a.inner, head = at % a.inner;
             const T* x = static_cast<const T*>(a.x) + row * a.x_stride + head * a.x_inner_stride;
             T* y = static_cast<T*>(a.y) + row * a.y_stride + head * a.y_inner_stride;
             const float square = sum_of<true>(x, a.dim, 0.0f) / float(a.dim);
-            scaled<false, T>(x, weight, nullptr, y, a.dim, 0.0f, 1.0f / sqrtf(square + float(a.eps)));
+            scale_row<false, T, W>(x, weight, nullptr, y, a.dim, 0.0f, 1.0f / sqrtf(square + float(a.eps)));
         }
     });
 }
@@ -80,13 +80,18 @@ void layer_norm_of(const layer_norm_args& a, Team& team) {
             T* y = static_cast<T*>(a.y) + row * a.y_stride;
             const float mean = sum_of<false>(x, a.dim, 0.0f) / float(a.dim);
             const float square = sum_of<true>(x, a.dim, mean) / float(a.dim);
-            scaled<true>(x, weight, bias, y, a.dim, mean, 1.0f / sqrtf(square + float(a.eps)));
+            scale_row<true>(x, weight, bias, y, a.dim, mean, 1.0f / sqrtf(square + float(a.eps)));
         }
     });
 }
 
 void rms_norm(const rms_norm_args& a, Team& team) {
-    a.dtype == kBF16 ? rms_norm_of<bf16>(a, team) : rms_norm_of<float>(a, team);
+    if (a.dtype != kBF16)
+        rms_norm_of<float, float>(a, team);
+    else if (a.weight_dtype == kBF16)
+        rms_norm_of<bf16, bf16>(a, team);
+    else
+        rms_norm_of<bf16, float>(a, team);
 }
 
 void layer_norm(const layer_norm_args& a, Team& team) {

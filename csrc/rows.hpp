@@ -29,6 +29,23 @@ void add(const add_args& a, Team& team) {
     a.dtype == kBF16 ? add_of<bf16>(a, team) : add_of<float>(a, team);
 }
 
+template <class T>
+void scaled_of(const scaled_args& a, Team& team) {
+    const F32 factor = broadcast(float(a.factor));
+    each_columns(team, a.rows, a.dim, kAddedPerThread, [&](int64_t row, int64_t begin, int64_t end) {
+        const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
+        T* y = static_cast<T*>(a.y) + row * a.y_stride;
+        int64_t i = begin;
+        for (; i + kLanes <= end; i += kLanes) store(y + i, mul(load(x + i), factor));
+        const int rest = int(end - i);
+        if (rest) store(y + i, mul(load(x + i, rest), factor), rest);
+    });
+}
+
+void scaled(const scaled_args& a, Team& team) {
+    a.dtype == kBF16 ? scaled_of<bf16>(a, team) : scaled_of<float>(a, team);
+}
+
 void gather_rows(const gather_rows_args& a, Team& team) {
     const int64_t* ids = static_cast<const int64_t*>(a.ids);
     each_columns(team, a.rows, a.row_bytes, kCopiedPerThread, [&](int64_t row, int64_t begin, int64_t end) {

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvik.kernels.ops import Draws, Masks, Ops, Penalties, Truncation
 from kvik.kernels.weights import (
+    PAIRED,
     Activation,
     Matrix,
     MatrixSpec,
@@ -114,7 +115,8 @@ def _norms() -> list[Case]:
     zeros = Case("rms_norm", "zeros", lambda m: (m.normal(3, 64) * 0, m.normal(64), 1e-6))
     large = Case("rms_norm", "large", lambda m: (m.normal(3, 64, scale=3e3), m.normal(64), 1e-6))
     heads = Case("rms_norm", "per-head", lambda m: (m.normal(5, 9, 32)[:, 2:6], m.normal(32), 1e-6))
-    return [*cases, zeros, large, heads]
+    wide = Case("rms_norm", "fp32-gain", lambda m: (m.normal(5, 70), m.normal(70).float(), 1e-6))
+    return [*cases, zeros, large, wide, heads]
 
 
 def _rms_norm(rows: int, dim: int) -> Callable[[Maker], tuple[Argument, ...]]:
@@ -151,12 +153,17 @@ def _activations() -> list[Case]:
     def gelu(rows: int, dim: int, scale: float) -> Callable[[Maker], tuple[Tensor, ...]]:
         return lambda m: (m.normal(rows, dim, scale=scale),)
 
+    def times(rows: int, dim: int, scale: float) -> Callable[[Maker], tuple[Argument, ...]]:
+        return lambda m: (m.normal(rows, dim, scale=scale), 0.3)
+
     cases = []
     for rows, dim, scale in ((1, 704, 1.0), (7, 33, 1.0), (3, 1, 1.0), (4, 65, 50.0)):
         name = f"{rows}x{dim}@{scale:g}"
         cases += [
             Case("silu_and_mul", name, silu(rows, dim, scale)),
             Case("gelu_tanh", name, gelu(rows, dim, scale)),
+            Case("gelu_tanh_and_mul", name, silu(rows, dim, min(scale, 1.0))),
+            Case("scaled", name, times(rows, dim, scale)),
         ]
     return cases
 
@@ -216,7 +223,8 @@ def _products() -> list[Case]:
         ("fp8-ordered", _ordered(_fp8_weight(0)), ((3, 33, 7),)),
         ("fp8-token-ordered", _ordered(_fp8_weight(0, "token")), ((3, 33, 7),)),
     )
-    activations: tuple[Activation | None, ...] = (None, "silu_and_mul", "gelu_tanh")
+    activations: tuple[Activation | None, ...]
+    activations = (None, "silu_and_mul", "gelu_tanh", "gelu_tanh_and_mul")
     cases = []
     for (kind, weight, shapes), activation in product(kinds, activations):
         for shape, bias, residual in zip(
@@ -313,7 +321,7 @@ def _product(
     residual: bool,
 ) -> Callable[[Maker], tuple[Argument, ...]]:
     tokens, inputs, outputs = shape
-    rows = 2 * outputs if activation == "silu_and_mul" else outputs
+    rows = 2 * outputs if activation in PAIRED else outputs
 
     def arguments(m: Maker) -> tuple[Argument, ...]:
         x = m.normal(tokens, inputs + 3)[:, :inputs]  # strided

@@ -400,7 +400,7 @@ def _words(
 # 128 outputs and inputs: 4 copies of 16 bytes of a thread are words, and one is of x. At 4.3 TB/s a
 # multiprocessor has about 450 cycles for them, of each of its four schedulers.
 _INT4_STEP = Loop(copies=5, instructions=330)
-_SILU = linear_end.SILU_AND_MUL.value
+_SILU = linear_end.ACTIVATIONS["silu_and_mul"]
 
 WORDS = (
     _words("int4 in groups of 128", FEW_INT4, 4, loop=_INT4_STEP),
@@ -616,11 +616,27 @@ DRAW = (
 
 SMALL = (
     Resources(
-        activation.silu_and_mul_kernel,
+        activation.gated_kernel,
         "bf16",
         _types(p_bf16="gate_up out", i32="inner row_stride"),
-        {"BLOCK": activation.MOST},
+        {"GELU": False, "BLOCK": activation.MOST},
         aligned=_aligned("inner row_stride"),
+        max_registers=40,
+    ),
+    Resources(
+        activation.gated_kernel,
+        "bf16, gelu",
+        _types(p_bf16="gate_up out", i32="inner row_stride"),
+        {"GELU": True, "BLOCK": activation.MOST},
+        aligned=_aligned("inner row_stride"),
+        max_registers=40,
+    ),
+    Resources(
+        activation.scaled_kernel,
+        "bf16",
+        _types(p_bf16="x out", i32="n", fp32="factor"),
+        {"BLOCK": activation.MOST},
+        aligned=_aligned("n"),
         max_registers=40,
     ),
     Resources(

@@ -25,6 +25,8 @@ FAMILIES = {
     "Phi3": {},
     "Glm4": {"head_dim": 8},
     "Cohere2": {},
+    "Gemma3": {"head_dim": 8},
+    "Granite": {"residual_multiplier": 0.3, "embedding_multiplier": 2.0},
     "GPT2": {},
 }
 

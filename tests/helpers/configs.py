@@ -115,6 +115,21 @@ PUBLIC: dict[str, dict[str, Any]] = {
         vocab=200064, hidden=3072, inner=8192, layers=32, heads=24, kv_heads=8,
         positions=131072, tie_word_embeddings=True, partial_rotary_factor=0.75,
     ),
+    "Gemma-2B": config(
+        "GemmaForCausalLM",
+        vocab=256000, hidden=2048, inner=16384, layers=18, heads=8, kv_heads=1, head_dim=256,
+        positions=8192,
+    ),
+    "Gemma-3-1B": config(
+        "Gemma3ForCausalLM",
+        vocab=262144, hidden=1152, inner=6912, layers=26, heads=4, kv_heads=1, head_dim=256,
+        positions=32768, sliding_window=512,
+    ),
+    "Granite-3.1-2B": config(
+        "GraniteForCausalLM",
+        vocab=49155, hidden=2048, inner=8192, layers=40, heads=32, kv_heads=8,
+        positions=131072, tie_word_embeddings=True,
+    ),
     "GPT-2": {
         "architectures": ["GPT2LMHeadModel"],
         "vocab_size": 50257,

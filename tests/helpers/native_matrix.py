@@ -29,7 +29,8 @@ KINDS = (
     *("int8/32", "int8-weight-only/64", "int4/32", "int4/64-zeros", "int4/128-zeros"),
 )
 TILE = 32
-NO_ACTIVATION, SILU_AND_MUL, GELU_TANH = range(3)
+NO_ACTIVATION, SILU_AND_MUL, GELU_TANH, GELU_TANH_AND_MUL = range(4)
+PAIRED = (SILU_AND_MUL, GELU_TANH_AND_MUL)
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ def linear(
     gap: int = 3,
 ) -> Tensor:
     """act(x W^T + bias) + residual [rows, columns], rows `gap` elements apart."""
-    columns = matrix.outputs // 2 if activation == SILU_AND_MUL else matrix.outputs
+    columns = matrix.outputs // 2 if activation in PAIRED else matrix.outputs
     out = Poisoned(x.shape[0], columns, dtype=out_dtype, gap=gap)
     call(
         runtime,

@@ -39,7 +39,8 @@ def tiny_model(family: str, *, seed: int = 0, **options: Any) -> Any:
     """
     sizes = SIZES.get(family, SIZES["Llama"])
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    config = getattr(transformers, f"{family}Config")(**{**sizes, **special, **options})
+    name = {"Gemma3": "Gemma3Text"}.get(family, family)
+    config = getattr(transformers, f"{name}Config")(**{**sizes, **special, **options})
     head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
     model = getattr(transformers, f"{family}{head}")(config).eval()
     generator = torch.Generator().manual_seed(seed)

@@ -158,6 +158,28 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"attention_bias": True, "tie_word_embeddings": False, "logit_scale": 0.3},
     ),
     "cohere2": ("Cohere2", {"num_hidden_layers": 4, "sliding_window": 9, "hidden_size": 64}),
+    "gemma": ("Gemma", {"head_dim": 16}),
+    "gemma-untied": ("Gemma", {"head_dim": 8, "tie_word_embeddings": False}),
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 24,
+            "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        },
+    ),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 6.0,
+        },
+    ),
+    "seed-oss": ("SeedOss", {"head_dim": 16, "residual_dropout": 0.0, "attention_dropout": 0.0}),
     "gpt2": ("GPT2", {}),
     "gpt2-inner-untied": ("GPT2", {"n_inner": 40, "tie_word_embeddings": False}),
     "gpt2-head-dim-16": ("GPT2", {"n_embd": 64}),

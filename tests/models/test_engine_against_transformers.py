@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from helpers.optional_native import needs_native
+from helpers.tiny_models import reference_greedy, save_tiny, tokens
 from transformers import AutoModelForCausalLM
 
 import kvik
@@ -47,3 +49,39 @@ def test_greedy_tokens_and_log_probabilities_are_equal(
         logprobs = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
         found = torch.tensor([p.logprob for p in score.prompt_logprobs[1:]])
         torch.testing.assert_close(found, logprobs, atol=1e-4, rtol=0)
+
+
+# One of each wiring, with heads that the native attention takes.
+WIRINGS: dict[str, dict[str, Any]] = {
+    "Phi3": {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    "Glm4": {"head_dim": 16, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    "Cohere2": {"num_hidden_layers": 4, "sliding_window": 9},
+    "Exaone4": {"num_hidden_layers": 4, "sliding_window": 9, "head_dim": 16},
+    "Gemma3": {
+        "head_dim": 16,
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "Granite": {"residual_multiplier": 0.4, "embedding_multiplier": 2.0, "logits_scaling": 3.0},
+}
+
+
+@pytest.mark.parametrize("family", WIRINGS)
+def test_every_wiring_runs_in_the_engine(family: str, tmp_path: Path) -> None:
+    """With requests of several lengths in a batch, cached, and rounded to eight bits too."""
+    reference = save_tiny(tmp_path, family, hidden_size=64, **WIRINGS[family])
+    prompts = [tokens(length, seed) for seed, length in enumerate((3, 40, 17))]
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    expected = [reference_greedy(reference, prompt, 12) for prompt in prompts]
+    common: dict[str, Any] = {"dtype": "float32", "device": "cpu", "threads": 2, "num_blocks": 64}
+    with LLM(str(tmp_path), **common) as llm:
+        for _ in range(2):  # the second time from the prefix cache
+            outputs = llm.generate(prompts, params)
+            assert [output.outputs[0].token_ids for output in outputs] == expected
+    logprobs = []
+    for quantization in ("none", "int8"):
+        with LLM(str(tmp_path), quantization=quantization, **common) as llm:
+            (scored,) = llm.score([prompts[1]])
+        assert scored.prompt_logprobs is not None
+        logprobs.append(torch.tensor([p.logprob for p in scored.prompt_logprobs[1:] if p]))
+    assert (logprobs[0] - logprobs[1]).abs().mean() < 0.2

@@ -33,6 +33,9 @@ FAMILIES = {
     "Olmo3": {"num_hidden_layers": 4},
     "Exaone4": {"num_hidden_layers": 4},
     "Cohere2": {"num_hidden_layers": 4},
+    "Gemma": {"head_dim": 8},
+    "Gemma3": {"head_dim": 8, "num_hidden_layers": 6},
+    "Granite": {"residual_multiplier": 0.3, "embedding_multiplier": 2.0},
     "GPT2": {},
 }
 

@@ -66,6 +66,21 @@ MODELS = {
         sliding_window=9,
         layer_norm_eps=1e-5,
     ),
+    "gemma3": small(
+        **(WIDE | {"num_hidden_layers": 3}),
+        architectures=["Gemma3ForCausalLM"],
+        hidden_act=None,
+        head_dim=32,
+        sliding_window=9,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "granite": small(
+        **WIDE,
+        architectures=["GraniteForCausalLM"],
+        embedding_multiplier=2.0,
+        residual_multiplier=0.4,
+        logits_scaling=6.0,
+    ),
     "gpt2": {
         "architectures": ["GPT2LMHeadModel"],
         "vocab_size": 100,

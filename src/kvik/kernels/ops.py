@@ -145,13 +145,15 @@ class Ops:
         -inf, at least one of a row is finite
     probabilities(logits [n, vocab], temperature [n], truncation) -> [n, vocab] fp32, how likely
         each token is to be drawn: the weights that `draw` leaves, by their total
-    rms_norm(x [..., dim], weight [dim], eps) -> [..., dim]
+    rms_norm(x [..., dim], weight [dim] of the dtype of x or fp32, eps) -> [..., dim]
     layer_norm(x, weight, bias, eps) -> [..., dim]
     rotary(q [tokens, heads, head_dim], k [tokens, kv_heads, head_dim], rotation [tokens, head_dim]
         fp32: cosines, then sines) -> (q, k), rotated in halves (not interleaved); may overwrite
         and return its arguments, so the caller uses only what it gets back
     silu_and_mul(gate_up [tokens, 2 * inner]) -> [tokens, inner]
     gelu_tanh(x) -> same shape
+    gelu_tanh_and_mul(gate_up [tokens, 2 * inner]) -> [tokens, inner]
+    scaled(x [tokens, dim], factor) -> x * factor
     store_kv(k, v [tokens, kv_heads, head_dim], k_cache, v_cache [blocks, block_size, kv_heads,
         head_dim], slot_mapping [tokens]) -> None
     copy_blocks(cache [blocks, ...], source [n], target [n]) -> None
@@ -173,5 +175,7 @@ class Ops:
     rotary: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     silu_and_mul: Callable[[Tensor], Tensor]
     gelu_tanh: Callable[[Tensor], Tensor]
+    gelu_tanh_and_mul: Callable[[Tensor], Tensor]
+    scaled: Callable[[Tensor, float], Tensor]
     store_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     copy_blocks: Callable[[Tensor, Tensor, Tensor], None]

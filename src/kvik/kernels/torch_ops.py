@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvik.kernels.ops import Draws, Ops, Truncation
 from kvik.kernels.reference.draw import probabilities
-from kvik.kernels.reference.ops import REFERENCE, as_multiplied, stored_weight
+from kvik.kernels.reference.ops import REFERENCE, as_multiplied, rms_norm, stored_weight
 from kvik.kernels.rounding import PIECE
 from kvik.kernels.weights import Matrix, Weight
 
@@ -34,6 +34,8 @@ def _linear(x: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:
         y = _silu_and_mul(y)
     elif spec.activation == "gelu_tanh":
         y = _gelu_tanh(y)
+    elif spec.activation == "gelu_tanh_and_mul":
+        y = _gelu_tanh_and_mul(y)
     if residual is not None:
         y = y.add_(residual)
     return y.to(spec.out_dtype)
@@ -77,6 +79,8 @@ def _probabilities(logits: Tensor, temperature: Tensor, truncation: Truncation) 
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if weight.dtype != x.dtype:
+        return rms_norm(x, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
@@ -105,6 +109,15 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+def _gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return _gelu_tanh(gate).mul_(up)
+
+
+def _scaled(x: Tensor, factor: float) -> Tensor:
+    return x * factor
+
+
 def _store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     token_shape = k_cache.shape[2:]
     k_cache.view(-1, *token_shape).index_copy_(0, slot_mapping, k)
@@ -127,6 +140,8 @@ TORCH = replace(
     rotary=_rotary,
     silu_and_mul=_silu_and_mul,
     gelu_tanh=_gelu_tanh,
+    gelu_tanh_and_mul=_gelu_tanh_and_mul,
+    scaled=_scaled,
     store_kv=_store_kv,
     copy_blocks=_copy_blocks,
 )

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from kvik.spec.weight_kind import Rounding, WeightKind
 
-# "silu_and_mul": the first half of the outputs is the gate, the second half is multiplied with it.
-Activation = Literal["silu_and_mul", "gelu_tanh"]
+# Of "..._and_mul" the first half of the outputs is the gate; the second half is multiplied with it.
+Activation = Literal["silu_and_mul", "gelu_tanh", "gelu_tanh_and_mul"]
+PAIRED: frozenset[Activation | None] = frozenset({"silu_and_mul", "gelu_tanh_and_mul"})
 
 SYMMETRIC_ZERO = 8  # of four bits without zero points
 # Parts of a weight, which have a row for each output; and those that all rows share.
@@ -206,7 +207,12 @@ class MatrixSpec:
     @property
     def outputs(self) -> int:
         """Width of y."""
-        return self.rows // 2 if self.activation == "silu_and_mul" else self.rows
+        return self.rows // 2 if self.paired else self.rows
+
+    @property
+    def paired(self) -> bool:
+        """Whether the rows are gate and up, which the activation multiplies."""
+        return self.activation in PAIRED
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from kvik.models.llama import Llama, LlamaAttention
 from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder, Norm
+from kvik.spec.fields import Fields
 from kvik.spec.layers import mixed_layers, turned_layers
-from kvik.spec.model import ModelFacts
+from kvik.spec.model import ModelFacts, Scales
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,10 +31,14 @@ class CohereLayer:
         return self.mlp(normalised, ctx, self.attention(normalised, x, rotation, ctx))
 
 
+def cohere_scales(fields: Fields) -> Scales:
+    return Scales(logits=fields.number("logit_scale", 1e-6, 1e6, 0.0625))
+
+
 def last_norm(spec: ModelFacts, builder: LayerBuilder) -> Norm:
     """Return the norm behind the last layer, which scales the logits by its gain."""
     return builder.layer_norm(
-        "norm", spec.hidden_size, spec.norm_eps, bias=False, scale=spec.logit_scale
+        "norm", spec.hidden_size, spec.norm_eps, bias=False, scale=spec.scales.logits
     )
 
 
@@ -47,7 +52,7 @@ COHERE = Architecture(
     o_bias="attention_bias",
     rms_norm=False,
     tied=True,
-    logit_scale=0.0625,
+    scales=cohere_scales,
     eos_token_ids=(255001,),
     keys={"rms_norm_eps": "layer_norm_eps"},
     fixed={"use_qk_norm": False},
@@ -63,7 +68,7 @@ COHERE2 = Architecture(
     o_bias="attention_bias",
     rms_norm=False,
     tied=True,
-    logit_scale=0.0625,
+    scales=cohere_scales,
     eos_token_ids=(255001,),
     keys={"rms_norm_eps": "layer_norm_eps"},
 )

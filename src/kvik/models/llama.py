@@ -35,7 +35,7 @@ class LlamaAttention:
             bias=spec.qkv_bias,
             rope=spec.layers[layer].rope,
         )
-        self.attend = builder.attention(layer, dim)
+        self.attend = builder.attention(layer, dim, spec.scales.attention)
         self.o = builder.linear("o_proj", heads * dim, spec.hidden_size, bias=spec.o_bias, role="o")
         builder.ignore("rotary_emb.inv_freq")
 
@@ -106,7 +106,11 @@ class Llama:
     ) -> None:
         trunk = builder.at("model", optional=True)
         self.embed = trunk.token_embedding(
-            "embed_tokens", spec.vocab_size, spec.hidden_size, tied=spec.tie_word_embeddings
+            "embed_tokens",
+            spec.vocab_size,
+            spec.hidden_size,
+            tied=spec.tie_word_embeddings,
+            scale=spec.scales.embedding,
         )
         self.ropes = [builder.rope(rope, spec.head_dim) for rope in spec.ropes]
         self.turned = [  # which of them, by layer
@@ -120,7 +124,7 @@ class Llama:
             self.norm = make_norm(spec, trunk)
         else:
             norm = trunk.rms_norm if spec.rms_norm else trunk.layer_norm
-            self.norm = norm("norm", spec.hidden_size, spec.norm_eps)
+            self.norm = norm("norm", spec.hidden_size, spec.norm_eps, scale=spec.scales.logits)
         self.lm_head = builder.lm_head("lm_head", self.embed)
 
     def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
@@ -198,4 +202,16 @@ SMOLLM3 = Architecture(
     mlp_bias="mlp_bias",
     tied=True,
     eos_token_ids=(128001,),
+)
+# Seed-OSS (ByteDance 2025).
+SEED_OSS = Architecture(
+    "SeedOssForCausalLM",
+    "seed_oss",
+    "Seed-OSS",
+    Llama,
+    qkv_bias="attention_bias",
+    o_bias="attention_out_bias",
+    mlp_bias="mlp_bias",
+    head_dim=128,
+    eos_token_ids=(2,),
 )

@@ -22,6 +22,7 @@ from kvik.spec.model import (
     MAX_WIDTH,
     LinearLayers,
     ModelFacts,
+    Scales,
 )
 from kvik.spec.rope import MAX_POSITIONS
 from kvik.spec.stored_weights import StoredScheme, read_stored_quantization, stored_alike
@@ -32,16 +33,19 @@ class ModelSpec(ModelFacts):
     """Everything the engine needs to know of a model before it loads a byte of its weights."""
 
     @classmethod
-    def from_config(cls, config: Mapping[str, object]) -> ModelSpec:
+    def from_config(cls, config: Mapping[str, object], where: str = "config.json") -> ModelSpec:
         """Return the facts in a parsed config.json, with the defaults transformers gives absent
         keys.
+
+        Args:
+            where: its name in errors.
 
         Raises:
             ModelError: an unknown architecture, or a field that cannot be; the message names it.
         """
-        fields = Fields(config)
-        name = _architecture(fields)
+        name = _architecture(Fields(config, where))
         known = ARCHITECTURES[name]
+        fields = Fields({**known.defaults, **config}, where)
         key = {k: known.keys.get(k, k) for k in _RENAMED}
         hidden = fields.integer(key["hidden_size"], 1, MAX_WIDTH)
         layers = fields.integer(key["num_hidden_layers"], 1, MAX_LAYERS)
@@ -80,7 +84,7 @@ class ModelSpec(ModelFacts):
             eos_token_ids=eos,
             rms_norm=known.rms_norm,
             gated_mlp=known.gated_mlp,
-            logit_scale=_logit_scale(fields, known),
+            scales=Scales() if known.scales is None else known.scales(fields),
         )
         for rope in spec.ropes:
             rope.check(fields, spec.head_dim)
@@ -201,12 +205,6 @@ def _kv_heads(fields: Fields, heads: int, known: Architecture) -> int:
             "num_key_value_heads", f"must divide num_attention_heads ({heads}), not {kv_heads}"
         )
     return kv_heads
-
-
-def _logit_scale(fields: Fields, known: Architecture) -> float:
-    if known.logit_scale == 1.0:
-        return 1.0
-    return fields.number("logit_scale", 1e-6, 1e6, known.logit_scale)
 
 
 def _bias(fields: Fields, rule: bool | str) -> bool:

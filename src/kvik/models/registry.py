@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvik.models.cohere import COHERE, COHERE2
+from kvik.models.gemma import GEMMA, GEMMA3
 from kvik.models.glm4 import GLM4
 from kvik.models.gpt2 import GPT2_MODEL
-from kvik.models.llama import LLAMA, MISTRAL, QWEN2, SMOLLM3, STABLELM
+from kvik.models.granite import GRANITE
+from kvik.models.llama import LLAMA, MISTRAL, QWEN2, SEED_OSS, SMOLLM3, STABLELM
 from kvik.models.olmo2 import EXAONE4, OLMO2, OLMO3
 from kvik.models.phi3 import PHI3
 from kvik.models.qwen3 import QWEN3
@@ -17,6 +19,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     row.name: row
     for row in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, STABLELM, PHI3, GLM4),
-        *(OLMO2, OLMO3, EXAONE4, COHERE, COHERE2, GPT2_MODEL),
+        *(GEMMA, GEMMA3, GRANITE, OLMO2, OLMO3, EXAONE4, COHERE, COHERE2, SEED_OSS, GPT2_MODEL),
     )
 }

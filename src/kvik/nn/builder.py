@@ -30,6 +30,7 @@ from kvik.nn.layers import (
     Linear,
     MatrixEmbedding,
     RMSNorm,
+    ScaledSum,
     Stage,
 )
 from kvik.nn.parts import LayerFiller, Quantizer, Rows
@@ -227,11 +228,13 @@ class Builder:
         *,
         bias: bool,
         names: tuple[str, ...] = GATE_UP,
+        gelu: bool = False,
     ) -> GatedMLP:
         """Gate, up and down_proj of this scope.
 
         Args:
             names: of gate and up, or of one layer for both.
+            gelu: in its tanh form, in place of SiLU.
         """
         gate_up = self.linear(
             names,
@@ -239,7 +242,7 @@ class Builder:
             (2 * inner // len(names),) * len(names),
             bias=bias,
             role="gate_up",
-            activation="silu_and_mul",
+            activation="gelu_tanh_and_mul" if gelu else "silu_and_mul",
         )
         return GatedMLP(gate_up, self.linear("down_proj", inner, hidden, bias=bias, role="down"))
 
@@ -267,18 +270,24 @@ class Builder:
         return Embedding(self.ops, table)
 
     def token_embedding(
-        self, name: str, vocab: int, hidden: int, *, tied: bool
+        self, name: str, vocab: int, hidden: int, *, tied: bool, scale: float = 1.0
     ) -> Embedding | MatrixEmbedding:
-        """Return the token embedding; tied: the head has the same matrix."""
+        """
+        Args:
+            tied: the head has the same matrix.
+            scale: of the vectors, as a number of the dtype.
+        """
+        scale = float(torch.tensor(scale, dtype=self.dtype))
         scheme = None
         if self.checkpoint is not None and self.stored_quantization is not None:
             scheme = self.stored_quantization.embedding_scheme(self._name(name))
         stored_as_matrix = self._name(name) in self.storage.names
         if not tied and scheme is None and not stored_as_matrix:
-            return self.embedding(name, vocab, hidden)
+            plain = self.embedding(name, vocab, hidden)
+            return Embedding(self.ops, plain.table, scale)
         shape = LinearShape(hidden, vocab)
         linear = self._linear((name,), [shape], [scheme], bias=False, head=True)
-        return MatrixEmbedding(self.ops, linear.matrix, self.dtype, tied)
+        return MatrixEmbedding(self.ops, linear.matrix, self.dtype, tied, scale)
 
     def lm_head(self, name: str, embedding: Embedding | MatrixEmbedding) -> Linear:
         """Return the head: logits over the rows of `embedding`, from its matrix or a separate
@@ -290,8 +299,22 @@ class Builder:
         shape, stored = LinearShape(hidden, vocab), self._scheme(name)
         return self._linear((name,), [shape], [stored], bias=False, head=True)
 
-    def rms_norm(self, name: str, dim: int, eps: float, *, before: Role = "") -> RMSNorm:
-        return RMSNorm(self.ops, self._gain(name, dim), eps)
+    def rms_norm(
+        self,
+        name: str,
+        dim: int,
+        eps: float,
+        *,
+        before: Role = "",
+        offset: float = 0.0,
+        scale: float = 1.0,
+    ) -> RMSNorm:
+        """
+        Args:
+            offset, scale: the gain is scale * (offset + what the checkpoint has), which is kept in
+                fp32, as little of the latter would be left in 16 bits.
+        """
+        return RMSNorm(self.ops, self._gain(name, dim, scale, offset, exact=True), eps)
 
     def layer_norm(
         self,
@@ -317,10 +340,17 @@ class Builder:
     def rope(self, spec: RopeSpec, head_dim: int) -> Rope:
         return Rope(self.ops, spec, head_dim, self.max_model_len, self.device)
 
-    def attention(self, layer: int, head_dim: int) -> Attention:
-        """Return the attention of a layer with the usual scale, 1 / sqrt(head_dim)."""
+    def attention(self, layer: int, head_dim: int, scale: float | None = None) -> Attention:
+        """
+        Args:
+            scale: of the scores; None: the usual one, 1 / sqrt(head_dim).
+        """
         self.ignore(*KV_SCALES)
-        return Attention(self.backend, layer, self._group_of[layer], head_dim**-0.5)
+        scale = head_dim**-0.5 if scale is None else scale
+        return Attention(self.backend, layer, self._group_of[layer], scale)
+
+    def scaled_sum(self, factor: float) -> ScaledSum:
+        return ScaledSum(self.ops, factor)
 
     def _linear(
         self,
@@ -415,9 +445,15 @@ class Builder:
         self.declared.ignored.update(f"{layer}.{name}" for name in unread)
         return format
 
-    def _gain(self, name: str, dim: int, scale: float = 1.0) -> Tensor:
-        weight = self._empty(f"{name}.weight", dim)
-        fill = partial(_fill_scaled, weight, scale) if scale != 1.0 else None
+    def _gain(
+        self, name: str, dim: int, scale: float = 1.0, offset: float = 0.0, *, exact: bool = False
+    ) -> Tensor:
+        """`exact`: a gain that is not as the checkpoint has it is kept in fp32."""
+        changed = scale != 1.0 or offset != 0.0
+        dtype = torch.float32 if changed and exact else self.dtype
+        full = self._name(f"{name}.weight")
+        weight = self.storage.tensor(full, (dim,), dtype, self.device)
+        fill = partial(_fill_scaled, weight, scale, offset) if changed else None
         self._declare(self._name(f"{name}.weight"), weight, "gain", fill)
         return weight
 
@@ -458,8 +494,8 @@ def _fill_moved(target: Tensor, places: Tensor, first: int, values: Tensor) -> N
     target[first + len(moved) : first + len(values)] = values[len(moved) :].to(target)
 
 
-def _fill_scaled(target: Tensor, scale: float, first: int, values: Tensor) -> None:
-    target[first : first + len(values)].copy_(values.float() * scale)
+def _fill_scaled(target: Tensor, scale: float, offset: float, first: int, values: Tensor) -> None:
+    target[first : first + len(values)].copy_((values.float() + offset) * scale)
 
 
 def _places(rope: RopeSpec | None, heads: int, head_dim: int) -> Tensor | None:

@@ -19,11 +19,12 @@ from kvik.spec.declare import ForwardContext
 class Embedding:
     """A table of vectors: of tokens, or of positions."""
 
-    __slots__ = ("ops", "table")
+    __slots__ = ("ops", "scale", "table")
 
-    def __init__(self, ops: Ops, table: Tensor) -> None:
+    def __init__(self, ops: Ops, table: Tensor, scale: float = 1.0) -> None:
         self.ops = ops
         self.table = table  # [rows, hidden]
+        self.scale = scale  # of the vectors
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -33,7 +34,8 @@ class Embedding:
 
     def __call__(self, ids: Tensor) -> Tensor:
         """ids [tokens] -> [tokens, hidden]."""
-        return self.ops.gather_rows(self.table, ids)
+        found = self.ops.gather_rows(self.table, ids)
+        return found if self.scale == 1.0 else self.ops.scaled(found, self.scale)
 
     def add(self, ids: Tensor, x: Tensor) -> Tensor:
         """x [tokens, hidden] and the vectors of ids [tokens] -> their sum."""
@@ -44,13 +46,16 @@ class MatrixEmbedding:
     """A token embedding whose vectors are rows of a matrix: it is shared with the head (Press and
     Wolf 2017), or stored in a format that kernels unpack."""
 
-    __slots__ = ("dtype", "matrix", "ops", "tied")
+    __slots__ = ("dtype", "matrix", "ops", "scale", "tied")
 
-    def __init__(self, ops: Ops, matrix: Matrix, dtype: torch.dtype, tied: bool) -> None:
+    def __init__(
+        self, ops: Ops, matrix: Matrix, dtype: torch.dtype, tied: bool, scale: float = 1.0
+    ) -> None:
         self.ops = ops
         self.matrix = matrix
         self.dtype = dtype  # of the vectors
         self.tied = tied  # the matrix is the head's
+        self.scale = scale  # of the vectors
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -59,7 +64,8 @@ class MatrixEmbedding:
 
     def __call__(self, ids: Tensor) -> Tensor:
         """ids [tokens] -> [tokens, hidden]."""
-        return self.ops.matrix_rows(self.matrix, ids, self.dtype)
+        found = self.ops.matrix_rows(self.matrix, ids, self.dtype)
+        return found if self.scale == 1.0 else self.ops.scaled(found, self.scale)
 
 
 # Normalisation layers.
@@ -102,6 +108,20 @@ class LayerNorm:
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """x, residual [tokens, dim] -> residual + norm(x)."""
         return self.ops.add(residual, self(x))
+
+
+class ScaledSum:
+    """residual + x times a constant."""
+
+    __slots__ = ("factor", "ops")
+
+    def __init__(self, ops: Ops, factor: float) -> None:
+        self.ops = ops
+        self.factor = factor
+
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x, residual [tokens, hidden] -> [tokens, hidden]."""
+        return self.ops.add(residual, self.ops.scaled(x, self.factor))
 
 
 # Attention over the paged cache, as a model sees it.
@@ -179,7 +199,7 @@ class Heads:
 
 
 class GatedMLP:
-    """down(silu(gate(x)) * up(x)) + residual (SwiGLU, Shazeer 2020).
+    """down(act(gate(x)) * up(x)) + residual (SwiGLU and GEGLU, Shazeer 2020).
 
     Gate and up are one matrix product, followed by the activation.
     """
@@ -270,4 +290,6 @@ class Linear:
                 y = self.ops.silu_and_mul(y)
             case "gelu_tanh":
                 y = self.ops.gelu_tanh(y)
+            case "gelu_tanh_and_mul":
+                y = self.ops.gelu_tanh_and_mul(y)
         return y if residual is None else self.ops.add(y, residual)

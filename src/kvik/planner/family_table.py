@@ -209,28 +209,11 @@ FAMILIES: Mapping[str, Family] = {
         qkv_bias=True,
     ),
     "BaichuanForCausalLM": Family(("baichuan",), defaults={"max_position_embeddings": 4096}),
-    "GraniteForCausalLM": Family(
-        ("granite",), qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"
-    ),
-    "SeedOssForCausalLM": Family(
-        ("seed_oss",),
-        defaults={"attention_bias": True, "head_dim": 128},
-        qkv_bias="attention_bias",
-        o_bias="attention_out_bias",
-        mlp_bias="mlp_bias",
-    ),
     "GlmForCausalLM": Family(
         ("glm",), defaults={"attention_bias": True, "head_dim": 128}, qkv_bias="attention_bias"
     ),
     "OlmoForCausalLM": Family(
         ("olmo",), qkv_bias="attention_bias", o_bias="attention_bias", norm_vectors=0
-    ),
-    "GemmaForCausalLM": Family(
-        ("gemma",),
-        defaults={"head_dim": 256},
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        tied=True,
     ),
     "Gemma2ForCausalLM": Family(
         ("gemma2",),
@@ -240,27 +223,6 @@ FAMILIES: Mapping[str, Family] = {
         norms=4,
         windows=True,
         pattern=2,
-        tied=True,
-    ),
-    "Gemma3ForCausalLM": Family(
-        ("gemma3_text",),
-        defaults={
-            "vocab_size": 262_208,
-            "hidden_size": 2304,
-            "intermediate_size": 9216,
-            "num_hidden_layers": 26,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "max_position_embeddings": 131_072,
-            "sliding_window": 4096,
-        },
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        norms=4,
-        qk_norm=QKNorm.HEAD,
-        windows=True,
-        pattern=6,
         tied=True,
     ),
     # dense, of GPT's kind: LayerNorm, two matrices in the MLP

@@ -25,7 +25,7 @@ def scale_inputs(w: Tensor, scales: Tensor) -> Tensor:
     return w.float() * scales
 
 
-def kept_scales(weight: Tensor, scales: Tensor) -> Tensor:
+def kept_scales(weight: Tensor, scales: Tensor, offset: float = 0.0) -> Tensor:
     """Return the factors near `scales` that a norm can take with no rounding of its gain.
 
     The layers behind the norm are multiplied with these. A factor is 1 where the divided gain
@@ -33,29 +33,31 @@ def kept_scales(weight: Tensor, scales: Tensor) -> Tensor:
 
     Args:
         weight: [inputs], the gain in the dtype of the checkpoint.
+        offset: that is added to it to be the gain.
 
     Returns:
         [inputs] fp32.
     """
-    kept = weight.float() / _divided(weight, scales).float()
+    gain = weight.float() + offset
+    kept = gain / (_divided(weight, scales, offset).float() + offset)
     kept = kept.masked_fill(~(kept.isfinite() & (kept > 0)), 1.0)
-    return torch.where(weight == 0, scales, kept)
+    return torch.where(gain == 0, scales, kept)
 
 
 def fold_into_norm(
-    weight: Tensor, bias: Tensor | None, scales: Tensor
+    weight: Tensor, bias: Tensor | None, scales: Tensor, offset: float = 0.0
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gain and bias of a norm whose outputs are divided by s.
 
     Args:
-        weight: [inputs], the gain.
+        weight: [inputs], the gain, or what `offset` is added to.
         bias: [inputs]; None: there is none.
         scales: [inputs].
 
     Returns:
         Both in the dtypes they had.
     """
-    return _divided(weight, scales), None if bias is None else _divided(bias, scales)
+    return _divided(weight, scales, offset), None if bias is None else _divided(bias, scales)
 
 
 def fold_into_linear(
@@ -79,8 +81,8 @@ def fold_into_linear(
     return folded, None if bias is None else _divided(bias, scales)
 
 
-def _divided(values: Tensor, scales: Tensor) -> Tensor:
-    return (values.float() / scales).to(values.dtype)
+def _divided(values: Tensor, scales: Tensor, offset: float = 0.0) -> Tensor:
+    return ((values.float() + offset) / scales - offset).to(values.dtype)
 
 
 # SmoothQuant moves outliers of the inputs into the weights, so that both fit into eight bits.
@@ -299,8 +301,8 @@ def _into_norm(block: Block, folded: Folded, fold: Fold, scales: Tensor) -> Tens
     """Fold into a norm; return the factors that the dtype of its gain can take."""
     weight_name, bias_name = fold.source + WEIGHT, fold.source + BIAS
     weight, bias = block.tensors[weight_name], block.tensors.get(bias_name)
-    scales = kept_scales(weight, scales)
-    weight, bias = fold_into_norm(weight, bias, scales)
+    scales = kept_scales(weight, scales, fold.offset)
+    weight, bias = fold_into_norm(weight, bias, scales, fold.offset)
     folded.tensors[weight_name] = weight
     if bias is not None:
         folded.tensors[bias_name] = bias

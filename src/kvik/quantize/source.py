@@ -36,6 +36,7 @@ class Fold:
         source: name of the norm or linear layer before them.
         linear: whether the source is a linear layer.
         first: the output of the source that is channel 0.
+        offset: that is added to the weight of a norm to be its gain.
         channels: [inputs] int64, the channel of each input. Query heads that share a value share
             its channels.
     """
@@ -45,6 +46,7 @@ class Fold:
     linear: bool
     first: int
     channels: Tensor
+    offset: float = 0.0
 
     @property
     def num_channels(self) -> int:
@@ -91,7 +93,8 @@ def folds(spec: ModelSpec) -> tuple[Fold, ...]:
         if norm.layer == 0 and norm.before:
             readers = _patterns(declared, roles[norm.before])
             source = declared.block + declared.in_block(norm.name)
-            found.append(Fold(readers, source, False, 0, torch.arange(norm.size)))
+            channels = torch.arange(norm.size)
+            found.append(Fold(readers, source, False, 0, channels, norm.offset))
     return tuple(found)
 
 

@@ -12,12 +12,13 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
+from kvik.spec.fields import Fields
 from kvik.spec.layers import LayerRule, equal_layers, unturned_layers
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvik.spec.model import ModelFacts
+    from kvik.spec.model import ModelFacts, Scales
     from kvik.spec.rope import RopeSpec
 
 # What a matrix does in a block; "": in none, as in heads that draft.
@@ -36,13 +37,13 @@ class Architecture:
         layers: reads what differs from layer to layer.
         qkv_bias, o_bias, mlp_bias: a fact, or the config.json key that decides (false if absent).
         tied: `tie_word_embeddings` when config.json does not say.
-        logit_scale: when config.json does not say, of an architecture that scales its logits; 1: it
-            does not.
+        scales: reads the constants of a network that has some; None: it has none.
         head_dim: when config.json does not say; None: hidden / heads.
         eos_token_ids: when config.json does not say.
         activations: the `hidden_act` values its MLP can have; the first is the default.
         rms_norm: RMSNorm, else LayerNorm with biases.
         gated_mlp: down(act(gate(x)) * up(x)), else down(act(up(x))).
+        defaults: what transformers takes for keys that are absent, where files leave some out.
         keys: usual name of a config.json key -> its name in this architecture.
         fixed: keys with the only supported value; another one would change the arithmetic.
         gguf: `general.architecture` of its GGUF files; None: none exist.
@@ -63,9 +64,10 @@ class Architecture:
     rms_norm: bool = True
     gated_mlp: bool = True
     tied: bool = False
-    logit_scale: float = 1.0
+    scales: Callable[[Fields], Scales] | None = None
     head_dim: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    defaults: Mapping[str, object] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
     fixed: Mapping[str, bool] = field(default_factory=dict)
     gguf: str | None = None
@@ -169,6 +171,12 @@ class Rotations(Protocol):
         ...
 
 
+class ScaledSum(Protocol):
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x, residual [tokens, hidden] -> residual + x times a constant."""
+        ...
+
+
 class AttentionLayer(Protocol):
     def __call__(
         self,
@@ -217,7 +225,13 @@ class LayerBuilder(Protocol):
     ) -> HeadsLayer: ...
 
     def gated_mlp(
-        self, hidden: int, inner: int, *, bias: bool, names: tuple[str, ...] = GATE_UP
+        self,
+        hidden: int,
+        inner: int,
+        *,
+        bias: bool,
+        names: tuple[str, ...] = GATE_UP,
+        gelu: bool = False,
     ) -> FeedForward: ...
 
     def mlp(
@@ -226,11 +240,22 @@ class LayerBuilder(Protocol):
 
     def embedding(self, name: str, rows: int, hidden: int) -> PositionTable: ...
 
-    def token_embedding(self, name: str, vocab: int, hidden: int, *, tied: bool) -> TokenTable: ...
+    def token_embedding(
+        self, name: str, vocab: int, hidden: int, *, tied: bool, scale: float = 1.0
+    ) -> TokenTable: ...
 
     def lm_head(self, name: str, embedding: Any) -> LinearLayer: ...
 
-    def rms_norm(self, name: str, dim: int, eps: float, *, before: Role = "") -> Norm: ...
+    def rms_norm(
+        self,
+        name: str,
+        dim: int,
+        eps: float,
+        *,
+        before: Role = "",
+        offset: float = 0.0,
+        scale: float = 1.0,
+    ) -> Norm: ...
 
     def layer_norm(
         self,
@@ -245,7 +270,11 @@ class LayerBuilder(Protocol):
 
     def rope(self, spec: RopeSpec, head_dim: int) -> Rotations: ...
 
-    def attention(self, layer: int, head_dim: int) -> AttentionLayer: ...
+    def attention(
+        self, layer: int, head_dim: int, scale: float | None = None
+    ) -> AttentionLayer: ...
+
+    def scaled_sum(self, factor: float) -> ScaledSum: ...
 
 
 # What a model declares, listed.
@@ -282,6 +311,7 @@ class DeclaredNorm:
     Attributes:
         biased: it has a bias in addition to its gain.
         before: the role of the matrices that read its output, if nothing else does; else "".
+        offset: that is added to what the checkpoint has as its gain.
     """
 
     layer: int | None
@@ -289,6 +319,7 @@ class DeclaredNorm:
     size: int
     biased: bool
     before: Role
+    offset: float = 0.0
 
     @property
     def num_parameters(self) -> int:
@@ -416,7 +447,13 @@ class _Describer:
         return self.linear(names, inputs, widths, bias=bias, role="qkv")
 
     def gated_mlp(
-        self, hidden: int, inner: int, *, bias: bool, names: tuple[str, ...] = GATE_UP
+        self,
+        hidden: int,
+        inner: int,
+        *,
+        bias: bool,
+        names: tuple[str, ...] = GATE_UP,
+        gelu: bool = False,
     ) -> _Described:
         widths = (2 * inner // len(names),) * len(names)
         self.linear(names, hidden, widths, bias=bias, role="gate_up")
@@ -432,7 +469,9 @@ class _Describer:
         self._found.tables.append(DeclaredTable("positions", self._name(name), rows, hidden))
         return _DESCRIBED
 
-    def token_embedding(self, name: str, vocab: int, hidden: int, *, tied: bool) -> _Described:
+    def token_embedding(
+        self, name: str, vocab: int, hidden: int, *, tied: bool, scale: float = 1.0
+    ) -> _Described:
         table = DeclaredTable("embedding", self._name(name), vocab, hidden, tied)
         self._found.tables.append(table)
         return _Described(table)
@@ -446,8 +485,17 @@ class _Describer:
         self._found.linears.append(head)
         return _DESCRIBED
 
-    def rms_norm(self, name: str, dim: int, eps: float, *, before: Role = "") -> _Described:
-        norm = DeclaredNorm(self._layer, self._name(name), dim, False, before)
+    def rms_norm(
+        self,
+        name: str,
+        dim: int,
+        eps: float,
+        *,
+        before: Role = "",
+        offset: float = 0.0,
+        scale: float = 1.0,
+    ) -> _Described:
+        norm = DeclaredNorm(self._layer, self._name(name), dim, False, before, offset)
         self._found.norms.append(norm)
         return _DESCRIBED
 
@@ -467,7 +515,10 @@ class _Describer:
     def rope(self, spec: RopeSpec, head_dim: int) -> _Described:
         return _DESCRIBED
 
-    def attention(self, layer: int, head_dim: int) -> _Described:
+    def attention(self, layer: int, head_dim: int, scale: float | None = None) -> _Described:
+        return _DESCRIBED
+
+    def scaled_sum(self, factor: float) -> _Described:
         return _DESCRIBED
 
     def _name(self, name: str) -> str:

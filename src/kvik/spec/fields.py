@@ -50,7 +50,7 @@ class Fields:
 
     def __init__(self, values: Mapping[str, object], where: str = "config.json") -> None:
         self._values = values
-        self._where = where
+        self.where = where
 
     def __contains__(self, key: str) -> bool:
         return self._values.get(key) is not None
@@ -63,7 +63,7 @@ class Fields:
         return self._values.get(key)
 
     def error(self, key: str, message: str) -> ModelError:
-        return ModelError(f"{self._where} {key}", message)
+        return ModelError(f"{self.where} {key}", message)
 
     def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
         value: int = self._checked(key, Integer(low, high), default)
@@ -125,11 +125,11 @@ class Fields:
 
     def inside(self, key: str) -> Fields:
         """Return the fields of an object within this one; no fields if it is absent."""
-        return Fields(self.mapping(key) or {}, f"{self._where} {key}")
+        return Fields(self.mapping(key) or {}, f"{self.where} {key}")
 
     def changed(self, values: Mapping[str, object]) -> Fields:
         """Return the same fields with some values replaced."""
-        return Fields({**self._values, **values}, self._where)
+        return Fields({**self._values, **values}, self.where)
 
     def _checked(self, key: str, kind: Kind, default: object) -> Any:
         try:

@@ -51,6 +51,23 @@ class LinearLayers:
 
 
 @dataclass(frozen=True, slots=True)
+class Scales:
+    """Constants that multiply parts of a network.
+
+    Attributes:
+        embedding: what tokens begin with; rounded to the dtype of the computation.
+        residual: what attention and MLP add.
+        attention: scores; None: by 1 / sqrt(head_dim).
+        logits: the logits.
+    """
+
+    embedding: float = 1.0
+    residual: float = 1.0
+    attention: float | None = None
+    logits: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class ModelFacts:
     """Everything the engine needs to know about a model before it loads weights."""
 
@@ -76,7 +93,7 @@ class ModelFacts:
     quantization: StoredQuantization | None = None  # of the checkpoint; None: plain floats
     rms_norm: bool = True  # else LayerNorm, which has biases too
     gated_mlp: bool = True  # three matrices, else two
-    logit_scale: float = 1.0
+    scales: Scales = Scales()
     built: Built | None = None  # set for an engine folder, whose weights are already packed
 
     @property

@@ -45,6 +45,10 @@ def weight_of(x: Tensor) -> Tensor:
     return normal(x.shape[1], seed=7, dtype=x.dtype)
 
 
+def wide_of(x: Tensor) -> Tensor:
+    return normal(x.shape[1], seed=9, dtype=torch.float32)
+
+
 def bias_of(x: Tensor) -> Tensor:
     return normal(x.shape[1], seed=8, dtype=x.dtype)
 
@@ -103,7 +107,14 @@ def added(x: Tensor) -> dict[str, Value]:
 
 IN_ONE_ROW: dict[str, Value] = {"x_inner_stride": 0, "y_inner_stride": 0, "inner": 1}
 rms_norm = Operation(
-    "rms_norm", lambda x: IN_ONE_ROW | {"weight": weight_of(x), "eps": 1e-5}, expected_rms_norm
+    "rms_norm",
+    lambda x: IN_ONE_ROW | {"weight": weight_of(x), "weight_dtype": x.dtype, "eps": 1e-5},
+    expected_rms_norm,
+)
+wide_rms_norm = Operation(
+    "rms_norm",
+    lambda x: IN_ONE_ROW | {"weight": wide_of(x), "weight_dtype": torch.float32, "eps": 1e-5},
+    lambda x: expected_rms_norm(x) / weight_of(x).double() * wide_of(x).double(),
 )
 layer_norm = Operation(
     "layer_norm",
@@ -118,9 +129,22 @@ silu_and_mul = Operation(
     dim="inner",
 )
 gelu_tanh = Operation("gelu_tanh", lambda x: {}, expected_gelu_tanh)
+gelu_tanh_and_mul = Operation(
+    "gelu_tanh_and_mul",
+    lambda x: {},
+    lambda x: expected_gelu_tanh(x) * x.flip(-1).double(),
+    source=lambda x: torch.cat((x, x.flip(-1)), -1),
+    dim="inner",
+)
+scaled = Operation("scaled", lambda x: {"factor": 0.3}, lambda x: x.double() * 0.3)
 add = Operation("add", added, lambda x: x.double() + x.flip(-1).double(), result="out")
 each_operation = pytest.mark.parametrize(
-    "operation", [rms_norm, layer_norm, silu_and_mul, gelu_tanh, add], ids=lambda o: o.kernel
+    "operation",
+    [
+        *(rms_norm, wide_rms_norm, layer_norm, silu_and_mul, gelu_tanh, gelu_tanh_and_mul),
+        *(scaled, add),
+    ],
+    ids=lambda o: o.kernel,
 )
 
 
@@ -198,7 +222,7 @@ def test_rms_norm_of_heads_within_rows(runtime: Runtime, dtype: torch.dtype) -> 
     call(
         runtime, "rms_norm", x=source, x_stride=stride, x_inner_stride=64, weight=weight,
         y=out.view, y_stride=out.stride, y_inner_stride=dim + 1, rows=rows, inner=heads, dim=dim,
-        eps=1e-5, dtype=dtype,
+        eps=1e-5, dtype=dtype, weight_dtype=dtype,
     )  # fmt: skip
     flat = source[:, :, :dim].reshape(rows * heads, dim)
     expected = expected_rms_norm(flat).view(rows, heads, dim)
@@ -215,7 +239,7 @@ def test_rms_norm_in_place(runtime: Runtime, dtype: torch.dtype) -> None:
     expected = rms_norm(runtime, x)
     call(
         runtime, "rms_norm", x=x, x_stride=77, x_inner_stride=0, weight=weight, y=x, y_stride=77,
-        y_inner_stride=0, rows=3, inner=1, dim=77, eps=1e-5, dtype=dtype,
+        y_inner_stride=0, rows=3, inner=1, dim=77, eps=1e-5, dtype=dtype, weight_dtype=dtype,
     )  # fmt: skip
     assert torch.equal(x, expected)
 

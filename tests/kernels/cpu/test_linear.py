@@ -14,11 +14,13 @@ from helpers.native_matrix import (
     FP8,
     FP8_X,
     GELU_TANH,
+    GELU_TANH_AND_MUL,
     I8,
     I8_WEIGHT_ONLY,
     KINDS,
     NO_ACTIVATION,
     ONE_OF_EACH,
+    PAIRED,
     SILU_AND_MUL,
     NativeMatrix,
     linear,
@@ -75,10 +77,15 @@ def as_multiplied(x: Tensor, matrix: NativeMatrix) -> Tensor:
             return x.bfloat16().double()
 
 
+SILU = -1  # alone
+
+
 def activated(y: Tensor, activation: int) -> Tensor:
-    if activation == SILU_AND_MUL:
+    if activation in PAIRED:
         gate, up = y.chunk(2, dim=1)
-        return torch.nn.functional.silu(gate) * up
+        return activated(gate, GELU_TANH if activation == GELU_TANH_AND_MUL else SILU) * up
+    if activation == SILU:
+        return torch.nn.functional.silu(y)
     if activation == GELU_TANH:
         return torch.nn.functional.gelu(y, approximate="tanh")
     return y
@@ -124,13 +131,13 @@ def test_groups_that_are_no_whole_vectors(runtime: Runtime, kind: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("activation", [NO_ACTIVATION, SILU_AND_MUL, GELU_TANH])
+@pytest.mark.parametrize("activation", [NO_ACTIVATION, SILU_AND_MUL, GELU_TANH, GELU_TANH_AND_MUL])
 @pytest.mark.parametrize("kind", ONE_OF_EACH)
 @pytest.mark.parametrize("runtime", runtimes(threads=[2]))
 def test_bias_activation_and_residual_follow_the_product(
     runtime: Runtime, kind: str, activation: int, dtype: torch.dtype
 ) -> None:
-    paired = activation == SILU_AND_MUL
+    paired = activation in PAIRED
     for outputs, rows in ((90, 3), (32, 1), (2, 2), (66, 15)):
         matrix = random_matrix(runtime, kind, outputs, 65, paired=paired)
         columns = outputs // 2 if paired else outputs

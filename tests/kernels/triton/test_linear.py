@@ -41,7 +41,12 @@ from kvik.spec.weight_kind import WeightKind
 from kvik_bench.kernel_cases import CASES, Case, arguments, filled_matrix, outputs
 
 OPS = triton_ops(device())
-DTYPES = {None: torch.float32, "silu_and_mul": torch.bfloat16, "gelu_tanh": torch.float16}
+DTYPES = {
+    None: torch.float32,
+    "silu_and_mul": torch.bfloat16,
+    "gelu_tanh": torch.float16,
+    "gelu_tanh_and_mul": torch.float32,
+}
 
 
 def drawn(seed: int = 0) -> torch.Generator:

@@ -79,6 +79,7 @@ ACTIVATIONS: dict[Activation | None, int] = {
     None: 0,
     "silu_and_mul": 1,
     "gelu_tanh": 2,
+    "gelu_tanh_and_mul": 3,
 }  # as arguments.hpp numbers them
 FP8_ACTIVATIONS: dict[Rounding, int] = {"float": 0, "token": 1, "group": 2, "static": 3}
 TILE = 32  # outputs
@@ -159,7 +160,7 @@ class CpuMatrices:
             inputs=spec.inputs,
             outputs=spec.rows,
             group=packed.group,
-            paired=int(spec.activation == "silu_and_mul"),
+            paired=int(spec.paired),
             value_dtype=DTYPES.get(values.dtype, 0),
             weight=packed.weight.data_ptr(),
             packed_scales=packed.scales.data_ptr(),
@@ -243,7 +244,7 @@ def packed_sizes(spec: MatrixSpec) -> tuple[int, int, int]:
     """
     kind = spec.kind
     _check_group(kind)
-    paired = spec.activation == "silu_and_mul"  # gate and up share tiles
+    paired = spec.paired  # gate and up share tiles
     tiles = ceil_div(spec.rows // 2, TILE // 2) if paired else ceil_div(spec.rows, TILE)
     values = tiles * ceil_div(spec.inputs, INPUTS_PER_STEP[_number(kind)]) * TILE * 4
     if kind.floats:

@@ -84,6 +84,8 @@ def native_ops(native: Native) -> Ops:
         rotary=rows.rotary,
         silu_and_mul=rows.silu_and_mul,
         gelu_tanh=rows.gelu_tanh,
+        gelu_tanh_and_mul=rows.gelu_tanh_and_mul,
+        scaled=rows.scaled,
         store_kv=TORCH.store_kv,
         copy_blocks=TORCH.copy_blocks,
     )
@@ -189,6 +191,22 @@ class _Rows:
             dim=x.shape[-1],
             eps=eps,
             dtype=DTYPES[x.dtype],
+            weight_dtype=DTYPES[weight.dtype],
+        )
+        return y
+
+    def scaled(self, x: Tensor, factor: float) -> Tensor:
+        y = self.native.empty(*x.shape, dtype=x.dtype)
+        self.native.launch(
+            "scaled",
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            y=y.data_ptr(),
+            y_stride=y.stride(0),
+            rows=self.native.rows(x),
+            dim=x.shape[1],
+            factor=factor,
+            dtype=DTYPES[x.dtype],
         )
         return y
 
@@ -227,10 +245,16 @@ class _Rows:
         return q, k
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        return self._gated("silu_and_mul", gate_up)
+
+    def gelu_tanh_and_mul(self, gate_up: Tensor) -> Tensor:
+        return self._gated("gelu_tanh_and_mul", gate_up)
+
+    def _gated(self, kernel: str, gate_up: Tensor) -> Tensor:
         inner = gate_up.shape[1] // 2
         y = self.native.empty(gate_up.shape[0], inner, dtype=gate_up.dtype)
         self.native.launch(
-            "silu_and_mul",
+            kernel,
             x=gate_up.data_ptr(),
             x_stride=gate_up.stride(0),
             y=y.data_ptr(),

@@ -128,6 +128,24 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return (0.5 * wide * (1.0 + torch.tanh(inner))).to(x.dtype)
 
 
+def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+    """GEGLU (Shazeer 2020) with the tanh form of GELU: gelu(gate) * up.
+
+    Args:
+        gate_up: [tokens, 2 * inner], the gate first.
+
+    Returns:
+        [tokens, inner].
+    """
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (gelu_tanh(gate) * up).to(gate_up.dtype)
+
+
+def scaled(x: Tensor, factor: float) -> Tensor:
+    """x * factor."""
+    return (x.float() * factor).to(x.dtype)
+
+
 # Matrix products and what follows them, computed in fp32 and rounded once.
 
 
@@ -186,6 +204,8 @@ def linear(x: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:
         y = silu_and_mul(y)
     elif spec.activation == "gelu_tanh":
         y = gelu_tanh(y)
+    elif spec.activation == "gelu_tanh_and_mul":
+        y = gelu_tanh_and_mul(y)
     if residual is not None:
         y = y + residual.float()
     return y.to(spec.out_dtype)
@@ -232,6 +252,8 @@ REFERENCE = Ops(
     rotary=rotary,
     silu_and_mul=silu_and_mul,
     gelu_tanh=gelu_tanh,
+    gelu_tanh_and_mul=gelu_tanh_and_mul,
+    scaled=scaled,
     store_kv=store_kv,
     copy_blocks=copy_blocks,
 )

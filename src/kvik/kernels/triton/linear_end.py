@@ -16,12 +16,17 @@ from torch import Tensor
 
 from kvik.kernels.triton.activation import gelu, sigmoid
 from kvik.kernels.triton.launch import ceil_div, power_of_two
-from kvik.kernels.weights import Activation
+from kvik.kernels.weights import PAIRED, Activation
 
-# What an activation is called among the constants of a kernel.
-ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu_and_mul": 1, "gelu_tanh": 2}
-SILU_AND_MUL = tl.constexpr(1)
+# What an activation is called among the constants of a kernel. Odd ones multiply gate and up.
+ACTIVATIONS: dict[Activation | None, int] = {
+    None: 0,
+    "silu_and_mul": 1,
+    "gelu_tanh": 2,
+    "gelu_tanh_and_mul": 3,
+}
 GELU_TANH = tl.constexpr(2)
+GELU_TANH_AND_MUL = tl.constexpr(3)
 
 BLOCK = 1024  # outputs of a program of `finish`: 16 bytes of bf16 for each of 128 threads
 
@@ -76,20 +81,21 @@ def end_and_store(
     residual_stride,
     ACTIVATION: tl.constexpr,
 ):
-    """sums: [BO, BT] fp32, of rows first.. and tokens t; of "silu_and_mul" rows of gate and up take
-    turns, while bias [rows] has all of gate first. bias and residual: None if there is none.
-    y: [tokens, outputs]."""
+    """sums: [BO, BT] fp32, of rows first.. and tokens t; of what multiplies pairs, rows of gate and
+    up take turns, while bias [rows] has all of gate first. bias and residual: None if there is
+    none. y: [tokens, outputs]."""
     BO: tl.constexpr = sums.shape[0]
     BT: tl.constexpr = sums.shape[1]
+    PAIRED: tl.constexpr = ACTIVATION % 2 == 1
     o = first + tl.arange(0, BO)
     if bias is not None:
-        at = o // 2 + o % 2 * (rows // 2) if ACTIVATION == SILU_AND_MUL else o
+        at = o // 2 + o % 2 * (rows // 2) if PAIRED else o
         sums += tl.load(bias + at, mask=o < rows, other=0.0).to(tl.float32)[:, None]
     z = tl.trans(sums)  # [BT, BO]: outputs of a token are neighbours in y
     outputs = rows
-    if ACTIVATION == SILU_AND_MUL:
+    if PAIRED:
         gate, up = tl.split(tl.reshape(z, (BT, BO // 2, 2)))
-        z = gate * sigmoid(gate) * up
+        z = (gelu(gate) if ACTIVATION == GELU_TANH_AND_MUL else gate * sigmoid(gate)) * up
         o = first // 2 + tl.arange(0, BO // 2)
         outputs = rows // 2
     elif ACTIVATION == GELU_TANH:
@@ -114,20 +120,21 @@ def finish_kernel(
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """grid [tokens, blocks]; z [tokens, rows], of "silu_and_mul" all of gate first"""
+    """grid [tokens, blocks]; z [tokens, rows], of what multiplies pairs all of gate first"""
+    PAIRED: tl.constexpr = ACTIVATION % 2 == 1
     token = tl.program_id(0).to(tl.int64)
-    outputs = rows // 2 if ACTIVATION == SILU_AND_MUL else rows
+    outputs = rows // 2 if PAIRED else rows
     o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = o < outputs
     at = z + token * z_stride + o
     x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     if bias is not None:
         x += tl.load(bias + o, mask=inside, other=0.0).to(tl.float32)
-    if ACTIVATION == SILU_AND_MUL:
+    if PAIRED:
         up = tl.load(at + outputs, mask=inside, other=0.0).to(tl.float32)
         if bias is not None:
             up += tl.load(bias + outputs + o, mask=inside, other=0.0).to(tl.float32)
-        x = x * sigmoid(x) * up
+        x = (gelu(x) if ACTIVATION == GELU_TANH_AND_MUL else x * sigmoid(x)) * up
     elif ACTIVATION == GELU_TANH:
         x = gelu(x)
     if residual is not None:
@@ -151,7 +158,7 @@ def finish(
         z: [tokens, rows], rows of gate before those of up.
     """
     tokens, rows = z.shape
-    outputs = rows // 2 if activation == "silu_and_mul" else rows
+    outputs = rows // 2 if activation in PAIRED else rows
     y = torch.empty(tokens, outputs, dtype=out_dtype, device=z.device)
     if not tokens:
         return y

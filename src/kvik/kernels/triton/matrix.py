@@ -251,7 +251,7 @@ def bytes_linear(
     "silu_and_mul" is applied where rows of gate and up alternate.
     """
     spec, kind = matrix.spec, matrix.spec.kind
-    assert spec.activation != "silu_and_mul" or interleaved(spec)
+    assert not spec.paired or interleaved(spec)
     y = torch.empty(len(codes), spec.outputs, dtype=spec.out_dtype, device=codes.device)
     group = kind.group
     in_all = how == linear_bytes.INT8.value and not group
@@ -435,7 +435,7 @@ class TritonMatrices:
             codes, x_scales = round_tokens(x, filled, x_group, True, packed.input_scale)
             native = library.tensor_cores and span_of(kind.group) > LEAST_GROUP
             how = (linear_bytes.E4M3 if native else linear_bytes.E4M3_IN_FP16).value
-            if spec.activation != "silu_and_mul":
+            if not spec.paired:
                 return bytes_linear(codes, x_scales, x_group, how, packed, matrix, residual)
             plain = Matrix(replace(spec, activation=None), None, packed)
             z = bytes_linear(codes, x_scales, x_group, how, packed, plain, None)

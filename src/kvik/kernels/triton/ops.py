@@ -30,6 +30,8 @@ def triton_ops(device: torch.device) -> Ops:
         rotary=rotary.rotary,
         silu_and_mul=activation.silu_and_mul,
         gelu_tanh=activation.gelu_tanh,
+        gelu_tanh_and_mul=activation.gelu_tanh_and_mul,
+        scaled=activation.scaled,
         store_kv=rows.store_kv,
         copy_blocks=rows.copy_blocks,
     )

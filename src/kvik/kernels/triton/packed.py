@@ -168,7 +168,7 @@ def in_words(kind: WeightKind) -> bool:
 def interleaved(spec: MatrixSpec) -> bool:
     """Return whether rows of gate and up alternate. Those of E4M3 times E4M3 do not: a library
     multiplies them too, which takes scales of square blocks alone."""
-    return spec.activation == "silu_and_mul" and (in_words(spec.kind) or spec.kind.codes == "int8")
+    return spec.paired and (in_words(spec.kind) or spec.kind.codes == "int8")
 
 
 def span_of(group: int) -> int:

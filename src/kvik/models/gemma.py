@@ -1,0 +1,158 @@
+"""Gemma (Gemma team 2024, arXiv 2403.08295) and Gemma 3 (2025, arXiv 2503.19786).
+
+Gains of norms are 1 + what the checkpoint has, embeddings are scaled by the root of their width,
+and the MLP gates by GELU. Gemma 3 normalises behind its blocks too, and the heads of q and k; five
+layers with a window stand between those without, and each kind has positions of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvik.models.llama import Llama, LlamaAttention
+from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder, Norm
+from kvik.spec.fields import Fields
+from kvik.spec.layers import FULL, SLIDING, LayerSpec, layer_types, read_window
+from kvik.spec.model import ModelFacts, Scales
+from kvik.spec.rope import MAX_POSITIONS, RopeSpec, read_rope
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class GemmaLayer:
+    """Attention and MLP; each reads the residual stream normalised and adds to it."""
+
+    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
+        hidden, eps = spec.hidden_size, spec.norm_eps
+        norm = partial(builder.rms_norm, dim=hidden, eps=eps, offset=1.0)
+        self.attention_norm = norm("input_layernorm", before="qkv")
+        self.attention = LlamaAttention(spec, builder.at("self_attn"), layer)
+        self.mlp_norm = norm("post_attention_layernorm", before="gate_up")
+        mlp = builder.at("mlp")
+        self.mlp = mlp.gated_mlp(hidden, spec.intermediate_size, bias=False, gelu=True)
+
+    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
+        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
+        x = self.attention(self.attention_norm(x), x, rotation, ctx)
+        return self.mlp(self.mlp_norm(x), ctx, x)
+
+
+class Gemma3Attention:
+    """Grouped-query attention with RMSNorm on each head of q and k, then rotary positions."""
+
+    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
+        heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        self.qkv = builder.heads(
+            ("q_proj", "k_proj", "v_proj"),
+            spec.hidden_size,
+            (heads, kv_heads, kv_heads),
+            dim,
+            bias=spec.qkv_bias,
+        )
+        self.q_norm = builder.rms_norm("q_norm", dim, spec.norm_eps, offset=1.0)
+        self.k_norm = builder.rms_norm("k_norm", dim, spec.norm_eps, offset=1.0)
+        self.attend = builder.attention(layer, dim, spec.scales.attention)
+        self.o = builder.linear("o_proj", heads * dim, spec.hidden_size, bias=spec.o_bias, role="o")
+
+    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
+        """x [tokens, hidden], rotation [tokens, head_dim] -> [tokens, hidden]."""
+        q, k, v = self.qkv(x, ctx)  # [tokens, heads or kv_heads, head_dim]
+        return self.o(self.attend(q, k, v, ctx, rotation, (self.q_norm, self.k_norm)), ctx)
+
+
+class Gemma3Layer:
+    """Attention and MLP; each reads the residual stream normalised, and what it gives is normalised
+    again and added to that."""
+
+    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
+        hidden, eps = spec.hidden_size, spec.norm_eps
+        norm = partial(builder.rms_norm, dim=hidden, eps=eps, offset=1.0)
+        self.attention_norm = norm("input_layernorm", before="qkv")
+        self.attention = Gemma3Attention(spec, builder.at("self_attn"), layer)
+        self.attended_norm = norm("post_attention_layernorm")
+        self.mlp_norm = norm("pre_feedforward_layernorm", before="gate_up")
+        mlp = builder.at("mlp")
+        self.mlp = mlp.gated_mlp(hidden, spec.intermediate_size, bias=False, gelu=True)
+        self.fed_norm = norm("post_feedforward_layernorm")
+
+    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
+        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
+        x = self.attended_norm.add(self.attention(self.attention_norm(x), rotation, ctx), x)
+        return self.fed_norm.add(self.mlp(self.mlp_norm(x), ctx), x)
+
+
+def last_norm(spec: ModelFacts, builder: LayerBuilder) -> Norm:
+    return builder.rms_norm("norm", spec.hidden_size, spec.norm_eps, offset=1.0)
+
+
+def gemma_scales(fields: Fields) -> Scales:
+    return Scales(embedding=math.sqrt(fields.integer("hidden_size", 1, MAX_POSITIONS)))
+
+
+def gemma3_scales(fields: Fields) -> Scales:
+    width = fields.number("query_pre_attn_scalar", 1.0, 1e9, 256.0)
+    embedding = math.sqrt(fields.integer("hidden_size", 1, MAX_POSITIONS))
+    return Scales(embedding=embedding, attention=width**-0.5)
+
+
+def gemma3_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+    """Layers with a window turn fast, and those without slowly, perhaps stretched."""
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if fields.raw(key) is not None:
+            raise fields.error(key, "must be null")
+    every = fields.integer("sliding_window_pattern", 1, MAX_POSITIONS, 6)
+    types, window = layer_types(fields, layers, every), read_window(fields)
+    if FULL in fields.inside("rope_parameters") or SLIDING in fields.inside("rope_parameters"):
+        ropes = {kind: read_rope(fields, positions, layer_type=kind) for kind in set(types)}
+    else:
+        slow = fields if "rope_theta" in fields else fields.changed({"rope_theta": 1e6})
+        fast = fields.number("rope_local_base_freq", 1.0, 1e12, 1e4)
+        ropes = {
+            FULL: read_rope(slow, positions),
+            SLIDING: RopeSpec(theta=fast, original_max_position=positions),
+        }
+    return tuple(LayerSpec(window if kind == SLIDING else None, ropes[kind]) for kind in types)
+
+
+GEMMA = Architecture(
+    "GemmaForCausalLM",
+    "gemma",
+    "Gemma",
+    partial(Llama, make_layer=GemmaLayer, make_norm=last_norm),
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    activations=("gelu_pytorch_tanh", "gelu"),
+    scales=gemma_scales,
+    tied=True,
+    head_dim=256,
+    eos_token_ids=(1,),
+)
+GEMMA3 = Architecture(
+    "Gemma3ForCausalLM",
+    "gemma3_text",
+    "Gemma 3, those of text alone",
+    partial(Llama, make_layer=Gemma3Layer, make_norm=last_norm),
+    layers=gemma3_layers,
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    qk_norm=True,
+    activations=("gelu_pytorch_tanh",),
+    scales=gemma3_scales,
+    tied=True,
+    head_dim=256,
+    eos_token_ids=(1,),
+    defaults={
+        "vocab_size": 262_208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131_072,
+    },
+    keys={"hidden_act": "hidden_activation"},
+    fixed={"use_bidirectional_attention": False},
+)
