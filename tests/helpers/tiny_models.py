@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvik import LLM, SamplingParams
@@ -56,6 +58,24 @@ def save_tiny(folder: Path, family: str, *, seed: int = 0, **options: Any) -> An
     model = tiny_model(family, seed=seed, **options)
     model.save_pretrained(folder)
     return model
+
+
+# How checkpoints that read images name their text model.
+IMAGE_PREFIXES = ("model.language_model", "language_model.model")
+
+
+def save_tiny_with_images(folder: Path, prefix: str) -> Any:
+    """Save a tiny Gemma 3 as the text model of one that reads images; that alone is returned."""
+    reference = save_tiny(folder, "Gemma3", head_dim=16, hidden_size=64, sliding_window=9)
+    stored = load_file(folder / "model.safetensors")
+    named = {name.replace("model", prefix, 1): tensor for name, tensor in stored.items()}
+    for scope in ("vision_tower", "model.vision_tower"):
+        named[f"{scope}.x.weight"] = torch.ones(3)
+    save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
+    inner = json.loads((folder / "config.json").read_text())
+    outer = {"architectures": ["Gemma3ForConditionalGeneration"], "dtype": inner.pop("dtype")}
+    (folder / "config.json").write_text(json.dumps({**outer, "text_config": inner}))
+    return reference
 
 
 def tokens(length: int, seed: int = 0, vocab: int = 96) -> list[int]:

@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.paged_model import PagedModel
-from helpers.tiny_models import reference_logits, save_tiny, tokens
+from helpers.tiny_models import (
+    IMAGE_PREFIXES,
+    reference_logits,
+    save_tiny,
+    save_tiny_with_images,
+    tokens,
+)
 from safetensors.torch import load_file, save_file
 
 from kvik.nn.checkpoint import SINGLE
@@ -34,6 +40,14 @@ def test_masks_in_old_gpt2_checkpoints_are_ignored(tmp_path: Path) -> None:
         stored[f"{scope}.masked_bias"] = torch.tensor(-1e4)
     save_file(stored, tmp_path / SINGLE)
     ids = tokens(12)
+    expected = reference_logits(reference, ids)
+    torch.testing.assert_close(PagedModel(tmp_path).logits(ids), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("prefix", IMAGE_PREFIXES)
+def test_the_text_model_of_one_that_reads_images(prefix: str, tmp_path: Path) -> None:
+    """What encodes images is left alone."""
+    reference, ids = save_tiny_with_images(tmp_path, prefix), tokens(30)
     expected = reference_logits(reference, ids)
     torch.testing.assert_close(PagedModel(tmp_path).logits(ids), expected, atol=1e-4, rtol=0)
 

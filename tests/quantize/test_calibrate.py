@@ -20,7 +20,7 @@ from helpers.calibrated import (
 )
 from helpers.held_out import TEXT
 from helpers.paged_model import PagedModel
-from helpers.tiny_models import save_tiny, tokens
+from helpers.tiny_models import IMAGE_PREFIXES, save_tiny, save_tiny_with_images, tokens
 from torch import Tensor
 
 from kvik.config.model_source import BUNDLED
@@ -391,3 +391,12 @@ def test_texts_that_will_not_do(tmp_path: Path, tokenizer: Tokenizer) -> None:
         calibration_windows("builtin", tokenizer, samples=10**20, tokens=512)
     with pytest.raises(ConfigError, match="calib_tokens: must be at least 2"):
         calibration_windows("builtin", tokenizer, samples=1, tokens=1)
+
+
+@pytest.mark.parametrize("prefix", IMAGE_PREFIXES)
+def test_the_text_model_of_one_that_reads_images(tmp_path: Path, prefix: str) -> None:
+    save_tiny_with_images(tmp_path / "model", prefix)
+    recipe = Recipe("rtn", 8, 8)
+    results = calibrated(tmp_path / "model", recipe, None, tmp_path / "work")
+    names = [layer.name for result in results for layer in result.layers]
+    assert len(names) == 3 * 7 and all(name.startswith(f"{prefix}.layers.") for name in names)

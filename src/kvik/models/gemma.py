@@ -8,6 +8,7 @@ layers with a window stand between those without, and each kind has positions of
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -88,6 +89,14 @@ def last_norm(spec: ModelFacts, builder: LayerBuilder) -> Norm:
     return builder.rms_norm("norm", spec.hidden_size, spec.norm_eps, offset=1.0)
 
 
+def with_images(spec: ModelFacts, builder: LayerBuilder) -> Llama:
+    """Return the text model of a checkpoint that reads images too."""
+    for scope in ("vision_tower", "multi_modal_projector"):
+        builder.skip(scope, f"model.{scope}")
+    inner = builder.at("language_model", "")
+    return Llama(spec, inner, Gemma3Layer, last_norm, ("model.language_model", "model"))
+
+
 def gemma_scales(fields: Fields) -> Scales:
     return Scales(embedding=math.sqrt(fields.integer("hidden_size", 1, MAX_POSITIONS)))
 
@@ -155,4 +164,13 @@ GEMMA3 = Architecture(
     },
     keys={"hidden_act": "hidden_activation"},
     fixed={"use_bidirectional_attention": False},
+)
+# The larger ones read images too, of which kvik runs the text model.
+GEMMA3_IMAGES = replace(
+    GEMMA3,
+    name="Gemma3ForConditionalGeneration",
+    model_type="gemma3",
+    models="Gemma 3, text of those that read images",
+    make=with_images,
+    inside="text_config",
 )

@@ -58,7 +58,7 @@ class GPT2:
     """The language model."""
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder) -> None:
-        trunk = builder.at("transformer", optional=True)
+        trunk = builder.at("transformer", "")
         self.embed = trunk.token_embedding(
             "wte", spec.vocab_size, spec.hidden_size, tied=spec.tie_word_embeddings
         )

@@ -95,6 +95,7 @@ class Llama:
     Args:
         make_layer: makes a layer in the scope of its names.
         make_norm: makes the norm behind the last layer; None: as the model's others are.
+        scopes: of all but the head; the first that a checkpoint has.
     """
 
     def __init__(
@@ -103,8 +104,9 @@ class Llama:
         builder: LayerBuilder,
         make_layer: MakeLayer = LlamaLayer,
         make_norm: MakeNorm | None = None,
+        scopes: tuple[str, ...] = ("model", ""),
     ) -> None:
-        trunk = builder.at("model", optional=True)
+        trunk = builder.at(*scopes)
         self.embed = trunk.token_embedding(
             "embed_tokens",
             spec.vocab_size,

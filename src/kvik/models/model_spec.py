@@ -45,6 +45,8 @@ class ModelSpec(ModelFacts):
         """
         name = _architecture(Fields(config, where))
         known = ARCHITECTURES[name]
+        if known.inside:
+            config, where = text_config(config, known.inside), f"{where} {known.inside}"
         fields = Fields({**known.defaults, **config}, where)
         key = {k: known.keys.get(k, k) for k in _RENAMED}
         hidden = fields.integer(key["hidden_size"], 1, MAX_WIDTH)
@@ -155,6 +157,24 @@ def read_model_spec(folder: str | Path) -> ModelSpec:
         if eos:
             spec = replace(spec, eos_token_ids=eos)
     return replace(spec, built=read_built(folder))
+
+
+# Keys that may stand beside the facts of a text model instead of among them.
+OUTER_KEYS = (
+    *("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config"),
+    *("bos_token_id", "eos_token_id"),
+)
+
+
+def text_config(config: Mapping[str, object], key: str = "text_config") -> dict[str, object]:
+    """Return the facts of the text model of a config.json that describes more than that.
+
+    Raises:
+        ModelError: they are no object.
+    """
+    inner = dict(Fields(config).mapping(key) or {})
+    outer = {name: config[name] for name in OUTER_KEYS if config.get(name) is not None}
+    return outer | {name: value for name, value in inner.items() if value is not None}
 
 
 _RENAMED = (

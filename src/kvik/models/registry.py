@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvik.models.cohere import COHERE, COHERE2
-from kvik.models.gemma import GEMMA, GEMMA3
+from kvik.models.gemma import GEMMA, GEMMA3, GEMMA3_IMAGES
 from kvik.models.glm4 import GLM4
 from kvik.models.gpt2 import GPT2_MODEL
 from kvik.models.granite import GRANITE
@@ -19,6 +19,18 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     row.name: row
     for row in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, STABLELM, PHI3, GLM4),
-        *(GEMMA, GEMMA3, GRANITE, OLMO2, OLMO3, EXAONE4, COHERE, COHERE2, SEED_OSS, GPT2_MODEL),
+        *(
+            GEMMA,
+            GEMMA3,
+            GEMMA3_IMAGES,
+            GRANITE,
+            OLMO2,
+            OLMO3,
+            EXAONE4,
+            COHERE,
+            COHERE2,
+            SEED_OSS,
+            GPT2_MODEL,
+        ),
     )
 }

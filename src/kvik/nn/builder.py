@@ -36,7 +36,7 @@ from kvik.nn.layers import (
 from kvik.nn.parts import LayerFiller, Quantizer, Rows
 from kvik.nn.rope import Rope
 from kvik.nn.storage import FreshStorage, Storage
-from kvik.spec.declare import GATE_UP, Role
+from kvik.spec.declare import GATE_UP, Role, usual_scope
 from kvik.spec.kv import KVGroup
 from kvik.spec.rope import RopeSpec
 from kvik.spec.stored_weights import StoredQuantization, StoredScheme, stored_alike
@@ -76,6 +76,7 @@ class Declarations:
     device: torch.device
     tensors: list[DeclaredTensor] = field(default_factory=list)
     ignored: set[str] = field(default_factory=set)
+    skipped: set[str] = field(default_factory=set)  # beginnings of names
 
 
 # (names of a matrix' layers, its inputs, outputs of each layer) -> stages after the product.
@@ -133,20 +134,27 @@ class Builder:
             self._stored.setdefault(layer, {})[last] = entry.shape
         self._stored |= {name: {} for name in self.storage.names}
 
-    def at(self, name: str | int, *, optional: bool = False) -> Builder:
+    def at(self, name: str | int, *others: str) -> Builder:
         """Return the builder of a narrower scope.
 
         Args:
-            optional: checkpoints may omit this part of the names (those saved from the bare
-                trunk of a model do); then the scope is unchanged.
+            others: what checkpoints may have in its place; "": nothing, as those do that were saved
+                from the bare trunk of a model. The first that there is.
         """
-        scope = self._name(str(name))
-        found = any(layer.startswith(f"{scope}.") for layer in self._stored)
-        if optional and self._stored and not found:
-            return self
         inner = copy(self)
-        inner._scope = scope
+        inner._scope = self._name(usual_scope(str(name), *others))
+        for scope in map(self._name, (str(name), *others)):
+            if self._stored and any(layer.startswith(f"{scope}.") for layer in self._stored):
+                inner._scope = scope
+                break
+        else:
+            if self._stored and "" in others:
+                return self
         return inner
+
+    def skip(self, *scopes: str) -> None:
+        """Do not read what stands in some scopes, such as an encoder of images."""
+        self.declared.skipped.update(f"{self._name(scope)}." for scope in scopes)
 
     def ignore(self, *names: str) -> None:
         """Skip tensors that some checkpoints contain and the model does not need."""
@@ -481,7 +489,7 @@ class Builder:
         )
 
     def _name(self, name: str) -> str:
-        return f"{self._scope}.{name}" if self._scope else name
+        return ".".join(filter(None, (self._scope, name)))
 
 
 def _fill_in(target: Tensor, first: int, values: Tensor) -> None:

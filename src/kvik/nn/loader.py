@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from kvik.nn.builder import Builder, Declarations, DeclaredTensor
 from kvik.nn.checkpoint import Checkpoint
 from kvik.nn.safetensors import TORCH_DTYPES
 from kvik.spec.declare import Model
+
+log = logging.getLogger(__name__)
 
 PROGRESS_BYTES = 1 << 30  # smaller models load before a bar could be read
 RANDOM_STD = 0.02
@@ -93,7 +96,10 @@ def check_weights(declared: Declarations, checkpoint: Checkpoint) -> None:
     missing = [name for name in wanted if name not in entries]
     if missing:
         raise ModelError("model", f"its weights lack {_listed(missing)}")
-    extra = [name for name in entries if name not in wanted and name not in declared.ignored]
+    left = [name for name in entries if name not in wanted and name not in declared.ignored]
+    extra = [name for name in left if not name.startswith(tuple(declared.skipped))]
+    if len(extra) < len(left):
+        log.info("%d tensors of other parts than the text model are not read", len(left))
     if extra:
         raise ModelError("model", f"its weights hold {_listed(extra)}, unknown to the architecture")
     for name, tensor in wanted.items():

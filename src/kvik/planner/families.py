@@ -12,7 +12,7 @@ from kvik.errors import ModelError, shown
 from kvik.files import is_gguf
 from kvik.gguf.facts import METHOD, gguf_model_spec, model_config, usual_bits
 from kvik.gguf.reader import GgufFile, read_gguf
-from kvik.models.model_spec import ModelSpec
+from kvik.models.model_spec import ModelSpec, text_config
 from kvik.models.public import public_configs, public_name
 from kvik.models.registry import ARCHITECTURES
 from kvik.planner.decoder import read_decoder, stored_format
@@ -38,8 +38,6 @@ FOREIGN_KEYS = (
     "ssm_state_size",
     "state_size",
 )
-# Keys that may stand beside a text_config instead of in it.
-OUTER_KEYS = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
 DECODER_ENDINGS = ("ForCausalLM", "LMHeadModel")
 
 
@@ -85,21 +83,16 @@ def shape_from_config(config: Mapping[str, object], name: str) -> ModelShape:
         ModelError: a field that is missing or cannot be; the message names it.
     """
     fields = Fields(config)
-    inner = fields.mapping("text_config")
-    if inner is None:
+    if fields.mapping("text_config") is None:
         return _shape(config, fields, name)
-    merged = dict(inner)
-    for key in OUTER_KEYS:
-        if merged.get(key) is None:
-            merged[key] = config.get(key)
+    merged = text_config(config)
     shape = _shape(merged, Fields(merged, "config.json text_config"), name)
     outer = fields.strings("architectures")
     note = "only text_config is read: encoders of images or sound are not counted"
-    # The engine runs the text model alone, which this checkpoint is not.
     return replace(
         shape,
         architecture=outer[0] if outer else shape.architecture,
-        spec=None,
+        spec=_runnable(config) if outer and outer[0] in ARCHITECTURES else None,
         notes=(note, *shape.notes),
     )
 
@@ -136,7 +129,7 @@ def _architecture(fields: Fields) -> str:
     types = {row.model_type: name for name, row in ARCHITECTURES.items()}
     types |= {kind: name for name, row in FAMILIES.items() for kind in row.model_types}
     if not names and isinstance(model_type, str):
-        return types.get(model_type.removesuffix("_text"), types.get(model_type, model_type))
+        return types.get(model_type, types.get(model_type.removesuffix("_text"), model_type))
     if not names:
         raise fields.error("architectures", "is missing, and so is model_type")
     return names[0]

@@ -30,7 +30,7 @@ from kvik.quantize.quantised import BlockResult, LayerResult, Progress, recipe_g
 from kvik.quantize.recipe import Recipe, check_groups
 from kvik.quantize.source import Fold, folds, linear_inputs, unclipped_rows
 from kvik.quantize.statistics import InputStatistics
-from kvik.spec.declare import ForwardContext
+from kvik.spec.declare import ForwardContext, stored_names
 from kvik.text.tokenizer import Tokenizer
 
 # The residual stream of all calibration windows, between two blocks: in a file, not in memory.
@@ -186,10 +186,9 @@ class ModelBlocks:
 
     def stored(self, pattern: str, index: int) -> str:
         """Return the name of a layer in the checkpoint; {} of the pattern is the block."""
-        name = pattern.format(index)
-        trunk = name.partition(".")[0] + "."
-        found = any(key.startswith(f"{name}.") for key in self._entries)
-        return name if found else name.removeprefix(trunk)
+        names = stored_names(pattern.format(index))
+        begins = (n for n in names if any(key.startswith(f"{n}.") for key in self._entries))
+        return next(begins, names[0])
 
     def inputs(self) -> dict[str, int]:
         """Return the number of inputs of each linear layer, by its name in the checkpoint."""
@@ -219,7 +218,7 @@ class ModelBlocks:
             ModelError: there is no such tensor.
         """
         name = declared.replace(self._scope, f"{self._before}{index}.", 1)
-        for stored in (name, name.removeprefix(self._before.partition(".")[0] + ".")):
+        for stored in stored_names(name):
             if stored in self._entries:
                 return stored
         raise ModelError("model", f"its weights lack {shown(name)}")

@@ -16,7 +16,7 @@ from kvik.nn.checkpoint import open_checkpoint
 from kvik.nn.formats.base import LinearShape
 from kvik.nn.safetensors import Stored
 from kvik.quantize.block import WEIGHT
-from kvik.spec.declare import Declaration, DeclaredLinear, Role
+from kvik.spec.declare import Declaration, DeclaredLinear, Role, stored_names
 from kvik.spec.engine_folder import is_engine_folder
 
 # The linear layers of a block, and where factors of their inputs can be folded: into the operation
@@ -190,11 +190,10 @@ def open_source(folder: Path) -> Source:
 
 
 def _block_scope(spec: ModelSpec, tensors: Mapping[str, Stored]) -> str:
-    """Return the scope as the checkpoint has it: a bare trunk lacks the first word of names."""
-    whole = spec.declaration.block
-    bare = whole.partition(".")[2]
-    begins = whole.format(0)
-    return whole if any(tensor.startswith(begins) for tensor in tensors) else bare
+    """Return the scope as the checkpoint has it."""
+    scopes = stored_names(spec.declaration.block)
+    found = (s for s in scopes if any(tensor.startswith(s.format(0)) for tensor in tensors))
+    return next(found, scopes[0])
 
 
 def _linear_layers(spec: ModelSpec, scope: str) -> dict[str, int]:

@@ -45,6 +45,7 @@ class Architecture:
         gated_mlp: down(act(gate(x)) * up(x)), else down(act(up(x))).
         defaults: what transformers takes for keys that are absent, where files leave some out.
         keys: usual name of a config.json key -> its name in this architecture.
+        inside: the key whose object describes the text model, where the file is of more; "": none.
         fixed: keys with the only supported value; another one would change the arithmetic.
         gguf: `general.architecture` of its GGUF files; None: none exist.
         gguf_names: names of a block's tensors in GGUF -> in the checkpoint, where they differ from
@@ -69,6 +70,7 @@ class Architecture:
     eos_token_ids: tuple[int, ...] = ()
     defaults: Mapping[str, object] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
+    inside: str = ""
     fixed: Mapping[str, bool] = field(default_factory=dict)
     gguf: str | None = None
     gguf_names: Mapping[str, str] = field(default_factory=dict)
@@ -195,10 +197,26 @@ class AttentionLayer(Protocol):
 GATE_UP = ("gate_proj", "up_proj")
 
 
+def usual_scope(name: str, *others: str) -> str:
+    """Return the scope that a model has without a checkpoint: the last one that is some."""
+    return others[-1] if others and others[-1] else name
+
+
+def stored_names(name: str) -> tuple[str, ...]:
+    """Return how checkpoints may have a declared name: as it is, without its first word, as files
+    of the bare trunk do, or with the first two in the other order, as newer files of models do that
+    read images."""
+    first, _, rest = name.partition(".")
+    second, _, tail = rest.partition(".")
+    return name, rest, f"{second}.{first}.{tail}"
+
+
 class LayerBuilder(Protocol):
     """Makes layers within a scope of the checkpoint's names; `at` narrows the scope."""
 
-    def at(self, name: str | int, *, optional: bool = False) -> LayerBuilder: ...
+    def at(self, name: str | int, *others: str) -> LayerBuilder: ...
+
+    def skip(self, *scopes: str) -> None: ...
 
     def ignore(self, *names: str) -> None: ...
 
@@ -404,15 +422,18 @@ class _Describer:
         self._scope = ""
         self._layer: int | None = None
 
-    def at(self, name: str | int, *, optional: bool = False) -> _Describer:
+    def at(self, name: str | int, *others: str) -> _Describer:
         inner = copy(self)
-        inner._scope = self._name(str(name))
+        inner._scope = self._name(usual_scope(str(name), *others))
         if isinstance(name, int):
             inner._layer = name
             self._found.block = f"{self._scope}.{{}}."
         return inner
 
     def ignore(self, *names: str) -> None:
+        pass
+
+    def skip(self, *scopes: str) -> None:
         pass
 
     def linear(
@@ -522,4 +543,4 @@ class _Describer:
         return _DESCRIBED
 
     def _name(self, name: str) -> str:
-        return f"{self._scope}.{name}" if self._scope else name
+        return ".".join(filter(None, (self._scope, name)))
