@@ -19,7 +19,14 @@ union Word {
 // of weights that are packed.
 enum Dtype : int64_t { kF32 = 0, kBF16 = 1, kI8 = 2, kFP8 = 3, kI4 = 4 };
 // What happens to x W^T + b before the residual is added.
-enum Activation : int64_t { kNone = 0, kSiluAndMul = 1, kGeluTanh = 2, kGeluTanhAndMul = 3 };
+enum Activation : int64_t {
+    kNone = 0,
+    kSiluAndMul = 1,  // odd: the first half of the outputs is the gate of the second
+    kGeluTanh = 2,
+    kGeluTanhAndMul = 3,
+    kGelu = 4,
+    kRelu = 6,
+};
 // How a matrix is stored and multiplied.
 enum MatrixKind : int64_t {
     kMatrixF32 = 0,
@@ -47,13 +54,9 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 #define KVIK_ARGS_layer_norm(P, I, F)                                                    \
     P(x) I(x_stride) P(weight) P(bias) P(y) I(y_stride) I(rows) I(dim) F(eps) I(dtype)
 
-// y [rows, inner] = silu(x[:, :inner]) * x[:, inner:].
-#define KVIK_ARGS_silu_and_mul(P, I, F) P(x) I(x_stride) P(y) I(y_stride) I(rows) I(inner) I(dtype)
-
-// The same with GELU in its tanh form.
-#define KVIK_ARGS_gelu_tanh_and_mul(P, I, F) P(x) I(x_stride) P(y) I(y_stride) I(rows) I(inner) I(dtype)
-
-#define KVIK_ARGS_gelu_tanh(P, I, F) P(x) I(x_stride) P(y) I(y_stride) I(rows) I(dim) I(dtype)
+// y [rows, columns] = activation(x), or where that is odd activation(x[:, :columns]) * x[:, columns:].
+#define KVIK_ARGS_activate(P, I, F)                                                      \
+    P(x) I(x_stride) P(y) I(y_stride) I(rows) I(columns) I(activation) I(dtype)
 
 #define KVIK_ARGS_add(P, I, F)                                                           \
     P(x) I(x_stride) P(y) I(y_stride) P(out) I(out_stride) I(rows) I(dim) I(dtype)
@@ -104,7 +107,7 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 
 // y [rows, outputs] = act(x W^T + bias) + residual. weight, scales, zeros as `pack_matrix` laid them
 // out. group: inputs that share a scale, 0: all of them. order: null, or int32 [inputs]: input i of W
-// is column order[i] of x. outputs counts rows of W, so silu_and_mul writes outputs / 2 columns (and so does its like). bias
+// is column order[i] of x. outputs counts rows of W; an odd activation writes outputs / 2 columns. bias
 // fp32; bias and residual may be null; residual has the dtype of x. fp8_x: `Fp8Activations`; x_scale
 // fp32 [1], with kStaticX alone.
 #define KVIK_ARGS_linear(P, I, F)                                                        \
@@ -164,8 +167,8 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 #define KVIK_ARGS_peak_i8(P, I, F) I(steps) P(result)
 
 #define KVIK_KERNELS(K)                                                                  \
-    K(rms_norm) K(layer_norm) K(silu_and_mul) K(gelu_tanh) K(add) K(gather_rows)         \
-    K(gelu_tanh_and_mul) K(scaled) K(rotary) K(store_kv) K(load_kv) K(move_kv) K(attention) K(linear) K(pack_matrix)    \
+    K(rms_norm) K(layer_norm) K(activate) K(scaled) K(add) K(gather_rows) K(rotary)      \
+    K(store_kv) K(load_kv) K(move_kv) K(attention) K(linear) K(pack_matrix)              \
     K(matrix_rows) K(largest) K(top_k) K(penalize) K(mask) K(draw) K(probabilities)      \
     K(read_memory) K(peak_f32) K(peak_bf16) K(peak_i8)
 

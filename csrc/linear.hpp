@@ -49,14 +49,9 @@ struct LinearPlan {
     int64_t x_bytes, ordered_bytes, sums_bytes, wide_bytes;
 };
 
-// Whether the outputs are gate and up, which share tiles.
-bool multiplies_pairs(const linear_args& a) {
-    return a.activation == kSiluAndMul || a.activation == kGeluTanhAndMul;
-}
-
 LinearPlan plan_linear(const linear_args& a, int threads) {
     LinearPlan p = {};
-    p.paired = multiplies_pairs(a);
+    p.paired = is_paired(a.activation);  // gate and up share tiles
     p.tiles = count_tiles(a.outputs, p.paired);
     p.steps = divide_up(a.inputs, inputs_per_step(a.kind));
     p.groups = count_groups(a.inputs, a.group);
@@ -108,7 +103,7 @@ KVIK_INLINE void store_some(T* p, F32 v, int n) {
 // From the sums of a tile to its columns of y.
 template <class X, class Y>
 void finish(const linear_args& a, const PreparedRows& x, int64_t tile, int64_t first, int64_t rows, const float* sums) {
-    const bool paired = multiplies_pairs(a);
+    const bool paired = is_paired(a.activation);
     const int64_t width = paired ? kHalfTile : kTile, columns = paired ? a.outputs / 2 : a.outputs;
     const int64_t column = tile * width;
     const int valid = int(smaller(width, columns - column)), vectors = int(width / kLanes);
@@ -131,10 +126,8 @@ void finish(const linear_args& a, const PreparedRows& x, int64_t tile, int64_t f
             value[v] = add(value[v], bias[v]);
         }
         for (int v = 0; v < vectors; v++) {
-            F32 result = value[v];
-            if (a.activation == kSiluAndMul) result = mul(silu(result), value[v + kTileVectors / 2]);
-            if (a.activation == kGeluTanh || a.activation == kGeluTanhAndMul) result = gelu(result);
-            if (a.activation == kGeluTanhAndMul) result = mul(result, value[v + kTileVectors / 2]);
+            F32 result = activated(a.activation, value[v]);
+            if (paired) result = mul(result, value[v + kTileVectors / 2]);
             const int n = valid - v * kLanes;
             if (n <= 0) break;
             if (a.residual) {

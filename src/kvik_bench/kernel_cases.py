@@ -147,24 +147,24 @@ def _rotaries() -> list[Case]:
 
 
 def _activations() -> list[Case]:
-    def silu(rows: int, inner: int, scale: float) -> Callable[[Maker], tuple[Tensor, ...]]:
-        return lambda m: (m.normal(rows, 2 * inner, scale=scale),)
-
-    def gelu(rows: int, dim: int, scale: float) -> Callable[[Maker], tuple[Tensor, ...]]:
-        return lambda m: (m.normal(rows, dim, scale=scale),)
+    def made(
+        rows: int, dim: int, scale: float, activation: Activation
+    ) -> Callable[[Maker], tuple[Argument, ...]]:
+        width = 2 * dim if activation in PAIRED else dim
+        return lambda m: (m.normal(rows, width, scale=scale), activation)
 
     def times(rows: int, dim: int, scale: float) -> Callable[[Maker], tuple[Argument, ...]]:
         return lambda m: (m.normal(rows, dim, scale=scale), 0.3)
 
+    every: tuple[Activation, ...]
+    every = ("silu_and_mul", "gelu_tanh", "gelu_tanh_and_mul", "gelu", "relu")
     cases = []
     for rows, dim, scale in ((1, 704, 1.0), (7, 33, 1.0), (3, 1, 1.0), (4, 65, 50.0)):
         name = f"{rows}x{dim}@{scale:g}"
-        cases += [
-            Case("silu_and_mul", name, silu(rows, dim, scale)),
-            Case("gelu_tanh", name, gelu(rows, dim, scale)),
-            Case("gelu_tanh_and_mul", name, silu(rows, dim, min(scale, 1.0))),
-            Case("scaled", name, times(rows, dim, scale)),
-        ]
+        cases.append(Case("scaled", name, times(rows, dim, scale)))
+        for one in every:
+            size = min(scale, 1.0) if one == "gelu_tanh_and_mul" else scale
+            cases.append(Case("activate", f"{one}-{name}", made(rows, dim, size, one)))
     return cases
 
 
@@ -224,7 +224,7 @@ def _products() -> list[Case]:
         ("fp8-token-ordered", _ordered(_fp8_weight(0, "token")), ((3, 33, 7),)),
     )
     activations: tuple[Activation | None, ...]
-    activations = (None, "silu_and_mul", "gelu_tanh", "gelu_tanh_and_mul")
+    activations = (None, "silu_and_mul", "gelu_tanh", "gelu_tanh_and_mul", "gelu")
     cases = []
     for (kind, weight, shapes), activation in product(kinds, activations):
         for shape, bias, residual in zip(

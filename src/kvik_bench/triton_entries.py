@@ -33,6 +33,7 @@ from kvik.kernels.triton.attention_shapes import STAGES, block_d, prefill_tiles,
 from kvik.kernels.triton.kv_load import KINDS
 from kvik.kernels.triton.launch import MAX_SHARED
 from kvik.kernels.triton.matrix_shapes import FEW, FEW_INT4, MANY, MANY_NARROW, Tile
+from kvik.kernels.weights import ACTIVATIONS
 
 MAX_REGISTERS = 255  # of a thread, on every NVIDIA GPU; what does not fit is spilled to memory
 
@@ -400,7 +401,7 @@ def _words(
 # 128 outputs and inputs: 4 copies of 16 bytes of a thread are words, and one is of x. At 4.3 TB/s a
 # multiprocessor has about 450 cycles for them, of each of its four schedulers.
 _INT4_STEP = Loop(copies=5, instructions=330)
-_SILU = linear_end.ACTIVATIONS["silu_and_mul"]
+_SILU = ACTIVATIONS["silu_and_mul"]
 
 WORDS = (
     _words("int4 in groups of 128", FEW_INT4, 4, loop=_INT4_STEP),
@@ -615,34 +616,22 @@ DRAW = (
 )
 
 SMALL = (
-    Resources(
-        activation.gated_kernel,
-        "bf16",
-        _types(p_bf16="gate_up out", i32="inner row_stride"),
-        {"GELU": False, "BLOCK": activation.MOST},
-        aligned=_aligned("inner row_stride"),
-        max_registers=40,
-    ),
-    Resources(
-        activation.gated_kernel,
-        "bf16, gelu",
-        _types(p_bf16="gate_up out", i32="inner row_stride"),
-        {"GELU": True, "BLOCK": activation.MOST},
-        aligned=_aligned("inner row_stride"),
-        max_registers=40,
+    *(
+        Resources(
+            activation.activate_kernel,
+            f"{name}, bf16",
+            _types(p_bf16="x out", i32="columns row_stride"),
+            {"ACTIVATION": number, "BLOCK": activation.MOST},
+            aligned=_aligned("columns row_stride"),
+            max_registers=40,
+        )
+        for name, number in ACTIVATIONS.items()
+        if name is not None
     ),
     Resources(
         activation.scaled_kernel,
         "bf16",
         _types(p_bf16="x out", i32="n", fp32="factor"),
-        {"BLOCK": activation.MOST},
-        aligned=_aligned("n"),
-        max_registers=40,
-    ),
-    Resources(
-        activation.gelu_tanh_kernel,
-        "bf16",
-        _types(p_bf16="x out", i32="n"),
         {"BLOCK": activation.MOST},
         aligned=_aligned("n"),
         max_registers=40,

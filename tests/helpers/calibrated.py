@@ -27,6 +27,9 @@ FAMILIES = {
     "Cohere2": {},
     "Gemma3": {"head_dim": 8},
     "Granite": {"residual_multiplier": 0.3, "embedding_multiplier": 2.0},
+    "GPTNeoX": {"num_key_value_heads": 4},
+    "Starcoder2": {},
+    "OPT": {"word_embed_proj_dim": 32},
     "GPT2": {},
 }
 

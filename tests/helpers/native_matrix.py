@@ -29,7 +29,8 @@ KINDS = (
     *("int8/32", "int8-weight-only/64", "int4/32", "int4/64-zeros", "int4/128-zeros"),
 )
 TILE = 32
-NO_ACTIVATION, SILU_AND_MUL, GELU_TANH, GELU_TANH_AND_MUL = range(4)
+NO_ACTIVATION, SILU_AND_MUL, GELU_TANH, GELU_TANH_AND_MUL, GELU = range(5)
+RELU = 6
 PAIRED = (SILU_AND_MUL, GELU_TANH_AND_MUL)
 
 

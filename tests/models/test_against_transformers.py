@@ -180,6 +180,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "seed-oss": ("SeedOss", {"head_dim": 16, "residual_dropout": 0.0, "attention_dropout": 0.0}),
+    "neox": ("GPTNeoX", {"hidden_size": 64, "num_key_value_heads": 4}),
+    "neox-half-tanh": (
+        "GPTNeoX",
+        {
+            "hidden_act": "gelu_new",
+            "num_key_value_heads": 4,
+            **rope(partial_rotary_factor=0.5),
+        },
+    ),
+    "starcoder2": ("Starcoder2", {"sliding_window": None}),
+    "starcoder2-window": ("Starcoder2", {"sliding_window": 9, "use_bias": False}),
+    "opt": ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "opt-gelu-untied": (
+        "OPT",
+        {
+            "activation_function": "gelu",
+            "word_embed_proj_dim": 32,
+            "enable_bias": False,
+            "tie_word_embeddings": False,
+        },
+    ),
     "gpt2": ("GPT2", {}),
     "gpt2-inner-untied": ("GPT2", {"n_inner": 40, "tie_word_embeddings": False}),
     "gpt2-head-dim-16": ("GPT2", {"n_embd": 64}),

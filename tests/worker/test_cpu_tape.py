@@ -81,6 +81,14 @@ MODELS = {
         residual_multiplier=0.4,
         logits_scaling=6.0,
     ),
+    "neox": small(
+        **WIDE,
+        architectures=["GPTNeoXForCausalLM"],
+        hidden_act="gelu",
+        head_dim=32,
+        num_key_value_heads=None,
+        layer_norm_eps=1e-5,
+    ),
     "gpt2": {
         "architectures": ["GPT2LMHeadModel"],
         "vocab_size": 100,

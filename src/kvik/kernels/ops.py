@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
-from kvik.kernels.weights import Matrix, MatrixSpec, Weight
+from kvik.kernels.weights import Activation, Matrix, MatrixSpec, Weight
 
 # How tokens are drawn from logits: the arguments of `Ops.draw`.
 
@@ -150,9 +150,7 @@ class Ops:
     rotary(q [tokens, heads, head_dim], k [tokens, kv_heads, head_dim], rotation [tokens, head_dim]
         fp32: cosines, then sines) -> (q, k), rotated in halves (not interleaved); may overwrite
         and return its arguments, so the caller uses only what it gets back
-    silu_and_mul(gate_up [tokens, 2 * inner]) -> [tokens, inner]
-    gelu_tanh(x) -> same shape
-    gelu_tanh_and_mul(gate_up [tokens, 2 * inner]) -> [tokens, inner]
+    activate(x [tokens, dim], activation) -> [tokens, dim], or [tokens, dim / 2] of a paired one
     scaled(x [tokens, dim], factor) -> x * factor
     store_kv(k, v [tokens, kv_heads, head_dim], k_cache, v_cache [blocks, block_size, kv_heads,
         head_dim], slot_mapping [tokens]) -> None
@@ -173,9 +171,7 @@ class Ops:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     layer_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     rotary: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-    silu_and_mul: Callable[[Tensor], Tensor]
-    gelu_tanh: Callable[[Tensor], Tensor]
-    gelu_tanh_and_mul: Callable[[Tensor], Tensor]
+    activate: Callable[[Tensor, Activation], Tensor]
     scaled: Callable[[Tensor, float], Tensor]
     store_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     copy_blocks: Callable[[Tensor, Tensor, Tensor], None]

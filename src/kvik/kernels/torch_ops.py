@@ -6,7 +6,7 @@ memory, not time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, replace
 
 import torch
@@ -17,7 +17,7 @@ from kvik.kernels.ops import Draws, Ops, Truncation
 from kvik.kernels.reference.draw import probabilities
 from kvik.kernels.reference.ops import REFERENCE, as_multiplied, rms_norm, stored_weight
 from kvik.kernels.rounding import PIECE
-from kvik.kernels.weights import Matrix, Weight
+from kvik.kernels.weights import PAIRED, Activation, Matrix, Weight
 
 
 def _linear(x: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:
@@ -30,12 +30,8 @@ def _linear(x: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:
         return torch.addmm(residual, x, weight.values.t())
     else:
         y = F.linear(x, weight.values)
-    if spec.activation == "silu_and_mul":
-        y = _silu_and_mul(y)
-    elif spec.activation == "gelu_tanh":
-        y = _gelu_tanh(y)
-    elif spec.activation == "gelu_tanh_and_mul":
-        y = _gelu_tanh_and_mul(y)
+    if spec.activation is not None:
+        y = _activate(y, spec.activation)
     if residual is not None:
         y = y.add_(residual)
     return y.to(spec.out_dtype)
@@ -100,18 +96,25 @@ def _rotary(q: Tensor, k: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-def _silu_and_mul(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
+def _activate(x: Tensor, activation: Activation) -> Tensor:
+    act = _ACTIVATIONS[activation]
+    if activation not in PAIRED:
+        return act(x)
+    gate, up = x.chunk(2, dim=-1)
+    return act(gate).mul_(up)
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-def _gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return _gelu_tanh(gate).mul_(up)
+_ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
+    "silu_and_mul": F.silu,
+    "gelu_tanh": _gelu_tanh,
+    "gelu_tanh_and_mul": _gelu_tanh,
+    "gelu": F.gelu,
+    "relu": F.relu,
+}
 
 
 def _scaled(x: Tensor, factor: float) -> Tensor:
@@ -138,9 +141,7 @@ TORCH = replace(
     rms_norm=_rms_norm,
     layer_norm=_layer_norm,
     rotary=_rotary,
-    silu_and_mul=_silu_and_mul,
-    gelu_tanh=_gelu_tanh,
-    gelu_tanh_and_mul=_gelu_tanh_and_mul,
+    activate=_activate,
     scaled=_scaled,
     store_kv=_store_kv,
     copy_blocks=_copy_blocks,

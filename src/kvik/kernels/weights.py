@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -11,8 +12,17 @@ from torch import Tensor
 from kvik.spec.weight_kind import Rounding, WeightKind
 
 # Of "..._and_mul" the first half of the outputs is the gate; the second half is multiplied with it.
-Activation = Literal["silu_and_mul", "gelu_tanh", "gelu_tanh_and_mul"]
+Activation = Literal["silu_and_mul", "gelu_tanh", "gelu_tanh_and_mul", "gelu", "relu"]
 PAIRED: frozenset[Activation | None] = frozenset({"silu_and_mul", "gelu_tanh_and_mul"})
+# As kernels number them: odd ones are paired.
+ACTIVATIONS: Mapping[Activation | None, int] = {
+    None: 0,
+    "silu_and_mul": 1,
+    "gelu_tanh": 2,
+    "gelu_tanh_and_mul": 3,
+    "gelu": 4,
+    "relu": 6,
+}
 
 SYMMETRIC_ZERO = 8  # of four bits without zero points
 # Parts of a weight, which have a row for each output; and those that all rows share.

@@ -5,7 +5,8 @@ Its checkpoints store matrices as [inputs, outputs], and q, k and v as one matri
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
 from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
 from kvik.spec.layers import unturned_layers
@@ -54,19 +55,43 @@ class GPT2Layer:
         return self.mlp(self.mlp_norm(x), ctx, x)
 
 
-class GPT2:
-    """The language model."""
+class Layer(Protocol):
+    def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
+        ...
 
-    def __init__(self, spec: ModelFacts, builder: LayerBuilder) -> None:
-        trunk = builder.at("transformer", "")
+
+class GPT2:
+    """The language model.
+
+    Args:
+        make_layer: makes a layer in the scope of its names.
+        scopes: of all but the head; the first that a checkpoint has.
+        names: of the embeddings of tokens and positions, the layers, and the last norm.
+        skipped: rows of the embedding of positions before the one of the first.
+    """
+
+    def __init__(
+        self,
+        spec: ModelFacts,
+        builder: LayerBuilder,
+        make_layer: Callable[[ModelFacts, LayerBuilder, int], Layer] = GPT2Layer,
+        scopes: tuple[str, ...] = ("transformer", ""),
+        names: tuple[str, str, str, str] = ("wte", "wpe", "h", "ln_f"),
+        skipped: int = 0,
+    ) -> None:
+        embed, positions, layers, last = names
+        trunk = builder.at(*scopes)
         self.embed = trunk.token_embedding(
-            "wte", spec.vocab_size, spec.hidden_size, tied=spec.tie_word_embeddings
+            embed, spec.vocab_size, spec.hidden_size, tied=spec.tie_word_embeddings
         )
-        self.embed_position = trunk.embedding("wpe", spec.max_position_embeddings, spec.hidden_size)
+        self.embed_position = trunk.embedding(
+            positions, spec.max_position_embeddings, spec.hidden_size, skipped=skipped
+        )
         self.layers = [
-            GPT2Layer(spec, trunk.at("h").at(layer), layer) for layer in range(spec.num_layers)
+            make_layer(spec, trunk.at(layers).at(layer), layer) for layer in range(spec.num_layers)
         ]
-        self.norm = trunk.layer_norm("ln_f", spec.hidden_size, spec.norm_eps)
+        self.norm = trunk.layer_norm(last, spec.hidden_size, spec.norm_eps)
         self.lm_head = builder.lm_head("lm_head", self.embed)
 
     def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
@@ -100,6 +125,7 @@ GPT2_MODEL = Architecture(
     rms_norm=False,
     gated_mlp=False,
     layers=unturned_layers,
+    rotary=False,
     tied=True,
     eos_token_ids=(50256,),
     keys={

@@ -96,6 +96,7 @@ class Llama:
         make_layer: makes a layer in the scope of its names.
         make_norm: makes the norm behind the last layer; None: as the model's others are.
         scopes: of all but the head; the first that a checkpoint has.
+        names: of the embedding, the layers, the last norm and the head.
     """
 
     def __init__(
@@ -105,10 +106,12 @@ class Llama:
         make_layer: MakeLayer = LlamaLayer,
         make_norm: MakeNorm | None = None,
         scopes: tuple[str, ...] = ("model", ""),
+        names: tuple[str, str, str, str] = ("embed_tokens", "layers", "norm", "lm_head"),
     ) -> None:
+        embed, layers, last, head = names
         trunk = builder.at(*scopes)
         self.embed = trunk.token_embedding(
-            "embed_tokens",
+            embed,
             spec.vocab_size,
             spec.hidden_size,
             tied=spec.tie_word_embeddings,
@@ -119,15 +122,14 @@ class Llama:
             None if layer.rope is None else spec.ropes.index(layer.rope) for layer in spec.layers
         ]
         self.layers = [
-            make_layer(spec, trunk.at("layers").at(layer), layer)
-            for layer in range(spec.num_layers)
+            make_layer(spec, trunk.at(layers).at(layer), layer) for layer in range(spec.num_layers)
         ]
         if make_norm is not None:
             self.norm = make_norm(spec, trunk)
         else:
             norm = trunk.rms_norm if spec.rms_norm else trunk.layer_norm
-            self.norm = norm("norm", spec.hidden_size, spec.norm_eps, scale=spec.scales.logits)
-        self.lm_head = builder.lm_head("lm_head", self.embed)
+            self.norm = norm(last, spec.hidden_size, spec.norm_eps, scale=spec.scales.logits)
+        self.lm_head = builder.lm_head(head, self.embed)
 
     def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         """ids [tokens] -> hidden [tokens, hidden]."""

@@ -8,11 +8,14 @@ from kvik.models.cohere import COHERE, COHERE2
 from kvik.models.gemma import GEMMA, GEMMA3, GEMMA3_IMAGES
 from kvik.models.glm4 import GLM4
 from kvik.models.gpt2 import GPT2_MODEL
+from kvik.models.gpt_neox import GPT_NEOX
 from kvik.models.granite import GRANITE
 from kvik.models.llama import LLAMA, MISTRAL, QWEN2, SEED_OSS, SMOLLM3, STABLELM
 from kvik.models.olmo2 import EXAONE4, OLMO2, OLMO3
+from kvik.models.opt import OPT
 from kvik.models.phi3 import PHI3
 from kvik.models.qwen3 import QWEN3
+from kvik.models.starcoder2 import STARCODER2
 from kvik.spec.declare import Architecture
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -30,6 +33,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             COHERE,
             COHERE2,
             SEED_OSS,
+            STARCODER2,
+            GPT_NEOX,
+            OPT,
             GPT2_MODEL,
         ),
     )

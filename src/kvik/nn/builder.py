@@ -6,7 +6,7 @@ So a model has no loading code and does not know how its weights are stored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,6 +43,14 @@ from kvik.spec.stored_weights import StoredQuantization, StoredScheme, stored_al
 from kvik.spec.weights import matrix_kind
 
 BIAS = "bias"
+# Of MLPs without a gate, by their names in config.json.
+MLP_ACTIVATIONS: Mapping[str, Activation] = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu": "gelu",
+    "relu": "relu",
+}
 # Calibrated scales of a quantised KV cache, stored with the projections. They are ignored: the
 # engine computes its own scales.
 KV_SCALES = ("q_scale", "k_scale", "v_scale", "kv_scale")
@@ -193,6 +201,7 @@ class Builder:
         *,
         bias: bool,
         rope: RopeSpec | None = None,
+        by_head: bool = False,
     ) -> Heads:
         """Queries, keys and values of x [tokens, inputs], each with its number of heads.
 
@@ -200,8 +209,11 @@ class Builder:
             names: of one layer for each of the three, or of one layer for all.
             rope: how they will turn, which decides the order of a head's channels of queries and
                 keys; None: they are as they are stored.
+            by_head: the one layer has q, k and v of the first head, then those of the second.
         """
         places = _places(rope, heads[0] + heads[1], head_dim)
+        if by_head:
+            places = _by_head(places, heads[0], head_dim)
         if len(names) == 1:
             total = sum(heads) * head_dim
             linear = self._heads(names, inputs, (total,), bias, places)
@@ -255,9 +267,21 @@ class Builder:
         return GatedMLP(gate_up, self.linear("down_proj", inner, hidden, bias=bias, role="down"))
 
     def mlp(
-        self, up: str, down: str, hidden: int, inner: int, *, bias: bool, transposed: bool
+        self,
+        up: str,
+        down: str,
+        hidden: int,
+        inner: int,
+        *,
+        bias: bool,
+        transposed: bool = False,
+        activation: str = "gelu_new",
     ) -> MLP:
-        """Return the MLP of the two matrices `up` and `down` of this scope."""
+        """Return the MLP of the two matrices `up` and `down` of this scope.
+
+        Args:
+            activation: as config.json names it.
+        """
         return MLP(
             self.linear(
                 up,
@@ -266,16 +290,16 @@ class Builder:
                 bias=bias,
                 role="up",
                 transposed=transposed,
-                activation="gelu_tanh",
+                activation=MLP_ACTIVATIONS[activation],
             ),
             self.linear(down, inner, hidden, bias=bias, role="down", transposed=transposed),
         )
 
-    def embedding(self, name: str, rows: int, hidden: int) -> Embedding:
-        """Return a table [rows, hidden]."""
-        table = self._empty(f"{name}.weight", rows, hidden)
+    def embedding(self, name: str, rows: int, hidden: int, *, skipped: int = 0) -> Embedding:
+        """Return a table [rows, hidden]; `skipped`: first rows that are never read."""
+        table = self._empty(f"{name}.weight", skipped + rows, hidden)
         self._declare(self._name(f"{name}.weight"), table, "matrix")
-        return Embedding(self.ops, table)
+        return Embedding(self.ops, table[skipped:])
 
     def token_embedding(
         self, name: str, vocab: int, hidden: int, *, tied: bool, scale: float = 1.0
@@ -494,6 +518,14 @@ class Builder:
 
 def _fill_in(target: Tensor, first: int, values: Tensor) -> None:
     target[first : first + len(values)].copy_(values)
+
+
+def _by_head(places: Tensor | None, heads: int, head_dim: int) -> Tensor:
+    """Where rows that stand head by head go, if those by q, k and v went to `places`."""
+    rows = torch.arange(3 * heads * head_dim)
+    if places is not None:
+        rows[: len(places)] = places
+    return rows.view(3, heads, head_dim).transpose(0, 1).flatten()
 
 
 def _fill_moved(target: Tensor, places: Tensor, first: int, values: Tensor) -> None:

@@ -285,11 +285,6 @@ class Linear:
         y = self.ops.linear(x, self.matrix, None)
         for stage in self.stages:
             y = stage(x, y, ctx)
-        match self.activation:
-            case "silu_and_mul":
-                y = self.ops.silu_and_mul(y)
-            case "gelu_tanh":
-                y = self.ops.gelu_tanh(y)
-            case "gelu_tanh_and_mul":
-                y = self.ops.gelu_tanh_and_mul(y)
+        if self.activation is not None:
+            y = self.ops.activate(y, self.activation)
         return y if residual is None else self.ops.add(y, residual)

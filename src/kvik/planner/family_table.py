@@ -226,18 +226,6 @@ FAMILIES: Mapping[str, Family] = {
         tied=True,
     ),
     # dense, of GPT's kind: LayerNorm, two matrices in the MLP
-    "OPTForCausalLM": Family(
-        ("opt",),
-        keys={"intermediate_size": "ffn_dim"},
-        defaults={"enable_bias": True},
-        qkv_bias="enable_bias",
-        o_bias="enable_bias",
-        mlp_bias="enable_bias",
-        gated_mlp=False,
-        norm_vectors=2,
-        positions=2,
-        tied=True,
-    ),
     "PhiForCausalLM": Family(
         ("phi",),
         qkv_bias=True,
@@ -264,15 +252,6 @@ FAMILIES: Mapping[str, Family] = {
         norm_vectors=2,
         tied=True,
     ),
-    "GPTNeoXForCausalLM": Family(
-        ("gpt_neox",),
-        defaults={"attention_bias": True},
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        mlp_bias=True,
-        gated_mlp=False,
-        norm_vectors=2,
-    ),
     "GPTJForCausalLM": Family(
         ("gptj",),
         keys=_GPT_KEYS,
@@ -296,17 +275,6 @@ FAMILIES: Mapping[str, Family] = {
         gated_mlp=False,
         norm_vectors=2,
         positions=0,
-        tied=True,
-    ),
-    "Starcoder2ForCausalLM": Family(
-        ("starcoder2",),
-        defaults={"use_bias": True},
-        qkv_bias="use_bias",
-        o_bias="use_bias",
-        mlp_bias="use_bias",
-        gated_mlp=False,
-        norm_vectors=2,
-        windows=True,
         tied=True,
     ),
     "BloomForCausalLM": Family(

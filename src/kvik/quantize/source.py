@@ -80,9 +80,10 @@ def folds(spec: ModelSpec) -> tuple[Fold, ...]:
     values = heads[:, None] * spec.head_dim + torch.arange(spec.head_dim)  # [heads, head_dim]
     fused = len(qkv.names) == 1  # q, k and v are one layer
     first = (spec.num_heads + spec.num_kv_heads) * spec.head_dim if fused else 0
-    found = [
-        Fold(_patterns(declared, o), _patterns(declared, qkv)[-1], True, first, values.flatten())
-    ]
+    found = []
+    if not qkv.by_head:  # where values stand together
+        source = _patterns(declared, qkv)[-1]
+        found.append(Fold(_patterns(declared, o), source, True, first, values.flatten()))
     if up.role == "gate_up":
         inner = torch.arange(down.inputs)
         first = down.inputs if len(up.names) == 1 else 0  # gate stands before up
@@ -114,7 +115,10 @@ def unclipped_rows(spec: ModelSpec) -> Mapping[str, int]:
     Their weights are not clipped, because the error of queries and keys is not that of attention.
     """
     declared = spec.declaration
-    names = _patterns(declared, _by_role(declared)["qkv"])
+    qkv = _by_role(declared)["qkv"]
+    names = _patterns(declared, qkv)
+    if qkv.by_head:
+        return {names[0]: sum(qkv.outputs)}
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     if len(names) == 1:
         return {names[0]: queries + keys}

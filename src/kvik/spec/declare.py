@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from kvik.spec.fields import Fields
-from kvik.spec.layers import LayerRule, equal_layers, unturned_layers
+from kvik.spec.layers import LayerRule, equal_layers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,6 +43,7 @@ class Architecture:
         activations: the `hidden_act` values its MLP can have; the first is the default.
         rms_norm: RMSNorm, else LayerNorm with biases.
         gated_mlp: down(act(gate(x)) * up(x)), else down(act(up(x))).
+        rotary: rotary positions, else learned ones.
         defaults: what transformers takes for keys that are absent, where files leave some out.
         keys: usual name of a config.json key -> its name in this architecture.
         inside: the key whose object describes the text model, where the file is of more; "": none.
@@ -64,6 +65,7 @@ class Architecture:
     activations: tuple[str, ...] = ("silu", "swish")
     rms_norm: bool = True
     gated_mlp: bool = True
+    rotary: bool = True
     tied: bool = False
     scales: Callable[[Fields], Scales] | None = None
     head_dim: int | None = None
@@ -74,11 +76,6 @@ class Architecture:
     fixed: Mapping[str, bool] = field(default_factory=dict)
     gguf: str | None = None
     gguf_names: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def rotary(self) -> bool:
-        """Rotary positions, else learned ones."""
-        return self.layers is not unturned_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +237,7 @@ class LayerBuilder(Protocol):
         *,
         bias: bool,
         rope: RopeSpec | None = None,
+        by_head: bool = False,
     ) -> HeadsLayer: ...
 
     def gated_mlp(
@@ -253,10 +251,20 @@ class LayerBuilder(Protocol):
     ) -> FeedForward: ...
 
     def mlp(
-        self, up: str, down: str, hidden: int, inner: int, *, bias: bool, transposed: bool
+        self,
+        up: str,
+        down: str,
+        hidden: int,
+        inner: int,
+        *,
+        bias: bool,
+        transposed: bool = False,
+        activation: str = "gelu_new",
     ) -> FeedForward: ...
 
-    def embedding(self, name: str, rows: int, hidden: int) -> PositionTable: ...
+    def embedding(
+        self, name: str, rows: int, hidden: int, *, skipped: int = 0
+    ) -> PositionTable: ...
 
     def token_embedding(
         self, name: str, vocab: int, hidden: int, *, tied: bool, scale: float = 1.0
@@ -306,6 +314,7 @@ class DeclaredLinear:
         layer: the block's number; None: it is in no block.
         outputs: of each name.
         tied: its weight is the embedding's, and the names are not in the checkpoint.
+        by_head: it has q, k and v of the first head, then those of the second.
     """
 
     layer: int | None
@@ -315,6 +324,7 @@ class DeclaredLinear:
     outputs: tuple[int, ...]
     bias: bool
     tied: bool = False
+    by_head: bool = False
 
     @property
     def num_parameters(self) -> int:
@@ -461,11 +471,15 @@ class _Describer:
         *,
         bias: bool,
         rope: RopeSpec | None = None,
+        by_head: bool = False,
     ) -> _Described:
         widths = tuple(count * head_dim for count in heads)
         if len(names) == 1:
             widths = (sum(widths),)
-        return self.linear(names, inputs, widths, bias=bias, role="qkv")
+        full = tuple(map(self._name, names))
+        linear = DeclaredLinear(self._layer, "qkv", full, inputs, widths, bias, by_head=by_head)
+        self._found.linears.append(linear)
+        return _DESCRIBED
 
     def gated_mlp(
         self,
@@ -481,13 +495,22 @@ class _Describer:
         return self.linear("down_proj", inner, hidden, bias=bias, role="down")
 
     def mlp(
-        self, up: str, down: str, hidden: int, inner: int, *, bias: bool, transposed: bool
+        self,
+        up: str,
+        down: str,
+        hidden: int,
+        inner: int,
+        *,
+        bias: bool,
+        transposed: bool = False,
+        activation: str = "gelu_new",
     ) -> _Described:
         self.linear(up, hidden, inner, bias=bias, role="up")
         return self.linear(down, inner, hidden, bias=bias, role="down")
 
-    def embedding(self, name: str, rows: int, hidden: int) -> _Described:
-        self._found.tables.append(DeclaredTable("positions", self._name(name), rows, hidden))
+    def embedding(self, name: str, rows: int, hidden: int, *, skipped: int = 0) -> _Described:
+        table = DeclaredTable("positions", self._name(name), skipped + rows, hidden)
+        self._found.tables.append(table)
         return _DESCRIBED
 
     def token_embedding(

@@ -11,6 +11,8 @@ import torch
 from helpers.native import FLOATS, Poisoned, Runtime, Value, call, normal, runtimes
 from torch import Tensor
 
+from kvik.kernels.weights import ACTIVATIONS, PAIRED, Activation
+
 # What one rounding to the dtype costs, and the sums before it.
 RTOL = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
 
@@ -70,6 +72,7 @@ class Operation:
     source: Callable[[Tensor], Tensor] = Tensor.clone
     result: str = "y"
     dim: str = "dim"
+    name: str = ""
 
     def __call__(self, runtime: Runtime, x: Tensor, gap: int = 0) -> Tensor:
         """Run the kernel on rows that stand `gap` numbers apart."""
@@ -121,30 +124,42 @@ layer_norm = Operation(
     lambda x: {"weight": weight_of(x), "bias": bias_of(x), "eps": 1e-5},
     expected_layer_norm,
 )
-silu_and_mul = Operation(
-    "silu_and_mul",
-    lambda x: {},
-    lambda x: torch.nn.functional.silu(x.double()) * x.flip(-1).double(),
-    source=lambda x: torch.cat((x, x.flip(-1)), -1),
-    dim="inner",
-)
-gelu_tanh = Operation("gelu_tanh", lambda x: {}, expected_gelu_tanh)
-gelu_tanh_and_mul = Operation(
-    "gelu_tanh_and_mul",
-    lambda x: {},
-    lambda x: expected_gelu_tanh(x) * x.flip(-1).double(),
-    source=lambda x: torch.cat((x, x.flip(-1)), -1),
-    dim="inner",
+
+
+def expected_gelu(x: Tensor) -> Tensor:
+    wide = x.double()  # with erfc: the sum of 1 and erf would cancel
+    return wide * 0.5 * torch.special.erfc(-wide / math.sqrt(2))
+
+
+def activation(name: Activation, expected: Callable[[Tensor], Tensor]) -> Operation:
+    number: dict[str, Value] = {"activation": ACTIVATIONS[name]}
+    if name not in PAIRED:
+        return Operation("activate", lambda x: number, expected, dim="columns", name=name)
+    return Operation(
+        "activate",
+        lambda x: number,
+        lambda x: expected(x) * x.flip(-1).double(),
+        source=lambda x: torch.cat((x, x.flip(-1)), -1),
+        dim="columns",
+        name=name,
+    )
+
+
+silu_and_mul = activation("silu_and_mul", lambda x: torch.nn.functional.silu(x.double()))
+gelu_tanh = activation("gelu_tanh", expected_gelu_tanh)
+gelu = activation("gelu", expected_gelu)
+ACTIVATED = (
+    *(silu_and_mul, gelu_tanh, activation("gelu_tanh_and_mul", expected_gelu_tanh), gelu),
+    activation("relu", lambda x: x.double().relu()),
 )
 scaled = Operation("scaled", lambda x: {"factor": 0.3}, lambda x: x.double() * 0.3)
 add = Operation("add", added, lambda x: x.double() + x.flip(-1).double(), result="out")
 each_operation = pytest.mark.parametrize(
     "operation",
     [
-        *(rms_norm, wide_rms_norm, layer_norm, silu_and_mul, gelu_tanh, gelu_tanh_and_mul),
-        *(scaled, add),
+        *(rms_norm, wide_rms_norm, layer_norm, *ACTIVATED, scaled, add),
     ],
-    ids=lambda o: o.kernel,
+    ids=lambda o: o.name or o.kernel,
 )
 
 
@@ -186,7 +201,8 @@ def test_nan_and_infinity_stay_in_their_row(
         found = operation(runtime, spoilt)
         assert torch.equal(found[[0, 1, 3, 4]], clean[[0, 1, 3, 4]])
         # GELU of minus infinity is a number
-        assert not found[2].isfinite().all() or (operation is gelu_tanh and bad < 0)
+        limited = operation in (gelu_tanh, gelu) or operation.name == "relu"
+        assert not found[2].isfinite().all() or (limited and bad < 0)
 
 
 @each_dtype
@@ -248,8 +264,8 @@ def silu_of(runtime: Runtime, x: Tensor) -> Tensor:
     """silu alone: times one."""
     out = torch.empty_like(x)
     call(
-        runtime, "silu_and_mul", x=torch.cat((x, torch.ones_like(x))), x_stride=0, y=out,
-        y_stride=0, rows=1, inner=len(x), dtype=x.dtype,
+        runtime, "activate", x=torch.cat((x, torch.ones_like(x))), x_stride=0, y=out, y_stride=0,
+        rows=1, columns=len(x), activation=ACTIVATIONS["silu_and_mul"], dtype=x.dtype,
     )  # fmt: skip
     return out
 

@@ -13,6 +13,7 @@ from helpers.native_matrix import (
     F32,
     FP8,
     FP8_X,
+    GELU,
     GELU_TANH,
     GELU_TANH_AND_MUL,
     I8,
@@ -21,6 +22,7 @@ from helpers.native_matrix import (
     NO_ACTIVATION,
     ONE_OF_EACH,
     PAIRED,
+    RELU,
     SILU_AND_MUL,
     NativeMatrix,
     linear,
@@ -86,6 +88,10 @@ def activated(y: Tensor, activation: int) -> Tensor:
         return activated(gate, GELU_TANH if activation == GELU_TANH_AND_MUL else SILU) * up
     if activation == SILU:
         return torch.nn.functional.silu(y)
+    if activation == RELU:
+        return y.relu()
+    if activation == GELU:
+        return torch.nn.functional.gelu(y)
     if activation == GELU_TANH:
         return torch.nn.functional.gelu(y, approximate="tanh")
     return y
@@ -131,7 +137,9 @@ def test_groups_that_are_no_whole_vectors(runtime: Runtime, kind: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("activation", [NO_ACTIVATION, SILU_AND_MUL, GELU_TANH, GELU_TANH_AND_MUL])
+@pytest.mark.parametrize(
+    "activation", [NO_ACTIVATION, SILU_AND_MUL, GELU_TANH, GELU_TANH_AND_MUL, GELU, RELU]
+)
 @pytest.mark.parametrize("kind", ONE_OF_EACH)
 @pytest.mark.parametrize("runtime", runtimes(threads=[2]))
 def test_bias_activation_and_residual_follow_the_product(

@@ -46,6 +46,7 @@ DTYPES = {
     "silu_and_mul": torch.bfloat16,
     "gelu_tanh": torch.float16,
     "gelu_tanh_and_mul": torch.float32,
+    "gelu": torch.float32,
 }
 
 

@@ -25,7 +25,7 @@ PRODUCTS = ("linear", "matrix_rows")
 LARGE = (("draw", "40x1003"), ("probabilities", "9x70"), ("probabilities", "40x1003"))
 CHOSEN = [c for c in CASES if c.op not in PRODUCTS and (c.op, c.name) not in LARGE]
 SEVERAL_DTYPES = (
-    *("rms_norm", "rotary", "silu_and_mul", "gelu_tanh_and_mul", "scaled"),
+    *("rms_norm", "rotary", "activate", "scaled"),
     *("gather_rows", "store_kv", "largest"),
 )
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvik.kernels.cpu.native import DTYPES, Native, pointer
 from kvik.kernels.packing import Packing, Parts, check_order
 from kvik.kernels.reference.ops import fill_input_scale, fill_order
-from kvik.kernels.weights import Activation, Matrix, MatrixSpec, Weight
+from kvik.kernels.weights import ACTIVATIONS, Matrix, MatrixSpec, Weight
 from kvik.spec.weight_kind import Rounding, WeightKind
 
 # Weights in tiles (csrc/packed.hpp), in a file. All instruction sets have the same tiles.
@@ -75,12 +75,6 @@ def _meta(size: int, dtype: torch.dtype) -> Tensor:
 TILES = Packing("tiles-1", layout, parts, over)
 
 
-ACTIVATIONS: dict[Activation | None, int] = {
-    None: 0,
-    "silu_and_mul": 1,
-    "gelu_tanh": 2,
-    "gelu_tanh_and_mul": 3,
-}  # as arguments.hpp numbers them
 FP8_ACTIVATIONS: dict[Rounding, int] = {"float": 0, "token": 1, "group": 2, "static": 3}
 TILE = 32  # outputs
 

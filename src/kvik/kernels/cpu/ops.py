@@ -9,6 +9,7 @@ from kvik.kernels.cpu.matrix import CpuMatrices
 from kvik.kernels.cpu.native import DTYPES, Native
 from kvik.kernels.ops import Draws, Masks, Ops, Penalties, Truncation
 from kvik.kernels.torch_ops import TORCH, with_torch_for_others
+from kvik.kernels.weights import ACTIVATIONS, PAIRED, Activation
 
 # The truncations that the kernels apply.
 RULES = ("top_k", "top_p", "min_p")
@@ -82,9 +83,7 @@ def native_ops(native: Native) -> Ops:
         rms_norm=rows.rms_norm,
         layer_norm=rows.layer_norm,
         rotary=rows.rotary,
-        silu_and_mul=rows.silu_and_mul,
-        gelu_tanh=rows.gelu_tanh,
-        gelu_tanh_and_mul=rows.gelu_tanh_and_mul,
+        activate=rows.activate,
         scaled=rows.scaled,
         store_kv=TORCH.store_kv,
         copy_blocks=TORCH.copy_blocks,
@@ -244,37 +243,18 @@ class _Rows:
         )
         return q, k
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        return self._gated("silu_and_mul", gate_up)
-
-    def gelu_tanh_and_mul(self, gate_up: Tensor) -> Tensor:
-        return self._gated("gelu_tanh_and_mul", gate_up)
-
-    def _gated(self, kernel: str, gate_up: Tensor) -> Tensor:
-        inner = gate_up.shape[1] // 2
-        y = self.native.empty(gate_up.shape[0], inner, dtype=gate_up.dtype)
+    def activate(self, x: Tensor, activation: Activation) -> Tensor:
+        columns = x.shape[1] // 2 if activation in PAIRED else x.shape[1]
+        y = self.native.empty(x.shape[0], columns, dtype=x.dtype)
         self.native.launch(
-            kernel,
-            x=gate_up.data_ptr(),
-            x_stride=gate_up.stride(0),
-            y=y.data_ptr(),
-            y_stride=y.stride(0),
-            rows=self.native.rows(gate_up),
-            inner=inner,
-            dtype=DTYPES[gate_up.dtype],
-        )
-        return y
-
-    def gelu_tanh(self, x: Tensor) -> Tensor:
-        y = self.native.empty(*x.shape, dtype=x.dtype)
-        self.native.launch(
-            "gelu_tanh",
+            "activate",
             x=x.data_ptr(),
             x_stride=x.stride(0),
             y=y.data_ptr(),
             y_stride=y.stride(0),
             rows=self.native.rows(x),
-            dim=x.shape[1],
+            columns=columns,
+            activation=ACTIVATIONS[activation],
             dtype=DTYPES[x.dtype],
         )
         return y

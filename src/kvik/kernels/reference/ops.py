@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -11,7 +12,15 @@ from kvik.kernels.fp8 import round_activations
 from kvik.kernels.ops import Ops
 from kvik.kernels.reference.draw import draw, mask, penalize, probabilities
 from kvik.kernels.rounding import round_tokens
-from kvik.kernels.weights import DTYPES, PER_OUTPUT, Matrix, MatrixSpec, Weight
+from kvik.kernels.weights import (
+    DTYPES,
+    PAIRED,
+    PER_OUTPUT,
+    Activation,
+    Matrix,
+    MatrixSpec,
+    Weight,
+)
 
 # Normalisation. Everything is computed in fp32 and rounded once, at the end.
 
@@ -108,37 +117,39 @@ def copy_blocks(cache: Tensor, source: Tensor, target: Tensor) -> None:
 # Activations of the feed-forward layers, computed in fp32 and rounded once.
 
 
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """SwiGLU (Shazeer 2020): gate * sigmoid(gate) * up.
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """See `Ops`: SwiGLU and GEGLU (Shazeer 2020), GELU (Hendrycks and Gimpel 2016) or ReLU.
 
     Args:
-        gate_up: [tokens, 2 * inner], the gate first.
-
-    Returns:
-        [tokens, inner].
+        x: [tokens, dim]; of a paired activation the gate first.
     """
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
+    act, wide = _ACTIVATIONS[activation], x.float()
+    if activation not in PAIRED:
+        return act(wide).to(x.dtype)
+    gate, up = wide.chunk(2, dim=-1)
+    return (act(gate) * up).to(x.dtype)
+
+
+def silu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """The tanh form of GELU (Hendrycks and Gimpel 2016), which GPT-2 was trained with."""
-    wide = x.float()
-    inner = math.sqrt(2.0 / math.pi) * (wide + 0.044715 * wide.pow(3))
-    return (0.5 * wide * (1.0 + torch.tanh(inner))).to(x.dtype)
+    """The tanh form of GELU, which GPT-2 was trained with."""
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x.pow(3))))
 
 
-def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
-    """GEGLU (Shazeer 2020) with the tanh form of GELU: gelu(gate) * up.
+def gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1.0 + torch.erf(x / math.sqrt(2.0)))
 
-    Args:
-        gate_up: [tokens, 2 * inner], the gate first.
 
-    Returns:
-        [tokens, inner].
-    """
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    return (gelu_tanh(gate) * up).to(gate_up.dtype)
+_ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
+    "silu_and_mul": silu,
+    "gelu_tanh": gelu_tanh,
+    "gelu_tanh_and_mul": gelu_tanh,
+    "gelu": gelu,
+    "relu": torch.relu,
+}
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:
@@ -200,12 +211,8 @@ def linear(x: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:
     y = wide @ weight.dequantized().t()
     if matrix.bias is not None:
         y = y + matrix.bias.float()
-    if spec.activation == "silu_and_mul":
-        y = silu_and_mul(y)
-    elif spec.activation == "gelu_tanh":
-        y = gelu_tanh(y)
-    elif spec.activation == "gelu_tanh_and_mul":
-        y = gelu_tanh_and_mul(y)
+    if spec.activation is not None:
+        y = activate(y, spec.activation)
     if residual is not None:
         y = y + residual.float()
     return y.to(spec.out_dtype)
@@ -250,9 +257,7 @@ REFERENCE = Ops(
     rms_norm=rms_norm,
     layer_norm=layer_norm,
     rotary=rotary,
-    silu_and_mul=silu_and_mul,
-    gelu_tanh=gelu_tanh,
-    gelu_tanh_and_mul=gelu_tanh_and_mul,
+    activate=activate,
     scaled=scaled,
     store_kv=store_kv,
     copy_blocks=copy_blocks,

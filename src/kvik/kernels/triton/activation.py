@@ -1,7 +1,7 @@
 """Activations of feed-forward layers. Everything is computed in fp32 and rounded once, at the end.
 
-Floor: memory. silu_and_mul reads 2 and writes 1 number for each output, gelu_tanh reads and writes
-one; a program takes a block of a row, so that few long rows also fill the GPU.
+Floor: memory. One number is read and one written for each output, and a second one read where gate
+and up are multiplied; a program takes a block of a row, so that few long rows also fill the GPU.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvik.kernels.triton.launch import ceil_div, power_of_two
+from kvik.kernels.weights import ACTIVATIONS, PAIRED, Activation
 
 MOST = 1024  # elements of a program: 16 bytes of bf16 at a time for each of 128 threads
 
@@ -31,15 +32,30 @@ def gelu(x):
 
 
 @triton.jit
-def gated_kernel(gate_up, out, inner, row_stride, GELU: tl.constexpr, BLOCK: tl.constexpr):
-    """grid [rows, blocks]; gate_up [rows, 2 * inner], out [rows, inner]"""
+def activated(x, ACTIVATION: tl.constexpr):
+    """An activation of fp32, numbered as `ACTIVATIONS` does; of a paired one of the gate alone."""
+    if ACTIVATION == 1:
+        x = x * sigmoid(x)
+    elif ACTIVATION // 2 == 1:
+        x = gelu(x)
+    elif ACTIVATION == 4:
+        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == 6:
+        x = tl.maximum(x, 0.0)
+    return x
+
+
+@triton.jit
+def activate_kernel(x, out, columns, row_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    """grid [rows, blocks]; x [rows, columns, or twice as many where gate and up are multiplied]"""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < inner
-    gate = tl.load(gate_up + row * row_stride + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * row_stride + inner + at, mask=inside, other=0.0).to(tl.float32)
-    y = (gelu(gate) if GELU else gate * sigmoid(gate)) * up
-    tl.store(out + row * inner + at, y.to(out.dtype.element_ty), mask=inside)
+    inside = at < columns
+    first = x + row * row_stride + at
+    y = activated(tl.load(first, mask=inside, other=0.0).to(tl.float32), ACTIVATION)
+    if ACTIVATION % 2 == 1:
+        y *= tl.load(first + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * columns + at, y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -50,39 +66,13 @@ def scaled_kernel(x, out, n, factor, BLOCK: tl.constexpr):
     tl.store(out + at, (wide * factor).to(out.dtype.element_ty), mask=at < n)
 
 
-@triton.jit
-def gelu_tanh_kernel(x, out, n, BLOCK: tl.constexpr):
-    """grid [blocks]; x, out [n]"""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    wide = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)
-    tl.store(out + at, gelu(wide).to(out.dtype.element_ty), mask=at < n)
-
-
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up (Shazeer 2020): gate_up [tokens, 2 * inner] -> [tokens, inner]."""
-    return _gated(gate_up, gelu=False)
-
-
-def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
-    """gelu(gate) * up (Shazeer 2020): gate_up [tokens, 2 * inner] -> [tokens, inner]."""
-    return _gated(gate_up, gelu=True)
-
-
-def _gated(gate_up: Tensor, *, gelu: bool) -> Tensor:
-    rows, inner = len(gate_up), gate_up.shape[1] // 2
-    out = torch.empty(rows, inner, dtype=gate_up.dtype, device=gate_up.device)
-    block = min(MOST, power_of_two(inner))
-    grid = (rows, ceil_div(inner, block))
-    gated_kernel[grid](gate_up, out, inner, gate_up.stride(0), gelu, block)
-    return out
-
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    """GELU in its tanh form (Hendrycks and Gimpel 2016), of any shape."""
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    block = min(MOST, power_of_two(x.numel()))
-    gelu_tanh_kernel[(ceil_div(x.numel(), block),)](x, out, x.numel(), block)
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """See `Ops`."""
+    rows, columns = len(x), x.shape[1] // 2 if activation in PAIRED else x.shape[1]
+    out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    block = min(MOST, power_of_two(columns))
+    grid = (rows, ceil_div(columns, block))
+    activate_kernel[grid](x, out, columns, x.stride(0), ACTIVATIONS[activation], block)
     return out
 
 

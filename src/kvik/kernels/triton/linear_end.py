@@ -14,19 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvik.kernels.triton.activation import gelu, sigmoid
+from kvik.kernels.triton.activation import activated
 from kvik.kernels.triton.launch import ceil_div, power_of_two
-from kvik.kernels.weights import PAIRED, Activation
-
-# What an activation is called among the constants of a kernel. Odd ones multiply gate and up.
-ACTIVATIONS: dict[Activation | None, int] = {
-    None: 0,
-    "silu_and_mul": 1,
-    "gelu_tanh": 2,
-    "gelu_tanh_and_mul": 3,
-}
-GELU_TANH = tl.constexpr(2)
-GELU_TANH_AND_MUL = tl.constexpr(3)
+from kvik.kernels.weights import ACTIVATIONS, PAIRED, Activation
 
 BLOCK = 1024  # outputs of a program of `finish`: 16 bytes of bf16 for each of 128 threads
 
@@ -95,11 +85,11 @@ def end_and_store(
     outputs = rows
     if PAIRED:
         gate, up = tl.split(tl.reshape(z, (BT, BO // 2, 2)))
-        z = (gelu(gate) if ACTIVATION == GELU_TANH_AND_MUL else gate * sigmoid(gate)) * up
+        z = activated(gate, ACTIVATION) * up
         o = first // 2 + tl.arange(0, BO // 2)
         outputs = rows // 2
-    elif ACTIVATION == GELU_TANH:
-        z = gelu(z)
+    else:
+        z = activated(z, ACTIVATION)
     inside = (t < tokens)[:, None] & (o < outputs)[None, :]
     token = t.to(tl.int64)[:, None]
     if residual is not None:
@@ -134,9 +124,9 @@ def finish_kernel(
         up = tl.load(at + outputs, mask=inside, other=0.0).to(tl.float32)
         if bias is not None:
             up += tl.load(bias + outputs + o, mask=inside, other=0.0).to(tl.float32)
-        x = (gelu(x) if ACTIVATION == GELU_TANH_AND_MUL else x * sigmoid(x)) * up
-    elif ACTIVATION == GELU_TANH:
-        x = gelu(x)
+        x = activated(x, ACTIVATION) * up
+    else:
+        x = activated(x, ACTIVATION)
     if residual is not None:
         near = residual + token * residual_stride + o
         x += tl.load(near, mask=inside, other=0.0).to(tl.float32)

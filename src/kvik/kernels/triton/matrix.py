@@ -22,7 +22,7 @@ from torch import Tensor
 from kvik.kernels.torch_ops import TORCH
 from kvik.kernels.triton import linear_bytes, linear_words, words
 from kvik.kernels.triton.launch import ceil_div
-from kvik.kernels.triton.linear_end import ACTIVATIONS, finish
+from kvik.kernels.triton.linear_end import finish
 from kvik.kernels.triton.matrix_shapes import FEW, FEW_INT4, Tile, splits_for, tile_for
 from kvik.kernels.triton.packed import (
     LEAST_GROUP,
@@ -52,7 +52,7 @@ from kvik.kernels.triton.words import (
     plane_of,
     scale_and_zero,
 )
-from kvik.kernels.weights import Matrix, MatrixSpec, Weight
+from kvik.kernels.weights import ACTIVATIONS, Matrix, MatrixSpec, Weight
 from kvik.spec.weight_kind import WeightKind
 
 # Rows of a quantised weight as floats: embeddings of tokens. Floor: the bytes of the rows.
