@@ -19,6 +19,7 @@ from torch import Tensor
 from kvik.kernels.ops import Draws, Truncation
 from kvik.kernels.triton.ops import triton_ops
 from kvik.kernels.triton.rotary import rotate_and_store
+from kvik.kernels.weights import Activation
 
 HIDDEN, INNER, VOCAB = sized((4096, 14336, 128256), (64, 96, 300))
 TOKENS = sized((64, 8192), (3,))
@@ -32,7 +33,7 @@ def measure(notes: Notes, time: Timer = timed) -> None:
         weight = torch.ones(HIDDEN, device=DEVICE).bfloat16()
         for name, make, moved in (
             ("rms_norm", partial(_norm, ops.rms_norm, weight, tokens), 4 * HIDDEN),
-            ("silu_and_mul", partial(_silu, ops.silu_and_mul, tokens), 6 * INNER),
+            ("silu_and_mul", partial(_silu, ops.activate, tokens), 6 * INNER),
             ("rotate and store", partial(_rotate, tokens), _rotated_bytes()),
         ):
             title = f"{name}, {tokens} tokens"
@@ -57,9 +58,9 @@ def _norm(norm: Callable[..., Tensor], weight: Tensor, tokens: int) -> Call:
     return lambda: norm(x, weight, 1e-5)
 
 
-def _silu(silu: Callable[[Tensor], Tensor], tokens: int) -> Call:
+def _silu(activate: Callable[[Tensor, Activation], Tensor], tokens: int) -> Call:
     x = torch.randn(tokens, 2 * INNER, device=DEVICE).bfloat16()
-    return lambda: silu(x)
+    return lambda: activate(x, "silu_and_mul")
 
 
 def _rotated_bytes() -> int:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from helpers.configs import PUBLIC
 from helpers.on_terminal import OnTerminal
 from helpers.optional_native import needs_native
 
@@ -55,6 +56,18 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     memory = facts["memory"]
     parts = ("weights", "activations", "kv_cache", "overhead")
     assert memory["total"] == sum(memory[part] for part in parts) <= memory["limit"]
+
+
+def test_kinds_of_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLIC["Gemma-3-1B"]))
+    words = ["info", str(tmp_path), "--device", "cpu", "--max-model-len", "1024"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "22 see 512 tokens, rotary positions of base 10,000\n" in out
+    assert "4 see all tokens, rotary positions of base 1,000,000\n" in out
+    assert main([*words, "--json"]) == 0
+    layers = json.loads(capsys.readouterr().out)["layers"]
+    assert [(kind["count"], kind["window"]) for kind in layers] == [(22, 512), (4, None)]
 
 
 @pytest.mark.parametrize(

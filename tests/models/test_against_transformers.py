@@ -191,6 +191,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "starcoder2": ("Starcoder2", {"sliding_window": None}),
     "starcoder2-window": ("Starcoder2", {"sliding_window": 9, "use_bias": False}),
+    "phi": ("Phi", {"hidden_size": 64}),
     "opt": ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "opt-gelu-untied": (
         "OPT",

@@ -132,7 +132,11 @@ TINY: dict[str, dict[str, Any]] = {
     "opt, narrow embedding": opt(word_embed_proj_dim=32),
     "opt without biases": opt(enable_bias=False),
     "gpt-neox without biases": tiny(
-        "GPTNeoXForCausalLM", "gpt_neox", attention_bias=False, num_key_value_heads=...
+        "GPTNeoXForCausalLM",
+        "gpt_neox",
+        attention_bias=False,
+        num_key_value_heads=...,
+        rotary_pct=1.0,
     ),
     "starcoder, all heads": {
         **{key: value for key, value in config("starcoder").items() if key != "n_inner"},

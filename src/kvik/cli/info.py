@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from kvik.cli.flags import Parser, add_engine_flags, add_model, engine_options
@@ -17,6 +19,7 @@ from kvik.config.units import show_bytes
 from kvik.errors import CapacityError
 from kvik.model_files import model_files
 from kvik.models.model_spec import ModelSpec
+from kvik.spec.layers import LayerSpec
 from kvik.spec.model import DTYPE_BYTES
 from kvik.spec.weights import weight_bytes
 
@@ -63,6 +66,7 @@ def _as_text(folder: str, spec: ModelSpec, resolved: ResolvedConfig | None, refu
             "layers",
             f"{spec.num_layers} of width {spec.hidden_size}, inner {spec.intermediate_size}",
         ),
+        *(("", f"{count} {_kind(spec, layer)}") for layer, count in _kinds(spec)),
         ("heads", f"{spec.num_heads} query, {spec.num_kv_heads} key/value, of {spec.head_dim}"),
         ("vocabulary", f"{spec.vocab_size:,} tokens"),
         ("context", f"{spec.max_context:,} tokens"),
@@ -91,6 +95,7 @@ def _as_json(
         "model": folder,
         "architecture": spec.architecture,
         "num_layers": spec.num_layers,
+        "layers": [{"count": count, **asdict(layer)} for layer, count in _kinds(spec)],
         "hidden_size": spec.hidden_size,
         "vocab_size": spec.vocab_size,
         "context": spec.max_context,
@@ -109,6 +114,25 @@ def _as_json(
         "decisions": [asdict(decision) for decision in resolved.decisions],
         "memory": {**memory, "total": resolved.memory.total},
     }
+
+
+def _kinds(spec: ModelSpec) -> Sequence[tuple[LayerSpec, int]]:
+    """The kinds of layers, in the order in which they come first, and how many there are."""
+    return list(Counter(spec.layers).items())
+
+
+def _kind(spec: ModelSpec, layer: LayerSpec) -> str:
+    """What layers see, and what they know of positions."""
+    seen = "see all tokens" if layer.window is None else f"see {layer.window:,} tokens"
+    rope = layer.rope
+    if rope is None:
+        return f"{seen}, {'without' if spec.family.rotary else 'with learned'} positions"
+    text = f"{seen}, rotary positions of base {rope.theta:,.0f}"
+    if rope.fraction != 1.0:
+        text += f" in {rope.fraction:.0%} of each head"
+    return (
+        text if rope.kind == "default" else f"{text}, stretched {rope.factor:g} times ({rope.kind})"
+    )
 
 
 def _stored_as(spec: ModelSpec) -> str:

@@ -43,5 +43,6 @@ GLM4 = Architecture(
     layers=partial(turned_layers, fraction=0.5, interleaved=True),
     qkv_bias="attention_bias",
     head_dim=128,
+    defaults={"attention_bias": True},
     eos_token_ids=(151329, 151336, 151338),
 )

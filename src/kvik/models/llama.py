@@ -23,9 +23,15 @@ if TYPE_CHECKING:
 
 
 class LlamaAttention:
-    """Grouped-query attention (Ainslie et al. 2023) with rotary positions."""
+    """Grouped-query attention (Ainslie et al. 2023) with rotary positions.
 
-    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
+    Args:
+        o: name of the projection of what the heads give.
+    """
+
+    def __init__(
+        self, spec: ModelFacts, builder: LayerBuilder, layer: int, o: str = "o_proj"
+    ) -> None:
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         self.qkv = builder.heads(
             ("q_proj", "k_proj", "v_proj"),
@@ -36,7 +42,7 @@ class LlamaAttention:
             rope=spec.layers[layer].rope,
         )
         self.attend = builder.attention(layer, dim, spec.scales.attention)
-        self.o = builder.linear("o_proj", heads * dim, spec.hidden_size, bias=spec.o_bias, role="o")
+        self.o = builder.linear(o, heads * dim, spec.hidden_size, bias=spec.o_bias, role="o")
         builder.ignore("rotary_emb.inv_freq")
 
     def __call__(
@@ -97,6 +103,7 @@ class Llama:
         make_norm: makes the norm behind the last layer; None: as the model's others are.
         scopes: of all but the head; the first that a checkpoint has.
         names: of the embedding, the layers, the last norm and the head.
+        head_bias: the head has one.
     """
 
     def __init__(
@@ -107,6 +114,7 @@ class Llama:
         make_norm: MakeNorm | None = None,
         scopes: tuple[str, ...] = ("model", ""),
         names: tuple[str, str, str, str] = ("embed_tokens", "layers", "norm", "lm_head"),
+        head_bias: bool = False,
     ) -> None:
         embed, layers, last, head = names
         trunk = builder.at(*scopes)
@@ -129,7 +137,7 @@ class Llama:
         else:
             norm = trunk.rms_norm if spec.rms_norm else trunk.layer_norm
             self.norm = norm(last, spec.hidden_size, spec.norm_eps, scale=spec.scales.logits)
-        self.lm_head = builder.lm_head(head, self.embed)
+        self.lm_head = builder.lm_head(head, self.embed, bias=head_bias)
 
     def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         """ids [tokens] -> hidden [tokens, hidden]."""
@@ -213,6 +221,7 @@ SEED_OSS = Architecture(
     "seed_oss",
     "Seed-OSS",
     Llama,
+    defaults={"attention_bias": True},
     qkv_bias="attention_bias",
     o_bias="attention_out_bias",
     mlp_bias="mlp_bias",

@@ -13,6 +13,7 @@ from kvik.models.granite import GRANITE
 from kvik.models.llama import LLAMA, MISTRAL, QWEN2, SEED_OSS, SMOLLM3, STABLELM
 from kvik.models.olmo2 import EXAONE4, OLMO2, OLMO3
 from kvik.models.opt import OPT
+from kvik.models.phi import PHI
 from kvik.models.phi3 import PHI3
 from kvik.models.qwen3 import QWEN3
 from kvik.models.starcoder2 import STARCODER2
@@ -35,6 +36,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             SEED_OSS,
             STARCODER2,
             GPT_NEOX,
+            PHI,
             OPT,
             GPT2_MODEL,
         ),

@@ -321,7 +321,9 @@ class Builder:
         linear = self._linear((name,), [shape], [scheme], bias=False, head=True)
         return MatrixEmbedding(self.ops, linear.matrix, self.dtype, tied, scale)
 
-    def lm_head(self, name: str, embedding: Embedding | MatrixEmbedding) -> Linear:
+    def lm_head(
+        self, name: str, embedding: Embedding | MatrixEmbedding, *, bias: bool = False
+    ) -> Linear:
         """Return the head: logits over the rows of `embedding`, from its matrix or a separate
         one."""
         if isinstance(embedding, MatrixEmbedding) and embedding.tied:
@@ -329,7 +331,7 @@ class Builder:
             return Linear(self.ops, embedding.matrix)
         vocab, hidden = embedding.shape
         shape, stored = LinearShape(hidden, vocab), self._scheme(name)
-        return self._linear((name,), [shape], [stored], bias=False, head=True)
+        return self._linear((name,), [shape], [stored], bias=bias, head=True)
 
     def rms_norm(
         self,

@@ -102,8 +102,13 @@ def _shape(config: Mapping[str, object], fields: Fields, name: str) -> ModelShap
     if architecture in ARCHITECTURES:
         named = {**config, "architectures": [architecture]}
         plain = {key: value for key, value in named.items() if key != "quantization_config"}
-        shape = _from_spec(ModelSpec.from_config(plain, fields.where), fields, name)
-        return replace(shape, spec=_runnable(named))
+        try:
+            spec = ModelSpec.from_config(plain, fields.where)
+        except ModelError:
+            if architecture not in FAMILIES:
+                raise
+        else:
+            return replace(_from_spec(spec, fields, name), spec=_runnable(named))
     if architecture in FAMILIES:
         return read_decoder(fields, FAMILIES[architecture], name, architecture)
     shape = read_decoder(fields, _assumed(fields, architecture), name, architecture)

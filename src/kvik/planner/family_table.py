@@ -113,6 +113,10 @@ def _bigcode_kv_heads(fields: Fields) -> int:
     return 1 if fields.boolean("multi_query", True) else _integer(fields, "n_head")
 
 
+def _stablelm_norms(fields: Fields) -> int:
+    return 1 if fields.boolean("use_parallel_residual", False) else 2
+
+
 def _qwen_width(fields: Fields) -> int:
     return fields.integer("intermediate_size", 2, LARGEST) // 2  # of gate and up together
 
@@ -130,6 +134,36 @@ LLAMA_LIKE = Family(
 )
 
 FAMILIES: Mapping[str, Family] = {
+    # Variants of these that do not run.
+    "StableLmForCausalLM": Family(
+        ("stablelm",),
+        computed={"norms": _stablelm_norms},
+        qkv_bias="use_qkv_bias",
+        norm_vectors=2,
+        qk_norm=QKNorm.WIDE,
+        qk_norm_key="qk_layernorm",
+    ),
+    "CohereForCausalLM": Family(
+        ("cohere",),
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        norms=1,
+        qk_norm=QKNorm.WIDE,
+        qk_norm_key="use_qk_norm",
+        tied=True,
+    ),
+    "OPTForCausalLM": Family(
+        ("opt",),
+        keys={"intermediate_size": "ffn_dim"},
+        defaults={"enable_bias": True},
+        qkv_bias="enable_bias",
+        o_bias="enable_bias",
+        mlp_bias="enable_bias",
+        gated_mlp=False,
+        norm_vectors=2,
+        positions=2,
+        tied=True,
+    ),
     # with routed experts
     "MixtralForCausalLM": Family(
         ("mixtral",), windows=True, experts=Experts("num_local_experts", width="intermediate_size")
@@ -226,16 +260,6 @@ FAMILIES: Mapping[str, Family] = {
         tied=True,
     ),
     # dense, of GPT's kind: LayerNorm, two matrices in the MLP
-    "PhiForCausalLM": Family(
-        ("phi",),
-        qkv_bias=True,
-        o_bias=True,
-        mlp_bias=True,
-        head_bias=True,
-        gated_mlp=False,
-        norms=1,
-        norm_vectors=2,
-    ),
     "FalconForCausalLM": Family(
         ("falcon", "RefinedWeb", "RefinedWebModel"),
         keys={"num_key_value_heads": "num_kv_heads"},

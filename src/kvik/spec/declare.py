@@ -270,7 +270,7 @@ class LayerBuilder(Protocol):
         self, name: str, vocab: int, hidden: int, *, tied: bool, scale: float = 1.0
     ) -> TokenTable: ...
 
-    def lm_head(self, name: str, embedding: Any) -> LinearLayer: ...
+    def lm_head(self, name: str, embedding: Any, *, bias: bool = False) -> LinearLayer: ...
 
     def rms_norm(
         self,
@@ -520,11 +520,11 @@ class _Describer:
         self._found.tables.append(table)
         return _Described(table)
 
-    def lm_head(self, name: str, embedding: _Described) -> _Described:
+    def lm_head(self, name: str, embedding: _Described, *, bias: bool = False) -> _Described:
         table = embedding.table
         assert table is not None
         head = DeclaredLinear(
-            None, "head", (self._name(name),), table.width, (table.rows,), False, table.tied
+            None, "head", (self._name(name),), table.width, (table.rows,), bias, table.tied
         )
         self._found.linears.append(head)
         return _DESCRIBED
