@@ -96,7 +96,7 @@ class ServerConfig:
     tool_format: str = option(
         "auto",
         Text("a name of letters, digits and points", r"[a-z0-9.-]+", "NAME"),
-        "format in which the model writes tool calls (docs/structured-output.md lists them); auto: "
+        "format in which the model writes tool calls (docs/tool-calls.md lists them); auto: "
         "found by its chat template; none: tools are refused",
     )
     admin_port: int | None = option(

@@ -10,7 +10,7 @@ from kvik.models.llama import Llama, LlamaAttention
 from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder, Norm
 from kvik.spec.fields import Fields
 from kvik.spec.layers import mixed_layers, turned_layers
-from kvik.spec.model import ModelFacts, Scales
+from kvik.spec.model import ModelFacts, ModelScales
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,8 +31,8 @@ class CohereLayer:
         return self.mlp(normalised, ctx, self.attention(normalised, x, rotation, ctx))
 
 
-def cohere_scales(fields: Fields) -> Scales:
-    return Scales(logits=fields.number("logit_scale", 1e-6, 1e6, 0.0625))
+def cohere_scales(fields: Fields) -> ModelScales:
+    return ModelScales(logits=fields.number("logit_scale", 1e-6, 1e6, 0.0625))
 
 
 def last_norm(spec: ModelFacts, builder: LayerBuilder) -> Norm:

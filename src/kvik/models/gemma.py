@@ -16,7 +16,7 @@ from kvik.models.llama import Llama, LlamaAttention
 from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder, Norm
 from kvik.spec.fields import Fields
 from kvik.spec.layers import FULL, SLIDING, LayerSpec, layer_types, read_window
-from kvik.spec.model import ModelFacts, Scales
+from kvik.spec.model import ModelFacts, ModelScales
 from kvik.spec.rope import MAX_POSITIONS, RopeSpec, read_rope
 
 if TYPE_CHECKING:
@@ -97,14 +97,14 @@ def with_images(spec: ModelFacts, builder: LayerBuilder) -> Llama:
     return Llama(spec, inner, Gemma3Layer, last_norm, ("model.language_model", "model"))
 
 
-def gemma_scales(fields: Fields) -> Scales:
-    return Scales(embedding=math.sqrt(fields.integer("hidden_size", 1, MAX_POSITIONS)))
+def gemma_scales(fields: Fields) -> ModelScales:
+    return ModelScales(embedding=math.sqrt(fields.integer("hidden_size", 1, MAX_POSITIONS)))
 
 
-def gemma3_scales(fields: Fields) -> Scales:
+def gemma3_scales(fields: Fields) -> ModelScales:
     width = fields.number("query_pre_attn_scalar", 1.0, 1e9, 256.0)
     embedding = math.sqrt(fields.integer("hidden_size", 1, MAX_POSITIONS))
-    return Scales(embedding=embedding, attention=width**-0.5)
+    return ModelScales(embedding=embedding, attention=width**-0.5)
 
 
 def gemma3_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:

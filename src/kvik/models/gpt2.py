@@ -6,7 +6,7 @@ Its checkpoints store matrices as [inputs, outputs], and q, k and v as one matri
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
 from kvik.spec.layers import unturned_layers
@@ -55,12 +55,6 @@ class GPT2Layer:
         return self.mlp(self.mlp_norm(x), ctx, x)
 
 
-class Layer(Protocol):
-    def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
-        ...
-
-
 class GPT2:
     """The language model.
 
@@ -75,7 +69,9 @@ class GPT2:
         self,
         spec: ModelFacts,
         builder: LayerBuilder,
-        make_layer: Callable[[ModelFacts, LayerBuilder, int], Layer] = GPT2Layer,
+        make_layer: Callable[
+            [ModelFacts, LayerBuilder, int], Callable[[Tensor, ForwardContext], Tensor]
+        ] = GPT2Layer,
         scopes: tuple[str, ...] = ("transformer", ""),
         names: tuple[str, str, str, str] = ("wte", "wpe", "h", "ln_f"),
         skipped: int = 0,

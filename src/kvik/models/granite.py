@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvik.models.llama import Llama, LlamaAttention
 from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
 from kvik.spec.fields import Fields
-from kvik.spec.model import ModelFacts, Scales
+from kvik.spec.model import ModelFacts, ModelScales
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,11 +32,11 @@ class GraniteLayer:
         return self.add(self.mlp(self.mlp_norm(x), ctx), x)
 
 
-def granite_scales(fields: Fields) -> Scales:
+def granite_scales(fields: Fields) -> ModelScales:
     def number(key: str) -> float:
         return fields.number(key, 1e-6, 1e6, 1.0)
 
-    return Scales(
+    return ModelScales(
         embedding=number("embedding_multiplier"),
         residual=number("residual_multiplier"),
         attention=number("attention_multiplier"),

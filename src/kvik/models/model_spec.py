@@ -22,7 +22,7 @@ from kvik.spec.model import (
     MAX_WIDTH,
     LinearLayers,
     ModelFacts,
-    Scales,
+    ModelScales,
 )
 from kvik.spec.rope import MAX_POSITIONS
 from kvik.spec.stored_weights import StoredScheme, read_stored_quantization, stored_alike
@@ -86,7 +86,7 @@ class ModelSpec(ModelFacts):
             eos_token_ids=eos,
             rms_norm=known.rms_norm,
             gated_mlp=known.gated_mlp,
-            scales=Scales() if known.scales is None else known.scales(fields),
+            scales=ModelScales() if known.scales is None else known.scales(fields),
         )
         for rope in spec.ropes:
             rope.check(fields, spec.head_dim)

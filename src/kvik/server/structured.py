@@ -38,7 +38,7 @@ class JsonSchemaFormat(Struct, kw_only=True):
     description: str | None = None
 
 
-class AnswerFormat(Struct, kw_only=True):
+class TypedFormat(Struct, kw_only=True):
     """The format of an answer. llama.cpp has the schema in `schema`."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -53,7 +53,7 @@ class TypedGrammar(Struct, kw_only=True):
     value: Schema
 
 
-def _answer_format(given: AnswerFormat) -> Constraint | None:
+def _typed_format(given: TypedFormat) -> Constraint | None:
     if given.type == "text":
         return None
     form = given.json_schema
@@ -72,7 +72,7 @@ def _typed_grammar(given: Source | TypedGrammar) -> Constraint | None:
 
 # Field -> its type in JSON, and what it asks for. An empty text asks for nothing.
 FIELDS: Mapping[str, tuple[Any, Callable[[Any], Constraint | None]]] = {
-    "response_format": (AnswerFormat, _answer_format),
+    "response_format": (TypedFormat, _typed_format),
     "guided_json": (Schema, JsonSchema),
     "guided_json_object": (bool, lambda given: JsonSchema(ANY_OBJECT) if given else None),
     "guided_regex": (Source, Regex),

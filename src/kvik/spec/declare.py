@@ -18,7 +18,7 @@ from kvik.spec.layers import LayerRule, equal_layers
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvik.spec.model import ModelFacts, Scales
+    from kvik.spec.model import ModelFacts, ModelScales
     from kvik.spec.rope import RopeSpec
 
 # What a matrix does in a block; "": in none, as in heads that draft.
@@ -67,7 +67,7 @@ class Architecture:
     gated_mlp: bool = True
     rotary: bool = True
     tied: bool = False
-    scales: Callable[[Fields], Scales] | None = None
+    scales: Callable[[Fields], ModelScales] | None = None
     head_dim: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     defaults: Mapping[str, object] = field(default_factory=dict)
@@ -170,7 +170,7 @@ class Rotations(Protocol):
         ...
 
 
-class ScaledSum(Protocol):
+class Sum(Protocol):
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         """x, residual [tokens, hidden] -> residual + x times a constant."""
         ...
@@ -300,7 +300,7 @@ class LayerBuilder(Protocol):
         self, layer: int, head_dim: int, scale: float | None = None
     ) -> AttentionLayer: ...
 
-    def scaled_sum(self, factor: float) -> ScaledSum: ...
+    def scaled_sum(self, factor: float) -> Sum: ...
 
 
 # What a model declares, listed.

@@ -51,7 +51,7 @@ class LinearLayers:
 
 
 @dataclass(frozen=True, slots=True)
-class Scales:
+class ModelScales:
     """Constants that multiply parts of a network.
 
     Attributes:
@@ -93,7 +93,7 @@ class ModelFacts:
     quantization: StoredQuantization | None = None  # of the checkpoint; None: plain floats
     rms_norm: bool = True  # else LayerNorm, which has biases too
     gated_mlp: bool = True  # three matrices, else two
-    scales: Scales = Scales()
+    scales: ModelScales = ModelScales()
     built: Built | None = None  # set for an engine folder, whose weights are already packed
 
     @property

@@ -100,7 +100,7 @@ class AnswerFormat(Protocol):
 
     @property
     def anything(self) -> str:
-        """The grammar of any text."""
+        """The grammar of any text behind a thought."""
         ...
 
     def parser(self, begun: bool | None, tools: Mapping[str, Tool] | None) -> AnswerReader:
@@ -140,7 +140,8 @@ class MarkedFormat:
 
     @property
     def anything(self) -> str:
-        return (self.thoughts or ThoughtFormat("", "")).anything
+        assert self.thoughts is not None
+        return self.thoughts.anything
 
     @property
     def _calls_end_thoughts(self) -> bool:
