@@ -172,7 +172,7 @@ class StepMemory:
         rotation = len(spec.ropes) * spec.head_dim * 4
         buffers = tokens * ((widths + normalised) * self.item + rotation)
         inputs = max(spec.hidden_size, self._queries, spec.intermediate_size)
-        rounded = self.quantization in ("int8", "int4")  # to a byte, and scales of groups
+        rounded = self.quantization in ("int8", "int4", "mxfp4")  # to a byte, and scales of groups
         copied = tokens * (inputs + inputs // 4 if rounded else inputs * self.item)
         return buffers + copied + self._attention_scratch(size) + self._logits(size)
 
