@@ -40,6 +40,7 @@ enum MatrixKind : int64_t {
     kMatrixI4 = 4,
     kMatrixI4Min = 5,  // the same with a minimum for each group: w = q * scale - minimum
     kMatrixFp8 = 6,     // E4M3 weights, activations as `Fp8Activations` says; a group is a multiple of 4
+    kMatrixMxfp4 = 7,   // as kMatrixI4, but values are E2M1 and scales powers of two (E8M0)
 };
 // What E4M3 weights are multiplied by: x unchanged, or x rounded to E4M3 with a scale for each row, for each
 // row and group of the weights, or with one given scale. Other kinds have kFloatX.
@@ -134,7 +135,8 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 
 // Rows [first, first + count) of a weight [outputs, inputs] to their places in the packed one. values:
 // fp32 or bf16 (value_dtype), int8, E4M3, or two 4-bit values to a byte; scales fp32 [count, groups],
-// or [count] without groups; zeros: null, uint8 [count, groups], or of kMatrixI4Min the minima, fp32.
+// or [count] without groups, of kMatrixMxfp4 uint8; zeros: null, uint8 [count, groups], or of
+// kMatrixI4Min the minima, fp32.
 // paired: the matrix is gate and up for an activation that multiplies them.
 #define KVIK_ARGS_pack_matrix(P, I, F)                                                   \
     P(values) I(values_stride) P(scales) P(zeros) I(first) I(count) I(kind) I(inputs)    \

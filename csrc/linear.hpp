@@ -223,7 +223,7 @@ struct TileWork {
         if (a.group) {
             const char* scales = (const char*)a.scales + tile * plan.scale_bytes + kFactorBytes;
             s.scales = scales + group * group_scale_bytes(a.kind);
-            s.wide_scales = a.kind == kMatrixFp8;
+            s.scale_bytes = scale_bytes(a.kind);
         }
         if (a.zeros) s.zeros = (const char*)a.zeros + (tile * plan.groups + group) * group_zero_bytes(a.kind);
         tiles.multiply(a.kind, unpacked, s);

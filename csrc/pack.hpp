@@ -4,6 +4,7 @@
 #include "arguments.hpp"
 #include "fp8.hpp"
 #include "half.hpp"
+#include "mxfp4.hpp"
 #include "pack_scales.hpp"
 #include "packed.hpp"
 #include "share.hpp"
@@ -120,7 +121,8 @@ void pack_matrix(const pack_matrix_args& a, Team& team) {
             case kMatrixF32: pack(from_bf16 ? pack_tile<word_f32_of_bf16> : pack_tile<word_f32>); break;
             case kMatrixBF16: pack(from_bf16 ? pack_tile<word_bf16> : pack_tile<word_bf16_of_f32>); break;
             case kMatrixI4:
-            case kMatrixI4Min: pack(pack_tile<word_i4>); break;
+            case kMatrixI4Min:
+            case kMatrixMxfp4: pack(pack_tile<word_i4>); break;
             case kMatrixFp8: pack(pack_tile<word_fp8>); break;
             default: pack(pack_tile<word_i8>); break;
         }
@@ -150,6 +152,12 @@ struct I4Step {
         return float(int(word >> (i % 4 * 8 + i / 4 * 4) & 15) - zero);
     }
 };
+struct Mxfp4Step {
+    static constexpr int kInputs = 8;
+    KVIK_INLINE float value(uint32_t word, int i, int) {
+        return float(kE2M1[word >> (i % 4 * 8 + i / 4 * 4) & 15] - kE2M1Zero);
+    }
+};
 struct Fp8Step {
     static constexpr int kInputs = 4;
     KVIK_INLINE float value(uint32_t word, int i, int) {
@@ -173,7 +181,10 @@ GroupMeaning meaning_of(const matrix_rows_args& a, int64_t tile, int64_t lane, i
     const char* scales = (const char*)a.scales + tile * tile_scale_bytes(a.kind, groups);
     const float factor = m.scale = ((const float*)scales)[lane];
     scales += kFactorBytes;
-    if (groups) m.scale *= a.kind == kMatrixFp8 ? ((const float*)scales)[at] : to_float(((const f16*)scales)[at]);
+    if (groups && a.kind == kMatrixMxfp4)
+        m.scale *= to_float(((const e8m0*)scales)[at]);
+    else if (groups)
+        m.scale *= a.kind == kMatrixFp8 ? ((const float*)scales)[at] : to_float(((const f16*)scales)[at]);
     if (!a.zeros) return m;
     const char* zeros = (const char*)a.zeros + tile * groups * group_zero_bytes(a.kind);
     m.zero = a.kind == kMatrixI4Min ? 0 : ((const uint8_t*)zeros)[at];
@@ -214,6 +225,7 @@ void matrix_rows_of(const matrix_rows_args& a, Team& team) {
             case kMatrixBF16: unpack_row<BF16Step>(a, id, out); break;
             case kMatrixI4:
             case kMatrixI4Min: unpack_row<I4Step>(a, id, out); break;
+            case kMatrixMxfp4: unpack_row<Mxfp4Step>(a, id, out); break;
             case kMatrixFp8: unpack_row<Fp8Step>(a, id, out); break;
             default: unpack_row<I8Step>(a, id, out); break;
         }

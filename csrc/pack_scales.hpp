@@ -50,7 +50,7 @@ struct OutputScales {
     const char* row;
 
     int64_t groups() const { return count_groups(a.inputs, a.group); }
-    bool halves() const { return a.kind != kMatrixFp8; }
+    bool halves() const { return scale_bytes(a.kind) == 2; }
     bool minima() const { return a.kind == kMatrixI4Min; }
     template <class T>
     T at(const void* of, int64_t group) const {
@@ -62,6 +62,7 @@ struct OutputScales {
         // the kernels multiply finite numbers alone
         if (a.kind == kMatrixFp8 && has_fp8_nan(row, a.inputs)) return NAN;
         if (a.group == 0) return ((const float*)a.scales)[index];
+        if (a.kind == kMatrixMxfp4) return 0.5f;
         if (!halves()) return 1.0f;
         HalfRange range;
         range.add((const float*)a.scales + index * groups(), groups());
@@ -73,6 +74,10 @@ struct OutputScales {
         ((float*)to)[lane] = factor;
         to += kFactorBytes;
         for (int64_t g = 0; g < groups(); g++) {
+            if (a.kind == kMatrixMxfp4) {
+                to[g * kTile + lane] = at<char>(a.scales, g);
+                continue;
+            }
             const float scale = at<float>(a.scales, g);
             if (halves())
                 ((f16*)to)[g * kTile + lane] = to_f16(scale * inverse_power(factor));

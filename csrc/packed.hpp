@@ -8,13 +8,16 @@
 //   bf16   2                 two bf16
 //   int8   4                 w + 128, unsigned; the same for both kinds
 //   int4   8                 low halves: inputs 0..3 of the step, high halves: inputs 4..7
+//   mxfp4  8                 as int4, codes of E2M1
 //   fp8    4                 inputs 0, 2, 1, 3: what is two bytes apart becomes a pair
 //   scales  of integers and fp8, one tile after the other: fp32 [32], a factor of each output, then
-//           [groups][32] to multiply it with, fp16 (fp8: fp32). Without groups the factor is the scale.
+//           [groups][32] to multiply it with, fp16 (fp8: fp32; mxfp4: E8M0). Without groups the factor is the
+//           scale.
 //   zeros   int4 with zero points: uint8 [tiles][groups][32]; with minima: fp16 of the same shape, times
 //           the factor
 // tiles = ceil(outputs / 32), steps = ceil(inputs / inputs per step), groups = ceil(inputs / group) or 0.
-// A factor is 1, or where fp16 would not hold all scales and minima of an output a power of two.
+// A factor is 1, or where fp16 would not hold all scales and minima of an output a power of two; of mxfp4 1/2,
+// because its values are twice those of E2M1, which are integers.
 //
 // Paired (gate and up of silu_and_mul, outputs = 2 * inner): the 32 outputs of a tile are 16 of the
 // gate, then the same 16 of up; tiles = ceil(inner / 16).
@@ -40,19 +43,25 @@ KVIK_INLINE int64_t inputs_per_step(int64_t kind) {
         case kMatrixF32: return 1;
         case kMatrixBF16: return 2;
         case kMatrixI4:
-        case kMatrixI4Min: return 8;
+        case kMatrixI4Min:
+        case kMatrixMxfp4: return 8;
         default: return 4;
     }
 }
 
-KVIK_INLINE bool is_int4(int64_t kind) { return kind == kMatrixI4 || kind == kMatrixI4Min; }
+// The kinds of four bits, which are multiplied as integers.
+KVIK_INLINE bool is_int4(int64_t kind) {
+    return kind == kMatrixI4 || kind == kMatrixI4Min || kind == kMatrixMxfp4;
+}
 KVIK_INLINE bool has_scales(int64_t kind) { return kind != kMatrixF32 && kind != kMatrixBF16; }
 
 KVIK_INLINE int64_t count_groups(int64_t inputs, int64_t group) { return group ? divide_up(inputs, group) : 0; }
 
+// Bytes of a group's scale: fp32, E8M0 or fp16.
+KVIK_INLINE int scale_bytes(int64_t kind) { return kind == kMatrixFp8 ? 4 : kind == kMatrixMxfp4 ? 1 : 2; }
 // Bytes of the scales of a tile: of the factors, of one group, of all.
 constexpr int64_t kFactorBytes = kTile * 4;
-KVIK_INLINE int64_t group_scale_bytes(int64_t kind) { return kTile * (kind == kMatrixFp8 ? 4 : 2); }
+KVIK_INLINE int64_t group_scale_bytes(int64_t kind) { return kTile * scale_bytes(kind); }
 KVIK_INLINE int64_t tile_scale_bytes(int64_t kind, int64_t groups) {
     return kFactorBytes + groups * group_scale_bytes(kind);
 }

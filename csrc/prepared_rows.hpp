@@ -3,6 +3,7 @@
 
 #include "arguments.hpp"
 #include "fp8.hpp"
+#include "mxfp4.hpp"
 #include "packed.hpp"
 #include "simd.hpp"
 
@@ -129,7 +130,8 @@ void quantise_row(const linear_args& a, const X* x, int64_t row, const PreparedR
     float* scales = to.scales + row * to.scales_stride;
     int32_t* sums = to.sums + row * to.sums_stride;
     const bool each = a.group != 0;
-    const int32_t offset = a.kind == kMatrixI8 ? 128 : a.zeros ? 1 : kSymmetricZero;
+    const int32_t zero = a.kind == kMatrixMxfp4 ? kE2M1Zero : kSymmetricZero;
+    const int32_t offset = a.kind == kMatrixI8 ? 128 : a.zeros ? 1 : zero;
     const int64_t group = summed_inputs(a);
     clear_end((char*)out, to.stride);
     if (!each) scales[0] = scale_of(x, a.inputs, kQuantised);

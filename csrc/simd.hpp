@@ -199,7 +199,7 @@ KVIK_INLINE I32 dot_i8(I32 acc, I32 u, I32 s) {
     return _mm512_add_epi32(acc, _mm512_add_epi32(even, odd));
 #endif
 }
-// The same where u is at most 15: pairs of products then fit 16 bits.
+// The same where u is at most 127: pairs of products then fit 16 bits.
 KVIK_INLINE I32 dot_i4(I32 acc, I32 u, I32 s) {
 #if defined(__AVX512VNNI__)
     return dpbusd(acc, u, s);

@@ -6,6 +6,7 @@
 
 #include "fp8.hpp"
 #include "half.hpp"
+#include "mxfp4.hpp"
 #include "packed.hpp"
 #include "simd.hpp"
 
@@ -27,8 +28,8 @@ struct Stretch {
     // Of integers, and of weights with groups. Such stretches are whole groups (the last group of a matrix
     // may be short):
     int64_t group_steps;
-    const char* scales;      // [groups][32], fp16, or fp32 if wide_scales; null without groups
-    bool wide_scales;
+    const char* scales;      // [groups][32] of scale_bytes; null without groups
+    int scale_bytes;
     const float* x_scales;   // [rows][groups]; null where x has none for each
     int64_t groups_stride;   // elements of x_scales and x_sums
     // of integers alone
@@ -80,7 +81,7 @@ struct TileFp8 {
 };
 
 struct TileI8 {
-    static constexpr int kParts = 1;
+    static constexpr int kParts = 1, kScaleBytes = 2;
     static constexpr bool kScaled = false, kZeros = false, kMinima = false;
     KVIK_INLINE void unpack(I32 v, I32* w) { w[0] = v; }
     KVIK_INLINE I32 dot(I32 sum, I32 w, I32 x) { return dot_i8(sum, w, x); }
@@ -91,7 +92,7 @@ struct TileI8Groups : TileI8 {
 };
 
 struct TileI4 {
-    static constexpr int kParts = 2;
+    static constexpr int kParts = 2, kScaleBytes = 2;
     static constexpr bool kScaled = true, kZeros = true, kMinima = false;
     KVIK_INLINE void unpack(I32 v, I32* w) {
         w[0] = low_nibbles(v);
@@ -102,6 +103,15 @@ struct TileI4 {
 
 struct TileI4Min : TileI4 {
     static constexpr bool kZeros = false, kMinima = true;
+};
+
+struct TileMxfp4 : TileI4 {
+    static constexpr int kScaleBytes = 1;
+    static constexpr bool kZeros = false;
+    KVIK_INLINE void unpack(I32 v, I32* w) {
+        w[0] = e2m1_integers(low_nibbles(v));
+        w[1] = e2m1_integers(high_nibbles(v));
+    }
 };
 
 // Four bytes of row m in all lanes. Rows are reached from every fourth one, so that the addresses of
@@ -130,10 +140,15 @@ KVIK_INLINE void prefetch_for(const char* ahead) {
         prefetch(ahead);
 }
 
-// The scales of some outputs of a group; 1 without groups.
+// The scales of some outputs of a group: fp32, E8M0 or fp16, by their bytes.
+KVIK_INLINE F32 load_scales(const char* scales, int64_t lane, int bytes) {
+    if (bytes == 4) return load((const float*)scales + lane);
+    return bytes == 1 ? load((const e8m0*)scales + lane) : load((const f16*)scales + lane);
+}
+
+// The same; 1 without groups.
 KVIK_INLINE F32 group_scale(const Stretch& s, int64_t lane) {
-    if (!s.scales) return broadcast(1.0f);
-    return s.wide_scales ? load((const float*)s.scales + lane) : load((const f16*)s.scales + lane);
+    return s.scales ? load_scales(s.scales, lane, s.scale_bytes) : broadcast(1.0f);
 }
 
 // Steps [first, last): a group, or the whole stretch without groups. A function of its own, since the
@@ -249,7 +264,7 @@ __attribute__((noinline)) void multiply_group(const Stretch& s, int first_vector
     float* sums = s.sums + first_vector * kLanes;
     F32 scale[kVectors], minimum[kVectors];
     for (int v = 0; v < kVectors; v++) {
-        scale[v] = kScaled ? load((const f16*)s.scales + lane + v * kLanes) : broadcast(1.0f);
+        scale[v] = kScaled ? load_scales(s.scales, lane + v * kLanes, Tile::kScaleBytes) : broadcast(1.0f);
         minimum[v] = kMinima ? load((const f16*)s.zeros + lane + v * kLanes) : zero();
     }
 #pragma GCC unroll 16
@@ -278,6 +293,8 @@ template <>
 constexpr bool kIsInteger<TileI4> = true;
 template <>
 constexpr bool kIsInteger<TileI4Min> = true;
+template <>
+constexpr bool kIsInteger<TileMxfp4> = true;
 
 template <class Tile, int kRows, int kVectors>
 KVIK_INLINE void multiply_vectors(const Stretch& s, int first_vector) {
@@ -369,6 +386,7 @@ struct VectorTiles {
             case kMatrixI8: return grouped ? multiply_for<TileI8Groups>(rows) : multiply_for<TileI8>(rows);
             case kMatrixI4: return multiply_for<TileI4>(rows);
             case kMatrixI4Min: return multiply_for<TileI4Min>(rows);
+            case kMatrixMxfp4: return multiply_for<TileMxfp4>(rows);
             case kMatrixFp8: return unpacked ? multiply_for<TileWidened>(rows) : multiply_for<TileFp8>(rows);
             default: return unpacked ? multiply_for<TileWidened>(rows) : multiply_for<TileI8AsBF16>(rows);
         }

@@ -197,6 +197,7 @@ public:
         if (by_vectors(a.kind, a.group)) return VectorTiles::unpack_of(a);
         return a.kind == kMatrixI8WeightOnly ? unpack_tile<TileI8AsBF16>
                : a.kind == kMatrixFp8         ? unpack_tile<TileFp8>
+               : a.kind == kMatrixMxfp4       ? unpack_tile<TileMxfp4>
                : is_int4(a.kind)             ? unpack_tile<TileI4>
                                              : nullptr;
     }
@@ -205,6 +206,7 @@ public:
         if (by_vectors(kind, s.scales != nullptr)) return vectors_.multiply(kind, unpacked, s);
         switch (kind) {
             case kMatrixI8:
+            case kMatrixMxfp4:
             case kMatrixI4: return multiply_i8<false>(shapes_, s, !unpacked);
             case kMatrixI4Min: return multiply_i8<true>(shapes_, s, !unpacked);
             default: return multiply_bf16(shapes_, s, !unpacked);

@@ -19,9 +19,9 @@ TEXT = (
     "Once upon a time there lived an old king who had three daughters. The youngest of them was so "
     "kind that even the birds of the forest came to her window every morning and sang."
 )
-# Of the logits on this text, relative to their length. Measured: 0.0168, 0.0076, 0.0946 and 0.0296;
-# a third more is allowed.
-DISTANCE = {"int8": 0.022, "int8-weight-only": 0.010, "int4": 0.125, "fp8": 0.039}
+# Of the logits on this text, relative to their length. Measured: 0.0168, 0.0076, 0.0946, 0.1188 and
+# 0.0296; a third more is allowed.
+DISTANCE = {"int8": 0.022, "int8-weight-only": 0.010, "int4": 0.125, "mxfp4": 0.158, "fp8": 0.039}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,9 @@ def test_the_engine_generates(quantization: str) -> None:
         with LLM(device="cpu", threads=1, num_blocks=64) as plain:
             assert llm.resolved.memory.weights < 0.6 * plain.resolved.memory.weights
             off = (scores - scores_of(plain)).abs().mean()
-    assert 0.001 < float(off) < 0.5  # the worker did quantise, and did not harm much
+    assert (
+        0.001 < float(off) < 4 * DISTANCE[quantization]
+    )  # the worker did quantise, and did not harm much
 
 
 def test_random_weights() -> None:

@@ -6,6 +6,7 @@ it returned or wrote. Sizes are odd on purpose: one row, no multiple of a vector
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
@@ -25,10 +26,11 @@ from kvik.kernels.weights import (
     int4_min_weight,
     int4_weight,
     int8_weight,
+    mxfp4_weight,
     ordered_weight,
 )
 from kvik.spec.experts import Router
-from kvik.spec.weight_kind import Rounding
+from kvik.spec.weight_kind import MX_GROUP, Rounding
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -213,6 +215,7 @@ def _products() -> list[Case]:
         ("int4-128", _int4_weight(128, zeros=True), ((3, 256, 33),)),
         ("int4-symmetric", _int4_weight(64, zeros=False), ((3, 192, 33),)),
         ("int4-min", _int4_min_weight(32), ((1, 96, 7), (5, 288, 64))),
+        ("mxfp4", _mxfp4_weight, ((1, 96, 7), (5, 288, 64))),
         ("fp8", _fp8_weight(0), ((1, 33, 7), (5, 257, 64))),
         ("fp8-128", _fp8_weight(128), ((1, 33, 7), (5, 257, 64))),
         ("fp8-token", _fp8_weight(0, "token"), ((1, 33, 7), (5, 257, 64))),
@@ -267,6 +270,7 @@ def weight_makers() -> dict[str, MakeWeight]:
         "int4-32": _int4_weight(32, zeros=False),
         "int4-32-zeros": _int4_weight(32, zeros=True),
         "int4-min": _int4_min_weight(32),
+        "mxfp4": _mxfp4_weight,
         "fp8": _fp8_weight(0),
         "fp8-32-group": _fp8_weight(32, "group"),
         "fp8-static": _fp8_weight(0, "static"),
@@ -309,6 +313,13 @@ def _int4_min_weight(group: int) -> MakeWeight:
         return int4_min_weight(values, scales, minima, group)
 
     return make
+
+
+def _mxfp4_weight(m: Maker, outputs: int, inputs: int) -> Weight:
+    values = m.integers(0, 255, outputs, inputs // 2, dtype=torch.uint8)
+    middle = 125 - round(math.log2(inputs) / 2)
+    scales = m.integers(middle - 2, middle + 1, outputs, inputs // MX_GROUP, dtype=torch.uint8)
+    return mxfp4_weight(values, scales)
 
 
 def _fp8_weight(group: int, activations: Rounding = "float") -> MakeWeight:

@@ -344,6 +344,12 @@ BYTES = (
 )
 
 
+def _scales_of(code: tl.constexpr, offset: tl.constexpr) -> str:
+    if offset == words.NO_OFFSET:
+        return "*u8" if code == words.E2M1 else "*fp32"
+    return "*i32"
+
+
 def _words(
     what: str,
     tile: Tile,
@@ -369,7 +375,7 @@ def _words(
     return Resources(
         linear_words.words_kernel,
         f"{what}, bf16, tile of {tile.tokens} tokens",
-        {"scales": "*fp32" if offset == words.NO_OFFSET else "*i32"}
+        {"scales": _scales_of(code, offset)}
         | _types(
             p_bf16="x residual y",
             p_i32="words arrivals",
@@ -414,6 +420,10 @@ WORDS = (
     _words("int8", MANY, 1, code=words.INT8, offset=words.NO_OFFSET, group=0),
     _words("E4M3", FEW[0], 4, code=words.E4M3, offset=words.NO_OFFSET, group=0),
     _words("E4M3 in groups of 128", MANY, 1, code=words.E4M3, offset=words.NO_OFFSET),
+    *(
+        _words("E2M1", tile, 1, code=words.E2M1, offset=words.NO_OFFSET, group=32, span=32)
+        for tile in (FEW[0], MANY)
+    ),
 )
 
 FINISH = Resources(

@@ -97,7 +97,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert memory["missing"] == memory["total"] - memory["limit"] > 0
     assert memory["fits"] is False
     fitting = [row["format"] for row in facts["weight_formats"] if row["fits"]]
-    assert fitting == ["int8", "int8-weight-only", "fp8", "int4"]
+    assert fitting == ["int8", "int8-weight-only", "fp8", "int4", "mxfp4"]
     assert [remedy["flags"] for remedy in facts["remedies"]] == ["--dtype int8", "--tp 2"]
     (row,) = facts["speed"]["decode"]
     assert row["ceiling"] == pytest.approx(3.35e12 / (139.0e9 + 2.7e9), rel=0.01)

@@ -135,7 +135,9 @@ def sizes(most: int) -> st.SearchStrategy[int]:
 configs = st.builds(
     EngineConfig,
     dtype=st.sampled_from(["auto", "auto", "float32", "bfloat16", "float16"]),
-    quantization=st.sampled_from(["none", "none", "int8", "int8-weight-only", "int4", "fp8"]),
+    quantization=st.sampled_from(
+        ["none", "none", "int8", "int8-weight-only", "int4", "mxfp4", "fp8"]
+    ),
     device=st.sampled_from(["auto", "auto", "auto", "cpu", "cpu", "cuda:1"]),
     max_model_len=maybe(sizes(18)),
     max_num_seqs=maybe(sizes(12)),

@@ -371,6 +371,7 @@ LOADED = {
     "Q4_K": MINIMA,
     "Q5_K": None,
     "Q6_K": WeightKind("int8", 16),
+    "MXFP4": WeightKind("mxfp4", 32),
 }
 
 

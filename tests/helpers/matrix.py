@@ -307,7 +307,7 @@ FORMATS = {
     "bfloat16": {"dtype": "bfloat16"},
     **{
         name: {"dtype": "bfloat16", "quantization": name}
-        for name in ("int8", "int8-weight-only", "int4", "fp8")
+        for name in ("int8", "int8-weight-only", "int4", "mxfp4", "fp8")
     },
     "KV in fp8": {"dtype": "float32", "kv_cache_dtype": "fp8"},
     "KV in int8": {

@@ -9,18 +9,26 @@ import torch
 from helpers.native import FLOATS, Poisoned, Runtime, call, normal
 from torch import Tensor
 
-from kvik.kernels.rounding import round_int4
-from kvik.kernels.weights import Weight, fp8_weight, int4_min_weight, int8_weight
+from kvik.kernels.rounding import round_int4, round_mxfp4
+from kvik.kernels.weights import Weight, fp8_weight, in_nibbles, int4_min_weight, int8_weight
 
 F32, BF16, I8, I8_WEIGHT_ONLY = "f32", "bf16", "int8", "int8-weight-only"
-I4, I4_MIN, FP8 = "int4", "int4-min", "fp8"
-NUMBERS = {F32: 0, BF16: 1, I8: 2, I8_WEIGHT_ONLY: 3, I4: 4, I4_MIN: 5, FP8: 6}
-INPUTS_PER_STEP = (1, 2, 4, 4, 8, 8, 4)  # by number
+I4, I4_MIN, FP8, MXFP4 = "int4", "int4-min", "fp8", "mxfp4"
+NUMBERS = {F32: 0, BF16: 1, I8: 2, I8_WEIGHT_ONLY: 3, I4: 4, I4_MIN: 5, FP8: 6, MXFP4: 7}
+INPUTS_PER_STEP = (1, 2, 4, 4, 8, 8, 4, 8)  # by number
 # Names of the kinds, each with the inputs of a group behind a "/", if it has groups (0: none), and
 # how weights of fp8 have x rounded.
 ONE_OF_EACH = (
     *(F32, BF16, I8, I8_WEIGHT_ONLY, FP8, "int8/16", "int8-weight-only/32"),
-    *("int4/128", "int4-min/32", "fp8/128", "fp8/0-token", "fp8/0-static", "fp8/128-group"),
+    *(
+        "int4/128",
+        "int4-min/32",
+        "fp8/128",
+        "fp8/0-token",
+        "fp8/0-static",
+        "fp8/128-group",
+        "mxfp4/32",
+    ),
 )
 FP8_X = {"float": 0, "token": 1, "group": 2, "static": 3}
 STATIC_SCALE = 3.0 / 448  # cuts a normal number in 370
@@ -97,7 +105,7 @@ def random_values(
     full = torch.nn.functional.pad(source.float(), (0, max(groups, 1) * unit - inputs))
     weight = _rounded(name, full, group, "zeros" in options)
     values, scales, zeros = weight.values[:, :inputs], weight.scales, None
-    if weight.kind.codes == "int4":
+    if in_nibbles(weight.kind):
         values = weight.values[:, : (inputs + 1) // 2]
         zeros = weight.zeros if weight.minima is None else weight.minima
     if group:
@@ -109,6 +117,8 @@ def random_values(
 
 def _rounded(name: str, source: Tensor, group: int, zeros: bool) -> Weight:
     """source: [outputs, inputs] of whole groups, fp32. Scales of groups are fp16 numbers."""
+    if name == MXFP4:
+        return round_mxfp4(source)
     if name == I4:
         return round_int4(source, group, symmetric=not zeros)
     grouped = source.unflatten(1, (-1, group or source.shape[1]))
@@ -132,7 +142,7 @@ def packed_sizes(v: Values, outputs: int, inputs: int, *, paired: bool) -> tuple
     tiles = -(-(outputs // 2) // (TILE // 2)) if paired else -(-outputs // TILE)
     steps = -(-inputs // INPUTS_PER_STEP[v.kind])
     groups = -(-inputs // v.group) if v.group else 0
-    scale_bytes = 4 + groups * (4 if v.kind == NUMBERS[FP8] else 2)
+    scale_bytes = 4 + groups * {NUMBERS[FP8]: 4, NUMBERS[MXFP4]: 1}.get(v.kind, 2)
     zero_bytes = groups * (2 if v.kind == NUMBERS[I4_MIN] else 1)
     scales = tiles * TILE * (0 if v.scales is None else scale_bytes)
     zeros = tiles * TILE * (0 if v.zeros is None else zero_bytes)

@@ -18,10 +18,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvik.kernels.fp8 import fp8_scales, round_fp8, unround_fp8
+from kvik.kernels.rounding import round_mxfp4
 from kvik.nn.checkpoint import SINGLE
 from kvik.nn.formats.base import LinearShape
 from kvik.nn.formats.fp8 import Fp8
 from kvik.nn.formats.integers import Codes
+from kvik.nn.formats.mxfp4 import Mxfp4Packed
 from kvik.nn.formats.registry import FORMATS
 from kvik.spec.stored_weights import StoredScheme
 
@@ -109,6 +111,10 @@ def save_quantised(source: Path, folder: Path, twin: Path, config: dict[str, Any
             values = round_fp8(tensor, scales, format.dtype, format.block)
             tensors = format.save(values, scales, STATIC.clone() if format.static else None)
             plain[name] = unround_fp8(values, scales, format.block)
+        elif isinstance(format, Mxfp4Packed):
+            weight = round_mxfp4(tensor)
+            tensors = {"weight_packed": weight.values, "weight_scale": weight.scales}
+            plain[name] = weight.dequantized()
         else:
             codes = rounded(tensor, scheme)
             tensors = format.save(codes)  # type: ignore[attr-defined]

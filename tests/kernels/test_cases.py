@@ -12,7 +12,7 @@ from torch import Tensor
 from kvik.kernels import torch_ops
 from kvik.kernels.ops import Ops
 from kvik.kernels.reference.ops import REFERENCE
-from kvik.kernels.rounding import round_int4, round_int8, round_tokens
+from kvik.kernels.rounding import round_int4, round_int8, round_mxfp4, round_tokens
 from kvik.kernels.torch_ops import TORCH, select
 from kvik.kernels.weights import (
     Activation,
@@ -20,6 +20,7 @@ from kvik.kernels.weights import (
     Weight,
     float_weight,
     fp8_weight,
+    in_nibbles,
     int4_min_weight,
     int8_weight,
     ordered_weight,
@@ -63,7 +64,7 @@ def rounded(args: tuple[Argument, ...]) -> tuple[Argument, ...]:
         kept, *_ = rounded((x[:, weight.order], weight.plain()))
         assert isinstance(kept, Tensor)
         return (torch.empty_like(kept).index_copy_(1, weight.order.long(), kept), weight, *rest)
-    if weight.kind.codes == "int4":
+    if in_nibbles(weight.kind):
         return (round_tokens(x, weight.kind.group).to(x.dtype), weight, *rest)
     if not weight.kind.floats and weight.kind.activations == "float":
         return (x.bfloat16().to(x.dtype), weight, *rest)
@@ -142,6 +143,7 @@ WEIGHTS = (
     round_int8(torch.randn(150, 64, generator=torch.Generator().manual_seed(1)), True),
     round_int4(torch.randn(150, 64, generator=torch.Generator().manual_seed(2)), 32, False),
     round_int4(torch.randn(150, 64, generator=torch.Generator().manual_seed(3)), 64, True),
+    round_mxfp4(torch.randn(150, 64, generator=torch.Generator().manual_seed(4))),
 )
 
 

@@ -22,6 +22,7 @@ from kvik.kernels.weights import (
     int4_min_weight,
     int4_weight,
     int8_weight,
+    mxfp4_weight,
     ordered_weight,
 )
 from kvik_bench.kernel_cases import filled_matrix
@@ -50,6 +51,7 @@ def plain_weights() -> dict[str, Weight]:
         "int4": int4_weight(bytes_, groups, zeros.to(torch.uint8), GROUP),
         "symmetric int4": int4_weight(bytes_, groups, None, GROUP),
         "int4 with minima": int4_min_weight(bytes_, groups, zeros.float(), GROUP),
+        "mxfp4": mxfp4_weight(bytes_, (zeros + 120).to(torch.uint8)),
         "fp8": fp8_weight(whole.float().to(torch.float8_e4m3fn), scales),
         "fp8 in groups": fp8_weight(whole.float().to(torch.float8_e4m3fn), groups, GROUP),
         "fp8, static": fp8_weight(
@@ -133,9 +135,9 @@ def digest(packing: Packing, matrix: Matrix) -> str:
 # If this fails the bytes of folders that users have are no longer those that kernels take: give the
 # packing another name.
 BYTES = {
-    "gpu-1": "06a0fe8abf3b5babeaefe5f964de8b6423d51fd6aac5190b4e453e6c11636ee7",
-    "plain-1": "c22b1a20bfe00bac7492713952fc8075347cc37476149f133d7e712d36f47912",
-    "tiles-1": "ab3b771384ff3aab4f81ceb1c59e32fee7b546c928ea61278be5967fb3c5b3d3",
+    "gpu-1": "a5ba9bb704cd2b6ef3facd6693f9fbab24e4d9004acc4ab959c80dc42733b581",
+    "plain-1": "acb14daaf85dc8d3820f7e45949c14cf6377cd8d59dec7a95d2904b1d66af3de",
+    "tiles-1": "dee440724a6968ed8b883f02ba3f4f02a2c95f674e11523eb0fd1ee41766b317",
 }
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from kvik.kernels import rounding
-from kvik.kernels.rounding import round_int4, round_int8, round_tokens
-from kvik.kernels.weights import Weight
+from kvik.kernels.rounding import round_int4, round_int8, round_mxfp4, round_tokens
+from kvik.kernels.weights import E2M1, Weight
 
 
 def normal(*shape: int, seed: int = 0, scale: float = 0.02) -> Tensor:
@@ -162,6 +162,7 @@ def test_nan_and_infinity_are_refused(bad: float) -> None:
         lambda: round_int8(values, quantize_activations=True),
         lambda: round_int4(values, 32, symmetric=True),
         lambda: round_int4(values, 32, symmetric=False),
+        lambda: round_mxfp4(values),
     ):
         with pytest.raises(ValueError, match="NaN or infinity"):
             run()
@@ -176,6 +177,41 @@ def test_rounding_in_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(int4.values, again4.values) and torch.equal(int4.scales, again4.scales)
     assert int4.zeros is not None and again4.zeros is not None
     assert torch.equal(int4.zeros, again4.zeros)
+
+
+@pytest.mark.parametrize("size", [2.0**-60, 1.0, 2.0**60])
+def test_mxfp4_is_the_nearest_number_by_the_scale_of_the_largest(size: float) -> None:
+    values = normal(9, 96) * size
+    weight = round_mxfp4(values)
+    grouped = values.view(9, 3, 32).double()
+    power = 2.0 ** (grouped.abs().amax(-1, keepdim=True).log2().floor() - 2)
+    assert torch.equal(2.0 ** (weight.scales.double() - 127), power[:, :, 0])
+    numbers = torch.tensor(E2M1, dtype=torch.float64)
+    nearest = numbers[((grouped / power)[..., None] - numbers).abs().argmin(-1)]
+    assert torch.equal(weight.dequantized(), (nearest * power).float().view(9, 96))
+
+
+def test_mxfp4_rounds_half_to_the_even_code_and_cuts_at_six() -> None:
+    halves = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 7.99])
+    kept = torch.tensor([0.0, 1, 1, 2, 2, 4, 4, 6])
+    values = torch.cat((halves, -halves, halves * 0, kept))[None]
+    expected = torch.cat((kept, -kept, kept * 0, kept))[None]
+    assert torch.equal(round_mxfp4(values).dequantized(), expected)
+
+
+@pytest.mark.parametrize("largest", [0.0, 2.0**-149, 2.0**-127, torch.finfo(torch.float32).max])
+def test_mxfp4_of_the_smallest_and_the_largest_floats(largest: float) -> None:
+    values = torch.zeros(2, 64)
+    values[1, 40], values[1, 41] = largest, -largest
+    weight = round_mxfp4(values)
+    assert int(weight.scales.max()) <= 252
+    # 6 times 2^125 is the largest, half of 2^-127 the smallest
+    assert weight.dequantized()[1, 40:42].tolist() == {
+        0.0: [0, 0],
+        2.0**-149: [0, 0],
+        2.0**-127: [2.0**-127, -(2.0**-127)],
+    }.get(largest, [6 * 2.0**125, -6 * 2.0**125])
+    assert not weight.dequantized()[0].any()
 
 
 def test_groups_of_tokens_are_rounded_on_their_own() -> None:

@@ -12,6 +12,7 @@ from kvik.kernels.weights import (
     int4_min_weight,
     int4_weight,
     int8_weight,
+    mxfp4_weight,
     ordered_weight,
 )
 
@@ -42,6 +43,12 @@ FP8 = fp8_weight(
     torch.tensor([[2.0, 512.0], [1.0, 0.5]]),
     group=2,
 )
+# Every code of four bits, once with the smallest power of two and once with a half.
+MXFP4 = mxfp4_weight(
+    torch.tensor([list(range(0x10, 0x100, 0x22))], dtype=torch.uint8).repeat(1, 4),
+    torch.tensor([[0, 126]], dtype=torch.uint8),
+)
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
 # What each kind says of its weights, and the weights it means.
 MEANT: dict[str, tuple[Weight, list[list[float]]]] = {
     "int8 scales each output": (INT8, [[-63.5, 1.5], [10, 254], [0, -1]]),
@@ -63,6 +70,10 @@ MEANT: dict[str, tuple[Weight, list[list[float]]]] = {
         fp8_weight(FP8.values, torch.tensor([1.0, 2.0])),
         [[1, -448, 2**-9], [0, 7, 4]],
     ),
+    "mxfp4 scales groups of 32 inputs by powers of two": (
+        MXFP4,
+        [[size * 2.0**power for power in (-127, -1) for size in 2 * E2M1]],
+    ),
     "an order gives the place of each input": (
         ordered_weight(INT8_GROUPS, torch.tensor([2, 0, 1], dtype=torch.int32)),
         [[1.5, 8, -63.5], [127, 128, 5]],
@@ -81,6 +92,9 @@ def test_dequantised_values_of_each_kind(rule: str) -> None:
     [
         float_weight(torch.arange(6.0).view(3, 2).bfloat16()),
         *(INT8, INT4, INT4_MIN, INT8_GROUPS, FP8),
+        mxfp4_weight(
+            MXFP4.values.repeat(2, 1), torch.tensor([[3, 9], [0, 254]], dtype=torch.uint8)
+        ),
         ordered_weight(INT4, torch.arange(7, -1, -1).int()),
     ],
     ids=lambda w: type(w).__name__,

@@ -19,7 +19,7 @@ from kvik.kernels.weights import Matrix, MatrixSpec, Weight
 from kvik.nn.checkpoint import SINGLE
 from kvik.spec.weights import weight_bytes
 
-QUANTIZATIONS = ("none", "int8", "int8-weight-only", "int4", "fp8")
+QUANTIZATIONS = ("none", "int8", "int8-weight-only", "int4", "mxfp4", "fp8")
 FAMILIES = {
     # a group of 64 divides the hidden size, 32 the inner size, none the heads' width
     "llama-tied": ("Llama", {"hidden_size": 64, "intermediate_size": 96, "head_dim": 20,

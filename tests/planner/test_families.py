@@ -266,7 +266,7 @@ def test_a_family_is_known_by_its_model_type_too() -> None:
         ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "int8", "int8"),
         ({"quant_method": "gptq", "bits": 4}, "int4", "quantised by 'gptq': counted as int4"),
         ({"quant_method": "awq", "bits": 8}, "int8-weight-only", "int8-weight-only"),
-        ({"quant_method": "mxfp4"}, "int4", "counted as int4"),
+        ({"quant_method": "mxfp4"}, "mxfp4", "counted as mxfp4"),
         ({"quant_method": "new", "bits": 3}, "bf16", "not known: bf16 taken"),
         ({"quant_method": ["fp8"], "bits": {}}, "bf16", "not known: bf16 taken"),
     ],

@@ -239,6 +239,11 @@ def test_patterns_match_as_in_python(pattern: str, texts: list[str]) -> None:
         (compressed_config("float-quantized", type="float"), "num_bits: must be an integer in "),
         (compressed_config("float-quantized", **FLOAT8, strategy="block"),
          "block_structure: is missing"),
+        (compressed_config("mxfp4-pack-quantized"), "type: must be one of float, not 'int'"),
+        (compressed_config("mxfp4-pack-quantized", type="float", group_size=16),
+         "group_size: must be an integer in [32, 32], not 16"),
+        (compressed_config("mxfp4-pack-quantized", type="float", activations=True),
+         "input_activations: must be null in the format mxfp4-pack-quantized"),
         (compressed_config(ignore=("re:[",)), "ignore: holds '[', which is no regular"),
         (compressed_config(ignore=(r"re:(a)\1",)),
          r"ignore: holds '(a)\\1', which uses '\\1', which is not supported"),
@@ -292,6 +297,7 @@ def test_refusals(config: dict[str, Any], message: str) -> None:
          WeightKind("fp8", 128, activations="static")),
         (StoredScheme("fp8", 8, 128, 128), 300, WeightKind("fp8", 128)),
         (StoredScheme("fp8", 8, 6, 6), 96, None),
+        (StoredScheme("mxfp4-pack-quantized", 4, 32), 32, WeightKind("mxfp4", 32)),
     ],
 )  # fmt: skip
 def test_the_kind_in_memory_of_a_stored_scheme(

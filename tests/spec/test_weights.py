@@ -24,6 +24,9 @@ W8A8 = WeightKind("int8", activations="token")
         ("int4", 288, False, WeightKind("int4", 32, "zeros")),
         ("int4", 100, False, W8A8),
         ("int4", 128, True, W8A8),
+        ("mxfp4", 704, False, WeightKind("mxfp4", 32)),
+        ("mxfp4", 100, False, W8A8),
+        ("mxfp4", 128, True, W8A8),
         ("fp8", 100, False, WeightKind("fp8")),
         ("fp8", 128, True, WeightKind("fp8")),
     ],
@@ -47,12 +50,14 @@ def test_the_native_kernels_keep_groups_in_two_bytes() -> None:
         (WeightKind("int4", 32, "zeros"), 2 + 1),
         (WeightKind("int4", 32, "minima"), 2 + 2),
         (WeightKind("fp8", 32), 4),
+        (WeightKind("mxfp4", 32), 1),
     ):
         values = 96 * 7 * scheme.bits // 8
         expected = values + 4 * 7 + 3 * 7 * of_group
         assert scheme.weight_bytes(96, 7, "native") == expected
     assert WeightKind("int8").weight_bytes(100, 7, "native") == 700 + 4 * 7
     assert WeightKind("int4", 32, "minima").weight_bytes(96, 7) == 48 * 7 + 3 * 7 * 8
+    assert WeightKind("mxfp4", 32).weight_bytes(96, 7) == 48 * 7 + 3 * 7
 
 
 # Names of weight kinds.
@@ -70,6 +75,8 @@ NAMES: dict[str, WeightKind] = {
     "fp8 group 0 token": WeightKind("fp8", activations="token"),
     "fp8 group 128 groups": WeightKind("fp8", 128, activations="group"),
     "fp8 group 32 static": WeightKind("fp8", 32, activations="static"),
+    "mxfp4 group 32": WeightKind("mxfp4", 32),
+    "mxfp4 group 32 ordered": WeightKind("mxfp4", 32, ordered=True),
     "int4 group 64 ordered": WeightKind("int4", 64, ordered=True),
     "int4 group 64 zeros ordered": WeightKind("int4", 64, "zeros", ordered=True),
 }
@@ -87,6 +94,7 @@ def test_names_of_kinds_are_read_back(name: str) -> None:
         *("", "int8", "int4 group -8", "int4 group 0", "int4min group 0", "int8 group 8 zeros"),
         *("int2 group 8", "float64", " ordered", "int4 group 64 ordered ordered"),
         *("int4 group 9999999999", "fp8 group 0\n", "int8 group ٣"),
+        *("mxfp4 group 16", "mxfp4 group 0", "mxfp4 group 32 zeros"),
         *("fp8 group 0 groups", "fp8 group 0 zeros", "int8 group 0 token"),
     ],
 )

@@ -115,6 +115,7 @@ FORMATS = [
     ("bfloat16", "int8"),
     ("bfloat16", "int8-weight-only"),
     ("bfloat16", "int4"),
+    ("bfloat16", "mxfp4"),
     ("bfloat16", "fp8"),
 ]
 # Tokens of each slot, and the slots that sample.

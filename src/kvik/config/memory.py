@@ -180,12 +180,11 @@ class StepMemory:
         normalised = self._qkv
         rotation = len(spec.ropes) * spec.head_dim * 4
         buffers = tokens * ((widths + normalised) * self.item + rotation)
-        inputs = max(spec.hidden_size, self._queries, spec.inner_width)
-        rounded = self.quantization in ("int8", "int4")  # to a byte, and scales of groups
+        experts = spec.experts_of_token  # each of them has a copy of a token's inputs
+        inputs = max(spec.hidden_size * max(1, experts), self._queries, spec.inner_width)
+        rounded = self.quantization in ("int8", "int4", "mxfp4")  # to a byte, and scales of groups
         copied = tokens * (inputs + inputs // 4 if rounded else inputs * self.item)
-        # each expert of a token has a copy of its inputs, and lists of its own
-        copied *= max(1, spec.experts_of_token)
-        copied += spec.experts_of_token * tokens * EXPERT_ROW_BYTES
+        copied += experts * tokens * EXPERT_ROW_BYTES
         return buffers + copied + self._attention_scratch(size) + self._logits(size)
 
     def eager(self, size: StepSize) -> int:

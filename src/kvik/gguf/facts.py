@@ -154,6 +154,7 @@ SCHEMES: Mapping[str, StoredScheme] = {
         StoredScheme("Q4_K", 4, 32, symmetric=False, minima=True),
         StoredScheme("Q5_K", 5, 32, symmetric=False, minima=True),
         StoredScheme("Q6_K", 6, 16),
+        StoredScheme("MXFP4", 4, 32),
     )
 }
 

@@ -89,6 +89,7 @@ BLOCK_TYPES: Mapping[str, BlockType] = {
         BlockType("Q4_K", 12, 256, 144),
         BlockType("Q5_K", 13, 256, 176),
         BlockType("Q6_K", 14, 256, 210),
+        BlockType("MXFP4", 39, 32, 17),
     )
 }
 
@@ -112,7 +113,6 @@ UNREAD_TYPES: Mapping[int, str] = {
     29: "IQ1_M",
     34: "TQ1_0",
     35: "TQ2_0",
-    39: "MXFP4",
     40: "NVFP4",
 }
 

@@ -11,12 +11,22 @@ import torch
 from torch import Tensor
 
 from kvik.kernels.fp8 import ROW, fp8_scales, round_fp8
-from kvik.kernels.weights import SYMMETRIC_ZERO, Weight, fp8_weight, int4_weight, int8_weight
+from kvik.kernels.weights import (
+    E2M1,
+    SYMMETRIC_ZERO,
+    Weight,
+    fp8_weight,
+    int4_weight,
+    int8_weight,
+    mxfp4_weight,
+)
+from kvik.spec.weight_kind import MX_GROUP
 
 PIECE = 1 << 19  # weights in fp32 at a time; a handful of copies are alive at once
 INT8_MAX = 127
 INT4_MAX = 15
 INT4_SYMMETRIC_MAX = 7
+E8M0_BIAS = 127
 
 
 def round_int8(values: Tensor, quantize_activations: bool) -> Weight:
@@ -94,6 +104,39 @@ def round_to_fp8(values: Tensor) -> Weight:
     """
     scales = fp8_scales(values, torch.float8_e4m3fn, ROW)
     return fp8_weight(round_fp8(values, scales, torch.float8_e4m3fn, ROW), scales[:, 0])
+
+
+def round_mxfp4(values: Tensor) -> Weight:
+    """Round to E2M1 with a power of two for each 32 neighbouring inputs of an output, which brings
+    the largest of them to 4 or more and below 8; what is above 6 becomes 6 (OCP Microscaling
+    Formats v1.0, section 6.3).
+
+    Args:
+        values: [outputs, inputs], any float dtype; 32 divides the inputs.
+
+    Raises:
+        ValueError: a weight is NaN or infinite.
+    """
+    outputs, inputs = values.shape
+    packed = torch.empty(outputs, inputs // 2, dtype=torch.uint8, device=values.device)
+    groups = (outputs, inputs // MX_GROUP)
+    scales = torch.empty(groups, dtype=torch.uint8, device=values.device)
+    # Between the numbers of E2M1. Half goes to the even code: where that is the upper one, the
+    # bound is the fp32 number below.
+    bounds = torch.tensor(E2M1[:8]).unfold(0, 2, 1).mean(1)
+    bounds[1::2] = bounds[1::2].nextafter(torch.zeros(()))
+    bounds = bounds.to(values.device)
+    for rows, wide in _pieces(values):
+        grouped = wide.view(len(wide), -1, MX_GROUP)
+        # frexp gives a half or more and below 1
+        exponent = torch.frexp(_finite(_absmax(grouped)))[1].sub_(3).clamp_(min=-E8M0_BIAS)
+        inverse = (E8M0_BIAS - exponent << 23).view(torch.float32)
+        grouped = grouped.mul_(inverse[:, :, None]).view(len(wide), -1, 2)
+        q = torch.bucketize(grouped.abs(), bounds, out_int32=True).to(torch.uint8)
+        q |= (grouped < 0).to(torch.uint8) << 3
+        packed[rows] = q[:, :, 0] | q[:, :, 1] << 4
+        scales[rows] = (exponent + E8M0_BIAS).to(torch.uint8)
+    return mxfp4_weight(packed, scales)
 
 
 def round_tokens(x: Tensor, group: int = 0) -> Tensor:

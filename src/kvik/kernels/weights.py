@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvik.spec.weight_kind import Rounding, WeightKind
+from kvik.spec.weight_kind import MX_GROUP, Rounding, WeightKind
 
 # Of "..._and_mul" the first half of the outputs is the gate; the second half is multiplied with it.
 Activation = Literal["silu_and_mul", "gelu_tanh", "gelu_tanh_and_mul", "gelu", "relu"]
@@ -34,13 +34,13 @@ class Weight:
     """Some outputs of a linear layer, as its kind says they are stored.
 
     Attributes:
-        values: [outputs, inputs], floats, int8 or float8_e4m3fn; of int4 [outputs, inputs / 2]
-            uint8, two to a byte, the low half the even input. With the native kernels a NaN of
-            E4M3 makes all of its output NaN.
+        values: [outputs, inputs], floats, int8 or float8_e4m3fn; of int4 and mxfp4 [outputs,
+            inputs / 2] uint8, two to a byte, the low half the even input. With the native kernels
+            a NaN of E4M3 makes all of its output NaN.
         scales: fp32; [outputs] if the group is 0, else [outputs, ceil(inputs / group)]; None of
             floats. Of int4 the native kernels keep eleven binary digits: all of fp16 numbers, as of
             bfloat16 ones. In E4M3 the scales of a tensor or of square blocks are repeated for each
-            output.
+            output. Of mxfp4 uint8: s in 0..254 (E8M0) is 2^(s - 127).
         zeros: [outputs, groups] uint8, in 0..15, where the kind has them.
         minima: [outputs, groups] fp32 likewise, kept as the scales are. A zero point that is no
             integer is one: zero * scale.
@@ -68,8 +68,8 @@ class Weight:
         groups = (rows, -(-inputs // kind.group)) if kind.group else (rows,)
         return Weight(
             kind,
-            new(rows, inputs // 2 if kind.codes == "int4" else inputs, dtype=DTYPES[kind.codes]),
-            None if kind.floats else new(*groups, dtype=torch.float32),
+            new(rows, inputs // 2 if in_nibbles(kind) else inputs, dtype=DTYPES[kind.codes]),
+            None if kind.floats else new(*groups, dtype=scale_dtype(kind)),
             new(*groups, dtype=torch.uint8) if kind.offsets == "zeros" else None,
             new(*groups, dtype=torch.float32) if kind.offsets == "minima" else None,
             torch.zeros(inputs, dtype=torch.int32, device=device) if kind.ordered else None,
@@ -82,7 +82,7 @@ class Weight:
 
     @property
     def inputs(self) -> int:
-        return self.values.shape[1] * (2 if self.kind.codes == "int4" else 1)
+        return self.values.shape[1] * (2 if in_nibbles(self.kind) else 1)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -104,6 +104,11 @@ class Weight:
         scales = self.scales
         if scales is None:
             wide = self.values.float()
+        elif self.kind.codes == "mxfp4":
+            numbers = torch.tensor(E2M1, device=self.values.device)
+            codes = _grouped(self.values, self.kind.group).int()
+            wide = numbers[codes].mul_(_powers(scales)[:, :, None])
+            wide = wide.view(self.outputs, self.inputs)
         elif self.kind.codes == "int4":
             wide = _grouped(self.values, self.kind.group)
             if self.minima is None:
@@ -169,6 +174,11 @@ def fp8_weight(
     return Weight(kind, values, scales, input_scale=input_scale)
 
 
+def mxfp4_weight(values: Tensor, scales: Tensor) -> Weight:
+    """w = value * 2^(scale - 127), values in E2M1, in groups of 32."""
+    return Weight(WeightKind("mxfp4", MX_GROUP), values, scales)
+
+
 def ordered_weight(plain: Weight, order: Tensor) -> Weight:
     """The weight whose inputs were put into an order, [inputs] int32."""
     return replace(plain, kind=replace(plain.kind, ordered=True), order=order)
@@ -181,7 +191,22 @@ DTYPES = {
     "int8": torch.int8,
     "int4": torch.uint8,
     "fp8": torch.float8_e4m3fn,
+    "mxfp4": torch.uint8,
 }
+# The number of each code of E2M1.
+E2M1 = tuple(
+    sign * size for sign in (1.0, -1.0) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+)
+
+
+def in_nibbles(kind: WeightKind) -> bool:
+    """Return whether a byte holds two values."""
+    return not kind.floats and kind.bits == 4
+
+
+def scale_dtype(kind: WeightKind) -> torch.dtype:
+    """Return the dtype of a quantised weight's scales."""
+    return torch.uint8 if kind.codes == "mxfp4" else torch.float32
 
 
 def _spread(scales: Tensor, group: int, inputs: int) -> Tensor:
@@ -189,6 +214,11 @@ def _spread(scales: Tensor, group: int, inputs: int) -> Tensor:
     if not group:
         return scales[:, None]
     return scales.repeat_interleave(group, dim=1)[:, :inputs]
+
+
+def _powers(scales: Tensor) -> Tensor:
+    """E8M0 -> fp32, by its bits; the smallest has no exponent of its own there."""
+    return (scales.int() << 23).clamp_(min=1 << 22).view(torch.float32)
 
 
 def _grouped(values: Tensor, group: int) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvik.gguf.types import BLOCK_TYPES
+from kvik.kernels.weights import E2M1
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,13 @@ class BlockParts:
 def take_apart(type: str, rows: Tensor) -> BlockParts:
     """rows [rows, bytes] uint8 of a type of integers."""
     return _PARTS[type](_blocks(type, rows))
+
+
+def mxfp4_parts(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """rows [rows, bytes] uint8 of MXFP4 -> codes of E2M1 [rows, weights] and powers of two (E8M0)
+    [rows, groups], uint8."""
+    blocks = _blocks("MXFP4", rows)
+    return _nibbles(blocks[..., 1:], 16).flatten(1), blocks[..., 0]
 
 
 def dequantize(type: str, rows: Tensor) -> Tensor:
@@ -173,6 +181,15 @@ def _q6_k(blocks: Tensor) -> BlockParts:
     return _around(32, codes, _numbers(blocks, 208) * scales)
 
 
+def _mxfp4(blocks: Tensor) -> BlockParts:
+    """Twice the numbers, which are integers, and half of the powers of two."""
+    doubled = torch.tensor(E2M1, device=blocks.device).mul_(2).to(torch.int8)
+    codes, powers = mxfp4_parts(blocks.flatten(1))
+    bits = powers.int()
+    halves = torch.where(bits < 2, 1 << 21 + bits, bits - 1 << 23).view(torch.float32)
+    return BlockParts(doubled[codes.int()], halves)
+
+
 _PARTS: Mapping[str, Callable[[Tensor], BlockParts]] = {
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
@@ -184,4 +201,5 @@ _PARTS: Mapping[str, Callable[[Tensor], BlockParts]] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "MXFP4": _mxfp4,
 }

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvik.errors import ModelError, shown
 from kvik.kernels.ops import Ops
-from kvik.kernels.rounding import round_int4, round_int8, round_to_fp8
+from kvik.kernels.rounding import round_int4, round_int8, round_mxfp4, round_to_fp8
 from kvik.kernels.weights import Matrix, Weight, float_weight
 from kvik.nn.checkpoint import run_length
 from kvik.nn.formats.base import LinearShape, StoredTensor, TensorError, WeightFormat
@@ -45,6 +45,8 @@ class Quantizer:
             match self.kind.codes:
                 case "fp8":
                     return round_to_fp8(weight.values)
+                case "mxfp4":
+                    return round_mxfp4(weight.values)
                 case "int4":
                     return round_int4(weight.values, self.kind.group, symmetric=False)
             return round_int8(weight.values, self.kind.activations != "float")

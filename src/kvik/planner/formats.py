@@ -39,6 +39,7 @@ WEIGHT_FORMATS: Mapping[str, WeightFacts] = {
         WeightFacts("fp8", {"cpu": "bf16", "cuda": "fp8"}, "fp8", head=False),
         # On a CPU activations are rounded to 8 bits for it; on a GPU weights are widened.
         WeightFacts("int4", {"cpu": "int8", "cuda": "bf16"}, "int4"),
+        WeightFacts("mxfp4", {"cpu": "int8", "cuda": "bf16"}, "mxfp4"),
     )
 }
 

@@ -10,11 +10,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
 
 from kvik.errors import shown
 from kvik.spec.fields import Fields
-from kvik.spec.weight_kind import Rounding
+from kvik.spec.weight_kind import MX_GROUP, Rounding
 
 # Matching of a model's regular expressions in bounded time.
 #
@@ -196,10 +196,16 @@ def _bounds(repeat: str) -> tuple[int, int | None]:
 
 # GGUF's layouts: rows of blocks, each with its scales.
 BlockLayout = Literal[
-    "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"
+    "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4"
 ]
-Layout = Literal["awq", "gptq", "pack-quantized", "int-quantized", "fp8"] | BlockLayout
+Layout = (
+    Literal["awq", "gptq", "pack-quantized", "int-quantized", "fp8", "mxfp4-pack-quantized"]
+    | BlockLayout
+)
 BLOCK_LAYOUTS: tuple[BlockLayout, ...] = get_args(BlockLayout)
+# E2M1 in groups of 32 that share a power of two.
+MXFP4: Final = "mxfp4-pack-quantized"
+MXFP4_LAYOUTS: frozenset[Layout] = frozenset({"MXFP4", MXFP4})
 
 KEY = "quantization_config"
 MAX_GROUP = 1 << 20
@@ -249,6 +255,8 @@ class StoredScheme:
         number = f"{self.bits} bits"
         if self.layout == "fp8":
             number = "fp8 (E5M2)" if self.e5m2 else "fp8"
+        elif self.layout == MXFP4:
+            number = "mxfp4"
         if self.group and self.band != 1:
             shares = f"a scale for each block of {self.band} x {self.group}"
         elif self.group:
@@ -466,10 +474,12 @@ def _compressed_scheme(group: Fields, fields: Fields) -> StoredScheme | None:
     """Return the scheme of a config group; None: its weights are not quantised."""
     if group.mapping("weights") is None:
         return None
-    formats = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+    formats = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", MXFP4)
     owner = group if "format" in group else fields
     format = owner.choice("format", formats)
     weights, inputs = group.inside("weights"), group.mapping("input_activations")
+    if format == MXFP4:
+        return _compressed_mxfp4(group, weights)
     kind = weights.choice("type", ("int", "float"), "int")
     packed = format == "pack-quantized"
     if kind == "float" and format in ("pack-quantized", "int-quantized"):
@@ -495,6 +505,18 @@ def _compressed_scheme(group: Fields, fields: Fields) -> StoredScheme | None:
         quantize_activations=kind == "int" and inputs is not None,
         fp8_activations=rounded,
     )
+
+
+def _compressed_mxfp4(group: Fields, weights: Fields) -> StoredScheme:
+    weights.choice("type", ("float",), "int")
+    weights.integer("num_bits", 4, 4, 8)
+    weights.choice("strategy", ("group",), "group")
+    weights.integer("group_size", MX_GROUP, MX_GROUP, MX_GROUP)
+    if not weights.boolean("symmetric", True):
+        raise weights.error("symmetric", "must be true for floats")
+    if group.mapping("input_activations") is not None:
+        raise group.error("input_activations", f"must be null in the format {MXFP4}")
+    return StoredScheme(MXFP4, 4, MX_GROUP)
 
 
 def _fp8_activations(group: Fields, width: int) -> Rounding:

@@ -14,9 +14,11 @@ from typing import Literal
 # each token and group of the weight's inputs, or with a calibrated scale.
 Rounding = Literal["float", "token", "group", "static"]
 FLOATS = ("float32", "bfloat16", "float16")
-BITS = {"int8": 8, "int4": 4, "fp8": 8}
+BITS = {"int8": 8, "int4": 4, "fp8": 8, "mxfp4": 4}
 
 SCALE_BYTES = 4
+# Of mxfp4: the inputs of a group, and the bytes of its scale, with all kernels.
+MX_GROUP, MX_SCALE_BYTES = 32, 1
 # Of a group's scale in the native kernels, which also have one fp32 factor for each output.
 NATIVE_GROUP_SCALE_BYTES = 2
 ORDER_BYTES = 4
@@ -24,7 +26,7 @@ ORDER_BYTES = 4
 # GPU_COUNTED_ROWS share a counter of splits.
 GPU_TILE, GPU_COUNTED_ROWS = 128, 32
 
-_NAME = re.compile(r"(w8a8|int8|int4|int4min|fp8) group ([0-9]{1,9})( [a-z]+)?")
+_NAME = re.compile(r"(w8a8|int8|int4|int4min|fp8|mxfp4) group ([0-9]{1,9})( [a-z]+)?")
 _ROUNDED: dict[Rounding, str] = {
     "float": "",
     "token": " token",
@@ -38,7 +40,8 @@ class WeightKind:
     """The kind of a weight.
 
     Attributes:
-        codes: type of a value: the name of a float dtype, "int8", "int4" or "fp8" (E4M3).
+        codes: type of a value: the name of a float dtype, "int8", "int4", "fp8" (E4M3) or "mxfp4"
+            (E2M1, in groups of MX_GROUP).
         group: number of consecutive inputs of an output that share a scale; 0: all of them.
         offsets: what a group of int4 has in addition to its scale: "zeros", w = (q - zero) * scale;
             "minima", w = q * scale - minimum; "": w = (q - 8) * scale.
@@ -74,6 +77,8 @@ class WeightKind:
                 codes, rest = "int4", " zeros" if self.offsets else ""
             case "fp8":
                 codes, rest = "fp8", _ROUNDED[self.activations]
+            case "mxfp4":
+                codes, rest = "mxfp4", ""
             case _:
                 return f"{self.codes}{ordered}"
         return f"{codes} group {self.group}{rest}{ordered}"
@@ -100,6 +105,8 @@ class WeightKind:
             rounds: Rounding = "group" if group else "token"
             rounds = "float" if codes == "int8" else rounds
             return WeightKind("int8", group, activations=rounds, ordered=ordered)
+        if codes == "mxfp4":
+            return WeightKind("mxfp4", group, ordered=ordered) if group == MX_GROUP else None
         if not group:
             return None
         offsets: Literal["", "zeros", "minima"] = "zeros" if rest else ""
@@ -123,16 +130,22 @@ class WeightKind:
             values += outputs * SCALE_BYTES
         if not self.group:
             return values
-        scale = NATIVE_GROUP_SCALE_BYTES if native and self.codes != "fp8" else SCALE_BYTES
+        scale = self.group_scale_bytes(native=native)
         offset_bytes = {"": 0, "zeros": 1, "minima": scale}[self.offsets]
         return values + -(-inputs // self.group) * outputs * (scale + offset_bytes)
+
+    def group_scale_bytes(self, *, native: bool) -> int:
+        """Return the bytes of a group's scale in the native kernels' layout, or another."""
+        if self.codes == "mxfp4":
+            return MX_SCALE_BYTES
+        return NATIVE_GROUP_SCALE_BYTES if native and self.codes != "fp8" else SCALE_BYTES
 
     def _tiled_bytes(self, inputs: int, outputs: int) -> int:
         """Return the bytes in whole tiles of GPU memory (kernels/triton/packed.py), where the scale
         of a group and its zero point or minimum share a word."""
         wide, rows = _up(inputs, GPU_TILE), _up(outputs, GPU_TILE)
         groups = -(-wide // self.group) if self.group else 1
-        total = wide * rows * self.bits // 8 + groups * rows * SCALE_BYTES
+        total = wide * rows * self.bits // 8 + groups * rows * self.group_scale_bytes(native=False)
         total += rows // GPU_COUNTED_ROWS * 4  # counters of finished splits
         total += 2 * rows * SCALE_BYTES if self.offsets == "minima" else 0
         total += inputs * ORDER_BYTES if self.ordered else 0

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, Protocol
 
 from kvik.spec.model import DTYPE_BYTES, LinearLayers
-from kvik.spec.stored_weights import StoredScheme
-from kvik.spec.weight_kind import Rounding, WeightKind
+from kvik.spec.stored_weights import MXFP4_LAYOUTS, StoredScheme
+from kvik.spec.weight_kind import MX_GROUP, Rounding, WeightKind
 
 # Values of `EngineConfig.quantization` and their description in help texts.
 SCHEMES: Mapping[str, str] = {
@@ -19,9 +19,12 @@ SCHEMES: Mapping[str, str] = {
     "int8": "weights and activations in 8 bits, a scale for each output and each token",
     "int8-weight-only": "weights in 8 bits, a scale for each output",
     "int4": "weights in 4 bits in groups of up to 128 inputs; the head in 8 bits",
+    "mxfp4": "weights in four-bit floats (E2M1), a power of two for 32 inputs; the head in 8 bits",
     "fp8": "weights in eight-bit floats (E4M3), a scale for each output",
 }
 INT4_GROUPS = (128, 64, 32)  # group sizes; the first that divides the inputs is taken
+
+MXFP4 = WeightKind("mxfp4", MX_GROUP)
 
 # Group sizes must be multiples of these, because kernels multiply that many inputs at a time.
 MIN_INT4_GROUP, MIN_INT8_GROUP = 8, 4
@@ -30,8 +33,8 @@ MIN_INT4_GROUP, MIN_INT8_GROUP = 8, 4
 def layer_kind(quantization: str, inputs: int, *, head: bool) -> WeightKind | None:
     """Return how a layer with `inputs` that is stored as floats is quantised; None: not at all.
 
-    With "int4", the head keeps eight bits, because no later layer evens out its errors, and so do
-    layers whose inputs no group size divides.
+    With "int4" and "mxfp4" the head keeps eight bits, because no later layer evens out its errors,
+    and so do layers whose inputs no group size divides.
     """
     if quantization == "none":
         return None
@@ -39,6 +42,8 @@ def layer_kind(quantization: str, inputs: int, *, head: bool) -> WeightKind | No
         for group in INT4_GROUPS:
             if inputs % group == 0:
                 return WeightKind("int4", group, "zeros")
+    if quantization == "mxfp4" and not head and inputs % MX_GROUP == 0:
+        return MXFP4
     if quantization == "fp8":
         return WeightKind("fp8")
     weight_only = quantization == "int8-weight-only"
@@ -48,6 +53,8 @@ def layer_kind(quantization: str, inputs: int, *, head: bool) -> WeightKind | No
 def loaded_kind(stored: StoredScheme, inputs: int) -> WeightKind | None:
     """Return the weight kind of a layer that the checkpoint stores quantised. Nothing but the last
     digits of scales is lost. None: floats, because no kernel multiplies this scheme."""
+    if stored.layout in MXFP4_LAYOUTS:
+        return MXFP4
     group = stored.group if stored.group < inputs else 0
     if stored.layout == "fp8":
         if group % MIN_INT8_GROUP or stored.e5m2:

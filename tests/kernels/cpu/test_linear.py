@@ -73,7 +73,7 @@ def as_multiplied(x: Tensor, matrix: NativeMatrix) -> Tensor:
     match matrix.kind:
         case 0:
             return x.double()
-        case 2 | 4 | 5:
+        case 2 | 4 | 5 | 7:
             return quantised(x, matrix.group or max(matrix.inputs, 1))
         case _:
             return x.bfloat16().double()
@@ -243,6 +243,7 @@ BOUNDS = {
     **{"int8-weight-only/32": 0.006, "int8/32": 0.008, "int8/16": 0.007},
     **{"int4/128": 0.12, "int4-min/32": 0.09, "fp8/128": 0.03},
     **{"fp8/0-token": 0.045, "fp8/0-static": 0.045, "fp8/128-group": 0.045},
+    "mxfp4/32": 0.14,
 }
 
 

@@ -20,6 +20,8 @@ from helpers.native_matrix import (
 )
 from torch import Tensor
 
+from kvik.kernels.weights import mxfp4_weight
+
 SHAPES = [(1, 1), (31, 7), (33, 64), (64, 130), (100, 259)]
 
 
@@ -158,6 +160,21 @@ def test_every_number_of_eight_bits(runtime: Runtime, group: int) -> None:
     assert torch.equal(rows, meant) and bool(rows.signbit()[1].all())
     picked = linear(runtime, torch.eye(127), pack(runtime, fp8))
     assert torch.equal(picked, meant.T)
+
+
+@pytest.mark.parametrize("runtime", runtimes(threads=[1]))
+def test_every_number_of_four_bits_with_every_power_of_two(runtime: Runtime) -> None:
+    codes = torch.arange(16, dtype=torch.uint8)
+    weight = mxfp4_weight((codes | codes.flip(0) << 4).repeat(255, 1), torch.arange(255)[:, None])
+    meant = weight.dequantized()
+    values = Values(meant, meant, weight.values, weight.scales.byte(), None, 32, NUMBERS["mxfp4"])
+    matrix = pack(runtime, values)
+    assert torch.equal(matrix_rows(runtime, matrix, torch.arange(255), torch.float32), meant)
+    # Two inputs whose products an int8 each hold; what fp32 has no room for is left out.
+    x = torch.zeros(1, 32)
+    x[0, 3], x[0, 8] = 127, -3
+    expected = x.double() @ meant[2:240].double().T
+    assert torch.equal(linear(runtime, x, matrix)[:, 2:240].double(), expected)
 
 
 @pytest.mark.parametrize("nan", [0x7F, 0xFF])

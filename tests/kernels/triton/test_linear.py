@@ -35,6 +35,7 @@ from kvik.kernels.weights import (
     int4_min_weight,
     int4_weight,
     int8_weight,
+    mxfp4_weight,
     ordered_weight,
 )
 from kvik.spec.weight_kind import WeightKind
@@ -48,6 +49,9 @@ DTYPES = {
     "gelu_tanh_and_mul": torch.float32,
     "gelu": torch.float32,
 }
+
+
+WORDS = ("int4-32", "int4-min", "mxfp4", "int8", "fp8")
 
 
 def drawn(seed: int = 0) -> torch.Generator:
@@ -66,7 +70,7 @@ def chosen() -> list[tuple[Case, torch.dtype]]:
         for activation, dtype in DTYPES.items():
             if case.name.endswith(f"-{activation or 'plain'}-bias-residual"):
                 kind = case.name.split("-", 1)[1].split(f"-{activation or 'plain'}")[0]
-                if activation == "silu_and_mul" or kind in ("int4-32", "int4-min", "int8", "fp8"):
+                if activation == "silu_and_mul" or kind in WORDS:
                     found.append((case, dtype))
     return found
 
@@ -86,6 +90,15 @@ def test_rows_match_the_reference(case: Case) -> None:
     (expected,) = outputs(REFERENCE, case, arguments(case, torch.float32, device()))
     (found,) = outputs(OPS, case, arguments(case, torch.float32, device()))
     torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+
+
+def test_every_number_of_four_bits_with_powers_of_two() -> None:
+    codes = torch.arange(16, dtype=torch.uint8)
+    scales = torch.tensor([0, 1, 2, 126, 127, 128, 252], dtype=torch.uint8)[:, None]
+    weight = mxfp4_weight((codes | codes.flip(0) << 4).repeat(7, 1), scales)
+    matrix = filled_matrix(OPS, weight, None, None, torch.float32, device())
+    rows = OPS.matrix_rows(matrix, torch.arange(7, device=device()), torch.float32)
+    assert torch.equal(rows.cpu(), weight.dequantized())
 
 
 def weight_of(kind: str, outputs: int, inputs: int, group: int) -> Weight:
@@ -108,6 +121,8 @@ def weight_of(kind: str, outputs: int, inputs: int, group: int) -> Weight:
             return int4_weight(codes, scales / 8, None, group)
         case "minima":
             return int4_min_weight(codes, scales / 8, scales.flip(0), group)
+        case "mxfp4":
+            return mxfp4_weight(codes, 125 + scales.log2().floor().to(torch.uint8))
         case "int8":
             return int8_weight(whole.to(torch.int8), scales / 128, False, group)
         case "w8a8":

@@ -17,6 +17,7 @@ SHAPE = LinearShape(inputs=512, outputs=24)
 KINDS = dict.fromkeys(("Q5_1", "Q5_K"), ("float32", ""))
 KINDS |= dict.fromkeys(("Q4_0", "Q3_K"), ("int4", ""))
 KINDS |= dict.fromkeys(("Q8_0", "Q5_0", "Q6_K"), ("int8", ""))
+KINDS["MXFP4"] = ("mxfp4", "")
 KINDS |= dict.fromkeys(("Q4_1", "Q4_K", "Q2_K"), ("int4", "minima"))
 
 
@@ -41,6 +42,13 @@ def test_a_row_of_one_group() -> None:
     weight = Blocks(SCHEMES["Q8_0"], LinearShape(32, 4), {}).weight({"weight": rows}, slice(0, 4))
     assert weight.kind.codes == "int8" and weight.scales.shape == (4,)
     assert torch.allclose(weight.dequantized(), torch.ones(4, 32), atol=1e-3)
+
+
+def test_powers_of_two_are_numbers() -> None:
+    rows = stored("MXFP4")
+    rows[5, 17] = 255
+    with pytest.raises(TensorError, match="holds NaN"):
+        Blocks(SCHEMES["MXFP4"], SHAPE, {}).weight({"weight": rows}, slice(0, 24))
 
 
 def test_bytes_of_rows() -> None:

@@ -55,6 +55,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "int8-asym": compressed_config("int-quantized", **INT8, strategy="channel", symmetric=False),
     "int8-groups": compressed_config("int-quantized", num_bits=8),
     "int8-one": compressed_config("int-quantized", **INT8, strategy="tensor"),
+    "mxfp4": compressed_config("mxfp4-pack-quantized", type="float"),
     "fp8-one": compressed_config("float-quantized", **FP8, strategy="tensor", activations=True),
     "fp8-rows": compressed_config("naive-quantized", **FP8, strategy="channel"),
     "fp8-blocks": fp8_config(weight_block_size=[32, 32]),
@@ -67,7 +68,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 MULTIPLIED_OUT = ("gptq-8-asym", "int8-asym", "fp8-odd-blocks", "fp8-e5m2")
-SMALL = (torch.int32, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+SMALL = (torch.int32, torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @pytest.fixture(scope="module")

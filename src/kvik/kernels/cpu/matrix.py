@@ -10,7 +10,7 @@ from torch import Tensor
 from kvik.kernels.cpu.native import DTYPES, Native, pointer
 from kvik.kernels.packing import Packing, Parts, check_order
 from kvik.kernels.reference.ops import fill_input_scale, fill_order
-from kvik.kernels.weights import ACTIVATIONS, Matrix, MatrixSpec, Weight
+from kvik.kernels.weights import ACTIVATIONS, Matrix, MatrixSpec, Weight, in_nibbles, scale_dtype
 from kvik.spec.weight_kind import Rounding, WeightKind
 
 # Weights in tiles (csrc/packed.hpp), in a file. All instruction sets have the same tiles.
@@ -78,8 +78,8 @@ TILES = Packing("tiles-1", layout, parts, over)
 FP8_ACTIVATIONS: dict[Rounding, int] = {"float": 0, "token": 1, "group": 2, "static": 3}
 TILE = 32  # outputs
 
-F32, BF16, I8, I8_WEIGHT_ONLY, I4, I4_MIN, FP8 = range(7)  # MatrixKind
-INPUTS_PER_STEP = (1, 2, 4, 4, 8, 8, 4)  # by kind: what four bytes of an output hold
+F32, BF16, I8, I8_WEIGHT_ONLY, I4, I4_MIN, FP8, MXFP4 = range(8)  # MatrixKind
+INPUTS_PER_STEP = (1, 2, 4, 4, 8, 8, 4, 8)  # by kind: what four bytes of an output hold
 MAX_GROUP = 32768  # of inputs: integers are summed in 32 bits
 MAX_GROUP_WITH_ZEROS = 256  # their sum is multiplied by the zero point in 16 bits
 
@@ -245,13 +245,13 @@ def packed_sizes(spec: MatrixSpec) -> tuple[int, int, int]:
         return values, 0, 0
     outputs = tiles * TILE
     groups = outputs * ceil_div(spec.inputs, kind.group) if kind.group else 0
-    scales = 4 * outputs + (4 if kind.codes == "fp8" else 2) * groups
+    scales = 4 * outputs + kind.group_scale_bytes(native=True) * groups
     return values, scales, {"": 0, "zeros": 1, "minima": 2}[kind.offsets] * groups
 
 
 def _check_group(kind: WeightKind) -> None:
     group, step = kind.group, INPUTS_PER_STEP[_number(kind)]
-    if group < (step if kind.codes == "int4" else 0) or group % step:
+    if group < (step if in_nibbles(kind) else 0) or group % step:
         raise ValueError(f"weights in groups of {group}: must be a multiple of {step}")
     most = MAX_GROUP_WITH_ZEROS if kind.offsets == "zeros" else MAX_GROUP
     if group > most:
@@ -271,6 +271,8 @@ def _number(kind: WeightKind) -> int:
             return I4_MIN if kind.offsets == "minima" else I4
         case "fp8":
             return FP8
+        case "mxfp4":
+            return MXFP4
         case _:
             return BF16 if kind.codes == "bfloat16" else F32
 
@@ -283,6 +285,6 @@ def _arguments(weight: Weight) -> tuple[Tensor, Tensor | None, Tensor | None]:
     values = values if values.dtype in DTYPES else values.float()
     return (
         values.contiguous(),
-        None if scales is None else scales.float().contiguous(),
+        None if scales is None else scales.to(scale_dtype(weight.kind)).contiguous(),
         None if offsets is None else offsets.contiguous(),
     )

@@ -17,13 +17,14 @@ import triton.language as tl
 
 from kvik.kernels.triton.linear_end import end_and_store, sum_of_splits, tile_at
 from kvik.kernels.triton.words import (
-    INT4,
     INTERPRETED,
     MINIMUM,
     NO_OFFSET,
     ZERO,
     alike,
     fp16_pair,
+    load_scale,
+    planes_of,
     plus,
     scale_and_zero,
     weights_of,
@@ -73,7 +74,8 @@ def words_kernel(
     """grid [tiles, SPLITS]. A step is 128 inputs: one tile [64, 16] of words for each 64 outputs,
     or two of eight bits.
 
-    scales: [groups, scale_stride] words or fp32; [scale_stride] fp32 where GROUP is 0.
+    scales: [groups, scale_stride] words, fp32 or of E2M1 bytes; [scale_stride] fp32 where GROUP is
+        0.
     factors: [2, scale_stride] fp32 of MINIMUM, which make scales and minima what they are.
     WHOLE: inputs are whole steps. SUBTRACT: take 16 + zero off every weight.
     """
@@ -81,7 +83,7 @@ def words_kernel(
     first, first_token = tile_at(pid, rows, tokens, BO, BT)
     o, t = first + tl.arange(0, BO), first_token + tl.arange(0, BT)
 
-    TILES: tl.constexpr = 1 if FORMAT == INT4 else 2
+    TILES: tl.constexpr = 4 // planes_of(FORMAT)
     dtype: tl.constexpr = x.dtype.element_ty
     at = (o // 64 * steps * (1024 * TILES) + o % 64 * 16)[:, None] + tl.arange(0, 16)[None, :]
     k = tl.arange(0, SPAN)
@@ -108,7 +110,7 @@ def words_kernel(
             if GROUP == 0:
                 sums = _dot(w, xs, sums)
             elif OFFSET == NO_OFFSET:
-                scale = tl.load(scales + start // GROUP * scale_stride + o)
+                scale = load_scale(scales + start // GROUP * scale_stride + o, FORMAT)
                 sums += _dot(w, xs, nothing) * scale[:, None]
             elif OFFSET == ZERO:
                 scale, zero = scale_and_zero(tl.load(scales + start // GROUP * scale_stride + o))

@@ -45,11 +45,12 @@ from kvik.kernels.triton.scaled_mm import (
 )
 from kvik.kernels.triton.words import (
     E4M3,
-    INT4,
     MINIMUM,
     NO_OFFSET,
     fp16_pair,
+    load_scale,
     plane_of,
+    planes_of,
     scale_and_zero,
 )
 from kvik.kernels.weights import ACTIVATIONS, Matrix, MatrixSpec, Weight
@@ -66,6 +67,7 @@ def _scaled(
     row,
     k,
     scale_stride,
+    FORMAT: tl.constexpr,
     OFFSET: tl.constexpr,
     GROUP: tl.constexpr,
 ):
@@ -75,7 +77,7 @@ def _scaled(
     else:
         at = scales + k // GROUP * scale_stride + row
         if OFFSET == NO_OFFSET:
-            w = q * tl.load(at)
+            w = q * load_scale(at, FORMAT)
         elif OFFSET == MINIMUM:
             scale, minimum = fp16_pair(tl.load(at))
             scale *= tl.load(factors + row)
@@ -106,7 +108,7 @@ def word_rows_kernel(
     """grid [n, tiles / TILES]; out [n, inputs]. HALVES: lower halves of words are neighbours."""
     n = tl.program_id(0).to(tl.int64)
     row = tl.load(ids + n)
-    PLANES: tl.constexpr = 4 if FORMAT == INT4 else 2
+    PLANES: tl.constexpr = planes_of(FORMAT)
     tile = tl.program_id(1) * TILES + tl.arange(0, TILES)[:, None]
     c = tl.arange(0, 16)[None, :]
     at = words + ((row // 64 * tiles + tile) * 64 + row % 64) * 16 + c
@@ -119,7 +121,7 @@ def word_rows_kernel(
             k = start + (16 * half + c if HALVES else 2 * c + half)
             inside = k < inputs
             known = tl.minimum(k, inputs - 1)
-            y = _scaled(q, scales, factors, row, known, scale_stride, OFFSET, GROUP)
+            y = _scaled(q, scales, factors, row, known, scale_stride, FORMAT, OFFSET, GROUP)
             to = tl.load(order + known) if order is not None else known
             tl.store(out + n * inputs + to, y.to(out.dtype.element_ty), mask=inside)
 
@@ -150,7 +152,7 @@ def byte_rows_kernel(
     else:
         q = code.to(tl.float32)
     known = tl.minimum(k, inputs - 1)
-    y = _scaled(q, scales, None, row, known, scale_stride, NO_OFFSET, GROUP)
+    y = _scaled(q, scales, None, row, known, scale_stride, FORMAT, NO_OFFSET, GROUP)
     to = tl.load(order + known) if order is not None else known
     tl.store(out + n * inputs + to, y.to(out.dtype.element_ty), mask=inside)
 
@@ -164,7 +166,7 @@ BYTES_AT_ONCE = 1024
 
 def format_of(kind: WeightKind) -> tuple[int, int]:
     """Return the format of codes, and the kind of a group's zero points or minima (`words.py`)."""
-    formats = {"int4": words.INT4, "fp8": words.E4M3, "int8": words.INT8}
+    formats = {"int4": words.INT4, "fp8": words.E4M3, "int8": words.INT8, "mxfp4": words.E2M1}
     offset = words.NO_OFFSET
     if kind.codes == "int4":
         offset = words.MINIMUM if kind.offsets == "minima" else words.ZERO

@@ -12,8 +12,8 @@ p + 16 + c.
 Both: inputs are filled up to whole steps of 128 and outputs to whole tiles of 128 with zeros.
 Scales: [groups, outputs], so that those of a tile of outputs are neighbours. With zero points the
 four lowest bits of an fp32 scale are the zero point; with minima, both are fp16, in a word, times
-factors of the output that are powers of two. "silu_and_mul": rows of gate and up alternate, where
-the kernel that multiplies applies it.
+factors of the output that are powers of two; those of E2M1 are bytes (E8M0). "silu_and_mul": rows
+of gate and up alternate, where the kernel that multiplies applies it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvik.kernels.reference.ops import matrix as plain_matrix
 from kvik.kernels.triton.launch import ceil_div
 from kvik.kernels.triton.matrix_shapes import LEAST_OUTPUTS
 from kvik.kernels.triton.scaled_mm import SQUARE
-from kvik.kernels.weights import DTYPES, SYMMETRIC_ZERO, Matrix, MatrixSpec, Weight
+from kvik.kernels.weights import DTYPES, SYMMETRIC_ZERO, Matrix, MatrixSpec, Weight, scale_dtype
 from kvik.spec.weight_kind import WeightKind
 
 # Which rows of an E4M3 weight have the same scales: libraries take one for a square block, or for
@@ -140,7 +140,7 @@ class TritonPacked:
         values: words [row tiles, word tiles, 64, 16] int32, or bytes [rows, inputs] int8 or
             float8_e4m3fn, filled up.
         scales: [groups, rows], or [rows] if the group is 0; fp32, or int32 that
-            also holds a zero point or minimum.
+            also holds a zero point or minimum, or uint8 of E2M1.
         factors: [2, rows] fp32 of scales and minima; None: there are no minima.
         order: [inputs] int32; None: unchanged.
         input_scale: [1] fp32 of calibrated activations.
@@ -197,7 +197,7 @@ def empty(spec: MatrixSpec) -> TritonPacked:
     else:
         values = zeros(rows, inputs, dtype=DTYPES[kind.codes])
     words = kind.codes == "int4"
-    scales = zeros(*scale_shape, dtype=torch.int32 if words else torch.float32)
+    scales = zeros(*scale_shape, dtype=torch.int32 if words else scale_dtype(kind))
     factors = zeros(2, rows, dtype=torch.float32) if kind.offsets == "minima" else None
     order = zeros(spec.inputs, dtype=torch.int32) if kind.ordered else None
     input_scale = zeros(1, dtype=torch.float32) if kind.activations == "static" else None
@@ -271,7 +271,8 @@ def words_of(weight: Weight, tiles: int) -> Tensor:
 def _scales(weight: Weight) -> tuple[Tensor, Tensor | None]:
     """Scales [rows] or [rows, groups] as they are kept, and factors [2, rows]."""
     assert weight.scales is not None
-    scales, kind = weight.scales.float(), weight.kind
+    kind = weight.kind
+    scales = weight.scales.to(scale_dtype(kind))
     if weight.minima is not None:
         scale_factor, scales = _in_fp16(scales)
         minimum_factor, minima = _in_fp16(weight.minima.float())

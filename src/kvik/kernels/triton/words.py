@@ -6,8 +6,8 @@ AND for two weights at once, into the layout of registers that tensor cores take
 describes the layout of the words.
 
 Integers of four bits become 16 + q by their bits alone: q is the upper mantissa of a number whose
-exponent is that of 16. Small floats become larger ones likewise, with an exponent that is
-corrected afterwards.
+exponent is that of 16. Small floats (E4M3, E2M1) become larger ones likewise, with an exponent that
+is corrected afterwards.
 
 Frantar et al. 2024, "MARLIN: Mixed-Precision Auto-Regressive Parallel Inference on Large Language
 Models", section 3.
@@ -25,11 +25,18 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 INT4 = tl.constexpr(0)
 INT8 = tl.constexpr(1)
 E4M3 = tl.constexpr(2)
+E2M1 = tl.constexpr(3)
 
 # What a group has in addition to its scale.
 NO_OFFSET = tl.constexpr(0)
 ZERO = tl.constexpr(1)
 MINIMUM = tl.constexpr(2)
+
+
+@triton.constexpr_function
+def planes_of(FORMAT):
+    """Return how many weights a half of a word holds."""
+    return 4 if FORMAT in (INT4, E2M1) else 2
 
 
 @triton.jit
@@ -44,7 +51,10 @@ def plus(w, number):
 def _times(w, number: tl.constexpr):
     """w * number, exact, in the dtype of w."""
     if INTERPRETED:
-        return (w.to(tl.float32) * number).to(w.dtype)
+        wide = w.to(tl.float32)
+        if w.dtype == tl.bfloat16:  # whose smallest numbers the interpreter loses
+            wide = (w.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        return (wide * number).to(w.dtype)
     return w * number
 
 
@@ -112,12 +122,36 @@ def _e4m3_plane(words, PLANE: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
+def _e2m1_plane(words, PLANE: tl.constexpr, dtype: tl.constexpr):
+    """-> two tiles, of the weights in the lower and the upper halves of the words. As those of E4M3
+    their bits are those of a number whose exponent is too small."""
+    sign = words << (12 - 4 * PLANE)
+    if dtype == tl.bfloat16:  # the rest goes to bits 6..8
+        rest = words << (6 - 4 * PLANE) if PLANE < 2 else words >> (4 * PLANE - 6)
+        low, high = _halves((rest & 0x01C001C0) | (sign & -0x7FFF8000), dtype)
+        low, high = _times(low, 2.0**126), _times(high, 2.0**126)
+    elif dtype == tl.float16:  # to bits 9..11
+        rest = words << (9 - 4 * PLANE) if PLANE < 3 else words >> (4 * PLANE - 9)
+        low, high = _halves((rest & 0x0E000E00) | (sign & -0x7FFF8000), dtype)
+        low, high = _times(low, 2.0**14), _times(high, 2.0**14)
+    else:  # to bits 22..24
+        rest, low_sign = (words >> (4 * PLANE)) & 0x00070007, sign << 16
+        low = ((rest & 7) << 22) | (low_sign & -0x80000000)
+        high = ((rest >> 16) << 22) | (sign & -0x80000000)
+        low = low.to(tl.float32, bitcast=True) * 2.0**126
+        high = high.to(tl.float32, bitcast=True) * 2.0**126
+    return low, high
+
+
+@triton.jit
 def plane_of(words, PLANE: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr):
     """[BO, 16] words -> two tiles [BO, 16] of `dtype`."""
     if FORMAT == INT4:
         low, high = _int4_plane(words, PLANE, dtype)
     elif FORMAT == INT8:
         low, high = _int8_plane(words, PLANE, dtype)
+    elif FORMAT == E2M1:
+        low, high = _e2m1_plane(words, PLANE, dtype)
     else:
         low, high = _e4m3_plane(words, PLANE, dtype)
     return low, high
@@ -126,7 +160,7 @@ def plane_of(words, PLANE: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constex
 @triton.jit
 def _pairs(first, second, J: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr):
     """Plane J = 0..3 of 128 inputs as [BO, 16, 2], which are 32 inputs in order."""
-    if FORMAT == INT4 or J < 2:
+    if planes_of(FORMAT) == 4 or J < 2:
         low, high = plane_of(first, J, FORMAT, dtype)
     else:
         low, high = plane_of(second, J - 2, FORMAT, dtype)
@@ -154,8 +188,8 @@ def weights_of(
     elif SPAN == 32:
         w = _pairs(first, second, S, FORMAT, dtype)
     else:  # lower and upper halves of the words are groups of their own
-        words = first if (FORMAT == INT4 or S < 4) else second
-        plane: tl.constexpr = S // 2 if FORMAT == INT4 else S // 2 % 2
+        words = first if (planes_of(FORMAT) == 4 or S < 4) else second
+        plane: tl.constexpr = S // 2 % planes_of(FORMAT)
         low, high = plane_of(words, plane, FORMAT, dtype)
         w = low if S % 2 == 0 else high
     return tl.reshape(w, (BO, SPAN))
@@ -184,6 +218,17 @@ def fp16_pair(word):
     low = word.to(tl.int16).to(tl.float16, bitcast=True)
     high = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True)
     return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def load_scale(at, FORMAT: tl.constexpr):
+    """Return scales of groups that have nothing else, fp32; of E2M1 they are bytes (E8M0), and the
+    smallest power of two has no exponent of its own in fp32."""
+    scale = tl.load(at)
+    if FORMAT == E2M1:
+        bits = tl.maximum(scale.to(tl.int32) << 23, 1 << 22)
+        scale = bits.to(tl.float32, bitcast=True)
+    return scale
 
 
 @triton.jit

@@ -15,10 +15,12 @@ from kvik.kernels.weights import (
     int4_min_weight,
     int4_weight,
     int8_weight,
+    mxfp4_weight,
 )
 from kvik.nn.formats.base import LinearShape, StoredTensor, TensorError
 from kvik.nn.formats.bits import pack_nibbles
-from kvik.nn.gguf_blocks import take_apart
+from kvik.nn.formats.mxfp4 import powers_of_two
+from kvik.nn.gguf_blocks import mxfp4_parts, take_apart
 from kvik.spec.stored_weights import StoredScheme
 from kvik.spec.weights import loaded_kind
 
@@ -49,6 +51,9 @@ class Blocks:
         return {WEIGHT: StoredTensor(size, torch.uint8, in_runs=True, because=why)}
 
     def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Weight:
+        if self.type.name == "MXFP4":
+            codes, powers = mxfp4_parts(tensors[WEIGHT][rows])
+            return mxfp4_weight(pack_nibbles(codes), powers_of_two(WEIGHT, powers))
         parts = take_apart(self.type.name, tensors[WEIGHT][rows])
         scales, minima, loaded = _finite(parts.scales), parts.minima, self.loaded
         if minima is not None:

@@ -13,6 +13,7 @@ from kvik.nn.formats.blocks import Blocks
 from kvik.nn.formats.compressed_tensors import IntQuantized, PackQuantized
 from kvik.nn.formats.fp8 import Fp8
 from kvik.nn.formats.integers import Awq, Gptq
+from kvik.nn.formats.mxfp4 import Mxfp4Packed
 from kvik.spec.stored_weights import BLOCK_LAYOUTS, KEY, Layout, StoredScheme
 
 # The format of a layer in a layout, made from its scheme, its shape, and the shapes of its tensors.
@@ -25,6 +26,7 @@ FORMATS: Mapping[Layout, MakeFormat] = MappingProxyType(
         "pack-quantized": PackQuantized,
         "int-quantized": IntQuantized,
         "fp8": Fp8,
+        "mxfp4-pack-quantized": Mxfp4Packed,
         **dict.fromkeys(BLOCK_LAYOUTS, Blocks),
     }
 )

@@ -1,0 +1,57 @@
+// Floats of four bits (E2M1) in groups that share a power of two (E8M0), of the OCP Microscaling formats.
+#pragma once
+
+#include "simd.hpp"
+
+namespace kvik {
+namespace {
+
+// Twice the number of each code, which is an integer, plus kE2M1Zero, so that none is negative.
+constexpr int kE2M1Zero = 12;
+alignas(16) constexpr uint8_t kE2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+// 2^(bits - 127); 255, which is no number, gives infinity.
+struct e8m0 {
+    uint8_t bits;
+};
+
+constexpr uint32_t kSmallestE8M0 = 1u << 22;  // 2^-127 has no exponent of its own in fp32
+
+KVIK_INLINE float to_float(e8m0 value) {
+    return __builtin_bit_cast(float, value.bits ? uint32_t(value.bits) << 23 : kSmallestE8M0);
+}
+
+#if defined(__AVX512F__)
+KVIK_INLINE F32 load(const e8m0* p) {
+    const I32 bits = _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)), 23);
+    return _mm512_castsi512_ps(_mm512_max_epi32(bits, ibroadcast(kSmallestE8M0)));
+}
+// Codes in bytes -> what the table has for them.
+KVIK_INLINE I32 e2m1_integers(I32 codes) {
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)kE2M1)), codes);
+}
+#elif defined(__AVX2__)
+KVIK_INLINE F32 load(const e8m0* p) {
+    const I32 bits = _mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)), 23);
+    return _mm256_castsi256_ps(_mm256_max_epi32(bits, ibroadcast(kSmallestE8M0)));
+}
+KVIK_INLINE I32 e2m1_integers(I32 codes) {
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)kE2M1)), codes);
+}
+#else
+KVIK_INLINE F32 load(const e8m0* p) {
+    float lanes[kLanes];
+    for (int i = 0; i < kLanes; i++) lanes[i] = to_float(p[i]);
+    return load(lanes);
+}
+KVIK_INLINE I32 e2m1_integers(I32 codes) {
+    uint8_t bytes[sizeof codes];
+    std::memcpy(bytes, &codes, sizeof codes);
+    for (uint8_t& byte : bytes) byte = kE2M1[byte];
+    std::memcpy(&codes, bytes, sizeof codes);
+    return codes;
+}
+#endif
+
+}  // namespace
+}  // namespace kvik
