@@ -84,6 +84,20 @@ class HeadNorms:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What attention computes in one layer, fixed when the model is built.
+
+    Attributes:
+        scale: of the scores.
+        norms: of the heads of q and k; None: none. The backend applies them, so that a kernel can
+            do it while it writes k into the cache.
+    """
+
+    scale: float
+    norms: HeadNorms | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     """Arrays of one step for one KV group. A backend may subclass it with its own plan."""
 
@@ -99,10 +113,9 @@ class Attend:
         q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]. A backend that rotates q
             and k may overwrite them.
         kv, metadata: the layer's cache, and the plan of its KV group.
-        scale: of the scores.
+        spec: what the layer computes.
         rotation: [tokens, head_dim] fp32 for `Ops.rotary`; None: no rotation. The backend rotates,
             so that a kernel can do it while it writes k into the cache.
-        norms: of the heads of q and k; None: none. The backend applies them for the same reason.
     """
 
     q: Tensor
@@ -110,13 +123,12 @@ class Attend:
     v: Tensor
     kv: LayerKV
     metadata: AttentionMetadata
-    scale: float
+    spec: AttentionSpec
     rotation: Tensor | None = None
-    norms: HeadNorms | None = None
 
     def turned(self, ops: Ops) -> tuple[Tensor, Tensor]:
         """Return q and k normalised and rotated, for backends whose kernels do not do it."""
-        q, k, norms = self.q, self.k, self.norms
+        q, k, norms = self.q, self.k, self.spec.norms
         if norms is not None:
             q, k = ops.rms_norm(q, norms.q, norms.eps), ops.rms_norm(k, norms.k, norms.eps)
         if self.rotation is not None:

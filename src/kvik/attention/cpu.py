@@ -69,7 +69,7 @@ class CpuAttention:
             block_size=layout.block_size,
             window=attend.metadata.window or 0,
             tree=pointer(layout.tree),
-            scale=attend.scale,
+            scale=attend.spec.scale,
             out=out.data_ptr(),
             out_stride=out.stride(0),
             dtype=DTYPES[q.dtype],

@@ -49,7 +49,7 @@ class ReferenceAttention:
             blocks = layout.block_table[i]
             rows = slice(start, start + length)
             visible = _visible(layout.nodes(start, length), length, context, window)
-            out[rows] = _attend(q[rows], kv, blocks, visible.to(q.device), attend.scale)
+            out[rows] = _attend(q[rows], kv, blocks, visible.to(q.device), attend.spec.scale)
             start += length
         return out
 

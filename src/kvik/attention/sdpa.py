@@ -186,7 +186,7 @@ class SdpaAttention:
 
     def run(self, attend: Attend) -> Tensor:
         q, k = attend.turned(self._ops)
-        kv, metadata, scale = attend.kv, attend.metadata, attend.scale
+        kv, metadata, scale = attend.kv, attend.metadata, attend.spec.scale
         assert isinstance(metadata, SdpaMetadata)
         k, v = store(self._ops, k, attend.v, kv, metadata.layout.slot_mapping)
         if len(metadata.decode) == 1 and metadata.decode[0].tokens is None:

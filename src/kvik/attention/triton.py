@@ -65,7 +65,7 @@ class TritonAttention:
     def run(self, attend: Attend) -> Tensor:
         metadata, kv = attend.metadata, attend.kv
         assert isinstance(metadata, TritonMetadata)
-        q, k, v = attend.q, attend.k, attend.v
+        q, k, v, scale = attend.q, attend.k, attend.v, attend.spec.scale
         slots = metadata.layout.slot_mapping
         # The kernel turns and rounds halves of a head, which hold whole bytes.
         if q.shape[2] % (4 if kv.k.dtype == torch.uint8 else 2):
@@ -75,16 +75,16 @@ class TritonAttention:
             scales = None
             if kv.k_scales is not None and kv.v_scales is not None:
                 scales = kv.k_scales, kv.v_scales
-            norms = attend.norms
+            norms = attend.spec.norms
             by = None if norms is None else (norms.q, norms.k, norms.eps)
             q = rotate_and_store(q, k, v, attend.rotation, (kv.k, kv.v), scales, slots, by)
         cache = PagedCache(kv.k, kv.v, kv.k_scales, kv.v_scales)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for step in metadata.steps:
-            paged_attention(q, cache, step, attend.scale, out)
+            paged_attention(q, cache, step, scale, out)
         for prompt in metadata.fresh:
             assert self.prompts is not None
-            out[prompt.start : prompt.end] = self.prompts.attend(q, kv.k, v, prompt, attend.scale)
+            out[prompt.start : prompt.end] = self.prompts.attend(q, kv.k, v, prompt, scale)
         return out
 
     def move(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvik.attention.base import AttentionBackend
+from kvik.attention.base import AttentionBackend, AttentionSpec, HeadNorms
 from kvik.kernels.ops import Ops
 from kvik.kernels.weights import Activation, MatrixSpec, float_kind
 from kvik.nn.checkpoint import Checkpoint
@@ -374,14 +374,25 @@ class Builder:
     def rope(self, spec: RopeSpec, head_dim: int) -> Rope:
         return Rope(self.ops, spec, head_dim, self.max_model_len, self.device)
 
-    def attention(self, layer: int, head_dim: int, scale: float | None = None) -> Attention:
+    def attention(
+        self,
+        layer: int,
+        head_dim: int,
+        scale: float | None = None,
+        norms: tuple[RMSNorm, RMSNorm] | None = None,
+    ) -> Attention:
         """
         Args:
             scale: of the scores; None: the usual one, 1 / sqrt(head_dim).
+            norms: of the heads of q and k, with the same eps; None: none.
         """
         self.ignore(*KV_SCALES)
-        scale = head_dim**-0.5 if scale is None else scale
-        return Attention(self.backend, layer, self._group_of[layer], scale)
+        head_norms = None
+        if norms is not None:
+            q_norm, k_norm = norms
+            head_norms = HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps)
+        spec = AttentionSpec(head_dim**-0.5 if scale is None else scale, head_norms)
+        return Attention(self.backend, layer, self._group_of[layer], spec)
 
     def scaled_sum(self, factor: float) -> ScaledSum:
         return ScaledSum(self.ops, factor)

@@ -184,10 +184,9 @@ class AttentionLayer(Protocol):
         v: Tensor,
         ctx: ForwardContext,
         rotation: Tensor | None = None,
-        norms: tuple[Any, Any] | None = None,
     ) -> Tensor:
         """q [tokens, heads, head_dim]; k, v [tokens, kv_heads, head_dim] -> [tokens, heads *
-        head_dim]. `norms`: RMS norms of the heads of q and k."""
+        head_dim]."""
         ...
 
 
@@ -297,7 +296,11 @@ class LayerBuilder(Protocol):
     def rope(self, spec: RopeSpec, head_dim: int) -> Rotations: ...
 
     def attention(
-        self, layer: int, head_dim: int, scale: float | None = None
+        self,
+        layer: int,
+        head_dim: int,
+        scale: float | None = None,
+        norms: tuple[Any, Any] | None = None,
     ) -> AttentionLayer: ...
 
     def scaled_sum(self, factor: float) -> Sum: ...
@@ -559,7 +562,13 @@ class _Describer:
     def rope(self, spec: RopeSpec, head_dim: int) -> _Described:
         return _DESCRIBED
 
-    def attention(self, layer: int, head_dim: int, scale: float | None = None) -> _Described:
+    def attention(
+        self,
+        layer: int,
+        head_dim: int,
+        scale: float | None = None,
+        norms: tuple[Any, Any] | None = None,
+    ) -> _Described:
         return _DESCRIBED
 
     def scaled_sum(self, factor: float) -> _Described:
