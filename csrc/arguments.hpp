@@ -115,6 +115,23 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
     I(group) P(order) I(activation) P(bias) P(residual) I(residual_stride) P(y)          \
     I(y_stride) I(dtype) I(out_dtype) I(fp8_x) P(x_scale)
 
+// ids [rows, active] int64 and weights [rows, active] fp32: the experts of each row of logits [rows, experts]
+// fp32, the best first, of equals the lower id. Scores are softmax or sigmoid; `correction` fp32 [experts],
+// or null, is added to choose alone. groups > 1: only the kept_groups best of equal groups are chosen from,
+// by their best expert or their two_of_group best. normalise: weights of a row sum to `scale`; else they are
+// scores times it.
+#define KVIK_ARGS_route(P, I, F)                                                         \
+    P(logits) I(stride) I(rows) I(experts) I(active) I(sigmoid) P(correction) I(groups)  \
+    I(kept_groups) I(two_of_group) I(normalise) F(scale) P(ids) P(weights)
+
+// y [rows, hidden] = residual + the sum over a row's experts, in ascending order, of weight * down(act(up(x))).
+// ids, weights as `route` makes them; no expert twice in a row. up, down: `ExpertMatrix` [count], all of one
+// kind. residual (or null) and y have the dtype of x.
+#define KVIK_ARGS_experts(P, I, F)                                                       \
+    P(x) I(x_stride) I(rows) P(ids) P(weights) I(active) I(count) P(up) P(down)          \
+    I(hidden) I(inner) I(activation) I(up_kind) I(up_group) I(up_fp8_x) I(down_kind)     \
+    I(down_group) I(down_fp8_x) P(residual) I(residual_stride) P(y) I(y_stride) I(dtype)
+
 // Rows [first, first + count) of a weight [outputs, inputs] to their places in the packed one. values:
 // fp32 or bf16 (value_dtype), int8, E4M3, or two 4-bit values to a byte; scales fp32 [count, groups],
 // or [count] without groups; zeros: null, uint8 [count, groups], or of kMatrixI4Min the minima, fp32.
@@ -168,8 +185,8 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 
 #define KVIK_KERNELS(K)                                                                  \
     K(rms_norm) K(layer_norm) K(activate) K(scaled) K(add) K(gather_rows) K(rotary)      \
-    K(store_kv) K(load_kv) K(move_kv) K(attention) K(linear) K(pack_matrix)              \
-    K(matrix_rows) K(largest) K(top_k) K(penalize) K(mask) K(draw) K(probabilities)      \
+    K(store_kv) K(load_kv) K(move_kv) K(attention) K(linear) K(route) K(experts)         \
+    K(pack_matrix) K(matrix_rows) K(largest) K(top_k) K(penalize) K(mask) K(draw) K(probabilities)      \
     K(read_memory) K(peak_f32) K(peak_bf16) K(peak_i8)
 
 #define KVIK_POINTER(name) void* name;

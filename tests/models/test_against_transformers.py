@@ -41,6 +41,14 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 
+EIGHT_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+ROUTED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "routed_scaling_factor": 1.7,
+}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gqa": ("Llama", {}),
     "llama-mha": ("Llama", {"num_key_value_heads": 4}),
@@ -200,6 +208,53 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "word_embed_proj_dim": 32,
             "enable_bias": False,
             "tie_word_embeddings": False,
+        },
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral-window": ("Mixtral", {"num_local_experts": 3, "sliding_window": 9}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            **EIGHT_EXPERTS,
+            "head_dim": 16,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3-moe-every-second": (
+        "Qwen3Moe",
+        {**EIGHT_EXPERTS, "head_dim": 8, "norm_topk_prob": False, "decoder_sparse_step": 2},
+    ),
+    "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3}),
+    "glm4-moe": (
+        "Glm4Moe",
+        {
+            **ROUTED,
+            "head_dim": 16,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "glm4-moe-groups": (
+        "Glm4Moe",
+        {
+            **ROUTED,
+            "head_dim": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+            "first_k_dense_replace": 0,
+        },
+    ),
+    "minimax-m2": (
+        "MiniMaxM2",
+        {
+            "head_dim": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            **rope(partial_rotary_factor=0.5),
         },
     ),
     "gpt2": ("GPT2", {}),

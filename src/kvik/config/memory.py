@@ -67,6 +67,8 @@ TRITON_SDPA = "triton+sdpa"
 TRITON_BACKENDS = ("triton", TRITON_SDPA)
 PROMPT_PADDING = 1024
 CUDNN_BYTES = 256 * MIB
+# Of the lists that sort a step's rows by expert (csrc/experts.hpp), and its router's results.
+EXPERT_ROW_BYTES = 24
 # Keys of a split in the cpu backend, and requests of the longest context that decode together.
 SPLIT_KEYS, LONG_CONTEXTS = 512, 8
 
@@ -85,7 +87,14 @@ class ModelSizes(Weighed, Protocol):
     def hidden_size(self) -> int: ...
 
     @property
-    def intermediate_size(self) -> int: ...
+    def inner_width(self) -> int:
+        """The most inner activations of a token in a layer."""
+        ...
+
+    @property
+    def experts_of_token(self) -> int:
+        """The most experts that a token goes through in a layer; 0: there are none."""
+        ...
 
     @property
     def num_heads(self) -> int: ...
@@ -167,13 +176,16 @@ class StepMemory:
         they are normalised, but then they make room for others), what attention gives, and the
         inner activations; kernels make themselves a copy of the inputs of a product."""
         spec, tokens = self.spec, size.max_num_batched_tokens
-        widths = 3 * spec.hidden_size + self._qkv + self._queries + spec.intermediate_size
+        widths = 3 * spec.hidden_size + self._qkv + self._queries + spec.inner_width
         normalised = self._qkv
         rotation = len(spec.ropes) * spec.head_dim * 4
         buffers = tokens * ((widths + normalised) * self.item + rotation)
-        inputs = max(spec.hidden_size, self._queries, spec.intermediate_size)
+        inputs = max(spec.hidden_size, self._queries, spec.inner_width)
         rounded = self.quantization in ("int8", "int4")  # to a byte, and scales of groups
         copied = tokens * (inputs + inputs // 4 if rounded else inputs * self.item)
+        # each expert of a token has a copy of its inputs, and lists of its own
+        copied *= max(1, spec.experts_of_token)
+        copied += spec.experts_of_token * tokens * EXPERT_ROW_BYTES
         return buffers + copied + self._attention_scratch(size) + self._logits(size)
 
     def eager(self, size: StepSize) -> int:
@@ -193,7 +205,7 @@ class StepMemory:
         qkv = tokens * self._qkv * item
         rotary = qkv + tokens * ((queries + keys) * item + queries * 16)
         attended = qkv + tokens * (3 * queries + keys) * item + self._attention_scratch(size)
-        mlp = tokens * spec.intermediate_size * (3 * item + 20)
+        mlp = tokens * spec.inner_width * (3 * item + 20)
         return max(norm, rotary, attended, mlp, self._quantized_product(size))
 
     def _logits(self, size: StepSize) -> int:
@@ -213,8 +225,8 @@ class StepMemory:
         if not self.quantized:
             return 0
         spec, item = self.spec, self.item
-        inputs = max(spec.hidden_size, self._queries, spec.intermediate_size)
-        outputs = max(spec.hidden_size, self._qkv, 3 * spec.intermediate_size)
+        inputs = max(spec.hidden_size, self._queries, spec.inner_width)
+        outputs = max(spec.hidden_size, self._qkv, 3 * spec.inner_width)
         return size.max_num_batched_tokens * (8 * inputs + (4 + item) * outputs)
 
     def _attention_scratch(self, size: StepSize) -> int:
@@ -567,7 +579,7 @@ class Footprint:
             return 0
         total = LOADING_BYTES
         if not self.spec.gated_mlp:  # GPT-2: stored transposed, so whole matrices are read, in fp32
-            total += 2 * self.spec.intermediate_size * self.spec.hidden_size * 4
+            total += 2 * self.spec.inner_width * self.spec.hidden_size * 4
         if self.quantization != "none" or self._stored:
             total += QUANTIZED_SCRATCH_BYTES
         # Quantised tensors are read whole, the next one while one is converted.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvik.kernels.ops import Draws, Ops, Truncation
 from kvik.kernels.reference.draw import probabilities
+from kvik.kernels.reference.experts import experts_by
 from kvik.kernels.reference.ops import REFERENCE, as_multiplied, rms_norm, stored_weight
 from kvik.kernels.rounding import PIECE
 from kvik.kernels.weights import PAIRED, Activation, Matrix, Weight
@@ -134,6 +135,7 @@ def _copy_blocks(cache: Tensor, source: Tensor, target: Tensor) -> None:
 TORCH = replace(
     REFERENCE,
     linear=_linear,
+    experts=experts_by(_linear),
     matrix_rows=_matrix_rows,
     gather_rows=_gather_rows,
     largest=_largest,

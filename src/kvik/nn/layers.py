@@ -11,7 +11,9 @@ from torch import Tensor
 from kvik.attention.base import Attend, AttentionBackend, AttentionSpec
 from kvik.kernels.ops import Ops
 from kvik.kernels.weights import Activation, Matrix
+from kvik.kernels.weights import Experts as ExpertSet
 from kvik.spec.declare import ForwardContext
+from kvik.spec.experts import Router
 
 # Embeddings at the bottom of a model.
 
@@ -211,6 +213,42 @@ class GatedMLP:
     ) -> Tensor:
         """x, residual [tokens, hidden] -> [tokens, hidden]."""
         return self.down(self.gate_up(x, ctx), ctx, residual)
+
+
+class Experts:
+    """Routed experts, and perhaps an MLP that every token goes through (`ExpertsSpec`)."""
+
+    __slots__ = ("correction", "experts", "ops", "router", "rule", "shared")
+
+    def __init__(
+        self,
+        ops: Ops,
+        router: Linear,
+        rule: Router,
+        correction: Tensor | None,
+        experts: ExpertSet,
+        shared: GatedMLP | None,
+    ) -> None:
+        """
+        Args:
+            router: gives the logits, fp32.
+            correction: [experts] fp32, of `rule`.
+        """
+        self.ops = ops
+        self.router = router
+        self.rule = rule
+        self.correction = correction
+        self.experts = experts
+        self.shared = shared
+
+    def __call__(
+        self, x: Tensor, ctx: ForwardContext | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        """x, residual [tokens, hidden] -> [tokens, hidden]."""
+        ids, weights = self.ops.route(self.router(x, ctx), self.rule, self.correction)
+        if self.shared is not None:
+            residual = self.shared(x, ctx, residual)
+        return self.ops.experts(x, ids, weights, self.experts, residual)
 
 
 class MLP:

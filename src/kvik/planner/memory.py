@@ -94,7 +94,8 @@ class StoredModel:
 
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
+    inner_width: int
+    experts_of_token: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -113,7 +114,8 @@ class StoredModel:
         return cls(
             vocab_size=shape.vocab_size,
             hidden_size=shape.hidden_size,
-            intermediate_size=shape.intermediate_size,
+            inner_width=shape.intermediate_size,
+            experts_of_token=max(matrix.active for matrix in shape.matrices),
             num_heads=shape.num_heads,
             num_kv_heads=-(-widest // (2 * shape.head_dim)),
             head_dim=shape.head_dim,

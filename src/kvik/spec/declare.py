@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from kvik.spec.fields import Fields
@@ -18,11 +18,27 @@ from kvik.spec.layers import LayerRule, equal_layers
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvik.spec.experts import ExpertsRule, ExpertsSpec, Router
     from kvik.spec.model import ModelFacts, ModelScales
     from kvik.spec.rope import RopeSpec
 
 # What a matrix does in a block; "": in none, as in heads that draft.
-Role = Literal["qkv", "o", "gate_up", "up", "down", "head", "embedding", "positions", ""]
+Role = Literal[
+    "qkv",
+    "o",
+    "gate_up",
+    "up",
+    "down",
+    "router",
+    "expert_gate_up",
+    "expert_down",
+    "shared_gate_up",
+    "shared_down",
+    "head",
+    "embedding",
+    "positions",
+    "",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +51,9 @@ class Architecture:
         models: what people call the models that have it.
         make: the constructor of its network.
         layers: reads what differs from layer to layer.
-        qkv_bias, o_bias, mlp_bias: a fact, or the config.json key that decides (false if absent).
+        experts: reads which layers have routed experts; None: no layer.
+        qkv_bias, o_bias, mlp_bias, qk_norm: a fact, or the config.json key that decides (false if
+            absent).
         tied: `tie_word_embeddings` when config.json does not say.
         scales: reads the constants of a network that has some; None: it has none.
         head_dim: when config.json does not say; None: hidden / heads.
@@ -58,10 +76,11 @@ class Architecture:
     models: str
     make: Callable[[ModelFacts, LayerBuilder], Network]
     layers: LayerRule = equal_layers
+    experts: ExpertsRule | None = None
     qkv_bias: bool | str = False
     o_bias: bool | str = False
     mlp_bias: bool | str = False
-    qk_norm: bool = False
+    qk_norm: bool | str = False
     activations: tuple[str, ...] = ("silu", "swish")
     rms_norm: bool = True
     gated_mlp: bool = True
@@ -193,6 +212,27 @@ class AttentionLayer(Protocol):
 GATE_UP = ("gate_proj", "up_proj")
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Names in the scope of a layer's experts.
+
+    Attributes:
+        router: of the matrix that gives the logits.
+        gate_up, down: of an expert's matrices; {} stands for its number. Gate and up may be one.
+        correction: of what is added to scores to choose experts.
+        shared: scope of the MLP that every token goes through.
+    """
+
+    router: str = "gate"
+    gate_up: tuple[str, ...] = ("experts.{}.gate_proj", "experts.{}.up_proj")
+    down: str = "experts.{}.down_proj"
+    correction: str = "gate.e_score_correction_bias"
+    shared: str = "shared_experts"
+
+
+EXPERT_NAMES = ExpertNames()
+
+
 def usual_scope(name: str, *others: str) -> str:
     """Return the scope that a model has without a checkpoint: the last one that is some."""
     return others[-1] if others and others[-1] else name
@@ -261,6 +301,15 @@ class LayerBuilder(Protocol):
         activation: str = "gelu_new",
     ) -> FeedForward: ...
 
+    def experts(
+        self,
+        hidden: int,
+        spec: ExpertsSpec,
+        names: ExpertNames = EXPERT_NAMES,
+        *,
+        bias: bool = False,
+    ) -> FeedForward: ...
+
     def embedding(
         self, name: str, rows: int, hidden: int, *, skipped: int = 0
     ) -> PositionTable: ...
@@ -280,6 +329,8 @@ class LayerBuilder(Protocol):
         before: Role = "",
         offset: float = 0.0,
         scale: float = 1.0,
+        rope: RopeSpec | None = None,
+        heads: int = 1,
     ) -> Norm: ...
 
     def layer_norm(
@@ -316,6 +367,7 @@ class DeclaredLinear:
     Attributes:
         layer: the block's number; None: it is in no block.
         outputs: of each name.
+        router: chooses it among others of its kind, if it is an expert's.
         tied: its weight is the embedding's, and the names are not in the checkpoint.
         by_head: it has q, k and v of the first head, then those of the second.
     """
@@ -328,6 +380,7 @@ class DeclaredLinear:
     bias: bool
     tied: bool = False
     by_head: bool = False
+    router: Router | None = None
 
     @property
     def num_parameters(self) -> int:
@@ -358,6 +411,19 @@ class DeclaredNorm:
 
 
 @dataclass(frozen=True, slots=True)
+class DeclaredVector:
+    """Numbers that belong to no matrix and no norm, such as the correction of a router."""
+
+    layer: int | None
+    name: str
+    size: int
+
+    @property
+    def num_parameters(self) -> int:
+        return self.size
+
+
+@dataclass(frozen=True, slots=True)
 class DeclaredTable:
     """A lookup table: of tokens or of positions."""
 
@@ -383,12 +449,13 @@ class Declaration:
     linears: list[DeclaredLinear] = field(default_factory=list)
     norms: list[DeclaredNorm] = field(default_factory=list)
     tables: list[DeclaredTable] = field(default_factory=list)
+    vectors: list[DeclaredVector] = field(default_factory=list)
     block: str = ""
 
     @property
     def num_parameters(self) -> int:
-        parts: Sequence[DeclaredLinear | DeclaredNorm | DeclaredTable]
-        parts = (*self.linears, *self.norms, *self.tables)
+        parts: Sequence[DeclaredLinear | DeclaredNorm | DeclaredTable | DeclaredVector]
+        parts = (*self.linears, *self.norms, *self.tables, *self.vectors)
         return sum(part.num_parameters for part in parts)
 
     @property
@@ -511,6 +578,35 @@ class _Describer:
         self.linear(up, hidden, inner, bias=bias, role="up")
         return self.linear(down, inner, hidden, bias=bias, role="down")
 
+    def experts(
+        self,
+        hidden: int,
+        spec: ExpertsSpec,
+        names: ExpertNames = EXPERT_NAMES,
+        *,
+        bias: bool = False,
+    ) -> _Described:
+        router, inner = spec.router, spec.inner
+        self.linear(names.router, hidden, router.experts, bias=bias, role="router")
+        if router.corrected:
+            vector = DeclaredVector(self._layer, self._name(names.correction), router.experts)
+            self._found.vectors.append(vector)
+        widths = (2 * inner // len(names.gate_up),) * len(names.gate_up)
+        for expert in range(router.experts):
+            for role, parts, inputs, outputs in (
+                ("expert_gate_up", names.gate_up, hidden, widths),
+                ("expert_down", (names.down,), inner, (hidden,)),
+            ):
+                full = tuple(self._name(part.format(expert)) for part in parts)
+                linear = DeclaredLinear(self._layer, cast(Role, role), full, inputs, outputs, bias)
+                self._found.linears.append(replace(linear, router=router))
+        if spec.shared:
+            shared = self.at(names.shared)
+            widths = (spec.shared,) * len(GATE_UP)
+            shared.linear(GATE_UP, hidden, widths, bias=bias, role="shared_gate_up")
+            shared.linear("down_proj", spec.shared, hidden, bias=bias, role="shared_down")
+        return _DESCRIBED
+
     def embedding(self, name: str, rows: int, hidden: int, *, skipped: int = 0) -> _Described:
         table = DeclaredTable("positions", self._name(name), skipped + rows, hidden)
         self._found.tables.append(table)
@@ -541,6 +637,8 @@ class _Describer:
         before: Role = "",
         offset: float = 0.0,
         scale: float = 1.0,
+        rope: RopeSpec | None = None,
+        heads: int = 1,
     ) -> _Described:
         norm = DeclaredNorm(self._layer, self._name(name), dim, False, before, offset)
         self._found.norms.append(norm)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvik.errors import shown
+from kvik.spec.experts import ExpertsSpec
 from kvik.spec.fields import Fields
 from kvik.spec.rope import MAX_POSITIONS, RopeSpec, read_rope
 
@@ -20,10 +21,12 @@ class LayerSpec:
     Attributes:
         window: keys that a query sees, its own included; None: all.
         rope: how positions turn its queries and keys; None: they do not.
+        experts: of its feed-forward part; None: a plain MLP.
     """
 
     window: int | None = None
     rope: RopeSpec | None = None
+    experts: ExpertsSpec | None = None
 
 
 # config.json, number of layers, trained positions -> the layers. Raises `ModelError`.

@@ -29,7 +29,7 @@ class LinearLayers:
     """Equal linear layers of a model, each over `inputs` with `outputs`.
 
     Attributes:
-        count: number of layers.
+        count: number of layers, of experts each one.
         head: the layer gives the logits; it may share its weights with the embedding, which then
             counts as a layer too.
         stored: how the checkpoint stores the parts of a layer; None: as floats.
@@ -109,6 +109,20 @@ class ModelFacts:
     def ropes(self) -> tuple[RopeSpec, ...]:
         """The rotary positions that layers have, each once; none if positions are learned."""
         return tuple(dict.fromkeys(layer.rope for layer in self.layers if layer.rope))
+
+    @property
+    def inner_width(self) -> int:
+        """The most inner activations that a token has in the MLP, or in its experts, of a layer."""
+        experts = (layer.experts.active_width for layer in self.layers if layer.experts)
+        dense = self.intermediate_size if any(not layer.experts for layer in self.layers) else 0
+        return max(dense, *experts, 0)
+
+    @property
+    def experts_of_token(self) -> int:
+        """The most experts that a token goes through in a layer; 0: no layer has experts."""
+        return max(
+            (layer.experts.router.active for layer in self.layers if layer.experts), default=0
+        )
 
     @property
     def max_context(self) -> int:

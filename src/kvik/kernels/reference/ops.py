@@ -11,6 +11,7 @@ from torch import Tensor
 from kvik.kernels.fp8 import round_activations
 from kvik.kernels.ops import Ops
 from kvik.kernels.reference.draw import draw, mask, penalize, probabilities
+from kvik.kernels.reference.experts import expert_set, experts_by, route
 from kvik.kernels.rounding import round_tokens
 from kvik.kernels.weights import (
     DTYPES,
@@ -246,6 +247,9 @@ REFERENCE = Ops(
     matrix=matrix,
     pack_rows=pack_rows,
     linear=linear,
+    route=route,
+    expert_set=expert_set,
+    experts=experts_by(linear),
     matrix_rows=matrix_rows,
     gather_rows=gather_rows,
     add=add,
