@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvik.attention.base import (
     Attend,
+    AttendLatent,
     AttentionMetadata,
     BackendCaps,
     LayerKV,
@@ -25,6 +26,7 @@ from kvik.attention.base import (
 )
 from kvik.attention.fresh_prompts import FreshPrompt, FreshPrompts
 from kvik.kernels.ops import Ops
+from kvik.kernels.triton.attention_mla import latent_attention
 from kvik.kernels.triton.attention_paged import PagedCache, PagedStep, paged_attention, runs_of
 from kvik.kernels.triton.rotary import rotate_and_store
 
@@ -85,6 +87,17 @@ class TritonAttention:
         for prompt in metadata.fresh:
             assert self.prompts is not None
             out[prompt.start : prompt.end] = self.prompts.attend(q, kv.k, v, prompt, scale)
+        return out
+
+    def run_latent(self, attend: AttendLatent) -> Tensor:
+        metadata, kv = attend.metadata, attend.kv
+        assert isinstance(metadata, TritonMetadata)
+        q_rope, k_rope = self._ops.rotary(attend.q_rope, attend.k_rope, attend.rotation)
+        k = torch.cat((attend.latent[:, None], k_rope), 2)
+        store(self._ops, k, k[..., :0], kv, metadata.layout.slot_mapping)
+        out = torch.empty(attend.q.shape, dtype=k.dtype, device=k.device)
+        for step in metadata.steps:
+            latent_attention(attend.q, q_rope, kv.k, step, attend.spec.scale, out)
         return out
 
     def move(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:

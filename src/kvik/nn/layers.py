@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvik.attention.base import Attend, AttentionBackend, AttentionSpec
+from kvik.attention.base import Attend, AttendLatent, AttentionBackend, AttentionSpec
 from kvik.kernels.ops import Ops
 from kvik.kernels.weights import Activation, Matrix
 from kvik.kernels.weights import Experts as ExpertSet
@@ -162,6 +162,54 @@ class Attention:
         kv, metadata = ctx.kv[self.layer], ctx.metadata[self.group]
         attend = Attend(q, k, v, kv, metadata, self.spec, rotation)
         return self.backend.run(attend).flatten(1)
+
+
+class LatentAttention:
+    """Attention of one layer over latent vectors, causal, over everything cached (`LatentSpec`)."""
+
+    __slots__ = ("backend", "group", "layer", "spec")
+
+    def __init__(
+        self, backend: AttentionBackend, layer: int, group: int, spec: AttentionSpec
+    ) -> None:
+        self.backend = backend
+        self.layer = layer
+        self.group = group  # KV group of the layer
+        self.spec = spec
+
+    def __call__(
+        self,
+        q: Tensor,
+        q_rope: Tensor,
+        latent: Tensor,
+        k_rope: Tensor,
+        ctx: ForwardContext,
+        rotation: Tensor,
+    ) -> Tensor:
+        """Rotate q_rope and k_rope, store what the cache keeps, attend; see `AttendLatent`.
+
+        Returns:
+            [tokens, heads, rank].
+        """
+        kv, metadata = ctx.kv[self.layer], ctx.metadata[self.group]
+        return self.backend.run_latent(
+            AttendLatent(q, q_rope, latent, k_rope, kv, metadata, self.spec, rotation)
+        )
+
+
+class LinearEach:
+    """x W^T of each head, by a matrix of its own (`Ops.linear_each`)."""
+
+    __slots__ = ("matrix", "ops", "outputs")
+
+    def __init__(self, ops: Ops, matrix: Matrix, outputs: int) -> None:
+        self.ops = ops
+        self.matrix = matrix
+        self.outputs = outputs  # of a head
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [tokens, heads, inputs] -> [tokens, heads, outputs]."""
+        return self.ops.linear_each(x, self.matrix, self.outputs)
 
 
 # Queries, keys and values: projections of one input, cut into heads.
