@@ -8,6 +8,7 @@
 #include "kv_move.hpp"
 #include "limits.hpp"
 #include "linear.hpp"
+#include "linear_each.hpp"
 #include "logits.hpp"
 #include "norm.hpp"
 #include "pack.hpp"

@@ -245,6 +245,7 @@ def _products() -> list[Case]:
         Case("linear", f"wide-out-{kind}", _wide_out(weight), _run_linear, product=True)
         for kind, weight in (("float", _float_weight), ("w8a8", _int8_weight(activations=True)))
     ]
+    cases += [_each(1, 3, 33, 7), _each(2, 2, 48, 64), _each(17, 5, 64, 33)]
     cases += [
         Case("matrix_rows", kind, _rows_of(weight, shapes[0]), _run_matrix_rows)
         for kind, weight, shapes in kinds
@@ -340,6 +341,21 @@ def _ordered(weight: MakeWeight) -> MakeWeight:
         return ordered_weight(weight(m, outputs, inputs), m.permutation(inputs).int())
 
     return make
+
+
+def _each(tokens: int, heads: int, inputs: int, outputs: int) -> Case:
+    """Heads apart and tokens apart in memory."""
+    rows = -(-outputs // 32) * 32
+
+    def arguments(m: Maker) -> tuple[Argument, ...]:
+        x = m.normal(tokens, heads, inputs + 3)[:, :, :inputs]
+        return x, _float_weight(m, heads * rows, inputs), outputs
+
+    def run(ops: Ops, x: Tensor, weight: Weight, outputs: int) -> Tensor:
+        return ops.linear_each(x, filled_matrix(ops, weight, None, None, x.dtype), outputs)
+
+    name = f"{tokens}x{heads}x{inputs}x{outputs}"
+    return Case("linear_each", name, arguments, run, product=True)
 
 
 def _product(

@@ -38,6 +38,7 @@ from kvik.spec.kv import (
     group_layers,
     stored_as,
 )
+from kvik.spec.layers import LatentSpec
 from kvik.spec.model import DTYPE_BYTES, LinearLayers
 from kvik.spec.weights import Weighed, weight_bytes
 
@@ -104,6 +105,16 @@ class ModelSizes(Weighed, Protocol):
 
     @property
     def head_dim(self) -> int: ...
+
+    @property
+    def latent(self) -> LatentSpec | None:
+        """What its layers attend over; None: keys and values of heads."""
+        ...
+
+    @property
+    def rope_dim(self) -> int:
+        """Channels of a head in which positions are."""
+        ...
 
     @property
     def max_context(self) -> int: ...
@@ -178,7 +189,7 @@ class StepMemory:
         spec, tokens = self.spec, size.max_num_batched_tokens
         widths = 3 * spec.hidden_size + self._qkv + self._queries + spec.inner_width
         normalised = self._qkv
-        rotation = len(spec.ropes) * spec.head_dim * 4
+        rotation = len(spec.ropes) * spec.rope_dim * 4
         buffers = tokens * ((widths + normalised) * self.item + rotation)
         experts = spec.experts_of_token  # each of them has a copy of a token's inputs
         inputs = max(spec.hidden_size * max(1, experts), self._queries, spec.inner_width)
@@ -470,7 +481,7 @@ class Footprint:
         entries = -(-size.max_model_len // self.block_size) * len(self.groups)
         table = size.max_num_seqs * (size.max_model_len + 2 * entries) * 4
         seen = size.max_num_seqs * spec.vocab_size * SEEN_BYTES_PER_TOKEN
-        rotation = len(spec.ropes) * size.max_model_len * spec.head_dim * 4
+        rotation = len(spec.ropes) * size.max_model_len * spec.rope_dim * 4
         total = self.runtime + table + seen + rotation + self._pooling(size) + self.graphs(size)
         if self.device == "cpu":
             total += spec.vocab_size * TOKENIZER_BYTES_PER_ENTRY
@@ -547,7 +558,7 @@ class Footprint:
         """Return a step of the draft model, its rotary positions, and the distributions of its
         drafts: until they are judged, and twice while they are concatenated."""
         small = size.of_draft_model
-        rotation = len(draft.spec.ropes) * size.max_model_len * draft.spec.head_dim * 4
+        rotation = len(draft.spec.ropes) * size.max_model_len * draft.spec.rope_dim * 4
         drawn = (2 * size.max_draft_rows + small.max_num_seqs) * self.spec.vocab_size * 4
         return draft.activations(small) + rotation + drawn
 

@@ -135,6 +135,9 @@ class Ops:
     experts(x [tokens, hidden], ids, weights, experts, residual [tokens, hidden] or None) ->
         [tokens, hidden], residual + the sum over a token's experts of weight * down(up(x)), in fp32
         and by ascending id. ids and weights as `route` returns them
+    linear_each(x [tokens, heads, inputs], matrix, outputs) -> [tokens, heads, outputs], dense, of
+        the dtype of x: head h by rows h R .. h R + outputs of the matrix, which has heads * R rows,
+        is of floats and has no bias. R is a multiple of 32
     matrix_rows(matrix, ids [n] int64, dtype) -> [n, inputs], rows of the weight; only of a matrix
         without activation
     gather_rows(table [rows, dim], ids [n] int64) -> [n, dim]
@@ -170,6 +173,7 @@ class Ops:
     route: Callable[[Tensor, Router, Tensor | None], tuple[Tensor, Tensor]]
     expert_set: Callable[[Sequence[Matrix], Sequence[Matrix]], Experts]
     experts: Callable[[Tensor, Tensor, Tensor, Experts, Tensor | None], Tensor]
+    linear_each: Callable[[Tensor, Matrix, int], Tensor]
     matrix_rows: Callable[[Matrix, Tensor, torch.dtype], Tensor]
     gather_rows: Callable[[Tensor, Tensor], Tensor]
     add: Callable[[Tensor, Tensor], Tensor]

@@ -153,7 +153,7 @@ class Llama:
             tied=spec.tie_word_embeddings,
             scale=spec.scales.embedding,
         )
-        self.ropes = [builder.rope(rope, spec.head_dim) for rope in spec.ropes]
+        self.ropes = [builder.rope(rope, spec.rope_dim) for rope in spec.ropes]
         self.turned = [  # which of them, by layer
             None if layer.rope is None else spec.ropes.index(layer.rope) for layer in spec.layers
         ]

@@ -66,6 +66,7 @@ class ModelSpec(ModelFacts):
         if known.experts is not None:
             found = zip(rules, known.experts(fields, layers), strict=True)
             rules = tuple(replace(layer, experts=experts) for layer, experts in found)
+        latent = rules[0].latent
         spec = cls(
             architecture=name,
             vocab_size=vocab,
@@ -73,8 +74,12 @@ class ModelSpec(ModelFacts):
             intermediate_size=fields.integer(key["intermediate_size"], 1, MAX_WIDTH, inner),
             layers=rules,
             num_heads=heads,
-            num_kv_heads=_kv_heads(fields, heads, known),
-            head_dim=_head_dim(fields, hidden, heads, known, key["num_attention_heads"]),
+            num_kv_heads=1 if latent else _kv_heads(fields, heads, known),
+            head_dim=(
+                latent.width
+                if latent
+                else _head_dim(fields, hidden, heads, known, key["num_attention_heads"])
+            ),
             max_position_embeddings=positions,
             norm_eps=fields.number(key["rms_norm_eps"], 0.0, 1.0, 1e-6 if known.rms_norm else 1e-5),
             activation=fields.choice(key["hidden_act"], known.activations, known.activations[0]),
@@ -93,7 +98,7 @@ class ModelSpec(ModelFacts):
             scales=ModelScales() if known.scales is None else known.scales(fields),
         )
         for rope in spec.ropes:
-            rope.check(fields, spec.head_dim)
+            rope.check(fields, spec.rope_dim)
         names = (name for linear in spec.declaration.linears for name in linear.names)
         return replace(spec, quantization=read_stored_quantization(fields, names))
 
@@ -131,7 +136,7 @@ class ModelSpec(ModelFacts):
         if scheme is not None and not embedding.tied:
             found[LinearLayers(1, embedding.width, embedding.rows, True, (scheme,))] += 1
         for linear in declaration.linears:
-            if linear.role == "router":  # never quantised
+            if linear.role in ("router", "kv_up"):  # never quantised
                 continue
             stored: tuple[StoredScheme | None, ...] = (None,) * len(linear.names)
             if linear.tied:

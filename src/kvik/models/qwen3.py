@@ -29,9 +29,9 @@ class Qwen3Attention:
             bias=spec.qkv_bias,
             rope=rope,
         )
-        self.q_norm = builder.rms_norm("q_norm", dim, spec.norm_eps, rope=rope)
-        self.k_norm = builder.rms_norm("k_norm", dim, spec.norm_eps, rope=rope)
-        self.attend = builder.attention(layer, dim)
+        q_norm = builder.rms_norm("q_norm", dim, spec.norm_eps, rope=rope)
+        k_norm = builder.rms_norm("k_norm", dim, spec.norm_eps, rope=rope)
+        self.attend = builder.attention(layer, dim, norms=(q_norm, k_norm))
         self.o = builder.linear("o_proj", heads * dim, spec.hidden_size, bias=spec.o_bias, role="o")
 
     def __call__(
@@ -39,8 +39,7 @@ class Qwen3Attention:
     ) -> Tensor:
         """x, residual [tokens, hidden], rotation [tokens, head_dim] -> [tokens, hidden]."""
         q, k, v = self.qkv(x, ctx)  # [tokens, heads or kv_heads, head_dim]
-        attended = self.attend(q, k, v, ctx, rotation, (self.q_norm, self.k_norm))
-        return self.o(attended, ctx, residual)
+        return self.o(self.attend(q, k, v, ctx, rotation), ctx, residual)
 
 
 def qwen3(spec: ModelFacts, builder: LayerBuilder) -> Llama:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvik.models.cohere import COHERE, COHERE2
+from kvik.models.deepseek import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE
 from kvik.models.gemma import GEMMA, GEMMA3, GEMMA3_IMAGES
 from kvik.models.glm4 import GLM4, GLM4_MOE
 from kvik.models.gpt2 import GPT2_MODEL
@@ -25,6 +26,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     for row in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, STABLELM, PHI3, GLM4),
         *(MIXTRAL, QWEN3_MOE, OLMOE, GLM4_MOE, MINIMAX_M2),
+        *(DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE),
         *(
             GEMMA,
             GEMMA3,

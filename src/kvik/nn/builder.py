@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvik.attention.base import AttentionBackend
+from kvik.attention.base import AttentionBackend, AttentionSpec, HeadNorms
 from kvik.errors import ModelError, shown
 from kvik.kernels.ops import Ops
 from kvik.kernels.weights import Activation, MatrixSpec, float_kind
@@ -28,19 +28,22 @@ from kvik.nn.layers import (
     Experts,
     GatedMLP,
     Heads,
+    LatentAttention,
     LayerNorm,
     Linear,
+    LinearEach,
     MatrixEmbedding,
     RMSNorm,
     ScaledSum,
     Stage,
 )
-from kvik.nn.parts import LayerFiller, Quantizer, Rows
+from kvik.nn.parts import HeadUps, LayerFiller, Quantizer, Rows, Target, head_rows
 from kvik.nn.rope import Rope
 from kvik.nn.storage import FreshStorage, Storage
 from kvik.spec.declare import EXPERT_NAMES, GATE_UP, ExpertNames, Role, usual_scope
 from kvik.spec.experts import ExpertsSpec
 from kvik.spec.kv import KVGroup
+from kvik.spec.layers import LatentSpec
 from kvik.spec.rope import RopeSpec
 from kvik.spec.stored_weights import StoredQuantization, StoredScheme, stored_alike
 from kvik.spec.weights import matrix_kind
@@ -181,6 +184,7 @@ class Builder:
         bias: bool,
         role: Role = "",
         transposed: bool = False,
+        order: Sequence[int] = (),
         activation: Activation | None = None,
     ) -> Linear:
         """x [tokens, inputs] -> [tokens, sum of outputs], fused from one layer per name.
@@ -188,13 +192,15 @@ class Builder:
         Args:
             role: what the matrix does in a block; only `spec.declare.describe` reads it.
             transposed: the checkpoint stores [inputs, outputs].
+            order: which output of the checkpoint stands at each place; (): all as they are stored.
             activation: of the outputs; "silu_and_mul" halves them.
         """
+        places = torch.tensor(order).argsort() if order else None
         names = (names,) if isinstance(names, str) else names
         outputs = (outputs,) if isinstance(outputs, int) else outputs
         shapes = [LinearShape(inputs, width, transposed) for width in outputs]
         stored = [self._scheme(name) for name in names]
-        return self._linear(names, shapes, stored, bias=bias, activation=activation)
+        return self._linear(names, shapes, stored, bias=bias, activation=activation, places=places)
 
     def heads(
         self,
@@ -421,14 +427,57 @@ class Builder:
     def rope(self, spec: RopeSpec, head_dim: int) -> Rope:
         return Rope(self.ops, spec, head_dim, self.max_model_len, self.device)
 
-    def attention(self, layer: int, head_dim: int, scale: float | None = None) -> Attention:
+    def attention(
+        self,
+        layer: int,
+        head_dim: int,
+        scale: float | None = None,
+        norms: tuple[RMSNorm, RMSNorm] | None = None,
+    ) -> Attention:
         """
         Args:
             scale: of the scores; None: the usual one, 1 / sqrt(head_dim).
+            norms: of the heads of q and k, with the same eps; None: none.
         """
         self.ignore(*KV_SCALES)
-        scale = head_dim**-0.5 if scale is None else scale
-        return Attention(self.backend, layer, self._group_of[layer], scale)
+        head_norms = None
+        if norms is not None:
+            q_norm, k_norm = norms
+            head_norms = HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps)
+        spec = AttentionSpec(head_dim**-0.5 if scale is None else scale, head_norms)
+        return Attention(self.backend, layer, self._group_of[layer], spec)
+
+    def latent_up(self, name: str, heads: int, latent: LatentSpec) -> tuple[LinearEach, LinearEach]:
+        """What makes keys and values of all heads from latent vectors (DeepSeek-V2, section 2.1.2):
+        from queries, [tokens, heads, nope], what latent vectors are multiplied with, [tokens,
+        heads, rank], and from means of these the values, [tokens, heads, value]. Both are floats,
+        whatever the checkpoint stores."""
+        layer, kind = self._name(name), float_kind(self.dtype)
+        each = []
+        for part, inputs, outputs in (
+            ("keys", latent.nope, latent.rank),
+            ("values", latent.rank, latent.value),
+        ):
+            rows = heads * head_rows(outputs)
+            spec = MatrixSpec(kind, rows, inputs, False, None, self.dtype, self.device)
+            matrix = self.storage.matrix(f"{layer}.{part}", spec)
+            each.append(LinearEach(self.ops, matrix, outputs))
+        keys, values = each
+        if not self.storage.names:
+            shape = LinearShape(latent.rank, heads * (latent.nope + latent.value))
+            quantizer = Quantizer(kind, layer)
+            ups = HeadUps(self.ops, keys.matrix, values.matrix, quantizer, latent)
+            self._declare_layer(layer, shape, self._scheme(name), ups, 0)
+        return keys, values
+
+    def latent_attention(self, layer: int, scale: float) -> LatentAttention:
+        """
+        Args:
+            scale: of the scores.
+        """
+        self.ignore(*KV_SCALES)
+        group = self._group_of[layer]
+        return LatentAttention(self.backend, layer, group, AttentionSpec(scale))
 
     def scaled_sum(self, factor: float) -> ScaledSum:
         return ScaledSum(self.ops, factor)
@@ -474,21 +523,7 @@ class Builder:
             return linear
         target, first = Rows(self.ops, matrix, quantizer, places), 0
         for layer, shape, own in zip(layers, shapes, stored, strict=True):
-            format = self._format(layer, shape, own)
-            tensors = format.tensors(self.dtype)
-            part = LayerFiller(layer, format, tensors, shape, target, first)
-            for suffix, tensor in tensors.items():
-                self.declared.tensors.append(
-                    DeclaredTensor(
-                        f"{layer}.{suffix}",
-                        tensor.shape,
-                        tensor.dtype,
-                        "matrix",
-                        tensor.in_runs,
-                        partial(part.fill, suffix),
-                        tensor.because,
-                    )
-                )
+            self._declare_layer(layer, shape, own, target, first)
             if matrix.bias is not None:
                 offsets = matrix.bias[first : first + shape.outputs]
                 fill = partial(_fill_in, offsets)
@@ -498,6 +533,26 @@ class Builder:
                 self._declare(f"{layer}.{BIAS}", offsets, "bias", fill)
             first += shape.outputs
         return linear
+
+    def _declare_layer(
+        self, layer: str, shape: LinearShape, stored: StoredScheme | None, to: Target, first: int
+    ) -> None:
+        """Declare the tensors of a layer whose weight becomes rows first.. of a matrix."""
+        format = self._format(layer, shape, stored)
+        tensors = format.tensors(self.dtype)
+        part = LayerFiller(layer, format, tensors, shape, to, first)
+        for suffix, tensor in tensors.items():
+            self.declared.tensors.append(
+                DeclaredTensor(
+                    f"{layer}.{suffix}",
+                    tensor.shape,
+                    tensor.dtype,
+                    "matrix",
+                    tensor.in_runs,
+                    partial(part.fill, suffix),
+                    tensor.because,
+                )
+            )
 
     def _scheme(self, name: str) -> StoredScheme | None:
         if self.checkpoint is None or self.stored_quantization is None:

@@ -20,6 +20,7 @@ from kvik.planner.parallel import share
 from kvik.planner.search import largest
 from kvik.planner.shape import ModelShape
 from kvik.spec.kv import KVCacheSpec
+from kvik.spec.layers import LatentSpec
 from kvik.spec.model import LinearLayers
 
 MOST_REQUESTS = 65_536  # as `max_num_seqs` allows
@@ -99,12 +100,14 @@ class StoredModel:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    rope_dim: int
     max_context: int
     gated_mlp: bool
     ropes: tuple[object, ...]
     shape: ModelShape
     weight_format: str
     kv: tuple[KVCacheSpec, ...] = field(repr=False)
+    latent: LatentSpec | None = None  # no backend of kvik takes the shapes that are planned here
 
     @classmethod
     def of(cls, shape: ModelShape, weight_format: str, kv_format: str) -> StoredModel:
@@ -119,6 +122,7 @@ class StoredModel:
             num_heads=shape.num_heads,
             num_kv_heads=-(-widest // (2 * shape.head_dim)),
             head_dim=shape.head_dim,
+            rope_dim=shape.head_dim,
             max_context=shape.max_context,
             gated_mlp=shape.gated_mlp,
             ropes=() if learned else ("rotary",),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from kvik.spec.fields import Fields
-from kvik.spec.layers import LayerRule, equal_layers
+from kvik.spec.layers import LatentSpec, LayerRule, equal_layers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 # What a matrix does in a block; "": in none, as in heads that draft.
 Role = Literal[
     "qkv",
+    "q_down",
+    "q_up",
+    "kv_down",
+    "kv_up",
     "o",
     "gate_up",
     "up",
@@ -203,10 +207,30 @@ class AttentionLayer(Protocol):
         v: Tensor,
         ctx: ForwardContext,
         rotation: Tensor | None = None,
-        norms: tuple[Any, Any] | None = None,
     ) -> Tensor:
         """q [tokens, heads, head_dim]; k, v [tokens, kv_heads, head_dim] -> [tokens, heads *
-        head_dim]. `norms`: RMS norms of the heads of q and k."""
+        head_dim]."""
+        ...
+
+
+class EachLayer(Protocol):
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [tokens, heads, inputs] -> [tokens, heads, outputs], a matrix for each head."""
+        ...
+
+
+class LatentAttentionLayer(Protocol):
+    def __call__(
+        self,
+        q: Tensor,
+        q_rope: Tensor,
+        latent: Tensor,
+        k_rope: Tensor,
+        ctx: ForwardContext,
+        rotation: Tensor,
+    ) -> Tensor:
+        """q [tokens, heads, rank], q_rope [tokens, heads, rope], latent [tokens, rank], k_rope
+        [tokens, 1, rope], rotation [tokens, rope] -> [tokens, heads, rank]."""
         ...
 
 
@@ -266,6 +290,7 @@ class LayerBuilder(Protocol):
         bias: bool,
         role: Role = "",
         transposed: bool = False,
+        order: Sequence[int] = (),
     ) -> LinearLayer: ...
 
     def heads(
@@ -348,8 +373,18 @@ class LayerBuilder(Protocol):
     def rope(self, spec: RopeSpec, head_dim: int) -> Rotations: ...
 
     def attention(
-        self, layer: int, head_dim: int, scale: float | None = None
+        self,
+        layer: int,
+        head_dim: int,
+        scale: float | None = None,
+        norms: tuple[Any, Any] | None = None,
     ) -> AttentionLayer: ...
+
+    def latent_up(
+        self, name: str, heads: int, latent: LatentSpec
+    ) -> tuple[EachLayer, EachLayer]: ...
+
+    def latent_attention(self, layer: int, scale: float) -> LatentAttentionLayer: ...
 
     def scaled_sum(self, factor: float) -> Sum: ...
 
@@ -522,6 +557,7 @@ class _Describer:
         bias: bool,
         role: Role = "",
         transposed: bool = False,
+        order: Sequence[int] = (),
     ) -> _Described:
         names = (names,) if isinstance(names, str) else names
         outputs = (outputs,) if isinstance(outputs, int) else outputs
@@ -657,7 +693,21 @@ class _Describer:
     def rope(self, spec: RopeSpec, head_dim: int) -> _Described:
         return _DESCRIBED
 
-    def attention(self, layer: int, head_dim: int, scale: float | None = None) -> _Described:
+    def attention(
+        self,
+        layer: int,
+        head_dim: int,
+        scale: float | None = None,
+        norms: tuple[Any, Any] | None = None,
+    ) -> _Described:
+        return _DESCRIBED
+
+    def latent_up(self, name: str, heads: int, latent: LatentSpec) -> tuple[_Described, _Described]:
+        outputs = heads * (latent.nope + latent.value)
+        self.linear(name, latent.rank, outputs, bias=False, role="kv_up")
+        return _DESCRIBED, _DESCRIBED
+
+    def latent_attention(self, layer: int, scale: float) -> _Described:
         return _DESCRIBED
 
     def scaled_sum(self, factor: float) -> _Described:

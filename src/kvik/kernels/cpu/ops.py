@@ -76,6 +76,7 @@ def native_ops(native: Native) -> Ops:
         route=experts.route,
         expert_set=experts.expert_set,
         experts=experts.experts,
+        linear_each=matrices.linear_each,
         matrix_rows=matrices.rows,
         gather_rows=rows.gather,
         add=rows.add,

@@ -21,6 +21,7 @@ def triton_ops(device: torch.device) -> Ops:
         route=TORCH.route,
         expert_set=TORCH.expert_set,
         experts=experts_by(matrices.linear),
+        linear_each=TORCH.linear_each,
         matrix_rows=matrices.rows,
         gather_rows=rows.gather_rows,
         add=TORCH.add,
