@@ -312,8 +312,12 @@ class Builder:
         names: ExpertNames = EXPERT_NAMES,
         *,
         bias: bool = False,
+        activation: Activation = "silu_and_mul",
     ) -> Experts:
         """Return the routed experts of this scope. The router is never quantised.
+
+        Args:
+            bias: of the router and of the experts.
 
         Raises:
             ModelError: the checkpoint stores the experts in several ways.
@@ -327,13 +331,12 @@ class Builder:
             correction = self.storage.tensor(full, sizes, torch.float32, self.device)
             self._declare(full, correction, "bias")
         up, down = [], []
-        widths = (2 * inner // len(names.gate_up),) * len(names.gate_up)
         for expert in range(rule.experts):
             gate_up = tuple(name.format(expert) for name in names.gate_up)
-            first = self.linear(gate_up, hidden, widths, bias=bias, activation="silu_and_mul")
-            last = self.linear(names.down.format(expert), inner, hidden, bias=bias)
-            up.append(first.matrix)
-            down.append(last.matrix)
+            up.append(self._gate_up(gate_up, hidden, inner, bias, activation, names.mixed).matrix)
+            last = LinearShape(inner, hidden, names.mixed)
+            name = names.down.format(expert)
+            down.append(self._linear((name,), [last], [self._scheme(name)], bias=bias).matrix)
         for matrices in (up, down):
             if len({matrix.spec.kind for matrix in matrices}) > 1:
                 named = shown(self._name(names.down.format("*")))
@@ -343,6 +346,25 @@ class Builder:
             inside = self.at(names.shared)
             shared = inside.gated_mlp(hidden, spec.shared, bias=bias)
         return Experts(self.ops, router, rule, correction, self.ops.expert_set(up, down), shared)
+
+    def _gate_up(
+        self,
+        names: tuple[str, ...],
+        hidden: int,
+        inner: int,
+        bias: bool,
+        activation: Activation,
+        mixed: bool,
+    ) -> Linear:
+        """See `ExpertNames`."""
+        widths = (2 * inner // len(names),) * len(names)
+        shapes = [LinearShape(hidden, width, mixed) for width in widths]
+        places = None
+        if mixed:
+            rows = torch.arange(2 * inner)
+            places = rows % 2 * inner + rows // 2
+        stored = [self._scheme(name) for name in names]
+        return self._linear(names, shapes, stored, bias=bias, activation=activation, places=places)
 
     def embedding(self, name: str, rows: int, hidden: int, *, skipped: int = 0) -> Embedding:
         """Return a table [rows, hidden]; `skipped`: first rows that are never read."""

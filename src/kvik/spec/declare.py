@@ -246,6 +246,7 @@ class ExpertNames:
         gate_up, down: of an expert's matrices; {} stands for its number. Gate and up may be one.
         correction: of what is added to scores to choose experts.
         shared: scope of the MLP that every token goes through.
+        mixed: rows of gate and up take turns in their one matrix, and floats are transposed.
     """
 
     router: str = "gate"
@@ -253,6 +254,7 @@ class ExpertNames:
     down: str = "experts.{}.down_proj"
     correction: str = "gate.e_score_correction_bias"
     shared: str = "shared_experts"
+    mixed: bool = False
 
 
 EXPERT_NAMES = ExpertNames()
@@ -334,6 +336,7 @@ class LayerBuilder(Protocol):
         names: ExpertNames = EXPERT_NAMES,
         *,
         bias: bool = False,
+        activation: Any = "silu_and_mul",
     ) -> FeedForward: ...
 
     def embedding(
@@ -618,6 +621,7 @@ class _Describer:
         names: ExpertNames = EXPERT_NAMES,
         *,
         bias: bool = False,
+        activation: Any = "silu_and_mul",
     ) -> _Described:
         router, inner = spec.router, spec.inner
         self.linear(names.router, hidden, router.experts, bias=bias, role="router")
