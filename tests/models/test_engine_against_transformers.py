@@ -57,6 +57,12 @@ WIRINGS: dict[str, dict[str, Any]] = {
     "Glm4": {"head_dim": 16, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     "Cohere2": {"num_hidden_layers": 4, "sliding_window": 9},
     "Exaone4": {"num_hidden_layers": 4, "sliding_window": 9, "head_dim": 16},
+    "Gemma2": {
+        "head_dim": 16,
+        "sliding_window": 9,
+        "attn_logit_softcapping": 0.2,
+        "final_logit_softcapping": 0.3,
+    },
     "Gemma3": {
         "head_dim": 16,
         "sliding_window": 9,

@@ -70,6 +70,8 @@ class CpuAttention:
             window=attend.metadata.window or 0,
             tree=pointer(layout.tree),
             scale=attend.spec.scale,
+            softcap=attend.spec.softcap or 0.0,
+            sinks=pointer(attend.spec.sinks),
             out=out.data_ptr(),
             out_stride=out.stride(0),
             dtype=DTYPES[q.dtype],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvik.models.cohere import COHERE, COHERE2
-from kvik.models.gemma import GEMMA, GEMMA3, GEMMA3_IMAGES
+from kvik.models.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_IMAGES
 from kvik.models.glm4 import GLM4
 from kvik.models.gpt2 import GPT2_MODEL
 from kvik.models.gpt_neox import GPT_NEOX
@@ -25,6 +25,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         *(LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, STABLELM, PHI3, GLM4),
         *(
             GEMMA,
+            GEMMA2,
             GEMMA3,
             GEMMA3_IMAGES,
             GRANITE,

@@ -269,7 +269,9 @@ class LayerBuilder(Protocol):
         self, name: str, vocab: int, hidden: int, *, tied: bool, scale: float = 1.0
     ) -> TokenTable: ...
 
-    def lm_head(self, name: str, embedding: Any, *, bias: bool = False) -> LinearLayer: ...
+    def lm_head(
+        self, name: str, embedding: Any, *, bias: bool = False, softcap: float | None = None
+    ) -> LinearLayer: ...
 
     def rms_norm(
         self,
@@ -301,6 +303,8 @@ class LayerBuilder(Protocol):
         head_dim: int,
         scale: float | None = None,
         norms: tuple[Any, Any] | None = None,
+        softcap: float | None = None,
+        sinks: int = 0,
     ) -> AttentionLayer: ...
 
     def scaled_sum(self, factor: float) -> Sum: ...
@@ -358,6 +362,19 @@ class DeclaredNorm:
 
 
 @dataclass(frozen=True, slots=True)
+class DeclaredVector:
+    """`size` numbers that are no weights of a product or norm, such as the sinks of attention."""
+
+    layer: int | None
+    name: str
+    size: int
+
+    @property
+    def num_parameters(self) -> int:
+        return self.size
+
+
+@dataclass(frozen=True, slots=True)
 class DeclaredTable:
     """A lookup table: of tokens or of positions."""
 
@@ -383,12 +400,13 @@ class Declaration:
     linears: list[DeclaredLinear] = field(default_factory=list)
     norms: list[DeclaredNorm] = field(default_factory=list)
     tables: list[DeclaredTable] = field(default_factory=list)
+    vectors: list[DeclaredVector] = field(default_factory=list)
     block: str = ""
 
     @property
     def num_parameters(self) -> int:
-        parts: Sequence[DeclaredLinear | DeclaredNorm | DeclaredTable]
-        parts = (*self.linears, *self.norms, *self.tables)
+        parts: Sequence[DeclaredLinear | DeclaredNorm | DeclaredTable | DeclaredVector]
+        parts = (*self.linears, *self.norms, *self.tables, *self.vectors)
         return sum(part.num_parameters for part in parts)
 
     @property
@@ -523,7 +541,9 @@ class _Describer:
         self._found.tables.append(table)
         return _Described(table)
 
-    def lm_head(self, name: str, embedding: _Described, *, bias: bool = False) -> _Described:
+    def lm_head(
+        self, name: str, embedding: _Described, *, bias: bool = False, softcap: float | None = None
+    ) -> _Described:
         table = embedding.table
         assert table is not None
         head = DeclaredLinear(
@@ -568,7 +588,12 @@ class _Describer:
         head_dim: int,
         scale: float | None = None,
         norms: tuple[Any, Any] | None = None,
+        softcap: float | None = None,
+        sinks: int = 0,
     ) -> _Described:
+        if sinks:
+            vector = DeclaredVector(self._layer, self._name("sinks"), sinks)
+            self._found.vectors.append(vector)
         return _DESCRIBED
 
     def scaled_sum(self, factor: float) -> _Described:

@@ -214,6 +214,7 @@ def mla_decode(
             part_weight,
             query_start_loc,
             seq_lens,
+            None,
             out,
             0,
             first,
