@@ -120,6 +120,11 @@ PUBLIC: dict[str, dict[str, Any]] = {
         vocab=256000, hidden=2048, inner=16384, layers=18, heads=8, kv_heads=1, head_dim=256,
         positions=8192,
     ),
+    "Gemma-2-2B": config(
+        "Gemma2ForCausalLM",
+        vocab=256000, hidden=2304, inner=9216, layers=26, heads=8, kv_heads=4, head_dim=256,
+        positions=8192,
+    ),
     "Gemma-3-1B": config(
         "Gemma3ForCausalLM",
         vocab=262144, hidden=1152, inner=6912, layers=26, heads=4, kv_heads=1, head_dim=256,

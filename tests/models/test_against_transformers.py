@@ -184,6 +184,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("Cohere2", {"num_hidden_layers": 4, "sliding_window": 9, "hidden_size": 64}),
     "gemma": ("Gemma", {"head_dim": 16}),
     "gemma-untied": ("Gemma", {"head_dim": 8, "tie_word_embeddings": False}),
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 3,
+            "attn_logit_softcapping": 0.2,
+            "final_logit_softcapping": 0.3,
+        },
+    ),
+    "gemma2-uncapped": (
+        "Gemma2",
+        {
+            "head_dim": 8,
+            "attention_bias": True,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
     "gemma3": (
         "Gemma3",
         {

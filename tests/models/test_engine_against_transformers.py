@@ -64,6 +64,12 @@ WIRINGS: dict[str, dict[str, Any]] = {
         "use_qk_norm": True,
     },
     "Exaone4": {"num_hidden_layers": 4, "sliding_window": 9, "head_dim": 16},
+    "Gemma2": {
+        "head_dim": 16,
+        "sliding_window": 9,
+        "attn_logit_softcapping": 0.2,
+        "final_logit_softcapping": 0.3,
+    },
     "Gemma3": {
         "head_dim": 16,
         "sliding_window": 9,

@@ -34,6 +34,7 @@ FAMILIES = {
     "Exaone4": {"num_hidden_layers": 4},
     "Cohere2": {"num_hidden_layers": 4},
     "Gemma": {"head_dim": 8},
+    "Gemma2": {"head_dim": 8, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 1.0},
     "Gemma3": {"head_dim": 8, "num_hidden_layers": 6},
     "Granite": {"residual_multiplier": 0.3, "embedding_multiplier": 2.0},
     "GPTNeoX": {"num_key_value_heads": 4},

@@ -66,6 +66,15 @@ MODELS = {
         sliding_window=9,
         layer_norm_eps=1e-5,
     ),
+    "gemma2": small(
+        **(WIDE | {"num_hidden_layers": 3}),
+        architectures=["Gemma2ForCausalLM"],
+        hidden_act=None,
+        head_dim=32,
+        sliding_window=9,
+        attn_logit_softcapping=0.5,
+        final_logit_softcapping=1.0,
+    ),
     "gemma3": small(
         **(WIDE | {"num_hidden_layers": 3}),
         architectures=["Gemma3ForCausalLM"],

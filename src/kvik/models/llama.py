@@ -49,7 +49,8 @@ class LlamaAttention:
             bias=spec.qkv_bias,
             rope=spec.layers[layer].rope,
         )
-        self.attend = builder.attention(layer, dim, spec.scales.attention)
+        scales = spec.scales
+        self.attend = builder.attention(layer, dim, scales.attention, softcap=scales.attention_cap)
         self.o = builder.linear(o, heads * dim, spec.hidden_size, bias=spec.o_bias, role="o")
         builder.ignore("rotary_emb.inv_freq")
 
@@ -165,7 +166,9 @@ class Llama:
         else:
             norm = trunk.rms_norm if spec.rms_norm else trunk.layer_norm
             self.norm = norm(last, spec.hidden_size, spec.norm_eps, scale=spec.scales.logits)
-        self.lm_head = builder.lm_head(head, self.embed, bias=head_bias)
+        self.lm_head = builder.lm_head(
+            head, self.embed, bias=head_bias, softcap=spec.scales.logits_cap
+        )
 
     def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         """ids [tokens] -> hidden [tokens, hidden]."""

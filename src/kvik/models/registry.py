@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from kvik.models.cohere import COHERE, COHERE2
 from kvik.models.deepseek import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE
-from kvik.models.gemma import GEMMA, GEMMA3, GEMMA3_IMAGES
+from kvik.models.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_IMAGES
 from kvik.models.glm4 import GLM4, GLM4_MOE
 from kvik.models.gpt2 import GPT2_MODEL
 from kvik.models.gpt_neox import GPT_NEOX
@@ -29,6 +29,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         *(DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE),
         *(
             GEMMA,
+            GEMMA2,
             GEMMA3,
             GEMMA3_IMAGES,
             GRANITE,

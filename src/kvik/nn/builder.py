@@ -24,6 +24,7 @@ from kvik.nn.formats.registry import choose_format
 from kvik.nn.layers import (
     MLP,
     Attention,
+    CappedHead,
     Embedding,
     Experts,
     GatedMLP,
@@ -40,7 +41,14 @@ from kvik.nn.layers import (
 from kvik.nn.parts import HeadUps, LayerFiller, Quantizer, Rows, Target, head_rows
 from kvik.nn.rope import Rope
 from kvik.nn.storage import FreshStorage, Storage
-from kvik.spec.declare import EXPERT_NAMES, GATE_UP, ExpertNames, Role, usual_scope
+from kvik.spec.declare import (
+    EXPERT_NAMES,
+    GATE_UP,
+    ExpertNames,
+    LinearLayer,
+    Role,
+    usual_scope,
+)
 from kvik.spec.experts import ExpertsSpec
 from kvik.spec.kv import KVGroup
 from kvik.spec.layers import LatentSpec
@@ -393,16 +401,26 @@ class Builder:
         return MatrixEmbedding(self.ops, linear.matrix, self.dtype, tied, scale)
 
     def lm_head(
-        self, name: str, embedding: Embedding | MatrixEmbedding, *, bias: bool = False
-    ) -> Linear:
-        """Return the head: logits over the rows of `embedding`, from its matrix or a separate
-        one."""
+        self,
+        name: str,
+        embedding: Embedding | MatrixEmbedding,
+        *,
+        bias: bool = False,
+        softcap: float | None = None,
+    ) -> LinearLayer:
+        """Return the head: logits over the rows of `embedding`, from its matrix or a separate one.
+
+        Args:
+            softcap: a logit x becomes softcap * tanh(x / softcap); None: it stays.
+        """
         if isinstance(embedding, MatrixEmbedding) and embedding.tied:
             self.ignore(f"{name}.weight")
-            return Linear(self.ops, embedding.matrix)
-        vocab, hidden = embedding.shape
-        shape, stored = LinearShape(hidden, vocab), self._scheme(name)
-        return self._linear((name,), [shape], [stored], bias=bias, head=True)
+            head = Linear(self.ops, embedding.matrix)
+        else:
+            vocab, hidden = embedding.shape
+            shape, stored = LinearShape(hidden, vocab), self._scheme(name)
+            head = self._linear((name,), [shape], [stored], bias=bias, head=True)
+        return head if softcap is None else CappedHead(head, softcap)
 
     def rms_norm(
         self,
@@ -455,18 +473,32 @@ class Builder:
         head_dim: int,
         scale: float | None = None,
         norms: tuple[RMSNorm, RMSNorm] | None = None,
+        softcap: float | None = None,
+        sinks: int = 0,
     ) -> Attention:
         """
         Args:
             scale: of the scores; None: the usual one, 1 / sqrt(head_dim).
             norms: of the heads of q and k, with the same eps; None: none.
+            softcap: as in `AttentionSpec`.
+            sinks: number of heads, each of which has a learned sink; 0: there are none.
+
+        Raises:
+            ConfigError: the attention backend cannot do it.
         """
         self.ignore(*KV_SCALES)
         head_norms = None
         if norms is not None:
             q_norm, k_norm = norms
             head_norms = HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps)
-        spec = AttentionSpec(head_dim**-0.5 if scale is None else scale, head_norms)
+        learned = None
+        if sinks:
+            name = self._name("sinks")
+            learned = self.storage.tensor(name, (sinks,), torch.float32, self.device)
+            self._declare(name, learned, "bias")
+        scale = head_dim**-0.5 if scale is None else scale
+        spec = AttentionSpec(scale, head_norms, softcap, learned)
+        self.backend.caps.check(spec)
         return Attention(self.backend, layer, self._group_of[layer], spec)
 
     def latent_up(self, name: str, heads: int, latent: LatentSpec) -> tuple[LinearEach, LinearEach]:

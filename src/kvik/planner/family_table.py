@@ -216,16 +216,6 @@ FAMILIES: Mapping[str, Family] = {
     "OlmoForCausalLM": Family(
         ("olmo",), qkv_bias="attention_bias", o_bias="attention_bias", norm_vectors=0
     ),
-    "Gemma2ForCausalLM": Family(
-        ("gemma2",),
-        defaults={"head_dim": 256, "sliding_window": 4096},
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        norms=4,
-        windows=True,
-        pattern=2,
-        tied=True,
-    ),
     # dense, of GPT's kind: LayerNorm, two matrices in the MLP
     "FalconForCausalLM": Family(
         ("falcon", "RefinedWeb", "RefinedWebModel"),

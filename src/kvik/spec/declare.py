@@ -347,7 +347,9 @@ class LayerBuilder(Protocol):
         self, name: str, vocab: int, hidden: int, *, tied: bool, scale: float = 1.0
     ) -> TokenTable: ...
 
-    def lm_head(self, name: str, embedding: Any, *, bias: bool = False) -> LinearLayer: ...
+    def lm_head(
+        self, name: str, embedding: Any, *, bias: bool = False, softcap: float | None = None
+    ) -> LinearLayer: ...
 
     def rms_norm(
         self,
@@ -381,6 +383,8 @@ class LayerBuilder(Protocol):
         head_dim: int,
         scale: float | None = None,
         norms: tuple[Any, Any] | None = None,
+        softcap: float | None = None,
+        sinks: int = 0,
     ) -> AttentionLayer: ...
 
     def latent_up(
@@ -447,7 +451,8 @@ class DeclaredNorm:
 
 @dataclass(frozen=True, slots=True)
 class DeclaredVector:
-    """Numbers that belong to no matrix and no norm, such as the correction of a router."""
+    """Numbers that belong to no matrix and no norm: the correction of a router, or the sinks of
+    attention."""
 
     layer: int | None
     name: str
@@ -656,7 +661,9 @@ class _Describer:
         self._found.tables.append(table)
         return _Described(table)
 
-    def lm_head(self, name: str, embedding: _Described, *, bias: bool = False) -> _Described:
+    def lm_head(
+        self, name: str, embedding: _Described, *, bias: bool = False, softcap: float | None = None
+    ) -> _Described:
         table = embedding.table
         assert table is not None
         head = DeclaredLinear(
@@ -703,7 +710,12 @@ class _Describer:
         head_dim: int,
         scale: float | None = None,
         norms: tuple[Any, Any] | None = None,
+        softcap: float | None = None,
+        sinks: int = 0,
     ) -> _Described:
+        if sinks:
+            vector = DeclaredVector(self._layer, self._name("sinks"), sinks)
+            self._found.vectors.append(vector)
         return _DESCRIBED
 
     def latent_up(self, name: str, heads: int, latent: LatentSpec) -> tuple[_Described, _Described]:
