@@ -127,7 +127,7 @@ void finish(const linear_args& a, const PreparedRows& x, int64_t tile, int64_t f
         }
         for (int v = 0; v < vectors; v++) {
             F32 result = activated(a.activation, value[v]);
-            if (paired) result = mul(result, value[v + kTileVectors / 2]);
+            if (paired) result = mul(result, factor_of(a.activation, value[v + kTileVectors / 2]));
             const int n = valid - v * kLanes;
             if (n <= 0) break;
             if (a.residual) {
