@@ -40,6 +40,19 @@ KVIK_INLINE F32 gelu_erf(F32 x) {
 // x, but within (-cap, cap).
 KVIK_INLINE F32 softcap(F32 x, F32 cap) { return mul(cap, tanh(div(x, cap))); }
 
+// SwiGLU of gpt-oss: g / (1 + e^-1.702g) times up + 1, where g is at most 7 and up within it on both sides.
+// Infinity is cut, NaN stays NaN.
+constexpr float kSwigluLimit = 7.0f, kSwigluSlope = 1.702f;
+
+KVIK_INLINE F32 clamped_gate(F32 x) {
+    const F32 gate = min(broadcast(kSwigluLimit), x);
+    return div(max(broadcast(-87.0f), gate), add(broadcast(1.0f), exp(mul(gate, broadcast(-kSwigluSlope)))));
+}
+
+KVIK_INLINE F32 clamped_up(F32 x) {
+    return add(max(broadcast(-kSwigluLimit), min(broadcast(kSwigluLimit), x)), broadcast(1.0f));
+}
+
 // Odd ones multiply gate and up.
 KVIK_INLINE bool is_paired(int64_t activation) { return activation & 1; }
 
@@ -50,8 +63,14 @@ KVIK_INLINE F32 activated(int64_t activation, F32 x) {
         case kGeluTanhAndMul: return gelu(x);
         case kGelu: return gelu_erf(x);
         case kRelu: return max(zero(), x);
+        case kClampedSwiglu: return clamped_gate(x);
         default: return x;
     }
+}
+
+// What the gate is multiplied with.
+KVIK_INLINE F32 factor_of(int64_t activation, F32 up) {
+    return activation == kClampedSwiglu ? clamped_up(up) : up;
 }
 
 constexpr int64_t kActivationsPerThread = 1024;  // half a microsecond
@@ -66,12 +85,12 @@ void activate_of(const activate_args& a, Team& team) {
         int64_t i = begin;
         for (; i + kLanes <= end; i += kLanes) {
             const F32 value = activated(a.activation, load(x + i));
-            store(y + i, paired ? mul(value, load(up + i)) : value);
+            store(y + i, paired ? mul(value, factor_of(a.activation, load(up + i))) : value);
         }
         const int rest = int(end - i);
         if (rest) {
             const F32 value = activated(a.activation, load(x + i, rest));
-            store(y + i, paired ? mul(value, load(up + i, rest)) : value, rest);
+            store(y + i, paired ? mul(value, factor_of(a.activation, load(up + i, rest))) : value, rest);
         }
     });
 }

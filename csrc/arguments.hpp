@@ -26,6 +26,7 @@ enum Activation : int64_t {
     kGeluTanhAndMul = 3,
     kGelu = 4,
     kRelu = 6,
+    kClampedSwiglu = 9,
 };
 // How a matrix is stored and multiplied.
 enum MatrixKind : int64_t {

@@ -145,7 +145,7 @@ void finish(const linear_args& a, const PreparedRows& x, int64_t tile, int64_t f
         end.values(sums, broadcast(end.x_scaled ? x.scales[row] : 1.0f), value);
         for (int v = 0; v < end.vectors; v++) {
             F32 result = activated(a.activation, value[v]);
-            if (paired) result = mul(result, value[v + kTileVectors / 2]);
+            if (paired) result = mul(result, factor_of(a.activation, value[v + kTileVectors / 2]));
             const int n = end.valid - v * kLanes;
             if (n <= 0) break;
             if (a.residual) {

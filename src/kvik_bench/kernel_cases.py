@@ -163,7 +163,7 @@ def _activations() -> list[Case]:
         return lambda m: (m.normal(rows, dim, scale=scale).float(), 3.0)
 
     every: tuple[Activation, ...]
-    every = ("silu_and_mul", "gelu_tanh", "gelu_tanh_and_mul", "gelu", "relu")
+    every = ("silu_and_mul", "gelu_tanh", "gelu_tanh_and_mul", "gelu", "relu", "clamped_swiglu")
     cases = []
     for rows, dim, scale in ((1, 704, 1.0), (7, 33, 1.0), (3, 1, 1.0), (4, 65, 50.0)):
         name = f"{rows}x{dim}@{scale:g}"
@@ -209,7 +209,7 @@ def _caches() -> list[Case]:
 
 def _products() -> list[Case]:
     """Each kind of weight with what may follow it; "pack" is run on the way."""
-    kinds: tuple[tuple[str, MakeWeight, tuple[tuple[int, int, int], ...]], ...] = (
+    kinds: tuple[tuple[str, MakeWeight, Shapes], ...] = (
         ("float", _float_weight, ((1, 33, 7), (5, 257, 64), (9, 64, 1))),
         ("int8", _int8_weight(activations=False), ((1, 33, 7), (5, 257, 64))),
         ("int8-32", _int8_weight(32, activations=False), ((1, 33, 7), (5, 257, 64))),
@@ -233,8 +233,13 @@ def _products() -> list[Case]:
     )
     activations: tuple[Activation | None, ...]
     activations = (None, "silu_and_mul", "gelu_tanh", "gelu_tanh_and_mul", "gelu")
+    pairs: list[tuple[tuple[str, MakeWeight, Shapes], Activation | None]]
+    pairs = list(product(kinds, activations))
+    pairs += [
+        (kind, "clamped_swiglu") for kind in kinds if kind[0] in ("float", "mxfp4", "fp8-token")
+    ]
     cases = []
-    for (kind, weight, shapes), activation in product(kinds, activations):
+    for (kind, weight, shapes), activation in pairs:
         for shape, bias, residual in zip(
             (*shapes, shapes[0], shapes[-1]),
             (False, True, True, False, True),
@@ -258,6 +263,7 @@ def _products() -> list[Case]:
 
 
 MakeWeight = Callable[[Maker, int, int], Weight]
+Shapes = tuple[tuple[int, int, int], ...]  # tokens, inputs, outputs
 
 
 def _float_weight(m: Maker, outputs: int, inputs: int) -> Weight:

@@ -6,12 +6,15 @@ import math
 
 import pytest
 import torch
+from transformers import GptOssConfig
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvik.kernels.ops import Penalties
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.rounding import round_int4, round_int8
+from kvik.kernels.torch_ops import TORCH
 from kvik.kernels.weights import Activation, Weight, float_weight
 from kvik_bench.kernel_cases import filled_matrix
 
@@ -147,6 +150,16 @@ def test_silu_and_mul_gates_with_the_first_half() -> None:
     for row, out in zip(gate_up.tolist(), found.tolist(), strict=True):
         expected = [g / (1 + math.exp(-g)) * u for g, u in zip(row[:4], row[4:], strict=True)]
         assert out == pytest.approx(expected, rel=1e-5)
+
+
+def test_clamped_swiglu_is_that_of_gpt_oss() -> None:
+    gate, up = normal(3, 40) * 5, normal(3, 40, seed=1) * 5
+    experts = GptOssExperts(GptOssConfig(num_local_experts=1, hidden_size=2, intermediate_size=2))
+    expected = experts._apply_gate(torch.stack((gate, up), -1).flatten(1))
+    for ops in (REFERENCE, TORCH):
+        found = ops.activate(torch.cat((gate, up), -1), "clamped_swiglu")
+        torch.testing.assert_close(found, expected)
+    assert bool((gate > 7).any()) and bool((up.abs() > 7).any())
 
 
 def test_gelu_tanh_is_near_the_exact_gelu() -> None:

@@ -16,7 +16,14 @@ from torch import Tensor
 from kvik.kernels.ops import Draws, Ops, Truncation
 from kvik.kernels.reference.draw import probabilities
 from kvik.kernels.reference.experts import experts_by
-from kvik.kernels.reference.ops import REFERENCE, as_multiplied, rms_norm, stored_weight
+from kvik.kernels.reference.ops import (
+    REFERENCE,
+    as_multiplied,
+    clamped_gate,
+    factor_of,
+    rms_norm,
+    stored_weight,
+)
 from kvik.kernels.rounding import PIECE
 from kvik.kernels.weights import PAIRED, Activation, Matrix, Weight
 
@@ -107,7 +114,7 @@ def _activate(x: Tensor, activation: Activation) -> Tensor:
     if activation not in PAIRED:
         return act(x)
     gate, up = x.chunk(2, dim=-1)
-    return act(gate).mul_(up)
+    return act(gate).mul_(factor_of(activation, up))
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -120,6 +127,7 @@ _ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "gelu_tanh_and_mul": _gelu_tanh,
     "gelu": F.gelu,
     "relu": F.relu,
+    "clamped_swiglu": clamped_gate,
 }
 
 

@@ -12,8 +12,15 @@ from torch import Tensor
 from kvik.spec.weight_kind import MX_GROUP, Rounding, WeightKind
 
 # Of "..._and_mul" the first half of the outputs is the gate; the second half is multiplied with it.
-Activation = Literal["silu_and_mul", "gelu_tanh", "gelu_tanh_and_mul", "gelu", "relu"]
-PAIRED: frozenset[Activation | None] = frozenset({"silu_and_mul", "gelu_tanh_and_mul"})
+# "clamped_swiglu": gate * sigmoid(SWIGLU_SLOPE * gate) * (up + 1), the gate at most SWIGLU_LIMIT,
+# up within it on both sides.
+Activation = Literal[
+    "silu_and_mul", "gelu_tanh", "gelu_tanh_and_mul", "gelu", "relu", "clamped_swiglu"
+]
+PAIRED: frozenset[Activation | None] = frozenset(
+    {"silu_and_mul", "gelu_tanh_and_mul", "clamped_swiglu"}
+)
+SWIGLU_LIMIT, SWIGLU_SLOPE = 7.0, 1.702
 # As kernels number them: odd ones are paired.
 ACTIVATIONS: Mapping[Activation | None, int] = {
     None: 0,
@@ -22,6 +29,7 @@ ACTIVATIONS: Mapping[Activation | None, int] = {
     "gelu_tanh_and_mul": 3,
     "gelu": 4,
     "relu": 6,
+    "clamped_swiglu": 9,
 }
 
 SYMMETRIC_ZERO = 8  # of four bits without zero points

@@ -10,6 +10,7 @@ import torch
 from helpers.native import Runtime, normal, runtimes
 from helpers.native_matrix import (
     BF16,
+    CLAMPED_SWIGLU,
     F32,
     FP8,
     FP8_X,
@@ -85,6 +86,9 @@ SILU = -1  # alone
 def activated(y: Tensor, activation: int) -> Tensor:
     if activation in PAIRED:
         gate, up = y.chunk(2, dim=1)
+        if activation == CLAMPED_SWIGLU:
+            gate = gate.clamp(max=7)
+            return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7, 7) + 1)
         return activated(gate, GELU_TANH if activation == GELU_TANH_AND_MUL else SILU) * up
     if activation == SILU:
         return torch.nn.functional.silu(y)
@@ -138,7 +142,8 @@ def test_groups_that_are_no_whole_vectors(runtime: Runtime, kind: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "activation", [NO_ACTIVATION, SILU_AND_MUL, GELU_TANH, GELU_TANH_AND_MUL, GELU, RELU]
+    "activation",
+    [NO_ACTIVATION, SILU_AND_MUL, GELU_TANH, GELU_TANH_AND_MUL, GELU, RELU, CLAMPED_SWIGLU],
 )
 @pytest.mark.parametrize("kind", ONE_OF_EACH)
 @pytest.mark.parametrize("runtime", runtimes(threads=[2]))

@@ -48,6 +48,7 @@ DTYPES = {
     "gelu_tanh": torch.float16,
     "gelu_tanh_and_mul": torch.float32,
     "gelu": torch.float32,
+    "clamped_swiglu": torch.float32,
 }
 
 
@@ -70,7 +71,7 @@ def chosen() -> list[tuple[Case, torch.dtype]]:
         for activation, dtype in DTYPES.items():
             if case.name.endswith(f"-{activation or 'plain'}-bias-residual"):
                 kind = case.name.split("-", 1)[1].split(f"-{activation or 'plain'}")[0]
-                if activation == "silu_and_mul" or kind in WORDS:
+                if activation in ("silu_and_mul", "clamped_swiglu") or kind in WORDS:
                     found.append((case, dtype))
     return found
 

@@ -17,6 +17,8 @@ from kvik.kernels.weights import (
     DTYPES,
     PAIRED,
     PER_OUTPUT,
+    SWIGLU_LIMIT,
+    SWIGLU_SLOPE,
     Activation,
     Matrix,
     MatrixSpec,
@@ -128,7 +130,7 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
     if activation not in PAIRED:
         return act(wide).to(x.dtype)
     gate, up = wide.chunk(2, dim=-1)
-    return (act(gate) * up).to(x.dtype)
+    return (act(gate) * factor_of(activation, up)).to(x.dtype)
 
 
 def silu(x: Tensor) -> Tensor:
@@ -144,12 +146,26 @@ def gelu(x: Tensor) -> Tensor:
     return 0.5 * x * (1.0 + torch.erf(x / math.sqrt(2.0)))
 
 
+def clamped_gate(x: Tensor) -> Tensor:
+    """The gate of gpt-oss."""
+    x = x.clamp(max=SWIGLU_LIMIT)
+    return x * torch.sigmoid(SWIGLU_SLOPE * x)
+
+
+def factor_of(activation: Activation, up: Tensor) -> Tensor:
+    """Return what the gate is multiplied with."""
+    if activation != "clamped_swiglu":
+        return up
+    return up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1
+
+
 _ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "silu_and_mul": silu,
     "gelu_tanh": gelu_tanh,
     "gelu_tanh_and_mul": gelu_tanh,
     "gelu": gelu,
     "relu": torch.relu,
+    "clamped_swiglu": clamped_gate,
 }
 
 

@@ -12,8 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kvik.kernels.triton.launch import ceil_div, power_of_two
-from kvik.kernels.weights import ACTIVATIONS, PAIRED, Activation
+from kvik.kernels.weights import ACTIVATIONS, PAIRED, SWIGLU_LIMIT, SWIGLU_SLOPE, Activation
 
+CLAMPED = tl.constexpr(ACTIVATIONS["clamped_swiglu"])
+LIMIT, SLOPE = tl.constexpr(SWIGLU_LIMIT), tl.constexpr(SWIGLU_SLOPE)
 MOST = 1024  # elements of a program: 16 bytes of bf16 at a time for each of 128 threads
 
 
@@ -55,7 +57,19 @@ def activated(x, ACTIVATION: tl.constexpr):
         x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif ACTIVATION == 6:
         x = tl.maximum(x, 0.0)
+    elif ACTIVATION == CLAMPED:
+        x = tl.where(x > LIMIT, LIMIT, x)
+        x = x * sigmoid(SLOPE * x)
     return x
+
+
+@triton.jit
+def factor_of(up, ACTIVATION: tl.constexpr):
+    """Return what the gate of a paired activation is multiplied with, fp32."""
+    if ACTIVATION == CLAMPED:
+        up = tl.where(up > LIMIT, LIMIT, up)
+        up = tl.where(up < -LIMIT, -LIMIT, up) + 1.0
+    return up
 
 
 @triton.jit
@@ -67,7 +81,8 @@ def activate_kernel(x, out, columns, row_stride, ACTIVATION: tl.constexpr, BLOCK
     first = x + row * row_stride + at
     y = activated(tl.load(first, mask=inside, other=0.0).to(tl.float32), ACTIVATION)
     if ACTIVATION % 2 == 1:
-        y *= tl.load(first + columns, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(first + columns, mask=inside, other=0.0).to(tl.float32)
+        y *= factor_of(up, ACTIVATION)
     tl.store(out + row * columns + at, y.to(out.dtype.element_ty), mask=inside)
 
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvik.kernels.triton.activation import activated
+from kvik.kernels.triton.activation import activated, factor_of
 from kvik.kernels.triton.launch import ceil_div, power_of_two
 from kvik.kernels.weights import ACTIVATIONS, PAIRED, Activation
 
@@ -85,7 +85,7 @@ def end_and_store(
     outputs = rows
     if PAIRED:
         gate, up = tl.split(tl.reshape(z, (BT, BO // 2, 2)))
-        z = activated(gate, ACTIVATION) * up
+        z = activated(gate, ACTIVATION) * factor_of(up, ACTIVATION)
         o = first // 2 + tl.arange(0, BO // 2)
         outputs = rows // 2
     else:
@@ -124,7 +124,7 @@ def finish_kernel(
         up = tl.load(at + outputs, mask=inside, other=0.0).to(tl.float32)
         if bias is not None:
             up += tl.load(bias + outputs + o, mask=inside, other=0.0).to(tl.float32)
-        x = activated(x, ACTIVATION) * up
+        x = activated(x, ACTIVATION) * factor_of(up, ACTIVATION)
     else:
         x = activated(x, ACTIVATION)
     if residual is not None:
