@@ -169,6 +169,7 @@ LLAMA = Architecture(
     mlp_bias="mlp_bias",
     eos_token_ids=(2,),
     gguf="llama",
+    gguf_pairs=True,
 )
 # Mistral (Jiang et al. 2023): layers attend to a sliding window of keys (section 2).
 MISTRAL = Architecture(
@@ -201,6 +202,7 @@ STABLELM = Architecture(
     eos_token_ids=(0,),
     keys={"rms_norm_eps": "layer_norm_eps"},
     fixed={"qk_layernorm": False, "use_parallel_residual": False},
+    gguf="stablelm",
 )
 # SmolLM3 (Bakouch et al. 2025): every fourth layer knows no positions (NoPE).
 SMOLLM3 = Architecture(
@@ -214,6 +216,8 @@ SMOLLM3 = Architecture(
     mlp_bias="mlp_bias",
     tied=True,
     eos_token_ids=(128001,),
+    gguf="smollm3",
+    gguf_pairs=True,
 )
 # Seed-OSS (ByteDance 2025).
 SEED_OSS = Architecture(
@@ -227,4 +231,6 @@ SEED_OSS = Architecture(
     mlp_bias="mlp_bias",
     head_dim=128,
     eos_token_ids=(2,),
+    gguf="seed_oss",
+    gguf_names={"post_attention_norm": "post_attention_layernorm"},
 )

@@ -49,8 +49,11 @@ class Architecture:
         inside: the key whose object describes the text model, where the file is of more; "": none.
         fixed: keys with the only supported value; another one would change the arithmetic.
         gguf: `general.architecture` of its GGUF files; None: none exist.
-        gguf_names: names of a block's tensors in GGUF -> in the checkpoint, where they differ from
-            Llama's.
+        gguf_names: names of tensors in GGUF -> in the checkpoint, where they differ from Llama's:
+            of a block's, and whole ones of `blk`, `token_embd`, `output_norm` and `output`.
+        gguf_pairs: the files have rows of q and k that turn together as neighbours.
+        gguf_scales: keys of config.json, of `gguf.facts.SCALES`, that the files have too.
+        gguf_implied: keys of config.json that no file has, from those that it has.
     """
 
     name: str
@@ -76,6 +79,9 @@ class Architecture:
     fixed: Mapping[str, bool] = field(default_factory=dict)
     gguf: str | None = None
     gguf_names: Mapping[str, str] = field(default_factory=dict)
+    gguf_pairs: bool = False
+    gguf_scales: tuple[str, ...] = ()
+    gguf_implied: Callable[[Fields], Mapping[str, object]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
