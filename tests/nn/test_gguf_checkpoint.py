@@ -39,7 +39,7 @@ MORE = {
     "Phi3": {**WIDE, "sliding_window": 7},
     "Phi": WIDE,
     "Starcoder2": {**WIDE, "sliding_window": None},
-    "StableLm": {**WIDE, "use_qkv_bias": True},
+    "StableLm": {**WIDE, "use_qkv_bias": True, "use_parallel_residual": True},
     "Cohere": {**WIDE, "logit_scale": 0.3},
     "Cohere2": {**HEAD, "num_hidden_layers": 5, "sliding_window": 9},
     "Granite": {

@@ -143,8 +143,8 @@ def model_metadata(spec: ModelSpec, name: str, type: str) -> dict[str, Scalar]:
         "rope.dimension_count": rope.width(spec.head_dim),
         **{at: of(spec.scales) for at, of in map(SCALES.__getitem__, family.gguf_scales)},
     }
-    if PARALLEL in family.fixed:
-        facts[PARALLEL] = family.fixed[PARALLEL]
+    if PARALLEL in family.fixed or family.wiring is not None:
+        facts[PARALLEL] = family.fixed.get(PARALLEL, bool(spec.wiring))
     facts |= _rope(rope)
     metadata: dict[str, Scalar] = {
         "general.architecture": architecture,

@@ -6,14 +6,12 @@ Many models are this network with another attention, or with other facts in the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder, Norm
 from kvik.spec.layers import (
     sometimes_turned_layers,
     switched_layers,
-    turned_layers,
     windowed_layers,
 )
 from kvik.spec.model import ModelFacts
@@ -189,20 +187,6 @@ QWEN2 = Architecture(
     qkv_bias=True,
     layers=switched_layers,
     gguf="qwen2",
-)
-# StableLM 2 (Bellagente et al. 2024): LayerNorm; a quarter of each head turns.
-STABLELM = Architecture(
-    "StableLmForCausalLM",
-    "stablelm",
-    "StableLM 2",
-    Llama,
-    layers=partial(turned_layers, fraction=0.25),
-    qkv_bias="use_qkv_bias",
-    rms_norm=False,
-    eos_token_ids=(0,),
-    keys={"rms_norm_eps": "layer_norm_eps"},
-    fixed={"qk_layernorm": False, "use_parallel_residual": False},
-    gguf="stablelm",
 )
 # SmolLM3 (Bakouch et al. 2025): every fourth layer knows no positions (NoPE).
 SMOLLM3 = Architecture(

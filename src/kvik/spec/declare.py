@@ -38,6 +38,9 @@ class Architecture:
         qkv_bias, o_bias, mlp_bias: a fact, or the config.json key that decides (false if absent).
         tied: `tie_word_embeddings` when config.json does not say.
         scales: reads the constants of a network that has some; None: it has none.
+        kv_heads: reads the heads of keys and values; None: `num_key_value_heads`.
+        wiring: reads which of its ways to join attention, MLP and norms a network has, where it has
+            several; None: it has one.
         head_dim: when config.json does not say; None: hidden / heads.
         eos_token_ids: when config.json does not say.
         activations: the `hidden_act` values its MLP can have; the first is the default.
@@ -71,6 +74,8 @@ class Architecture:
     rotary: bool = True
     tied: bool = False
     scales: Callable[[Fields], ModelScales] | None = None
+    kv_heads: Callable[[Fields], int] | None = None
+    wiring: Callable[[Fields], str] | None = None
     head_dim: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     defaults: Mapping[str, object] = field(default_factory=dict)
@@ -320,7 +325,8 @@ class DeclaredLinear:
         layer: the block's number; None: it is in no block.
         outputs: of each name.
         tied: its weight is the embedding's, and the names are not in the checkpoint.
-        by_head: it has q, k and v of the first head, then those of the second.
+        by_head: it has all that belongs to the first head of keys and values, queries before these,
+            then to the second.
     """
 
     layer: int | None
