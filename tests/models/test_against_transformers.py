@@ -139,6 +139,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "stablelm": ("StableLm", {"hidden_size": 64}),
     "stablelm-bias": ("StableLm", {"use_qkv_bias": True, **rope(partial_rotary_factor=0.5)}),
+    "stablelm-parallel": ("StableLm", {"hidden_size": 64, "use_parallel_residual": True}),
+    "falcon-7b": ("Falcon", {"ffn_hidden_size": 56}),
+    "falcon-40b": (
+        "Falcon",
+        {"hidden_size": 64, "new_decoder_architecture": True, "num_kv_heads": 2, "bias": True},
+    ),
+    "falcon-2": (
+        "Falcon",
+        {
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "num_ln_in_parallel_attn": 1,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "falcon-all-heads": ("Falcon", {"multi_query": False}),
     "phi3": ("Phi3", {}),
     "phi3-window": ("Phi3", {"sliding_window": 7, "tie_word_embeddings": True}),
     "phi3-partial": (

@@ -75,6 +75,8 @@ WIRINGS: dict[str, dict[str, Any]] = {
         "sliding_window": 9,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
+    "Falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "StableLm": {"use_parallel_residual": True},
     "Granite": {"residual_multiplier": 0.4, "embedding_multiplier": 2.0, "logits_scaling": 3.0},
 }
 

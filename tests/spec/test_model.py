@@ -36,6 +36,8 @@ from kvik.spec.rope import RopeSpec
         ("Gemma-2-2B", 2_614_341_888),
         ("Gemma-3-1B", 999_885_952),
         ("Granite-3.1-2B", 2_533_531_648),
+        ("Falcon-7B", 6_921_720_704),
+        ("Falcon-40B", 41_303_293_952),
         ("GPT-2", 124_439_808),
     ],
 )

@@ -55,6 +55,12 @@ MODELS = {
     "phi3": small(
         **WIDE, architectures=["Phi3ForCausalLM"], head_dim=32, partial_rotary_factor=0.5
     ),
+    "falcon": small(
+        **WIDE,
+        architectures=["FalconForCausalLM"],
+        new_decoder_architecture=True,
+        num_kv_heads=2,
+    ),
     "exaone4": small(
         **(WIDE | {"num_hidden_layers": 4}),
         architectures=["Exaone4ForCausalLM"],

@@ -158,6 +158,15 @@ def gemma3_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpe
     return tuple(LayerSpec(window if kind == SLIDING else None, ropes[kind]) for kind in types)
 
 
+def gemma3_implied(fields: Fields) -> dict[str, object]:
+    """Return what scores are scaled by: the 27B, by its number of layers, has another rule."""
+    hidden = fields.integer("hidden_size", 1, MAX_POSITIONS)
+    heads = fields.integer("num_attention_heads", 1, MAX_POSITIONS)
+    large = fields.integer("num_hidden_layers", 1, MAX_POSITIONS) == 62
+    width = hidden / heads if large else fields.raw("head_dim")
+    return {"query_pre_attn_scalar": width}
+
+
 GEMMA = Architecture(
     "GemmaForCausalLM",
     "gemma",
@@ -170,6 +179,7 @@ GEMMA = Architecture(
     tied=True,
     head_dim=256,
     eos_token_ids=(1,),
+    gguf="gemma",
 )
 GEMMA2 = Architecture(
     "Gemma2ForCausalLM",
@@ -212,6 +222,13 @@ GEMMA3 = Architecture(
     },
     keys={"hidden_act": "hidden_activation"},
     fixed={"use_bidirectional_attention": False},
+    gguf="gemma3",
+    gguf_names={
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+    gguf_implied=gemma3_implied,
 )
 # The larger ones read images too, of which kvik runs the text model.
 GEMMA3_IMAGES = replace(
@@ -221,4 +238,5 @@ GEMMA3_IMAGES = replace(
     models="Gemma 3, text of those that read images",
     make=with_images,
     inside="text_config",
+    gguf=None,
 )

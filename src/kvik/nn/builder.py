@@ -227,11 +227,12 @@ class Builder:
             names: of one layer for each of the three, or of one layer for all.
             rope: how they will turn, which decides the order of a head's channels of queries and
                 keys; None: they are as they are stored.
-            by_head: the one layer has q, k and v of the first head, then those of the second.
+            by_head: the one layer has the queries of the first head of keys and values, its key and
+                its value, then those of the second.
         """
         places = _places(rope, heads[0] + heads[1], head_dim)
         if by_head:
-            places = _by_head(places, heads[0], head_dim)
+            places = _by_head(places, heads, head_dim)
         if len(names) == 1:
             total = sum(heads) * head_dim
             linear = self._heads(names, inputs, (total,), bias, places)
@@ -693,12 +694,13 @@ def _fill_in(target: Tensor, first: int, values: Tensor) -> None:
     target[first : first + len(values)].copy_(values)
 
 
-def _by_head(places: Tensor | None, heads: int, head_dim: int) -> Tensor:
+def _by_head(places: Tensor | None, heads: tuple[int, ...], head_dim: int) -> Tensor:
     """Where rows that stand head by head go, if those by q, k and v went to `places`."""
-    rows = torch.arange(3 * heads * head_dim)
+    rows = torch.arange(sum(heads) * head_dim)
     if places is not None:
         rows[: len(places)] = places
-    return rows.view(3, heads, head_dim).transpose(0, 1).flatten()
+    parts = rows.split_with_sizes([count * head_dim for count in heads])
+    return torch.cat([part.view(heads[-1], -1) for part in parts], 1).flatten()
 
 
 def _fill_moved(target: Tensor, places: Tensor, first: int, values: Tensor) -> None:

@@ -133,6 +133,22 @@ LLAMA_LIKE = Family(
 
 FAMILIES: Mapping[str, Family] = {
     # Variants of these that do not run.
+    "FalconForCausalLM": Family(
+        ("falcon", "RefinedWeb", "RefinedWebModel"),
+        keys={"num_key_value_heads": "num_kv_heads"},
+        defaults={"max_position_embeddings": 2048},
+        computed={
+            "num_key_value_heads": _falcon_kv_heads,
+            "intermediate_size": _four_times("ffn_hidden_size", "hidden_size"),
+            "norms": _falcon_norms,
+        },
+        qkv_bias="bias",
+        o_bias="bias",
+        mlp_bias="bias",
+        gated_mlp=False,
+        norm_vectors=2,
+        tied=True,
+    ),
     "StableLmForCausalLM": Family(
         ("stablelm",),
         computed={"norms": _stablelm_norms},
@@ -217,22 +233,6 @@ FAMILIES: Mapping[str, Family] = {
         ("olmo",), qkv_bias="attention_bias", o_bias="attention_bias", norm_vectors=0
     ),
     # dense, of GPT's kind: LayerNorm, two matrices in the MLP
-    "FalconForCausalLM": Family(
-        ("falcon", "RefinedWeb", "RefinedWebModel"),
-        keys={"num_key_value_heads": "num_kv_heads"},
-        defaults={"max_position_embeddings": 2048},
-        computed={
-            "num_key_value_heads": _falcon_kv_heads,
-            "intermediate_size": _four_times("ffn_hidden_size", "hidden_size"),
-            "norms": _falcon_norms,
-        },
-        qkv_bias="bias",
-        o_bias="bias",
-        mlp_bias="bias",
-        gated_mlp=False,
-        norm_vectors=2,
-        tied=True,
-    ),
     "GPTJForCausalLM": Family(
         ("gptj",),
         keys=_GPT_KEYS,

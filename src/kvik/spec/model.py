@@ -98,6 +98,7 @@ class ModelFacts:
     rms_norm: bool = True  # else LayerNorm, which has biases too
     gated_mlp: bool = True  # three matrices, else two
     scales: ModelScales = ModelScales()
+    wiring: str = ""  # of the ways that its architecture has; "": the only or usual one
     built: Built | None = None  # set for an engine folder, whose weights are already packed
 
     @property
