@@ -43,6 +43,13 @@ FAMILIES = {
     "OPT": {"word_embed_proj_dim": 32},
     "Qwen3Moe": {"head_dim": 8, "num_experts": 8, "moe_intermediate_size": 24},
     "Glm4Moe": {"head_dim": 8, "n_routed_experts": 8, "moe_intermediate_size": 24},
+    "DeepseekV2": {
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+    },
     "GPT2": {},
 }
 
@@ -105,6 +112,7 @@ def test_no_arithmetic_of_its_own(family: str, dtype: torch.dtype) -> None:
     backend = ReferenceAttention(REFERENCE)
     paged = PagedModel(None, spec=spec, dtype=dtype, ops=foreign.ops(), backend=backend)
     backend.run = foreign.wrap(backend.run)  # type: ignore[method-assign]
+    backend.run_latent = foreign.wrap(backend.run_latent)  # type: ignore[method-assign]
     expected = PagedModel(None, spec=spec, dtype=dtype).logits(tokens(9))
     paged.model = Watched(paged.model, foreign)
     found = paged.logits(tokens(9), chunk=5)

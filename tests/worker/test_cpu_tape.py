@@ -99,6 +99,17 @@ MODELS = {
         use_qk_norm=True,
         head_dim=32,
     ),
+    "latent": small(
+        **WIDE,
+        architectures=["DeepseekV2ForCausalLM"],
+        q_lora_rank=None,
+        kv_lora_rank=48,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=12,
+        v_head_dim=20,
+        first_k_dense_replace=2,
+        num_experts_per_tok=2,
+    ),
     "granite": small(
         **WIDE,
         architectures=["GraniteForCausalLM"],

@@ -204,16 +204,6 @@ FAMILIES: Mapping[str, Family] = {
         pattern=2,
         experts=Experts("num_local_experts", width="intermediate_size", bias=True),
     ),
-    # MLA: `decoder.py` knows it by its kv_lora_rank
-    "DeepseekV2ForCausalLM": Family(
-        ("deepseek_v2",),
-        experts=Experts("n_routed_experts", shared="n_shared_experts"),
-    ),
-    "DeepseekV3ForCausalLM": Family(
-        ("deepseek_v3", "kimi_k2"),
-        defaults={"first_k_dense_replace": 3},
-        experts=Experts("n_routed_experts", shared="n_shared_experts", correction=True),
-    ),
     # dense, as Llama with small differences
     "InternLMForCausalLM": Family(
         ("internlm",), defaults={"bias": True}, qkv_bias="bias", o_bias="bias"
