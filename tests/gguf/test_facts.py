@@ -289,6 +289,44 @@ def test_other_divisors_are_refused(divisors: list[float]) -> None:
         llama3_scaling(struct.pack(f"<{len(divisors)}f", *divisors), 10_000.0, 8)
 
 
+def test_layers_with_a_window_as_a_file_lists_them(tmp_path: Path) -> None:
+    values = {
+        "exaone4.block_count": 3,
+        "exaone4.attention.sliding_window": 8,
+        "exaone4.attention.sliding_window_pattern": [False, True, True],
+    }
+    path = llama_file(tmp_path / "m.gguf", architecture="exaone4", values=values)
+    assert gguf_model_spec(read_gguf(path)).windows == (None, 8, 8)
+    path = llama_file(
+        tmp_path / "n.gguf", architecture="exaone4", values={**values, "exaone4.block_count": 4}
+    )
+    with pytest.raises(ModelError, match="sliding_window_pattern: must have 4 values, not 3"):
+        gguf_model_spec(read_gguf(path))
+
+
+def test_longrope_is_read_from_two_tensors(tmp_path: Path) -> None:
+    original = {
+        "phi3.rope.scaling.original_context_length": 16,
+        "phi3.rope.scaling.attn_factor": 1.25,
+    }
+    slower = {"long": [1.5, 2.0, 4.0, 8.0], "short": [1.0, 1.1, 1.2, 1.3]}
+    tensors = {f"rope_factors_{k}.weight": np.array(v, np.float32) for k, v in slower.items()}
+
+    def read(values: dict, tensors: dict) -> ModelSpec:
+        path = llama_file(tmp_path / "m.gguf", architecture="phi3", values=values, tensors=tensors)
+        return gguf_model_spec(read_gguf(path))
+
+    (rope,) = read(original, tensors).ropes
+    assert (rope.kind, rope.original_max_position) == ("longrope", 16)
+    assert (rope.long_factors, rope.short_factors) == tuple(map(tuple, slower.values()))
+    assert (rope.attention_factor, rope.factor) == (1.25, 4.0)
+    one = {"rope_factors_long.weight": tensors["rope_factors_long.weight"]}
+    with pytest.raises(ModelError, match="must have a vector rope_factors_short.weight of F32"):
+        read(original, one)
+    with pytest.raises(ModelError, match="original_context_length"):
+        read({}, tensors)
+
+
 # Names of tensors, against those that transformers gives the same models.
 
 

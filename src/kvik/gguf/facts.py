@@ -13,12 +13,13 @@ from math import prod
 from kvik.core.sampling_params import PARAMETERS
 from kvik.errors import ModelError
 from kvik.gguf.reader import GgufFile
-from kvik.gguf.types import Metadata
+from kvik.gguf.types import Array, Metadata, ValueKind, shortest
 from kvik.gguf.writer import Scalar
 from kvik.models.model_spec import ModelSpec
 from kvik.models.registry import ARCHITECTURES
 from kvik.spec.declare import Architecture
 from kvik.spec.fields import Fields
+from kvik.spec.layers import FULL, SLIDING
 from kvik.spec.model import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, ModelScales
 from kvik.spec.rope import MAX_POSITIONS
 from kvik.spec.stored_weights import StoredQuantization, StoredRule, StoredScheme
@@ -218,6 +219,7 @@ _NUMBER, _LAST = r"(0|[1-9][0-9]{0,5})", r"(weight|bias)"
 LAYER = re.compile(rf"blk\.{_NUMBER}\.(\w+)\.{_LAST}")
 
 ROPE_FACTORS = "rope_freqs.weight"
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 HEAD = "output.weight"
 EMBEDDING = "token_embd.weight"
 
@@ -352,7 +354,29 @@ def model_config(file: GgufFile) -> dict[str, object]:
         scaling = llama3_scaling(file.read(factors, MAX_FACTORS_BYTES), theta, width)
         if scaling is not None:
             config["rope_scaling"] = scaling
+    if "rope_scaling" not in config and {LONG_FACTORS, SHORT_FACTORS} & names:
+        config["rope_scaling"] = _longrope_scaling(file, name)
     return config | _token_ids(file)
+
+
+def _longrope_scaling(file: GgufFile, name: str) -> dict[str, object]:
+    """Return `rope_scaling` of config.json by what slows each pair down, in two tensors."""
+    metadata, at = file.metadata, f"{name}.rope.scaling"
+    scaling: dict[str, object] = {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": metadata.integer(
+            f"{at}.original_context_length", 1, MAX_POSITIONS
+        ),
+    }
+    if f"{at}.attn_factor" in metadata:
+        scaling["attention_factor"] = metadata.number(f"{at}.attn_factor", 0.0, 1e6)
+    for key, tensor_name in (("long_factor", LONG_FACTORS), ("short_factor", SHORT_FACTORS)):
+        tensor = file.tensor(tensor_name)
+        if tensor is None or tensor.type.name != "F32":
+            raise ModelError(file.path.name, f"must have a vector {tensor_name} of F32")
+        data = file.read(tensor, MAX_FACTORS_BYTES)
+        scaling[key] = [shortest(value) for (value,) in struct.iter_unpack("<f", data)]
+    return scaling
 
 
 # Constants of networks: key of config.json -> key of a GGUF file, and its value by what is read.
@@ -404,6 +428,12 @@ def metadata_config(metadata: Metadata, name: str) -> dict[str, object]:
     mistral = name == "llama" and window
     config["architectures"] = ["MistralForCausalLM" if mistral else known.name]
     config["sliding_window"] = window or None
+    pattern = metadata.raw(f"{name}.attention.sliding_window_pattern")
+    if window and isinstance(pattern, Array) and pattern.kind is ValueKind.BOOL:
+        if pattern.count != layers:
+            key = f"{name}.attention.sliding_window_pattern"
+            raise metadata.error(key, f"must have {layers} values, not {pattern.count}")
+        config["layer_types"] = [SLIDING if windowed else FULL for windowed in pattern.numbers()]
     if width != head_dim:
         # Half more, so that rounding down gives the width whatever the fraction is rounded to.
         config["partial_rotary_factor"] = (width + 0.5) / head_dim

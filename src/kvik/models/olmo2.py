@@ -7,6 +7,7 @@ are normalised over all heads together before they are turned.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -82,7 +83,7 @@ class Olmo2Layer:
         return self.mlp_norm.add(self.mlp(x, ctx), x)
 
 
-POST_NORMS = {
+POST_NORMS: Mapping[str, str] = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from kvik.errors import ModelError, shown
 from kvik.files import is_gguf
-from kvik.gguf.facts import ROPE_FACTORS, architecture, family_of, gguf_model_spec, hf_name
+from kvik.gguf.facts import (
+    LONG_FACTORS,
+    ROPE_FACTORS,
+    SHORT_FACTORS,
+    architecture,
+    family_of,
+    gguf_model_spec,
+    hf_name,
+)
 from kvik.gguf.reader import GgufFile, GgufTensor, read_gguf
 from kvik.nn.checkpoint import (
     ROW_MULTIPLE,
@@ -114,7 +122,7 @@ def open_gguf(path: Path) -> GgufCheckpoint:
     tensors = {
         hf_name(tensor.name, family.gguf_names) or tensor.name: tensor
         for tensor in file.tensors
-        if tensor.name != ROPE_FACTORS
+        if tensor.name not in (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
     }
     for name, tensor in tensors.items():
         if name in made and tensor.shape[0] % made[name].unit:
