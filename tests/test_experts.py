@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 import torch
 from helpers.calibrated import quiet, random_windows
 from helpers.optional_native import NATIVE
-from helpers.tiny_models import save_tiny, tokens
+from helpers.tiny_models import reference_logits, save_tiny, tokens
 from safetensors.torch import load_file, save_file
+from transformers.integrations import mxfp4
 
 from kvik import LLM
 from kvik.errors import ModelError
@@ -73,6 +75,17 @@ def test_a_quantised_model_is_read_and_says_the_same(
         assert 0.0 < float(off) < (0.5 if recipe.method == "fp8" else 0.2)
 
 
+def test_experts_of_gpt_oss_are_quantised(tmp_path: Path) -> None:
+    """Rows of gate and up take turns, and floats are transposed."""
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "head_dim": 16, "sliding_window": 9}
+    plain, folder = tmp_path / "plain", tmp_path / "q"
+    save_tiny(plain, "GptOss", **sizes, num_local_experts=4, num_experts_per_tok=2)
+    source, recipe = open_source(plain), Recipe("gptq", 8, 32)
+    quantise_folder(source, recipe, random_windows(16, 32), Output(folder, source), quiet)
+    off = (scores(folder) - scores(plain)).abs().mean()
+    assert 0.0 < float(off) < 0.3
+
+
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 def test_experts_are_quantised_while_loading(plain: Path, quantization: str) -> None:
     found = [scores(plain, kernels=kernels, quantization=quantization) for kernels in KERNELS]
@@ -112,3 +125,31 @@ def test_experts_that_are_missing_or_too_many(plain: Path, tmp_path: Path) -> No
     save_file({**tensors, **more}, tmp_path / SINGLE, metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"hold 'model\.layers\.0\.mlp\.experts\.6.*unknown"):
         scores(tmp_path)
+
+
+def test_experts_of_gpt_oss_are_read_from_mxfp4(tmp_path: Path) -> None:
+    """Against transformers with the numbers that the blocks mean."""
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "head_dim": 16, "sliding_window": 9}
+    model = save_tiny(tmp_path, "GptOss", **sizes, num_local_experts=4, num_experts_per_tok=2)
+    tensors, generator = load_file(tmp_path / SINGLE), torch.Generator().manual_seed(0)
+    state = model.state_dict()
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        count, inputs, outputs = tensors.pop(name).shape
+        size = (count, outputs, inputs // 32, 16)
+        blocks = torch.randint(0, 256, size, generator=generator, dtype=torch.uint8)
+        scales = torch.randint(122, 125, size[:3], generator=generator, dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        state[name].copy_(mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+    save_file(tensors, tmp_path / SINGLE, metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ids = tokens(60)
+    logprobs = reference_logits(model, ids).log_softmax(-1)
+    expected = logprobs[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    torch.testing.assert_close(scores(tmp_path, kernels="torch"), expected, atol=1e-3, rtol=0)
+    for kernels in KERNELS[1:]:  # which round what they multiply to eight bits
+        assert 0.0 < float((scores(tmp_path, kernels=kernels) - expected).abs().mean()) < 0.2

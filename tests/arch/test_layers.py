@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {"config", "core", "text"},
     "gguf": {*GROUND, "models", "core.sampling_params"},
     # compute
-    "kernels": {"spec.weight_kind"},
+    "kernels": {"spec.experts", "spec.weight_kind"},
     "attention": {"errors", "frozen", "kernels"},
     "nn": {*GROUND, "models", "gguf", "kernels", "attention"},
     # Declarations of networks: run by the builder of nn, or described without torch.

@@ -301,6 +301,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "first_k_dense_replace": 0,
         },
     ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "head_dim": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "sliding_window": 9,
+            "num_hidden_layers": 4,
+            **rope(**YARN, factor=4.0, truncate=False),
+        },
+    ),
     "minimax-m2": (
         "MiniMaxM2",
         {

@@ -116,12 +116,14 @@ def test_no_more_rows_are_looked_up_than_there_are() -> None:
 
 
 def test_what_quantised_models_leave_alone() -> None:
-    """DeepSeek-V3 in fp8: embedding, head, routers and norms stay in bf16."""
+    """DeepSeek-V3 in fp8: embedding, head, routers and norms stay in bf16, and so does what is
+    multiplied into queries and results of attention."""
     v3 = shape("deepseek-v3")
     tables = 2 * 129_280 * 7168
     routers = 58 * 7168 * 256
-    kept = tables + routers + v3.other_parameters
-    outputs = 61 * (1536 + 128 * 192 + 576 + 128 * 256 + 7168)  # attention
+    absorbed = 61 * 512 * 128 * 256
+    kept = tables + routers + absorbed + v3.other_parameters
+    outputs = 61 * (1536 + 128 * 192 + 576 + 7168)  # attention
     outputs += 3 * (2 * 18432 + 7168) + 58 * 257 * (2 * 2048 + 7168)  # MLPs
     expected = (v3.parameters - kept) + 4 * outputs + 2 * kept
     assert v3.weight_bytes("fp8") == expected

@@ -210,7 +210,7 @@ def test_patterns_match_as_in_python(pattern: str, texts: list[str]) -> None:
     ("config", "message"),
     [
         ({"quant_method": "bitsandbytes", "load_in_4bit": True},
-         "quant_method: must be one of awq, gptq, compressed-tensors, fp8, fbgemm_fp8, "
+         "quant_method: must be one of awq, gptq, compressed-tensors, fp8, fbgemm_fp8, mxfp4, "
          "not 'bitsandbytes'"),
         ({"bits": 4}, "quant_method: is missing"),
         (awq_config(version="gemv"), "version: must be one of gemm, GEMM, not 'gemv'"),

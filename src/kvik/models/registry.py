@@ -11,6 +11,7 @@ from kvik.models.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_IMAGES
 from kvik.models.glm4 import GLM4, GLM4_MOE
 from kvik.models.gpt2 import GPT2_MODEL
 from kvik.models.gpt_neox import GPT_NEOX
+from kvik.models.gpt_oss import GPT_OSS
 from kvik.models.granite import GRANITE
 from kvik.models.llama import LLAMA, MISTRAL, QWEN2, SEED_OSS, SMOLLM3
 from kvik.models.mixtral import MINIMAX_M2, MIXTRAL
@@ -27,7 +28,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     row.name: row
     for row in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, STABLELM, PHI3, GLM4),
-        *(MIXTRAL, QWEN3_MOE, OLMOE, GLM4_MOE, MINIMAX_M2),
+        *(MIXTRAL, QWEN3_MOE, OLMOE, GLM4_MOE, MINIMAX_M2, GPT_OSS),
         *(DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE),
         *(
             GEMMA,

@@ -81,6 +81,7 @@ class DeclaredTensor:
         kind: "matrix", "gain" or "bias": how random weights initialise it.
         in_runs: `fill` takes runs of rows, in any order; else the whole tensor.
         fill: takes the index of the first row and the values from there on; keeps no reference.
+        transposed: of a matrix, [inputs, outputs].
     """
 
     name: str
@@ -90,6 +91,7 @@ class DeclaredTensor:
     in_runs: bool
     fill: Callable[[int, Tensor], None]
     because: str = ""
+    transposed: bool = False
 
 
 @dataclass(slots=True)
@@ -606,6 +608,7 @@ class Builder:
                     tensor.in_runs,
                     partial(part.fill, suffix),
                     tensor.because,
+                    stored is None and shape.transposed,
                 )
             )
 

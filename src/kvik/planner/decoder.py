@@ -140,7 +140,4 @@ def _windows(sizes: Sizes, layers: int) -> tuple[int | None, ...]:
         window = sizes.integer("sliding_window", MAX_POSITIONS)
     if types:
         return tuple(window if kind == SLIDING else None for kind in types)
-    if not family.pattern:
-        return (window,) * layers
-    pattern = fields.integer("sliding_window_pattern", 1, MAX_LAYERS, family.pattern)
-    return tuple(window if (layer + 1) % pattern else None for layer in range(layers))
+    return (window,) * layers

@@ -31,8 +31,6 @@ class Experts:
         total, active, width: keys of experts in a layer, of those a token uses, of their width.
         shared: key of how many experts every token uses.
         shared_width: key of the width of one expert that every token uses, behind a gate.
-        bias: router and experts have biases.
-        correction: the router has a bias that only chooses (DeepSeek-V3, arXiv 2412.19437).
     """
 
     total: str = "num_experts"
@@ -40,8 +38,6 @@ class Experts:
     width: str = "moe_intermediate_size"
     shared: str = ""
     shared_width: str = ""
-    bias: bool = False
-    correction: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +54,7 @@ class Family:
     qk_norm_key: the key that switches `qk_norm` on; "": always on.
     embedding_norm: a norm behind the embedding.
     positions: learned positions beyond `max_position_embeddings`; None: rotary or no table.
-    sinks: a learned logit for each head.
     windows: layers have a sliding window where config.json says so.
-    pattern: one layer in this many sees everything, the others a window; 0: all have the window.
     """
 
     model_types: tuple[str, ...] = ()
@@ -78,9 +72,7 @@ class Family:
     qk_norm_key: str = ""
     embedding_norm: bool = False
     positions: int | None = None
-    sinks: bool = False
     windows: bool = False
-    pattern: int = 0
     tied: bool = False
     experts: Experts | None = None
 
@@ -193,16 +185,6 @@ FAMILIES: Mapping[str, Family] = {
         norm_vectors=2,
         windows=True,
         experts=Experts("num_local_experts", width="intermediate_size"),
-    ),
-    "GptOssForCausalLM": Family(
-        ("gpt_oss",),
-        defaults={"attention_bias": True, "head_dim": 64, "sliding_window": 128},
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        sinks=True,
-        windows=True,
-        pattern=2,
-        experts=Experts("num_local_experts", width="intermediate_size", bias=True),
     ),
     # dense, as Llama with small differences
     "InternLMForCausalLM": Family(

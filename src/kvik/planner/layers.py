@@ -75,7 +75,7 @@ def attention(sizes: Sizes, layers: int, hidden: int, heads: int) -> AttentionPa
     head_dim = _head_dim(sizes, hidden, heads)
     queries, keys = heads * head_dim, kv_heads * head_dim
     others = (queries + 2 * keys) * sizes.flag(family.qkv_bias)
-    others += hidden * sizes.flag(family.o_bias) + heads * family.sinks
+    others += hidden * sizes.flag(family.o_bias)
     if family.qk_norm is not QKNorm.NONE and sizes.flag(family.qk_norm_key or True):
         others += 2 * head_dim if family.qk_norm is QKNorm.HEAD else queries + keys
     matrices = (
@@ -188,6 +188,4 @@ def _routed(
     if shared:
         matrices.append(MatrixGroup("shared_gate_up", layers, hidden, 2 * shared))
         matrices.append(MatrixGroup("shared_down", layers, shared, hidden))
-    others = total * experts.correction
-    others += (total + total * (2 * width + hidden)) * experts.bias
-    return LayerPart(tuple(matrices), layers * others), active * width + shared
+    return LayerPart(tuple(matrices)), active * width + shared

@@ -124,10 +124,9 @@ class Block:
             if not self._tap.filled:
                 self.tensors[name], self._declared[name] = values, declared
                 continue
-            number, rows = self._tap.filled[0]
+            number = self._tap.filled[0][0]
             parts = [part for _, part in self._tap.filled]
-            layer = name.removesuffix(WEIGHT)
-            transposed = rows.stride(0) == 1 and rows.shape[1] > 1
+            layer, transposed = name.removesuffix(WEIGHT), declared.transposed
             weight = values.t() if transposed else values
             assert sum(map(len, parts)) == len(weight)
             self._declared[layer], self._transposed[layer] = declared, transposed

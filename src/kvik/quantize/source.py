@@ -92,7 +92,7 @@ def folds(spec: ModelSpec, layer: int = 0) -> tuple[Fold, ...]:
         source = _patterns(declared, qkv)[-1]
         found.append(Fold(_patterns(declared, o), source, True, first, values.flatten()))
     for up, down in pairwise(linears):
-        if GATED.get(up.role) == down.role:
+        if GATED.get(up.role) == down.role and not up.mixed:
             inner = torch.arange(down.inputs)
             first = down.inputs if len(up.names) == 1 else 0  # gate stands before up
             found.append(

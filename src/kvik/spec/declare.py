@@ -418,6 +418,7 @@ class DeclaredLinear:
         layer: the block's number; None: it is in no block.
         outputs: of each name.
         router: chooses it among others of its kind, if it is an expert's.
+        mixed: rows of gate and up take turns, and what is done with them is not linear in up.
         tied: its weight is the embedding's, and the names are not in the checkpoint.
         by_head: it has all that belongs to the first head of keys and values, queries before these,
             then to the second.
@@ -432,6 +433,7 @@ class DeclaredLinear:
     tied: bool = False
     by_head: bool = False
     router: Router | None = None
+    mixed: bool = False
 
     @property
     def num_parameters(self) -> int:
@@ -653,7 +655,7 @@ class _Describer:
             ):
                 full = tuple(self._name(part.format(expert)) for part in parts)
                 linear = DeclaredLinear(self._layer, cast(Role, role), full, inputs, outputs, bias)
-                self._found.linears.append(replace(linear, router=router))
+                self._found.linears.append(replace(linear, router=router, mixed=names.mixed))
         if spec.shared:
             shared = self.at(names.shared)
             widths = (spec.shared,) * len(GATE_UP)

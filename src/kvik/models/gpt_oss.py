@@ -1,0 +1,86 @@
+"""gpt-oss (OpenAI 2025, arXiv 2508.10925): routed experts stored in MXFP4, a short window in every
+second layer, and a learned sink in each head."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvik.models.llama import Llama, LlamaLayer
+from kvik.spec.declare import (
+    Architecture,
+    ExpertNames,
+    FeedForward,
+    ForwardContext,
+    LayerBuilder,
+)
+from kvik.spec.experts import normalised_router, read_experts
+from kvik.spec.fields import Fields
+from kvik.spec.layers import LayerSpec, mixed_layers
+from kvik.spec.model import ModelFacts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NAMES = ExpertNames(
+    router="router",
+    gate_up=("experts.{}.gate_up_proj",),
+    down="experts.{}.down_proj",
+    mixed=True,
+)
+# Of the experts' activation, which is "clamped_swiglu" with these constants alone.
+SWIGLU = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
+
+
+class GptOssAttention:
+    """Grouped-query attention with a sink in each head: a learned score that takes its share of the
+    weights and has no value."""
+
+    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
+        heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        self.qkv = builder.heads(
+            ("q_proj", "k_proj", "v_proj"),
+            spec.hidden_size,
+            (heads, kv_heads, kv_heads),
+            dim,
+            bias=spec.qkv_bias,
+        )
+        self.attend = builder.attention(layer, dim, sinks=heads)
+        self.o = builder.linear("o_proj", heads * dim, spec.hidden_size, bias=spec.o_bias, role="o")
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, rotation: Tensor | None, ctx: ForwardContext
+    ) -> Tensor:
+        """x, residual [tokens, hidden], rotation [tokens, head_dim] -> [tokens, hidden]."""
+        q, k, v = self.qkv(x, ctx)  # [tokens, heads or kv_heads, head_dim]
+        return self.o(self.attend(q, k, v, ctx, rotation), ctx, residual)
+
+
+def experts(spec: ModelFacts, builder: LayerBuilder, layer: int) -> FeedForward:
+    of_layer = spec.layers[layer].experts
+    assert of_layer is not None
+    return builder.at("mlp").experts(
+        spec.hidden_size, of_layer, NAMES, bias=True, activation="clamped_swiglu"
+    )
+
+
+def gpt_oss_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+    for key, value in SWIGLU.items():
+        if fields.number(key, 0.0, 1e6, value) != value:
+            raise fields.error(key, f"must be {value}")
+    return mixed_layers(fields, layers, positions, every=2)
+
+
+GPT_OSS = Architecture(
+    "GptOssForCausalLM",
+    "gpt_oss",
+    "gpt-oss",
+    partial(Llama, make_layer=partial(LlamaLayer, attention=GptOssAttention, feed=experts)),
+    layers=gpt_oss_layers,
+    experts=partial(read_experts, inner="intermediate_size", router=normalised_router),
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    defaults={"attention_bias": True, "sliding_window": 128, "rope_theta": 150_000.0},
+    head_dim=64,
+    eos_token_ids=(200_002, 199_999, 200_012),
+)
