@@ -84,12 +84,19 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
     P(slot_mapping) I(rows) I(kv_heads) I(head_dim) I(block_size) I(dtype) I(kv_dtype)
 
 // Keys and values back from the cache, for tests and tools: k and v [rows, kv_heads, head_dim] of the
-// positions in slot_mapping.
+// positions in slot_mapping. Without v_cache, keys alone.
 #define KVIK_ARGS_load_kv(P, I, F)                                                       \
     P(k) I(k_stride) P(v) I(v_stride) P(k_cache) P(v_cache) P(k_scales) P(v_scales)      \
     P(slot_mapping) I(rows) I(kv_heads) I(head_dim) I(block_size) I(dtype) I(kv_dtype)
 
+// The latent vectors of tokens, [rows, latent_dim] and behind each its key with positions, [rows, head_dim -
+// latent_dim], to the places of keys of one kv head of head_dim: the keys of attention without v_cache.
+#define KVIK_ARGS_store_latent(P, I, F)                                                  \
+    P(latent) I(latent_stride) P(rope) I(rope_stride) P(cache) P(scales) P(slot_mapping) \
+    I(rows) I(latent_dim) I(head_dim) I(block_size) I(dtype) I(kv_dtype)
+
 // What the cache holds of the positions in source (int64) to those in target, unchanged, in their order.
+// v_cache may be null.
 #define KVIK_ARGS_move_kv(P, I, F)                                                       \
     P(k_cache) P(v_cache) P(k_scales) P(v_scales) P(source) P(target) I(rows)            \
     I(kv_heads) I(head_dim) I(block_size) I(kv_dtype)
@@ -100,9 +107,11 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 // one included; 0 for all. tree: null, or int64 [tokens]: 0 for all tokens of a plain sequence. Otherwise
 // the sequence has at most 63 tokens in this step, the nodes of a tree: bit j of a token's word says
 // whether the j-th of them is an ancestor or itself. A node attends as if the keys of its path alone
-// followed the cached ones, to the bit.
+// followed the cached ones, to the bit. value_dim: columns of a value and of out. Without v_cache the values
+// are the first value_dim columns of the keys, and q has as many: the others are in q_rope [tokens, heads,
+// head_dim - value_dim].
 #define KVIK_ARGS_attention(P, I, F)                                                     \
-    P(q) I(q_stride) P(k_cache) P(v_cache) P(k_scales) P(v_scales) P(block_table)        \
+    P(q) I(q_stride) P(q_rope) I(q_rope_stride) I(value_dim) P(k_cache) P(v_cache) P(k_scales) P(v_scales) P(block_table)        \
     I(table_stride) P(query_start_loc) P(seq_lens) I(num_seqs) I(heads) I(kv_heads)      \
     I(head_dim) I(block_size) I(window) P(tree) F(scale) P(out) I(out_stride) I(dtype)   \
     I(kv_dtype)
@@ -116,6 +125,30 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
     P(x) I(x_stride) I(rows) P(weight) P(scales) P(zeros) I(kind) I(inputs) I(outputs)   \
     I(group) P(order) I(activation) P(bias) P(residual) I(residual_stride) P(y)          \
     I(y_stride) I(dtype) I(out_dtype) I(fp8_x) P(x_scale)
+
+// y [rows, heads, outputs]: of each head x [rows, heads, inputs] by a matrix of its own, of floats. Strides of
+// tokens and of heads; y is dense. weight: a packed matrix of heads * head_rows rows; those of a head are a
+// multiple of 32, of which the first `outputs` count.
+#define KVIK_ARGS_linear_each(P, I, F)                                                   \
+    P(x) I(x_stride) I(x_head_stride) I(rows) I(heads) P(weight) I(kind) I(inputs)       \
+    I(outputs) I(head_rows) P(y) I(dtype)
+
+// ids [rows, active] int64 and weights [rows, active] fp32: the experts of each row of logits [rows, experts]
+// fp32, the best first, of equals the lower id. Scores are softmax or sigmoid; `correction` fp32 [experts],
+// or null, is added to choose alone. groups > 1: only the kept_groups best of equal groups are chosen from,
+// by their best expert or their two_of_group best. normalise: weights of a row sum to `scale`; else they are
+// scores times it.
+#define KVIK_ARGS_route(P, I, F)                                                         \
+    P(logits) I(stride) I(rows) I(experts) I(active) I(sigmoid) P(correction) I(groups)  \
+    I(kept_groups) I(two_of_group) I(normalise) F(scale) P(ids) P(weights)
+
+// y [rows, hidden] = residual + the sum over a row's experts, in ascending order, of weight * down(act(up(x))).
+// ids, weights as `route` makes them; no expert twice in a row. up, down: `ExpertMatrix` [count], all of one
+// kind. residual (or null) and y have the dtype of x.
+#define KVIK_ARGS_experts(P, I, F)                                                       \
+    P(x) I(x_stride) I(rows) P(ids) P(weights) I(active) I(count) P(up) P(down)          \
+    I(hidden) I(inner) I(activation) I(up_kind) I(up_group) I(up_fp8_x) I(down_kind)     \
+    I(down_group) I(down_fp8_x) P(residual) I(residual_stride) P(y) I(y_stride) I(dtype)
 
 // Rows [first, first + count) of a weight [outputs, inputs] to their places in the packed one. values:
 // fp32 or bf16 (value_dtype), int8, E4M3, or two 4-bit values to a byte; scales fp32 [count, groups],
@@ -171,8 +204,9 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 
 #define KVIK_KERNELS(K)                                                                  \
     K(rms_norm) K(layer_norm) K(activate) K(scaled) K(add) K(gather_rows) K(rotary)      \
-    K(store_kv) K(load_kv) K(move_kv) K(attention) K(linear) K(pack_matrix)              \
-    K(matrix_rows) K(largest) K(top_k) K(penalize) K(mask) K(draw) K(probabilities)      \
+    K(store_kv) K(store_latent) K(load_kv) K(move_kv) K(attention) K(linear)             \
+    K(linear_each) K(route) K(experts) K(pack_matrix) K(matrix_rows) K(largest) K(top_k) \
+    K(penalize) K(mask) K(draw) K(probabilities)                                         \
     K(read_memory) K(peak_f32) K(peak_bf16) K(peak_i8)
 
 #define KVIK_POINTER(name) void* name;

@@ -107,7 +107,7 @@ inline Task task_of(const attention_args& a, const Cut& cut, int64_t index, floa
         task.num_splits = 1;
         task.part_rows = cut.queries.count * (a.heads / a.kv_heads);
         task.parts = parts + (cut.first_part + split * cut.queries.count * a.heads +
-                              task.query * (a.heads / a.kv_heads)) * Record::size(a.head_dim);
+                              task.query * (a.heads / a.kv_heads)) * Record::size(a.value_dim);
     } else {
         const Queries::Range range = cut.queries.range(task.query, task.query + task.num_queries);
         task.split = range.first / kSplit;
@@ -118,11 +118,11 @@ inline Task task_of(const attention_args& a, const Cut& cut, int64_t index, floa
 
 // Combines the parts of one row: heads of a kv head's group and queries as the tasks wrote them.
 inline void combine_row(const attention_args& a, const Cut& cut, int64_t row, float* parts, float* total) {
-    const int64_t group = a.heads / a.kv_heads, size = Record::size(a.head_dim);
+    const int64_t group = a.heads / a.kv_heads, size = Record::size(a.value_dim);
     const int64_t kv_head = row / (cut.queries.count * group), inner = row % (cut.queries.count * group);
-    Record::reset(total, a.head_dim);
+    Record::reset(total, a.value_dim);
     for (int64_t split = 0; split < cut.num_splits; split++)
-        combine(total, parts + (cut.first_part + split * cut.queries.count * a.heads + row) * size, a.head_dim);
+        combine(total, parts + (cut.first_part + split * cut.queries.count * a.heads + row) * size, a.value_dim);
     write_out(a, total, cut.first_token + inner / group, kv_head * group + inner % group);
 }
 
@@ -136,7 +136,7 @@ void attend(const attention_args& a, Team& team) {
     const int64_t rows = thin_rows > wide_rows ? thin_rows : wide_rows;
     Cut* cuts = static_cast<Cut*>(shared_scratch(team, 0, size_t(a.num_seqs) * sizeof(Cut)));
     const Plan plan(a, team, cuts);
-    const size_t record = size_t(Record::size(a.head_dim)) * sizeof(float);
+    const size_t record = size_t(Record::size(a.value_dim)) * sizeof(float);
     float* parts = static_cast<float*>(shared_scratch(team, 1, size_t(plan.num_parts) * record));
 
     together(team, plan.num_tasks, [&](Member& member) {
@@ -152,7 +152,7 @@ void attend(const attention_args& a, Team& team) {
     for (const Cut* cut = cuts; plan.num_parts > 0 && cut < cuts + plan.num_cuts; cut++) {
         if (!cut->by_split) continue;
         const int64_t combined = cut->queries.count * a.heads;
-        const int64_t ranges = parts_for(team, combined, kCombinedPerThread / (cut->num_splits * a.head_dim));
+        const int64_t ranges = parts_for(team, combined, kCombinedPerThread / (cut->num_splits * a.value_dim));
         together(team, ranges, [&](Member& member) {
             float* total = static_cast<float*>(member.scratch(record));
             for (int64_t piece; (piece = member.next()) >= 0;) {

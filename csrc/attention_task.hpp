@@ -7,6 +7,7 @@
 #pragma once
 
 #include "attention_tile.hpp"
+#include "kv_latent.hpp"
 #include "kv_move.hpp"
 #include "kv_widen.hpp"
 #include "team.hpp"
@@ -31,27 +32,27 @@ struct Task {
 };
 
 // total += part, where both are records; the total's weights are one sum, in their first lane.
-inline void combine(float* total, float* part, int64_t head_dim) {
-    float* total_largest = Record::largest(total, head_dim);
-    const float part_largest = *Record::largest(part, head_dim);
+inline void combine(float* total, float* part, int64_t value_dim) {
+    float* total_largest = Record::largest(total, value_dim);
+    const float part_largest = *Record::largest(part, value_dim);
     const float now = part_largest > *total_largest ? part_largest : *total_largest;
     float shrinks[kLanes];
     const F32 fall = broadcast(*total_largest - base_of(now)), fall_part = broadcast(part_largest - base_of(now));
     store(shrinks, weight_of(select(lanes_of(1), fall, fall_part)));
     const float shrink = shrinks[0], shrink_part = shrinks[1];
     *total_largest = now;
-    float* total_sum = Record::weights(total, head_dim);
-    *total_sum = *total_sum * shrink + sum(load(Record::weights(part, head_dim))) * shrink_part;
-    for (int64_t d = 0; d < head_dim; d += kLanes)
+    float* total_sum = Record::weights(total, value_dim);
+    *total_sum = *total_sum * shrink + sum(load(Record::weights(part, value_dim))) * shrink_part;
+    for (int64_t d = 0; d < value_dim; d += kLanes)
         store(total + d, fma(load(part + d), broadcast(shrink_part), mul(load(total + d), broadcast(shrink))));
 }
 
 // The result of a row. A row that saw no key at all gives zeros.
 inline void write_out(const attention_args& a, float* total, int64_t token, int64_t head) {
-    const float sum = *Record::weights(total, a.head_dim);
-    const int64_t at = token * a.out_stride + head * a.head_dim;
+    const float sum = *Record::weights(total, a.value_dim);
+    const int64_t at = token * a.out_stride + head * a.value_dim;
     const F32 divisor = broadcast(sum == 0.0f ? 1.0f : sum);
-    for (int64_t d = 0; d < a.head_dim; d += kLanes) {
+    for (int64_t d = 0; d < a.value_dim; d += kLanes) {
         // + 0: a masked key may or may not have added +0 to a sum that underflowed to -0
         const F32 result = add(div(load(total + d), divisor), zero());
         if (a.dtype == kF32)
@@ -61,9 +62,9 @@ inline void write_out(const attention_args& a, float* total, int64_t token, int6
     }
 }
 
-inline void read_query(const attention_args& a, int64_t at, bf16* to) { *to = static_cast<const bf16*>(a.q)[at]; }
-inline void read_query(const attention_args& a, int64_t at, float* to) {
-    *to = a.dtype == kF32 ? static_cast<const float*>(a.q)[at] : to_float(static_cast<const bf16*>(a.q)[at]);
+inline void read_query(const void* q, int64_t, int64_t at, bf16* to) { *to = static_cast<const bf16*>(q)[at]; }
+inline void read_query(const void* q, int64_t dtype, int64_t at, float* to) {
+    *to = dtype == kF32 ? static_cast<const float*>(q)[at] : to_float(static_cast<const bf16*>(q)[at]);
 }
 
 // Runs tasks. Stored: what the cache holds; rounded numbers are widened to what the format computes with,
@@ -79,14 +80,15 @@ public:
     static int64_t scratch_bytes(const attention_args& a, int64_t rows) {
         const int64_t packings = a.tree ? 2 : 1;
         const int64_t path_bytes = a.tree ? 2 * kTile * (a.head_dim * int64_t(sizeof(Stored)) + 2) : 0;
-        return rows * (2 * Record::size(a.head_dim) * int64_t(sizeof(float)) +
+        return rows * (2 * Record::size(a.value_dim) * int64_t(sizeof(float)) +
                        packings * a.head_dim * int64_t(sizeof(Factor)) + int64_t(sizeof(uint64_t))) +
                2 * kTile * a.head_dim * int64_t(sizeof(Cache)) + path_bytes + 64;
     }
 
     Worker(const attention_args& args, char* scratch, int64_t rows)
         : a(args), layout{a.kv_heads, a.head_dim, a.block_size}, group(a.heads / a.kv_heads) {
-        record_size = Record::size(a.head_dim);
+        latent = !a.v_cache;
+        record_size = Record::size(a.value_dim);
         records = reinterpret_cast<float*>(scratch);
         totals = records + rows * record_size;
         keys = reinterpret_cast<Cache*>(totals + rows * record_size);
@@ -111,11 +113,11 @@ public:
                        task->part_rows * record_size);
             return;
         }
-        for (int64_t r = 0; r < task->num_heads * rows; r++) Record::reset(totals + r * record_size, a.head_dim);
+        for (int64_t r = 0; r < task->num_heads * rows; r++) Record::reset(totals + r * record_size, a.value_dim);
         for (int64_t split = task->split; split < task->split + task->num_splits; split++) {
             walk_split(split, records, rows * record_size);
             for (int64_t r = 0; r < task->num_heads * rows; r++)
-                combine(totals + r * record_size, records + r * record_size, a.head_dim);
+                combine(totals + r * record_size, records + r * record_size, a.value_dim);
         }
         for (int64_t h = 0; h < task->num_heads; h++)
             for (int64_t r = 0; r < rows; r++)
@@ -133,10 +135,15 @@ private:
                 const int64_t inner = r % part, first = inner / kRows * kRows;
                 const int64_t width = part - first < kRows ? part - first : kRows;
                 Factor* to = packed + (h * rows + r - inner + first) * a.head_dim + (inner - first) * P;
-                const int64_t at = (task->first_token + task->query + r / group) * a.q_stride +
-                                   ((task->head + h) * group + r % group) * a.head_dim;
-                for (int64_t i = 0; i < a.head_dim / P; i++)
-                    for (int p = 0; p < P; p++) read_query(a, at + i * P + p, to + i * width * P + p);
+                const int64_t token = task->first_token + task->query + r / group;
+                const int64_t head = (task->head + h) * group + r % group;
+                const auto read = [&](const void* q, int64_t at, int64_t first, int64_t end) {
+                    for (int64_t i = first / P; i < end / P; i++)
+                        for (int p = 0; p < P; p++) read_query(q, a.dtype, at + i * P + p, to + i * width * P + p);
+                };
+                const int64_t rope_dim = latent ? a.head_dim - a.value_dim : 0, own = a.head_dim - rope_dim;
+                read(a.q, token * a.q_stride + head * own, 0, own);
+                read(a.q_rope, token * a.q_rope_stride + head * rope_dim - own, own, a.head_dim);
             }
     }
 
@@ -163,7 +170,7 @@ private:
 
     void walk_split(int64_t split, float* to, int64_t head_stride) {
         for (int64_t h = 0; h < task->num_heads; h++)
-            for (int64_t r = 0; r < rows; r++) Record::reset(to + h * head_stride + r * record_size, a.head_dim);
+            for (int64_t r = 0; r < rows; r++) Record::reset(to + h * head_stride + r * record_size, a.value_dim);
         int64_t tile = split * kSplit, end = tile + kSplit;
         if (tile < range.first) tile = range.first / kTile * kTile;
         if (end > range.end) end = range.end;
@@ -201,16 +208,18 @@ private:
         const uint16_t* key_words[kStrips];  // of scale
         const uint16_t* value_words[kStrips];
     };
+    // A latent is key and value at once.
     Places places_of(const Strips& strips, int64_t head) const {
-        Places places;
+        Places places{};
         for (int s = 0; s < kStrips; s++) {
             const int64_t token = strips.token[s] + head * a.block_size;
             places.keys[s] = static_cast<const Stored*>(a.k_cache) + token * a.head_dim / cache::kNumbers<Stored>;
+            if constexpr (kWiden) places.key_words[s] = static_cast<const uint16_t*>(a.k_scales) + token;
+            places.values[s] = places.keys[s];
+            places.value_words[s] = places.key_words[s];
+            if (latent) continue;
             places.values[s] = static_cast<const Stored*>(a.v_cache) + token * a.head_dim / cache::kNumbers<Stored>;
-            if constexpr (kWiden) {
-                places.key_words[s] = static_cast<const uint16_t*>(a.k_scales) + token;
-                places.value_words[s] = static_cast<const uint16_t*>(a.v_scales) + token;
-            }
+            if constexpr (kWiden) places.value_words[s] = static_cast<const uint16_t*>(a.v_scales) + token;
         }
         return places;
     }
@@ -227,10 +236,11 @@ private:
             if (first + kStrip <= queries.cached || first >= end) continue;
             if (first < queries.cached) {
                 std::memcpy(path_keys + s * size, places.keys[s], size_t(size) * sizeof(Stored));
-                std::memcpy(path_values + s * size, places.values[s], size_t(size) * sizeof(Stored));
-                if constexpr (kWiden) {
-                    std::memcpy(path_key_words + s * kStrip, places.key_words[s], kStrip * 2);
-                    std::memcpy(path_value_words + s * kStrip, places.value_words[s], kStrip * 2);
+                if constexpr (kWiden) std::memcpy(path_key_words + s * kStrip, places.key_words[s], kStrip * 2);
+                if (!latent) {
+                    std::memcpy(path_values + s * size, places.values[s], size_t(size) * sizeof(Stored));
+                    if constexpr (kWiden)
+                        std::memcpy(path_value_words + s * kStrip, places.value_words[s], kStrip * 2);
                 }
             }
             places.keys[s] = path_keys + s * size;
@@ -245,12 +255,11 @@ private:
             const int64_t from = layout.strip(block, head, offset) / cache::kNumbers<Stored>;
             const int64_t to = i / kStrip * size;
             cache::copy_key(path_keys + to, i % kStrip, static_cast<const Stored*>(a.k_cache) + from, t, a.head_dim);
+            const int64_t word = layout.token(block, head, offset);
+            if constexpr (kWiden) path_key_words[i] = static_cast<const uint16_t*>(a.k_scales)[word];
+            if (latent) continue;
             cache::copy_value(path_values + to, i % kStrip, static_cast<const Stored*>(a.v_cache) + from, t, a.head_dim);
-            if constexpr (kWiden) {
-                const int64_t word = layout.token(block, head, offset);
-                path_key_words[i] = static_cast<const uint16_t*>(a.k_scales)[word];
-                path_value_words[i] = static_cast<const uint16_t*>(a.v_scales)[word];
-            }
+            if constexpr (kWiden) path_value_words[i] = static_cast<const uint16_t*>(a.v_scales)[word];
         }
         return places;
     }
@@ -260,6 +269,7 @@ private:
                    int64_t count) {
         Unit<Format> unit;
         unit.head_dim = a.head_dim;
+        unit.value_dim = a.value_dim;
         unit.scale = float(a.scale);
         unit.key_scales = unit.value_scales = nullptr;
         alignas(64) float key_scales[kTile], value_scales[kTile];
@@ -269,7 +279,8 @@ private:
             const F32 scale = broadcast(unit.scale);
             for (int s = 0; s < kStrips; s++) {
                 cache::read_scales<Stored>(key_scales + s * kStrip, places.key_words[s], scale);
-                cache::read_scales<Stored>(value_scales + s * kStrip, places.value_words[s], broadcast(1.0f));
+                const uint16_t* words = latent ? places.key_words[s] : places.value_words[s];
+                cache::read_scales<Stored>(value_scales + s * kStrip, words, broadcast(1.0f));
             }
             unit.key_scales = key_scales;
             unit.value_scales = value_scales;
@@ -278,13 +289,17 @@ private:
         // What is widened first is needed at once in the next tile, so all of it is fetched during this one.
         for (int s = 0; s < kStrips; s++) {
             unit.during_values[s] = reinterpret_cast<const char*>(kWiden ? next.values[s] : next.keys[s]);
-            unit.during_scores[s] = reinterpret_cast<const char*>(kWiden ? next.keys[s] : places.values[s]);
+            unit.during_scores[s] = reinterpret_cast<const char*>(kWiden || latent ? next.keys[s] : places.values[s]);
             if constexpr (kWiden) {
                 unit.keys[s] = keys + s * kStrip * a.head_dim;
                 unit.values[s] = values + s * kStrip * a.head_dim;
             } else {
                 unit.keys[s] = places.keys[s];
                 unit.values[s] = places.values[s];
+            }
+            if (latent) {
+                cache::values_of_keys(values + s * kStrip * a.value_dim, unit.keys[s], a.value_dim);
+                unit.values[s] = values + s * kStrip * a.value_dim;
             }
         }
         for (int64_t r = 0; r < count; r += kRows) {
@@ -304,17 +319,19 @@ private:
             cache::widen_keys(keys + s * kStrip * a.head_dim, places.keys[s], places.key_words[s], a.head_dim);
         }
         for (int s = 0; s < kStrips; s++) {
-            cache::widen_values(values + s * kStrip * a.head_dim, places.values[s], places.value_words[s], a.head_dim);
             prefetch(next.key_words[s]);
+            if (latent) continue;
+            cache::widen_values(values + s * kStrip * a.head_dim, places.values[s], places.value_words[s], a.head_dim);
             prefetch(next.value_words[s]);
         }
     }
     const attention_args& a;
     const KvLayout layout;
     const int64_t group;
+    bool latent;  // the values are columns of the keys
     int64_t record_size;
     float *records, *totals;
-    Cache *keys, *values;  // a tile of a cache of rounded numbers
+    Cache *keys, *values;  // a tile, where the numbers of the cache are rounded; values of latents
     Factor* factors;
     uint64_t* visible;  // of each row in the current tile
     // Of a tree: a tile of the cache as a node finds it, and the rows packed node by node.

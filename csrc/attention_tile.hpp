@@ -69,12 +69,12 @@ struct DotPairs {
 // lane, and the largest score.
 struct Record {
     static constexpr int64_t kTail = 32;
-    static int64_t size(int64_t head_dim) { return head_dim + kTail; }
-    KVIK_INLINE float* weights(float* record, int64_t head_dim) { return record + head_dim; }
-    KVIK_INLINE float* largest(float* record, int64_t head_dim) { return record + head_dim + 16; }
-    static void reset(float* record, int64_t head_dim) {
-        std::memset(record, 0, size_t(head_dim + 16) * sizeof(float));
-        *largest(record, head_dim) = -INFINITY;
+    static int64_t size(int64_t value_dim) { return value_dim + kTail; }
+    KVIK_INLINE float* weights(float* record, int64_t value_dim) { return record + value_dim; }
+    KVIK_INLINE float* largest(float* record, int64_t value_dim) { return record + value_dim + 16; }
+    static void reset(float* record, int64_t value_dim) {
+        std::memset(record, 0, size_t(value_dim + 16) * sizeof(float));
+        *largest(record, value_dim) = -INFINITY;
     }
 };
 
@@ -92,7 +92,7 @@ struct Unit {
     const float* key_scales;         // [kTile], null without
     const float* value_scales;
     float scale;
-    int64_t head_dim;
+    int64_t head_dim, value_dim;
 };
 
 // e^x for x <= 0, exactly zero far below: then masked scores (-inf) need no second mask.
@@ -145,7 +145,7 @@ template <class Format, int R>
 KVIK_INLINE void soften(const Unit<Format>& unit, float (*scores)[kTile], typename Format::Factor (*weights)[kTile],
                         const uint64_t* visible, float* records, float* shrink) {
     constexpr int N = kTile / kLanes;
-    const int64_t stride = Record::size(unit.head_dim);
+    const int64_t stride = Record::size(unit.value_dim);
     float base[R];
     F32 fall = zero();  // by row: the new largest score minus the old one
     for (int r = 0; r < R; r++) {
@@ -159,7 +159,7 @@ KVIK_INLINE void soften(const Unit<Format>& unit, float (*scores)[kTile], typena
             most = max(most, score);
             store(scores[r] + n * kLanes, score);
         }
-        float* old = Record::largest(records + r * stride, unit.head_dim);
+        float* old = Record::largest(records + r * stride, unit.value_dim);
         const float tile = largest(most);
         const float now = tile > *old ? tile : *old;
         base[r] = base_of(now);
@@ -180,7 +180,7 @@ KVIK_INLINE void soften(const Unit<Format>& unit, float (*scores)[kTile], typena
             }
             store_weights(weights[r] + n * kLanes, weight);
         }
-        float* sums = Record::weights(records + r * stride, unit.head_dim);
+        float* sums = Record::weights(records + r * stride, unit.value_dim);
         store(sums, fma(load(sums), broadcast(shrinks[r]), sum));
         shrink[r] = shrinks[r];
     }
@@ -193,7 +193,7 @@ KVIK_INLINE void sum_values(const Unit<Format>& unit, int64_t column, typename F
                             const float* shrink, bool fetch) {
     constexpr int P = Format::kPair, kSteps = kStrip / P;
     constexpr int64_t kBytes = N * kLanes * P * sizeof(typename Format::Cache);
-    const int64_t stride = Record::size(unit.head_dim);
+    const int64_t stride = Record::size(unit.value_dim);
     F32 sums[R][N];
     for (int r = 0; r < R; r++)
         for (int n = 0; n < N; n++)
@@ -208,7 +208,7 @@ KVIK_INLINE void sum_values(const Unit<Format>& unit, int64_t column, typename F
                 typename Format::Vector v[N];
 #pragma GCC unroll 4
                 for (int n = 0; n < N; n++)
-                    v[n] = Format::load(values + (i * unit.head_dim + n * kLanes) * P);
+                    v[n] = Format::load(values + (i * unit.value_dim + n * kLanes) * P);
                 if (fetch) {
 #pragma GCC unroll 4
                     for (int64_t b = 0; b < kBytes; b += 64) prefetch_near(wanted + ((i * kBytes + b) >> unit.narrow));
@@ -223,7 +223,7 @@ KVIK_INLINE void sum_values(const Unit<Format>& unit, int64_t column, typename F
             for (int i = 0; i < kSteps; i++) {
                 typename Format::Vector v[N];
                 for (int n = 0; n < N; n++)
-                    v[n] = Format::load(values + (i * unit.head_dim + n * kLanes) * P);
+                    v[n] = Format::load(values + (i * unit.value_dim + n * kLanes) * P);
 #pragma GCC unroll 4
                 for (int r = 0; r < R; r++) {
                     const unsigned bits = unsigned(visible[r] >> (s * kStrip + i * P));
@@ -267,14 +267,14 @@ void attend_tile(const Unit<Format>& unit, const typename Format::Factor* q, con
     }
     soften<Format, R>(unit, scores, weights, visible, records, shrink);
     int64_t column = 0;
-    for (; column + kVectors * kLanes <= unit.head_dim; column += kVectors * kLanes)
+    for (; column + kVectors * kLanes <= unit.value_dim; column += kVectors * kLanes)
         sum_values<Format, R, kVectors>(unit, column, weights, visible, common, any, records, shrink, fetch);
     if constexpr (kVectors == 4) {
-        if (column + 2 * kLanes <= unit.head_dim) {
+        if (column + 2 * kLanes <= unit.value_dim) {
             sum_values<Format, R, 2>(unit, column, weights, visible, common, any, records, shrink, fetch);
             column += 2 * kLanes;
         }
-        if (column < unit.head_dim)
+        if (column < unit.value_dim)
             sum_values<Format, R, 1>(unit, column, weights, visible, common, any, records, shrink, fetch);
     }
 }

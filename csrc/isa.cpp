@@ -17,6 +17,7 @@ KVIK_DECLARE(avx512)
 KVIK_DECLARE(avx512_bf16)
 #undef KVIK_DECLARE
 extern const Kernel linear_amx, linear_amx_emulated, linear_wrong_bf16, linear_wrong_i8;
+extern const Kernel experts_amx, experts_amx_emulated;
 
 namespace {
 
@@ -46,10 +47,11 @@ bool may_use_amx() {
 
 #if defined(KVIK_HAS_AVX512_BF16)
 // What an instruction set runs that has only products of its own.
-[[maybe_unused]] Table with_linear(const char* name, Kernel linear) {
+[[maybe_unused]] Table with_products(const char* name, Kernel linear, Kernel experts) {
     Table table = table_avx512_bf16;
     table.name = name;
     table.linear = linear;
+    table.experts = experts;
     return table;
 }
 #endif
@@ -70,7 +72,7 @@ Tables find_tables() {
         avx512 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16") &&
         __builtin_cpu_supports("avx512vbmi");
 #if defined(KVIK_HAS_AMX)
-    static const Table amx = with_linear("amx", linear_amx);
+    static const Table amx = with_products("amx", linear_amx, experts_amx);
     if (avx512_bf16 && may_use_amx()) add_if_right(amx, found);
 #endif
 #if defined(KVIK_HAS_AVX512_BF16)
@@ -88,9 +90,9 @@ Tables find_tables() {
 #endif
     found.available.push_back(&table_portable);
 #if defined(KVIK_HAS_AMX_EMULATED)
-    static const Table emulations[] = {with_linear("amx_emulated", linear_amx_emulated),
-                                       with_linear("wrong_bf16", linear_wrong_bf16),
-                                       with_linear("wrong_i8", linear_wrong_i8)};
+    static const Table emulations[] = {with_products("amx_emulated", linear_amx_emulated, experts_amx_emulated),
+                                       with_products("wrong_bf16", linear_wrong_bf16, experts_amx_emulated),
+                                       with_products("wrong_i8", linear_wrong_i8, experts_amx_emulated)};
     if (avx512_bf16)
         for (const Table& table : emulations) add_if_right(table, found);
 #endif

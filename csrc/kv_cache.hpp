@@ -12,7 +12,7 @@ namespace kvik {
 namespace {
 namespace cache {
 
-constexpr int kMaxHeadDim = 256;
+constexpr int kMaxHeadDim = 576;
 
 // One head of one token, in fp32.
 inline void read_head(float* to, const void* from, int64_t index, int64_t head_dim, int64_t dtype) {
@@ -110,15 +110,34 @@ void store_as(const store_kv_args& a, Team& team) {
 }
 
 template <class Stored>
+void store_latent_as(const store_latent_args& a, Team& team) {
+    store_kv_args keys{};
+    keys.slot_mapping = a.slot_mapping;
+    keys.rows = a.rows;
+    keys.kv_heads = 1;
+    keys.head_dim = a.head_dim;
+    keys.block_size = a.block_size;
+    each_head(keys, team, [&](int64_t row, int64_t, int64_t strip, int64_t place, int64_t t) {
+        alignas(64) float floats[kMaxHeadDim];
+        uint16_t none;
+        uint16_t* word = kScaled<Stored> ? static_cast<uint16_t*>(a.scales) + place : &none;
+        read_head(floats, a.latent, row * a.latent_stride, a.latent_dim, a.dtype);
+        read_head(floats + a.latent_dim, a.rope, row * a.rope_stride, a.head_dim - a.latent_dim, a.dtype);
+        put_key(static_cast<Stored*>(a.cache) + strip, t, floats, a.head_dim, word);
+    });
+}
+
+template <class Stored>
 void load_as(const load_kv_args& a, Team& team) {
     each_head(a, team, [&](int64_t row, int64_t head, int64_t strip, int64_t place, int64_t t) {
         alignas(64) float floats[kMaxHeadDim];
         const uint16_t key_word = kScaled<Stored> ? static_cast<const uint16_t*>(a.k_scales)[place] : 0;
-        const uint16_t value_word = kScaled<Stored> ? static_cast<const uint16_t*>(a.v_scales)[place] : 0;
         strip /= kNumbers<Stored>;
         const auto* keys = static_cast<const Stored*>(a.k_cache) + strip;
         for (int64_t d = 0; d < a.head_dim; d++) floats[d] = key_at(keys, t, d, key_word);
         write_head(a.k, row * a.k_stride + head * a.head_dim, floats, a.head_dim, a.dtype);
+        if (!a.v_cache) return;
+        const uint16_t value_word = kScaled<Stored> ? static_cast<const uint16_t*>(a.v_scales)[place] : 0;
         const auto* values = static_cast<const Stored*>(a.v_cache) + strip;
         for (int64_t d = 0; d < a.head_dim; d++) floats[d] = value_at(values, t, d, a.head_dim, value_word);
         write_head(a.v, row * a.v_stride + head * a.head_dim, floats, a.head_dim, a.dtype);
@@ -133,6 +152,14 @@ void store_kv(const store_kv_args& a, Team& team) {
     if (a.kv_dtype == kI8) cache::store_as<int8_t>(a, team);
     if (a.kv_dtype == kFP8) cache::store_as<cache::Fp8>(a, team);
     if (a.kv_dtype == kI4) cache::store_as<cache::Int4s>(a, team);
+}
+
+// Not in four bits.
+void store_latent(const store_latent_args& a, Team& team) {
+    if (a.kv_dtype == kF32) cache::store_latent_as<float>(a, team);
+    if (a.kv_dtype == kBF16) cache::store_latent_as<bf16>(a, team);
+    if (a.kv_dtype == kI8) cache::store_latent_as<int8_t>(a, team);
+    if (a.kv_dtype == kFP8) cache::store_latent_as<cache::Fp8>(a, team);
 }
 
 void load_kv(const load_kv_args& a, Team& team) {

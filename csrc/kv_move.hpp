@@ -52,11 +52,12 @@ void move_as(const move_kv_args& a, Team& team) {
             const int64_t from_strip = layout.strip(from, head, t) / kNumbers<Stored>;
             const int64_t to_strip = layout.strip(to, head, to_t) / kNumbers<Stored>;
             copy_key(keys + to_strip, to_t % kStrip, keys + from_strip, t % kStrip, a.head_dim);
-            copy_value(values + to_strip, to_t % kStrip, values + from_strip, t % kStrip, a.head_dim);
-            if constexpr (kScaled<Stored>) {
+            if constexpr (kScaled<Stored>)
                 key_words[layout.token(to, head, to_t)] = key_words[layout.token(from, head, t)];
+            if (!a.v_cache) continue;
+            copy_value(values + to_strip, to_t % kStrip, values + from_strip, t % kStrip, a.head_dim);
+            if constexpr (kScaled<Stored>)
                 value_words[layout.token(to, head, to_t)] = value_words[layout.token(from, head, t)];
-            }
         }
     });
 }

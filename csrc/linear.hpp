@@ -100,41 +100,59 @@ KVIK_INLINE void store_some(T* p, F32 v, int n) {
         store(p, v, n);
 }
 
-// From the sums of a tile to its columns of y.
-template <class X, class Y>
-void finish(const linear_args& a, const PreparedRows& x, int64_t tile, int64_t first, int64_t rows, const float* sums) {
-    const bool paired = is_paired(a.activation);
-    const int64_t width = paired ? kHalfTile : kTile, columns = paired ? a.outputs / 2 : a.outputs;
-    const int64_t column = tile * width;
-    const int valid = int(smaller(width, columns - column)), vectors = int(width / kLanes);
-    const bool scaled = has_scales(a.kind), x_scaled = scales_rows(a);
-    const int64_t scale_bytes = scaled ? tile_scale_bytes(a.kind, count_groups(a.inputs, a.group)) : 0;
-    const char* scales = (const char*)a.scales + tile * scale_bytes;
+// What turns the sums of a tile into outputs: scales and bias of its lanes.
+struct TileEnd {
     F32 scale[kTileVectors], bias[kTileVectors];
-    for (int v = 0; v < kTileVectors; v++) {
-        scale[v] = scaled ? load((const float*)scales + v * kLanes) : broadcast(1.0f);
-        // of a pair the second half belongs to `up`
-        const int64_t at = v < vectors ? column + v * kLanes : columns + column + (v - vectors) * kLanes;
-        bias[v] = a.bias ? load_some((const float*)a.bias + at, valid - v % vectors * kLanes) : zero();
+    int64_t column;  // the first of y
+    int valid, vectors;
+    bool scaled, x_scaled;
+
+    TileEnd(const linear_args& a, int64_t tile) {
+        const bool paired = is_paired(a.activation);
+        const int64_t width = paired ? kHalfTile : kTile, columns = paired ? a.outputs / 2 : a.outputs;
+        column = tile * width;
+        valid = int(smaller(width, columns - column));
+        vectors = int(width / kLanes);
+        scaled = has_scales(a.kind);
+        x_scaled = scales_rows(a);
+        const int64_t scale_bytes = scaled ? tile_scale_bytes(a.kind, count_groups(a.inputs, a.group)) : 0;
+        const char* scales = (const char*)a.scales + tile * scale_bytes;
+        for (int v = 0; v < kTileVectors; v++) {
+            scale[v] = scaled ? load((const float*)scales + v * kLanes) : broadcast(1.0f);
+            // of a pair the second half belongs to `up`
+            const int64_t at = v < vectors ? column + v * kLanes : columns + column + (v - vectors) * kLanes;
+            bias[v] = a.bias ? load_some((const float*)a.bias + at, valid - v % vectors * kLanes) : zero();
+        }
     }
-    for (int64_t row = first; row < first + rows; row++, sums += kTile) {
-        const F32 x_scale = broadcast(x_scaled ? x.scales[row] : 1.0f);
-        F32 value[kTileVectors];
+
+    // x W^T + b of one row.
+    inline __attribute__((always_inline)) void values(const float* sums, F32 x_scale, F32* value) const {
         for (int v = 0; v < kTileVectors; v++) {
             value[v] = load(sums + v * kLanes);
             if (scaled) value[v] = mul(value[v], mul(scale[v], x_scale));
             value[v] = add(value[v], bias[v]);
         }
-        for (int v = 0; v < vectors; v++) {
+    }
+};
+
+// From the sums of a tile to its columns of y.
+template <class X, class Y>
+void finish(const linear_args& a, const PreparedRows& x, int64_t tile, int64_t first, int64_t rows, const float* sums) {
+    const TileEnd end(a, tile);
+    const bool paired = is_paired(a.activation);
+    for (int64_t row = first; row < first + rows; row++, sums += kTile) {
+        F32 value[kTileVectors];
+        end.values(sums, broadcast(end.x_scaled ? x.scales[row] : 1.0f), value);
+        for (int v = 0; v < end.vectors; v++) {
             F32 result = activated(a.activation, value[v]);
             if (paired) result = mul(result, factor_of(a.activation, value[v + kTileVectors / 2]));
-            const int n = valid - v * kLanes;
+            const int n = end.valid - v * kLanes;
             if (n <= 0) break;
             if (a.residual) {
-                const X* residual = (const X*)a.residual + row * a.residual_stride + column + v * kLanes;
+                const X* residual = (const X*)a.residual + row * a.residual_stride + end.column + v * kLanes;
                 result = add(result, load_some(residual, n));
             }
-            store_some((Y*)a.y + row * a.y_stride + column + v * kLanes, result, n);
+            store_some((Y*)a.y + row * a.y_stride + end.column + v * kLanes, result, n);
         }
     }
 }
@@ -147,27 +165,30 @@ Finish finish_of(const linear_args& a) {
 }
 
 // One tile and some rows, a stretch of the inputs at a time.
+//   end(a, x, tile, first row, rows, sums): called with the finished sums of some rows.
+template <class End>
 struct TileWork {
     const linear_args& a;
     const LinearPlan& plan;
     const PreparedRows x;
-    Finish finish;
+    const End& end;
     float* sums;
     char* wide;
     Tiles& tiles;
 
     const char* weight_of(int64_t tile) const { return (const char*)a.weight + tile * plan.steps * kStepBytes; }
 
-    // next: the tile that this thread takes after this one, or -1. While blocks of rows are multiplied with
-    // a stretch, which is then in a cache, the next stretch is prefetched, so that memory is always busy.
-    void run(int64_t tile, int64_t first_block, int64_t last_block, int64_t next) const {
+    // next: weights of the tile that this thread takes after this one, or null. While blocks of rows are
+    // multiplied with a stretch, which is then in a cache, the next stretch is prefetched, so that memory is
+    // always busy.
+    void run(int64_t tile, int64_t first_block, int64_t last_block, const char* next) const {
         const char* weight = weight_of(tile);
         int64_t step = 0;
         do {
             const int64_t steps = smaller(plan.stretch, plan.steps - step);
             if (plan.unpack) plan.unpack(weight + step * kStepBytes, steps, wide);
             const char* behind = weight + (step + steps) * kStepBytes;
-            if (step + steps >= plan.steps) behind = next < 0 ? nullptr : weight_of(next);
+            if (step + steps >= plan.steps) behind = next;
             const int64_t blocks = last_block - first_block, stride = divide_up(kStepBytes, blocks);
             for (int64_t block = first_block; block < last_block; block++) {
                 Stretch s = {};
@@ -206,7 +227,7 @@ struct TileWork {
         }
         if (a.zeros) s.zeros = (const char*)a.zeros + (tile * plan.groups + group) * group_zero_bytes(a.kind);
         tiles.multiply(a.kind, unpacked, s);
-        if (last) finish(a, x, tile, row, rows, s.sums);
+        if (last) end(a, x, tile, row, rows, s.sums);
     }
 
     // Blocks of nearly equal size, of whole units.
@@ -242,6 +263,7 @@ void linear(const linear_args& a, Team& team) {
     const PreparedRows common = prepare_all(a, plan, team);
     const int64_t tile_pieces = divide_up(plan.tiles, plan.piece_tiles);
     const int64_t row_pieces = divide_up(plan.row_blocks, plan.piece_blocks);
+    const Finish finish = finish_of(a);
     together(team, tile_pieces * row_pieces, [&](Member& member) {
         const int64_t own_x_bytes = common.data ? 0 : plan.x_bytes;
         char* sums = (char*)member.scratch(
@@ -254,15 +276,15 @@ void linear(const linear_args& a, Team& team) {
             prepare(a, 0, a.rows, x, ordered);
         }
         Tiles tiles;
-        const TileWork work = {a, plan, x, finish_of(a), (float*)sums, wide, tiles};
+        const TileWork<Finish> work = {a, plan, x, finish, (float*)sums, wide, tiles};
         for (int64_t piece = member.next(), next; piece >= 0; piece = next) {
             next = member.next();
             const int64_t tile = piece / row_pieces * plan.piece_tiles, block = piece % row_pieces * plan.piece_blocks;
             const int64_t last_block = smaller(block + plan.piece_blocks, plan.row_blocks);
             const int64_t last_tile = smaller(tile + plan.piece_tiles, plan.tiles);
-            const int64_t next_tile = next < 0 ? -1 : next / row_pieces * plan.piece_tiles;
+            const char* behind = next < 0 ? nullptr : work.weight_of(next / row_pieces * plan.piece_tiles);
             for (int64_t t = tile; t < last_tile; t++)
-                work.run(t, block, last_block, t + 1 < last_tile ? t + 1 : next_tile);
+                work.run(t, block, last_block, t + 1 < last_tile ? work.weight_of(t + 1) : behind);
         }
     });
 }

@@ -186,8 +186,7 @@ const X* in_order(const linear_args& a, const X* x, X* ordered) {
 }
 
 template <class X>
-void prepare_row(const linear_args& a, int64_t row, const PreparedRows& to, char* ordered) {
-    const X* x = (const X*)a.x + row * a.x_stride;
+void prepare_row(const linear_args& a, const X* x, int64_t row, const PreparedRows& to, char* ordered) {
     if (a.order) x = in_order(a, x, (X*)ordered);
     if (quantises(a.kind))
         quantise_row(a, x, row, to);
@@ -199,14 +198,17 @@ void prepare_row(const linear_args& a, int64_t row, const PreparedRows& to, char
         convert_row<X, bf16>(a, x, row, to);
 }
 
-// Rows [first, last) of x to their places. ordered: scratch for a row, if there is an order.
+// Row `from` of x to row `row` of the prepared ones. ordered: scratch for a row, if there is an order.
+KVIK_INLINE void prepare_one(const linear_args& a, int64_t from, int64_t row, const PreparedRows& to, char* ordered) {
+    if (a.dtype == kBF16)
+        prepare_row(a, (const bf16*)a.x + from * a.x_stride, row, to, ordered);
+    else
+        prepare_row(a, (const float*)a.x + from * a.x_stride, row, to, ordered);
+}
+
+// Rows [first, last) of x to their places.
 void prepare(const linear_args& a, int64_t first, int64_t last, const PreparedRows& to, char* ordered) {
-    for (int64_t row = first; row < last; row++) {
-        if (a.dtype == kBF16)
-            prepare_row<bf16>(a, row, to, ordered);
-        else
-            prepare_row<float>(a, row, to, ordered);
-    }
+    for (int64_t row = first; row < last; row++) prepare_one(a, row, row, to, ordered);
 }
 
 }  // namespace

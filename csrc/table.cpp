@@ -3,10 +3,12 @@
 
 #include "activation.hpp"
 #include "attention.hpp"
+#include "experts.hpp"
 #include "kv_cache.hpp"
 #include "kv_move.hpp"
 #include "limits.hpp"
 #include "linear.hpp"
+#include "linear_each.hpp"
 #include "logits.hpp"
 #include "norm.hpp"
 #include "pack.hpp"

@@ -32,10 +32,18 @@ from kvik.spec.engine_folder import MANIFEST, WEIGHTS, Manifest
 from kvik.spec.weights import SCHEMES
 
 PROMPTS = [[5, 6, 7, 8], [9] * 20, [11]]
+EXPERTS = {
+    "hidden_size": 64,
+    "head_dim": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, tied": ("Llama", {"hidden_size": 64, "tie_word_embeddings": True}),
     "qwen2, biases": ("Qwen2", {"hidden_size": 64, "intermediate_size": 128}),
     "gpt2, learned positions": ("GPT2", {"n_embd": 64}),
+    "experts": ("Glm4Moe", EXPERTS),
 }
 KERNELS = ["torch", *(["native"] if NATIVE else [])]
 ENGINE = {"device": "cpu", "threads": 1}

@@ -20,7 +20,7 @@ from place import DEVICE, REHEARSED, sized
 from steps import Heads, cache, layout
 from torch import Tensor
 
-from kvik.attention.base import Attend, LayerKV
+from kvik.attention.base import Attend, AttentionSpec, LayerKV
 from kvik.attention.reference import ReferenceAttention
 from kvik.attention.triton import TritonAttention
 from kvik.kernels.reference.ops import REFERENCE
@@ -117,14 +117,14 @@ def _attention(
     qkv = torch.randn(tokens, sum(sizes), heads.dim, device=DEVICE).to(dtype)
     angles = torch.randn(tokens, heads.dim // 2, device=DEVICE)
     rotation = torch.cat((angles.cos(), angles.sin()), -1)
-    scale = heads.dim**-0.5
+    spec = AttentionSpec(heads.dim**-0.5)
     found = []
     # The reference in fp32 from the same rounded operands, so that it is not off itself.
     for backend in (TritonAttention(triton_ops(DEVICE)), ReferenceAttention(REFERENCE)):
         q, k, v = qkv.clone().split(sizes, 1)
         own = LayerKV(*(None if t is None else t.clone() for t in _tensors(kv)))
         plan = backend.plan(planned, window)
-        attend = Attend(q, k, v, own, plan, scale, rotation)
+        attend = Attend(q, k, v, own, plan, spec, rotation)
         found.append((backend.run(attend), own))
     (mine, _), (right, _) = found
     # Rotated operands, weights and results are rounded to the dtype in other places.

@@ -29,6 +29,7 @@ from kvik.kernels.weights import (
     mxfp4_weight,
     ordered_weight,
 )
+from kvik.spec.experts import Router
 from kvik.spec.weight_kind import MX_GROUP, Rounding
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -39,7 +40,7 @@ _ATOL = {torch.float32: 1e-6, torch.bfloat16: 1e-3, torch.float16: 1e-4}
 # Sums of many products of either sign: errors are those of the terms, not of the small result.
 _PRODUCT_ATOL = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
-Argument = Tensor | float | Weight | Draws | Masks | Penalties | str | torch.dtype | None
+Argument = Tensor | float | Weight | Draws | Masks | Penalties | Router | str | torch.dtype | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +250,7 @@ def _products() -> list[Case]:
         Case("linear", f"wide-out-{kind}", _wide_out(weight), _run_linear, product=True)
         for kind, weight in (("float", _float_weight), ("w8a8", _int8_weight(activations=True)))
     ]
+    cases += [_each(1, 3, 33, 7), _each(2, 2, 48, 64), _each(17, 5, 64, 33)]
     cases += [
         Case("matrix_rows", kind, _rows_of(weight, shapes[0]), _run_matrix_rows)
         for kind, weight, shapes in kinds
@@ -262,6 +264,24 @@ Shapes = tuple[tuple[int, int, int], ...]  # tokens, inputs, outputs
 
 def _float_weight(m: Maker, outputs: int, inputs: int) -> Weight:
     return float_weight(m.normal(outputs, inputs, scale=inputs**-0.5))
+
+
+def weight_makers() -> dict[str, MakeWeight]:
+    """One of each kind, for inputs that are multiples of 32."""
+    return {
+        "float": _float_weight,
+        "int8": _int8_weight(activations=False),
+        "int8-32": _int8_weight(32, activations=False),
+        "w8a8": _int8_weight(activations=True),
+        "w8a8-32": _int8_weight(32, activations=True),
+        "int4-32": _int4_weight(32, zeros=False),
+        "int4-32-zeros": _int4_weight(32, zeros=True),
+        "int4-min": _int4_min_weight(32),
+        "mxfp4": _mxfp4_weight,
+        "fp8": _fp8_weight(0),
+        "fp8-32-group": _fp8_weight(32, "group"),
+        "fp8-static": _fp8_weight(0, "static"),
+    }
 
 
 def _scales(m: Maker, outputs: int, inputs: int, group: int, largest: float) -> Tensor:
@@ -327,6 +347,21 @@ def _ordered(weight: MakeWeight) -> MakeWeight:
         return ordered_weight(weight(m, outputs, inputs), m.permutation(inputs).int())
 
     return make
+
+
+def _each(tokens: int, heads: int, inputs: int, outputs: int) -> Case:
+    """Heads apart and tokens apart in memory."""
+    rows = -(-outputs // 32) * 32
+
+    def arguments(m: Maker) -> tuple[Argument, ...]:
+        x = m.normal(tokens, heads, inputs + 3)[:, :, :inputs]
+        return x, _float_weight(m, heads * rows, inputs), outputs
+
+    def run(ops: Ops, x: Tensor, weight: Weight, outputs: int) -> Tensor:
+        return ops.linear_each(x, filled_matrix(ops, weight, None, None, x.dtype), outputs)
+
+    name = f"{tokens}x{heads}x{inputs}x{outputs}"
+    return Case("linear_each", name, arguments, run, product=True)
 
 
 def _product(
@@ -408,6 +443,70 @@ def _rows_of(
 
 def _run_matrix_rows(ops: Ops, weight: Weight, ids: Tensor, dtype: torch.dtype) -> Tensor:
     return ops.matrix_rows(filled_matrix(ops, weight, None, None, torch.float32), ids, dtype)
+
+
+def _experts() -> list[Case]:
+    routers = {
+        "softmax": Router(8, 3, normalised=False),
+        "normalised": Router(64, 8),
+        "corrected": Router(33, 4, "sigmoid", corrected=True, scale=2.5),
+        "groups": Router(24, 3, groups=4, kept=2, normalised=False, scale=16.0),
+        "best-two": Router(24, 6, "sigmoid", True, 4, 2, "best two", scale=1.7),
+    }
+    kinds = {
+        "float": (_float_weight, 40, 24),
+        "w8a8": (_int8_weight(activations=True), 40, 24),
+        "fp8-token-ordered": (_ordered(_fp8_weight(0, "token")), 40, 24),
+    }
+    return [
+        *(Case("route", name, _logits(9, router)) for name, router in routers.items()),
+        *(
+            Case("experts", f"{rows}-{name}", _mixture(rows, *kind), _run_experts, product=True)
+            for name, kind in kinds.items()
+            for rows in (1, 2, 19)
+        ),
+    ]
+
+
+def _logits(rows: int, router: Router) -> Callable[[Maker], tuple[Argument, ...]]:
+    def arguments(m: Maker) -> tuple[Argument, ...]:
+        logits = m.normal(rows, router.experts, scale=2.0, dtype=torch.float32)
+        correction = m.normal(router.experts, dtype=torch.float32) if router.corrected else None
+        return logits, router, correction
+
+    return arguments
+
+
+def _mixture(
+    rows: int, weight: MakeWeight, hidden: int, inner: int
+) -> Callable[[Maker], tuple[Argument, ...]]:
+    router = Router(5, 3)
+
+    def arguments(m: Maker) -> tuple[Argument, ...]:
+        logits = m.normal(rows, router.experts, dtype=torch.float32)
+        logits[:, 3] = -9.0  # an expert without rows
+        made = []
+        for _ in range(router.experts):
+            made += [weight(m, 2 * inner, hidden), weight(m, hidden, inner)]
+        residual = m.normal(rows, hidden) if rows > 1 else None
+        return m.normal(rows, hidden), logits, router, m.dtype, residual, *made
+
+    return arguments
+
+
+def _run_experts(
+    ops: Ops,
+    x: Tensor,
+    logits: Tensor,
+    router: Router,
+    dtype: torch.dtype,
+    residual: Tensor | None,
+    *weights: Weight,
+) -> Tensor:
+    up = [filled_matrix(ops, weight, None, "silu_and_mul", dtype) for weight in weights[::2]]
+    down = [filled_matrix(ops, weight, None, None, dtype) for weight in weights[1::2]]
+    ids, shares = ops.route(logits, router, None)
+    return ops.experts(x, ids, shares, ops.expert_set(up, down), residual)
 
 
 def _rows() -> list[Case]:
@@ -510,6 +609,7 @@ def _drawings() -> list[Case]:
 
 CASES = (
     *_products(),
+    *_experts(),
     *_rows(),
     *_rules(),
     *_drawings(),

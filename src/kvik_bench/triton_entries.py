@@ -221,11 +221,13 @@ def _mla(heads: int) -> Resources:
         _types(
             p_bf16="q_latent q_rope cache out",
             p_i32="block_table query_start seq_lens",
+            p_i64="tree",
             p_fp32="part_out part_weight",
-            i32=f"{strides} table_stride first_sequence most programs slab",
+            i32=f"{strides} table_stride first_sequence above most programs slab",
             fp32="scale",
         ),
         {
+            "tree": None,
             "HEADS": heads,
             "LATENT": 512,
             "ROPE": 64,
@@ -234,6 +236,7 @@ def _mla(heads: int) -> Resources:
             "BLOCK_M": m,
             "BLOCK_N": attention_mla.KEYS,
             "BLOCK_SIZE": 16,
+            "TREE": False,
             "DIRECT": False,
         },
         num_warps=attention_mla.tile_warps(m),

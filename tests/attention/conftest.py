@@ -11,8 +11,10 @@ import torch
 from helpers.attention_backends import NAMES, make_backend
 from torch import Tensor
 
-from kvik.attention.base import Attend, AttentionBackend, LayerKV, StepLayout
+from kvik.attention.base import Attend, AttentionBackend, AttentionSpec, LayerKV, StepLayout
 from kvik.kernels.kv_rounding import SCALES
+
+SPEC = AttentionSpec(0.3)
 
 
 @dataclass
@@ -31,8 +33,7 @@ class Step:
     v: Tensor
     keys: list[Tensor]
     values: list[Tensor]
-
-    scale = 0.3
+    spec: AttentionSpec = SPEC
 
     def run(self, backend: AttentionBackend, window: int | None = None) -> Tensor:
         """On a copy of the cache, so that a step can be run many times."""
@@ -40,7 +41,7 @@ class Step:
 
     def attend(self, backend: AttentionBackend, window: int | None = None) -> Attend:
         metadata = backend.plan(self.layout, window)
-        return Attend(self.q, self.k, self.v, self.kv, metadata, self.scale)
+        return Attend(self.q, self.k, self.v, self.kv, metadata, self.spec)
 
     def with_trees(self, *trees: tuple[int, ...]) -> Step:
         """Return the step with a tree, or none, for each of its sequences."""
@@ -67,7 +68,7 @@ class Step:
             for head in range(heads):
                 shared = head // (heads // kv_heads)
                 scores = self.q[start : start + new, head].double() @ keys[:, shared].double().T
-                scores = scores * self.scale
+                scores = scores * self.spec.scale
                 weights = torch.where(visible, scores, -torch.inf).softmax(-1)
                 rows[:, head] = weights @ values[:, shared].double()
             out.append(rows)
@@ -188,7 +189,9 @@ def _store(
         block_size=kv.k.shape[1],
     )
     k, v = keys[:cached], values[:cached]
-    backend.run(Attend(torch.zeros_like(k), k, v, kv, backend.plan(layout, None), 1.0))
+    backend.run(
+        Attend(torch.zeros_like(k), k, v, kv, backend.plan(layout, None), AttentionSpec(1.0))
+    )
 
 
 @pytest.fixture(params=NAMES)

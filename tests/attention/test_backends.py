@@ -119,7 +119,7 @@ def test_padding_of_the_block_table_never_leaks(backend, make_step):
 def test_writes_this_steps_keys_and_values_and_nothing_else(backend, make_step):
     step = make_step(STEPS["mixed"])
     kv = LayerKV(step.kv.k.clone(), step.kv.v.clone())
-    backend.run(Attend(step.q, step.k, step.v, kv, backend.plan(step.layout, None), step.scale))
+    backend.run(Attend(step.q, step.k, step.v, kv, backend.plan(step.layout, None), step.spec))
     slots = step.layout.slot_mapping
     for found, before, new in ((kv.k, step.kv.k, step.k), (kv.v, step.kv.v, step.v)):
         for block in range(len(found)):
@@ -160,7 +160,7 @@ def test_chunked_prefill_equals_one_prefill(backend, make_step, chunk, window):
                 whole.v[part],
                 kv,
                 backend.plan(layout, window),
-                whole.scale,
+                whole.spec,
             )
         )
         torch.testing.assert_close(found, expected[part], rtol=1e-4, atol=2e-6)
@@ -194,7 +194,7 @@ def test_one_plan_serves_layers_of_any_content(backend, make_step):
         layer = make_step(STEPS["mixed"], seed=seed)
         layer = replace(layer, layout=step.layout, kv=_moved(layer, step))
         kv = LayerKV(layer.kv.k.clone(), layer.kv.v.clone())
-        found = backend.run(Attend(layer.q, layer.k, layer.v, kv, metadata, step.scale))
+        found = backend.run(Attend(layer.q, layer.k, layer.v, kv, metadata, step.spec))
         torch.testing.assert_close(found.double(), layer.expected(), rtol=1e-4, atol=2e-6)
 
 

@@ -94,7 +94,7 @@ def test_keys_are_turned_and_stored_as_ever(make_step):
         kv = replace(step.kv, k=step.kv.k.clone(), v=step.kv.v.clone())
         q, k, v = step.q.clone(), step.k.clone(), step.v.clone()
         metadata = attention.plan(step.layout, None)
-        results.append(attention.run(Attend(q, k, v, kv, metadata, step.scale, rotation)))
+        results.append(attention.run(Attend(q, k, v, kv, metadata, step.spec, rotation)))
         kept.append((kv.k.view(torch.int32), kv.v.view(torch.int32)))
     assert all(torch.equal(mine, other) for mine, other in zip(*kept, strict=True))
     torch.testing.assert_close(*results, rtol=1e-4, atol=2e-6)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvik.attention.base import Attend, LayerKV, StepLayout
+from kvik.attention.base import Attend, AttentionSpec, LayerKV, StepLayout
 from kvik.attention.sdpa import MAX_KEYS, MAX_PADDING, DecodeRow, SdpaAttention, split
 from kvik.kernels.torch_ops import TORCH
 
@@ -52,7 +52,7 @@ def test_heads_share_no_memory_and_nothing_is_planned_anew(queries, contexts, mo
     backend, cache = SdpaAttention(TORCH), empty(8, BLOCK, KV_HEADS, DIM)
     q, k, v = (empty(tokens, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
     kv = LayerKV(cache, empty(*cache.shape))
-    out = backend.run(Attend(q, k, v, kv, backend.plan(layout, None), DIM**-0.5))
+    out = backend.run(Attend(q, k, v, kv, backend.plan(layout, None), AttentionSpec(DIM**-0.5)))
     assert out.shape == q.shape and calls == (2 if queries == (1, 3) else 1)
     assert torch.backends.cuda.cudnn_sdp_enabled()
 

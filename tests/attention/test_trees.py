@@ -67,7 +67,7 @@ def decode_of(make_step, step, path, cached, dtype, kv_dtype, backend):
             contexts=(end,),
         )
         q, k, v = (x[node : node + 1] for x in (alone.q, alone.k, alone.v))
-        found = backend.run(Attend(q, k, v, kv, backend.plan(layout, step), alone.scale))
+        found = backend.run(Attend(q, k, v, kv, backend.plan(layout, step), alone.spec))
     return found, alone
 
 
@@ -93,7 +93,7 @@ def test_a_moved_path_equals_the_cache_of_single_decodes(backend, make_step, for
     step = make_step([(cached, len(TREE))], kv_dtype=kv_dtype, dim=32)
     step = step.with_trees(TREE)
     plan = backend.plan(step.layout, None)
-    backend.run(Attend(step.q, step.k, step.v, step.kv, plan, step.scale))
+    backend.run(Attend(step.q, step.k, step.v, step.kv, plan, step.spec))
     slots = step.layout.slot_mapping
     backend.move(step.kv, slots[path], slots[: len(path)])
     _, alone = decode_of(make_step, None, path, cached, torch.float32, kv_dtype, backend)
@@ -111,7 +111,7 @@ def test_a_moved_path_equals_the_cache_of_single_decodes(backend, make_step, for
         tree_words=(),
     )
     results = [
-        backend.run(Attend(x.q[-1:], x.k[-1:], x.v[-1:], x.kv, backend.plan(layout, None), x.scale))
+        backend.run(Attend(x.q[-1:], x.k[-1:], x.v[-1:], x.kv, backend.plan(layout, None), x.spec))
         for x in (step, alone)
     ]
     assert torch.equal(bits(results[0]), bits(results[1]))
@@ -174,7 +174,7 @@ def test_a_move_within_a_block_whose_places_overlap(backend, make_step, format):
     for place, token in zip(target, source, strict=True):
         kept[place] = token
     k, v = (x[kept] for x in (other.k, other.v))
-    backend.run(Attend(other.q, k, v, other.kv, backend.plan(other.layout, None), other.scale))
+    backend.run(Attend(other.q, k, v, other.kv, backend.plan(other.layout, None), other.spec))
     end = replace(
         step.layout,
         query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
@@ -185,7 +185,7 @@ def test_a_move_within_a_block_whose_places_overlap(backend, make_step, format):
     )
     results = [
         backend.run(
-            Attend(step.q[:1], step.k[:1], step.v[:1], kv, backend.plan(end, None), step.scale)
+            Attend(step.q[:1], step.k[:1], step.v[:1], kv, backend.plan(end, None), step.spec)
         )
         for kv in (step.kv, other.kv)
     ]

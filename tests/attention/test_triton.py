@@ -69,7 +69,7 @@ def attend(step, window: int | None = None) -> Tensor:
     plan = TritonAttention(TORCH).plan(there(step.layout), window)
     cache = PagedCache(*_tensors(there(kv)))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    paged_attention(q, cache, plan.steps[0], step.scale, out)
+    paged_attention(q, cache, plan.steps[0], step.spec.scale, out)
     return out.cpu()
 
 
@@ -204,6 +204,6 @@ def test_a_captured_step_serves_any_lengths(make_step):
     )
     backend = TritonAttention(TORCH)
     q, k, v, kv = (there(x) for x in (step.q, step.k, step.v, step.kv))
-    found = backend.run(Attend(q, k, v, kv, backend.plan(there(captured), None), step.scale)).cpu()
+    found = backend.run(Attend(q, k, v, kv, backend.plan(there(captured), None), step.spec)).cpu()
     assert torch.equal(found[:4], expected[:4])
     assert not found[4].any()

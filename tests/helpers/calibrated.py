@@ -30,6 +30,13 @@ FAMILIES = {
     "GPTNeoX": {"num_key_value_heads": 4},
     "Starcoder2": {},
     "OPT": {"word_embed_proj_dim": 32},
+    "Qwen3Moe": {
+        "head_dim": 8,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "mlp_only_layers": [1],
+    },
     "GPT2": {},
 }
 

@@ -129,8 +129,12 @@ ALL_OF_IT = Column(  # what a server may ask of an engine at once
 )
 
 BUNDLED = ""
-WINDOWED = {  # two full layers, two that see 24 keys: two KV groups
-    "architectures": ["Qwen2ForCausalLM"],
+WINDOWED = {  # two full layers, two that see 24 keys: two KV groups; three layers with experts
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "mlp_only_layers": [0],
     "vocab_size": 96,
     "hidden_size": 32,
     "intermediate_size": 64,

@@ -23,10 +23,17 @@ class NativeCache:
     Attributes:
         k, v: [blocks, kv_heads, block_size * head_dim]; in four bits half as many bytes.
         k_scales, v_scales: [blocks, kv_heads, block_size]; None where the cache is of floats.
+        value_dim: of latent vectors, which have no v: the first columns of k; else head_dim.
     """
 
     def __init__(
-        self, blocks: int, kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype
+        self,
+        blocks: int,
+        kv_heads: int,
+        block_size: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        latent: int = 0,
     ) -> None:
         shape = (blocks, kv_heads, block_size * head_dim // (2 if dtype == torch.uint8 else 1))
         self.k, self.v = poisoned(*shape, dtype=dtype), poisoned(*shape, dtype=dtype)
@@ -36,6 +43,9 @@ class NativeCache:
         if dtype in SCALES:
             self.k_scales = poisoned(blocks, kv_heads, block_size, dtype=SCALES[dtype])
             self.v_scales = poisoned(blocks, kv_heads, block_size, dtype=SCALES[dtype])
+        self.value_dim = latent or head_dim
+        if latent:
+            self.v = self.v_scales = None
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -58,6 +68,26 @@ class NativeCache:
 
     def store(self, runtime: Runtime, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """k, v: [rows, kv_heads, head_dim], dense but for the rows; slots: [rows] int64."""
+        if self.v is None:
+            row = k.flatten(1)
+            call(
+                runtime,
+                "store_latent",
+                latent=row,
+                latent_stride=row.stride(0),
+                rope=row[:, self.value_dim :],
+                rope_stride=row.stride(0),
+                cache=self.k,
+                scales=self.k_scales,
+                slot_mapping=slots,
+                rows=len(slots),
+                latent_dim=self.value_dim,
+                head_dim=self.head_dim,
+                block_size=self.block_size,
+                dtype=k.dtype,
+                kv_dtype=self.dtype,
+            )
+            return
         self._copy(runtime, "store_kv", k, v, slots)
 
     def load(self, runtime: Runtime, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -112,7 +142,9 @@ def attend(
     runtime: Runtime, cache: NativeCache, parts: list[Part], scale: float, window: int = 0
 ) -> list[Tensor]:
     """One step of attention; the result of each part."""
-    q = torch.cat([part.q for part in parts]).flatten(1)  # [tokens, heads * head_dim]
+    every = torch.cat([part.q for part in parts])  # [tokens, heads, head_dim]
+    value_dim = cache.value_dim
+    q, q_rope = every[..., :value_dim].flatten(1), every[..., value_dim:].flatten(1)
     tokens, heads = len(q), parts[0].q.shape[1]
     padded = torch.full((tokens, q.shape[1] + 5), float("nan"), dtype=q.dtype)
     padded[:, : q.shape[1]] = q
@@ -125,12 +157,15 @@ def attend(
     trees = None
     if any(part.tree is not None for part in parts):
         trees = torch.cat([pack_bits(part.tree, len(part.q)) for part in parts])
-    out = Poisoned(max(tokens, 1), heads, cache.head_dim, dtype=q.dtype, gap=3)
+    out = Poisoned(max(tokens, 1), heads, value_dim, dtype=q.dtype, gap=3)
     call(
         runtime,
         "attention",
         q=padded,
         q_stride=padded.stride(0),
+        q_rope=q_rope,
+        q_rope_stride=q_rope.stride(0),
+        value_dim=value_dim,
         block_table=table,
         table_stride=table.stride(0),
         query_start_loc=starts,

@@ -41,6 +41,30 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 
+EIGHT_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+ROUTED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "routed_scaling_factor": 1.7,
+}
+
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 48,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 20,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gqa": ("Llama", {}),
     "llama-mha": ("Llama", {"num_key_value_heads": 4}),
@@ -202,6 +226,83 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral-window": ("Mixtral", {"num_local_experts": 3, "sliding_window": 9}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            **EIGHT_EXPERTS,
+            "head_dim": 16,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3-moe-every-second": (
+        "Qwen3Moe",
+        {**EIGHT_EXPERTS, "head_dim": 8, "norm_topk_prob": False, "decoder_sparse_step": 2},
+    ),
+    "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3}),
+    "glm4-moe": (
+        "Glm4Moe",
+        {
+            **ROUTED,
+            "head_dim": 16,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "glm4-moe-groups": (
+        "Glm4Moe",
+        {
+            **ROUTED,
+            "head_dim": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+            "first_k_dense_replace": 0,
+        },
+    ),
+    "minimax-m2": (
+        "MiniMaxM2",
+        {
+            "head_dim": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            **rope(partial_rotary_factor=0.5),
+        },
+    ),
+    "deepseek2": ("DeepseekV2", {**LATENT, "q_lora_rank": None}),
+    "deepseek2-queries": (
+        "DeepseekV2",
+        {**LATENT, "attention_bias": True, "tie_word_embeddings": True, "first_k_dense_replace": 3},
+    ),
+    "deepseek2-groups": (
+        "DeepseekV2",
+        {
+            **LATENT,
+            "topk_method": "group_limited_greedy",
+            "n_group": 2,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
+    "deepseek3": ("DeepseekV3", LATENT),
+    "deepseek3-yarn": (
+        "DeepseekV3",
+        {
+            **LATENT,
+            "first_k_dense_replace": 3,
+            "attention_bias": True,
+            **rope(**YARN, factor=4.0, mscale=0.7, mscale_all_dim=1.3),
+        },
+    ),
+    "deepseek3-halves": (
+        "DeepseekV3",
+        {**LATENT, "rope_interleave": False, "qk_rope_head_dim": 8, "kv_lora_rank": 40},
+    ),
+    "glm4-moe-lite": ("Glm4MoeLite", {**LATENT, "mlp_layer_types": ["dense", "sparse", "sparse"]}),
     "gpt2": ("GPT2", {}),
     "gpt2-inner-untied": ("GPT2", {"n_inner": 40, "tie_word_embeddings": False}),
     "gpt2-head-dim-16": ("GPT2", {"n_embd": 64}),
@@ -234,7 +335,8 @@ def paged_model(
     native = Native(threads=1)
     ops = native_ops(native)
     backend: AttentionBackend = SdpaAttention(ops)
-    if read_model_spec(folder).head_dim % LANES == 0:
+    spec = read_model_spec(folder)
+    if spec.head_dim % LANES == 0 and spec.rope_dim % LANES == 0:
         backend, block_size = CpuAttention(native, ops), LANES
     return PagedModel(folder, dtype=dtype, block_size=block_size, ops=ops, backend=backend)
 

@@ -56,6 +56,13 @@ WIRINGS: dict[str, dict[str, Any]] = {
     "Phi3": {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     "Glm4": {"head_dim": 16, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     "Cohere2": {"num_hidden_layers": 4, "sliding_window": 9},
+    "Glm4Moe": {
+        "head_dim": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "use_qk_norm": True,
+    },
     "Exaone4": {"num_hidden_layers": 4, "sliding_window": 9, "head_dim": 16},
     "Gemma3": {
         "head_dim": 16,

@@ -39,6 +39,8 @@ FAMILIES = {
     "GPTNeoX": {"num_key_value_heads": 4},
     "Starcoder2": {},
     "OPT": {"word_embed_proj_dim": 32},
+    "Qwen3Moe": {"head_dim": 8, "num_experts": 8, "moe_intermediate_size": 24},
+    "Glm4Moe": {"head_dim": 8, "n_routed_experts": 8, "moe_intermediate_size": 24},
     "GPT2": {},
 }
 

@@ -57,6 +57,37 @@ def test_a_single_file(tmp_path: Path) -> None:
         assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor)
 
 
+def test_experts_in_one_tensor_are_read_one_by_one(tmp_path: Path) -> None:
+    scope = "model.layers.0.mlp.experts"
+    gate_up, down = torch.randn(3, 8, 5), torch.randn(3, 5, 4).bfloat16()
+    tensors = {f"{scope}.gate_up_proj": gate_up, f"{scope}.down_proj": down, "x": torch.ones(2)}
+    save_file(tensors, tmp_path / SINGLE)
+    read = whole(open_checkpoint(tmp_path))
+    assert len(read) == 3 * 3 + 1
+    for expert in range(3):
+        gate, up = gate_up[expert].chunk(2)
+        assert torch.equal(read[f"{scope}.{expert}.gate_proj.weight"], gate)
+        assert torch.equal(read[f"{scope}.{expert}.up_proj.weight"], up)
+        assert torch.equal(read[f"{scope}.{expert}.down_proj.weight"], down[expert])
+
+
+def test_mixed_gate_and_up_stay_one_tensor(tmp_path: Path) -> None:
+    scope = "model.layers.0.mlp.experts"
+    blocks = torch.arange(2 * 6 * 3 * 16).view(2, 6, 3, 16).to(torch.uint8)
+    save_file(
+        {
+            f"{scope}.gate_up_proj_blocks": blocks,
+            f"{scope}.gate_up_proj_scales": torch.ones(2, 6, 3, dtype=torch.uint8),
+            f"{scope}.gate_up_proj_bias": torch.randn(2, 6),
+        },
+        tmp_path / SINGLE,
+    )
+    read = whole(open_checkpoint(tmp_path))
+    assert torch.equal(read[f"{scope}.1.gate_up_proj.blocks"], blocks[1])
+    assert read[f"{scope}.0.gate_up_proj.scales"].shape == (6, 3)
+    assert read[f"{scope}.1.gate_up_proj.bias"].shape == (6,)
+
+
 def test_data_at_an_odd_byte(tmp_path: Path) -> None:
     """Nothing in the format aligns the data."""
     header = b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'

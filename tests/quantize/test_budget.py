@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.calibrated import calibrated, quiet, random_windows
+from helpers.calibrated import FAMILIES, calibrated, quiet, random_windows
 from helpers.tiny_models import save_tiny
 from safetensors.torch import load_file, save_file
 
@@ -44,6 +44,22 @@ def test_within_the_budget(tmp_path: Path, budget: float) -> None:
         scope = f"model.layers.{block}."
         assert len({recipe.bits_of(f"{scope}self_attn.{x}_proj") for x in "qkv"}) == 1
         assert len({recipe.bits_of(f"{scope}mlp.{x}_proj") for x in ("gate", "up")}) == 1
+
+
+def test_experts_of_a_layer_have_equal_bits(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", "Qwen3Moe", **FAMILIES["Qwen3Moe"])
+    recipe = chosen(tmp_path / "model", Recipe("rtn", 4, 8, average_bits=5.5), tmp_path / "work")
+    assert 5.0 < average(tmp_path / "model", recipe) <= 5.5
+    for block in (0, 2):
+        scope = f"model.layers.{block}.mlp"
+        bits = {
+            name: recipe.bits_of(f"{scope}.experts.{e}.{name}_proj")
+            for e in range(6)
+            for name in ("up", "down")
+        }
+        for name, one in bits.items():
+            assert {recipe.bits_of(f"{scope}.experts.{e}.{name}_proj") for e in range(6)} == {one}
+        assert not recipe.quantises(f"{scope}.gate")
 
 
 def test_bits_are_assigned_where_they_reduce_the_error(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from helpers.calibrated import (
 from helpers.held_out import TEXT
 from helpers.paged_model import PagedModel
 from helpers.tiny_models import IMAGE_PREFIXES, save_tiny, save_tiny_with_images, tokens
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvik.config.model_source import BUNDLED
@@ -74,7 +75,30 @@ def test_in_eight_bits_the_model_is_the_same(tmp_path: Path, family: str, method
     found = PagedModel(tmp_path / "after").logits(ids)
     assert float((found - expected).norm() / expected.norm()) < 0.04
     assert all(layer.on_inputs for result in results for layer in result.layers)
-    assert all(0 < layer.error < 0.05 for result in results for layer in result.layers)
+    rounded = [la for result in results for la in result.layers if la.quantised is not None]
+    assert all(0 < layer.error < 0.05 for layer in rounded)
+    left = {la.name.rpartition(".")[2] for result in results for la in result.layers} - {
+        layer.name.rpartition(".")[2] for layer in rounded
+    }
+    assert left == ({"gate"} if family == "Qwen3Moe" else set())  # of experts, the router
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_experts_that_no_token_reaches_are_rounded_to_nearest(tmp_path: Path, method: str) -> None:
+    options = {**FAMILIES["Qwen3Moe"], "num_experts_per_tok": 1}
+    save_tiny(tmp_path, "Qwen3Moe", **options)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("mlp.gate.weight")]:
+        tensors[name][5] = tensors[name][0]  # equally good, and the lower one is chosen
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    windows = random_windows(16, 16)
+    results = calibrated(tmp_path, METHODS[method], windows, tmp_path / "work")
+    layers = [layer for result in results for layer in result.layers]
+    unreached = [layer for layer in layers if ".experts.5." in layer.name]
+    assert len(unreached) == 2 * 3
+    for layer in layers:
+        assert layer.on_inputs == (layer not in unreached)
+    assert all(layer.quantised is not None and 0 < layer.error < 0.05 for layer in unreached)
 
 
 @pytest.mark.parametrize(

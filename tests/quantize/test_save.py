@@ -325,6 +325,12 @@ def test_recipes_that_do_not_fit_the_model(plain: Path, tmp_path: Path) -> None:
     )
     check_request(source, Recipe("gptq", group_size=64, skip=("*.down_proj",)), tmp_path, None)
     assert refusal(method="rtn", skip=("*",)) == "skip: leaves no layer to quantise"
+    options = {"num_experts": 8, "moe_intermediate_size": 32, "head_dim": 16}
+    save_tiny(tmp_path / "experts", "Qwen3Moe", **SIZES | options)
+    message = refusal(
+        open_source(tmp_path / "experts"), method="rtn", group_size=-1, skip=("*.experts.3.*",)
+    )
+    assert message == "skip: must take all experts of layer 0, or none of them"
     save_tiny(tmp_path / "odd", "Llama", **SIZES | {"intermediate_size": 100})
     odd = open_source(tmp_path / "odd")
     message = refusal(odd, method="gptq", group_size=-1, bits=4)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from helpers.configs import LLAMA3_SCALING, PUBLIC, small, small_qwen
 
+from kvik.errors import ModelError
 from kvik.models.model_spec import ModelSpec
 from kvik.models.registry import ARCHITECTURES
 from kvik.spec.kv import group_layers
@@ -221,7 +222,56 @@ def test_the_newer_dtype_key() -> None:
     assert spec.dtype == "float16"
 
 
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
 def test_every_architecture_is_read() -> None:
     for name in ARCHITECTURES:
-        base = PUBLIC["GPT-2"] if name == "GPT2LMHeadModel" else small()
+        base = PUBLIC["GPT-2"] if name == "GPT2LMHeadModel" else {**small(), **EXPERTS}
         assert ModelSpec.from_config({**base, "architectures": [name]}).architecture == name
+
+
+# Routed experts.
+
+
+def moe(architecture: str = "Qwen3MoeForCausalLM", **changes: Any) -> dict[str, Any]:
+    return {**small(), **EXPERTS, "architectures": [architecture], **changes}
+
+
+def test_layers_say_whether_they_have_experts() -> None:
+    def sparse(**changes: Any) -> list[bool]:
+        spec = ModelSpec.from_config(moe(num_hidden_layers=4, **changes))
+        return [layer.experts is not None for layer in spec.layers]
+
+    assert sparse() == [True] * 4
+    assert sparse(mlp_only_layers=[0, 2]) == [False, True, False, True]
+    assert sparse(decoder_sparse_step=2) == [False, True, False, True]
+    assert sparse(first_k_dense_replace=3) == [False, False, False, True]
+    assert sparse(mlp_layer_types=["dense", "sparse", "sparse", "dense"]) == [
+        False,
+        True,
+        True,
+        False,
+    ]
+
+
+BAD_EXPERTS = [
+    ({"num_local_experts": 2, "num_experts_per_tok": 3}, "num_experts_per_tok must be an integer"),
+    ({"num_local_experts": 0}, "num_local_experts must be an integer"),
+    ({"num_local_experts": 1025}, "num_local_experts must be an integer"),
+    ({"num_local_experts": 1024, "num_hidden_layers": 65}, "num_hidden_layers must give at most"),
+    ({"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
+    ({"mlp_layer_types": ["sparse"]}, "mlp_layer_types must have"),
+    ({"mlp_layer_types": ["routed"] * 2}, "mlp_layer_types must hold sparse or dense"),
+    ({"n_group": 3}, "n_group must divide the 4 experts"),
+    ({"n_group": 4, "topk_group": 1}, "topk_group must leave the 2 experts"),
+    ({"n_group": 2, "topk_group": 3}, "topk_group must be an integer"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_EXPERTS)
+def test_experts_that_cannot_be(changes: dict[str, Any], message: str) -> None:
+    values = moe("Glm4MoeForCausalLM", **{"num_hidden_layers": 2, **changes})
+    with pytest.raises(ModelError) as caught:
+        ModelSpec.from_config({key: v for key, v in values.items() if v is not None})
+    assert message in str(caught.value).replace(":", "")

@@ -74,6 +74,16 @@ MODELS = {
         sliding_window=9,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
+    "experts": small(
+        **WIDE,
+        architectures=["Glm4MoeForCausalLM"],
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        n_shared_experts=1,
+        use_qk_norm=True,
+        head_dim=32,
+    ),
     "granite": small(
         **WIDE,
         architectures=["GraniteForCausalLM"],

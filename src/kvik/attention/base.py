@@ -53,7 +53,8 @@ class LayerKV:
     """K and V of one layer. A backend may order the elements within a block in its own way.
 
     Attributes:
-        k, v: [num_blocks, block_size, kv_heads, head_dim], in four bits [..., head_dim / 2].
+        k, v: [num_blocks, block_size, kv_heads, head_dim], in four bits [..., head_dim / 2]. Of
+            latent vectors v has no columns: a value is the first channels of its key.
         k_scales, v_scales: [num_blocks, block_size, kv_heads], where k and v are rounded
             (kernels/kv_rounding.py); None where they are floats, of any dtype.
     """
@@ -64,9 +65,15 @@ class LayerKV:
     v_scales: Tensor | None = None
 
     @property
+    def latent(self) -> bool:
+        """Whether it has one vector for K and V."""
+        return not self.v.shape[3]
+
+    @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors, in dtypes that can be copied: each [num_blocks, block_size, ...]."""
-        every = (self.k, self.v, self.k_scales, self.v_scales)
+        values = (None, None) if self.latent else (self.v, self.v_scales)
+        every = (self.k, values[0], self.k_scales, values[1])
         return tuple(movable(tensor) for tensor in every if tensor is not None)
 
 
@@ -81,6 +88,20 @@ class HeadNorms:
     q: Tensor
     k: Tensor
     eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What attention computes in one layer, fixed when the model is built.
+
+    Attributes:
+        scale: of the scores.
+        norms: of the heads of q and k; None: none. The backend applies them, so that a kernel can
+            do it while it writes k into the cache.
+    """
+
+    scale: float
+    norms: HeadNorms | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +120,9 @@ class Attend:
         q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]. A backend that rotates q
             and k may overwrite them.
         kv, metadata: the layer's cache, and the plan of its KV group.
-        scale: of the scores.
+        spec: what the layer computes.
         rotation: [tokens, head_dim] fp32 for `Ops.rotary`; None: no rotation. The backend rotates,
             so that a kernel can do it while it writes k into the cache.
-        norms: of the heads of q and k; None: none. The backend applies them for the same reason.
     """
 
     q: Tensor
@@ -110,18 +130,48 @@ class Attend:
     v: Tensor
     kv: LayerKV
     metadata: AttentionMetadata
-    scale: float
+    spec: AttentionSpec
     rotation: Tensor | None = None
-    norms: HeadNorms | None = None
 
     def turned(self, ops: Ops) -> tuple[Tensor, Tensor]:
         """Return q and k normalised and rotated, for backends whose kernels do not do it."""
-        q, k, norms = self.q, self.k, self.norms
+        q, k, norms = self.q, self.k, self.spec.norms
         if norms is not None:
             q, k = ops.rms_norm(q, norms.q, norms.eps), ops.rms_norm(k, norms.k, norms.eps)
         if self.rotation is not None:
             q, k = ops.rotary(q, k, self.rotation)
         return q, k
+
+
+@frozen
+class AttendLatent:
+    """The inputs of attention over latent vectors in one layer and step (`LatentSpec`).
+
+    Attributes:
+        q: [tokens, heads, rank], queries as latent vectors are multiplied with them.
+        q_rope: [tokens, heads, rope], their part that meets keys with positions.
+        latent, k_rope: [tokens, rank] and [tokens, 1, rope], what the cache keeps of each token. A
+            backend that rotates q_rope and k_rope may overwrite them.
+        kv, metadata, spec: as of `Attend`; no norms.
+        rotation: [tokens, rope] fp32, for q_rope and k_rope alone.
+    """
+
+    q: Tensor
+    q_rope: Tensor
+    latent: Tensor
+    k_rope: Tensor
+    kv: LayerKV
+    metadata: AttentionMetadata
+    spec: AttentionSpec
+    rotation: Tensor
+
+    def joined(self, ops: Ops) -> Attend:
+        """Return the same as attention of one kv head whose values are its keys; the first `rank`
+        channels of what that gives are the result."""
+        q_rope, k_rope = ops.rotary(self.q_rope, self.k_rope, self.rotation)
+        k = torch.cat((self.latent[:, None], k_rope), 2)
+        q = torch.cat((self.q, q_rope), 2)
+        return Attend(q, k, k[..., :0], self.kv, self.metadata, self.spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +204,14 @@ class AttentionBackend(Protocol):
         """
         ...
 
+    def run_latent(self, attend: AttendLatent) -> Tensor:
+        """Rotate, write this step's latent vectors into the cache, then attend over them.
+
+        Returns:
+            [tokens, heads, rank], the means of latent vectors.
+        """
+        ...
+
     def move(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
         """Copy the cached keys and values of some tokens to other positions.
 
@@ -173,17 +231,23 @@ def store(
     """Write each token's K and V at its position.
 
     Args:
-        k, v: [tokens, kv_heads, head_dim].
+        k, v: [tokens, kv_heads, head_dim]; of latent vectors v has no columns.
         slot_mapping: [tokens].
 
     Returns:
-        k and v as a later read of the cache returns them, [tokens, kv_heads, head_dim].
+        k and v as `read_both` will return them, [tokens, kv_heads, head_dim].
     """
     if kv.k_scales is None or kv.v_scales is None:
         stored = k.to(kv.k.dtype), v.to(kv.v.dtype)
         ops.store_kv(*stored, kv.k, kv.v, slot_mapping)
-        return stored[0].to(k.dtype), stored[1].to(v.dtype)
+        return stored[0].to(k.dtype), stored[0 if kv.latent else 1].to(v.dtype)
     keys, key_scales = round_vectors(k, kv.k.dtype)
+    if kv.latent:
+        none = keys[..., :0], key_scales[..., :0]
+        ops.store_kv(movable(keys), movable(none[0]), movable(kv.k), movable(kv.v), slot_mapping)
+        ops.store_kv(key_scales, none[1], kv.k_scales, kv.v_scales, slot_mapping)
+        stored_keys = unround_vectors(keys, key_scales).to(k.dtype)
+        return stored_keys, stored_keys
     values, value_scales = round_vectors(v, kv.v.dtype)
     ops.store_kv(movable(keys), movable(values), movable(kv.k), movable(kv.v), slot_mapping)
     ops.store_kv(key_scales, value_scales, kv.k_scales, kv.v_scales, slot_mapping)
@@ -207,6 +271,12 @@ def read(stored: Tensor, scales: Tensor | None, at: Tensor) -> Tensor:
     if scales is None:
         return numbers
     return unround_vectors(numbers, scales.flatten(0, 1).index_select(0, at))
+
+
+def read_both(kv: LayerKV, at: Tensor) -> tuple[Tensor, Tensor]:
+    """Read keys and values, each as `read` does; of latent vectors these are the same."""
+    k = read(kv.k, kv.k_scales, at)
+    return k, k if kv.latent else read(kv.v, kv.v_scales, at)
 
 
 def move(kv: LayerKV, source: Tensor, target: Tensor) -> None:

@@ -10,7 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvik.attention.base import Attend, AttentionMetadata, BackendCaps, LayerKV, StepLayout
+from kvik.attention.base import (
+    Attend,
+    AttendLatent,
+    AttentionMetadata,
+    BackendCaps,
+    LayerKV,
+    StepLayout,
+)
 from kvik.kernels.cpu.native import DTYPES, Native, pointer
 from kvik.kernels.ops import Ops
 
@@ -30,7 +37,7 @@ class CpuAttention:
     def run(self, attend: Attend) -> Tensor:
         q, k = attend.turned(self._ops)
         v, kv, layout = attend.v, attend.kv, attend.metadata.layout
-        heads, kv_heads, head_dim = q.shape[1], k.shape[1], q.shape[2]
+        kv_heads, head_dim = k.shape[1:]
         self.native.launch(
             "store_kv",
             k=k.data_ptr(),
@@ -49,15 +56,57 @@ class CpuAttention:
             dtype=DTYPES[k.dtype],
             kv_dtype=DTYPES[kv.k.dtype],
         )
-        out = self.native.empty(q.shape[0], heads, head_dim, dtype=q.dtype)
+        return self._attend(q, None, kv, attend.metadata, attend.spec.scale, (kv_heads, head_dim))
+
+    def run_latent(self, attend: AttendLatent) -> Tensor:
+        q_rope, k_rope = self._ops.rotary(attend.q_rope, attend.k_rope, attend.rotation)
+        latent, kv, layout = attend.latent, attend.kv, attend.metadata.layout
+        width = latent.shape[1] + k_rope.shape[2]
+        self.native.launch(
+            "store_latent",
+            latent=latent.data_ptr(),
+            latent_stride=latent.stride(0),
+            rope=k_rope.data_ptr(),
+            rope_stride=k_rope.stride(0),
+            cache=kv.k.data_ptr(),
+            scales=pointer(kv.k_scales),
+            slot_mapping=layout.slot_mapping.data_ptr(),
+            rows=self.native.rows(latent),
+            latent_dim=latent.shape[1],
+            head_dim=width,
+            block_size=layout.block_size,
+            dtype=DTYPES[latent.dtype],
+            kv_dtype=DTYPES[kv.k.dtype],
+        )
+        return self._attend(attend.q, q_rope, kv, attend.metadata, attend.spec.scale, (1, width))
+
+    def _attend(
+        self,
+        q: Tensor,
+        q_rope: Tensor | None,
+        kv: LayerKV,
+        metadata: AttentionMetadata,
+        scale: float,
+        keys: tuple[int, int],
+    ) -> Tensor:
+        """
+        Args:
+            q: [tokens, heads, value_dim]. q_rope: of latent vectors, what q has beyond that.
+            keys: kv heads, and channels of a key.
+        """
+        layout, (tokens, heads, value_dim), (kv_heads, head_dim) = metadata.layout, q.shape, keys
+        out = self.native.empty(tokens, heads, value_dim, dtype=q.dtype)
         self.native.launch(
             "attention",
             q=q.data_ptr(),
             q_stride=q.stride(0),
+            q_rope=pointer(q_rope),
+            q_rope_stride=0 if q_rope is None else q_rope.stride(0),
+            value_dim=value_dim,
             k_cache=kv.k.data_ptr(),
-            v_cache=kv.v.data_ptr(),
+            v_cache=0 if kv.latent else kv.v.data_ptr(),
             k_scales=pointer(kv.k_scales),
-            v_scales=pointer(kv.v_scales),
+            v_scales=0 if kv.latent else pointer(kv.v_scales),
             block_table=layout.block_table.data_ptr(),
             table_stride=layout.block_table.stride(0),
             query_start_loc=layout.query_start_loc.data_ptr(),
@@ -67,9 +116,9 @@ class CpuAttention:
             kv_heads=kv_heads,
             head_dim=head_dim,
             block_size=layout.block_size,
-            window=attend.metadata.window or 0,
+            window=metadata.window or 0,
             tree=pointer(layout.tree),
-            scale=attend.scale,
+            scale=scale,
             out=out.data_ptr(),
             out_stride=out.stride(0),
             dtype=DTYPES[q.dtype],
@@ -81,9 +130,9 @@ class CpuAttention:
         self.native.launch(
             "move_kv",
             k_cache=kv.k.data_ptr(),
-            v_cache=kv.v.data_ptr(),
+            v_cache=0 if kv.latent else kv.v.data_ptr(),
             k_scales=pointer(kv.k_scales),
-            v_scales=pointer(kv.v_scales),
+            v_scales=0 if kv.latent else pointer(kv.v_scales),
             source=source.data_ptr(),
             target=target.data_ptr(),
             rows=source.shape[0],

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from kvik.attention.base import (
     Attend,
+    AttendLatent,
     AttentionMetadata,
     BackendCaps,
     LayerKV,
     StepLayout,
     move,
-    read,
+    read_both,
     store,
 )
 from kvik.kernels.ops import Ops
@@ -49,9 +50,12 @@ class ReferenceAttention:
             blocks = layout.block_table[i]
             rows = slice(start, start + length)
             visible = _visible(layout.nodes(start, length), length, context, window)
-            out[rows] = _attend(q[rows], kv, blocks, visible.to(q.device), attend.scale)
+            out[rows] = _attend(q[rows], kv, blocks, visible.to(q.device), attend.spec.scale)
             start += length
         return out
+
+    def run_latent(self, attend: AttendLatent) -> Tensor:
+        return self.run(attend.joined(self._ops))[..., : attend.q.shape[2]]
 
     def move(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
         move(kv, source, target)
@@ -91,8 +95,8 @@ def _attend(q: Tensor, kv: LayerKV, blocks: Tensor, visible: Tensor, scale: floa
     keys = visible.any(0).nonzero()[:, 0]
     at = blocks[keys // block_size].long() * block_size + keys % block_size
     # [keys, heads, head_dim]
-    k = read(kv.k, kv.k_scales, at).float().repeat_interleave(heads // kv_heads, dim=1)
-    v = read(kv.v, kv.v_scales, at).float().repeat_interleave(heads // kv_heads, dim=1)
+    both = read_both(kv, at)
+    k, v = (x.float().repeat_interleave(heads // kv_heads, dim=1) for x in both)
 
     scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
     weights = scores.masked_fill(~visible[:, keys], -torch.inf).softmax(-1)

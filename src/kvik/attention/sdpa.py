@@ -23,12 +23,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvik.attention.base import (
     Attend,
+    AttendLatent,
     AttentionMetadata,
     BackendCaps,
     LayerKV,
     StepLayout,
     move,
-    read,
+    read_both,
     store,
 )
 from kvik.kernels.ops import Ops
@@ -98,21 +99,22 @@ class Workspace:
             keys: [n] int64, KV positions.
 
         Returns:
-            Each [n, kv_heads, head_dim] of `dtype`.
+            Each [n, kv_heads, head_dim] of `dtype`; of latent vectors they are the same.
         """
         if kv.k.dtype != dtype:
-            k, v = read(kv.k, kv.k_scales, keys), read(kv.v, kv.v_scales, keys)
+            k, v = read_both(kv, keys)
             return k.to(dtype), v.to(dtype)
         token_shape = kv.k.shape[2:]
-        shape = (2, keys.shape[0], *token_shape)
-        size = 2 * keys.shape[0] * token_shape.numel()
+        parts = 1 if kv.latent else 2
+        shape = (parts, keys.shape[0], *token_shape)
+        size = parts * keys.shape[0] * token_shape.numel()
         buffer = self._buffer
         if buffer.numel() < size or buffer.dtype != kv.k.dtype or buffer.device != kv.k.device:
             self._buffer = kv.k.new_empty(size)
-        k, v = self._buffer[:size].view(shape).unbind()
-        torch.index_select(kv.k.view(-1, *token_shape), 0, keys, out=k)
-        torch.index_select(kv.v.view(-1, *token_shape), 0, keys, out=v)
-        return k, v
+        gathered = self._buffer[:size].view(shape).unbind()
+        for stored, out in zip((kv.k, kv.v), gathered, strict=False):
+            torch.index_select(stored.view(-1, *token_shape), 0, keys, out=out)
+        return gathered[0], gathered[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +188,7 @@ class SdpaAttention:
 
     def run(self, attend: Attend) -> Tensor:
         q, k = attend.turned(self._ops)
-        kv, metadata, scale = attend.kv, attend.metadata, attend.scale
+        kv, metadata, scale = attend.kv, attend.metadata, attend.spec.scale
         assert isinstance(metadata, SdpaMetadata)
         k, v = store(self._ops, k, attend.v, kv, metadata.layout.slot_mapping)
         if len(metadata.decode) == 1 and metadata.decode[0].tokens is None:
@@ -200,6 +202,9 @@ class SdpaAttention:
             part = slice(row.start, row.end)
             out[part] = self._prefill(q[part], k[part], v[part], kv, row, scale)
         return out
+
+    def run_latent(self, attend: AttendLatent) -> Tensor:
+        return self.run(attend.joined(self._ops))[..., : attend.q.shape[2]]
 
     def move(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
         move(kv, source, target)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvik.attention.base import (
     Attend,
+    AttendLatent,
     AttentionMetadata,
     BackendCaps,
     LayerKV,
@@ -25,6 +26,7 @@ from kvik.attention.base import (
 )
 from kvik.attention.fresh_prompts import FreshPrompt, FreshPrompts
 from kvik.kernels.ops import Ops
+from kvik.kernels.triton.attention_mla import latent_attention
 from kvik.kernels.triton.attention_paged import PagedCache, PagedStep, paged_attention, runs_of
 from kvik.kernels.triton.rotary import rotate_and_store
 
@@ -65,7 +67,7 @@ class TritonAttention:
     def run(self, attend: Attend) -> Tensor:
         metadata, kv = attend.metadata, attend.kv
         assert isinstance(metadata, TritonMetadata)
-        q, k, v = attend.q, attend.k, attend.v
+        q, k, v, scale = attend.q, attend.k, attend.v, attend.spec.scale
         slots = metadata.layout.slot_mapping
         # The kernel turns and rounds halves of a head, which hold whole bytes.
         if q.shape[2] % (4 if kv.k.dtype == torch.uint8 else 2):
@@ -75,16 +77,27 @@ class TritonAttention:
             scales = None
             if kv.k_scales is not None and kv.v_scales is not None:
                 scales = kv.k_scales, kv.v_scales
-            norms = attend.norms
+            norms = attend.spec.norms
             by = None if norms is None else (norms.q, norms.k, norms.eps)
             q = rotate_and_store(q, k, v, attend.rotation, (kv.k, kv.v), scales, slots, by)
         cache = PagedCache(kv.k, kv.v, kv.k_scales, kv.v_scales)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for step in metadata.steps:
-            paged_attention(q, cache, step, attend.scale, out)
+            paged_attention(q, cache, step, scale, out)
         for prompt in metadata.fresh:
             assert self.prompts is not None
-            out[prompt.start : prompt.end] = self.prompts.attend(q, kv.k, v, prompt, attend.scale)
+            out[prompt.start : prompt.end] = self.prompts.attend(q, kv.k, v, prompt, scale)
+        return out
+
+    def run_latent(self, attend: AttendLatent) -> Tensor:
+        metadata, kv = attend.metadata, attend.kv
+        assert isinstance(metadata, TritonMetadata)
+        q_rope, k_rope = self._ops.rotary(attend.q_rope, attend.k_rope, attend.rotation)
+        k = torch.cat((attend.latent[:, None], k_rope), 2)
+        store(self._ops, k, k[..., :0], kv, metadata.layout.slot_mapping)
+        out = torch.empty(attend.q.shape, dtype=k.dtype, device=k.device)
+        for step in metadata.steps:
+            latent_attention(attend.q, q_rope, kv.k, step, attend.spec.scale, out)
         return out
 
     def move(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:

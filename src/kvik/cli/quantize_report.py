@@ -72,6 +72,7 @@ class QuantizeReport:
             "seconds": round(self.seconds, 1),
             "bytes": {"before": saved.bytes_before, "after": saved.bytes_after},
             "bits_per_weight": self.bits_per_weight,
+            "unreached": saved.unreached,
             "perplexity": self.perplexity and self.perplexity.as_json(),
             "tokens_per_second": self.speed and self.speed.as_json(),
             "layers": [asdict(layer) for layer in saved.layers],
@@ -87,6 +88,8 @@ class QuantizeReport:
             ("weights", f"{sizes} ({saved.bytes_after / saved.bytes_before:.0%})"),
             ("bits per weight", f"{self.bits_per_weight:.2f} of quantised layers, with scales"),
         ]
+        if unreached := saved.unreached:
+            rows.append(("experts", f"{unreached} matrices reached by no token, to nearest"))
         if self.perplexity is not None:
             rows.append(("perplexity", self.perplexity.as_text()))
         if self.speed is not None:

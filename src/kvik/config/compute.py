@@ -233,6 +233,10 @@ def choose_attention(
         refusal = "its cache has no fp16"
     elif config.block_size % LANES:
         refusal = f"block_size {config.block_size} is no multiple of {LANES}"
+    elif model.latent is not None:
+        if model.latent.rank % LANES or model.latent.rope % LANES:
+            refusal = f"latent vectors are no multiples of {LANES}, of {model.latent.rank} and "
+            refusal += f"{model.latent.rope} channels"
     elif model.head_dim % LANES or model.head_dim > MAX_HEAD_DIM:
         refusal = f"head_dim {model.head_dim} is no multiple of {LANES} up to {MAX_HEAD_DIM}"
     if config.attention_backend == "cpu" and refusal is not None:
@@ -261,9 +265,12 @@ def _triton_or_sdpa(
     multiple = 4 if config.kv_cache_dtype == "int4" else 2
     if kernels != "triton":
         refusal = "it needs the Triton kernels"
+    elif model.latent is not None:
+        if config.kv_cache_dtype not in (AUTO, SHORT_DTYPES[dtype]):
+            refusal = f"its latent vectors are stored in {dtype} alone"
     elif dim % multiple or dim > MAX_HEAD_DIM:
         refusal = f"head_dim {dim} is no multiple of {multiple} up to {MAX_HEAD_DIM}"
-    unfit = refusal or _no_torch_prompts(config, dtype)
+    unfit = refusal or _no_torch_prompts(config, dtype, model.latent is not None)
     asked = config.attention_backend
     if asked == "triton" and refusal is not None:
         raise ConfigError("attention_backend", f"triton: {refusal}")
@@ -282,9 +289,11 @@ def _triton_or_sdpa(
     return notes.add("attention_backend", "triton", "reads the paged cache in place")
 
 
-def _no_torch_prompts(config: EngineConfig, dtype: str) -> str | None:
+def _no_torch_prompts(config: EngineConfig, dtype: str, latent: bool) -> str | None:
     """Return why torch's fused kernels cannot take prompts; None if they can."""
     kv = config.kv_cache_dtype
+    if latent:
+        return "torch's fused kernels read no latent vectors"
     if dtype not in FUSED_DTYPES:
         return f"torch's fused kernels have no {dtype}"
     if kv not in ("auto", SHORT_DTYPES[dtype]):
@@ -391,6 +400,8 @@ def _choose_kv_format(config: EngineConfig, spec: ModelSpec, dtype: str, notes: 
             raise ConfigError("kv_cache_dtype_skip_layers", "needs a kv_cache_dtype to keep out of")
         notes.add("kv_cache_dtype", dtype, f"the model's{_calibrated(spec)}")
         return
+    if name == "int4" and spec.latent:
+        raise ConfigError("kv_cache_dtype", "int4 cannot store latent vectors: use int8 or fp8")
     if name == "int4" and spec.head_dim % 2:
         raise ConfigError("kv_cache_dtype", f"int4 needs heads of even size, not {spec.head_dim}")
     reason = f"as asked: keys and values {KV_FORMATS[name].meaning}"

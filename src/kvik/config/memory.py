@@ -38,6 +38,7 @@ from kvik.spec.kv import (
     group_layers,
     stored_as,
 )
+from kvik.spec.layers import LatentSpec
 from kvik.spec.model import DTYPE_BYTES, LinearLayers
 from kvik.spec.weights import Weighed, weight_bytes
 
@@ -67,6 +68,8 @@ TRITON_SDPA = "triton+sdpa"
 TRITON_BACKENDS = ("triton", TRITON_SDPA)
 PROMPT_PADDING = 1024
 CUDNN_BYTES = 256 * MIB
+# Of the lists that sort a step's rows by expert (csrc/experts.hpp), and its router's results.
+EXPERT_ROW_BYTES = 24
 # Keys of a split in the cpu backend, and requests of the longest context that decode together.
 SPLIT_KEYS, LONG_CONTEXTS = 512, 8
 
@@ -85,7 +88,14 @@ class ModelSizes(Weighed, Protocol):
     def hidden_size(self) -> int: ...
 
     @property
-    def intermediate_size(self) -> int: ...
+    def inner_width(self) -> int:
+        """The most inner activations of a token in a layer."""
+        ...
+
+    @property
+    def experts_of_token(self) -> int:
+        """The most experts that a token goes through in a layer; 0: there are none."""
+        ...
 
     @property
     def num_heads(self) -> int: ...
@@ -95,6 +105,16 @@ class ModelSizes(Weighed, Protocol):
 
     @property
     def head_dim(self) -> int: ...
+
+    @property
+    def latent(self) -> LatentSpec | None:
+        """What its layers attend over; None: keys and values of heads."""
+        ...
+
+    @property
+    def rope_dim(self) -> int:
+        """Channels of a head in which positions are."""
+        ...
 
     @property
     def max_context(self) -> int: ...
@@ -167,13 +187,15 @@ class StepMemory:
         they are normalised, but then they make room for others), what attention gives, and the
         inner activations; kernels make themselves a copy of the inputs of a product."""
         spec, tokens = self.spec, size.max_num_batched_tokens
-        widths = 3 * spec.hidden_size + self._qkv + self._queries + spec.intermediate_size
+        widths = 3 * spec.hidden_size + self._qkv + self._queries + spec.inner_width
         normalised = self._qkv
-        rotation = len(spec.ropes) * spec.head_dim * 4
+        rotation = len(spec.ropes) * spec.rope_dim * 4
         buffers = tokens * ((widths + normalised) * self.item + rotation)
-        inputs = max(spec.hidden_size, self._queries, spec.intermediate_size)
+        experts = spec.experts_of_token  # each of them has a copy of a token's inputs
+        inputs = max(spec.hidden_size * max(1, experts), self._queries, spec.inner_width)
         rounded = self.quantization in ("int8", "int4", "mxfp4")  # to a byte, and scales of groups
         copied = tokens * (inputs + inputs // 4 if rounded else inputs * self.item)
+        copied += experts * tokens * EXPERT_ROW_BYTES
         return buffers + copied + self._attention_scratch(size) + self._logits(size)
 
     def eager(self, size: StepSize) -> int:
@@ -193,7 +215,7 @@ class StepMemory:
         qkv = tokens * self._qkv * item
         rotary = qkv + tokens * ((queries + keys) * item + queries * 16)
         attended = qkv + tokens * (3 * queries + keys) * item + self._attention_scratch(size)
-        mlp = tokens * spec.intermediate_size * (3 * item + 20)
+        mlp = tokens * spec.inner_width * (3 * item + 20)
         return max(norm, rotary, attended, mlp, self._quantized_product(size))
 
     def _logits(self, size: StepSize) -> int:
@@ -213,8 +235,8 @@ class StepMemory:
         if not self.quantized:
             return 0
         spec, item = self.spec, self.item
-        inputs = max(spec.hidden_size, self._queries, spec.intermediate_size)
-        outputs = max(spec.hidden_size, self._qkv, 3 * spec.intermediate_size)
+        inputs = max(spec.hidden_size, self._queries, spec.inner_width)
+        outputs = max(spec.hidden_size, self._qkv, 3 * spec.inner_width)
         return size.max_num_batched_tokens * (8 * inputs + (4 + item) * outputs)
 
     def _attention_scratch(self, size: StepSize) -> int:
@@ -459,7 +481,7 @@ class Footprint:
         entries = -(-size.max_model_len // self.block_size) * len(self.groups)
         table = size.max_num_seqs * (size.max_model_len + 2 * entries) * 4
         seen = size.max_num_seqs * spec.vocab_size * SEEN_BYTES_PER_TOKEN
-        rotation = len(spec.ropes) * size.max_model_len * spec.head_dim * 4
+        rotation = len(spec.ropes) * size.max_model_len * spec.rope_dim * 4
         total = self.runtime + table + seen + rotation + self._pooling(size) + self.graphs(size)
         if self.device == "cpu":
             total += spec.vocab_size * TOKENIZER_BYTES_PER_ENTRY
@@ -536,7 +558,7 @@ class Footprint:
         """Return a step of the draft model, its rotary positions, and the distributions of its
         drafts: until they are judged, and twice while they are concatenated."""
         small = size.of_draft_model
-        rotation = len(draft.spec.ropes) * size.max_model_len * draft.spec.head_dim * 4
+        rotation = len(draft.spec.ropes) * size.max_model_len * draft.spec.rope_dim * 4
         drawn = (2 * size.max_draft_rows + small.max_num_seqs) * self.spec.vocab_size * 4
         return draft.activations(small) + rotation + drawn
 
@@ -567,7 +589,7 @@ class Footprint:
             return 0
         total = LOADING_BYTES
         if not self.spec.gated_mlp:  # GPT-2: stored transposed, so whole matrices are read, in fp32
-            total += 2 * self.spec.intermediate_size * self.spec.hidden_size * 4
+            total += 2 * self.spec.inner_width * self.spec.hidden_size * 4
         if self.quantization != "none" or self._stored:
             total += QUANTIZED_SCRATCH_BYTES
         # Quantised tensors are read whole, the next one while one is converted.

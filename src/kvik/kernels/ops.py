@@ -7,13 +7,14 @@ of these rows, attention and views alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
 
-from kvik.kernels.weights import Activation, Matrix, MatrixSpec, Weight
+from kvik.kernels.weights import Activation, Experts, Matrix, MatrixSpec, Weight
+from kvik.spec.experts import Router
 
 # How tokens are drawn from logits: the arguments of `Ops.draw`.
 
@@ -128,6 +129,15 @@ class Ops:
         residual may be overwritten and returned.
         Where the weight says so, x is first rounded to x_scale * (-127..127), half to even.
         x_scale = absmax / 127, or else 1, of a token (of each group, where the weight has groups)
+    route(logits [tokens, experts] fp32, router, correction [experts] fp32 or None) -> (ids
+        [tokens, active] int64, weights [tokens, active] fp32), the best first; see `Router`
+    expert_set(up, down) -> Experts, of matrices as `matrix` makes them
+    experts(x [tokens, hidden], ids, weights, experts, residual [tokens, hidden] or None) ->
+        [tokens, hidden], residual + the sum over a token's experts of weight * down(up(x)), in fp32
+        and by ascending id. ids and weights as `route` returns them
+    linear_each(x [tokens, heads, inputs], matrix, outputs) -> [tokens, heads, outputs], dense, of
+        the dtype of x: head h by rows h R .. h R + outputs of the matrix, which has heads * R rows,
+        is of floats and has no bias. R is a multiple of 32
     matrix_rows(matrix, ids [n] int64, dtype) -> [n, inputs], rows of the weight; only of a matrix
         without activation
     gather_rows(table [rows, dim], ids [n] int64) -> [n, dim]
@@ -160,6 +170,10 @@ class Ops:
     matrix: Callable[[MatrixSpec], Matrix]
     pack_rows: Callable[[Matrix, int, Weight], None]
     linear: Callable[[Tensor, Matrix, Tensor | None], Tensor]
+    route: Callable[[Tensor, Router, Tensor | None], tuple[Tensor, Tensor]]
+    expert_set: Callable[[Sequence[Matrix], Sequence[Matrix]], Experts]
+    experts: Callable[[Tensor, Tensor, Tensor, Experts, Tensor | None], Tensor]
+    linear_each: Callable[[Tensor, Matrix, int], Tensor]
     matrix_rows: Callable[[Matrix, Tensor, torch.dtype], Tensor]
     gather_rows: Callable[[Tensor, Tensor], Tensor]
     add: Callable[[Tensor, Tensor], Tensor]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvik.kernels.ops import Draws, Ops, Truncation
 from kvik.kernels.reference.draw import probabilities
+from kvik.kernels.reference.experts import experts_by
 from kvik.kernels.reference.ops import (
     REFERENCE,
     as_multiplied,
@@ -53,6 +54,11 @@ def _quantized_product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor
         piece = slice(start, start + rows)
         y[:, piece] = wide @ weight.rows(piece).dequantized().t()
     return y if bias is None else y.add_(bias)
+
+
+def _linear_each(x: Tensor, matrix: Matrix, outputs: int) -> Tensor:
+    weight = stored_weight(matrix).values.view(x.shape[1], -1, x.shape[2])[:, :outputs]
+    return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1).contiguous()
 
 
 def _matrix_rows(matrix: Matrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -130,9 +136,8 @@ def _scaled(x: Tensor, factor: float) -> Tensor:
 
 
 def _store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    token_shape = k_cache.shape[2:]
-    k_cache.view(-1, *token_shape).index_copy_(0, slot_mapping, k)
-    v_cache.view(-1, *token_shape).index_copy_(0, slot_mapping, v)
+    k_cache.flatten(0, 1).index_copy_(0, slot_mapping, k)
+    v_cache.flatten(0, 1).index_copy_(0, slot_mapping, v)
 
 
 def _copy_blocks(cache: Tensor, source: Tensor, target: Tensor) -> None:
@@ -142,6 +147,8 @@ def _copy_blocks(cache: Tensor, source: Tensor, target: Tensor) -> None:
 TORCH = replace(
     REFERENCE,
     linear=_linear,
+    experts=experts_by(_linear),
+    linear_each=_linear_each,
     matrix_rows=_matrix_rows,
     gather_rows=_gather_rows,
     largest=_largest,

@@ -275,3 +275,17 @@ class Matrix:
     spec: MatrixSpec
     bias: Tensor | None
     data: object
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The MLPs of a layer's experts.
+
+    Attributes:
+        up, down: the two matrices of each expert; each list is of one kind and size.
+        data: the implementation's own.
+    """
+
+    up: tuple[Matrix, ...]
+    down: tuple[Matrix, ...]
+    data: object = None

@@ -53,15 +53,15 @@ class Gemma3Attention:
             dim,
             bias=spec.qkv_bias,
         )
-        self.q_norm = builder.rms_norm("q_norm", dim, spec.norm_eps, offset=1.0)
-        self.k_norm = builder.rms_norm("k_norm", dim, spec.norm_eps, offset=1.0)
-        self.attend = builder.attention(layer, dim, spec.scales.attention)
+        q_norm = builder.rms_norm("q_norm", dim, spec.norm_eps, offset=1.0)
+        k_norm = builder.rms_norm("k_norm", dim, spec.norm_eps, offset=1.0)
+        self.attend = builder.attention(layer, dim, spec.scales.attention, (q_norm, k_norm))
         self.o = builder.linear("o_proj", heads * dim, spec.hidden_size, bias=spec.o_bias, role="o")
 
     def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
         """x [tokens, hidden], rotation [tokens, head_dim] -> [tokens, hidden]."""
         q, k, v = self.qkv(x, ctx)  # [tokens, heads or kv_heads, head_dim]
-        return self.o(self.attend(q, k, v, ctx, rotation, (self.q_norm, self.k_norm)), ctx)
+        return self.o(self.attend(q, k, v, ctx, rotation), ctx)
 
 
 class Gemma3Layer:

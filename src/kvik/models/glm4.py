@@ -1,13 +1,15 @@
 """GLM-4-0414 (Z.ai 2025): a Llama whose blocks are normalised before and behind, and in which half
-of each head turns, in pairs of neighbours."""
+of each head turns, in pairs of neighbours; and GLM-4.5 to 4.7, with routed experts."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvik.models.llama import Llama, LlamaAttention
+from kvik.models.llama import AttentionBlock, Llama, LlamaAttention, LlamaLayer
+from kvik.models.qwen3 import Qwen3Attention
 from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
+from kvik.spec.experts import corrected_router, read_experts
 from kvik.spec.layers import turned_layers
 from kvik.spec.model import ModelFacts
 
@@ -44,5 +46,36 @@ GLM4 = Architecture(
     qkv_bias="attention_bias",
     head_dim=128,
     defaults={"attention_bias": True},
+    eos_token_ids=(151329, 151336, 151338),
+)
+
+
+MAX_PREDICTORS = 8  # layers that predict further tokens, behind the last one
+
+
+def glm4_moe_attention(spec: ModelFacts, builder: LayerBuilder, layer: int) -> AttentionBlock:
+    """Heads of q and k are normalised in the larger models alone."""
+    make = Qwen3Attention if spec.qk_norm else LlamaAttention
+    return make(spec, builder, layer)
+
+
+def glm4_moe(spec: ModelFacts, builder: LayerBuilder) -> Llama:
+    for layer in range(spec.num_layers, spec.num_layers + MAX_PREDICTORS):
+        builder.skip(f"model.layers.{layer}")
+    return Llama(spec, builder, partial(LlamaLayer, attention=glm4_moe_attention))
+
+
+# GLM-4.5 (GLM-4.5 team 2025, arXiv 2508.06471).
+GLM4_MOE = Architecture(
+    "Glm4MoeForCausalLM",
+    "glm4_moe",
+    "GLM-4.5 to 4.7, with experts",
+    glm4_moe,
+    layers=partial(turned_layers, fraction=0.5),
+    experts=partial(
+        read_experts, router=corrected_router, shared="n_shared_experts", first_dense=1
+    ),
+    qkv_bias="attention_bias",
+    qk_norm="use_qk_norm",
     eos_token_ids=(151329, 151336, 151338),
 )

@@ -9,7 +9,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder, Norm
+from kvik.spec.declare import (
+    EXPERT_NAMES,
+    Architecture,
+    ExpertNames,
+    FeedForward,
+    ForwardContext,
+    LayerBuilder,
+    Norm,
+)
 from kvik.spec.layers import (
     sometimes_turned_layers,
     switched_layers,
@@ -68,12 +76,31 @@ class Layer(Protocol):
 
 
 MakeAttention = Callable[[ModelFacts, LayerBuilder, int], AttentionBlock]
+MakeFeedForward = Callable[[ModelFacts, LayerBuilder, int], FeedForward]
 MakeLayer = Callable[[ModelFacts, LayerBuilder, int], Layer]
 MakeNorm = Callable[[ModelFacts, LayerBuilder], Norm]
 
 
+def feed_forward(
+    spec: ModelFacts,
+    builder: LayerBuilder,
+    layer: int,
+    scope: str = "mlp",
+    names: ExpertNames = EXPERT_NAMES,
+) -> FeedForward:
+    """Return the MLP of a layer, or its routed experts.
+
+    Args:
+        scope: of either. names: of the experts in it.
+    """
+    experts, inside = spec.layers[layer].experts, builder.at(scope)
+    if experts is not None:
+        return inside.experts(spec.hidden_size, experts, names)
+    return inside.gated_mlp(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
+
+
 class LlamaLayer:
-    """Attention and MLP; each reads the residual stream normalised and adds to it."""
+    """Attention and MLP, or experts; each reads the residual stream normalised and adds to it."""
 
     def __init__(
         self,
@@ -81,13 +108,14 @@ class LlamaLayer:
         builder: LayerBuilder,
         layer: int,
         attention: MakeAttention = LlamaAttention,
+        feed: MakeFeedForward = feed_forward,
     ) -> None:
         hidden, eps = spec.hidden_size, spec.norm_eps
         norm = builder.rms_norm if spec.rms_norm else builder.layer_norm
         self.attention_norm = norm("input_layernorm", hidden, eps, before="qkv")
         self.attention = attention(spec, builder.at("self_attn"), layer)
         self.mlp_norm = norm("post_attention_layernorm", hidden, eps, before="gate_up")
-        self.mlp = builder.at("mlp").gated_mlp(hidden, spec.intermediate_size, bias=spec.mlp_bias)
+        self.mlp = feed(spec, builder, layer)
 
     def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
         """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
@@ -125,7 +153,7 @@ class Llama:
             tied=spec.tie_word_embeddings,
             scale=spec.scales.embedding,
         )
-        self.ropes = [builder.rope(rope, spec.head_dim) for rope in spec.ropes]
+        self.ropes = [builder.rope(rope, spec.rope_dim) for rope in spec.ropes]
         self.turned = [  # which of them, by layer
             None if layer.rope is None else spec.ropes.index(layer.rope) for layer in spec.layers
         ]

@@ -62,22 +62,31 @@ class ModelSpec(ModelFacts):
         eos = fields.token_ids("eos_token_id", vocab)
         if "eos_token_id" not in config:
             eos = tuple(token for token in known.eos_token_ids if token < vocab)
+        rules = known.layers(fields, layers, positions)
+        if known.experts is not None:
+            found = zip(rules, known.experts(fields, layers), strict=True)
+            rules = tuple(replace(layer, experts=experts) for layer, experts in found)
+        latent = rules[0].latent
         spec = cls(
             architecture=name,
             vocab_size=vocab,
             hidden_size=hidden,
             intermediate_size=fields.integer(key["intermediate_size"], 1, MAX_WIDTH, inner),
-            layers=known.layers(fields, layers, positions),
+            layers=rules,
             num_heads=heads,
-            num_kv_heads=_kv_heads(fields, heads, known),
-            head_dim=_head_dim(fields, hidden, heads, known, key["num_attention_heads"]),
+            num_kv_heads=1 if latent else _kv_heads(fields, heads, known),
+            head_dim=(
+                latent.width
+                if latent
+                else _head_dim(fields, hidden, heads, known, key["num_attention_heads"])
+            ),
             max_position_embeddings=positions,
             norm_eps=fields.number(key["rms_norm_eps"], 0.0, 1.0, 1e-6 if known.rms_norm else 1e-5),
             activation=fields.choice(key["hidden_act"], known.activations, known.activations[0]),
-            qkv_bias=_bias(fields, known.qkv_bias),
-            o_bias=_bias(fields, known.o_bias),
-            mlp_bias=_bias(fields, known.mlp_bias),
-            qk_norm=known.qk_norm,
+            qkv_bias=_flag(fields, known.qkv_bias),
+            o_bias=_flag(fields, known.o_bias),
+            mlp_bias=_flag(fields, known.mlp_bias),
+            qk_norm=_flag(fields, known.qk_norm),
             tie_word_embeddings=fields.boolean("tie_word_embeddings", known.tied),
             dtype=fields.choice(
                 "dtype" if "dtype" in fields else "torch_dtype", tuple(DTYPE_BYTES), "float32"
@@ -89,7 +98,7 @@ class ModelSpec(ModelFacts):
             scales=ModelScales() if known.scales is None else known.scales(fields),
         )
         for rope in spec.ropes:
-            rope.check(fields, spec.head_dim)
+            rope.check(fields, spec.rope_dim)
         names = (name for linear in spec.declaration.linears for name in linear.names)
         return replace(spec, quantization=read_stored_quantization(fields, names))
 
@@ -127,6 +136,8 @@ class ModelSpec(ModelFacts):
         if scheme is not None and not embedding.tied:
             found[LinearLayers(1, embedding.width, embedding.rows, True, (scheme,))] += 1
         for linear in declaration.linears:
+            if linear.role in ("router", "kv_up"):  # never quantised
+                continue
             stored: tuple[StoredScheme | None, ...] = (None,) * len(linear.names)
             if linear.tied:
                 stored = (scheme,)
@@ -227,5 +238,5 @@ def _kv_heads(fields: Fields, heads: int, known: Architecture) -> int:
     return kv_heads
 
 
-def _bias(fields: Fields, rule: bool | str) -> bool:
+def _flag(fields: Fields, rule: bool | str) -> bool:
     return fields.boolean(rule, False) if isinstance(rule, str) else rule

@@ -10,11 +10,19 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvik.models.llama import Llama, MakeAttention
+from kvik.models.llama import Llama, LlamaLayer, MakeAttention
 from kvik.models.qwen3 import Qwen3Attention
 from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
+from kvik.spec.experts import read_experts, softmax_router
 from kvik.spec.fields import Fields
-from kvik.spec.layers import SLIDING, LayerSpec, layer_types, mixed_layers, read_window
+from kvik.spec.layers import (
+    SLIDING,
+    LayerSpec,
+    equal_layers,
+    layer_types,
+    mixed_layers,
+    read_window,
+)
 from kvik.spec.model import ModelFacts
 from kvik.spec.rope import RopeSpec, read_rope
 
@@ -27,15 +35,18 @@ class Olmo2Attention:
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        rope = spec.layers[layer].rope
         self.qkv = builder.heads(
             ("q_proj", "k_proj", "v_proj"),
             spec.hidden_size,
             (heads, kv_heads, kv_heads),
             dim,
             bias=spec.qkv_bias,
+            rope=rope,
         )
-        self.q_norm = builder.rms_norm("q_norm", heads * dim, spec.norm_eps)
-        self.k_norm = builder.rms_norm("k_norm", kv_heads * dim, spec.norm_eps)
+        norm = partial(builder.rms_norm, eps=spec.norm_eps, rope=rope)
+        self.q_norm = norm("q_norm", heads * dim, heads=heads)
+        self.k_norm = norm("k_norm", kv_heads * dim, heads=kv_heads)
         self.attend = builder.attention(layer, dim)
         self.o = builder.linear("o_proj", heads * dim, spec.hidden_size, bias=spec.o_bias, role="o")
 
@@ -121,4 +132,26 @@ EXAONE4 = Architecture(
     layers=partial(mixed_layers, every=4, full_turns=False),
     qk_norm=True,
     eos_token_ids=(2,),
+)
+
+
+def olmoe_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+    """Every layer sees all keys; q, k and v are not clipped."""
+    if "clip_qkv" in fields:
+        raise fields.error("clip_qkv", "must be null")
+    return equal_layers(fields, layers, positions)
+
+
+# OLMoE (Muennighoff et al. 2024, arXiv 2409.02060): norms stand before blocks, and the MLPs are
+# routed experts.
+OLMOE = Architecture(
+    "OlmoeForCausalLM",
+    "olmoe",
+    "OLMoE",
+    partial(Llama, make_layer=partial(LlamaLayer, attention=Olmo2Attention)),
+    layers=olmoe_layers,
+    experts=partial(read_experts, inner="intermediate_size", router=softmax_router),
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    eos_token_ids=(50279,),
 )

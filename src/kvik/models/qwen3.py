@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvik.models.llama import Llama, LlamaLayer
 from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
+from kvik.spec.experts import read_experts, softmax_router
 from kvik.spec.layers import switched_layers
 from kvik.spec.model import ModelFacts
 
@@ -19,17 +20,18 @@ class Qwen3Attention:
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        rope = spec.layers[layer].rope
         self.qkv = builder.heads(
             ("q_proj", "k_proj", "v_proj"),
             spec.hidden_size,
             (heads, kv_heads, kv_heads),
             dim,
             bias=spec.qkv_bias,
-            rope=spec.layers[layer].rope,
+            rope=rope,
         )
-        self.q_norm = builder.rms_norm("q_norm", dim, spec.norm_eps)
-        self.k_norm = builder.rms_norm("k_norm", dim, spec.norm_eps)
-        self.attend = builder.attention(layer, dim)
+        q_norm = builder.rms_norm("q_norm", dim, spec.norm_eps, rope=rope)
+        k_norm = builder.rms_norm("k_norm", dim, spec.norm_eps, rope=rope)
+        self.attend = builder.attention(layer, dim, norms=(q_norm, k_norm))
         self.o = builder.linear("o_proj", heads * dim, spec.hidden_size, bias=spec.o_bias, role="o")
 
     def __call__(
@@ -37,14 +39,26 @@ class Qwen3Attention:
     ) -> Tensor:
         """x, residual [tokens, hidden], rotation [tokens, head_dim] -> [tokens, hidden]."""
         q, k, v = self.qkv(x, ctx)  # [tokens, heads or kv_heads, head_dim]
-        attended = self.attend(q, k, v, ctx, rotation, (self.q_norm, self.k_norm))
-        return self.o(attended, ctx, residual)
+        return self.o(self.attend(q, k, v, ctx, rotation), ctx, residual)
 
 
 def qwen3(spec: ModelFacts, builder: LayerBuilder) -> Llama:
     return Llama(spec, builder, partial(LlamaLayer, attention=Qwen3Attention))
 
 
+# Qwen3 with routed experts (Yang et al. 2025, section 2).
+QWEN3_MOE = Architecture(
+    "Qwen3MoeForCausalLM",
+    "qwen3_moe",
+    "Qwen 3 with experts",
+    qwen3,
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    qk_norm=True,
+    layers=switched_layers,
+    experts=partial(read_experts, router=softmax_router),
+    head_dim=128,
+)
 QWEN3 = Architecture(
     "Qwen3ForCausalLM",
     "qwen3",

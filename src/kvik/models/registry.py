@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvik.models.cohere import COHERE, COHERE2
+from kvik.models.deepseek import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE
 from kvik.models.gemma import GEMMA, GEMMA3, GEMMA3_IMAGES
-from kvik.models.glm4 import GLM4
+from kvik.models.glm4 import GLM4, GLM4_MOE
 from kvik.models.gpt2 import GPT2_MODEL
 from kvik.models.gpt_neox import GPT_NEOX
 from kvik.models.granite import GRANITE
 from kvik.models.llama import LLAMA, MISTRAL, QWEN2, SEED_OSS, SMOLLM3, STABLELM
-from kvik.models.olmo2 import EXAONE4, OLMO2, OLMO3
+from kvik.models.mixtral import MINIMAX_M2, MIXTRAL
+from kvik.models.olmo2 import EXAONE4, OLMO2, OLMO3, OLMOE
 from kvik.models.opt import OPT
 from kvik.models.phi import PHI
 from kvik.models.phi3 import PHI3
-from kvik.models.qwen3 import QWEN3
+from kvik.models.qwen3 import QWEN3, QWEN3_MOE
 from kvik.models.starcoder2 import STARCODER2
 from kvik.spec.declare import Architecture
 
@@ -23,6 +25,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     row.name: row
     for row in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, STABLELM, PHI3, GLM4),
+        *(MIXTRAL, QWEN3_MOE, OLMOE, GLM4_MOE, MINIMAX_M2),
+        *(DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE),
         *(
             GEMMA,
             GEMMA3,

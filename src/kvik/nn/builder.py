@@ -14,7 +14,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvik.attention.base import AttentionBackend
+from kvik.attention.base import AttentionBackend, AttentionSpec, HeadNorms
+from kvik.errors import ModelError, shown
 from kvik.kernels.ops import Ops
 from kvik.kernels.weights import Activation, MatrixSpec, float_kind
 from kvik.nn.checkpoint import Checkpoint
@@ -24,25 +25,31 @@ from kvik.nn.layers import (
     MLP,
     Attention,
     Embedding,
+    Experts,
     GatedMLP,
     Heads,
+    LatentAttention,
     LayerNorm,
     Linear,
+    LinearEach,
     MatrixEmbedding,
     RMSNorm,
     ScaledSum,
     Stage,
 )
-from kvik.nn.parts import LayerFiller, Quantizer, Rows
+from kvik.nn.parts import HeadUps, LayerFiller, Quantizer, Rows, Target, head_rows
 from kvik.nn.rope import Rope
 from kvik.nn.storage import FreshStorage, Storage
-from kvik.spec.declare import GATE_UP, Role, usual_scope
+from kvik.spec.declare import EXPERT_NAMES, GATE_UP, ExpertNames, Role, usual_scope
+from kvik.spec.experts import ExpertsSpec
 from kvik.spec.kv import KVGroup
+from kvik.spec.layers import LatentSpec
 from kvik.spec.rope import RopeSpec
 from kvik.spec.stored_weights import StoredQuantization, StoredScheme, stored_alike
 from kvik.spec.weights import matrix_kind
 
 BIAS = "bias"
+CORRECTION = "e_score_correction_bias"  # of a router's choice, which some store with its matrix
 # Of MLPs without a gate, by their names in config.json.
 MLP_ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_new": "gelu_tanh",
@@ -177,6 +184,7 @@ class Builder:
         bias: bool,
         role: Role = "",
         transposed: bool = False,
+        order: Sequence[int] = (),
         activation: Activation | None = None,
     ) -> Linear:
         """x [tokens, inputs] -> [tokens, sum of outputs], fused from one layer per name.
@@ -184,13 +192,15 @@ class Builder:
         Args:
             role: what the matrix does in a block; only `spec.declare.describe` reads it.
             transposed: the checkpoint stores [inputs, outputs].
+            order: which output of the checkpoint stands at each place; (): all as they are stored.
             activation: of the outputs; "silu_and_mul" halves them.
         """
+        places = torch.tensor(order).argsort() if order else None
         names = (names,) if isinstance(names, str) else names
         outputs = (outputs,) if isinstance(outputs, int) else outputs
         shapes = [LinearShape(inputs, width, transposed) for width in outputs]
         stored = [self._scheme(name) for name in names]
-        return self._linear(names, shapes, stored, bias=bias, activation=activation)
+        return self._linear(names, shapes, stored, bias=bias, activation=activation, places=places)
 
     def heads(
         self,
@@ -295,6 +305,45 @@ class Builder:
             self.linear(down, inner, hidden, bias=bias, role="down", transposed=transposed),
         )
 
+    def experts(
+        self,
+        hidden: int,
+        spec: ExpertsSpec,
+        names: ExpertNames = EXPERT_NAMES,
+        *,
+        bias: bool = False,
+    ) -> Experts:
+        """Return the routed experts of this scope. The router is never quantised.
+
+        Raises:
+            ModelError: the checkpoint stores the experts in several ways.
+        """
+        rule, inner = spec.router, spec.inner
+        shape = LinearShape(hidden, rule.experts)
+        router = self._linear((names.router,), [shape], [None], bias=bias, exact=True)
+        correction = None
+        if rule.corrected:
+            full, sizes = self._name(names.correction), (rule.experts,)
+            correction = self.storage.tensor(full, sizes, torch.float32, self.device)
+            self._declare(full, correction, "bias")
+        up, down = [], []
+        widths = (2 * inner // len(names.gate_up),) * len(names.gate_up)
+        for expert in range(rule.experts):
+            gate_up = tuple(name.format(expert) for name in names.gate_up)
+            first = self.linear(gate_up, hidden, widths, bias=bias, activation="silu_and_mul")
+            last = self.linear(names.down.format(expert), inner, hidden, bias=bias)
+            up.append(first.matrix)
+            down.append(last.matrix)
+        for matrices in (up, down):
+            if len({matrix.spec.kind for matrix in matrices}) > 1:
+                named = shown(self._name(names.down.format("*")))
+                raise ModelError("model", f"stores the experts {named} in several ways")
+        shared = None
+        if spec.shared:
+            inside = self.at(names.shared)
+            shared = inside.gated_mlp(hidden, spec.shared, bias=bias)
+        return Experts(self.ops, router, rule, correction, self.ops.expert_set(up, down), shared)
+
     def embedding(self, name: str, rows: int, hidden: int, *, skipped: int = 0) -> Embedding:
         """Return a table [rows, hidden]; `skipped`: first rows that are never read."""
         table = self._empty(f"{name}.weight", skipped + rows, hidden)
@@ -342,13 +391,17 @@ class Builder:
         before: Role = "",
         offset: float = 0.0,
         scale: float = 1.0,
+        rope: RopeSpec | None = None,
+        heads: int = 1,
     ) -> RMSNorm:
         """
         Args:
             offset, scale: the gain is scale * (offset + what the checkpoint has), which is kept in
                 fp32, as little of the latter would be left in 16 bits.
+            rope: how the normalised heads will turn; see `heads`. heads: that `dim` is of.
         """
-        return RMSNorm(self.ops, self._gain(name, dim, scale, offset, exact=True), eps)
+        places = _places(rope, heads, dim // heads)
+        return RMSNorm(self.ops, self._gain(name, dim, scale, offset, places, exact=True), eps)
 
     def layer_norm(
         self,
@@ -374,14 +427,57 @@ class Builder:
     def rope(self, spec: RopeSpec, head_dim: int) -> Rope:
         return Rope(self.ops, spec, head_dim, self.max_model_len, self.device)
 
-    def attention(self, layer: int, head_dim: int, scale: float | None = None) -> Attention:
+    def attention(
+        self,
+        layer: int,
+        head_dim: int,
+        scale: float | None = None,
+        norms: tuple[RMSNorm, RMSNorm] | None = None,
+    ) -> Attention:
         """
         Args:
             scale: of the scores; None: the usual one, 1 / sqrt(head_dim).
+            norms: of the heads of q and k, with the same eps; None: none.
         """
         self.ignore(*KV_SCALES)
-        scale = head_dim**-0.5 if scale is None else scale
-        return Attention(self.backend, layer, self._group_of[layer], scale)
+        head_norms = None
+        if norms is not None:
+            q_norm, k_norm = norms
+            head_norms = HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps)
+        spec = AttentionSpec(head_dim**-0.5 if scale is None else scale, head_norms)
+        return Attention(self.backend, layer, self._group_of[layer], spec)
+
+    def latent_up(self, name: str, heads: int, latent: LatentSpec) -> tuple[LinearEach, LinearEach]:
+        """What makes keys and values of all heads from latent vectors (DeepSeek-V2, section 2.1.2):
+        from queries, [tokens, heads, nope], what latent vectors are multiplied with, [tokens,
+        heads, rank], and from means of these the values, [tokens, heads, value]. Both are floats,
+        whatever the checkpoint stores."""
+        layer, kind = self._name(name), float_kind(self.dtype)
+        each = []
+        for part, inputs, outputs in (
+            ("keys", latent.nope, latent.rank),
+            ("values", latent.rank, latent.value),
+        ):
+            rows = heads * head_rows(outputs)
+            spec = MatrixSpec(kind, rows, inputs, False, None, self.dtype, self.device)
+            matrix = self.storage.matrix(f"{layer}.{part}", spec)
+            each.append(LinearEach(self.ops, matrix, outputs))
+        keys, values = each
+        if not self.storage.names:
+            shape = LinearShape(latent.rank, heads * (latent.nope + latent.value))
+            quantizer = Quantizer(kind, layer)
+            ups = HeadUps(self.ops, keys.matrix, values.matrix, quantizer, latent)
+            self._declare_layer(layer, shape, self._scheme(name), ups, 0)
+        return keys, values
+
+    def latent_attention(self, layer: int, scale: float) -> LatentAttention:
+        """
+        Args:
+            scale: of the scores.
+        """
+        self.ignore(*KV_SCALES)
+        group = self._group_of[layer]
+        return LatentAttention(self.backend, layer, group, AttentionSpec(scale))
 
     def scaled_sum(self, factor: float) -> ScaledSum:
         return ScaledSum(self.ops, factor)
@@ -395,10 +491,12 @@ class Builder:
         bias: bool,
         activation: Activation | None = None,
         head: bool = False,
+        exact: bool = False,
         places: Tensor | None = None,
     ) -> Linear:
         """
         Args:
+            exact: the outputs are fp32, and the weight is never quantised.
             places: where the first rows go; see `Rows`.
             stored: how the checkpoint stores each layer; None: as floats.
             head: the layer gives logits or is the embedding. Logits are fp32, because small
@@ -406,17 +504,17 @@ class Builder:
         """
         layers = [self._name(name) for name in names]
         inputs, rows = shapes[0].inputs, sum(shape.outputs for shape in shapes)
-        kind = matrix_kind(self.quantization, inputs, stored, head=head)
-        kind = kind or float_kind(self.dtype)
+        quantised = None if exact else matrix_kind(self.quantization, inputs, stored, head=head)
+        kind = quantised or float_kind(self.dtype)
         quantizer = Quantizer(kind, self._joined(names))
-        stages = () if head else self.stages(layers, inputs, [s.outputs for s in shapes])
+        stages = () if head or exact else self.stages(layers, inputs, [s.outputs for s in shapes])
         spec = MatrixSpec(
             kind,
             rows,
             inputs,
             bias,
             None if stages else activation,
-            torch.float32 if head else self.dtype,
+            torch.float32 if head or exact else self.dtype,
             self.device,
         )
         matrix = self.storage.matrix(quantizer.layer, spec)
@@ -425,21 +523,7 @@ class Builder:
             return linear
         target, first = Rows(self.ops, matrix, quantizer, places), 0
         for layer, shape, own in zip(layers, shapes, stored, strict=True):
-            format = self._format(layer, shape, own)
-            tensors = format.tensors(self.dtype)
-            part = LayerFiller(layer, format, tensors, shape, target, first)
-            for suffix, tensor in tensors.items():
-                self.declared.tensors.append(
-                    DeclaredTensor(
-                        f"{layer}.{suffix}",
-                        tensor.shape,
-                        tensor.dtype,
-                        "matrix",
-                        tensor.in_runs,
-                        partial(part.fill, suffix),
-                        tensor.because,
-                    )
-                )
+            self._declare_layer(layer, shape, own, target, first)
             if matrix.bias is not None:
                 offsets = matrix.bias[first : first + shape.outputs]
                 fill = partial(_fill_in, offsets)
@@ -449,6 +533,26 @@ class Builder:
                 self._declare(f"{layer}.{BIAS}", offsets, "bias", fill)
             first += shape.outputs
         return linear
+
+    def _declare_layer(
+        self, layer: str, shape: LinearShape, stored: StoredScheme | None, to: Target, first: int
+    ) -> None:
+        """Declare the tensors of a layer whose weight becomes rows first.. of a matrix."""
+        format = self._format(layer, shape, stored)
+        tensors = format.tensors(self.dtype)
+        part = LayerFiller(layer, format, tensors, shape, to, first)
+        for suffix, tensor in tensors.items():
+            self.declared.tensors.append(
+                DeclaredTensor(
+                    f"{layer}.{suffix}",
+                    tensor.shape,
+                    tensor.dtype,
+                    "matrix",
+                    tensor.in_runs,
+                    partial(part.fill, suffix),
+                    tensor.because,
+                )
+            )
 
     def _scheme(self, name: str) -> StoredScheme | None:
         if self.checkpoint is None or self.stored_quantization is None:
@@ -471,7 +575,7 @@ class Builder:
         return " + ".join((self._name(names[0]), *names[1:]))
 
     def _format(self, layer: str, shape: LinearShape, scheme: StoredScheme | None) -> WeightFormat:
-        others = (BIAS, *KV_SCALES)
+        others = (BIAS, CORRECTION, *KV_SCALES)
         stored = self._stored.get(layer, {}).items()
         shapes = {name: size for name, size in stored if name not in others}
         format = choose_format(layer, shapes, scheme, shape)
@@ -480,14 +584,27 @@ class Builder:
         return format
 
     def _gain(
-        self, name: str, dim: int, scale: float = 1.0, offset: float = 0.0, *, exact: bool = False
+        self,
+        name: str,
+        dim: int,
+        scale: float = 1.0,
+        offset: float = 0.0,
+        places: Tensor | None = None,
+        *,
+        exact: bool = False,
     ) -> Tensor:
-        """`exact`: a gain that is not as the checkpoint has it is kept in fp32."""
+        """
+        Args:
+            places: where each goes; None: where it is.
+            exact: a gain that is not as the checkpoint has it is kept in fp32.
+        """
         changed = scale != 1.0 or offset != 0.0
         dtype = torch.float32 if changed and exact else self.dtype
         full = self._name(f"{name}.weight")
         weight = self.storage.tensor(full, (dim,), dtype, self.device)
-        fill = partial(_fill_scaled, weight, scale, offset) if changed else None
+        fill = None
+        if changed or places is not None:
+            fill = partial(_fill_scaled, weight, scale, offset, places)
         self._declare(self._name(f"{name}.weight"), weight, "gain", fill)
         return weight
 
@@ -536,8 +653,14 @@ def _fill_moved(target: Tensor, places: Tensor, first: int, values: Tensor) -> N
     target[first + len(moved) : first + len(values)] = values[len(moved) :].to(target)
 
 
-def _fill_scaled(target: Tensor, scale: float, offset: float, first: int, values: Tensor) -> None:
-    target[first : first + len(values)].copy_((values.float() + offset) * scale)
+def _fill_scaled(
+    target: Tensor, scale: float, offset: float, places: Tensor | None, first: int, values: Tensor
+) -> None:
+    scaled = (values.float() + offset) * scale
+    if places is None:
+        target[first : first + len(values)].copy_(scaled)
+    else:
+        _fill_moved(target, places, first, scaled)
 
 
 def _places(rope: RopeSpec | None, heads: int, head_dim: int) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -165,7 +166,7 @@ def open_checkpoint(folder: str | Path) -> FolderCheckpoint:
     """
     folder = Path(folder)
     if (folder / SINGLE).exists():
-        return FolderCheckpoint(((folder / SINGLE, read_header(folder / SINGLE)),))
+        return FolderCheckpoint(((folder / SINGLE, unstacked(read_header(folder / SINGLE))),))
     if (folder / INDEX).exists():
         return _open_sharded(folder)
     names = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
@@ -188,7 +189,7 @@ def _open_sharded(folder: Path) -> FolderCheckpoint:
         good = isinstance(file, str) and file.endswith(".safetensors") and Path(file).name == file
         if not good:
             raise index.error("weight_map", f"must name files of its folder, not {shown(file)}")
-    files = []
+    files, present = [], set[str]()
     for file in sorted({str(file) for file in owners.values()}):
         entries = read_header(folder / file)
         for entry in entries:
@@ -196,12 +197,43 @@ def _open_sharded(folder: Path) -> FolderCheckpoint:
             if owner != file:
                 where = f"puts it in {shown(owner)}" if owner else "does not list it"
                 raise ModelError(file, f"tensor {shown(entry.name)}: {INDEX} {where}")
-        files.append((folder / file, entries))
-    present = {entry.name for _, entries in files for entry in entries}
+        present.update(entry.name for entry in entries)
+        files.append((folder / file, unstacked(entries)))
     for name, file in owners.items():
         if name not in present:
             raise index.error("weight_map", f"puts tensor {shown(name)} in {file}, which lacks it")
     return FolderCheckpoint(tuple(files))
+
+
+# Tensors of all experts of a layer in one, as newer versions of transformers write them.
+STACKED = re.compile(r"(.+\.experts)\.([a-z_]+_proj)(?:_(bias|blocks|scales))?")
+GATE_UP = "gate_up_proj"  # gate and up of an expert, its rows in the middle
+
+
+def unstacked(entries: Sequence[TensorEntry]) -> tuple[TensorEntry, ...]:
+    """Return the tensors with those of each expert by themselves, which are parts of the file too.
+
+    `experts.down_proj` becomes `experts.0.down_proj.weight` and so on. Gate and up are cut apart,
+    where an expert has the rows of one behind those of the other: not in gpt-oss, which mixes them.
+    """
+    names, found = {entry.name for entry in entries}, list[TensorEntry]()
+    for entry in entries:
+        match = STACKED.fullmatch(entry.name)
+        if match is None or len(entry.shape) < 2:
+            found.append(entry)
+            continue
+        scope, layer, part = match[1], match[2], match[3] or "weight"
+        count, *shape = entry.shape
+        mixed = f"{scope}.{GATE_UP}_bias" in names
+        layers = [layer]
+        if layer == GATE_UP and not mixed and shape[0] % 2 == 0:
+            layers, shape = ["gate_proj", "up_proj"], [shape[0] // 2, *shape[1:]]
+        size = entry.size // (count * len(layers)) if count else 0
+        for i in range(count * len(layers)):
+            name = f"{scope}.{i // len(layers)}.{layers[i % len(layers)]}.{part}"
+            start = entry.start + i * size
+            found.append(TensorEntry(name, entry.dtype, tuple(shape), start, size))
+    return tuple(found)
 
 
 def _by_layer(entries: Iterable[TensorEntry]) -> list[TensorEntry]:

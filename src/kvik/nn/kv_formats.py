@@ -52,10 +52,10 @@ class DenseKV:
         self, num_blocks: int, block_size: int, spec: KVCacheSpec, device: torch.device
     ) -> LayerKV:
         shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
-        return LayerKV(
-            k=self._zeros(*shape, dtype=self._dtype, device=device),
-            v=self._zeros(*shape, dtype=self._dtype, device=device),
-        )
+        k = self._zeros(*shape, dtype=self._dtype, device=device)
+        if spec.latent:
+            return LayerKV(k, k[..., :0])
+        return LayerKV(k, self._zeros(*shape, dtype=self._dtype, device=device))
 
 
 class RoundedKV:
@@ -82,6 +82,9 @@ class RoundedKV:
         def scales() -> torch.Tensor:
             return self._zeros(*places, dtype=SCALES[self._dtype], device=device)
 
+        if spec.latent:
+            k, k_scales = numbers(), scales()
+            return LayerKV(k, k[..., :0], k_scales, k_scales[..., :0])
         return LayerKV(numbers(), numbers(), scales(), scales())
 
 
@@ -111,7 +114,7 @@ def allocate_kv(
     if their format is the same: of each format the pool has as many storages as the group with most
     of its layers needs.
     """
-    shapes = {(g.spec.num_kv_heads, g.spec.head_dim) for g in groups}
+    shapes = {(g.spec.num_kv_heads, g.spec.head_dim, g.spec.latent) for g in groups}
     if len(shapes) != 1:
         raise ValueError(f"KV groups that share a pool must have one head shape, not {shapes}")
     by_layer: dict[int, LayerKV] = {}

@@ -8,10 +8,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvik.attention.base import Attend, AttentionBackend, HeadNorms
+from kvik.attention.base import Attend, AttendLatent, AttentionBackend, AttentionSpec
 from kvik.kernels.ops import Ops
 from kvik.kernels.weights import Activation, Matrix
+from kvik.kernels.weights import Experts as ExpertSet
 from kvik.spec.declare import ForwardContext
+from kvik.spec.experts import Router
 
 # Embeddings at the bottom of a model.
 
@@ -130,13 +132,15 @@ class ScaledSum:
 class Attention:
     """softmax(q k^T * scale) v of one layer, causal, over everything cached."""
 
-    __slots__ = ("backend", "group", "layer", "scale")
+    __slots__ = ("backend", "group", "layer", "spec")
 
-    def __init__(self, backend: AttentionBackend, layer: int, group: int, scale: float) -> None:
+    def __init__(
+        self, backend: AttentionBackend, layer: int, group: int, spec: AttentionSpec
+    ) -> None:
         self.backend = backend
         self.layer = layer
         self.group = group  # KV group of the layer
-        self.scale = scale
+        self.spec = spec
 
     def __call__(
         self,
@@ -145,25 +149,67 @@ class Attention:
         v: Tensor,
         ctx: ForwardContext,
         rotation: Tensor | None = None,
-        norms: tuple[RMSNorm, RMSNorm] | None = None,
     ) -> Tensor:
         """Normalise and rotate q and k, store k and v, attend.
 
         Args:
             q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim].
             rotation: [tokens, head_dim] fp32, of `Rope.at`; None: no rotary positions.
-            norms: of the heads of q and k, with the same eps; None: none.
 
         Returns:
             [tokens, heads * head_dim].
         """
         kv, metadata = ctx.kv[self.layer], ctx.metadata[self.group]
-        head_norms: HeadNorms | None = None
-        if norms is not None:
-            q_norm, k_norm = norms
-            head_norms = HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps)
-        attend = Attend(q, k, v, kv, metadata, self.scale, rotation, head_norms)
+        attend = Attend(q, k, v, kv, metadata, self.spec, rotation)
         return self.backend.run(attend).flatten(1)
+
+
+class LatentAttention:
+    """Attention of one layer over latent vectors, causal, over everything cached (`LatentSpec`)."""
+
+    __slots__ = ("backend", "group", "layer", "spec")
+
+    def __init__(
+        self, backend: AttentionBackend, layer: int, group: int, spec: AttentionSpec
+    ) -> None:
+        self.backend = backend
+        self.layer = layer
+        self.group = group  # KV group of the layer
+        self.spec = spec
+
+    def __call__(
+        self,
+        q: Tensor,
+        q_rope: Tensor,
+        latent: Tensor,
+        k_rope: Tensor,
+        ctx: ForwardContext,
+        rotation: Tensor,
+    ) -> Tensor:
+        """Rotate q_rope and k_rope, store what the cache keeps, attend; see `AttendLatent`.
+
+        Returns:
+            [tokens, heads, rank].
+        """
+        kv, metadata = ctx.kv[self.layer], ctx.metadata[self.group]
+        return self.backend.run_latent(
+            AttendLatent(q, q_rope, latent, k_rope, kv, metadata, self.spec, rotation)
+        )
+
+
+class LinearEach:
+    """x W^T of each head, by a matrix of its own (`Ops.linear_each`)."""
+
+    __slots__ = ("matrix", "ops", "outputs")
+
+    def __init__(self, ops: Ops, matrix: Matrix, outputs: int) -> None:
+        self.ops = ops
+        self.matrix = matrix
+        self.outputs = outputs  # of a head
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [tokens, heads, inputs] -> [tokens, heads, outputs]."""
+        return self.ops.linear_each(x, self.matrix, self.outputs)
 
 
 # Queries, keys and values: projections of one input, cut into heads.
@@ -215,6 +261,42 @@ class GatedMLP:
     ) -> Tensor:
         """x, residual [tokens, hidden] -> [tokens, hidden]."""
         return self.down(self.gate_up(x, ctx), ctx, residual)
+
+
+class Experts:
+    """Routed experts, and perhaps an MLP that every token goes through (`ExpertsSpec`)."""
+
+    __slots__ = ("correction", "experts", "ops", "router", "rule", "shared")
+
+    def __init__(
+        self,
+        ops: Ops,
+        router: Linear,
+        rule: Router,
+        correction: Tensor | None,
+        experts: ExpertSet,
+        shared: GatedMLP | None,
+    ) -> None:
+        """
+        Args:
+            router: gives the logits, fp32.
+            correction: [experts] fp32, of `rule`.
+        """
+        self.ops = ops
+        self.router = router
+        self.rule = rule
+        self.correction = correction
+        self.experts = experts
+        self.shared = shared
+
+    def __call__(
+        self, x: Tensor, ctx: ForwardContext | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        """x, residual [tokens, hidden] -> [tokens, hidden]."""
+        ids, weights = self.ops.route(self.router(x, ctx), self.rule, self.correction)
+        if self.shared is not None:
+            residual = self.shared(x, ctx, residual)
+        return self.ops.experts(x, ids, weights, self.experts, residual)
 
 
 class MLP:

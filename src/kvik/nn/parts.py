@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from kvik.kernels.rounding import round_int4, round_int8, round_mxfp4, round_to_
 from kvik.kernels.weights import Matrix, Weight, float_weight
 from kvik.nn.checkpoint import run_length
 from kvik.nn.formats.base import LinearShape, StoredTensor, TensorError, WeightFormat
+from kvik.spec.layers import LatentSpec
 from kvik.spec.weight_kind import WeightKind
 
 
@@ -52,6 +54,14 @@ class Quantizer:
             return round_int8(weight.values, self.kind.activations != "float")
         except ValueError as error:
             raise ModelError("model", f"layer {shown(self.layer)}: {error}") from None
+
+
+HEAD_ROWS = 32  # those of a head's matrix come in multiples of this (`Ops.linear_each`)
+
+
+def head_rows(outputs: int) -> int:
+    """Return the rows that a head with so many outputs has in a matrix of all heads."""
+    return -(-outputs // HEAD_ROWS) * HEAD_ROWS
 
 
 RUN_WEIGHTS = 1 << 20  # quantised and packed at a time
@@ -95,6 +105,54 @@ class Rows:
             self._ops.pack_rows(self._matrix, int(places[begin]), run)
 
 
+class HeadUps:
+    """Takes the rows of a layer that makes keys and values of all heads from latent vectors, which
+    are those of the first head's key and value, then of the second's. Keys are multiplied with
+    queries before the cache is read, so a head's rows of the key are transposed.
+
+    Args:
+        keys, values: matrices of `Ops.linear_each`, into queries and out of means.
+        latent: sizes of a head.
+    """
+
+    def __init__(
+        self, ops: Ops, keys: Matrix, values: Matrix, quantizer: Quantizer, latent: LatentSpec
+    ) -> None:
+        self._ops = ops
+        self._keys = keys
+        self._values = values
+        self._quantizer = quantizer
+        self._latent = latent
+        self._begun: dict[int, tuple[Tensor, int]] = {}  # heads: their rows, how many are there
+
+    def put(self, first: int, weight: Weight) -> None:
+        """Rows first.. of the layer."""
+        values, each = self._quantizer(weight).values, self._latent.nope + self._latent.value
+        while len(values):
+            head, at = divmod(first, each)
+            run = values[: each - at]
+            rows, count = self._begun.pop(head, (run.new_empty(each, run.shape[1]), 0))
+            rows[at : at + len(run)] = run
+            if count + len(run) == each:
+                self._pack(head, rows)
+            else:
+                self._begun[head] = rows, count + len(run)
+            first, values = first + len(run), values[len(run) :]
+
+    def _pack(self, head: int, rows: Tensor) -> None:
+        nope = self._latent.nope
+        for matrix, part in ((self._keys, rows[:nope].t()), (self._values, rows[nope:])):
+            whole = part.new_zeros(head_rows(len(part)), part.shape[1])
+            whole[: len(part)] = part
+            self._ops.pack_rows(matrix, head * len(whole), float_weight(whole))
+
+
+class Target(Protocol):
+    """What takes the rows of a layer: `Rows`, or `HeadUps`."""
+
+    def put(self, first: int, weight: Weight) -> None: ...
+
+
 class LayerFiller:
     """A layer of the checkpoint, which is some rows of a matrix.
 
@@ -109,7 +167,7 @@ class LayerFiller:
         format: WeightFormat,
         tensors: Mapping[str, StoredTensor],
         shape: LinearShape,
-        rows: Rows,
+        rows: Target,
         first: int,
     ) -> None:
         """

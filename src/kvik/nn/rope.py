@@ -83,12 +83,9 @@ def attention_factor(spec: RopeSpec) -> float:
         log = math.log(max(spec.factor, 1.0)) / math.log(spec.original_max_position)
         return math.sqrt(1.0 + log)
 
-    def mscale(weight: float) -> float:
-        return 0.1 * weight * math.log(spec.factor) + 1.0 if spec.factor > 1.0 else 1.0
-
     if spec.mscale and spec.mscale_all_dim:
-        return mscale(spec.mscale) / mscale(spec.mscale_all_dim)
-    return mscale(1.0)
+        return spec.temperature(spec.mscale) / spec.temperature(spec.mscale_all_dim)
+    return spec.temperature(1.0)
 
 
 def _ntk_base(spec: RopeSpec, head_dim: int, max_model_len: int) -> float:

@@ -16,10 +16,11 @@ from kvik.models.model_spec import ModelSpec, text_config
 from kvik.models.public import public_configs, public_name
 from kvik.models.registry import ARCHITECTURES
 from kvik.planner.decoder import read_decoder, stored_format
-from kvik.planner.family_table import EXPERT_KEYS, FAMILIES, LLAMA_LIKE, Experts, Family
+from kvik.planner.family_table import FAMILIES, LLAMA_LIKE, Experts, Family
 from kvik.planner.layers import attention_kind
 from kvik.planner.shape import CacheShape, MatrixGroup, ModelShape
 from kvik.spec.engine_folder import read_built
+from kvik.spec.experts import EXPERT_KEYS
 from kvik.spec.fields import Fields, read_json
 
 # Keys of layers that are not (only) attention over a cache of all tokens, or that share a cache.
@@ -160,11 +161,13 @@ def _assumed(fields: Fields, architecture: str) -> Family:
 
 def _from_spec(spec: ModelSpec, fields: Fields, name: str) -> ModelShape:
     """The shape of a model this engine runs, from the facts it runs with."""
-    hidden, inner, layers = spec.hidden_size, spec.intermediate_size, spec.num_layers
+    hidden, inner, layers = spec.hidden_size, spec.inner_width, spec.num_layers
     keys = spec.num_kv_heads * spec.head_dim
     declared, counts = spec.declaration, Counter[MatrixGroup]()
     for linear in declared.linears:
-        counts[MatrixGroup(linear.role, 1, linear.inputs, sum(linear.outputs))] += 1
+        router, outputs = linear.router, sum(linear.outputs)
+        chosen = (router.experts, router.active) if router else (0, 0)
+        counts[MatrixGroup(linear.role, 1, linear.inputs, outputs, *chosen)] += 1
     for table in declared.tables:
         if not table.tied:  # else it is the head
             counts[MatrixGroup(table.role, 1, table.width, table.rows, multiplied=False)] += 1

@@ -13,8 +13,6 @@ from enum import Enum
 from kvik.spec.fields import Fields
 
 LARGEST = 1 << 20  # of any width
-# How config.json files call the number of experts in a layer.
-EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 class QKNorm(Enum):
@@ -165,29 +163,11 @@ FAMILIES: Mapping[str, Family] = {
         tied=True,
     ),
     # with routed experts
-    "MixtralForCausalLM": Family(
-        ("mixtral",), windows=True, experts=Experts("num_local_experts", width="intermediate_size")
-    ),
     "Qwen2MoeForCausalLM": Family(
         ("qwen2_moe",),
         qkv_bias=True,
         windows=True,
         experts=Experts(shared_width="shared_expert_intermediate_size"),
-    ),
-    "Qwen3MoeForCausalLM": Family(
-        ("qwen3_moe",),
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        qk_norm=QKNorm.HEAD,
-        windows=True,
-        experts=Experts(),
-    ),
-    "OlmoeForCausalLM": Family(
-        ("olmoe",),
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        qk_norm=QKNorm.WIDE,
-        experts=Experts(width="intermediate_size"),
     ),
     "PhiMoEForCausalLM": Family(
         ("phimoe",),
@@ -207,19 +187,6 @@ FAMILIES: Mapping[str, Family] = {
         windows=True,
         pattern=2,
         experts=Experts("num_local_experts", width="intermediate_size", bias=True),
-    ),
-    "Glm4MoeForCausalLM": Family(
-        ("glm4_moe",),
-        qkv_bias="attention_bias",
-        qk_norm=QKNorm.HEAD,
-        qk_norm_key="use_qk_norm",
-        defaults={"first_k_dense_replace": 1},
-        experts=Experts("n_routed_experts", shared="n_shared_experts", correction=True),
-    ),
-    "MiniMaxM2ForCausalLM": Family(
-        ("minimax_m2",),
-        qk_norm=QKNorm.WIDE,
-        experts=Experts("num_local_experts", width="intermediate_size", correction=True),
     ),
     # MLA: `decoder.py` knows it by its kv_lora_rank
     "DeepseekV2ForCausalLM": Family(

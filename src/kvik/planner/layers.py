@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvik.errors import ModelError, shown
-from kvik.planner.family_table import EXPERT_KEYS, Experts, Family, QKNorm
+from kvik.errors import ModelError
+from kvik.planner.family_table import Experts, Family, QKNorm
 from kvik.planner.shape import MatrixGroup
+from kvik.spec.experts import EXPERT_KEYS, sparse_layers
 from kvik.spec.fields import Fields
-from kvik.spec.model import MAX_HEADS, MAX_LAYERS, MAX_WIDTH
+from kvik.spec.model import MAX_HEADS, MAX_WIDTH
 
 MAX_EXPERTS = 1 << 14
 
@@ -137,7 +138,8 @@ def mlp(sizes: Sizes, layers: int, hidden: int) -> tuple[LayerPart, int]:
     # files written by newer versions of transformers may use another family's key
     key = next((key for key in (experts.total, *EXPERT_KEYS) if key in sizes.fields), experts.total)
     total = sizes.integer(key, MAX_EXPERTS)
-    sparse = _sparse_layers(sizes, layers)
+    first = sizes.family.defaults.get("first_k_dense_replace", 0)
+    sparse = sum(sparse_layers(sizes.fields, layers, first))
     routed, width = _routed(sizes, experts, total, sparse, hidden)
     if sparse == layers:
         return routed, width
@@ -189,18 +191,3 @@ def _routed(
     others = total * experts.correction
     others += (total + total * (2 * width + hidden)) * experts.bias
     return LayerPart(tuple(matrices), layers * others), active * width + shared
-
-
-def _sparse_layers(sizes: Sizes, layers: int) -> int:
-    """Return how many layers have routed experts, by all the keys that families say it with."""
-    first = sizes.integer("first_k_dense_replace", MAX_LAYERS, default=0, low=0)
-    every = sizes.integer("moe_layer_freq", MAX_LAYERS, default=1)
-    step = sizes.integer("decoder_sparse_step", MAX_LAYERS, default=1)
-    listed = sizes.fields.raw("mlp_only_layers") or []
-    if not isinstance(listed, list) or not all(isinstance(layer, int) for layer in listed):
-        raise sizes.error("mlp_only_layers", f"must be a list of integers, not {shown(listed)}")
-    dense = set(listed)
-    return sum(
-        layer >= first and layer % every == 0 and (layer + 1) % step == 0 and layer not in dense
-        for layer in range(layers)
-    )

@@ -20,6 +20,7 @@ from kvik.planner.parallel import share
 from kvik.planner.search import largest
 from kvik.planner.shape import ModelShape
 from kvik.spec.kv import KVCacheSpec
+from kvik.spec.layers import LatentSpec
 from kvik.spec.model import LinearLayers
 
 MOST_REQUESTS = 65_536  # as `max_num_seqs` allows
@@ -94,16 +95,19 @@ class StoredModel:
 
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
+    inner_width: int
+    experts_of_token: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    rope_dim: int
     max_context: int
     gated_mlp: bool
     ropes: tuple[object, ...]
     shape: ModelShape
     weight_format: str
     kv: tuple[KVCacheSpec, ...] = field(repr=False)
+    latent: LatentSpec | None = None  # no backend of kvik takes the shapes that are planned here
 
     @classmethod
     def of(cls, shape: ModelShape, weight_format: str, kv_format: str) -> StoredModel:
@@ -113,10 +117,12 @@ class StoredModel:
         return cls(
             vocab_size=shape.vocab_size,
             hidden_size=shape.hidden_size,
-            intermediate_size=shape.intermediate_size,
+            inner_width=shape.intermediate_size,
+            experts_of_token=max(matrix.active for matrix in shape.matrices),
             num_heads=shape.num_heads,
             num_kv_heads=-(-widest // (2 * shape.head_dim)),
             head_dim=shape.head_dim,
+            rope_dim=shape.head_dim,
             max_context=shape.max_context,
             gated_mlp=shape.gated_mlp,
             ropes=() if learned else ("rotary",),

@@ -15,6 +15,7 @@ from torch import Tensor
 from kvik.attention.base import StepLayout
 from kvik.attention.sdpa import SdpaAttention
 from kvik.kernels.ops import Ops
+from kvik.kernels.reference.experts import experts_by
 from kvik.kernels.torch_ops import TORCH
 from kvik.kernels.weights import Matrix, Weight
 from kvik.models.model_spec import ModelSpec
@@ -63,7 +64,8 @@ class Tap:
     def ops(self) -> Ops:
         """Return torch's operations with the tap between. The tap keeps no reference to them: a
         reference cycle would keep a block in memory after its use."""
-        return replace(TORCH, linear=self._linear, pack_rows=self._pack_rows)
+        linear = self._linear
+        return replace(TORCH, linear=linear, experts=experts_by(linear), pack_rows=self._pack_rows)
 
     def _pack_rows(self, matrix: Matrix, first: int, weight: Weight) -> None:
         assert weight.kind.floats

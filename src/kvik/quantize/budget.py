@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,8 @@ from kvik.quantize.calibrate import CPU, STEP_TOKENS, STORED_DTYPES, by_matrix, 
 from kvik.quantize.gptq import rtn
 from kvik.quantize.quantised import BYTE, Progress, recipe_grid
 from kvik.quantize.recipe import MANY, Recipe, check_groups
+from kvik.quantize.source import keeping_routers
+from kvik.spec.declare import Role
 from kvik.spec.fields import read_json
 
 # Choice of a format for each layer: the least loss within a budget of bytes.
@@ -152,11 +154,12 @@ def choose_bits(
     Raises:
         ModelError, ConfigError: as `quantise_blocks`.
     """
-    if recipe.average_bits is None:
+    average_bits = recipe.average_bits
+    if average_bits is None:
         return recipe
     if (work / CHOICE).is_file():
         return recipe.with_layer_bits(_remembered(work / CHOICE))
-    model = open_blocks(folder, spec, windows, device)
+    model, recipe = open_blocks(folder, spec, windows, device), keeping_routers(recipe, spec)
     check_groups(recipe, model.inputs())
     model.check()
     dtype = STORED_DTYPES[spec.dtype]
@@ -168,7 +171,7 @@ def choose_bits(
     for index in range(spec.num_layers):
         block = model.block(index)
         y = block.run(x, unwatched)
-        for together in by_matrix(block.layers):
+        for together in _alike(block.layers, model.expert_roles(index)):
             layers = [layer for layer in together if recipe.quantises(layer.name)]
             if not layers:
                 continue
@@ -185,7 +188,7 @@ def choose_bits(
         x = y
     if not candidates:
         raise ConfigError("skip", "leaves no layer to quantise")
-    choice = choose_formats(candidates, int(total * recipe.average_bits / BYTE))
+    choice = choose_formats(candidates, int(total * average_bits / BYTE))
     chosen = {
         name: int(bits)
         for layers, bits in zip(names, choice.formats, strict=True)
@@ -194,6 +197,20 @@ def choose_bits(
     work.mkdir(parents=True, exist_ok=True)
     write_whole(work / CHOICE, json.dumps(chosen, indent=1).encode())
     return recipe.with_layer_bits(chosen)
+
+
+def _alike(
+    layers: Sequence[BlockLinear], experts: Mapping[str, Role]
+) -> Iterator[list[BlockLinear]]:
+    """Yield layers that must have equal bits: of one matrix, or of all experts of a block."""
+    of_role: dict[Role, list[BlockLinear]] = {}
+    for together in by_matrix(layers):
+        role = experts.get(together[0].name)
+        if role is None:
+            yield together
+        else:
+            of_role.setdefault(role, []).extend(together)
+    yield from of_role.values()
 
 
 def _loss(

@@ -28,9 +28,16 @@ from kvik.quantize.factors import Folded, awq_factors, fold_block, smoothing_fac
 from kvik.quantize.methods import Given, as_given, output_error, quantise_layers, weight_error
 from kvik.quantize.quantised import BlockResult, LayerResult, Progress, recipe_grid
 from kvik.quantize.recipe import Recipe, check_groups
-from kvik.quantize.source import Fold, folds, linear_inputs, unclipped_rows
+from kvik.quantize.source import (
+    Fold,
+    expert_roles,
+    folds,
+    keeping_routers,
+    linear_inputs,
+    unclipped_rows,
+)
 from kvik.quantize.statistics import InputStatistics
-from kvik.spec.declare import ForwardContext, stored_names
+from kvik.spec.declare import ForwardContext, Role, stored_names
 from kvik.text.tokenizer import Tokenizer
 
 # The residual stream of all calibration windows, between two blocks: in a file, not in memory.
@@ -195,8 +202,13 @@ class ModelBlocks:
         return {
             self.stored(pattern, index): width
             for index in range(self._spec.num_layers)
-            for pattern, width in linear_inputs(self._spec).items()
+            for pattern, width in linear_inputs(self._spec, index).items()
         }
+
+    def expert_roles(self, index: int) -> dict[str, Role]:
+        """Return the role of each matrix of a block's experts, by its name in the checkpoint."""
+        roles = expert_roles(self._spec, index)
+        return {self.stored(pattern, index): role for pattern, role in roles.items()}
 
     @property
     def _scope(self) -> str:
@@ -348,7 +360,7 @@ def quantise_blocks(
             (found before the first block), or `work` lacks the inputs of block `first`.
         ConfigError: `recipe` does not fit the model, or needs `windows`.
     """
-    model = open_blocks(folder, spec, windows, device)
+    model, recipe = open_blocks(folder, spec, windows, device), keeping_routers(recipe, spec)
     check_groups(recipe, model.inputs())
     if windows is None and recipe.needs_data:
         raise ConfigError("calib", f"must name a text: {recipe.method} needs one")
@@ -450,7 +462,12 @@ class _Pass:
     def _gather(self, block: Block, index: int) -> dict[int, InputStatistics]:
         """Return statistics of the inputs of each matrix with a layer to quantise."""
         recipe = self._recipe
-        wanted = {la.matrix: la for la in block.layers if recipe.quantises(la.name)}
+        factors = {fold.readers[0] for fold in self._folds(index)}  # searched by their inputs
+        wanted = {
+            layer.matrix: layer
+            for layer in block.layers
+            if recipe.quantises(layer.name) or layer.name in factors
+        }
         found = {
             matrix: InputStatistics(
                 layer.weight.shape[1], moment=recipe.method == "gptq", device=layer.weight.device
@@ -513,15 +530,13 @@ class _Pass:
         report: Progress,
     ) -> Folded:
         """Return the weights with the factors of the method, if it has any, folded in."""
-        recipe, found = self._recipe, folds(self._spec)
+        recipe, named = self._recipe, self._folds(index)
+        if not named:
+            return Folded({layer.name: layer.weight for layer in block.layers})
         if recipe.method == "awq":
             find = awq_factors(lambda name: recipe_grid(recipe, name, self._dtype))
-        elif recipe.method == "smoothquant":
-            find = smoothing_factors(recipe.smoothing)
-            found = tuple(fold for fold in found if not fold.linear)
         else:
-            return Folded({layer.name: layer.weight for layer in block.layers})
-        named = [self._named(fold, index) for fold in found]
+            find = smoothing_factors(recipe.smoothing)
 
         def reported(fold: Fold, weights: Mapping[str, Tensor], inputs: InputStatistics) -> Tensor:
             report(f"factors of {', '.join(weights)}", INPUTS)
@@ -531,6 +546,14 @@ class _Pass:
                 raise ModelError("model", f"layer {shown(next(iter(weights)))}: {error}") from None
 
         return fold_block(block, named, statistics, recipe.quantises, reported)
+
+    def _folds(self, index: int) -> list[Fold]:
+        """Return where the method folds factors in a block, with the names of the checkpoint."""
+        if self._recipe.method not in ("awq", "smoothquant"):
+            return []
+        linear = self._recipe.method == "awq"
+        found = folds(self._spec, index)
+        return [self._named(fold, index) for fold in found if linear or not fold.linear]
 
     def _named(self, fold: Fold, index: int) -> Fold:
         readers = tuple(self._model.stored(name, index) for name in fold.readers)
@@ -551,7 +574,7 @@ class _Pass:
             return
         recipe, weights = self._recipe, {name: folded.weights[name] for name in names}
         given = None
-        if statistics:
+        if statistics and statistics[matrix].tokens:  # else an expert that no token reached
             given = Given(folded.sample(matrix, statistics[matrix]), statistics[matrix])
         unclipped = {
             self._model.stored(name, index): rows

@@ -215,7 +215,7 @@ def _powers(mean_abs: Tensor, alpha: float) -> Tensor:
 
 def _squared_outputs(w: Tensor, x: Tensor) -> float:
     """Return || W X ||^2, computed by a few rows of W at a time."""
-    rows = max(1, PIECE // len(x))
+    rows = max(1, PIECE // max(1, len(x)))
     return sum(float((part @ x.t()).square_().sum(dtype=torch.float64)) for part in w.split(rows))
 
 

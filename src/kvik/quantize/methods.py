@@ -16,6 +16,7 @@ from kvik.quantize.recipe import Recipe
 from kvik.quantize.statistics import InputStatistics
 
 Result = Quantised | Float8
+NARROW = 448.0  # the largest number of E4M3, which a static scale of 1 holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +43,21 @@ def quantise_layers(
 
     Args:
         weights: [outputs, inputs] of each layer by name, factors folded in.
-        given: the inputs; None: no calibration text was read.
+        given: the inputs; None: no calibration text was read, or none of it came here, as to an
+            expert that is never chosen. Then weights are rounded to nearest.
         unclipped: number of first rows that must not be clipped, by name.
         dtype: of the model.
 
     Raises:
         ValueError: weights or inputs are not finite, or groups do not divide the inputs.
     """
-    if recipe.method == "gptq":
-        assert given is not None
+    if recipe.method == "gptq" and given is not None:
         yield from _gptq(recipe, weights, given, dtype)
         return
     for name, w in weights.items():
         if recipe.method == "fp8":
             yield name, _float8(w, recipe, given, dtype)
-        elif recipe.method == "awq":
-            assert given is not None
+        elif recipe.method == "awq" and given is not None:
             yield (
                 name,
                 _clipped(w, given.sample, recipe_grid(recipe, name, dtype), unclipped.get(name, 0)),
@@ -96,8 +96,8 @@ def weight_error(w: Tensor, rounded: Tensor) -> float:
 def _float8(w: Tensor, recipe: Recipe, given: Given | None, dtype: torch.dtype) -> Float8:
     absmax = None
     if recipe.activation_scheme == "static":
-        assert given is not None
-        absmax = given.statistics.absmax
+        # an expert that no token reached meets x itself, rounded
+        absmax = torch.full((1,), NARROW) if given is None else given.statistics.absmax
     number = E5M2 if recipe.fp8_format == "e5m2" else E4M3
     scales = recipe.scale_dtype(dtype)
     return float8(w, recipe.block, scales, dtype=number, input_absmax=absmax)

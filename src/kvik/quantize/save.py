@@ -27,7 +27,8 @@ from kvik.quantize.calibrate import CPU, STORED_DTYPES, quantise_blocks
 from kvik.quantize.layouts import LayerLayout, layouts, quantization_config
 from kvik.quantize.quantised import BlockResult, Float8, LayerResult, Progress, Quantised
 from kvik.quantize.recipe import MANY, Recipe, check_groups
-from kvik.quantize.source import Source
+from kvik.quantize.source import Source, expert_roles, keeping_routers
+from kvik.spec.declare import Role
 from kvik.spec.fields import read_json
 from kvik.spec.stored_weights import KEY
 
@@ -245,6 +246,12 @@ class Saved:
     bytes_before: int
     bytes_after: int
 
+    @property
+    def unreached(self) -> int:
+        """The number of experts' matrices that no token of the calibration text came to."""
+        quantised = [layer.on_inputs for layer in self.layers if layer.bits is not None]
+        return quantised.count(False) if any(quantised) else 0
+
 
 def check_request(source: Source, recipe: Recipe, folder: Path, windows: Tensor | None) -> None:
     """Check everything that can be checked before work begins and anything is written.
@@ -252,7 +259,9 @@ def check_request(source: Source, recipe: Recipe, folder: Path, windows: Tensor 
     Raises:
         KvikError: the recipe does not fit the model, or the folder or its disk cannot be used.
     """
+    recipe = keeping_routers(recipe, source.spec)
     check_groups(recipe, {name: shape.inputs for name, shape in source.layers.items()})
+    _check_experts(source, recipe)
     if not any(recipe.quantises(name) for name in source.layers):
         raise ConfigError("skip", "leaves no layer to quantise")
     # with a budget, the most that layers can have
@@ -268,6 +277,19 @@ def check_request(source: Source, recipe: Recipe, folder: Path, windows: Tensor 
     if windows is not None:
         need += windows.numel() * source.spec.hidden_size * HIDDEN_BYTES
     Output(folder, source).check_room(need)
+
+
+def _check_experts(source: Source, recipe: Recipe) -> None:
+    """
+    Raises:
+        ConfigError: some experts of a layer are quantised, and others are not.
+    """
+    for index in range(source.spec.num_layers):
+        quantised: dict[Role, set[bool]] = {}
+        for pattern, role in expert_roles(source.spec, index).items():
+            quantised.setdefault(role, set()).add(recipe.quantises(pattern.format(index)))
+        if any(len(found) > 1 for found in quantised.values()):
+            raise ConfigError("skip", f"must take all experts of layer {index}, or none of them")
 
 
 def quantise_folder(
@@ -288,6 +310,7 @@ def quantise_folder(
         KvikError: as `check_request`; weights or text cannot be used; a file cannot be written.
     """
     check_request(source, recipe, output.folder, windows)
+    recipe = keeping_routers(recipe, source.spec)
     with output.begin(_run(source, recipe, windows)):
         try:
             return _quantise(source, recipe, windows, output, progress, device)

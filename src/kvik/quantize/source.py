@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from kvik.nn.checkpoint import open_checkpoint
 from kvik.nn.formats.base import LinearShape
 from kvik.nn.safetensors import Stored
 from kvik.quantize.block import WEIGHT
+from kvik.quantize.recipe import Recipe
 from kvik.spec.declare import Declaration, DeclaredLinear, Role, stored_names
 from kvik.spec.engine_folder import is_engine_folder
 
@@ -65,17 +67,22 @@ class Fold:
         return found
 
 
-def folds(spec: ModelSpec) -> tuple[Fold, ...]:
+# What reads the norm before an MLP, or before experts: first what all tokens go through.
+FEED: tuple[Role, ...] = ("router", "gate_up", "up", "shared_gate_up", "expert_gate_up")
+GATED = {"gate_up": "down", "shared_gate_up": "shared_down", "expert_gate_up": "expert_down"}
+
+
+def folds(spec: ModelSpec, layer: int = 0) -> tuple[Fold, ...]:
     """Return the folds of a block.
 
     Layers behind linear sources come first, so that the value projection contains the factors of
     the output projection when its own are searched. A norm is a source if the matrices of a single
-    role read it and it multiplies by its gain.
+    role read it, or those of a feed-forward part, and it multiplies by its gain.
     """
     declared = spec.declaration
-    roles = _by_role(declared)
-    qkv, o, down = roles["qkv"], roles["o"], roles["down"]
-    up = roles.get("gate_up") or roles["up"]
+    linears = declared.of_block(layer)
+    roles = {linear.role: linear for linear in linears}
+    qkv, o = roles["qkv"], roles["o"]
     heads = torch.arange(spec.num_heads) // (spec.num_heads // spec.num_kv_heads)
     values = heads[:, None] * spec.head_dim + torch.arange(spec.head_dim)  # [heads, head_dim]
     fused = len(qkv.names) == 1  # q, k and v are one layer
@@ -84,29 +91,58 @@ def folds(spec: ModelSpec) -> tuple[Fold, ...]:
     if not qkv.by_head:  # where values stand together
         source = _patterns(declared, qkv)[-1]
         found.append(Fold(_patterns(declared, o), source, True, first, values.flatten()))
-    if up.role == "gate_up":
-        inner = torch.arange(down.inputs)
-        first = down.inputs if len(up.names) == 1 else 0  # gate stands before up
-        found.append(
-            Fold(_patterns(declared, down), _patterns(declared, up)[-1], True, first, inner)
-        )
+    for up, down in pairwise(linears):
+        if GATED.get(up.role) == down.role:
+            inner = torch.arange(down.inputs)
+            first = down.inputs if len(up.names) == 1 else 0  # gate stands before up
+            found.append(
+                Fold(_patterns(declared, down), _patterns(declared, up)[-1], True, first, inner)
+            )
     for norm in declared.norms:
-        if norm.layer == 0 and norm.before:
-            readers = _patterns(declared, roles[norm.before])
+        if norm.layer == layer and norm.before:
+            wanted = FEED if norm.before in FEED else (norm.before,)
+            reading = sorted(
+                (linear for linear in linears if linear.role in wanted),
+                key=lambda linear: wanted.index(linear.role),
+            )
+            readers = tuple(name for linear in reading for name in _patterns(declared, linear))
             source = declared.block + declared.in_block(norm.name)
             channels = torch.arange(norm.size)
             found.append(Fold(readers, source, False, 0, channels, norm.offset))
     return tuple(found)
 
 
-def linear_inputs(spec: ModelSpec) -> dict[str, int]:
+def linear_inputs(spec: ModelSpec, layer: int = 0) -> dict[str, int]:
     """Return how many inputs each linear layer of a block has, by name; {} is the block."""
     declared = spec.declaration
     return {
         name: linear.inputs
-        for linear in declared.of_block(0)
+        for linear in declared.of_block(layer)
         for name in _patterns(declared, linear)
     }
+
+
+def expert_roles(spec: ModelSpec, layer: int) -> dict[str, Role]:
+    """Return the role of each matrix of a block's experts, by name; {} is the block.
+
+    Those of one role are multiplied together, so they are quantised alike.
+    """
+    declared = spec.declaration
+    return {
+        name: linear.role
+        for linear in declared.of_block(layer)
+        if linear.router is not None
+        for name in _patterns(declared, linear)
+    }
+
+
+def keeping_routers(recipe: Recipe, spec: ModelSpec) -> Recipe:
+    """Return the recipe without routers, which stay floats: they are small, and a slight error
+    makes them choose other experts."""
+    declared = spec.declaration
+    routers = (linear for linear in declared.linears if linear.role == "router")
+    names = {f"*.{declared.in_block(router.names[0])}" for router in routers}
+    return replace(recipe, skip=(*recipe.skip, *sorted(names - {*recipe.skip})))
 
 
 def unclipped_rows(spec: ModelSpec) -> Mapping[str, int]:
@@ -115,7 +151,7 @@ def unclipped_rows(spec: ModelSpec) -> Mapping[str, int]:
     Their weights are not clipped, because the error of queries and keys is not that of attention.
     """
     declared = spec.declaration
-    qkv = _by_role(declared)["qkv"]
+    qkv = next(linear for linear in declared.of_block(0) if linear.role == "qkv")
     names = _patterns(declared, qkv)
     if qkv.by_head:
         return {names[0]: sum(qkv.outputs)}
@@ -123,11 +159,6 @@ def unclipped_rows(spec: ModelSpec) -> Mapping[str, int]:
     if len(names) == 1:
         return {names[0]: queries + keys}
     return {names[0]: queries, names[1]: keys}
-
-
-def _by_role(declared: Declaration) -> dict[Role, DeclaredLinear]:
-    """The linear layers of a block, of which each role has one."""
-    return {linear.role: linear for linear in declared.of_block(0)}
 
 
 def _patterns(declared: Declaration, linear: DeclaredLinear) -> tuple[str, ...]:
@@ -188,7 +219,7 @@ def open_source(folder: Path) -> Source:
     layers = {
         name: _shape(name, inputs, tensors)
         for block in range(spec.num_layers)
-        for name, inputs in _linear_layers(spec, scope.format(block)).items()
+        for name, inputs in _linear_layers(spec, block, scope.format(block)).items()
     }
     return Source(folder, spec, tensors, layers, scope)
 
@@ -200,9 +231,9 @@ def _block_scope(spec: ModelSpec, tensors: Mapping[str, Stored]) -> str:
     return next(found, scopes[0])
 
 
-def _linear_layers(spec: ModelSpec, scope: str) -> dict[str, int]:
+def _linear_layers(spec: ModelSpec, block: int, scope: str) -> dict[str, int]:
     """Return the number of inputs of a block's linear layers, by name."""
-    inputs = linear_inputs(spec)
+    inputs = linear_inputs(spec, block)
     return {scope + name.partition("{}.")[2]: width for name, width in inputs.items()}
 
 

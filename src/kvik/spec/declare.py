@@ -9,20 +9,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from kvik.spec.fields import Fields
-from kvik.spec.layers import LayerRule, equal_layers
+from kvik.spec.layers import LatentSpec, LayerRule, equal_layers
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvik.spec.experts import ExpertsRule, ExpertsSpec, Router
     from kvik.spec.model import ModelFacts, ModelScales
     from kvik.spec.rope import RopeSpec
 
 # What a matrix does in a block; "": in none, as in heads that draft.
-Role = Literal["qkv", "o", "gate_up", "up", "down", "head", "embedding", "positions", ""]
+Role = Literal[
+    "qkv",
+    "q_down",
+    "q_up",
+    "kv_down",
+    "kv_up",
+    "o",
+    "gate_up",
+    "up",
+    "down",
+    "router",
+    "expert_gate_up",
+    "expert_down",
+    "shared_gate_up",
+    "shared_down",
+    "head",
+    "embedding",
+    "positions",
+    "",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +55,9 @@ class Architecture:
         models: what people call the models that have it.
         make: the constructor of its network.
         layers: reads what differs from layer to layer.
-        qkv_bias, o_bias, mlp_bias: a fact, or the config.json key that decides (false if absent).
+        experts: reads which layers have routed experts; None: no layer.
+        qkv_bias, o_bias, mlp_bias, qk_norm: a fact, or the config.json key that decides (false if
+            absent).
         tied: `tie_word_embeddings` when config.json does not say.
         scales: reads the constants of a network that has some; None: it has none.
         head_dim: when config.json does not say; None: hidden / heads.
@@ -58,10 +80,11 @@ class Architecture:
     models: str
     make: Callable[[ModelFacts, LayerBuilder], Network]
     layers: LayerRule = equal_layers
+    experts: ExpertsRule | None = None
     qkv_bias: bool | str = False
     o_bias: bool | str = False
     mlp_bias: bool | str = False
-    qk_norm: bool = False
+    qk_norm: bool | str = False
     activations: tuple[str, ...] = ("silu", "swish")
     rms_norm: bool = True
     gated_mlp: bool = True
@@ -184,14 +207,55 @@ class AttentionLayer(Protocol):
         v: Tensor,
         ctx: ForwardContext,
         rotation: Tensor | None = None,
-        norms: tuple[Any, Any] | None = None,
     ) -> Tensor:
         """q [tokens, heads, head_dim]; k, v [tokens, kv_heads, head_dim] -> [tokens, heads *
-        head_dim]. `norms`: RMS norms of the heads of q and k."""
+        head_dim]."""
+        ...
+
+
+class EachLayer(Protocol):
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [tokens, heads, inputs] -> [tokens, heads, outputs], a matrix for each head."""
+        ...
+
+
+class LatentAttentionLayer(Protocol):
+    def __call__(
+        self,
+        q: Tensor,
+        q_rope: Tensor,
+        latent: Tensor,
+        k_rope: Tensor,
+        ctx: ForwardContext,
+        rotation: Tensor,
+    ) -> Tensor:
+        """q [tokens, heads, rank], q_rope [tokens, heads, rope], latent [tokens, rank], k_rope
+        [tokens, 1, rope], rotation [tokens, rope] -> [tokens, heads, rank]."""
         ...
 
 
 GATE_UP = ("gate_proj", "up_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Names in the scope of a layer's experts.
+
+    Attributes:
+        router: of the matrix that gives the logits.
+        gate_up, down: of an expert's matrices; {} stands for its number. Gate and up may be one.
+        correction: of what is added to scores to choose experts.
+        shared: scope of the MLP that every token goes through.
+    """
+
+    router: str = "gate"
+    gate_up: tuple[str, ...] = ("experts.{}.gate_proj", "experts.{}.up_proj")
+    down: str = "experts.{}.down_proj"
+    correction: str = "gate.e_score_correction_bias"
+    shared: str = "shared_experts"
+
+
+EXPERT_NAMES = ExpertNames()
 
 
 def usual_scope(name: str, *others: str) -> str:
@@ -226,6 +290,7 @@ class LayerBuilder(Protocol):
         bias: bool,
         role: Role = "",
         transposed: bool = False,
+        order: Sequence[int] = (),
     ) -> LinearLayer: ...
 
     def heads(
@@ -262,6 +327,15 @@ class LayerBuilder(Protocol):
         activation: str = "gelu_new",
     ) -> FeedForward: ...
 
+    def experts(
+        self,
+        hidden: int,
+        spec: ExpertsSpec,
+        names: ExpertNames = EXPERT_NAMES,
+        *,
+        bias: bool = False,
+    ) -> FeedForward: ...
+
     def embedding(
         self, name: str, rows: int, hidden: int, *, skipped: int = 0
     ) -> PositionTable: ...
@@ -281,6 +355,8 @@ class LayerBuilder(Protocol):
         before: Role = "",
         offset: float = 0.0,
         scale: float = 1.0,
+        rope: RopeSpec | None = None,
+        heads: int = 1,
     ) -> Norm: ...
 
     def layer_norm(
@@ -297,8 +373,18 @@ class LayerBuilder(Protocol):
     def rope(self, spec: RopeSpec, head_dim: int) -> Rotations: ...
 
     def attention(
-        self, layer: int, head_dim: int, scale: float | None = None
+        self,
+        layer: int,
+        head_dim: int,
+        scale: float | None = None,
+        norms: tuple[Any, Any] | None = None,
     ) -> AttentionLayer: ...
+
+    def latent_up(
+        self, name: str, heads: int, latent: LatentSpec
+    ) -> tuple[EachLayer, EachLayer]: ...
+
+    def latent_attention(self, layer: int, scale: float) -> LatentAttentionLayer: ...
 
     def scaled_sum(self, factor: float) -> Sum: ...
 
@@ -313,6 +399,7 @@ class DeclaredLinear:
     Attributes:
         layer: the block's number; None: it is in no block.
         outputs: of each name.
+        router: chooses it among others of its kind, if it is an expert's.
         tied: its weight is the embedding's, and the names are not in the checkpoint.
         by_head: it has q, k and v of the first head, then those of the second.
     """
@@ -325,6 +412,7 @@ class DeclaredLinear:
     bias: bool
     tied: bool = False
     by_head: bool = False
+    router: Router | None = None
 
     @property
     def num_parameters(self) -> int:
@@ -355,6 +443,19 @@ class DeclaredNorm:
 
 
 @dataclass(frozen=True, slots=True)
+class DeclaredVector:
+    """Numbers that belong to no matrix and no norm, such as the correction of a router."""
+
+    layer: int | None
+    name: str
+    size: int
+
+    @property
+    def num_parameters(self) -> int:
+        return self.size
+
+
+@dataclass(frozen=True, slots=True)
 class DeclaredTable:
     """A lookup table: of tokens or of positions."""
 
@@ -380,12 +481,13 @@ class Declaration:
     linears: list[DeclaredLinear] = field(default_factory=list)
     norms: list[DeclaredNorm] = field(default_factory=list)
     tables: list[DeclaredTable] = field(default_factory=list)
+    vectors: list[DeclaredVector] = field(default_factory=list)
     block: str = ""
 
     @property
     def num_parameters(self) -> int:
-        parts: Sequence[DeclaredLinear | DeclaredNorm | DeclaredTable]
-        parts = (*self.linears, *self.norms, *self.tables)
+        parts: Sequence[DeclaredLinear | DeclaredNorm | DeclaredTable | DeclaredVector]
+        parts = (*self.linears, *self.norms, *self.tables, *self.vectors)
         return sum(part.num_parameters for part in parts)
 
     @property
@@ -455,6 +557,7 @@ class _Describer:
         bias: bool,
         role: Role = "",
         transposed: bool = False,
+        order: Sequence[int] = (),
     ) -> _Described:
         names = (names,) if isinstance(names, str) else names
         outputs = (outputs,) if isinstance(outputs, int) else outputs
@@ -508,6 +611,35 @@ class _Describer:
         self.linear(up, hidden, inner, bias=bias, role="up")
         return self.linear(down, inner, hidden, bias=bias, role="down")
 
+    def experts(
+        self,
+        hidden: int,
+        spec: ExpertsSpec,
+        names: ExpertNames = EXPERT_NAMES,
+        *,
+        bias: bool = False,
+    ) -> _Described:
+        router, inner = spec.router, spec.inner
+        self.linear(names.router, hidden, router.experts, bias=bias, role="router")
+        if router.corrected:
+            vector = DeclaredVector(self._layer, self._name(names.correction), router.experts)
+            self._found.vectors.append(vector)
+        widths = (2 * inner // len(names.gate_up),) * len(names.gate_up)
+        for expert in range(router.experts):
+            for role, parts, inputs, outputs in (
+                ("expert_gate_up", names.gate_up, hidden, widths),
+                ("expert_down", (names.down,), inner, (hidden,)),
+            ):
+                full = tuple(self._name(part.format(expert)) for part in parts)
+                linear = DeclaredLinear(self._layer, cast(Role, role), full, inputs, outputs, bias)
+                self._found.linears.append(replace(linear, router=router))
+        if spec.shared:
+            shared = self.at(names.shared)
+            widths = (spec.shared,) * len(GATE_UP)
+            shared.linear(GATE_UP, hidden, widths, bias=bias, role="shared_gate_up")
+            shared.linear("down_proj", spec.shared, hidden, bias=bias, role="shared_down")
+        return _DESCRIBED
+
     def embedding(self, name: str, rows: int, hidden: int, *, skipped: int = 0) -> _Described:
         table = DeclaredTable("positions", self._name(name), skipped + rows, hidden)
         self._found.tables.append(table)
@@ -538,6 +670,8 @@ class _Describer:
         before: Role = "",
         offset: float = 0.0,
         scale: float = 1.0,
+        rope: RopeSpec | None = None,
+        heads: int = 1,
     ) -> _Described:
         norm = DeclaredNorm(self._layer, self._name(name), dim, False, before, offset)
         self._found.norms.append(norm)
@@ -559,7 +693,21 @@ class _Describer:
     def rope(self, spec: RopeSpec, head_dim: int) -> _Described:
         return _DESCRIBED
 
-    def attention(self, layer: int, head_dim: int, scale: float | None = None) -> _Described:
+    def attention(
+        self,
+        layer: int,
+        head_dim: int,
+        scale: float | None = None,
+        norms: tuple[Any, Any] | None = None,
+    ) -> _Described:
+        return _DESCRIBED
+
+    def latent_up(self, name: str, heads: int, latent: LatentSpec) -> tuple[_Described, _Described]:
+        outputs = heads * (latent.nope + latent.value)
+        self.linear(name, latent.rank, outputs, bias=False, role="kv_up")
+        return _DESCRIBED, _DESCRIBED
+
+    def latent_attention(self, layer: int, scale: float) -> _Described:
         return _DESCRIBED
 
     def scaled_sum(self, factor: float) -> _Described:

@@ -54,6 +54,7 @@ class KVCacheSpec:
         bytes_per_token: K and V of one layer, scales included.
         window: number of keys that a query sees, its own included; None: all of them.
         format: of the numbers, as in `KV_FORMATS`, or "auto".
+        latent: a token has one vector, whose first channels are its value.
     """
 
     num_kv_heads: int
@@ -61,6 +62,12 @@ class KVCacheSpec:
     bytes_per_token: int
     window: int | None = None
     format: str = AUTO
+    latent: bool = False
+
+    @property
+    def vectors(self) -> int:
+        """What it stores of a token: K and V of each head, or both in one."""
+        return self.num_kv_heads * (1 if self.latent else 2)
 
     def first_visible_block(self, position: int, block_size: int) -> int:
         """Return the first block that holds a key visible to the query at `position`: a window of w
@@ -109,7 +116,7 @@ def stored_as(
         return list(specs)
 
     def stored(spec: KVCacheSpec) -> KVCacheSpec:
-        size = 2 * spec.num_kv_heads * KV_FORMATS[format].vector_bytes(spec.head_dim)
+        size = spec.vectors * KV_FORMATS[format].vector_bytes(spec.head_dim)
         return replace(spec, bytes_per_token=size, format=format)
 
     return [spec if i in skipped else stored(spec) for i, spec in enumerate(specs)]
@@ -152,7 +159,7 @@ def group_layers(specs: Sequence[KVCacheSpec]) -> tuple[KVGroup, ...]:
     """
     alike: dict[object, list[int]] = defaultdict(list)
     for layer, spec in enumerate(specs):
-        alike[spec.window, spec.num_kv_heads, spec.head_dim].append(layer)
+        alike[spec.window, spec.num_kv_heads, spec.head_dim, spec.latent].append(layer)
     smallest = min((len(layers) for layers in alike.values()), default=0)
     groups = []
     for layers in alike.values():

@@ -6,11 +6,45 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvik.errors import shown
+from kvik.spec.experts import ExpertsSpec
 from kvik.spec.fields import Fields
 from kvik.spec.rope import MAX_POSITIONS, RopeSpec, read_rope
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 DEFAULT_WINDOW = 4096  # of transformers, when the key is left out; null means no window
+# Of a row of the cache: latent and rotary key of DeepSeek-V3 (csrc/kv_cache.hpp).
+MAX_LATENT_WIDTH = 576
+MAX_QUERY_RANK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Attention over latent vectors (multi-head latent attention, DeepSeek-V2, arXiv 2405.04434,
+    section 2.1): keys and values of all heads are made from one vector of each token.
+
+    Attributes:
+        rank: width of that vector.
+        rope: channels of a key that positions turn, which all heads share.
+        nope: channels of a head's key that are made from the vector.
+        value: channels of a head's value.
+        q_rank: width of the vector that queries are made from; None: the hidden state itself.
+    """
+
+    rank: int
+    rope: int
+    nope: int
+    value: int
+    q_rank: int | None = None
+
+    @property
+    def width(self) -> int:
+        """What the cache keeps of a token: its vector, and the key that positions turned."""
+        return self.rank + self.rope
+
+    @property
+    def query(self) -> int:
+        """Channels of a head's query and key."""
+        return self.nope + self.rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +54,14 @@ class LayerSpec:
     Attributes:
         window: keys that a query sees, its own included; None: all.
         rope: how positions turn its queries and keys; None: they do not.
+        experts: of its feed-forward part; None: a plain MLP.
+        latent: what it attends over; None: keys and values of heads.
     """
 
     window: int | None = None
     rope: RopeSpec | None = None
+    experts: ExpertsSpec | None = None
+    latent: LatentSpec | None = None
 
 
 # config.json, number of layers, trained positions -> the layers. Raises `ModelError`.
@@ -102,6 +140,36 @@ def switched_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerS
         return tuple(LayerSpec(one, rope) for one in typed_windows(fields, layers, window))
     first = fields.integer("max_window_layers", 0, MAX_POSITIONS, 28)
     return tuple(LayerSpec(window if i >= first else None, rope) for i in range(layers))
+
+
+def latent_layers(
+    fields: Fields, layers: int, positions: int, *, interleaved: bool | str = True
+) -> tuple[LayerSpec, ...]:
+    """Every layer attends over latent vectors, all of them (DeepSeek-V2).
+
+    Args:
+        interleaved: as of `read_rope`, or the key that decides (true if absent).
+    """
+    rank = fields.integer("kv_lora_rank", 1, MAX_LATENT_WIDTH, 512)
+    turned = fields.integer("qk_rope_head_dim", 2, MAX_LATENT_WIDTH, 64)
+    if turned % 2:
+        raise fields.error("qk_rope_head_dim", f"must be even, not {turned}")
+    if rank + turned > MAX_LATENT_WIDTH:
+        message = f"must be at most {MAX_LATENT_WIDTH} with qk_rope_head_dim ({turned}), not {rank}"
+        raise fields.error("kv_lora_rank", message)
+    # null: queries are made from the hidden state, as in DeepSeek-V2-Lite
+    has_rank = not fields.is_null("q_lora_rank")
+    latent = LatentSpec(
+        rank,
+        turned,
+        fields.integer("qk_nope_head_dim", 1, MAX_LATENT_WIDTH, 128),
+        fields.integer("v_head_dim", 1, MAX_LATENT_WIDTH, 128),
+        fields.integer("q_lora_rank", 1, MAX_QUERY_RANK, 1536) if has_rank else None,
+    )
+    if isinstance(interleaved, str):
+        interleaved = fields.boolean(interleaved, True)
+    rope = read_rope(fields, positions, interleaved=interleaved)
+    return (LayerSpec(None, rope, latent=latent),) * layers
 
 
 def read_window(fields: Fields) -> int | None:

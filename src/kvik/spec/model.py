@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvik.spec.engine_folder import Built
 from kvik.spec.kv import KVCacheSpec
-from kvik.spec.layers import LayerSpec
+from kvik.spec.layers import LatentSpec, LayerSpec
 from kvik.spec.rope import RopeSpec
 from kvik.spec.stored_weights import (
     StoredQuantization,
@@ -29,7 +29,7 @@ class LinearLayers:
     """Equal linear layers of a model, each over `inputs` with `outputs`.
 
     Attributes:
-        count: number of layers.
+        count: number of layers, of experts each one.
         head: the layer gives the logits; it may share its weights with the embedding, which then
             counts as a layer too.
         stored: how the checkpoint stores the parts of a layer; None: as floats.
@@ -111,6 +111,20 @@ class ModelFacts:
         return tuple(dict.fromkeys(layer.rope for layer in self.layers if layer.rope))
 
     @property
+    def inner_width(self) -> int:
+        """The most inner activations that a token has in the MLP, or in its experts, of a layer."""
+        experts = (layer.experts.active_width for layer in self.layers if layer.experts)
+        dense = self.intermediate_size if any(not layer.experts for layer in self.layers) else 0
+        return max(dense, *experts, 0)
+
+    @property
+    def experts_of_token(self) -> int:
+        """The most experts that a token goes through in a layer; 0: no layer has experts."""
+        return max(
+            (layer.experts.router.active for layer in self.layers if layer.experts), default=0
+        )
+
+    @property
     def max_context(self) -> int:
         """Tokens the model can attend over, with stretched positions.
 
@@ -124,17 +138,29 @@ class ModelFacts:
         )
         return max(self.max_position_embeddings, *stretched, 0)
 
+    @property
+    def latent(self) -> LatentSpec | None:
+        """What its layers attend over, all alike; None: keys and values of heads. With a latent,
+        `num_kv_heads` is 1 and `head_dim` the width of what the cache keeps of a token."""
+        return self.layers[0].latent
+
+    @property
+    def rope_dim(self) -> int:
+        """Channels of a head in which positions are."""
+        return self.latent.rope if self.latent else self.head_dim
+
     def kv_specs(self, dtype_bytes: int) -> list[KVCacheSpec]:
         """Return what each layer stores per token, at `dtype_bytes` for each number."""
-        size = 2 * self.num_kv_heads * self.head_dim * dtype_bytes
+        size = self.num_kv_heads * self.head_dim * dtype_bytes
         return [
             KVCacheSpec(
                 num_kv_heads=self.num_kv_heads,
                 head_dim=self.head_dim,
-                bytes_per_token=size,
-                window=window,
+                bytes_per_token=size if layer.latent else 2 * size,
+                window=layer.window,
+                latent=layer.latent is not None,
             )
-            for window in self.windows
+            for layer in self.layers
         ]
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from kvik.spec.fields import Fields
@@ -40,6 +41,10 @@ class RopeSpec:
     mscale: float | None = None  # yarn, DeepSeek's variant
     mscale_all_dim: float | None = None
     truncate: bool = True  # yarn: round the correction range to integers
+
+    def temperature(self, weight: float) -> float:
+        """Return what YaRN multiplies q or k with for this stretch (its section 3.4)."""
+        return 0.1 * weight * math.log(self.factor) + 1.0 if self.factor > 1.0 else 1.0
 
     def width(self, head_dim: int) -> int:
         """Return how many channels of a head turn."""

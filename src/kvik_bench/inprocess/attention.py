@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvik.attention.base import Attend, AttentionBackend
+from kvik.attention.base import Attend, AttentionBackend, AttentionSpec
 from kvik.attention.reference import ReferenceAttention
 from kvik.cli.flags import engine_options
 from kvik.config.config import EngineConfig, ResolvedConfig
@@ -133,8 +133,8 @@ class AttentionBench:
             torch.randn(length, heads, model.head_dim, generator=draw).to(parts.device, parts.dtype)
             for heads in (model.num_heads, model.num_kv_heads, model.num_kv_heads)
         )
-        metadata = backend.plan(layout, None)
-        return lambda: backend.run(Attend(q, k, v, kv, metadata, model.head_dim**-0.5))
+        metadata, spec = backend.plan(layout, None), AttentionSpec(model.head_dim**-0.5)
+        return lambda: backend.run(Attend(q, k, v, kv, metadata, spec))
 
     def _beyond(self, call: Call) -> int | None:
         """Return the bytes that a call takes at most beyond what was there; None where the system

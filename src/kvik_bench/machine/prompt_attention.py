@@ -15,7 +15,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from kvik.attention.base import Attend
+from kvik.attention.base import Attend, AttentionSpec
 from kvik.attention.fresh_prompts import FreshPrompts
 from kvik.attention.triton import TritonAttention
 from kvik.config.hardware import Thresholds
@@ -89,7 +89,7 @@ def _pace(device: torch.device, dim: int, length: int, clock: Clock, heads: int)
 
     def layer_of(attention: TritonAttention) -> Callable[[], Tensor]:
         metadata = attention.plan(layout, None)
-        return lambda: attention.run(Attend(q, k, v, kv, metadata, dim**-0.5))
+        return lambda: attention.run(Attend(q, k, v, kv, metadata, AttentionSpec(dim**-0.5)))
 
     alone = layer_of(TritonAttention(ops))
     beside = layer_of(TritonAttention(ops, FreshPrompts(length)))

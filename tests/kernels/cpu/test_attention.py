@@ -338,3 +338,36 @@ def test_steps_without_work(runtime) -> None:
     empty = Sequences([0, 0])
     parts = [empty.part(0, 0, 0), empty.part(1, 0, 0)]
     assert [len(x) for x in attend(runtime, cache, parts, s.scale)] == [0, 0]
+
+
+# Latent vectors: heads, width of a key, columns of a value; spans as above, all without a window.
+LATENT_CASES = {
+    "decodes": (20, 80, 64, [(n, 1) for n in (1, 17, 64, 130, 1100)]),
+    "chunks": (5, 48, 32, [(40, 40), (200, 7), (600, 70), (5, 0)]),
+    "DeepSeek": (16, 576, 512, [(600, 2), (70, 1)]),
+}
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype"), ALL_DTYPES[:-2], ids=name)
+@pytest.mark.parametrize("case", LATENT_CASES)
+@pytest.mark.parametrize("runtime", runtimes((1, 5)))
+def test_a_latent_is_key_and_value(runtime, case: str, dtype, kv_dtype) -> None:
+    """To the bit what attention gives whose values are its keys, trees included, so that all else
+    that is proved of the one is proved of the other."""
+    heads, width, value_dim, spans = LATENT_CASES[case]
+    s = Sequences([context for context, _ in spans], heads, 1, width, dtype, kv_dtype)
+    s.v = s.k
+    parts = [s.part(i, context - n, context) for i, (context, n) in enumerate(spans)]
+    if case == "chunks":
+        parts[1] = replace(parts[1], tree=random_tree(7, 0))
+    expected = attend(runtime, s.filled(runtime), parts, s.scale)
+    cache = NativeCache(s.num_blocks, 1, s.block_size, width, kv_dtype, latent=value_dim)
+    for i, context in enumerate(s.contexts):
+        s.store(runtime, cache, i, 0, context)
+    for found, whole in zip(attend(runtime, cache, parts, s.scale), expected, strict=True):
+        assert_same_bits(found.contiguous(), whole[..., :value_dim].contiguous())
+    # What was moved is found where it was moved to.
+    last = s.slots(1, 4, 5)
+    k = cache.load(runtime, last, F32)[0]
+    cache.move(runtime, last, s.slots(1, 0, 1))
+    assert_same_bits(cache.load(runtime, s.slots(1, 0, 1), F32)[0], k)

@@ -192,6 +192,29 @@ class CpuMatrices:
         )
         return y
 
+    def linear_each(self, x: Tensor, matrix: Matrix, outputs: int) -> Tensor:
+        """See `Ops.linear_each`."""
+        spec, packed = matrix.spec, matrix.data
+        assert isinstance(packed, CpuPacked)
+        heads = x.shape[1]
+        y = self.native.empty(x.shape[0], heads, outputs, dtype=x.dtype)
+        self.native.launch(
+            "linear_each",
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            x_head_stride=x.stride(1),
+            rows=self.native.rows(x),
+            heads=heads,
+            weight=packed.weight.data_ptr(),
+            kind=packed.kind,
+            inputs=spec.inputs,
+            outputs=outputs,
+            head_rows=spec.rows // heads,
+            y=y.data_ptr(),
+            dtype=DTYPES[x.dtype],
+        )
+        return y
+
     def rows(self, matrix: Matrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """See `Ops.matrix_rows`."""
         spec, packed = matrix.spec, matrix.data

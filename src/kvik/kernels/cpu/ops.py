@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvik.kernels.cpu.experts import CpuExperts
 from kvik.kernels.cpu.matrix import CpuMatrices
 from kvik.kernels.cpu.native import DTYPES, Native
 from kvik.kernels.ops import Draws, Masks, Ops, Penalties, Truncation
@@ -65,13 +66,17 @@ def _addresses(rules: Truncation) -> dict[str, int]:
 def native_ops(native: Native) -> Ops:
     """Operations on float32 and bfloat16 tensors whose last axis is dense. What moves blocks of the
     cache from one place to another is not part of a forward and stays with torch."""
-    matrices = CpuMatrices(native)
+    matrices, experts = CpuMatrices(native), CpuExperts(native)
     rows = _Rows(native)
     drawing = Drawing(native)
     table = Ops(
         matrix=matrices.matrix,
         pack_rows=matrices.pack_rows,
         linear=matrices.linear,
+        route=experts.route,
+        expert_set=experts.expert_set,
+        experts=experts.experts,
+        linear_each=matrices.linear_each,
         matrix_rows=matrices.rows,
         gather_rows=rows.gather,
         add=rows.add,

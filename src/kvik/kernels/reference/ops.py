@@ -11,6 +11,7 @@ from torch import Tensor
 from kvik.kernels.fp8 import round_activations
 from kvik.kernels.ops import Ops
 from kvik.kernels.reference.draw import draw, mask, penalize, probabilities
+from kvik.kernels.reference.experts import expert_set, experts_by, route
 from kvik.kernels.rounding import round_tokens
 from kvik.kernels.weights import (
     DTYPES,
@@ -234,6 +235,12 @@ def linear(x: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:
     return y.to(spec.out_dtype)
 
 
+def linear_each(x: Tensor, matrix: Matrix, outputs: int) -> Tensor:
+    """x [tokens, heads, inputs] -> [tokens, heads, outputs]: x W^T of each head, by its own W."""
+    weight = stored_weight(matrix).dequantized().view(x.shape[1], -1, x.shape[2])[:, :outputs]
+    return torch.einsum("thi,hoi->tho", x.float(), weight).to(x.dtype).contiguous()
+
+
 def as_multiplied(x: Tensor, weight: Weight) -> tuple[Tensor, Weight]:
     """Return x [tokens, inputs] in fp32 as it is multiplied, and the weight in the order of x."""
     kind = weight.kind
@@ -262,6 +269,10 @@ REFERENCE = Ops(
     matrix=matrix,
     pack_rows=pack_rows,
     linear=linear,
+    route=route,
+    expert_set=expert_set,
+    experts=experts_by(linear),
+    linear_each=linear_each,
     matrix_rows=matrix_rows,
     gather_rows=gather_rows,
     add=add,

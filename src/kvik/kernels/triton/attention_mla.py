@@ -4,8 +4,6 @@
 latent part being key and value at once: a tile of heads (rows) reads it once and multiplies it
 twice. Splits, grid and merge are those of attention_decode.py, with all heads as one group.
 
-No model of kvik reaches it yet: only its tests call it.
-
 Floor: at 128 heads about 240 FLOPs for each byte read (2 * 128 * (576 + 512) over 1152 bytes of
 bf16), so both memory and tensor cores; with fewer heads memory.
 """
@@ -17,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvik.kernels.triton.attention_decode import attention_merge_kernel, sequence_of
+from kvik.kernels.triton.attention_decode import attention_merge_kernel, nodes_at, sequence_of
+from kvik.kernels.triton.attention_paged import PagedStep, SequenceRun, joined
 from kvik.kernels.triton.attention_shapes import (
     LAUNCHED,
     SPREAD,
@@ -25,14 +24,26 @@ from kvik.kernels.triton.attention_shapes import (
     WORKSPACE,
     most_splits,
 )
-from kvik.kernels.triton.attention_tile import LOG2_E, begin, ended, finish, log2_weight, weigh
+from kvik.kernels.triton.attention_tile import (
+    LOG2_E,
+    begin,
+    bits_set,
+    ended,
+    finish,
+    log2_weight,
+    weigh,
+)
 from kvik.kernels.triton.kv_load import operand, product, vectors_at
 from kvik.kernels.triton.launch import ceil_div, power_of_two
 
 KEYS = 32  # of a tile: 36 KiB of bf16 at 512 + 64
+SHORTEST, TALL = 16, 32  # rows of a tile
+UNSPLIT = SPREAD.value // 2 * TALL  # rows of a sequence; with more tiles each has a single split
 
 
-@triton.jit(do_not_specialize=["table_stride", "first_sequence", "most", "programs", "slab"])
+@triton.jit(
+    do_not_specialize=["table_stride", "first_sequence", "above", "most", "programs", "slab"]
+)
 def mla_decode_kernel(
     q_latent,
     q_rope,
@@ -40,6 +51,7 @@ def mla_decode_kernel(
     block_table,
     query_start,
     seq_lens,
+    tree,
     out,
     part_out,
     part_weight,
@@ -50,6 +62,7 @@ def mla_decode_kernel(
     table_stride,
     scale,
     first_sequence,
+    above,
     most,
     programs,
     slab,
@@ -61,6 +74,7 @@ def mla_decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    TREE: tl.constexpr,
     DIRECT: tl.constexpr,
 ):
     """grid [programs * tiles, sequences]; arguments as of `attention_decode_kernel`"""
@@ -72,7 +86,7 @@ def mla_decode_kernel(
     start, queries, cached, _, keys, splits = sequence_of(
         query_start, seq_lens, sequence, 0, HEADS, 1, BLOCK_M, False
     )
-    if (queries > most) | (tile * BLOCK_M >= queries * HEADS):
+    if (queries <= above) | (queries > most) | (tile * BLOCK_M >= queries * HEADS):
         return
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     query = row // HEADS
@@ -89,7 +103,16 @@ def mla_decode_kernel(
     rows = operand(tl.load(q_latent + at_latent, mask=store, other=0.0), DTYPE)
     rope_rows = operand(tl.load(q_rope + at_rope, mask=rope, other=0.0), DTYPE)
     position = cached + query
-    end = cached + queries
+    # behind the last key that a row of the tile sees
+    end = cached + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // HEADS, queries - 1) + 1
+    is_tree = False
+    words = query
+    if TREE:
+        is_tree = tl.load(tree + start) != 0
+        words = tl.load(tree + token, mask=wanted, other=0)
+        if is_tree:
+            end = cached + queries
+            position = cached + bits_set(words).to(tl.int32) - 1
     table = block_table + sequence.to(tl.int64) * table_stride
     if DIRECT:
         splits = tl.maximum(splits, 1)
@@ -107,7 +130,9 @@ def mla_decode_kernel(
             key = load_part(cache + LATENT, vectors, DTYPE, WIDTH, ROPE, BLOCK_ROPE)
             scores = product(rope_rows, tl.trans(key), None)
             scores = product(rows, tl.trans(latent), scores)
-            visible = (place[None, :] <= position[:, None]) & inside[None, :]
+            visible = inside[None, :] & seen(
+                tree, start, is_tree, words, position, cached, place, inside, TREE
+            )
             scores = tl.where(visible, scores, float("-inf"))
             weights, factor, largest, total = weigh(scores, largest, total, scale, True)
             sums = product(operand(weights, DTYPE), latent, sums * factor[:, None])
@@ -124,6 +149,18 @@ def mla_decode_kernel(
 
 
 @triton.jit
+def seen(tree, start, is_tree, words, position, cached, place, inside, TREE: tl.constexpr):
+    """Return which keys the rows of a sequence see, [m, n]; the rest is as of `nodes_at`"""
+    if TREE:
+        node = tl.where(is_tree, place - cached, -1)
+        where, among = nodes_at(tree + start, node, inside, cached, words, place)
+        visible = among & ((node >= 0)[None, :] | (where[None, :] <= position[:, None]))
+    else:
+        visible = place[None, :] <= position[:, None]
+    return visible
+
+
+@triton.jit
 def load_part(
     cache,
     vectors,
@@ -137,6 +174,29 @@ def load_part(
     at = cache + (vectors.to(tl.int64) * WIDTH)[:, None] + d[None, :]
     x = tl.load(at) if PART == BLOCK else tl.load(at, mask=(d < PART)[None, :], other=0.0)
     return operand(x, DTYPE)
+
+
+def latent_attention(
+    q: Tensor, q_rope: Tensor, cache: Tensor, step: PagedStep, scale: float, out: Tensor
+) -> None:
+    """Compute attention over latent vectors, which include those of this step.
+
+    A sequence's own number of queries says how tall its tiles are and whether it has splits.
+
+    Args:
+        q, q_rope, cache: as of `mla_decode`.
+        scale: > 0.
+        out: [tokens, heads, latent], contiguous; tokens of other sequences are left as they are.
+    """
+    heads, floor = q.shape[1], 0
+    for most in (SHORTEST // heads, UNSPLIT // heads, 1 << 31):
+        runs = [run for run in step.runs if floor < run.queries <= most]
+        if runs:
+            run = joined(runs)
+            # A run alone in its step also takes fewer queries, so that a graph serves those too.
+            alone = len(runs) == len(step.runs) and most * heads <= UNSPLIT
+            _launch(q, q_rope, cache, step, scale, out, run, 0 if alone else floor)
+        floor = max(floor, most)
 
 
 def mla_decode(
@@ -158,41 +218,60 @@ def mla_decode(
         most_queries, longest: of any sequence, queries and keys, on the host.
         scale: > 0.
     """
-    heads, latent, rope = q_latent.shape[1], q_latent.shape[2], q_rope.shape[2]
-    sequences = len(seq_lens)
     out = torch.empty_like(q_latent, memory_format=torch.contiguous_format)
-    m = tile_rows(most_queries * heads)
-    stacked = ceil_div(most_queries * heads, m)
-    splits = most_splits(longest, ceil_div(heads, m))
-    slab = min(most_queries * heads * splits, max(m * SPREAD.value, most_queries * heads))
-    at_once = sequences
+    run = SequenceRun(most_queries, 0, len(seq_lens) - 1, 0, len(q_latent), longest)
+    size = cache.shape[1]
+    step = PagedStep(query_start_loc, seq_lens, block_table, None, size, None, (run,))
+    _launch(q_latent, q_rope, cache, step, scale, out, run, 0)
+    return out
+
+
+def _launch(
+    q: Tensor,
+    q_rope: Tensor,
+    cache: Tensor,
+    step: PagedStep,
+    scale: float,
+    out: Tensor,
+    run: SequenceRun,
+    above: int,
+) -> None:
+    """Of the run's sequences those of more than `above` queries."""
+    heads, latent, rope = q.shape[1], q.shape[2], q_rope.shape[2]
+    m = tile_rows(run.queries * heads)
+    stacked = ceil_div(run.queries * heads, m)
+    splits = most_splits(run.context, ceil_div((above + 1) * heads, m))
+    slab = min(run.queries * heads * splits, max(m * SPREAD.value, run.queries * heads))
+    at_once = run.last + 1 - run.first
     if splits > 1:
         at_once = min(at_once, max(1, WORKSPACE // (4 * slab * (latent + 1))))
-    for first in range(0, sequences, at_once):
-        rest = min(at_once, sequences - first)
+    for first in range(run.first, run.last + 1, at_once):
+        rest = min(at_once, run.last + 1 - first)
         programs = min(splits, ceil_div(LAUNCHED, rest * stacked))
         part_out = part_weight = None
         if splits > 1:
-            part_out = q_latent.new_empty(rest, slab, latent, dtype=torch.float32)
-            part_weight = q_latent.new_empty(rest, slab, dtype=torch.float32)
+            part_out = q.new_empty(rest, slab, latent, dtype=torch.float32)
+            part_weight = q.new_empty(rest, slab, dtype=torch.float32)
         mla_decode_kernel[(programs * stacked, rest)](
-            q_latent,
+            q,
             q_rope,
             cache,
-            block_table,
-            query_start_loc,
-            seq_lens,
+            step.block_table,
+            step.query_start_loc,
+            step.seq_lens,
+            step.tree,
             out,
             part_out,
             part_weight,
-            q_latent.stride(0),
-            q_latent.stride(1),
+            q.stride(0),
+            q.stride(1),
             q_rope.stride(0),
             q_rope.stride(1),
-            block_table.stride(0),
+            step.block_table.stride(0),
             scale * LOG2_E,
             first,
-            most_queries,
+            above,
+            run.queries,
             programs,
             slab,
             HEADS=heads,
@@ -202,23 +281,24 @@ def mla_decode(
             BLOCK_ROPE=max(16, power_of_two(rope)),
             BLOCK_M=m,
             BLOCK_N=KEYS,
-            BLOCK_SIZE=cache.shape[1],
+            BLOCK_SIZE=step.block_size,
+            TREE=step.tree is not None,
             DIRECT=splits == 1,
             num_warps=tile_warps(m),
             num_stages=STAGES,
         )
         if splits == 1:
             continue
-        attention_merge_kernel[(heads, most_queries, rest)](
+        attention_merge_kernel[(heads, run.queries, rest)](
             part_out,
             part_weight,
-            query_start_loc,
-            seq_lens,
+            step.query_start_loc,
+            step.seq_lens,
             out,
             0,
             first,
-            0,
-            most_queries,
+            above,
+            run.queries,
             slab,
             GROUP=heads,
             KV_HEADS=1,
@@ -227,14 +307,13 @@ def mla_decode(
             BLOCK_M=m,
             WINDOW=False,
         )
-    return out
 
 
 def tile_rows(rows: int) -> int:
     """Return the rows of a tile. 64 rows of 512 sums would spill."""
-    return min(32, max(16, power_of_two(rows)))
+    return min(TALL, max(SHORTEST, power_of_two(rows)))
 
 
 def tile_warps(m: int) -> int:
     """Return the warps of a tile: 32 rows of 512 sums take 64 registers of 256 threads."""
-    return 8 if m == 32 else 4
+    return 8 if m == TALL else 4

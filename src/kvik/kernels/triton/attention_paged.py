@@ -123,14 +123,14 @@ def paged_attention(
         if runs:
             # A run alone in its step also takes fewer queries, so that a graph serves those too.
             above = floor if len(runs) < len(step.runs) else 0
-            _split(q, cache, step, scale, out, _joined(runs), above)
+            _split(q, cache, step, scale, out, joined(runs), above)
         floor = max(floor, most)
     runs = [run for run in step.runs if run.queries > long]
     if runs:
-        _prefill(q, cache, step, scale, out, _joined(runs), long)
+        _prefill(q, cache, step, scale, out, joined(runs), long)
 
 
-def _joined(runs: Sequence[SequenceRun]) -> SequenceRun:
+def joined(runs: Sequence[SequenceRun]) -> SequenceRun:
     """Return one run that covers all runs, with the largest of each number."""
     return SequenceRun(
         max(run.queries for run in runs),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvik.kernels.ops import Ops
+from kvik.kernels.reference.experts import experts_by
 from kvik.kernels.torch_ops import TORCH, with_torch_for_others
 from kvik.kernels.triton import activation, draw, norm, rotary, rows
 from kvik.kernels.triton.matrix import TritonMatrices
@@ -17,6 +18,10 @@ def triton_ops(device: torch.device) -> Ops:
         matrix=matrices.matrix,
         pack_rows=matrices.pack_rows,
         linear=matrices.linear,
+        route=TORCH.route,
+        expert_set=TORCH.expert_set,
+        experts=experts_by(matrices.linear),
+        linear_each=TORCH.linear_each,
         matrix_rows=matrices.rows,
         gather_rows=rows.gather_rows,
         add=TORCH.add,

@@ -99,9 +99,11 @@ def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """See `Ops`; a token with slot -1 is not stored. Tokens may be apart in memory."""
-    tokens = (x if x.dim() == 2 and x.stride(1) == 1 else x.flatten(1) for x in (k, v))
-    positions = (cache.flatten(0, 1).flatten(1) for cache in (k_cache, v_cache))
-    k, v, k_cache, v_cache = _as_integers(*tokens, *positions)
+    k, v = (x if x.dim() == 2 and x.stride(1) == 1 else x.flatten(1) for x in (k, v))
+    k_cache, v_cache = (cache.flatten(0, 1).flatten(1) for cache in (k_cache, v_cache))
+    if not v.shape[1]:  # of latent vectors, which are K and V
+        v, v_cache = k, k_cache
+    k, v, k_cache, v_cache = _as_integers(k, v, k_cache, v_cache)
     dim = k.shape[1]
     block = min(PIECE, power_of_two(dim))
     store_rows_kernel[len(k), ceil_div(dim, block)](

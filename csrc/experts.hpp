@@ -1,0 +1,376 @@
+// Mixtures of experts: the choice of experts for each row, and the MLPs of those that were chosen.
+#pragma once
+
+#include <cmath>
+
+#include "arguments.hpp"
+#include "linear.hpp"
+#include "share.hpp"
+#include "simd.hpp"
+#include "team.hpp"
+
+namespace kvik {
+namespace {
+
+// The router.
+
+constexpr int64_t kMostExperts = 1024;
+constexpr int64_t kRoutedPerThread = 2048;  // logits: a few microseconds
+
+// The largest of n values that is not taken, of equals the first.
+KVIK_INLINE int64_t first_largest(const float* values, const bool* taken, int64_t n) {
+    int64_t best = -1;
+    for (int64_t i = 0; i < n; i++)
+        if (!taken[i] && (best < 0 || values[i] > values[best])) best = i;
+    return best;
+}
+
+// How good a group of n experts is: its best, or the sum of its two best.
+KVIK_INLINE float group_score(const float* choice, int64_t n, bool two) {
+    float best = choice[0], second = -INFINITY;
+    for (int64_t i = 1; i < n; i++) {
+        if (choice[i] > best) {
+            second = best;
+            best = choice[i];
+        } else if (choice[i] > second) {
+            second = choice[i];
+        }
+    }
+    return two && n > 1 ? best + second : best;
+}
+
+// NaN counts as 0, so that a row of them chooses some experts and gets NaN from elsewhere.
+void scores_of(const route_args& a, const float* logits, float* score) {
+    F32 top = broadcast(-INFINITY);
+    for (int64_t i = 0; i < a.experts; i += kLanes) {
+        const int n = int(smaller(kLanes, a.experts - i));
+        const F32 value = load(logits + i, n);
+        top = max(top, n < kLanes ? select(lanes_of((1u << n) - 1), value, broadcast(-INFINITY)) : value);
+    }
+    const F32 most = broadcast(largest(top)), one = broadcast(1.0f);
+    float total = 0.0f;
+    for (int64_t i = 0; i < a.experts; i += kLanes) {
+        const int n = int(smaller(kLanes, a.experts - i));
+        const F32 value = load(logits + i, n);
+        store(score + i, a.sigmoid ? div(one, add(one, exp(sub(zero(), value)))) : exp(sub(value, most)), n);
+    }
+    for (int64_t i = 0; i < a.experts; i++) {
+        if (!(score[i] >= 0.0f)) score[i] = 0.0f;
+        total += score[i];
+    }
+    if (a.sigmoid || total == 0.0f) return;
+    for (int64_t i = 0; i < a.experts; i++) score[i] /= total;
+}
+
+void route_row(const route_args& a, int64_t row) {
+    float score[kMostExperts + kLanes], choice[kMostExperts], of_group[kMostExperts];
+    bool taken[kMostExperts] = {}, left_out[kMostExperts] = {};
+    scores_of(a, (const float*)a.logits + row * a.stride, score);
+    const float* correction = (const float*)a.correction;
+    for (int64_t i = 0; i < a.experts; i++) choice[i] = correction ? score[i] + correction[i] : score[i];
+    if (a.groups > 1) {
+        const int64_t size = a.experts / a.groups;
+        for (int64_t g = 0; g < a.groups; g++) of_group[g] = group_score(choice + g * size, size, a.two_of_group);
+        for (int64_t i = 0; i < a.experts; i++) taken[i] = true;
+        for (int64_t n = 0; n < a.kept_groups; n++) {
+            const int64_t g = first_largest(of_group, left_out, a.groups);
+            left_out[g] = true;
+            for (int64_t i = g * size; i < (g + 1) * size; i++) taken[i] = false;
+        }
+    }
+    int64_t* ids = (int64_t*)a.ids + row * a.active;
+    float* weights = (float*)a.weights + row * a.active;
+    float total = 0.0f;
+    for (int64_t n = 0; n < a.active; n++) {
+        const int64_t best = first_largest(choice, taken, a.experts);
+        taken[best] = true;
+        ids[n] = best;
+        weights[n] = score[best];
+        total += score[best];
+    }
+    const float scale = float(a.scale);
+    for (int64_t n = 0; n < a.active; n++) {
+        if (a.normalise) weights[n] = total > 0.0f ? weights[n] / total : 0.0f;
+        weights[n] *= scale;
+    }
+}
+
+void route(const route_args& a, Team& team) {
+    each_range(team, a.rows, kRoutedPerThread / a.experts, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; row++) route_row(a, row);
+    });
+}
+
+// The MLPs. Rows are sorted by expert. First every chosen expert makes its inner activations, then tiles of
+// columns of y are summed over the experts in their order: a row's sums never depend on other rows.
+
+// A matrix of an expert; pointers are null where it has none.
+struct ExpertMatrix {
+    const void *weight, *scales, *zeros, *order, *bias, *x_scale;
+};
+
+// The rows of an expert that was chosen, as the products see them.
+struct Chosen {
+    int64_t expert, first, rows;  // first: of the sorted rows
+    linear_args args;
+    LinearPlan plan;
+    int64_t first_piece;  // of all pieces of work
+};
+
+struct SortedRows {
+    int64_t count, chosen;
+    int32_t* row;    // [count], of x and y
+    float* weight;   // [count]
+    int32_t* at;     // [count], index among the chosen experts
+    Chosen* experts;  // [chosen]
+};
+
+constexpr int64_t kAligned = 64;
+constexpr int64_t kSumBytes = 262144;  // of y that a thread sums at a time
+constexpr int64_t kSortedPerThread = 8;  // rows to prepare
+
+KVIK_INLINE int64_t aligned(int64_t bytes) { return divide_up(bytes, kAligned) * kAligned; }
+
+// A counting sort by expert; rows of an expert stay in their order.
+SortedRows sort_rows(const experts_args& a, char* memory) {
+    SortedRows s = {};
+    s.count = a.rows * a.active;
+    s.row = (int32_t*)memory;
+    s.weight = (float*)(memory + aligned(4 * s.count));
+    s.at = (int32_t*)(memory + 2 * aligned(4 * s.count));
+    s.experts = (Chosen*)(memory + 3 * aligned(4 * s.count));
+    const int64_t* ids = (const int64_t*)a.ids;
+    int64_t next[kMostExperts] = {}, index[kMostExperts];
+    for (int64_t i = 0; i < s.count; i++) next[ids[i]]++;
+    int64_t first = 0;
+    for (int64_t e = 0; e < a.count; e++) {
+        const int64_t rows = next[e];
+        next[e] = first;
+        index[e] = s.chosen;
+        if (!rows) continue;
+        Chosen& one = s.experts[s.chosen++];
+        one.expert = e;
+        one.first = first;
+        one.rows = rows;
+        first += rows;
+    }
+    for (int64_t i = 0; i < s.count; i++) {
+        const int64_t to = next[ids[i]]++;
+        s.row[to] = int32_t(i / a.active);
+        s.weight[to] = ((const float*)a.weights)[i];
+        s.at[to] = int32_t(index[ids[i]]);
+    }
+    return s;
+}
+
+void set_matrix(linear_args& l, const ExpertMatrix& m) {
+    l.weight = const_cast<void*>(m.weight);
+    l.scales = const_cast<void*>(m.scales);
+    l.zeros = const_cast<void*>(m.zeros);
+    l.order = const_cast<void*>(m.order);
+    l.bias = const_cast<void*>(m.bias);
+    l.x_scale = const_cast<void*>(m.x_scale);
+}
+
+// Scratch of a thread for the products of any of the chosen experts.
+struct ProductScratch {
+    int64_t sums, wide;
+    explicit ProductScratch(const SortedRows& s) : sums(0), wide(0) {
+        for (int64_t i = 0; i < s.chosen; i++) {
+            if (s.experts[i].plan.sums_bytes > sums) sums = s.experts[i].plan.sums_bytes;
+            if (s.experts[i].plan.wide_bytes > wide) wide = s.experts[i].plan.wide_bytes;
+        }
+    }
+    size_t bytes() const { return size_t(sums + wide); }
+};
+
+// The prepared rows of an expert among those of all.
+PreparedRows rows_from(const PreparedRows& all, int64_t first) {
+    PreparedRows x = all;
+    x.data += first * all.stride;
+    x.scales += first * all.scales_stride;
+    x.sums += first * all.sums_stride;
+    return x;
+}
+
+// source(i): the row of x that sorted row i is made of.
+template <class Source>
+PreparedRows prepare_sorted(const SortedRows& s, int64_t count, Team& team, const Source& source) {
+    const linear_args& like = s.experts[0].args;
+    const PreparedRows all = prepared_at(like, count, (char*)shared_scratch(team, 1, size_t(prepared_bytes(like, count))));
+    const int64_t parts = parts_for(team, count, kSortedPerThread);
+    together(team, parts, [&](Member& member) {
+        char* ordered = (char*)member.scratch(size_t(ordered_bytes(like)) + 1);
+        for (int64_t part; (part = member.next()) >= 0;) {
+            const Range range = part_of(count, part, parts);
+            for (int64_t i = range.begin; i < range.end; i++)
+                prepare_one(s.experts[s.at[i]].args, source(i), i, all, ordered);
+        }
+    });
+    return all;
+}
+
+// Inner activations of all sorted rows. common: there is one row, which all experts read.
+void inner_products(const SortedRows& s, const PreparedRows& all, bool common, Team& team) {
+    int64_t pieces = 0;
+    for (int64_t i = 0; i < s.chosen; i++) {
+        Chosen& one = s.experts[i];
+        one.first_piece = pieces;
+        pieces += divide_up(one.plan.tiles, one.plan.piece_tiles) * divide_up(one.plan.row_blocks, one.plan.piece_blocks);
+    }
+    const ProductScratch scratch(s);
+    const Finish finish = finish_of(s.experts[0].args);
+    together(team, pieces, [&](Member& member) {
+        char* sums = (char*)member.scratch(scratch.bytes());
+        Tiles tiles;
+        int64_t at = 0;
+        const auto expert_of = [&](int64_t piece) {
+            while (at + 1 < s.chosen && s.experts[at + 1].first_piece <= piece) at++;
+            return at;
+        };
+        for (int64_t piece = member.next(), next; piece >= 0; piece = next) {
+            next = member.next();
+            const Chosen& one = s.experts[expert_of(piece)];
+            const LinearPlan& plan = one.plan;
+            const int64_t row_pieces = divide_up(plan.row_blocks, plan.piece_blocks), own = piece - one.first_piece;
+            const int64_t tile = own / row_pieces * plan.piece_tiles, block = own % row_pieces * plan.piece_blocks;
+            const int64_t last_block = smaller(block + plan.piece_blocks, plan.row_blocks);
+            const int64_t last_tile = smaller(tile + plan.piece_tiles, plan.tiles);
+            const TileWork<Finish> work = {one.args, plan,  rows_from(all, common ? 0 : one.first), finish, (float*)sums,
+                                           sums + scratch.sums, tiles};
+            const char* behind = nullptr;
+            if (next >= 0) {
+                const Chosen& then = s.experts[expert_of(next)];
+                const int64_t then_rows = divide_up(then.plan.row_blocks, then.plan.piece_blocks);
+                const int64_t then_tile = (next - then.first_piece) / then_rows * then.plan.piece_tiles;
+                behind = (const char*)then.args.weight + then_tile * then.plan.steps * kStepBytes;
+            }
+            for (int64_t t = tile; t < last_tile; t++)
+                work.run(t, block, last_block, t + 1 < last_tile ? work.weight_of(t + 1) : behind);
+        }
+    });
+}
+
+// Adds what an expert gives to the sums of its rows.
+struct WeightedSum {
+    const int32_t* row;   // of the expert's rows
+    const float* weight;  // of the expert's rows
+    float* sums;          // [rows of y][kTile], of this tile
+
+    void operator()(const linear_args& a, const PreparedRows& x, int64_t tile, int64_t first, int64_t rows,
+                    const float* products) const {
+        const TileEnd end(a, tile);
+        for (int64_t i = first; i < first + rows; i++, products += kTile) {
+            F32 value[kTileVectors];
+            end.values(products, broadcast(end.x_scaled ? x.scales[i] : 1.0f), value);
+            float* to = sums + int64_t(row[i]) * kTile;
+            for (int v = 0; v < kTileVectors; v++)
+                store(to + v * kLanes, fma(value[v], broadcast(weight[i]), load(to + v * kLanes)));
+        }
+    }
+};
+
+template <class X>
+void store_sums(const experts_args& a, int64_t tile, const float* sums) {
+    const int64_t column = tile * kTile;
+    for (int64_t row = 0; row < a.rows; row++, sums += kTile)
+        for (int v = 0; v < kTileVectors; v++) {
+            const int64_t at = column + v * kLanes;
+            const int n = int(smaller(kLanes, a.hidden - at));
+            if (n <= 0) break;
+            F32 value = load(sums + v * kLanes);
+            if (a.residual) value = add(value, load_some((const X*)a.residual + row * a.residual_stride + at, n));
+            store_some((X*)a.y + row * a.y_stride + at, value, n);
+        }
+}
+
+// y: what the experts of a row give, times their weights.
+void outer_products(const experts_args& a, const SortedRows& s, const PreparedRows& all, Team& team) {
+    const LinearPlan& any = s.experts[0].plan;
+    const int64_t stream = any.steps * kStepBytes, tile_sums = a.rows * kTile * int64_t(sizeof(float));
+    int64_t piece_tiles = smaller(divide_up(any.tiles, 4 * team.size), 1 + kPieceBytes / (stream + 1));
+    piece_tiles = smaller(piece_tiles, 1 + kSumBytes / (tile_sums + 1));
+    const ProductScratch scratch(s);
+    together(team, divide_up(any.tiles, piece_tiles), [&](Member& member) {
+        char* memory = (char*)member.scratch(scratch.bytes() + size_t(piece_tiles * tile_sums));
+        float* sums = (float*)(memory + scratch.bytes());
+        Tiles tiles;
+        for (int64_t piece; (piece = member.next()) >= 0;) {
+            const int64_t first = piece * piece_tiles, last = smaller(first + piece_tiles, any.tiles);
+            std::memset(sums, 0, size_t((last - first) * tile_sums));
+            for (int64_t i = 0; i < s.chosen; i++) {
+                const Chosen& one = s.experts[i];
+                const LinearPlan& plan = one.plan;
+                const char* behind = nullptr;
+                if (i + 1 < s.chosen) behind = (const char*)s.experts[i + 1].args.weight + first * stream;
+                for (int64_t tile = first; tile < last; tile++) {
+                    const WeightedSum end = {s.row + one.first, s.weight + one.first,
+                                             sums + (tile - first) * a.rows * kTile};
+                    const TileWork<WeightedSum> work = {one.args, plan, rows_from(all, one.first), end, (float*)memory,
+                                                        memory + scratch.sums, tiles};
+                    const char* next = tile + 1 < last ? work.weight_of(tile + 1) : behind;
+                    for (int64_t block = 0; block < plan.row_blocks; block += plan.piece_blocks)
+                        work.run(tile, block, smaller(block + plan.piece_blocks, plan.row_blocks), next);
+                }
+            }
+            for (int64_t tile = first; tile < last; tile++) {
+                const float* done = sums + (tile - first) * a.rows * kTile;
+                a.dtype == kBF16 ? store_sums<bf16>(a, tile, done) : store_sums<float>(a, tile, done);
+            }
+        }
+    });
+}
+
+void experts(const experts_args& a, Team& team) {
+    if (a.rows == 0) return;
+    const int64_t pairs = a.rows * a.active, item = a.dtype == kBF16 ? 2 : 4;
+    const int64_t lists = 3 * aligned(4 * pairs) + aligned(a.count * int64_t(sizeof(Chosen)));
+    char* memory = (char*)shared_scratch(team, 0, size_t(lists + pairs * a.inner * item));
+    char* inner = memory + lists;  // [pairs, inner]
+    const SortedRows s = sort_rows(a, memory);
+    bool alike = true;  // all experts would prepare a row in the same way
+    for (int64_t i = 0; i < s.chosen; i++) {
+        Chosen& one = s.experts[i];
+        linear_args l = {};
+        l.x = a.x;
+        l.x_stride = a.x_stride;
+        l.rows = one.rows;
+        l.kind = a.up_kind;
+        l.group = a.up_group;
+        l.inputs = a.hidden;
+        l.outputs = is_paired(a.activation) ? 2 * a.inner : a.inner;
+        l.activation = a.activation;
+        l.y = inner + one.first * a.inner * item;
+        l.y_stride = a.inner;
+        l.dtype = l.out_dtype = a.dtype;
+        l.fp8_x = a.up_fp8_x;
+        set_matrix(l, ((const ExpertMatrix*)a.up)[one.expert]);
+        one.args = l;
+        one.plan = plan_linear(l, team.size);
+        alike = alike && !l.order && l.fp8_x != kStaticX;
+    }
+    const bool common = alike && a.rows == 1;
+    const auto of_x = [&](int64_t i) { return int64_t(s.row[i]); };
+    inner_products(s, prepare_sorted(s, common ? 1 : pairs, team, of_x), common, team);
+    for (int64_t i = 0; i < s.chosen; i++) {
+        Chosen& one = s.experts[i];
+        linear_args l = {};
+        l.x = inner;
+        l.x_stride = a.inner;
+        l.rows = one.rows;
+        l.kind = a.down_kind;
+        l.group = a.down_group;
+        l.inputs = a.inner;
+        l.outputs = a.hidden;
+        l.dtype = l.out_dtype = a.dtype;
+        l.fp8_x = a.down_fp8_x;
+        set_matrix(l, ((const ExpertMatrix*)a.down)[one.expert]);
+        one.args = l;
+        one.plan = plan_linear(l, team.size);
+    }
+    const auto of_inner = [&](int64_t i) { return i; };
+    outer_products(a, s, prepare_sorted(s, pairs, team, of_inner), team);
+}
+
+}  // namespace
+}  // namespace kvik

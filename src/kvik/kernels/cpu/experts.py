@@ -1,0 +1,117 @@
+"""Mixtures of experts by the native kernels (csrc/experts.hpp)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvik.kernels.cpu.matrix import CpuPacked
+from kvik.kernels.cpu.native import DTYPES, Native, pointer
+from kvik.kernels.weights import ACTIVATIONS, Experts, Matrix
+from kvik.spec.experts import Router
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where the matrices of all experts are, as kernels read it: an `ExpertMatrix` each.
+
+    Attributes:
+        up, down: [experts, 6] int64.
+    """
+
+    up: Tensor
+    down: Tensor
+
+
+class CpuExperts:
+    """The router, and the experts that it chose."""
+
+    def __init__(self, native: Native) -> None:
+        self.native = native
+
+    def route(
+        self, logits: Tensor, router: Router, correction: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """See `Ops.route`."""
+        tokens = logits.shape[0]
+        ids = self.native.empty(tokens, router.active, dtype=torch.int64)
+        weights = self.native.empty(tokens, router.active, dtype=torch.float32)
+        self.native.launch(
+            "route",
+            logits=logits.data_ptr(),
+            stride=logits.stride(0),
+            rows=self.native.rows(logits),
+            experts=router.experts,
+            active=router.active,
+            sigmoid=int(router.scores == "sigmoid"),
+            correction=pointer(correction),
+            groups=router.groups,
+            kept_groups=router.kept,
+            two_of_group=int(router.group_by == "best two"),
+            normalise=int(router.normalised),
+            scale=router.scale,
+            ids=ids.data_ptr(),
+            weights=weights.data_ptr(),
+        )
+        return ids, weights
+
+    def expert_set(self, up: Sequence[Matrix], down: Sequence[Matrix]) -> Experts:
+        """See `Ops.expert_set`."""
+        return Experts(tuple(up), tuple(down), Addresses(_addresses(up), _addresses(down)))
+
+    def experts(
+        self, x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, residual: Tensor | None
+    ) -> Tensor:
+        """See `Ops.experts`."""
+        at, up, down = experts.data, experts.up[0], experts.down[0]
+        assert isinstance(at, Addresses)
+        assert isinstance(up.data, CpuPacked) and isinstance(down.data, CpuPacked)
+        y = self.native.empty(*x.shape, dtype=x.dtype)
+        self.native.launch(
+            "experts",
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            rows=self.native.rows(x),
+            ids=ids.data_ptr(),
+            weights=weights.data_ptr(),
+            active=ids.shape[1],
+            count=len(experts.up),
+            up=at.up.data_ptr(),
+            down=at.down.data_ptr(),
+            hidden=up.spec.inputs,
+            inner=up.spec.outputs,
+            activation=ACTIVATIONS[up.spec.activation],
+            up_kind=up.data.kind,
+            up_group=up.data.group,
+            up_fp8_x=up.data.fp8_activations,
+            down_kind=down.data.kind,
+            down_group=down.data.group,
+            down_fp8_x=down.data.fp8_activations,
+            residual=pointer(residual),
+            residual_stride=0 if residual is None else residual.stride(0),
+            y=y.data_ptr(),
+            y_stride=y.stride(0),
+            dtype=DTYPES[x.dtype],
+        )
+        return y
+
+
+def _addresses(matrices: Sequence[Matrix]) -> Tensor:
+    """[experts, 6] int64, in the order of `ExpertMatrix`; 0 for what a matrix does not have."""
+    return torch.tensor([_address(matrix) for matrix in matrices], dtype=torch.int64)
+
+
+def _address(matrix: Matrix) -> tuple[int, ...]:
+    packed = matrix.data
+    assert isinstance(packed, CpuPacked)
+    return (
+        packed.weight.data_ptr(),
+        packed.scales.data_ptr(),
+        packed.zeros.data_ptr() if packed.zeros.numel() else 0,
+        pointer(packed.order),
+        pointer(matrix.bias),
+        pointer(packed.input_scale),
+    )

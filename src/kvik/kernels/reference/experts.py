@@ -1,0 +1,69 @@
+"""The choice of experts for each token, and the MLPs of those that were chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from kvik.kernels.weights import Experts, Matrix
+from kvik.spec.experts import Router
+
+Product = Callable[[Tensor, Matrix, Tensor | None], Tensor]  # `Ops.linear`
+
+
+def route(logits: Tensor, router: Router, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Choose the experts of each token; see `Router`.
+
+    Args:
+        logits: [tokens, experts] fp32. correction: [experts] fp32.
+
+    Returns:
+        ids [tokens, active] int64, the best first, and their weights in fp32.
+    """
+    scores = logits.sigmoid() if router.scores == "sigmoid" else logits.softmax(-1)
+    scores = scores.nan_to_num(0.0)
+    choice = scores if correction is None else scores + correction
+    if router.groups > 1:
+        choice = _of_kept_groups(choice, router)
+    # a stable sort puts the lower id before its equals
+    ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : router.active]
+    weights = scores.gather(1, ids)
+    if router.normalised:
+        weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    return ids.contiguous(), weights * router.scale
+
+
+def _of_kept_groups(choice: Tensor, router: Router) -> Tensor:
+    """Leave the experts of the best groups: [tokens, experts], -inf for the others."""
+    grouped = choice.unflatten(-1, (router.groups, -1))  # [tokens, groups, experts of a group]
+    best = 1 if router.group_by == "best" else min(2, grouped.shape[-1])
+    of_group = grouped.topk(best, dim=-1).values.sum(-1)  # [tokens, groups]
+    kept = of_group.sort(dim=-1, descending=True, stable=True).indices[:, : router.kept]
+    out = torch.ones_like(of_group, dtype=torch.bool).scatter_(1, kept, False)
+    return grouped.masked_fill(out[:, :, None], -torch.inf).flatten(1)
+
+
+def expert_set(up: Sequence[Matrix], down: Sequence[Matrix]) -> Experts:
+    """See `Ops.expert_set`."""
+    return Experts(tuple(up), tuple(down))
+
+
+def experts_by(linear: Product) -> Callable[..., Tensor]:
+    """Return `Ops.experts` of which each product is a call of `linear`."""
+
+    def experts(
+        x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, residual: Tensor | None
+    ) -> Tensor:
+        total = x.new_zeros(x.shape, dtype=torch.float32)
+        for expert in ids.unique().tolist():  # ascending
+            rows, place = (ids == expert).nonzero(as_tuple=True)
+            inner = linear(x[rows], experts.up[expert], None)
+            made = linear(inner, experts.down[expert], None)
+            total[rows] += made.float() * weights[rows, place, None]
+        if residual is not None:
+            total += residual
+        return total.to(x.dtype)
+
+    return experts

@@ -1,0 +1,164 @@
+"""DeepSeek-V2, V2.5, V3 and R1 (DeepSeek-AI 2024, arXiv 2405.04434 and 2412.19437): attention over
+latent vectors, and routed experts behind some dense layers; and GLM-4.7-Flash, of the same form."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvik.models.llama import Llama, LlamaLayer
+from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
+from kvik.spec.experts import Router, corrected_router, read_experts, read_groups
+from kvik.spec.fields import Fields
+from kvik.spec.layers import latent_layers
+from kvik.spec.model import ModelFacts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LATENT_EPS = 1e-6  # of the norms of latent vectors, whatever config.json says of the others
+MAX_PREDICTORS = 8  # layers that predict further tokens, behind the last one
+
+
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, section 2.1), with the matrices that make keys and
+    values multiplied into queries and results (section 2.1.2), so that a token's latent vector is
+    all that is cached and read."""
+
+    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
+        latent, rope = spec.layers[layer].latent, spec.layers[layer].rope
+        assert latent is not None and rope is not None
+        hidden, heads = spec.hidden_size, spec.num_heads
+        self.heads, self.latent = heads, latent
+        turned = rope.rows(latent.rope) or tuple(range(latent.rope))
+        # Queries: of all heads what meets latent vectors, then of all what turns.
+        begins = [head * latent.query for head in range(heads)]
+        order = [begin + i for begin in begins for i in range(latent.nope)]
+        order += [begin + latent.nope + i for begin in begins for i in turned]
+        queries, bias = heads * latent.query, spec.qkv_bias
+        self.down = None
+        if latent.q_rank is None:
+            self.q = builder.linear("q_proj", hidden, queries, bias=False, role="q_up", order=order)
+        else:
+            self.down = builder.linear("q_a_proj", hidden, latent.q_rank, bias=bias, role="q_down")
+            self.q_norm = builder.rms_norm("q_a_layernorm", latent.q_rank, LATENT_EPS)
+            self.q = builder.linear(
+                "q_b_proj", latent.q_rank, queries, bias=False, role="q_up", order=order
+            )
+        self.kv = builder.linear(
+            "kv_a_proj_with_mqa",
+            hidden,
+            latent.width,
+            bias=bias,
+            role="kv_down",
+            order=[*range(latent.rank), *(latent.rank + i for i in turned)],
+        )
+        self.kv_norm = builder.rms_norm("kv_a_layernorm", latent.rank, LATENT_EPS)
+        self.into_queries, self.to_values = builder.latent_up("kv_b_proj", heads, latent)
+        # The temperature of YaRN that is not in the rotation.
+        stretch = rope.temperature(rope.mscale_all_dim) if rope.mscale_all_dim else 1.0
+        self.attend = builder.latent_attention(layer, latent.query**-0.5 * stretch**2)
+        self.o = builder.linear("o_proj", heads * latent.value, hidden, bias=spec.o_bias, role="o")
+        builder.ignore("rotary_emb.inv_freq")
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, rotation: Tensor | None, ctx: ForwardContext
+    ) -> Tensor:
+        """x, residual [tokens, hidden], rotation [tokens, rope] -> [tokens, hidden]."""
+        assert rotation is not None
+        latent, heads = self.latent, self.heads
+        narrow = x if self.down is None else self.q_norm(self.down(x, ctx))
+        q = self.q(narrow, ctx)
+        nope, q_rope = q.split_with_sizes((heads * latent.nope, heads * latent.rope), 1)
+        vector, k_rope = self.kv(x, ctx).split_with_sizes((latent.rank, latent.rope), 1)
+        attended = self.attend(
+            self.into_queries(nope.unflatten(1, (heads, latent.nope))),
+            q_rope.unflatten(1, (heads, latent.rope)),
+            self.kv_norm(vector),
+            k_rope[:, None],
+            ctx,
+            rotation,
+        )
+        return self.o(self.to_values(attended).flatten(1), ctx, residual)
+
+
+def grouped_router(fields: Fields, experts: int, active: int) -> Router:
+    """Softmax scores, in groups where `topk_method` says so (DeepSeek-V2, section 2.2.2)."""
+    method = fields.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy")
+    groups, kept = read_groups(fields, experts, active) if method != "greedy" else (1, 1)
+    # Weights are never divided by their sum, whatever `norm_topk_prob` says.
+    return Router(
+        experts,
+        active,
+        groups=groups,
+        kept=kept,
+        normalised=False,
+        scale=fields.number("routed_scaling_factor", 0.0, 1e6, 1.0),
+    )
+
+
+def deepseek(spec: ModelFacts, builder: LayerBuilder) -> Llama:
+    for layer in range(spec.num_layers, spec.num_layers + MAX_PREDICTORS):
+        builder.skip(f"model.layers.{layer}")
+    return Llama(spec, builder, partial(LlamaLayer, attention=LatentAttention))
+
+
+DEEPSEEK2 = Architecture(
+    "DeepseekV2ForCausalLM",
+    "deepseek_v2",
+    "DeepSeek V2, V2.5, V2-Lite and Coder V2",
+    deepseek,
+    layers=latent_layers,
+    experts=partial(read_experts, router=grouped_router, shared="n_shared_experts"),
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    mlp_bias="mlp_bias",
+    defaults={"n_shared_experts": 2, "n_routed_experts": 64, "moe_intermediate_size": 1407},
+    eos_token_ids=(2,),
+)
+DEEPSEEK3 = Architecture(
+    "DeepseekV3ForCausalLM",
+    "deepseek_v3",
+    "DeepSeek V3, V3.1 and R1",
+    deepseek,
+    layers=partial(latent_layers, interleaved="rope_interleave"),
+    experts=partial(
+        read_experts, router=corrected_router, shared="n_shared_experts", first_dense=3
+    ),
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    defaults={
+        "n_shared_experts": 1,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+    },
+    eos_token_ids=(1,),
+)
+# GLM-4.7-Flash (Z.ai 2026).
+GLM4_MOE_LITE = Architecture(
+    "Glm4MoeLiteForCausalLM",
+    "glm4_moe_lite",
+    "GLM-4.7-Flash",
+    deepseek,
+    layers=partial(latent_layers, interleaved="rope_interleave"),
+    experts=partial(
+        read_experts, router=corrected_router, shared="n_shared_experts", first_dense=1
+    ),
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    defaults={
+        "n_shared_experts": 1,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1536,
+        "routed_scaling_factor": 1.8,
+        "q_lora_rank": 768,
+        "v_head_dim": 256,
+        "qk_nope_head_dim": 192,
+    },
+    eos_token_ids=(1,),
+)

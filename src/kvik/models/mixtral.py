@@ -1,0 +1,56 @@
+"""Mixtral (Jiang et al. 2024, arXiv 2401.04088): a Mistral whose MLPs are routed experts; and
+MiniMax-M2, which names them alike."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from kvik.models.llama import Llama, LlamaLayer, feed_forward
+from kvik.models.olmo2 import Olmo2Attention
+from kvik.spec.declare import Architecture, ExpertNames
+from kvik.spec.experts import (
+    MAX_WIDTH,
+    corrected_router,
+    normalised_router,
+    read_experts,
+)
+from kvik.spec.fields import Fields
+from kvik.spec.layers import LayerSpec, turned_layers, windowed_layers
+
+NAMES = ExpertNames(
+    gate_up=("experts.{}.w1", "experts.{}.w3"),
+    down="experts.{}.w2",
+    correction="e_score_correction_bias",
+)
+experts = partial(feed_forward, scope="block_sparse_moe", names=NAMES)
+
+MIXTRAL = Architecture(
+    "MixtralForCausalLM",
+    "mixtral",
+    "Mixtral",
+    partial(Llama, make_layer=partial(LlamaLayer, feed=experts)),
+    layers=windowed_layers,
+    experts=partial(read_experts, inner="intermediate_size", router=normalised_router),
+    defaults={"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
+    eos_token_ids=(2,),
+)
+
+
+def minimax_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+    """Published files say in `rotary_dim` how much of a head turns."""
+    width, head_dim = (fields.integer(key, 1, MAX_WIDTH, 128) for key in ("rotary_dim", "head_dim"))
+    fraction = width / head_dim if "rotary_dim" in fields else 1.0
+    return turned_layers(fields, layers, positions, fraction=fraction)
+
+
+# MiniMax-M2 (MiniMax 2025): queries and keys are normalised over all heads together, a part of each
+# head turns, and the router has a correction.
+MINIMAX_M2 = Architecture(
+    "MiniMaxM2ForCausalLM",
+    "minimax_m2",
+    "MiniMax-M2",
+    partial(Llama, make_layer=partial(LlamaLayer, attention=Olmo2Attention, feed=experts)),
+    layers=minimax_layers,
+    experts=partial(read_experts, inner="intermediate_size", router=corrected_router),
+    head_dim=128,
+)

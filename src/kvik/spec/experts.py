@@ -1,0 +1,173 @@
+"""Mixtures of experts (Shazeer et al. 2017): what a layer with routed experts is made of, and how
+config.json says it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from kvik.errors import shown
+from kvik.spec.fields import Fields
+
+MAX_EXPERTS = 1024  # of a layer (csrc/experts.hpp)
+MAX_IN_ALL = 1 << 16  # of a model
+MAX_LAYERS, MAX_WIDTH = 4096, 1 << 20
+# How config.json files call the number of experts in a layer.
+EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+SPARSE, DENSE = "sparse", "dense"  # of `mlp_layer_types`
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """How the experts of a token are chosen from its logits, one for each expert.
+
+    Scores are the softmax or the sigmoid of the logits. The best experts are chosen, of equals the
+    lower ids, by their scores and what a correction adds to them (DeepSeek-V3, arXiv 2412.19437).
+    The weight of a chosen expert is its score alone.
+
+    Attributes:
+        experts, active: how many there are, and how many a token gets.
+        scores: the function of the logits.
+        corrected: there is a correction.
+        groups, kept: only experts of the `kept` best of equal groups can be chosen (DeepSeek-V2,
+            arXiv 2405.04434, section 2.2.2).
+        group_by: a group is as good as its best expert, or as the sum of its best two.
+        normalised: the weights of a token are divided by their sum.
+        scale: that weights are multiplied with.
+    """
+
+    experts: int
+    active: int
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    corrected: bool = False
+    groups: int = 1
+    kept: int = 1
+    group_by: Literal["best", "best two"] = "best"
+    normalised: bool = True
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """The feed-forward part of a layer with routed experts.
+
+    Attributes:
+        inner: width of an expert.
+        shared: width of the MLP that every token goes through beside its experts; 0: none.
+    """
+
+    router: Router
+    inner: int
+    shared: int = 0
+
+    @property
+    def active_width(self) -> int:
+        """Inner activations of a token."""
+        return self.router.active * self.inner + self.shared
+
+
+# config.json, number of layers -> the experts of each layer; None: it has a plain MLP.
+ExpertsRule = Callable[[Fields, int], tuple[ExpertsSpec | None, ...]]
+
+
+def read_experts(
+    fields: Fields,
+    layers: int,
+    *,
+    inner: str = "moe_intermediate_size",
+    router: Callable[[Fields, int, int], Router],
+    shared: str = "",
+    first_dense: int = 0,
+) -> tuple[ExpertsSpec | None, ...]:
+    """
+    Args:
+        inner: key of an expert's width.
+        router: config.json, experts, experts of a token -> the router.
+        shared: key of how many experts every token goes through; "": none.
+        first_dense: `first_k_dense_replace` when config.json does not say.
+
+    Raises:
+        ModelError: a field that is missing or cannot be.
+    """
+    count = expert_count(fields)
+    if count * layers > MAX_IN_ALL:
+        raise fields.error("num_hidden_layers", f"must give at most {MAX_IN_ALL} experts in all")
+    active = fields.integer("num_experts_per_tok", 1, count)
+    width = fields.integer(inner, 1, MAX_WIDTH)
+    always = fields.integer(shared, 0, MAX_EXPERTS, 0) if shared else 0
+    experts = ExpertsSpec(router(fields, count, active), width, always * width)
+    sparse = sparse_layers(fields, layers, first_dense)
+    return tuple(experts if one else None for one in sparse)
+
+
+def expert_count(fields: Fields) -> int:
+    """Return the number of experts in a layer. Newer files call it by another family's key."""
+    key = next((key for key in EXPERT_KEYS if key in fields), EXPERT_KEYS[0])
+    return fields.integer(key, 1, MAX_EXPERTS)
+
+
+def sparse_layers(fields: Fields, layers: int, first_dense: int = 0) -> tuple[bool, ...]:
+    """Return which layers have experts, by all the keys that families say it with."""
+    if "mlp_layer_types" in fields:
+        types = fields.strings("mlp_layer_types")
+        if len(types) != layers:
+            raise fields.error("mlp_layer_types", f"must have {layers} entries, not {len(types)}")
+        for kind in types:
+            if kind not in (SPARSE, DENSE):
+                message = f"must hold {SPARSE} or {DENSE}, not {shown(kind)}"
+                raise fields.error("mlp_layer_types", message)
+        return tuple(kind == SPARSE for kind in types)
+    first = fields.integer("first_k_dense_replace", 0, MAX_LAYERS, first_dense)
+    every = fields.integer("moe_layer_freq", 1, MAX_LAYERS, 1)
+    step = fields.integer("decoder_sparse_step", 1, MAX_LAYERS, 1)
+    listed = fields.raw("mlp_only_layers") or []
+    if not isinstance(listed, list) or not all(isinstance(layer, int) for layer in listed):
+        raise fields.error("mlp_only_layers", f"must be a list of integers, not {shown(listed)}")
+    dense = set(listed)
+    return tuple(
+        layer >= first and layer % every == 0 and (layer + 1) % step == 0 and layer not in dense
+        for layer in range(layers)
+    )
+
+
+def softmax_router(fields: Fields, experts: int, active: int) -> Router:
+    """Weights are divided by their sum where `norm_topk_prob` says so (OLMoE, Qwen)."""
+    normalised = fields.boolean("norm_topk_prob", False)
+    return Router(experts, active, normalised=normalised)
+
+
+def normalised_router(fields: Fields, experts: int, active: int) -> Router:
+    """Softmax over the chosen experts alone (Mixtral, arXiv 2401.04088)."""
+    return Router(experts, active)
+
+
+def corrected_router(fields: Fields, experts: int, active: int) -> Router:
+    """Sigmoid scores with a correction, in groups (DeepSeek-V3, section 2.1.2)."""
+    groups, kept = read_groups(fields, experts, active)
+    return Router(
+        experts,
+        active,
+        "sigmoid",
+        corrected=True,
+        groups=groups,
+        kept=kept,
+        group_by="best two",
+        normalised=fields.boolean("norm_topk_prob", True),
+        scale=fields.number("routed_scaling_factor", 0.0, 1e6, 1.0),
+    )
+
+
+def read_groups(fields: Fields, experts: int, active: int) -> tuple[int, int]:
+    """Return `n_group` and `topk_group`.
+
+    Raises:
+        ModelError: groups that are not equal, or hold fewer experts than a token gets.
+    """
+    groups = fields.integer("n_group", 1, experts, 1)
+    kept = fields.integer("topk_group", 1, groups, groups)
+    if experts % groups:
+        raise fields.error("n_group", f"must divide the {experts} experts, not {groups}")
+    if active > experts // groups * kept:
+        raise fields.error("topk_group", f"must leave the {active} experts of a token, not {kept}")
+    return groups, kept

@@ -1,0 +1,146 @@
+"""Attention over latent vectors: every backend against its definition, in float64."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from helpers.attention_backends import KV_FORMATS, NAMES, STEPS, make_backend
+from helpers.optional_triton import NO_TRITON, TRITON, device
+from torch import Tensor
+
+from kvik.attention.base import AttendLatent, AttentionBackend, AttentionSpec, LayerKV, StepLayout
+from kvik.kernels.kv_rounding import round_vectors, unround_vectors
+from kvik.kernels.reference.ops import rotary
+from kvik.nn.kv_formats import kv_format
+from kvik.spec.kv import KVCacheSpec
+
+HEADS, RANK, ROPE, BLOCK = 6, 32, 16, 16
+SCALE = 0.25
+TREE = (0b1, 0b11, 0b101, 0b1011)
+# (cached, new) tokens of each sequence; the new ones of the last are a tree.
+CASES = {**STEPS, "tree": [(20, 1), (33, 4)]}
+
+
+def backend_of(name: str) -> AttentionBackend:
+    if name != "triton":
+        return make_backend(name)
+    if not TRITON:
+        pytest.skip(NO_TRITON)
+    from kvik.attention.triton import TritonAttention
+    from kvik.kernels.triton.ops import triton_ops
+
+    return TritonAttention(triton_ops(device()))
+
+
+class Sequences:
+    """What the tokens of some sequences are to one layer, and a cache for them."""
+
+    def __init__(self, sequences: list[tuple[int, int]], kv: LayerKV, where: torch.device) -> None:
+        g = torch.Generator().manual_seed(len(sequences))
+        self.sequences, self.kv, self.where = sequences, kv, where
+        contexts = [cached + new for cached, new in sequences]
+        self.q = [torch.randn(n, HEADS, RANK + ROPE, generator=g) for n in contexts]
+        self.rows = [torch.randn(n, RANK + ROPE, generator=g) for n in contexts]
+        angles = [torch.randn(n, ROPE // 2, generator=g) for n in contexts]
+        self.rotations = [torch.cat((a.cos(), a.sin()), 1) for a in angles]
+        blocks = [-(-n // BLOCK) for n in contexts]
+        free = torch.randperm(len(kv.k), generator=g).int()
+        self.tables = free[: sum(blocks)].split(blocks)
+
+    def run(self, backend: AttentionBackend, *, tree: bool) -> list[Tensor]:
+        """What is cached in a step of its own; the results of the new tokens."""
+        if any(cached for cached, _ in self.sequences):
+            self._step(backend, [(0, cached) for cached, _ in self.sequences], tree=False)
+        return self._step(backend, self.sequences, tree=tree)
+
+    def _step(
+        self, backend: AttentionBackend, spans: list[tuple[int, int]], *, tree: bool
+    ) -> list[Tensor]:
+        taken = [i for i, (_, new) in enumerate(spans) if new]
+        parts = [(i, slice(spans[i][0], sum(spans[i]))) for i in taken]
+        counts = [spans[i][1] for i in taken]
+        table = torch.zeros(len(taken), max(len(t) for t in self.tables) + 1, dtype=torch.int32)
+        slots = []
+        for row, (i, own) in zip(table, parts, strict=True):
+            row[: len(self.tables[i])] = self.tables[i]
+            at = torch.arange(own.start, own.stop)
+            slots.append(self.tables[i][at // BLOCK].long() * BLOCK + at % BLOCK)
+        words = (*[0] * (sum(counts) - len(TREE)), *TREE) if tree else ()
+
+        def there(x: Tensor) -> Tensor:
+            return x.to(self.where)
+
+        layout = StepLayout(
+            query_start_loc=there(torch.tensor([0, *counts]).cumsum(0).int()),
+            seq_lens=there(torch.tensor([own.stop for _, own in parts], dtype=torch.int32)),
+            block_table=there(table),
+            slot_mapping=there(torch.cat(slots)),
+            num_scheduled=tuple(counts),
+            contexts=tuple(own.stop for _, own in parts),
+            block_size=BLOCK,
+            tree=there(torch.tensor(words)) if tree else None,
+            tree_words=words,
+        )
+        q = there(torch.cat([self.q[i][own] for i, own in parts]))
+        rows = there(torch.cat([self.rows[i][own] for i, own in parts]))
+        q, q_rope = (part.clone() for part in q.split((RANK, ROPE), 2))
+        latent, k_rope = (part.clone() for part in rows.split((RANK, ROPE), 1))
+        rotation = there(torch.cat([self.rotations[i][own] for i, own in parts]))
+        metadata, spec = backend.plan(layout, None), AttentionSpec(SCALE)
+        out = backend.run_latent(
+            AttendLatent(q, q_rope, latent, k_rope[:, None], self.kv, metadata, spec, rotation)
+        )
+        assert out.shape == (sum(counts), HEADS, RANK)
+        return list(out.cpu().split(counts))
+
+    def expected(self, dtype: torch.dtype, *, tree: bool) -> list[Tensor]:
+        """
+        Args:
+            dtype: of the cache.
+        """
+        found = []
+        for i, (cached, new) in enumerate(self.sequences):
+            q_rope, k_rope = rotary(
+                self.q[i][..., RANK:], self.rows[i][:, None, RANK:], self.rotations[i]
+            )
+            q = torch.cat((self.q[i][..., :RANK], q_rope), 2)[cached:].double()
+            rows = torch.cat((self.rows[i][:, :RANK], k_rope[:, 0]), 1)
+            stored = rows.to(dtype) if dtype.itemsize > 1 else None
+            rows = unround_vectors(*round_vectors(rows, dtype)) if stored is None else stored
+            rows = rows.double()
+            visible = torch.ones(new, cached + new, dtype=torch.bool).tril(cached)
+            if tree and i + 1 == len(self.sequences):
+                among = torch.tensor(TREE)[:, None] >> torch.arange(new) & 1
+                visible[:, cached:] = among.bool()
+            scores = torch.einsum("qhd,kd->hqk", q, rows) * SCALE
+            weights = scores.masked_fill(~visible, -torch.inf).softmax(2)
+            found.append(torch.einsum("hqk,kd->qhd", weights, rows[:, :RANK]))
+        return found
+
+
+# Triton's cache is of floats, and its interpreter slow.
+TRIALS = [
+    *product(NAMES, CASES, ("fp32", "int8")),
+    *product(NAMES, ("mixed", "tree"), ("bf16", "fp8")),
+    *(("triton", case, "fp32") for case in ("chunk behind a prefix", "mixed", "tree")),
+    ("triton", "decode", "bf16"),
+]
+
+
+@pytest.mark.parametrize(("name", "case", "format"), TRIALS)
+def test_matches_the_definition(name: str, case: str, format: str) -> None:
+    backend = backend_of(name)
+    where = device() if name == "triton" else torch.device("cpu")
+    spec = KVCacheSpec(1, RANK + ROPE, 0, latent=True)
+    blocks = sum(-(-(cached + new) // BLOCK) for cached, new in CASES[case]) + 2
+    kv = kv_format(format, torch.float32).allocate(blocks, BLOCK, spec, where)
+    assert kv.v.numel() == 0
+    sequences, tree = Sequences(CASES[case], kv, where), case == "tree"
+    found = sequences.run(backend, tree=tree)
+    exact = format == "fp32"
+    for got, expected in zip(found, sequences.expected(KV_FORMATS[format], tree=tree), strict=True):
+        torch.testing.assert_close(
+            got.double(), expected, rtol=1e-4 if exact else 1e-3, atol=5e-6 if exact else 1e-4
+        )

@@ -1,0 +1,114 @@
+"""Models with routed experts, quantised by each method and run by the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.calibrated import quiet, random_windows
+from helpers.optional_native import NATIVE
+from helpers.tiny_models import save_tiny, tokens
+from safetensors.torch import load_file, save_file
+
+from kvik import LLM
+from kvik.errors import ModelError
+from kvik.nn.checkpoint import SINGLE
+from kvik.quantize.recipe import Recipe
+from kvik.quantize.save import Output, quantise_folder
+from kvik.quantize.source import open_source
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "head_dim": 16,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+}
+ENGINE: dict[str, Any] = {"device": "cpu", "threads": 2, "num_blocks": 32, "dtype": "float32"}
+KERNELS = ["torch", *(["native"] if NATIVE else [])]
+
+
+def scores(folder: Path, **options: Any) -> torch.Tensor:
+    """Log probability of each token of a text."""
+    with LLM(str(folder), **ENGINE, **options) as llm:
+        (scored,) = llm.score([tokens(60)])
+    assert scored.prompt_logprobs is not None
+    return torch.tensor([entry.logprob for entry in scored.prompt_logprobs[1:] if entry])
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("experts")
+    save_tiny(folder, "Qwen3Moe", **SIZES)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe("rtn", 8, 32),
+        Recipe("gptq", 8, 32, act_order=True),
+        Recipe("awq", 8, 32),
+        Recipe("smoothquant", 8, -1),
+        Recipe("fp8", 8, -1, activation_scheme="static"),
+    ],
+    ids=lambda recipe: recipe.method,
+)
+def test_a_quantised_model_is_read_and_says_the_same(
+    plain: Path, tmp_path: Path, recipe: Recipe
+) -> None:
+    source, folder = open_source(plain), tmp_path / "q"
+    saved = quantise_folder(source, recipe, random_windows(16, 32), Output(folder, source), quiet)
+    assert saved.unreached == 0
+    bits = {layer.name.rpartition(".")[2]: layer.bits for layer in saved.layers}
+    assert bits.pop("gate") is None and set(bits.values()) == {8}
+    expected = scores(plain)
+    for kernels in KERNELS:
+        off = (scores(folder, kernels=kernels) - expected).abs().mean()
+        assert 0.0 < float(off) < (0.5 if recipe.method == "fp8" else 0.2)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
+def test_experts_are_quantised_while_loading(plain: Path, quantization: str) -> None:
+    found = [scores(plain, kernels=kernels, quantization=quantization) for kernels in KERNELS]
+    off = (found[0] - scores(plain)).abs().mean()
+    assert 0.0 < float(off) < (0.2 if quantization == "int8" else 0.9)
+    for other in found[1:]:
+        assert (other - found[0]).abs().mean() < (0.1 if quantization == "int8" else 0.3)
+
+
+def test_experts_in_one_tensor(plain: Path, tmp_path: Path) -> None:
+    tensors = load_file(plain / SINGLE)
+    for layer in (0, 2):
+        scope = f"model.layers.{layer}.mlp.experts"
+        own = {
+            name: [tensors.pop(f"{scope}.{e}.{name}.weight") for e in range(6)]
+            for name in ("gate_proj", "up_proj", "down_proj")
+        }
+        pairs = zip(own["gate_proj"], own["up_proj"], strict=True)
+        tensors[f"{scope}.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
+        tensors[f"{scope}.down_proj"] = torch.stack(own["down_proj"])
+    save_file(tensors, tmp_path / SINGLE, metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((plain / "config.json").read_text())
+    assert torch.equal(scores(tmp_path), scores(plain))
+
+
+def test_experts_that_are_missing_or_too_many(plain: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((plain / "config.json").read_text())
+    tensors = load_file(plain / SINGLE)
+    fewer = {name: t for name, t in tensors.items() if ".experts.5." not in name}
+    save_file(fewer, tmp_path / SINGLE, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lack 'model\.layers\.0.*' and 3 more"):
+        scores(tmp_path)
+    more = {
+        f"model.layers.0.mlp.experts.6.{x}_proj.weight": tensors["lm_head.weight"] + 0.0
+        for x in ("gate", "up", "down")
+    }
+    save_file({**tensors, **more}, tmp_path / SINGLE, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"hold 'model\.layers\.0\.mlp\.experts\.6.*unknown"):
+        scores(tmp_path)
