@@ -37,6 +37,9 @@ KVIK_INLINE F32 gelu_erf(F32 x) {
     return select(less(x, zero()), beyond, sub(x, beyond));
 }
 
+// x, but within (-cap, cap).
+KVIK_INLINE F32 softcap(F32 x, F32 cap) { return mul(cap, tanh(div(x, cap))); }
+
 // SwiGLU of gpt-oss: g / (1 + e^-1.702g) times up + 1, where g is at most 7 and up within it on both sides.
 // Infinity is cut, NaN stays NaN.
 constexpr float kSwigluLimit = 7.0f, kSwigluSlope = 1.702f;
@@ -94,6 +97,17 @@ void activate_of(const activate_args& a, Team& team) {
 
 void activate(const activate_args& a, Team& team) {
     a.dtype == kBF16 ? activate_of<bf16>(a, team) : activate_of<float>(a, team);
+}
+
+void softcap(const softcap_args& a, Team& team) {
+    const F32 cap = broadcast(float(a.cap));
+    each_columns(team, a.rows, a.dim, kActivationsPerThread, [&](int64_t row, int64_t begin, int64_t end) {
+        float* x = static_cast<float*>(a.x) + row * a.x_stride;
+        int64_t i = begin;
+        for (; i + kLanes <= end; i += kLanes) store(x + i, softcap(load(x + i), cap));
+        const int rest = int(end - i);
+        if (rest) store(x + i, softcap(load(x + i, rest), cap), rest);
+    });
 }
 
 }  // namespace

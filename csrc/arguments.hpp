@@ -67,6 +67,9 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 #define KVIK_ARGS_scaled(P, I, F)                                                        \
     P(x) I(x_stride) P(y) I(y_stride) I(rows) I(dim) F(factor) I(dtype)
 
+// x fp32, in place: cap * tanh(x / cap).
+#define KVIK_ARGS_softcap(P, I, F) P(x) I(x_stride) I(rows) I(dim) F(cap)
+
 // out [rows, row_bytes] = table[ids]; strides in bytes, ids int64.
 #define KVIK_ARGS_gather_rows(P, I, F)                                                   \
     P(table) I(table_stride) P(ids) P(out) I(out_stride) I(rows) I(row_bytes)
@@ -109,12 +112,14 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 // whether the j-th of them is an ancestor or itself. A node attends as if the keys of its path alone
 // followed the cached ones, to the bit. value_dim: columns of a value and of out. Without v_cache the values
 // are the first value_dim columns of the keys, and q has as many: the others are in q_rope [tokens, heads,
-// head_dim - value_dim].
+// head_dim - value_dim]. A score s = scale * q k becomes softcap *
+// tanh(s / softcap), unless that is 0. sinks: null, or fp32 [heads]: a score that each head adds to those of
+// the keys, with no value.
 #define KVIK_ARGS_attention(P, I, F)                                                     \
     P(q) I(q_stride) P(q_rope) I(q_rope_stride) I(value_dim) P(k_cache) P(v_cache) P(k_scales) P(v_scales) P(block_table)        \
     I(table_stride) P(query_start_loc) P(seq_lens) I(num_seqs) I(heads) I(kv_heads)      \
-    I(head_dim) I(block_size) I(window) P(tree) F(scale) P(out) I(out_stride) I(dtype)   \
-    I(kv_dtype)
+    I(head_dim) I(block_size) I(window) P(tree) F(scale) F(softcap) P(sinks) P(out)      \
+    I(out_stride) I(dtype) I(kv_dtype)
 
 // y [rows, outputs] = act(x W^T + bias) + residual. weight, scales, zeros as `pack_matrix` laid them
 // out. group: inputs that share a scale, 0: all of them. order: null, or int32 [inputs]: input i of W
@@ -203,7 +208,8 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 #define KVIK_ARGS_peak_i8(P, I, F) I(steps) P(result)
 
 #define KVIK_KERNELS(K)                                                                  \
-    K(rms_norm) K(layer_norm) K(activate) K(scaled) K(add) K(gather_rows) K(rotary)      \
+    K(rms_norm) K(layer_norm) K(activate) K(scaled) K(softcap) K(add) K(gather_rows)     \
+    K(rotary)                                                                            \
     K(store_kv) K(store_latent) K(load_kv) K(move_kv) K(attention) K(linear)             \
     K(linear_each) K(route) K(experts) K(pack_matrix) K(matrix_rows) K(largest) K(top_k) \
     K(penalize) K(mask) K(draw) K(probabilities)                                         \

@@ -47,8 +47,19 @@ inline void combine(float* total, float* part, int64_t value_dim) {
         store(total + d, fma(load(part + d), broadcast(shrink_part), mul(load(total + d), broadcast(shrink))));
 }
 
+// total's weights relative to a sink's score where that is larger, and the sink's weight added to their sum.
+inline void add_sink(float* total, float sink, int64_t head_dim) {
+    const float most = *Record::largest(total, head_dim), now = sink > most ? sink : most;
+    float weights[kLanes];
+    store(weights, weight_of(select(lanes_of(1), broadcast(most - now), broadcast(sink - now))));
+    for (int64_t d = 0; d < head_dim; d += kLanes) store(total + d, mul(load(total + d), broadcast(weights[0])));
+    float* sum = Record::weights(total, head_dim);
+    *sum = *sum * weights[0] + weights[1];
+}
+
 // The result of a row. A row that saw no key at all gives zeros.
 inline void write_out(const attention_args& a, float* total, int64_t token, int64_t head) {
+    if (a.sinks) add_sink(total, static_cast<const float*>(a.sinks)[head], a.value_dim);
     const float sum = *Record::weights(total, a.value_dim);
     const int64_t at = token * a.out_stride + head * a.value_dim;
     const F32 divisor = broadcast(sum == 0.0f ? 1.0f : sum);
@@ -271,6 +282,7 @@ private:
         unit.head_dim = a.head_dim;
         unit.value_dim = a.value_dim;
         unit.scale = float(a.scale);
+        unit.softcap = float(a.softcap);
         unit.key_scales = unit.value_scales = nullptr;
         alignas(64) float key_scales[kTile], value_scales[kTile];
         unit.fetch = rows <= kThinRows;

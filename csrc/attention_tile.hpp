@@ -6,6 +6,7 @@
 // exactly zero (weight zero times a value set to zero), whichever rows share the tile.
 #pragma once
 
+#include "activation.hpp"
 #include "attention_visible.hpp"
 #include "kv_layout.hpp"
 #include "simd.hpp"
@@ -92,6 +93,7 @@ struct Unit {
     const float* key_scales;         // [kTile], null without
     const float* value_scales;
     float scale;
+    float softcap;  // 0: none
     int64_t head_dim, value_dim;
 };
 
@@ -139,6 +141,16 @@ KVIK_INLINE void scores_of(const Unit<Format>& unit, int strip, const typename F
 KVIK_INLINE void store_weights(float* to, F32 weights) { store(to, weights); }
 KVIK_INLINE void store_weights(bf16* to, F32 weights) { store(to, weights); }
 
+// Scores scaled and capped, in place.
+template <class Format, int R>
+__attribute__((noinline)) void cap_scores(const Unit<Format>& unit, float (*scores)[kTile]) {
+    for (int r = 0; r < R; r++)
+        for (int n = 0; n < kTile; n += kLanes) {
+            const F32 factor = unit.key_scales ? load(unit.key_scales + n) : broadcast(unit.scale);
+            store(scores[r] + n, softcap(mul(load(scores[r] + n), factor), broadcast(unit.softcap)));
+        }
+}
+
 // Scores to weights; takes the tile into the rows' records, but for the sums over values, which are
 // still to be multiplied by `shrink`.
 template <class Format, int R>
@@ -147,12 +159,19 @@ KVIK_INLINE void soften(const Unit<Format>& unit, float (*scores)[kTile], typena
     constexpr int N = kTile / kLanes;
     const int64_t stride = Record::size(unit.value_dim);
     float base[R];
+    const float* key_scales = unit.key_scales;
+    float scale = unit.scale;
+    if (unit.softcap != 0.0f) {
+        cap_scores<Format, R>(unit, scores);
+        key_scales = nullptr;
+        scale = 1.0f;
+    }
     F32 fall = zero();  // by row: the new largest score minus the old one
     for (int r = 0; r < R; r++) {
         F32 most = broadcast(-INFINITY);
         for (int n = 0; n < N; n++) {
             F32 score = load(scores[r] + n * kLanes);
-            const F32 factor = unit.key_scales ? load(unit.key_scales + n * kLanes) : broadcast(unit.scale);
+            const F32 factor = key_scales ? load(key_scales + n * kLanes) : broadcast(scale);
             score = mul(score, factor);
             if (visible[r] != ~uint64_t(0))
                 score = select(lanes_of(uint32_t(visible[r] >> (n * kLanes))), score, broadcast(-INFINITY));

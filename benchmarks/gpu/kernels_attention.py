@@ -21,7 +21,7 @@ from kvik.attention.fresh_prompts import FreshPrompts
 from kvik.attention.triton import TritonAttention
 from kvik.kernels.torch_ops import TORCH
 from kvik.kernels.triton.attention_mla import mla_decode
-from kvik.kernels.triton.attention_paged import PagedCache, PagedStep, paged_attention
+from kvik.kernels.triton.attention_paged import PagedCache, PagedStep, Scoring, paged_attention
 
 HEADS = sized(Heads(), Heads(4, 2, 32))
 SCALE = HEADS.dim**-0.5
@@ -122,7 +122,7 @@ def _torch_prefill(notes: Notes, time: Timer) -> None:
 
 def _call(q: torch.Tensor, kv: PagedCache, step: PagedStep) -> Call:
     out = torch.empty_like(q)
-    return lambda: paged_attention(q, kv, step, SCALE, out)
+    return lambda: paged_attention(q, kv, step, Scoring(SCALE), out)
 
 
 def _operations(cached: int, new: int) -> float:

@@ -159,12 +159,16 @@ def _activations() -> list[Case]:
     def times(rows: int, dim: int, scale: float) -> Callable[[Maker], tuple[Argument, ...]]:
         return lambda m: (m.normal(rows, dim, scale=scale), 0.3)
 
+    def capped(rows: int, dim: int, scale: float) -> Callable[[Maker], tuple[Argument, ...]]:
+        return lambda m: (m.normal(rows, dim, scale=scale).float(), 3.0)
+
     every: tuple[Activation, ...]
     every = ("silu_and_mul", "gelu_tanh", "gelu_tanh_and_mul", "gelu", "relu", "clamped_swiglu")
     cases = []
     for rows, dim, scale in ((1, 704, 1.0), (7, 33, 1.0), (3, 1, 1.0), (4, 65, 50.0)):
         name = f"{rows}x{dim}@{scale:g}"
         cases.append(Case("scaled", name, times(rows, dim, scale)))
+        cases.append(Case("softcap", name, capped(rows, dim, scale), written=(0,)))
         for one in every:
             size = min(scale, 1.0) if one == "gelu_tanh_and_mul" else scale
             cases.append(Case("activate", f"{one}-{name}", made(rows, dim, size, one)))

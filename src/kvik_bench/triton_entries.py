@@ -135,23 +135,31 @@ LLAMA_HEADS = {"GROUP": 4, "KV_HEADS": 8}  # of Llama 3
 
 
 def _decode(
-    head_dim: int, cache: torch.dtype, m: int = 16, tree: bool = False, loop: Loop | None = None
+    head_dim: int,
+    cache: torch.dtype,
+    m: int = 16,
+    tree: bool = False,
+    options: bool = False,
+    loop: Loop | None = None,
 ) -> Resources:
-    """Queries are bf16, or fp32 as the cache is."""
+    """Queries are bf16, or fp32 as the cache is. `options`: scores are capped, and heads have
+    sinks."""
     tiles = split_tiles(m, head_dim, max(2, cache.itemsize), tree=tree)
     types = _cache_types(cache)
     absent = [] if tree else ["tree"]
+    absent += [] if options else ["softcap", "sinks"]
     absent += [] if types["k_scales"] else ["k_scales", "v_scales"]
     return Resources(
         attention_decode.attention_decode_kernel,
-        f"{m} rows of {head_dim}, KV {str(cache).removeprefix('torch.')}{', tree' * tree}",
+        f"{m} rows of {head_dim}, KV {str(cache).removeprefix('torch.')}{', tree' * tree}"
+        f"{', capped, sinks' * options}",
         types
         | _types(
             p_i32="block_table query_start seq_lens",
             p_i64="tree",
-            p_fp32="part_out part_weight",
+            p_fp32=f"part_out part_weight{' sinks' * options}",
             i32="q_stride table_stride window first_sequence above most programs slab",
-            fp32="scale",
+            fp32=f"scale{' softcap' * options}",
         ),
         {
             **dict.fromkeys(absent),
@@ -184,6 +192,7 @@ def _merge(head_dim: int) -> Resources:
             i32="window first_sequence above most slab",
         ),
         {
+            "sinks": None,
             **LLAMA_HEADS,
             "HEAD_DIM": head_dim,
             "BLOCK_D": block_d(head_dim),
@@ -202,6 +211,7 @@ DECODE = (
     *(_decode(d, torch.float8_e4m3fn, loop=Loop(copies=4)) for d in (64, 128)),
     *(_decode(d, torch.int8, loop=Loop(copies=4)) for d in (128, 256)),
     _decode(128, torch.uint8, loop=Loop(copies=4, instructions=950)),
+    _decode(256, torch.bfloat16, options=True),
     _decode(128, torch.bfloat16, m=32, tree=True),
     _decode(128, torch.bfloat16, m=64, loop=Loop(copies=16, products=12, waits=1)),
     _decode(128, torch.bfloat16, m=64, tree=True),
@@ -246,23 +256,30 @@ def _mla(heads: int) -> Resources:
 
 
 def _prefill(
-    head_dim: int, cache: torch.dtype, window: bool = False, loop: Loop | None = None
+    head_dim: int,
+    cache: torch.dtype,
+    window: bool = False,
+    options: bool = False,
+    loop: Loop | None = None,
 ) -> Resources:
-    """Queries are bf16, or fp32 as the cache is."""
+    """As of `_decode`."""
     types = _cache_types(cache)
     scaled = bool(types["k_scales"])
     tiles = prefill_tiles(head_dim, max(2, cache.itemsize), rounded=scaled)
     return Resources(
         attention_prefill.attention_prefill_kernel,
-        f"head_dim {head_dim}, KV {str(cache).removeprefix('torch.')}{', window' * window}",
+        f"head_dim {head_dim}, KV {str(cache).removeprefix('torch.')}{', window' * window}"
+        f"{', capped, sinks' * options}",
         types
         | _types(
             p_i32="block_table query_start seq_lens",
+            p_fp32="sinks" * options,
             i32="q_stride table_stride window first_sequence sequences above",
-            fp32="scale",
+            fp32=f"scale{' softcap' * options}",
         ),
         {
             **({} if scaled else {"k_scales": None, "v_scales": None}),
+            **({} if options else {"softcap": None, "sinks": None}),
             **LLAMA_HEADS,
             "HEAD_DIM": head_dim,
             "BLOCK_D": block_d(head_dim),
@@ -288,6 +305,8 @@ PREFILL = (
     _prefill(64, torch.bfloat16, loop=Loop(copies=8, products=12, waits=1, barriers=2)),
     _prefill(128, torch.bfloat16, loop=_TILE),
     _prefill(128, torch.bfloat16, window=True, loop=_TILE),
+    _prefill(64, torch.bfloat16, options=True),
+    _prefill(256, torch.bfloat16, options=True),
     _prefill(256, torch.bfloat16, loop=Loop(copies=8, products=18, waits=1, barriers=2)),
     *(
         _prefill(head_dim, cache, loop=Loop(copies=4, products=6, waits=2))
@@ -645,6 +664,14 @@ SMALL = (
         activation.scaled_kernel,
         "bf16",
         _types(p_bf16="x out", i32="n", fp32="factor"),
+        {"BLOCK": activation.MOST},
+        aligned=_aligned("n"),
+        max_registers=40,
+    ),
+    Resources(
+        activation.softcap_kernel,
+        "fp32",
+        _types(p_fp32="x", i32="n", fp32="cap"),
         {"BLOCK": activation.MOST},
         aligned=_aligned("n"),
         max_registers=40,

@@ -69,7 +69,12 @@ class Step:
                 shared = head // (heads // kv_heads)
                 scores = self.q[start : start + new, head].double() @ keys[:, shared].double().T
                 scores = scores * self.spec.scale
-                weights = torch.where(visible, scores, -torch.inf).softmax(-1)
+                if (cap := self.spec.softcap) is not None:
+                    scores = cap * torch.tanh(scores / cap)
+                scores = torch.where(visible, scores, -torch.inf)
+                if (sinks := self.spec.sinks) is not None:
+                    scores = torch.cat((scores, sinks[head].double().expand(new, 1)), 1)
+                weights = scores.softmax(-1)[:, :context]
                 rows[:, head] = weights @ values[:, shared].double()
             out.append(rows)
             start += new

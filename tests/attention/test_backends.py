@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.attention_backends import NAMES, STEPS
+from helpers.attention_backends import NAMES, OPTIONS, STEPS
 
-from kvik.attention.base import Attend, LayerKV
+from kvik.attention.base import Attend, AttentionSpec, BackendCaps, LayerKV
 from kvik.config.compute import LANES
+from kvik.errors import ConfigError
 
 
 def with_backends(*sizes: int) -> list:
@@ -57,6 +58,23 @@ def test_query_heads_of_a_group_share_their_kv_head(backend, make_step, heads, k
 def test_head_dims(backend, make_step, dim):
     step = make_step(STEPS["mixed"], dim=dim)
     torch.testing.assert_close(step.run(backend).double(), step.expected(), rtol=1e-4, atol=5e-6)
+
+
+@pytest.mark.parametrize("window", [None, 17])
+@pytest.mark.parametrize("name", ["decode batch", "chunk behind a prefix", "mixed"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_capped_scores_and_sinks(backend, make_step, options, name, window):
+    step = replace(make_step(STEPS[name]), spec=AttentionSpec(0.3, **options))
+    torch.testing.assert_close(
+        step.run(backend, window).double(), step.expected(window), rtol=1e-4, atol=2e-6
+    )
+
+
+def test_options_that_a_backend_lacks_are_refused():
+    caps = BackendCaps("plain", frozenset({"cpu"}), frozenset({torch.float32}), frozenset())
+    caps.check(AttentionSpec(1.0))
+    with pytest.raises(ConfigError, match="attention_backend: 'plain' has no sinks and no softcap"):
+        caps.check(AttentionSpec(1.0, softcap=3.0, sinks=torch.zeros(2)))
 
 
 @pytest.mark.parametrize(

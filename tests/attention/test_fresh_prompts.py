@@ -10,10 +10,10 @@ from helpers.optional_triton import NO_TRITON
 pytest.importorskip("triton", reason=NO_TRITON)
 
 import torch
-from helpers.attention_backends import make_backend
+from helpers.attention_backends import OPTIONS, make_backend
 from helpers.optional_triton import INTERPRETED_ONLY
 
-from kvik.attention.base import Attend, AttentionBackend, StepLayout
+from kvik.attention.base import Attend, AttentionBackend, AttentionSpec, LayerKV, StepLayout
 from kvik.attention.fresh_prompts import FreshPrompts
 from kvik.attention.triton import TritonAttention
 from kvik.kernels.triton.ops import triton_ops
@@ -72,6 +72,20 @@ def test_prompts_longer_than_the_window_are_left_to_triton(make_step):
     found = step.run(attention, 17).double()
     torch.testing.assert_close(found, step.expected(17), rtol=1e-4, atol=2e-6)
     assert prompts.taken == [12, 17]
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_layers_that_torch_cannot_do_are_left_to_triton(make_step, options):
+    """In the plan that serves the others."""
+    attention, prompts = mixed()
+    step = make_step([(0, 11), (3, 1)])
+    special = replace(step, spec=AttentionSpec(0.3, **options))
+    attend = special.attend(attention)
+    plain = replace(attend, spec=step.spec, kv=LayerKV(step.kv.k.clone(), step.kv.v.clone()))
+    torch.testing.assert_close(attention.run(plain).double(), step.expected(), rtol=1e-4, atol=2e-6)
+    found = attention.run(attend).double()
+    torch.testing.assert_close(found, special.expected(), rtol=1e-4, atol=2e-6)
+    assert prompts.taken == [11]
 
 
 def test_trees_are_no_prompts(make_step):

@@ -14,15 +14,15 @@ from helpers.optional_triton import NO_TRITON
 pytest.importorskip("triton", reason=NO_TRITON)
 
 import torch
-from helpers.attention_backends import make_backend
+from helpers.attention_backends import OPTIONS, make_backend
 from helpers.optional_triton import device
 from torch import Tensor
 
-from kvik.attention.base import Attend, AttentionBackend, LayerKV, store
+from kvik.attention.base import Attend, AttentionBackend, AttentionSpec, LayerKV, store
 from kvik.attention.triton import TritonAttention
 from kvik.kernels.torch_ops import TORCH
 from kvik.kernels.triton import attention_paged
-from kvik.kernels.triton.attention_paged import PagedCache, paged_attention
+from kvik.kernels.triton.attention_paged import PagedCache, Scoring, paged_attention
 
 FORMATS = {
     "fp16": torch.float16,
@@ -52,8 +52,8 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 def there(value):
     """A tensor, or a dataclass of them, where the kernels run."""
-    if isinstance(value, Tensor):
-        return value.to(device())
+    if value is None or isinstance(value, Tensor):
+        return value if value is None else value.to(device())
     moved = {n: getattr(value, n) for n in value.__dataclass_fields__}
     return type(value)(
         **{n: x.to(device()) if isinstance(x, Tensor) else x for n, x in moved.items()}
@@ -69,7 +69,8 @@ def attend(step, window: int | None = None) -> Tensor:
     plan = TritonAttention(TORCH).plan(there(step.layout), window)
     cache = PagedCache(*_tensors(there(kv)))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    paged_attention(q, cache, plan.steps[0], step.spec.scale, out)
+    scoring = Scoring(step.spec.scale, step.spec.softcap, there(step.spec.sinks))
+    paged_attention(q, cache, plan.steps[0], scoring, out)
     return out.cpu()
 
 
@@ -89,6 +90,14 @@ def test_windows_across_tiles(kernel, make_step, window):
     step = make_step([(70, 20), (130, 1)], 16, 1, 1)
     found = attend(step, window).double()
     torch.testing.assert_close(found, step.expected(window), rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_capped_scores_and_sinks(kernel, make_step, options):
+    """In one split and in several, and in tiles that every row sees."""
+    spec = AttentionSpec(0.3, **options)
+    step = replace(make_step([(12, 1), (70, 9), (0, 3), (300, 1)]), spec=spec)
+    torch.testing.assert_close(attend(step).double(), step.expected(), rtol=1e-4, atol=2e-6)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 3), (18, 1)])

@@ -66,8 +66,16 @@ def test_kinds_of_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "22 see 512 tokens, rotary positions of base 10,000\n" in out
     assert "4 see all tokens, rotary positions of base 1,000,000\n" in out
     assert main([*words, "--json"]) == 0
-    layers = json.loads(capsys.readouterr().out)["layers"]
+    facts = json.loads(capsys.readouterr().out)
+    layers = facts["layers"]
     assert [(kind["count"], kind["window"]) for kind in layers] == [(22, 512), (4, None)]
+    # What a request keeps in them: 512 tokens where a window ends there, else all of 1,024.
+    tokens = [kind["kv_bytes_per_token"] for kind in layers]
+    assert sum(tokens) == facts["kv_bytes_per_token"] and tokens[0] * 4 == tokens[1] * 22
+    kept = [kind["kv_bytes_per_request"] for kind in layers]
+    assert kept == [tokens[0] * 512, tokens[1] * 1024]
+    for count, bytes, seen in zip((22, 4), tokens, ("512 tokens", "all tokens"), strict=True):
+        assert f"{bytes:,} in {count} that see {seen}, at most " in out
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from helpers.configs import small
 
 from kvik.config.compute import choose_attention, choose_kernels, settled, torch_prompts
 from kvik.config.config import EngineConfig, Notes, ResolvedConfig
@@ -164,6 +165,39 @@ def test_torch_computes_prompts_where_it_was_measured_faster(
     assert choose_attention(config, spec, "triton", dtype, gpu, notes) == expected
     assert torch_prompts(expected, spec, gpu) == least
     assert reason in notes.decisions[0].reason
+
+
+def latent(**changes: object) -> ModelSpec:
+    dense = {"first_k_dense_replace": 4, "num_experts_per_tok": 2}
+    return ModelSpec.from_config(small(architectures=["DeepseekV2ForCausalLM"], **dense, **changes))
+
+
+@pytest.mark.parametrize(
+    ("spec", "kernels", "kv", "expected", "reason"),
+    [
+        (latent(), "native", "auto", "cpu", "native kernels"),
+        (latent(), "native", "int8", "cpu", "native kernels"),
+        (
+            latent(kv_lora_rank=40),
+            "native",
+            "auto",
+            "sdpa",
+            "no multiples of 16, of 40 and 64 channels",
+        ),
+        (latent(), "triton", "auto", "triton", "in place"),
+        (latent(), "triton", "int8", "sdpa", "stored in bfloat16 alone"),
+    ],
+)
+def test_attention_over_latent_vectors(spec, kernels, kv, expected, reason) -> None:
+    notes, config = Notes(), EngineConfig(kv_cache_dtype=kv)
+    assert choose_attention(config, spec, kernels, "bfloat16", MEASURED, notes) == expected
+    assert reason in notes.decisions[0].reason
+
+
+def test_latent_vectors_are_not_stored_in_four_bits() -> None:
+    with pytest.raises(ConfigError, match="int4 cannot store latent vectors: use int8 or fp8") as e:
+        resolve(EngineConfig(kv_cache_dtype="int4"), latent(), LAPTOP, "somewhere")
+    assert e.value.field == "kv_cache_dtype"
 
 
 @pytest.mark.parametrize(("group", "kernels"), [(8, "torch"), (64, "triton")])

@@ -117,6 +117,9 @@ def test_mistral_without_a_window_is_a_llama(tmp_path: Path) -> None:
         ("LlamaForCausalLM", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
         ("LlamaForCausalLM", {"rope_scaling": YARN | {"mscale": 1.0}}, "no words for yarn"),
         ("LlamaForCausalLM", {"rope_scaling": YARN | {"truncate": False}}, "no words for yarn"),
+        ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 0, 1]}, "rope_parameters: .* smollm3 imply"),
+        ("GPTNeoXForCausalLM", {"num_key_value_heads": 4, "hidden_act": "gelu_new"}, "hidden_act"),
+        ("Gemma3ForCausalLM", {"query_pre_attn_scalar": 64}, "of gemma3 imply"),
     ],
 )
 def test_what_gguf_has_no_words_for(name: str, options: dict[str, Any], message: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from helpers.optional_native import NATIVE
 
@@ -42,4 +44,12 @@ STEPS = {
     "prefill batch": [(0, 3), (0, 70), (0, 16)],
     "chunk behind a prefix": [(30, 20)],
     "mixed": [(12, 1), (0, 9), (33, 1), (16, 16), (50, 2)],
+}
+
+# Of an `AttentionSpec` for four heads and scores of about 1: capped at both ends and near 0, and
+# sinks above and below all of them.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "capped": {"softcap": 0.7},
+    "sinks": {"sinks": torch.tensor([-3.0, 0.5, 90.0, -200.0])},
+    "both": {"softcap": 2.0, "sinks": torch.tensor([0.0, 1.0, 5.0, -1.0])},
 }

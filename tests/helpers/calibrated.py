@@ -28,6 +28,7 @@ FAMILIES = {
     "Gemma3": {"head_dim": 8},
     "Granite": {"residual_multiplier": 0.3, "embedding_multiplier": 2.0},
     "GPTNeoX": {"num_key_value_heads": 4},
+    "Falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "Starcoder2": {},
     "OPT": {"word_embed_proj_dim": 32},
     "Qwen3Moe": {

@@ -120,6 +120,11 @@ PUBLIC: dict[str, dict[str, Any]] = {
         vocab=256000, hidden=2048, inner=16384, layers=18, heads=8, kv_heads=1, head_dim=256,
         positions=8192,
     ),
+    "Gemma-2-2B": config(
+        "Gemma2ForCausalLM",
+        vocab=256000, hidden=2304, inner=9216, layers=26, heads=8, kv_heads=4, head_dim=256,
+        positions=8192,
+    ),
     "Gemma-3-1B": config(
         "Gemma3ForCausalLM",
         vocab=262144, hidden=1152, inner=6912, layers=26, heads=4, kv_heads=1, head_dim=256,
@@ -130,6 +135,24 @@ PUBLIC: dict[str, dict[str, Any]] = {
         vocab=49155, hidden=2048, inner=8192, layers=40, heads=32, kv_heads=8,
         positions=131072, tie_word_embeddings=True,
     ),
+    "Falcon-7B": {
+        "architectures": ["FalconForCausalLM"],
+        "vocab_size": 65024,
+        "hidden_size": 4544,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 71,
+        "torch_dtype": "bfloat16",
+    },
+    "Falcon-40B": {
+        "architectures": ["FalconForCausalLM"],
+        "vocab_size": 65024,
+        "hidden_size": 8192,
+        "num_hidden_layers": 60,
+        "num_attention_heads": 128,
+        "num_kv_heads": 8,
+        "new_decoder_architecture": True,
+        "torch_dtype": "bfloat16",
+    },
     "GPT-2": {
         "architectures": ["GPT2LMHeadModel"],
         "vocab_size": 50257,

@@ -108,6 +108,15 @@ COLUMNS = [
     Column("static", {"policy": "static", "batch_size": 3}),
     Column("dynamic", {"policy": "dynamic", "batch_size": 3, "max_wait": 0.01}),
 ]
+LATENT_COLUMNS = [
+    Column("batch", {"threads": 2}),
+    Column("prefix hits, chunks", {"max_num_batched_tokens": 16}, rounds=2, must="hits"),
+    Column(
+        "preemption, chunks",
+        {**SQUEEZED, "num_blocks": 6, "max_num_batched_tokens": 16},  # twice as many
+        must="preemptions",
+    ),
+]
 
 SERVED = [
     Column("wire", way="wire"),
@@ -149,6 +158,28 @@ WINDOWED = {  # two full layers, two that see 24 keys: two KV groups; three laye
     "torch_dtype": "float32",
 }
 
+LATENT = {  # attention over latent vectors, an MLP and then experts
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 48,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 20,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 2,
+    "topk_group": 1,
+    "max_position_embeddings": 256,
+    "torch_dtype": "float32",
+}
+
 
 MODELS = ("bundled", "windowed")
 
@@ -161,7 +192,8 @@ def make_model(name: str, folder: Path) -> dict[str, object]:
     """
     if name == "bundled":
         return {"model": BUNDLED}
-    (folder / "config.json").write_text(json.dumps(WINDOWED))
+    config = LATENT if name == "latent" else WINDOWED
+    (folder / "config.json").write_text(json.dumps(config))
     return {"model": str(folder), "load_format": "random", "seed": 3}
 
 

@@ -139,7 +139,13 @@ class Part:
 
 
 def attend(
-    runtime: Runtime, cache: NativeCache, parts: list[Part], scale: float, window: int = 0
+    runtime: Runtime,
+    cache: NativeCache,
+    parts: list[Part],
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> list[Tensor]:
     """One step of attention; the result of each part."""
     every = torch.cat([part.q for part in parts])  # [tokens, heads, head_dim]
@@ -175,6 +181,8 @@ def attend(
         window=window,
         tree=trees,
         scale=scale,
+        softcap=softcap,
+        sinks=sinks,
         out=out.view,
         out_stride=out.stride,
         dtype=q.dtype,

@@ -45,3 +45,14 @@ def one_at_a_time(model, weights) -> Iterator[list[RequestOutput]]:
         assert (runner.kernels, runner.attention_backend) == ("native", "cpu")
         sampling = possible(params_with_logprobs(), model)
         yield run(llm, Column("reference", alone=True), sampling)
+
+
+@pytest.fixture(scope="module", params=[{"dtype": "bfloat16"}, {"kv_cache_dtype": "int8"}], ids=str)
+def latent_alone(request, tmp_path_factory) -> tuple[dict[str, object], list[RequestOutput]]:
+    """A model that attends over latent vectors, and its outputs one request at a time."""
+    model = {**make_model("latent", tmp_path_factory.mktemp("latent")), **request.param}
+    common = {"device": "cpu", "threads": 1, "max_model_len": CONTEXT}
+    with LLM(**model, **common, enable_prefix_caching=False, max_num_seqs=1) as llm:
+        assert llm.resolved.runner.attention_backend == "cpu"
+        sampling = possible(params_with_logprobs(), model)
+        return model, run(llm, Column("reference", alone=True), sampling)

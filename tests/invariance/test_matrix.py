@@ -15,6 +15,7 @@ from helpers.matrix import (
     ALL_OF_IT,
     BITS,
     COLUMNS,
+    LATENT_COLUMNS,
     NUM_TOKENS,
     SERVED,
     params,
@@ -49,3 +50,15 @@ def test_native_logprobs_are_the_same_to_the_bit(model, weights, one_at_a_time, 
             assert completion.token_ids == right.outputs[0].token_ids, f"prompt {i}"
             assert completion.logprobs == right.outputs[0].logprobs, f"prompt {i}"
             assert len(completion.logprobs) == NUM_TOKENS
+
+
+@needs_native
+@pytest.mark.parametrize("column", LATENT_COLUMNS, ids=lambda column: column.name)
+def test_no_bit_of_latent_attention_depends_on_it_either(latent_alone, column, caplog):
+    model, alone = latent_alone
+    found = run_column(column, params_with_logprobs(), model)
+    assert not caplog.records  # every step was replayed
+    for i, (output, right) in enumerate(zip(found, alone, strict=True)):
+        assert output.prompt_logprobs == right.prompt_logprobs, f"prompt {i}"
+        assert output.outputs[0].token_ids == right.outputs[0].token_ids, f"prompt {i}"
+        assert output.outputs[0].logprobs == right.outputs[0].logprobs, f"prompt {i}"

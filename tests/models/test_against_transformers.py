@@ -139,6 +139,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "stablelm": ("StableLm", {"hidden_size": 64}),
     "stablelm-bias": ("StableLm", {"use_qkv_bias": True, **rope(partial_rotary_factor=0.5)}),
+    "stablelm-parallel": ("StableLm", {"hidden_size": 64, "use_parallel_residual": True}),
+    "falcon-7b": ("Falcon", {"ffn_hidden_size": 56}),
+    "falcon-40b": (
+        "Falcon",
+        {"hidden_size": 64, "new_decoder_architecture": True, "num_kv_heads": 2, "bias": True},
+    ),
+    "falcon-2": (
+        "Falcon",
+        {
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "num_ln_in_parallel_attn": 1,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "falcon-all-heads": ("Falcon", {"multi_query": False}),
     "phi3": ("Phi3", {}),
     "phi3-window": ("Phi3", {"sliding_window": 7, "tie_word_embeddings": True}),
     "phi3-partial": (
@@ -184,6 +200,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("Cohere2", {"num_hidden_layers": 4, "sliding_window": 9, "hidden_size": 64}),
     "gemma": ("Gemma", {"head_dim": 16}),
     "gemma-untied": ("Gemma", {"head_dim": 8, "tie_word_embeddings": False}),
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 3,
+            "attn_logit_softcapping": 0.2,
+            "final_logit_softcapping": 0.3,
+        },
+    ),
+    "gemma2-uncapped": (
+        "Gemma2",
+        {
+            "head_dim": 8,
+            "attention_bias": True,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
     "gemma3": (
         "Gemma3",
         {

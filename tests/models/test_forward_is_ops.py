@@ -34,13 +34,22 @@ FAMILIES = {
     "Exaone4": {"num_hidden_layers": 4},
     "Cohere2": {"num_hidden_layers": 4},
     "Gemma": {"head_dim": 8},
+    "Gemma2": {"head_dim": 8, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 1.0},
     "Gemma3": {"head_dim": 8, "num_hidden_layers": 6},
     "Granite": {"residual_multiplier": 0.3, "embedding_multiplier": 2.0},
     "GPTNeoX": {"num_key_value_heads": 4},
+    "Falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "Starcoder2": {},
     "OPT": {"word_embed_proj_dim": 32},
     "Qwen3Moe": {"head_dim": 8, "num_experts": 8, "moe_intermediate_size": 24},
     "Glm4Moe": {"head_dim": 8, "n_routed_experts": 8, "moe_intermediate_size": 24},
+    "DeepseekV2": {
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+    },
     "GPT2": {},
 }
 
@@ -103,6 +112,7 @@ def test_no_arithmetic_of_its_own(family: str, dtype: torch.dtype) -> None:
     backend = ReferenceAttention(REFERENCE)
     paged = PagedModel(None, spec=spec, dtype=dtype, ops=foreign.ops(), backend=backend)
     backend.run = foreign.wrap(backend.run)  # type: ignore[method-assign]
+    backend.run_latent = foreign.wrap(backend.run_latent)  # type: ignore[method-assign]
     expected = PagedModel(None, spec=spec, dtype=dtype).logits(tokens(9))
     paged.model = Watched(paged.model, foreign)
     found = paged.logits(tokens(9), chunk=5)

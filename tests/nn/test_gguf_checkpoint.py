@@ -29,6 +29,34 @@ FAMILIES = {
     "Qwen2": {"hidden_size": 64, "intermediate_size": 96, "tie_word_embeddings": True},
     "Olmo2": {"hidden_size": 64, "intermediate_size": 96},
     "Qwen3": {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16},
+    "GPTNeoX": {"hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 4},
+}
+HEAD = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96}
+WIDE = {"hidden_size": 64, "intermediate_size": 96}
+MORE = {
+    "Gemma": HEAD,
+    "Gemma3": {**HEAD, "num_hidden_layers": 7, "sliding_window": 9, "query_pre_attn_scalar": 16},
+    "Phi3": {**WIDE, "sliding_window": 7},
+    "Phi": WIDE,
+    "Starcoder2": {**WIDE, "sliding_window": None},
+    "StableLm": {**WIDE, "use_qkv_bias": True, "use_parallel_residual": True},
+    "Cohere": {**WIDE, "logit_scale": 0.3},
+    "Cohere2": {**HEAD, "num_hidden_layers": 5, "sliding_window": 9},
+    "Granite": {
+        **WIDE,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 6.0,
+    },
+    "Glm4": {
+        **HEAD,
+        "attention_bias": True,
+        "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
+    "Exaone4": {**HEAD, "num_hidden_layers": 5, "sliding_window": 9},
+    "SmolLM3": {**WIDE, "num_hidden_layers": 4},
+    "SeedOss": {**HEAD, "residual_dropout": 0.0, "attention_dropout": 0.0},
 }
 
 
@@ -90,10 +118,13 @@ def multiplied_out(folder: Path, type: str) -> Path:
     return twin
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("type", ["F32", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize(
+    ("family", "type"),
+    [(family, type) for family in FAMILIES for type in ("F32", "Q8_0", "Q4_0")]
+    + [(family, type) for family in MORE for type in ("F32", "Q4_0")],
+)
 def test_the_same_model(tmp_path: Path, family: str, type: str) -> None:
-    save_tiny(tmp_path, family, **FAMILIES[family])
+    save_tiny(tmp_path, family, **{**FAMILIES, **MORE}[family])
     ids = tokens(20)
     expected = PagedModel(multiplied_out(tmp_path, type)).step({0: ids})[0]
     logits = PagedModel(export(tmp_path, type)).step({0: ids})[0]

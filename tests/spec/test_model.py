@@ -33,8 +33,11 @@ from kvik.spec.rope import RopeSpec
         ("EXAONE-4.0-1.2B", 1_279_391_488),
         ("Phi-4-mini", 3_836_021_760),
         ("Gemma-2B", 2_506_172_416),
+        ("Gemma-2-2B", 2_614_341_888),
         ("Gemma-3-1B", 999_885_952),
         ("Granite-3.1-2B", 2_533_531_648),
+        ("Falcon-7B", 6_921_720_704),
+        ("Falcon-40B", 41_303_293_952),
         ("GPT-2", 124_439_808),
     ],
 )
@@ -222,12 +225,13 @@ def test_the_newer_dtype_key() -> None:
     assert spec.dtype == "float16"
 
 
+ONE_GROUP = {"n_group": 1, "topk_group": 1}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
 def test_every_architecture_is_read() -> None:
     for name in ARCHITECTURES:
-        base = PUBLIC["GPT-2"] if name == "GPT2LMHeadModel" else {**small(), **EXPERTS}
+        base = PUBLIC["GPT-2"] if name == "GPT2LMHeadModel" else {**small(), **EXPERTS, **ONE_GROUP}
         assert ModelSpec.from_config({**base, "architectures": [name]}).architecture == name
 
 

@@ -55,6 +55,12 @@ MODELS = {
     "phi3": small(
         **WIDE, architectures=["Phi3ForCausalLM"], head_dim=32, partial_rotary_factor=0.5
     ),
+    "falcon": small(
+        **WIDE,
+        architectures=["FalconForCausalLM"],
+        new_decoder_architecture=True,
+        num_kv_heads=2,
+    ),
     "exaone4": small(
         **(WIDE | {"num_hidden_layers": 4}),
         architectures=["Exaone4ForCausalLM"],
@@ -65,6 +71,15 @@ MODELS = {
         architectures=["Cohere2ForCausalLM"],
         sliding_window=9,
         layer_norm_eps=1e-5,
+    ),
+    "gemma2": small(
+        **(WIDE | {"num_hidden_layers": 3}),
+        architectures=["Gemma2ForCausalLM"],
+        hidden_act=None,
+        head_dim=32,
+        sliding_window=9,
+        attn_logit_softcapping=0.5,
+        final_logit_softcapping=1.0,
     ),
     "gemma3": small(
         **(WIDE | {"num_hidden_layers": 3}),
@@ -83,6 +98,17 @@ MODELS = {
         n_shared_experts=1,
         use_qk_norm=True,
         head_dim=32,
+    ),
+    "latent": small(
+        **WIDE,
+        architectures=["DeepseekV2ForCausalLM"],
+        q_lora_rank=None,
+        kv_lora_rank=48,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=12,
+        v_head_dim=20,
+        first_k_dense_replace=2,
+        num_experts_per_tok=2,
     ),
     "granite": small(
         **WIDE,

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvik.errors import ConfigError
 from kvik.frozen import frozen
 from kvik.kernels.kv_rounding import movable, round_vectors, unround_vectors
 from kvik.kernels.ops import Ops
@@ -90,6 +91,9 @@ class HeadNorms:
     eps: float
 
 
+OPTIONS = frozenset({"softcap", "sinks"})  # fields of an `AttentionSpec`
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """What attention computes in one layer, fixed when the model is built.
@@ -98,10 +102,20 @@ class AttentionSpec:
         scale: of the scores.
         norms: of the heads of q and k; None: none. The backend applies them, so that a kernel can
             do it while it writes k into the cache.
+        softcap: a scaled score s becomes softcap * tanh(s / softcap); None: it stays.
+        sinks: [heads] fp32, a score that each head adds to those of the keys it sees, with no
+            value; None: none.
     """
 
     scale: float
     norms: HeadNorms | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def options(self) -> frozenset[str]:
+        """What the layer has that not every kernel can do: some of `OPTIONS`."""
+        return frozenset(name for name in OPTIONS if getattr(self, name) is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,11 +190,23 @@ class AttendLatent:
 
 @dataclass(frozen=True, slots=True)
 class BackendCaps:
-    """The abilities of a backend as data, so that choosing one needs no trial run."""
+    """The abilities of a backend as data, so that choosing one needs no trial run.
+
+    Attributes:
+        options: those of `AttentionSpec` that it can do.
+    """
 
     name: str
     devices: frozenset[str]
     dtypes: frozenset[torch.dtype]
+    options: frozenset[str] = OPTIONS
+
+    def check(self, spec: AttentionSpec) -> None:
+        """Raise `ConfigError` if the backend cannot do what a layer needs."""
+        missing = sorted(spec.options - self.options)
+        if missing:
+            reason = f"{self.name!r} has no {' and no '.join(missing)}, which the model needs"
+            raise ConfigError("attention_backend", reason)
 
 
 class AttentionBackend(Protocol):

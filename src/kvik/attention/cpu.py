@@ -14,6 +14,7 @@ from kvik.attention.base import (
     Attend,
     AttendLatent,
     AttentionMetadata,
+    AttentionSpec,
     BackendCaps,
     LayerKV,
     StepLayout,
@@ -56,7 +57,7 @@ class CpuAttention:
             dtype=DTYPES[k.dtype],
             kv_dtype=DTYPES[kv.k.dtype],
         )
-        return self._attend(q, None, kv, attend.metadata, attend.spec.scale, (kv_heads, head_dim))
+        return self._attend(q, None, kv, attend.metadata, attend.spec, (kv_heads, head_dim))
 
     def run_latent(self, attend: AttendLatent) -> Tensor:
         q_rope, k_rope = self._ops.rotary(attend.q_rope, attend.k_rope, attend.rotation)
@@ -78,7 +79,7 @@ class CpuAttention:
             dtype=DTYPES[latent.dtype],
             kv_dtype=DTYPES[kv.k.dtype],
         )
-        return self._attend(attend.q, q_rope, kv, attend.metadata, attend.spec.scale, (1, width))
+        return self._attend(attend.q, q_rope, kv, attend.metadata, attend.spec, (1, width))
 
     def _attend(
         self,
@@ -86,7 +87,7 @@ class CpuAttention:
         q_rope: Tensor | None,
         kv: LayerKV,
         metadata: AttentionMetadata,
-        scale: float,
+        spec: AttentionSpec,
         keys: tuple[int, int],
     ) -> Tensor:
         """
@@ -118,7 +119,9 @@ class CpuAttention:
             block_size=layout.block_size,
             window=metadata.window or 0,
             tree=pointer(layout.tree),
-            scale=scale,
+            scale=spec.scale,
+            softcap=spec.softcap or 0.0,
+            sinks=pointer(spec.sinks),
             out=out.data_ptr(),
             out_stride=out.stride(0),
             dtype=DTYPES[q.dtype],

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kvik.attention.base import StepLayout
+from kvik.attention.base import AttentionSpec, StepLayout
 
 PADDED = 1024  # lengths are multiples of this
 # Those that need no memory for all scores at once, in torch's own order.
@@ -50,6 +50,10 @@ class FreshPrompts:
         """
         self.least = least
         self._padded = padded
+
+    def can_do(self, spec: AttentionSpec) -> bool:
+        """Return whether torch's kernels can do what a layer needs."""
+        return not spec.options
 
     def take(self, layout: StepLayout, window: int | None) -> dict[int, FreshPrompt]:
         """By sequence, those of a step that can be taken and are long enough."""

@@ -4,6 +4,7 @@ Query at position p sees key j iff j <= p and, with a window of w keys, p - w < 
 sequence's queries are the last ones of its context, so a chunk behind a cached prefix is aligned
 bottom-right. KV head h serves the query heads h * group .. h * group + group - 1. In a tree a query
 sees of this step's keys its ancestors and itself, and a node's position follows from its depth.
+A learned sink takes its share of a head's weights (Agarwal et al. 2025, gpt-oss) and has no value.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from kvik.attention.base import (
     Attend,
     AttendLatent,
     AttentionMetadata,
+    AttentionSpec,
     BackendCaps,
     LayerKV,
     StepLayout,
@@ -50,7 +52,7 @@ class ReferenceAttention:
             blocks = layout.block_table[i]
             rows = slice(start, start + length)
             visible = _visible(layout.nodes(start, length), length, context, window)
-            out[rows] = _attend(q[rows], kv, blocks, visible.to(q.device), attend.spec.scale)
+            out[rows] = _attend(q[rows], kv, blocks, visible.to(q.device), attend.spec)
             start += length
         return out
 
@@ -81,7 +83,7 @@ def _visible(nodes: tuple[int, ...], length: int, context: int, window: int | No
     return visible
 
 
-def _attend(q: Tensor, kv: LayerKV, blocks: Tensor, visible: Tensor, scale: float) -> Tensor:
+def _attend(q: Tensor, kv: LayerKV, blocks: Tensor, visible: Tensor, spec: AttentionSpec) -> Tensor:
     """Attention of one sequence.
 
     Args:
@@ -98,6 +100,12 @@ def _attend(q: Tensor, kv: LayerKV, blocks: Tensor, visible: Tensor, scale: floa
     both = read_both(kv, at)
     k, v = (x.float().repeat_interleave(heads // kv_heads, dim=1) for x in both)
 
-    scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
-    weights = scores.masked_fill(~visible[:, keys], -torch.inf).softmax(-1)
+    scores = torch.einsum("qhd,khd->hqk", q.float(), k) * spec.scale
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    scores = scores.masked_fill(~visible[:, keys], -torch.inf)
+    if spec.sinks is not None:
+        sinks = spec.sinks[:, None, None].expand(heads, len(q), 1)
+        scores = torch.cat((scores, sinks), -1)
+    weights = scores.softmax(-1)[..., : len(keys)]
     return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)

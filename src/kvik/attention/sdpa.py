@@ -7,6 +7,8 @@ of very different lengths are split into several batches (`split`). Prefilling s
 one by one. The nodes of a tree are decoding rows, each of which gathers the keys of its own path,
 so that it computes what a plain decode at its place would.
 
+torch's kernels neither cap scores nor know sinks: layers that have these are the reference's.
+
 All index tensors and masks depend on the step alone and are made in `plan`, not per layer.
 """
 
@@ -32,6 +34,7 @@ from kvik.attention.base import (
     read_both,
     store,
 )
+from kvik.attention.reference import ReferenceAttention
 from kvik.kernels.ops import Ops
 from kvik.kernels.upload import upload
 
@@ -165,6 +168,7 @@ class SdpaAttention:
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
+        self._reference = ReferenceAttention(ops)
         self._workspace = Workspace()
 
     def plan(self, layout: StepLayout, window: int | None) -> SdpaMetadata:
@@ -187,6 +191,8 @@ class SdpaAttention:
         return SdpaMetadata(layout, window, decode, tuple(prefill))
 
     def run(self, attend: Attend) -> Tensor:
+        if attend.spec.options:
+            return self._reference.run(attend)
         q, k = attend.turned(self._ops)
         kv, metadata, scale = attend.kv, attend.metadata, attend.spec.scale
         assert isinstance(metadata, SdpaMetadata)

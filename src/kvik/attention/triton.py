@@ -27,7 +27,13 @@ from kvik.attention.base import (
 from kvik.attention.fresh_prompts import FreshPrompt, FreshPrompts
 from kvik.kernels.ops import Ops
 from kvik.kernels.triton.attention_mla import latent_attention
-from kvik.kernels.triton.attention_paged import PagedCache, PagedStep, paged_attention, runs_of
+from kvik.kernels.triton.attention_paged import (
+    PagedCache,
+    PagedStep,
+    Scoring,
+    paged_attention,
+    runs_of,
+)
 from kvik.kernels.triton.rotary import rotate_and_store
 
 
@@ -35,11 +41,13 @@ from kvik.kernels.triton.rotary import rotate_and_store
 class TritonMetadata(AttentionMetadata):
     """Attributes:
     steps: the sequences between the fresh prompts; where there are none, one step of all.
-    fresh: prompts that torch's kernels take.
+    fresh: prompts that torch's kernels take, in layers that they can do.
+    all: one step of all sequences, for other layers.
     """
 
     steps: tuple[PagedStep, ...]
     fresh: tuple[FreshPrompt, ...]
+    all: tuple[PagedStep, ...]
 
 
 class TritonAttention:
@@ -62,12 +70,13 @@ class TritonAttention:
     def plan(self, layout: StepLayout, window: int | None) -> TritonMetadata:
         fresh = {} if self.prompts is None else self.prompts.take(layout, window)
         steps = tuple(_steps_between(fresh, layout, window))
-        return TritonMetadata(layout, window, steps, tuple(fresh.values()))
+        every = tuple(_steps_between({}, layout, window)) if fresh else steps
+        return TritonMetadata(layout, window, steps, tuple(fresh.values()), every)
 
     def run(self, attend: Attend) -> Tensor:
         metadata, kv = attend.metadata, attend.kv
         assert isinstance(metadata, TritonMetadata)
-        q, k, v, scale = attend.q, attend.k, attend.v, attend.spec.scale
+        q, k, v, spec = attend.q, attend.k, attend.v, attend.spec
         slots = metadata.layout.slot_mapping
         # The kernel turns and rounds halves of a head, which hold whole bytes.
         if q.shape[2] % (4 if kv.k.dtype == torch.uint8 else 2):
@@ -77,16 +86,20 @@ class TritonAttention:
             scales = None
             if kv.k_scales is not None and kv.v_scales is not None:
                 scales = kv.k_scales, kv.v_scales
-            norms = attend.spec.norms
+            norms = spec.norms
             by = None if norms is None else (norms.q, norms.k, norms.eps)
             q = rotate_and_store(q, k, v, attend.rotation, (kv.k, kv.v), scales, slots, by)
         cache = PagedCache(kv.k, kv.v, kv.k_scales, kv.v_scales)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        for step in metadata.steps:
-            paged_attention(q, cache, step, scale, out)
-        for prompt in metadata.fresh:
+        scoring = Scoring(spec.scale, spec.softcap, spec.sinks)
+        steps, fresh = metadata.steps, metadata.fresh
+        if self.prompts is None or not self.prompts.can_do(spec):
+            steps, fresh = metadata.all, ()
+        for step in steps:
+            paged_attention(q, cache, step, scoring, out)
+        for prompt in fresh:
             assert self.prompts is not None
-            out[prompt.start : prompt.end] = self.prompts.attend(q, kv.k, v, prompt, scale)
+            out[prompt.start : prompt.end] = self.prompts.attend(q, kv.k, v, prompt, spec.scale)
         return out
 
     def run_latent(self, attend: AttendLatent) -> Tensor:

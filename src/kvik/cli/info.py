@@ -6,7 +6,7 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from kvik.cli.flags import Parser, add_engine_flags, add_model, engine_options
 from kvik.cli.report import kv_format
@@ -74,6 +74,7 @@ def _as_text(folder: str, spec: ModelSpec, resolved: ResolvedConfig | None, refu
         ("checkpoint", _stored_as(spec)),
         ("weights", weights),
         ("KV cache", f"{_kv_bytes(spec, resolved):,} bytes per token in {kv_dtype}"),
+        *(("", text) for text in _kv_rows(spec, resolved)),
     ]
     lines = [f"{name:14}{value}" for name, value in rows]
     if resolved is None:
@@ -95,7 +96,10 @@ def _as_json(
         "model": folder,
         "architecture": spec.architecture,
         "num_layers": spec.num_layers,
-        "layers": [{"count": count, **asdict(layer)} for layer, count in _kinds(spec)],
+        "layers": [
+            {"count": count, **asdict(layer), **asdict(_kind_cost(spec, layer, resolved))}
+            for layer, count in _kinds(spec)
+        ],
         "hidden_size": spec.hidden_size,
         "vocab_size": spec.vocab_size,
         "context": spec.max_context,
@@ -135,6 +139,44 @@ def _kind(spec: ModelSpec, layer: LayerSpec) -> str:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class KindCost:
+    """What layers of a kind keep of a request.
+
+    Attributes:
+        kv_bytes_per_token: of one token, in all of them.
+        kv_bytes_per_request: of one as long as may be; a window limits it.
+    """
+
+    kv_bytes_per_token: int
+    kv_bytes_per_request: int
+
+
+def _kind_cost(spec: ModelSpec, kind: LayerSpec, resolved: ResolvedConfig | None) -> KindCost:
+    if resolved is None:
+        each = {i: kv.bytes_per_token for i, kv in enumerate(spec.kv_specs(_stored_bytes(spec)))}
+    else:
+        groups = resolved.cache.groups
+        each = {
+            i: kv.bytes_per_token for g in groups for i, kv in zip(g.layers, g.specs, strict=True)
+        }
+    token = sum(each[i] for i, layer in enumerate(spec.layers) if layer == kind)
+    longest = spec.max_context if resolved is None else resolved.scheduler.max_model_len
+    return KindCost(token, token * min(longest, kind.window or longest))
+
+
+def _kv_rows(spec: ModelSpec, resolved: ResolvedConfig | None) -> list[str]:
+    """Return what each kind of layers keeps, and of how much of a request."""
+    rows = []
+    for kind, count in _kinds(spec):
+        cost = _kind_cost(spec, kind, resolved)
+        seen = "all tokens" if kind.window is None else f"{kind.window:,} tokens"
+        most = show_bytes(cost.kv_bytes_per_request)
+        text = f"{cost.kv_bytes_per_token:,} in {count} that see {seen}, at most {most} per request"
+        rows.append(text)
+    return rows
+
+
 def _stored_as(spec: ModelSpec) -> str:
     return str(spec.built or spec.quantization or spec.dtype)
 
@@ -150,5 +192,10 @@ def _weights(spec: ModelSpec, dtype: str, resolved: ResolvedConfig | None) -> in
 def _kv_bytes(spec: ModelSpec, resolved: ResolvedConfig | None) -> int:
     """Return the KV bytes of a token in all layers, as decided or in the checkpoint's dtype."""
     if resolved is None:
-        return spec.kv_bytes_per_token(DTYPE_BYTES[spec.dtype])
+        return spec.kv_bytes_per_token(_stored_bytes(spec))
     return sum(group.bytes_per_token for group in resolved.cache.groups)
+
+
+def _stored_bytes(spec: ModelSpec) -> int:
+    """Return the bytes of a number in the dtype of the checkpoint."""
+    return DTYPE_BYTES[spec.dtype]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +17,14 @@ from kvik.gguf.facts import (
     GGUF_ARCHITECTURES,
     HEAD,
     LAYER,
+    PARALLEL,
+    SCALES,
+    family_of,
     llama3_divisors,
+    metadata_config,
 )
 from kvik.gguf.tokenizer import AT, SPACE, WORD_RULES, TokenKind, WordRule
-from kvik.gguf.types import BLOCK_TYPES
+from kvik.gguf.types import BLOCK_TYPES, Metadata
 from kvik.gguf.writer import Scalar
 from kvik.models.model_spec import ModelSpec
 from kvik.spec.rope import RopeSpec
@@ -106,10 +111,7 @@ def gguf_architecture(spec: ModelSpec) -> str:
     if spec.architecture not in NAMES:
         known = ", ".join(NAMES)
         raise ModelError("architectures", f"must be one of {known} for GGUF")
-    name = NAMES[spec.architecture]
-    if len(set(spec.layers)) > 1 or (name != "llama" and spec.windows[0] is not None):
-        raise ModelError("sliding_window", "must be the same in all layers of a llama for GGUF")
-    return name
+    return NAMES[spec.architecture]
 
 
 def model_metadata(spec: ModelSpec, name: str, type: str) -> dict[str, Scalar]:
@@ -123,6 +125,9 @@ def model_metadata(spec: ModelSpec, name: str, type: str) -> dict[str, Scalar]:
         ModelError: GGUF cannot describe this model.
     """
     architecture = gguf_architecture(spec)
+    family = family_of(architecture)
+    rope = _main_rope(spec)
+    eps = "layer_norm_rms_epsilon" if spec.rms_norm else "layer_norm_epsilon"
     facts: dict[str, Scalar | None] = {
         "block_count": spec.num_layers,
         "context_length": spec.max_position_embeddings,
@@ -133,13 +138,15 @@ def model_metadata(spec: ModelSpec, name: str, type: str) -> dict[str, Scalar]:
         "attention.head_count_kv": spec.num_kv_heads,
         "attention.key_length": spec.head_dim,
         "attention.value_length": spec.head_dim,
-        "attention.layer_norm_rms_epsilon": spec.norm_eps,
-        "attention.sliding_window": spec.windows[0],
-        "rope.dimension_count": spec.head_dim,
+        f"attention.{eps}": spec.norm_eps,
+        "attention.sliding_window": next(filter(None, spec.windows), None),
+        "rope.dimension_count": rope.width(spec.head_dim),
+        **{at: of(spec.scales) for at, of in map(SCALES.__getitem__, family.gguf_scales)},
     }
-    (rope,) = spec.ropes  # only GPT-2 has no rotary positions
+    if PARALLEL in family.fixed or family.wiring is not None:
+        facts[PARALLEL] = family.fixed.get(PARALLEL, bool(spec.wiring))
     facts |= _rope(rope)
-    return {
+    metadata: dict[str, Scalar] = {
         "general.architecture": architecture,
         "general.type": "model",
         "general.name": name,
@@ -147,6 +154,46 @@ def model_metadata(spec: ModelSpec, name: str, type: str) -> dict[str, Scalar]:
         "general.quantization_version": 2,
         **{f"{architecture}.{key}": value for key, value in facts.items() if value is not None},
     }
+    _check(spec, metadata, architecture)
+    return metadata
+
+
+def _main_rope(spec: ModelSpec) -> RopeSpec:
+    """Return how layers without a window turn; GGUF tells no other."""
+    ropes = (layer.rope for layer in spec.layers if layer.rope and layer.window is None)
+    return next(ropes, spec.ropes[0])
+
+
+def _check(spec: ModelSpec, metadata: Mapping[str, Scalar], architecture: str) -> None:
+    """Raise `ModelError` if readers of the metadata would make another model of them."""
+    config = metadata_config(Metadata(metadata, "metadata"), architecture)
+    back = ModelSpec.from_config({**config, "vocab_size": spec.vocab_size}, "metadata")
+
+    def turns(model: ModelSpec) -> list[object]:
+        return [
+            layer.rope and (layer.rope.theta, layer.rope.width(model.head_dim))
+            for layer in model.layers
+        ]
+
+    def scales(model: ModelSpec) -> tuple[float, ...]:
+        found, usual = model.scales, model.head_dim**-0.5
+        return found.embedding, found.residual, found.attention or usual, found.logits
+
+    same = zip(scales(spec), scales(back), strict=True)
+    for key, good in (
+        ("sliding_window", spec.windows == back.windows),
+        ("rope_parameters", turns(spec) == turns(back)),
+        ("hidden_act", spec.gated_mlp or _same_activation(spec.activation, back.activation)),
+        ("config.json", all(math.isclose(one, other, rel_tol=1e-6) for one, other in same)),
+    ):
+        if not good:
+            reason = "must be what files of {} imply: GGUF has no words for others"
+            raise ModelError(key, reason.format(architecture))
+
+
+def _same_activation(one: str, other: str) -> bool:
+    tanh = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
+    return one == other or (one in tanh and other in tanh)
 
 
 def rope_divisors(spec: ModelSpec) -> list[float] | None:

@@ -6,7 +6,7 @@ import math
 import re
 import struct
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -17,7 +17,9 @@ from kvik.gguf.types import Metadata
 from kvik.gguf.writer import Scalar
 from kvik.models.model_spec import ModelSpec
 from kvik.models.registry import ARCHITECTURES
-from kvik.spec.model import MAX_HEADS, MAX_LAYERS, MAX_WIDTH
+from kvik.spec.declare import Architecture
+from kvik.spec.fields import Fields
+from kvik.spec.model import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, ModelScales
 from kvik.spec.rope import MAX_POSITIONS
 from kvik.spec.stored_weights import StoredQuantization, StoredRule, StoredScheme
 
@@ -214,16 +216,17 @@ def sampling_metadata(config: Mapping[str, float | int]) -> dict[str, Scalar]:
 
 _NUMBER, _LAST = r"(0|[1-9][0-9]{0,5})", r"(weight|bias)"
 LAYER = re.compile(rf"blk\.{_NUMBER}\.(\w+)\.{_LAST}")
-HF_LAYER = re.compile(rf"model\.layers\.{_NUMBER}\.(.+)\.{_LAST}")
 
 ROPE_FACTORS = "rope_freqs.weight"
 HEAD = "output.weight"
 EMBEDDING = "token_embd.weight"
 
+_BLOCKS = "blk"
 _OUTER: Mapping[str, str] = {
-    EMBEDDING: "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    HEAD: "lm_head.weight",
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    _BLOCKS: "model.layers",
 }
 _INNER: Mapping[str, str] = {
     "attn_norm": "input_layernorm",
@@ -238,7 +241,6 @@ _INNER: Mapping[str, str] = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_OUTER_BACK = {hf: name for name, hf in _OUTER.items()}
 
 
 def hf_name(name: str, own: Mapping[str, str]) -> str | None:
@@ -247,11 +249,15 @@ def hf_name(name: str, own: Mapping[str, str]) -> str | None:
     Args:
         own: `gguf_names` of the architecture.
     """
+    names = {**_OUTER, **_INNER, **own}
     layer = LAYER.fullmatch(name)
-    if layer is None:
-        return _OUTER.get(name)
-    inner = {**_INNER, **own}.get(layer[2])
-    return f"model.layers.{layer[1]}.{inner}.{layer[3]}" if inner else None
+    if layer is not None:
+        inner = None if layer[2] in _OUTER else names.get(layer[2])
+        return f"{names[_BLOCKS]}.{layer[1]}.{inner}.{layer[3]}" if inner else None
+    outer = re.fullmatch(rf"(\w+)\.{_LAST}", name)
+    if outer is None or outer[1] not in _OUTER or outer[1] == _BLOCKS:
+        return None
+    return f"{names[outer[1]]}.{outer[2]}"
 
 
 def gguf_name(name: str, own: Mapping[str, str]) -> str | None:
@@ -260,21 +266,15 @@ def gguf_name(name: str, own: Mapping[str, str]) -> str | None:
     Args:
         own: `gguf_names` of the architecture.
     """
-    layer = HF_LAYER.fullmatch(name)
-    if layer is None:
-        return _OUTER_BACK.get(name)
-    inner = {hf: name for name, hf in {**_INNER, **own}.items()}.get(layer[2])
-    return f"blk.{layer[1]}.{inner}.{layer[3]}" if inner else None
-
-
-def has_rotary_rows(name: str) -> bool:
-    """Return whether the rows of a GGUF tensor make queries or keys.
-
-    Files of llama models store these rows in another order: two values that are rotated together
-    are neighbours there, and half a head apart in checkpoints.
-    """
-    layer = LAYER.fullmatch(name)
-    return layer is not None and layer[2] in ("attn_q", "attn_k")
+    names = {**_OUTER, **_INNER, **own}
+    back = {hf: name for name, hf in names.items()}
+    layer = re.fullmatch(rf"{re.escape(names[_BLOCKS])}\.{_NUMBER}\.(.+)\.{_LAST}", name)
+    if layer is not None:
+        inner = back.get(layer[2])
+        return f"{_BLOCKS}.{layer[1]}.{inner}.{layer[3]}" if inner else None
+    outer, _, last = name.rpartition(".")
+    known = last in ("weight", "bias") and back.get(outer) in _OUTER
+    return f"{back[outer]}.{last}" if known else None
 
 
 # `general.architecture` -> architecture of config.json. Mistral is "llama" in GGUF.
@@ -304,22 +304,14 @@ def architecture(file: GgufFile) -> str:
     return name
 
 
+def family_of(name: str) -> Architecture:
+    """Return the architecture that is called `name` in GGUF."""
+    return ARCHITECTURES[GGUF_ARCHITECTURES[name]]
+
+
 def tensor_names(file: GgufFile) -> Mapping[str, str]:
     """Return the `gguf_names` of a file's architecture."""
-    return ARCHITECTURES[GGUF_ARCHITECTURES[architecture(file)]].gguf_names
-
-
-def head_size(file: GgufFile) -> int:
-    """Return the size of a head of queries, keys or values.
-
-    Raises:
-        ModelError: a value is out of range.
-    """
-    name, metadata = architecture(file), file.metadata
-    hidden = metadata.integer(f"{name}.embedding_length", 1, MAX_WIDTH)
-    heads = metadata.integer(f"{name}.attention.head_count", 1, MAX_HEADS)
-    usual = max(1, hidden // heads)
-    return metadata.integer(f"{name}.attention.key_length", 1, MAX_WIDTH, usual)
+    return family_of(architecture(file)).gguf_names
 
 
 def gguf_model_spec(file: GgufFile) -> ModelSpec:
@@ -338,47 +330,118 @@ def model_config(file: GgufFile) -> dict[str, object]:
     Raises:
         ModelError: an unknown architecture, or a value out of range.
     """
-    name, metadata = architecture(file), file.metadata
-
-    def size(key: str, most: int, default: int | None = None) -> int:
-        return metadata.integer(f"{name}.{key}", 1, most, default)
-
-    head_dim = head_size(file)
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if size(key, MAX_WIDTH, head_dim) != head_dim:
-            raise metadata.error(f"{name}.{key}", f"must be the size of a head, {head_dim}")
-    heads = size("attention.head_count", MAX_HEADS)
-    context = size("context_length", MAX_POSITIONS)
-    theta = metadata.number(f"{name}.rope.freq_base", 1.0, 1e12, 10000.0)
-    names = {tensor.name for tensor in file.tensors}
-    config: dict[str, object] = {
-        "architectures": [GGUF_ARCHITECTURES[name]],
-        "hidden_size": size("embedding_length", MAX_WIDTH),
-        "intermediate_size": size("feed_forward_length", MAX_WIDTH),
-        "num_hidden_layers": size("block_count", MAX_LAYERS),
-        "num_attention_heads": heads,
-        "num_key_value_heads": size("attention.head_count_kv", MAX_HEADS, heads),
-        "head_dim": head_dim,
-        "max_position_embeddings": context,
-        "rms_norm_eps": metadata.number(f"{name}.attention.layer_norm_rms_epsilon", 0.0, 1.0),
-        "rope_theta": theta,
-        "hidden_act": "silu",
-        "attention_bias": "blk.0.attn_q.bias" in names,
-        "mlp_bias": "blk.0.ffn_up.bias" in names,
+    name = architecture(file)
+    known, names = family_of(name), {tensor.name for tensor in file.tensors}
+    config = metadata_config(file.metadata, name)
+    for key, tensors in (
+        (known.qkv_bias, ("attn_q", "attn_qkv")),
+        (known.o_bias, ("attn_output",)),
+        (known.mlp_bias, ("ffn_up",)),
+    ):
+        if isinstance(key, str):
+            config.setdefault(key, any(f"blk.0.{tensor}.bias" in names for tensor in tensors))
+    config |= {
         "vocab_size": _vocab_size(file),
         "tie_word_embeddings": HEAD not in names,
         "dtype": _dtype(file),
     }
     factors = file.tensor(ROPE_FACTORS)
+    if "rope_scaling" not in config and factors is not None:
+        width = _rope_width(file.metadata, name)
+        theta = Fields(config).number("rope_theta", 1.0, 1e12)
+        scaling = llama3_scaling(file.read(factors, MAX_FACTORS_BYTES), theta, width)
+        if scaling is not None:
+            config["rope_scaling"] = scaling
+    return config | _token_ids(file)
+
+
+# Constants of networks: key of config.json -> key of a GGUF file, and its value by what is read.
+SCALES: Mapping[str, tuple[str, Callable[[ModelScales], float | None]]] = {
+    "embedding_multiplier": ("embedding_scale", lambda scales: scales.embedding),
+    "residual_multiplier": ("residual_scale", lambda scales: scales.residual),
+    "attention_multiplier": ("attention.scale", lambda scales: scales.attention),
+    "logits_scaling": ("logit_scale", lambda scales: 1.0 / scales.logits),
+    "logit_scale": ("logit_scale", lambda scales: scales.logits),
+}
+PARALLEL = "use_parallel_residual"  # in both
+
+
+def metadata_config(metadata: Metadata, name: str) -> dict[str, object]:
+    """Return what the metadata alone say, with the keys of config.json.
+
+    Args:
+        name: `general.architecture`.
+
+    Raises:
+        ModelError: a value is out of range.
+    """
+    known = family_of(name)
+
+    def size(key: str, most: int, default: int | None = None) -> int:
+        return metadata.integer(f"{name}.{key}", 1, most, default)
+
+    head_dim, width = _head_size(metadata, name), _rope_width(metadata, name)
+    if size("attention.value_length", MAX_WIDTH, head_dim) != head_dim:
+        key = f"{name}.attention.value_length"
+        raise metadata.error(key, f"must be the size of a head, {head_dim}")
+    heads, layers = size("attention.head_count", MAX_HEADS), size("block_count", MAX_LAYERS)
+    context = size("context_length", MAX_POSITIONS)
+    eps = "layer_norm_rms_epsilon" if known.rms_norm else "layer_norm_epsilon"
+    usual: dict[str, object] = {
+        "hidden_size": size("embedding_length", MAX_WIDTH),
+        "intermediate_size": size("feed_forward_length", MAX_WIDTH),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": size("attention.head_count_kv", MAX_HEADS, heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": context,
+        "rms_norm_eps": metadata.number(f"{name}.attention.{eps}", 0.0, 1.0),
+        "rope_theta": metadata.number(f"{name}.rope.freq_base", 1.0, 1e12, 10000.0),
+        "hidden_act": known.activations[0],
+    }
+    config: dict[str, object] = {known.keys.get(key, key): value for key, value in usual.items()}
+    window = metadata.integer(f"{name}.attention.sliding_window", 0, MAX_POSITIONS, 0)
+    mistral = name == "llama" and window
+    config["architectures"] = ["MistralForCausalLM" if mistral else known.name]
+    config["sliding_window"] = window or None
+    if width != head_dim:
+        # Half more, so that rounding down gives the width whatever the fraction is rounded to.
+        config["partial_rotary_factor"] = (width + 0.5) / head_dim
+        try:
+            known.layers(Fields({**known.defaults, **config}), layers, context)
+        except ModelError:
+            key = f"{name}.rope.dimension_count"
+            raise metadata.error(key, f"must be the size of a head, {head_dim}") from None
     scaling = rope_scaling(metadata, name, context)
-    if scaling is None and factors is not None:
-        scaling = llama3_scaling(file.read(factors, MAX_FACTORS_BYTES), theta, head_dim)
     if scaling is not None:
         config["rope_scaling"] = scaling
-    window = metadata.integer(f"{name}.attention.sliding_window", 0, MAX_POSITIONS, 0)
-    if name == "llama" and window:
-        config |= {"architectures": ["MistralForCausalLM"], "sliding_window": window}
-    return config | _token_ids(file)
+    for key in known.gguf_scales:
+        at = f"{name}.{SCALES[key][0]}"
+        if at in metadata:
+            config[key] = metadata.number(at, 0.0, 1e9)
+    if f"{name}.{PARALLEL}" in metadata:
+        config[PARALLEL] = metadata.boolean(f"{name}.{PARALLEL}", True)
+    if known.gguf_implied is not None:
+        config |= known.gguf_implied(Fields(config))
+    return config
+
+
+def _head_size(metadata: Metadata, name: str) -> int:
+    """Return the size of a head of queries, keys or values."""
+    hidden = metadata.integer(f"{name}.embedding_length", 1, MAX_WIDTH)
+    heads = metadata.integer(f"{name}.attention.head_count", 1, MAX_HEADS)
+    usual = max(1, hidden // heads)
+    return metadata.integer(f"{name}.attention.key_length", 1, MAX_WIDTH, usual)
+
+
+def _rope_width(metadata: Metadata, name: str) -> int:
+    """Return how many channels of a head turn."""
+    size = _head_size(metadata, name)
+    width = metadata.integer(f"{name}.rope.dimension_count", 1, MAX_WIDTH, size)
+    if width > size:
+        key = f"{name}.rope.dimension_count"
+        raise metadata.error(key, f"must be at most the size of a head, {size}")
+    return width
 
 
 def _vocab_size(file: GgufFile) -> int:

@@ -74,7 +74,7 @@ class WordRule:
 
 _LLAMA3_RULE = WordRule((_LLAMA3,), whole_words=True, bos=True)
 
-WORD_RULES: Mapping[str, WordRule] = {
+WORD_RULES: dict[str, WordRule] = {
     "default": WordRule(_DEFAULT),
     "gpt-2": WordRule((_GPT2,)),
     "llama-bpe": _LLAMA3_RULE,
@@ -84,6 +84,12 @@ WORD_RULES: Mapping[str, WordRule] = {
     "deepseek-r1-qwen": WordRule((_QWEN2,)),
     "smollm": WordRule((r"\p{N}", _GPT2)),
     "tekken": WordRule((_TEKKEN,), whole_words=True, bos=True),
+}
+# Further names of the same rules.
+WORD_RULES |= {
+    **dict.fromkeys(("phi-2", "olmo", "exaone4"), WORD_RULES["gpt-2"]),
+    **dict.fromkeys(("starcoder", "command-r"), WORD_RULES["smollm"]),
+    "stablelm2": WORD_RULES["deepseek-r1-qwen"],
 }
 
 

@@ -162,6 +162,7 @@ class Ops:
         and return its arguments, so the caller uses only what it gets back
     activate(x [tokens, dim], activation) -> [tokens, dim], or [tokens, dim / 2] of a paired one
     scaled(x [tokens, dim], factor) -> x * factor
+    softcap(x [rows, dim] fp32, cap) -> None; in place: cap * tanh(x / cap)
     store_kv(k, v [tokens, kv_heads, head_dim], k_cache, v_cache [blocks, block_size, kv_heads,
         head_dim], slot_mapping [tokens]) -> None
     copy_blocks(cache [blocks, ...], source [n], target [n]) -> None
@@ -187,5 +188,6 @@ class Ops:
     rotary: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     activate: Callable[[Tensor, Activation], Tensor]
     scaled: Callable[[Tensor, float], Tensor]
+    softcap: Callable[[Tensor, float], None]
     store_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     copy_blocks: Callable[[Tensor, Tensor, Tensor], None]

@@ -55,6 +55,8 @@ COHERE = Architecture(
     scales=cohere_scales,
     eos_token_ids=(255001,),
     keys={"rms_norm_eps": "layer_norm_eps"},
+    gguf="command-r",
+    gguf_scales=("logit_scale",),
     fixed={"use_qk_norm": False},
 )
 # Command R7B and A: three layers with a window, then one that knows no positions.
@@ -71,4 +73,6 @@ COHERE2 = Architecture(
     scales=cohere_scales,
     eos_token_ids=(255001,),
     keys={"rms_norm_eps": "layer_norm_eps"},
+    gguf="cohere2",
+    gguf_scales=("logit_scale",),
 )

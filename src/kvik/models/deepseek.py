@@ -3,14 +3,14 @@ latent vectors, and routed experts behind some dense layers; and GLM-4.7-Flash, 
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from kvik.models.llama import Llama, LlamaLayer
 from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
 from kvik.spec.experts import Router, corrected_router, read_experts, read_groups
 from kvik.spec.fields import Fields
-from kvik.spec.layers import latent_layers
+from kvik.spec.layers import LatentSpec, latent_layers
 from kvik.spec.model import ModelFacts
 
 if TYPE_CHECKING:
@@ -18,6 +18,15 @@ if TYPE_CHECKING:
 
 LATENT_EPS = 1e-6  # of the norms of latent vectors, whatever config.json says of the others
 MAX_PREDICTORS = 8  # layers that predict further tokens, behind the last one
+
+
+@cache
+def queries_order(latent: LatentSpec, heads: int, turned: tuple[int, ...]) -> tuple[int, ...]:
+    """Return which output of a checkpoint's queries stands at each place: of all heads what meets
+    latent vectors, then of all what turns, in the order `turned`."""
+    begins = [head * latent.query for head in range(heads)]
+    first = [begin + i for begin in begins for i in range(latent.nope)]
+    return (*first, *(begin + latent.nope + i for begin in begins for i in turned))
 
 
 class LatentAttention:
@@ -31,10 +40,7 @@ class LatentAttention:
         hidden, heads = spec.hidden_size, spec.num_heads
         self.heads, self.latent = heads, latent
         turned = rope.rows(latent.rope) or tuple(range(latent.rope))
-        # Queries: of all heads what meets latent vectors, then of all what turns.
-        begins = [head * latent.query for head in range(heads)]
-        order = [begin + i for begin in begins for i in range(latent.nope)]
-        order += [begin + latent.nope + i for begin in begins for i in turned]
+        order = queries_order(latent, heads, turned)
         queries, bias = heads * latent.query, spec.qkv_bias
         self.down = None
         if latent.q_rank is None:

@@ -1,8 +1,10 @@
-"""Gemma (Gemma team 2024, arXiv 2403.08295) and Gemma 3 (2025, arXiv 2503.19786).
+"""Gemma (Gemma team 2024, arXiv 2403.08295), Gemma 2 (2024, arXiv 2408.00118) and Gemma 3 (2025,
+arXiv 2503.19786).
 
 Gains of norms are 1 + what the checkpoint has, embeddings are scaled by the root of their width,
-and the MLP gates by GELU. Gemma 3 normalises behind its blocks too, and the heads of q and k; five
-layers with a window stand between those without, and each kind has positions of its own.
+and the MLP gates by GELU. Gemma 2 normalises behind its blocks too, every other layer has a window,
+and scores and logits are capped. Gemma 3 caps none of them and normalises the heads of q and k;
+five layers with a window stand between those without, and each kind has positions of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvik.models.llama import Llama, LlamaAttention
+from kvik.models.llama import Llama, LlamaAttention, MakeAttention
 from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder, Norm
 from kvik.spec.fields import Fields
 from kvik.spec.layers import FULL, SLIDING, LayerSpec, layer_types, read_window
@@ -58,21 +60,29 @@ class Gemma3Attention:
         self.attend = builder.attention(layer, dim, spec.scales.attention, (q_norm, k_norm))
         self.o = builder.linear("o_proj", heads * dim, spec.hidden_size, bias=spec.o_bias, role="o")
 
-    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
-        """x [tokens, hidden], rotation [tokens, head_dim] -> [tokens, hidden]."""
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, rotation: Tensor | None, ctx: ForwardContext
+    ) -> Tensor:
+        """x, residual [tokens, hidden], rotation [tokens, head_dim] -> [tokens, hidden]."""
         q, k, v = self.qkv(x, ctx)  # [tokens, heads or kv_heads, head_dim]
-        return self.o(self.attend(q, k, v, ctx, rotation), ctx)
+        return self.o(self.attend(q, k, v, ctx, rotation), ctx, residual)
 
 
-class Gemma3Layer:
+class Gemma2Layer:
     """Attention and MLP; each reads the residual stream normalised, and what it gives is normalised
     again and added to that."""
 
-    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
+    def __init__(
+        self,
+        spec: ModelFacts,
+        builder: LayerBuilder,
+        layer: int,
+        attention: MakeAttention = LlamaAttention,
+    ) -> None:
         hidden, eps = spec.hidden_size, spec.norm_eps
         norm = partial(builder.rms_norm, dim=hidden, eps=eps, offset=1.0)
         self.attention_norm = norm("input_layernorm", before="qkv")
-        self.attention = Gemma3Attention(spec, builder.at("self_attn"), layer)
+        self.attention = attention(spec, builder.at("self_attn"), layer)
         self.attended_norm = norm("post_attention_layernorm")
         self.mlp_norm = norm("pre_feedforward_layernorm", before="gate_up")
         mlp = builder.at("mlp")
@@ -81,8 +91,11 @@ class Gemma3Layer:
 
     def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
         """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
-        x = self.attended_norm.add(self.attention(self.attention_norm(x), rotation, ctx), x)
+        x = self.attended_norm.add(self.attention(self.attention_norm(x), None, rotation, ctx), x)
         return self.fed_norm.add(self.mlp(self.mlp_norm(x), ctx), x)
+
+
+Gemma3Layer = partial(Gemma2Layer, attention=Gemma3Attention)
 
 
 def last_norm(spec: ModelFacts, builder: LayerBuilder) -> Norm:
@@ -101,10 +114,29 @@ def gemma_scales(fields: Fields) -> ModelScales:
     return ModelScales(embedding=math.sqrt(fields.integer("hidden_size", 1, MAX_POSITIONS)))
 
 
+def gemma2_scales(fields: Fields) -> ModelScales:
+    return replace(
+        gemma3_scales(fields),
+        attention_cap=_cap(fields, "attn_logit_softcapping", 50.0),
+        logits_cap=_cap(fields, "final_logit_softcapping", 30.0),
+    )
+
+
+def _cap(fields: Fields, key: str, default: float) -> float | None:
+    return None if fields.is_null(key) else fields.number(key, 1e-3, 1e9, default)
+
+
 def gemma3_scales(fields: Fields) -> ModelScales:
     width = fields.number("query_pre_attn_scalar", 1.0, 1e9, 256.0)
     embedding = math.sqrt(fields.integer("hidden_size", 1, MAX_POSITIONS))
     return ModelScales(embedding=embedding, attention=width**-0.5)
+
+
+def gemma2_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+    """Every other layer has a window, or those that `layer_types` says."""
+    rope, window = read_rope(fields, positions), read_window(fields)
+    types = layer_types(fields, layers, every=2)
+    return tuple(LayerSpec(window if kind == SLIDING else None, rope) for kind in types)
 
 
 def gemma3_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
@@ -126,6 +158,15 @@ def gemma3_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpe
     return tuple(LayerSpec(window if kind == SLIDING else None, ropes[kind]) for kind in types)
 
 
+def gemma3_implied(fields: Fields) -> dict[str, object]:
+    """Return what scores are scaled by: the 27B, by its number of layers, has another rule."""
+    hidden = fields.integer("hidden_size", 1, MAX_POSITIONS)
+    heads = fields.integer("num_attention_heads", 1, MAX_POSITIONS)
+    large = fields.integer("num_hidden_layers", 1, MAX_POSITIONS) == 62
+    width = hidden / heads if large else fields.raw("head_dim")
+    return {"query_pre_attn_scalar": width}
+
+
 GEMMA = Architecture(
     "GemmaForCausalLM",
     "gemma",
@@ -138,6 +179,23 @@ GEMMA = Architecture(
     tied=True,
     head_dim=256,
     eos_token_ids=(1,),
+    gguf="gemma",
+)
+GEMMA2 = Architecture(
+    "Gemma2ForCausalLM",
+    "gemma2",
+    "Gemma 2",
+    partial(Llama, make_layer=Gemma2Layer, make_norm=last_norm),
+    layers=gemma2_layers,
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    activations=("gelu_pytorch_tanh",),
+    scales=gemma2_scales,
+    tied=True,
+    head_dim=256,
+    eos_token_ids=(1,),
+    keys={"hidden_act": "hidden_activation"},
+    fixed={"use_bidirectional_attention": False},
 )
 GEMMA3 = Architecture(
     "Gemma3ForCausalLM",
@@ -164,6 +222,13 @@ GEMMA3 = Architecture(
     },
     keys={"hidden_act": "hidden_activation"},
     fixed={"use_bidirectional_attention": False},
+    gguf="gemma3",
+    gguf_names={
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+    gguf_implied=gemma3_implied,
 )
 # The larger ones read images too, of which kvik runs the text model.
 GEMMA3_IMAGES = replace(
@@ -173,4 +238,5 @@ GEMMA3_IMAGES = replace(
     models="Gemma 3, text of those that read images",
     make=with_images,
     inside="text_config",
+    gguf=None,
 )

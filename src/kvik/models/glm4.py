@@ -47,6 +47,12 @@ GLM4 = Architecture(
     head_dim=128,
     defaults={"attention_bias": True},
     eos_token_ids=(151329, 151336, 151338),
+    gguf="glm4",
+    gguf_names={
+        "post_attention_norm": "post_self_attn_layernorm",
+        "ffn_up": "mlp.gate_up_proj",
+        "post_ffw_norm": "post_mlp_layernorm",
+    },
 )
 
 

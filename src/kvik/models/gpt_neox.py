@@ -96,4 +96,15 @@ GPT_NEOX = Architecture(
     eos_token_ids=(2,),
     keys={"rms_norm_eps": "layer_norm_eps"},
     fixed={"use_parallel_residual": True},
+    gguf="gptneox",
+    gguf_names={
+        "blk": "gpt_neox.layers",
+        "token_embd": "gpt_neox.embed_in",
+        "output_norm": "gpt_neox.final_layer_norm",
+        "output": "embed_out",
+        "attn_qkv": "attention.query_key_value",
+        "attn_output": "attention.dense",
+        "ffn_up": "mlp.dense_h_to_4h",
+        "ffn_down": "mlp.dense_4h_to_h",
+    },
 )

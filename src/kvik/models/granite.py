@@ -54,4 +54,10 @@ GRANITE = Architecture(
     mlp_bias="mlp_bias",
     scales=granite_scales,
     eos_token_ids=(2,),
+    gguf="granite",
+    gguf_pairs=True,
+    gguf_scales=(
+        *("embedding_multiplier", "residual_multiplier"),
+        *("attention_multiplier", "logits_scaling"),
+    ),
 )

@@ -6,7 +6,6 @@ Many models are this network with another attention, or with other facts in the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from kvik.spec.declare import (
@@ -21,7 +20,6 @@ from kvik.spec.declare import (
 from kvik.spec.layers import (
     sometimes_turned_layers,
     switched_layers,
-    turned_layers,
     windowed_layers,
 )
 from kvik.spec.model import ModelFacts
@@ -49,7 +47,8 @@ class LlamaAttention:
             bias=spec.qkv_bias,
             rope=spec.layers[layer].rope,
         )
-        self.attend = builder.attention(layer, dim, spec.scales.attention)
+        scales = spec.scales
+        self.attend = builder.attention(layer, dim, scales.attention, softcap=scales.attention_cap)
         self.o = builder.linear(o, heads * dim, spec.hidden_size, bias=spec.o_bias, role="o")
         builder.ignore("rotary_emb.inv_freq")
 
@@ -165,7 +164,9 @@ class Llama:
         else:
             norm = trunk.rms_norm if spec.rms_norm else trunk.layer_norm
             self.norm = norm(last, spec.hidden_size, spec.norm_eps, scale=spec.scales.logits)
-        self.lm_head = builder.lm_head(head, self.embed, bias=head_bias)
+        self.lm_head = builder.lm_head(
+            head, self.embed, bias=head_bias, softcap=spec.scales.logits_cap
+        )
 
     def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         """ids [tokens] -> hidden [tokens, hidden]."""
@@ -197,6 +198,7 @@ LLAMA = Architecture(
     mlp_bias="mlp_bias",
     eos_token_ids=(2,),
     gguf="llama",
+    gguf_pairs=True,
 )
 # Mistral (Jiang et al. 2023): layers attend to a sliding window of keys (section 2).
 MISTRAL = Architecture(
@@ -217,19 +219,6 @@ QWEN2 = Architecture(
     layers=switched_layers,
     gguf="qwen2",
 )
-# StableLM 2 (Bellagente et al. 2024): LayerNorm; a quarter of each head turns.
-STABLELM = Architecture(
-    "StableLmForCausalLM",
-    "stablelm",
-    "StableLM 2",
-    Llama,
-    layers=partial(turned_layers, fraction=0.25),
-    qkv_bias="use_qkv_bias",
-    rms_norm=False,
-    eos_token_ids=(0,),
-    keys={"rms_norm_eps": "layer_norm_eps"},
-    fixed={"qk_layernorm": False, "use_parallel_residual": False},
-)
 # SmolLM3 (Bakouch et al. 2025): every fourth layer knows no positions (NoPE).
 SMOLLM3 = Architecture(
     "SmolLM3ForCausalLM",
@@ -242,6 +231,8 @@ SMOLLM3 = Architecture(
     mlp_bias="mlp_bias",
     tied=True,
     eos_token_ids=(128001,),
+    gguf="smollm3",
+    gguf_pairs=True,
 )
 # Seed-OSS (ByteDance 2025).
 SEED_OSS = Architecture(
@@ -255,4 +246,6 @@ SEED_OSS = Architecture(
     mlp_bias="mlp_bias",
     head_dim=128,
     eos_token_ids=(2,),
+    gguf="seed_oss",
+    gguf_names={"post_attention_norm": "post_attention_layernorm"},
 )

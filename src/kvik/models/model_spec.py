@@ -96,6 +96,7 @@ class ModelSpec(ModelFacts):
             rms_norm=known.rms_norm,
             gated_mlp=known.gated_mlp,
             scales=ModelScales() if known.scales is None else known.scales(fields),
+            wiring="" if known.wiring is None else known.wiring(fields),
         )
         for rope in spec.ropes:
             rope.check(fields, spec.rope_dim)
@@ -230,11 +231,13 @@ def _head_dim(fields: Fields, hidden: int, heads: int, known: Architecture, head
 def _kv_heads(fields: Fields, heads: int, known: Architecture) -> int:
     if not known.rotary:  # GPT-2 has one K and V for each head
         return heads
-    kv_heads = fields.integer("num_key_value_heads", 1, MAX_HEADS, heads)
+    key = known.keys.get("num_key_value_heads", "num_key_value_heads")
+    if known.kv_heads is not None:
+        kv_heads = known.kv_heads(fields)
+    else:
+        kv_heads = fields.integer(key, 1, MAX_HEADS, heads)
     if heads % kv_heads:
-        raise fields.error(
-            "num_key_value_heads", f"must divide num_attention_heads ({heads}), not {kv_heads}"
-        )
+        raise fields.error(key, f"must divide num_attention_heads ({heads}), not {kv_heads}")
     return kv_heads
 
 

@@ -82,6 +82,10 @@ class Olmo2Layer:
         return self.mlp_norm.add(self.mlp(x, ctx), x)
 
 
+POST_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 OLMO2 = Architecture(
     "Olmo2ForCausalLM",
     "olmo2",
@@ -91,10 +95,7 @@ OLMO2 = Architecture(
     o_bias="attention_bias",
     eos_token_ids=(50279,),
     gguf="olmo2",
-    gguf_names={
-        "post_attention_norm": "post_attention_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
-    },
+    gguf_names=POST_NORMS,
 )
 
 
@@ -132,6 +133,8 @@ EXAONE4 = Architecture(
     layers=partial(mixed_layers, every=4, full_turns=False),
     qk_norm=True,
     eos_token_ids=(2,),
+    gguf="exaone4",
+    gguf_names=POST_NORMS,
 )
 
 

@@ -57,4 +57,11 @@ PHI = Architecture(
     eos_token_ids=(2,),
     keys={"rms_norm_eps": "layer_norm_eps"},
     fixed={"qk_layernorm": False},
+    gguf="phi2",
+    gguf_names={
+        "output_norm": "model.final_layernorm",
+        "attn_output": "self_attn.dense",
+        "ffn_up": "mlp.fc1",
+        "ffn_down": "mlp.fc2",
+    },
 )

@@ -70,4 +70,6 @@ PHI3 = Architecture(
     partial(Llama, make_layer=Phi3Layer),
     layers=phi3_layers,
     eos_token_ids=(32000,),
+    gguf="phi3",
+    gguf_names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
 )

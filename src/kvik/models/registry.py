@@ -6,18 +6,20 @@ from collections.abc import Mapping
 
 from kvik.models.cohere import COHERE, COHERE2
 from kvik.models.deepseek import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE
-from kvik.models.gemma import GEMMA, GEMMA3, GEMMA3_IMAGES
+from kvik.models.falcon import FALCON
+from kvik.models.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_IMAGES
 from kvik.models.glm4 import GLM4, GLM4_MOE
 from kvik.models.gpt2 import GPT2_MODEL
 from kvik.models.gpt_neox import GPT_NEOX
 from kvik.models.granite import GRANITE
-from kvik.models.llama import LLAMA, MISTRAL, QWEN2, SEED_OSS, SMOLLM3, STABLELM
+from kvik.models.llama import LLAMA, MISTRAL, QWEN2, SEED_OSS, SMOLLM3
 from kvik.models.mixtral import MINIMAX_M2, MIXTRAL
 from kvik.models.olmo2 import EXAONE4, OLMO2, OLMO3, OLMOE
 from kvik.models.opt import OPT
 from kvik.models.phi import PHI
 from kvik.models.phi3 import PHI3
 from kvik.models.qwen3 import QWEN3, QWEN3_MOE
+from kvik.models.stablelm import STABLELM
 from kvik.models.starcoder2 import STARCODER2
 from kvik.spec.declare import Architecture
 
@@ -29,6 +31,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         *(DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE),
         *(
             GEMMA,
+            GEMMA2,
             GEMMA3,
             GEMMA3_IMAGES,
             GRANITE,
@@ -41,6 +44,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             STARCODER2,
             GPT_NEOX,
             PHI,
+            FALCON,
             OPT,
             GPT2_MODEL,
         ),

@@ -62,4 +62,6 @@ STARCODER2 = Architecture(
     eos_token_ids=(50256,),
     defaults={"use_bias": True},
     keys={"rms_norm_eps": "norm_epsilon"},
+    gguf="starcoder2",
+    gguf_names={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
 )

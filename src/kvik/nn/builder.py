@@ -24,6 +24,7 @@ from kvik.nn.formats.registry import choose_format
 from kvik.nn.layers import (
     MLP,
     Attention,
+    CappedHead,
     Embedding,
     Experts,
     GatedMLP,
@@ -40,7 +41,14 @@ from kvik.nn.layers import (
 from kvik.nn.parts import HeadUps, LayerFiller, Quantizer, Rows, Target, head_rows
 from kvik.nn.rope import Rope
 from kvik.nn.storage import FreshStorage, Storage
-from kvik.spec.declare import EXPERT_NAMES, GATE_UP, ExpertNames, Role, usual_scope
+from kvik.spec.declare import (
+    EXPERT_NAMES,
+    GATE_UP,
+    ExpertNames,
+    LinearLayer,
+    Role,
+    usual_scope,
+)
 from kvik.spec.experts import ExpertsSpec
 from kvik.spec.kv import KVGroup
 from kvik.spec.layers import LatentSpec
@@ -219,11 +227,12 @@ class Builder:
             names: of one layer for each of the three, or of one layer for all.
             rope: how they will turn, which decides the order of a head's channels of queries and
                 keys; None: they are as they are stored.
-            by_head: the one layer has q, k and v of the first head, then those of the second.
+            by_head: the one layer has the queries of the first head of keys and values, its key and
+                its value, then those of the second.
         """
         places = _places(rope, heads[0] + heads[1], head_dim)
         if by_head:
-            places = _by_head(places, heads[0], head_dim)
+            places = _by_head(places, heads, head_dim)
         if len(names) == 1:
             total = sum(heads) * head_dim
             linear = self._heads(names, inputs, (total,), bias, places)
@@ -312,8 +321,12 @@ class Builder:
         names: ExpertNames = EXPERT_NAMES,
         *,
         bias: bool = False,
+        activation: Activation = "silu_and_mul",
     ) -> Experts:
         """Return the routed experts of this scope. The router is never quantised.
+
+        Args:
+            bias: of the router and of the experts.
 
         Raises:
             ModelError: the checkpoint stores the experts in several ways.
@@ -327,13 +340,12 @@ class Builder:
             correction = self.storage.tensor(full, sizes, torch.float32, self.device)
             self._declare(full, correction, "bias")
         up, down = [], []
-        widths = (2 * inner // len(names.gate_up),) * len(names.gate_up)
         for expert in range(rule.experts):
             gate_up = tuple(name.format(expert) for name in names.gate_up)
-            first = self.linear(gate_up, hidden, widths, bias=bias, activation="silu_and_mul")
-            last = self.linear(names.down.format(expert), inner, hidden, bias=bias)
-            up.append(first.matrix)
-            down.append(last.matrix)
+            up.append(self._gate_up(gate_up, hidden, inner, bias, activation, names.mixed).matrix)
+            last = LinearShape(inner, hidden, names.mixed)
+            name = names.down.format(expert)
+            down.append(self._linear((name,), [last], [self._scheme(name)], bias=bias).matrix)
         for matrices in (up, down):
             if len({matrix.spec.kind for matrix in matrices}) > 1:
                 named = shown(self._name(names.down.format("*")))
@@ -343,6 +355,25 @@ class Builder:
             inside = self.at(names.shared)
             shared = inside.gated_mlp(hidden, spec.shared, bias=bias)
         return Experts(self.ops, router, rule, correction, self.ops.expert_set(up, down), shared)
+
+    def _gate_up(
+        self,
+        names: tuple[str, ...],
+        hidden: int,
+        inner: int,
+        bias: bool,
+        activation: Activation,
+        mixed: bool,
+    ) -> Linear:
+        """See `ExpertNames`."""
+        widths = (2 * inner // len(names),) * len(names)
+        shapes = [LinearShape(hidden, width, mixed) for width in widths]
+        places = None
+        if mixed:
+            rows = torch.arange(2 * inner)
+            places = rows % 2 * inner + rows // 2
+        stored = [self._scheme(name) for name in names]
+        return self._linear(names, shapes, stored, bias=bias, activation=activation, places=places)
 
     def embedding(self, name: str, rows: int, hidden: int, *, skipped: int = 0) -> Embedding:
         """Return a table [rows, hidden]; `skipped`: first rows that are never read."""
@@ -371,16 +402,26 @@ class Builder:
         return MatrixEmbedding(self.ops, linear.matrix, self.dtype, tied, scale)
 
     def lm_head(
-        self, name: str, embedding: Embedding | MatrixEmbedding, *, bias: bool = False
-    ) -> Linear:
-        """Return the head: logits over the rows of `embedding`, from its matrix or a separate
-        one."""
+        self,
+        name: str,
+        embedding: Embedding | MatrixEmbedding,
+        *,
+        bias: bool = False,
+        softcap: float | None = None,
+    ) -> LinearLayer:
+        """Return the head: logits over the rows of `embedding`, from its matrix or a separate one.
+
+        Args:
+            softcap: a logit x becomes softcap * tanh(x / softcap); None: it stays.
+        """
         if isinstance(embedding, MatrixEmbedding) and embedding.tied:
             self.ignore(f"{name}.weight")
-            return Linear(self.ops, embedding.matrix)
-        vocab, hidden = embedding.shape
-        shape, stored = LinearShape(hidden, vocab), self._scheme(name)
-        return self._linear((name,), [shape], [stored], bias=bias, head=True)
+            head = Linear(self.ops, embedding.matrix)
+        else:
+            vocab, hidden = embedding.shape
+            shape, stored = LinearShape(hidden, vocab), self._scheme(name)
+            head = self._linear((name,), [shape], [stored], bias=bias, head=True)
+        return head if softcap is None else CappedHead(head, softcap)
 
     def rms_norm(
         self,
@@ -433,18 +474,32 @@ class Builder:
         head_dim: int,
         scale: float | None = None,
         norms: tuple[RMSNorm, RMSNorm] | None = None,
+        softcap: float | None = None,
+        sinks: int = 0,
     ) -> Attention:
         """
         Args:
             scale: of the scores; None: the usual one, 1 / sqrt(head_dim).
             norms: of the heads of q and k, with the same eps; None: none.
+            softcap: as in `AttentionSpec`.
+            sinks: number of heads, each of which has a learned sink; 0: there are none.
+
+        Raises:
+            ConfigError: the attention backend cannot do it.
         """
         self.ignore(*KV_SCALES)
         head_norms = None
         if norms is not None:
             q_norm, k_norm = norms
             head_norms = HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps)
-        spec = AttentionSpec(head_dim**-0.5 if scale is None else scale, head_norms)
+        learned = None
+        if sinks:
+            name = self._name("sinks")
+            learned = self.storage.tensor(name, (sinks,), torch.float32, self.device)
+            self._declare(name, learned, "bias")
+        scale = head_dim**-0.5 if scale is None else scale
+        spec = AttentionSpec(scale, head_norms, softcap, learned)
+        self.backend.caps.check(spec)
         return Attention(self.backend, layer, self._group_of[layer], spec)
 
     def latent_up(self, name: str, heads: int, latent: LatentSpec) -> tuple[LinearEach, LinearEach]:
@@ -639,12 +694,13 @@ def _fill_in(target: Tensor, first: int, values: Tensor) -> None:
     target[first : first + len(values)].copy_(values)
 
 
-def _by_head(places: Tensor | None, heads: int, head_dim: int) -> Tensor:
+def _by_head(places: Tensor | None, heads: tuple[int, ...], head_dim: int) -> Tensor:
     """Where rows that stand head by head go, if those by q, k and v went to `places`."""
-    rows = torch.arange(3 * heads * head_dim)
+    rows = torch.arange(sum(heads) * head_dim)
     if places is not None:
         rows[: len(places)] = places
-    return rows.view(3, heads, head_dim).transpose(0, 1).flatten()
+    parts = rows.split_with_sizes([count * head_dim for count in heads])
+    return torch.cat([part.view(heads[-1], -1) for part in parts], 1).flatten()
 
 
 def _fill_moved(target: Tensor, places: Tensor, first: int, values: Tensor) -> None:

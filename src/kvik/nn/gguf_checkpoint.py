@@ -11,14 +11,7 @@ from torch import Tensor
 
 from kvik.errors import ModelError, shown
 from kvik.files import is_gguf
-from kvik.gguf.facts import (
-    ROPE_FACTORS,
-    architecture,
-    has_rotary_rows,
-    head_size,
-    hf_name,
-    tensor_names,
-)
+from kvik.gguf.facts import ROPE_FACTORS, architecture, family_of, gguf_model_spec, hf_name
 from kvik.gguf.reader import GgufFile, GgufTensor, read_gguf
 from kvik.nn.checkpoint import (
     ROW_MULTIPLE,
@@ -29,7 +22,7 @@ from kvik.nn.checkpoint import (
     read_ahead,
     run_length,
 )
-from kvik.nn.gguf_blocks import unpermute_rotary
+from kvik.nn.gguf_layout import Change, changes
 from kvik.nn.safetensors import TORCH_DTYPES, TensorEntry
 
 BYTES = "U8"
@@ -56,12 +49,12 @@ class GgufCheckpoint:
 
     Attributes:
         tensors: by their names in checkpoints, in the order of the file.
-        head_dim: of the tensors whose rows are to be put in order; None: no tensor's are.
+        changes: what makes tensors of the file those of checkpoints, by their names in these.
     """
 
     file: GgufFile
     tensors: Mapping[str, GgufTensor]
-    head_dim: int | None
+    changes: Mapping[str, Change]
 
     @property
     def facts(self) -> str:
@@ -80,33 +73,30 @@ class GgufCheckpoint:
             (name, piece)
             for name, tensor in self.tensors.items()
             if name in in_runs
-            for piece in self._pieces(tensor, in_runs[name])
+            for piece in self._pieces(name, tensor, in_runs[name])
         ]
         data = read_ahead(self.file.path, [piece.span for _, piece in pieces])
         for (name, piece), read in zip(pieces, data, strict=True):
-            yield TensorRun(name, piece.first, self._values(piece, read))
+            yield TensorRun(name, piece.first, self._values(name, piece, read))
 
-    def _pieces(self, tensor: GgufTensor, in_runs: bool) -> Iterator[_Piece]:
+    def _pieces(self, name: str, tensor: GgufTensor, in_runs: bool) -> Iterator[_Piece]:
         rows = prod(tensor.shape[:-1])
         step = rows
         if in_runs and len(tensor.shape) == 2:
             step = run_length(RUN_BYTES // _row_bytes(tensor))
-            if (size := self._head(tensor)) is not None:
-                whole = lcm(size, ROW_MULTIPLE)
+            if (change := self.changes.get(name)) is not None:
+                whole = lcm(change.unit, ROW_MULTIPLE)
                 step = max(1, step // whole) * whole
         for first in range(0, rows, step):
             yield _Piece(tensor, first, min(step, rows - first))
 
-    def _values(self, piece: _Piece, read: Tensor) -> Tensor:
+    def _values(self, name: str, piece: _Piece, read: Tensor) -> Tensor:
         """read [bytes] -> the values of a piece."""
         _, *rest = _shape(piece.tensor)
         values = read.view(TORCH_DTYPES[_dtype(piece.tensor)])
         values = values.view(piece.rows, *rest) if rest else values
-        size = self._head(piece.tensor)
-        return values if size is None else unpermute_rotary(values, size)
-
-    def _head(self, tensor: GgufTensor) -> int | None:
-        return self.head_dim if has_rotary_rows(tensor.name) else None
+        change = self.changes.get(name)
+        return values if change is None else change.from_file(values)
 
 
 def open_gguf(path: Path) -> GgufCheckpoint:
@@ -119,20 +109,17 @@ def open_gguf(path: Path) -> GgufCheckpoint:
             heads.
     """
     file = read_gguf(path)
-    head_dim = head_size(file) if architecture(file) == "llama" else None
-    own = tensor_names(file)
+    family = family_of(architecture(file))
+    made = changes(gguf_model_spec(file), family)
     tensors = {
-        hf_name(tensor.name, own) or tensor.name: tensor
+        hf_name(tensor.name, family.gguf_names) or tensor.name: tensor
         for tensor in file.tensors
         if tensor.name != ROPE_FACTORS
     }
-    for tensor in tensors.values():
-        if head_dim is not None and has_rotary_rows(tensor.name) and tensor.shape[0] % head_dim:
-            raise ModelError(
-                path.name,
-                f"tensor {shown(tensor.name)} must have whole heads, of {head_dim} rows each",
-            )
-    return GgufCheckpoint(file, tensors, head_dim)
+    for name, tensor in tensors.items():
+        if name in made and tensor.shape[0] % made[name].unit:
+            raise ModelError(path.name, f"tensor {shown(tensor.name)} {made[name].told}")
+    return GgufCheckpoint(file, tensors, made)
 
 
 def _dtype(tensor: GgufTensor) -> str:

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from kvik.errors import ModelError, shown
 from kvik.gguf.export import block_type, gguf_architecture, rope_divisors
-from kvik.gguf.facts import HEAD, ROPE_FACTORS, gguf_name, has_rotary_rows
+from kvik.gguf.facts import HEAD, ROPE_FACTORS, family_of, gguf_name
 from kvik.gguf.types import BLOCK_TYPES
 from kvik.gguf.writer import OutTensor
 from kvik.models.model_spec import ModelSpec
 from kvik.nn.checkpoint import Checkpoint
-from kvik.nn.gguf_blocks import FLOAT_TYPES, permute_rotary
+from kvik.nn.gguf_blocks import FLOAT_TYPES
+from kvik.nn.gguf_layout import Change, changes
 from kvik.nn.gguf_quantize import quantize
 from kvik.nn.safetensors import TORCH_DTYPES, TensorEntry
 
@@ -42,22 +43,20 @@ def gguf_tensors(checkpoint: Checkpoint, spec: ModelSpec, type: str) -> list[Out
     Raises:
         ModelError: the checkpoint is quantised, or holds a tensor that GGUF has no name for.
     """
-    permuted = gguf_architecture(spec) == "llama"
+    family = family_of(gguf_architecture(spec))
+    made = changes(spec, family)
     tensors = []
     for hf, entry in checkpoint.entries.items():
-        name = gguf_name(hf, spec.family.gguf_names)
+        name = gguf_name(hf, family.gguf_names)
         if hf.endswith("rotary_emb.inv_freq") or (name == HEAD and spec.tie_word_embeddings):
             continue
         if name is None or not TORCH_DTYPES[entry.dtype].is_floating_point:
             raise ModelError("model", f"tensor {shown(hf)} ({entry.dtype}) has no place in GGUF")
-        head_dim = spec.head_dim if permuted and has_rotary_rows(name) else None
-        if head_dim is not None and entry.shape[0] % head_dim:
-            raise ModelError(
-                "model",
-                f"tensor {shown(hf)} must have whole heads, of {head_dim} rows each",
-            )
+        change = made.get(hf)
+        if change is not None and entry.shape[0] % change.unit:
+            raise ModelError("model", f"tensor {shown(hf)} {change.told}")
         blocks = "F32" if len(entry.shape) == 1 else block_type(type, name, entry.shape[-1], spec)
-        tensors.append(_tensor(checkpoint, name, entry, blocks, head_dim))
+        tensors.append(_tensor(checkpoint, name, entry, blocks, change))
     divisors = rope_divisors(spec)
     if divisors is not None:
         data = struct.pack(f"<{len(divisors)}f", *divisors)
@@ -67,13 +66,11 @@ def gguf_tensors(checkpoint: Checkpoint, spec: ModelSpec, type: str) -> list[Out
 
 
 def _tensor(
-    checkpoint: Checkpoint, name: str, entry: TensorEntry, type: str, head_dim: int | None
+    checkpoint: Checkpoint, name: str, entry: TensorEntry, type: str, change: Change | None
 ) -> OutTensor:
-    """`head_dim`: of rows that are to be put in another order."""
-
     def data() -> Iterator[memoryview]:
-        for run in checkpoint.runs({entry.name: head_dim is None}):
-            rows = run.values if head_dim is None else permute_rotary(run.values, head_dim)
+        for run in checkpoint.runs({entry.name: change is None}):
+            rows = run.values if change is None else change.to_file(run.values)
             yield _bytes(type, name, rows)
 
     return OutTensor(name, BLOCK_TYPES[type], entry.shape, data)

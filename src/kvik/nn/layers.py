@@ -370,3 +370,21 @@ class Linear:
         if self.activation is not None:
             y = self.ops.activate(y, self.activation)
         return y if residual is None else self.ops.add(y, residual)
+
+
+class CappedHead:
+    """softcap * tanh(logits / softcap), so that no logit is beyond it."""
+
+    __slots__ = ("head", "softcap")
+
+    def __init__(self, head: Linear, softcap: float) -> None:
+        self.head = head
+        self.softcap = softcap
+
+    def __call__(
+        self, x: Tensor, ctx: ForwardContext | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        """x [rows, hidden] -> logits [rows, vocab] fp32."""
+        logits = self.head(x, ctx, residual)
+        self.head.ops.softcap(logits, self.softcap)
+        return logits

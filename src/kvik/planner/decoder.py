@@ -29,6 +29,12 @@ STORED: Mapping[str | int, str] = {
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
+def uncounted(fields: Fields) -> tuple[str, ...]:
+    """Return a note on the layers that predict further tokens, if there are some."""
+    extra = fields.integer("num_nextn_predict_layers", 0, MAX_LAYERS, 0)
+    return (f"layers for multi-token prediction are not counted: {extra}",) if extra else ()
+
+
 def read_decoder(fields: Fields, family: Family, name: str, architecture: str) -> ModelShape:
     """Return the shape of a decoder of a family.
 
@@ -43,8 +49,7 @@ def read_decoder(fields: Fields, family: Family, name: str, architecture: str) -
     context = sizes.integer("max_position_embeddings", MAX_POSITIONS)
     tied = fields.boolean("tie_word_embeddings", family.tied)
     dtype, stored, notes = stored_format(fields)
-    if extra := fields.integer("num_nextn_predict_layers", 0, MAX_LAYERS, 0):
-        notes += (f"layers for multi-token prediction are not counted: {extra}",)
+    notes += uncounted(fields)
 
     of_layers = latent_attention if "kv_lora_rank" in fields else attention
     attending = of_layers(sizes, layers, hidden, heads)

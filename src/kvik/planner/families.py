@@ -15,7 +15,7 @@ from kvik.gguf.reader import GgufFile, read_gguf
 from kvik.models.model_spec import ModelSpec, text_config
 from kvik.models.public import public_configs, public_name
 from kvik.models.registry import ARCHITECTURES
-from kvik.planner.decoder import read_decoder, stored_format
+from kvik.planner.decoder import read_decoder, stored_format, uncounted
 from kvik.planner.family_table import FAMILIES, LLAMA_LIKE, Experts, Family
 from kvik.planner.layers import attention_kind
 from kvik.planner.shape import CacheShape, MatrixGroup, ModelShape
@@ -162,7 +162,7 @@ def _assumed(fields: Fields, architecture: str) -> Family:
 def _from_spec(spec: ModelSpec, fields: Fields, name: str) -> ModelShape:
     """The shape of a model this engine runs, from the facts it runs with."""
     hidden, inner, layers = spec.hidden_size, spec.inner_width, spec.num_layers
-    keys = spec.num_kv_heads * spec.head_dim
+    latent, kv = spec.latent, spec.kv_specs(1)
     declared, counts = spec.declaration, Counter[MatrixGroup]()
     for linear in declared.linears:
         router, outputs = linear.router, sum(linear.outputs)
@@ -176,15 +176,15 @@ def _from_spec(spec: ModelSpec, fields: Fields, name: str) -> ModelShape:
     return ModelShape(
         name=name,
         architecture=spec.architecture,
-        attention=attention_kind(spec.num_heads, spec.num_kv_heads),
+        attention="MLA" if latent else attention_kind(spec.num_heads, spec.num_kv_heads),
         vocab_size=spec.vocab_size,
         hidden_size=hidden,
         intermediate_size=inner,
         num_layers=layers,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        v_head_dim=spec.head_dim,
+        head_dim=latent.query if latent else spec.head_dim,
+        v_head_dim=latent.value if latent else spec.head_dim,
         max_context=spec.max_context,
         dtype=dtype,
         stored=stored,
@@ -193,9 +193,10 @@ def _from_spec(spec: ModelSpec, fields: Fields, name: str) -> ModelShape:
         matrices=tuple(matrices),
         other_parameters=spec.num_parameters - sum(m.parameters for m in matrices),
         caches=tuple(
-            CacheShape(count, 2 * keys, 2 * spec.num_kv_heads, window)
-            for window, count in Counter(spec.windows).items()
+            CacheShape(count, each.vectors * each.head_dim, each.vectors, each.window)
+            for each, count in Counter(kv).items()
         ),
+        latent_dim=latent.rank if latent else 0,
         spec=spec,
-        notes=notes,
+        notes=(*notes, *uncounted(fields)),
     )

@@ -133,6 +133,22 @@ LLAMA_LIKE = Family(
 
 FAMILIES: Mapping[str, Family] = {
     # Variants of these that do not run.
+    "FalconForCausalLM": Family(
+        ("falcon", "RefinedWeb", "RefinedWebModel"),
+        keys={"num_key_value_heads": "num_kv_heads"},
+        defaults={"max_position_embeddings": 2048},
+        computed={
+            "num_key_value_heads": _falcon_kv_heads,
+            "intermediate_size": _four_times("ffn_hidden_size", "hidden_size"),
+            "norms": _falcon_norms,
+        },
+        qkv_bias="bias",
+        o_bias="bias",
+        mlp_bias="bias",
+        gated_mlp=False,
+        norm_vectors=2,
+        tied=True,
+    ),
     "StableLmForCausalLM": Family(
         ("stablelm",),
         computed={"norms": _stablelm_norms},
@@ -188,16 +204,6 @@ FAMILIES: Mapping[str, Family] = {
         pattern=2,
         experts=Experts("num_local_experts", width="intermediate_size", bias=True),
     ),
-    # MLA: `decoder.py` knows it by its kv_lora_rank
-    "DeepseekV2ForCausalLM": Family(
-        ("deepseek_v2",),
-        experts=Experts("n_routed_experts", shared="n_shared_experts"),
-    ),
-    "DeepseekV3ForCausalLM": Family(
-        ("deepseek_v3", "kimi_k2"),
-        defaults={"first_k_dense_replace": 3},
-        experts=Experts("n_routed_experts", shared="n_shared_experts", correction=True),
-    ),
     # dense, as Llama with small differences
     "InternLMForCausalLM": Family(
         ("internlm",), defaults={"bias": True}, qkv_bias="bias", o_bias="bias"
@@ -216,33 +222,7 @@ FAMILIES: Mapping[str, Family] = {
     "OlmoForCausalLM": Family(
         ("olmo",), qkv_bias="attention_bias", o_bias="attention_bias", norm_vectors=0
     ),
-    "Gemma2ForCausalLM": Family(
-        ("gemma2",),
-        defaults={"head_dim": 256, "sliding_window": 4096},
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        norms=4,
-        windows=True,
-        pattern=2,
-        tied=True,
-    ),
     # dense, of GPT's kind: LayerNorm, two matrices in the MLP
-    "FalconForCausalLM": Family(
-        ("falcon", "RefinedWeb", "RefinedWebModel"),
-        keys={"num_key_value_heads": "num_kv_heads"},
-        defaults={"max_position_embeddings": 2048},
-        computed={
-            "num_key_value_heads": _falcon_kv_heads,
-            "intermediate_size": _four_times("ffn_hidden_size", "hidden_size"),
-            "norms": _falcon_norms,
-        },
-        qkv_bias="bias",
-        o_bias="bias",
-        mlp_bias="bias",
-        gated_mlp=False,
-        norm_vectors=2,
-        tied=True,
-    ),
     "GPTJForCausalLM": Family(
         ("gptj",),
         keys=_GPT_KEYS,

@@ -16,7 +16,7 @@ from kvik.spec.weights import layer_kind
 
 # What quantised checkpoints leave in the model's dtype: tables that are looked up, and routers,
 # which are small and decide much.
-UNQUANTIZED_ROLES = frozenset({"embedding", "positions", "router", "shared_gate"})
+UNQUANTIZED_ROLES = frozenset({"embedding", "positions", "router", "shared_gate", "kv_up"})
 
 
 @dataclass(frozen=True, slots=True)

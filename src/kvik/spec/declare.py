@@ -60,6 +60,9 @@ class Architecture:
             absent).
         tied: `tie_word_embeddings` when config.json does not say.
         scales: reads the constants of a network that has some; None: it has none.
+        kv_heads: reads the heads of keys and values; None: `num_key_value_heads`.
+        wiring: reads which of its ways to join attention, MLP and norms a network has, where it has
+            several; None: it has one.
         head_dim: when config.json does not say; None: hidden / heads.
         eos_token_ids: when config.json does not say.
         activations: the `hidden_act` values its MLP can have; the first is the default.
@@ -71,8 +74,11 @@ class Architecture:
         inside: the key whose object describes the text model, where the file is of more; "": none.
         fixed: keys with the only supported value; another one would change the arithmetic.
         gguf: `general.architecture` of its GGUF files; None: none exist.
-        gguf_names: names of a block's tensors in GGUF -> in the checkpoint, where they differ from
-            Llama's.
+        gguf_names: names of tensors in GGUF -> in the checkpoint, where they differ from Llama's:
+            of a block's, and whole ones of `blk`, `token_embd`, `output_norm` and `output`.
+        gguf_pairs: the files have rows of q and k that turn together as neighbours.
+        gguf_scales: keys of config.json, of `gguf.facts.SCALES`, that the files have too.
+        gguf_implied: keys of config.json that no file has, from those that it has.
     """
 
     name: str
@@ -91,6 +97,8 @@ class Architecture:
     rotary: bool = True
     tied: bool = False
     scales: Callable[[Fields], ModelScales] | None = None
+    kv_heads: Callable[[Fields], int] | None = None
+    wiring: Callable[[Fields], str] | None = None
     head_dim: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     defaults: Mapping[str, object] = field(default_factory=dict)
@@ -99,6 +107,9 @@ class Architecture:
     fixed: Mapping[str, bool] = field(default_factory=dict)
     gguf: str | None = None
     gguf_names: Mapping[str, str] = field(default_factory=dict)
+    gguf_pairs: bool = False
+    gguf_scales: tuple[str, ...] = ()
+    gguf_implied: Callable[[Fields], Mapping[str, object]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +257,7 @@ class ExpertNames:
         gate_up, down: of an expert's matrices; {} stands for its number. Gate and up may be one.
         correction: of what is added to scores to choose experts.
         shared: scope of the MLP that every token goes through.
+        mixed: rows of gate and up take turns in their one matrix, and floats are transposed.
     """
 
     router: str = "gate"
@@ -253,6 +265,7 @@ class ExpertNames:
     down: str = "experts.{}.down_proj"
     correction: str = "gate.e_score_correction_bias"
     shared: str = "shared_experts"
+    mixed: bool = False
 
 
 EXPERT_NAMES = ExpertNames()
@@ -334,6 +347,7 @@ class LayerBuilder(Protocol):
         names: ExpertNames = EXPERT_NAMES,
         *,
         bias: bool = False,
+        activation: Any = "silu_and_mul",
     ) -> FeedForward: ...
 
     def embedding(
@@ -344,7 +358,9 @@ class LayerBuilder(Protocol):
         self, name: str, vocab: int, hidden: int, *, tied: bool, scale: float = 1.0
     ) -> TokenTable: ...
 
-    def lm_head(self, name: str, embedding: Any, *, bias: bool = False) -> LinearLayer: ...
+    def lm_head(
+        self, name: str, embedding: Any, *, bias: bool = False, softcap: float | None = None
+    ) -> LinearLayer: ...
 
     def rms_norm(
         self,
@@ -378,6 +394,8 @@ class LayerBuilder(Protocol):
         head_dim: int,
         scale: float | None = None,
         norms: tuple[Any, Any] | None = None,
+        softcap: float | None = None,
+        sinks: int = 0,
     ) -> AttentionLayer: ...
 
     def latent_up(
@@ -401,7 +419,8 @@ class DeclaredLinear:
         outputs: of each name.
         router: chooses it among others of its kind, if it is an expert's.
         tied: its weight is the embedding's, and the names are not in the checkpoint.
-        by_head: it has q, k and v of the first head, then those of the second.
+        by_head: it has all that belongs to the first head of keys and values, queries before these,
+            then to the second.
     """
 
     layer: int | None
@@ -444,7 +463,8 @@ class DeclaredNorm:
 
 @dataclass(frozen=True, slots=True)
 class DeclaredVector:
-    """Numbers that belong to no matrix and no norm, such as the correction of a router."""
+    """Numbers that belong to no matrix and no norm: the correction of a router, or the sinks of
+    attention."""
 
     layer: int | None
     name: str
@@ -618,6 +638,7 @@ class _Describer:
         names: ExpertNames = EXPERT_NAMES,
         *,
         bias: bool = False,
+        activation: Any = "silu_and_mul",
     ) -> _Described:
         router, inner = spec.router, spec.inner
         self.linear(names.router, hidden, router.experts, bias=bias, role="router")
@@ -652,7 +673,9 @@ class _Describer:
         self._found.tables.append(table)
         return _Described(table)
 
-    def lm_head(self, name: str, embedding: _Described, *, bias: bool = False) -> _Described:
+    def lm_head(
+        self, name: str, embedding: _Described, *, bias: bool = False, softcap: float | None = None
+    ) -> _Described:
         table = embedding.table
         assert table is not None
         head = DeclaredLinear(
@@ -699,7 +722,12 @@ class _Describer:
         head_dim: int,
         scale: float | None = None,
         norms: tuple[Any, Any] | None = None,
+        softcap: float | None = None,
+        sinks: int = 0,
     ) -> _Described:
+        if sinks:
+            vector = DeclaredVector(self._layer, self._name("sinks"), sinks)
+            self._found.vectors.append(vector)
         return _DESCRIBED
 
     def latent_up(self, name: str, heads: int, latent: LatentSpec) -> tuple[_Described, _Described]:

@@ -52,19 +52,23 @@ class LinearLayers:
 
 @dataclass(frozen=True, slots=True)
 class ModelScales:
-    """Constants that multiply parts of a network.
+    """Constants of parts of a network.
 
     Attributes:
-        embedding: what tokens begin with; rounded to the dtype of the computation.
-        residual: what attention and MLP add.
-        attention: scores; None: by 1 / sqrt(head_dim).
-        logits: the logits.
+        embedding: multiplies what tokens begin with; rounded to the dtype of the computation.
+        residual: multiplies what attention and MLP add.
+        attention: multiplies scores; None: 1 / sqrt(head_dim).
+        attention_cap: a score s becomes cap * tanh(s / cap), once multiplied; None: it stays.
+        logits: multiplies the logits.
+        logits_cap: of the logits, as `attention_cap`.
     """
 
     embedding: float = 1.0
     residual: float = 1.0
     attention: float | None = None
+    attention_cap: float | None = None
     logits: float = 1.0
+    logits_cap: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,7 @@ class ModelFacts:
     rms_norm: bool = True  # else LayerNorm, which has biases too
     gated_mlp: bool = True  # three matrices, else two
     scales: ModelScales = ModelScales()
+    wiring: str = ""  # of the ways that its architecture has; "": the only or usual one
     built: Built | None = None  # set for an engine folder, whose weights are already packed
 
     @property

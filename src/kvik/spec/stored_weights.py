@@ -199,13 +199,15 @@ BlockLayout = Literal[
     "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4"
 ]
 Layout = (
-    Literal["awq", "gptq", "pack-quantized", "int-quantized", "fp8", "mxfp4-pack-quantized"]
+    Literal["awq", "gptq", "pack-quantized", "int-quantized", "fp8"]
+    | Literal["mxfp4-pack-quantized", "mxfp4-blocks"]
     | BlockLayout
 )
 BLOCK_LAYOUTS: tuple[BlockLayout, ...] = get_args(BlockLayout)
 # E2M1 in groups of 32 that share a power of two.
 MXFP4: Final = "mxfp4-pack-quantized"
-MXFP4_LAYOUTS: frozenset[Layout] = frozenset({"MXFP4", MXFP4})
+MXFP4_BLOCKS: Final = "mxfp4-blocks"  # of gpt-oss
+MXFP4_LAYOUTS: frozenset[Layout] = frozenset({"MXFP4", MXFP4, MXFP4_BLOCKS})
 
 KEY = "quantization_config"
 MAX_GROUP = 1 << 20
@@ -255,7 +257,7 @@ class StoredScheme:
         number = f"{self.bits} bits"
         if self.layout == "fp8":
             number = "fp8 (E5M2)" if self.e5m2 else "fp8"
-        elif self.layout == MXFP4:
+        elif self.layout in MXFP4_LAYOUTS:
             number = "mxfp4"
         if self.group and self.band != 1:
             shares = f"a scale for each block of {self.band} x {self.group}"
@@ -449,6 +451,13 @@ def _fbgemm_fp8(fields: Fields, layers: _Layers) -> list[StoredRule]:
     return [skipped, _rest(StoredScheme("fp8", 8, fp8_activations="token"))]
 
 
+def _mxfp4(fields: Fields, layers: _Layers) -> list[StoredRule]:
+    """The experts of gpt-oss; all else is floats."""
+    scheme = StoredScheme(MXFP4_BLOCKS, 4, MX_GROUP)
+    skipped = _skipped(fields, "modules_to_not_convert")
+    return [skipped, StoredRule(scheme, within=frozenset({"experts"}))]
+
+
 def _compressed_tensors(fields: Fields, layers: _Layers) -> list[StoredRule]:
     sparsity = fields.inside("sparsity_config")
     if sparsity.raw("format") not in (None, "dense"):
@@ -618,4 +627,5 @@ METHODS: Mapping[str, Callable[[Fields, _Layers], list[StoredRule]]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm_fp8,
+    "mxfp4": _mxfp4,
 }

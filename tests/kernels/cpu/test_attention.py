@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+from helpers.attention_backends import OPTIONS
 from helpers.native import normal, runtimes
 from helpers.native_cache import NativeCache, Part, attend
 from torch import Tensor
@@ -83,14 +84,27 @@ class Sequences:
         return attend(runtime, self.filled(runtime), parts, self.scale, window)
 
     def expected(
-        self, runtime, cache: NativeCache, i: int, begin: int, end: int, visible: Tensor
+        self,
+        runtime,
+        cache: NativeCache,
+        i: int,
+        begin: int,
+        end: int,
+        visible: Tensor,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """[queries, heads, head_dim] in float64; visible: [queries, end]."""
         k, v = cache.load(runtime, self.slots(i, 0, end), F32)
         k, v = (x.double().repeat_interleave(self.heads // self.kv_heads, 1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", self.q[i][begin:end].double(), k) * self.scale
-        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
-        return torch.einsum("hqk,khd->qhd", weights, v)
+        if softcap:
+            scores = softcap * (scores / softcap).tanh()
+        scores = scores.masked_fill(~visible, -torch.inf)
+        if sinks is not None:
+            column = sinks.double()[:, None, None].expand(-1, end - begin, 1)
+            scores = torch.cat((scores, column), -1)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :end], v)
 
 
 def of_each_kind(runtimes: list) -> list:
@@ -209,6 +223,30 @@ def test_no_bit_depends_on_the_block_size(runtime, window, dtype, kv_dtype) -> N
         results.append(torch.cat(s.run(runtime, spans, window)))
     for other in results[1:]:
         assert_same_bits(other, results[0])
+
+
+@dtypes
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("runtime", of_each_kind(runtimes((1, 5))))
+def test_capped_scores_and_sinks(runtime, option: str, dtype, kv_dtype) -> None:
+    """As they are defined, and the same bits for a chunk, its decodes and a tree over splits."""
+    options = OPTIONS[option]
+    s = Sequences([1100, 40], dtype=dtype, kv_dtype=kv_dtype, head_dim=16)
+    cache = s.filled(runtime)
+    parts = [s.part(0, 1030, 1100), s.part(1, 0, 40)]
+    for window in (0, 90):
+        chunk, fresh = attend(runtime, cache, parts, s.scale, window, **options)
+        visible = causal(1030, 1100, window)
+        assert_near(chunk, s.expected(runtime, cache, 0, 1030, 1100, visible, **options))
+        seen = causal(0, 40, window)
+        assert_near(fresh, s.expected(runtime, cache, 1, 0, 40, seen, **options))
+        for at in (1030, 1099):
+            alone = [s.part(0, at, at + 1)]
+            (found,) = attend(runtime, cache, alone, s.scale, window, **options)
+            assert_same_bits(found[0], chunk[at - 1030])
+        chain = [s.part(0, 1080, 1100, torch.ones(20, 20, dtype=torch.bool).tril())]
+        (tree,) = attend(runtime, cache, chain, s.scale, window, **options)
+        assert_same_bits(tree, chunk[50:])
 
 
 @dtypes

@@ -197,6 +197,21 @@ def test_a_row_alone_and_in_a_batch_is_the_same_to_the_bit(
             assert torch.equal(operation(runtime, x[row : row + 1])[0], together[row])
 
 
+@each_runtime
+def test_softcap(runtime: Runtime) -> None:
+    """In place, with small numbers as accurate as large ones; an infinity is capped."""
+    for rows, dim in SHAPES:
+        x = normal(rows, dim, seed=dim) * torch.logspace(-6, 3, dim)
+        x[rows // 2 : rows // 2 + 1, -1] = math.inf
+        expected = 30 * (x.double() / 30).tanh()
+        rowwise, stride = strided(x)
+        call(runtime, "softcap", x=rowwise, x_stride=stride, rows=rows, dim=dim, cap=30.0)
+        torch.testing.assert_close(rowwise.double(), expected, rtol=6e-7, atol=0)
+    spoilt = torch.tensor([[1.0, math.nan, 2.0]])
+    call(runtime, "softcap", x=spoilt, x_stride=3, rows=1, dim=3, cap=30.0)
+    assert spoilt.isnan().tolist() == [[False, True, False]]
+
+
 @each_operation
 @each_dtype
 @one_thread

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvik.nn.formats.base import LinearShape, TensorError
-from kvik.nn.formats.mxfp4 import Mxfp4Packed, weight_of_blocks
+from kvik.nn.formats.mxfp4 import Mxfp4Blocks, Mxfp4Packed
 from kvik.spec.stored_weights import StoredScheme
 
 mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
@@ -21,12 +21,25 @@ def stored(outputs: int, groups: int) -> tuple[Tensor, Tensor]:
     return blocks, scales.to(torch.uint8)
 
 
+def blocked(blocks: Tensor, scales: Tensor) -> Tensor:
+    """The numbers of an expert of gpt-oss, [outputs, inputs] fp32."""
+    outputs, groups, _ = blocks.shape
+    scheme = StoredScheme("mxfp4-blocks", 4, 32)
+    format = Mxfp4Blocks(scheme, LinearShape(groups * 32, outputs), {})
+    tensors = {"blocks": blocks, "scales": scales}
+    wanted = format.tensors(torch.bfloat16)
+    assert {name: t.shape for name, t in wanted.items()} == {
+        name: t.shape for name, t in tensors.items()
+    }
+    return format.weight(tensors, slice(0, outputs)).dequantized()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_expert_is_that_of_transformers(dtype: torch.dtype) -> None:
     blocks, scales = stored(64, 4)
     # [experts, inputs, outputs]
     (expected,) = mxfp4.convert_moe_packed_tensors(blocks[None], scales[None], dtype=dtype)
-    found = weight_of_blocks(blocks, scales).dequantized().to(dtype)
+    found = blocked(blocks, scales).to(dtype)
     assert torch.equal(found, expected.t())
 
 
@@ -40,7 +53,7 @@ def test_packed_codes_and_their_scales() -> None:
         name: (t.shape, t.dtype) for name, t in tensors.items()
     }
     found = format.weight(tensors, slice(3, 40)).dequantized()
-    assert torch.equal(found, weight_of_blocks(blocks, scales).dequantized()[3:40])
+    assert torch.equal(found, blocked(blocks, scales)[3:40])
     scales[7, 1] = 255
     with pytest.raises(TensorError, match="holds NaN"):
         format.weight(tensors, slice(3, 40))

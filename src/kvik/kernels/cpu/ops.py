@@ -90,6 +90,7 @@ def native_ops(native: Native) -> Ops:
         rotary=rows.rotary,
         activate=rows.activate,
         scaled=rows.scaled,
+        softcap=rows.softcap,
         store_kv=TORCH.store_kv,
         copy_blocks=TORCH.copy_blocks,
     )
@@ -97,8 +98,8 @@ def native_ops(native: Native) -> Ops:
 
 
 class _Rows:
-    """Operations row by row. All results are new tensors, but for `rotary`, `penalize` and
-    `mask`."""
+    """Operations row by row. All results are new tensors, but for `rotary`, `softcap`, `penalize`
+    and `mask`."""
 
     def __init__(self, native: Native) -> None:
         self.native = native
@@ -213,6 +214,12 @@ class _Rows:
             dtype=DTYPES[x.dtype],
         )
         return y
+
+    def softcap(self, x: Tensor, cap: float) -> None:
+        rows, dim = self.native.rows(x), x.shape[1]
+        self.native.launch(
+            "softcap", x=x.data_ptr(), x_stride=x.stride(0), rows=rows, dim=dim, cap=cap
+        )
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         y = self.native.empty(*x.shape, dtype=x.dtype)

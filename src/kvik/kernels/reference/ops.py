@@ -174,6 +174,11 @@ def scaled(x: Tensor, factor: float) -> Tensor:
     return (x.float() * factor).to(x.dtype)
 
 
+def softcap(x: Tensor, cap: float) -> None:
+    """cap * tanh(x / cap), in place."""
+    x.div_(cap).tanh_().mul_(cap)
+
+
 # Matrix products and what follows them, computed in fp32 and rounded once.
 
 
@@ -286,6 +291,7 @@ REFERENCE = Ops(
     rotary=rotary,
     activate=activate,
     scaled=scaled,
+    softcap=softcap,
     store_kv=store_kv,
     copy_blocks=copy_blocks,
 )

@@ -34,6 +34,19 @@ def gelu(x):
 
 
 @triton.jit
+def capped(x, cap):
+    """cap * tanh(x / cap) of fp32; near 0, where exponentials would cancel, by a polynomial that is
+    explained in csrc/simd.hpp."""
+    x /= cap
+    square = x * x
+    p = (1.6432008781e-2 * square - 5.2668025893e-2) * square + 1.3320643329e-1
+    near = x + x * square * (p * square - 3.3332941164e-1)
+    t = tl.exp(-2.0 * tl.abs(x))
+    far = (1.0 - t) / (1.0 + t)
+    return cap * tl.where(tl.abs(x) < 0.55, near, tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
     """An activation of fp32, numbered as `ACTIVATIONS` does; of a paired one of the gate alone."""
     if ACTIVATION == 1:
@@ -81,6 +94,13 @@ def scaled_kernel(x, out, n, factor, BLOCK: tl.constexpr):
     tl.store(out + at, (wide * factor).to(out.dtype.element_ty), mask=at < n)
 
 
+@triton.jit
+def softcap_kernel(x, n, cap, BLOCK: tl.constexpr):
+    """grid [blocks]; x [n]"""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x + at, capped(tl.load(x + at, mask=at < n, other=0.0), cap), mask=at < n)
+
+
 def activate(x: Tensor, activation: Activation) -> Tensor:
     """See `Ops`."""
     rows, columns = len(x), x.shape[1] // 2 if activation in PAIRED else x.shape[1]
@@ -98,3 +118,9 @@ def scaled(x: Tensor, factor: float) -> Tensor:
     block = min(MOST, power_of_two(x.numel()))
     scaled_kernel[(ceil_div(x.numel(), block),)](x, out, x.numel(), factor, block)
     return out
+
+
+def softcap(x: Tensor, cap: float) -> None:
+    """See `Ops`; x is contiguous."""
+    block = min(MOST, power_of_two(x.numel()))
+    softcap_kernel[(ceil_div(x.numel(), block),)](x, x.numel(), cap, block)

@@ -31,12 +31,15 @@ import triton.language as tl
 
 from kvik.kernels.triton.attention_shapes import SPREAD, split
 from kvik.kernels.triton.attention_tile import (
+    LOG2,
     attend,
     begin,
     bits_set,
     ended,
     finish,
     log2_weight,
+    unit_of,
+    with_sinks,
 )
 from kvik.kernels.triton.kv_load import operand
 
@@ -106,12 +109,14 @@ def attention_decode_kernel(
     query_start,
     seq_lens,
     tree,
+    sinks,
     out,
     part_out,
     part_weight,
     q_stride,
     table_stride,
     scale,
+    softcap,
     window,
     first_sequence,
     above,
@@ -207,6 +212,7 @@ def attention_decode_kernel(
                 tl.minimum(place, ends - 1),
                 visible,
                 scale,
+                softcap,
                 DTYPE,
                 KIND,
                 KV_HEADS,
@@ -215,30 +221,39 @@ def attention_decode_kernel(
                 BLOCK_D,
                 False,
             )
-        sums, largest, total = ended(state)
-        result = finish(sums, total)
+        unit = unit_of(scale, softcap)
         if DIRECT:
+            sums, total = with_sinks(ended(state), unit, sinks, query_head)
             target = out + (token * HEADS * HEAD_DIM)[:, None] + lane
-            tl.store(target, result.to(DTYPE), mask=store)
+            tl.store(target, finish(sums, total).to(DTYPE), mask=store)
         else:
+            sums, largest, total = ended(state)
             piece = tl.program_id(1) * slab + (query * HEADS + query_head) * splits + part
             target = part_out + (piece.to(tl.int64) * HEAD_DIM)[:, None] + d[None, :]
-            tl.store(target, result, mask=store)
-            tl.store(part_weight + piece, log2_weight(largest, total, scale), mask=wanted)
+            tl.store(target, finish(sums, total), mask=store)
+            tl.store(part_weight + piece, log2_weight(largest, total, unit), mask=wanted)
 
 
 @triton.jit
-def merge(part_out, part_weight, piece, splits, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+def merge(
+    part_out, part_weight, sinks, head, piece, splits, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
+):
     """Merge the splits of one query head: [BLOCK_D]; 0 where no split saw a key.
 
     Args:
+        sinks: as of `with_sinks`.
         piece: index of its first split.
     """
     every = tl.arange(0, SPREAD)
     weights = tl.load(part_weight + piece + every, mask=every < splits, other=float("-inf"))
     largest = tl.max(weights, 0)
+    if sinks is not None:
+        sink = tl.load(sinks + head) * LOG2
+        largest = tl.maximum(largest, sink)
     largest = tl.where(largest == float("-inf"), 0.0, largest)
     total = tl.sum(tl.exp2(weights - largest), 0)
+    if sinks is not None:
+        total += tl.exp2(sink - largest)
     d = tl.arange(0, BLOCK_D)
     sums = tl.zeros([BLOCK_D], tl.float32)
     for at in range(0, splits, AT_ONCE):
@@ -261,6 +276,7 @@ def attention_merge_kernel(
     part_weight,
     query_start,
     seq_lens,
+    sinks,
     out,
     window,
     first_sequence,
@@ -285,7 +301,7 @@ def attention_merge_kernel(
     if (queries <= above) | (queries > most) | (query >= queries):
         return
     piece = tl.program_id(2) * slab + (query * HEADS + head) * splits
-    result = merge(part_out, part_weight, piece, splits, HEAD_DIM, BLOCK_D)
+    result = merge(part_out, part_weight, sinks, head, piece, splits, HEAD_DIM, BLOCK_D)
     d = tl.arange(0, BLOCK_D)
     target = out + ((start + query).to(tl.int64) * HEADS + head) * HEAD_DIM
     tl.store(target + d, result.to(out.dtype.element_ty), mask=d < HEAD_DIM)

@@ -294,6 +294,7 @@ def _launch(
             part_weight,
             step.query_start_loc,
             step.seq_lens,
+            None,
             out,
             0,
             first,

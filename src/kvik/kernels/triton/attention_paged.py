@@ -97,14 +97,31 @@ def runs_of(
     return tuple(runs[queries] for queries in sorted(runs))
 
 
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """What becomes of the scores of a layer; as in `AttentionSpec`.
+
+    Attributes:
+        scale: > 0.
+    """
+
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def powers(self) -> tuple[float, float | None]:
+        """Scale and softcap of exponents of 2."""
+        return self.scale * LOG2_E, None if self.softcap is None else self.softcap * LOG2_E
+
+
 def paged_attention(
-    q: Tensor, cache: PagedCache, step: PagedStep, scale: float, out: Tensor
+    q: Tensor, cache: PagedCache, step: PagedStep, scoring: Scoring, out: Tensor
 ) -> None:
     """Compute attention of queries over the cache, which includes the keys of this step.
 
     Args:
         q: [tokens, heads, head_dim], each token's heads contiguous.
-        scale: > 0.
         out: [tokens, heads, head_dim], contiguous; tokens of other sequences are left as they are.
 
     Raises:
@@ -123,11 +140,11 @@ def paged_attention(
         if runs:
             # A run alone in its step also takes fewer queries, so that a graph serves those too.
             above = floor if len(runs) < len(step.runs) else 0
-            _split(q, cache, step, scale, out, joined(runs), above)
+            _split(q, cache, step, scoring, out, joined(runs), above)
         floor = max(floor, most)
     runs = [run for run in step.runs if run.queries > long]
     if runs:
-        _prefill(q, cache, step, scale, out, joined(runs), long)
+        _prefill(q, cache, step, scoring, out, joined(runs), long)
 
 
 def joined(runs: Sequence[SequenceRun]) -> SequenceRun:
@@ -146,7 +163,7 @@ def _split(
     q: Tensor,
     cache: PagedCache,
     step: PagedStep,
-    scale: float,
+    scoring: Scoring,
     out: Tensor,
     run: SequenceRun,
     above: int,
@@ -184,12 +201,13 @@ def _split(
             step.query_start_loc,
             step.seq_lens,
             step.tree,
+            scoring.sinks,
             out,
             part_out,
             part_weight,
             q.stride(0),
             step.block_table.stride(0),
-            scale * LOG2_E,
+            *scoring.powers,
             window,
             first,
             above,
@@ -217,6 +235,7 @@ def _split(
             part_weight,
             step.query_start_loc,
             step.seq_lens,
+            scoring.sinks,
             out,
             window,
             first,
@@ -236,7 +255,7 @@ def _prefill(
     q: Tensor,
     cache: PagedCache,
     step: PagedStep,
-    scale: float,
+    scoring: Scoring,
     out: Tensor,
     run: SequenceRun,
     above: int,
@@ -262,10 +281,11 @@ def _prefill(
         step.block_table,
         step.query_start_loc,
         step.seq_lens,
+        scoring.sinks,
         out,
         q.stride(0),
         step.block_table.stride(0),
-        scale * LOG2_E,
+        *scoring.powers,
         step.window or 0,
         run.first,
         sequences,

@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvik.kernels.triton.attention_tile import attend, begin, finish
+from kvik.kernels.triton.attention_tile import attend, begin, finish, unit_of, with_sinks
 from kvik.kernels.triton.kv_load import operand
 
 
@@ -53,10 +53,12 @@ def attention_prefill_kernel(
     block_table,
     query_start,
     seq_lens,
+    sinks,
     out,
     q_stride,
     table_stride,
     scale,
+    softcap,
     window,
     first_sequence,
     sequences,
@@ -140,6 +142,7 @@ def attention_prefill_kernel(
                     there,
                     visible,
                     scale,
+                    softcap,
                     DTYPE,
                     KIND,
                     KV_HEADS,
@@ -148,6 +151,7 @@ def attention_prefill_kernel(
                     BLOCK_D,
                     part == 1,
                 )
-    sums, _, total = state
+    query_head = head * GROUP + row % GROUP
+    sums, total = with_sinks(state, unit_of(scale, softcap), sinks, query_head)
     target = out + (token * HEADS * HEAD_DIM)[:, None] + lane
     tl.store(target, finish(sums, total).to(DTYPE), mask=real)

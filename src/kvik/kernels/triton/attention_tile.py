@@ -12,9 +12,11 @@ import math
 import triton
 import triton.language as tl
 
+from kvik.kernels.triton.activation import capped
 from kvik.kernels.triton.kv_load import load_scales, load_vectors, operand, product, vectors_at
 
 LOG2_E = math.log2(math.e)
+LOG2 = tl.constexpr(LOG2_E)
 
 
 @triton.jit
@@ -63,6 +65,12 @@ def weigh(scores, largest, total, scale, GUARDED: tl.constexpr):
 
 
 @triton.jit
+def unit_of(scale, softcap):
+    """Return what the scores of a state are still to be multiplied by: capped ones are scaled."""
+    return scale if softcap is None else 1.0
+
+
+@triton.jit
 def attend(
     q,
     state,
@@ -76,6 +84,7 @@ def attend(
     place,
     visible,
     scale,
+    softcap,
     DTYPE: tl.constexpr,
     KIND: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -91,6 +100,7 @@ def attend(
         state: as of `begin`.
         place: [n], of the keys in their sequence; there are keys at all of them, though places may
             repeat where no row sees them. visible: [m, n].
+        scale, softcap: with log2(e) folded in; softcap may be None.
         ALL: every row sees every key, and visible is not used.
     """
     sums, largest, total = state
@@ -106,9 +116,12 @@ def attend(
     scores = product(q, tl.trans(k), None)
     if KIND != "float":
         scores *= k_scale[None, :]
+    if softcap is not None:
+        scores = capped(scores * scale, softcap)
     if not ALL:
         scores = tl.where(visible, scores, float("-inf"))
-    weights, factor, largest, total = weigh(scores, largest, total, scale, not ALL)
+    unit = unit_of(scale, softcap)
+    weights, factor, largest, total = weigh(scores, largest, total, unit, not ALL)
     v = load_vectors(v_cache, block, within, v_zero, DTYPE, KIND, VECTORS, HEAD_DIM, BLOCK_D)
     if KIND != "float" and tl.float16 == DTYPE:
         # A weight times a scale may be too small for fp16.
@@ -117,6 +130,24 @@ def attend(
         weights *= v_scale[None, :]
     sums = product(operand(weights, DTYPE), v, sums * factor[:, None])
     return sums, largest, total
+
+
+@triton.jit
+def with_sinks(state, unit, sinks, head):
+    """Return (sums, total [m]) after all keys and, unless `sinks` is None, the sink of each row.
+
+    Args:
+        state: (sums, largest, total [m]). unit: as of `unit_of`.
+        sinks: [heads] fp32. head: [m], of each row.
+    """
+    sums, largest, total = state
+    if sinks is not None:
+        sink = tl.load(sinks + head) * LOG2
+        most = tl.maximum(largest * unit, sink)
+        fall = tl.exp2(largest * unit - most)
+        sums *= fall[:, None]
+        total = total * fall + tl.exp2(sink - most)
+    return sums, total
 
 
 @triton.jit

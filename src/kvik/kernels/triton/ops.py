@@ -35,6 +35,7 @@ def triton_ops(device: torch.device) -> Ops:
         rotary=rotary.rotary,
         activate=activation.activate,
         scaled=activation.scaled,
+        softcap=activation.softcap,
         store_kv=rows.store_kv,
         copy_blocks=rows.copy_blocks,
     )

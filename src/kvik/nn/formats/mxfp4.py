@@ -13,8 +13,10 @@ from kvik.nn.formats.base import LinearShape, StoredTensor, TensorError
 from kvik.nn.formats.compressed_tensors import ACTIVATIONS, PACKED, SCALE
 from kvik.nn.formats.integers import because, check_group
 from kvik.spec.stored_weights import StoredScheme
+from kvik.spec.weight_kind import MX_GROUP
 
 E8M0_NAN = 255
+BLOCKS, SCALES = "blocks", "scales"
 
 
 class Mxfp4Packed:
@@ -44,17 +46,32 @@ class Mxfp4Packed:
         return mxfp4_weight(tensors[PACKED][rows], powers_of_two(SCALE, tensors[SCALE][rows]))
 
 
-def weight_of_blocks(blocks: Tensor, scales: Tensor) -> Weight:
-    """Return the weight of an expert of gpt-oss.
+class Mxfp4Blocks:
+    """blocks [outputs, inputs / 32, 16] uint8, the even input in the low half of a byte, and scales
+    [outputs, inputs / 32] uint8: an expert of gpt-oss."""
 
-    Args:
-        blocks: [outputs, groups, 16] uint8, the even input in the low half of a byte.
-        scales: [outputs, groups] uint8.
+    unread = ()
 
-    Raises:
-        TensorError: a scale is NaN.
-    """
-    return mxfp4_weight(blocks.flatten(1), powers_of_two("scales", scales))
+    def __init__(
+        self, scheme: StoredScheme, shape: LinearShape, stored: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        """
+        Raises:
+            ValueError: the layer cannot be stored like this.
+        """
+        self.scheme, self.shape = scheme, shape
+        self.groups = check_group(scheme, shape)
+
+    def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
+        def stored(*rest: int) -> StoredTensor:
+            size = (self.shape.outputs, self.groups, *rest)
+            return StoredTensor(size, torch.uint8, because=because(self.scheme))
+
+        return {BLOCKS: stored(MX_GROUP // 2), SCALES: stored()}
+
+    def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Weight:
+        scales = powers_of_two(SCALES, tensors[SCALES][rows])
+        return mxfp4_weight(tensors[BLOCKS][rows].flatten(1), scales)
 
 
 def powers_of_two(name: str, scales: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from kvik.nn.formats.blocks import Blocks
 from kvik.nn.formats.compressed_tensors import IntQuantized, PackQuantized
 from kvik.nn.formats.fp8 import Fp8
 from kvik.nn.formats.integers import Awq, Gptq
-from kvik.nn.formats.mxfp4 import Mxfp4Packed
+from kvik.nn.formats.mxfp4 import Mxfp4Blocks, Mxfp4Packed
 from kvik.spec.stored_weights import BLOCK_LAYOUTS, KEY, Layout, StoredScheme
 
 # The format of a layer in a layout, made from its scheme, its shape, and the shapes of its tensors.
@@ -27,6 +27,7 @@ FORMATS: Mapping[Layout, MakeFormat] = MappingProxyType(
         "int-quantized": IntQuantized,
         "fp8": Fp8,
         "mxfp4-pack-quantized": Mxfp4Packed,
+        "mxfp4-blocks": Mxfp4Blocks,
         **dict.fromkeys(BLOCK_LAYOUTS, Blocks),
     }
 )

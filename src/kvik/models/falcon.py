@@ -1,0 +1,104 @@
+"""Falcon (Almazrouei et al. 2023, arXiv 2311.16867): attention and MLP side by side; q, k and v
+stand in one matrix, by heads of keys and values.
+
+The 7B has one of these and one LayerNorm. The 40B has several, and a norm each for attention and
+MLP; Falcon 2 has several and one norm.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvik.models.llama import Llama
+from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
+from kvik.spec.fields import Fields
+from kvik.spec.model import MAX_HEADS, ModelFacts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TWO_NORMS = "two norms"
+
+
+class FalconLayer:
+    """Attention and MLP; both read the normalised residual stream and add to it."""
+
+    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
+        hidden, eps, dim = spec.hidden_size, spec.norm_eps, spec.head_dim
+        if spec.wiring == TWO_NORMS:
+            self.norm = builder.layer_norm("ln_attn", hidden, eps, before="qkv")
+            self.mlp_norm = builder.layer_norm("ln_mlp", hidden, eps, before="up")
+        else:
+            self.norm = self.mlp_norm = builder.layer_norm("input_layernorm", hidden, eps)
+        inner = builder.at("self_attention")
+        self.qkv = inner.heads(
+            ("query_key_value",),
+            hidden,
+            (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads),
+            dim,
+            bias=spec.qkv_bias,
+            rope=spec.layers[layer].rope,
+            by_head=True,
+        )
+        self.attend = inner.attention(layer, dim)
+        self.o = inner.linear("dense", hidden, hidden, bias=spec.o_bias, role="o")
+        inner.ignore("rotary_emb.inv_freq")
+        self.mlp = builder.at("mlp").mlp(
+            "dense_h_to_4h",
+            "dense_4h_to_h",
+            hidden,
+            spec.intermediate_size,
+            bias=spec.mlp_bias,
+            activation=spec.activation,
+        )
+
+    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
+        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
+        normalised = self.norm(x)
+        fed = normalised if self.mlp_norm is self.norm else self.mlp_norm(x)
+        q, k, v = self.qkv(normalised, ctx)  # [tokens, heads or kv_heads, head_dim]
+        return self.mlp(fed, ctx, self.o(self.attend(q, k, v, ctx, rotation), ctx, x))
+
+
+def falcon_kv_heads(fields: Fields) -> int:
+    heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
+    if fields.boolean("new_decoder_architecture", False):
+        return fields.integer("num_kv_heads", 1, MAX_HEADS, heads)
+    return 1 if fields.boolean("multi_query", True) else heads
+
+
+def falcon_wiring(fields: Fields) -> str:
+    norms = fields.integer("num_ln_in_parallel_attn", 1, 2, 2)
+    return TWO_NORMS if fields.boolean("new_decoder_architecture", False) and norms == 2 else ""
+
+
+FALCON = Architecture(
+    "FalconForCausalLM",
+    "falcon",
+    "Falcon and Falcon 2, but for those with ALiBi",
+    partial(
+        Llama,
+        make_layer=FalconLayer,
+        scopes=("transformer", ""),
+        names=("word_embeddings", "h", "ln_f", "lm_head"),
+    ),
+    qkv_bias="bias",
+    o_bias="bias",
+    mlp_bias="bias",
+    kv_heads=falcon_kv_heads,
+    wiring=falcon_wiring,
+    activations=("gelu",),
+    rms_norm=False,
+    gated_mlp=False,
+    tied=True,
+    eos_token_ids=(11,),
+    defaults={"max_position_embeddings": 2048},
+    keys={
+        "intermediate_size": "ffn_hidden_size",
+        "hidden_act": "activation",
+        "num_key_value_heads": "num_kv_heads",
+        "rms_norm_eps": "layer_norm_epsilon",
+    },
+    fixed={"alibi": False, "parallel_attn": True},
+)

@@ -1,0 +1,83 @@
+"""Facts of models that attend over latent vectors."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from helpers.configs import small
+
+from kvik.errors import ModelError
+from kvik.models.model_spec import ModelSpec
+from kvik.models.public import public_configs
+from kvik.spec.kv import group_layers, stored_as
+from kvik.spec.layers import LatentSpec
+
+
+def public(name: str) -> ModelSpec:
+    return ModelSpec.from_config(public_configs()[name])
+
+
+def latent(**changes: Any) -> dict[str, Any]:
+    sizes = {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    return small(**{"architectures": ["DeepseekV3ForCausalLM"], **sizes, **changes})
+
+
+# Parameters as their model cards have them; bytes of a token in bf16, int8 and fp8.
+PUBLIC = {
+    "deepseek-v3": (671_026_419_200, 61, 1536),
+    "deepseek-v2-lite": (15_706_484_224, 27, None),
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_models(name: str) -> None:
+    parameters, layers, q_rank = PUBLIC[name]
+    spec = public(name)
+    assert spec.latent == LatentSpec(512, 64, 128, 128, q_rank)
+    assert (spec.num_kv_heads, spec.head_dim, spec.rope_dim) == (1, 576, 64)
+    assert spec.num_parameters == parameters
+    specs = spec.kv_specs(2)
+    assert spec.kv_bytes_per_token(2) == 1152 * layers  # of DeepSeek-V3 70,272
+    for format in ("int8", "fp8"):  # a scale for each vector
+        (group,) = group_layers(stored_as(specs, format))
+        assert group.bytes_per_token == 578 * layers
+
+
+def test_what_has_a_latent_is_as_its_keys_say() -> None:
+    spec = ModelSpec.from_config(latent(q_lora_rank=None, v_head_dim=96, kv_lora_rank=256))
+    assert spec.latent == LatentSpec(256, 64, 128, 96, None)
+    assert spec.ropes[0].interleaved
+    halves = ModelSpec.from_config(latent(rope_interleave=False))
+    assert halves.latent == LatentSpec(512, 64, 128, 128, 1536)  # as transformers fills them in
+    assert not halves.ropes[0].interleaved
+    assert ModelSpec.from_config(small()).latent is None
+
+
+def test_the_temperature_of_yarn() -> None:
+    scaling = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}
+    (rope,) = ModelSpec.from_config(latent(rope_scaling=scaling)).ropes
+    assert rope.temperature(1.0) == pytest.approx(0.1 * math.log(40) + 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_lora_rank": 520}, "kv_lora_rank: must be at most 576 with qk_rope_head_dim (64)"),
+        ({"kv_lora_rank": 0}, "kv_lora_rank: must be an integer in [1, 576], not 0"),
+        ({"qk_rope_head_dim": 63}, "qk_rope_head_dim: must be even, not 63"),
+        ({"qk_nope_head_dim": 577}, "qk_nope_head_dim: must be an integer in [1, 576], not 577"),
+        ({"v_head_dim": "128"}, "v_head_dim: must be an integer"),
+        ({"q_lora_rank": 0}, "q_lora_rank: must be an integer"),
+        ({"rope_interleave": 1}, "rope_interleave: must be true or false"),
+        (
+            {"architectures": ["DeepseekV2ForCausalLM"], "topk_method": "noaux_tc"},
+            "topk_method: must be one of greedy, group_limited_greedy",
+        ),
+    ],
+)
+def test_latents_that_cannot_be(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        ModelSpec.from_config(latent(**changes))
+    assert message in str(caught.value)
