@@ -14,7 +14,7 @@ from kvik.kernels.ops import Ops
 from kvik.kernels.reference.experts import experts_by
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.torch_ops import TORCH
-from kvik.kernels.weights import Experts, Weight, ordered_weight
+from kvik.kernels.weights import Activation, Experts, Weight, ordered_weight
 from kvik.spec.experts import Router
 from kvik_bench.kernel_cases import Maker, filled_matrix, weight_makers
 
@@ -114,8 +114,9 @@ def expert_set(ops: Ops, kind: str, dtype: torch.dtype, *, biased: bool = False)
         return torch.randn(rows, generator=generator) if biased else None
 
     up, down = [], []
+    activation: Activation = "clamped_swiglu" if biased else "silu_and_mul"  # as in gpt-oss
     for first, second in weights_of(kind, dtype):
-        up.append(filled_matrix(ops, first, bias(2 * INNER), "silu_and_mul", dtype))
+        up.append(filled_matrix(ops, first, bias(2 * INNER), activation, dtype))
         down.append(filled_matrix(ops, second, bias(HIDDEN), None, dtype))
     return ops.expert_set(up, down)
 
