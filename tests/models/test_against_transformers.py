@@ -72,6 +72,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-window": ("Mistral", {"sliding_window": 9}),
     "mistral-window-default": ("Mistral", {}),
     "mistral-head-dim": ("Mistral", {"sliding_window": 5, "head_dim": 16}),
+    "ministral3": (
+        "Ministral3",
+        {
+            "head_dim": 16,
+            **rope(**YARN, factor=4.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=2.0),
+        },
+    ),
+    "ministral3-window": (
+        "Ministral3",
+        {"sliding_window": 9, **rope(**YARN, factor=4.0, llama_4_scaling_beta=0.7)},
+    ),
     "qwen2": ("Qwen2", {}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-window-unused": ("Qwen2", {"sliding_window": 5, "max_window_layers": 0}),

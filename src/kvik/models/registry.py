@@ -10,7 +10,16 @@ from kvik.models.glm4 import GLM4
 from kvik.models.gpt2 import GPT2_MODEL
 from kvik.models.gpt_neox import GPT_NEOX
 from kvik.models.granite import GRANITE
-from kvik.models.llama import LLAMA, MISTRAL, QWEN2, SEED_OSS, SMOLLM3, STABLELM
+from kvik.models.llama import (
+    LLAMA,
+    MINISTRAL3,
+    MISTRAL,
+    MISTRAL3_IMAGES,
+    QWEN2,
+    SEED_OSS,
+    SMOLLM3,
+    STABLELM,
+)
 from kvik.models.olmo2 import EXAONE4, OLMO2, OLMO3
 from kvik.models.opt import OPT
 from kvik.models.phi import PHI
@@ -22,7 +31,7 @@ from kvik.spec.declare import Architecture
 ARCHITECTURES: Mapping[str, Architecture] = {
     row.name: row
     for row in (
-        *(LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, STABLELM, PHI3, GLM4),
+        *(LLAMA, MISTRAL, MINISTRAL3, MISTRAL3_IMAGES, QWEN2, QWEN3, SMOLLM3, STABLELM, PHI3, GLM4),
         *(
             GEMMA,
             GEMMA2,

@@ -21,6 +21,7 @@ from kvik.planner.search import largest
 from kvik.planner.shape import ModelShape
 from kvik.spec.kv import KVCacheSpec
 from kvik.spec.model import LinearLayers
+from kvik.spec.rope import RopeSpec
 
 MOST_REQUESTS = 65_536  # as `max_num_seqs` allows
 _ADVANCED_CPU = frozenset({"avx2", "fma"})  # what the native kernels need at least
@@ -100,7 +101,7 @@ class StoredModel:
     head_dim: int
     max_context: int
     gated_mlp: bool
-    ropes: tuple[object, ...]
+    ropes: tuple[RopeSpec, ...]
     shape: ModelShape
     weight_format: str
     kv: tuple[KVCacheSpec, ...] = field(repr=False)
@@ -119,7 +120,7 @@ class StoredModel:
             head_dim=shape.head_dim,
             max_context=shape.max_context,
             gated_mlp=shape.gated_mlp,
-            ropes=() if learned else ("rotary",),
+            ropes=() if learned else (RopeSpec(),),
             shape=shape,
             weight_format=weight_format,
             kv=_kv_specs(shape, kv_format),

@@ -305,6 +305,7 @@ class LayerBuilder(Protocol):
         norms: tuple[Any, Any] | None = None,
         softcap: float | None = None,
         sinks: int = 0,
+        rope: RopeSpec | None = None,
     ) -> AttentionLayer: ...
 
     def scaled_sum(self, factor: float) -> Sum: ...
@@ -590,6 +591,7 @@ class _Describer:
         norms: tuple[Any, Any] | None = None,
         softcap: float | None = None,
         sinks: int = 0,
+        rope: RopeSpec | None = None,
     ) -> _Described:
         if sinks:
             vector = DeclaredVector(self._layer, self._name("sinks"), sinks)
