@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pytest
 from helpers.overlapping import steps_in_flight
 from helpers.served_columns import (
     make_requests,
@@ -157,6 +158,12 @@ WINDOWED = {  # two full layers, two that see 24 keys: two KV groups; three laye
     "max_window_layers": 2,
     "torch_dtype": "float32",
 }
+CAPPED = {  # layers with a window and without in turn, scores and logits capped
+    **WINDOWED,
+    "architectures": ["Gemma2ForCausalLM"],
+    "attn_logit_softcapping": 0.5,
+    "final_logit_softcapping": 2.0,
+}
 
 LATENT = {  # attention over latent vectors, an MLP and then experts
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -181,7 +188,7 @@ LATENT = {  # attention over latent vectors, an MLP and then experts
 }
 
 
-MODELS = ("bundled", "windowed")
+MODELS = ("bundled", "windowed", pytest.param("capped", marks=pytest.mark.full))
 
 
 def make_model(name: str, folder: Path) -> dict[str, object]:
@@ -192,7 +199,7 @@ def make_model(name: str, folder: Path) -> dict[str, object]:
     """
     if name == "bundled":
         return {"model": BUNDLED}
-    config = LATENT if name == "latent" else WINDOWED
+    config = {"latent": LATENT, "capped": CAPPED}.get(name, WINDOWED)
     (folder / "config.json").write_text(json.dumps(config))
     return {"model": str(folder), "load_format": "random", "seed": 3}
 

@@ -64,16 +64,25 @@ def save_tiny(folder: Path, family: str, *, seed: int = 0, **options: Any) -> An
 IMAGE_PREFIXES = ("model.language_model", "language_model.model")
 
 
-def save_tiny_with_images(folder: Path, prefix: str) -> Any:
-    """Save a tiny Gemma 3 as the text model of one that reads images; that alone is returned."""
-    reference = save_tiny(folder, "Gemma3", head_dim=16, hidden_size=64, sliding_window=9)
+# Families that stand in checkpoints which read images -> what those are called.
+WITH_IMAGES = {
+    "Gemma3": "Gemma3ForConditionalGeneration",
+    "Ministral3": "Mistral3ForConditionalGeneration",
+}
+
+
+def save_tiny_with_images(folder: Path, prefix: str, family: str = "Gemma3") -> Any:
+    """Save a tiny model as the text model of one that reads images; that alone is returned."""
+    reference = save_tiny(folder, family, head_dim=16, hidden_size=64, sliding_window=9)
     stored = load_file(folder / "model.safetensors")
     named = {name.replace("model", prefix, 1): tensor for name, tensor in stored.items()}
+    if prefix.startswith("language_model") and "lm_head.weight" in named:
+        named["language_model.lm_head.weight"] = named.pop("lm_head.weight")
     for scope in ("vision_tower", "model.vision_tower"):
         named[f"{scope}.x.weight"] = torch.ones(3)
     save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
     inner = json.loads((folder / "config.json").read_text())
-    outer = {"architectures": ["Gemma3ForConditionalGeneration"], "dtype": inner.pop("dtype")}
+    outer = {"architectures": [WITH_IMAGES[family]], "dtype": inner.pop("dtype")}
     (folder / "config.json").write_text(json.dumps({**outer, "text_config": inner}))
     return reference
 

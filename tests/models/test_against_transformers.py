@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,12 +19,19 @@ from helpers.tiny_models import (
     tiny_model,
     tokens,
 )
+from safetensors.torch import load_file, save_file
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
+from transformers.models.llama import modeling_llama
 
 from kvik.attention.base import AttentionBackend
 from kvik.attention.sdpa import SdpaAttention
 from kvik.config.compute import LANES
 from kvik.kernels.reference.ops import REFERENCE
+from kvik.models.llama import LLAMA, Llama, LlamaAttention, LlamaLayer
 from kvik.models.model_spec import read_model_spec
+from kvik.models.registry import ARCHITECTURES
+from kvik.spec.declare import LayerBuilder
+from kvik.spec.model import ModelFacts
 
 PROMPT = 40
 STEPS = 20
@@ -96,6 +105,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-window": ("Mistral", {"sliding_window": 9}),
     "mistral-window-default": ("Mistral", {}),
     "mistral-head-dim": ("Mistral", {"sliding_window": 5, "head_dim": 16}),
+    "ministral3": (
+        "Ministral3",
+        {
+            "head_dim": 16,
+            **rope(**YARN, factor=4.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=2.0),
+        },
+    ),
+    "ministral3-window": (
+        "Ministral3",
+        {"sliding_window": 9, **rope(**YARN, factor=4.0, llama_4_scaling_beta=0.7)},
+    ),
     "qwen2": ("Qwen2", {}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-window-unused": ("Qwen2", {"sliding_window": 5, "max_window_layers": 0}),
@@ -491,3 +511,38 @@ def test_a_sharded_checkpoint_is_the_same_model(family: str, tmp_path: Path) -> 
     one = PagedModel(tmp_path / "one").logits(ids)
     many = PagedModel(tmp_path / "many").logits(ids)
     assert torch.equal(one, many)
+
+
+class SinkAttention(LlamaAttention):
+    """A Llama's, whose heads have learned sinks."""
+
+    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
+        super().__init__(spec, builder, layer)
+        self.attend = builder.attention(layer, spec.head_dim, sinks=spec.num_heads)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_learned_sinks(kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a Llama that has the attention of gpt-oss."""
+    make = partial(Llama, make_layer=partial(LlamaLayer, attention=SinkAttention))
+    row = replace(LLAMA, name="SinkLlamaForCausalLM", make=make)
+    monkeypatch.setitem(cast(dict, ARCHITECTURES), row.name, row)
+    reference = save_tiny(tmp_path, "Llama", head_dim=16)
+    stored = load_file(tmp_path / "model.safetensors")
+    reference.set_attn_implementation("eager")
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", eager_attention_forward)
+    for i, layer in enumerate(reference.model.layers):
+        sinks = torch.tensor([-1.0, 0.0, 0.5 * i, 2.0])
+        layer.self_attn.sinks = sinks
+        stored[f"model.layers.{i}.self_attn.sinks"] = sinks
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [row.name]}))
+    ids = tokens(PROMPT)
+    expected = reference_logits(reference, ids)
+    model = paged_model(kernels, tmp_path)
+    torch.testing.assert_close(model.logits(ids), expected, atol=1e-4, rtol=0)
+    chunked = model.logits(ids, chunk=1, sequence=1)
+    torch.testing.assert_close(chunked, expected, atol=1e-4, rtol=0)
+    declared = read_model_spec(tmp_path).num_parameters
+    assert declared == sum(x.numel() for x in reference.parameters()) + 3 * 4

@@ -91,6 +91,16 @@ WIRINGS: dict[str, dict[str, Any]] = {
     },
     "Falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "StableLm": {"use_parallel_residual": True},
+    "Ministral3": {
+        "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+            "llama_4_scaling_beta": 0.5,
+        },
+    },
     "Granite": {"residual_multiplier": 0.4, "embedding_multiplier": 2.0, "logits_scaling": 3.0},
 }
 

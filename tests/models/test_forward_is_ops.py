@@ -23,6 +23,7 @@ from kvik.spec.declare import ForwardContext, Model
 FAMILIES = {
     "Llama": {"attention_bias": True, "mlp_bias": True},
     "Mistral": {"sliding_window": 5},
+    "Ministral3": {"head_dim": 8},
     "Qwen2": {"tie_word_embeddings": True},
     "Qwen3": {"head_dim": 8},
     "Olmo2": {},

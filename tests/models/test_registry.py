@@ -10,6 +10,7 @@ import torch
 from helpers.paged_model import PagedModel
 from helpers.tiny_models import (
     IMAGE_PREFIXES,
+    WITH_IMAGES,
     reference_logits,
     save_tiny,
     save_tiny_with_images,
@@ -44,10 +45,11 @@ def test_masks_in_old_gpt2_checkpoints_are_ignored(tmp_path: Path) -> None:
     torch.testing.assert_close(PagedModel(tmp_path).logits(ids), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("family", WITH_IMAGES)
 @pytest.mark.parametrize("prefix", IMAGE_PREFIXES)
-def test_the_text_model_of_one_that_reads_images(prefix: str, tmp_path: Path) -> None:
+def test_the_text_model_of_one_that_reads_images(prefix: str, family: str, tmp_path: Path) -> None:
     """What encodes images is left alone."""
-    reference, ids = save_tiny_with_images(tmp_path, prefix), tokens(30)
+    reference, ids = save_tiny_with_images(tmp_path, prefix, family), tokens(30)
     expected = reference_logits(reference, ids)
     torch.testing.assert_close(PagedModel(tmp_path).logits(ids), expected, atol=1e-4, rtol=0)
 

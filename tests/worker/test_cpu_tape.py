@@ -72,6 +72,17 @@ MODELS = {
         sliding_window=9,
         layer_norm_eps=1e-5,
     ),
+    "ministral3": small(
+        **WIDE,
+        architectures=["Ministral3ForCausalLM"],
+        head_dim=32,
+        rope_parameters={
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+            "llama_4_scaling_beta": 2.0,
+        },
+    ),
     "gemma2": small(
         **(WIDE | {"num_hidden_layers": 3}),
         architectures=["Gemma2ForCausalLM"],

@@ -137,6 +137,7 @@ class Attend:
         spec: what the layer computes.
         rotation: [tokens, head_dim] fp32 for `Ops.rotary`; None: no rotation. The backend rotates,
             so that a kernel can do it while it writes k into the cache.
+        q_rotation: the same for q alone, where that turns in its own way; None: as k.
     """
 
     q: Tensor
@@ -146,14 +147,19 @@ class Attend:
     metadata: AttentionMetadata
     spec: AttentionSpec
     rotation: Tensor | None = None
+    q_rotation: Tensor | None = None
 
     def turned(self, ops: Ops) -> tuple[Tensor, Tensor]:
         """Return q and k normalised and rotated, for backends whose kernels do not do it."""
         q, k, norms = self.q, self.k, self.spec.norms
         if norms is not None:
             q, k = ops.rms_norm(q, norms.q, norms.eps), ops.rms_norm(k, norms.k, norms.eps)
-        if self.rotation is not None:
-            q, k = ops.rotary(q, k, self.rotation)
+        if self.rotation is None:
+            return q, k
+        if self.q_rotation is None:
+            return ops.rotary(q, k, self.rotation)
+        q, _ = ops.rotary(q, q[:, :0], self.q_rotation)
+        _, k = ops.rotary(k[:, :0], k, self.rotation)
         return q, k
 
 

@@ -78,8 +78,9 @@ class TritonAttention:
         assert isinstance(metadata, TritonMetadata)
         q, k, v, spec = attend.q, attend.k, attend.v, attend.spec
         slots = metadata.layout.slot_mapping
-        # The kernel turns and rounds halves of a head, which hold whole bytes.
-        if q.shape[2] % (4 if kv.k.dtype == torch.uint8 else 2):
+        # The kernel turns q and k alike, and rounds halves of a head, which hold whole bytes.
+        odd = q.shape[2] % (4 if kv.k.dtype == torch.uint8 else 2)
+        if odd or attend.q_rotation is not None:
             q, k = attend.turned(self._ops)
             store(self._ops, k, v, kv, slots)
         else:

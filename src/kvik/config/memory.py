@@ -40,6 +40,7 @@ from kvik.spec.kv import (
 )
 from kvik.spec.layers import LatentSpec
 from kvik.spec.model import DTYPE_BYTES, LinearLayers
+from kvik.spec.rope import RopeSpec
 from kvik.spec.weights import Weighed, weight_bytes
 
 LOGIT_BYTES = 4  # bytes of a logit, for models of any dtype
@@ -120,7 +121,7 @@ class ModelSizes(Weighed, Protocol):
     def max_context(self) -> int: ...
 
     @property
-    def ropes(self) -> Sequence[object]:
+    def ropes(self) -> Sequence[RopeSpec]:
         """The rotary positions of its layers, each once; none if positions are learned."""
         ...
 
@@ -189,7 +190,7 @@ class StepMemory:
         spec, tokens = self.spec, size.max_num_batched_tokens
         widths = 3 * spec.hidden_size + self._qkv + self._queries + spec.inner_width
         normalised = self._qkv
-        rotation = len(spec.ropes) * spec.rope_dim * 4
+        rotation = sum(rope.tables for rope in spec.ropes) * spec.rope_dim * 4
         buffers = tokens * ((widths + normalised) * self.item + rotation)
         experts = spec.experts_of_token  # each of them has a copy of a token's inputs
         inputs = max(spec.hidden_size * max(1, experts), self._queries, spec.inner_width)
@@ -481,7 +482,8 @@ class Footprint:
         entries = -(-size.max_model_len // self.block_size) * len(self.groups)
         table = size.max_num_seqs * (size.max_model_len + 2 * entries) * 4
         seen = size.max_num_seqs * spec.vocab_size * SEEN_BYTES_PER_TOKEN
-        rotation = len(spec.ropes) * size.max_model_len * spec.rope_dim * 4
+        tables = sum(rope.tables for rope in spec.ropes)
+        rotation = tables * size.max_model_len * spec.rope_dim * 4
         total = self.runtime + table + seen + rotation + self._pooling(size) + self.graphs(size)
         if self.device == "cpu":
             total += spec.vocab_size * TOKENIZER_BYTES_PER_ENTRY
@@ -558,7 +560,8 @@ class Footprint:
         """Return a step of the draft model, its rotary positions, and the distributions of its
         drafts: until they are judged, and twice while they are concatenated."""
         small = size.of_draft_model
-        rotation = len(draft.spec.ropes) * size.max_model_len * draft.spec.rope_dim * 4
+        tables = sum(rope.tables for rope in draft.spec.ropes)
+        rotation = tables * size.max_model_len * draft.spec.rope_dim * 4
         drawn = (2 * size.max_draft_rows + small.max_num_seqs) * self.spec.vocab_size * 4
         return draft.activations(small) + rotation + drawn
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvik.models.llama import Llama, LlamaAttention, MakeAttention
+from kvik.models.llama import Llama, LlamaAttention, MakeAttention, beside_images
 from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder, Norm
 from kvik.spec.fields import Fields
 from kvik.spec.layers import FULL, SLIDING, LayerSpec, layer_types, read_window
@@ -100,14 +100,6 @@ Gemma3Layer = partial(Gemma2Layer, attention=Gemma3Attention)
 
 def last_norm(spec: ModelFacts, builder: LayerBuilder) -> Norm:
     return builder.rms_norm("norm", spec.hidden_size, spec.norm_eps, offset=1.0)
-
-
-def with_images(spec: ModelFacts, builder: LayerBuilder) -> Llama:
-    """Return the text model of a checkpoint that reads images too."""
-    for scope in ("vision_tower", "multi_modal_projector"):
-        builder.skip(scope, f"model.{scope}")
-    inner = builder.at("language_model", "")
-    return Llama(spec, inner, Gemma3Layer, last_norm, ("model.language_model", "model"))
 
 
 def gemma_scales(fields: Fields) -> ModelScales:
@@ -236,7 +228,7 @@ GEMMA3_IMAGES = replace(
     name="Gemma3ForConditionalGeneration",
     model_type="gemma3",
     models="Gemma 3, text of those that read images",
-    make=with_images,
+    make=partial(beside_images, make_layer=Gemma3Layer, make_norm=last_norm),
     inside="text_config",
     gguf=None,
 )

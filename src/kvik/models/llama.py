@@ -6,6 +6,8 @@ Many models are this network with another attention, or with other facts in the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from kvik.spec.declare import (
@@ -47,8 +49,13 @@ class LlamaAttention:
             bias=spec.qkv_bias,
             rope=spec.layers[layer].rope,
         )
-        scales = spec.scales
-        self.attend = builder.attention(layer, dim, scales.attention, softcap=scales.attention_cap)
+        self.attend = builder.attention(
+            layer,
+            dim,
+            spec.scales.attention,
+            softcap=spec.scales.attention_cap,
+            rope=spec.layers[layer].rope,
+        )
         self.o = builder.linear(o, heads * dim, spec.hidden_size, bias=spec.o_bias, role="o")
         builder.ignore("rotary_emb.inv_freq")
 
@@ -188,6 +195,19 @@ class Llama:
         return self.lm_head(hidden)
 
 
+def beside_images(
+    spec: ModelFacts,
+    builder: LayerBuilder,
+    make_layer: MakeLayer = LlamaLayer,
+    make_norm: MakeNorm | None = None,
+) -> Llama:
+    """Return the text model of a checkpoint that reads images too."""
+    for scope in ("vision_tower", "multi_modal_projector"):
+        builder.skip(scope, f"model.{scope}")
+    inner = builder.at("language_model", "")
+    return Llama(spec, inner, make_layer, make_norm, ("model.language_model", "model"))
+
+
 LLAMA = Architecture(
     "LlamaForCausalLM",
     "llama",
@@ -208,6 +228,45 @@ MISTRAL = Architecture(
     Llama,
     layers=windowed_layers,
     eos_token_ids=(2,),
+)
+# Ministral 3 (Mistral AI 2025): long contexts make queries larger, by their positions.
+MINISTRAL3 = Architecture(
+    "Ministral3ForCausalLM",
+    "ministral3",
+    "Ministral 3, those of text alone",
+    Llama,
+    layers=partial(windowed_layers, scaled_queries=True),
+    head_dim=128,
+    eos_token_ids=(2,),
+    defaults={
+        "vocab_size": 131_072,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 262_144,
+        "sliding_window": None,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16_384,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+)
+# Mistral Small 3.1 and later and Ministral 3 read images too, of which kvik runs the text model.
+MISTRAL3_IMAGES = replace(
+    MINISTRAL3,
+    name="Mistral3ForConditionalGeneration",
+    model_type="mistral3",
+    models="Mistral Small 3 and Ministral 3, text of those that read images",
+    make=beside_images,
+    inside="text_config",
 )
 # Qwen2 and Qwen2.5 (Yang et al. 2024): biases on q, k and v; some layers may see a window.
 QWEN2 = Architecture(

@@ -13,7 +13,15 @@ from kvik.models.gpt2 import GPT2_MODEL
 from kvik.models.gpt_neox import GPT_NEOX
 from kvik.models.gpt_oss import GPT_OSS
 from kvik.models.granite import GRANITE
-from kvik.models.llama import LLAMA, MISTRAL, QWEN2, SEED_OSS, SMOLLM3
+from kvik.models.llama import (
+    LLAMA,
+    MINISTRAL3,
+    MISTRAL,
+    MISTRAL3_IMAGES,
+    QWEN2,
+    SEED_OSS,
+    SMOLLM3,
+)
 from kvik.models.mixtral import MINIMAX_M2, MIXTRAL
 from kvik.models.olmo2 import EXAONE4, OLMO2, OLMO3, OLMOE
 from kvik.models.opt import OPT
@@ -27,7 +35,7 @@ from kvik.spec.declare import Architecture
 ARCHITECTURES: Mapping[str, Architecture] = {
     row.name: row
     for row in (
-        *(LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, STABLELM, PHI3, GLM4),
+        *(LLAMA, MISTRAL, MINISTRAL3, MISTRAL3_IMAGES, QWEN2, QWEN3, SMOLLM3, STABLELM, PHI3, GLM4),
         *(MIXTRAL, QWEN3_MOE, OLMOE, GLM4_MOE, MINIMAX_M2, GPT_OSS),
         *(DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE),
         *(

@@ -153,6 +153,7 @@ class Builder:
         self.declared = Declarations(device)
         self._scope = ""
         self._group_of = {layer: i for i, group in enumerate(groups) for layer in group.layers}
+        self._q_ropes: dict[tuple[RopeSpec, int], Rope] = {}  # which layers share
         self._stored: dict[str, dict[str, tuple[int, ...]]] = {}  # layer -> its tensors' shapes
         for name, entry in checkpoint.entries.items() if checkpoint else ():
             layer, _, last = name.rpartition(".")
@@ -478,6 +479,7 @@ class Builder:
         norms: tuple[RMSNorm, RMSNorm] | None = None,
         softcap: float | None = None,
         sinks: int = 0,
+        rope: RopeSpec | None = None,
     ) -> Attention:
         """
         Args:
@@ -485,6 +487,7 @@ class Builder:
             norms: of the heads of q and k, with the same eps; None: none.
             softcap: as in `AttentionSpec`.
             sinks: number of heads, each of which has a learned sink; 0: there are none.
+            rope: how q and k turn; read only where it scales queries.
 
         Raises:
             ConfigError: the attention backend cannot do it.
@@ -502,7 +505,15 @@ class Builder:
         scale = head_dim**-0.5 if scale is None else scale
         spec = AttentionSpec(scale, head_norms, softcap, learned)
         self.backend.caps.check(spec)
-        return Attention(self.backend, layer, self._group_of[layer], spec)
+        q_rope = None
+        if rope is not None and rope.query_beta:
+            key = rope, head_dim
+            if key not in self._q_ropes:
+                self._q_ropes[key] = Rope(
+                    self.ops, rope, head_dim, self.max_model_len, self.device, of_queries=True
+                )
+            q_rope = self._q_ropes[key]
+        return Attention(self.backend, layer, self._group_of[layer], spec, q_rope)
 
     def latent_up(self, name: str, heads: int, latent: LatentSpec) -> tuple[LinearEach, LinearEach]:
         """What makes keys and values of all heads from latent vectors (DeepSeek-V2, section 2.1.2):

@@ -12,6 +12,7 @@ from kvik.attention.base import Attend, AttendLatent, AttentionBackend, Attentio
 from kvik.kernels.ops import Ops
 from kvik.kernels.weights import Activation, Matrix
 from kvik.kernels.weights import Experts as ExpertSet
+from kvik.nn.rope import Rope
 from kvik.spec.declare import ForwardContext
 from kvik.spec.experts import Router
 
@@ -132,15 +133,21 @@ class ScaledSum:
 class Attention:
     """softmax(q k^T * scale) v of one layer, causal, over everything cached."""
 
-    __slots__ = ("backend", "group", "layer", "spec")
+    __slots__ = ("backend", "group", "layer", "q_rope", "spec")
 
     def __init__(
-        self, backend: AttentionBackend, layer: int, group: int, spec: AttentionSpec
+        self,
+        backend: AttentionBackend,
+        layer: int,
+        group: int,
+        spec: AttentionSpec,
+        q_rope: Rope | None = None,
     ) -> None:
         self.backend = backend
         self.layer = layer
         self.group = group  # KV group of the layer
         self.spec = spec
+        self.q_rope = q_rope  # how q turns, where not as k does
 
     def __call__(
         self,
@@ -160,7 +167,8 @@ class Attention:
             [tokens, heads * head_dim].
         """
         kv, metadata = ctx.kv[self.layer], ctx.metadata[self.group]
-        attend = Attend(q, k, v, kv, metadata, self.spec, rotation)
+        q_rotation = None if self.q_rope is None else self.q_rope.at(ctx.positions)
+        attend = Attend(q, k, v, kv, metadata, self.spec, rotation, q_rotation)
         return self.backend.run(attend).flatten(1)
 
 

@@ -17,12 +17,26 @@ class Rope:
     """By what each pair (i, i + head_dim / 2) of q and k is turned: position * frequency i."""
 
     def __init__(
-        self, ops: Ops, spec: RopeSpec, head_dim: int, max_model_len: int, device: torch.device
+        self,
+        ops: Ops,
+        spec: RopeSpec,
+        head_dim: int,
+        max_model_len: int,
+        device: torch.device,
+        *,
+        of_queries: bool = False,
     ) -> None:
+        """
+        Args:
+            of_queries: rotations multiply by what `RopeSpec.query_beta` says.
+        """
         self.ops = ops
         # [max_model_len, head_dim] fp32, for each position cosines and then sines. Made in fp64: an
         # angle of a million radians has no digits left behind the point in fp32.
         self.table = _table(spec, head_dim, max_model_len, device)
+        if of_queries:
+            steps = torch.arange(max_model_len, device=device) // spec.original_max_position
+            self.table *= 1.0 + spec.query_beta * torch.log1p(steps.float())[:, None]
 
     def at(self, positions: Tensor) -> Tensor:
         """Cosines and sines, [tokens, head_dim] fp32; the same for all layers of a step.

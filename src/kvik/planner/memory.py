@@ -22,6 +22,7 @@ from kvik.planner.shape import ModelShape
 from kvik.spec.kv import KVCacheSpec
 from kvik.spec.layers import LatentSpec
 from kvik.spec.model import LinearLayers
+from kvik.spec.rope import RopeSpec
 
 MOST_REQUESTS = 65_536  # as `max_num_seqs` allows
 _ADVANCED_CPU = frozenset({"avx2", "fma"})  # what the native kernels need at least
@@ -103,7 +104,7 @@ class StoredModel:
     rope_dim: int
     max_context: int
     gated_mlp: bool
-    ropes: tuple[object, ...]
+    ropes: tuple[RopeSpec, ...]
     shape: ModelShape
     weight_format: str
     kv: tuple[KVCacheSpec, ...] = field(repr=False)
@@ -125,7 +126,7 @@ class StoredModel:
             rope_dim=shape.head_dim,
             max_context=shape.max_context,
             gated_mlp=shape.gated_mlp,
-            ropes=() if learned else ("rotary",),
+            ropes=() if learned else (RopeSpec(),),
             shape=shape,
             weight_format=weight_format,
             kv=_kv_specs(shape, kv_format),

@@ -396,6 +396,7 @@ class LayerBuilder(Protocol):
         norms: tuple[Any, Any] | None = None,
         softcap: float | None = None,
         sinks: int = 0,
+        rope: RopeSpec | None = None,
     ) -> AttentionLayer: ...
 
     def latent_up(
@@ -726,6 +727,7 @@ class _Describer:
         norms: tuple[Any, Any] | None = None,
         softcap: float | None = None,
         sinks: int = 0,
+        rope: RopeSpec | None = None,
     ) -> _Described:
         if sinks:
             vector = DeclaredVector(self._layer, self._name("sinks"), sinks)

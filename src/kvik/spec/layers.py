@@ -125,9 +125,16 @@ def mixed_layers(
     return tuple(full if kind == FULL else LayerSpec(window, rope) for kind in types)
 
 
-def windowed_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
-    """Every layer has a sliding window, unless `sliding_window` is null (Mistral)."""
-    return (LayerSpec(read_window(fields), read_rope(fields, positions)),) * layers
+def windowed_layers(
+    fields: Fields, layers: int, positions: int, *, scaled_queries: bool = False
+) -> tuple[LayerSpec, ...]:
+    """Every layer has a sliding window, unless `sliding_window` is null (Mistral).
+
+    Args:
+        scaled_queries: as of `read_rope`.
+    """
+    rope = read_rope(fields, positions, scaled_queries=scaled_queries)
+    return (LayerSpec(read_window(fields), rope),) * layers
 
 
 def switched_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:

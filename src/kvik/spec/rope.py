@@ -41,6 +41,13 @@ class RopeSpec:
     mscale: float | None = None  # yarn, DeepSeek's variant
     mscale_all_dim: float | None = None
     truncate: bool = True  # yarn: round the correction range to integers
+    # Queries at position p are multiplied by 1 + query_beta * log(1 + p // original_max_position).
+    query_beta: float = 0.0
+
+    @property
+    def tables(self) -> int:
+        """The number of tables of rotations: queries have their own where they are multiplied."""
+        return 2 if self.query_beta else 1
 
     def temperature(self, weight: float) -> float:
         """Return what YaRN multiplies q or k with for this stretch (its section 3.4)."""
@@ -82,12 +89,14 @@ def read_rope(
     layer_type: str = "",
     fraction: float | None = None,
     interleaved: bool = False,
+    scaled_queries: bool = False,
 ) -> RopeSpec:
     """Read the rotary positions of a config.json.
 
     Args:
         layer_type: whose entry in `rope_parameters` it is; "": all layers have the same.
         fraction: `partial_rotary_factor` where the file has none; None: it must be 1.
+        scaled_queries: whether `llama_4_scaling_beta` counts.
 
     Older files have `rope_theta` and an optional `rope_scaling` ("type" or "rope_type"); files of
     transformers 5 have both in `rope_parameters`. A theta inside the object takes precedence.
@@ -112,7 +121,10 @@ def read_rope(
         if share != 1.0 and fraction is None:
             raise place.error("partial_rotary_factor", "must be 1 for this architecture")
     found = _stretched(config, rope, kind, theta, max_position_embeddings)
-    return replace(found, fraction=share, interleaved=interleaved)
+    beta = 0.0
+    if scaled_queries:
+        beta = rope.number("llama_4_scaling_beta", 0.0, MAX_FACTOR, 0.0)
+    return replace(found, fraction=share, interleaved=interleaved, query_beta=beta)
 
 
 def _stretched(
