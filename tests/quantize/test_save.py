@@ -338,6 +338,12 @@ def test_recipes_that_do_not_fit_the_model(plain: Path, tmp_path: Path) -> None:
     check_request(odd, Recipe("rtn", group_size=-1), tmp_path, None)
 
 
+def test_latent_vectors_are_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "DeepseekV2", first_k_dense_replace=3, num_experts_per_tok=2)
+    with pytest.raises(ModelError, match="attends over latent vectors"):
+        open_source(tmp_path)
+
+
 def test_a_quantised_model_is_refused(plain: Path, tmp_path: Path) -> None:
     quantise(plain, tmp_path / "q", recipe_of("rtn"))
     with pytest.raises(ModelError, match="quantised already"):

@@ -67,7 +67,7 @@ def _as_text(folder: str, spec: ModelSpec, resolved: ResolvedConfig | None, refu
             f"{spec.num_layers} of width {spec.hidden_size}, inner {spec.intermediate_size}",
         ),
         *(("", f"{count} {_kind(spec, layer)}") for layer, count in _kinds(spec)),
-        ("heads", f"{spec.num_heads} query, {spec.num_kv_heads} key/value, of {spec.head_dim}"),
+        ("heads", _heads(spec)),
         ("vocabulary", f"{spec.vocab_size:,} tokens"),
         ("context", f"{spec.max_context:,} tokens"),
         ("parameters", f"{spec.num_parameters:,}"),
@@ -118,6 +118,14 @@ def _as_json(
         "decisions": [asdict(decision) for decision in resolved.decisions],
         "memory": {**memory, "total": resolved.memory.total},
     }
+
+
+def _heads(spec: ModelSpec) -> str:
+    latent = spec.latent
+    if latent is None:
+        return f"{spec.num_heads} query, {spec.num_kv_heads} key/value, of {spec.head_dim}"
+    vectors = f"latent vectors of {latent.rank} and {latent.rope} with positions"
+    return f"{spec.num_heads} query, of {latent.query}, over {vectors}"
 
 
 def _kinds(spec: ModelSpec) -> Sequence[tuple[LayerSpec, int]]:

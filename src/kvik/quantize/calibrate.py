@@ -30,6 +30,7 @@ from kvik.quantize.quantised import BlockResult, LayerResult, Progress, recipe_g
 from kvik.quantize.recipe import Recipe, check_groups
 from kvik.quantize.source import (
     Fold,
+    check_spec,
     expert_roles,
     folds,
     keeping_routers,
@@ -385,11 +386,11 @@ def open_blocks(
     """Open a model for reading one block after the other.
 
     Raises:
-        ModelError: the model is quantised already, or its files cannot be read.
+        ModelError: the model is quantised already, attends over latent vectors, or its files cannot
+            be read.
         ConfigError: windows that the model cannot be given.
     """
-    if spec.quantization is not None:
-        raise ModelError("model", f"is quantised already ({spec.quantization}): take the original")
+    check_spec(spec)
     tokens = 1
     if windows is not None:
         count, tokens = windows.shape

@@ -197,19 +197,27 @@ class Source:
         return sum(stored.entry.size for stored in self.tensors.values())
 
 
+def check_spec(spec: ModelSpec) -> None:
+    """Raise `ModelError` if a model is quantised already, or attends over latent vectors."""
+    if spec.quantization is not None:
+        raise ModelError("model", f"is quantised already ({spec.quantization}): take the original")
+    if spec.latent is not None:
+        reason = "attends over latent vectors, which is quantised only while it is loaded"
+        raise ModelError("model", f"{reason}: by --quantization int8, for instance")
+
+
 def open_source(folder: Path) -> Source:
     """Read the file headers of a model folder, and find its linear layers.
 
     Raises:
-        ModelError: the folder cannot be used, or the model is quantised already.
+        ModelError: the folder cannot be used, or the model is none to quantise.
     """
     if is_gguf(folder):
         raise ModelError("model", f"{folder.name} is a GGUF file: take the folder it was made of")
     if is_engine_folder(folder):
         raise ModelError("model", "is an engine folder: take the model it was built from")
     spec = read_model_spec(folder)
-    if spec.quantization is not None:
-        raise ModelError("model", f"is quantised already ({spec.quantization}): take the original")
+    check_spec(spec)
     tensors = {
         entry.name: Stored(path, entry)
         for path, entries in open_checkpoint(folder).files
