@@ -192,6 +192,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("Starcoder2", {"sliding_window": None}),
     "starcoder2-window": ("Starcoder2", {"sliding_window": 9, "use_bias": False}),
     "phi": ("Phi", {"hidden_size": 64}),
+    "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
+    "lfm2-bias-width": (
+        "Lfm2",
+        {
+            "layer_types": ["full_attention", "conv", "conv"],
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": False,
+        },
+    ),
     "opt": ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "opt-gelu-untied": (
         "OPT",

@@ -75,6 +75,8 @@ def _as_text(folder: str, spec: ModelSpec, resolved: ResolvedConfig | None, refu
         ("weights", weights),
         ("KV cache", f"{_kv_bytes(spec, resolved):,} bytes per token in {kv_dtype}"),
     ]
+    if spec.states:
+        rows.append(("states", f"{spec.state_bytes:,} bytes per request in float32"))
     lines = [f"{name:14}{value}" for name, value in rows]
     if resolved is None:
         return "\n".join([*lines, "", f"does not fit: {refusal}"])
@@ -104,6 +106,7 @@ def _as_json(
         "stored_as": _stored_as(spec),
         "weight_bytes": _weights(spec, dtype, resolved),
         "kv_bytes_per_token": _kv_bytes(spec, resolved),
+        "state_bytes_per_request": spec.state_bytes,
         "fits": resolved is not None,
     }
     if resolved is None:
@@ -122,7 +125,13 @@ def _kinds(spec: ModelSpec) -> Sequence[tuple[LayerSpec, int]]:
 
 
 def _kind(spec: ModelSpec, layer: LayerSpec) -> str:
-    """What layers see, and what they know of positions."""
+    """What layers see, and what they know of positions; or the state that they keep."""
+    state = layer.state
+    if state is not None:
+        text = f"keep a state of {state.size:,} numbers: the last {state.width - 1} inputs"
+        if state.value_heads:
+            text += f", and matrices of {state.value_heads} heads"
+        return text
     seen = "see all tokens" if layer.window is None else f"see {layer.window:,} tokens"
     rope = layer.rope
     if rope is None:

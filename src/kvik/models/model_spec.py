@@ -66,7 +66,11 @@ class ModelSpec(ModelFacts):
             architecture=name,
             vocab_size=vocab,
             hidden_size=hidden,
-            intermediate_size=fields.integer(key["intermediate_size"], 1, MAX_WIDTH, inner),
+            intermediate_size=(
+                fields.integer(key["intermediate_size"], 1, MAX_WIDTH, inner)
+                if known.inner is None
+                else known.inner(fields)
+            ),
             layers=known.layers(fields, layers, positions),
             num_heads=heads,
             num_kv_heads=_kv_heads(fields, heads, known),

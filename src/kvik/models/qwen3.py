@@ -15,9 +15,19 @@ if TYPE_CHECKING:
 
 
 class Qwen3Attention:
-    """Grouped-query attention with RMSNorm on each head of q and k, then rotary positions."""
+    """Grouped-query attention with RMSNorm on each head of q and k, then rotary positions.
 
-    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
+    Args:
+        names: of the norms of q and k, and of the projection of what the heads give.
+    """
+
+    def __init__(
+        self,
+        spec: ModelFacts,
+        builder: LayerBuilder,
+        layer: int,
+        names: tuple[str, str, str] = ("q_norm", "k_norm", "o_proj"),
+    ) -> None:
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         self.qkv = builder.heads(
             ("q_proj", "k_proj", "v_proj"),
@@ -27,10 +37,11 @@ class Qwen3Attention:
             bias=spec.qkv_bias,
             rope=spec.layers[layer].rope,
         )
-        self.q_norm = builder.rms_norm("q_norm", dim, spec.norm_eps)
-        self.k_norm = builder.rms_norm("k_norm", dim, spec.norm_eps)
+        q_norm, k_norm, o = names
+        self.q_norm = builder.rms_norm(q_norm, dim, spec.norm_eps)
+        self.k_norm = builder.rms_norm(k_norm, dim, spec.norm_eps)
         self.attend = builder.attention(layer, dim)
-        self.o = builder.linear("o_proj", heads * dim, spec.hidden_size, bias=spec.o_bias, role="o")
+        self.o = builder.linear(o, heads * dim, spec.hidden_size, bias=spec.o_bias, role="o")
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, rotation: Tensor | None, ctx: ForwardContext

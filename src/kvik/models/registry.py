@@ -10,6 +10,7 @@ from kvik.models.glm4 import GLM4
 from kvik.models.gpt2 import GPT2_MODEL
 from kvik.models.gpt_neox import GPT_NEOX
 from kvik.models.granite import GRANITE
+from kvik.models.lfm2 import LFM2
 from kvik.models.llama import LLAMA, MISTRAL, QWEN2, SEED_OSS, SMOLLM3, STABLELM
 from kvik.models.olmo2 import EXAONE4, OLMO2, OLMO3
 from kvik.models.opt import OPT
@@ -38,6 +39,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             GPT_NEOX,
             PHI,
             OPT,
+            LFM2,
             GPT2_MODEL,
         ),
     )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvik.attention.base import Attend, AttentionBackend, HeadNorms
-from kvik.kernels.ops import Ops
+from kvik.kernels.ops import DeltaHeads, Gate, Ops
 from kvik.kernels.weights import Activation, Matrix
 from kvik.spec.declare import ForwardContext
 
@@ -130,11 +130,11 @@ class ScaledSum:
 class Attention:
     """softmax(q k^T * scale) v of one layer, causal, over everything cached."""
 
-    __slots__ = ("backend", "group", "layer", "scale")
+    __slots__ = ("backend", "group", "position", "scale")
 
-    def __init__(self, backend: AttentionBackend, layer: int, group: int, scale: float) -> None:
+    def __init__(self, backend: AttentionBackend, position: int, group: int, scale: float) -> None:
         self.backend = backend
-        self.layer = layer
+        self.position = position  # among the layers that attend
         self.group = group  # KV group of the layer
         self.scale = scale
 
@@ -157,13 +157,69 @@ class Attention:
         Returns:
             [tokens, heads * head_dim].
         """
-        kv, metadata = ctx.kv[self.layer], ctx.metadata[self.group]
+        kv, metadata = ctx.kv[self.position], ctx.metadata[self.group]
         head_norms: HeadNorms | None = None
         if norms is not None:
             q_norm, k_norm = norms
             head_norms = HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps)
         attend = Attend(q, k, v, kv, metadata, self.scale, rotation, head_norms)
         return self.backend.run(attend).flatten(1)
+
+
+# Layers that keep a state of each request, as a model sees them.
+
+
+class CausalConv:
+    """A convolution of each channel over the last tokens of a sequence."""
+
+    __slots__ = ("bias", "ops", "position", "silu", "weight")
+
+    def __init__(
+        self, ops: Ops, weight: Tensor, bias: Tensor | None, position: int, silu: bool
+    ) -> None:
+        self.ops = ops
+        self.weight = weight  # [width, channels]
+        self.bias = bias
+        self.position = position  # among the layers that keep a state
+        self.silu = silu
+
+    def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """x [tokens, channels] -> [tokens, channels]."""
+        states, sequences = ctx.states[self.position], ctx.metadata[0].layout.sequences
+        return self.ops.causal_conv(
+            x, self.weight, self.bias, states.convolved, sequences, self.silu
+        )
+
+
+class GatedDelta:
+    """The gated delta rule (Yang et al. 2024) of one layer."""
+
+    __slots__ = ("heads", "ops", "position")
+
+    def __init__(self, ops: Ops, heads: DeltaHeads, position: int) -> None:
+        self.ops = ops
+        self.heads = heads
+        self.position = position  # among the layers that keep a state
+
+    def __call__(self, x: Tensor, gates: Tensor, ctx: ForwardContext) -> Tensor:
+        """x [tokens, channels], gates [tokens, 2 * value_heads] -> [tokens, value_heads *
+        value_dim]."""
+        states, sequences = ctx.states[self.position], ctx.metadata[0].layout.sequences
+        return self.ops.gated_delta(x, gates, self.heads, states.matrices, sequences)
+
+
+class GatedProduct:
+    """x times a function of a gate."""
+
+    __slots__ = ("by", "ops")
+
+    def __init__(self, ops: Ops, by: Gate) -> None:
+        self.ops = ops
+        self.by = by
+
+    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x, gate [tokens, dim] -> [tokens, dim]."""
+        return self.ops.gated(x, gate, self.by)
 
 
 # Queries, keys and values: projections of one input, cut into heads.

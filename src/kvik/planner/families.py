@@ -191,7 +191,9 @@ def _from_spec(spec: ModelSpec, fields: Fields, name: str) -> ModelShape:
         other_parameters=spec.num_parameters - sum(m.parameters for m in matrices),
         caches=tuple(
             CacheShape(count, 2 * keys, 2 * spec.num_kv_heads, window)
-            for window, count in Counter(spec.windows).items()
+            for window, count in Counter(
+                layer.window for layer in spec.layers if layer.state is None
+            ).items()
         ),
         spec=spec,
         notes=notes,

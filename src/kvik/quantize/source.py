@@ -179,6 +179,12 @@ def open_source(folder: Path) -> Source:
     spec = read_model_spec(folder)
     if spec.quantization is not None:
         raise ModelError("model", f"is quantised already ({spec.quantization}): take the original")
+    if spec.states:
+        raise ModelError(
+            "model",
+            "has layers that keep states, which this does not quantise: quantization does, while "
+            "the model is loaded",
+        )
     tensors = {
         entry.name: Stored(path, entry)
         for path, entries in open_checkpoint(folder).files

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from kvik.spec.model import ModelFacts, ModelScales
     from kvik.spec.rope import RopeSpec
+    from kvik.spec.states import StateSpec
 
 # What a matrix does in a block; "": in none, as in heads that draft.
 Role = Literal["qkv", "o", "gate_up", "up", "down", "head", "embedding", "positions", ""]
@@ -38,6 +39,7 @@ class Architecture:
         qkv_bias, o_bias, mlp_bias: a fact, or the config.json key that decides (false if absent).
         tied: `tie_word_embeddings` when config.json does not say.
         scales: reads the constants of a network that has some; None: it has none.
+        inner: reads the inner size of the MLP; None: it is `intermediate_size`.
         head_dim: when config.json does not say; None: hidden / heads.
         eos_token_ids: when config.json does not say.
         activations: the `hidden_act` values its MLP can have; the first is the default.
@@ -68,6 +70,7 @@ class Architecture:
     rotary: bool = True
     tied: bool = False
     scales: Callable[[Fields], ModelScales] | None = None
+    inner: Callable[[Fields], int] | None = None
     head_dim: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     defaults: Mapping[str, object] = field(default_factory=dict)
@@ -85,12 +88,14 @@ class ForwardContext:
     Attributes:
         positions: [tokens] int64, position of each token in its sequence.
         metadata: attention arrays of this step (`AttentionMetadata`), one per KV group.
-        kv: the cache of each layer (`LayerKV`), indexed by layer.
+        kv: the cache of each layer that attends (`LayerKV`), in order.
+        states: those of each layer that keeps one (`LayerStates`), in order.
     """
 
     positions: Tensor
     metadata: tuple[Any, ...]
     kv: tuple[Any, ...]
+    states: tuple[Any, ...] = ()
 
 
 class Model(Protocol):
@@ -176,6 +181,25 @@ class Sum(Protocol):
         ...
 
 
+class StateLayer(Protocol):
+    def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """x [tokens, channels] -> [tokens, channels]; reads and writes the states."""
+        ...
+
+
+class DeltaLayer(Protocol):
+    def __call__(self, x: Tensor, gates: Tensor, ctx: ForwardContext) -> Tensor:
+        """x [tokens, channels], gates [tokens, 2 * value_heads] -> [tokens, value_heads *
+        value_dim]; reads and writes the states."""
+        ...
+
+
+class Gated(Protocol):
+    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x, gate [tokens, dim] -> x times a function of gate."""
+        ...
+
+
 class AttentionLayer(Protocol):
     def __call__(
         self,
@@ -238,6 +262,7 @@ class LayerBuilder(Protocol):
         bias: bool,
         rope: RopeSpec | None = None,
         by_head: bool = False,
+        gated: bool = False,
     ) -> HeadsLayer: ...
 
     def gated_mlp(
@@ -247,6 +272,7 @@ class LayerBuilder(Protocol):
         *,
         bias: bool,
         names: tuple[str, ...] = GATE_UP,
+        down: str = "down_proj",
         gelu: bool = False,
     ) -> FeedForward: ...
 
@@ -281,6 +307,7 @@ class LayerBuilder(Protocol):
         before: Role = "",
         offset: float = 0.0,
         scale: float = 1.0,
+        rope: RopeSpec | None = None,
     ) -> Norm: ...
 
     def layer_norm(
@@ -301,6 +328,14 @@ class LayerBuilder(Protocol):
     ) -> AttentionLayer: ...
 
     def scaled_sum(self, factor: float) -> Sum: ...
+
+    def gated(self, by: str = "none") -> Gated: ...
+
+    def causal_conv(
+        self, name: str, layer: int, spec: StateSpec, *, silu: bool = False
+    ) -> StateLayer: ...
+
+    def gated_delta(self, decay: str, bias: str, layer: int, spec: StateSpec) -> DeltaLayer: ...
 
 
 # What a model declares, listed.
@@ -369,6 +404,15 @@ class DeclaredTable:
         return self.rows * self.width
 
 
+@dataclass(frozen=True, slots=True)
+class DeclaredOther:
+    """Numbers of a layer that are neither a matrix nor a norm: of a convolution, say."""
+
+    layer: int | None
+    name: str
+    num_parameters: int
+
+
 @dataclass(slots=True)
 class Declaration:
     """Everything that a model declares, in order.
@@ -380,12 +424,13 @@ class Declaration:
     linears: list[DeclaredLinear] = field(default_factory=list)
     norms: list[DeclaredNorm] = field(default_factory=list)
     tables: list[DeclaredTable] = field(default_factory=list)
+    others: list[DeclaredOther] = field(default_factory=list)
     block: str = ""
 
     @property
     def num_parameters(self) -> int:
-        parts: Sequence[DeclaredLinear | DeclaredNorm | DeclaredTable]
-        parts = (*self.linears, *self.norms, *self.tables)
+        parts: Sequence[DeclaredLinear | DeclaredNorm | DeclaredTable | DeclaredOther]
+        parts = (*self.linears, *self.norms, *self.tables, *self.others)
         return sum(part.num_parameters for part in parts)
 
     @property
@@ -472,8 +517,11 @@ class _Describer:
         bias: bool,
         rope: RopeSpec | None = None,
         by_head: bool = False,
+        gated: bool = False,
     ) -> _Described:
         widths = tuple(count * head_dim for count in heads)
+        if gated:
+            widths = (2 * widths[0], *widths[1:])
         if len(names) == 1:
             widths = (sum(widths),)
         full = tuple(map(self._name, names))
@@ -488,11 +536,12 @@ class _Describer:
         *,
         bias: bool,
         names: tuple[str, ...] = GATE_UP,
+        down: str = "down_proj",
         gelu: bool = False,
     ) -> _Described:
         widths = (2 * inner // len(names),) * len(names)
         self.linear(names, hidden, widths, bias=bias, role="gate_up")
-        return self.linear("down_proj", inner, hidden, bias=bias, role="down")
+        return self.linear(down, inner, hidden, bias=bias, role="down")
 
     def mlp(
         self,
@@ -538,6 +587,7 @@ class _Describer:
         before: Role = "",
         offset: float = 0.0,
         scale: float = 1.0,
+        rope: RopeSpec | None = None,
     ) -> _Described:
         norm = DeclaredNorm(self._layer, self._name(name), dim, False, before, offset)
         self._found.norms.append(norm)
@@ -564,6 +614,23 @@ class _Describer:
 
     def scaled_sum(self, factor: float) -> _Described:
         return _DESCRIBED
+
+    def gated(self, by: str = "none") -> _Described:
+        return _DESCRIBED
+
+    def causal_conv(
+        self, name: str, layer: int, spec: StateSpec, *, silu: bool = False
+    ) -> _Described:
+        self._other(name, spec.channels * (spec.width + spec.bias))
+        return _DESCRIBED
+
+    def gated_delta(self, decay: str, bias: str, layer: int, spec: StateSpec) -> _Described:
+        for name in (decay, bias):
+            self._other(name, spec.value_heads)
+        return _DESCRIBED
+
+    def _other(self, name: str, size: int) -> None:
+        self._found.others.append(DeclaredOther(self._layer, self._name(name), size))
 
     def _name(self, name: str) -> str:
         return ".".join(filter(None, (self._scope, name)))

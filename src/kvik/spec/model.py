@@ -9,6 +9,7 @@ from kvik.spec.engine_folder import Built
 from kvik.spec.kv import KVCacheSpec
 from kvik.spec.layers import LayerSpec
 from kvik.spec.rope import RopeSpec
+from kvik.spec.states import STATE_BYTES, StateSpec
 from kvik.spec.stored_weights import (
     StoredQuantization,
     StoredScheme,
@@ -124,19 +125,37 @@ class ModelFacts:
         )
         return max(self.max_position_embeddings, *stretched, 0)
 
-    def kv_specs(self, dtype_bytes: int) -> list[KVCacheSpec]:
-        """Return what each layer stores per token, at `dtype_bytes` for each number."""
+    def kv_specs(self, dtype_bytes: int) -> list[KVCacheSpec | None]:
+        """Return what each layer stores per token, at `dtype_bytes` for each number; None: it keeps
+        a state."""
         size = 2 * self.num_kv_heads * self.head_dim * dtype_bytes
         return [
             KVCacheSpec(
                 num_kv_heads=self.num_kv_heads,
                 head_dim=self.head_dim,
                 bytes_per_token=size,
-                window=window,
+                window=layer.window,
             )
-            for window in self.windows
+            if layer.state is None
+            else None
+            for layer in self.layers
         ]
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Return the bytes that one token adds to the cache, over all layers."""
-        return sum(spec.bytes_per_token for spec in self.kv_specs(dtype_bytes))
+        return sum(spec.bytes_per_token for spec in self.kv_specs(dtype_bytes) if spec)
+
+    @property
+    def states(self) -> tuple[StateSpec, ...]:
+        """What the layers keep that do not attend, in order."""
+        return tuple(layer.state for layer in self.layers if layer.state)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of one request, over all layers; 0: no layer keeps one."""
+        return STATE_BYTES * sum(state.size for state in self.states)
+
+    @property
+    def state_width(self) -> int:
+        """See `StateSpec.step_width`: the largest of all layers."""
+        return max((state.step_width for state in self.states), default=0)

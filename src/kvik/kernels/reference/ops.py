@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from kvik.kernels.fp8 import round_activations
-from kvik.kernels.ops import Ops
+from kvik.kernels.ops import Gate, Ops
 from kvik.kernels.reference.draw import draw, mask, penalize, probabilities
+from kvik.kernels.reference.states import causal_conv, gated_delta
 from kvik.kernels.rounding import round_tokens
 from kvik.kernels.weights import (
     DTYPES,
@@ -157,6 +158,17 @@ def scaled(x: Tensor, factor: float) -> Tensor:
     return (x.float() * factor).to(x.dtype)
 
 
+def gated(x: Tensor, gate: Tensor, by: Gate) -> Tensor:
+    """x * by(gate)."""
+    return (x.float() * _GATES[by](gate.float())).to(x.dtype)
+
+
+_GATES: Mapping[Gate, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "sigmoid": torch.sigmoid,
+    "none": lambda gate: gate,
+}
+
 # Matrix products and what follows them, computed in fp32 and rounded once.
 
 
@@ -259,6 +271,9 @@ REFERENCE = Ops(
     rotary=rotary,
     activate=activate,
     scaled=scaled,
+    gated=gated,
+    causal_conv=causal_conv,
+    gated_delta=gated_delta,
     store_kv=store_kv,
     copy_blocks=copy_blocks,
 )

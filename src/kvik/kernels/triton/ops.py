@@ -6,7 +6,7 @@ import torch
 
 from kvik.kernels.ops import Ops
 from kvik.kernels.torch_ops import TORCH, with_torch_for_others
-from kvik.kernels.triton import activation, draw, norm, rotary, rows
+from kvik.kernels.triton import activation, draw, norm, rotary, rows, states
 from kvik.kernels.triton.matrix import TritonMatrices
 
 
@@ -30,6 +30,9 @@ def triton_ops(device: torch.device) -> Ops:
         rotary=rotary.rotary,
         activate=activation.activate,
         scaled=activation.scaled,
+        gated=states.gated,
+        causal_conv=states.causal_conv,
+        gated_delta=states.gated_delta,
         store_kv=rows.store_kv,
         copy_blocks=rows.copy_blocks,
     )
