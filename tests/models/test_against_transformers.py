@@ -11,6 +11,7 @@ import torch
 from helpers.optional_native import needs_native
 from helpers.paged_model import PagedModel
 from helpers.tiny_models import (
+    DELTA,
     reference_greedy,
     reference_logits,
     save_tiny,
@@ -201,6 +202,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "conv_L_cache": 4,
             "block_auto_adjust_ff_dim": False,
             "tie_word_embeddings": False,
+        },
+    ),
+    "qwen3.5": ("Qwen3_5", {"num_hidden_layers": 4, "head_dim": 16, **DELTA}),
+    "qwen3.5-bias-tied": (
+        "Qwen3_5",
+        {
+            "head_dim": 8,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "layer_types": ["full_attention", "linear_attention", "full_attention"],
+            **rope(partial_rotary_factor=0.5),
+            **DELTA,
+            "linear_conv_kernel_dim": 3,
+            "linear_num_key_heads": 4,
         },
     ),
     "opt": ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32}),

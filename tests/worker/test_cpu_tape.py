@@ -94,6 +94,16 @@ MODELS = {
         architectures=["Lfm2ForCausalLM"],
         layer_types=["conv", "full_attention"],
     ),
+    "qwen3.5": small(
+        **WIDE,
+        architectures=["Qwen3_5ForCausalLM"],
+        head_dim=32,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=24,
+    ),
     "gpt2": {
         "architectures": ["GPT2LMHeadModel"],
         "vocab_size": 100,

@@ -17,6 +17,7 @@ from kvik.models.opt import OPT
 from kvik.models.phi import PHI
 from kvik.models.phi3 import PHI3
 from kvik.models.qwen3 import QWEN3
+from kvik.models.qwen3_5 import QWEN3_5, QWEN3_5_IMAGES
 from kvik.models.starcoder2 import STARCODER2
 from kvik.spec.declare import Architecture
 
@@ -40,6 +41,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             PHI,
             OPT,
             LFM2,
+            QWEN3_5,
+            QWEN3_5_IMAGES,
             GPT2_MODEL,
         ),
     )
