@@ -102,3 +102,15 @@ def test_a_reset_forgets_all_copies() -> None:
     sim.scheduler.kv.reset()
     sim.check()
     assert served(sim, PROMPT).num_cached_tokens == 0
+
+
+def test_a_copy_behind_a_failed_step_is_dropped() -> None:
+    """The step that makes it succeeds, but what it copies was never computed."""
+    sim = Simulation(Setup(checkpoints=3, depth=2))
+    sim.add(PROMPT)
+    sim.step_fails = True
+    sim.plan()
+    assert sim.planned().state_copies
+    sim.drain()
+    for hit in (0, 8):  # the second goes on from what the first computed
+        assert served(sim, PROMPT).num_cached_tokens == hit

@@ -322,6 +322,7 @@ def test_the_same_through_fused_attention(pair: Pair) -> None:
     [
         *("llama-gqa", "mistral-window", "qwen2", "qwen3", "gpt2", "llama-yarn"),
         *("llama-head-dim-16", "mistral-head-dim", "qwen2-window-head-dim-16", "gpt2-head-dim-16"),
+        *("lfm2", "qwen3.5"),
     ],
 )
 def test_bf16_is_as_close_to_fp32_as_transformers_is(
@@ -337,7 +338,8 @@ def test_bf16_is_as_close_to_fp32_as_transformers_is(
     assert ours.dtype == torch.float32
     distance = (ours - expected).norm() / expected.norm()
     assert distance < 1.2 * (rounded - expected).norm() / expected.norm()
-    assert distance < 0.03
+    # Queries and keys of a delta net are divided by their norms, which are small at random.
+    assert distance < (0.06 if case == "qwen3.5" else 0.03)
 
 
 def test_dynamic_rope_beyond_its_original_context(tmp_path: Path) -> None:
