@@ -1,4 +1,4 @@
-"""How K and V are stored, and the pool of blocks that all layers share."""
+"""How K and V are stored, and the pool of blocks that all layers share; the pool of states."""
 
 from __future__ import annotations
 
