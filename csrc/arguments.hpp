@@ -28,6 +28,9 @@ enum Activation : int64_t {
     kRelu = 6,
     kClampedSwiglu = 9,
 };
+// What `gated` multiplies x by: a function of the gate.
+enum Gate : int64_t { kGateNone = 0, kGateSilu = 1, kGateSigmoid = 2 };
+constexpr int64_t kMaxTaps = 8;  // inputs of a short convolution
 // How a matrix is stored and multiplied.
 enum MatrixKind : int64_t {
     kMatrixF32 = 0,
@@ -69,6 +72,26 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 
 // x fp32, in place: cap * tanh(x / cap).
 #define KVIK_ARGS_softcap(P, I, F) P(x) I(x_stride) I(rows) I(dim) F(cap)
+
+// y [rows, dim] = x * by(gate); by: `Gate`.
+#define KVIK_ARGS_gated(P, I, F)                                                         \
+    P(x) I(x_stride) P(gate) I(gate_stride) P(y) I(y_stride) I(rows) I(dim) I(by) I(dtype)
+
+// Short convolutions of all sequences of a step: y [tokens, channels]. Sequence s owns tokens starts[s] ..
+// [s + 1], the last ones of its lengths[s]; its state is row state_rows[s] of state, or none where that is
+// negative (all int32). A sequence whose tokens are all in this step begins with zeros. weight [width,
+// channels], width up to kMaxTaps; bias may be null; state [rows, width - 1, channels] fp32.
+#define KVIK_ARGS_causal_conv(P, I, F)                                                   \
+    P(x) I(x_stride) P(weight) P(bias) P(state) I(state_stride) P(starts) P(lengths)     \
+    P(state_rows) I(num_seqs) I(channels) I(width) I(silu) P(y) I(y_stride) I(dtype)
+
+// The gated delta rule over the same sequences. x: queries and keys of all key heads, then values of all
+// value heads; gates: b, then a of all value heads; decay and bias fp32 [value_heads]; state [rows,
+// value_heads, key_dim, value_dim] fp32; y [tokens, value_heads * value_dim]. `Ops.gated_delta` has the rule.
+#define KVIK_ARGS_gated_delta(P, I, F)                                                   \
+    P(x) I(x_stride) P(gates) I(gates_stride) P(decay) P(bias) P(state) I(state_stride)  \
+    P(starts) P(lengths) P(state_rows) I(num_seqs) I(key_heads) I(value_heads)           \
+    I(key_dim) I(value_dim) P(y) I(y_stride) I(dtype)
 
 // out [rows, row_bytes] = table[ids]; strides in bytes, ids int64.
 #define KVIK_ARGS_gather_rows(P, I, F)                                                   \
@@ -209,7 +232,7 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 
 #define KVIK_KERNELS(K)                                                                  \
     K(rms_norm) K(layer_norm) K(activate) K(scaled) K(softcap) K(add) K(gather_rows)     \
-    K(rotary)                                                                            \
+    K(rotary) K(gated) K(causal_conv) K(gated_delta)                                     \
     K(store_kv) K(store_latent) K(load_kv) K(move_kv) K(attention) K(linear)             \
     K(linear_each) K(route) K(experts) K(pack_matrix) K(matrix_rows) K(largest) K(top_k) \
     K(penalize) K(mask) K(draw) K(probabilities)                                         \

@@ -17,6 +17,7 @@
 #include "rows.hpp"
 #include "sampling.hpp"
 #include "simd.hpp"
+#include "states.hpp"
 
 #define KVIK_STRING_(a) #a
 #define KVIK_STRING(a) KVIK_STRING_(a)

@@ -14,7 +14,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from kvik.kernels.ops import Draws, Masks, Ops, Penalties, Truncation
+from kvik.kernels.ops import DeltaHeads, Draws, Masks, Ops, Penalties, Sequences, Truncation
 from kvik.kernels.weights import (
     PAIRED,
     Activation,
@@ -40,7 +40,20 @@ _ATOL = {torch.float32: 1e-6, torch.bfloat16: 1e-3, torch.float16: 1e-4}
 # Sums of many products of either sign: errors are those of the terms, not of the small result.
 _PRODUCT_ATOL = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
-Argument = Tensor | float | Weight | Draws | Masks | Penalties | Router | str | torch.dtype | None
+Argument = (
+    Tensor
+    | float
+    | Weight
+    | Draws
+    | Masks
+    | Penalties
+    | Router
+    | Sequences
+    | DeltaHeads
+    | str
+    | torch.dtype
+    | None
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -578,6 +591,78 @@ def _rules() -> list[Case]:
     ]
 
 
+def _states() -> list[Case]:
+    """Of sequences that begin, go on, are padding, or have no tokens, in rows that are not in
+    order."""
+
+    def sequences(m: Maker) -> Sequences:
+        starts, lengths, rows = [0, 1, 6, 6, 7, 16], [5, 5, 9, 3, 20], [3, 0, 4, -1, 2]
+        return Sequences(
+            *(
+                torch.tensor(numbers).to(m.device, torch.int32)
+                for numbers in (starts, lengths, rows)
+            )
+        )
+
+    def masked(y: Tensor) -> Tensor:
+        y[6] = 0  # of padding, which is undefined
+        return y
+
+    def convolution(channels: int, width: int, bias: bool, silu: bool) -> Case:
+        def make(m: Maker) -> tuple[Argument, ...]:
+            wide = m.normal(16, 3 * channels)
+            state = m.normal(5, width * channels, dtype=torch.float32)[:, channels:]
+            state = state.unflatten(1, (width - 1, channels))
+            state[0] = float("nan")  # of the sequence that begins
+            return (
+                wide[:, channels : 2 * channels],
+                m.normal(width, channels),
+                m.normal(channels) if bias else None,
+                state,
+                sequences(m),
+                silu,
+            )
+
+        def run(ops: Ops, *args: Argument) -> Tensor:
+            return masked(ops.causal_conv(*args))  # type: ignore[arg-type]
+
+        name = f"{channels}x{width}{' bias' * bias}{' silu' * silu}"
+        return Case("causal_conv", name, make, run, written=(3,))
+
+    def delta(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> Case:
+        def make(m: Maker) -> tuple[Argument, ...]:
+            channels = 2 * key_heads * key_dim + value_heads * value_dim
+            state = m.normal(5, value_heads, key_dim, value_dim, dtype=torch.float32)
+            state[0] = float("nan")
+            heads = DeltaHeads(
+                m.normal(value_heads, dtype=torch.float32),
+                m.normal(value_heads, dtype=torch.float32),
+                key_heads,
+            )
+            wide, gates = m.normal(16, channels + 3), m.normal(16, 2 * value_heads)
+            return wide[:, 1 : channels + 1], gates, heads, state, sequences(m)
+
+        def run(ops: Ops, *args: Argument) -> Tensor:
+            return masked(ops.gated_delta(*args))  # type: ignore[arg-type]
+
+        name = f"{key_heads}/{value_heads} of {key_dim}x{value_dim}"
+        return Case("gated_delta", name, make, run, written=(3,), product=True)
+
+    def gated(rows: int, dim: int, by: str) -> Case:
+        def make(m: Maker) -> tuple[Argument, ...]:
+            wide = m.normal(rows, 3 * dim, scale=3.0)
+            return wide[:, dim : 2 * dim], wide[:, :dim], by
+
+        return Case("gated", f"{rows}x{dim} {by}", make)
+
+    return [
+        *(convolution(*sizes) for sizes in ((1, 2, False, False), (70, 3, True, True))),
+        convolution(300, 4, False, True),
+        *(delta(*sizes) for sizes in ((1, 1, 4, 3), (2, 4, 24, 40), (1, 3, 17, 70))),
+        *(gated(r, d, by) for by in ("none", "silu", "sigmoid") for r, d in ((1, 1), (7, 133))),
+    ]
+
+
 def _drawings() -> list[Case]:
     def make(n: int, vocab: int) -> Callable[[Maker], tuple[Argument, ...]]:
         def arguments(m: Maker) -> tuple[Argument, ...]:
@@ -620,5 +705,6 @@ CASES = (
     *_norms(),
     *_rotaries(),
     *_activations(),
+    *_states(),
     *_caches(),
 )

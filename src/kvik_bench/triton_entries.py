@@ -27,6 +27,7 @@ from kvik.kernels.triton import (
     rotary,
     rounding,
     rows,
+    states,
     words,
 )
 from kvik.kernels.triton.attention_shapes import STAGES, block_d, prefill_tiles, split_tiles
@@ -718,6 +719,47 @@ SMALL = (
     ),
 )
 
+_SEQUENCES = "starts lengths rows"
+_DELTA_SIZES = "x_stride gates_stride state_stride key_heads value_heads key_dim value_dim"
+
+STATES = (
+    Resources(
+        states.gated_kernel,
+        "SiLU, bf16",
+        _types(p_bf16="x gate out", i32="columns x_stride gate_stride"),
+        {"BY": 1, "BLOCK": activation.MOST},
+        aligned=_aligned("columns x_stride gate_stride"),
+        max_registers=48,
+    ),
+    Resources(
+        states.causal_conv_kernel,
+        "four taps, bf16",
+        _types(
+            p_bf16="x weight out",
+            p_fp32="state",
+            p_i32=_SEQUENCES,
+            i32="channels x_stride state_stride",
+        ),
+        {"bias": None, "WIDTH": 4, "SILU": True, "BLOCK": states.CHANNELS},
+        aligned=_aligned("channels x_stride state_stride"),
+        max_registers=96,
+    ),
+    Resources(
+        states.gated_delta_kernel,
+        "heads of 128, bf16",
+        _types(
+            p_bf16="x gates out",
+            p_fp32="decay bias state",
+            p_i32=_SEQUENCES,
+            i32=_DELTA_SIZES,
+            fp32="scale eps",
+        ),
+        {"KEYS": 128, "BLOCK": states.COLUMNS},
+        aligned=_aligned("x_stride gates_stride state_stride key_heads value_heads value_dim"),
+        max_registers=168,
+    ),
+)
+
 RESOURCES: tuple[Resources, ...] = (
     *DECODE,
     *(_mla(heads) for heads in (16, 128)),
@@ -731,4 +773,5 @@ RESOURCES: tuple[Resources, ...] = (
     *ROTARY,
     *DRAW,
     *SMALL,
+    *STATES,
 )

@@ -76,7 +76,8 @@ LEARNED = ModelSpec.from_config(
         "dtype": "float32",
     }
 )
-SPECS = (TINY, SMALL, LARGE, WINDOWED, LEARNED)
+STATES = ModelSpec.from_config(PUBLIC["Qwen3.5-9B"])
+SPECS = (TINY, SMALL, LARGE, WINDOWED, LEARNED, STATES)
 
 
 def plan(spec: ModelSpec = SMALL, hardware: Hardware = PC, **options: Any) -> ResolvedConfig:
@@ -88,6 +89,31 @@ def test_the_quantization_of_the_files_may_be_named() -> None:
     assert plan(stored, quantization="awq").runner.quantization == "none"
     with pytest.raises(ConfigError, match="quantization: is gptq, but the files .* as awq"):
         plan(stored, quantization="gptq")
+
+
+def test_states_of_running_requests_and_checkpoints_are_planned() -> None:
+    each, pc = STATES.state_bytes, replace(PC, memory_limit=64 * GIB)
+    assert each == 24 * 4 * (32 * 128 * 128 + 3 * 8192)
+    with_copies = plan(STATES, pc, max_num_seqs=4, num_blocks=4096)
+    without = plan(STATES, pc, max_num_seqs=4, num_blocks=4096, enable_prefix_caching=False)
+    assert (with_copies.cache.checkpoints, without.cache.checkpoints) == (8, 0)
+    assert (with_copies.state_rows, without.state_rows) == (12, 4)
+    assert with_copies.memory.kv_cache - without.memory.kv_cache == 8 * each
+    assert without.memory.kv_cache - 4 * each == 4097 * 16 * STATES.kv_bytes_per_token(2)
+    assert plan(STATES, pc).scheduler.max_num_seqs < plan(LARGE, pc).scheduler.max_num_seqs
+    assert plan().cache.checkpoints is None
+
+
+def test_what_states_rule_out_is_refused() -> None:
+    with pytest.raises(ConfigError, match="spec_method: must be left out: .* keeps states"):
+        plan(STATES, spec_method="ngram")
+    with pytest.raises(ConfigError, match="skip_layers: must name layers that attend, not 4"):
+        plan(STATES, kv_cache_dtype="int8", kv_cache_dtype_skip_layers=(3, 4))
+    source = DraftSource(spec=replace(STATES, vocab_size=SMALL.vocab_size))
+    with pytest.raises(ConfigError, match="spec_model: must attend in every layer"):
+        resolve(
+            EngineConfig(spec_method="draft_model", spec_model="x"), SMALL, PC, "/models/x", source
+        )
 
 
 def decision(resolved: ResolvedConfig, name: str) -> tuple[str, str]:
@@ -109,7 +135,7 @@ def check(resolved: ResolvedConfig, config: EngineConfig) -> None:
     full = sum(group.spec.window is None for group in cache.groups)
     assert cache.num_blocks >= full * blocks
     assert sorted(layer for group in cache.groups for layer in group.layers) == [
-        *range(resolved.model.num_layers)
+        i for i, layer in enumerate(resolved.model.layers) if layer.state is None
     ]
     for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
         wish, value = getattr(config, name), getattr(scheduler, name)
@@ -117,7 +143,8 @@ def check(resolved: ResolvedConfig, config: EngineConfig) -> None:
         assert decision(resolved, name)[0] == str(value)
     assert config.num_blocks in (None, cache.num_blocks)
     if config.kv_cache_memory is not None:
-        assert memory.kv_cache <= config.kv_cache_memory
+        states = resolved.state_rows * resolved.model.state_bytes
+        assert memory.kv_cache - states <= config.kv_cache_memory
     for made in resolved.decisions:
         assert made.name and made.value and made.reason
 

@@ -19,7 +19,13 @@ WINDOWS: list[tuple[int | None, ...]] = [(None,), (6,), (None, 5)]
 NUM_STEPS = 320
 
 
-def keep_busy(seed: int, policy: str, depth: int, windows: tuple[int | None, ...]) -> Simulation:
+def keep_busy(
+    seed: int,
+    policy: str,
+    depth: int,
+    windows: tuple[int | None, ...],
+    checkpoints: int | None = None,
+) -> Simulation:
     rng = random.Random(seed)
     block_size = rng.choice([1, 4, 8])
     longest = 40
@@ -33,7 +39,8 @@ def keep_busy(seed: int, policy: str, depth: int, windows: tuple[int | None, ...
         max_model_len=longest,
         depth=depth,
         ageing=0.5,
-        lookahead=seed % 2 * 4,
+        lookahead=0 if checkpoints else seed % 2 * 4,
+        checkpoints=checkpoints,
         pinned_share=rng.choice([0.4, 1.0]),
     )
     sim = Simulation(setup)
@@ -42,7 +49,7 @@ def keep_busy(seed: int, policy: str, depth: int, windows: tuple[int | None, ...
     arrived: dict[tuple[str, int], int] = {}
     heads = [[rng.randint(0, 2) for _ in range(16)] for _ in range(3)]
     for step in range(NUM_STEPS):
-        sim.worker.num_drafts = rng.choice([0, 0, 2])
+        sim.worker.num_drafts = 0 if checkpoints else rng.choice([0, 0, 2])
         if len(sim.scheduler.waiting) < 8:
             tenant = rng.choice(tenants)
             pooling = rng.choice([None, None, None, "mean", "last"])
@@ -81,8 +88,9 @@ def keep_busy(seed: int, policy: str, depth: int, windows: tuple[int | None, ...
 def test_every_request_ends_under_random_load(policy: str, depth: int) -> None:
     reasons: set[FinishReason | None] = set()
     preemptions = pinned = vectors = 0
-    for seed, windows in enumerate(WINDOWS):
-        sim = keep_busy(seed, policy, depth, windows)
+    runs = [*((windows, None) for windows in WINDOWS), ((None, 5), 6)]
+    for seed, (windows, checkpoints) in enumerate(runs):
+        sim = keep_busy(seed, policy, depth, windows, checkpoints)
         ended = sim.ended.values()
         reasons |= {delta.finish_reason for delta in ended}
         preemptions += sim.scheduler.counters.preemptions

@@ -32,6 +32,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         pinned=st.sampled_from([(0.75, 0.5), (1.0, 1.0), (0.4, 0.2)]),
         lookahead=st.sampled_from([0, 0, 3]),
+        checkpoints=st.sampled_from([None, None, 0, 1, 3, 12]),
     )
     def build(
         self,
@@ -45,6 +46,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching: bool,
         pinned: tuple[float, float],
         lookahead: int,
+        checkpoints: int | None,
     ) -> None:
         setup = Setup(
             policy=policy,
@@ -57,7 +59,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             caching=caching,
             max_wait=0.3,
             ageing=0.5,
-            lookahead=lookahead,
+            lookahead=lookahead if checkpoints is None else 0,  # states allow no drafts
+            checkpoints=checkpoints,
             pinned_share=pinned[0],
             tenant_pinned_share=pinned[1],
         )
@@ -109,7 +112,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 4), drafts=st.sampled_from([0, 0, 1, 4]))
     def step(self, count: int, drafts: int) -> None:
-        self.sim.worker.num_drafts = drafts
+        self.sim.worker.num_drafts = drafts if self.sim.setup.checkpoints is None else 0
         for _ in range(count):
             self.sim.step()
             self.sim.now += 0.05

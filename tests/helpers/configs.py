@@ -130,6 +130,16 @@ PUBLIC: dict[str, dict[str, Any]] = {
         vocab=262144, hidden=1152, inner=6912, layers=26, heads=4, kv_heads=1, head_dim=256,
         positions=32768, sliding_window=512,
     ),
+    "LFM2-1.2B": config(
+        "Lfm2ForCausalLM",
+        vocab=65536, hidden=2048, inner=12288, layers=16, heads=32, kv_heads=8, positions=128000,
+        norm_eps=1e-5, block_multiple_of=256, full_attn_idxs=[2, 5, 8, 10, 12, 14],
+    ),
+    "Qwen3.5-9B": config(
+        "Qwen3_5ForCausalLM",
+        vocab=248320, hidden=4096, inner=12288, layers=32, heads=16, kv_heads=4, head_dim=256,
+        positions=262144, partial_rotary_factor=0.25,
+    ),
     "Granite-3.1-2B": config(
         "GraniteForCausalLM",
         vocab=49155, hidden=2048, inner=8192, layers=40, heads=32, kv_heads=8,

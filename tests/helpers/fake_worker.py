@@ -112,6 +112,8 @@ class FakeWorker:
         ]
         self.rows: dict[int, Row] = {}
         self.salt_of = salt_of
+        self.stateful = cache.checkpoints is not None
+        self.pool: dict[int, tuple[int, int] | None] = {}  # row -> tokens and identity of a state
         self.num_drafts = 0  # proposed after each step
 
     def execute(
@@ -122,6 +124,7 @@ class FakeWorker:
         if fails:
             for slot in plan.slots:
                 self.rows[slot].broken = True
+                self.pool[slot] = None
             return None
         for source, target in plan.block_copies:
             self.cells[target] = self.cells[source][:]
@@ -148,6 +151,8 @@ class FakeWorker:
     def _apply(self, plan: SchedulerOutput) -> None:
         for slot in plan.freed_slots:
             del self.rows[slot]
+        for source, target in plan.state_copies:
+            self.pool[target] = self.pool[source]
         for new in plan.new_requests:
             if new.slot in self.rows:
                 raise ContentError(f"slot {new.slot} is given away while in use")
@@ -214,6 +219,12 @@ class FakeWorker:
         for draft in drafts:
             if not row.broken:
                 states.append(extend_state(states[-1], draft))
+        if self.stateful:
+            slot = plan.slots[i]
+            found = (0, start_state(row.salt)) if start == 0 else self.pool.get(slot)
+            if not row.broken and found != (start, row.state(start)):
+                raise ContentError(f"slot {slot} goes on from the state {found}, not {start}")
+            self.pool[slot] = None if row.broken else (end, states[-1])
         for group, table in enumerate(row.tables):
             for p in range(start, end):
                 block, offset = table[p // self.block_size], p % self.block_size

@@ -15,10 +15,12 @@ from kvik.model_files import model_files
 from kvik.models.model_spec import ModelSpec
 from kvik.nn.builder import Builder, MakeStages, no_stages
 from kvik.nn.gguf_checkpoint import open_weights
-from kvik.nn.kv_formats import allocate_kv
+from kvik.nn.kv_formats import allocate_kv, allocate_states
 from kvik.nn.loader import load_model
 from kvik.spec.declare import ForwardContext
 from kvik.spec.kv import group_layers, stored_as
+
+MAX_SEQUENCES = 8  # with a state
 
 
 class PagedModel:
@@ -60,6 +62,8 @@ class PagedModel:
         )
         self.model = load_model(self.spec, self.builder, seed=seed)
         self.kv = allocate_kv(self.groups, num_blocks, block_size, dtype, device)
+        self.states = allocate_states(self.spec.states, MAX_SEQUENCES, device)
+        self.states.pool.fill_(float("nan"))  # what others left there
         self.block_size = block_size
         order = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(1)) + 1
         self._free: list[int] = order.tolist()
@@ -94,6 +98,7 @@ class PagedModel:
                     for i, group in enumerate(self.groups)
                 ),
                 kv=self.kv,
+                states=self.states.layers,
             )
             ids = torch.tensor([token for part in chunks.values() for token in part])
             logits = self.model.logits(self.model.forward(ids, ctx))
@@ -137,4 +142,5 @@ class PagedModel:
             num_scheduled=tuple(lengths),
             contexts=tuple(contexts),
             block_size=self.block_size,
+            state_rows=torch.tensor([MAX_SEQUENCES - 1 - s for s in sequences], dtype=torch.int32),
         )

@@ -48,6 +48,7 @@ class Setup:
     lookahead: int = 0
     pinned_share: float = 0.75
     tenant_pinned_share: float = 0.5
+    checkpoints: int | None = None  # of states; None: no layer keeps one
 
     @property
     def cache(self) -> CacheConfig:
@@ -59,6 +60,7 @@ class Setup:
             self.caching,
             self.pinned_share,
             self.tenant_pinned_share,
+            self.checkpoints,
         )
 
     @property

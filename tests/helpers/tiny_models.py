@@ -33,6 +33,14 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
+DELTA = {  # of Qwen 3.5
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 20,
+}
+
+
 def tiny_model(family: str, *, seed: int = 0, **options: Any) -> Any:
     """A transformers model of a family ("Llama", "Mistral", "Qwen2", "Qwen3", "GPT2").
 
@@ -41,7 +49,7 @@ def tiny_model(family: str, *, seed: int = 0, **options: Any) -> Any:
     """
     sizes = SIZES.get(family, SIZES["Llama"])
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    name = {"Gemma3": "Gemma3Text"}.get(family, family)
+    name = {"Gemma3": "Gemma3Text", "Qwen3_5": "Qwen3_5Text"}.get(family, family)
     config = getattr(transformers, f"{name}Config")(**{**sizes, **special, **options})
     head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
     model = getattr(transformers, f"{family}{head}")(config).eval()
@@ -68,17 +76,21 @@ IMAGE_PREFIXES = ("model.language_model", "language_model.model")
 WITH_IMAGES = {
     "Gemma3": "Gemma3ForConditionalGeneration",
     "Ministral3": "Mistral3ForConditionalGeneration",
+    "Qwen3_5": "Qwen3_5ForConditionalGeneration",
 }
 
 
 def save_tiny_with_images(folder: Path, prefix: str, family: str = "Gemma3") -> Any:
     """Save a tiny model as the text model of one that reads images; that alone is returned."""
-    reference = save_tiny(folder, family, head_dim=16, hidden_size=64, sliding_window=9)
+    delta = family == "Qwen3_5"
+    options = DELTA | {"num_hidden_layers": 4} if delta else {"sliding_window": 9}
+    reference = save_tiny(folder, family, head_dim=16, hidden_size=64, **options)
     stored = load_file(folder / "model.safetensors")
     named = {name.replace("model", prefix, 1): tensor for name, tensor in stored.items()}
     if prefix.startswith("language_model") and "lm_head.weight" in named:
         named["language_model.lm_head.weight"] = named.pop("lm_head.weight")
-    for scope in ("vision_tower", "model.vision_tower"):
+    others = ("model.visual", "mtp") if delta else ("vision_tower", "model.vision_tower")
+    for scope in others:
         named[f"{scope}.x.weight"] = torch.ones(3)
     save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
     inner = json.loads((folder / "config.json").read_text())

@@ -101,6 +101,16 @@ WIRINGS: dict[str, dict[str, Any]] = {
             "llama_4_scaling_beta": 0.5,
         },
     },
+    "Qwen3_5": {
+        "head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_hidden_layers": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+    },
+    "Lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "Granite": {"residual_multiplier": 0.4, "embedding_multiplier": 2.0, "logits_scaling": 3.0},
 }
 

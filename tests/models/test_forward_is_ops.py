@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.paged_model import PagedModel
-from helpers.tiny_models import tiny_model, tokens
+from helpers.tiny_models import DELTA, tiny_model, tokens
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -52,6 +52,8 @@ FAMILIES = {
         "num_experts_per_tok": 2,
     },
     "GPT2": {},
+    "Qwen3_5": {"head_dim": 8, "num_hidden_layers": 4, **DELTA},
+    "Lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
 }
 
 

@@ -38,6 +38,8 @@ from kvik.spec.rope import RopeSpec
         ("Granite-3.1-2B", 2_533_531_648),
         ("Falcon-7B", 6_921_720_704),
         ("Falcon-40B", 41_303_293_952),
+        ("LFM2-1.2B", 1_170_340_608),
+        ("Qwen3.5-9B", 8_953_803_264),
         ("GPT-2", 124_439_808),
     ],
 )
@@ -57,6 +59,8 @@ def test_parameter_counts_of_public_models(name: str, count: int) -> None:
         ("Llama-3-8B", 131_072),
         ("Mistral-7B-v0.1", 131_072),
         ("Qwen2.5-7B", 57_344),
+        ("LFM2-1.2B", 6 * 2 * 8 * 64 * 2),
+        ("Qwen3.5-9B", 8 * 2 * 4 * 256 * 2),
     ],
 )
 def test_kv_bytes_per_token_in_16_bits(name: str, size: int) -> None:

@@ -23,7 +23,7 @@ from kvik.launch import resolve_config
 from kvik.models import registry
 from kvik.models.llama import Llama
 from kvik.nn.builder import Builder
-from kvik.nn.kv_formats import allocate_kv
+from kvik.nn.kv_formats import allocate_kv, allocate_states
 from kvik.nn.loader import load_model
 from kvik.spec.declare import ForwardContext
 from kvik.worker.draft_tree import DraftTree
@@ -136,6 +136,21 @@ MODELS = {
         num_key_value_heads=None,
         layer_norm_eps=1e-5,
     ),
+    "lfm2": small(
+        **WIDE,
+        architectures=["Lfm2ForCausalLM"],
+        layer_types=["conv", "full_attention"],
+    ),
+    "qwen3.5": small(
+        **WIDE,
+        architectures=["Qwen3_5ForCausalLM"],
+        head_dim=32,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=24,
+    ),
     "gpt2": {
         "architectures": ["GPT2LMHeadModel"],
         "vocab_size": 100,
@@ -206,6 +221,7 @@ class Twins:
                         parts.device,
                         parts.kv_zeros,
                     ),
+                    allocate_states(config.model.states, config.state_rows, parts.device),
                 )
                 for _ in range(2)
             )
@@ -221,7 +237,11 @@ class Twins:
             )
         assert isinstance(self.inputs, FixedInputs)
         self.table = RequestTable(
-            scheduler.max_num_seqs, scheduler.max_model_len, len(cache.groups), cache.block_size
+            scheduler.max_num_seqs,
+            scheduler.max_model_len,
+            len(cache.groups),
+            cache.block_size,
+            states=bool(config.model.states),
         )
         self._fill(cache.num_blocks, config.model.vocab_size)
 
@@ -264,6 +284,7 @@ class Twins:
         assert expected.hidden.isfinite().all() and expected.logits.isfinite().all()
         for mine, other in zip(self.taped.kv, self.eager.kv, strict=True):
             assert torch.equal(mine.k, other.k) and torch.equal(mine.v, other.v)
+        assert torch.equal(self.taped.states.pool, self.eager.states.pool)
         self.table.num_computed[slots] += lengths
         return expected.hidden, expected.logits
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvik.errors import ConfigError
 from kvik.frozen import frozen
 from kvik.kernels.kv_rounding import movable, round_vectors, unround_vectors
-from kvik.kernels.ops import Ops
+from kvik.kernels.ops import Ops, Sequences
 
 
 @frozen
@@ -31,6 +31,7 @@ class StepLayout:
             the tree) attends as if only its path followed the cached keys: its position is that of
             the first node plus d, and a window counts from there.
         tree_words: tree on the host.
+        state_rows: [num_seqs] int32, the state of each sequence; None: no layer keeps one.
     """
 
     query_start_loc: Tensor
@@ -42,6 +43,13 @@ class StepLayout:
     block_size: int
     tree: Tensor | None = None
     tree_words: tuple[int, ...] = ()
+    state_rows: Tensor | None = None
+
+    @property
+    def sequences(self) -> Sequences:
+        """Return the sequences for layers that keep a state."""
+        assert self.state_rows is not None
+        return Sequences(self.query_start_loc, self.seq_lens, self.state_rows)
 
     def nodes(self, start: int, length: int) -> tuple[int, ...]:
         """Return the words of the tree of the tokens from `start` on; empty without a tree."""

@@ -76,6 +76,8 @@ def _as_text(folder: str, spec: ModelSpec, resolved: ResolvedConfig | None, refu
         ("KV cache", f"{_kv_bytes(spec, resolved):,} bytes per token in {kv_dtype}"),
         *(("", text) for text in _kv_rows(spec, resolved)),
     ]
+    if spec.states:
+        rows.append(("states", f"{spec.state_bytes:,} bytes per request in float32"))
     lines = [f"{name:14}{value}" for name, value in rows]
     if resolved is None:
         return "\n".join([*lines, "", f"does not fit: {refusal}"])
@@ -108,6 +110,7 @@ def _as_json(
         "stored_as": _stored_as(spec),
         "weight_bytes": _weights(spec, dtype, resolved),
         "kv_bytes_per_token": _kv_bytes(spec, resolved),
+        "state_bytes_per_request": spec.state_bytes,
         "fits": resolved is not None,
     }
     if resolved is None:
@@ -134,7 +137,13 @@ def _kinds(spec: ModelSpec) -> Sequence[tuple[LayerSpec, int]]:
 
 
 def _kind(spec: ModelSpec, layer: LayerSpec) -> str:
-    """What layers see, and what they know of positions."""
+    """What layers see, and what they know of positions; or the state that they keep."""
+    state = layer.state
+    if state is not None:
+        text = f"keep a state of {state.size:,} numbers: the last {state.width - 1} inputs"
+        if state.value_heads:
+            text += f", and matrices of {state.value_heads} heads"
+        return text
     seen = "see all tokens" if layer.window is None else f"see {layer.window:,} tokens"
     rope = layer.rope
     if rope is None:
@@ -162,13 +171,14 @@ class KindCost:
 
 def _kind_cost(spec: ModelSpec, kind: LayerSpec, resolved: ResolvedConfig | None) -> KindCost:
     if resolved is None:
-        each = {i: kv.bytes_per_token for i, kv in enumerate(spec.kv_specs(_stored_bytes(spec)))}
+        specs = enumerate(spec.kv_specs(_stored_bytes(spec)))
+        each = {i: kv.bytes_per_token for i, kv in specs if kv is not None}
     else:
         groups = resolved.cache.groups
         each = {
             i: kv.bytes_per_token for g in groups for i, kv in zip(g.layers, g.specs, strict=True)
         }
-    token = sum(each[i] for i, layer in enumerate(spec.layers) if layer == kind)
+    token = sum(each.get(i, 0) for i, layer in enumerate(spec.layers) if layer == kind)
     longest = spec.max_context if resolved is None else resolved.scheduler.max_model_len
     return KindCost(token, token * min(longest, kind.window or longest))
 
@@ -177,6 +187,8 @@ def _kv_rows(spec: ModelSpec, resolved: ResolvedConfig | None) -> list[str]:
     """Return what each kind of layers keeps, and of how much of a request."""
     rows = []
     for kind, count in _kinds(spec):
+        if kind.state is not None:
+            continue
         cost = _kind_cost(spec, kind, resolved)
         seen = "all tokens" if kind.window is None else f"{kind.window:,} tokens"
         most = show_bytes(cost.kv_bytes_per_request)

@@ -395,6 +395,11 @@ def _choose_kv_format(config: EngineConfig, spec: ModelSpec, dtype: str, notes: 
                 "kv_cache_dtype_skip_layers",
                 f"must name layers from 0 to {spec.num_layers - 1}, not {layer}",
             )
+        if spec.layers[layer].state is not None:
+            raise ConfigError(
+                "kv_cache_dtype_skip_layers",
+                f"must name layers that attend, not {layer}, which keeps a state in fp32",
+            )
     if name == AUTO:
         if skipped:
             raise ConfigError("kv_cache_dtype_skip_layers", "needs a kv_cache_dtype to keep out of")

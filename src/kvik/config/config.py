@@ -294,6 +294,11 @@ class ResolvedConfig:
     speculation: ResolvedSpeculation | None = None  # None: off
     chat_template: str | None = None  # a file; None: the model's own
 
+    @property
+    def state_rows(self) -> int:
+        """Rows of the pool of states: of running requests, then of checkpoints."""
+        return self.scheduler.max_num_seqs + (self.cache.checkpoints or 0)
+
 
 ASKED = "as asked"
 

@@ -121,7 +121,7 @@ class Fit:
         largest = size
         room = (self.limit.size - footprint.weights - footprint.overhead(size)) // 4
         floor = max(MIN_BUDGET, least)
-        while footprint.activations(size) > room:
+        while footprint.activations(size) + footprint.states(size) > room:
             smaller = []
             if config.max_num_batched_tokens is None and size.max_num_batched_tokens // 2 >= floor:
                 tokens = size.max_num_batched_tokens // 2
@@ -134,7 +134,7 @@ class Fit:
             if not smaller:
                 break
             smaller = [with_draft_rows(asked, one, footprint.device) for one in smaller]
-            size = min(smaller, key=footprint.activations)
+            size = min(smaller, key=lambda one: footprint.activations(one) + footprint.states(one))
         reason = "enough to keep the arithmetic units busy"
         if size.max_num_batched_tokens < largest.max_num_batched_tokens:
             reason = "a larger step would take over a quarter of the memory left by the weights"
@@ -373,6 +373,7 @@ def footprint_of(
         compute.kernels,
         mapped=mapped,
         graph_memory=config.graph_memory,
+        checkpoints=config.enable_prefix_caching,
     )
 
 
@@ -410,6 +411,8 @@ def with_drafter(
     if asked is None or source.spec is None:
         return footprint
     _shared_group(footprint.groups)
+    if source.spec.states:
+        raise ConfigError("spec_model", "must attend in every layer; this one keeps states")
     dim, backend = source.spec.head_dim, footprint.attention_backend
     large = backend in ("cpu", *TRITON_BACKENDS) and dim > MAX_HEAD_DIM
     if large or (backend == "cpu" and dim % LANES):

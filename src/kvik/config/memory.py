@@ -73,6 +73,7 @@ CUDNN_BYTES = 256 * MIB
 EXPERT_ROW_BYTES = 24
 # Keys of a split in the cpu backend, and requests of the longest context that decode together.
 SPLIT_KEYS, LONG_CONTEXTS = 512, 8
+CHECKPOINTS_EACH = 2  # checkpoints of states, for each request of the largest step
 
 
 class ModelSizes(Weighed, Protocol):
@@ -128,8 +129,17 @@ class ModelSizes(Weighed, Protocol):
     @property
     def gated_mlp(self) -> bool: ...
 
-    def kv_specs(self, dtype_bytes: int) -> list[KVCacheSpec]:
-        """Return what each layer stores per token, with `dtype_bytes` for each number."""
+    @property
+    def state_bytes(self) -> int:
+        """Of the states of one request."""
+        ...
+
+    @property
+    def state_width(self) -> int: ...
+
+    def kv_specs(self, dtype_bytes: int) -> Sequence[KVCacheSpec | None]:
+        """Return what each layer stores per token, with `dtype_bytes` for each number; None: it
+        keeps a state."""
         ...
 
 
@@ -189,6 +199,7 @@ class StepMemory:
         inner activations; kernels make themselves a copy of the inputs of a product."""
         spec, tokens = self.spec, size.max_num_batched_tokens
         widths = 3 * spec.hidden_size + self._qkv + self._queries + spec.inner_width
+        widths += max(0, spec.state_width - self._qkv - self._queries)
         normalised = self._qkv
         rotation = sum(rope.tables for rope in spec.ropes) * spec.rope_dim * 4
         buffers = tokens * ((widths + normalised) * self.item + rotation)
@@ -217,7 +228,8 @@ class StepMemory:
         rotary = qkv + tokens * ((queries + keys) * item + queries * 16)
         attended = qkv + tokens * (3 * queries + keys) * item + self._attention_scratch(size)
         mlp = tokens * spec.inner_width * (3 * item + 20)
-        return max(norm, rotary, attended, mlp, self._quantized_product(size))
+        states = tokens * spec.state_width * (item + 4)
+        return max(norm, rotary, attended, mlp, states, self._quantized_product(size))
 
     def _logits(self, size: StepSize) -> int:
         """Logits of the rows that sample, and the larger of sampling and of reading logprobs of a
@@ -368,7 +380,7 @@ class MemoryPlan:
     limit: int  # what the engine may use
     weights: int
     activations: int  # peak of one step
-    kv_cache: int
+    kv_cache: int  # and states
     overhead: int  # runtime, tables
 
     @property
@@ -394,6 +406,7 @@ class Footprint:
     draft: Footprint | None = None  # of its draft model
     heads: HeadsFootprint | None = None  # of its draft heads
     graph_memory: int | None = None  # see `EngineConfig`
+    checkpoints: bool = True  # states are kept for prefix hits
 
     @property
     def groups(self) -> tuple[KVGroup, ...]:
@@ -572,19 +585,28 @@ class Footprint:
         rows = min(POOLED_ROWS, size.max_num_batched_tokens)
         return self.spec.hidden_size * (rows * POOLED_BYTES + size.max_num_seqs * VECTOR_BYTES)
 
+    def num_checkpoints(self, size: StepSize) -> int:
+        """Copies of states that may be kept beside those of running requests: of each the one at
+        the end of its prompt and the newest."""
+        return CHECKPOINTS_EACH * size.max_num_seqs if self.checkpoints else 0
+
+    def states(self, size: StepSize) -> int:
+        """Return bytes of the states of running requests, and of all checkpoints."""
+        return self.spec.state_bytes * (size.max_num_seqs + self.num_checkpoints(size))
+
     def fixed(self, size: StepSize) -> int:
-        """Everything but the KV cache."""
-        return self.weights + self.activations(size) + self.overhead(size)
+        """Everything but the blocks of the KV cache."""
+        return self.weights + self.activations(size) + self.overhead(size) + self.states(size)
 
     def plan(self, size: StepSize, num_blocks: int, limit: Limit) -> MemoryPlan:
         """Return the bytes by part, with a KV cache of `num_blocks` for requests."""
-        kv_cache = (num_blocks + RESERVED_BLOCKS) * self.block_bytes
+        blocks = (num_blocks + RESERVED_BLOCKS) * self.block_bytes
         return MemoryPlan(
             limit=limit.size,
             weights=self.weights,
             activations=self.activations(size),
-            kv_cache=kv_cache,
-            overhead=self.overhead(size) + self.cache_cost(num_blocks) - kv_cache,
+            kv_cache=blocks + self.states(size),
+            overhead=self.overhead(size) + self.cache_cost(num_blocks) - blocks,
         )
 
     def _loading(self) -> int:

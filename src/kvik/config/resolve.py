@@ -56,6 +56,11 @@ def resolve(
         notes = Notes(dict.fromkeys(built_in(spec.built), BUILT_IN))
     compute, limit = choose_compute(config, spec, hardware, notes)
     asked = requested_speculation(config)
+    if asked is not None and spec.states:
+        raise ConfigError(
+            "spec_method",
+            f"must be left out: {spec.architecture} keeps states, which cannot take back drafts",
+        )
     mapped = None if spec.built is None else spec.built.weight_bytes
     footprint = footprint_of(config, spec, hardware, compute, mapped)
     footprint = with_drafter(footprint, asked, source)
@@ -72,7 +77,11 @@ def resolve(
     return ResolvedConfig(
         model=spec,
         cache=CacheConfig(
-            config.block_size, num_blocks, footprint.groups, config.enable_prefix_caching
+            config.block_size,
+            num_blocks,
+            footprint.groups,
+            config.enable_prefix_caching,
+            checkpoints=footprint.num_checkpoints(size) if spec.states else None,
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=size.max_num_seqs,

@@ -4,6 +4,7 @@
 `plan.py` a step's plan and result. `scheduler.py` plans steps and takes in their results. It asks
 `queue.py` (waiting requests, deadlines), `policy.py` (order, chunks, victims), `fair_share.py`
 (service, slots and blocks between tenants) and `kv_manager.py` (block tables), which draws on
-`block_pool.py` (blocks and the prefix cache) and `pins.py` (pinned prefixes). `step_clock.py` says
-how long steps take, `work.py` what they compute; `invariants.py` audits all that.
+`block_pool.py` (blocks and the prefix cache), `pins.py` (pinned prefixes) and `checkpoints.py`
+(copies of states). `step_clock.py` says how long steps take, `work.py` what they compute;
+`invariants.py` audits all that.
 """

@@ -25,6 +25,7 @@ class CacheConfig:
         num_blocks: blocks that requests can use.
         pinned_share: share of the blocks that all tenants together may pin.
         tenant_pinned_share: share of the blocks that one tenant may pin.
+        checkpoints: of states, beside those of running requests; None: no layer keeps a state.
     """
 
     block_size: int
@@ -33,6 +34,7 @@ class CacheConfig:
     enable_prefix_caching: bool = True
     pinned_share: float = 0.75
     tenant_pinned_share: float = 0.5
+    checkpoints: int | None = None
 
     @property
     def pool_size(self) -> int:

@@ -22,6 +22,7 @@ def check(scheduler: Scheduler) -> None:
     _check_blocks(scheduler)
     _check_pins(scheduler.kv)
     _check_prefix_index(scheduler)
+    _check_checkpoints(scheduler)
 
 
 def _require(condition: bool, message: str) -> None:
@@ -198,3 +199,24 @@ def _check_prefix_index(scheduler: Scheduler) -> None:
                         i < len(r.block_hashes) and key == (group, r.block_hashes[i]),
                         f"{r.key}: block {block} is indexed under another content",
                     )
+
+
+def _check_checkpoints(scheduler: Scheduler) -> None:
+    """Each checkpoint is free, published, or about to be; no step ends past one that is due."""
+    checkpoints = scheduler.kv.checkpoints
+    made = [made for step in scheduler.in_flight for made in step.checkpoints]
+    if checkpoints is None:
+        _require(not made and not scheduler._state_copies, "states are copied that nobody keeps")
+        return
+    indices = checkpoints.indices() + [one.index for one in made]
+    _require(
+        sorted(indices) == list(range(checkpoints.count)), "checkpoints are lost or used twice"
+    )
+    rows = scheduler.config.max_num_seqs + checkpoints.count
+    copies = [*scheduler._state_copies]
+    for step in scheduler.in_flight:
+        copies += step.plan.state_copies
+    _require(all(0 <= row < rows for pair in copies for row in pair), "a copy outside of the pool")
+    for one in made:
+        blocks, rest = divmod(one.num_tokens, checkpoints.block_size)
+        _require(rest == 0 < blocks, "a checkpoint within a block")

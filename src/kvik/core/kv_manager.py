@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvik.core.block_pool import NULL_BLOCK, BlockPool, extend_hashes
+from kvik.core.checkpoints import CheckpointTable
 from kvik.core.config import CacheConfig
 from kvik.core.pins import PinTable
 from kvik.core.types import Request, RequestStatus
@@ -14,10 +15,16 @@ from kvik.core.types import Request, RequestStatus
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """A prefix that need not be computed: its length, and its blocks per group."""
+    """A prefix that need not be computed: its length, and its blocks per group.
+
+    Attributes:
+        num_shared: tokens whose blocks are cached; more than `num_tokens` where no checkpoint of
+            states is there.
+    """
 
     num_tokens: int
     block_ids: list[list[int]] = field(default_factory=list)
+    num_shared: int = 0
 
 
 class KVCacheManager:
@@ -34,6 +41,10 @@ class KVCacheManager:
         self.caching = config.enable_prefix_caching
         self.pool = BlockPool(config.num_blocks)
         self.pins = PinTable(self.pool, config)
+        # None: no layer keeps a state.
+        self.checkpoints: CheckpointTable | None = None
+        if config.checkpoints is not None:
+            self.checkpoints = CheckpointTable(config.checkpoints, config.block_size)
         self._windowed = any(g.spec.window is not None for g in config.groups)
 
     @property
@@ -124,6 +135,7 @@ class KVCacheManager:
         for ids in request.block_ids:
             ids.extend(self._allocate(wanted - len(ids)))
         request.num_computed_tokens = request.num_written_tokens = match.num_tokens
+        request.num_shared_tokens = match.num_shared
         request.num_committed_blocks = match.num_tokens // self.block_size
         return copies
 
@@ -197,6 +209,8 @@ class KVCacheManager:
             self.pool.release(held)
         if forget and request.block_hashes:
             self.pins.forget(request.block_hashes[0])
+            if self.checkpoints is not None:
+                self.checkpoints.forget(request.block_hashes)
         request.block_ids = []
         request.num_committed_blocks = 0
         request.num_computed_tokens = request.num_written_tokens = 0
@@ -205,6 +219,8 @@ class KVCacheManager:
         """Forget the contents of all blocks, also pinned ones; requests go on. Returns how many
         blocks had any."""
         self.pins.clear()
+        if self.checkpoints is not None:
+            self.checkpoints.clear()
         return self.pool.forget_all()
 
     def _allocate(self, count: int) -> list[int]:
@@ -220,8 +236,22 @@ class KVCacheManager:
         return sum(refs[b] == 0 for ids in match.block_ids for b in ids if b != NULL_BLOCK)
 
     def _longest_cached(self, hashes: list[bytes]) -> PrefixMatch:
-        """Walk the chain of hashes as far as every group has the blocks it needs."""
-        length, before = len(hashes), -1
+        """Match the longest prefix of which every group has the blocks it needs, and states have a
+        checkpoint."""
+        length = shared = self._cached_length(hashes, len(hashes))
+        if self.checkpoints is not None:
+            while length != (hit := self.checkpoints.hit_length(hashes, length)):
+                length = self._cached_length(hashes, hit)
+        tables = []
+        for g, group in enumerate(self.groups):
+            seen = group.spec.first_visible_block(length * self.block_size, self.block_size)
+            found = (self.pool.lookup((g, key)) for key in hashes[seen:length])
+            tables.append([NULL_BLOCK] * min(seen, length) + [b for b in found if b is not None])
+        return PrefixMatch(length * self.block_size, tables, shared * self.block_size)
+
+    def _cached_length(self, hashes: list[bytes], length: int) -> int:
+        """Walk the chain of hashes, up to `length`, as far as every group has its blocks."""
+        before = -1
         while length != before:  # where one group stops short, others may see what they lack
             before = length
             for g, group in enumerate(self.groups):
@@ -229,12 +259,7 @@ class KVCacheManager:
                 length = group.spec.hit_length(cached, length, self.block_size)
             if not self._windowed:
                 break
-        tables = []
-        for g, group in enumerate(self.groups):
-            seen = group.spec.first_visible_block(length * self.block_size, self.block_size)
-            found = (self.pool.lookup((g, key)) for key in hashes[seen:length])
-            tables.append([NULL_BLOCK] * min(seen, length) + [b for b in found if b is not None])
-        return PrefixMatch(length * self.block_size, tables)
+        return length
 
     def _is_cached(self, group: int, hashes: list[bytes], block: int) -> bool:
         return self.pool.lookup((group, hashes[block])) is not None
@@ -243,6 +268,8 @@ class KVCacheManager:
         """Match the prompt of a sibling: it shares the prompt's blocks of its leader, a partly
         filled last one included."""
         leader = request.leader
+        if self.checkpoints is not None:
+            return None  # the leader's state has moved on; its checkpoint is found by its prefix
         if leader is None or leader.status is not RequestStatus.RUNNING:
             return None
         # Its first token proves that the prompt's K/V were written by an earlier step. After a

@@ -34,7 +34,12 @@ class NewRequest:
 class SchedulerOutput:
     """One step. Row i of the step is the request in `slots[i]`.
 
-    Order of application: `freed_slots`, `new_requests`, `new_blocks`, `block_copies`, forward.
+    Order of application: `freed_slots`, `state_copies`, `new_requests`, `new_blocks`,
+    `block_copies`, forward.
+
+    Attributes:
+        state_copies: source and target rows of the pool of states, in order. The row of a running
+            request is its slot; behind those of all slots are the checkpoints'.
     """
 
     step: int
@@ -46,6 +51,7 @@ class SchedulerOutput:
     new_blocks: list[tuple[int, int, list[int]]] = field(default_factory=list)  # slot, group, ids
     freed_slots: list[int] = field(default_factory=list)
     block_copies: list[tuple[int, int]] = field(default_factory=list)  # source id, target id
+    state_copies: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
 
+from kvik.core.checkpoints import Checkpoint
 from kvik.core.config import CacheConfig, SchedulerConfig
 from kvik.core.fair_share import FairShare, FreeResources
 from kvik.core.kv_manager import KVCacheManager, PrefixMatch
@@ -51,6 +52,7 @@ class Step:
         made_room: a request was preempted for another tenant before the step began.
         preempted: a request lost its blocks to a row of the step.
         short: the blocks do not suffice for all requests that would have had a row.
+        checkpoints: copies of states that the plan makes, which are not published yet.
     """
 
     plan: SchedulerOutput
@@ -63,6 +65,7 @@ class Step:
     made_room: bool = False
     preempted: bool = False
     short: bool = False
+    checkpoints: list[Checkpoint] = field(default_factory=list)
 
     def add_decodes(self, requests: list[Request]) -> None:
         """A row of one token for each of the requests."""
@@ -134,6 +137,7 @@ class Scheduler:
         self._num_added = 0
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._freed_slots: list[int] = []  # since the last plan; workers do not know of them yet
+        self._state_copies: list[tuple[int, int]] = []  # since the last plan
         self._ended: list[RequestDelta] = []  # ended outside `update`
 
     # -- requests in and out ---------------------------------------------------------------------
@@ -177,7 +181,15 @@ class Scheduler:
     def schedule(self, now: float) -> SchedulerOutput | None:
         """Plan the next step, or None when there is nothing to compute."""
         self._expire(now)
-        plan = SchedulerOutput(self.counters.steps, [], [], [], [], freed_slots=self._freed_slots)
+        plan = SchedulerOutput(
+            self.counters.steps,
+            [],
+            [],
+            [],
+            [],
+            freed_slots=self._freed_slots,
+            state_copies=self._state_copies,
+        )
         step = Step(plan, now)
         kept = self._make_room(step, now) if self.shares.contended else 0
         budget, prefilling = self._schedule_decodes(step, kept)
@@ -197,6 +209,7 @@ class Scheduler:
             )
         step.num_tokens = plan.num_tokens
         self._freed_slots = []
+        self._state_copies = []
         self.in_flight.append(step)
         self.counters.steps += 1
         self.counters.rows += len(plan.slots)
@@ -258,6 +271,8 @@ class Scheduler:
                 if new is None:
                     continue
                 step.extend(request, new)
+                if self.kv.checkpoints is not None:
+                    self._take_checkpoint(request, step)
             if request.num_draft_tokens:
                 drafting.append(len(decoding))
             budget -= 1
@@ -425,6 +440,8 @@ class Scheduler:
         preempted when blocks run out; if there are none, it waits for others to finish. Returns its
         tokens."""
         chunk = self.policy.chunk(request, request.num_unscheduled_tokens, budget)
+        if self.kv.checkpoints is not None:
+            chunk = self.kv.checkpoints.cut(request, request.num_computed_tokens, chunk)
         target = request.num_computed_tokens + chunk
         if target > len(request.block_ids[0]) * self.kv.block_size:
             while (new := self.kv.extend(request, target)) is None:
@@ -449,6 +466,10 @@ class Scheduler:
         and then the step admits no others, so that large requests are not overtaken for ever."""
         known = len(request.token_ids)
         chunk = self.policy.chunk(request, known - match.num_tokens, budget)
+        checkpoints = self.kv.checkpoints
+        if checkpoints is not None:
+            request.num_shared_tokens = match.num_shared
+            chunk = checkpoints.cut(request, match.num_tokens, chunk)
         # A request that cannot go on would only be preempted again: while others run, all its known
         # tokens must fit, with what newcomers were promised.
         most = self.config.max_num_batched_tokens
@@ -463,6 +484,9 @@ class Scheduler:
             return 0
         step.plan.block_copies.extend(made)
         self._start(request, match.num_tokens, now)
+        if checkpoints is not None and match.num_tokens:
+            key = request.block_hashes[match.num_tokens // self.kv.block_size - 1]
+            self._state_copies.append((self._row(checkpoints.use(key)), request.slot))
         step.start(request)
         self._add_chunk(step, request, chunk)
         return chunk
@@ -506,6 +530,8 @@ class Scheduler:
         self, request: Request, match: PrefixMatch, planned: Step | None = None
     ) -> int:
         """Return how many tokens after a match the steps without a result compute for others."""
+        if self.kv.checkpoints is not None:
+            return 0  # there may be no checkpoint where the prefixes part
         steps = [step.prefixes for step in (*self.in_flight, planned) if step and step.prefixes]
         first = match.num_tokens // self.kv.block_size
         usable = request.num_cacheable_tokens // self.kv.block_size
@@ -529,6 +555,8 @@ class Scheduler:
         self.kv.use_pins(request, now)
 
     def _add_chunk(self, step: Step, request: Request, chunk: int) -> None:
+        if self.kv.checkpoints is not None:
+            self._take_checkpoint(request, step)
         first = request.num_computed_tokens // self.kv.block_size
         request.num_computed_tokens += chunk
         if self.kv.caching:
@@ -540,6 +568,27 @@ class Scheduler:
         samples = request.num_computed_tokens == known < request.max_length
         request.num_pending_tokens += samples
         step.add_chunk(request, chunk, samples=samples)
+
+    def _take_checkpoint(self, request: Request, step: Step | None = None) -> None:
+        """Copy the state of a request if a checkpoint is wanted where it stands.
+
+        Args:
+            step: which goes on from there; None: the request ends, and its results are known.
+        """
+        checkpoints = self.kv.checkpoints
+        assert checkpoints is not None
+        made = checkpoints.take(request)
+        if made is None:
+            return
+        self._state_copies.append((request.slot, self._row(made.index)))
+        if step is None:
+            checkpoints.publish(made)
+        else:
+            step.checkpoints.append(made)
+
+    def _row(self, checkpoint: int) -> int:
+        """Return its row in the pool of states, whose first rows are those of slots."""
+        return self.config.max_num_seqs + checkpoint
 
     # Drafts may be computed in vain, so they preempt no request: they take tokens after the next
     # tokens of all decoding requests, and blocks after all rows of the step.
@@ -670,6 +719,9 @@ class Scheduler:
                     error = f"{type(raised).__name__}: {raised}"
             if error is not None:
                 deltas.append(self._finish(request, FinishReason.ERROR, now, [], error=error))
+        for checkpoint in step.checkpoints:
+            assert self.kv.checkpoints is not None
+            self.kv.checkpoints.publish(checkpoint)
         self.counters.delivered_tokens += sum([len(delta.token_ids) for delta in deltas])
         return deltas
 
@@ -745,6 +797,12 @@ class Scheduler:
                 request.num_pending_tokens -= drafts + 1
             if not request.finished:
                 deltas.append(self._finish(request, FinishReason.ERROR, now, [], error=error))
+        if self.kv.checkpoints is not None:
+            for checkpoint in step.checkpoints:
+                self.kv.checkpoints.drop(checkpoint)
+            self.kv.checkpoints.forget_copies(
+                {target - self.config.max_num_seqs for _, target in plan.state_copies}
+            )
         return deltas
 
     @staticmethod
@@ -775,6 +833,9 @@ class Scheduler:
         if running and error is None:
             self.kv.commit(request)
             self.kv.pin(request, now)
+            written = request.num_written_tokens == request.num_computed_tokens
+            if self.kv.checkpoints is not None and written:
+                self._take_checkpoint(request)
         # Had one of these raised, nothing would have changed: it could still end with an error.
         self.shares.leave(request)
         if running:

@@ -251,6 +251,7 @@ class Request:
     num_lost_tokens: int = 0  # computed before a preemption
     num_committed_blocks: int = 0  # blocks that are published in the prefix cache
     order: tuple[float, int] = (0.0, 0)  # the policy's key: smaller is served first, evicted last
+    num_shared_tokens: int = 0  # whose blocks were cached when it last started
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first scheduling
     num_pinned_tokens: int = 0  # prompt tokens written by this request, and pinned
     num_preemptions: int = 0

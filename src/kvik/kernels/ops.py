@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -116,6 +117,43 @@ class Masks:
     words: Tensor
 
 
+# Layers that keep a state of each request: an argument of `Ops.causal_conv` and `Ops.gated_delta`.
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """The sequences of a step, and where their states are.
+
+    A sequence without keys before this step begins with a state of zeros, whatever is there.
+
+    Attributes:
+        starts: [n + 1] int32, first token of each in the flat batch.
+        lengths: [n] int32, tokens of each once this step is computed, earlier steps included.
+        rows: [n] int32, of its state; -1: it has none, and what is computed of it is undefined.
+    """
+
+    starts: Tensor
+    lengths: Tensor
+    rows: Tensor
+
+
+Gate = Literal["silu", "sigmoid", "none"]  # a function of what `Ops.gated` multiplies by
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaHeads:
+    """The sizes of a gated delta net, and what it has learned of how fast heads forget.
+
+    Attributes:
+        decay, bias: [value_heads] fp32.
+        key_heads: each serves value_heads / key_heads consecutive value heads.
+    """
+
+    decay: Tensor
+    bias: Tensor
+    key_heads: int
+
+
 @dataclass(frozen=True, slots=True)
 class Ops:
     """One implementation of each operation.
@@ -163,6 +201,18 @@ class Ops:
     activate(x [tokens, dim], activation) -> [tokens, dim], or [tokens, dim / 2] of a paired one
     scaled(x [tokens, dim], factor) -> x * factor
     softcap(x [rows, dim] fp32, cap) -> None; in place: cap * tanh(x / cap)
+    gated(x, gate [tokens, dim], by) -> x * by(gate), or x * gate where `by` is "none"
+    causal_conv(x [tokens, channels], weight [width, channels], bias [channels] or None, state
+        [rows, width - 1, channels] fp32, sequences, silu) -> [tokens, channels]: of each channel
+        the sum of the last `width` inputs of the sequence times weight, the newest by its last row,
+        plus bias; then SiLU if `silu`. The state holds the inputs before this step, and is written
+    gated_delta(x [tokens, channels], gates [tokens, 2 * value_heads], heads, state [rows,
+        value_heads, key_dim, value_dim] fp32, sequences) -> [tokens, value_heads * value_dim], the
+        gated delta rule (Yang et al. 2024), token by token in fp32. x: queries and keys of all key
+        heads, then values of all value heads; q and k are divided by their norms and q by
+        sqrt(key_dim). gates: b, then a of all value heads; beta = sigmoid(b). Of each head
+        S = S * exp(-exp(decay) * softplus(a + bias)); S = S + k (beta * (v - S^T k))^T; its output
+        is S^T q. The state is written
     store_kv(k, v [tokens, kv_heads, head_dim], k_cache, v_cache [blocks, block_size, kv_heads,
         head_dim], slot_mapping [tokens]) -> None
     copy_blocks(cache [blocks, ...], source [n], target [n]) -> None
@@ -189,5 +239,8 @@ class Ops:
     activate: Callable[[Tensor, Activation], Tensor]
     scaled: Callable[[Tensor, float], Tensor]
     softcap: Callable[[Tensor, float], None]
+    gated: Callable[[Tensor, Tensor, Gate], Tensor]
+    causal_conv: Callable[[Tensor, Tensor, Tensor | None, Tensor, Sequences, bool], Tensor]
+    gated_delta: Callable[[Tensor, Tensor, DeltaHeads, Tensor, Sequences], Tensor]
     store_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     copy_blocks: Callable[[Tensor, Tensor, Tensor], None]

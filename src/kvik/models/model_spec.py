@@ -71,7 +71,11 @@ class ModelSpec(ModelFacts):
             architecture=name,
             vocab_size=vocab,
             hidden_size=hidden,
-            intermediate_size=fields.integer(key["intermediate_size"], 1, MAX_WIDTH, inner),
+            intermediate_size=(
+                fields.integer(key["intermediate_size"], 1, MAX_WIDTH, inner)
+                if known.inner is None
+                else known.inner(fields)
+            ),
             layers=rules,
             num_heads=heads,
             num_kv_heads=1 if latent else _kv_heads(fields, heads, known),

@@ -16,9 +16,19 @@ if TYPE_CHECKING:
 
 
 class Qwen3Attention:
-    """Grouped-query attention with RMSNorm on each head of q and k, then rotary positions."""
+    """Grouped-query attention with RMSNorm on each head of q and k, then rotary positions.
 
-    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
+    Args:
+        names: of the norms of q and k, and of the projection of what the heads give.
+    """
+
+    def __init__(
+        self,
+        spec: ModelFacts,
+        builder: LayerBuilder,
+        layer: int,
+        names: tuple[str, str, str] = ("q_norm", "k_norm", "o_proj"),
+    ) -> None:
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         rope = spec.layers[layer].rope
         self.qkv = builder.heads(
@@ -29,10 +39,11 @@ class Qwen3Attention:
             bias=spec.qkv_bias,
             rope=rope,
         )
-        q_norm = builder.rms_norm("q_norm", dim, spec.norm_eps, rope=rope)
-        k_norm = builder.rms_norm("k_norm", dim, spec.norm_eps, rope=rope)
+        q_name, k_name, o = names
+        q_norm = builder.rms_norm(q_name, dim, spec.norm_eps, rope=rope)
+        k_norm = builder.rms_norm(k_name, dim, spec.norm_eps, rope=rope)
         self.attend = builder.attention(layer, dim, norms=(q_norm, k_norm))
-        self.o = builder.linear("o_proj", heads * dim, spec.hidden_size, bias=spec.o_bias, role="o")
+        self.o = builder.linear(o, heads * dim, spec.hidden_size, bias=spec.o_bias, role="o")
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, rotation: Tensor | None, ctx: ForwardContext

@@ -13,6 +13,7 @@ from kvik.models.gpt2 import GPT2_MODEL
 from kvik.models.gpt_neox import GPT_NEOX
 from kvik.models.gpt_oss import GPT_OSS
 from kvik.models.granite import GRANITE
+from kvik.models.lfm2 import LFM2
 from kvik.models.llama import (
     LLAMA,
     MINISTRAL3,
@@ -28,6 +29,7 @@ from kvik.models.opt import OPT
 from kvik.models.phi import PHI
 from kvik.models.phi3 import PHI3
 from kvik.models.qwen3 import QWEN3, QWEN3_MOE
+from kvik.models.qwen3_5 import QWEN3_5, QWEN3_5_IMAGES
 from kvik.models.stablelm import STABLELM
 from kvik.models.starcoder2 import STARCODER2
 from kvik.spec.declare import Architecture
@@ -55,6 +57,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             PHI,
             FALCON,
             OPT,
+            LFM2,
+            QWEN3_5,
+            QWEN3_5_IMAGES,
             GPT2_MODEL,
         ),
     )

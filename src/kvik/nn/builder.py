@@ -10,13 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from kvik.attention.base import AttentionBackend, AttentionSpec, HeadNorms
 from kvik.errors import ModelError, shown
-from kvik.kernels.ops import Ops
+from kvik.kernels.ops import DeltaHeads, Gate, Ops
 from kvik.kernels.weights import Activation, MatrixSpec, float_kind
 from kvik.nn.checkpoint import Checkpoint
 from kvik.nn.formats.base import LinearShape, WeightFormat
@@ -25,9 +27,12 @@ from kvik.nn.layers import (
     MLP,
     Attention,
     CappedHead,
+    CausalConv,
     Embedding,
     Experts,
+    GatedDelta,
     GatedMLP,
+    GatedProduct,
     Heads,
     LatentAttention,
     LayerNorm,
@@ -53,6 +58,7 @@ from kvik.spec.experts import ExpertsSpec
 from kvik.spec.kv import KVGroup
 from kvik.spec.layers import LatentSpec
 from kvik.spec.rope import RopeSpec
+from kvik.spec.states import StateSpec
 from kvik.spec.stored_weights import StoredQuantization, StoredScheme, stored_alike
 from kvik.spec.weights import matrix_kind
 
@@ -66,6 +72,7 @@ MLP_ACTIVATIONS: Mapping[str, Activation] = {
     "gelu": "gelu",
     "relu": "relu",
 }
+GATES: Mapping[str, Gate] = {gate: gate for gate in get_args(Gate)}
 # Calibrated scales of a quantised KV cache, stored with the projections. They are ignored: the
 # engine computes its own scales.
 KV_SCALES = ("q_scale", "k_scale", "v_scale", "kv_scale")
@@ -154,6 +161,8 @@ class Builder:
         self._scope = ""
         self._group_of = {layer: i for i, group in enumerate(groups) for layer in group.layers}
         self._q_ropes: dict[tuple[RopeSpec, int], Rope] = {}  # which layers share
+        self._position_of = {layer: i for i, layer in enumerate(sorted(self._group_of))}
+        self._states: dict[int, int] = {}  # layers that keep a state, and which of them each is
         self._stored: dict[str, dict[str, tuple[int, ...]]] = {}  # layer -> its tensors' shapes
         for name, entry in checkpoint.entries.items() if checkpoint else ():
             layer, _, last = name.rpartition(".")
@@ -223,6 +232,7 @@ class Builder:
         bias: bool,
         rope: RopeSpec | None = None,
         by_head: bool = False,
+        gated: bool = False,
     ) -> Heads:
         """Queries, keys and values of x [tokens, inputs], each with its number of heads.
 
@@ -232,8 +242,14 @@ class Builder:
                 keys; None: they are as they are stored.
             by_head: the one layer has the queries of the first head of keys and values, its key and
                 its value, then those of the second.
+            gated: behind the queries of a head the layer has a gate of the head; the result has
+                all gates behind all queries.
         """
+        each: list[tuple[int, ...]] = [(count,) for count in heads]  # of each layer
         places = _places(rope, heads[0] + heads[1], head_dim)
+        if gated:
+            each[0] = (heads[0], heads[0])
+            places = _with_gates(places, heads[0], heads[1], head_dim)
         if by_head:
             places = _by_head(places, heads, head_dim)
         if len(names) == 1:
@@ -243,9 +259,9 @@ class Builder:
         linears, parts, first = [], [], 0
         for size in self._matrix_sizes(names):
             members = slice(first, first + size)
-            widths = tuple(count * head_dim for count in heads[members])
+            widths = tuple(sum(counts) * head_dim for counts in each[members])
             linears.append(self._heads(names[members], inputs, widths, bias, places))
-            parts.append(heads[members])
+            parts.append(tuple(chain(*each[members])))
             first += size
             if places is not None:
                 places = places[sum(widths) :] - sum(widths)
@@ -270,12 +286,13 @@ class Builder:
         *,
         bias: bool,
         names: tuple[str, ...] = GATE_UP,
+        down: str = "down_proj",
         gelu: bool = False,
     ) -> GatedMLP:
         """Gate, up and down_proj of this scope.
 
         Args:
-            names: of gate and up, or of one layer for both.
+            names: of gate and up, or of one layer for both; down: of the third.
             gelu: in its tanh form, in place of SiLU.
         """
         gate_up = self.linear(
@@ -286,7 +303,7 @@ class Builder:
             role="gate_up",
             activation="gelu_tanh_and_mul" if gelu else "silu_and_mul",
         )
-        return GatedMLP(gate_up, self.linear("down_proj", inner, hidden, bias=bias, role="down"))
+        return GatedMLP(gate_up, self.linear(down, inner, hidden, bias=bias, role="down"))
 
     def mlp(
         self,
@@ -513,7 +530,8 @@ class Builder:
                     self.ops, rope, head_dim, self.max_model_len, self.device, of_queries=True
                 )
             q_rope = self._q_ropes[key]
-        return Attention(self.backend, layer, self._group_of[layer], spec, q_rope)
+        position, group = self._position_of[layer], self._group_of[layer]
+        return Attention(self.backend, position, group, spec, q_rope)
 
     def latent_up(self, name: str, heads: int, latent: LatentSpec) -> tuple[LinearEach, LinearEach]:
         """What makes keys and values of all heads from latent vectors (DeepSeek-V2, section 2.1.2):
@@ -544,11 +562,58 @@ class Builder:
             scale: of the scores.
         """
         self.ignore(*KV_SCALES)
-        group = self._group_of[layer]
-        return LatentAttention(self.backend, layer, group, AttentionSpec(scale))
+        position, group = self._position_of[layer], self._group_of[layer]
+        return LatentAttention(self.backend, position, group, AttentionSpec(scale))
 
     def scaled_sum(self, factor: float) -> ScaledSum:
         return ScaledSum(self.ops, factor)
+
+    def gated(self, by: str = "none") -> GatedProduct:
+        """Return x times a function of a gate: `by`, one of `GATES`."""
+        return GatedProduct(self.ops, GATES[by])
+
+    def causal_conv(
+        self, name: str, layer: int, spec: StateSpec, *, silu: bool = False
+    ) -> CausalConv:
+        """Return the convolution of a layer that keeps a state; checkpoints have its weight as
+        [channels, 1, width]."""
+        width, channels = spec.width, spec.channels
+        full = self._name(f"{name}.weight")
+        weight = self.storage.tensor(full, (width, channels), self.dtype, self.device)
+        if not self.storage.names:
+            self.declared.tensors.append(
+                DeclaredTensor(
+                    full,
+                    (channels, 1, width),
+                    self.dtype,
+                    "gain",
+                    in_runs=True,
+                    fill=partial(_fill_taps, weight),
+                )
+            )
+        offset = None
+        if spec.bias:
+            offset = self._empty(f"{name}.bias", channels)
+            self._declare(self._name(f"{name}.bias"), offset, "bias")
+        return CausalConv(self.ops, weight, offset, self._state_of(layer), silu)
+
+    def gated_delta(self, decay: str, bias: str, layer: int, spec: StateSpec) -> GatedDelta:
+        """Return the gated delta net of a layer.
+
+        Args:
+            decay, bias: names of what it has learned of how fast heads forget; see `DeltaHeads`.
+        """
+        vectors = []
+        for name in (decay, bias):
+            full = self._name(name)
+            size = (spec.value_heads,)
+            vectors.append(self.storage.tensor(full, size, torch.float32, self.device))
+            self._declare(full, vectors[-1], "bias")
+        heads = DeltaHeads(vectors[0], vectors[1], spec.key_heads)
+        return GatedDelta(self.ops, heads, self._state_of(layer))
+
+    def _state_of(self, layer: int) -> int:
+        return self._states.setdefault(layer, len(self._states))
 
     def _linear(
         self,
@@ -706,6 +771,22 @@ class Builder:
 
 def _fill_in(target: Tensor, first: int, values: Tensor) -> None:
     target[first : first + len(values)].copy_(values)
+
+
+def _fill_taps(target: Tensor, first: int, values: Tensor) -> None:
+    """values: [channels, 1, width], from channel `first` on."""
+    target[:, first : first + len(values)].copy_(values[:, 0].t())
+
+
+def _with_gates(places: Tensor | None, heads: int, kv_heads: int, head_dim: int) -> Tensor:
+    """Where rows of queries, each head's followed by its gate, and of keys go, if those without
+    gates went to `places`."""
+    if places is None:
+        places = torch.arange((heads + kv_heads) * head_dim)
+    count = heads * head_dim  # of all queries, behind which the gates go
+    queries = places[:count].view(heads, head_dim)
+    gates = torch.arange(count, 2 * count).view(heads, head_dim)
+    return torch.cat((torch.stack((queries, gates), 1).flatten(), places[count:] + count))
 
 
 def _by_head(places: Tensor | None, heads: tuple[int, ...], head_dim: int) -> Tensor:

@@ -1,8 +1,9 @@
-"""How K and V are stored, and the pool of blocks that all layers share."""
+"""How K and V are stored, and the pool of blocks that all layers share; the pool of states."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from kvik.attention.base import LayerKV
 from kvik.kernels.kv_rounding import SCALES
 from kvik.spec.kv import AUTO, KVCacheSpec, KVGroup, formats_of
+from kvik.spec.states import StateSpec
 
 FLOATS: Mapping[str, torch.dtype] = {
     "fp32": torch.float32,
@@ -108,7 +110,7 @@ def allocate_kv(
     device: torch.device,
     zeros: Zeros = torch.zeros,
 ) -> tuple[LayerKV, ...]:
-    """Return the cache of every layer, for `ForwardContext.kv`.
+    """Return the cache of every layer that attends, for `ForwardContext.kv`.
 
     A block belongs to one group at a time, so layers of different groups take turns in one storage,
     if their format is the same: of each format the pool has as many storages as the group with most
@@ -127,7 +129,7 @@ def allocate_kv(
         ]
         for layers in sharing:
             by_layer |= zip(layers, storages, strict=False)
-    return tuple(by_layer[layer] for layer in range(len(by_layer)))
+    return tuple(by_layer[layer] for layer in sorted(by_layer))
 
 
 def allocate_apart(
@@ -148,5 +150,65 @@ def allocate_apart(
         kv_format(specs[layer].format, dtype, zeros).allocate(
             num_blocks, block_size, specs[layer], device
         )
-        for layer in range(len(specs))
+        for layer in sorted(specs)
     )
+
+
+# States, which other layers keep in place of keys and values.
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStates:
+    """The states of one layer.
+
+    Attributes:
+        convolved: [rows, width - 1, channels] fp32, the last inputs of its convolution.
+        matrices: [rows, value_heads, key_dim, value_dim] fp32, of its gated delta net, if any.
+    """
+
+    convolved: torch.Tensor
+    matrices: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """The states of all layers.
+
+    Attributes:
+        pool: [rows, numbers] fp32; a row is the state of one request, or a copy of it.
+        layers: of each layer that keeps one, in order: views of the pool.
+    """
+
+    pool: torch.Tensor
+    layers: tuple[LayerStates, ...]
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy rows: each source to its target, in order."""
+        for source, target in pairs:
+            self.pool[target].copy_(self.pool[source])
+
+
+NO_STATES = States(torch.empty(0, 0), ())
+
+
+def allocate_states(
+    specs: Sequence[StateSpec], rows: int, device: torch.device, zeros: Zeros = torch.zeros
+) -> States:
+    """Return the states of the layers that keep one."""
+    if not specs:
+        return NO_STATES
+    total = sum(spec.size for spec in specs)
+    pool = zeros(rows, total, dtype=torch.float32, device=device)
+    layers, first = [], 0
+    for spec in specs:
+        convolved, matrices = pool[:, first : first + spec.size].split(
+            (spec.convolved, spec.size - spec.convolved), 1
+        )
+        layers.append(
+            LayerStates(
+                convolved.view(rows, spec.width - 1, spec.channels),
+                matrices.view(rows, spec.value_heads, spec.key_dim, spec.value_dim),
+            )
+        )
+        first += spec.size
+    return States(pool, tuple(layers))

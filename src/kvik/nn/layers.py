@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvik.attention.base import Attend, AttendLatent, AttentionBackend, AttentionSpec
-from kvik.kernels.ops import Ops
+from kvik.kernels.ops import DeltaHeads, Gate, Ops
 from kvik.kernels.weights import Activation, Matrix
 from kvik.kernels.weights import Experts as ExpertSet
 from kvik.nn.rope import Rope
@@ -133,18 +133,18 @@ class ScaledSum:
 class Attention:
     """softmax(q k^T * scale) v of one layer, causal, over everything cached."""
 
-    __slots__ = ("backend", "group", "layer", "q_rope", "spec")
+    __slots__ = ("backend", "group", "position", "q_rope", "spec")
 
     def __init__(
         self,
         backend: AttentionBackend,
-        layer: int,
+        position: int,
         group: int,
         spec: AttentionSpec,
         q_rope: Rope | None = None,
     ) -> None:
         self.backend = backend
-        self.layer = layer
+        self.position = position  # among the layers that attend
         self.group = group  # KV group of the layer
         self.spec = spec
         self.q_rope = q_rope  # how q turns, where not as k does
@@ -166,7 +166,7 @@ class Attention:
         Returns:
             [tokens, heads * head_dim].
         """
-        kv, metadata = ctx.kv[self.layer], ctx.metadata[self.group]
+        kv, metadata = ctx.kv[self.position], ctx.metadata[self.group]
         q_rotation = None if self.q_rope is None else self.q_rope.at(ctx.positions)
         attend = Attend(q, k, v, kv, metadata, self.spec, rotation, q_rotation)
         return self.backend.run(attend).flatten(1)
@@ -175,13 +175,13 @@ class Attention:
 class LatentAttention:
     """Attention of one layer over latent vectors, causal, over everything cached (`LatentSpec`)."""
 
-    __slots__ = ("backend", "group", "layer", "spec")
+    __slots__ = ("backend", "group", "position", "spec")
 
     def __init__(
-        self, backend: AttentionBackend, layer: int, group: int, spec: AttentionSpec
+        self, backend: AttentionBackend, position: int, group: int, spec: AttentionSpec
     ) -> None:
         self.backend = backend
-        self.layer = layer
+        self.position = position
         self.group = group  # KV group of the layer
         self.spec = spec
 
@@ -199,7 +199,7 @@ class LatentAttention:
         Returns:
             [tokens, heads, rank].
         """
-        kv, metadata = ctx.kv[self.layer], ctx.metadata[self.group]
+        kv, metadata = ctx.kv[self.position], ctx.metadata[self.group]
         return self.backend.run_latent(
             AttendLatent(q, q_rope, latent, k_rope, kv, metadata, self.spec, rotation)
         )
@@ -218,6 +218,62 @@ class LinearEach:
     def __call__(self, x: Tensor) -> Tensor:
         """x [tokens, heads, inputs] -> [tokens, heads, outputs]."""
         return self.ops.linear_each(x, self.matrix, self.outputs)
+
+
+# Layers that keep a state of each request, as a model sees them.
+
+
+class CausalConv:
+    """A convolution of each channel over the last tokens of a sequence."""
+
+    __slots__ = ("bias", "ops", "position", "silu", "weight")
+
+    def __init__(
+        self, ops: Ops, weight: Tensor, bias: Tensor | None, position: int, silu: bool
+    ) -> None:
+        self.ops = ops
+        self.weight = weight  # [width, channels]
+        self.bias = bias
+        self.position = position  # among the layers that keep a state
+        self.silu = silu
+
+    def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """x [tokens, channels] -> [tokens, channels]."""
+        states, sequences = ctx.states[self.position], ctx.metadata[0].layout.sequences
+        return self.ops.causal_conv(
+            x, self.weight, self.bias, states.convolved, sequences, self.silu
+        )
+
+
+class GatedDelta:
+    """The gated delta rule (Yang et al. 2024) of one layer."""
+
+    __slots__ = ("heads", "ops", "position")
+
+    def __init__(self, ops: Ops, heads: DeltaHeads, position: int) -> None:
+        self.ops = ops
+        self.heads = heads
+        self.position = position  # among the layers that keep a state
+
+    def __call__(self, x: Tensor, gates: Tensor, ctx: ForwardContext) -> Tensor:
+        """x [tokens, channels], gates [tokens, 2 * value_heads] -> [tokens, value_heads *
+        value_dim]."""
+        states, sequences = ctx.states[self.position], ctx.metadata[0].layout.sequences
+        return self.ops.gated_delta(x, gates, self.heads, states.matrices, sequences)
+
+
+class GatedProduct:
+    """x times a function of a gate."""
+
+    __slots__ = ("by", "ops")
+
+    def __init__(self, ops: Ops, by: Gate) -> None:
+        self.ops = ops
+        self.by = by
+
+    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x, gate [tokens, dim] -> [tokens, dim]."""
+        return self.ops.gated(x, gate, self.by)
 
 
 # Queries, keys and values: projections of one input, cut into heads.

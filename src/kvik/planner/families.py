@@ -162,7 +162,7 @@ def _assumed(fields: Fields, architecture: str) -> Family:
 def _from_spec(spec: ModelSpec, fields: Fields, name: str) -> ModelShape:
     """The shape of a model this engine runs, from the facts it runs with."""
     hidden, inner, layers = spec.hidden_size, spec.inner_width, spec.num_layers
-    latent, kv = spec.latent, spec.kv_specs(1)
+    latent, kv = spec.latent, [each for each in spec.kv_specs(1) if each is not None]
     declared, counts = spec.declaration, Counter[MatrixGroup]()
     for linear in declared.linears:
         router, outputs = linear.router, sum(linear.outputs)

@@ -109,6 +109,8 @@ class StoredModel:
     weight_format: str
     kv: tuple[KVCacheSpec, ...] = field(repr=False)
     latent: LatentSpec | None = None  # no backend of kvik takes the shapes that are planned here
+    state_bytes: int = 0
+    state_width: int = 0
 
     @classmethod
     def of(cls, shape: ModelShape, weight_format: str, kv_format: str) -> StoredModel:
@@ -130,6 +132,8 @@ class StoredModel:
             shape=shape,
             weight_format=weight_format,
             kv=_kv_specs(shape, kv_format),
+            state_bytes=shape.spec.state_bytes if shape.spec else 0,
+            state_width=shape.spec.state_width if shape.spec else 0,
         )
 
     def weight_bytes(self, dtype: str) -> int:

@@ -198,11 +198,13 @@ class Source:
 
 
 def check_spec(spec: ModelSpec) -> None:
-    """Raise `ModelError` if a model is quantised already, or attends over latent vectors."""
+    """Raise `ModelError` if a model is quantised already, or is of a form that cannot be."""
     if spec.quantization is not None:
         raise ModelError("model", f"is quantised already ({spec.quantization}): take the original")
-    if spec.latent is not None:
-        reason = "attends over latent vectors, which is quantised only while it is loaded"
+    form = "attends over latent vectors" if spec.latent is not None else ""
+    form = "has layers that keep states" if spec.states else form
+    if form:
+        reason = f"{form}, which is quantised only while it is loaded"
         raise ModelError("model", f"{reason}: by --quantization int8, for instance")
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvik.spec.experts import ExpertsRule, ExpertsSpec, Router
     from kvik.spec.model import ModelFacts, ModelScales
     from kvik.spec.rope import RopeSpec
+    from kvik.spec.states import StateSpec
 
 # What a matrix does in a block; "": in none, as in heads that draft.
 Role = Literal[
@@ -63,6 +64,7 @@ class Architecture:
         kv_heads: reads the heads of keys and values; None: `num_key_value_heads`.
         wiring: reads which of its ways to join attention, MLP and norms a network has, where it has
             several; None: it has one.
+        inner: reads the inner size of the MLP; None: it is `intermediate_size`.
         head_dim: when config.json does not say; None: hidden / heads.
         eos_token_ids: when config.json does not say.
         activations: the `hidden_act` values its MLP can have; the first is the default.
@@ -99,6 +101,7 @@ class Architecture:
     scales: Callable[[Fields], ModelScales] | None = None
     kv_heads: Callable[[Fields], int] | None = None
     wiring: Callable[[Fields], str] | None = None
+    inner: Callable[[Fields], int] | None = None
     head_dim: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     defaults: Mapping[str, object] = field(default_factory=dict)
@@ -119,12 +122,14 @@ class ForwardContext:
     Attributes:
         positions: [tokens] int64, position of each token in its sequence.
         metadata: attention arrays of this step (`AttentionMetadata`), one per KV group.
-        kv: the cache of each layer (`LayerKV`), indexed by layer.
+        kv: the cache of each layer that attends (`LayerKV`), in order.
+        states: those of each layer that keeps one (`LayerStates`), in order.
     """
 
     positions: Tensor
     metadata: tuple[Any, ...]
     kv: tuple[Any, ...]
+    states: tuple[Any, ...] = ()
 
 
 class Model(Protocol):
@@ -207,6 +212,25 @@ class Rotations(Protocol):
 class Sum(Protocol):
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         """x, residual [tokens, hidden] -> residual + x times a constant."""
+        ...
+
+
+class StateLayer(Protocol):
+    def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """x [tokens, channels] -> [tokens, channels]; reads and writes the states."""
+        ...
+
+
+class DeltaLayer(Protocol):
+    def __call__(self, x: Tensor, gates: Tensor, ctx: ForwardContext) -> Tensor:
+        """x [tokens, channels], gates [tokens, 2 * value_heads] -> [tokens, value_heads *
+        value_dim]; reads and writes the states."""
+        ...
+
+
+class Gated(Protocol):
+    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x, gate [tokens, dim] -> x times a function of gate."""
         ...
 
 
@@ -316,6 +340,7 @@ class LayerBuilder(Protocol):
         bias: bool,
         rope: RopeSpec | None = None,
         by_head: bool = False,
+        gated: bool = False,
     ) -> HeadsLayer: ...
 
     def gated_mlp(
@@ -325,6 +350,7 @@ class LayerBuilder(Protocol):
         *,
         bias: bool,
         names: tuple[str, ...] = GATE_UP,
+        down: str = "down_proj",
         gelu: bool = False,
     ) -> FeedForward: ...
 
@@ -407,6 +433,14 @@ class LayerBuilder(Protocol):
 
     def scaled_sum(self, factor: float) -> Sum: ...
 
+    def gated(self, by: str = "none") -> Gated: ...
+
+    def causal_conv(
+        self, name: str, layer: int, spec: StateSpec, *, silu: bool = False
+    ) -> StateLayer: ...
+
+    def gated_delta(self, decay: str, bias: str, layer: int, spec: StateSpec) -> DeltaLayer: ...
+
 
 # What a model declares, listed.
 
@@ -465,20 +499,6 @@ class DeclaredNorm:
 
 
 @dataclass(frozen=True, slots=True)
-class DeclaredVector:
-    """Numbers that belong to no matrix and no norm: the correction of a router, or the sinks of
-    attention."""
-
-    layer: int | None
-    name: str
-    size: int
-
-    @property
-    def num_parameters(self) -> int:
-        return self.size
-
-
-@dataclass(frozen=True, slots=True)
 class DeclaredTable:
     """A lookup table: of tokens or of positions."""
 
@@ -493,6 +513,16 @@ class DeclaredTable:
         return self.rows * self.width
 
 
+@dataclass(frozen=True, slots=True)
+class DeclaredOther:
+    """Numbers of a layer that are neither a matrix nor a norm: of a convolution, the correction of
+    a router, the sinks of attention."""
+
+    layer: int | None
+    name: str
+    num_parameters: int
+
+
 @dataclass(slots=True)
 class Declaration:
     """Everything that a model declares, in order.
@@ -504,13 +534,13 @@ class Declaration:
     linears: list[DeclaredLinear] = field(default_factory=list)
     norms: list[DeclaredNorm] = field(default_factory=list)
     tables: list[DeclaredTable] = field(default_factory=list)
-    vectors: list[DeclaredVector] = field(default_factory=list)
+    others: list[DeclaredOther] = field(default_factory=list)
     block: str = ""
 
     @property
     def num_parameters(self) -> int:
-        parts: Sequence[DeclaredLinear | DeclaredNorm | DeclaredTable | DeclaredVector]
-        parts = (*self.linears, *self.norms, *self.tables, *self.vectors)
+        parts: Sequence[DeclaredLinear | DeclaredNorm | DeclaredTable | DeclaredOther]
+        parts = (*self.linears, *self.norms, *self.tables, *self.others)
         return sum(part.num_parameters for part in parts)
 
     @property
@@ -598,8 +628,11 @@ class _Describer:
         bias: bool,
         rope: RopeSpec | None = None,
         by_head: bool = False,
+        gated: bool = False,
     ) -> _Described:
         widths = tuple(count * head_dim for count in heads)
+        if gated:
+            widths = (2 * widths[0], *widths[1:])
         if len(names) == 1:
             widths = (sum(widths),)
         full = tuple(map(self._name, names))
@@ -614,11 +647,12 @@ class _Describer:
         *,
         bias: bool,
         names: tuple[str, ...] = GATE_UP,
+        down: str = "down_proj",
         gelu: bool = False,
     ) -> _Described:
         widths = (2 * inner // len(names),) * len(names)
         self.linear(names, hidden, widths, bias=bias, role="gate_up")
-        return self.linear("down_proj", inner, hidden, bias=bias, role="down")
+        return self.linear(down, inner, hidden, bias=bias, role="down")
 
     def mlp(
         self,
@@ -646,8 +680,8 @@ class _Describer:
         router, inner = spec.router, spec.inner
         self.linear(names.router, hidden, router.experts, bias=bias, role="router")
         if router.corrected:
-            vector = DeclaredVector(self._layer, self._name(names.correction), router.experts)
-            self._found.vectors.append(vector)
+            other = DeclaredOther(self._layer, self._name(names.correction), router.experts)
+            self._found.others.append(other)
         widths = (2 * inner // len(names.gate_up),) * len(names.gate_up)
         for expert in range(router.experts):
             for role, parts, inputs, outputs in (
@@ -730,8 +764,7 @@ class _Describer:
         rope: RopeSpec | None = None,
     ) -> _Described:
         if sinks:
-            vector = DeclaredVector(self._layer, self._name("sinks"), sinks)
-            self._found.vectors.append(vector)
+            self._found.others.append(DeclaredOther(self._layer, self._name("sinks"), sinks))
         return _DESCRIBED
 
     def latent_up(self, name: str, heads: int, latent: LatentSpec) -> tuple[_Described, _Described]:
@@ -744,6 +777,23 @@ class _Describer:
 
     def scaled_sum(self, factor: float) -> _Described:
         return _DESCRIBED
+
+    def gated(self, by: str = "none") -> _Described:
+        return _DESCRIBED
+
+    def causal_conv(
+        self, name: str, layer: int, spec: StateSpec, *, silu: bool = False
+    ) -> _Described:
+        self._other(name, spec.channels * (spec.width + spec.bias))
+        return _DESCRIBED
+
+    def gated_delta(self, decay: str, bias: str, layer: int, spec: StateSpec) -> _Described:
+        for name in (decay, bias):
+            self._other(name, spec.value_heads)
+        return _DESCRIBED
+
+    def _other(self, name: str, size: int) -> None:
+        self._found.others.append(DeclaredOther(self._layer, self._name(name), size))
 
     def _name(self, name: str) -> str:
         return ".".join(filter(None, (self._scope, name)))

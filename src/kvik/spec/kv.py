@@ -104,8 +104,8 @@ class KVCacheSpec:
 
 
 def stored_as(
-    specs: Sequence[KVCacheSpec], format: str, skipped: Collection[int] = ()
-) -> list[KVCacheSpec]:
+    specs: Sequence[KVCacheSpec | None], format: str, skipped: Collection[int] = ()
+) -> list[KVCacheSpec | None]:
     """Return the layers with another format.
 
     Args:
@@ -119,7 +119,7 @@ def stored_as(
         size = spec.vectors * KV_FORMATS[format].vector_bytes(spec.head_dim)
         return replace(spec, bytes_per_token=size, format=format)
 
-    return [spec if i in skipped else stored(spec) for i, spec in enumerate(specs)]
+    return [spec if spec is None or i in skipped else stored(spec) for i, spec in enumerate(specs)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,16 +149,17 @@ class KVGroup:
         return tuple(layer for layer, spec in pairs if spec.format == format)
 
 
-def group_layers(specs: Sequence[KVCacheSpec]) -> tuple[KVGroup, ...]:
-    """Group layers that see the same keys. `specs[i]` belongs to layer i; groups are ordered by
-    first layer.
+def group_layers(specs: Sequence[KVCacheSpec | None]) -> tuple[KVGroup, ...]:
+    """Group layers that see the same keys. `specs[i]` belongs to layer i, and is None where that
+    keeps a state; groups are ordered by first layer.
 
     A block is as large as the largest group's layers need, so when group sizes differ by a
     multiple (five window layers to one full layer, say) the larger one is cut into equal parts
     and no memory is lost to padding.
     """
     alike: dict[object, list[int]] = defaultdict(list)
-    for layer, spec in enumerate(specs):
+    stored = {layer: spec for layer, spec in enumerate(specs) if spec is not None}
+    for layer, spec in stored.items():
         alike[spec.window, spec.num_kv_heads, spec.head_dim, spec.latent].append(layer)
     smallest = min((len(layers) for layers in alike.values()), default=0)
     groups = []
@@ -167,7 +168,7 @@ def group_layers(specs: Sequence[KVCacheSpec]) -> tuple[KVGroup, ...]:
         size = len(layers) // parts
         for i in range(0, len(layers), size):
             part = tuple(layers[i : i + size])
-            groups.append(KVGroup(tuple(specs[layer] for layer in part), part))
+            groups.append(KVGroup(tuple(stored[layer] for layer in part), part))
     return tuple(sorted(groups, key=lambda g: g.layers[0]))
 
 

@@ -9,6 +9,7 @@ from kvik.errors import shown
 from kvik.spec.experts import ExpertsSpec
 from kvik.spec.fields import Fields
 from kvik.spec.rope import MAX_POSITIONS, RopeSpec, read_rope
+from kvik.spec.states import StateSpec
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 DEFAULT_WINDOW = 4096  # of transformers, when the key is left out; null means no window
@@ -56,12 +57,14 @@ class LayerSpec:
         rope: how positions turn its queries and keys; None: they do not.
         experts: of its feed-forward part; None: a plain MLP.
         latent: what it attends over; None: keys and values of heads.
+        state: what it keeps of a request in place of keys and values; None: it attends.
     """
 
     window: int | None = None
     rope: RopeSpec | None = None
     experts: ExpertsSpec | None = None
     latent: LatentSpec | None = None
+    state: StateSpec | None = None
 
 
 # config.json, number of layers, trained positions -> the layers. Raises `ModelError`.
@@ -186,20 +189,35 @@ def read_window(fields: Fields) -> int | None:
     return fields.integer("sliding_window", 1, MAX_POSITIONS, DEFAULT_WINDOW)
 
 
-def layer_types(fields: Fields, layers: int, every: int = 0) -> tuple[str, ...]:
-    """Return `FULL` or `SLIDING` for each layer, as `layer_types` has it.
+def layers_with_states(
+    fields: Fields, attends: LayerSpec, kind: str, keeps: LayerSpec, types: tuple[str, ...]
+) -> tuple[LayerSpec, ...]:
+    """Return the layers where some keep a state and others attend, as `types` says.
+
+    Args:
+        kind: what those are called that keep a state.
+    """
+    if FULL not in types:
+        raise fields.error("layer_types", f"must hold {FULL} at least once")
+    return tuple(keeps if each == kind else attends for each in types)
+
+
+def layer_types(
+    fields: Fields, layers: int, every: int = 0, other: str = SLIDING
+) -> tuple[str, ...]:
+    """Return `FULL` or `other` for each layer, as `layer_types` has it.
 
     Args:
         every: without that key, each `every`-th layer is full; 0: the key is there.
     """
     if every and "layer_types" not in fields:
-        return tuple(FULL if (i + 1) % every == 0 else SLIDING for i in range(layers))
+        return tuple(FULL if (i + 1) % every == 0 else other for i in range(layers))
     types = fields.strings("layer_types")
     if len(types) != layers:
         raise fields.error("layer_types", f"must have {layers} entries, not {len(types)}")
     for kind in types:
-        if kind not in (FULL, SLIDING):
-            raise fields.error("layer_types", f"must hold {FULL} or {SLIDING}, not {shown(kind)}")
+        if kind not in (FULL, other):
+            raise fields.error("layer_types", f"must hold {FULL} or {other}, not {shown(kind)}")
     return types
 
 

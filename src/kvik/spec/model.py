@@ -9,6 +9,7 @@ from kvik.spec.engine_folder import Built
 from kvik.spec.kv import KVCacheSpec
 from kvik.spec.layers import LatentSpec, LayerSpec
 from kvik.spec.rope import RopeSpec
+from kvik.spec.states import STATE_BYTES, StateSpec
 from kvik.spec.stored_weights import (
     StoredQuantization,
     StoredScheme,
@@ -147,15 +148,16 @@ class ModelFacts:
     def latent(self) -> LatentSpec | None:
         """What its layers attend over, all alike; None: keys and values of heads. With a latent,
         `num_kv_heads` is 1 and `head_dim` the width of what the cache keeps of a token."""
-        return self.layers[0].latent
+        return self.layers[0].latent if self.layers else None
 
     @property
     def rope_dim(self) -> int:
         """Channels of a head in which positions are."""
         return self.latent.rope if self.latent else self.head_dim
 
-    def kv_specs(self, dtype_bytes: int) -> list[KVCacheSpec]:
-        """Return what each layer stores per token, at `dtype_bytes` for each number."""
+    def kv_specs(self, dtype_bytes: int) -> list[KVCacheSpec | None]:
+        """Return what each layer stores per token, at `dtype_bytes` for each number; None: it keeps
+        a state."""
         size = self.num_kv_heads * self.head_dim * dtype_bytes
         return [
             KVCacheSpec(
@@ -165,9 +167,26 @@ class ModelFacts:
                 window=layer.window,
                 latent=layer.latent is not None,
             )
+            if layer.state is None
+            else None
             for layer in self.layers
         ]
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Return the bytes that one token adds to the cache, over all layers."""
-        return sum(spec.bytes_per_token for spec in self.kv_specs(dtype_bytes))
+        return sum(spec.bytes_per_token for spec in self.kv_specs(dtype_bytes) if spec)
+
+    @property
+    def states(self) -> tuple[StateSpec, ...]:
+        """What the layers keep that do not attend, in order."""
+        return tuple(layer.state for layer in self.layers if layer.state)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of one request, over all layers; 0: no layer keeps one."""
+        return STATE_BYTES * sum(state.size for state in self.states)
+
+    @property
+    def state_width(self) -> int:
+        """See `StateSpec.step_width`: the largest of all layers."""
+        return max((state.step_width for state in self.states), default=0)

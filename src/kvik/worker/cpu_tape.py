@@ -54,6 +54,7 @@ class CpuTape:
                 contexts=(),
                 block_size=block_size,
                 tree=inputs.whole("tree") if inputs.trees else None,
+                state_rows=inputs.whole("state_rows"),
             )
             for group in range(len(network.groups))
         ]

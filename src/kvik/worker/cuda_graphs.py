@@ -124,6 +124,7 @@ class DecodeGraphs:
                 contexts=(self._max_context,) * size.rows,
                 block_size=self._block_size,
                 tree=inputs.whole("tree", size.tokens) if size.tree else None,
+                state_rows=inputs.whole("state_rows", size.rows),
             )
             for group in inputs.groups
         ]

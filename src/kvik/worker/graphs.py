@@ -18,6 +18,7 @@ from torch import Tensor
 from kvik.attention.base import AttentionBackend, LayerKV, StepLayout
 from kvik.frozen import frozen
 from kvik.kernels.ops import Ops
+from kvik.nn.kv_formats import NO_STATES, States
 from kvik.spec.declare import ForwardContext, Model
 from kvik.spec.kv import KVGroup
 from kvik.worker.captures import MAX_PADDING, Capturer, Captures, GraphMemory
@@ -153,6 +154,7 @@ class EngineNetwork:
     backend: AttentionBackend
     groups: tuple[KVGroup, ...]
     kv: tuple[LayerKV, ...]
+    states: States = NO_STATES
 
     def forward(
         self,
@@ -166,7 +168,8 @@ class EngineNetwork:
             self.backend.plan(layout, group.spec.window)
             for layout, group in zip(layouts, self.groups, strict=True)
         )
-        hidden = self.model.forward(input_ids, ForwardContext(positions, metadata, self.kv))
+        ctx = ForwardContext(positions, metadata, self.kv, self.states.layers)
+        hidden = self.model.forward(input_ids, ctx)
         logits = self.model.logits(self.ops.gather_rows(hidden, logits_indices))
         return StepOutput(hidden, logits, *self.ops.largest(logits))
 

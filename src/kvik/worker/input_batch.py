@@ -79,6 +79,7 @@ def build_input_batch(plan: SchedulerOutput, table: RequestTable, inputs: StepIn
     num_scheduled, contexts = tuple(plan.num_scheduled_tokens), tuple(seq_lens.tolist())
     tree_tensor = None if words is None else inputs.put("tree", words)
     tree_words = () if words is None else tuple(words.tolist())
+    state_rows = inputs.put("state_rows", slots.astype(np.int32)) if table.states else None
     layouts = tuple(
         StepLayout(
             query_start_loc=query_start_loc,
@@ -90,6 +91,7 @@ def build_input_batch(plan: SchedulerOutput, table: RequestTable, inputs: StepIn
             block_size=block_size,
             tree=tree_tensor,
             tree_words=tree_words,
+            state_rows=state_rows,
         )
         for group, block_table in enumerate(table.block_tables)
     )

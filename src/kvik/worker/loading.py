@@ -15,7 +15,7 @@ from kvik.nn.builder import Builder
 from kvik.nn.checkpoint import Checkpoint
 from kvik.nn.engine_folder import MappedStorage, stored_bytes, write_weights
 from kvik.nn.gguf_checkpoint import open_weights
-from kvik.nn.kv_formats import allocate_apart, allocate_kv
+from kvik.nn.kv_formats import allocate_apart, allocate_kv, allocate_states
 from kvik.nn.loader import load_model
 from kvik.nn.storage import FreshStorage, Storage
 from kvik.spec.declare import Model
@@ -99,7 +99,8 @@ def load_network(
         kv = allocate(
             groups, cache.pool_size, cache.block_size, parts.dtype, parts.device, parts.kv_zeros
         )
-    return EngineNetwork(model, parts.ops, parts.backend, groups, kv)
+        states = allocate_states(spec.states, config.state_rows, parts.device, parts.kv_zeros)
+    return EngineNetwork(model, parts.ops, parts.backend, groups, kv, states)
 
 
 def _load(

@@ -38,11 +38,21 @@ class RequestTable:
         draft_tree: whose first nodes after the root the drafts of every row are; None: each draft
             follows the one before it.
         entered: how many requests ever entered a slot.
+        states: layers keep a state of each request, in the row of its slot.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, num_groups: int, block_size: int):
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        num_groups: int,
+        block_size: int,
+        *,
+        states: bool = False,
+    ) -> None:
         max_blocks = -(-max_model_len // block_size)
         self.block_size = block_size
+        self.states = states
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.num_tokens = np.zeros(max_num_seqs, np.int32)
         self.num_computed = np.zeros(max_num_seqs, np.int32)

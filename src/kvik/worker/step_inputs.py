@@ -94,7 +94,10 @@ class _OnItsWay:
 
 ALIGNMENT = 256  # bytes; kernels read pairs and quadruples of numbers
 # What stands behind the last entry. Of `COUNTING` the next numbers: one token for each request.
-PADDING = {"slot_mapping": -1}  # and 0 of all others: there is a token 0 to take logits of
+PADDING = {
+    "slot_mapping": -1,
+    "state_rows": -1,
+}  # and 0 of all others: there is a token 0 to take logits of
 COUNTING = "query_start_loc"
 
 
@@ -127,12 +130,18 @@ class DeviceInputs:
             "logits_indices": (sizes.samples, np.int64),
             "query_start_loc": (sizes.seqs + 1, np.int32),
             "seq_lens": (sizes.seqs, np.int32),
+            "state_rows": (sizes.seqs, np.int32),
         }
         if trees:
             counts["tree"] = (sizes.tokens, np.int64)
         for group in self.groups:
             counts[f"slot_mapping {group}"] = (sizes.tokens, np.int64)
-        padded = {"seq_lens": rows, COUNTING: rows + 1, "logits_indices": samples}
+        padded = {
+            "seq_lens": rows,
+            "state_rows": rows,
+            COUNTING: rows + 1,
+            "logits_indices": samples,
+        }
         self._padded = {name: padded.get(name, tokens) for name in counts}  # entries
         places: dict[str, slice] = {}
         end = 0
@@ -313,6 +322,7 @@ class FixedInputs:
             "positions": np.zeros(sizes.tokens, np.int64),
             "query_start_loc": np.zeros(sizes.seqs + 1, np.int32),
             "seq_lens": np.zeros(sizes.seqs, np.int32),
+            "state_rows": np.zeros(sizes.seqs, np.int32),
             "logits_indices": np.zeros(sizes.samples, np.int64),
         }
         if trees:

@@ -151,6 +151,7 @@ def _forward(
         contexts=(context,),
         block_size=block_size,
         tree=torch.zeros(length, dtype=torch.int64, device=device) if tree else None,
+        state_rows=torch.full((1,), -1, dtype=torch.int32, device=device),
     )
     network.forward(
         torch.zeros(length, dtype=torch.int64, device=device),

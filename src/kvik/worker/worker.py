@@ -103,7 +103,11 @@ class Worker:
         device, draw_bytes = chosen.parts.device, chosen.parts.draw_bytes
         vocab_size = config.model.vocab_size
         table = RequestTable(
-            scheduler.max_num_seqs, scheduler.max_model_len, len(cache.groups), cache.block_size
+            scheduler.max_num_seqs,
+            scheduler.max_model_len,
+            len(cache.groups),
+            cache.block_size,
+            states=bool(config.model.states),
         )
         sampling = SamplingTable(
             scheduler.max_num_seqs, vocab_size, device, draw_bytes, self._grammars

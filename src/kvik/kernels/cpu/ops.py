@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from kvik.kernels.cpu.experts import CpuExperts
 from kvik.kernels.cpu.matrix import CpuMatrices
-from kvik.kernels.cpu.native import DTYPES, Native
-from kvik.kernels.ops import Draws, Masks, Ops, Penalties, Truncation
+from kvik.kernels.cpu.native import DTYPES, Native, pointer
+from kvik.kernels.ops import (
+    DeltaHeads,
+    Draws,
+    Gate,
+    Masks,
+    Ops,
+    Penalties,
+    Sequences,
+    Truncation,
+)
 from kvik.kernels.torch_ops import TORCH, with_torch_for_others
 from kvik.kernels.weights import ACTIVATIONS, PAIRED, Activation
 
 # The truncations that the kernels apply.
 RULES = ("top_k", "top_p", "min_p")
+GATES: Mapping[Gate, int] = {"none": 0, "silu": 1, "sigmoid": 2}  # csrc/arguments.hpp
 
 
 class Drawing:
@@ -69,6 +81,7 @@ def native_ops(native: Native) -> Ops:
     matrices, experts = CpuMatrices(native), CpuExperts(native)
     rows = _Rows(native)
     drawing = Drawing(native)
+    states = _States(native)
     table = Ops(
         matrix=matrices.matrix,
         pack_rows=matrices.pack_rows,
@@ -91,6 +104,9 @@ def native_ops(native: Native) -> Ops:
         activate=rows.activate,
         scaled=rows.scaled,
         softcap=rows.softcap,
+        gated=rows.gated,
+        causal_conv=states.causal_conv,
+        gated_delta=states.gated_delta,
         store_kv=TORCH.store_kv,
         copy_blocks=TORCH.copy_blocks,
     )
@@ -221,6 +237,23 @@ class _Rows:
             "softcap", x=x.data_ptr(), x_stride=x.stride(0), rows=rows, dim=dim, cap=cap
         )
 
+    def gated(self, x: Tensor, gate: Tensor, by: Gate) -> Tensor:
+        y = self.native.empty(*x.shape, dtype=x.dtype)
+        self.native.launch(
+            "gated",
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            gate=gate.data_ptr(),
+            gate_stride=gate.stride(0),
+            y=y.data_ptr(),
+            y_stride=y.stride(0),
+            rows=self.native.rows(x),
+            dim=x.shape[1],
+            by=GATES[by],
+            dtype=DTYPES[x.dtype],
+        )
+        return y
+
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         y = self.native.empty(*x.shape, dtype=x.dtype)
         self.native.launch(
@@ -270,3 +303,73 @@ class _Rows:
             dtype=DTYPES[x.dtype],
         )
         return y
+
+
+class _States:
+    """Layers that keep a state of each sequence."""
+
+    def __init__(self, native: Native) -> None:
+        self.native = native
+
+    def causal_conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        state: Tensor,
+        sequences: Sequences,
+        silu: bool,
+    ) -> Tensor:
+        y = self.native.empty(*x.shape, dtype=x.dtype)
+        self.native.launch(
+            "causal_conv",
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            weight=weight.data_ptr(),
+            bias=pointer(bias),
+            state=state.data_ptr(),
+            state_stride=state.stride(0),
+            **self._places(sequences),
+            channels=x.shape[1],
+            width=weight.shape[0],
+            silu=silu,
+            y=y.data_ptr(),
+            y_stride=y.stride(0),
+            dtype=DTYPES[x.dtype],
+        )
+        return y
+
+    def gated_delta(
+        self, x: Tensor, gates: Tensor, heads: DeltaHeads, state: Tensor, sequences: Sequences
+    ) -> Tensor:
+        _, value_heads, key_dim, value_dim = state.shape
+        y = self.native.empty(x.shape[0], value_heads * value_dim, dtype=x.dtype)
+        self.native.launch(
+            "gated_delta",
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            gates=gates.data_ptr(),
+            gates_stride=gates.stride(0),
+            decay=heads.decay.data_ptr(),
+            bias=heads.bias.data_ptr(),
+            state=state.data_ptr(),
+            state_stride=state.stride(0),
+            **self._places(sequences),
+            key_heads=heads.key_heads,
+            value_heads=value_heads,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            y=y.data_ptr(),
+            y_stride=y.stride(0),
+            dtype=DTYPES[x.dtype],
+        )
+        return y
+
+    def _places(self, sequences: Sequences) -> dict[str, int]:
+        """Return where sequences and their states are, by the names of arguments."""
+        return {
+            "starts": sequences.starts.data_ptr(),
+            "lengths": sequences.lengths.data_ptr(),
+            "state_rows": sequences.rows.data_ptr(),
+            "num_seqs": self.native.rows(sequences.rows),
+        }

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from kvik.kernels.fp8 import round_activations
-from kvik.kernels.ops import Ops
+from kvik.kernels.ops import Gate, Ops
 from kvik.kernels.reference.draw import draw, mask, penalize, probabilities
 from kvik.kernels.reference.experts import expert_set, experts_by, route
+from kvik.kernels.reference.states import causal_conv, gated_delta
 from kvik.kernels.rounding import round_tokens
 from kvik.kernels.weights import (
     DTYPES,
@@ -179,6 +180,17 @@ def softcap(x: Tensor, cap: float) -> None:
     x.div_(cap).tanh_().mul_(cap)
 
 
+def gated(x: Tensor, gate: Tensor, by: Gate) -> Tensor:
+    """x * by(gate)."""
+    return (x.float() * _GATES[by](gate.float())).to(x.dtype)
+
+
+_GATES: Mapping[Gate, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "sigmoid": torch.sigmoid,
+    "none": lambda gate: gate,
+}
+
 # Matrix products and what follows them, computed in fp32 and rounded once.
 
 
@@ -292,6 +304,9 @@ REFERENCE = Ops(
     activate=activate,
     scaled=scaled,
     softcap=softcap,
+    gated=gated,
+    causal_conv=causal_conv,
+    gated_delta=gated_delta,
     store_kv=store_kv,
     copy_blocks=copy_blocks,
 )

@@ -7,7 +7,7 @@ import torch
 from kvik.kernels.ops import Ops
 from kvik.kernels.reference.experts import experts_by
 from kvik.kernels.torch_ops import TORCH, with_torch_for_others
-from kvik.kernels.triton import activation, draw, norm, rotary, rows
+from kvik.kernels.triton import activation, draw, norm, rotary, rows, states
 from kvik.kernels.triton.matrix import TritonMatrices
 
 
@@ -36,6 +36,9 @@ def triton_ops(device: torch.device) -> Ops:
         activate=activation.activate,
         scaled=activation.scaled,
         softcap=activation.softcap,
+        gated=states.gated,
+        causal_conv=states.causal_conv,
+        gated_delta=states.gated_delta,
         store_kv=rows.store_kv,
         copy_blocks=rows.copy_blocks,
     )

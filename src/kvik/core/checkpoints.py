@@ -1,0 +1,120 @@
+"""Checkpoints: copies of requests' states, so that a prefix hit can go on from one.
+
+Some layers keep a state of fixed size of each request, in the row of its slot. Blocks say nothing
+of a state in the past, so a prefix can be taken from the cache only up to a place where its state
+was copied. Copies are made at borders of blocks, before the step that goes on from there:
+
+- at the end of the prompt, cut to whole blocks, of which the last token is not one;
+- where cached blocks end that a request shares, if no checkpoint is there: others will share them;
+- at each border that the output passes, of which only the newest stays, for the next turn.
+
+A step never computes past the first two, so results do not depend on where copies are made. What is
+not in use makes room for newer ones, the least recently used first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from kvik.core.block_pool import extend_hashes
+from kvik.core.types import FinishReason, Request
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A copy that a plan makes. It can be found once the result of that step is known.
+
+    Attributes:
+        num_tokens: of the request, which the state stands for; whole blocks.
+        index: of the copy, among all.
+    """
+
+    request: Request
+    num_tokens: int
+    index: int
+
+
+class CheckpointTable:
+    """Which checkpoint is the copy of which prefix."""
+
+    def __init__(self, count: int, block_size: int) -> None:
+        self.count = count
+        self.block_size = block_size
+        self._free = list(range(count - 1, -1, -1))
+        self._by_hash: dict[bytes, int] = {}  # of the prefix; least recently used first
+
+    def hit_length(self, hashes: Sequence[bytes], length: int) -> int:
+        """Return the most blocks, up to `length`, behind which there is a checkpoint."""
+        return next((n for n in range(length, 0, -1) if hashes[n - 1] in self._by_hash), 0)
+
+    def use(self, key: bytes) -> int:
+        """Return the checkpoint of a prefix, which is now the last to go."""
+        self._by_hash[key] = index = self._by_hash.pop(key)
+        return index
+
+    def cut(self, request: Request, start: int, num_tokens: int) -> int:
+        """Return how many of `num_tokens` tokens from `start` on a step may compute."""
+        ends = [end - start for end in self._ends(request) if end > start]
+        return min([num_tokens, *ends])
+
+    def take(self, request: Request) -> Checkpoint | None:
+        """Return a checkpoint to copy the request's state to; None: it needs none here, or there is
+        none to be had."""
+        tokens = request.num_computed_tokens
+        blocks, rest = divmod(tokens, self.block_size)
+        if rest or not blocks:
+            return None
+        if tokens < self._end_of_prompt(request) and tokens not in self._ends(request):
+            return None
+        known = request.block_hashes
+        if len(known) >= blocks and known[blocks - 1] in self._by_hash:
+            self.use(known[blocks - 1])
+            return None
+        if not self._free and self._by_hash:
+            self._free.append(self._by_hash.pop(next(iter(self._by_hash))))
+        return Checkpoint(request, tokens, self._free.pop()) if self._free else None
+
+    def publish(self, checkpoint: Checkpoint) -> None:
+        """The copy is made: it can be found, unless its content is in doubt."""
+        request, blocks = checkpoint.request, checkpoint.num_tokens // self.block_size
+        failed = request.finish_reason is FinishReason.ERROR
+        if failed or checkpoint.num_tokens > len(request.token_ids):
+            self.drop(checkpoint)
+            return
+        hashes = request.block_hashes
+        extend_hashes(hashes, request.token_ids, self.block_size, request.cache_salt, blocks)
+        if hashes[blocks - 1] in self._by_hash:
+            self.drop(checkpoint)
+        else:
+            self._by_hash[hashes[blocks - 1]] = checkpoint.index
+        if checkpoint.num_tokens - self.block_size > self._end_of_prompt(request):
+            self.forget(hashes[blocks - 2 : blocks - 1])
+
+    def drop(self, checkpoint: Checkpoint) -> None:
+        """It is free again, and was never published."""
+        self._free.append(checkpoint.index)
+
+    def forget(self, hashes: Collection[bytes]) -> None:
+        """Free the checkpoints of some prefixes."""
+        self._free += [self._by_hash.pop(key) for key in hashes if key in self._by_hash]
+
+    def forget_copies(self, indices: Collection[int]) -> None:
+        """Free these, if they are published."""
+        self.forget([key for key, index in self._by_hash.items() if index in indices])
+
+    def clear(self) -> None:
+        self.forget(list(self._by_hash))
+
+    def indices(self) -> list[int]:
+        """Return those that are free or published."""
+        return [*self._free, *self._by_hash.values()]
+
+    def _end_of_prompt(self, request: Request) -> int:
+        return (request.num_prompt_tokens - 1) // self.block_size * self.block_size
+
+    def _ends(self, request: Request) -> tuple[int, int]:
+        """Where steps end, as the next one begins with a copy."""
+        if not self.count:
+            return 0, 0
+        return request.num_shared_tokens, self._end_of_prompt(request)

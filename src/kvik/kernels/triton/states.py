@@ -1,0 +1,184 @@
+"""Layers that keep a state of each sequence: a short convolution and the gated delta rule.
+
+Both go token by token, so that no result depends on how a prompt is cut. Floor: memory. A state is
+read once and written once, and inputs and outputs once; in between it stays in registers. The
+tokens of a long prompt follow one another, which takes longer than that.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvik.kernels.ops import DeltaHeads, Gate, Sequences
+from kvik.kernels.triton.activation import MOST, sigmoid
+from kvik.kernels.triton.launch import ceil_div, power_of_two
+
+CHANNELS = 256  # of a program that convolves
+COLUMNS = 32  # of a head's state, for each program
+UNIT_EPS = 1e-6
+
+
+@triton.jit
+def gated_kernel(
+    x, gate, out, columns, x_stride, gate_stride, BY: tl.constexpr, BLOCK: tl.constexpr
+):
+    """grid [rows, blocks]; x, gate [rows, columns]; BY: 0 nothing, 1 SiLU, 2 sigmoid"""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < columns
+    y = tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
+    by = tl.load(gate + row * gate_stride + at, mask=inside, other=0.0).to(tl.float32)
+    if BY == 0:
+        y *= by
+    elif BY == 1:
+        y *= by * sigmoid(by)
+    else:
+        y *= sigmoid(by)
+    tl.store(out + row * columns + at, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def causal_conv_kernel(
+    x, weight, bias, state, starts, lengths, rows, out, channels, x_stride, state_stride,
+    WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """grid [sequences, blocks of channels]; for the arguments see `Ops.causal_conv`"""
+    sequence = tl.program_id(0)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < channels
+    row = tl.load(rows + sequence)
+    first, end = tl.load(starts + sequence).to(tl.int64), tl.load(starts + sequence + 1)
+    old = tl.load(lengths + sequence) > end - first  # it goes on
+    kept = state + row.to(tl.int64) * state_stride + at
+    if (row >= 0) & (end > first):
+        for i in range(0, (end - first).to(tl.int32)):
+            token = first + i
+            total = tl.zeros([BLOCK], tl.float32)
+            if bias is not None:
+                total += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
+            for tap in tl.static_range(WIDTH):
+                source = token - (WIDTH - 1) + tap
+                by = tl.load(weight + tap * channels + at, mask=inside, other=0.0).to(tl.float32)
+                new = tl.load(
+                    x + source * x_stride + at,
+                    mask=inside & (source >= first),
+                    other=0.0,
+                ).to(tl.float32)
+                before = tl.load(
+                    kept + (WIDTH - 1 + source - first) * channels,
+                    mask=inside & (source < first) & old,
+                    other=0.0,
+                )
+                total += (new + before) * by
+            if SILU:
+                total *= sigmoid(total)
+            to = out + token * channels + at
+            tl.store(to, total.to(out.dtype.element_ty), mask=inside)
+        for tap in tl.static_range(WIDTH - 1):  # each is read before it is overwritten
+            source = end - (WIDTH - 1) + tap
+            new = tl.load(
+                x + source * x_stride + at, mask=inside & (source >= first), other=0.0
+            ).to(tl.float32)
+            before = tl.load(
+                kept + (WIDTH - 1 + source - first) * channels,
+                mask=inside & (source < first) & old,
+                other=0.0,
+            )
+            tl.store(kept + tap * channels, new + before, mask=inside)
+
+
+@triton.jit
+def gated_delta_kernel(
+    x, gates, decay, bias, state, starts, lengths, rows, out,
+    x_stride, gates_stride, state_stride, key_heads, value_heads, key_dim, value_dim, scale, eps,
+    KEYS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """grid [sequences, value heads, blocks of columns]; for the arguments see `Ops.gated_delta`"""
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    key, at = tl.arange(0, KEYS), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(rows + sequence)
+    first, end = tl.load(starts + sequence).to(tl.int64), tl.load(starts + sequence + 1)
+    old = tl.load(lengths + sequence) > end - first  # it goes on
+    keys, columns = key < key_dim, at < value_dim
+    both = keys[:, None] & columns[None, :]
+    kept = state + row.to(tl.int64) * state_stride + head * key_dim * value_dim
+    kept = kept + key[:, None] * value_dim + at[None, :]
+    key_head = head // (value_heads // key_heads)
+    if (row >= 0) & (end > first):
+        s = tl.load(kept, mask=both & old, other=0.0)
+        rate = tl.exp(tl.load(decay + head))
+        offset = tl.load(bias + head)
+        for i in range(0, (end - first).to(tl.int32)):
+            token = first + i
+            own = x + token * x_stride
+            q = tl.load(own + key_head * key_dim + key, mask=keys, other=0.0).to(tl.float32)
+            k_at = own + (key_heads + key_head) * key_dim + key
+            k = tl.load(k_at, mask=keys, other=0.0).to(tl.float32)
+            v_at = own + 2 * key_heads * key_dim + head * value_dim + at
+            v = tl.load(v_at, mask=columns, other=0.0).to(tl.float32)
+            gate = gates + token * gates_stride + head
+            beta = sigmoid(tl.load(gate).to(tl.float32))
+            alpha = tl.load(gate + value_heads).to(tl.float32) + offset
+            soft = tl.maximum(alpha, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(alpha)))
+            q = q * tl.rsqrt(tl.sum(q * q, 0) + eps) * scale
+            k = k * tl.rsqrt(tl.sum(k * k, 0) + eps)
+            s = s * tl.exp(-rate * soft)
+            change = beta * (v - tl.sum(s * k[:, None], 0))
+            s = s + k[:, None] * change[None, :]
+            y = tl.sum(s * q[:, None], 0)
+            to = out + token * value_heads * value_dim + head * value_dim + at
+            tl.store(to, y.to(out.dtype.element_ty), mask=columns)
+        tl.store(kept, s, mask=both)
+
+
+def gated(x: Tensor, gate: Tensor, by: Gate) -> Tensor:
+    """See `Ops`."""
+    rows, columns = x.shape
+    out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    block = min(MOST, power_of_two(columns))
+    number = ("none", "silu", "sigmoid").index(by)
+    gated_kernel[(rows, ceil_div(columns, block))](
+        x, gate, out, columns, x.stride(0), gate.stride(0), number, block
+    )
+    return out
+
+
+def causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    sequences: Sequences,
+    silu: bool,
+) -> Tensor:
+    """See `Ops`."""
+    width, channels = weight.shape
+    out = torch.empty(len(x), channels, dtype=x.dtype, device=x.device)
+    block = min(CHANNELS, power_of_two(channels))
+    grid = (len(sequences.rows), ceil_div(channels, block))
+    causal_conv_kernel[grid](
+        x, weight, bias, state, sequences.starts, sequences.lengths, sequences.rows, out,
+        channels, x.stride(0), state.stride(0), width, silu, block,
+    )  # fmt: skip
+    return out
+
+
+def gated_delta(
+    x: Tensor, gates: Tensor, heads: DeltaHeads, state: Tensor, sequences: Sequences
+) -> Tensor:
+    """See `Ops`."""
+    _, value_heads, key_dim, value_dim = state.shape
+    out = torch.empty(len(x), value_heads * value_dim, dtype=x.dtype, device=x.device)
+    block = min(COLUMNS, power_of_two(value_dim))
+    grid = (len(sequences.rows), value_heads, ceil_div(value_dim, block))
+    gated_delta_kernel[grid](
+        x, gates, heads.decay, heads.bias, state,
+        sequences.starts, sequences.lengths, sequences.rows, out,
+        x.stride(0), gates.stride(0), state.stride(0),
+        heads.key_heads, value_heads, key_dim, value_dim, key_dim**-0.5, UNIT_EPS,
+        power_of_two(key_dim), block,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,123 @@
+"""LFM2 (Liquid AI 2025): gated short convolutions, and attention in some layers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvik.models.llama import Llama
+from kvik.models.qwen3 import Qwen3Attention
+from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
+from kvik.spec.fields import Fields
+from kvik.spec.layers import FULL, LayerSpec, layer_types, layers_with_states
+from kvik.spec.model import MAX_WIDTH, ModelFacts
+from kvik.spec.rope import read_rope
+from kvik.spec.states import MAX_TAPS, StateSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CONV = "conv"
+
+
+class ShortConvolution:
+    """Each channel's last inputs, gated before and behind their convolution."""
+
+    def __init__(
+        self, spec: ModelFacts, builder: LayerBuilder, layer: int, state: StateSpec
+    ) -> None:
+        hidden, bias = spec.hidden_size, state.bias
+        self.hidden = hidden
+        self.inputs = builder.linear("in_proj", hidden, 3 * hidden, bias=bias, role="qkv")
+        self.gated = builder.gated()
+        self.conv = builder.causal_conv("conv", layer, state)
+        self.out = builder.linear("out_proj", hidden, hidden, bias=bias, role="o")
+
+    def __call__(
+        self, x: Tensor, residual: Tensor, rotation: Tensor | None, ctx: ForwardContext
+    ) -> Tensor:
+        """x, residual [tokens, hidden] -> [tokens, hidden]."""
+        before, behind, values = self.inputs(x, ctx).split_with_sizes((self.hidden,) * 3, 1)
+        mixed = self.conv(self.gated(values, before), ctx)
+        return self.out(self.gated(mixed, behind), ctx, residual)
+
+
+class Lfm2Layer:
+    """A convolution or attention, then an MLP; each reads the residual stream normalised and adds
+    to it."""
+
+    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
+        hidden, eps, state = spec.hidden_size, spec.norm_eps, spec.layers[layer].state
+        self.mixer_norm = builder.rms_norm("operator_norm", hidden, eps, before="qkv")
+        self.mixer: ShortConvolution | Qwen3Attention
+        if state is not None:
+            self.mixer = ShortConvolution(spec, builder.at(CONV), layer, state)
+        else:
+            names = ("q_layernorm", "k_layernorm", "out_proj")
+            self.mixer = Qwen3Attention(spec, builder.at("self_attn"), layer, names)
+        self.mlp_norm = builder.rms_norm("ffn_norm", hidden, eps, before="gate_up")
+        self.mlp = builder.at("feed_forward").gated_mlp(
+            hidden, spec.intermediate_size, bias=False, names=("w1", "w3"), down="w2"
+        )
+
+    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
+        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
+        x = self.mixer(self.mixer_norm(x), x, rotation, ctx)
+        return self.mlp(self.mlp_norm(x), ctx, x)
+
+
+def lfm2_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+    """Layers convolve where `layer_types` says so, or `full_attn_idxs` leaves them out."""
+    width = fields.integer("conv_L_cache", 2, MAX_TAPS, 3)
+    bias = fields.boolean("conv_bias", False)
+    state = StateSpec(fields.integer("hidden_size", 1, MAX_WIDTH), width, bias)
+    if "layer_types" in fields:
+        types = layer_types(fields, layers, other=CONV)
+    else:
+        attending: Collection[float] = range(layers)
+        if "full_attn_idxs" in fields:
+            attending = fields.numbers("full_attn_idxs", 0, layers - 1)
+        types = tuple(FULL if i in attending else CONV for i in range(layers))
+    attends = LayerSpec(None, read_rope(fields, positions))
+    return layers_with_states(fields, attends, CONV, LayerSpec(state=state), types)
+
+
+def lfm2_inner(fields: Fields) -> int:
+    """Return the inner size of the MLP, which the file gives before it is adjusted."""
+    key = "block_ff_dim" if "block_ff_dim" in fields else "intermediate_size"
+    size = fields.integer(key, 1, MAX_WIDTH, 12_288)
+    if not fields.boolean("block_auto_adjust_ff_dim", True):
+        return size
+    size = 2 * size // 3
+    if not fields.is_null("block_ffn_dim_multiplier"):
+        multiple = fields.integer("block_multiple_of", 1, MAX_WIDTH, 256)
+        size = int(fields.number("block_ffn_dim_multiplier", 1e-3, 1e3, 1.0) * size)
+        size = -(-size // multiple) * multiple
+    return size
+
+
+LFM2 = Architecture(
+    "Lfm2ForCausalLM",
+    "lfm2",
+    "LFM2, dense",
+    partial(
+        Llama, make_layer=Lfm2Layer, names=("embed_tokens", "layers", "embedding_norm", "lm_head")
+    ),
+    layers=lfm2_layers,
+    inner=lfm2_inner,
+    qk_norm=True,
+    tied=True,
+    eos_token_ids=(2,),
+    defaults={
+        "vocab_size": 65_536,
+        "hidden_size": 2560,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 128_000,
+        "norm_eps": 1e-5,
+        "rope_theta": 1e6,
+    },
+    keys={"rms_norm_eps": "norm_eps"},
+)

@@ -1,0 +1,116 @@
+"""States of requests: where they are copied, who goes on from a copy, and what faults leave."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.simulation import Setup, Simulation
+
+from kvik.core.types import Request
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]  # two blocks of four, and two tokens more
+
+
+def served(sim: Simulation, prompt: list[int], max_tokens: int = 8, **options: object) -> Request:
+    (request,) = sim.add(prompt, max_tokens, stop_ids=frozenset(), **options)  # type: ignore[arg-type]
+    sim.drain()
+    return request
+
+
+@pytest.mark.parametrize("windows", [(None,), (6,), (None, 6)])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("max_tokens", range(1, 14))
+def test_a_second_turn_computes_less_than_a_block_beyond_its_own_tokens(
+    max_tokens: int, depth: int, windows: tuple[int | None, ...]
+) -> None:
+    sim = Simulation(Setup(checkpoints=4, depth=depth, windows=windows))
+    first = served(sim, PROMPT, max_tokens)
+    computed = len(first.token_ids) - 1
+    second = served(sim, [*first.token_ids, 8, 8, 8])
+    assert second.num_cached_tokens == computed - computed % 4
+
+
+def test_a_repeated_prompt_hits_at_its_last_border() -> None:
+    sim = Simulation(Setup(checkpoints=4))
+    assert served(sim, PROMPT).num_cached_tokens == 0
+    assert served(sim, PROMPT).num_cached_tokens == 8
+    assert served(sim, PROMPT[:8]).num_cached_tokens == 0  # no copy was made at 4
+    assert served(sim, PROMPT[:8]).num_cached_tokens == 4
+
+
+def test_where_prefixes_part_the_second_request_leaves_a_copy_for_the_third() -> None:
+    sim = Simulation(Setup(checkpoints=8))
+    shared = PROMPT[:8]
+    assert served(sim, [*shared, 7, 7, 7, 7, 7, 7]).num_cached_tokens == 0
+    assert served(sim, [*shared, 6, 6, 6, 6, 6, 6]).num_cached_tokens == 0
+    assert served(sim, [*shared, 5, 5, 5, 5, 5, 5]).num_cached_tokens == 8
+
+
+def test_no_step_computes_past_the_end_of_the_prompts_blocks() -> None:
+    sim = Simulation(Setup(checkpoints=2, budget=64))
+    sim.add(PROMPT)
+    sizes = [sim.planned().num_scheduled_tokens]
+    sim.deliver()
+    plan = sim.planned()
+    assert [*sizes, plan.num_scheduled_tokens] == [[8], [2]]
+    assert plan.state_copies == [(plan.slots[0], 4)]  # behind the rows of four slots
+    sim.deliver()
+    sim.drain()
+
+
+@pytest.mark.parametrize("checkpoints", [0, 1, 8])
+def test_siblings_go_on_from_the_prompt_of_the_first(checkpoints: int) -> None:
+    sim = Simulation(Setup(checkpoints=checkpoints))
+    siblings = sim.add(PROMPT, n=3)
+    sim.drain()
+    cached = [request.num_cached_tokens for request in siblings]
+    assert cached == [0, 8, 8] if checkpoints > 1 else cached[0] == 0
+
+
+@pytest.mark.parametrize("checkpoints", [0, 1, 8])
+def test_preempted_requests_go_on_from_the_nearest_copy(checkpoints: int) -> None:
+    sim = Simulation(Setup(checkpoints=checkpoints, num_blocks=9, budget=32))
+    requests = [sim.add([i, *PROMPT], 16, stop_ids=frozenset())[0] for i in range(3)]
+    sim.drain()
+    assert sum(request.num_preemptions for request in requests)
+
+
+def test_the_least_recently_used_copy_makes_room() -> None:
+    sim = Simulation(Setup(checkpoints=2))
+    for first in (0, 1, 2):
+        served(sim, [first, *PROMPT[1:]], 1)
+    assert served(sim, [2, *PROMPT[1:]], 1).num_cached_tokens == 8
+    assert served(sim, PROMPT, 1).num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_failed_step_takes_its_copies_along(depth: int) -> None:
+    sim = Simulation(Setup(checkpoints=3, depth=depth))
+    sim.add(PROMPT)
+    sim.step()
+    sim.step_fails = True  # which makes the copy at the end of the prompt
+    sim.step()
+    sim.drain()
+    assert served(sim, PROMPT).num_cached_tokens == 0
+    checkpoints = sim.scheduler.kv.checkpoints
+    assert checkpoints is not None
+    assert sorted(checkpoints.indices()) == [0, 1, 2]
+
+
+def test_a_reset_forgets_all_copies() -> None:
+    sim = Simulation(Setup(checkpoints=3))
+    served(sim, PROMPT)
+    sim.scheduler.kv.reset()
+    sim.check()
+    assert served(sim, PROMPT).num_cached_tokens == 0
+
+
+def test_a_copy_behind_a_failed_step_is_dropped() -> None:
+    """The step that makes it succeeds, but what it copies was never computed."""
+    sim = Simulation(Setup(checkpoints=3, depth=2))
+    sim.add(PROMPT)
+    sim.step_fails = True
+    sim.plan()
+    assert sim.planned().state_copies
+    sim.drain()
+    for hit in (0, 8):  # the second goes on from what the first computed
+        assert served(sim, PROMPT).num_cached_tokens == hit

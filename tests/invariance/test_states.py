@@ -1,0 +1,106 @@
+"""The matrix for layers that keep a state: a hit goes on from a copy of one, and so does a request
+that lost its blocks. Log probabilities are the same to the bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from helpers.matrix import (
+    ALL_OF_IT,
+    BITS,
+    COLUMNS,
+    CONTEXT,
+    SERVED,
+    Column,
+    params,
+    params_with_logprobs,
+    possible,
+    reference_tokens,
+    run,
+    run_column,
+)
+from helpers.optional_native import needs_native
+
+from kvik import LLM
+from kvik.engine.output import RequestOutput
+
+STATES = {  # a delta net, attention, a delta net
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "torch_dtype": "float32",
+}
+NAMES = (
+    *("torch", "chunks of 5", "prefix hits, chunks", "no prefix cache", "preemption"),
+    *("preemption, chunks", "blocks of 8", "two threads", "siblings", "siblings, preemption"),
+    *("three steps in flight, siblings", "two steps in flight, preemption, chunks"),
+    *("wire, preemption", "pins", ALL_OF_IT.name),
+)
+
+
+def halved(column: Column) -> Column:
+    """With blocks for the one KV group of this model; the matrix doubles those of models."""
+    config = dict(column.config)
+    if "num_blocks" in config:
+        config["num_blocks"] = (int(str(config["num_blocks"])) + 1) // 2
+    return replace(column, config=config)
+
+
+EVERY = [halved(c) for c in [*COLUMNS, *SERVED, ALL_OF_IT] if c.name in NAMES]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> dict[str, object]:
+    folder = tmp_path_factory.mktemp("states")
+    (folder / "config.json").write_text(json.dumps(STATES))
+    return {"model": str(folder), "load_format": "random", "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def expected(model) -> list[list[int]]:
+    return reference_tokens(model)
+
+
+@pytest.fixture(scope="module")
+def one_at_a_time(model) -> Iterator[list[RequestOutput]]:
+    common = {"device": "cpu", "threads": 1, "max_model_len": CONTEXT, "dtype": "bfloat16"}
+    with LLM(**model, **common, enable_prefix_caching=False, max_num_seqs=1) as llm:
+        sampling = possible(params_with_logprobs(), model)
+        yield run(llm, Column("reference", alone=True), sampling)
+
+
+@pytest.mark.parametrize("column", EVERY, ids=lambda column: column.name)
+def test_tokens_do_not_depend_on_how_they_are_made(model, expected, column):
+    outputs = run_column(column, params(column.siblings), model, dtype="float32")
+    for output, right, sampling in zip(outputs, expected, params(), strict=True):
+        tokens = [completion.token_ids for completion in output.outputs]
+        assert tokens[0] == right
+        assert not sampling.greedy or all(one == right for one in tokens)
+
+
+@needs_native
+@pytest.mark.parametrize(
+    "column", [c for c in EVERY if c.name in {c.name for c in BITS}], ids=lambda column: column.name
+)
+def test_native_logprobs_are_the_same_to_the_bit(model, one_at_a_time, column, caplog):
+    sampling = params_with_logprobs(column.siblings)
+    found = run_column(column, sampling, model, dtype="bfloat16")
+    assert not caplog.records  # every step was replayed
+    for i, (output, right) in enumerate(zip(found, one_at_a_time, strict=True)):
+        assert output.prompt_logprobs == right.prompt_logprobs, f"prompt {i}"
+        assert output.outputs[0].token_ids == right.outputs[0].token_ids, f"prompt {i}"
+        assert output.outputs[0].logprobs == right.outputs[0].logprobs, f"prompt {i}"
