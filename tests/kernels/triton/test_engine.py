@@ -13,10 +13,11 @@ from helpers.optional_triton import INTERPRETED_ONLY, NO_TRITON
 pytest.importorskip("triton", reason=NO_TRITON)
 
 from helpers.interpreted_engine import interpret_engines
+from helpers.tiny_models import DELTA
 
 from kvik import LLM, SamplingParams
 from kvik.attention.fresh_prompts import FreshPrompts
-from kvik.kernels.triton import draw, rotary
+from kvik.kernels.triton import draw, rotary, states
 
 pytestmark = INTERPRETED_ONLY
 
@@ -53,6 +54,20 @@ def test_tokens_are_those_of_the_reference(
     interpret_engines(monkeypatch)
     assert tokens(tmp_path, kernels="torch", kv_cache_dtype=kv) == expected
     assert {"store_kernel", "pick_kernel"} == set(calls)  # they were Triton's that ran
+
+
+@pytest.mark.full
+def test_layers_that_keep_a_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {"head_dim": 16, "layer_types": ["linear_attention", "full_attention"], **DELTA}
+    changes |= {"architectures": ["Qwen3_5ForCausalLM"], "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(small(**changes)))
+    expected = tokens(tmp_path, kernels="torch", attention_backend="reference")
+    calls = []
+    for name in ("gated_kernel", "causal_conv_kernel", "gated_delta_kernel"):
+        monkeypatch.setattr(states, name, Counted(getattr(states, name), calls))
+    interpret_engines(monkeypatch)
+    assert tokens(tmp_path, kernels="torch") == expected
+    assert len(set(calls)) == 3
 
 
 @pytest.mark.full
