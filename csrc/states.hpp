@@ -30,10 +30,13 @@ void gated_of(const gated_args& a, Team& team) {
         const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
         const T* gate = static_cast<const T*>(a.gate) + row * a.gate_stride;
         T* y = static_cast<T*>(a.y) + row * a.y_stride;
+        const bool one = a.gate_dim == 1;
+        const F32 of_row = one ? gate_of(a.by, broadcast(sum(load(gate, 1)))) : zero();
+        const auto factor = [&](int64_t i, int n) { return one ? of_row : gate_of(a.by, load_some(gate + i, n)); };
         int64_t i = begin;
-        for (; i + kLanes <= end; i += kLanes) store(y + i, mul(load(x + i), gate_of(a.by, load(gate + i))));
+        for (; i + kLanes <= end; i += kLanes) store(y + i, mul(load(x + i), factor(i, kLanes)));
         const int rest = int(end - i);
-        if (rest) store(y + i, mul(load(x + i, rest), gate_of(a.by, load(gate + i, rest))), rest);
+        if (rest) store(y + i, mul(load(x + i, rest), factor(i, rest)), rest);
     });
 }
 

@@ -648,18 +648,19 @@ def _states() -> list[Case]:
         name = f"{key_heads}/{value_heads} of {key_dim}x{value_dim}"
         return Case("gated_delta", name, make, run, written=(3,), product=True)
 
-    def gated(rows: int, dim: int, by: str) -> Case:
+    def gated(rows: int, dim: int, by: str, gates: int) -> Case:
         def make(m: Maker) -> tuple[Argument, ...]:
             wide = m.normal(rows, 3 * dim, scale=3.0)
-            return wide[:, dim : 2 * dim], wide[:, :dim], by
+            return wide[:, dim : 2 * dim], wide[:, :gates], by
 
-        return Case("gated", f"{rows}x{dim} {by}", make)
+        return Case("gated", f"{rows}x{dim} {by} {gates}", make)
 
     return [
         *(convolution(*sizes) for sizes in ((1, 2, False, False), (70, 3, True, True))),
         convolution(300, 4, False, True),
         *(delta(*sizes) for sizes in ((1, 1, 4, 3), (2, 4, 24, 40), (1, 3, 17, 70))),
-        *(gated(r, d, by) for by in ("none", "silu", "sigmoid") for r, d in ((1, 1), (7, 133))),
+        *(gated(1, 1, by, 1) for by in ("none", "silu", "sigmoid")),
+        *(gated(7, 133, by, gates) for by in ("none", "silu", "sigmoid") for gates in (1, 133)),
     ]
 
 

@@ -49,7 +49,9 @@ def tiny_model(family: str, *, seed: int = 0, **options: Any) -> Any:
     """
     sizes = SIZES.get(family, SIZES["Llama"])
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    name = {"Gemma3": "Gemma3Text", "Qwen3_5": "Qwen3_5Text"}.get(family, family)
+    name = {"Gemma3": "Gemma3Text", "Qwen3_5": "Qwen3_5Text", "Qwen3_5Moe": "Qwen3_5MoeText"}.get(
+        family, family
+    )
     config = getattr(transformers, f"{name}Config")(**{**sizes, **special, **options})
     head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
     model = getattr(transformers, f"{family}{head}")(config).eval()

@@ -347,6 +347,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "first_k_dense_replace": 0,
         },
     ),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        {**EIGHT_EXPERTS, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 1},
+    ),
+    "qwen3-next": (
+        "Qwen3Next",
+        {
+            **EIGHT_EXPERTS,
+            **DELTA,
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "shared_expert_intermediate_size": 40,
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3.5-moe": (
+        "Qwen3_5Moe",
+        {
+            **EIGHT_EXPERTS,
+            **DELTA,
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "shared_expert_intermediate_size": 24,
+        },
+    ),
     "gpt-oss": (
         "GptOss",
         {

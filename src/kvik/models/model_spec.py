@@ -141,7 +141,7 @@ class ModelSpec(ModelFacts):
         if scheme is not None and not embedding.tied:
             found[LinearLayers(1, embedding.width, embedding.rows, True, (scheme,))] += 1
         for linear in declaration.linears:
-            if linear.role in ("router", "kv_up"):  # never quantised
+            if linear.role in ("router", "shared_gate", "kv_up"):  # never quantised
                 continue
             stored: tuple[StoredScheme | None, ...] = (None,) * len(linear.names)
             if linear.tied:

@@ -1,12 +1,13 @@
-"""Qwen3 (Yang et al. 2025): a Llama whose query and key heads are normalised before they turn."""
+"""Qwen3 (Yang et al. 2025): a Llama whose query and key heads are normalised before they turn; and
+the experts of Qwen 2."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvik.models.llama import Llama, LlamaLayer
-from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
+from kvik.models.llama import Llama, LlamaLayer, feed_forward
+from kvik.spec.declare import Architecture, ExpertNames, ForwardContext, LayerBuilder
 from kvik.spec.experts import read_experts, softmax_router
 from kvik.spec.layers import switched_layers
 from kvik.spec.model import ModelFacts
@@ -81,4 +82,18 @@ QWEN3 = Architecture(
     layers=switched_layers,
     head_dim=128,
     gguf="qwen3",
+)
+# Qwen1.5 and Qwen2 with routed experts and a shared one behind a gate (Yang et al. 2024).
+SHARED = ExpertNames(shared="shared_expert")
+shared_experts = partial(feed_forward, names=SHARED)
+QWEN2_MOE = Architecture(
+    "Qwen2MoeForCausalLM",
+    "qwen2_moe",
+    "Qwen 1.5 and 2 with experts",
+    partial(Llama, make_layer=partial(LlamaLayer, feed=shared_experts)),
+    qkv_bias=True,
+    layers=switched_layers,
+    experts=partial(
+        read_experts, router=softmax_router, shared_width="shared_expert_intermediate_size"
+    ),
 )

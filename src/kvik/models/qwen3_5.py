@@ -1,18 +1,20 @@
-"""Qwen3.5 (Qwen team 2026): three gated delta nets to each layer of gated attention.
+"""Qwen3.5 (Qwen team 2026), dense and with experts, and Qwen3-Next (2025): three gated delta nets
+to each layer of gated attention.
 
 Gains of norms are 1 + what the checkpoint has, but for that behind a delta net.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from kvik.models.gemma import last_norm
 from kvik.models.llama import Llama
-from kvik.spec.declare import Architecture, FeedForward, ForwardContext, LayerBuilder
+from kvik.models.qwen3 import shared_experts
+from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
+from kvik.spec.experts import normalised_router, read_experts, softmax_router
 from kvik.spec.fields import Fields
 from kvik.spec.layers import LayerSpec, layer_types, layers_with_states
 from kvik.spec.model import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, ModelFacts
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LINEAR = "linear_attention"
+BY_KEY_HEAD = "by key head"  # how the inputs of delta nets are stored
 
 
 class GatedAttention:
@@ -65,10 +68,19 @@ class GatedDeltaNet:
         hidden, heads = spec.hidden_size, state.value_heads
         self.widths = state.channels, state.values
         self.heads = heads, state.value_dim
-        names = ("in_proj_qkv", "in_proj_z")
-        self.inputs = builder.linear(names, hidden, self.widths, bias=False, role="qkv")
-        names = ("in_proj_b", "in_proj_a")
-        self.gates = builder.linear(names, hidden, (heads, heads), bias=False, role="qkv")
+        if spec.wiring == BY_KEY_HEAD:
+            wide, narrow = by_key_head(state)
+            self.inputs = builder.linear(
+                "in_proj_qkvz", hidden, len(wide), bias=False, role="qkv", order=wide
+            )
+            self.gates = builder.linear(
+                "in_proj_ba", hidden, len(narrow), bias=False, role="qkv", order=narrow
+            )
+        else:
+            names = ("in_proj_qkv", "in_proj_z")
+            self.inputs = builder.linear(names, hidden, self.widths, bias=False, role="qkv")
+            names = ("in_proj_b", "in_proj_a")
+            self.gates = builder.linear(names, hidden, (heads, heads), bias=False, role="qkv")
         self.conv = builder.causal_conv("conv1d", layer, state, silu=True)
         self.delta = builder.gated_delta("A_log", "dt_bias", layer, state)
         self.norm = builder.rms_norm("norm", state.value_dim, spec.norm_eps)
@@ -85,24 +97,32 @@ class GatedDeltaNet:
         return self.out(self.gated(normed, gate), ctx, residual)
 
 
-MakeMLP = Callable[[ModelFacts, LayerBuilder, int], FeedForward]
+def by_key_head(state: StateSpec) -> tuple[list[int], list[int]]:
+    """Return the order in which the rows of `in_proj_qkvz` and of `in_proj_ba` are taken, where
+    those of a key head follow each other: its q, its k, the values that it serves and their gates;
+    b and a of these values."""
+    served = state.value_heads // state.key_heads
+    values = served * state.value_dim
+    wide = _head_by_head(state.key_heads, (state.key_dim, state.key_dim, values, values))
+    return wide, _head_by_head(state.key_heads, (served, served))
 
 
-def dense_mlp(spec: ModelFacts, builder: LayerBuilder, layer: int) -> FeedForward:
-    return builder.at("mlp").gated_mlp(spec.hidden_size, spec.intermediate_size, bias=False)
+def _head_by_head(heads: int, parts: tuple[int, ...]) -> list[int]:
+    """Return all rows of the first part, then of the second, if those of a head are together."""
+    begins = [sum(parts[:i]) for i in range(len(parts))]
+    return [
+        head * sum(parts) + begin + row
+        for begin, size in zip(begins, parts, strict=True)
+        for head in range(heads)
+        for row in range(size)
+    ]
 
 
 class Qwen35Layer:
-    """A delta net or attention, then an MLP; each reads the residual stream normalised and adds to
-    it."""
+    """A delta net or attention, then an MLP or experts; each reads the residual stream normalised
+    and adds to it."""
 
-    def __init__(
-        self,
-        spec: ModelFacts,
-        builder: LayerBuilder,
-        layer: int,
-        make_mlp: MakeMLP = dense_mlp,
-    ) -> None:
+    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
         state = spec.layers[layer].state
         norm = partial(builder.rms_norm, dim=spec.hidden_size, eps=spec.norm_eps, offset=1.0)
         self.mixer_norm = norm("input_layernorm", before="qkv")
@@ -112,7 +132,7 @@ class Qwen35Layer:
         else:
             self.mixer = GatedAttention(spec, builder.at("self_attn"), layer)
         self.mlp_norm = norm("post_attention_layernorm", before="gate_up")
-        self.mlp = make_mlp(spec, builder, layer)
+        self.mlp = shared_experts(spec, builder, layer)
 
     def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
         """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
@@ -174,4 +194,50 @@ QWEN3_5_IMAGES = replace(
     model_type="qwen3_5",
     models="Qwen 3.5, dense, text of those that read images",
     inside="text_config",
+)
+EXPERTS_3_5 = partial(
+    read_experts, router=normalised_router, shared_width="shared_expert_intermediate_size"
+)
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    name="Qwen3_5MoeForCausalLM",
+    model_type="qwen3_5_moe_text",
+    models="Qwen 3.5 and 3.6 with experts",
+    experts=EXPERTS_3_5,
+    defaults={
+        **QWEN3_5.defaults,
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "intermediate_size": 512,
+    },
+)
+QWEN3_5_MOE_IMAGES = replace(
+    QWEN3_5_MOE,
+    name="Qwen3_5MoeForConditionalGeneration",
+    model_type="qwen3_5_moe",
+    models="Qwen 3.5 and 3.6 with experts, text of those that read images",
+    inside="text_config",
+)
+# Qwen3-Next (Qwen team 2025).
+QWEN3_NEXT = replace(
+    QWEN3_5_MOE,
+    name="Qwen3NextForCausalLM",
+    model_type="qwen3_next",
+    models="Qwen 3 Next",
+    experts=partial(
+        read_experts, router=softmax_router, shared_width="shared_expert_intermediate_size"
+    ),
+    wiring=lambda fields: BY_KEY_HEAD,
+    defaults={
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+    },
 )

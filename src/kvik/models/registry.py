@@ -28,8 +28,14 @@ from kvik.models.olmo2 import EXAONE4, OLMO2, OLMO3, OLMOE
 from kvik.models.opt import OPT
 from kvik.models.phi import PHI
 from kvik.models.phi3 import PHI3
-from kvik.models.qwen3 import QWEN3, QWEN3_MOE
-from kvik.models.qwen3_5 import QWEN3_5, QWEN3_5_IMAGES
+from kvik.models.qwen3 import QWEN2_MOE, QWEN3, QWEN3_MOE
+from kvik.models.qwen3_5 import (
+    QWEN3_5,
+    QWEN3_5_IMAGES,
+    QWEN3_5_MOE,
+    QWEN3_5_MOE_IMAGES,
+    QWEN3_NEXT,
+)
 from kvik.models.stablelm import STABLELM
 from kvik.models.starcoder2 import STARCODER2
 from kvik.spec.declare import Architecture
@@ -38,6 +44,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     row.name: row
     for row in (
         *(LLAMA, MISTRAL, MINISTRAL3, MISTRAL3_IMAGES, QWEN2, QWEN3, SMOLLM3, STABLELM, PHI3, GLM4),
+        *(QWEN2_MOE, QWEN3_NEXT, QWEN3_5_MOE, QWEN3_5_MOE_IMAGES),
         *(MIXTRAL, QWEN3_MOE, OLMOE, GLM4_MOE, MINIMAX_M2, GPT_OSS),
         *(DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE),
         *(

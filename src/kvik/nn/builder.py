@@ -353,7 +353,7 @@ class Builder:
         """
         rule, inner = spec.router, spec.inner
         shape = LinearShape(hidden, rule.experts)
-        router = self._linear((names.router,), [shape], [None], bias=bias, exact=True)
+        router = self._linear((names.router,), [shape], [None], bias=bias, exact=True, wide=True)
         correction = None
         if rule.corrected:
             full, sizes = self._name(names.correction), (rule.experts,)
@@ -370,11 +370,15 @@ class Builder:
             if len({matrix.spec.kind for matrix in matrices}) > 1:
                 named = shown(self._name(names.down.format("*")))
                 raise ModelError("model", f"stores the experts {named} in several ways")
-        shared = None
+        shared, gate = None, None
+        if spec.gated:
+            column = LinearShape(hidden, 1)
+            gate = self._linear((names.shared_gate,), [column], [None], bias=False, exact=True)
         if spec.shared:
             inside = self.at(names.shared)
             shared = inside.gated_mlp(hidden, spec.shared, bias=bias)
-        return Experts(self.ops, router, rule, correction, self.ops.expert_set(up, down), shared)
+        experts = self.ops.expert_set(up, down)
+        return Experts(self.ops, router, rule, correction, experts, shared, gate)
 
     def _gate_up(
         self,
@@ -625,11 +629,12 @@ class Builder:
         activation: Activation | None = None,
         head: bool = False,
         exact: bool = False,
+        wide: bool = False,
         places: Tensor | None = None,
     ) -> Linear:
         """
         Args:
-            exact: the outputs are fp32, and the weight is never quantised.
+            exact: the weight is never quantised. wide: the outputs are fp32.
             places: where the first rows go; see `Rows`.
             stored: how the checkpoint stores each layer; None: as floats.
             head: the layer gives logits or is the embedding. Logits are fp32, because small
@@ -647,7 +652,7 @@ class Builder:
             inputs,
             bias,
             None if stages else activation,
-            torch.float32 if head or exact else self.dtype,
+            torch.float32 if head or wide else self.dtype,
             self.device,
         )
         matrix = self.storage.matrix(quantizer.layer, spec)

@@ -330,7 +330,7 @@ class GatedMLP:
 class Experts:
     """Routed experts, and perhaps an MLP that every token goes through (`ExpertsSpec`)."""
 
-    __slots__ = ("correction", "experts", "ops", "router", "rule", "shared")
+    __slots__ = ("correction", "experts", "gate", "ops", "router", "rule", "shared")
 
     def __init__(
         self,
@@ -340,11 +340,13 @@ class Experts:
         correction: Tensor | None,
         experts: ExpertSet,
         shared: GatedMLP | None,
+        gate: Linear | None,
     ) -> None:
         """
         Args:
             router: gives the logits, fp32.
             correction: [experts] fp32, of `rule`.
+            gate: of what `shared` gives, a number of each token; None: none.
         """
         self.ops = ops
         self.router = router
@@ -352,14 +354,18 @@ class Experts:
         self.correction = correction
         self.experts = experts
         self.shared = shared
+        self.gate = gate
 
     def __call__(
         self, x: Tensor, ctx: ForwardContext | None = None, residual: Tensor | None = None
     ) -> Tensor:
         """x, residual [tokens, hidden] -> [tokens, hidden]."""
         ids, weights = self.ops.route(self.router(x, ctx), self.rule, self.correction)
-        if self.shared is not None:
+        if self.shared is not None and self.gate is None:
             residual = self.shared(x, ctx, residual)
+        elif self.shared is not None and self.gate is not None:
+            shared = self.ops.gated(self.shared(x, ctx), self.gate(x, ctx), "sigmoid")
+            residual = shared if residual is None else self.ops.add(residual, shared)
         return self.ops.experts(x, ids, weights, self.experts, residual)
 
 

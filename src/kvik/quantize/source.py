@@ -68,7 +68,10 @@ class Fold:
 
 
 # What reads the norm before an MLP, or before experts: first what all tokens go through.
-FEED: tuple[Role, ...] = ("router", "gate_up", "up", "shared_gate_up", "expert_gate_up")
+FEED: tuple[Role, ...] = (
+    *("router", "shared_gate"),
+    *("gate_up", "up", "shared_gate_up", "expert_gate_up"),
+)
 GATED = {"gate_up": "down", "shared_gate_up": "shared_down", "expert_gate_up": "expert_down"}
 
 
@@ -137,11 +140,11 @@ def expert_roles(spec: ModelSpec, layer: int) -> dict[str, Role]:
 
 
 def keeping_routers(recipe: Recipe, spec: ModelSpec) -> Recipe:
-    """Return the recipe without routers, which stay floats: they are small, and a slight error
-    makes them choose other experts."""
+    """Return the recipe without routers and gates of shared experts, which stay floats: they are
+    small, and a slight error makes a router choose other experts."""
     declared = spec.declaration
-    routers = (linear for linear in declared.linears if linear.role == "router")
-    names = {f"*.{declared.in_block(router.names[0])}" for router in routers}
+    kept = (linear for linear in declared.linears if linear.role in ("router", "shared_gate"))
+    names = {f"*.{declared.in_block(linear.names[0])}" for linear in kept}
     return replace(recipe, skip=(*recipe.skip, *sorted(names - {*recipe.skip})))
 
 

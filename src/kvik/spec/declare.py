@@ -37,6 +37,7 @@ Role = Literal[
     "router",
     "expert_gate_up",
     "expert_down",
+    "shared_gate",
     "shared_gate_up",
     "shared_down",
     "head",
@@ -281,6 +282,7 @@ class ExpertNames:
         gate_up, down: of an expert's matrices; {} stands for its number. Gate and up may be one.
         correction: of what is added to scores to choose experts.
         shared: scope of the MLP that every token goes through.
+        shared_gate: of the matrix that gives its gate.
         mixed: rows of gate and up take turns in their one matrix, and floats are transposed.
     """
 
@@ -289,6 +291,7 @@ class ExpertNames:
     down: str = "experts.{}.down_proj"
     correction: str = "gate.e_score_correction_bias"
     shared: str = "shared_experts"
+    shared_gate: str = "shared_expert_gate"
     mixed: bool = False
 
 
@@ -691,6 +694,8 @@ class _Describer:
                 full = tuple(self._name(part.format(expert)) for part in parts)
                 linear = DeclaredLinear(self._layer, cast(Role, role), full, inputs, outputs, bias)
                 self._found.linears.append(replace(linear, router=router, mixed=names.mixed))
+        if spec.gated:
+            self.linear(names.shared_gate, hidden, 1, bias=False, role="shared_gate")
         if spec.shared:
             shared = self.at(names.shared)
             widths = (spec.shared,) * len(GATE_UP)

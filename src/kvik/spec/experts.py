@@ -55,11 +55,13 @@ class ExpertsSpec:
     Attributes:
         inner: width of an expert.
         shared: width of the MLP that every token goes through beside its experts; 0: none.
+        gated: what that gives is multiplied by the sigmoid of a number of each token.
     """
 
     router: Router
     inner: int
     shared: int = 0
+    gated: bool = False
 
     @property
     def active_width(self) -> int:
@@ -78,6 +80,7 @@ def read_experts(
     inner: str = "moe_intermediate_size",
     router: Callable[[Fields, int, int], Router],
     shared: str = "",
+    shared_width: str = "",
     first_dense: int = 0,
 ) -> tuple[ExpertsSpec | None, ...]:
     """
@@ -85,6 +88,7 @@ def read_experts(
         inner: key of an expert's width.
         router: config.json, experts, experts of a token -> the router.
         shared: key of how many experts every token goes through; "": none.
+        shared_width: key of the width of a gated one that every token goes through; "": none.
         first_dense: `first_k_dense_replace` when config.json does not say.
 
     Raises:
@@ -96,7 +100,9 @@ def read_experts(
     active = fields.integer("num_experts_per_tok", 1, count)
     width = fields.integer(inner, 1, MAX_WIDTH)
     always = fields.integer(shared, 0, MAX_EXPERTS, 0) if shared else 0
-    experts = ExpertsSpec(router(fields, count, active), width, always * width)
+    gated = fields.integer(shared_width, 1, MAX_WIDTH) if shared_width else 0
+    choice = router(fields, count, active)
+    experts = ExpertsSpec(choice, width, gated or always * width, gated > 0)
     sparse = sparse_layers(fields, layers, first_dense)
     return tuple(experts if one else None for one in sparse)
 

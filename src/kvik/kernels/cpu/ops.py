@@ -245,6 +245,7 @@ class _Rows:
             x_stride=x.stride(0),
             gate=gate.data_ptr(),
             gate_stride=gate.stride(0),
+            gate_dim=gate.shape[1],
             y=y.data_ptr(),
             y_stride=y.stride(0),
             rows=self.native.rows(x),

@@ -23,14 +23,17 @@ UNIT_EPS = 1e-6
 
 @triton.jit
 def gated_kernel(
-    x, gate, out, columns, x_stride, gate_stride, BY: tl.constexpr, BLOCK: tl.constexpr
-):
-    """grid [rows, blocks]; x, gate [rows, columns]; BY: 0 nothing, 1 SiLU, 2 sigmoid"""
+    x, gate, out, columns, x_stride, gate_stride,
+    BY: tl.constexpr, ONE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """grid [rows, blocks]; x [rows, columns], gate the same or, where ONE, a column; BY: 0 nothing,
+    1 SiLU, 2 sigmoid"""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < columns
     y = tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
-    by = tl.load(gate + row * gate_stride + at, mask=inside, other=0.0).to(tl.float32)
+    gates = gate + row * gate_stride + (at * 0 if ONE else at)
+    by = tl.load(gates, mask=inside, other=0.0).to(tl.float32)
     if BY == 0:
         y *= by
     elif BY == 1:
@@ -141,7 +144,7 @@ def gated(x: Tensor, gate: Tensor, by: Gate) -> Tensor:
     block = min(MOST, power_of_two(columns))
     number = ("none", "silu", "sigmoid").index(by)
     gated_kernel[(rows, ceil_div(columns, block))](
-        x, gate, out, columns, x.stride(0), gate.stride(0), number, block
+        x, gate, out, columns, x.stride(0), gate.stride(0), number, gate.shape[1] == 1, block
     )
     return out
 
