@@ -98,7 +98,9 @@ public:
 
     Worker(const attention_args& args, char* scratch, int64_t rows)
         : a(args), layout{a.kv_heads, a.head_dim, a.block_size}, group(a.heads / a.kv_heads) {
-        latent = !a.v_cache;
+        latent = !a.v_cache;  // then a vector is key and value at once
+        value_cache = static_cast<const Stored*>(latent ? a.k_cache : a.v_cache);
+        value_scales_of = static_cast<const uint16_t*>(latent ? a.k_scales : a.v_scales);
         record_size = Record::size(a.value_dim);
         records = reinterpret_cast<float*>(scratch);
         totals = records + rows * record_size;
@@ -111,6 +113,7 @@ public:
         path_key_words = reinterpret_cast<uint16_t*>(path_values + kTile * a.head_dim);
         path_value_words = path_key_words + kTile;
         path_factors = reinterpret_cast<Factor*>(path_value_words + kTile);
+        if (latent) path_value_words = path_key_words;
     }
 
     void run(const Task& given) {
@@ -148,13 +151,14 @@ private:
                 Factor* to = packed + (h * rows + r - inner + first) * a.head_dim + (inner - first) * P;
                 const int64_t token = task->first_token + task->query + r / group;
                 const int64_t head = (task->head + h) * group + r % group;
-                const auto read = [&](const void* q, int64_t at, int64_t first, int64_t end) {
-                    for (int64_t i = first / P; i < end / P; i++)
-                        for (int p = 0; p < P; p++) read_query(q, a.dtype, at + i * P + p, to + i * width * P + p);
-                };
-                const int64_t rope_dim = latent ? a.head_dim - a.value_dim : 0, own = a.head_dim - rope_dim;
-                read(a.q, token * a.q_stride + head * own, 0, own);
-                read(a.q_rope, token * a.q_rope_stride + head * rope_dim - own, own, a.head_dim);
+                const int64_t own = a.value_dim, at = token * a.q_stride + head * own;
+                for (int64_t i = 0; i < own / P; i++)
+                    for (int p = 0; p < P; p++) read_query(a.q, a.dtype, at + i * P + p, to + i * width * P + p);
+                if (!latent) continue;
+                const int64_t rope_at = token * a.q_rope_stride + head * (a.head_dim - own) - own;
+                for (int64_t i = own / P; i < a.head_dim / P; i++)
+                    for (int p = 0; p < P; p++)
+                        read_query(a.q_rope, a.dtype, rope_at + i * P + p, to + i * width * P + p);
             }
     }
 
@@ -219,18 +223,16 @@ private:
         const uint16_t* key_words[kStrips];  // of scale
         const uint16_t* value_words[kStrips];
     };
-    // A latent is key and value at once.
     Places places_of(const Strips& strips, int64_t head) const {
-        Places places{};
+        Places places;
         for (int s = 0; s < kStrips; s++) {
             const int64_t token = strips.token[s] + head * a.block_size;
             places.keys[s] = static_cast<const Stored*>(a.k_cache) + token * a.head_dim / cache::kNumbers<Stored>;
-            if constexpr (kWiden) places.key_words[s] = static_cast<const uint16_t*>(a.k_scales) + token;
-            places.values[s] = places.keys[s];
-            places.value_words[s] = places.key_words[s];
-            if (latent) continue;
-            places.values[s] = static_cast<const Stored*>(a.v_cache) + token * a.head_dim / cache::kNumbers<Stored>;
-            if constexpr (kWiden) places.value_words[s] = static_cast<const uint16_t*>(a.v_scales) + token;
+            places.values[s] = value_cache + token * a.head_dim / cache::kNumbers<Stored>;
+            if constexpr (kWiden) {
+                places.key_words[s] = static_cast<const uint16_t*>(a.k_scales) + token;
+                places.value_words[s] = value_scales_of + token;
+            }
         }
         return places;
     }
@@ -291,8 +293,7 @@ private:
             const F32 scale = broadcast(unit.scale);
             for (int s = 0; s < kStrips; s++) {
                 cache::read_scales<Stored>(key_scales + s * kStrip, places.key_words[s], scale);
-                const uint16_t* words = latent ? places.key_words[s] : places.value_words[s];
-                cache::read_scales<Stored>(value_scales + s * kStrip, words, broadcast(1.0f));
+                cache::read_scales<Stored>(value_scales + s * kStrip, places.value_words[s], broadcast(1.0f));
             }
             unit.key_scales = key_scales;
             unit.value_scales = value_scales;
@@ -341,6 +342,8 @@ private:
     const KvLayout layout;
     const int64_t group;
     bool latent;  // the values are columns of the keys
+    const Stored* value_cache;
+    const uint16_t* value_scales_of;
     int64_t record_size;
     float *records, *totals;
     Cache *keys, *values;  // a tile, where the numbers of the cache are rounded; values of latents

@@ -1,5 +1,5 @@
 // The values of a strip of latents, which are the first columns of its keys, in the layout of values
-// (kv_layout.hpp).
+// (kv_layout.hpp). Not inlined: ordinary attention, which shares the loop around it, would pay for its registers.
 #pragma once
 
 #include "kv_layout.hpp"
@@ -10,7 +10,7 @@ namespace kvik {
 namespace {
 namespace cache {
 
-inline void values_of_keys(float* to, const float* keys, int64_t value_dim) {
+__attribute__((noinline)) void values_of_keys(float* to, const float* keys, int64_t value_dim) {
     for (int64_t first = 0; first < value_dim; first += kStrip)
         for (int t = 0; t < kStrip; t++) {
             float* row = to + value_place<1>(t, first, value_dim);
@@ -22,7 +22,7 @@ inline void values_of_keys(float* to, const float* keys, int64_t value_dim) {
 
 // A vector of keys has two columns of 16 tokens. Of eight of them, 16 columns of a pair of tokens make a vector
 // of values: once the four numbers of two tokens are in their order, 8 x 8 quarters of 64 bits are transposed.
-inline void values_of_keys(bf16* to, const bf16* keys, int64_t value_dim) {
+__attribute__((noinline)) void values_of_keys(bf16* to, const bf16* keys, int64_t value_dim) {
     const __m512i order = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
     for (int64_t first = 0; first < value_dim; first += kStrip) {
         __m512i v[8], pairs[8], fours[8];
@@ -56,7 +56,7 @@ inline void values_of_keys(bf16* to, const bf16* keys, int64_t value_dim) {
 
 #else
 
-inline void values_of_keys(bf16* to, const bf16* keys, int64_t value_dim) {
+__attribute__((noinline)) void values_of_keys(bf16* to, const bf16* keys, int64_t value_dim) {
     for (int64_t d = 0; d < value_dim; d += 2)
         for (int t = 0; t < kStrip; t += 2) {
             const uint32_t first = uint32_t(load_word(keys + key_place<2>(t, d)));
