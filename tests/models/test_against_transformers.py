@@ -356,7 +356,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **EIGHT_EXPERTS,
             **DELTA,
-            "num_hidden_layers": 4,
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
             "head_dim": 16,
             "shared_expert_intermediate_size": 40,
             "norm_topk_prob": True,
@@ -367,7 +368,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **EIGHT_EXPERTS,
             **DELTA,
-            "num_hidden_layers": 4,
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
             "head_dim": 16,
             "shared_expert_intermediate_size": 24,
         },

@@ -30,14 +30,12 @@ class Experts:
     Attributes:
         total, active, width: keys of experts in a layer, of those a token uses, of their width.
         shared: key of how many experts every token uses.
-        shared_width: key of the width of one expert that every token uses, behind a gate.
     """
 
     total: str = "num_experts"
     active: str = "num_experts_per_tok"
     width: str = "moe_intermediate_size"
     shared: str = ""
-    shared_width: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,12 +169,6 @@ FAMILIES: Mapping[str, Family] = {
         tied=True,
     ),
     # with routed experts
-    "Qwen2MoeForCausalLM": Family(
-        ("qwen2_moe",),
-        qkv_bias=True,
-        windows=True,
-        experts=Experts(shared_width="shared_expert_intermediate_size"),
-    ),
     "PhiMoEForCausalLM": Family(
         ("phimoe",),
         qkv_bias="attention_bias",

@@ -182,9 +182,6 @@ def _routed(
     shared = 0
     if experts.shared:
         shared = width * sizes.integer(experts.shared, MAX_EXPERTS, default=0, low=0)
-    if experts.shared_width:
-        shared = sizes.integer(experts.shared_width, MAX_WIDTH)
-        matrices.append(MatrixGroup("shared_gate", layers, hidden, 1))
     if shared:
         matrices.append(MatrixGroup("shared_gate_up", layers, hidden, 2 * shared))
         matrices.append(MatrixGroup("shared_down", layers, shared, hidden))

@@ -143,9 +143,9 @@ def windowed_layers(
 def switched_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
     """Windows in use if `use_sliding_window` says so, where `layer_types` does, else from
     `max_window_layers` on (Qwen2 and 3)."""
-    rope, window = read_rope(fields, positions), read_window(fields)
-    if not fields.boolean("use_sliding_window", False):
-        window = None
+    rope = read_rope(fields, positions)
+    used = fields.boolean("use_sliding_window", False)
+    window = read_window(fields) if used else None  # files may have 0 where it is not used
     if "layer_types" in fields:
         return tuple(LayerSpec(one, rope) for one in typed_windows(fields, layers, window))
     first = fields.integer("max_window_layers", 0, MAX_POSITIONS, 28)
