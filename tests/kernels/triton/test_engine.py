@@ -16,12 +16,18 @@ from helpers.interpreted_engine import interpret_engines
 
 from kvik import LLM, SamplingParams
 from kvik.attention.fresh_prompts import FreshPrompts
-from kvik.kernels.triton import draw, rotary
+from kvik.kernels.triton import draw, experts, rotary
 
 pytestmark = INTERPRETED_ONLY
 
 # Small, as everything is interpreted.
 CONFIG = small(architectures=["MistralForCausalLM"], num_hidden_layers=2, sliding_window=6)
+EXPERTS = small(
+    architectures=["MixtralForCausalLM"],
+    num_hidden_layers=2,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+)
 PROMPTS = [[5, 17, 40], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12]]
 SAMPLING = [
     SamplingParams(temperature=0, max_tokens=3, ignore_eos=True),
@@ -53,6 +59,23 @@ def test_tokens_are_those_of_the_reference(
     interpret_engines(monkeypatch)
     assert tokens(tmp_path, kernels="torch", kv_cache_dtype=kv) == expected
     assert {"store_kernel", "pick_kernel"} == set(calls)  # they were Triton's that ran
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_experts_of_a_model(
+    quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
+    options = {"kernels": "torch", "quantization": quantization}
+    expected = tokens(tmp_path, **options, attention_backend="reference")
+    calls: list[str] = []
+    for name in ("float_experts_kernel", "byte_experts_kernel", "combine_kernel"):
+        monkeypatch.setattr(experts, name, Counted(getattr(experts, name), calls))
+    interpret_engines(monkeypatch)
+    assert tokens(tmp_path, **options) == expected
+    product = "float_experts_kernel" if quantization == "none" else "byte_experts_kernel"
+    assert {product, "combine_kernel"} == set(calls)
 
 
 @pytest.mark.full
