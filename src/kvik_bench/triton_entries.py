@@ -525,11 +525,11 @@ EXPERTS = (
             expert_rows.blocks_kernel,
             f"{number} experts",
             _types(p_i32="starts blocks", i32="pairs count experts"),
-            {"BT": 8, "EXPERTS": number, "BLOCK": max(1, expert_rows.COMPARED // number)},
+            {"BT": 8, "EXPERTS": number, "BLOCK": block},
             aligned=_aligned("experts"),
             max_registers=128,
         )
-        for number in (8, 128, 1024)
+        for number, block in ((8, expert_rows.LISTED), (128, 32), (1024, 4))
     ),
     *(
         Resources(

@@ -20,7 +20,7 @@ from torch import Tensor
 from kvik.kernels.triton.launch import ceil_div, power_of_two
 
 BLOCK = 1024  # pairs that a program looks at, at a time
-COMPARED = 4096  # blocks times experts, of a program
+COMPARED, LISTED = 4096, 256  # blocks times experts of a program, and blocks; at most
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -110,8 +110,8 @@ def by_expert(ids: Tensor, experts: int, size: int) -> ExpertRows:
     sort: Any = sort_kernel[(experts,)]
     sort(ids, order, starts, pairs, BLOCK)
     count, filled = most_blocks(pairs, experts, size), power_of_two(experts)
+    at_once = min(LISTED, max(1, COMPARED // filled))
     blocks = torch.empty(3, count, dtype=torch.int32, device=device)
-    at_once = max(1, COMPARED // filled)
     listed: Any = blocks_kernel[(ceil_div(count, at_once),)]
     listed(starts, blocks, pairs, count, experts, size, filled, at_once)
     return ExpertRows(order, blocks)
