@@ -116,7 +116,7 @@ def test_a_row_does_not_see_the_others(name: str) -> None:
     rows = 13
     x, (ids, shares) = m.normal(rows, HIDDEN), chosen(rows, router)
     together = OPS.experts(x, ids, shares, experts, None)
-    assert max(tokens_of_experts(4, 2) - {16}) >= rows
+    assert min(tokens_of_experts(4, 2)) >= rows
     for some in (slice(0, 1), slice(4, 9)):
         alone = OPS.experts(x[some], ids[some], shares[some], experts, None)
         assert torch.equal(alone, together[some])
