@@ -19,6 +19,8 @@ from kvik.kernels.triton import (
     attention_mla,
     attention_prefill,
     draw,
+    expert_rows,
+    experts,
     linear_bytes,
     linear_end,
     linear_words,
@@ -26,6 +28,7 @@ from kvik.kernels.triton import (
     norm,
     rotary,
     rounding,
+    route,
     rows,
     states,
     words,
@@ -449,6 +452,143 @@ WORDS = (
     ),
 )
 
+
+def _experts(
+    kernel: Any, what: str, tile: Tile, types: Mapping[str, str], loop: Loop, **own: object
+) -> Resources:
+    """Of whole steps, without biases, eight experts of a token; results are bf16."""
+    strides = "x_stride scale_stride"
+    return Resources(
+        kernel,
+        f"{what}, {tile.tokens} tokens of an expert",
+        {
+            **types,
+            **_types(
+                p_bf16="y",
+                p_i64="table",
+                p_i32="blocks order",
+                i32=f"pairs tokens experts rows inputs steps {strides}",
+            ),
+        },
+        {
+            "PER": 8,
+            "BIASED": False,
+            "ACTIVATION": _SILU,
+            "BO": tile.outputs,
+            "BT": tile.tokens,
+            "STAGES": tile.stages,
+            **own,
+        },
+        num_warps=tile.num_warps,
+        aligned=_aligned(f"experts rows inputs {strides}"),
+        loop=loop,
+    )
+
+
+def _float_experts(tile: Tile, loop: Loop) -> Resources:
+    span = experts.float_span(tile, torch.bfloat16)
+    types = {"x": "*bf16"}
+    kernel = experts.float_experts_kernel
+    return _experts(kernel, "bf16", tile, types, loop, SPAN=span, WHOLE=True)
+
+
+def _word_experts(tile: Tile, loop: Loop) -> Resources:
+    return _experts(
+        experts.word_experts_kernel,
+        "int4 in groups of 128, bf16",
+        tile,
+        {"x": "*bf16"},
+        loop,
+        FORMAT=words.INT4.value,
+        OFFSET=words.ZERO.value,
+        GROUP=128,
+        SPAN=128,
+        WHOLE=True,
+        SUBTRACT=tile not in (*FEW, FEW_INT4),
+    )
+
+
+def _byte_experts(tile: Tile, loop: Loop) -> Resources:
+    return _experts(
+        experts.byte_experts_kernel,
+        "E4M3 in groups of 128",
+        tile,
+        {"x": "*fp8e4nv", "x_scales": "*fp32"},
+        loop,
+        TURNS=True,
+        HOW=linear_bytes.E4M3.value,
+        GROUP=128,
+        X_GROUP=128,
+        SPAN=128,
+    )
+
+
+EXPERTS = (
+    _float_experts(FEW[0], Loop(copies=9)),
+    _float_experts(MANY, Loop(copies=8, products=4, waits=1)),
+    _word_experts(FEW_INT4, Loop(copies=5, instructions=340)),
+    _word_experts(MANY, Loop(copies=8, products=8, waits=1)),
+    _byte_experts(FEW[0], Loop(copies=4)),
+    _byte_experts(MANY, Loop(copies=8, products=4, waits=1)),
+    Resources(
+        experts.pair_inputs_kernel,
+        "bf16",
+        _types(p_bf16="x out", p_i64="table ids", p_fp32="scales", i32="experts inputs x_stride"),
+        {"PER": 8, "ORDERED": True, "BLOCK": experts.PIECE},
+        aligned=_aligned("experts inputs x_stride"),
+        max_registers=64,
+    ),
+    Resources(
+        experts.combine_kernel,
+        "eight experts of a token, bf16",
+        _types(p_bf16="made residual y", p_i64="ids", p_fp32="weights", i32="dim residual_stride"),
+        {"ACTIVE": 8, "ACTIVE_BLOCK": 8, "BLOCK": experts.PIECE},
+        aligned=_aligned("dim residual_stride"),
+        max_registers=64,
+    ),
+    Resources(
+        expert_rows.sort_kernel,
+        "pairs by expert",
+        _types(p_i64="ids", p_i32="order starts", i32="pairs"),
+        {"BLOCK": expert_rows.BLOCK},
+        max_registers=64,
+    ),
+    *(
+        Resources(
+            expert_rows.blocks_kernel,
+            f"{number} experts",
+            _types(p_i32="starts blocks", i32="pairs count experts"),
+            {"BT": 8, "EXPERTS": number, "BLOCK": block},
+            aligned=_aligned("experts"),
+            max_registers=128,
+        )
+        for number, block in ((8, expert_rows.LISTED), (128, 32), (1024, 4))
+    ),
+    *(
+        Resources(
+            route.route_kernel,
+            f"{active} of {number} experts, {groups} groups",
+            _types(p_fp32="logits weights correction", p_i64="ids", i32="stride", fp32="scale"),
+            {
+                "EXPERTS": number,
+                "ACTIVE": active,
+                "SIGMOID": groups > 1,
+                "GROUPS": groups,
+                "KEPT": max(1, groups // 2),
+                "TWO": groups > 1,
+                "NORMALISED": True,
+                "GROUP_BLOCK": groups,
+                "SIZE_BLOCK": number // groups,
+                "ACTIVE_BLOCK": active,
+                **({} if groups > 1 else {"correction": None}),
+            },
+            num_warps=1,
+            aligned=_aligned("stride"),
+        )
+        for number, active, groups in ((128, 8, 1), (256, 8, 8), (1024, 8, 1))
+    ),
+)
+
 FINISH = Resources(
     linear_end.finish_kernel,
     "silu_and_mul, bf16",
@@ -497,7 +637,7 @@ def _round(
         _types(
             p_bf16="x",
             p_i8="out",
-            p_fp32="scales scale_of_all",
+            p_fp32="scales given",
             i32="tokens inputs filled groups x_stride",
         ),
         constants,
@@ -512,13 +652,13 @@ ROUND = (
     _round(
         rounding.round_tokens_kernel,
         "bf16 to E4M3 by a given scale",
-        {"E4M3": True, **_ONE_TOKEN},
+        {"E4M3": True, "EACH": False, **_ONE_TOKEN},
         num_warps=8,
     ),
     _round(
         rounding.round_tokens_kernel,
         "bf16 to int8",
-        {"scale_of_all": None, "E4M3": False, **_ONE_TOKEN},
+        {"given": None, "E4M3": False, "EACH": False, **_ONE_TOKEN},
         num_warps=8,
     ),
     _round(
@@ -766,6 +906,7 @@ RESOURCES: tuple[Resources, ...] = (
     *PREFILL,
     *BYTES,
     *WORDS,
+    *EXPERTS,
     FINISH,
     *MATRIX_ROWS,
     *ROUND,

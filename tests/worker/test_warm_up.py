@@ -29,6 +29,11 @@ CONFIG = {
     "num_key_value_heads": 1,
     "max_position_embeddings": 1024,
 }
+EXPERTS = {
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "threads": 1, "kernels": "torch"}
 OPTIONS |= {"load_format": "random", "quantization": "int8", "max_model_len": 640}
 OPTIONS |= {"max_num_seqs": 2, "max_num_batched_tokens": 600, "kv_cache_memory": 1 << 20}
@@ -150,11 +155,12 @@ def ready(llm: LLM, compiled: Callable[[], set[str]]) -> set[str]:
 
 @pytest.mark.full
 @INTERPRETED_ONLY
-@pytest.mark.parametrize("format", ["none", "int4", "int8", "fp8"])
+@pytest.mark.parametrize("format", ["none", "int4", "int8", "fp8", "experts"])
 def test_requests_of_an_engine_that_was_idle_wait_for_nothing(
     format: str, tmp_path: Path, compiled
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    config, format = (CONFIG | EXPERTS, "none") if format == "experts" else (CONFIG, format)
+    (tmp_path / "config.json").write_text(json.dumps(config))
     with LLM(str(tmp_path), **(OPTIONS | {"quantization": format})) as llm:
         known = ready(llm, compiled)
         names = {launch.split()[0] for launch in known}

@@ -69,7 +69,8 @@ TRITON_SDPA = "triton+sdpa"
 TRITON_BACKENDS = ("triton", TRITON_SDPA)
 PROMPT_PADDING = 1024
 CUDNN_BYTES = 256 * MIB
-# Of the lists that sort a step's rows by expert (csrc/experts.hpp), and its router's results.
+# Of the lists that sort a step's rows by expert (csrc/experts.hpp, kernels/triton/expert_rows.py),
+# and its router's results.
 EXPERT_ROW_BYTES = 24
 # Keys of a split in the cpu backend, and requests of the longest context that decode together.
 SPLIT_KEYS, LONG_CONTEXTS = 512, 8
@@ -228,8 +229,11 @@ class StepMemory:
         rotary = qkv + tokens * ((queries + keys) * item + queries * 16)
         attended = qkv + tokens * (3 * queries + keys) * item + self._attention_scratch(size)
         mlp = tokens * spec.inner_width * (3 * item + 20)
+        # inner activations of each expert, and what it reads or makes of a token
+        routed = tokens * spec.experts_of_token * (2 * spec.hidden_size * item + EXPERT_ROW_BYTES)
+        routed += tokens * spec.inner_width * 2 * item
         states = tokens * spec.state_width * (item + 4)
-        return max(norm, rotary, attended, mlp, states, self._quantized_product(size))
+        return max(norm, rotary, attended, mlp, routed, states, self._quantized_product(size))
 
     def _logits(self, size: StepSize) -> int:
         """Logits of the rows that sample, and the larger of sampling and of reading logprobs of a

@@ -16,6 +16,7 @@ from kvik.config.config import ResolvedConfig
 from kvik.config.graph_sizes import heads_sizes
 from kvik.kernels.ops import Ops
 from kvik.kernels.triton.attention_shapes import SHORT, lengths
+from kvik.kernels.triton.matrix_shapes import tokens_of_experts
 from kvik.models.model_spec import ModelSpec
 from kvik.worker.graphs import EngineNetwork, RowFunction
 from kvik.worker.step_inputs import StepSizes
@@ -40,7 +41,9 @@ class TritonWarmUps:
             return NOTHING  # other backends plan each step on the host
         context, block_size = self._config.scheduler.max_model_len, self._config.cache.block_size
         most = min(sizes.tokens, spec.max_context, context)
-        classes = lengths(spec.num_heads, spec.num_kv_heads, most)
+        routers = {layer.experts.router for layer in spec.layers if layer.experts}
+        by_expert = (tokens_of_experts(each.experts, each.active) for each in routers)
+        classes = lengths(spec.num_heads, spec.num_kv_heads, most, set().union(*by_expert))
         nodes = [length for length in classes if trees and length <= SHORT]
         return forwards(network, classes, sizes.samples, block_size, context, nodes)
 

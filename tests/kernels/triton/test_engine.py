@@ -17,12 +17,18 @@ from helpers.tiny_models import DELTA
 
 from kvik import LLM, SamplingParams
 from kvik.attention.fresh_prompts import FreshPrompts
-from kvik.kernels.triton import draw, rotary, states
+from kvik.kernels.triton import draw, experts, rotary, states
 
 pytestmark = INTERPRETED_ONLY
 
 # Small, as everything is interpreted.
 CONFIG = small(architectures=["MistralForCausalLM"], num_hidden_layers=2, sliding_window=6)
+EXPERTS = small(
+    architectures=["MixtralForCausalLM"],
+    num_hidden_layers=2,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+)
 PROMPTS = [[5, 17, 40], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12]]
 SAMPLING = [
     SamplingParams(temperature=0, max_tokens=3, ignore_eos=True),
@@ -68,6 +74,22 @@ def test_layers_that_keep_a_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     interpret_engines(monkeypatch)
     assert tokens(tmp_path, kernels="torch") == expected
     assert len(set(calls)) == 3
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_experts_of_a_model(
+    quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
+    options = {"kernels": "torch", "quantization": quantization}
+    expected = tokens(tmp_path, **options, attention_backend="reference")
+    calls: list[str] = []
+    for name in ("float_experts_kernel", "byte_experts_kernel", "combine_kernel"):
+        monkeypatch.setattr(experts, name, Counted(getattr(experts, name), calls))
+    interpret_engines(monkeypatch)
+    assert tokens(tmp_path, **options) == expected
+    product = "float_experts_kernel" if quantization == "none" else "byte_experts_kernel"
+    assert {product, "combine_kernel"} == set(calls)
 
 
 @pytest.mark.full

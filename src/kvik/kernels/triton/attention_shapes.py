@@ -7,7 +7,7 @@ shared memory; they are not measured on a GPU yet.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -149,13 +149,17 @@ def query_classes(group: int, kv_heads: int) -> tuple[int, ...]:
     return tuple(most for most in classes if most > 0)
 
 
-def lengths(heads: int, kv_heads: int, most: int) -> tuple[int, ...]:
+def lengths(heads: int, kv_heads: int, most: int, others: Collection[int] = ()) -> tuple[int, ...]:
     """Return one number of tokens for each class of shapes that a model's forward compiles.
 
     Of each class it is the largest number, of the last class the smallest, and none exceeds `most`.
     The largest come first.
+
+    Args:
+        others: the largest number of each class of a model's experts.
     """
     bounds = {1, *(tile.tokens for tile in FEW), *query_classes(heads // kv_heads, kv_heads)}
+    bounds.update(others)
     return tuple(sorted({min(most, n) for n in (*bounds, max(bounds) + 1)}, reverse=True))
 
 

@@ -33,6 +33,69 @@ def small_fp16(codes):
     return (((wide & 0x7F) << 7) | (wide & -0x8000)).to(tl.float16, bitcast=True)
 
 
+@triton.jit
+def sums_of_bytes(
+    x,
+    x_scales,
+    values,
+    scales,
+    o,
+    known,
+    tokens,
+    inputs,
+    begin,
+    end,
+    scale_stride,
+    HOW: tl.constexpr,
+    GROUP: tl.constexpr,
+    X_GROUP: tl.constexpr,
+    SPAN: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Rows o [BO] of a weight times rows `known` [BT] of x, over steps begin..end: [BO, BT] fp32,
+    or int32 where integers have no groups. `scaled` follows. Sizes as of `bytes_kernel`."""
+    BO: tl.constexpr = o.shape[0]
+    BT: tl.constexpr = known.shape[0]
+    k = tl.arange(0, SPAN)
+    lines = values + o.to(tl.int64)[:, None] * inputs + k[None, :]
+    columns = x + known.to(tl.int64)[None, :] * inputs + k[:, None]
+
+    IN_ALL: tl.constexpr = HOW == INT8 and GROUP == 0 and X_GROUP == 0
+    sums = tl.zeros((BO, BT), tl.int32 if IN_ALL else tl.float32)
+    for step in tl.range(begin, end, num_stages=STAGES):
+        for s in tl.static_range(128 // SPAN):
+            start = step * 128 + s * SPAN
+            w, xs = tl.load(lines + start), tl.load(columns + start)
+            if IN_ALL:
+                sums = tl.dot(w, xs, sums, out_dtype=tl.int32)
+            else:
+                if HOW == INT8:
+                    part = tl.dot(w, xs, out_dtype=tl.int32).to(tl.float32)
+                elif HOW == INT8_IN_FP16:
+                    part = tl.dot(w.to(tl.float16), xs.to(tl.float16))
+                elif HOW == E4M3:
+                    part = tl.dot(w, xs)
+                else:
+                    part = tl.dot(small_fp16(w), small_fp16(xs)) * 65536.0
+                if GROUP:
+                    part *= tl.load(scales + start // GROUP * scale_stride + o)[:, None]
+                if X_GROUP:
+                    part *= tl.load(x_scales + start // X_GROUP * tokens + known)[None, :]
+                sums += part
+    return sums
+
+
+@triton.jit
+def scaled(sums, x_scales, scales, o, known, GROUP: tl.constexpr, X_GROUP: tl.constexpr):
+    """Sums times the scales that all inputs share: [BO, BT] fp32."""
+    z = sums.to(tl.float32)
+    if GROUP == 0:
+        z *= tl.load(scales + o)[:, None]
+    if X_GROUP == 0:
+        z *= tl.load(x_scales + known)[None, :]
+    return z
+
+
 # Otherwise steps of 1 token, or of a multiple of 16, would be compiled separately.
 @triton.jit(do_not_specialize=["tokens"])
 def bytes_kernel(
@@ -70,45 +133,32 @@ def bytes_kernel(
     pid, split = tl.program_id(0), tl.program_id(1)
     first, first_token = tile_at(pid, rows, tokens, BO, BT)
     o, t = first + tl.arange(0, BO), first_token + tl.arange(0, BT)
-
-    k = tl.arange(0, SPAN)
     known = tl.minimum(t, tokens - 1)
-    inputs = steps * 128
-    lines = values + o.to(tl.int64)[:, None] * inputs + k[None, :]
-    columns = x + known.to(tl.int64)[None, :] * inputs + k[:, None]
-
-    IN_ALL: tl.constexpr = HOW == INT8 and GROUP == 0 and X_GROUP == 0
-    sums = tl.zeros((BO, BT), tl.int32 if IN_ALL else tl.float32)
     begin = split * split_steps
-    for step in tl.range(begin, tl.minimum(begin + split_steps, steps), num_stages=STAGES):
-        for s in tl.static_range(128 // SPAN):
-            start = step * 128 + s * SPAN
-            w, xs = tl.load(lines + start), tl.load(columns + start)
-            if IN_ALL:
-                sums = tl.dot(w, xs, sums, out_dtype=tl.int32)
-            else:
-                if HOW == INT8:
-                    part = tl.dot(w, xs, out_dtype=tl.int32).to(tl.float32)
-                elif HOW == INT8_IN_FP16:
-                    part = tl.dot(w.to(tl.float16), xs.to(tl.float16))
-                elif HOW == E4M3:
-                    part = tl.dot(w, xs)
-                else:
-                    part = tl.dot(small_fp16(w), small_fp16(xs)) * 65536.0
-                if GROUP:
-                    part *= tl.load(scales + start // GROUP * scale_stride + o)[:, None]
-                if X_GROUP:
-                    part *= tl.load(x_scales + start // X_GROUP * tokens + known)[None, :]
-                sums += part
+    end = tl.minimum(begin + split_steps, steps)
+    sums = sums_of_bytes(
+        x,
+        x_scales,
+        values,
+        scales,
+        o,
+        known,
+        tokens,
+        steps * 128,
+        begin,
+        end,
+        scale_stride,
+        HOW,
+        GROUP,
+        X_GROUP,
+        SPAN,
+        STAGES,
+    )
 
     if SPLITS == 1:
         last, total = True, sums
     else:
         last, total = sum_of_splits(sums, t < tokens, partials, arrivals, pid, split, SPLITS)
     if last:
-        z = total.to(tl.float32)
-        if GROUP == 0:
-            z *= tl.load(scales + o)[:, None]
-        if X_GROUP == 0:
-            z *= tl.load(x_scales + known)[None, :]
+        z = scaled(total, x_scales, scales, o, known, GROUP, X_GROUP)
         end_and_store(z, first, t, bias, residual, y, tokens, rows, residual_stride, ACTIVATION)

@@ -32,11 +32,86 @@ from kvik.kernels.triton.words import (
 
 
 @triton.jit
-def _dot(w, xs, sums):
+def dot(w, xs, sums):
     """sums + w xs, summed in fp32."""
     if INTERPRETED:
         return tl.dot(w.to(tl.float32), xs.to(tl.float32), sums)
     return tl.dot(w, xs, sums, input_precision="ieee")
+
+
+@triton.jit
+def sums_of_words(
+    x,
+    words,
+    scales,
+    factors,
+    o,
+    known,
+    inputs,
+    steps,
+    begin,
+    end,
+    x_stride,
+    scale_stride,
+    FORMAT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPAN: tl.constexpr,
+    WHOLE: tl.constexpr,
+    SUBTRACT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Outputs o [BO] of a weight times rows `known` [BT] int64 of x, over steps begin..end:
+    [BO, BT] fp32. Constants and sizes as of `words_kernel`."""
+    BO: tl.constexpr = o.shape[0]
+    BT: tl.constexpr = known.shape[0]
+    TILES: tl.constexpr = 4 // planes_of(FORMAT)
+    dtype: tl.constexpr = x.dtype.element_ty
+    at = (o // 64 * steps * (1024 * TILES) + o % 64 * 16)[:, None] + tl.arange(0, 16)[None, :]
+    k = tl.arange(0, SPAN)
+    columns = x + known[None, :] * x_stride + k[:, None]
+    if OFFSET == MINIMUM:
+        scale_factor, minimum_factor = tl.load(factors + o), tl.load(factors + scale_stride + o)
+
+    nothing = tl.zeros((BO, BT), tl.float32)
+    sums = nothing
+    for step in tl.range(begin, end, num_stages=STAGES):
+        tile = words + at + step * (1024 * TILES)
+        w0 = tl.load(tile)
+        w1 = tl.load(tile + 1024) if TILES == 2 else w0
+        for s in tl.static_range(128 // SPAN):
+            start = step * 128 + s * SPAN
+            if WHOLE:
+                xs = tl.load(columns + start)
+            else:
+                xs = tl.load(columns + start, mask=(start + k < inputs)[:, None], other=0.0)
+            w = weights_of(w0, w1, s, SPAN, FORMAT, dtype)
+            if GROUP == 0:
+                sums = dot(w, xs, sums)
+            elif OFFSET == NO_OFFSET:
+                scale = load_scale(scales + start // GROUP * scale_stride + o, FORMAT)
+                sums += dot(w, xs, nothing) * scale[:, None]
+            elif OFFSET == ZERO:
+                scale, zero = scale_and_zero(tl.load(scales + start // GROUP * scale_stride + o))
+                beyond = (-16 - zero).to(tl.float32).to(dtype)[:, None]
+                if SUBTRACT:
+                    part = dot(plus(w, beyond), xs, nothing)
+                elif BT < 16:
+                    # Two sums that do not wait for each other, and one copy of x in registers.
+                    part = dot(w, xs, nothing) + dot(alike(beyond, SPAN), xs, nothing)
+                else:  # four warps together read x from shared memory, and there are many sums
+                    part = dot(w, xs, nothing)
+                    part = dot(tl.broadcast_to(beyond, (BO, SPAN)), xs, part)
+                sums += part * scale[:, None]
+            else:
+                word = tl.load(scales + start // GROUP * scale_stride + o)
+                scale, minimum = fp16_pair(word)
+                scale, minimum = scale * scale_factor, minimum * minimum_factor
+                one = tl.full((BO, 1), 1.0, tl.float32).to(dtype)
+                of_x = dot(alike(one, SPAN), xs, nothing)
+                part = dot(w, xs, nothing) - 16.0 * of_x
+                sums += part * scale[:, None] - of_x * minimum[:, None]
+    return sums
 
 
 # Otherwise steps of 1 token, or of a multiple of 16, would be compiled separately.
@@ -82,56 +157,31 @@ def words_kernel(
     pid, split = tl.program_id(0), tl.program_id(1)
     first, first_token = tile_at(pid, rows, tokens, BO, BT)
     o, t = first + tl.arange(0, BO), first_token + tl.arange(0, BT)
-
-    TILES: tl.constexpr = 4 // planes_of(FORMAT)
-    dtype: tl.constexpr = x.dtype.element_ty
-    at = (o // 64 * steps * (1024 * TILES) + o % 64 * 16)[:, None] + tl.arange(0, 16)[None, :]
-    k = tl.arange(0, SPAN)
     # Tokens behind the last read the last again; their results are not stored.
     known = tl.minimum(t, tokens - 1).to(tl.int64)
-    columns = x + known[None, :] * x_stride + k[:, None]
-    if OFFSET == MINIMUM:
-        scale_factor, minimum_factor = tl.load(factors + o), tl.load(factors + scale_stride + o)
-
-    nothing = tl.zeros((BO, BT), tl.float32)
-    sums = nothing
     begin = split * split_steps
-    for step in tl.range(begin, tl.minimum(begin + split_steps, steps), num_stages=STAGES):
-        tile = words + at + step * (1024 * TILES)
-        w0 = tl.load(tile)
-        w1 = tl.load(tile + 1024) if TILES == 2 else w0
-        for s in tl.static_range(128 // SPAN):
-            start = step * 128 + s * SPAN
-            if WHOLE:
-                xs = tl.load(columns + start)
-            else:
-                xs = tl.load(columns + start, mask=(start + k < inputs)[:, None], other=0.0)
-            w = weights_of(w0, w1, s, SPAN, FORMAT, dtype)
-            if GROUP == 0:
-                sums = _dot(w, xs, sums)
-            elif OFFSET == NO_OFFSET:
-                scale = load_scale(scales + start // GROUP * scale_stride + o, FORMAT)
-                sums += _dot(w, xs, nothing) * scale[:, None]
-            elif OFFSET == ZERO:
-                scale, zero = scale_and_zero(tl.load(scales + start // GROUP * scale_stride + o))
-                beyond = (-16 - zero).to(tl.float32).to(dtype)[:, None]
-                if SUBTRACT:
-                    part = _dot(plus(w, beyond), xs, nothing)
-                elif BT < 16:
-                    # Two sums that do not wait for each other, and one copy of x in registers.
-                    part = _dot(w, xs, nothing) + _dot(alike(beyond, SPAN), xs, nothing)
-                else:  # four warps together read x from shared memory, and there are many sums
-                    part = _dot(w, xs, nothing)
-                    part = _dot(tl.broadcast_to(beyond, (BO, SPAN)), xs, part)
-                sums += part * scale[:, None]
-            else:
-                word = tl.load(scales + start // GROUP * scale_stride + o)
-                scale, minimum = fp16_pair(word)
-                scale, minimum = scale * scale_factor, minimum * minimum_factor
-                one = tl.full((BO, 1), 1.0, tl.float32).to(dtype)
-                of_x = _dot(alike(one, SPAN), xs, nothing)
-                part = _dot(w, xs, nothing) - 16.0 * of_x
-                sums += part * scale[:, None] - of_x * minimum[:, None]
+    end = tl.minimum(begin + split_steps, steps)
+    sums = sums_of_words(
+        x,
+        words,
+        scales,
+        factors,
+        o,
+        known,
+        inputs,
+        steps,
+        begin,
+        end,
+        x_stride,
+        scale_stride,
+        FORMAT,
+        OFFSET,
+        GROUP,
+        SPAN,
+        WHOLE,
+        SUBTRACT,
+        STAGES,
+    )
 
     last = True
     if SPLITS > 1:

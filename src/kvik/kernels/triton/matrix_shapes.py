@@ -72,6 +72,22 @@ def tile_for(tokens: int, *, narrow: bool = False, fp32: bool = False, int4: boo
     return MANY_NARROW if narrow else MANY
 
 
+def tile_of_experts(
+    pairs: int, experts: int, *, narrow: bool = False, fp32: bool = False, int4: bool = False
+) -> Tile:
+    """Return the tile for as many tokens as an expert has on average.
+
+    Args:
+        pairs: of a token and one of its experts.
+    """
+    return tile_for(ceil_div(pairs, experts), narrow=narrow, fp32=fp32, int4=int4)
+
+
+def tokens_of_experts(experts: int, active: int) -> set[int]:
+    """Return the largest number of tokens of each class in which experts have the same tile."""
+    return {tile.tokens * experts // active for tile in FEW}
+
+
 def splits_for(tile: Tile, rows: int, steps: int) -> int:
     """Return a power of two: until the programs occupy the GPU, as long as splits have enough
     steps."""

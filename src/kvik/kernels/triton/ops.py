@@ -5,22 +5,23 @@ from __future__ import annotations
 import torch
 
 from kvik.kernels.ops import Ops
-from kvik.kernels.reference.experts import experts_by
 from kvik.kernels.torch_ops import TORCH, with_torch_for_others
-from kvik.kernels.triton import activation, draw, norm, rotary, rows, states
+from kvik.kernels.triton import activation, draw, norm, rotary, route, rows, states
+from kvik.kernels.triton.experts import TritonExperts
 from kvik.kernels.triton.matrix import TritonMatrices
 
 
 def triton_ops(device: torch.device) -> Ops:
     """Return the table for one device: a GPU, or a CPU with Triton's interpreter."""
     matrices = TritonMatrices(device)
+    experts = TritonExperts(matrices)
     table = Ops(
         matrix=matrices.matrix,
         pack_rows=matrices.pack_rows,
         linear=matrices.linear,
-        route=TORCH.route,
-        expert_set=TORCH.expert_set,
-        experts=experts_by(matrices.linear),
+        route=route.route,
+        expert_set=experts.expert_set,
+        experts=experts.experts,
         linear_each=TORCH.linear_each,
         matrix_rows=matrices.rows,
         gather_rows=rows.gather_rows,

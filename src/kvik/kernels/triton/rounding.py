@@ -58,7 +58,7 @@ def _scale(size, nothing, E4M3: tl.constexpr):
 @triton.jit(do_not_specialize=["tokens"])
 def round_tokens_kernel(
     x,
-    scale_of_all,
+    given,
     out,
     scales,
     tokens,
@@ -66,16 +66,17 @@ def round_tokens_kernel(
     filled,
     x_stride,
     E4M3: tl.constexpr,
+    EACH: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """grid [tokens / TOKENS]; x [tokens, inputs], out [tokens, filled] bytes, scales [tokens].
-    scale_of_all: [1] fp32, or None: one for each token."""
+    given: fp32, [1] or, with EACH, [tokens]; None: found here."""
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     here = token < tokens
     rows, here_too = x + token[:, None] * x_stride, here[:, None]
     k = tl.arange(0, BLOCK)[None, :]
-    if scale_of_all is None:
+    if given is None:
         sizes = tl.zeros((TOKENS, BLOCK), tl.float32)
         nothing = tl.zeros((TOKENS, BLOCK), tl.float32)
         for start in range(0, inputs, BLOCK):
@@ -85,7 +86,8 @@ def round_tokens_kernel(
             nothing = tl.where(_finite(wide), nothing, float("nan"))
         scale = _scale(tl.max(sizes, 1), tl.sum(nothing, 1), E4M3)
     else:
-        scale = tl.load(scale_of_all + tl.zeros((TOKENS,), tl.int32))
+        which = tl.minimum(token, tokens - 1) if EACH else tl.zeros((TOKENS,), tl.int32)
+        scale = tl.load(given + which)
         nothing = tl.zeros((TOKENS, BLOCK), tl.float32)
     for start in range(0, filled, BLOCK):
         at = start + k
@@ -93,9 +95,9 @@ def round_tokens_kernel(
         codes = _codes(wide, scale[:, None], E4M3)
         to = out + token[:, None] * filled + at
         tl.store(to, codes.to(tl.int8), mask=here_too & (at < filled))
-        if scale_of_all is not None:
+        if given is not None:
             nothing = tl.where(wide == wide, nothing, float("nan"))
-    if scale_of_all is not None:
+    if given is not None:
         scale += tl.sum(nothing, 1)
     tl.store(scales + token, scale, mask=here)
 
@@ -142,7 +144,7 @@ def round_tokens(
         x: [tokens, inputs]; rows may be strided.
         filled: inputs of the result, those beyond x are 0.
         group: inputs that share a scale; 0: all of a token.
-        scale: [1] fp32 for all; None: found here. Only without groups.
+        scale: fp32, [1] for all or [tokens]; None: found here. Only without groups.
 
     Returns:
         codes [tokens, filled] int8 or float8_e4m3fn, scales [tokens], or [groups, tokens] fp32.
@@ -162,9 +164,9 @@ def round_tokens(
         block = min(MOST_STEPS, power_of_two(filled))
         count = max(1, MOST_STEPS // block)
         whole: Any = round_tokens_kernel[(ceil_div(tokens, count),)]
-        whole(
-            x, scale, out, scales, tokens, inputs, filled, stride, e4m3, count, block, num_warps=8
-        )
+        each = scale is not None and len(scale) > 1
+        sizes = (tokens, inputs, filled, stride)
+        whole(x, scale, out, scales, *sizes, e4m3, each, count, block, num_warps=8)
     return (out.view(torch.float8_e4m3fn) if e4m3 else out), scales
 
 

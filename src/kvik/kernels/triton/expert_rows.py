@@ -1,0 +1,117 @@
+"""Rows of a step by expert: which pairs of a token and one of its experts are multiplied together.
+
+Nothing of it is read on the host, so the grid of the products has as many blocks as any choice of
+experts may need; those that are not needed have no expert.
+
+Floor: two launches. The ids, eight bytes for each pair, are read by a program of each expert, from
+the second cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvik.kernels.triton.launch import ceil_div, power_of_two
+
+BLOCK = 1024  # pairs that a program looks at, at a time
+COMPARED, LISTED = 4096, 256  # blocks times experts of a program, and blocks; at most
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def sort_kernel(ids, order, starts, pairs, BLOCK: tl.constexpr):
+    """grid [experts]; ids [pairs] int64 -> order [pairs], by expert and then by pair, and starts
+    [experts], where those of an expert begin in it; int32."""
+    expert = tl.program_id(0)
+    lower = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, pairs, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        lower += (tl.load(ids + at, mask=at < pairs, other=1 << 30) < expert).to(tl.int32)
+    begin = tl.sum(lower, 0)
+    tl.store(starts + expert, begin)
+    for start in range(0, pairs, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        mine = (tl.load(ids + at, mask=at < pairs, other=-1) == expert).to(tl.int32)
+        tl.store(order + begin + tl.cumsum(mine, 0) - 1, at, mask=mine > 0)
+        begin += tl.sum(mine, 0)
+
+
+@triton.jit(do_not_specialize=["pairs", "count"])
+def blocks_kernel(
+    starts,
+    blocks,
+    pairs,
+    count,
+    experts,
+    BT: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """grid [count / BLOCK]; starts [experts] -> blocks [3, count] int32: the expert of a block, -1
+    for none, and where its pairs begin and end in the order."""
+    e = tl.arange(0, EXPERTS)
+    begins = tl.load(starts + e, mask=e < experts, other=pairs)
+    ends = tl.load(starts + e + 1, mask=e + 1 < experts, other=pairs)
+    last = tl.cumsum(tl.cdiv(ends - begins, BT), 0)[None, :]  # blocks of experts up to this
+    b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    before = last <= b[:, None]
+    expert = tl.sum(before.to(tl.int32), 1)
+    nth = b - tl.max(tl.where(before, last, 0), 1)
+    there = expert < experts
+    begin = tl.load(starts + expert, mask=there, other=0) + nth * BT
+    end = tl.load(starts + expert + 1, mask=expert + 1 < experts, other=pairs)
+    inside = b < count
+    tl.store(blocks + b, tl.where(there, expert, -1), mask=inside)
+    tl.store(blocks + count + b, begin, mask=inside)
+    tl.store(blocks + 2 * count + b, tl.minimum(end, begin + BT), mask=inside)
+
+
+@triton.jit
+def block_at(blocks, order, pairs, block, count, BT: tl.constexpr):
+    """Return the expert of a block, -1 for none, and its pairs [BT]; `pairs` behind the last."""
+    expert = tl.load(blocks + block)
+    at = tl.load(blocks + count + block) + tl.arange(0, BT)
+    inside = (at < tl.load(blocks + 2 * count + block)) & (expert >= 0)
+    return expert, tl.load(order + at, mask=inside, other=pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRows:
+    """Attributes:
+    order: [pairs] int32. Pair p is token p // active with the expert ids[p].
+    blocks: [3, count] int32.
+    """
+
+    order: Tensor
+    blocks: Tensor
+
+
+def most_blocks(pairs: int, experts: int, size: int) -> int:
+    """Return how many blocks of `size` pairs of one expert there can be: experts that have one
+    pair need a block, and whoever has more shares out what is left."""
+    used = min(pairs, experts)
+    return used + (pairs - used) // size
+
+
+def by_expert(ids: Tensor, experts: int, size: int) -> ExpertRows:
+    """
+    Args:
+        ids: [tokens, active] int64, at least one, contiguous.
+        size: pairs of a block.
+    """
+    pairs, device = ids.numel(), ids.device
+    order = torch.empty(pairs, dtype=torch.int32, device=device)
+    starts = torch.empty(experts, dtype=torch.int32, device=device)
+    sort: Any = sort_kernel[(experts,)]
+    sort(ids, order, starts, pairs, BLOCK)
+    count, filled = most_blocks(pairs, experts, size), power_of_two(experts)
+    at_once = min(LISTED, max(1, COMPARED // filled))
+    blocks = torch.empty(3, count, dtype=torch.int32, device=device)
+    listed: Any = blocks_kernel[(ceil_div(count, at_once),)]
+    listed(starts, blocks, pairs, count, experts, size, filled, at_once)
+    return ExpertRows(order, blocks)

@@ -1,0 +1,561 @@
+"""The MLPs of the experts that a router chose: a launch for each of the two matrices, in which a
+program multiplies a tile of an expert's outputs by a block of its rows.
+
+Where the matrices of all experts are is a table in GPU memory, as it depends on the choice which
+of them a program needs. Words and bytes are multiplied as in dense layers (`linear_words.py`,
+`linear_bytes.py`), but inputs are never split: the experts are programs enough.
+
+Floor: few tokens, the bytes of the chosen experts; many, 2 * tokens * active * rows * inputs FLOPs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvik.kernels.reference.experts import experts_by
+from kvik.kernels.triton import linear_bytes
+from kvik.kernels.triton.expert_rows import ExpertRows, block_at, by_expert
+from kvik.kernels.triton.launch import ceil_div, power_of_two
+from kvik.kernels.triton.linear_bytes import scaled, sums_of_bytes
+from kvik.kernels.triton.linear_end import end_and_store
+from kvik.kernels.triton.linear_words import dot, sums_of_words
+from kvik.kernels.triton.matrix import TritonMatrices, format_of
+from kvik.kernels.triton.matrix_shapes import FEW, FEW_INT4, MANY, Tile, tile_of_experts
+from kvik.kernels.triton.packed import (
+    LEAST_GROUP,
+    STEP,
+    TritonPacked,
+    in_words,
+    interleaved,
+    span_of,
+)
+from kvik.kernels.triton.rounding import round_tokens
+from kvik.kernels.triton.words import E2M1, INT4, MINIMUM
+from kvik.kernels.weights import ACTIVATIONS, Experts, Matrix, Weight
+
+# Parts of an expert's matrix: rows of the table.
+VALUES = tl.constexpr(0)
+SCALES = tl.constexpr(1)
+FACTORS = tl.constexpr(2)
+ORDER = tl.constexpr(3)
+INPUT_SCALE = tl.constexpr(4)
+BIAS = tl.constexpr(5)
+
+
+@triton.jit
+def _part(table, part: tl.constexpr, expert, experts, dtype: tl.constexpr):
+    """A pointer to a part of an expert's matrix. Every part begins at a multiple of 16 bytes."""
+    address = tl.load(table + part * experts + expert)
+    return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def _row_of(pair, pairs, PER: tl.constexpr):
+    """Rows of x, [BT] int64. Behind the last pair it is read again; nothing of it is stored."""
+    return (tl.minimum(pair, pairs - 1) // PER).to(tl.int64)
+
+
+# Otherwise steps of 1 token, or of a multiple of 16, would be compiled separately.
+@triton.jit(do_not_specialize=["pairs"])
+def float_experts_kernel(
+    x,
+    table,
+    blocks,
+    order,
+    y,
+    pairs,
+    experts,
+    rows,
+    inputs,
+    x_stride,
+    PER: tl.constexpr,
+    BIASED: tl.constexpr,
+    SPAN: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BO: tl.constexpr,
+    BT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """grid [tiles of rows, blocks]; x [pairs / PER, inputs], y [pairs, outputs]. Rows of gate stand
+    before those of up, and are multiplied in turns. WHOLE: inputs are whole spans."""
+    first = tl.program_id(0) * BO
+    expert, pair = block_at(blocks, order, pairs, tl.program_id(1), tl.num_programs(1), BT)
+    if expert < 0:
+        return
+    dtype: tl.constexpr = x.dtype.element_ty
+    o = tl.minimum(first + tl.arange(0, BO), rows - 1)
+    if ACTIVATION % 2 == 1:
+        o = o // 2 + o % 2 * (rows // 2)
+    k = tl.arange(0, SPAN)
+    values = _part(table, VALUES, expert, experts, dtype)
+    lines = values + o.to(tl.int64)[:, None] * inputs + k[None, :]
+    columns = x + _row_of(pair, pairs, PER)[None, :] * x_stride + k[:, None]
+    sums = tl.zeros((BO, BT), tl.float32)
+    for start in tl.range(0, inputs, SPAN, num_stages=STAGES):
+        if WHOLE:
+            w, xs = tl.load(lines + start), tl.load(columns + start)
+        else:
+            inside = start + k < inputs
+            w = tl.load(lines + start, mask=inside[None, :], other=0.0)
+            xs = tl.load(columns + start, mask=inside[:, None], other=0.0)
+        sums = dot(w, xs, sums)
+    bias = _part(table, BIAS, expert, experts, dtype) if BIASED else None
+    end_and_store(sums, first, pair, bias, None, y, pairs, rows, 0, ACTIVATION)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def word_experts_kernel(
+    x,
+    table,
+    blocks,
+    order,
+    y,
+    pairs,
+    experts,
+    rows,
+    inputs,
+    steps,
+    x_stride,
+    scale_stride,
+    PER: tl.constexpr,
+    BIASED: tl.constexpr,
+    FORMAT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPAN: tl.constexpr,
+    WHOLE: tl.constexpr,
+    SUBTRACT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BO: tl.constexpr,
+    BT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """grid [tiles of rows, blocks]; the rest as of `float_experts_kernel` and `words_kernel`."""
+    first = tl.program_id(0) * BO
+    expert, pair = block_at(blocks, order, pairs, tl.program_id(1), tl.num_programs(1), BT)
+    if expert < 0:
+        return
+    o = first + tl.arange(0, BO)
+    wide_type: tl.constexpr = tl.int32 if FORMAT == INT4 else tl.float32
+    scale_type: tl.constexpr = tl.uint8 if FORMAT == E2M1 else wide_type
+    scales = _part(table, SCALES, expert, experts, scale_type)
+    factors = _part(table, FACTORS, expert, experts, tl.float32) if OFFSET == MINIMUM else None
+    sums = sums_of_words(
+        x,
+        _part(table, VALUES, expert, experts, tl.int32),
+        scales,
+        factors,
+        o,
+        _row_of(pair, pairs, PER),
+        inputs,
+        steps,
+        0,
+        steps,
+        x_stride,
+        scale_stride,
+        FORMAT,
+        OFFSET,
+        GROUP,
+        SPAN,
+        WHOLE,
+        SUBTRACT,
+        STAGES,
+    )
+    if GROUP == 0:
+        sums *= tl.load(scales + o)[:, None]
+    bias = _part(table, BIAS, expert, experts, tl.float32) if BIASED else None
+    end_and_store(sums, first, pair, bias, None, y, pairs, rows, 0, ACTIVATION)
+
+
+@triton.jit(do_not_specialize=["pairs", "tokens"])
+def byte_experts_kernel(
+    x,
+    x_scales,
+    table,
+    blocks,
+    order,
+    y,
+    pairs,
+    tokens,
+    experts,
+    rows,
+    steps,
+    scale_stride,
+    PER: tl.constexpr,
+    BIASED: tl.constexpr,
+    TURNS: tl.constexpr,
+    HOW: tl.constexpr,
+    GROUP: tl.constexpr,
+    X_GROUP: tl.constexpr,
+    SPAN: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BO: tl.constexpr,
+    BT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """grid [tiles of rows, blocks]; x [tokens, 128 * steps], where tokens are pairs / PER. TURNS:
+    rows of gate stand before those of up. The rest as of `bytes_kernel`."""
+    first = tl.program_id(0) * BO
+    expert, pair = block_at(blocks, order, pairs, tl.program_id(1), tl.num_programs(1), BT)
+    if expert < 0:
+        return
+    o = first + tl.arange(0, BO)
+    if TURNS:
+        o = o // 2 + o % 2 * (rows // 2)
+    scales = _part(table, SCALES, expert, experts, tl.float32)
+    values = _part(table, VALUES, expert, experts, x.dtype.element_ty)
+    known = _row_of(pair, pairs, PER)
+    sums = sums_of_bytes(
+        x,
+        x_scales,
+        values,
+        scales,
+        o,
+        known,
+        tokens,
+        steps * 128,
+        0,
+        steps,
+        scale_stride,
+        HOW,
+        GROUP,
+        X_GROUP,
+        SPAN,
+        STAGES,
+    )
+    z = scaled(sums, x_scales, scales, o, known, GROUP, X_GROUP)
+    bias = _part(table, BIAS, expert, experts, tl.float32) if BIASED else None
+    end_and_store(z, first, pair, bias, None, y, pairs, rows, 0, ACTIVATION)
+
+
+@triton.jit
+def pair_inputs_kernel(
+    x,
+    table,
+    ids,
+    out,
+    scales,
+    experts,
+    inputs,
+    x_stride,
+    PER: tl.constexpr,
+    ORDERED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """grid [pairs, blocks]; x [pairs / PER, inputs] -> out [pairs, inputs] in the order of the
+    expert's inputs, and scales [pairs], its calibrated scale; None: there is none."""
+    pair = tl.program_id(0).to(tl.int64)
+    expert = tl.load(ids + pair)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < inputs
+    source = at
+    if ORDERED:
+        order = _part(table, ORDER, expert, experts, tl.int32)
+        source = tl.load(order + at, mask=inside, other=0)
+    values = tl.load(x + pair // PER * x_stride + source, mask=inside)
+    tl.store(out + pair * inputs + at, values, mask=inside)
+    if scales is not None:
+        scale = tl.load(_part(table, INPUT_SCALE, expert, experts, tl.float32))
+        tl.store(scales + pair, scale)
+
+
+@triton.jit
+def combine_kernel(
+    made,
+    ids,
+    weights,
+    residual,
+    y,
+    dim,
+    residual_stride,
+    ACTIVE: tl.constexpr,
+    ACTIVE_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """grid [tokens, blocks]; made [tokens * ACTIVE, dim] -> y [tokens, dim]. A token's experts are
+    added by ascending id."""
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < dim
+    k = tl.arange(0, ACTIVE_BLOCK)
+    pair = token * ACTIVE + k
+    own = k < ACTIVE
+    weight = tl.load(weights + pair, mask=own, other=0.0)
+    # Its place in the lower digits, so that whatever the ids are, every pair is added once.
+    ids_and_places = tl.load(ids + pair, mask=own, other=1 << 20).to(tl.int32) * ACTIVE_BLOCK + k
+    total = tl.zeros((BLOCK,), tl.float32)
+    before = -1
+    for _ in range(ACTIVE):
+        left = tl.where(ids_and_places > before, ids_and_places, 0x7FFFFFFF)
+        before = tl.min(left, 0)
+        place = before % ACTIVE_BLOCK
+        row = made + (token * ACTIVE + place) * dim + at
+        share = tl.sum(tl.where(k == place, weight, 0.0), 0)
+        total += tl.load(row, mask=inside, other=0.0).to(tl.float32) * share
+    if residual is not None:
+        near = residual + token * residual_stride + at
+        total += tl.load(near, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + token * dim + at, total.to(y.dtype.element_ty), mask=inside)
+
+
+PIECE = 1024  # elements of a row that a program copies or adds
+
+
+# Launches.
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """Where the matrices of all experts are.
+
+    Attributes:
+        up, down: [parts, experts] int64, addresses; 0 for what a matrix does not have.
+    """
+
+    up: Tensor
+    down: Tensor
+
+
+def _table(matrices: Sequence[Matrix]) -> Tensor:
+    addresses = [_addresses(matrix) for matrix in matrices]
+    device = matrices[0].spec.device
+    return torch.tensor(addresses, dtype=torch.int64).t().contiguous().to(device)
+
+
+def _addresses(matrix: Matrix) -> tuple[int, ...]:
+    """In the order of the table's rows."""
+    stored = matrix.data
+    assert isinstance(stored, TritonPacked | Weight)
+    own: tuple[Tensor | None, ...] = (stored.values, None, None, None, None)
+    if isinstance(stored, TritonPacked):
+        own = (stored.values, stored.scales, stored.factors, stored.order, stored.input_scale)
+    found = tuple(0 if part is None else part.data_ptr() for part in (*own, matrix.bias))
+    assert not any(address % 16 for address in found)
+    return found
+
+
+def _multiplied(matrix: Matrix) -> bool:
+    """Return whether a kernel here multiplies it: not groups that are no multiple of 16."""
+    return isinstance(matrix.data, TritonPacked) or matrix.spec.kind.floats
+
+
+class TritonExperts:
+    """The rows `expert_set` and `experts` of `Ops`, for one device."""
+
+    def __init__(self, matrices: TritonMatrices) -> None:
+        self._matrices = matrices
+        self._one_by_one = experts_by(matrices.linear)
+
+    def expert_set(self, up: Sequence[Matrix], down: Sequence[Matrix]) -> Experts:
+        """See `Ops.expert_set`."""
+        known = _multiplied(up[0]) and _multiplied(down[0])
+        tables = Tables(_table(up), _table(down)) if known else None
+        return Experts(tuple(up), tuple(down), tables)
+
+    def experts(
+        self, x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, residual: Tensor | None
+    ) -> Tensor:
+        """See `Ops.experts`.
+
+        Raises:
+            RuntimeError: no kernel multiplies such weights, and torch, which reads on the host what
+                was chosen, is to be captured.
+        """
+        tables = experts.data
+        if tables is None:
+            if x.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "experts whose weights have groups that are no multiple of "
+                    f"{LEAST_GROUP} cannot be captured"
+                )
+            return self._one_by_one(x, ids, weights, experts, residual)
+        assert isinstance(tables, Tables)
+        tokens, active = ids.shape
+        if not tokens:
+            return torch.empty_like(x)
+        count = len(experts.up)
+        up, down = experts.up[0], experts.down[0]
+        up_tile, down_tile = (self._tile(each, x.dtype, ids.numel(), count) for each in (up, down))
+        rows = by_expert(ids, count, up_tile.tokens)
+        inner = self._product(x, active, ids, up, tables.up, up_tile, rows)
+        if down_tile.tokens != up_tile.tokens:
+            rows = by_expert(ids, count, down_tile.tokens)
+        made = self._product(inner, 1, ids, down, tables.down, down_tile, rows)
+        return _combined(made, ids, weights, residual, x)
+
+    def _tile(self, matrix: Matrix, dtype: torch.dtype, pairs: int, experts: int) -> Tile:
+        kind = matrix.spec.kind
+        if kind.floats or in_words(kind):
+            narrow = kind.offsets == "minima"
+            int4 = kind.codes == "int4" and not narrow
+            fp32 = dtype == torch.float32
+            return tile_of_experts(pairs, experts, narrow=narrow, fp32=fp32, int4=int4)
+        narrow = self._how(matrix) == linear_bytes.E4M3_IN_FP16.value
+        return tile_of_experts(pairs, experts, narrow=narrow)
+
+    def _how(self, matrix: Matrix) -> int:
+        """Return how bytes are multiplied by x that was rounded."""
+        kind = matrix.spec.kind
+        wide = span_of(kind.group) > LEAST_GROUP
+        if kind.codes == "int8":
+            how = linear_bytes.INT8 if wide else linear_bytes.INT8_IN_FP16
+        else:
+            native = self._matrices.library.tensor_cores and wide
+            how = linear_bytes.E4M3 if native else linear_bytes.E4M3_IN_FP16
+        return int(how.value)
+
+    def _product(
+        self,
+        x: Tensor,
+        per: int,
+        ids: Tensor,
+        like: Matrix,
+        table: Tensor,
+        tile: Tile,
+        rows: ExpertRows,
+    ) -> Tensor:
+        """Return the outputs of each pair, [pairs, outputs].
+
+        Args:
+            x: [pairs / per, inputs].
+            like: a matrix of the table.
+        """
+        spec, packed, kind = like.spec, like.data, like.spec.kind
+        pairs, experts, count = ids.numel(), table.shape[1], rows.blocks.shape[1]
+        y = torch.empty(pairs, spec.outputs, dtype=spec.out_dtype, device=x.device)
+        activation = ACTIVATIONS[spec.activation]
+        grid = (ceil_div(spec.rows, tile.outputs), count)
+        sizes = (tile.outputs, tile.tokens, tile.stages)
+        kernel: Any
+        if not isinstance(packed, TritonPacked):
+            span = float_span(tile, x.dtype)
+            kernel = float_experts_kernel[grid]
+            kernel(
+                x,
+                table,
+                rows.blocks,
+                rows.order,
+                y,
+                pairs,
+                experts,
+                spec.rows,
+                spec.inputs,
+                x.stride(0),
+                per,
+                spec.bias,
+                span,
+                spec.inputs % span == 0,
+                activation,
+                *sizes,
+                num_warps=tile.num_warps,
+            )
+            return y
+        scale = None
+        if packed.order is not None or packed.input_scale is not None:
+            x, scale = _pair_inputs(x, per, ids, packed, table)
+            per = 1
+        group, scale_stride = kind.group, packed.scales.shape[-1]
+        if in_words(kind):
+            kernel = word_experts_kernel[grid]
+            kernel(
+                x,
+                table,
+                rows.blocks,
+                rows.order,
+                y,
+                pairs,
+                experts,
+                spec.rows,
+                spec.inputs,
+                ceil_div(spec.inputs, STEP),
+                x.stride(0),
+                scale_stride,
+                per,
+                spec.bias,
+                *format_of(kind),
+                group,
+                span_of(group),
+                spec.inputs % STEP == 0,
+                tile not in (*FEW, FEW_INT4),
+                activation,
+                *sizes,
+                num_warps=tile.num_warps,
+            )
+            return y
+        how, filled = self._how(like), packed.values.shape[1]
+        x_group = group if kind.codes == "int8" or kind.activations == "group" else 0
+        codes, x_scales = round_tokens(x, filled, x_group, kind.codes == "fp8", scale)
+        if how == linear_bytes.E4M3_IN_FP16.value:
+            codes = codes.view(torch.int8)
+        kernel = byte_experts_kernel[grid]
+        kernel(
+            codes,
+            x_scales,
+            table,
+            rows.blocks,
+            rows.order,
+            y,
+            pairs,
+            len(codes),
+            experts,
+            spec.rows,
+            filled // STEP,
+            scale_stride,
+            per,
+            spec.bias,
+            spec.paired and not interleaved(spec),
+            how,
+            group,
+            x_group,
+            span_of(group),
+            activation,
+            *sizes,
+            num_warps=tile.num_warps,
+        )
+        return y
+
+
+def float_span(tile: Tile, dtype: torch.dtype) -> int:
+    """Inputs of floats that are multiplied at once: fp32 is in registers; of many tokens x takes as
+    much shared memory as the weight."""
+    if dtype == torch.float32:
+        return 32
+    return 64 if tile is MANY else 128
+
+
+def _pair_inputs(
+    x: Tensor, per: int, ids: Tensor, packed: TritonPacked, table: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Return the inputs of each pair, as its expert orders them, and its scale of them if it is
+    calibrated: x [pairs / per, inputs] -> [pairs, inputs], [pairs]."""
+    pairs, inputs = ids.numel(), x.shape[1]
+    out = torch.empty(pairs, inputs, dtype=x.dtype, device=x.device)
+    scales = None
+    if packed.input_scale is not None:
+        scales = torch.empty(pairs, dtype=torch.float32, device=x.device)
+    block = min(PIECE, power_of_two(inputs))
+    kernel: Any = pair_inputs_kernel[(pairs, ceil_div(inputs, block))]
+    ordered, experts = packed.order is not None, table.shape[1]
+    kernel(x, table, ids, out, scales, experts, inputs, x.stride(0), per, ordered, block)
+    return out, scales
+
+
+def _combined(
+    made: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None, like: Tensor
+) -> Tensor:
+    """Return the sum over the experts of a token, and the residual, in the dtype of `like`."""
+    (tokens, active), dim = ids.shape, made.shape[1]
+    y = torch.empty(tokens, dim, dtype=like.dtype, device=like.device)
+    block = min(PIECE, power_of_two(dim))
+    kernel: Any = combine_kernel[(tokens, ceil_div(dim, block))]
+    stride, filled = 0 if residual is None else residual.stride(0), power_of_two(active)
+    kernel(made, ids, weights, residual, y, dim, stride, active, filled, block)
+    return y

@@ -1,0 +1,143 @@
+"""The choice of experts for each token.
+
+Floor: a launch; the logits are read once, and a warp searches those of a token in its registers,
+once for each expert that the token gets.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvik.kernels.triton.activation import sigmoid
+from kvik.kernels.triton.launch import power_of_two
+from kvik.spec.experts import Router
+
+NOBODY = tl.constexpr(0x7FFFFFFF)  # behind all ids
+
+
+@triton.jit
+def _numbers(x):
+    """NaN, which only a correction can bring, comes before all others as infinity does."""
+    return tl.where(x != x, float("inf"), x)
+
+
+@triton.jit
+def _first_best(x, ids, AXIS: tl.constexpr):
+    """Return the largest number and, of the ids that have it, the least."""
+    best = tl.max(x, AXIS, keep_dims=True)
+    return best, tl.min(tl.where(x == best, ids, NOBODY), AXIS, keep_dims=True)
+
+
+@triton.jit
+def _of_kept_groups(
+    choice, GROUPS: tl.constexpr, SIZE: tl.constexpr, KEPT: tl.constexpr, TWO: tl.constexpr
+):
+    """choice [groups, experts of a group], -inf where the group is not among the best."""
+    GROUP_BLOCK: tl.constexpr = choice.shape[0]
+    SIZE_BLOCK: tl.constexpr = choice.shape[1]
+    place = tl.arange(0, SIZE_BLOCK)[None, :]
+    best, at = _first_best(choice, place, 1)
+    if TWO and SIZE > 1:
+        second = tl.max(tl.where(place == at, float("-inf"), choice), 1, keep_dims=True)
+        best = _numbers(best + second)
+    group = tl.arange(0, GROUP_BLOCK)[:, None]
+    left = group < GROUPS
+    for _ in tl.static_range(KEPT):
+        _, chosen = _first_best(
+            tl.where(left, best, float("-inf")), tl.where(left, group, NOBODY), 0
+        )
+        left = left & (group != chosen)
+    return tl.where(left, float("-inf"), choice)
+
+
+@triton.jit
+def route_kernel(
+    logits,
+    correction,
+    ids,
+    weights,
+    stride,
+    scale,
+    EXPERTS: tl.constexpr,
+    ACTIVE: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KEPT: tl.constexpr,
+    TWO: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    SIZE_BLOCK: tl.constexpr,
+    ACTIVE_BLOCK: tl.constexpr,
+):
+    """grid [tokens]; logits [tokens, EXPERTS], correction [EXPERTS] or None, ids and weights
+    [tokens, ACTIVE]. The experts of a group are a row of a tile. TWO: a group is as good as its
+    best two."""
+    token = tl.program_id(0).to(tl.int64)
+    SIZE: tl.constexpr = EXPERTS // GROUPS
+    group, place = tl.arange(0, GROUP_BLOCK)[:, None], tl.arange(0, SIZE_BLOCK)[None, :]
+    expert = group * SIZE + place
+    inside = (group < GROUPS) & (place < SIZE)
+    x = tl.load(logits + token * stride + expert, mask=inside, other=float("-inf"))
+    if SIGMOID:
+        scores = sigmoid(x)
+    else:
+        scores = tl.exp(x - tl.max(tl.max(x, 1), 0))
+        scores = scores / tl.sum(tl.sum(scores, 1), 0)
+    scores = tl.where(scores == scores, scores, 0.0)
+    choice = scores
+    if correction is not None:
+        choice = _numbers(scores + tl.load(correction + expert, mask=inside, other=0.0))
+    choice = tl.where(inside, choice, float("-inf"))
+    if GROUPS > 1:
+        choice = _of_kept_groups(choice, GROUPS, SIZE, KEPT, TWO)
+    left = tl.where(inside, expert, NOBODY)
+    k = tl.arange(0, ACTIVE_BLOCK)
+    found_ids = tl.zeros((ACTIVE_BLOCK,), tl.int32)
+    found = tl.zeros((ACTIVE_BLOCK,), tl.float32)
+    for i in range(ACTIVE):
+        best = tl.max(tl.max(tl.where(left == NOBODY, float("-inf"), choice), 1), 0)
+        chosen = tl.min(tl.min(tl.where(choice == best, left, NOBODY), 1), 0)
+        score = tl.sum(tl.sum(tl.where(left == chosen, scores, 0.0), 1), 0)
+        found_ids = tl.where(k == i, chosen, found_ids)
+        found = tl.where(k == i, score, found)
+        left = tl.where(left == chosen, NOBODY, left)
+    if NORMALISED:
+        found = found / tl.maximum(tl.sum(found, 0), 1.1754943508222875e-38)
+    to = token * ACTIVE + k
+    tl.store(ids + to, found_ids.to(tl.int64), mask=k < ACTIVE)
+    tl.store(weights + to, found * scale, mask=k < ACTIVE)
+
+
+def route(logits: Tensor, router: Router, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+    """See `Ops.route`."""
+    shape, device = (len(logits), router.active), logits.device
+    ids = torch.empty(shape, dtype=torch.int64, device=device)
+    weights = torch.empty(shape, dtype=torch.float32, device=device)
+    if not len(logits):
+        return ids, weights
+    kernel: Any = route_kernel[(len(logits),)]
+    kernel(
+        logits,
+        correction,
+        ids,
+        weights,
+        logits.stride(0),
+        router.scale,
+        router.experts,
+        router.active,
+        router.scores == "sigmoid",
+        router.groups,
+        router.kept,
+        router.group_by == "best two",
+        router.normalised,
+        power_of_two(router.groups),
+        power_of_two(router.experts // router.groups),
+        power_of_two(router.active),
+        num_warps=1,
+    )
+    return ids, weights
