@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers.configs import PUBLIC
+from helpers.configs import PUBLIC, small
 from helpers.on_terminal import OnTerminal
 from helpers.optional_native import needs_native
 
@@ -56,6 +56,15 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     memory = facts["memory"]
     parts = ("weights", "activations", "kv_cache", "overhead")
     assert memory["total"] == sum(memory[part] for part in parts) <= memory["limit"]
+
+
+def test_experts_of_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+    values = small(architectures=["Glm4MoeForCausalLM"], num_hidden_layers=3, **experts)
+    (tmp_path / "config.json").write_text(json.dumps({**values, "n_shared_experts": 2}))
+    assert main(["info", str(tmp_path), "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "3 of 8 experts of width 24, and one of 48 for all tokens\n" in out
 
 
 def test_kinds_of_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -420,6 +420,9 @@ def test_options_that_do_not_fit_name_what_would(
     ("memory", "options", "part"),
     [
         (1 * GIB, {}, "a smaller model, or"),
+        (12 * GIB, {}, "quantization=int8 would fit"),
+        (7 * GIB, {}, "quantization=int4 would fit"),
+        (7 * GIB, {"quantization": "int8"}, "quantization=int4 would fit"),
         (24 * GIB, {"dtype": "float32"}, "dtype=bfloat16 would fit"),
         (
             24 * GIB,

@@ -347,6 +347,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "first_k_dense_replace": 0,
         },
     ),
+    "granite-moe": (
+        "GraniteMoe",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 6.0,
+        },
+    ),
     "qwen2-moe": (
         "Qwen2Moe",
         {**EIGHT_EXPERTS, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 1},

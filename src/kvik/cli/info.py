@@ -6,7 +6,7 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from kvik.cli.flags import Parser, add_engine_flags, add_model, engine_options
 from kvik.cli.report import kv_format
@@ -137,7 +137,14 @@ def _kinds(spec: ModelSpec) -> Sequence[tuple[LayerSpec, int]]:
 
 
 def _kind(spec: ModelSpec, layer: LayerSpec) -> str:
-    """What layers see, and what they know of positions; or the state that they keep."""
+    """What layers see, and what they know of positions; or the state that they keep. And their
+    experts."""
+    experts = layer.experts
+    if experts is not None:
+        router = experts.router
+        chosen = f"{router.active} of {router.experts} experts of width {experts.inner:,}"
+        always = f", and one of {experts.shared:,} for all tokens" if experts.shared else ""
+        return f"{_kind(spec, replace(layer, experts=None))}; {chosen}{always}"
     state = layer.state
     if state is not None:
         text = f"keep a state of {state.size:,} numbers: the last {state.width - 1} inputs"

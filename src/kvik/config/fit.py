@@ -43,6 +43,7 @@ CPU_KV_PER_WEIGHTS, CPU_KV_FLOOR = 2, GIB
 # Drafts of a step beyond which it is bound by arithmetic, so that a wrong draft costs as
 # much as a right one gains. Each is a row of logits.
 MAX_DRAFT_ROWS: Mapping[str, int] = {"cpu": 128, "cuda": 512}
+FEWER_BITS = ("int8", "int4")
 NO_GRAPHS = "no request would fit into memory beside them; decoding takes longer"
 
 
@@ -341,6 +342,12 @@ class Fit:
         needed, share = self._needed(size), self.config.memory_utilization
         if needed * share <= self.limit.size:
             return "a higher memory_utilization"
+        if self.footprint.mapped is None:  # the weights are yet to be loaded
+            for scheme in FEWER_BITS:  # the one that keeps most comes first
+                rounded = replace(self.footprint, quantization=scheme)
+                less = rounded.weights < self.footprint.weights
+                if less and replace(free, footprint=rounded)._needed(size) <= self.limit.size:
+                    return f"quantization={scheme}{also}"
         return f"a smaller model, or {show_bytes(int(needed / share))} of memory,"
 
 

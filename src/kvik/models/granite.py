@@ -1,12 +1,15 @@
-"""Granite 3 (IBM 2024): a Llama with constants for embedding, attention, residuals and logits."""
+"""Granite 3 (IBM 2024): a Llama with constants for embedding, attention, residuals and logits; the
+smaller ones have routed experts."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvik.models.llama import Llama, LlamaAttention
-from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
+from kvik.models.llama import Llama, LlamaAttention, feed_forward
+from kvik.spec.declare import Architecture, ExpertNames, ForwardContext, LayerBuilder
+from kvik.spec.experts import normalised_router, read_experts
 from kvik.spec.fields import Fields
 from kvik.spec.model import ModelFacts, ModelScales
 
@@ -14,16 +17,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+NAMES = ExpertNames(router="router.layer", gate_up=("input_linear.{}",), down="output_linear.{}")
+
+
 class GraniteLayer:
-    """Attention and MLP; each reads the residual stream normalised and adds a part of what it
-    gives."""
+    """Attention and MLP, or experts; each reads the residual stream normalised and adds a part of
+    what it gives."""
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
         hidden, eps = spec.hidden_size, spec.norm_eps
         self.attention_norm = builder.rms_norm("input_layernorm", hidden, eps, before="qkv")
         self.attention = LlamaAttention(spec, builder.at("self_attn"), layer)
         self.mlp_norm = builder.rms_norm("post_attention_layernorm", hidden, eps, before="gate_up")
-        self.mlp = builder.at("mlp").gated_mlp(hidden, spec.intermediate_size, bias=spec.mlp_bias)
+        scope = "mlp" if spec.layers[layer].experts is None else "block_sparse_moe"
+        self.mlp = feed_forward(spec, builder, layer, scope, NAMES)
         self.add = builder.scaled_sum(spec.scales.residual)
 
     def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
@@ -60,4 +67,12 @@ GRANITE = Architecture(
         *("embedding_multiplier", "residual_multiplier"),
         *("attention_multiplier", "logits_scaling"),
     ),
+)
+GRANITE_MOE = replace(
+    GRANITE,
+    name="GraniteMoeForCausalLM",
+    model_type="granitemoe",
+    models="Granite 3 with experts",
+    experts=partial(read_experts, inner="intermediate_size", router=normalised_router),
+    gguf=None,
 )

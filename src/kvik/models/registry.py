@@ -12,7 +12,7 @@ from kvik.models.glm4 import GLM4, GLM4_MOE
 from kvik.models.gpt2 import GPT2_MODEL
 from kvik.models.gpt_neox import GPT_NEOX
 from kvik.models.gpt_oss import GPT_OSS
-from kvik.models.granite import GRANITE
+from kvik.models.granite import GRANITE, GRANITE_MOE
 from kvik.models.lfm2 import LFM2
 from kvik.models.llama import (
     LLAMA,
@@ -45,7 +45,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     for row in (
         *(LLAMA, MISTRAL, MINISTRAL3, MISTRAL3_IMAGES, QWEN2, QWEN3, SMOLLM3, STABLELM, PHI3, GLM4),
         *(QWEN2_MOE, QWEN3_NEXT, QWEN3_5_MOE, QWEN3_5_MOE_IMAGES),
-        *(MIXTRAL, QWEN3_MOE, OLMOE, GLM4_MOE, MINIMAX_M2, GPT_OSS),
+        *(MIXTRAL, QWEN3_MOE, OLMOE, GRANITE_MOE, GLM4_MOE, MINIMAX_M2, GPT_OSS),
         *(DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE),
         *(
             GEMMA,

@@ -205,8 +205,10 @@ def _open_sharded(folder: Path) -> FolderCheckpoint:
     return FolderCheckpoint(tuple(files))
 
 
-# Tensors of all experts of a layer in one, as newer versions of transformers write them.
+# Tensors of all experts of a layer in one, as newer versions of transformers write them, and as
+# Granite always had them.
 STACKED = re.compile(r"(.+\.experts)\.([a-z_]+_proj)(?:_(bias|blocks|scales))?")
+LINEARS = re.compile(r"(.+\.(?:input|output)_linear)\.weight")
 GATE_UP = "gate_up_proj"  # gate and up of an expert, its rows in the middle
 
 
@@ -218,22 +220,29 @@ def unstacked(entries: Sequence[TensorEntry]) -> tuple[TensorEntry, ...]:
     """
     names, found = {entry.name for entry in entries}, list[TensorEntry]()
     for entry in entries:
-        match = STACKED.fullmatch(entry.name)
-        if match is None or len(entry.shape) < 2:
+        count = entry.shape[0] if entry.shape else 0
+        match, linear = STACKED.fullmatch(entry.name), LINEARS.fullmatch(entry.name)
+        if linear is not None and len(entry.shape) == 3:
+            found += _parts(entry, 1, [f"{linear[1]}.{expert}.weight" for expert in range(count)])
+        elif match is not None and len(entry.shape) > 1:
+            scope, layer, part = match[1], match[2], match[3] or "weight"
+            layers = [layer]
+            mixed = f"{scope}.{GATE_UP}_bias" in names
+            if layer == GATE_UP and not mixed and entry.shape[1] % 2 == 0:
+                layers = ["gate_proj", "up_proj"]
+            own = [f"{scope}.{e}.{layer}.{part}" for e in range(count) for layer in layers]
+            found += _parts(entry, len(layers), own)
+        else:
             found.append(entry)
-            continue
-        scope, layer, part = match[1], match[2], match[3] or "weight"
-        count, *shape = entry.shape
-        mixed = f"{scope}.{GATE_UP}_bias" in names
-        layers = [layer]
-        if layer == GATE_UP and not mixed and shape[0] % 2 == 0:
-            layers, shape = ["gate_proj", "up_proj"], [shape[0] // 2, *shape[1:]]
-        size = entry.size // (count * len(layers)) if count else 0
-        for i in range(count * len(layers)):
-            name = f"{scope}.{i // len(layers)}.{layers[i % len(layers)]}.{part}"
-            start = entry.start + i * size
-            found.append(TensorEntry(name, entry.dtype, tuple(shape), start, size))
     return tuple(found)
+
+
+def _parts(entry: TensorEntry, each: int, names: Sequence[str]) -> Iterator[TensorEntry]:
+    """Yield the tensors of all experts, `each` of them for each expert, one behind the other."""
+    _, rows, *rest = entry.shape
+    for i, name in enumerate(names):
+        size = entry.size // len(names)
+        yield TensorEntry(name, entry.dtype, (rows // each, *rest), entry.start + i * size, size)
 
 
 def _by_layer(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
