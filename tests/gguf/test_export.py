@@ -79,6 +79,23 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+QWEN3_MOE = {
+    "num_experts": 9,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
+GLM4_MOE = {
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.7,
+    "first_k_dense_replace": 2,
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 
 
@@ -104,6 +121,24 @@ def test_there_and_back(tmp_path: Path, name: str, options: dict[str, Any]) -> N
     assert there_and_back(model, tmp_path / "m.gguf") == model
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 1}),
+        ("Qwen3MoeForCausalLM", QWEN3_MOE),
+        ("OlmoeForCausalLM", QWEN3_MOE | {"norm_topk_prob": False}),
+        ("Glm4MoeForCausalLM", GLM4_MOE),
+        ("Glm4MoeForCausalLM", GLM4_MOE | {"first_k_dense_replace": 0, "n_shared_experts": 0}),
+        ("MiniMaxM2ForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    ],
+)
+def test_experts_there_and_back(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+    model = spec(name, options)
+    back = there_and_back(model, tmp_path / "m.gguf")
+    assert back.architecture == model.architecture
+    assert [layer.experts for layer in back.layers] == [layer.experts for layer in model.layers]
+
+
 def test_mistral_without_a_window_is_a_llama(tmp_path: Path) -> None:
     model = spec("MistralForCausalLM", {"sliding_window": None})
     back = there_and_back(model, tmp_path / "m.gguf")
@@ -120,6 +155,13 @@ def test_mistral_without_a_window_is_a_llama(tmp_path: Path) -> None:
         ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 0, 1]}, "rope_parameters: .* smollm3 imply"),
         ("GPTNeoXForCausalLM", {"num_key_value_heads": 4, "hidden_act": "gelu_new"}, "hidden_act"),
         ("Gemma3ForCausalLM", {"query_pre_attn_scalar": 64}, "of gemma3 imply"),
+        ("Qwen3MoeForCausalLM", QWEN3_MOE | {"norm_topk_prob": False}, "experts .* qwen3moe imply"),
+        (
+            "Qwen3MoeForCausalLM",
+            QWEN3_MOE | {"decoder_sparse_step": 2},
+            "experts .* qwen3moe imply",
+        ),
+        ("OlmoeForCausalLM", QWEN3_MOE, "experts of layers: .* olmoe imply"),
     ],
 )
 def test_what_gguf_has_no_words_for(name: str, options: dict[str, Any], message: str) -> None:
@@ -159,6 +201,23 @@ def test_blocks_by_place_and_width(name: str, width: int, expected: str) -> None
 def test_an_embedding_that_is_the_head_has_its_blocks() -> None:
     model = spec("LlamaForCausalLM", {"tie_word_embeddings": True})
     assert block_type("Q4_K_M", "token_embd.weight", 512, model) == "Q6_K"
+
+
+def test_attention_beside_eight_experts_is_finer() -> None:
+    """As llama.cpp mixes types; matrices of experts are as those of an MLP."""
+    model = spec("MixtralForCausalLM", {"num_local_experts": 8, "num_hidden_layers": 4})
+    for part, expected in {
+        "attn_q": "Q4_K Q4_0 BF16",
+        "attn_k": "Q8_0 Q8_0 BF16",
+        "attn_v": "Q8_0 Q8_0 BF16",
+        "attn_output": "Q5_K Q4_0 BF16",
+        "ffn_gate_inp": "F32 F32 F32",
+        "ffn_up_exps": "Q4_K Q4_0 BF16",
+        "ffn_down_exps": "Q6_K Q4_0 BF16",
+    }.items():
+        name = f"blk.2.{part}.weight"
+        types = [block_type(type, name, 512, model) for type in ("Q4_K_M", "Q4_0", "BF16")]
+        assert types == expected.split(), part
 
 
 @pytest.mark.parametrize(("layers", "finer"), [(6, [2, 5]), (16, [0, 1, 4, 7, 10, 13, 14, 15])])

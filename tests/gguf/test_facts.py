@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 from helpers.gguf_files import llama_file, raw, write_with_package
-from helpers.tiny_models import tiny_model
+from helpers.tiny_models import save_tiny, tiny_model
+from safetensors.torch import load_file
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -183,7 +185,8 @@ def test_what_is_computed_in(tmp_path: Path, type: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"llama.expert_count": 8}, "llama.expert_count: must be 0"),
+        ({"llama.expert_count": 8}, "llama.expert_used_count: is missing"),
+        ({"llama.expert_count": 1025}, "llama.expert_count: must be an integer in"),
         ({"split.count": 2}, "split.count: is more than 1"),
         ({"llama.attention.value_length": 4}, "value_length: must be the size of a head, 8"),
         ({"llama.rope.dimension_count": 4}, "dimension_count: must be the size of a head, 8"),
@@ -368,6 +371,34 @@ def test_every_parameter_has_the_name_of_the_public_package(family: str, options
     for name in names:
         expected = known.get_name(name, try_suffixes=(".weight", ".bias"))
         assert gguf_name(name, own) == expected and hf_name(expected, own) == name
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("Mixtral", {"num_local_experts": 3}),
+        ("Qwen3Moe", {"num_experts": 3, "head_dim": 8}),
+        ("Olmoe", {"num_experts": 3}),
+        ("Glm4Moe", {"n_routed_experts": 3, "head_dim": 8, "use_qk_norm": True}),
+        ("MiniMaxM2", {"num_local_experts": 3, "head_dim": 8}),
+    ],
+)
+def test_experts_have_the_names_of_the_public_package(
+    family: str, options: dict, tmp_path: Path
+) -> None:
+    """Tensors of all experts of a layer have one name."""
+    row = ARCHITECTURES[f"{family}ForCausalLM"]
+    architecture = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == row.gguf)
+    known = gguf.get_tensor_name_map(architecture, 3)
+    save_tiny(tmp_path, family, **options)
+    experts = re.compile(r"experts\.(\d+)")
+    for name in load_file(tmp_path / "model.safetensors"):
+        usual = experts.sub("experts", name).replace("correction_bias", "correction.bias")
+        expected = known.get_name(usual, try_suffixes=(".weight", ".bias"))
+        assert gguf_name(name, row.gguf_names) == expected
+        number = experts.search(name)
+        found = hf_name(expected, row.gguf_names)
+        assert found is not None and found.format(number and number[1]) == name
 
 
 def test_other_names_have_none() -> None:

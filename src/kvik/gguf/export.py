@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -14,12 +14,13 @@ from kvik.errors import ModelError, shown
 from kvik.gguf.facts import (
     EMBEDDING,
     END_TOKENS,
-    GGUF_ARCHITECTURES,
+    EXPERT_SIZES,
+    GATING,
     HEAD,
     LAYER,
     PARALLEL,
     SCALES,
-    family_of,
+    SCHEMES,
     llama3_divisors,
     metadata_config,
 )
@@ -27,9 +28,16 @@ from kvik.gguf.tokenizer import AT, SPACE, WORD_RULES, TokenKind, WordRule
 from kvik.gguf.types import BLOCK_TYPES, Metadata
 from kvik.gguf.writer import Scalar
 from kvik.models.model_spec import ModelSpec
+from kvik.models.registry import ARCHITECTURES
+from kvik.spec.declare import Architecture
+from kvik.spec.experts import ExpertsSpec
 from kvik.spec.rope import RopeSpec
 
-NAMES = {hf: name for name, hf in GGUF_ARCHITECTURES.items()} | {"MistralForCausalLM": "llama"}
+# Architecture of config.json -> the one that names its files.
+FAMILIES: Mapping[str, Architecture] = {
+    **{name: row for name, row in ARCHITECTURES.items() if row.gguf is not None},
+    "MistralForCausalLM": ARCHITECTURES["LlamaForCausalLM"],
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +88,19 @@ def block_type(type: str, name: str, width: int, spec: ModelSpec) -> str:
         found = file.head
     elif name == EMBEDDING:
         found = file.embedding
-    elif (layer := LAYER.fullmatch(name)) is not None and layer[2] in ("attn_v", "ffn_down"):
-        if _is_sensitive(int(layer[1]), spec.num_layers):
-            found = file.sensitive
-        elif file.usual == "Q4_K" and layer[2] == "attn_v" and _is_70b(spec):
+    elif (layer := LAYER.fullmatch(name)) is not None:
+        part = layer[2]
+        if part == "ffn_gate_inp":
+            found = "F32"
+        elif _has_eight_experts(spec) and file.usual in SCHEMES and part in ("attn_k", "attn_v"):
+            found = "Q8_0"
+        elif _has_eight_experts(spec) and file.usual == "Q4_K" and part == "attn_output":
             found = "Q5_K"
+        elif part == "attn_v" or part.startswith("ffn_down"):
+            if _is_sensitive(int(layer[1]), spec.num_layers):
+                found = file.sensitive
+            elif file.usual == "Q4_K" and part == "attn_v" and _is_70b(spec):
+                found = "Q5_K"
     found = found or file.usual
     if width % BLOCK_TYPES[found].weights:
         found = SMALLER_BLOCKS.get(found, found)
@@ -97,21 +113,26 @@ def _is_sensitive(layer: int, layers: int) -> bool:
     return layer < first or layer >= 7 * layers // 8 or (layer - first) % 3 == 2
 
 
+def _has_eight_experts(spec: ModelSpec) -> bool:
+    """Return whether attention is so small a part of the weights that finer types cost little."""
+    return any(layer.experts and layer.experts.router.experts == 8 for layer in spec.layers)
+
+
 def _is_70b(spec: ModelSpec) -> bool:
     """Return whether it has the layers of a 70B, where many heads share the values."""
     return spec.num_layers == 80 and spec.num_kv_heads < spec.num_heads
 
 
-def gguf_architecture(spec: ModelSpec) -> str:
-    """Return `general.architecture`.
+def gguf_family(spec: ModelSpec) -> Architecture:
+    """Return the architecture that names the files of a model.
 
     Raises:
         ModelError: GGUF has no name for this model that kvik can read back.
     """
-    if spec.architecture not in NAMES:
-        known = ", ".join(NAMES)
+    if spec.architecture not in FAMILIES:
+        known = ", ".join(FAMILIES)
         raise ModelError("architectures", f"must be one of {known} for GGUF")
-    return NAMES[spec.architecture]
+    return FAMILIES[spec.architecture]
 
 
 def model_metadata(spec: ModelSpec, name: str, type: str) -> dict[str, Scalar]:
@@ -124,8 +145,8 @@ def model_metadata(spec: ModelSpec, name: str, type: str) -> dict[str, Scalar]:
     Raises:
         ModelError: GGUF cannot describe this model.
     """
-    architecture = gguf_architecture(spec)
-    family = family_of(architecture)
+    family = gguf_family(spec)
+    architecture = str(family.gguf)
     rope = _main_rope(spec)
     eps = "layer_norm_rms_epsilon" if spec.rms_norm else "layer_norm_epsilon"
     facts: dict[str, Scalar | None] = {
@@ -145,6 +166,7 @@ def model_metadata(spec: ModelSpec, name: str, type: str) -> dict[str, Scalar]:
     }
     if PARALLEL in family.fixed or family.wiring is not None:
         facts[PARALLEL] = family.fixed.get(PARALLEL, bool(spec.wiring))
+    facts |= _experts(spec)
     facts |= _rope(rope)
     metadata: dict[str, Scalar] = {
         "general.architecture": architecture,
@@ -166,7 +188,7 @@ def _main_rope(spec: ModelSpec) -> RopeSpec:
 
 def _check(spec: ModelSpec, metadata: Mapping[str, Scalar], architecture: str) -> None:
     """Raise `ModelError` if readers of the metadata would make another model of them."""
-    config = metadata_config(Metadata(metadata, "metadata"), architecture)
+    config = metadata_config(Metadata(metadata, "metadata"))
     back = ModelSpec.from_config({**config, "vocab_size": spec.vocab_size}, "metadata")
 
     def turns(model: ModelSpec) -> list[object]:
@@ -183,12 +205,42 @@ def _check(spec: ModelSpec, metadata: Mapping[str, Scalar], architecture: str) -
     for key, good in (
         ("sliding_window", spec.windows == back.windows),
         ("rope_parameters", turns(spec) == turns(back)),
+        ("experts of layers", _chosen(spec) == _chosen(back)),
         ("hidden_act", spec.gated_mlp or _same_activation(spec.activation, back.activation)),
         ("config.json", all(math.isclose(one, other, rel_tol=1e-6) for one, other in same)),
     ):
         if not good:
             reason = "must be what files of {} imply: GGUF has no words for others"
             raise ModelError(key, reason.format(architecture))
+
+
+def _chosen(model: ModelSpec) -> list[ExpertsSpec | None]:
+    """Return the experts of each layer; groups that are all kept are none."""
+    found: list[ExpertsSpec | None] = []
+    for layer in model.layers:
+        experts = layer.experts
+        if experts is not None and experts.router.kept == experts.router.groups:
+            router = replace(experts.router, groups=1, kept=1)
+            experts = replace(experts, router=router)
+        found.append(experts)
+    return found
+
+
+def _experts(spec: ModelSpec) -> dict[str, Scalar | None]:
+    """Return what a file says of routed experts."""
+    sparse = [layer.experts for layer in spec.layers]
+    first = next((layer for layer, one in enumerate(sparse) if one is not None), None)
+    if first is None or (experts := sparse[first]) is None:
+        return {}
+    router, shared = experts.router, experts.shared // experts.inner
+    return {
+        **{name: of(router, shared) for name, of in EXPERT_SIZES.values()},
+        "leading_dense_block_count": first or None,
+        "expert_feed_forward_length": experts.inner,
+        "expert_gating_func": GATING[router.scores],
+        "expert_weights_norm": router.normalised,
+        "expert_weights_scale": router.scale if router.scale != 1.0 else None,
+    }
 
 
 def _same_activation(one: str, other: str) -> bool:

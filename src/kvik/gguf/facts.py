@@ -6,18 +6,19 @@ import math
 import re
 import struct
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
 from kvik.core.sampling_params import PARAMETERS
-from kvik.errors import ModelError
-from kvik.gguf.reader import GgufFile
+from kvik.errors import ModelError, shown
+from kvik.gguf.reader import GgufFile, GgufTensor
 from kvik.gguf.types import Array, Metadata, ValueKind, shortest
 from kvik.gguf.writer import Scalar
 from kvik.models.model_spec import ModelSpec
 from kvik.models.registry import ARCHITECTURES
 from kvik.spec.declare import Architecture
+from kvik.spec.experts import EXPERT_KEYS, MAX_EXPERTS, Router
 from kvik.spec.fields import Fields
 from kvik.spec.layers import FULL, SLIDING
 from kvik.spec.model import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, ModelScales
@@ -165,10 +166,8 @@ SCHEMES: Mapping[str, StoredScheme] = {
 def stored_quantization(file: GgufFile) -> StoredQuantization | None:
     """Return the quantisation by the types of the tensors; None: all are floats."""
     named: dict[str, set[str]] = {}
-    own = tensor_names(file)
-    for tensor in file.tensors:
-        name = hf_name(tensor.name, own)
-        if name is not None and tensor.type.name in SCHEMES:
+    for name, tensor in named_tensors(file):
+        if name != tensor.name and tensor.type.name in SCHEMES:
             named.setdefault(tensor.type.name, set()).add(name.removesuffix(WEIGHT))
     if not named:
         return None
@@ -242,11 +241,21 @@ _INNER: Mapping[str, str] = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
 
 
 def hf_name(name: str, own: Mapping[str, str]) -> str | None:
     """Return the checkpoint name of a tensor; None if there is none.
+
+    In the name of what all experts of a layer have, {} stands for the number of one.
 
     Args:
         own: `gguf_names` of the architecture.
@@ -254,6 +263,8 @@ def hf_name(name: str, own: Mapping[str, str]) -> str | None:
     names = {**_OUTER, **_INNER, **own}
     layer = LAYER.fullmatch(name)
     if layer is not None:
+        if (whole := names.get(f"{layer[2]}.{layer[3]}")) is not None:
+            return f"{names[_BLOCKS]}.{layer[1]}.{whole}"
         inner = None if layer[2] in _OUTER else names.get(layer[2])
         return f"{names[_BLOCKS]}.{layer[1]}.{inner}.{layer[3]}" if inner else None
     outer = re.fullmatch(rf"(\w+)\.{_LAST}", name)
@@ -265,23 +276,64 @@ def hf_name(name: str, own: Mapping[str, str]) -> str | None:
 def gguf_name(name: str, own: Mapping[str, str]) -> str | None:
     """Return the GGUF name of a checkpoint's tensor; None if there is none.
 
+    Tensors of the experts of a layer have one name.
+
     Args:
         own: `gguf_names` of the architecture.
     """
     names = {**_OUTER, **_INNER, **own}
     back = {hf: name for name, hf in names.items()}
-    layer = re.fullmatch(rf"{re.escape(names[_BLOCKS])}\.{_NUMBER}\.(.+)\.{_LAST}", name)
+    layer = re.fullmatch(rf"{re.escape(names[_BLOCKS])}\.{_NUMBER}\.(.+)", name)
     if layer is not None:
-        inner = back.get(layer[2])
-        return f"{_BLOCKS}.{layer[1]}.{inner}.{layer[3]}" if inner else None
+        if layer[2] in back:
+            found = back[layer[2]]
+            return f"{_BLOCKS}.{layer[1]}.{found}" if "." in found else None
+        scope, _, last = layer[2].rpartition(".")
+        inner = back.get(scope) or back.get(re.sub(rf"\.{_NUMBER}\.", ".{}.", scope))
+        known = inner is not None and "." not in inner and last in ("weight", "bias")
+        return f"{_BLOCKS}.{layer[1]}.{inner}.{last}" if known else None
     outer, _, last = name.rpartition(".")
     known = last in ("weight", "bias") and back.get(outer) in _OUTER
     return f"{back[outer]}.{last}" if known else None
 
 
-# `general.architecture` -> architecture of config.json. Mistral is "llama" in GGUF.
-GGUF_ARCHITECTURES: Mapping[str, str] = {
-    row.gguf: row.name for row in ARCHITECTURES.values() if row.gguf is not None
+def named_tensors(file: GgufFile) -> Iterator[tuple[str, GgufTensor]]:
+    """Yield the tensors by their names in checkpoints, those of each expert by themselves.
+
+    What has no name there keeps its own. Layers behind the last one, which predict further tokens,
+    are left out.
+
+    Raises:
+        ModelError: a tensor has not as many experts as the metadata say.
+    """
+    names, metadata = family_of(file.metadata).gguf_names, file.metadata
+    more = metadata.integer(f"{architecture(file)}.nextn_predict_layers", 0, MAX_LAYERS, 0)
+    first = _layers(metadata) if more else 0
+    experts = _expert_count(metadata)
+    for tensor in file.tensors:
+        block = re.match(rf"{_BLOCKS}\.{_NUMBER}\.", tensor.name)
+        if block is not None and first <= int(block[1]) < first + more:
+            continue
+        name = hf_name(tensor.name, names)
+        if name is None or "{}" not in name:
+            yield name or tensor.name, tensor
+            continue
+        count, *shape = tensor.shape
+        if count != experts or not shape:
+            told = f"must have a part for each of {experts} experts, not {list(tensor.shape)}"
+            raise ModelError(file.path.name, f"tensor {shown(tensor.name)} {told}")
+        size = tensor.size // count
+        for i in range(count):
+            start = tensor.start + i * size
+            yield name.format(i), replace(tensor, shape=tuple(shape), start=start, size=size)
+
+
+# `general.architecture` -> architectures of config.json: one with experts, one without, or both.
+# Mistral is "llama" in GGUF.
+GGUF_FAMILIES: Mapping[str, tuple[Architecture, ...]] = {
+    name: tuple(row for row in ARCHITECTURES.values() if row.gguf == name)
+    for name in dict.fromkeys(row.gguf for row in ARCHITECTURES.values())
+    if name is not None
 }
 # Tokens that end an answer: the end of the text, of a turn and of a message.
 END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -294,26 +346,40 @@ def architecture(file: GgufFile) -> str:
         ModelError: the architecture is not supported, or the file holds only a part of a model.
     """
     name = file.metadata.string("general.architecture")
-    if name not in GGUF_ARCHITECTURES:
-        known = ", ".join(GGUF_ARCHITECTURES)
+    if name not in GGUF_FAMILIES:
+        known = ", ".join(GGUF_FAMILIES)
         raise file.metadata.error("general.architecture", f"must be one of {known}, not {name!r}")
     if file.metadata.integer("split.count", 0, 1 << 16, 1) > 1:
         raise file.metadata.error(
             "split.count", "is more than 1: put the parts together with llama-gguf-split --merge"
         )
-    if file.metadata.integer(f"{name}.expert_count", 0, 1 << 32, 0):
-        raise file.metadata.error(f"{name}.expert_count", "must be 0: no mixtures of experts")
     return name
 
 
-def family_of(name: str) -> Architecture:
-    """Return the architecture that is called `name` in GGUF."""
-    return ARCHITECTURES[GGUF_ARCHITECTURES[name]]
+def family_of(metadata: Metadata) -> Architecture:
+    """Return the architecture of a file's model, by its name in GGUF and whether it has experts.
+
+    Raises:
+        ModelError: it has experts and its family has none, or the other way round.
+    """
+    name, count = metadata.string("general.architecture"), _expert_count(metadata)
+    for family in GGUF_FAMILIES[name]:
+        if (family.experts is not None) == (count > 0):
+            return family
+    allowed = "0: the family has no experts" if count else "at least 1"
+    raise metadata.error(f"{name}.expert_count", f"must be {allowed}")
 
 
-def tensor_names(file: GgufFile) -> Mapping[str, str]:
-    """Return the `gguf_names` of a file's architecture."""
-    return family_of(architecture(file)).gguf_names
+def _expert_count(metadata: Metadata) -> int:
+    name = metadata.string("general.architecture")
+    return metadata.integer(f"{name}.expert_count", 0, MAX_EXPERTS, 0)
+
+
+def _layers(metadata: Metadata) -> int:
+    """Return the number of layers, without those that predict further tokens."""
+    name = metadata.string("general.architecture")
+    blocks = metadata.integer(f"{name}.block_count", 1, MAX_LAYERS)
+    return blocks - metadata.integer(f"{name}.nextn_predict_layers", 0, blocks - 1, 0)
 
 
 def gguf_model_spec(file: GgufFile) -> ModelSpec:
@@ -333,8 +399,8 @@ def model_config(file: GgufFile) -> dict[str, object]:
         ModelError: an unknown architecture, or a value out of range.
     """
     name = architecture(file)
-    known, names = family_of(name), {tensor.name for tensor in file.tensors}
-    config = metadata_config(file.metadata, name)
+    known, names = family_of(file.metadata), {tensor.name for tensor in file.tensors}
+    config = metadata_config(file.metadata)
     for key, tensors in (
         (known.qkv_bias, ("attn_q", "attn_qkv")),
         (known.o_bias, ("attn_output",)),
@@ -342,6 +408,8 @@ def model_config(file: GgufFile) -> dict[str, object]:
     ):
         if isinstance(key, str):
             config.setdefault(key, any(f"blk.0.{tensor}.bias" in names for tensor in tensors))
+    if isinstance(known.qk_norm, str):
+        config.setdefault(known.qk_norm, "blk.0.attn_q_norm.weight" in names)
     config |= {
         "vocab_size": _vocab_size(file),
         "tie_word_embeddings": HEAD not in names,
@@ -390,16 +458,13 @@ SCALES: Mapping[str, tuple[str, Callable[[ModelScales], float | None]]] = {
 PARALLEL = "use_parallel_residual"  # in both
 
 
-def metadata_config(metadata: Metadata, name: str) -> dict[str, object]:
+def metadata_config(metadata: Metadata) -> dict[str, object]:
     """Return what the metadata alone say, with the keys of config.json.
-
-    Args:
-        name: `general.architecture`.
 
     Raises:
         ModelError: a value is out of range.
     """
-    known = family_of(name)
+    name, known = metadata.string("general.architecture"), family_of(metadata)
 
     def size(key: str, most: int, default: int | None = None) -> int:
         return metadata.integer(f"{name}.{key}", 1, most, default)
@@ -408,7 +473,7 @@ def metadata_config(metadata: Metadata, name: str) -> dict[str, object]:
     if size("attention.value_length", MAX_WIDTH, head_dim) != head_dim:
         key = f"{name}.attention.value_length"
         raise metadata.error(key, f"must be the size of a head, {head_dim}")
-    heads, layers = size("attention.head_count", MAX_HEADS), size("block_count", MAX_LAYERS)
+    heads, layers = size("attention.head_count", MAX_HEADS), _layers(metadata)
     context = size("context_length", MAX_POSITIONS)
     eps = "layer_norm_rms_epsilon" if known.rms_norm else "layer_norm_epsilon"
     usual: dict[str, object] = {
@@ -425,7 +490,7 @@ def metadata_config(metadata: Metadata, name: str) -> dict[str, object]:
     }
     config: dict[str, object] = {known.keys.get(key, key): value for key, value in usual.items()}
     window = metadata.integer(f"{name}.attention.sliding_window", 0, MAX_POSITIONS, 0)
-    mistral = name == "llama" and window
+    mistral = known.name == "LlamaForCausalLM" and window
     config["architectures"] = ["MistralForCausalLM" if mistral else known.name]
     config["sliding_window"] = window or None
     pattern = metadata.raw(f"{name}.attention.sliding_window_pattern")
@@ -451,9 +516,56 @@ def metadata_config(metadata: Metadata, name: str) -> dict[str, object]:
             config[key] = metadata.number(at, 0.0, 1e9)
     if f"{name}.{PARALLEL}" in metadata:
         config[PARALLEL] = metadata.boolean(f"{name}.{PARALLEL}", True)
+    if known.experts is not None:
+        config |= _experts_config(metadata, known, layers, config)
     if known.gguf_implied is not None:
         config |= known.gguf_implied(Fields(config))
     return config
+
+
+# Key of config.json -> key of a GGUF file, and its value by what is read of it and the width of the
+# MLP that is always used, in experts.
+EXPERT_SIZES: Mapping[str, tuple[str, Callable[[Router, int], int | None]]] = {
+    EXPERT_KEYS[0]: ("expert_count", lambda router, shared: router.experts),
+    "num_experts_per_tok": ("expert_used_count", lambda router, shared: router.active),
+    "n_shared_experts": ("expert_shared_count", lambda router, shared: shared or None),
+    "n_group": (
+        "expert_group_count",
+        lambda router, shared: router.groups if router.kept < router.groups else None,
+    ),
+    "topk_group": (
+        "expert_group_used_count",
+        lambda router, shared: router.kept if router.kept < router.groups else None,
+    ),
+}
+GATING = {"softmax": 1, "sigmoid": 2}  # scores of a router -> `expert_gating_func`
+
+
+def _experts_config(
+    metadata: Metadata, known: Architecture, layers: int, config: Mapping[str, object]
+) -> dict[str, object]:
+    """Return the keys of config.json about experts."""
+    assert known.experts is not None
+    at = f"{known.gguf}."
+    inner, first = f"{at}expert_feed_forward_length", f"{at}leading_dense_block_count"
+    found: dict[str, object] = {"first_k_dense_replace": metadata.integer(first, 0, layers, 0)}
+    if inner in metadata:
+        found["moe_intermediate_size"] = metadata.integer(inner, 1, MAX_WIDTH)
+    metadata.integer(f"{at}expert_used_count", 1, MAX_EXPERTS)  # families have defaults, files none
+    for key, (name, _) in EXPERT_SIZES.items():
+        if at + name in metadata and (size := metadata.integer(at + name, 0, MAX_EXPERTS)):
+            found[key] = size
+    if f"{at}expert_weights_norm" in metadata:
+        found["norm_topk_prob"] = metadata.boolean(f"{at}expert_weights_norm", True)
+    scale = metadata.number(f"{at}expert_weights_scale", 0.0, 1e6, 0.0)
+    if scale:  # 0 stands for none
+        found["routed_scaling_factor"] = scale
+    fields = Fields({**known.defaults, **config, **found}, f"{metadata.where} {known.gguf}")
+    scores = next((one.router.scores for one in known.experts(fields, layers) if one), "softmax")
+    gating = f"{at}expert_gating_func"
+    if metadata.integer(gating, 0, 1 << 16, 0) not in (0, GATING[scores]):
+        raise metadata.error(gating, f"must be {GATING[scores]} ({scores})")
+    return found
 
 
 def _head_size(metadata: Metadata, name: str) -> int:

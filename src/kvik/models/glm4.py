@@ -84,4 +84,6 @@ GLM4_MOE = Architecture(
     qkv_bias="attention_bias",
     qk_norm="use_qk_norm",
     eos_token_ids=(151329, 151336, 151338),
+    gguf="glm4moe",
+    gguf_names={"post_attention_norm": "post_attention_layernorm"},
 )

@@ -22,6 +22,12 @@ NAMES = ExpertNames(
     down="experts.{}.w2",
     correction="e_score_correction_bias",
 )
+GGUF_NAMES = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+}
 experts = partial(feed_forward, scope="block_sparse_moe", names=NAMES)
 
 MIXTRAL = Architecture(
@@ -33,6 +39,9 @@ MIXTRAL = Architecture(
     experts=partial(read_experts, inner="intermediate_size", router=normalised_router),
     defaults={"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
     eos_token_ids=(2,),
+    gguf="llama",
+    gguf_names=GGUF_NAMES,
+    gguf_pairs=True,
 )
 
 
@@ -53,4 +62,6 @@ MINIMAX_M2 = Architecture(
     layers=minimax_layers,
     experts=partial(read_experts, inner="intermediate_size", router=corrected_router),
     head_dim=128,
+    gguf="minimax-m2",
+    gguf_names=GGUF_NAMES | {"exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"},
 )

@@ -158,4 +158,6 @@ OLMOE = Architecture(
     qkv_bias="attention_bias",
     o_bias="attention_bias",
     eos_token_ids=(50279,),
+    gguf="olmoe",
+    gguf_implied=lambda fields: {"norm_topk_prob": False},
 )

@@ -70,6 +70,8 @@ QWEN3_MOE = Architecture(
     layers=switched_layers,
     experts=partial(read_experts, router=softmax_router),
     head_dim=128,
+    gguf="qwen3moe",
+    gguf_implied=lambda fields: {"norm_topk_prob": True},
 )
 QWEN3 = Architecture(
     "Qwen3ForCausalLM",

@@ -149,8 +149,7 @@ class FolderCheckpoint:
         for path, entries in self.files:
             pieces = [
                 piece
-                for entry in _by_layer(entries)
-                if entry.name in in_runs
+                for entry in _by_layer([entry for entry in entries if entry.name in in_runs])
                 for piece in _pieces(entry, in_runs[entry.name])
             ]
             spans = [(piece.start, piece.size) for piece in pieces]

@@ -15,10 +15,9 @@ from kvik.gguf.facts import (
     LONG_FACTORS,
     ROPE_FACTORS,
     SHORT_FACTORS,
-    architecture,
     family_of,
     gguf_model_spec,
-    hf_name,
+    named_tensors,
 )
 from kvik.gguf.reader import GgufFile, GgufTensor, read_gguf
 from kvik.nn.checkpoint import (
@@ -113,15 +112,14 @@ def open_gguf(path: Path) -> GgufCheckpoint:
     A tensor without a name in checkpoints keeps its own, for the loader to complain of.
 
     Raises:
-        ModelError: it is no GGUF file, of an unknown architecture, or queries or keys are no whole
-            heads.
+        ModelError: it is no GGUF file, of an unknown architecture, queries or keys are no whole
+            heads, or experts are missing.
     """
     file = read_gguf(path)
-    family = family_of(architecture(file))
-    made = changes(gguf_model_spec(file), family)
+    made = changes(gguf_model_spec(file), family_of(file.metadata))
     tensors = {
-        hf_name(tensor.name, family.gguf_names) or tensor.name: tensor
-        for tensor in file.tensors
+        name: tensor
+        for name, tensor in named_tensors(file)
         if tensor.name not in (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
     }
     for name, tensor in tensors.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterator
 
@@ -9,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvik.errors import ModelError, shown
-from kvik.gguf.export import block_type, gguf_architecture, rope_divisors
-from kvik.gguf.facts import HEAD, ROPE_FACTORS, family_of, gguf_name
+from kvik.gguf.export import block_type, gguf_family, rope_divisors
+from kvik.gguf.facts import HEAD, ROPE_FACTORS, gguf_name
 from kvik.gguf.types import BLOCK_TYPES
 from kvik.gguf.writer import OutTensor
 from kvik.models.model_spec import ModelSpec
@@ -38,14 +39,15 @@ def gguf_tensors(checkpoint: Checkpoint, spec: ModelSpec, type: str) -> list[Out
     """The tensors of a file of a type of `FILE_TYPES`.
 
     They are read, a run of rows at a time, when they are written. Vectors stay F32, matrices take
-    the `block_type` of their place. A head that repeats the embedding is left out.
+    the `block_type` of their place; those of all experts of a layer are one. A head that repeats
+    the embedding is left out.
 
     Raises:
         ModelError: the checkpoint is quantised, or holds a tensor that GGUF has no name for.
     """
-    family = family_of(gguf_architecture(spec))
+    family = gguf_family(spec)
     made = changes(spec, family)
-    tensors = []
+    found: dict[str, list[TensorEntry]] = {}
     for hf, entry in checkpoint.entries.items():
         name = gguf_name(hf, family.gguf_names)
         if hf.endswith("rotary_emb.inv_freq") or (name == HEAD and spec.tie_word_embeddings):
@@ -55,8 +57,12 @@ def gguf_tensors(checkpoint: Checkpoint, spec: ModelSpec, type: str) -> list[Out
         change = made.get(hf)
         if change is not None and entry.shape[0] % change.unit:
             raise ModelError("model", f"tensor {shown(hf)} {change.told}")
-        blocks = "F32" if len(entry.shape) == 1 else block_type(type, name, entry.shape[-1], spec)
-        tensors.append(_tensor(checkpoint, name, entry, blocks, change))
+        found.setdefault(name, []).append(entry)
+    tensors = []
+    for name, entries in found.items():
+        shape = entries[0].shape
+        blocks = "F32" if len(shape) == 1 else block_type(type, name, shape[-1], spec)
+        tensors.append(_tensor(checkpoint, name, entries, blocks, made.get(entries[0].name)))
     divisors = rope_divisors(spec)
     if divisors is not None:
         data = struct.pack(f"<{len(divisors)}f", *divisors)
@@ -66,14 +72,29 @@ def gguf_tensors(checkpoint: Checkpoint, spec: ModelSpec, type: str) -> list[Out
 
 
 def _tensor(
-    checkpoint: Checkpoint, name: str, entry: TensorEntry, type: str, change: Change | None
+    checkpoint: Checkpoint,
+    name: str,
+    entries: list[TensorEntry],
+    type: str,
+    change: Change | None,
 ) -> OutTensor:
-    def data() -> Iterator[memoryview]:
-        for run in checkpoint.runs({entry.name: change is None}):
-            rows = run.values if change is None else change.to_file(run.values)
-            yield _bytes(type, name, rows)
+    """One tensor, or those of all experts of a layer, one behind the other."""
+    entries.sort(key=lambda entry: _expert(entry.name))
 
-    return OutTensor(name, BLOCK_TYPES[type], entry.shape, data)
+    def data() -> Iterator[memoryview]:
+        for entry in entries:
+            for run in checkpoint.runs({entry.name: change is None}):
+                rows = run.values if change is None else change.to_file(run.values)
+                yield _bytes(type, name, rows)
+
+    experts = (len(entries),) if _expert(entries[0].name) >= 0 else ()
+    return OutTensor(name, BLOCK_TYPES[type], (*experts, *entries[0].shape), data)
+
+
+def _expert(name: str) -> int:
+    """Return the number of the expert that has a tensor; -1: it belongs to none."""
+    found = re.search(r"\.experts\.(\d+)\.", name)
+    return int(found[1]) if found else -1
 
 
 def _bytes(type: str, name: str, values: Tensor) -> memoryview:
