@@ -189,3 +189,14 @@ def test_an_engine_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
     build_engine(wishes, tmp_path / "engine", lambda done, total: None)
     assert main(["export", str(tmp_path / "engine"), "-o", str(tmp_path / "out.gguf")]) == 2
     assert "is an engine folder: export the model it was built from" in capsys.readouterr().err
+
+
+def test_an_expert_that_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_tiny(tmp_path / "m", "Mixtral", num_local_experts=4)
+    path, lost = tmp_path / "m/model.safetensors", "model.layers.1.block_sparse_moe.experts.2.w2"
+    weights = load_file(path)
+    weights.pop(f"{lost}.weight")
+    save_file(weights, path)
+    assert main(["export", str(tmp_path / "m"), "-o", str(tmp_path / "m.gguf")]) == 2
+    assert f"its weights lack '{lost}.weight'" in capsys.readouterr().err
+    assert not (tmp_path / "m.gguf").exists()
