@@ -867,7 +867,7 @@ STATES = (
         states.gated_kernel,
         "SiLU, bf16",
         _types(p_bf16="x gate out", i32="columns x_stride gate_stride"),
-        {"BY": 1, "BLOCK": activation.MOST},
+        {"BY": 1, "ONE": False, "BLOCK": activation.MOST},
         aligned=_aligned("columns x_stride gate_stride"),
         max_registers=48,
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from helpers.drafters import (
@@ -24,7 +25,6 @@ from helpers.matrix import (
     COLUMNS,
     CONTEXT,
     NUM_TOKENS,
-    WINDOWED,
     Column,
     params,
     params_with_logprobs,
@@ -138,12 +138,12 @@ def test_tokens_do_not_depend_on_forced_drafts(model, expected, column):
 
 @pytest.fixture(scope="module")
 def draft(model, tmp_path_factory) -> str:
-    """The bundled model's own draft model, or a random one, of two KV groups as its target."""
+    """The bundled model's own draft model, or the random target itself with shorter windows."""
     if model["model"] == "":
         return str(BUNDLED.parent / "stories-draft")
     folder = tmp_path_factory.mktemp("draft")
-    changes = {"num_hidden_layers": 2, "max_window_layers": 1, "sliding_window": 12}
-    (folder / "config.json").write_text(json.dumps({**WINDOWED, **changes}))
+    config = json.loads((Path(model["model"]) / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "sliding_window": 12}))
     return str(folder)
 
 

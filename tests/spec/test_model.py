@@ -231,11 +231,14 @@ def test_the_newer_dtype_key() -> None:
 
 ONE_GROUP = {"n_group": 1, "topk_group": 1}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SHARED = {"shared_expert_intermediate_size": 16}
 
 
 def test_every_architecture_is_read() -> None:
     for name in ARCHITECTURES:
-        base = PUBLIC["GPT-2"] if name == "GPT2LMHeadModel" else {**small(), **EXPERTS, **ONE_GROUP}
+        base = {**small(), **EXPERTS, **SHARED, **ONE_GROUP}
+        if name == "GPT2LMHeadModel":
+            base = PUBLIC["GPT-2"]
         assert ModelSpec.from_config({**base, "architectures": [name]}).architecture == name
 
 

@@ -97,7 +97,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"partial_rotary_factor": 0.25}, "partial_rotary_factor", "must be 1"),
 ]
 BAD_QWEN: list[tuple[dict[str, Any], str, str]] = [
-    ({"sliding_window": 0}, "sliding_window", "integer"),
+    ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window", "integer"),
     ({"use_sliding_window": 1}, "use_sliding_window", "true or false"),
     ({"max_window_layers": -1}, "max_window_layers", "integer"),
     ({"layer_types": ["full_attention"]}, "layer_types", "4 entries, not 1"),

@@ -110,6 +110,8 @@ class NativeStage:
                 window=0,
                 tree=0,
                 scale=work.head_dim**-0.5,
+                softcap=0.0,
+                sinks=0,
                 out=out.data_ptr(),
                 out_stride=out.stride(0),
                 dtype=DTYPES[work.q.dtype],
