@@ -19,4 +19,5 @@ def test_every_architecture_is_listed(capsys: pytest.CaptureFixture[str]) -> Non
     rows = {row["architecture"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows.keys() == ARCHITECTURES.keys()
     assert rows["LlamaForCausalLM"]["files"] == ["safetensors", "gguf"]
+    assert rows["MistralForCausalLM"]["files"] == ["safetensors", "gguf"]
     assert rows["GPT2LMHeadModel"]["files"] == ["safetensors"]

@@ -35,8 +35,7 @@ from kvik.spec.rope import RopeSpec
 
 # Architecture of config.json -> the one that names its files.
 FAMILIES: Mapping[str, Architecture] = {
-    **{name: row for name, row in ARCHITECTURES.items() if row.gguf is not None},
-    "MistralForCausalLM": ARCHITECTURES["LlamaForCausalLM"],
+    name: row for name, row in ARCHITECTURES.items() if row.gguf is not None
 }
 
 

@@ -228,6 +228,8 @@ MISTRAL = Architecture(
     Llama,
     layers=windowed_layers,
     eos_token_ids=(2,),
+    gguf="llama",
+    gguf_pairs=True,
 )
 # Ministral 3 (Mistral AI 2025): long contexts make queries larger, by their positions.
 MINISTRAL3 = Architecture(
