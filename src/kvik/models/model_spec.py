@@ -105,7 +105,8 @@ class ModelSpec(ModelFacts):
         for rope in spec.ropes:
             rope.check(fields, spec.rope_dim)
         names = (name for linear in spec.declaration.linears for name in linear.names)
-        return replace(spec, quantization=read_stored_quantization(fields, names))
+        stored = read_stored_quantization(fields, names)
+        return spec if stored is None else replace(spec, quantization=stored)
 
     @property
     def family(self) -> Architecture:

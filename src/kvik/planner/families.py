@@ -109,7 +109,8 @@ def _shape(config: Mapping[str, object], fields: Fields, name: str) -> ModelShap
             if architecture not in FAMILIES:
                 raise
         else:
-            return replace(_from_spec(spec, fields, name), spec=_runnable(named))
+            shape = _from_spec(spec, fields, name)
+            return shape if plain == named else replace(shape, spec=_runnable(named))
     if architecture in FAMILIES:
         return read_decoder(fields, FAMILIES[architecture], name, architecture)
     shape = read_decoder(fields, _assumed(fields, architecture), name, architecture)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from kvik.spec.fields import Fields
@@ -686,14 +686,17 @@ class _Describer:
             other = DeclaredOther(self._layer, self._name(names.correction), router.experts)
             self._found.others.append(other)
         widths = (2 * inner // len(names.gate_up),) * len(names.gate_up)
+        kinds: tuple[tuple[Role, tuple[str, ...], int, tuple[int, ...]], ...] = (
+            ("expert_gate_up", names.gate_up, hidden, widths),
+            ("expert_down", (names.down,), inner, (hidden,)),
+        )
         for expert in range(router.experts):
-            for role, parts, inputs, outputs in (
-                ("expert_gate_up", names.gate_up, hidden, widths),
-                ("expert_down", (names.down,), inner, (hidden,)),
-            ):
+            for role, parts, inputs, outputs in kinds:
                 full = tuple(self._name(part.format(expert)) for part in parts)
-                linear = DeclaredLinear(self._layer, cast(Role, role), full, inputs, outputs, bias)
-                self._found.linears.append(replace(linear, router=router, mixed=names.mixed))
+                linear = DeclaredLinear(
+                    self._layer, role, full, inputs, outputs, bias, router=router, mixed=names.mixed
+                )
+                self._found.linears.append(linear)
         if spec.gated:
             self.linear(names.shared_gate, hidden, 1, bias=False, role="shared_gate")
         if spec.shared:
