@@ -107,7 +107,8 @@ struct TileEnd {
     int valid, vectors;
     bool scaled, x_scaled;
 
-    TileEnd(const linear_args& a, int64_t tile) {
+    // Inlined, so that the arrays stay in registers.
+    inline __attribute__((always_inline)) TileEnd(const linear_args& a, int64_t tile) {
         const bool paired = is_paired(a.activation);
         const int64_t width = paired ? kHalfTile : kTile, columns = paired ? a.outputs / 2 : a.outputs;
         column = tile * width;
