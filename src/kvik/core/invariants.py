@@ -206,7 +206,10 @@ def _check_checkpoints(scheduler: Scheduler) -> None:
     checkpoints = scheduler.kv.checkpoints
     made = [made for step in scheduler.in_flight for made in step.checkpoints]
     if checkpoints is None:
-        _require(not made and not scheduler._state_copies, "states are copied that nobody keeps")
+        _require(
+            not made and not scheduler._state_copies,
+            "states are copied that no checkpoint or request has",
+        )
         return
     indices = checkpoints.indices() + [one.index for one in made]
     _require(

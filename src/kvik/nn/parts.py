@@ -60,7 +60,7 @@ HEAD_ROWS = 32  # those of a head's matrix come in multiples of this (`Ops.linea
 
 
 def head_rows(outputs: int) -> int:
-    """Return the rows that a head with so many outputs has in a matrix of all heads."""
+    """Return the rows of one head with `outputs` outputs in a matrix of all heads."""
     return -(-outputs // HEAD_ROWS) * HEAD_ROWS
 
 

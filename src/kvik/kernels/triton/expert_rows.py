@@ -93,7 +93,7 @@ class ExpertRows:
 
 def most_blocks(pairs: int, experts: int, size: int) -> int:
     """Return how many blocks of `size` pairs of one expert there can be: experts that have one
-    pair need a block, and whoever has more shares out what is left."""
+    pair need a block each, and one more for every `size` pairs beyond those."""
     used = min(pairs, experts)
     return used + (pairs - used) // size
 

@@ -17,7 +17,7 @@ from kvik.kernels.triton.activation import sigmoid
 from kvik.kernels.triton.launch import power_of_two
 from kvik.spec.experts import Router
 
-NOBODY = tl.constexpr(0x7FFFFFFF)  # behind all ids
+BEHIND = tl.constexpr(0x7FFFFFFF)  # behind all ids
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def _numbers(x):
 def _first_best(x, ids, AXIS: tl.constexpr):
     """Return the largest number and, of the ids that have it, the least."""
     best = tl.max(x, AXIS, keep_dims=True)
-    return best, tl.min(tl.where(x == best, ids, NOBODY), AXIS, keep_dims=True)
+    return best, tl.min(tl.where(x == best, ids, BEHIND), AXIS, keep_dims=True)
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def _of_kept_groups(
     left = group < GROUPS
     for _ in tl.static_range(KEPT):
         _, chosen = _first_best(
-            tl.where(left, best, float("-inf")), tl.where(left, group, NOBODY), 0
+            tl.where(left, best, float("-inf")), tl.where(left, group, BEHIND), 0
         )
         left = left & (group != chosen)
     return tl.where(left, float("-inf"), choice)
@@ -95,17 +95,17 @@ def route_kernel(
     choice = tl.where(inside, choice, float("-inf"))
     if GROUPS > 1:
         choice = _of_kept_groups(choice, GROUPS, SIZE, KEPT, TWO)
-    left = tl.where(inside, expert, NOBODY)
+    left = tl.where(inside, expert, BEHIND)
     k = tl.arange(0, ACTIVE_BLOCK)
     found_ids = tl.zeros((ACTIVE_BLOCK,), tl.int32)
     found = tl.zeros((ACTIVE_BLOCK,), tl.float32)
     for i in range(ACTIVE):
-        best = tl.max(tl.max(tl.where(left == NOBODY, float("-inf"), choice), 1), 0)
-        chosen = tl.min(tl.min(tl.where(choice == best, left, NOBODY), 1), 0)
+        best = tl.max(tl.max(tl.where(left == BEHIND, float("-inf"), choice), 1), 0)
+        chosen = tl.min(tl.min(tl.where(choice == best, left, BEHIND), 1), 0)
         score = tl.sum(tl.sum(tl.where(left == chosen, scores, 0.0), 1), 0)
         found_ids = tl.where(k == i, chosen, found_ids)
         found = tl.where(k == i, score, found)
-        left = tl.where(left == chosen, NOBODY, left)
+        left = tl.where(left == chosen, BEHIND, left)
     if NORMALISED:
         found = found / tl.maximum(tl.sum(found, 0), 1.1754943508222875e-38)
     to = token * ACTIVE + k
