@@ -166,10 +166,10 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 // fp32, the best first, of equals the lower id. Scores are softmax or sigmoid; `correction` fp32 [experts],
 // or null, is added to choose alone. groups > 1: only the kept_groups best of equal groups are chosen from,
 // by their best expert or their two_of_group best. normalise: weights of a row sum to `scale`; else they are
-// scores times it.
+// scores times it. each_scale: null, or fp32 [experts], that weights of each are multiplied with at last.
 #define KVIK_ARGS_route(P, I, F)                                                         \
     P(logits) I(stride) I(rows) I(experts) I(active) I(sigmoid) P(correction) I(groups)  \
-    I(kept_groups) I(two_of_group) I(normalise) F(scale) P(ids) P(weights)
+    I(kept_groups) I(two_of_group) I(normalise) F(scale) P(each_scale) P(ids) P(weights)
 
 // y [rows, hidden] = residual + the sum over a row's experts, in ascending order, of weight * down(act(up(x))).
 // ids, weights as `route` makes them; no expert twice in a row. up, down: `ExpertMatrix` [count], all of one

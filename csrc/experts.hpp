@@ -89,9 +89,11 @@ void route_row(const route_args& a, int64_t row) {
         total += score[best];
     }
     const float scale = float(a.scale);
+    const float* each_scale = (const float*)a.each_scale;
     for (int64_t n = 0; n < a.active; n++) {
         if (a.normalise) weights[n] = total > 0.0f ? weights[n] / total : 0.0f;
         weights[n] *= scale;
+        if (each_scale) weights[n] *= each_scale[ids[n]];
     }
 }
 

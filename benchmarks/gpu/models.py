@@ -93,7 +93,7 @@ def loaded(shape: str, format: str, longest: int, seqs: int, **options) -> Engin
         )
     answers(engine, [[1, 2, 3]], 2)
     with torch.inference_mode():
-        for kv in engine.runner.network.kv:
+        for kv in engine.runner.network.kv.layers:
             kv.k.normal_()
             kv.v.normal_()
     return engine

@@ -522,7 +522,7 @@ def _run_experts(
 ) -> Tensor:
     up = [filled_matrix(ops, weight, None, "silu_and_mul", dtype) for weight in weights[::2]]
     down = [filled_matrix(ops, weight, None, None, dtype) for weight in weights[1::2]]
-    ids, shares = ops.route(logits, router, None)
+    ids, shares = ops.route(logits, router, None, None)
     return ops.experts(x, ids, shares, ops.expert_set(up, down), residual)
 
 

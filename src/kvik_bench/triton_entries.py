@@ -568,7 +568,12 @@ EXPERTS = (
         Resources(
             route.route_kernel,
             f"{active} of {number} experts, {groups} groups",
-            _types(p_fp32="logits weights correction", p_i64="ids", i32="stride", fp32="scale"),
+            _types(
+                p_fp32="logits weights correction each_scale",
+                p_i64="ids",
+                i32="stride",
+                fp32="scale",
+            ),
             {
                 "EXPERTS": number,
                 "ACTIVE": active,
@@ -580,7 +585,7 @@ EXPERTS = (
                 "GROUP_BLOCK": groups,
                 "SIZE_BLOCK": number // groups,
                 "ACTIVE_BLOCK": active,
-                **({} if groups > 1 else {"correction": None}),
+                **({"each_scale": None} if groups > 1 else {"correction": None}),
             },
             num_warps=1,
             aligned=_aligned("stride"),

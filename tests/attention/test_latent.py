@@ -13,8 +13,8 @@ from torch import Tensor
 from kvik.attention.base import AttendLatent, AttentionBackend, AttentionSpec, LayerKV, StepLayout
 from kvik.kernels.kv_rounding import round_vectors, unround_vectors
 from kvik.kernels.reference.ops import rotary
-from kvik.nn.kv_formats import kv_format
-from kvik.spec.kv import KVCacheSpec
+from kvik.nn.kv_formats import allocate_kv
+from kvik.spec.kv import KVCacheSpec, group_layers, stored_as
 
 HEADS, RANK, ROPE, BLOCK = 6, 32, 16, 16
 SCALE = 0.25
@@ -135,7 +135,8 @@ def test_matches_the_definition(name: str, case: str, format: str) -> None:
     where = device() if name == "triton" else torch.device("cpu")
     spec = KVCacheSpec(1, RANK + ROPE, 0, latent=True)
     blocks = sum(-(-(cached + new) // BLOCK) for cached, new in CASES[case]) + 2
-    kv = kv_format(format, torch.float32).allocate(blocks, BLOCK, spec, where)
+    groups = group_layers(stored_as([spec], format))
+    (kv,) = allocate_kv(groups, blocks, BLOCK, torch.float32, where).layers
     assert kv.v.numel() == 0
     sequences, tree = Sequences(CASES[case], kv, where), case == "tree"
     found = sequences.run(backend, tree=tree)

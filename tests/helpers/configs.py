@@ -130,6 +130,27 @@ PUBLIC: dict[str, dict[str, Any]] = {
         vocab=262144, hidden=1152, inner=6912, layers=26, heads=4, kv_heads=1, head_dim=256,
         positions=32768, sliding_window=512,
     ),
+    "Gemma-4-E2B": config(
+        "Gemma4ForCausalLM",
+        vocab=262144, hidden=1536, inner=6144, layers=35, heads=8, kv_heads=1, head_dim=256,
+        positions=131072, num_kv_shared_layers=20, use_double_wide_mlp=True,
+        layer_types=(["sliding_attention"] * 4 + ["full_attention"]) * 7,
+    ),
+    "Gemma-4-26B-A4B": config(
+        "Gemma4ForCausalLM",
+        vocab=262144, hidden=2816, inner=2112, layers=30, heads=16, kv_heads=8, head_dim=256,
+        positions=262144, num_global_key_value_heads=2, attention_k_eq_v=True,
+        enable_moe_block=True, num_experts=128, top_k_experts=8, moe_intermediate_size=704,
+        hidden_size_per_layer_input=0,
+    ),
+    "Gemma-4-31B": config(
+        "Gemma4ForCausalLM",
+        vocab=262144, hidden=5376, inner=21504, layers=60, heads=32, kv_heads=16, head_dim=256,
+        positions=262144, attention_k_eq_v=True, hidden_size_per_layer_input=0,
+        per_layer_config={
+            f"{layer:02}": {"head_dim": 512, "num_key_value_heads": 4} for layer in range(5, 60, 6)
+        },
+    ),
     "LFM2-1.2B": config(
         "Lfm2ForCausalLM",
         vocab=65536, hidden=2048, inner=12288, layers=16, heads=32, kv_heads=8, positions=128000,

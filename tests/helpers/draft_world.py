@@ -14,7 +14,7 @@ from kvik.core.plan import NewRequest
 from kvik.core.sampling_params import SamplingParams
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.models.model_spec import ModelSpec
-from kvik.nn.kv_formats import allocate_apart
+from kvik.nn.kv_formats import allocate_kv
 from kvik.worker.drafters.base import DraftRows, Drafts
 from kvik.worker.drafters.draft_model import DraftModel, DraftNetwork, Vocabulary
 from kvik.worker.graphs import Eager, EngineNetwork, StepOutput
@@ -53,7 +53,7 @@ def plain_model() -> PagedModel:
 @cache
 def loaded() -> EngineNetwork:
     model = plain_model()
-    kv = allocate_apart(model.groups, BLOCKS, BLOCK, torch.float32, CPU)
+    kv = allocate_kv(model.groups, BLOCKS, BLOCK, torch.float32, CPU, apart=True)
     return EngineNetwork(model.model, REFERENCE, model.backend, model.groups, kv)
 
 
@@ -96,7 +96,7 @@ class World:
 
     def __init__(self, *, max_tokens: int = 64, max_context: int = 64, room: int = 1 << 30) -> None:
         network = loaded()
-        for layer in network.kv:
+        for layer in network.kv.layers:
             for tensor in layer.tensors:
                 tensor.fill_(torch.nan)  # nothing is read that was not computed
         self.graph = Watched(network)
@@ -165,7 +165,7 @@ class World:
         places = np.arange(count)
         blocks = torch.from_numpy(self.table.block_tables[1][slot, places // BLOCK]).long()
         at = (blocks, torch.from_numpy(places % BLOCK))
-        return [tensor[at] for layer in loaded().kv for tensor in layer.tensors]
+        return [tensor[at] for layer in loaded().kv.layers for tensor in layer.tensors]
 
 
 def expected_stored(tokens: Sequence[int]) -> list[Tensor]:

@@ -139,28 +139,35 @@ ALL_OF_IT = Column(  # what a server may ask of an engine at once
 )
 
 BUNDLED = ""
-WINDOWED = {  # two full layers, two that see 24 keys: two KV groups; three layers with experts
-    "architectures": ["Qwen3MoeForCausalLM"],
+# Layers that see 24 keys, two of which take the memory of one that sees all, as that has larger
+# heads: three KV groups. The last two layers read the keys of others. All have experts.
+WINDOWED = {
+    "architectures": ["Gemma4ForCausalLM"],
+    "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2,
+    "num_kv_shared_layers": 2,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 32,
+    "enable_moe_block": True,
     "num_experts": 6,
-    "num_experts_per_tok": 2,
+    "top_k_experts": 2,
     "moe_intermediate_size": 32,
-    "mlp_only_layers": [0],
     "vocab_size": 96,
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 6,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 256,
-    "use_sliding_window": True,
     "sliding_window": 24,
-    "max_window_layers": 2,
     "torch_dtype": "float32",
 }
 CAPPED = {  # layers with a window and without in turn, scores and logits capped
     **WINDOWED,
     "architectures": ["Gemma2ForCausalLM"],
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
     "attn_logit_softcapping": 0.5,
     "final_logit_softcapping": 2.0,
 }

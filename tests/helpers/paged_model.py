@@ -61,7 +61,8 @@ class PagedModel:
             stages=stages,
         )
         self.model = load_model(self.spec, self.builder, seed=seed)
-        self.kv = allocate_kv(self.groups, num_blocks, block_size, dtype, device)
+        self.cache = allocate_kv(self.groups, num_blocks, block_size, dtype, device)
+        self.kv = self.cache.layers
         self.states = allocate_states(self.spec.states, MAX_SEQUENCES, device)
         self.states.pool.fill_(float("nan"))  # what others left there
         self.block_size = block_size
@@ -126,7 +127,8 @@ class PagedModel:
         contexts: list[int],
         positions: list[Tensor],
     ) -> StepLayout:
-        tables = [self._tables[sequence][group] for sequence in sequences]
+        shares = self.groups[group].shares
+        tables = [[b * shares for b in self._tables[sequence][group]] for sequence in sequences]
         width = max(len(table) for table in tables)
         padded = torch.tensor([table + [0] * (width - len(table)) for table in tables])
         slots = [

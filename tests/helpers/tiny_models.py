@@ -49,10 +49,8 @@ def tiny_model(family: str, *, seed: int = 0, **options: Any) -> Any:
     """
     sizes = SIZES.get(family, SIZES["Llama"])
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    name = {"Gemma3": "Gemma3Text", "Qwen3_5": "Qwen3_5Text", "Qwen3_5Moe": "Qwen3_5MoeText"}.get(
-        family, family
-    )
-    config = getattr(transformers, f"{name}Config")(**{**sizes, **special, **options})
+    text = "Text" if family in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe") else ""
+    config = getattr(transformers, f"{family}{text}Config")(**{**sizes, **special, **options})
     head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
     model = getattr(transformers, f"{family}{head}")(config).eval()
     generator = torch.Generator().manual_seed(seed)
@@ -60,6 +58,9 @@ def tiny_model(family: str, *, seed: int = 0, **options: Any) -> Any:
         for name, parameter in model.named_parameters():
             gain = parameter.dim() == 1 and name.endswith("weight")
             parameter.normal_(1.0 if gain else 0.0, 0.2, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5, generator=generator)
     return model
 
 

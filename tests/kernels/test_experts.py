@@ -37,7 +37,10 @@ def ops(request: pytest.FixtureRequest) -> Ops:
 
 
 def by_definition(
-    logits: list[float], router: Router, correction: list[float] | None
+    logits: list[float],
+    router: Router,
+    correction: list[float] | None,
+    scales: list[float] | None,
 ) -> tuple[list[int], list[float]]:
     """The experts of one token and their weights, in plain Python."""
     if router.scores == "sigmoid":
@@ -58,7 +61,8 @@ def by_definition(
     ids = sorted(allowed, key=lambda e: (-choice[e], e))[: router.active]
     weights = [scores[e] for e in ids]
     total = sum(weights) if router.normalised else 1.0
-    return ids, [w / total * router.scale for w in weights]
+    each = scales or [1.0] * len(logits)
+    return ids, [w / total * router.scale * each[e] for e, w in zip(ids, weights, strict=True)]
 
 
 ROUTERS = {
@@ -66,6 +70,7 @@ ROUTERS = {
     "all": Router(5, 5),
     "softmax": Router(64, 8, normalised=False),
     "sigmoid": Router(16, 4, "sigmoid"),
+    "scaled": Router(12, 3, scale=0.5, scaled=True),
     "groups": Router(24, 3, groups=4, kept=2, normalised=False, scale=16.0),
     "corrected": Router(32, 6, "sigmoid", True, 8, 4, "best two", scale=2.5),
 }
@@ -81,9 +86,11 @@ def test_experts_are_chosen_by_definition(ops: Ops, router: Router) -> None:
     if router.corrected:
         correction = torch.randint(0, 3, (router.experts,), generator=generator) / 4
         added = correction.tolist()
-    ids, weights = ops.route(logits, router, correction)
+    scales = torch.randn(router.experts, generator=generator) if router.scaled else None
+    each = None if scales is None else scales.tolist()
+    ids, weights = ops.route(logits, router, correction, scales)
     for row, chosen, shares in zip(logits.tolist(), ids, weights, strict=True):
-        wanted, expected = by_definition(row, router, added)
+        wanted, expected = by_definition(row, router, added, each)
         assert chosen.tolist() == wanted
         torch.testing.assert_close(shares, torch.tensor(expected), rtol=1e-5, atol=1e-7)
 
@@ -91,7 +98,7 @@ def test_experts_are_chosen_by_definition(ops: Ops, router: Router) -> None:
 def test_a_row_of_nan_chooses_experts_that_there_are(ops: Ops) -> None:
     logits = torch.full((2, 6), torch.nan)
     logits[1] = torch.arange(6)
-    ids, _ = ops.route(logits, Router(6, 2), None)
+    ids, _ = ops.route(logits, Router(6, 2), None, None)
     assert len(set(ids[0].tolist())) == 2 and int(ids.min()) >= 0 and int(ids.max()) < 6
     assert ids[1].tolist() == [5, 4]
 
@@ -128,7 +135,7 @@ def routed(rows: int, dtype: torch.dtype, loads: str) -> tuple[Tensor, Tensor, T
     logits = torch.randn(rows, EXPERTS, generator=generator)
     if loads == "skewed":  # all rows to the same experts, the others have none
         logits += torch.tensor([9.0, -9.0, 9.0, -9.0, -9.0, 9.0])
-    return x, *REFERENCE.route(logits, Router(EXPERTS, ACTIVE), None)
+    return x, *REFERENCE.route(logits, Router(EXPERTS, ACTIVE), None, None)
 
 
 @needs_native

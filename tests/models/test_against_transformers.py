@@ -75,6 +75,14 @@ LATENT: dict[str, Any] = {
     "topk_group": 1,
 }
 
+GEMMA4: dict[str, Any] = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 9,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 96,
+}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gqa": ("Llama", {}),
     "llama-mha": ("Llama", {"num_key_value_heads": 4}),
@@ -251,6 +259,53 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "query_pre_attn_scalar": 24,
             "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
         },
+    ),
+    "gemma4-token-inputs": (  # E2B: layers that share keys, and read a vector of their own
+        "Gemma4",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 6,
+            "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 16,
+            "num_key_value_heads": 1,
+        },
+    ),
+    "gemma4-key-is-value": (  # 31B
+        "Gemma4",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 7,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma4-experts": (  # 26B-A4B
+        "Gemma4",
+        {
+            **GEMMA4,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 24,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 2,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "rope_theta": 300.0,
+                    "partial_rotary_factor": 0.5,
+                    "factor": 2.0,
+                },
+            },
+        },
+    ),
+    "gemma4-small-heads": (
+        "Gemma4",
+        {**GEMMA4, "head_dim": 12, "global_head_dim": 8, "attention_bias": True},
     ),
     "granite": (
         "Granite",
@@ -468,7 +523,8 @@ def paged_model(
     ops = native_ops(native)
     backend: AttentionBackend = SdpaAttention(ops)
     spec = read_model_spec(folder)
-    if spec.head_dim % LANES == 0 and spec.rope_dim % LANES == 0:
+    widths = {*spec.head_dims, *(width for _, width in spec.rotations)}
+    if all(width % LANES == 0 for width in widths):
         backend, block_size = CpuAttention(native, ops), LANES
     return PagedModel(folder, dtype=dtype, block_size=block_size, ops=ops, backend=backend)
 

@@ -89,6 +89,18 @@ WIRINGS: dict[str, dict[str, Any]] = {
         "sliding_window": 9,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
+    "Gemma4": {
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_hidden_layers": 6,
+        "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2,
+        "sliding_window": 9,
+        "num_kv_shared_layers": 3,
+        "hidden_size_per_layer_input": 32,
+        "vocab_size_per_layer_input": 96,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+    },
     "Falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "StableLm": {"use_parallel_residual": True},
     "Ministral3": {

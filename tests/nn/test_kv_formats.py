@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvik.attention.base import LayerKV
-from kvik.nn.kv_formats import allocate_apart, allocate_kv
+from kvik.nn.kv_formats import KVCache, allocate_kv
 from kvik.spec.kv import (
     KV_FORMATS,
     KVCacheSpec,
-    KVGroup,
     block_bytes,
     group_layers,
     stored_as,
@@ -20,24 +18,24 @@ CPU = torch.device("cpu")
 BF16 = torch.bfloat16
 
 
-def spec(window: int | None, heads: int = 2) -> KVCacheSpec:
-    return KVCacheSpec(heads, 8, 2 * heads * 8 * 2, window)
+def spec(window: int | None, heads: int = 2, head_dim: int = 8) -> KVCacheSpec:
+    return KVCacheSpec(heads, head_dim, 2 * heads * head_dim * 2, window)
 
 
 def specs(windows: list[int | None]) -> list[KVCacheSpec]:
     return [spec(window) for window in windows]
 
 
-def pool_bytes(kv: tuple[LayerKV, ...]) -> int:
-    """Of all layers, what they share counted once."""
-    return sum({t.data_ptr(): t.nbytes for layer in kv for t in layer.tensors}.values())
+def pool_bytes(kv: KVCache) -> int:
+    return sum(storage.nbytes for storage in kv.storages)
 
 
 WINDOWS = [
     [None] * 4,
     [None, 7, 7, None],
     [None, 7, 7, 7],  # one full layer to three window layers: cut into equal parts
-    [None, None, 7, 7, 7],  # no multiple: one storage is idle in full blocks
+    [None, None, 7, 7, 7],  # no multiple: one storage is idle in some blocks
+    [None] * 4 + [7] * 22,  # six groups of window layers, two of them with three
 ]
 
 
@@ -47,9 +45,9 @@ WINDOWS = [
 def test_a_pool_takes_the_bytes_that_were_planned(windows, format, skipped) -> None:
     groups = group_layers(stored_as(specs(windows), format, skipped))
     kv = allocate_kv(groups, 10, 16, BF16, CPU)
-    assert len(kv) == len(windows)
+    assert len(kv.layers) == len(windows)
     assert pool_bytes(kv) == 10 * block_bytes(groups, 16)
-    assert not any(t.view(torch.uint8).any() for layer in kv for t in layer.tensors)
+    assert not any(storage.view(torch.uint8).any() for storage in kv.storages)
 
 
 @pytest.mark.parametrize("windows", WINDOWS)
@@ -57,7 +55,7 @@ def test_skipped_layers_keep_the_dtype_and_the_block_table(windows) -> None:
     plain = group_layers(specs(windows))
     groups = group_layers(stored_as(specs(windows), "int8", (1, 3)))
     assert [group.layers for group in groups] == [group.layers for group in plain]
-    kv = allocate_kv(groups, 4, 16, BF16, CPU)
+    kv = allocate_kv(groups, 4, 16, BF16, CPU).layers
     dtypes = [layer.k.dtype for layer in kv]
     assert [dtypes[i] == BF16 for i in range(len(kv))] == [i in (1, 3) for i in range(len(kv))]
     assert {dtype for dtype in dtypes if dtype != BF16} == {torch.int8}
@@ -68,19 +66,21 @@ def test_skipped_layers_keep_the_dtype_and_the_block_table(windows) -> None:
 @pytest.mark.parametrize("skipped", [(), (0,), (2,), (0, 1)])
 def test_layers_of_one_group_never_share(skipped) -> None:
     groups = group_layers(stored_as(specs([None, 7, 7, None]), "int8", skipped))
-    kv = allocate_kv(groups, 4, 4, torch.float32, CPU)
+    kv = allocate_kv(groups, 4, 4, torch.float32, CPU).layers
     for group in groups:
         assert len({kv[layer].k.data_ptr() for layer in group.layers}) == len(group.layers)
     if skipped in ((), (0, 1)):  # as many of each format in both groups
-        assert kv[0].k is kv[1].k and kv[3].k is kv[2].k and kv[0].v is not kv[0].k
+        place = [layer.k.data_ptr() for layer in kv]
+        assert place[0] == place[1] and place[3] == place[2] and kv[0].v.data_ptr() != place[0]
 
 
 @pytest.mark.parametrize("windows", WINDOWS)
 def test_where_blocks_belong_to_all_groups_no_layer_shares(windows) -> None:
     groups = group_layers(stored_as(specs(windows), "int8", (1,)))
-    kv = allocate_apart(groups, 10, 16, BF16, CPU)
-    assert [layer.k.dtype == BF16 for layer in kv] == [i == 1 for i in range(len(windows))]
-    assert len({t.data_ptr() for layer in kv for t in layer.tensors}) == 4 * len(windows) - 2
+    kv = allocate_kv(groups, 10, 16, BF16, CPU, apart=True)
+    assert [layer.k.dtype == BF16 for layer in kv.layers] == [i == 1 for i in range(len(windows))]
+    places = {t.data_ptr() for layer in kv.layers for t in layer.tensors}
+    assert len(places) == 4 * len(windows) - 2
     assert pool_bytes(kv) == 10 * 16 * sum(group.bytes_per_token for group in groups)
 
 
@@ -100,7 +100,38 @@ def test_bytes_of_a_token(format: str, head: int, number: float) -> None:
     assert one.bytes_per_token == 2 * 8 * (128 * number + head)
 
 
-def test_groups_of_different_heads_are_refused() -> None:
-    groups = (KVGroup((spec(None),), (0,)), KVGroup((spec(7, heads=4),), (1,)))
-    with pytest.raises(ValueError, match="one head shape"):
-        allocate_kv(groups, 4, 4, torch.float32, CPU)
+# (layers that see all keys, heads, head_dim), then those with a window; places that a block has for
+# one of the largest layers; padding of all groups in such places.
+SHAPES = [
+    ((5, 2, 16), (25, 8, 8), 3, 2.5),  # Gemma 4 26B: two full layers where one with a window is
+    ((10, 4, 16), (50, 16, 8), 5, 0),  # 31B
+    ((3, 1, 16), (12, 1, 8), 3, 0),  # E2B: two layers with a window where a full one is
+    ((2, 3, 8), (4, 2, 8), 2, 0),  # no fraction of each other: memory apart
+]
+
+
+@pytest.mark.parametrize("format", ["auto", "int8", "int4"])
+@pytest.mark.parametrize(("full", "windowed", "places", "padding"), SHAPES)
+def test_layers_of_different_heads_share_memory(full, windowed, places, padding, format) -> None:
+    kinds = [spec(None, *full[1:])] * full[0] + [spec(7, *windowed[1:])] * windowed[0]
+    groups = group_layers(stored_as(kinds, format))
+    largest = max(spec.numbers for spec in kinds)
+    assert max(group.places(format) for group in groups) == places
+    used = sum(spec.numbers * group.shares for group in groups for spec in group.specs)
+    if largest % min(spec.numbers for spec in kinds) == 0:
+        used = sum(spec.numbers for spec in kinds)
+        assert len(groups) * places - used / largest == padding
+    kv = allocate_kv(groups, 6, 16, BF16, CPU)
+    assert pool_bytes(kv) == 6 * block_bytes(groups, 16)
+    # What a layer writes to its part of a block changes no other layer of the group, and no block.
+    for group in groups:
+        for block in (0, 5):
+            written = [kv.of(layer).tensors for layer in group.layers]
+            for i, tensors in enumerate(written):
+                for tensor in tensors:
+                    tensor[block * group.shares].fill_(i + 1)
+            for i, tensors in enumerate(written):
+                assert all((tensor[block * group.shares] == i + 1).all() for tensor in tensors)
+            for storage in kv.storages:
+                assert not storage[[b for b in range(6) if b != block]].any()
+                storage.zero_()

@@ -36,7 +36,7 @@ def test_public_models(name: str) -> None:
     parameters, layers, q_rank = PUBLIC[name]
     spec = public(name)
     assert spec.latent == LatentSpec(512, 64, 128, 128, q_rank)
-    assert (spec.num_kv_heads, spec.head_dim, spec.rope_dim) == (1, 576, 64)
+    assert (spec.num_kv_heads, spec.head_dim, spec.rotations[0][1]) == (1, 576, 64)
     assert spec.num_parameters == parameters
     specs = spec.kv_specs(2)
     assert spec.kv_bytes_per_token(2) == 1152 * layers  # of DeepSeek-V3 70,272

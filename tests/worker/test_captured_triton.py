@@ -179,7 +179,7 @@ def test_close_gives_weights_and_cache_back(model, monkeypatch) -> None:
     ) -> Any:
         made: tuple[Graph, Any] = graph(self, network, *sizes, **how)
         weights = network.model.layers[0].mlp.down.matrix.data.values
-        kept.extend(map(weakref.ref, (network.kv[0].k, weights, *made)))
+        kept.extend(map(weakref.ref, (network.kv.layers[0].k, weights, *made)))
         return made
 
     alive: list[list[bool]] = []

@@ -100,6 +100,23 @@ MODELS = {
         sliding_window=9,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
+    "gemma4": small(
+        **(WIDE | {"num_hidden_layers": 5}),
+        architectures=["Gemma4ForCausalLM"],
+        hidden_act=None,
+        head_dim=32,
+        global_head_dim=64,
+        sliding_window=9,
+        layer_types=[f"{kind}_attention" for kind in "sliding sliding full sliding full".split()],
+        num_kv_shared_layers=2,
+        hidden_size_per_layer_input=32,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=32,
+    ),
     "experts": small(
         **WIDE,
         architectures=["Glm4MoeForCausalLM"],
@@ -282,7 +299,7 @@ class Twins:
         assert torch.equal(found.top, expected.top)
         assert torch.equal(found.top_ids, expected.logits.argmax(-1))
         assert expected.hidden.isfinite().all() and expected.logits.isfinite().all()
-        for mine, other in zip(self.taped.kv, self.eager.kv, strict=True):
+        for mine, other in zip(self.taped.kv.layers, self.eager.kv.layers, strict=True):
             assert torch.equal(mine.k, other.k) and torch.equal(mine.v, other.v)
         assert torch.equal(self.taped.states.pool, self.eager.states.pool)
         self.table.num_computed[slots] += lengths
@@ -450,7 +467,14 @@ def test_close_frees_weights_cache_and_tape(
     def watch(self, network, sizes, *, trees=False):
         tape, inputs = graph(self, network, sizes, trees=trees)
         weights = network.model.layers[0].mlp.down.matrix.data.weight
-        for thing in (network.kv[0].k, weights, tape, tape.output.hidden, inputs, self.native):
+        for thing in (
+            network.kv.layers[0].k,
+            weights,
+            tape,
+            tape.output.hidden,
+            inputs,
+            self.native,
+        ):
             kept.append(weakref.ref(thing))
         return tape, inputs
 

@@ -91,11 +91,11 @@ class HeadNorms:
     """RMSNorm of each head of q and of k, before rotation (Qwen3; `Ops.rms_norm`).
 
     Attributes:
-        q, k: [head_dim], weights.
+        q, k: [head_dim], weights; k is None where another layer has stored the keys.
     """
 
     q: Tensor
-    k: Tensor
+    k: Tensor | None
     eps: float
 
 
@@ -139,8 +139,9 @@ class Attend:
     """The inputs of attention in one layer and step.
 
     Attributes:
-        q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]. A backend that rotates q
-            and k may overwrite them.
+        q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], or None: another layer has
+            stored its own of this step in the same cache. A backend that rotates q and k may
+            overwrite them.
         kv, metadata: the layer's cache, and the plan of its KV group.
         spec: what the layer computes.
         rotation: [tokens, head_dim] fp32 for `Ops.rotary`; None: no rotation. The backend rotates,
@@ -149,26 +150,39 @@ class Attend:
     """
 
     q: Tensor
-    k: Tensor
-    v: Tensor
+    k: Tensor | None
+    v: Tensor | None
     kv: LayerKV
     metadata: AttentionMetadata
     spec: AttentionSpec
     rotation: Tensor | None = None
     q_rotation: Tensor | None = None
 
-    def turned(self, ops: Ops) -> tuple[Tensor, Tensor]:
+    def turned(self, ops: Ops) -> tuple[Tensor, Tensor | None]:
         """Return q and k normalised and rotated, for backends whose kernels do not do it."""
         q, k, norms = self.q, self.k, self.spec.norms
         if norms is not None:
-            q, k = ops.rms_norm(q, norms.q, norms.eps), ops.rms_norm(k, norms.k, norms.eps)
+            q = ops.rms_norm(q, norms.q, norms.eps)
+            if k is not None and norms.k is not None:
+                k = ops.rms_norm(k, norms.k, norms.eps)
         if self.rotation is None:
             return q, k
-        if self.q_rotation is None:
+        if self.q_rotation is None and k is not None:
             return ops.rotary(q, k, self.rotation)
-        q, _ = ops.rotary(q, q[:, :0], self.q_rotation)
-        _, k = ops.rotary(k[:, :0], k, self.rotation)
+        q, _ = ops.rotary(
+            q, q[:, :0], self.rotation if self.q_rotation is None else self.q_rotation
+        )
+        if k is not None:
+            _, k = ops.rotary(k[:, :0], k, self.rotation)
         return q, k
+
+    def stored(self, ops: Ops) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Write k and v, if any, by torch's operations. Returns q as of `turned`, and k and v as
+        `store` does."""
+        (q, k), v = self.turned(ops), self.v
+        if k is None or v is None:
+            return q, None, None
+        return q, *store(ops, k, v, self.kv, self.metadata.layout.slot_mapping)
 
 
 @frozen

@@ -36,9 +36,13 @@ class CpuAttention:
         return AttentionMetadata(layout, window)
 
     def run(self, attend: Attend) -> Tensor:
-        q, k = attend.turned(self._ops)
-        v, kv, layout = attend.v, attend.kv, attend.metadata.layout
-        kv_heads, head_dim = k.shape[1:]
+        (q, k), v = attend.turned(self._ops), attend.v
+        if k is not None and v is not None:
+            self._store(k, v, attend.kv, attend.metadata.layout)
+        keys = attend.kv.k.shape[2], q.shape[2]
+        return self._attend(q, None, attend.kv, attend.metadata, attend.spec, keys)
+
+    def _store(self, k: Tensor, v: Tensor, kv: LayerKV, layout: StepLayout) -> None:
         self.native.launch(
             "store_kv",
             k=k.data_ptr(),
@@ -51,13 +55,12 @@ class CpuAttention:
             v_scales=pointer(kv.v_scales),
             slot_mapping=layout.slot_mapping.data_ptr(),
             rows=self.native.rows(k),
-            kv_heads=kv_heads,
-            head_dim=head_dim,
+            kv_heads=k.shape[1],
+            head_dim=k.shape[2],
             block_size=layout.block_size,
             dtype=DTYPES[k.dtype],
             kv_dtype=DTYPES[kv.k.dtype],
         )
-        return self._attend(q, None, kv, attend.metadata, attend.spec, (kv_heads, head_dim))
 
     def run_latent(self, attend: AttendLatent) -> Tensor:
         q_rope, k_rope = self._ops.rotary(attend.q_rope, attend.k_rope, attend.rotation)

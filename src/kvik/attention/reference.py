@@ -22,7 +22,6 @@ from kvik.attention.base import (
     StepLayout,
     move,
     read_both,
-    store,
 )
 from kvik.kernels.ops import Ops
 
@@ -41,9 +40,8 @@ class ReferenceAttention:
         return AttentionMetadata(layout, window)
 
     def run(self, attend: Attend) -> Tensor:
-        q, k = attend.turned(self._ops)
+        q, _, _ = attend.stored(self._ops)
         kv, layout, window = attend.kv, attend.metadata.layout, attend.metadata.window
-        store(self._ops, k, attend.v, kv, layout.slot_mapping)
         out = torch.empty_like(q)
         start = 0
         for i, (length, context) in enumerate(

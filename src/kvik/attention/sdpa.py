@@ -193,10 +193,9 @@ class SdpaAttention:
     def run(self, attend: Attend) -> Tensor:
         if attend.spec.options:
             return self._reference.run(attend)
-        q, k = attend.turned(self._ops)
+        q, k, v = attend.stored(self._ops)
         kv, metadata, scale = attend.kv, attend.metadata, attend.spec.scale
         assert isinstance(metadata, SdpaMetadata)
-        k, v = store(self._ops, k, attend.v, kv, metadata.layout.slot_mapping)
         if len(metadata.decode) == 1 and metadata.decode[0].tokens is None:
             return self._decode(q, kv, metadata.decode[0], scale)
         out = torch.empty_like(q)
@@ -206,7 +205,13 @@ class SdpaAttention:
             out.index_copy_(0, batch.tokens, rows)
         for row in metadata.prefill:
             part = slice(row.start, row.end)
-            out[part] = self._prefill(q[part], k[part], v[part], kv, row, scale)
+            own = None if k is None or v is None else (k[part], v[part])
+            keys = row.keys
+            if keys is None and own is None:
+                keys = metadata.layout.slot_mapping[part]
+            both = self._workspace.gather(kv, keys, q.dtype) if keys is not None else own
+            assert both is not None
+            out[part] = self._prefill(q[part], *both, row.mask, scale)
         return out
 
     def run_latent(self, attend: AttendLatent) -> Tensor:
@@ -230,12 +235,14 @@ class SdpaAttention:
         return out.reshape(rows, heads, dim)
 
     def _prefill(
-        self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, row: PrefillRow, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
     ) -> Tensor:
-        """q: [length, heads, head_dim] -> the same shape."""
+        """q: [length, heads, head_dim] -> the same shape; k, v: [width, kv_heads, head_dim].
+
+        Args:
+            mask: of a `PrefillRow`.
+        """
         length, heads, dim = q.shape
-        if row.keys is not None:
-            k, v = self._workspace.gather(kv, row.keys, q.dtype)
         kv_heads = k.shape[1]
         group = heads // kv_heads
         # KV heads are the batch dimension.
@@ -243,9 +250,9 @@ class SdpaAttention:
             q.view(length, kv_heads, group, dim).permute(1, 2, 0, 3),
             _for_each_head(k, group),
             _for_each_head(v, group),
-            row.mask,
+            mask,
             scale,
-            causal=row.mask is None,
+            causal=mask is None,
         )  # [kv_heads, group, length, head_dim]
         return out.permute(2, 0, 1, 3).reshape(length, heads, dim)
 

@@ -80,26 +80,25 @@ class TritonAttention:
         slots = metadata.layout.slot_mapping
         # The kernel turns q and k alike, and rounds halves of a head, which hold whole bytes.
         odd = q.shape[2] % (4 if kv.k.dtype == torch.uint8 else 2)
-        if odd or attend.q_rotation is not None:
-            q, k = attend.turned(self._ops)
-            store(self._ops, k, v, kv, slots)
+        if odd or attend.q_rotation is not None or k is None or v is None:
+            q, _, _ = attend.stored(self._ops)
         else:
             scales = None
             if kv.k_scales is not None and kv.v_scales is not None:
                 scales = kv.k_scales, kv.v_scales
             norms = spec.norms
-            by = None if norms is None else (norms.q, norms.k, norms.eps)
+            by = None if norms is None or norms.k is None else (norms.q, norms.k, norms.eps)
             q = rotate_and_store(q, k, v, attend.rotation, (kv.k, kv.v), scales, slots, by)
         cache = PagedCache(kv.k, kv.v, kv.k_scales, kv.v_scales)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         scoring = Scoring(spec.scale, spec.softcap, spec.sinks)
         steps, fresh = metadata.steps, metadata.fresh
-        if self.prompts is None or not self.prompts.can_do(spec):
+        if v is None or self.prompts is None or not self.prompts.can_do(spec):
             steps, fresh = metadata.all, ()
         for step in steps:
             paged_attention(q, cache, step, scoring, out)
         for prompt in fresh:
-            assert self.prompts is not None
+            assert self.prompts is not None and v is not None
             out[prompt.start : prompt.end] = self.prompts.attend(q, kv.k, v, prompt, spec.scale)
         return out
 

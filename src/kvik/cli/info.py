@@ -152,6 +152,10 @@ def _kind(spec: ModelSpec, layer: LayerSpec) -> str:
             text += f", and matrices of {state.value_heads} heads"
         return text
     seen = "see all tokens" if layer.window is None else f"see {layer.window:,} tokens"
+    if layer.kv_heads or layer.head_dim:
+        seen += " by {} key/value heads of {}".format(*spec.heads(layer))
+    if layer.kv_from is not None:
+        seen += f", the keys and values of layer {layer.kv_from}"
     rope = layer.rope
     if rope is None:
         return f"{seen}, {'without' if spec.family.rotary else 'with learned'} positions"
@@ -194,7 +198,7 @@ def _kv_rows(spec: ModelSpec, resolved: ResolvedConfig | None) -> list[str]:
     """Return what each kind of layers keeps, and of how much of a request."""
     rows = []
     for kind, count in _kinds(spec):
-        if kind.state is not None:
+        if kind.state is not None or kind.kv_from is not None:
             continue
         cost = _kind_cost(spec, kind, resolved)
         seen = "all tokens" if kind.window is None else f"{kind.window:,} tokens"

@@ -19,7 +19,7 @@ from kvik.spec.weights import SCHEMES, matrix_kind, weight_bytes
 
 NATIVE_DTYPES = ("float32", "bfloat16")
 LANES = 16  # keys of a block and elements of a head come in multiples of this
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM, MAX_TRITON_HEAD_DIM = 512, 256
 # For Triton's kernels: number of inputs that share a scale is a multiple of this; oldest GPUs.
 TRITON_GROUP = 16
 TRITON_CAPABILITY = (8, 0)
@@ -237,8 +237,8 @@ def choose_attention(
         if model.latent.rank % LANES or model.latent.rope % LANES:
             refusal = f"latent vectors are no multiples of {LANES}, of {model.latent.rank} and "
             refusal += f"{model.latent.rope} channels"
-    elif model.head_dim % LANES or model.head_dim > MAX_HEAD_DIM:
-        refusal = f"head_dim {model.head_dim} is no multiple of {LANES} up to {MAX_HEAD_DIM}"
+    else:
+        refusal = _unfit_heads(model, LANES, MAX_HEAD_DIM)
     if config.attention_backend == "cpu" and refusal is not None:
         raise ConfigError("attention_backend", f"cpu: {refusal}")
     if config.attention_backend != "auto":
@@ -253,14 +253,14 @@ def torch_prompts(backend: str, model: ModelSizes, gpu: Gpu | None) -> int | Non
     """Return from how many tokens on torch's attention takes fresh prompts; None: never."""
     if backend != TRITON_SDPA:
         return None
-    measured = None if gpu is None else dict(gpu.torch_prompts).get(model.head_dim)
-    return measured or TORCH_FROM
+    measured = {} if gpu is None else dict(gpu.torch_prompts)
+    return measured.get(max(model.head_dims)) or TORCH_FROM
 
 
 def _triton_or_sdpa(
     config: EngineConfig, model: ModelSizes, kernels: str, dtype: str, gpu: Gpu | None, notes: Notes
 ) -> str:
-    dim, refusal = model.head_dim, None
+    refusal = None
     # Rotation and rounding work on halves of a head; with four bits a half must be whole bytes.
     multiple = 4 if config.kv_cache_dtype == "int4" else 2
     if kernels != "triton":
@@ -268,8 +268,8 @@ def _triton_or_sdpa(
     elif model.latent is not None:
         if config.kv_cache_dtype not in (AUTO, SHORT_DTYPES[dtype]):
             refusal = f"its latent vectors are stored in {dtype} alone"
-    elif dim % multiple or dim > MAX_HEAD_DIM:
-        refusal = f"head_dim {dim} is no multiple of {multiple} up to {MAX_HEAD_DIM}"
+    else:
+        refusal = _unfit_heads(model, multiple, MAX_TRITON_HEAD_DIM)
     unfit = refusal or _no_torch_prompts(config, dtype, model.latent is not None)
     asked = config.attention_backend
     if asked == "triton" and refusal is not None:
@@ -282,11 +282,19 @@ def _triton_or_sdpa(
         return notes.add("attention_backend", asked, ASKED)
     if refusal is not None:
         return notes.add("attention_backend", "sdpa", f"not triton, as {refusal}")
-    least = None if gpu is None else dict(gpu.torch_prompts).get(dim)
+    least = None if gpu is None else dict(gpu.torch_prompts).get(max(model.head_dims))
     if gpu is not None and least is not None and unfit is None:
         reason = f"torch's was measured faster for prompts of {least} tokens and more"
         return notes.add("attention_backend", TRITON_SDPA, f"{reason} on {gpu.name}")
     return notes.add("attention_backend", "triton", "reads the paged cache in place")
+
+
+def _unfit_heads(model: ModelSizes, multiple: int, most: int) -> str | None:
+    """Return why kernels cannot take a model's heads; None if they can."""
+    for dim in model.head_dims:
+        if dim % multiple or dim > most:
+            return f"head_dim {dim} is no multiple of {multiple} up to {most}"
+    return None
 
 
 def _no_torch_prompts(config: EngineConfig, dtype: str, latent: bool) -> str | None:
@@ -400,6 +408,11 @@ def _choose_kv_format(config: EngineConfig, spec: ModelSpec, dtype: str, notes: 
                 "kv_cache_dtype_skip_layers",
                 f"must name layers that attend, not {layer}, which keeps a state in fp32",
             )
+        if (owner := spec.layers[layer].kv_from) is not None:
+            raise ConfigError(
+                "kv_cache_dtype_skip_layers",
+                f"must name layers that store keys, not {layer}, which reads those of {owner}",
+            )
     if name == AUTO:
         if skipped:
             raise ConfigError("kv_cache_dtype_skip_layers", "needs a kv_cache_dtype to keep out of")
@@ -407,8 +420,8 @@ def _choose_kv_format(config: EngineConfig, spec: ModelSpec, dtype: str, notes: 
         return
     if name == "int4" and spec.latent:
         raise ConfigError("kv_cache_dtype", "int4 cannot store latent vectors: use int8 or fp8")
-    if name == "int4" and spec.head_dim % 2:
-        raise ConfigError("kv_cache_dtype", f"int4 needs heads of even size, not {spec.head_dim}")
+    if name == "int4" and (odd := [dim for dim in spec.head_dims if dim % 2]):
+        raise ConfigError("kv_cache_dtype", f"int4 needs heads of even size, not {odd[0]}")
     reason = f"as asked: keys and values {KV_FORMATS[name].meaning}"
     if skipped:
         reason += f"; layers {', '.join(map(str, skipped))} in {dtype}"

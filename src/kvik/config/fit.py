@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from kvik.config.compute import LANES, MAX_HEAD_DIM, Compute, check_draft
+from kvik.config.compute import LANES, MAX_HEAD_DIM, MAX_TRITON_HEAD_DIM, Compute, check_draft
 from kvik.config.config import ASKED, EngineConfig, Notes, requested_speculation
 from kvik.config.hardware import Hardware
 from kvik.config.memory import (
@@ -420,8 +420,9 @@ def with_drafter(
     _shared_group(footprint.groups)
     if source.spec.states:
         raise ConfigError("spec_model", "must attend in every layer; this one keeps states")
-    dim, backend = source.spec.head_dim, footprint.attention_backend
-    large = backend in ("cpu", *TRITON_BACKENDS) and dim > MAX_HEAD_DIM
+    dim, backend = max(source.spec.head_dims), footprint.attention_backend
+    limits = {"cpu": MAX_HEAD_DIM, **dict.fromkeys(TRITON_BACKENDS, MAX_TRITON_HEAD_DIM)}
+    large = dim > limits.get(backend, dim)
     if large or (backend == "cpu" and dim % LANES):
         raise ConfigError(
             "spec_model", f"its heads of {dim} need attention_backend sdpa, for both models"

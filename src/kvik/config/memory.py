@@ -104,10 +104,19 @@ class ModelSizes(Weighed, Protocol):
     def num_heads(self) -> int: ...
 
     @property
-    def num_kv_heads(self) -> int: ...
+    def head_dims(self) -> Sequence[int]:
+        """The channels that heads of its layers have, each number once."""
+        ...
 
     @property
-    def head_dim(self) -> int: ...
+    def query_width(self) -> int:
+        """The most channels that queries of all heads of a layer have."""
+        ...
+
+    @property
+    def key_width(self) -> int:
+        """The most channels that keys of all heads of a layer have."""
+        ...
 
     @property
     def latent(self) -> LatentSpec | None:
@@ -115,16 +124,12 @@ class ModelSizes(Weighed, Protocol):
         ...
 
     @property
-    def rope_dim(self) -> int:
-        """Channels of a head in which positions are."""
-        ...
-
-    @property
     def max_context(self) -> int: ...
 
     @property
-    def ropes(self) -> Sequence[RopeSpec]:
-        """The rotary positions of its layers, each once; none if positions are learned."""
+    def rotations(self) -> Sequence[tuple[RopeSpec, int]]:
+        """The rotary positions of its layers, and the channels of a head that they are for, each
+        pair once; none if positions are learned."""
         ...
 
     @property
@@ -185,13 +190,8 @@ class StepMemory:
     num_groups: int
 
     @property
-    def _queries(self) -> int:
-        """Width of the queries of all heads."""
-        return self.spec.num_heads * self.spec.head_dim
-
-    @property
     def _qkv(self) -> int:
-        return self._queries + 2 * self.spec.num_kv_heads * self.spec.head_dim
+        return self.spec.query_width + 2 * self.spec.key_width
 
     def tape(self, size: StepSize) -> int:
         """Buffers of a tape, which stay for good, and the scratch of its kernels. In a layer three
@@ -199,13 +199,13 @@ class StepMemory:
         they are normalised, but then they make room for others), what attention gives, and the
         inner activations; kernels make themselves a copy of the inputs of a product."""
         spec, tokens = self.spec, size.max_num_batched_tokens
-        widths = 3 * spec.hidden_size + self._qkv + self._queries + spec.inner_width
-        widths += max(0, spec.state_width - self._qkv - self._queries)
+        widths = 3 * spec.hidden_size + self._qkv + spec.query_width + spec.inner_width
+        widths += max(0, spec.state_width - self._qkv - spec.query_width)
         normalised = self._qkv
-        rotation = sum(rope.tables for rope in spec.ropes) * spec.rope_dim * 4
+        rotation = 4 * sum(rope.tables * width for rope, width in spec.rotations)
         buffers = tokens * ((widths + normalised) * self.item + rotation)
         experts = spec.experts_of_token  # each of them has a copy of a token's inputs
-        inputs = max(spec.hidden_size * max(1, experts), self._queries, spec.inner_width)
+        inputs = max(spec.hidden_size * max(1, experts), spec.query_width, spec.inner_width)
         rounded = self.quantization in ("int8", "int4", "mxfp4")  # to a byte, and scales of groups
         copied = tokens * (inputs + inputs // 4 if rounded else inputs * self.item)
         copied += experts * tokens * EXPERT_ROW_BYTES
@@ -223,7 +223,7 @@ class StepMemory:
 
     def widest(self, size: StepSize) -> int:
         spec, item, tokens = self.spec, self.item, size.max_num_batched_tokens
-        queries, keys = self._queries, spec.num_kv_heads * spec.head_dim
+        queries, keys = spec.query_width, spec.key_width
         norm = tokens * spec.hidden_size * 16
         qkv = tokens * self._qkv * item
         rotary = qkv + tokens * ((queries + keys) * item + queries * 16)
@@ -252,7 +252,7 @@ class StepMemory:
         if not self.quantized:
             return 0
         spec, item = self.spec, self.item
-        inputs = max(spec.hidden_size, self._queries, spec.inner_width)
+        inputs = max(spec.hidden_size, spec.query_width, spec.inner_width)
         outputs = max(spec.hidden_size, self._qkv, 3 * spec.inner_width)
         return size.max_num_batched_tokens * (8 * inputs + (4 + item) * outputs)
 
@@ -261,21 +261,21 @@ class StepMemory:
         spec, item = self.spec, self.item
         if self.attention_backend == "reference":
             # in fp32 for every query head, beside the gathered ones; scores, masked, softmax
-            gathered = 2 * size.max_model_len * spec.num_heads * spec.head_dim * (4 + 4 + item)
+            gathered = 2 * size.max_model_len * spec.query_width * (4 + 4 + item)
             scores = self._pairs(size) * (3 * spec.num_heads * 4)
             return gathered + scores + self._converted_kv(size)
         if self.attention_backend == "triton":
             return TRITON_WORKSPACE
         if self.attention_backend == TRITON_SDPA:  # copies of q, k and v, and the output
-            width = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+            width = 2 * (spec.query_width + spec.key_width)
             copies = (size.max_num_batched_tokens + PROMPT_PADDING) * width * item
             return TRITON_WORKSPACE + CUDNN_BYTES + copies
         if self.attention_backend == "cpu":  # partial results of the splits of long contexts
             splits = size.max_num_seqs + LONG_CONTEXTS * -(-size.max_model_len // SPLIT_KEYS)
-            return splits * spec.num_heads * (spec.head_dim + 32) * 5
+            return splits * (spec.query_width + 32 * spec.num_heads) * 5
         keys = max(size.max_model_len + self.block_size, GATHERED_KEYS)
-        heads = spec.num_kv_heads + (spec.num_heads if self.device == "cuda" else 0)
-        return 2 * keys * heads * spec.head_dim * item + self._converted_kv(size)
+        width = spec.key_width + (spec.query_width if self.device == "cuda" else 0)
+        return 2 * keys * width * item + self._converted_kv(size)
 
     def _converted_kv(self, size: StepSize) -> int:
         """fp32 copies of what torch rounds for the cache and gathers from it, if its format is not
@@ -283,7 +283,7 @@ class StepMemory:
         if not self.converted:
             return 0
         keys = max(size.max_model_len + self.block_size, GATHERED_KEYS)
-        numbers = 2 * self.spec.num_kv_heads * self.spec.head_dim
+        numbers = 2 * self.spec.key_width
         copies = size.max_num_batched_tokens * STORED_COPIES + keys * GATHERED_COPIES
         return 4 * numbers * copies
 
@@ -499,8 +499,8 @@ class Footprint:
         entries = -(-size.max_model_len // self.block_size) * len(self.groups)
         table = size.max_num_seqs * (size.max_model_len + 2 * entries) * 4
         seen = size.max_num_seqs * spec.vocab_size * SEEN_BYTES_PER_TOKEN
-        tables = sum(rope.tables for rope in spec.ropes)
-        rotation = tables * size.max_model_len * spec.rope_dim * 4
+        widths = sum(rope.tables * width for rope, width in spec.rotations)
+        rotation = size.max_model_len * widths * 4
         total = self.runtime + table + seen + rotation + self._pooling(size) + self.graphs(size)
         if self.device == "cpu":
             total += spec.vocab_size * TOKENIZER_BYTES_PER_ENTRY
@@ -577,8 +577,8 @@ class Footprint:
         """Return a step of the draft model, its rotary positions, and the distributions of its
         drafts: until they are judged, and twice while they are concatenated."""
         small = size.of_draft_model
-        tables = sum(rope.tables for rope in draft.spec.ropes)
-        rotation = tables * size.max_model_len * draft.spec.rope_dim * 4
+        widths = sum(rope.tables * width for rope, width in draft.spec.rotations)
+        rotation = size.max_model_len * widths * 4
         drawn = (2 * size.max_draft_rows + small.max_num_seqs) * self.spec.vocab_size * 4
         return draft.activations(small) + rotation + drawn
 

@@ -167,7 +167,7 @@ class Ops:
         residual may be overwritten and returned.
         Where the weight says so, x is first rounded to x_scale * (-127..127), half to even.
         x_scale = absmax / 127, or else 1, of a token (of each group, where the weight has groups)
-    route(logits [tokens, experts] fp32, router, correction [experts] fp32 or None) -> (ids
+    route(logits [tokens, experts] fp32, router, correction, scales [experts] fp32 or None) -> (ids
         [tokens, active] int64, weights [tokens, active] fp32), the best first; see `Router`
     expert_set(up, down) -> Experts, of matrices as `matrix` makes them
     experts(x [tokens, hidden], ids, weights, experts, residual [tokens, hidden] or None) ->
@@ -222,7 +222,7 @@ class Ops:
     matrix: Callable[[MatrixSpec], Matrix]
     pack_rows: Callable[[Matrix, int, Weight], None]
     linear: Callable[[Tensor, Matrix, Tensor | None], Tensor]
-    route: Callable[[Tensor, Router, Tensor | None], tuple[Tensor, Tensor]]
+    route: Callable[[Tensor, Router, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
     expert_set: Callable[[Sequence[Matrix], Sequence[Matrix]], Experts]
     experts: Callable[[Tensor, Tensor, Tensor, Experts, Tensor | None], Tensor]
     linear_each: Callable[[Tensor, Matrix, int], Tensor]

@@ -109,12 +109,13 @@ def gemma_scales(fields: Fields) -> ModelScales:
 def gemma2_scales(fields: Fields) -> ModelScales:
     return replace(
         gemma3_scales(fields),
-        attention_cap=_cap(fields, "attn_logit_softcapping", 50.0),
-        logits_cap=_cap(fields, "final_logit_softcapping", 30.0),
+        attention_cap=softcap(fields, "attn_logit_softcapping", 50.0),
+        logits_cap=softcap(fields, "final_logit_softcapping", 30.0),
     )
 
 
-def _cap(fields: Fields, key: str, default: float) -> float | None:
+def softcap(fields: Fields, key: str, default: float | None = None) -> float | None:
+    """Return what caps scores or logits; None: nothing does."""
     return None if fields.is_null(key) else fields.number(key, 1e-3, 1e9, default)
 
 

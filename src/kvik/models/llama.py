@@ -102,7 +102,8 @@ def feed_forward(
     experts, inside = spec.layers[layer].experts, builder.at(scope)
     if experts is not None:
         return inside.experts(spec.hidden_size, experts, names)
-    return inside.gated_mlp(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
+    inner = spec.inner(spec.layers[layer])
+    return inside.gated_mlp(spec.hidden_size, inner, bias=spec.mlp_bias)
 
 
 class LlamaLayer:
@@ -159,10 +160,9 @@ class Llama:
             tied=spec.tie_word_embeddings,
             scale=spec.scales.embedding,
         )
-        self.ropes = [builder.rope(rope, spec.rope_dim) for rope in spec.ropes]
-        self.turned = [  # which of them, by layer
-            None if layer.rope is None else spec.ropes.index(layer.rope) for layer in spec.layers
-        ]
+        self.ropes = [builder.rope(rope, width) for rope, width in spec.rotations]
+        pairs = [spec.rotation(layer) for layer in spec.layers]
+        self.turned = [None if pair is None else spec.rotations.index(pair) for pair in pairs]
         self.layers = [
             make_layer(spec, trunk.at(layers).at(layer), layer) for layer in range(spec.num_layers)
         ]

@@ -102,8 +102,8 @@ class ModelSpec(ModelFacts):
             scales=ModelScales() if known.scales is None else known.scales(fields),
             wiring="" if known.wiring is None else known.wiring(fields),
         )
-        for rope in spec.ropes:
-            rope.check(fields, spec.rope_dim)
+        for rope, width in spec.rotations:
+            rope.check(fields, width)
         names = (name for linear in spec.declaration.linears for name in linear.names)
         stored = read_stored_quantization(fields, names)
         return spec if stored is None else replace(spec, quantization=stored)
@@ -141,6 +141,10 @@ class ModelSpec(ModelFacts):
         scheme = None if stored_as is None else stored_as.embedding_scheme(embedding.name)
         if scheme is not None and not embedding.tied:
             found[LinearLayers(1, embedding.width, embedding.rows, True, (scheme,))] += 1
+        for table in declaration.tables:
+            if table.role == "token_inputs":
+                scheme_of = None if stored_as is None else stored_as.embedding_scheme(table.name)
+                found[LinearLayers(1, table.width, table.rows, True, (scheme_of,))] += 1
         for linear in declaration.linears:
             if linear.role in ("router", "shared_gate", "kv_up"):  # never quantised
                 continue

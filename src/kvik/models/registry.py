@@ -23,6 +23,7 @@ from kvik.models.llama import (
     SEED_OSS,
     SMOLLM3,
 )
+from kvik.models.gemma4 import GEMMA4, GEMMA4_IMAGES
 from kvik.models.mixtral import MINIMAX_M2, MIXTRAL
 from kvik.models.olmo2 import EXAONE4, OLMO2, OLMO3, OLMOE
 from kvik.models.opt import OPT
@@ -52,6 +53,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             GEMMA2,
             GEMMA3,
             GEMMA3_IMAGES,
+            GEMMA4,
+            GEMMA4_IMAGES,
             GRANITE,
             OLMO2,
             OLMO3,

@@ -36,6 +36,7 @@ from kvik.nn.layers import (
     Heads,
     LatentAttention,
     LayerNorm,
+    LearnedScale,
     Linear,
     LinearEach,
     MatrixEmbedding,
@@ -237,7 +238,8 @@ class Builder:
         """Queries, keys and values of x [tokens, inputs], each with its number of heads.
 
         Args:
-            names: of one layer for each of the three, or of one layer for all.
+            names: of one layer for each of the three, or of one layer for all. Keys and values, or
+                values, may be missing.
             rope: how they will turn, which decides the order of a head's channels of queries and
                 keys; None: they are as they are stored.
             by_head: the one layer has the queries of the first head of keys and values, its key and
@@ -246,7 +248,7 @@ class Builder:
                 all gates behind all queries.
         """
         each: list[tuple[int, ...]] = [(count,) for count in heads]  # of each layer
-        places = _places(rope, heads[0] + heads[1], head_dim)
+        places = _places(rope, sum(heads[:2]), head_dim)
         if gated:
             each[0] = (heads[0], heads[0])
             places = _with_gates(places, heads[0], heads[1], head_dim)
@@ -354,7 +356,11 @@ class Builder:
         rule, inner = spec.router, spec.inner
         shape = LinearShape(hidden, rule.experts)
         router = self._linear((names.router,), [shape], [None], bias=bias, exact=True, wide=True)
-        correction = None
+        correction, scales = None, None
+        if rule.scaled:
+            full = self._name(names.scales)
+            scales = self.storage.tensor(full, (rule.experts,), torch.float32, self.device)
+            self._declare(full, scales, "gain")
         if rule.corrected:
             full, sizes = self._name(names.correction), (rule.experts,)
             correction = self.storage.tensor(full, sizes, torch.float32, self.device)
@@ -378,7 +384,7 @@ class Builder:
             inside = self.at(names.shared)
             shared = inside.gated_mlp(hidden, spec.shared, bias=bias)
         experts = self.ops.expert_set(up, down)
-        return Experts(self.ops, router, rule, correction, experts, shared, gate)
+        return Experts(self.ops, router, rule, correction, experts, shared, gate, scales)
 
     def _gate_up(
         self,
@@ -425,6 +431,19 @@ class Builder:
         linear = self._linear((name,), [shape], [scheme], bias=False, head=True)
         return MatrixEmbedding(self.ops, linear.matrix, self.dtype, tied, scale)
 
+    def token_inputs(self, name: str, vocab: int, width: int, *, scale: float) -> MatrixEmbedding:
+        """Return a table of vectors of tokens, which is quantised as a head is.
+
+        Args:
+            scale: of the vectors.
+        """
+        scheme = None
+        if self.checkpoint is not None and self.stored_quantization is not None:
+            scheme = self.stored_quantization.embedding_scheme(self._name(name))
+        shape = LinearShape(width, vocab)
+        linear = self._linear((name,), [shape], [scheme], bias=False, head=True)
+        return MatrixEmbedding(self.ops, linear.matrix, self.dtype, False, scale)
+
     def lm_head(
         self,
         name: str,
@@ -458,15 +477,22 @@ class Builder:
         scale: float = 1.0,
         rope: RopeSpec | None = None,
         heads: int = 1,
+        tensor: str = "weight",
     ) -> RMSNorm:
         """
         Args:
+            tensor: the last word of the gain's name.
             offset, scale: the gain is scale * (offset + what the checkpoint has), which is kept in
                 fp32, as little of the latter would be left in 16 bits.
             rope: how the normalised heads will turn; see `heads`. heads: that `dim` is of.
         """
         places = _places(rope, heads, dim // heads)
-        return RMSNorm(self.ops, self._gain(name, dim, scale, offset, places, exact=True), eps)
+        full = self._name(f"{name}.{tensor}")
+        return RMSNorm(self.ops, self._gain(full, dim, scale, offset, places, exact=True), eps)
+
+    def plain_norm(self, dim: int, eps: float) -> RMSNorm:
+        """Return an RMSNorm without a gain."""
+        return RMSNorm(self.ops, torch.ones(dim, dtype=self.dtype, device=self.device), eps)
 
     def layer_norm(
         self,
@@ -482,7 +508,8 @@ class Builder:
         Args:
             scale: that its output is multiplied with, by its gain; only without a bias.
         """
-        weight, offset = self._gain(name, dim, scale), self._empty(f"{name}.bias", dim)
+        weight = self._gain(self._name(f"{name}.weight"), dim, scale)
+        offset = self._empty(f"{name}.bias", dim)
         if bias:
             self._declare(self._name(f"{name}.bias"), offset, "bias")
         elif not self.storage.names:
@@ -497,18 +524,21 @@ class Builder:
         layer: int,
         head_dim: int,
         scale: float | None = None,
-        norms: tuple[RMSNorm, RMSNorm] | None = None,
+        norms: tuple[RMSNorm, RMSNorm | None] | None = None,
         softcap: float | None = None,
         sinks: int = 0,
         rope: RopeSpec | None = None,
+        kv_from: int | None = None,
     ) -> Attention:
         """
         Args:
             scale: of the scores; None: the usual one, 1 / sqrt(head_dim).
-            norms: of the heads of q and k, with the same eps; None: none.
+            norms: of the heads of q and k, with the same eps, the second None with `kv_from`; None:
+                none.
             softcap: as in `AttentionSpec`.
             sinks: number of heads, each of which has a learned sink; 0: there are none.
             rope: how q and k turn; read only where it scales queries.
+            kv_from: as in `LayerSpec`.
 
         Raises:
             ConfigError: the attention backend cannot do it.
@@ -517,7 +547,8 @@ class Builder:
         head_norms = None
         if norms is not None:
             q_norm, k_norm = norms
-            head_norms = HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps)
+            k_weight = None if k_norm is None else k_norm.weight
+            head_norms = HeadNorms(q_norm.weight, k_weight, q_norm.eps)
         learned = None
         if sinks:
             name = self._name("sinks")
@@ -534,7 +565,8 @@ class Builder:
                     self.ops, rope, head_dim, self.max_model_len, self.device, of_queries=True
                 )
             q_rope = self._q_ropes[key]
-        position, group = self._position_of[layer], self._group_of[layer]
+        owner = layer if kv_from is None else kv_from
+        position, group = self._position_of[owner], self._group_of[owner]
         return Attention(self.backend, position, group, spec, q_rope)
 
     def latent_up(self, name: str, heads: int, latent: LatentSpec) -> tuple[LinearEach, LinearEach]:
@@ -571,6 +603,15 @@ class Builder:
 
     def scaled_sum(self, factor: float) -> ScaledSum:
         return ScaledSum(self.ops, factor)
+
+    def learned_scale(self, name: str) -> LearnedScale:
+        """Return x times a number of the checkpoint, [1]."""
+        full = self._name(name)
+        scale = LearnedScale(self.ops, self.storage.tensor(full, (1,), torch.float32, self.device))
+        self._declare(full, scale.value, "gain", scale.fill)
+        if self.storage.names:
+            scale.factor = float(scale.value)
+        return scale
 
     def gated(self, by: str = "none") -> GatedProduct:
         """Return x times a function of a gate: `by`, one of `GATES`."""
@@ -724,7 +765,7 @@ class Builder:
 
     def _gain(
         self,
-        name: str,
+        full: str,
         dim: int,
         scale: float = 1.0,
         offset: float = 0.0,
@@ -734,17 +775,17 @@ class Builder:
     ) -> Tensor:
         """
         Args:
+            full: its name in the checkpoint.
             places: where each goes; None: where it is.
             exact: a gain that is not as the checkpoint has it is kept in fp32.
         """
         changed = scale != 1.0 or offset != 0.0
         dtype = torch.float32 if changed and exact else self.dtype
-        full = self._name(f"{name}.weight")
         weight = self.storage.tensor(full, (dim,), dtype, self.device)
         fill = None
         if changed or places is not None:
             fill = partial(_fill_scaled, weight, scale, offset, places)
-        self._declare(self._name(f"{name}.weight"), weight, "gain", fill)
+        self._declare(full, weight, "gain", fill)
         return weight
 
     def _empty(self, name: str, *shape: int) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,8 +11,8 @@ from typing import Protocol
 import torch
 
 from kvik.attention.base import LayerKV
-from kvik.kernels.kv_rounding import SCALES
-from kvik.spec.kv import AUTO, KVCacheSpec, KVGroup, formats_of
+from kvik.kernels.kv_rounding import SCALES, movable
+from kvik.spec.kv import KVGroup
 from kvik.spec.states import StateSpec
 
 FLOATS: Mapping[str, torch.dtype] = {
@@ -32,74 +34,23 @@ class Zeros(Protocol):
     def __call__(self, *shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor: ...
 
 
-class KVFormat(Protocol):
-    """Storage of the KV cache."""
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """The KV cache of a model.
 
-    def allocate(
-        self, num_blocks: int, block_size: int, spec: KVCacheSpec, device: torch.device
-    ) -> LayerKV:
-        """Storage of one layer: zeros, because a masked key has weight 0, and 0 times garbage may
-        be NaN."""
-        ...
-
-
-class DenseKV:
-    """K and V as floats."""
-
-    def __init__(self, dtype: torch.dtype, zeros: Zeros = torch.zeros) -> None:
-        self._dtype = dtype
-        self._zeros = zeros
-
-    def allocate(
-        self, num_blocks: int, block_size: int, spec: KVCacheSpec, device: torch.device
-    ) -> LayerKV:
-        shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
-        k = self._zeros(*shape, dtype=self._dtype, device=device)
-        if spec.latent:
-            return LayerKV(k, k[..., :0])
-        return LayerKV(k, self._zeros(*shape, dtype=self._dtype, device=device))
-
-
-class RoundedKV:
-    """K and V in few bits, with a scale for each token and head."""
-
-    def __init__(self, dtype: torch.dtype, zeros: Zeros = torch.zeros) -> None:
-        """
-        Args:
-            dtype: of `kernels.kv_rounding`.
-        """
-        self._dtype = dtype
-        self._zeros = zeros
-
-    def allocate(
-        self, num_blocks: int, block_size: int, spec: KVCacheSpec, device: torch.device
-    ) -> LayerKV:
-        places = (num_blocks, block_size, spec.num_kv_heads)
-        width = spec.head_dim // 2 if self._dtype == torch.uint8 else spec.head_dim
-
-        def numbers() -> torch.Tensor:
-            # By their bytes: not every way to zeros knows the narrow floats.
-            return self._zeros(*places, width, dtype=torch.uint8, device=device).view(self._dtype)
-
-        def scales() -> torch.Tensor:
-            return self._zeros(*places, dtype=SCALES[self._dtype], device=device)
-
-        if spec.latent:
-            k, k_scales = numbers(), scales()
-            return LayerKV(k, k[..., :0], k_scales, k_scales[..., :0])
-        return LayerKV(numbers(), numbers(), scales(), scales())
-
-
-def kv_format(name: str, dtype: torch.dtype, zeros: Zeros = torch.zeros) -> KVFormat:
-    """By its name in `config.kv_formats`.
-
-    Args:
-        dtype: of the model, for "auto".
-        zeros: where the memory comes from.
+    Attributes:
+        layers: the cache of each layer that stores keys and values, in order.
+        storages: [num_blocks, ...], all memory of the blocks, in dtypes that can be copied.
+        positions: of layers among `layers`.
     """
-    if name in ROUNDED:
-        return RoundedKV(ROUNDED[name], zeros)
-    return DenseKV(dtype if name == AUTO else FLOATS[name], zeros)
+
+    layers: tuple[LayerKV, ...]
+    storages: tuple[torch.Tensor, ...]
+    positions: Mapping[int, int]
+
+    def of(self, layer: int) -> LayerKV:
+        """Return the cache of a layer."""
+        return self.layers[self.positions[layer]]
 
 
 def allocate_kv(
@@ -109,49 +60,66 @@ def allocate_kv(
     dtype: torch.dtype,
     device: torch.device,
     zeros: Zeros = torch.zeros,
-) -> tuple[LayerKV, ...]:
-    """Return the cache of every layer that attends, for `ForwardContext.kv`.
+    *,
+    apart: bool = False,
+) -> KVCache:
+    """Return zeros for the cache of every layer: a masked key has weight 0, and 0 times garbage may
+    be NaN.
 
     A block belongs to one group at a time, so layers of different groups take turns in one storage,
-    if their format is the same: of each format the pool has as many storages as the group with most
-    of its layers needs.
+    if their format is the same: the pool has as many as the group with most layers needs.
+
+    Args:
+        dtype: of the model, for layers of the format "auto".
+        zeros: where the memory comes from.
+        apart: a block belongs to all groups at once, so that no two layers can share.
     """
-    shapes = {(g.spec.num_kv_heads, g.spec.head_dim, g.spec.latent) for g in groups}
-    if len(shapes) != 1:
-        raise ValueError(f"KV groups that share a pool must have one head shape, not {shapes}")
+    storages: dict[object, torch.Tensor] = {}
+
+    def storage(key: object, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """[num_blocks, size], the same for the same key."""
+        if key not in storages:
+            # By its bytes: not every way to zeros knows the narrow floats.
+            raw = zeros(num_blocks, size * dtype.itemsize, dtype=torch.uint8, device=device)
+            storages[key] = raw.view(dtype)
+        return storages[key]
+
     by_layer: dict[int, LayerKV] = {}
-    for name in formats_of(groups):
-        format = kv_format(name, dtype, zeros)
-        sharing = [group.layers_in(name) for group in groups]
-        storages = [
-            format.allocate(num_blocks, block_size, groups[0].spec, device)
-            for _ in range(max(map(len, sharing)))
-        ]
-        for layers in sharing:
-            by_layer |= zip(layers, storages, strict=False)
-    return tuple(by_layer[layer] for layer in sorted(by_layer))
-
-
-def allocate_apart(
-    groups: Sequence[KVGroup],
-    num_blocks: int,
-    block_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    zeros: Zeros = torch.zeros,
-) -> tuple[LayerKV, ...]:
-    """The same where a block belongs to all groups at once, so that no two layers can share."""
-    specs = {
-        layer: spec
-        for group in groups
-        for layer, spec in zip(group.layers, group.specs, strict=True)
-    }
-    return tuple(
-        kv_format(specs[layer].format, dtype, zeros).allocate(
-            num_blocks, block_size, specs[layer], device
-        )
-        for layer in sorted(specs)
+    for number, group in enumerate(groups):
+        owner, shares = number if apart else None, group.shares
+        places: Counter[str] = Counter()  # of layers so far, by format
+        for layer, spec in zip(group.layers, group.specs, strict=True):
+            place, part = divmod(places[spec.format], shares)
+            places[spec.format] += 1
+            stored = ROUNDED.get(spec.format) or FLOATS.get(spec.format, dtype)
+            width = spec.head_dim // 2 if stored == torch.uint8 else spec.head_dim
+            shape = (block_size, spec.num_kv_heads, width)
+            numbers, scales = [], []
+            for kind in "k" if spec.latent else "kv":
+                size = math.prod(shape) * shares
+                memory = storage((owner, spec.format, size, place, kind), size, stored)
+                numbers.append(_part(memory, part, shape))
+                if spec.format in ROUNDED:
+                    size = math.prod(shape[:2]) * shares
+                    key = owner, spec.format, shape, place, kind
+                    scales.append(_part(storage(key, size, SCALES[stored]), part, shape[:2]))
+            if spec.latent:
+                numbers.append(numbers[0][..., :0])
+                scales += [each[..., :0] for each in scales]
+            by_layer[layer] = LayerKV(*numbers, *scales)
+    order = sorted(by_layer)
+    return KVCache(
+        tuple(by_layer[layer] for layer in order),
+        tuple(map(movable, storages.values())),
+        {layer: position for position, layer in enumerate(order)},
     )
+
+
+def _part(storage: torch.Tensor, part: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return [smaller blocks, *shape] of [num_blocks, size], from the `part`-th of a block on."""
+    size = math.prod(shape)
+    flat = storage.flatten()[part * size :]
+    return flat[: len(flat) // size * size].view(-1, *shape)
 
 
 # States, which other layers keep in place of keys and values.

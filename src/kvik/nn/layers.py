@@ -89,8 +89,8 @@ class RMSNorm:
         return self.ops.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """x, residual [tokens, dim] -> residual + norm(x)."""
-        return self.ops.add(residual, self(x))
+        """x [..., dim], residual [tokens, as many numbers] -> residual + norm(x)."""
+        return self.ops.add(residual, self(x).view_as(residual))
 
 
 class LayerNorm:
@@ -144,23 +144,24 @@ class Attention:
         q_rope: Rope | None = None,
     ) -> None:
         self.backend = backend
-        self.position = position  # among the layers that attend
-        self.group = group  # KV group of the layer
+        self.position = position  # of the layer that stores its keys, among those that store any
+        self.group = group  # KV group of that layer
         self.spec = spec
         self.q_rope = q_rope  # how q turns, where not as k does
 
     def __call__(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         ctx: ForwardContext,
         rotation: Tensor | None = None,
     ) -> Tensor:
         """Normalise and rotate q and k, store k and v, attend.
 
         Args:
-            q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim].
+            q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]; None: another layer has
+                stored its own.
             rotation: [tokens, head_dim] fp32, of `Rope.at`; None: no rotary positions.
 
         Returns:
@@ -330,7 +331,7 @@ class GatedMLP:
 class Experts:
     """Routed experts, and perhaps an MLP that every token goes through (`ExpertsSpec`)."""
 
-    __slots__ = ("correction", "experts", "gate", "ops", "router", "rule", "shared")
+    __slots__ = ("correction", "experts", "gate", "ops", "router", "rule", "scales", "shared")
 
     def __init__(
         self,
@@ -341,11 +342,12 @@ class Experts:
         experts: ExpertSet,
         shared: GatedMLP | None,
         gate: Linear | None,
+        scales: Tensor | None = None,
     ) -> None:
         """
         Args:
             router: gives the logits, fp32.
-            correction: [experts] fp32, of `rule`.
+            correction, scales: [experts] fp32, of `rule`.
             gate: of what `shared` gives, a number of each token; None: none.
         """
         self.ops = ops
@@ -355,18 +357,44 @@ class Experts:
         self.experts = experts
         self.shared = shared
         self.gate = gate
+        self.scales = scales
 
     def __call__(
-        self, x: Tensor, ctx: ForwardContext | None = None, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        ctx: ForwardContext | None = None,
+        residual: Tensor | None = None,
+        *,
+        routed_by: Tensor | None = None,
     ) -> Tensor:
-        """x, residual [tokens, hidden] -> [tokens, hidden]."""
-        ids, weights = self.ops.route(self.router(x, ctx), self.rule, self.correction)
+        """See `RoutedExperts`."""
+        logits = self.router(x if routed_by is None else routed_by, ctx)
+        ids, weights = self.ops.route(logits, self.rule, self.correction, self.scales)
         if self.shared is not None and self.gate is None:
             residual = self.shared(x, ctx, residual)
         elif self.shared is not None and self.gate is not None:
             shared = self.ops.gated(self.shared(x, ctx), self.gate(x, ctx), "sigmoid")
             residual = shared if residual is None else self.ops.add(residual, shared)
         return self.ops.experts(x, ids, weights, self.experts, residual)
+
+
+class LearnedScale:
+    """x times a number of the checkpoint."""
+
+    __slots__ = ("factor", "ops", "value")
+
+    def __init__(self, ops: Ops, value: Tensor) -> None:
+        self.ops = ops
+        self.value = value  # [1]
+        self.factor = 1.0  # the same on the host, once it is known
+
+    def fill(self, first: int, values: Tensor) -> None:
+        self.value.copy_(values)
+        self.factor = float(values)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [tokens, hidden] -> [tokens, hidden]."""
+        return x if self.factor == 1.0 else self.ops.scaled(x, self.factor)
 
 
 class MLP:

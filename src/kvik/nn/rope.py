@@ -68,12 +68,13 @@ def frequencies(spec: RopeSpec, head_dim: int, max_model_len: int) -> Tensor:
     recompute the base as a sequence grows leave older keys in the cache turned by another base. For
     the same reason "longrope" has the factors of long contexts wherever they may come.
     """
-    head_dim = spec.width(head_dim)
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    width = spec.width(head_dim)
+    head_dim = head_dim if spec.kind == "proportional" else width
+    exponents = torch.arange(0, width, 2, dtype=torch.float64) / head_dim
     if spec.kind == "dynamic":
         return 1.0 / _ntk_base(spec, head_dim, max_model_len) ** exponents
     plain = 1.0 / spec.theta**exponents
-    if spec.kind == "linear":
+    if spec.kind in ("linear", "proportional"):
         return plain / spec.factor
     if spec.kind == "yarn":
         return _yarn(plain, spec, head_dim)

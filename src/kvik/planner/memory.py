@@ -99,12 +99,12 @@ class StoredModel:
     inner_width: int
     experts_of_token: int
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope_dim: int
+    head_dims: tuple[int, ...]
+    query_width: int
+    key_width: int
     max_context: int
     gated_mlp: bool
-    ropes: tuple[RopeSpec, ...]
+    rotations: tuple[tuple[RopeSpec, int], ...]
     shape: ModelShape
     weight_format: str
     kv: tuple[KVCacheSpec, ...] = field(repr=False)
@@ -123,12 +123,12 @@ class StoredModel:
             inner_width=shape.intermediate_size,
             experts_of_token=max(matrix.active for matrix in shape.matrices),
             num_heads=shape.num_heads,
-            num_kv_heads=-(-widest // (2 * shape.head_dim)),
-            head_dim=shape.head_dim,
-            rope_dim=shape.head_dim,
+            head_dims=(shape.head_dim,),
+            query_width=shape.num_heads * shape.head_dim,
+            key_width=-(-widest // 2),
             max_context=shape.max_context,
             gated_mlp=shape.gated_mlp,
-            ropes=() if learned else (RopeSpec(),),
+            rotations=() if learned else ((RopeSpec(), shape.head_dim),),
             shape=shape,
             weight_format=weight_format,
             kv=_kv_specs(shape, kv_format),
@@ -279,8 +279,8 @@ def _kv_specs(shape: ModelShape, kv_format: str) -> tuple[KVCacheSpec, ...]:
     specs: list[KVCacheSpec] = []
     for cache in shape.caches:
         spec = KVCacheSpec(
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
+            num_kv_heads=max(1, cache.vectors // 2),
+            head_dim=cache.elements // cache.vectors,
             bytes_per_token=merged * cache.token_bytes(kv_format),
             window=cache.window,
         )

@@ -150,7 +150,7 @@ class Block:
             watch: called with the inputs of each matrix; returns the inputs to multiply.
         """
         count = len(x)
-        kv = allocate_kv(self._groups, count, self._tokens, self._dtype, self._device)
+        kv = allocate_kv(self._groups, count, self._tokens, self._dtype, self._device).layers
         layout = _layout(count, self._tokens, self._device)
         metadata = tuple(self._backend.plan(layout, g.spec.window) for g in self._groups)
         positions = torch.arange(self._tokens, device=self._device).repeat(count)

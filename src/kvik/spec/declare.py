@@ -43,6 +43,7 @@ Role = Literal[
     "head",
     "embedding",
     "positions",
+    "token_inputs",
     "",
 ]
 
@@ -125,12 +126,15 @@ class ForwardContext:
         metadata: attention arrays of this step (`AttentionMetadata`), one per KV group.
         kv: the cache of each layer that attends (`LayerKV`), in order.
         states: those of each layer that keeps one (`LayerStates`), in order.
+        token_inputs: [tokens, layers, width], what each layer reads of a token alone; the model
+            makes them of its own inputs. None: layers read no such vectors.
     """
 
     positions: Tensor
     metadata: tuple[Any, ...]
     kv: tuple[Any, ...]
     states: tuple[Any, ...] = ()
+    token_inputs: Tensor | None = None
 
 
 class Model(Protocol):
@@ -182,6 +186,20 @@ class FeedForward(Protocol):
         ...
 
 
+class RoutedExperts(Protocol):
+    def __call__(
+        self,
+        x: Tensor,
+        ctx: ForwardContext | None = None,
+        residual: Tensor | None = None,
+        *,
+        routed_by: Tensor | None = None,
+    ) -> Tensor:
+        """x, residual [tokens, hidden] -> [tokens, hidden]. The router reads `routed_by`, of the
+        shape of x; None: x."""
+        ...
+
+
 class Norm(Protocol):
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., dim] -> [..., dim]."""
@@ -216,6 +234,12 @@ class Sum(Protocol):
         ...
 
 
+class Scale(Protocol):
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [tokens, hidden] -> x times a number."""
+        ...
+
+
 class StateLayer(Protocol):
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """x [tokens, channels] -> [tokens, channels]; reads and writes the states."""
@@ -239,13 +263,13 @@ class AttentionLayer(Protocol):
     def __call__(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         ctx: ForwardContext,
         rotation: Tensor | None = None,
     ) -> Tensor:
-        """q [tokens, heads, head_dim]; k, v [tokens, kv_heads, head_dim] -> [tokens, heads *
-        head_dim]."""
+        """q [tokens, heads, head_dim]; k, v [tokens, kv_heads, head_dim], or None with `kv_from` ->
+        [tokens, heads * head_dim]."""
         ...
 
 
@@ -284,6 +308,7 @@ class ExpertNames:
         shared: scope of the MLP that every token goes through.
         shared_gate: of the matrix that gives its gate.
         mixed: rows of gate and up take turns in their one matrix, and floats are transposed.
+        scales: of the numbers that weights are multiplied with (`Router.scaled`).
     """
 
     router: str = "gate"
@@ -293,6 +318,7 @@ class ExpertNames:
     shared: str = "shared_experts"
     shared_gate: str = "shared_expert_gate"
     mixed: bool = False
+    scales: str = "scales"
 
 
 EXPERT_NAMES = ExpertNames()
@@ -331,6 +357,7 @@ class LayerBuilder(Protocol):
         role: Role = "",
         transposed: bool = False,
         order: Sequence[int] = (),
+        activation: Any = None,
     ) -> LinearLayer: ...
 
     def heads(
@@ -377,7 +404,7 @@ class LayerBuilder(Protocol):
         *,
         bias: bool = False,
         activation: Any = "silu_and_mul",
-    ) -> FeedForward: ...
+    ) -> RoutedExperts: ...
 
     def embedding(
         self, name: str, rows: int, hidden: int, *, skipped: int = 0
@@ -386,6 +413,8 @@ class LayerBuilder(Protocol):
     def token_embedding(
         self, name: str, vocab: int, hidden: int, *, tied: bool, scale: float = 1.0
     ) -> TokenTable: ...
+
+    def token_inputs(self, name: str, vocab: int, width: int, *, scale: float) -> TokenTable: ...
 
     def lm_head(
         self, name: str, embedding: Any, *, bias: bool = False, softcap: float | None = None
@@ -402,7 +431,10 @@ class LayerBuilder(Protocol):
         scale: float = 1.0,
         rope: RopeSpec | None = None,
         heads: int = 1,
+        tensor: str = "weight",
     ) -> Norm: ...
+
+    def plain_norm(self, dim: int, eps: float) -> Norm: ...
 
     def layer_norm(
         self,
@@ -426,6 +458,7 @@ class LayerBuilder(Protocol):
         softcap: float | None = None,
         sinks: int = 0,
         rope: RopeSpec | None = None,
+        kv_from: int | None = None,
     ) -> AttentionLayer: ...
 
     def latent_up(
@@ -435,6 +468,8 @@ class LayerBuilder(Protocol):
     def latent_attention(self, layer: int, scale: float) -> LatentAttentionLayer: ...
 
     def scaled_sum(self, factor: float) -> Sum: ...
+
+    def learned_scale(self, name: str) -> Scale: ...
 
     def gated(self, by: str = "none") -> Gated: ...
 
@@ -614,6 +649,7 @@ class _Describer:
         role: Role = "",
         transposed: bool = False,
         order: Sequence[int] = (),
+        activation: Any = None,
     ) -> _Described:
         names = (names,) if isinstance(names, str) else names
         outputs = (outputs,) if isinstance(outputs, int) else outputs
@@ -685,6 +721,8 @@ class _Describer:
         if router.corrected:
             other = DeclaredOther(self._layer, self._name(names.correction), router.experts)
             self._found.others.append(other)
+        if router.scaled:
+            self._other(names.scales, router.experts)
         widths = (2 * inner // len(names.gate_up),) * len(names.gate_up)
         kinds: tuple[tuple[Role, tuple[str, ...], int, tuple[int, ...]], ...] = (
             ("expert_gate_up", names.gate_up, hidden, widths),
@@ -718,6 +756,11 @@ class _Describer:
         self._found.tables.append(table)
         return _Described(table)
 
+    def token_inputs(self, name: str, vocab: int, width: int, *, scale: float) -> _Described:
+        table = DeclaredTable("token_inputs", self._name(name), vocab, width)
+        self._found.tables.append(table)
+        return _DESCRIBED
+
     def lm_head(
         self, name: str, embedding: _Described, *, bias: bool = False, softcap: float | None = None
     ) -> _Described:
@@ -740,9 +783,13 @@ class _Describer:
         scale: float = 1.0,
         rope: RopeSpec | None = None,
         heads: int = 1,
+        tensor: str = "weight",
     ) -> _Described:
         norm = DeclaredNorm(self._layer, self._name(name), dim, False, before, offset)
         self._found.norms.append(norm)
+        return _DESCRIBED
+
+    def plain_norm(self, dim: int, eps: float) -> _Described:
         return _DESCRIBED
 
     def layer_norm(
@@ -770,6 +817,7 @@ class _Describer:
         softcap: float | None = None,
         sinks: int = 0,
         rope: RopeSpec | None = None,
+        kv_from: int | None = None,
     ) -> _Described:
         if sinks:
             self._found.others.append(DeclaredOther(self._layer, self._name("sinks"), sinks))
@@ -784,6 +832,10 @@ class _Describer:
         return _DESCRIBED
 
     def scaled_sum(self, factor: float) -> _Described:
+        return _DESCRIBED
+
+    def learned_scale(self, name: str) -> _Described:
+        self._other(name, 1)
         return _DESCRIBED
 
     def gated(self, by: str = "none") -> _Described:

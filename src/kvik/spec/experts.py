@@ -35,6 +35,7 @@ class Router:
         group_by: a group is as good as its best expert, or as the sum of its best two.
         normalised: the weights of a token are divided by their sum.
         scale: that weights are multiplied with.
+        scaled: and so they are with a learned number of each expert.
     """
 
     experts: int
@@ -46,6 +47,7 @@ class Router:
     group_by: Literal["best", "best two"] = "best"
     normalised: bool = True
     scale: float = 1.0
+    scaled: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,16 @@ class KVCacheSpec:
         """What it stores of a token: K and V of each head, or both in one."""
         return self.num_kv_heads * (1 if self.latent else 2)
 
+    @property
+    def numbers(self) -> int:
+        """The numbers that it stores of a token, without scales."""
+        return self.vectors * self.head_dim
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of `bytes_per_token` those of scales."""
+        return self.vectors * KV_FORMATS[self.format].scale_bytes if self.format != AUTO else 0
+
     def first_visible_block(self, position: int, block_size: int) -> int:
         """Return the first block that holds a key visible to the query at `position`: a window of w
         sees keys j with position - w < j <= position."""
@@ -129,10 +139,14 @@ class KVGroup:
 
     Attributes:
         specs: of each layer. They may differ in format, and so in bytes.
+        shares: how many of its layers share the memory that a block has for one of the model's
+            largest layers. Its layers see that memory in smaller blocks, of which those of block b
+            begin with number `shares` * b.
     """
 
     specs: tuple[KVCacheSpec, ...]
     layers: tuple[int, ...]
+    shares: int = 1
 
     @property
     def spec(self) -> KVCacheSpec:
@@ -148,27 +162,51 @@ class KVGroup:
         pairs = zip(self.layers, self.specs, strict=True)
         return tuple(layer for layer, spec in pairs if spec.format == format)
 
+    def places(self, format: str) -> int:
+        """Return how many of the model's largest layers have the memory of those in a format."""
+        return -(-len(self.layers_in(format)) // self.shares)
 
-def group_layers(specs: Sequence[KVCacheSpec | None]) -> tuple[KVGroup, ...]:
+
+def group_layers(
+    specs: Sequence[KVCacheSpec | None], *, apart: bool = False
+) -> tuple[KVGroup, ...]:
     """Group layers that see the same keys. `specs[i]` belongs to layer i, and is None where that
-    keeps a state; groups are ordered by first layer.
+    stores nothing; groups are ordered by first layer.
 
-    A block is as large as the largest group's layers need, so when group sizes differ by a
-    multiple (five window layers to one full layer, say) the larger one is cut into equal parts
-    and no memory is lost to padding.
+    A block is as large as the largest group's layers need, so kinds with many layers are cut into
+    groups of about the size of the smallest kind (five window layers to one full layer, say), as
+    long as less memory is lost to padding. Where a layer is a fraction of the largest one, several
+    share its memory.
+
+    Args:
+        apart: a block belongs to all groups at once, so that no two layers share memory.
     """
     alike: dict[object, list[int]] = defaultdict(list)
     stored = {layer: spec for layer, spec in enumerate(specs) if spec is not None}
     for layer, spec in stored.items():
         alike[spec.window, spec.num_kv_heads, spec.head_dim, spec.latent].append(layer)
-    smallest = min((len(layers) for layers in alike.values()), default=0)
-    groups = []
+    if not stored:
+        return ()
+    largest = max(spec.numbers for spec in stored.values())
+    kinds: list[tuple[list[int], int]] = []  # layers, how many share the memory of the largest
     for layers in alike.values():
-        parts = len(layers) // smallest if len(layers) % smallest == 0 else 1
-        size = len(layers) // parts
-        for i in range(0, len(layers), size):
-            part = tuple(layers[i : i + size])
-            groups.append(KVGroup(tuple(stored[layer] for layer in part), part))
+        share, rest = divmod(largest, stored[layers[0]].numbers)
+        kinds.append((layers, share if rest == 0 and not apart else 1))
+
+    def padded(places: int) -> int:
+        """Places in all blocks that tokens need, if a block has so many for layers."""
+        return places * sum(-(-len(layers) // (places * share)) for layers, share in kinds)
+
+    needed = [-(-len(layers) // share) for layers, share in kinds]
+    most = max(needed)
+    places = most if apart else min(range(min(needed), most + 1), key=padded)
+    groups = []
+    for layers, share in kinds:
+        parts = -(-len(layers) // (places * share))
+        for i in range(parts):
+            part = layers[len(layers) * i // parts : len(layers) * (i + 1) // parts]
+            specs_of = tuple(stored[layer] for layer in part)
+            groups.append(KVGroup(specs_of, tuple(part), share))
     return tuple(sorted(groups, key=lambda g: g.layers[0]))
 
 
@@ -178,12 +216,15 @@ def formats_of(groups: Sequence[KVGroup]) -> tuple[str, ...]:
 
 
 def block_bytes(groups: Sequence[KVGroup], block_size: int) -> int:
-    """Return the bytes of one block of the shared pool: for each format, the largest need of a
-    group, because only layers of the same format can reuse the same memory."""
-
-    def size(group: KVGroup, format: str) -> int:
-        return sum(spec.bytes_per_token for spec in group.specs if spec.format == format)
-
-    return block_size * sum(
-        max(size(group, format) for group in groups) for format in formats_of(groups)
-    )
+    """Return the bytes of one block of the shared pool: of each format the largest need of a
+    group, because only layers of the same format can reuse the same memory. Scales can only where
+    heads are alike."""
+    need: dict[object, int] = defaultdict(int)
+    for group in groups:
+        for spec in set(group.specs):
+            layers, scales = group.places(spec.format) * group.shares, spec.scale_bytes
+            numbers = spec.format, spec.numbers * group.shares
+            need[numbers] = max(need[numbers], layers * (spec.bytes_per_token - scales))
+            alike = spec.format, spec.num_kv_heads, group.shares
+            need[alike] = max(need[alike], layers * scales)
+    return block_size * sum(need.values())

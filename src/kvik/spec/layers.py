@@ -58,6 +58,11 @@ class LayerSpec:
         experts: of its feed-forward part; None: a plain MLP.
         latent: what it attends over; None: keys and values of heads.
         state: what it keeps of a request in place of keys and values; None: it attends.
+        head_dim, kv_heads: of its heads, and of those of keys and values; None: as of the model.
+        kv_from: an earlier layer, whose keys and values it reads; None: it has its own.
+        value_is_key: it has no matrix of values, which are its keys before norm and positions.
+        inner: width of its MLP; None: as of the model.
+        token_input: channels of a vector of each token that this layer alone reads; 0: none.
     """
 
     window: int | None = None
@@ -65,6 +70,12 @@ class LayerSpec:
     experts: ExpertsSpec | None = None
     latent: LatentSpec | None = None
     state: StateSpec | None = None
+    head_dim: int | None = None
+    kv_heads: int | None = None
+    kv_from: int | None = None
+    value_is_key: bool = False
+    inner: int | None = None
+    token_input: int = 0
 
 
 # config.json, number of layers, trained positions -> the layers. Raises `ModelError`.

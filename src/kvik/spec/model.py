@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -117,11 +118,51 @@ class ModelFacts:
         return tuple(dict.fromkeys(layer.rope for layer in self.layers if layer.rope))
 
     @property
+    def rotations(self) -> tuple[tuple[RopeSpec, int], ...]:
+        """The `ropes` with the channels of the heads that they are for, each pair once."""
+        pairs = (self.rotation(layer) for layer in self.layers)
+        return tuple(dict.fromkeys(pair for pair in pairs if pair))
+
+    def rotation(self, layer: LayerSpec) -> tuple[RopeSpec, int] | None:
+        """Return a layer's pair in `rotations`; None: it knows no rotary positions."""
+        if layer.rope is None:
+            return None
+        return layer.rope, layer.latent.rope if layer.latent else self.heads(layer)[1]
+
+    def inner(self, layer: LayerSpec) -> int:
+        """Return the width of a layer's MLP."""
+        return layer.inner or self.intermediate_size
+
+    @property
     def inner_width(self) -> int:
         """The most inner activations that a token has in the MLP, or in its experts, of a layer."""
-        experts = (layer.experts.active_width for layer in self.layers if layer.experts)
-        dense = self.intermediate_size if any(not layer.experts for layer in self.layers) else 0
-        return max(dense, *experts, 0)
+        return max(
+            (
+                layer.experts.active_width if layer.experts else self.inner(layer)
+                for layer in self.layers
+            ),
+            default=0,
+        )
+
+    def heads(self, layer: LayerSpec) -> tuple[int, int]:
+        """Return a layer's heads of keys and values, and the channels of each of its heads."""
+        return layer.kv_heads or self.num_kv_heads, layer.head_dim or self.head_dim
+
+    @property
+    def head_dims(self) -> tuple[int, ...]:
+        """The channels that heads of its layers have, each number once."""
+        attending = (self.heads(layer)[1] for layer in self.layers if layer.state is None)
+        return tuple(dict.fromkeys(attending))
+
+    @property
+    def query_width(self) -> int:
+        """The most channels that queries of all heads of a layer have."""
+        return self.num_heads * max(self.head_dims, default=0)
+
+    @property
+    def key_width(self) -> int:
+        """The most channels that keys of all heads of a layer have."""
+        return max((math.prod(self.heads(layer)) for layer in self.layers), default=0)
 
     @property
     def experts_of_token(self) -> int:
@@ -150,27 +191,23 @@ class ModelFacts:
         `num_kv_heads` is 1 and `head_dim` the width of what the cache keeps of a token."""
         return self.layers[0].latent if self.layers else None
 
-    @property
-    def rope_dim(self) -> int:
-        """Channels of a head in which positions are."""
-        return self.latent.rope if self.latent else self.head_dim
-
     def kv_specs(self, dtype_bytes: int) -> list[KVCacheSpec | None]:
         """Return what each layer stores per token, at `dtype_bytes` for each number; None: it keeps
-        a state."""
-        size = self.num_kv_heads * self.head_dim * dtype_bytes
-        return [
-            KVCacheSpec(
-                num_kv_heads=self.num_kv_heads,
-                head_dim=self.head_dim,
-                bytes_per_token=size if layer.latent else 2 * size,
-                window=layer.window,
-                latent=layer.latent is not None,
-            )
-            if layer.state is None
-            else None
-            for layer in self.layers
-        ]
+        a state, or reads what another layer stores."""
+        return [self._kv_spec(layer, dtype_bytes) for layer in self.layers]
+
+    def _kv_spec(self, layer: LayerSpec, dtype_bytes: int) -> KVCacheSpec | None:
+        if layer.state is not None or layer.kv_from is not None:
+            return None
+        kv_heads, head_dim = self.heads(layer)
+        size = kv_heads * head_dim * dtype_bytes
+        return KVCacheSpec(
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            bytes_per_token=size if layer.latent else 2 * size,
+            window=layer.window,
+            latent=layer.latent is not None,
+        )
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Return the bytes that one token adds to the cache, over all layers."""

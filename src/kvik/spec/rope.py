@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from kvik.spec.fields import Fields
 
-ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
 _OLD_KINDS = {"su": "longrope"}
 MAX_POSITIONS = 2**31 - 1
 MAX_FACTOR = 1e6
@@ -19,7 +19,8 @@ class RopeSpec:
 
     Attributes:
         kind: "default", "linear" (position interpolation), "dynamic" (NTK-aware), "yarn"
-            (Peng et al. 2023), "llama3" or "longrope" (Ding et al. 2024).
+            (Peng et al. 2023), "llama3", "longrope" (Ding et al. 2024) or "proportional" (Gemma 4),
+            where the pairs that turn are the first ones of a whole head, and as fast as these.
         theta: base of the frequencies.
         factor: stretch; unused by "default".
         original_max_position: context the model was trained on before stretching.
@@ -55,6 +56,8 @@ class RopeSpec:
 
     def width(self, head_dim: int) -> int:
         """Return how many channels of a head turn."""
+        if self.kind == "proportional":
+            return 2 * int(head_dim * self.fraction / 2)
         return int(head_dim * self.fraction)
 
     def check(self, config: Fields, head_dim: int) -> None:
@@ -72,7 +75,7 @@ class RopeSpec:
         """Return which stored channel of a head stands at each place, so that channel i turns with
         i + head_dim / 2; what does not turn fills both halves. None: all as they are stored."""
         width, half = self.width(head_dim), head_dim // 2
-        if width == head_dim and not self.interleaved:
+        if self.kind == "proportional" or (width == head_dim and not self.interleaved):
             return None
         pairs = range(width // 2)
         first = [2 * i if self.interleaved else i for i in pairs]
@@ -118,7 +121,7 @@ def read_rope(
     share = 1.0 if fraction is None else fraction
     for place in (config, rope):
         share = place.number("partial_rotary_factor", 1e-3, 1.0, share)
-        if share != 1.0 and fraction is None:
+        if share != 1.0 and fraction is None and kind != "proportional":
             raise place.error("partial_rotary_factor", "must be 1 for this architecture")
     found = _stretched(config, rope, kind, theta, max_position_embeddings)
     beta = 0.0
@@ -132,6 +135,9 @@ def _stretched(
 ) -> RopeSpec:
     if kind == "default":
         return RopeSpec(theta=theta, original_max_position=max_position_embeddings)
+    if kind == "proportional":
+        factor = rope.number("factor", 1.0, MAX_FACTOR, 1.0)
+        return RopeSpec(kind, theta, factor, max_position_embeddings)
     if kind in ("linear", "dynamic"):
         factor = rope.number("factor", 1.0, MAX_FACTOR)
         return RopeSpec(kind, theta, factor, max_position_embeddings)

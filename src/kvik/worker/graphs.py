@@ -15,10 +15,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvik.attention.base import AttentionBackend, LayerKV, StepLayout
+from kvik.attention.base import AttentionBackend, StepLayout
 from kvik.frozen import frozen
 from kvik.kernels.ops import Ops
-from kvik.nn.kv_formats import NO_STATES, States
+from kvik.nn.kv_formats import NO_STATES, KVCache, States
 from kvik.spec.declare import ForwardContext, Model
 from kvik.spec.kv import KVGroup
 from kvik.worker.captures import MAX_PADDING, Capturer, Captures, GraphMemory
@@ -153,7 +153,7 @@ class EngineNetwork:
     ops: Ops
     backend: AttentionBackend
     groups: tuple[KVGroup, ...]
-    kv: tuple[LayerKV, ...]
+    kv: KVCache
     states: States = NO_STATES
 
     def forward(
@@ -168,7 +168,7 @@ class EngineNetwork:
             self.backend.plan(layout, group.spec.window)
             for layout, group in zip(layouts, self.groups, strict=True)
         )
-        ctx = ForwardContext(positions, metadata, self.kv, self.states.layers)
+        ctx = ForwardContext(positions, metadata, self.kv.layers, self.states.layers)
         hidden = self.model.forward(input_ids, ctx)
         logits = self.model.logits(self.ops.gather_rows(hidden, logits_indices))
         return StepOutput(hidden, logits, *self.ops.largest(logits))

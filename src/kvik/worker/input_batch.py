@@ -68,8 +68,9 @@ def build_input_batch(plan: SchedulerOutput, table: RequestTable, inputs: StepIn
             positions, words = _along(table.draft_tree, places, starts, drafts)
         logit_tokens, logit_positions = input_ids[logits_indices], positions[logits_indices]
 
-    def kv_positions(block_table: np.ndarray) -> np.ndarray:
-        return block_table[token_slots, block].astype(np.int64) * block_size + offset
+    def kv_positions(group: int) -> np.ndarray:
+        found = table.blocks(group, (token_slots, block))
+        return found.astype(np.int64) * block_size + offset
 
     block_size = table.block_size
     max_blocks = -(-int(seq_lens.max()) // block_size)
@@ -84,8 +85,10 @@ def build_input_batch(plan: SchedulerOutput, table: RequestTable, inputs: StepIn
         StepLayout(
             query_start_loc=query_start_loc,
             seq_lens=seq_lens_tensor,
-            block_table=inputs.put(f"block_table {group}", block_table[slots, :max_blocks]),
-            slot_mapping=inputs.put(f"slot_mapping {group}", kv_positions(block_table)),
+            block_table=inputs.put(
+                f"block_table {group}", table.blocks(group, (slots, slice(max_blocks)))
+            ),
+            slot_mapping=inputs.put(f"slot_mapping {group}", kv_positions(group)),
             num_scheduled=num_scheduled,
             contexts=contexts,
             block_size=block_size,
@@ -93,7 +96,7 @@ def build_input_batch(plan: SchedulerOutput, table: RequestTable, inputs: StepIn
             tree_words=tree_words,
             state_rows=state_rows,
         )
-        for group, block_table in enumerate(table.block_tables)
+        for group in range(len(table.block_tables))
     )
     batch = InputBatch(
         input_ids=inputs.put("input_ids", input_ids),

@@ -15,7 +15,7 @@ from kvik.nn.builder import Builder
 from kvik.nn.checkpoint import Checkpoint
 from kvik.nn.engine_folder import MappedStorage, stored_bytes, write_weights
 from kvik.nn.gguf_checkpoint import open_weights
-from kvik.nn.kv_formats import allocate_apart, allocate_kv, allocate_states
+from kvik.nn.kv_formats import allocate_kv, allocate_states
 from kvik.nn.loader import load_model
 from kvik.nn.storage import FreshStorage, Storage
 from kvik.spec.declare import Model
@@ -95,9 +95,14 @@ def load_network(
     with torch.inference_mode():
         model = _load(config, parts, spec, path, groups, quantization)
         platform.release_freed()
-        allocate = allocate_apart if drafts else allocate_kv
-        kv = allocate(
-            groups, cache.pool_size, cache.block_size, parts.dtype, parts.device, parts.kv_zeros
+        kv = allocate_kv(
+            groups,
+            cache.pool_size,
+            cache.block_size,
+            parts.dtype,
+            parts.device,
+            parts.kv_zeros,
+            apart=drafts,
         )
         states = allocate_states(spec.states, config.state_rows, parts.device, parts.kv_zeros)
     return EngineNetwork(model, parts.ops, parts.backend, groups, kv, states)

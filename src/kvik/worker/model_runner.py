@@ -161,7 +161,6 @@ class ModelRunner:
             self.table.add_blocks(slot, group, ids)
         if plan.block_copies:
             source, target = upload(np.array(plan.block_copies), self.device).unbind(1)
-            for cache in {id(layer): layer for layer in self.network.kv}.values():
-                for tensor in cache.tensors:
-                    self.network.ops.copy_blocks(tensor, source, target)
+            for storage in self.network.kv.storages:
+                self.network.ops.copy_blocks(storage, source, target)
         return refused

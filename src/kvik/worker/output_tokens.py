@@ -343,9 +343,9 @@ class OutputTokens(Participant[LaunchedTokens]):
             source = self._kv_positions(group, owner, root + nodes[moved])
             target = self._kv_positions(group, owner, root + depths[moved])
             for layer in layers.layers:
-                self.network.backend.move(self.network.kv[layer], source, target)
+                self.network.backend.move(self.network.kv.of(layer), source, target)
 
     def _kv_positions(self, group: int, slots: np.ndarray, places: np.ndarray) -> Tensor:
         block, offset = np.divmod(places, self.table.block_size)
-        blocks = self.table.block_tables[group][slots, block].astype(np.int64)
+        blocks = self.table.blocks(group, (slots, block)).astype(np.int64)
         return upload(blocks * self.table.block_size + offset, self.device)

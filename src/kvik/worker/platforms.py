@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvik.attention.base import AttentionBackend, LayerKV
+from kvik.attention.base import AttentionBackend
 from kvik.attention.select import select as select_backend
 from kvik.config.config import ResolvedConfig
 from kvik.config.memory import DRAW_BYTES
@@ -168,7 +168,7 @@ class Platform(Protocol):
         ...
 
     @staticmethod
-    def give_back(kv: Sequence[LayerKV], blocks: Sequence[int]) -> int:
+    def give_back(storages: Sequence[Tensor], blocks: Sequence[int]) -> int:
         """Give the memory of blocks back to the system, where it can be. Returns bytes."""
         ...
 
@@ -208,7 +208,7 @@ class TorchPlatform:
         return EagerRows(function)
 
     @staticmethod
-    def give_back(kv: Sequence[LayerKV], blocks: Sequence[int]) -> int:
+    def give_back(storages: Sequence[Tensor], blocks: Sequence[int]) -> int:
         return 0
 
     @staticmethod
@@ -260,13 +260,11 @@ class NativePlatform:
         return EagerRows(function)
 
     @staticmethod
-    def give_back(kv: Sequence[LayerKV], blocks: Sequence[int]) -> int:
+    def give_back(storages: Sequence[Tensor], blocks: Sequence[int]) -> int:
         from kvik.kernels.cpu.buffers import give_back
 
-        # Layers of different groups share storages.
-        storages = {part.data_ptr(): part for layer in kv for part in layer.tensors}
         runs = list(_runs(blocks))
-        return sum(give_back(storage, runs) for storage in storages.values())
+        return sum(give_back(storage, runs) for storage in storages)
 
     @staticmethod
     def release_freed() -> None:
@@ -347,7 +345,7 @@ class TritonPlatform:
         return self._capturer
 
     @staticmethod
-    def give_back(kv: Sequence[LayerKV], blocks: Sequence[int]) -> int:
+    def give_back(storages: Sequence[Tensor], blocks: Sequence[int]) -> int:
         return 0  # it is the GPU's, which no other process takes
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
 
 import numpy as np
@@ -34,6 +35,7 @@ class RequestTable:
         num_prompt: [slots] int32.
         tenants: the cache salt of each slot's request.
         block_tables: per KV group [slots, max_blocks] int32.
+        shares: of each KV group (`KVGroup.shares`); (): 1.
         num_blocks: [groups, slots] int32, filled entries of each block table.
         draft_tree: whose first nodes after the root the drafts of every row are; None: each draft
             follows the one before it.
@@ -49,6 +51,7 @@ class RequestTable:
         block_size: int,
         *,
         states: bool = False,
+        shares: Sequence[int] = (),
     ) -> None:
         max_blocks = -(-max_model_len // block_size)
         self.block_size = block_size
@@ -58,6 +61,7 @@ class RequestTable:
         self.num_computed = np.zeros(max_num_seqs, np.int32)
         self.num_prompt = np.zeros(max_num_seqs, np.int32)
         self.tenants = [""] * max_num_seqs
+        self.shares = tuple(shares) or (1,) * num_groups
         self.block_tables = [
             np.zeros((max_num_seqs, max_blocks), np.int32) for _ in range(num_groups)
         ]
@@ -84,12 +88,18 @@ class RequestTable:
         self.block_tables[group][slot, first : first + len(ids)] = ids
         self.num_blocks[group, slot] = first + len(ids)
 
+    def blocks(self, group: int, where: tuple[np.ndarray, np.ndarray | slice]) -> np.ndarray:
+        """Return some blocks of a group, in the numbers by which its layers know them."""
+        found, shares = self.block_tables[group][where], self.shares[group]
+        return found if shares == 1 else found * np.int32(shares)
+
     def view(self, group: int, num_groups: int) -> RequestTable:
         """The same tokens for another model, whose groups all have this group's block tables; how
         many of them it has computed is its own."""
         view = copy(self)
         view.num_computed = np.zeros_like(self.num_computed)
         view.block_tables = [self.block_tables[group]] * num_groups
+        view.shares = (1,) * num_groups
         return view
 
     def expect(self, slots: np.ndarray) -> Expected:

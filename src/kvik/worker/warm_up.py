@@ -141,7 +141,7 @@ def _forward(
     """Run a forward for a request whose cached tokens were never written: it attends to block 0,
     which is never handed out, and only the host plans with the context. As many of its tokens as
     possible have logits, as drafts have."""
-    device = network.kv[0].k.device
+    device = network.kv.layers[0].k.device
     layout = StepLayout(
         query_start_loc=torch.tensor([0, length], dtype=torch.int32, device=device),
         seq_lens=torch.full((1,), length, dtype=torch.int32, device=device),
@@ -164,11 +164,10 @@ def _forward(
 def _copy_blocks(network: EngineNetwork) -> None:
     """Copy one block and then two: the target of a single pair is aligned differently."""
     for count in (1, 2):
-        pairs = upload(np.zeros((count, 2), np.int64), network.kv[0].k.device)
+        pairs = upload(np.zeros((count, 2), np.int64), network.kv.layers[0].k.device)
         source, target = pairs.unbind(1)
-        for cache in network.kv:
-            for tensor in cache.tensors:
-                network.ops.copy_blocks(tensor, source, target)
+        for storage in network.kv.storages:
+            network.ops.copy_blocks(storage, source, target)
 
 
 def heads(function: RowFunction, like: Sequence[Tensor], sizes: Sequence[int]) -> WarmUp:

@@ -108,6 +108,7 @@ class Worker:
             len(cache.groups),
             cache.block_size,
             states=bool(config.model.states),
+            shares=[group.shares for group in cache.groups],
         )
         sampling = SamplingTable(
             scheduler.max_num_seqs, vocab_size, device, draw_bytes, self._grammars
@@ -152,7 +153,7 @@ class Worker:
 
     def give_back(self, blocks: Sequence[int]) -> int:
         """See `Executor.give_back`."""
-        return self._give_back(self._ready().network.kv, blocks)
+        return self._give_back(self._ready().network.kv.storages, blocks)
 
     def build_grammar(self, constraint: Constraint) -> Future[object]:
         """See `Executor.build_grammar`."""

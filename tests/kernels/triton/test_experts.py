@@ -64,7 +64,7 @@ def chosen(rows: int, router: Router, seed: int = 0) -> tuple[Tensor, Tensor]:
     """The last expert is everybody's, the one before it nobody's."""
     logits = torch.randn(rows, router.experts, generator=torch.Generator().manual_seed(seed))
     logits[:, -1], logits[:, -2] = 9, -9
-    return OPS.route(logits.to(device()), router, None)
+    return OPS.route(logits.to(device()), router, None, None)
 
 
 KINDS = [
@@ -170,9 +170,15 @@ def test_no_rows_and_groups_that_no_kernel_takes() -> None:
 def test_scores_that_are_no_numbers_count_as_nothing() -> None:
     logits = torch.randn(3, 6, generator=torch.Generator().manual_seed(1))
     logits[0, 4], logits[1] = torch.nan, -torch.inf
-    for router in (Router(6, 2, "sigmoid"), Router(6, 2), Router(6, 2, groups=3, kept=2)):
-        ids, weights = OPS.route(logits.to(device()), router, None)
-        expected = REFERENCE.route(logits, router, None)
+    each = torch.randn(6, generator=torch.Generator().manual_seed(2))
+    for router, scales in (
+        (Router(6, 2, "sigmoid"), None),
+        (Router(6, 2), each),
+        (Router(6, 2, groups=3, kept=2), None),
+    ):
+        there = None if scales is None else scales.to(device())
+        ids, weights = OPS.route(logits.to(device()), router, None, there)
+        expected = REFERENCE.route(logits, router, None, scales)
         assert ids.tolist() == expected[0].tolist()
         torch.testing.assert_close(weights.cpu(), expected[1])
 
@@ -180,7 +186,7 @@ def test_scores_that_are_no_numbers_count_as_nothing() -> None:
 def test_equals_go_to_the_lower_ids() -> None:
     logits = torch.zeros(1, 12, device=device())
     for router in (Router(12, 3), Router(12, 3, groups=4, kept=2, group_by="best two")):
-        assert OPS.route(logits, router, None)[0].tolist() == [[0, 1, 2]]
+        assert OPS.route(logits, router, None, None)[0].tolist() == [[0, 1, 2]]
 
 
 @INTERPRETED_ONLY
@@ -207,7 +213,7 @@ def test_experts_compile_once_for_each_class_of_tokens(
     experts = OPS.expert_set([up] * 16, [down] * 16)
 
     def step(tokens: int) -> None:
-        ids, shares = OPS.route(torch.empty(tokens, 16), router, None)
+        ids, shares = OPS.route(torch.empty(tokens, 16), router, None, None)
         OPS.experts(torch.empty(tokens, 256, dtype=dtype), ids, shares, experts, None)
 
     bounds = tokens_of_experts(16, 4)

@@ -33,7 +33,7 @@ class CpuExperts:
         self.native = native
 
     def route(
-        self, logits: Tensor, router: Router, correction: Tensor | None
+        self, logits: Tensor, router: Router, correction: Tensor | None, scales: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """See `Ops.route`."""
         tokens = logits.shape[0]
@@ -53,6 +53,7 @@ class CpuExperts:
             two_of_group=int(router.group_by == "best two"),
             normalise=int(router.normalised),
             scale=router.scale,
+            each_scale=pointer(scales),
             ids=ids.data_ptr(),
             weights=weights.data_ptr(),
         )

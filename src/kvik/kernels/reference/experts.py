@@ -13,11 +13,13 @@ from kvik.spec.experts import Router
 Product = Callable[[Tensor, Matrix, Tensor | None], Tensor]  # `Ops.linear`
 
 
-def route(logits: Tensor, router: Router, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, router: Router, correction: Tensor | None, scales: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Choose the experts of each token; see `Router`.
 
     Args:
-        logits: [tokens, experts] fp32. correction: [experts] fp32.
+        logits: [tokens, experts] fp32. correction, scales: [experts] fp32.
 
     Returns:
         ids [tokens, active] int64, the best first, and their weights in fp32.
@@ -32,7 +34,8 @@ def route(logits: Tensor, router: Router, correction: Tensor | None) -> tuple[Te
     weights = scores.gather(1, ids)
     if router.normalised:
         weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-    return ids.contiguous(), weights * router.scale
+    weights = weights * router.scale
+    return ids.contiguous(), weights if scales is None else weights * scales[ids]
 
 
 def _of_kept_groups(choice: Tensor, router: Router) -> Tensor:

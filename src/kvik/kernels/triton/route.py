@@ -59,6 +59,7 @@ def _of_kept_groups(
 def route_kernel(
     logits,
     correction,
+    each_scale,
     ids,
     weights,
     stride,
@@ -74,9 +75,9 @@ def route_kernel(
     SIZE_BLOCK: tl.constexpr,
     ACTIVE_BLOCK: tl.constexpr,
 ):
-    """grid [tokens]; logits [tokens, EXPERTS], correction [EXPERTS] or None, ids and weights
-    [tokens, ACTIVE]. The experts of a group are a row of a tile. TWO: a group is as good as its
-    best two."""
+    """grid [tokens]; logits [tokens, EXPERTS], correction and each_scale [EXPERTS] or None, ids and
+    weights [tokens, ACTIVE]. The experts of a group are a row of a tile. TWO: a group is as good as
+    its best two."""
     token = tl.program_id(0).to(tl.int64)
     SIZE: tl.constexpr = EXPERTS // GROUPS
     group, place = tl.arange(0, GROUP_BLOCK)[:, None], tl.arange(0, SIZE_BLOCK)[None, :]
@@ -110,10 +111,15 @@ def route_kernel(
         found = found / tl.maximum(tl.sum(found, 0), 1.1754943508222875e-38)
     to = token * ACTIVE + k
     tl.store(ids + to, found_ids.to(tl.int64), mask=k < ACTIVE)
-    tl.store(weights + to, found * scale, mask=k < ACTIVE)
+    found = found * scale
+    if each_scale is not None:
+        found = found * tl.load(each_scale + found_ids, mask=k < ACTIVE, other=0.0)
+    tl.store(weights + to, found, mask=k < ACTIVE)
 
 
-def route(logits: Tensor, router: Router, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, router: Router, correction: Tensor | None, scales: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """See `Ops.route`."""
     shape, device = (len(logits), router.active), logits.device
     ids = torch.empty(shape, dtype=torch.int64, device=device)
@@ -124,6 +130,7 @@ def route(logits: Tensor, router: Router, correction: Tensor | None) -> tuple[Te
     kernel(
         logits,
         correction,
+        scales,
         ids,
         weights,
         logits.stride(0),

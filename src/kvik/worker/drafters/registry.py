@@ -104,7 +104,7 @@ def _draft_model(parts: DrafterParts) -> Drafter:
     chosen, config = parts.speculation, parts.config
     spec, step = chosen.source.spec, chosen.draft_step
     assert spec is not None and step is not None
-    groups = group_layers(spec.kv_specs(DTYPE_BYTES[config.runner.dtype]))
+    groups = group_layers(spec.kv_specs(DTYPE_BYTES[config.runner.dtype]), apart=True)
     network = load_network(
         config,
         parts.platform,

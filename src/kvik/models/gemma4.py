@@ -1,0 +1,313 @@
+"""Gemma 4 (Google DeepMind 2026): layers of two shapes.
+
+Layers with a window have smaller heads than those without, which turn a part of each head alone.
+Norms are on the heads of q, k and v, and scores are not scaled. The last layers may read the keys
+and values of earlier ones; layers without a window may have no matrix of values; each layer may
+read a vector of each token of its own; and some models have routed experts beside the MLP.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvik.errors import shown
+from kvik.models.gemma import gemma_scales, softcap
+from kvik.models.llama import Llama
+from kvik.spec.declare import Architecture, ExpertNames, ForwardContext, LayerBuilder
+from kvik.spec.experts import ExpertsSpec, Router, expert_count
+from kvik.spec.fields import Fields
+from kvik.spec.layers import FULL, SLIDING, LayerSpec, layer_types, read_window
+from kvik.spec.model import MAX_HEADS, MAX_WIDTH, ModelFacts, ModelScales
+from kvik.spec.rope import RopeSpec, read_rope
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NAMES = ExpertNames(router="router.proj", scales="router.per_expert_scale")
+
+
+class Gemma4Attention:
+    """Grouped-query attention with RMSNorm on each head of q, k and v, over keys and values of its
+    own or of an earlier layer."""
+
+    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
+        facts, hidden = spec.layers[layer], spec.hidden_size
+        kv_heads, dim = spec.heads(facts)
+        counts = (spec.num_heads, kv_heads, kv_heads)
+        norm = partial(builder.rms_norm, dim=dim, eps=spec.norm_eps)
+        q_norm, k_norm, self.v_norm = norm("q_norm"), None, None
+        names: tuple[str, ...] = ("q_proj",)
+        if facts.kv_from is None:
+            names = ("q_proj", "k_proj") if facts.value_is_key else ("q_proj", "k_proj", "v_proj")
+            k_norm, self.v_norm = norm("k_norm"), builder.plain_norm(dim, spec.norm_eps)
+        else:  # some files have what is not used
+            builder.ignore("k_norm.weight")
+            builder.ignore(*(f"{kv}_proj.{part}" for kv in "kv" for part in ("weight", "bias")))
+        self.heads = builder.heads(names, hidden, counts[: len(names)], dim, bias=spec.qkv_bias)
+        norms = (q_norm, k_norm)
+        self.attend = builder.attention(layer, dim, 1.0, norms, kv_from=facts.kv_from)
+        self.o = builder.linear("o_proj", spec.num_heads * dim, hidden, bias=spec.o_bias, role="o")
+
+    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
+        """x [tokens, hidden], rotation [tokens, head_dim] -> [tokens, hidden]."""
+        q, *kv = self.heads(x, ctx)  # [tokens, heads or kv_heads, head_dim]
+        if self.v_norm is None:
+            return self.o(self.attend(q, None, None, ctx, rotation), ctx)
+        return self.o(self.attend(q, kv[0], self.v_norm(kv[-1]), ctx, rotation), ctx)
+
+
+class Gemma4FeedForward:
+    """An MLP and, where a layer has some, routed experts beside it; each is normalised again, and
+    so is their sum. The router reads the residual stream with a norm of its own."""
+
+    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
+        facts, hidden, eps = spec.layers[layer], spec.hidden_size, spec.norm_eps
+        norm = partial(builder.rms_norm, dim=hidden, eps=eps)
+        self.mlp_norm = norm("pre_feedforward_layernorm", before="gate_up")
+        mlp = builder.at("mlp")
+        self.mlp = mlp.gated_mlp(hidden, spec.inner(facts), bias=False, gelu=True)
+        self.experts = None
+        if facts.experts is not None:
+            self.fed_norm = norm("post_feedforward_layernorm_1")
+            self.router_norm = norm("router", scale=hidden**-0.5, tensor="scale")
+            self.experts_norm = norm("pre_feedforward_layernorm_2")
+            self.experts = builder.experts(
+                hidden, facts.experts, NAMES, activation="gelu_tanh_and_mul"
+            )
+            self.routed_norm = norm("post_feedforward_layernorm_2")
+        self.norm = norm("post_feedforward_layernorm")
+
+    def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """Return the residual stream x [tokens, hidden] -> the same."""
+        fed = self.mlp(self.mlp_norm(x), ctx)
+        if self.experts is not None:
+            routed = self.experts(self.experts_norm(x), ctx, routed_by=self.router_norm(x))
+            fed = self.routed_norm.add(routed, self.fed_norm(fed))
+        return self.norm.add(fed, x)
+
+
+class Gemma4Layer:
+    """Attention, the feed-forward part, and what the layer reads of each token alone; all is
+    multiplied by a learned number at the end."""
+
+    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
+        hidden, own = spec.hidden_size, spec.layers[layer].token_input
+        norm = partial(builder.rms_norm, dim=hidden, eps=spec.norm_eps)
+        self.layer = layer
+        self.attention_norm = norm("input_layernorm", before="qkv")
+        self.attention = Gemma4Attention(spec, builder.at("self_attn"), layer)
+        self.attended_norm = norm("post_attention_layernorm")
+        self.feed = Gemma4FeedForward(spec, builder, layer)
+        self.own = own > 0
+        if own:
+            self.gate = builder.linear(
+                "per_layer_input_gate", hidden, own, bias=False, activation="gelu_tanh"
+            )
+            self.gated = builder.gated()
+            self.project = builder.linear("per_layer_projection", own, hidden, bias=False)
+            self.own_norm = norm("post_per_layer_input_norm")
+        self.scale = builder.learned_scale("layer_scalar")
+
+    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
+        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
+        x = self.attended_norm.add(self.attention(self.attention_norm(x), rotation, ctx), x)
+        x = self.feed(x, ctx)
+        if self.own:
+            assert ctx.token_inputs is not None
+            gated = self.gated(self.gate(x, ctx), ctx.token_inputs[:, self.layer])
+            x = self.own_norm.add(self.project(gated, ctx), x)
+        return self.scale(x)
+
+
+class TokenInputs:
+    """What each layer reads of a token alone: of its id, and of its embedding."""
+
+    def __init__(self, spec: ModelFacts, builder: LayerBuilder) -> None:
+        width, hidden = spec.layers[0].token_input, spec.hidden_size
+        self.sizes = spec.num_layers, width
+        total, half = spec.num_layers * width, 0.5**0.5  # so that the sum is as large as its parts
+        self.table = builder.token_inputs(
+            "embed_tokens_per_layer", spec.vocab_size, total, scale=math.sqrt(width) * half
+        )
+        self.project = builder.linear("per_layer_model_projection", hidden, total, bias=False)
+        # What is projected is divided by the root of `hidden` first.
+        eps = spec.norm_eps * hidden
+        self.norm = builder.rms_norm("per_layer_projection_norm", width, eps, scale=half)
+
+    def __call__(self, ids: Tensor, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """ids [tokens], x [tokens, hidden], their embeddings -> [tokens, layers, width]."""
+        projected = self.project(x, ctx).view(-1, *self.sizes)
+        return self.norm.add(projected, self.table(ids)).view(-1, *self.sizes)
+
+
+class Gemma4:
+    """The language model; encoders of images and sounds are not read."""
+
+    def __init__(self, spec: ModelFacts, builder: LayerBuilder) -> None:
+        for encoder in ("vision_tower", "embed_vision", "audio_tower", "embed_audio"):
+            builder.skip(f"model.{encoder}")
+        scopes = ("model.language_model", "model")
+        self.trunk = Llama(spec, builder, Gemma4Layer, scopes=scopes)
+        self.inputs = None
+        if spec.layers[0].token_input:
+            self.inputs = TokenInputs(spec, builder.at(*scopes))
+
+    def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """ids [tokens] -> hidden [tokens, hidden]."""
+        x = self.enter(ids, ctx)
+        if self.inputs is not None:
+            ctx = replace(ctx, token_inputs=self.inputs(ids, x, ctx))
+        return self.trunk.norm(self.blocks(x, ctx))
+
+    def enter(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """ids [tokens] -> the residual stream before the first layer, [tokens, hidden]."""
+        return self.trunk.enter(ids, ctx)
+
+    def blocks(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """Return the residual stream x [tokens, hidden] -> the same behind the last layer."""
+        return self.trunk.blocks(x, ctx)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [rows, hidden] -> [rows, vocab] fp32."""
+        return self.trunk.logits(hidden)
+
+
+def gemma4_scales(fields: Fields) -> ModelScales:
+    return replace(gemma_scales(fields), logits_cap=softcap(fields, "final_logit_softcapping"))
+
+
+def gemma4_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+    """Layers with a window and without, as `layer_types` says; the last has none. The last
+    `num_kv_shared_layers` read keys and values of the last layer of their kind before these."""
+    if fields.raw("use_bidirectional_attention") not in (None, False, "vision"):
+        raise fields.error("use_bidirectional_attention", 'must be null or "vision"')
+    if fields.integer("vocab_size_per_layer_input", 1, MAX_WIDTH << 4, 1) not in (
+        fields.integer("vocab_size", 1, MAX_WIDTH << 4),
+        1,
+    ):
+        raise fields.error("vocab_size_per_layer_input", "must be vocab_size")
+    types = (*layer_types(fields, layers, every=6)[:-1], FULL)
+    own = layers - fields.integer("num_kv_shared_layers", 0, layers - 1, 0)
+    wide = fields.boolean("use_double_wide_mlp", False)
+    inner = fields.integer("intermediate_size", 1, MAX_WIDTH)
+    kinds, heads = _kinds(fields, positions), _own_heads(fields, layers)
+    found = []
+    for layer, kind in enumerate(types):
+        facts = kinds[kind]
+        if layer in heads:
+            head_dim, kv_heads = heads[layer]
+            facts = replace(facts, head_dim=head_dim, kv_heads=kv_heads)
+        if layer >= own:
+            if kind not in types[:own]:
+                message = f"must leave a layer of kind {kind} before those that read its keys"
+                raise fields.error("num_kv_shared_layers", message)
+            owner = own - 1 - types[:own][::-1].index(kind)
+            facts = replace(facts, kv_from=owner, inner=2 * inner if wide else None)
+        found.append(facts)
+    return tuple(found)
+
+
+def _kinds(fields: Fields, positions: int) -> dict[str, LayerSpec]:
+    """Return a layer of each kind."""
+    token_input = fields.integer("hidden_size_per_layer_input", 0, MAX_WIDTH, 256)
+    default = {
+        SLIDING: RopeSpec(theta=1e4, original_max_position=positions),
+        FULL: RopeSpec("proportional", 1e6, original_max_position=positions, fraction=0.25),
+    }
+    ropes = default
+    if not fields.is_null("rope_parameters"):
+        ropes = {kind: read_rope(fields, positions, layer_type=kind) for kind in default}
+    same = fields.boolean("attention_k_eq_v", False)
+    windowed = LayerSpec(read_window(fields), ropes[SLIDING], token_input=token_input)
+    full = LayerSpec(None, ropes[FULL], value_is_key=same, token_input=token_input)
+    if "per_layer_config" not in fields:  # in older files heads differ by the kind of a layer
+        kv_heads = "num_global_key_value_heads"
+        if same and kv_heads in fields and not fields.is_null(kv_heads):
+            full = replace(full, kv_heads=_kv_heads(fields, fields, kv_heads))
+        full = replace(full, head_dim=_head_dim(fields, "global_head_dim", 512))
+    return {SLIDING: windowed, FULL: full}
+
+
+def _own_heads(fields: Fields, layers: int) -> dict[int, tuple[int | None, int | None]]:
+    """Return what newer files say of some layers, by their numbers: `head_dim` and `kv_heads` of a
+    `LayerSpec`."""
+    found: dict[int, tuple[int | None, int | None]] = {}
+    given = fields.inside("per_layer_config")
+    for name in fields.mapping("per_layer_config") or ():
+        if not name.isdecimal() or int(name) >= layers:
+            message = f"must have numbers of layers up to {layers - 1}, not {shown(name)}"
+            raise fields.error("per_layer_config", message)
+        own = given.inside(name)
+        for key in given.mapping(name) or ():
+            if key not in ("head_dim", "num_key_value_heads"):
+                raise own.error(key, "must not differ from other layers")
+        found[int(name)] = (
+            _head_dim(own, "head_dim") if "head_dim" in own else None,
+            _kv_heads(fields, own, "num_key_value_heads") if "num_key_value_heads" in own else None,
+        )
+    return found
+
+
+def _head_dim(fields: Fields, key: str, default: int | None = None) -> int:
+    size = fields.integer(key, 2, MAX_WIDTH, default)
+    if size % 2:
+        raise fields.error(key, f"must be even, not {size}")
+    return size
+
+
+def _kv_heads(fields: Fields, own: Fields, key: str) -> int:
+    heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
+    kv_heads = own.integer(key, 1, MAX_HEADS)
+    if heads % kv_heads:
+        raise own.error(key, f"must divide num_attention_heads ({heads}), not {kv_heads}")
+    return kv_heads
+
+
+def gemma4_experts(fields: Fields, layers: int) -> tuple[ExpertsSpec | None, ...]:
+    """All layers have experts, or none."""
+    if not fields.boolean("enable_moe_block", False):
+        return (None,) * layers
+    count = expert_count(fields)
+    router = Router(count, fields.integer("top_k_experts", 1, count), scaled=True)
+    return (ExpertsSpec(router, fields.integer("moe_intermediate_size", 1, MAX_WIDTH)),) * layers
+
+
+GEMMA4 = Architecture(
+    "Gemma4ForCausalLM",
+    "gemma4_text",
+    "Gemma 4, those of text alone",
+    Gemma4,
+    layers=gemma4_layers,
+    experts=gemma4_experts,
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    qk_norm=True,
+    activations=("gelu_pytorch_tanh",),
+    scales=gemma4_scales,
+    tied=True,
+    head_dim=256,
+    eos_token_ids=(1,),
+    defaults={
+        "vocab_size": 262_144,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131_072,
+        "sliding_window": 512,
+        "final_logit_softcapping": None,
+    },
+    keys={"hidden_act": "hidden_activation"},
+)
+# As they are published, with encoders of images and, the small ones, of sounds.
+GEMMA4_IMAGES = replace(
+    GEMMA4,
+    name="Gemma4ForConditionalGeneration",
+    model_type="gemma4",
+    models="Gemma 4, text of those that read images",
+    inside="text_config",
+)
