@@ -139,11 +139,11 @@ ALL_OF_IT = Column(  # what a server may ask of an engine at once
 )
 
 BUNDLED = ""
-# Layers that see 24 keys, two of which take the memory of one that sees all, as that has larger
-# heads: three KV groups. The last two layers read the keys of others. All have experts.
+# Two layers that see 24 keys take the memory of one that sees all, as that has larger heads: two KV
+# groups. The last two layers read the keys of others. All have experts.
 WINDOWED = {
     "architectures": ["Gemma4ForCausalLM"],
-    "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2,
+    "layer_types": ["sliding_attention" if kind == "s" else "full_attention" for kind in "ssfsf"],
     "num_kv_shared_layers": 2,
     "global_head_dim": 32,
     "num_global_key_value_heads": 2,
@@ -156,7 +156,7 @@ WINDOWED = {
     "vocab_size": 96,
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 5,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -167,7 +167,6 @@ WINDOWED = {
 CAPPED = {  # layers with a window and without in turn, scores and logits capped
     **WINDOWED,
     "architectures": ["Gemma2ForCausalLM"],
-    "layer_types": ["sliding_attention", "full_attention"] * 3,
     "attn_logit_softcapping": 0.5,
     "final_logit_softcapping": 2.0,
 }

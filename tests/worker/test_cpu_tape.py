@@ -107,7 +107,7 @@ MODELS = {
         head_dim=32,
         global_head_dim=64,
         sliding_window=9,
-        layer_types=[f"{kind}_attention" for kind in "sliding sliding full sliding full".split()],
+        layer_types=["sliding_attention" if kind == "s" else "full_attention" for kind in "ssfsf"],
         num_kv_shared_layers=2,
         hidden_size_per_layer_input=32,
         attention_k_eq_v=True,

@@ -32,7 +32,6 @@ from kvik.attention.base import (
     StepLayout,
     move,
     read_both,
-    store,
 )
 from kvik.attention.reference import ReferenceAttention
 from kvik.kernels.ops import Ops

@@ -8,6 +8,7 @@ from kvik.models.cohere import COHERE, COHERE2
 from kvik.models.deepseek import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE
 from kvik.models.falcon import FALCON
 from kvik.models.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_IMAGES
+from kvik.models.gemma4 import GEMMA4, GEMMA4_IMAGES
 from kvik.models.glm4 import GLM4, GLM4_MOE
 from kvik.models.gpt2 import GPT2_MODEL
 from kvik.models.gpt_neox import GPT_NEOX
@@ -23,7 +24,6 @@ from kvik.models.llama import (
     SEED_OSS,
     SMOLLM3,
 )
-from kvik.models.gemma4 import GEMMA4, GEMMA4_IMAGES
 from kvik.models.mixtral import MINIMAX_M2, MIXTRAL
 from kvik.models.olmo2 import EXAONE4, OLMO2, OLMO3, OLMOE
 from kvik.models.opt import OPT

@@ -160,8 +160,8 @@ class Attention:
         """Normalise and rotate q and k, store k and v, attend.
 
         Args:
-            q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]; None: another layer has
-                stored its own.
+            q: [tokens, heads, head_dim].
+            k, v: [tokens, kv_heads, head_dim]; None: another layer has stored its own.
             rotation: [tokens, head_dim] fp32, of `Rope.at`; None: no rotary positions.
 
         Returns:
