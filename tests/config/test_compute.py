@@ -86,7 +86,7 @@ def test_asked_for_and_impossible(kernels, hardware, device, dtype, match) -> No
         ("native", 48, 256, "cpu", "native kernels"),
         ("native", 8, 64, "sdpa", "block_size 8"),
         ("native", 16, 40, "sdpa", "head_dim 40"),
-        ("native", 16, 272, "sdpa", "head_dim 272"),
+        ("native", 16, 528, "sdpa", "head_dim 528"),
         ("torch", 16, 64, "sdpa", "the fastest of torch"),
     ],
 )

@@ -167,6 +167,8 @@ WINDOWED = {
 CAPPED = {  # layers with a window and without in turn, scores and logits capped
     **WINDOWED,
     "architectures": ["Gemma2ForCausalLM"],
+    "num_hidden_layers": 4,
+    "layer_types": None,
     "attn_logit_softcapping": 0.5,
     "final_logit_softcapping": 2.0,
 }

@@ -48,7 +48,7 @@ class Network:
     """Notes what steps it is to compute."""
 
     groups = (None, None)
-    kv = (SimpleNamespace(k=torch.zeros(1), tensors=(torch.zeros(3),)),)
+    kv = SimpleNamespace(layers=(SimpleNamespace(k=torch.zeros(1)),), storages=(torch.zeros(3),))
 
     def __init__(self) -> None:
         self.steps: list[tuple[int, int, bool]] = []
