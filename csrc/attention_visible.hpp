@@ -21,7 +21,8 @@ inline uint64_t bits_between(int64_t first, int64_t end) {
 // positions. A node of a tree has a sequence of its own: what is cached, then the path to it.
 struct Queries {
     int64_t cached, count;
-    int64_t window;        // visible keys, 0: all
+    int64_t window;        // the most visible keys, 0: all
+    bool chunked;          // they begin at a multiple of the window
     const uint64_t* tree;  // of each query the path to it, or null
 
     // A query sees the keys [first_key, end_key).
@@ -30,7 +31,8 @@ struct Queries {
     }
     int64_t first_key(int64_t query) const {
         const int64_t end = end_key(query);
-        return window > 0 && end > window ? end - window : 0;
+        if (window <= 0 || end <= window) return 0;
+        return end - (chunked ? (end - 1) % window + 1 : window);
     }
 
     // All keys that queries [begin, end) see are in [first, end).

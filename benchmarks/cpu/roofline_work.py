@@ -220,7 +220,7 @@ def attentions(batches: tuple[int, ...], budget: int, wanted: Wanted) -> Iterato
                     query_start_loc=torch.arange(0, tokens + 1, queries, dtype=torch.int32),
                     seq_lens=torch.full((batch,), context, dtype=torch.int32), num_seqs=batch,
                     heads=32, kv_heads=8, head_dim=head_dim, block_size=BLOCK_SIZE, window=0,
-                    tree=0, scale=head_dim**-0.5, out=torch.empty_like(q),
+                    chunked=0, tree=0, scale=head_dim**-0.5, out=torch.empty_like(q),
                     out_stride=32 * head_dim, dtype=q.dtype, kv_dtype=CACHES[stored],
                 )  # fmt: skip
             yield work

@@ -25,6 +25,7 @@ from kvik.attention.reference import ReferenceAttention
 from kvik.attention.triton import TritonAttention
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.triton.ops import triton_ops
+from kvik.spec.kv import Window
 from kvik_bench.kernel_cases import CASES, Case, arguments, outputs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,7 +48,7 @@ STEPS = sized(
 )
 SHAPES = sized((Heads(), Heads(14, 2, 64), Heads(6, 6, 48), Heads(4, 1, 256)), (Heads(2, 1, 16),))
 CACHES = (None, torch.float8_e4m3fn, torch.int8, torch.uint8)
-WINDOWS = sized((None, 100), (None,))
+WINDOWS = sized((None, Window(100), Window(96, chunked=True)), (None,))
 TOKENS = sized(100, 2)  # of each answer
 
 
@@ -94,7 +95,7 @@ def attention(notes: Notes, part: str, parts: str) -> None:
             continue  # the formats of the cache do not depend on it
         title = f"{name} {heads.queries}/{heads.keys} x {heads.dim} {_short(dtype)}"
         title += f" cache {_short(kept)}" if kept else ""
-        title += f" window {window}" if window else ""
+        title += f" {'chunks' if window.chunked else 'window'} of {window.keys}" if window else ""
         notes.attempt(
             title, partial(_attention, notes, title, step, heads, dtype, kept or dtype, window)
         )
@@ -107,7 +108,7 @@ def _attention(
     heads: Heads,
     dtype: torch.dtype,
     kept: torch.dtype,
-    window: int | None,
+    window: Window | None,
 ) -> None:
     torch.manual_seed(0)
     planned, blocks = layout(step)

@@ -174,7 +174,7 @@ def _decode(
             "BLOCK_N": tiles.n,
             "BLOCK_SIZE": 16,
             "KIND": KINDS[cache],
-            "WINDOW": False,
+            "WINDOW": 0,
             "TREE": tree,
             "DIRECT": False,
         },
@@ -201,7 +201,7 @@ def _merge(head_dim: int) -> Resources:
             "HEAD_DIM": head_dim,
             "BLOCK_D": block_d(head_dim),
             "BLOCK_M": 16,
-            "WINDOW": False,
+            "WINDOW": 0,
         },
     )
 
@@ -292,7 +292,7 @@ def _prefill(
             "BLOCK_NEAR": tiles.near,
             "BLOCK_SIZE": 16,
             "KIND": KINDS[cache],
-            "WINDOW": window,
+            "WINDOW": int(window),
         },
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

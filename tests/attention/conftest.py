@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from helpers.attention_backends import NAMES, make_backend
+from helpers.windows import Seen, as_window, first_seen
 from torch import Tensor
 
 from kvik.attention.base import Attend, AttentionBackend, AttentionSpec, LayerKV, StepLayout
@@ -35,12 +36,12 @@ class Step:
     values: list[Tensor]
     spec: AttentionSpec = SPEC
 
-    def run(self, backend: AttentionBackend, window: int | None = None) -> Tensor:
+    def run(self, backend: AttentionBackend, window: Seen = None) -> Tensor:
         """On a copy of the cache, so that a step can be run many times."""
         return backend.run(replace(self.attend(backend, window), kv=copied(self.kv)))
 
-    def attend(self, backend: AttentionBackend, window: int | None = None) -> Attend:
-        metadata = backend.plan(self.layout, window)
+    def attend(self, backend: AttentionBackend, window: Seen = None) -> Attend:
+        metadata = backend.plan(self.layout, as_window(window))
         return Attend(self.q, self.k, self.v, self.kv, metadata, self.spec)
 
     def with_trees(self, *trees: tuple[int, ...]) -> Step:
@@ -53,7 +54,7 @@ class Step:
         layout = replace(self.layout, tree=torch.tensor(every), tree_words=tuple(every))
         return replace(self, layout=layout)
 
-    def expected(self, window: int | None = None) -> Tensor:
+    def expected(self, window: Seen = None) -> Tensor:
         """The definition, as one dense matrix per sequence and head, in float64."""
         heads, kv_heads = self.q.shape[1], self.k.shape[1]
         out, start = [], 0
@@ -81,14 +82,14 @@ class Step:
         return torch.cat(out)
 
 
-def _seen(query: int, cached: int, nodes: tuple[int, ...], window: int | None) -> set[int]:
-    """Keys that a query sees, by their places: the last `window` of those before it."""
+def _seen(query: int, cached: int, nodes: tuple[int, ...], window: Seen) -> set[int]:
+    """Keys that a query sees, by their places."""
     places = [*range(cached)]
     if nodes:
         places += [cached + j for j in range(len(nodes)) if nodes[query] >> j & 1]
     else:
         places += range(cached, cached + query + 1)
-    return set(places if window is None else places[-window:])
+    return set(places[first_seen(len(places) - 1, window) :])
 
 
 MakeStep = Callable[..., Step]

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.attention_backends import NAMES, OPTIONS, STEPS
+from helpers.windows import as_window, chunks, first_seen
 
 from kvik.attention.base import Attend, AttentionSpec, BackendCaps, LayerKV
 from kvik.config.compute import LANES
@@ -34,7 +35,7 @@ def with_dtypes(*dtypes: torch.dtype) -> list:
     ]
 
 
-@pytest.mark.parametrize("window", [None, 1, 2, 15, 16, 17, 60])
+@pytest.mark.parametrize("window", [None, 1, 2, 15, 16, 17, 60, *map(chunks, (1, 12, 16, 40))])
 @pytest.mark.parametrize(
     ("backend", "block_size"), with_backends(1, 8, 16, 48, 64), indirect=["backend"]
 )
@@ -89,7 +90,7 @@ def test_half_precision_is_off_by_rounding_alone(backend, make_step, dtype, wind
     torch.testing.assert_close(found.double(), step.expected(window), rtol=2 * eps, atol=2 * eps)
 
 
-@pytest.mark.parametrize("window", [None, 1, 2, 7, 16, 24, 100])
+@pytest.mark.parametrize("window", [None, 1, 2, 7, 16, 24, 100, *map(chunks, (1, 7, 16, 100))])
 @pytest.mark.parametrize(("cached", "new"), [(29, 1), (0, 30), (18, 12)])
 def test_exactly_the_visible_keys_count(backend, make_step, cached, new, window):
     """With equal scores and one-hot values a query's output spells out which keys it saw."""
@@ -99,20 +100,20 @@ def test_exactly_the_visible_keys_count(backend, make_step, cached, new, window)
     step.q.zero_()
     for row, position in zip(step.run(backend, window)[:, 0], range(cached, context), strict=True):
         seen = row.nonzero()[:, 0].tolist()
-        first = 0 if window is None else max(0, position - window + 1)
-        assert seen == list(range(first, position + 1))
+        assert seen == list(range(first_seen(position, window), position + 1))
         assert row[seen].tolist() == pytest.approx([1 / len(seen)] * len(seen))
 
 
-def test_garbage_outside_the_window_is_never_read(backend, make_step):
+@pytest.mark.parametrize("window", [5, chunks(14), chunks(16)])
+def test_garbage_outside_the_window_is_never_read(backend, make_step, window):
     """Blocks that slid out of the window may belong to others by now, or be block 0."""
     step = make_step([(116, 1), (100, 12)])
-    clean = step.run(backend, 5)
+    clean = step.run(backend, window)
     table = step.layout.block_table.clone()
     table[0, :7] = 0  # positions 0..111; the window begins at 112
     table[1, :6] = 0  # positions 0..95; the first query's window begins at 96
     dirty = replace(step, layout=replace(step.layout, block_table=table))
-    assert torch.equal(dirty.run(backend, 5), clean)
+    assert torch.equal(dirty.run(backend, window), clean)
 
 
 @pytest.mark.parametrize("garbage", [torch.nan, torch.inf, 1e30])
@@ -153,7 +154,7 @@ def numbers(*tensors: torch.Tensor) -> torch.Tensor:
     return every[~every.isnan()].sort().values
 
 
-@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("window", [None, 9, chunks(11)])
 @pytest.mark.parametrize("chunk", [1, 7, 16, 30])
 def test_chunked_prefill_equals_one_prefill(backend, make_step, chunk, window):
     total = 40
@@ -177,7 +178,7 @@ def test_chunked_prefill_equals_one_prefill(backend, make_step, chunk, window):
                 whole.k[part],
                 whole.v[part],
                 kv,
-                backend.plan(layout, window),
+                backend.plan(layout, as_window(window)),
                 whole.spec,
             )
         )
@@ -185,7 +186,7 @@ def test_chunked_prefill_equals_one_prefill(backend, make_step, chunk, window):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [None, 33])
+@pytest.mark.parametrize("window", [None, 33, chunks(40)])
 def test_a_sequence_does_not_notice_its_companions(backend, make_step, dtype, window):
     """To the bit: a decoding row is padded further in longer company, and must not care."""
     companions = [(0, 1), (900, 1), (14, 1), (0, 25), (300, 1), (40, 7), (77, 1)]
@@ -195,7 +196,7 @@ def test_a_sequence_does_not_notice_its_companions(backend, make_step, dtype, wi
         assert torch.equal(crowd.run(backend, window)[-new:], alone)
 
 
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("window", [None, 20, chunks(20)])
 def test_block_size_does_not_matter(backend, make_step, window):
     sizes = (16, 48, 64) if backend.caps.name == "cpu" else (1, 8, 16, 64)
     first, *others = (

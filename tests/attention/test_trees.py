@@ -8,13 +8,14 @@ import pytest
 import torch
 from helpers.attention_backends import KV_FORMATS as FORMATS
 from helpers.attention_backends import NAMES
+from helpers.windows import as_window, chunks
 
 from kvik.attention.base import Attend, LayerKV
 
 # Parents of each node; the paths to the last nodes lie scattered.
 PARENTS = (-1, 0, 0, 1, 1, 3, 2, 0, 6, 5, 9, 4)
 formats = pytest.mark.parametrize("format", FORMATS)
-windows = pytest.mark.parametrize("window", [None, 1, 3, 20])
+windows = pytest.mark.parametrize("window", [None, 1, 3, 20, chunks(3), chunks(64)])
 
 
 def words(parents: tuple[int, ...]) -> tuple[int, ...]:
@@ -67,13 +68,13 @@ def decode_of(make_step, step, path, cached, dtype, kv_dtype, backend):
             contexts=(end,),
         )
         q, k, v = (x[node : node + 1] for x in (alone.q, alone.k, alone.v))
-        found = backend.run(Attend(q, k, v, kv, backend.plan(layout, step), alone.spec))
+        found = backend.run(Attend(q, k, v, kv, backend.plan(layout, as_window(step)), alone.spec))
     return found, alone
 
 
 # The products of "reference" take another order for several queries.
 @formats
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("window", [None, 3, chunks(5)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backend", [name for name in NAMES if name != "reference"], indirect=True)
 def test_a_node_has_the_bits_of_a_decode_at_its_place(backend, make_step, format, dtype, window):

@@ -16,6 +16,7 @@ pytest.importorskip("triton", reason=NO_TRITON)
 import torch
 from helpers.attention_backends import OPTIONS, make_backend
 from helpers.optional_triton import device
+from helpers.windows import Seen, as_window, chunks
 from torch import Tensor
 
 from kvik.attention.base import Attend, AttentionBackend, AttentionSpec, LayerKV, store
@@ -31,7 +32,7 @@ FORMATS = {
     "int4": torch.uint8,
 }
 formats = pytest.mark.parametrize("format", FORMATS)
-windows = pytest.mark.parametrize("window", [None, 17])
+windows = pytest.mark.parametrize("window", [None, 17, chunks(13)])
 # parents -1 0 0 1 1 3 2 0: each node's word holds itself and its ancestors
 TREE = (0b1, 0b11, 0b101, 0b1011, 0b10011, 0b101011, 0b1000101, 0b10000001)
 
@@ -60,13 +61,13 @@ def there(value):
     )
 
 
-def attend(step, window: int | None = None) -> Tensor:
+def attend(step, window: Seen = None) -> Tensor:
     """Of the kernels alone: tests/kernels/triton/test_rotate_and_store.py is about the store."""
     kv = LayerKV(*(t if t is None else t.clone() for t in _tensors(step.kv)))
     store(TORCH, step.k, step.v, kv, step.layout.slot_mapping)
     # on a CPU the strided view that it is
     q = step.q if device().type == "cpu" else step.q.to(device())
-    plan = TritonAttention(TORCH).plan(there(step.layout), window)
+    plan = TritonAttention(TORCH).plan(there(step.layout), as_window(window))
     cache = PagedCache(*_tensors(there(kv)))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     scoring = Scoring(step.spec.scale, step.spec.softcap, there(step.spec.sinks))
@@ -85,7 +86,7 @@ def test_matches_the_definition(kernel, make_step, window):
     torch.testing.assert_close(found, step.expected(window), rtol=1e-4, atol=2e-6)
 
 
-@pytest.mark.parametrize("window", [1, 64])
+@pytest.mark.parametrize("window", [1, 64, chunks(1), chunks(64), chunks(75)])
 def test_windows_across_tiles(kernel, make_step, window):
     step = make_step([(70, 20), (130, 1)], 16, 1, 1)
     found = attend(step, window).double()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from helpers.simulation import Setup, Simulation
+from helpers.windows import Seen, chunks
 
 from kvik.core.types import Request
 
@@ -16,11 +17,11 @@ def served(sim: Simulation, prompt: list[int], max_tokens: int = 8, **options: o
     return request
 
 
-@pytest.mark.parametrize("windows", [(None,), (6,), (None, 6)])
+@pytest.mark.parametrize("windows", [(None,), (6,), (None, 6), (chunks(6), None)])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("max_tokens", range(1, 14))
 def test_a_second_turn_computes_less_than_a_block_beyond_its_own_tokens(
-    max_tokens: int, depth: int, windows: tuple[int | None, ...]
+    max_tokens: int, depth: int, windows: tuple[Seen, ...]
 ) -> None:
     sim = Simulation(Setup(checkpoints=4, depth=depth, windows=windows))
     first = served(sim, PROMPT, max_tokens)

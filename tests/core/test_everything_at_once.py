@@ -11,11 +11,12 @@ import random
 
 import pytest
 from helpers.simulation import Setup, Simulation
+from helpers.windows import Seen, chunks
 
 from kvik.core.config import POLICIES
 from kvik.core.types import FinishReason, Pin
 
-WINDOWS: list[tuple[int | None, ...]] = [(None,), (6,), (None, 5)]
+WINDOWS: list[tuple[Seen, ...]] = [(None,), (6,), (None, 5), (chunks(7), None)]
 NUM_STEPS = 320
 
 
@@ -23,7 +24,7 @@ def keep_busy(
     seed: int,
     policy: str,
     depth: int,
-    windows: tuple[int | None, ...],
+    windows: tuple[Seen, ...],
     checkpoints: int | None = None,
 ) -> Simulation:
     rng = random.Random(seed)

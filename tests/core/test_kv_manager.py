@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from helpers.simulation import Setup, kv_spec
 from helpers.tiers import examples
+from helpers.windows import Seen, chunks, first_seen
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -38,7 +39,7 @@ def new_request(tokens: list[int], salt: str = "", leader: Request | None = None
 
 
 def manager(
-    num_blocks: int = 49, block_size: int = 4, windows: tuple[int | None, ...] = (None,)
+    num_blocks: int = 49, block_size: int = 4, windows: tuple[Seen, ...] = (None,)
 ) -> KVCacheManager:
     groups = group_layers([kv_spec(window) for window in windows])
     return KVCacheManager(CacheConfig(block_size, num_blocks, groups))
@@ -61,9 +62,11 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.integers(7, 29),
         block_size=st.sampled_from([1, 2, 3]),
-        windows=st.sampled_from([(None,), (3,), (None, 4), (2, None, 5)]),
+        windows=st.sampled_from(
+            [(None,), (3,), (None, 4), (2, None, 5), (chunks(5),), (chunks(4), None)]
+        ),
     )
-    def build(self, num_blocks: int, block_size: int, windows: tuple[int | None, ...]) -> None:
+    def build(self, num_blocks: int, block_size: int, windows: tuple[Seen, ...]) -> None:
         self.kv = manager(num_blocks, block_size, windows)
         self.windows = [group.spec.window for group in self.kv.groups]
         self.contents: dict[int, Content] = {}
@@ -82,7 +85,7 @@ class CacheMachine(RuleBasedStateMachine):
                 self.content(request, group, i)
                 for group, window in enumerate(self.windows)
                 for i in range(length)
-                if window is None or (i + 1) * size - 1 > length * size - window
+                if (i + 1) * size > first_seen(length * size, window)
             ]
             if published.issuperset(needed):
                 return length * size
@@ -178,7 +181,7 @@ class CacheMachine(RuleBasedStateMachine):
             position = request.num_written_tokens
             for window, ids in zip(self.windows, request.block_ids, strict=True):
                 for i, block in enumerate(ids):
-                    if window is None or (i + 1) * size - 1 > position - window:
+                    if (i + 1) * size > first_seen(position, window):
                         assert block != NULL_BLOCK
             most = self.kv.max_blocks(len(request.token_ids), 12)
             assert sum(len(ids) - ids.count(NULL_BLOCK) for ids in request.block_ids) <= most
@@ -238,9 +241,8 @@ def test_a_block_is_allocated_exactly_when_a_token_crosses_the_border() -> None:
     assert kv.pool.num_blocks - kv.pool.least_free == 3  # it was so once
 
 
-@pytest.mark.parametrize("window", [1, 3, 4, 5, 8])
-def test_a_window_keeps_exactly_the_keys_it_sees(window: int) -> None:
-    """The query at position p sees window keys, its own included: p - window < j <= p."""
+@pytest.mark.parametrize("window", [1, 3, 4, 5, 8, chunks(1), chunks(4), chunks(6), chunks(13)])
+def test_a_window_keeps_exactly_the_keys_it_sees(window: Seen) -> None:
     kv = manager(block_size=4, windows=(window,))
     request = new_request([1])
     start(kv, request)
@@ -248,9 +250,9 @@ def test_a_window_keeps_exactly_the_keys_it_sees(window: int) -> None:
         request.token_ids.append(1)
         kv.extend(request, position + 1)
         ids = request.block_ids[0]
-        first_key = max(0, position - window + 1)
-        assert NULL_BLOCK not in ids[first_key // 4 :]
-        assert set(ids[: max(0, (position // 4 * 4 - window + 1)) // 4]) <= {NULL_BLOCK}
+        first = first_seen(position, window) // 4
+        assert NULL_BLOCK not in ids[first:]
+        assert set(ids[:first]) <= {NULL_BLOCK}
         assert kv.max_blocks(100, 1) >= len(ids) - ids.count(NULL_BLOCK)
         request.num_computed_tokens = request.num_written_tokens = position + 1
         kv.commit(request)

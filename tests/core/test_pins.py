@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from helpers.simulation import Setup, Simulation
+from helpers.windows import Seen, chunks
 
 from kvik.core.block_pool import BlockPool
 from kvik.core.pins import PinTable
@@ -47,9 +48,9 @@ def prompt_of(token: int, blocks: int = 4, size: int = 4) -> list[int]:
     return [token] * (blocks * size) + [0]
 
 
-@pytest.mark.parametrize("windows", [(None,), (6,), (None, 6), (6, None, 11)])
+@pytest.mark.parametrize("windows", [(None,), (6,), (None, 6), (6, None, 11), (chunks(8), None)])
 def test_a_pinned_prefix_is_not_evicted_by_other_requests(
-    windows: tuple[int | None, ...],
+    windows: tuple[Seen, ...],
 ) -> None:
     sim = Simulation(Setup(num_blocks=39, windows=windows))
     pinned, plain = prompt_of(1), prompt_of(2)
@@ -68,9 +69,9 @@ def test_a_pin_covers_the_full_blocks_of_its_tokens() -> None:
     assert cached(sim, prompt) == 8
 
 
-@pytest.mark.parametrize("windows", [(None,), (6,), (None, 6)])
+@pytest.mark.parametrize("windows", [(None,), (6,), (None, 6), (chunks(6), None)])
 def test_a_pin_of_a_whole_prompt_keeps_its_last_block(
-    windows: tuple[int | None, ...],
+    windows: tuple[Seen, ...],
 ) -> None:
     """Longer prompts read the last one too. The same prompt computes its last token anew."""
     sim = Simulation(Setup(num_blocks=39, windows=windows))

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from helpers.simulation import Setup, Simulation
 from helpers.tiers import examples
+from helpers.windows import Seen, chunks
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
@@ -22,14 +23,14 @@ LONGEST = 24  # tokens of a request at most
 class PinMachine(RuleBasedStateMachine):
     @initialize(
         block_size=st.sampled_from([1, 2, 4]),
-        windows=st.sampled_from([(None,), (None,), (4,), (None, 5), (1, None)]),
+        windows=st.sampled_from([(None,), (None,), (4,), (None, 5), (1, None), (chunks(6), None)]),
         spare_blocks=st.integers(0, 20),
         shares=st.sampled_from([(0.75, 0.5), (1.0, 1.0), (0.5, 0.5), (0.4, 0.2)]),
     )
     def build(
         self,
         block_size: int,
-        windows: tuple[int | None, ...],
+        windows: tuple[Seen, ...],
         spare_blocks: int,
         shares: tuple[float, float],
     ) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from helpers.simulation import Setup, Simulation
+from helpers.windows import Seen, chunks
 
 from kvik.core import kv_manager
 from kvik.core.block_pool import (
@@ -27,10 +28,17 @@ from kvik.core.scheduler import Scheduler
 from kvik.core.types import FinishReason, Request
 from kvik.spec.kv import KVCacheSpec
 
-WINDOWS: list[tuple[int | None, ...]] = [(None,), (5,), (None, 6), (16, None, 3)]
+WINDOWS: list[tuple[Seen, ...]] = [
+    (None,),
+    (5,),
+    (None, 6),
+    (16, None, 3),
+    (chunks(12), None),
+    (chunks(5),),
+]
 
 
-def run(seed: int, policy: str, windows: tuple[int | None, ...], depth: int) -> Simulation:
+def run(seed: int, policy: str, windows: tuple[Seen, ...], depth: int) -> Simulation:
     rng = random.Random(seed)
     block_size = rng.choice([1, 2, 4, 8])
     budget = rng.choice([6, 16, 64])

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from helpers.simulation import Setup, Simulation
+from helpers.windows import Seen, chunks
 
 from kvik.core.config import POLICIES
 from kvik.core.kv_manager import KVCacheManager
@@ -418,9 +419,9 @@ def test_the_queue_has_limits_and_preempted_requests_are_exempt() -> None:
     queue.check_room(2, 10)
 
 
-@pytest.mark.parametrize("windows", [(None,), (6,), (None, 6)])
+@pytest.mark.parametrize("windows", [(None,), (6,), (None, 6), (chunks(6),)])
 def test_max_request_tokens_is_the_longest_request_that_can_be_served(
-    windows: tuple[int | None, ...],
+    windows: tuple[Seen, ...],
 ) -> None:
     setup = Setup(windows=windows, block_size=2, budget=4, num_blocks=15, max_model_len=100)
     longest = max(n for n in range(1, 100) if Simulation(setup).fits(n))

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from helpers.simulation import Setup, Simulation
 from helpers.tiers import examples
+from helpers.windows import Seen, chunks
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -24,7 +25,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         policy=st.sampled_from(POLICIES),
         block_size=st.sampled_from([1, 2, 4, 8]),
-        windows=st.sampled_from([(None,), (4,), (None, 3), (5, None, 8)]),
+        windows=st.sampled_from([(None,), (4,), (None, 3), (5, None, 8), (chunks(6), None)]),
         spare_blocks=st.integers(0, 12),
         budget=st.sampled_from([4, 8, 32]),
         max_num_seqs=st.integers(1, 5),
@@ -38,7 +39,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self,
         policy: str,
         block_size: int,
-        windows: tuple[int | None, ...],
+        windows: tuple[Seen, ...],
         spare_blocks: int,
         budget: int,
         max_num_seqs: int,

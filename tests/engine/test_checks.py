@@ -12,6 +12,7 @@ from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest
 from kvik.engine.core import EngineCore, check_request, max_length
 from kvik.errors import CapacityError, KvikError
+from kvik.spec.kv import Window
 
 
 def request(prompt=(1, 2, 3), pooling=None, **params: object) -> EngineRequest:
@@ -69,7 +70,7 @@ def test_the_cache_must_hold_a_request_alone(window):
     config = tiny_config(max_num_batched_tokens=16)
     group = config.cache.groups[0]
     if window is not None:
-        spec = replace(group.spec, window=window)
+        spec = replace(group.spec, window=Window(window))
         group = replace(group, specs=(spec,))
     cache = CacheConfig(block_size=4, num_blocks=8, groups=(group,))
     config = replace(config, cache=cache)

@@ -37,6 +37,7 @@ from kvik.gguf.reader import read_gguf
 from kvik.gguf.types import BLOCK_TYPES
 from kvik.models.model_spec import ModelSpec
 from kvik.models.registry import ARCHITECTURES
+from kvik.spec.kv import Window
 from kvik.spec.rope import RopeSpec
 from kvik.spec.stored_weights import BLOCK_LAYOUTS
 from kvik.spec.weight_kind import WeightKind
@@ -100,7 +101,7 @@ def test_qwen(tmp_path: Path, architecture: str, expected: str) -> None:
 def test_mistral_is_a_llama_with_a_window(tmp_path: Path) -> None:
     key = "llama.attention.sliding_window"
     spec = spec_of(llama_file(tmp_path / "m.gguf", values={key: 32}))
-    assert spec.architecture == "MistralForCausalLM" and spec.windows == (32,)
+    assert spec.architecture == "MistralForCausalLM" and spec.windows == (Window(32),)
     assert spec_of(llama_file(tmp_path / "n.gguf", values={key: 0})).windows == (None,)
 
 
@@ -299,7 +300,7 @@ def test_layers_with_a_window_as_a_file_lists_them(tmp_path: Path) -> None:
         "exaone4.attention.sliding_window_pattern": [False, True, True],
     }
     path = llama_file(tmp_path / "m.gguf", architecture="exaone4", values=values)
-    assert gguf_model_spec(read_gguf(path)).windows == (None, 8, 8)
+    assert gguf_model_spec(read_gguf(path)).windows == (None, Window(8), Window(8))
     path = llama_file(
         tmp_path / "n.gguf", architecture="exaone4", values={**values, "exaone4.block_count": 4}
     )

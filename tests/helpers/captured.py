@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvik.attention.base import Attend, AttentionBackend, AttentionMetadata, LayerKV, StepLayout
 from kvik.config.graph_sizes import GraphSize, catching_up_sizes, drafting_sizes
+from kvik.spec.kv import Window
 from kvik.worker import platforms
 from kvik.worker.captures import Captured, GraphMemory
 from kvik.worker.cuda_graphs import DecodeGraphs
@@ -58,7 +59,7 @@ class ByTensors:
         self.inner = inner
         self.caps = inner.caps
 
-    def plan(self, layout: StepLayout, window: int | None) -> AttentionMetadata:
+    def plan(self, layout: StepLayout, window: Window | None) -> AttentionMetadata:
         lens, starts = layout.seq_lens.tolist(), layout.query_start_loc.tolist()
         rows = sum(length > 0 for length in lens)
         assert not any(lens[rows:]), "requests without keys come last"

@@ -13,6 +13,8 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from helpers.windows import first_seen
+
 from kvik.core.config import CacheConfig
 from kvik.core.plan import ModelRunnerOutput, NewRequest, SchedulerOutput
 from kvik.core.types import TokenLogprobs
@@ -242,8 +244,7 @@ class FakeWorker:
             return
         for group, table in enumerate(row.tables):
             window = self.windows[group]
-            first = 0 if window is None else max(0, start - window + 1)
-            for p in range(first, end):
+            for p in range(first_seen(start, window), end):
                 cell = self.cells[table[p // self.block_size]][p % self.block_size]
                 if cell != (group, states[p]):
                     raise ContentError(

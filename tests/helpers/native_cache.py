@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from helpers.native import Poisoned, Runtime, call
+from helpers.windows import Seen, as_window
 from torch import Tensor
 
 from kvik.kernels.kv_rounding import SCALES
@@ -143,13 +144,13 @@ def attend(
     cache: NativeCache,
     parts: list[Part],
     scale: float,
-    window: int = 0,
+    window: Seen = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> list[Tensor]:
     """One step of attention; the result of each part."""
     every = torch.cat([part.q for part in parts])  # [tokens, heads, head_dim]
-    value_dim = cache.value_dim
+    value_dim, seen = cache.value_dim, as_window(window)
     q, q_rope = every[..., :value_dim].flatten(1), every[..., value_dim:].flatten(1)
     tokens, heads = len(q), parts[0].q.shape[1]
     padded = torch.full((tokens, q.shape[1] + 5), float("nan"), dtype=q.dtype)
@@ -178,7 +179,8 @@ def attend(
         seq_lens=contexts,
         num_seqs=len(parts),
         heads=heads,
-        window=window,
+        window=seen.keys if seen else 0,
+        chunked=int(seen is not None and seen.chunked),
         tree=trees,
         scale=scale,
         softcap=softcap,

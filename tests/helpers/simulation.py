@@ -12,6 +12,7 @@ from helpers.fake_worker import (
     expected_output,
     expected_prompt_logprobs,
 )
+from helpers.windows import Seen, as_window
 
 from kvik.core import invariants
 from kvik.core.config import CacheConfig, SchedulerConfig
@@ -22,8 +23,8 @@ from kvik.core.types import FinishReason, Pin, Request, RequestDelta
 from kvik.spec.kv import KVCacheSpec, group_layers
 
 
-def kv_spec(window: int | None = None) -> KVCacheSpec:
-    return KVCacheSpec(num_kv_heads=1, head_dim=4, bytes_per_token=16, window=window)
+def kv_spec(window: Seen = None) -> KVCacheSpec:
+    return KVCacheSpec(num_kv_heads=1, head_dim=4, bytes_per_token=16, window=as_window(window))
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Setup:
     policy: str = "fcfs"
     block_size: int = 4
     num_blocks: int = 64
-    windows: tuple[int | None, ...] = (None,)  # one KV group each
+    windows: tuple[Seen, ...] = (None,)  # one KV group each
     budget: int = 16
     max_num_seqs: int = 4
     max_model_len: int = 64

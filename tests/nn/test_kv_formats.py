@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.windows import as_window
 
 from kvik.nn.kv_formats import KVCache, allocate_kv
 from kvik.spec.kv import (
@@ -19,7 +20,7 @@ BF16 = torch.bfloat16
 
 
 def spec(window: int | None, heads: int = 2, head_dim: int = 8) -> KVCacheSpec:
-    return KVCacheSpec(heads, head_dim, 2 * heads * head_dim * 2, window)
+    return KVCacheSpec(heads, head_dim, 2 * heads * head_dim * 2, as_window(window))
 
 
 def specs(windows: list[int | None]) -> list[KVCacheSpec]:

@@ -15,6 +15,7 @@ import huggingface_hub
 import pytest
 from helpers.public_configs import NAMES, config, facts
 from helpers.tiers import examples
+from helpers.windows import as_window
 from huggingface_hub.errors import LocalEntryNotFoundError
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,6 +30,7 @@ from kvik.planner.families import FOREIGN_KEYS, read_shape, shape_from_config
 from kvik.planner.family_table import FAMILIES
 from kvik.planner.formats import weight_format
 from kvik.planner.shape import CacheShape, ModelShape
+from kvik.spec.kv import Window
 from kvik.spec.model import DTYPE_BYTES
 from kvik.spec.weights import SCHEMES, weight_bytes
 
@@ -206,16 +208,17 @@ def test_newer_files_call_the_experts_otherwise() -> None:
 def test_windows(changes: dict[str, Any], windows: dict[int | None, int]) -> None:
     windowed = {"sliding_window": 2047, **changes}
     model = shape_from_config(changed("mixtral-8x7b-v0.1", **UNRUN, **windowed), "m")
-    assert {cache.window: cache.layers for cache in model.caches} == windows
+    found = {cache.window: cache.layers for cache in model.caches}
+    assert found == {as_window(window): layers for window, layers in windows.items()}
 
 
 def test_a_pattern_of_windows() -> None:
     text = config("gemma-3-4b")["text_config"]
     found = {c.window: c.layers for c in shape("gemma-3-4b").caches}
-    assert found == {1024: 29, None: 5}  # every sixth of 34 layers sees everything
+    assert found == {Window(1024): 29, None: 5}  # every sixth of 34 layers sees everything
     text["sliding_window_pattern"] = 2
     found = {c.window: c.layers for c in shape_from_config({"text_config": text}, "m").caches}
-    assert found == {1024: 17, None: 17}
+    assert found == {Window(1024): 17, None: 17}
 
 
 def test_a_window_that_is_null_is_none_though_the_family_has_one() -> None:

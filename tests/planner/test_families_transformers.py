@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from kvik.planner.families import shape_from_config
 from kvik.planner.family_table import FAMILIES
 
+from kvik.spec.kv import Window
 pytestmark = pytest.mark.full  # transformers is imported, and a module made for each config
 
 # Families whose code comes with their checkpoints.
@@ -193,7 +194,8 @@ def test_parameters_are_those_transformers_makes(name: str) -> None:
 def test_windows_are_where_transformers_has_them(name: str) -> None:
     known = read_by_transformers(CONFIGS[name]).to_dict()
     kinds = known["layer_types"]
-    windows = [known["sliding_window"] if k == "sliding_attention" else None for k in kinds]
+    window = Window(known["sliding_window"])
+    windows = [window if k == "sliding_attention" else None for k in kinds]
     found = {c.window: c.layers for c in shape_from_config(CONFIGS[name], name).caches}
     assert found == {window: windows.count(window) for window in windows}
 

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 from helpers.configs import LLAMA3_SCALING, PUBLIC, small, small_qwen
+from helpers.windows import as_window
 
 from kvik.errors import ModelError
 from kvik.models.model_spec import ModelSpec
 from kvik.models.registry import ARCHITECTURES
-from kvik.spec.kv import group_layers
+from kvik.spec.kv import Window, group_layers
 from kvik.spec.rope import RopeSpec
 
 
@@ -88,7 +89,7 @@ def test_a_declaration_lists_the_tensors_of_a_checkpoint() -> None:
 
 def test_mistral_is_one_group_of_windows() -> None:
     specs = ModelSpec.from_config(PUBLIC["Mistral-7B-v0.1"]).kv_specs(2)
-    assert {(s.window, s.bytes_per_token) for s in specs} == {(4096, 4096)}
+    assert {(s.window, s.bytes_per_token) for s in specs} == {(Window(4096), 4096)}
     assert len(group_layers(specs)) == 1
 
 
@@ -112,7 +113,7 @@ def test_head_dim_is_hidden_over_query_heads() -> None:
 def test_windows_of_mistral_and_llama(
     changes: dict[str, Any], windows: tuple[int | None, ...]
 ) -> None:
-    assert ModelSpec.from_config(small(**changes)).windows == windows
+    assert ModelSpec.from_config(small(**changes)).windows == tuple(map(as_window, windows))
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,8 @@ def test_windows_of_mistral_and_llama(
     ],
 )
 def test_windows_of_qwen(changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
-    assert ModelSpec.from_config(small_qwen(**changes)).windows == windows
+    found = ModelSpec.from_config(small_qwen(**changes)).windows
+    assert found == tuple(map(as_window, windows))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from kvik.errors import ConfigError
 from kvik.frozen import frozen
 from kvik.kernels.kv_rounding import movable, round_vectors, unround_vectors
 from kvik.kernels.ops import Ops, Sequences
+from kvik.spec.kv import Window
 
 
 @frozen
@@ -131,7 +132,7 @@ class AttentionMetadata:
     """Arrays of one step for one KV group. A backend may subclass it with its own plan."""
 
     layout: StepLayout
-    window: int | None
+    window: Window | None
 
 
 @frozen
@@ -242,11 +243,11 @@ class AttentionBackend(Protocol):
 
     caps: BackendCaps
 
-    def plan(self, layout: StepLayout, window: int | None) -> AttentionMetadata:
+    def plan(self, layout: StepLayout, window: Window | None) -> AttentionMetadata:
         """Return the part of a step that is the same for all layers of a KV group.
 
         Args:
-            window: number of visible keys; None: all.
+            window: which keys a query sees; None: all.
         """
         ...
 

@@ -21,6 +21,7 @@ from kvik.attention.base import (
 )
 from kvik.kernels.cpu.native import DTYPES, Native, pointer
 from kvik.kernels.ops import Ops
+from kvik.spec.kv import Window
 
 
 class CpuAttention:
@@ -32,7 +33,7 @@ class CpuAttention:
         self.native = native
         self._ops = ops
 
-    def plan(self, layout: StepLayout, window: int | None) -> AttentionMetadata:
+    def plan(self, layout: StepLayout, window: Window | None) -> AttentionMetadata:
         return AttentionMetadata(layout, window)
 
     def run(self, attend: Attend) -> Tensor:
@@ -98,7 +99,8 @@ class CpuAttention:
             q: [tokens, heads, value_dim]. q_rope: of latent vectors, what q has beyond that.
             keys: kv heads, and channels of a key.
         """
-        layout, (tokens, heads, value_dim), (kv_heads, head_dim) = metadata.layout, q.shape, keys
+        layout, window = metadata.layout, metadata.window
+        (tokens, heads, value_dim), (kv_heads, head_dim) = q.shape, keys
         out = self.native.empty(tokens, heads, value_dim, dtype=q.dtype)
         self.native.launch(
             "attention",
@@ -120,7 +122,8 @@ class CpuAttention:
             kv_heads=kv_heads,
             head_dim=head_dim,
             block_size=layout.block_size,
-            window=metadata.window or 0,
+            window=window.keys if window else 0,
+            chunked=int(window is not None and window.chunked),
             tree=pointer(layout.tree),
             scale=spec.scale,
             softcap=spec.softcap or 0.0,

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvik.attention.base import AttentionSpec, StepLayout
+from kvik.spec.kv import Window, first_visible
 
 PADDED = 1024  # lengths are multiples of this
 # Those that need no memory for all scores at once, in torch's own order.
@@ -55,7 +56,7 @@ class FreshPrompts:
         """Return whether torch's kernels can do what a layer needs."""
         return not spec.options
 
-    def take(self, layout: StepLayout, window: int | None) -> dict[int, FreshPrompt]:
+    def take(self, layout: StepLayout, window: Window | None) -> dict[int, FreshPrompt]:
         """By sequence, those of a step that can be taken and are long enough."""
         found: dict[int, FreshPrompt] = {}
         if max(layout.num_scheduled) < self.least:
@@ -65,7 +66,7 @@ class FreshPrompts:
             zip(layout.num_scheduled, layout.contexts, strict=True)
         ):
             end = start + length
-            whole = length == context and (window is None or window >= length)
+            whole = length == context and first_visible(length - 1, window) == 0
             if whole and length >= self.least and not layout.nodes(start, length):
                 found[i] = self._plan(layout, start, end)
             start = end

@@ -1,7 +1,7 @@
 """The normative backend: one sequence at a time, in fp32, as the definition reads.
 
-Query at position p sees key j iff j <= p and, with a window of w keys, p - w < j. Positions of a
-sequence's queries are the last ones of its context, so a chunk behind a cached prefix is aligned
+Query at position p sees key j iff j <= p and, with a window, `Window.first` of p <= j. Positions of
+a sequence's queries are the last ones of its context, so a chunk behind a cached prefix is aligned
 bottom-right. KV head h serves the query heads h * group .. h * group + group - 1. In a tree a query
 sees of this step's keys its ancestors and itself, and a node's position follows from its depth.
 A learned sink takes its share of a head's weights (Agarwal et al. 2025, gpt-oss) and has no value.
@@ -24,6 +24,7 @@ from kvik.attention.base import (
     read_both,
 )
 from kvik.kernels.ops import Ops
+from kvik.spec.kv import Window
 
 
 class ReferenceAttention:
@@ -36,7 +37,7 @@ class ReferenceAttention:
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
 
-    def plan(self, layout: StepLayout, window: int | None) -> AttentionMetadata:
+    def plan(self, layout: StepLayout, window: Window | None) -> AttentionMetadata:
         return AttentionMetadata(layout, window)
 
     def run(self, attend: Attend) -> Tensor:
@@ -61,7 +62,7 @@ class ReferenceAttention:
         move(kv, source, target)
 
 
-def _visible(nodes: tuple[int, ...], length: int, context: int, window: int | None) -> Tensor:
+def _visible(nodes: tuple[int, ...], length: int, context: int, window: Window | None) -> Tensor:
     """[length, context] bool: which keys of a sequence each of its queries sees.
 
     Args:
@@ -77,7 +78,7 @@ def _visible(nodes: tuple[int, ...], length: int, context: int, window: int | No
         among = (words[:, None] >> torch.arange(length) & 1).bool()  # [length, length]
         visible = torch.cat((torch.ones(length, cached, dtype=torch.bool), among), 1)
     if window is not None:
-        visible &= position > position[cached:, None] - window
+        visible &= position >= window.first(position[cached:, None])
     return visible
 
 

@@ -36,6 +36,7 @@ from kvik.attention.base import (
 from kvik.attention.reference import ReferenceAttention
 from kvik.kernels.ops import Ops
 from kvik.kernels.upload import upload
+from kvik.spec.kv import Window, first_visible
 
 # Which decoding rows are padded to a common width, so that little time goes into padding.
 
@@ -170,7 +171,7 @@ class SdpaAttention:
         self._reference = ReferenceAttention(ops)
         self._workspace = Workspace()
 
-    def plan(self, layout: StepLayout, window: int | None) -> SdpaMetadata:
+    def plan(self, layout: StepLayout, window: Window | None) -> SdpaMetadata:
         decoding: list[DecodeRow] = []
         prefill: list[PrefillRow] = []
         start = 0
@@ -181,8 +182,8 @@ class SdpaAttention:
             if nodes:
                 decoding += _tree_rows(i, start, context - length, nodes, window)
             elif length == 1:
-                visible = context if window is None else min(context, window)
-                decoding.append(DecodeRow(i, start, context - visible, visible))
+                first = first_visible(context - 1, window)
+                decoding.append(DecodeRow(i, start, first, context - first))
             else:
                 prefill.append(_plan_prefill(layout, i, start, window))
             start += length
@@ -280,14 +281,14 @@ def _for_each_head(x: Tensor, group: int) -> Tensor:
 
 
 def _tree_rows(
-    seq: int, start: int, cached: int, nodes: tuple[int, ...], window: int | None
+    seq: int, start: int, cached: int, nodes: tuple[int, ...], window: Window | None
 ) -> list[DecodeRow]:
     rows = []
     for node, word in enumerate(nodes):
         path = tuple(cached + i for i in range(len(nodes)) if word >> i & 1)
         context = cached + len(path)
-        visible = context if window is None else min(context, window)
-        rows.append(DecodeRow(seq, start + node, context - visible, visible, path))
+        first = first_visible(context - 1, window)
+        rows.append(DecodeRow(seq, start + node, first, context - first, path))
     return rows
 
 
@@ -337,19 +338,19 @@ def _along_paths(begins: Tensor, paths: Tensor, position: Tensor) -> Tensor:
     return torch.where(behind >= 0, places, position)
 
 
-def _plan_prefill(layout: StepLayout, seq: int, start: int, window: int | None) -> PrefillRow:
+def _plan_prefill(layout: StepLayout, seq: int, start: int, window: Window | None) -> PrefillRow:
     length, context, block_size = layout.num_scheduled[seq], layout.contexts[seq], layout.block_size
     device = layout.block_table.device
     end = start + length
-    if length == context and (window is None or window >= length):
+    if length == context and first_visible(length - 1, window) == 0:
         return PrefillRow(start, end, None, None)
     cached = context - length
-    first = 0 if window is None else max(0, cached - window + 1)
+    first = first_visible(cached, window)
     key = torch.arange(first, context, device=device)
     query = torch.arange(cached, context, device=device)[:, None]
     visible = key <= query
     if window is not None:
-        visible &= key > query - window
+        visible &= key >= window.first(query)
     keys = None
     if cached:
         block = layout.block_table[seq].index_select(0, key // block_size).long()

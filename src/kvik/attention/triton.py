@@ -35,6 +35,7 @@ from kvik.kernels.triton.attention_paged import (
     runs_of,
 )
 from kvik.kernels.triton.rotary import rotate_and_store
+from kvik.spec.kv import Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class TritonAttention:
         self._ops = ops
         self.prompts = prompts
 
-    def plan(self, layout: StepLayout, window: int | None) -> TritonMetadata:
+    def plan(self, layout: StepLayout, window: Window | None) -> TritonMetadata:
         fresh = {} if self.prompts is None else self.prompts.take(layout, window)
         steps = tuple(_steps_between(fresh, layout, window))
         every = tuple(_steps_between({}, layout, window)) if fresh else steps
@@ -118,7 +119,7 @@ class TritonAttention:
 
 
 def _steps_between(
-    fresh: Mapping[int, FreshPrompt], layout: StepLayout, window: int | None
+    fresh: Mapping[int, FreshPrompt], layout: StepLayout, window: Window | None
 ) -> Iterator[PagedStep]:
     """Of the sequences that are not fresh: the launches of a step cover all between its first and
     its last."""

@@ -445,7 +445,7 @@ def with_drafter(
 def _shared_group(groups: tuple[KVGroup, ...]) -> int:
     """Return the index of the target's KV group that keeps every key."""
     for index, group in enumerate(groups):
-        if group.spec.window is None:
+        if not group.spec.windowed:
             return index
     raise ConfigError(
         "spec_method",

@@ -45,7 +45,7 @@ class KVCacheManager:
         self.checkpoints: CheckpointTable | None = None
         if config.checkpoints is not None:
             self.checkpoints = CheckpointTable(config.checkpoints, config.block_size)
-        self._windowed = any(g.spec.window is not None for g in config.groups)
+        self._windowed = any(g.spec.windowed for g in config.groups)
 
     @property
     def usage(self) -> float:

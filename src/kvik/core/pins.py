@@ -71,8 +71,8 @@ class PinTable:
         self.by_use: OrderedDict[PinnedPrefix, None] = OrderedDict()  # of all tenants, oldest first
         self._block_size = config.block_size
         specs = [group.spec for group in config.groups]
-        self._full = [g for g, spec in enumerate(specs) if spec.window is None]
-        self._windowed = [(g, spec) for g, spec in enumerate(specs) if spec.window is not None]
+        self._full = [g for g, spec in enumerate(specs) if not spec.windowed]
+        self._windowed = [(g, spec) for g, spec in enumerate(specs) if spec.windowed]
         # When each pin ends at the earliest: it may have been used since.
         self._ends: list[tuple[float, int, PinnedPrefix]] = []
         self._num_made = 0

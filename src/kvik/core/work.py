@@ -1,8 +1,8 @@
 """The work of planned steps: tokens, query-key pairs, bytes read from the KV cache.
 
 Counting a decoding row must cost next to nothing, since a step may have hundreds. So runs of single
-tokens are counted when they end, in closed form: the query at position p sees p + 1 keys, or
-the window if that is less. Chunks of a prompt, and rows with drafts, are counted as planned.
+tokens are counted when they end, in closed form. Chunks of a prompt, and rows with drafts, are
+counted as planned.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import astuple, dataclass, replace
 
 from kvik.core.types import Request
-from kvik.spec.kv import KVGroup
+from kvik.spec.kv import KVGroup, Window, first_visible, visible_pairs
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class WorkMeter:
 
     def __init__(self, groups: Iterable[KVGroup]) -> None:
         self.total = Work()
-        by_window: dict[int | None, tuple[int, int]] = {}
+        by_window: dict[Window | None, tuple[int, int]] = {}
         for group in groups:
             layers, size = by_window.get(group.spec.window, (0, 0))
             by_window[group.spec.window] = (
@@ -87,8 +87,8 @@ class WorkMeter:
             scored = max(first, request.params.prompt_logprobs_start - 1)
             self.total.logit_rows += max(0, last - scored)
         for window, layers, size in self._kinds:
-            self.total.prefill_pairs += layers * _pairs(first, first + tokens, window)
-            self.total.prefill_kv_bytes += size * _span(first, tokens, window)
+            self.total.prefill_pairs += layers * visible_pairs(first, first + tokens, window)
+            self.total.prefill_kv_bytes += size * _read(first, tokens, window)
 
     def drafts(self, request: Request, tokens: int) -> None:
         """A row of one known token and its drafts, already in `num_computed_tokens`."""
@@ -96,8 +96,8 @@ class WorkMeter:
         self.total.decode_tokens += tokens
         self.total.logit_rows += tokens - 1
         for window, layers, size in self._kinds:
-            self.total.decode_pairs += layers * _pairs(first, first + tokens, window)
-            self.total.decode_kv_bytes += size * _span(first, tokens, window)
+            self.total.decode_pairs += layers * visible_pairs(first, first + tokens, window)
+            self.total.decode_kv_bytes += size * _read(first, tokens, window)
 
     def step(self, tokens: int, chunks: int, samples: list[bool]) -> None:
         """The rows of a step are complete."""
@@ -156,21 +156,14 @@ class WorkMeter:
         total.recomputed_tokens += max(0, min(end, lost) - first)
         total.decode_tokens += end - middle
         for window, layers, size in self._kinds:
-            prompt, output = _pairs(first, middle, window), _pairs(middle, end, window)
+            prompt = visible_pairs(first, middle, window)
+            output = visible_pairs(middle, end, window)
             total.prefill_pairs += layers * prompt
             total.prefill_kv_bytes += size * prompt
             total.decode_pairs += layers * output
             total.decode_kv_bytes += size * output
 
 
-def _pairs(first: int, end: int, window: int | None) -> int:
-    """Keys seen by the queries at positions first .. end - 1, all together."""
-    if window is None:
-        return (end * (end + 1) - first * (first + 1)) // 2
-    cut = max(first, min(end, window))  # from here on the window is full
-    return _pairs(first, cut, None) + (end - cut) * window
-
-
-def _span(first: int, tokens: int, window: int | None) -> int:
+def _read(first: int, tokens: int, window: Window | None) -> int:
     """Keys that at least one of a chunk's queries sees, the chunk's own included."""
-    return first + tokens if window is None else min(first, window - 1) + tokens
+    return first + tokens - first_visible(first, window)

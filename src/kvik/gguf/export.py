@@ -159,7 +159,7 @@ def model_metadata(spec: ModelSpec, name: str, type: str) -> dict[str, Scalar]:
         "attention.key_length": spec.head_dim,
         "attention.value_length": spec.head_dim,
         f"attention.{eps}": spec.norm_eps,
-        "attention.sliding_window": next(filter(None, spec.windows), None),
+        "attention.sliding_window": next((w.keys for w in spec.windows if w), None),
         "rope.dimension_count": rope.width(spec.head_dim),
         **{at: of(spec.scales) for at, of in map(SCALES.__getitem__, family.gguf_scales)},
     }

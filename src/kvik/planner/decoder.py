@@ -11,6 +11,7 @@ from kvik.planner.formats import weight_format
 from kvik.planner.layers import LayerPart, Sizes, attention, latent_attention, mlp
 from kvik.planner.shape import CacheShape, MatrixGroup, ModelShape
 from kvik.spec.fields import Fields
+from kvik.spec.kv import Window
 from kvik.spec.model import DTYPE_BYTES, MAX_HEADS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH
 from kvik.spec.rope import MAX_POSITIONS
 
@@ -122,7 +123,7 @@ def _tables(sizes: Sizes, vocab: int, hidden: int, context: int, tied: bool) -> 
     return LayerPart(tuple(matrices), vocab * sizes.flag(family.head_bias))
 
 
-def _windows(sizes: Sizes, layers: int) -> tuple[int | None, ...]:
+def _windows(sizes: Sizes, layers: int) -> tuple[Window | None, ...]:
     """Return the sliding window of each layer; None: it sees everything."""
     fields, family = sizes.fields, sizes.family
     types = fields.strings("layer_types")
@@ -137,7 +138,7 @@ def _windows(sizes: Sizes, layers: int) -> tuple[int | None, ...]:
     used = family.windows and given and not fields.is_null("sliding_window")
     window = None
     if used and fields.boolean("use_sliding_window", True):
-        window = sizes.integer("sliding_window", MAX_POSITIONS)
+        window = Window(sizes.integer("sliding_window", MAX_POSITIONS))
     if types:
         return tuple(window if kind == SLIDING else None for kind in types)
     return (window,) * layers

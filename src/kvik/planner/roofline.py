@@ -382,7 +382,7 @@ class _Work:
                 continue
             working = 0.0
             for cache in shape.caches:
-                seen = count * min(context, cache.window or context)
+                seen = count * cache.most_keys(context)
                 keys = cache.elements if shape.latent_dim else cache.elements / 2
                 width = cache.elements if shape.latent_dim else shape.head_dim
                 score = new * shape.num_heads * width * cost.score

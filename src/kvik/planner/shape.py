@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from kvik.models.model_spec import ModelSpec
 from kvik.planner.formats import kv_facts, weight_facts
+from kvik.spec.kv import Window, visible_pairs
 from kvik.spec.model import DTYPE_BYTES
 from kvik.spec.weight_kind import WeightKind
 from kvik.spec.weights import layer_kind
@@ -72,13 +73,17 @@ class CacheShape:
             rotary key, which all heads share.
         vectors: that these are, each with a scale where the format has them: one for each K and
             each V of a head; one for MLA.
-        window: keys that stay visible, the query's own included; None: all.
+        window: which keys a query sees; None: all.
     """
 
     layers: int
     elements: int
     vectors: int
-    window: int | None = None
+    window: Window | None = None
+
+    def most_keys(self, context: int) -> int:
+        """Return the most keys that the last query of a `context` sees."""
+        return context if self.window is None else min(context, self.window.keys)
 
     def token_bytes(self, kv_format: str) -> int:
         """Return bytes of one token in one of the layers, scales included."""
@@ -185,9 +190,9 @@ class ModelShape:
         return self.kv_bytes(1, kv_format)
 
     def kv_bytes(self, context: int, kv_format: str) -> int:
-        """Return bytes the cache of one sequence holds; a window keeps its last tokens only."""
+        """Return bytes the cache of one sequence holds; a window keeps its own tokens only."""
         return sum(
-            cache.layers * cache.token_bytes(kv_format) * min(context, cache.window or context)
+            cache.layers * cache.token_bytes(kv_format) * cache.most_keys(context)
             for cache in self.caches
         )
 
@@ -214,7 +219,7 @@ class ModelShape:
         cached = context - new_tokens
         total = 0.0
         for cache in self.caches:
-            pairs = visible_pairs(new_tokens, context, cache.window)
+            pairs = visible_pairs(cached, context, cache.window)
             layer = 2.0 * self.num_heads * width * pairs
             if self.latent_dim:
                 # K and V of what is cached made again from the latent, or attention in the latent
@@ -234,12 +239,3 @@ class ModelShape:
         if kind is None:
             return matrix.inputs * matrix.outputs * self._item(weight_format)
         return kind.weight_bytes(matrix.inputs, matrix.outputs, self.kernels)
-
-
-def visible_pairs(new_tokens: int, context: int, window: int | None) -> int:
-    """(query, key) pairs that causal attention computes: each of the last `new_tokens` tokens of
-    a `context` sees itself and what comes before it, at most `window` keys."""
-    first = context - new_tokens  # keys before the first of them
-    free = new_tokens if window is None else min(max(window - first, 0), new_tokens)
-    pairs = free * first + free * (free + 1) // 2
-    return pairs + (new_tokens - free) * (window or 0)

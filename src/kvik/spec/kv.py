@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import gcd
+from typing import TYPE_CHECKING, overload
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 AUTO = "auto"  # the model's dtype
 SYNONYMS = {"fp8_e4m3": "fp8", "bfloat16": "bf16"}  # as other engines call them
@@ -46,13 +51,66 @@ KV_FORMATS: Mapping[str, KVFacts] = {
 
 
 @dataclass(frozen=True, slots=True)
+class Window:
+    """Which keys the queries of a layer see, where these are not all.
+
+    Attributes:
+        keys: the most that a query sees, its own included.
+        chunked: a query sees those from the last multiple of `keys` on (Llama 4); else the last
+            `keys` ones.
+    """
+
+    keys: int
+    chunked: bool = False
+
+    @overload
+    def first(self, position: int) -> int: ...
+    @overload
+    def first(self, position: Tensor) -> Tensor: ...
+    def first(self, position: int | Tensor) -> int | Tensor:
+        """Return the first key that the query at `position` sees; below 0: it sees all."""
+        return position - (position % self.keys if self.chunked else self.keys - 1)
+
+    def pairs(self, end: int) -> int:
+        """Return how many keys the queries at positions 0 .. end - 1 see, all together."""
+        if self.chunked:
+            chunks, rest = divmod(end, self.keys)
+            return chunks * _triangle(self.keys) + _triangle(rest)
+        return _triangle(min(end, self.keys)) + max(0, end - self.keys) * self.keys
+
+
+def first_visible(position: int, window: Window | None) -> int:
+    """Return the first key that the query at `position` sees.
+
+    Args:
+        window: None: it sees all.
+    """
+    return 0 if window is None else max(0, window.first(position))
+
+
+def visible_pairs(first: int, end: int, window: Window | None) -> int:
+    """Return how many keys the queries at positions first .. end - 1 see, all together.
+
+    Args:
+        window: None: each sees all up to its own.
+    """
+    if window is None:
+        return _triangle(end) - _triangle(first)
+    return window.pairs(end) - window.pairs(first)
+
+
+def _triangle(n: int) -> int:
+    return n * (n + 1) // 2
+
+
+@dataclass(frozen=True, slots=True)
 class KVCacheSpec:
     """What one layer stores per token, and how long it stays visible.
 
     Attributes:
         num_kv_heads, head_dim: shape of one token's K (and V).
         bytes_per_token: K and V of one layer, scales included.
-        window: number of keys that a query sees, its own included; None: all of them.
+        window: which keys a query sees; None: all.
         format: of the numbers, as in `KV_FORMATS`, or "auto".
         latent: a token has one vector, whose first channels are its value.
     """
@@ -60,7 +118,7 @@ class KVCacheSpec:
     num_kv_heads: int
     head_dim: int
     bytes_per_token: int
-    window: int | None = None
+    window: Window | None = None
     format: str = AUTO
     latent: bool = False
 
@@ -79,21 +137,32 @@ class KVCacheSpec:
         """Of `bytes_per_token` those of scales."""
         return self.vectors * KV_FORMATS[self.format].scale_bytes if self.format != AUTO else 0
 
+    @property
+    def windowed(self) -> bool:
+        """Whether blocks get out of sight while a request goes on."""
+        return self.window is not None
+
     def first_visible_block(self, position: int, block_size: int) -> int:
-        """Return the first block that holds a key visible to the query at `position`: a window of w
-        sees keys j with position - w < j <= position."""
-        if self.window is None:
-            return 0
-        return max(0, position - self.window + 1) // block_size
+        """Return the first block that holds a key visible to the query at `position`. It never
+        falls as the position grows."""
+        return first_visible(position, self.window) // block_size
 
     def max_blocks(self, num_tokens: int, chunk: int, block_size: int) -> int:
         """Return the most blocks that a request of `num_tokens` ever holds when a step adds at most
         `chunk`."""
-        blocks = -(-num_tokens // block_size)
-        if self.window is None:
+        blocks, window = -(-num_tokens // block_size), self.window
+        if window is None:
             return blocks
-        # window - 1 keys before the chunk and the chunk itself, both cut by block borders
-        return min(blocks, -(-(self.window - 1 + chunk) // block_size) + 1)
+        if not window.chunked:
+            # keys - 1 keys before the step's and these, both cut by block borders
+            return min(blocks, -(-(window.keys - 1 + chunk) // block_size) + 1)
+        # Worst is a step that begins with the last query of its window. How windows lie on blocks
+        # repeats after a few of them.
+        most, apart = 0, block_size // gcd(window.keys, block_size)
+        for first in range(0, num_tokens, window.keys)[:apart]:
+            end = min(num_tokens, first + window.keys - 1 + chunk)
+            most = max(most, -(-end // block_size) - first // block_size)
+        return most
 
     def hit_length(self, cached: Callable[[int], bool], length: int, block_size: int) -> int:
         """Return the most blocks, up to `length`, that a request can take from the prefix cache:
@@ -109,7 +178,7 @@ class KVCacheSpec:
             missing = next((i for i in reversed(seen) if not cached(i)), None)
             if missing is None:
                 break
-            length = missing  # every longer prefix needs this block
+            length = missing  # every longer prefix up to here needs this block
         return length
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvik.errors import shown
 from kvik.spec.experts import ExpertsSpec
 from kvik.spec.fields import Fields
+from kvik.spec.kv import Window
 from kvik.spec.rope import MAX_POSITIONS, RopeSpec, read_rope
 from kvik.spec.states import StateSpec
 
@@ -53,7 +54,7 @@ class LayerSpec:
     """One layer.
 
     Attributes:
-        window: keys that a query sees, its own included; None: all.
+        window: which keys a query sees; None: all.
         rope: how positions turn its queries and keys; None: they do not.
         experts: of its feed-forward part; None: a plain MLP.
         latent: what it attends over; None: keys and values of heads.
@@ -65,7 +66,7 @@ class LayerSpec:
         token_input: channels of a vector of each token that this layer alone reads; 0: none.
     """
 
-    window: int | None = None
+    window: Window | None = None
     rope: RopeSpec | None = None
     experts: ExpertsSpec | None = None
     latent: LatentSpec | None = None
@@ -193,11 +194,11 @@ def latent_layers(
     return (LayerSpec(None, rope, latent=latent),) * layers
 
 
-def read_window(fields: Fields) -> int | None:
+def read_window(fields: Fields) -> Window | None:
     """Return `sliding_window`."""
     if fields.is_null("sliding_window"):
         return None
-    return fields.integer("sliding_window", 1, MAX_POSITIONS, DEFAULT_WINDOW)
+    return Window(fields.integer("sliding_window", 1, MAX_POSITIONS, DEFAULT_WINDOW))
 
 
 def layers_with_states(
@@ -233,8 +234,8 @@ def layer_types(
 
 
 def typed_windows(
-    fields: Fields, layers: int, window: int | None, every: int = 0
-) -> tuple[int | None, ...]:
+    fields: Fields, layers: int, window: Window | None, every: int = 0
+) -> tuple[Window | None, ...]:
     """Return the window of each layer; see `layer_types`."""
     types = layer_types(fields, layers, every)
     if window is None and SLIDING in types:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvik.spec.engine_folder import Built
-from kvik.spec.kv import KVCacheSpec
+from kvik.spec.kv import KVCacheSpec, Window
 from kvik.spec.layers import LatentSpec, LayerSpec
 from kvik.spec.rope import RopeSpec
 from kvik.spec.states import STATE_BYTES, StateSpec
@@ -108,8 +108,8 @@ class ModelFacts:
         return len(self.layers)
 
     @property
-    def windows(self) -> tuple[int | None, ...]:
-        """Sliding window of each layer; None: full attention."""
+    def windows(self) -> tuple[Window | None, ...]:
+        """Which keys queries of each layer see; None: all."""
         return tuple(layer.window for layer in self.layers)
 
     @property

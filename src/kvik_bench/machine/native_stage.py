@@ -108,6 +108,7 @@ class NativeStage:
                 head_dim=work.head_dim,
                 block_size=work.block_size,
                 window=0,
+                chunked=0,
                 tree=0,
                 scale=work.head_dim**-0.5,
                 softcap=0.0,

@@ -10,6 +10,7 @@ import torch
 from helpers.attention_backends import OPTIONS
 from helpers.native import normal, runtimes
 from helpers.native_cache import NativeCache, Part, attend
+from helpers.windows import Seen, chunks, first_seen
 from torch import Tensor
 
 F32, BF16, I8 = torch.float32, torch.bfloat16, torch.int8
@@ -78,7 +79,7 @@ class Sequences:
         """Queries [begin, end) of sequence i."""
         return Part(self.q[i][begin:end], end, self.blocks[i][: -(-end // self.block_size)], tree)
 
-    def run(self, runtime, spans: list[tuple[int, int, int]], window: int = 0) -> list[Tensor]:
+    def run(self, runtime, spans: list[tuple[int, int, int]], window: Seen = None) -> list[Tensor]:
         """A step of spans (sequence, begin, end) over a cache that holds all positions."""
         parts = [self.part(*span) for span in spans]
         return attend(runtime, self.filled(runtime), parts, self.scale, window)
@@ -112,10 +113,11 @@ def of_each_kind(runtimes: list) -> list:
     return [p for p in runtimes if p.values[0].isa in ("portable", "avx2", "avx512_bf16")]
 
 
-def causal(begin: int, end: int, window: int = 0) -> Tensor:
+def causal(begin: int, end: int, window: Seen = None) -> Tensor:
     """[end - begin, end] bool."""
     query, key = torch.arange(begin, end)[:, None], torch.arange(end)
-    return (key <= query) & (key > query - (window or end))
+    first = torch.tensor([first_seen(position, window) for position in range(begin, end)])
+    return (key <= query) & (key >= first[:, None])
 
 
 def random_tree(size: int, seed: int) -> Tensor:
@@ -140,21 +142,32 @@ def assert_same_bits(found: Tensor, expected: Tensor) -> None:
 
 # heads, kv_heads, head_dim, block_size; spans: context and queries of each sequence; window
 CASES = {
-    "one key": (4, 2, 32, 16, [(1, 1)], 0),
-    "decodes": (4, 2, 32, 16, [(n, 1) for n in (2, 15, 16, 17, 63, 64, 65, 130)], 0),
-    "several splits": (4, 2, 16, 64, [(511, 1), (512, 1), (513, 1), (1100, 1)], 0),
-    "every head of its own": (3, 3, 48, 16, [(70, 1), (5, 5), (66, 9)], 0),
-    "seven heads a group": (14, 2, 64, 32, [(100, 1), (33, 33)], 0),
-    "one kv head": (70, 1, 16, 16, [(80, 1), (20, 3)], 0),
-    "odd head_dim": (2, 1, 112, 16, [(40, 1), (40, 40)], 0),
-    "largest head_dim": (2, 1, 256, 16, [(70, 1), (18, 18)], 0),
-    "prefill": (4, 2, 32, 16, [(130, 130)], 0),
-    "behind a prefix": (4, 2, 32, 48, [(200, 77), (600, 70)], 0),
-    "mixed": (4, 2, 32, 16, [(90, 1), (90, 90), (5, 0), (30, 1), (80, 16), (0, 0)], 0),
+    "one key": (4, 2, 32, 16, [(1, 1)], None),
+    "decodes": (4, 2, 32, 16, [(n, 1) for n in (2, 15, 16, 17, 63, 64, 65, 130)], None),
+    "several splits": (4, 2, 16, 64, [(511, 1), (512, 1), (513, 1), (1100, 1)], None),
+    "every head of its own": (3, 3, 48, 16, [(70, 1), (5, 5), (66, 9)], None),
+    "seven heads a group": (14, 2, 64, 32, [(100, 1), (33, 33)], None),
+    "one kv head": (70, 1, 16, 16, [(80, 1), (20, 3)], None),
+    "odd head_dim": (2, 1, 112, 16, [(40, 1), (40, 40)], None),
+    "largest head_dim": (2, 1, 256, 16, [(70, 1), (18, 18)], None),
+    "prefill": (4, 2, 32, 16, [(130, 130)], None),
+    "behind a prefix": (4, 2, 32, 48, [(200, 77), (600, 70)], None),
+    "mixed": (4, 2, 32, 16, [(90, 1), (90, 90), (5, 0), (30, 1), (80, 16), (0, 0)], None),
     "window": (4, 2, 32, 16, [(n, 1) for n in (1, 20, 21, 64, 65, 84, 85)] + [(150, 150)], 20),
     "window of one": (4, 2, 32, 16, [(70, 70), (70, 1)], 1),
     "window over splits": (2, 1, 16, 16, [(1300, 1), (1100, 40)], 600),
     "window wider than all": (4, 2, 32, 16, [(70, 70), (70, 1)], 1000),
+    "chunk": (
+        4,
+        2,
+        32,
+        16,
+        [(n, 1) for n in (1, 20, 21, 64, 65, 84, 85)] + [(150, 150)],
+        chunks(20),
+    ),
+    "chunk of one": (4, 2, 32, 16, [(70, 70), (70, 1)], chunks(1)),
+    "chunk of tiles": (4, 2, 32, 16, [(130, 130), (190, 70), (129, 1)], chunks(64)),
+    "chunk over splits": (2, 1, 16, 16, [(1300, 1), (1240, 40), (1200, 1)], chunks(600)),
 }
 
 
@@ -174,7 +187,7 @@ def test_against_float64(runtime, case: str, dtype, kv_dtype) -> None:
 
 
 @dtypes
-@pytest.mark.parametrize("window", [0, 30])
+@pytest.mark.parametrize("window", [None, 30, chunks(40)])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3), (7, 1)])
 @pytest.mark.parametrize("runtime", of_each_kind(runtimes((1, 5))))
 def test_no_bit_depends_on_the_cut(runtime, heads, kv_heads, window, dtype, kv_dtype) -> None:
@@ -213,7 +226,7 @@ def test_results_do_not_depend_on_other_sequences_or_threads(isa, dtype, kv_dtyp
 
 
 @dtypes
-@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("runtime", of_each_kind(runtimes((1,))))
 def test_no_bit_depends_on_the_block_size(runtime, window, dtype, kv_dtype) -> None:
     spans = [(0, 99, 100), (1, 0, 70), (2, 520, 530)]
@@ -234,7 +247,7 @@ def test_capped_scores_and_sinks(runtime, option: str, dtype, kv_dtype) -> None:
     s = Sequences([1100, 40], dtype=dtype, kv_dtype=kv_dtype, head_dim=16)
     cache = s.filled(runtime)
     parts = [s.part(0, 1030, 1100), s.part(1, 0, 40)]
-    for window in (0, 90):
+    for window in (None, 90):
         chunk, fresh = attend(runtime, cache, parts, s.scale, window, **options)
         visible = causal(1030, 1100, window)
         assert_near(chunk, s.expected(runtime, cache, 0, 1030, 1100, visible, **options))
@@ -266,7 +279,7 @@ def test_tree(runtime, cached: int, size: int, dtype, kv_dtype) -> None:
 
 
 @dtypes
-@pytest.mark.parametrize("window", [0, 30])
+@pytest.mark.parametrize("window", [None, 30, chunks(40)])
 @pytest.mark.parametrize("runtime", of_each_kind(runtimes((1,))))
 def test_a_tree_without_branches_is_a_sequence(runtime, window, dtype, kv_dtype) -> None:
     s = Sequences([120], dtype=dtype, kv_dtype=kv_dtype)
@@ -279,7 +292,15 @@ def test_a_tree_without_branches_is_a_sequence(runtime, window, dtype, kv_dtype)
 @dtypes
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "cached", "window"),
-    [(4, 2, 0, 0), (3, 1, 9, 3), (2, 2, 60, 30), (4, 2, 60, 0), (2, 2, 500, 3), (3, 1, 500, 0)],
+    [
+        (4, 2, 0, None),
+        (3, 1, 9, 3),
+        (2, 2, 60, 30),
+        (4, 2, 60, None),
+        (4, 2, 60, chunks(61)),
+        (2, 2, 500, 3),
+        (3, 1, 500, None),
+    ],
 )
 @pytest.mark.parametrize("runtime", of_each_kind(runtimes((1, 5))))
 def test_a_node_has_the_bits_of_a_decode(
@@ -363,9 +384,10 @@ def test_released_blocks_before_the_window_are_not_looked_up(runtime) -> None:
     s = Sequences([100])
     cache = s.filled(runtime)
     part = s.part(0, 99, 100)
-    (expected,) = attend(runtime, cache, [part], s.scale, 20)
+    before = [attend(runtime, cache, [part], s.scale, window)[0] for window in (20, chunks(40))]
     part.blocks[:5] = -(2**20)  # positions below 80
-    assert_same_bits(attend(runtime, cache, [part], s.scale, 20)[0], expected)
+    for window, expected in zip((20, chunks(40)), before, strict=True):
+        assert_same_bits(attend(runtime, cache, [part], s.scale, window)[0], expected)
 
 
 @pytest.mark.parametrize("runtime", runtimes((1, 2)))

@@ -37,6 +37,7 @@ from kvik.kernels.triton.attention_tile import (
     bits_set,
     ended,
     finish,
+    first_seen,
     log2_weight,
     unit_of,
     with_sinks,
@@ -60,7 +61,7 @@ def sequence_of(
     queries = tl.load(query_start + sequence + 1) - start
     context = tl.load(seq_lens + sequence)
     cached = context - queries
-    first = tl.maximum(cached - window + 1, 0) if WINDOW else 0
+    first = tl.maximum(first_seen(cached, window, WINDOW), 0) if WINDOW else 0
     keys, splits = split(
         tl.maximum(context - first, 0), KV_HEADS * tl.cdiv(queries * GROUP, BLOCK_M)
     )
@@ -198,7 +199,7 @@ def attention_decode_kernel(
             else:
                 visible &= where[None, :] <= position[:, None]
             if WINDOW:
-                visible &= where[None, :] > position[:, None] - window
+                visible &= where[None, :] >= first_seen(position, window, WINDOW)[:, None]
             state = attend(
                 rows,
                 state,

@@ -306,7 +306,7 @@ def _launch(
             HEAD_DIM=latent,
             BLOCK_D=max(16, power_of_two(latent)),
             BLOCK_M=m,
-            WINDOW=False,
+            WINDOW=0,
         )
 
 

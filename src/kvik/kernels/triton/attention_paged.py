@@ -29,9 +29,10 @@ from kvik.kernels.triton.attention_shapes import (
     shared_memory,
     split_tiles,
 )
-from kvik.kernels.triton.attention_tile import LOG2_E
+from kvik.kernels.triton.attention_tile import CHUNK, LAST, LOG2_E
 from kvik.kernels.triton.kv_load import kind_of, stored
 from kvik.kernels.triton.launch import ceil_div, power_of_two
+from kvik.spec.kv import Window
 
 MAX_HEAD_DIM = 256
 
@@ -62,8 +63,15 @@ class PagedStep:
     block_table: Tensor
     tree: Tensor | None
     block_size: int
-    window: int | None
+    window: Window | None
     runs: tuple[SequenceRun, ...]
+
+    @property
+    def seen(self) -> tuple[int, int]:
+        """`window` and `WINDOW` of the kernels."""
+        if self.window is None:
+            return 0, 0
+        return self.window.keys, (CHUNK if self.window.chunked else LAST).value
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +183,7 @@ def _split(
     tree = step.tree is not None
     tiles = split_tiles(m, head_dim, itemsize, tree=tree, shared=shared_memory(q.device))
     stacked = ceil_div(run.queries * group, m)
-    window = step.window or 0
+    window, kind = step.seen
     seen = min(run.context, window + run.queries - 1) if window else run.context
     splits = most_splits(seen, kv_heads)
     # Results of a sequence: queries * heads * splits, and more tiles mean fewer splits.
@@ -222,7 +230,7 @@ def _split(
             BLOCK_N=tiles.n,
             BLOCK_SIZE=step.block_size,
             KIND=kind_of(cache.k),
-            WINDOW=window > 0,
+            WINDOW=kind,
             TREE=tree,
             DIRECT=direct,
             num_warps=tiles.num_warps,
@@ -247,7 +255,7 @@ def _split(
             HEAD_DIM=head_dim,
             BLOCK_D=block_d(head_dim),
             BLOCK_M=m,
-            WINDOW=window > 0,
+            WINDOW=kind,
         )
 
 
@@ -270,6 +278,7 @@ def _prefill(
         block_size=step.block_size,
         shared=shared_memory(q.device),
     )
+    window, kind = step.seen
     sequences = run.last + 1 - run.first
     most = (run.end - run.start) * group // tiles.m + sequences
     attention_prefill_kernel[(kv_heads * most,)](
@@ -286,7 +295,7 @@ def _prefill(
         q.stride(0),
         step.block_table.stride(0),
         *scoring.powers,
-        step.window or 0,
+        window,
         run.first,
         sequences,
         above,
@@ -299,7 +308,7 @@ def _prefill(
         BLOCK_NEAR=tiles.near,
         BLOCK_SIZE=step.block_size,
         KIND=kind_of(cache.k),
-        WINDOW=step.window is not None,
+        WINDOW=kind,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )

@@ -22,7 +22,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvik.kernels.triton.attention_tile import attend, begin, finish, unit_of, with_sinks
+from kvik.kernels.triton.attention_tile import (
+    attend,
+    begin,
+    finish,
+    first_seen,
+    unit_of,
+    with_sinks,
+)
 from kvik.kernels.triton.kv_load import operand
 
 
@@ -108,8 +115,8 @@ def attention_prefill_kernel(
     first = 0
     low = 0
     if WINDOW:
-        first = tl.maximum(lowest - window + 1, 0)
-        low = tl.cdiv(tl.maximum(highest - window + 1, 0), BLOCK_N) * BLOCK_N
+        first = tl.maximum(first_seen(lowest, window, WINDOW), 0)
+        low = tl.cdiv(tl.maximum(first_seen(highest, window, WINDOW), 0), BLOCK_N) * BLOCK_N
     high = tl.maximum((lowest + 1) // BLOCK_N * BLOCK_N, low)
 
     state = begin(BLOCK_M, BLOCK_D, 0)
@@ -127,7 +134,7 @@ def attention_prefill_kernel(
                 visible = place[None, :] <= position[:, None]
                 there = tl.minimum(place, end - 1)
                 if WINDOW:
-                    visible &= place[None, :] > position[:, None] - window
+                    visible &= place[None, :] >= first_seen(position, window, WINDOW)[:, None]
                     there = tl.maximum(there, first)
                 state = attend(
                     rows,

@@ -17,6 +17,21 @@ from kvik.kernels.triton.kv_load import load_scales, load_vectors, operand, prod
 
 LOG2_E = math.log2(math.e)
 LOG2 = tl.constexpr(LOG2_E)
+# What queries see of the keys before them: the last ones, or those from a multiple of as many on;
+# 0: all.
+LAST = tl.constexpr(1)
+CHUNK = tl.constexpr(2)
+
+
+@triton.jit
+def first_seen(position, window, WINDOW: tl.constexpr):
+    """Return the first key that a query at `position` sees; below 0: all.
+
+    Args:
+        window: number of keys. WINDOW: `LAST` or `CHUNK`.
+    """
+    before = position % window if WINDOW == CHUNK else window - 1
+    return position - before
 
 
 @triton.jit

@@ -1,0 +1,65 @@
+"""What layers see of the keys before a query, and which blocks that takes, by the definition."""
+
+from __future__ import annotations
+
+from helpers.windows import Seen, as_window, chunks, first_seen
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvik.spec.kv import KVCacheSpec, group_layers, visible_pairs
+
+sizes = st.integers(1, 20)
+windows = st.one_of(st.none(), sizes, sizes.map(chunks))
+block_sizes = st.integers(1, 9)
+
+
+def spec(window: Seen) -> KVCacheSpec:
+    return KVCacheSpec(1, 4, 16, as_window(window))
+
+
+@given(windows, st.integers(0, 80), block_sizes)
+def test_the_first_visible_block_holds_the_first_visible_key(
+    window: Seen, position: int, block_size: int
+) -> None:
+    found = spec(window).first_visible_block(position, block_size)
+    assert found == first_seen(position, window) // block_size
+
+
+@given(windows, st.integers(0, 60), st.integers(0, 40))
+def test_pairs_are_those_a_mask_leaves(window: Seen, first: int, new: int) -> None:
+    mask = sum(q + 1 - first_seen(q, window) for q in range(first, first + new))
+    assert visible_pairs(first, first + new, as_window(window)) == mask
+
+
+@given(windows, st.integers(1, 60), st.integers(1, 20), block_sizes)
+def test_the_most_blocks_are_what_the_worst_step_holds(
+    window: Seen, num_tokens: int, chunk: int, block_size: int
+) -> None:
+    """Of all steps: what the first query sees and what the step adds; a sliding window may be
+    planned with a block more than any step needs."""
+    held = max(
+        -(-min(num_tokens, begin + chunk) // block_size) - first_seen(begin, window) // block_size
+        for begin in range(num_tokens)
+    )
+    found = spec(window).max_blocks(num_tokens, chunk, block_size)
+    of = as_window(window)
+    assert held <= found <= held + (1 if of is not None and not of.chunked else 0)
+
+
+@given(windows, st.lists(st.booleans(), max_size=14), block_sizes)
+def test_a_hit_is_the_longest_prefix_of_which_all_that_is_seen_is_cached(
+    window: Seen, cached: list[bool], block_size: int
+) -> None:
+    def is_hit(length: int) -> bool:
+        return all(cached[first_seen(length * block_size, window) // block_size : length])
+
+    longest = max(length for length in range(len(cached) + 1) if is_hit(length))
+    found = spec(window).hit_length(cached.__getitem__, len(cached), block_size)
+    assert found == longest
+
+
+def test_chunks_and_windows_of_as_many_keys_are_groups_of_their_own() -> None:
+    specs = [spec(window) for window in (8, chunks(8), 8, chunks(8), None)]
+    assert [group.layers for group in group_layers(specs)] == [(0,), (1,), (2,), (3,), (4,)]
+    pairs = [spec(window) for window in (chunks(8), chunks(8), chunks(4), None, None, chunks(4))]
+    assert [group.layers for group in group_layers(pairs)] == [(0, 1), (2, 5), (3, 4)]
