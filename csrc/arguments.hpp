@@ -172,10 +172,10 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
     I(kept_groups) I(two_of_group) I(normalise) F(scale) P(each_scale) P(ids) P(weights)
 
 // y [rows, hidden] = residual + the sum over a row's experts, in ascending order, of weight * down(act(up(x))).
-// ids, weights as `route` makes them; no expert twice in a row. up, down: `ExpertMatrix` [count], all of one
-// kind. residual (or null) and y have the dtype of x.
+// ids, weights as `route` makes them; no expert twice in a row. weigh_inputs: x is multiplied by the weight, and
+// rounded to its dtype, in place of what down gives. up, down: `ExpertMatrix` [count], all of one kind. residual (or null) and y have the dtype of x.
 #define KVIK_ARGS_experts(P, I, F)                                                       \
-    P(x) I(x_stride) I(rows) P(ids) P(weights) I(active) I(count) P(up) P(down)          \
+    P(x) I(x_stride) I(rows) P(ids) P(weights) I(weigh_inputs) I(active) I(count) P(up) P(down) \
     I(hidden) I(inner) I(activation) I(up_kind) I(up_group) I(up_fp8_x) I(down_kind)     \
     I(down_group) I(down_fp8_x) P(residual) I(residual_stride) P(y) I(y_stride) I(dtype)
 

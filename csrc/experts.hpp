@@ -195,18 +195,46 @@ PreparedRows rows_from(const PreparedRows& all, int64_t first) {
     return x;
 }
 
-// source(i): the row of x that sorted row i is made of.
+template <class X>
+void weigh_row(const X* x, int64_t count, float weight, X* out) {
+    const F32 factor = broadcast(weight);
+    int64_t k = 0;
+    for (; k + kLanes <= count; k += kLanes) store(out + k, mul(load(x + k), factor));
+    const int rest = int(count - k);
+    if (rest) store(out + k, mul(load(x + k, rest), factor), rest);
+}
+
+// Writes row `from` of x, times a weight, to `out`.
+void weigh_one(const linear_args& a, int64_t from, float weight, char* out) {
+    if (a.dtype == kBF16)
+        weigh_row((const bf16*)a.x + from * a.x_stride, a.inputs, weight, (bf16*)out);
+    else
+        weigh_row((const float*)a.x + from * a.x_stride, a.inputs, weight, (float*)out);
+}
+
+// source(i): the row of x that sorted row i is made of. weighed: times its weight.
 template <class Source>
-PreparedRows prepare_sorted(const SortedRows& s, int64_t count, Team& team, const Source& source) {
+PreparedRows prepare_sorted(const SortedRows& s, int64_t count, bool weighed, Team& team, const Source& source) {
     const linear_args& like = s.experts[0].args;
     const PreparedRows all = prepared_at(like, count, (char*)shared_scratch(team, 1, size_t(prepared_bytes(like, count))));
     const int64_t parts = parts_for(team, count, kSortedPerThread);
     together(team, parts, [&](Member& member) {
-        char* ordered = (char*)member.scratch(size_t(ordered_bytes(like)) + 1);
+        const int64_t row_size = weighed ? like.inputs * int64_t(sizeof(float)) : 0;
+        char* ordered = (char*)member.scratch(size_t(ordered_bytes(like) + row_size) + 1);
+        char* row = ordered + ordered_bytes(like);
         for (int64_t part; (part = member.next()) >= 0;) {
             const Range range = part_of(count, part, parts);
-            for (int64_t i = range.begin; i < range.end; i++)
-                prepare_one(s.experts[s.at[i]].args, source(i), i, all, ordered);
+            for (int64_t i = range.begin; i < range.end; i++) {
+                const linear_args& args = s.experts[s.at[i]].args;
+                if (!weighed) {
+                    prepare_one(args, source(i), i, all, ordered);
+                    continue;
+                }
+                weigh_one(args, source(i), s.weight[i], row);
+                linear_args own = args;
+                own.x = row;
+                prepare_one(own, 0, i, all, ordered);
+            }
         }
     });
     return all;
@@ -351,9 +379,10 @@ void experts(const experts_args& a, Team& team) {
         one.plan = plan_linear(l, team.size);
         alike = alike && !l.order && l.fp8_x != kStaticX;
     }
-    const bool common = alike && a.rows == 1;
+    const bool weighed = a.weigh_inputs != 0, common = alike && a.rows == 1 && !weighed;
     const auto of_x = [&](int64_t i) { return int64_t(s.row[i]); };
-    inner_products(s, prepare_sorted(s, common ? 1 : pairs, team, of_x), common, team);
+    inner_products(s, prepare_sorted(s, common ? 1 : pairs, weighed, team, of_x), common, team);
+    for (int64_t i = 0; weighed && i < pairs; i++) s.weight[i] = 1.0f;
     for (int64_t i = 0; i < s.chosen; i++) {
         Chosen& one = s.experts[i];
         linear_args l = {};
@@ -371,7 +400,7 @@ void experts(const experts_args& a, Team& team) {
         one.plan = plan_linear(l, team.size);
     }
     const auto of_inner = [&](int64_t i) { return i; };
-    outer_products(a, s, prepare_sorted(s, pairs, team, of_inner), team);
+    outer_products(a, s, prepare_sorted(s, pairs, false, team, of_inner), team);
 }
 
 }  // namespace

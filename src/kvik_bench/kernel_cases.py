@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -478,9 +478,19 @@ def _experts() -> list[Case]:
     return [
         *(Case("route", name, _logits(9, router)) for name, router in routers.items()),
         *(
-            Case("experts", f"{rows}-{name}", _mixture(rows, *kind), _run_experts, product=True)
+            Case(
+                "experts",
+                f"{rows}-{name}{'-weighed' * router.weigh_inputs}",
+                _mixture(router, rows, *kind),
+                _run_experts,
+                product=True,
+            )
+            for router, sizes in (
+                (Router(5, 3), (1, 2, 19)),
+                (Router(5, 2, "sigmoid", normalised=False, weigh_inputs=True), (1, 19)),
+            )
             for name, kind in kinds.items()
-            for rows in (1, 2, 19)
+            for rows in sizes
         ),
     ]
 
@@ -495,10 +505,8 @@ def _logits(rows: int, router: Router) -> Callable[[Maker], tuple[Argument, ...]
 
 
 def _mixture(
-    rows: int, weight: MakeWeight, hidden: int, inner: int
+    router: Router, rows: int, weight: MakeWeight, hidden: int, inner: int
 ) -> Callable[[Maker], tuple[Argument, ...]]:
-    router = Router(5, 3)
-
     def arguments(m: Maker) -> tuple[Argument, ...]:
         logits = m.normal(rows, router.experts, dtype=torch.float32)
         logits[:, 3] = -9.0  # an expert without rows
@@ -523,7 +531,8 @@ def _run_experts(
     up = [filled_matrix(ops, weight, None, "silu_and_mul", dtype) for weight in weights[::2]]
     down = [filled_matrix(ops, weight, None, None, dtype) for weight in weights[1::2]]
     ids, shares = ops.route(logits, router, None, None)
-    return ops.experts(x, ids, shares, ops.expert_set(up, down), residual)
+    experts = replace(ops.expert_set(up, down), weigh_inputs=router.weigh_inputs)
+    return ops.experts(x, ids, shares, experts, residual)
 
 
 def _rows() -> list[Case]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -143,10 +144,13 @@ def routed(rows: int, dtype: torch.dtype, loads: str) -> tuple[Tensor, Tensor, T
 @pytest.mark.parametrize("isa", ISAS)
 def test_native_experts_are_sums_of_native_products(isa: str, kind: str) -> None:
     ops = native(isa, threads=2)
-    for dtype, (rows, loads) in product(
-        (torch.float32, torch.bfloat16), ((1, "even"), (2, "even"), (33, "even"), (70, "skewed"))
+    for dtype, (rows, loads), weighed in product(
+        (torch.float32, torch.bfloat16),
+        ((1, "even"), (2, "even"), (33, "even"), (70, "skewed")),
+        (False, True),
     ):
         experts = expert_set(ops, kind, dtype, biased=rows == 33)
+        experts = replace(experts, weigh_inputs=weighed)
         x, ids, shares = routed(rows, dtype, loads)
         residual = x.flip(0).contiguous() if rows > 1 else None
         found = ops.experts(x, ids, shares, experts, residual)
@@ -155,14 +159,29 @@ def test_native_experts_are_sums_of_native_products(isa: str, kind: str) -> None
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
+def test_a_weight_may_multiply_what_its_expert_is_given(ops: Ops) -> None:
+    x, ids, shares = routed(5, torch.float32, "even")
+    expected = x.clone()
+    for token, expert, weight in zip(
+        torch.arange(5).repeat_interleave(ACTIVE), ids.flatten(), shares.flatten(), strict=True
+    ):
+        up, down = (part.values for part in weights_of("float", torch.float32)[expert])
+        gate, value = (up @ (weight * x[token])).split(INNER)
+        expected[token] += down @ (torch.nn.functional.silu(gate) * value)
+    experts = replace(expert_set(ops, "float", torch.float32), weigh_inputs=True)
+    found = ops.experts(x, ids, shares, experts, x)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 @needs_native
+@pytest.mark.parametrize("weighed", [False, True])
 @pytest.mark.parametrize("kind", ["float", "int4-32-zeros", "w8a8", "int8"])
 @pytest.mark.parametrize("isa", ISAS)
-def test_bits_of_a_row_depend_on_nothing_else(isa: str, kind: str) -> None:
+def test_bits_of_a_row_depend_on_nothing_else(isa: str, kind: str, weighed: bool) -> None:
     """Neither on the rows beside it, nor on the number of threads."""
     ops, dtype = native(isa), torch.bfloat16
     x, ids, shares = routed(45, dtype, "even")
-    experts = expert_set(ops, kind, dtype)
+    experts = replace(expert_set(ops, kind, dtype), weigh_inputs=weighed)
     whole = ops.experts(x, ids, shares, experts, None)
     for rows in (slice(0, 1), slice(7, 9), slice(20, 45)):
         part = ops.experts(
@@ -170,7 +189,8 @@ def test_bits_of_a_row_depend_on_nothing_else(isa: str, kind: str) -> None:
         )
         assert torch.equal(part, whole[rows])
     others = native(isa, threads=3)
-    assert torch.equal(others.experts(x, ids, shares, expert_set(others, kind, dtype), None), whole)
+    again = replace(expert_set(others, kind, dtype), weigh_inputs=weighed)
+    assert torch.equal(others.experts(x, ids, shares, again, None), whole)
 
 
 @needs_native
@@ -184,8 +204,8 @@ def test_experts_may_read_their_inputs_in_orders_of_their_own() -> None:
             filled_matrix(ops, ordered_weight(first, order), None, "silu_and_mul", torch.float32)
         )
         down.append(filled_matrix(ops, second, None, None, torch.float32))
-    experts = ops.expert_set(up, down)
-    for rows in (1, 9):
+    for rows, weighed in ((1, False), (9, False), (9, True)):
+        experts = replace(ops.expert_set(up, down), weigh_inputs=weighed)
         x, ids, shares = routed(rows, torch.float32, "even")
         found = ops.experts(x, ids, shares, experts, None)
         expected = experts_by(ops.linear)(x, ids, shares, experts, None)

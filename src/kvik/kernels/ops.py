@@ -172,7 +172,8 @@ class Ops:
     expert_set(up, down) -> Experts, of matrices as `matrix` makes them
     experts(x [tokens, hidden], ids, weights, experts, residual [tokens, hidden] or None) ->
         [tokens, hidden], residual + the sum over a token's experts of weight * down(up(x)), in fp32
-        and by ascending id. ids and weights as `route` returns them
+        and by ascending id; of down(up(weight * x)) where `Experts.weigh_inputs`, weight * x in the
+        dtype of x. ids and weights as `route` returns them
     linear_each(x [tokens, heads, inputs], matrix, outputs) -> [tokens, heads, outputs], dense, of
         the dtype of x: head h by rows h R .. h R + outputs of the matrix, which has heads * R rows,
         is of floats and has no bias. R is a multiple of 32

@@ -284,8 +284,11 @@ class Experts:
     Attributes:
         up, down: the two matrices of each expert; each list is of one kind and size.
         data: the implementation's own.
+        weigh_inputs: the weight of an expert is multiplied with what it is given, not with what it
+            gives.
     """
 
     up: tuple[Matrix, ...]
     down: tuple[Matrix, ...]
     data: object = None
+    weigh_inputs: bool = False

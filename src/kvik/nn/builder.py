@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import get_args
@@ -383,7 +383,7 @@ class Builder:
         if spec.shared:
             inside = self.at(names.shared)
             shared = inside.gated_mlp(hidden, spec.shared, bias=bias)
-        experts = self.ops.expert_set(up, down)
+        experts = replace(self.ops.expert_set(up, down), weigh_inputs=rule.weigh_inputs)
         return Experts(self.ops, router, rule, correction, experts, shared, gate, scales)
 
     def _gate_up(

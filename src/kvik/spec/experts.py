@@ -38,6 +38,7 @@ class Router:
         scaled: and so they are with a learned number of each expert.
     """
 
+        weigh_inputs: a weight multiplies what its expert is given, else what that gives.
     experts: int
     active: int
     scores: Literal["softmax", "sigmoid"] = "softmax"
@@ -50,6 +51,7 @@ class Router:
     scaled: bool = False
 
 
+    weigh_inputs: bool = False
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
     """The feed-forward part of a layer with routed experts.

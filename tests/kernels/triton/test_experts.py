@@ -68,24 +68,31 @@ def chosen(rows: int, router: Router, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 KINDS = [
-    *((name, torch.float32) for name in (*MAKERS, "int4-32-zeros-ordered", "fp8-static-ordered")),
-    *((name, torch.bfloat16) for name in ("float", "int4-32-zeros-ordered", "int8")),
+    *(
+        (name, torch.float32, False)
+        for name in (*MAKERS, "int4-32-zeros-ordered", "fp8-static-ordered")
+    ),
+    *((name, torch.bfloat16, False) for name in ("float", "int4-32-zeros-ordered", "int8")),
+    *((name, torch.float32, True) for name in ("float", "w8a8", "int4-32-zeros-ordered")),
+    ("float", torch.bfloat16, True),
 ]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "dtype"), KINDS, ids=str)
-def test_every_kind_of_weight(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "dtype", "weighed"), KINDS, ids=str)
+def test_every_kind_of_weight(name: str, dtype: torch.dtype, weighed: bool) -> None:
     """With biases; blocks that are full, and one that is not."""
     m, router = maker(dtype), Router(4, 2)
     rows = 19
     assert tile_of_experts(2 * rows, router.experts).tokens == 16 < rows
     x, residual = m.normal(rows, HIDDEN), m.normal(rows, HIDDEN)
     weights, (ids, shares) = weights_of(name, m, router.experts), chosen(rows, router)
-    found, expected = (
-        ops.experts(x, ids, shares, experts_of(ops, weights, dtype, True), residual).cpu()
-        for ops in (OPS, REFERENCE)
-    )
+
+    def run(ops: Ops) -> Tensor:
+        experts = replace(experts_of(ops, weights, dtype, True), weigh_inputs=weighed)
+        return ops.experts(x, ids, shares, experts, residual).cpu()
+
+    found, expected = run(OPS), run(REFERENCE)
     if dtype == torch.float32:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-4)
     else:

@@ -78,6 +78,7 @@ class CpuExperts:
             rows=self.native.rows(x),
             ids=ids.data_ptr(),
             weights=weights.data_ptr(),
+            weigh_inputs=int(experts.weigh_inputs),
             active=ids.shape[1],
             count=len(experts.up),
             up=at.up.data_ptr(),

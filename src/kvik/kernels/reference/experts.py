@@ -62,9 +62,11 @@ def experts_by(linear: Product) -> Callable[..., Tensor]:
         total = x.new_zeros(x.shape, dtype=torch.float32)
         for expert in ids.unique().tolist():  # ascending
             rows, place = (ids == expert).nonzero(as_tuple=True)
-            inner = linear(x[rows], experts.up[expert], None)
-            made = linear(inner, experts.down[expert], None)
-            total[rows] += made.float() * weights[rows, place, None]
+            given, weight = x[rows], weights[rows, place, None]
+            if experts.weigh_inputs:
+                given = (given * weight).to(x.dtype)
+            made = linear(linear(given, experts.up[expert], None), experts.down[expert], None)
+            total[rows] += made if experts.weigh_inputs else made.float() * weight
         if residual is not None:
             total += residual
         return total.to(x.dtype)

@@ -241,6 +241,7 @@ def pair_inputs_kernel(
     x,
     table,
     ids,
+    weights,
     out,
     scales,
     experts,
@@ -251,7 +252,8 @@ def pair_inputs_kernel(
     BLOCK: tl.constexpr,
 ):
     """grid [pairs, blocks]; x [pairs / PER, inputs] -> out [pairs, inputs] in the order of the
-    expert's inputs, and scales [pairs], its calibrated scale; None: there is none."""
+    expert's inputs, times weights [pairs] where there are some, and scales [pairs], its calibrated
+    scale; None: there is none."""
     pair = tl.program_id(0).to(tl.int64)
     expert = tl.load(ids + pair)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -261,6 +263,8 @@ def pair_inputs_kernel(
         order = _part(table, ORDER, expert, experts, tl.int32)
         source = tl.load(order + at, mask=inside, other=0)
     values = tl.load(x + pair // PER * x_stride + source, mask=inside)
+    if weights is not None:
+        values = (values.to(tl.float32) * tl.load(weights + pair)).to(x.dtype.element_ty)
     tl.store(out + pair * inputs + at, values, mask=inside)
     if scales is not None:
         scale = tl.load(_part(table, INPUT_SCALE, expert, experts, tl.float32))
@@ -288,7 +292,9 @@ def combine_kernel(
     k = tl.arange(0, ACTIVE_BLOCK)
     pair = token * ACTIVE + k
     own = k < ACTIVE
-    weight = tl.load(weights + pair, mask=own, other=0.0)
+    weight = tl.full((ACTIVE_BLOCK,), 1.0, tl.float32)
+    if weights is not None:
+        weight = tl.load(weights + pair, mask=own, other=0.0)
     # Its place in the lower digits, so that whatever the ids are, every pair is added once.
     ids_and_places = tl.load(ids + pair, mask=own, other=1 << 20).to(tl.int32) * ACTIVE_BLOCK + k
     total = tl.zeros((BLOCK,), tl.float32)
@@ -385,11 +391,15 @@ class TritonExperts:
         up, down = experts.up[0], experts.down[0]
         up_tile, down_tile = (self._tile(each, x.dtype, ids.numel(), count) for each in (up, down))
         rows = by_expert(ids, count, up_tile.tokens)
-        inner = self._product(x, active, ids, up, tables.up, up_tile, rows)
+        if experts.weigh_inputs:
+            given, per, shares = _weighed(x, ids, weights, tables.up), 1, None
+        else:
+            given, per, shares = x, active, weights
+        inner = self._product(given, per, ids, up, tables.up, up_tile, rows)
         if down_tile.tokens != up_tile.tokens:
             rows = by_expert(ids, count, down_tile.tokens)
         made = self._product(inner, 1, ids, down, tables.down, down_tile, rows)
-        return _combined(made, ids, weights, residual, x)
+        return _combined(made, ids, shares, residual, x)
 
     def _tile(self, matrix: Matrix, dtype: torch.dtype, pairs: int, experts: int) -> Tile:
         kind = matrix.spec.kind
@@ -544,12 +554,23 @@ def _pair_inputs(
     block = min(PIECE, power_of_two(inputs))
     kernel: Any = pair_inputs_kernel[(pairs, ceil_div(inputs, block))]
     ordered, experts = packed.order is not None, table.shape[1]
-    kernel(x, table, ids, out, scales, experts, inputs, x.stride(0), per, ordered, block)
+    kernel(x, table, ids, None, out, scales, experts, inputs, x.stride(0), per, ordered, block)
     return out, scales
 
 
+def _weighed(x: Tensor, ids: Tensor, weights: Tensor, table: Tensor) -> Tensor:
+    """Return the inputs of each pair times its weight: x [tokens, inputs] -> [pairs, inputs]."""
+    pairs, inputs = ids.numel(), x.shape[1]
+    out = torch.empty(pairs, inputs, dtype=x.dtype, device=x.device)
+    block = min(PIECE, power_of_two(inputs))
+    kernel: Any = pair_inputs_kernel[(pairs, ceil_div(inputs, block))]
+    per, experts = ids.shape[1], table.shape[1]
+    kernel(x, table, ids, weights, out, None, experts, inputs, x.stride(0), per, False, block)
+    return out
+
+
 def _combined(
-    made: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None, like: Tensor
+    made: Tensor, ids: Tensor, weights: Tensor | None, residual: Tensor | None, like: Tensor
 ) -> Tensor:
     """Return the sum over the experts of a token, and the residual, in the dtype of `like`."""
     (tokens, active), dim = ids.shape, made.shape[1]
