@@ -6,9 +6,9 @@ import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
-from itertools import cycle
+from itertools import cycle, groupby
 from pathlib import Path
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvik.errors import ModelError, shown
 from kvik.files import regular
-from kvik.nn.safetensors import TORCH_DTYPES, TensorEntry, read_header
+from kvik.nn.safetensors import TensorEntry, read_header
 from kvik.spec.fields import Fields, read_json
 
 # Parts of a file, the next one being read while one is used.
@@ -122,18 +122,6 @@ class Checkpoint(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """A `TensorRun` to be read: where it lies in its file."""
-
-    name: str
-    first: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    start: int
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
 class FolderCheckpoint:
     """The validated headers of a model's safetensors files; data is read only by `runs`."""
 
@@ -152,9 +140,12 @@ class FolderCheckpoint:
                 for entry in _by_layer([entry for entry in entries if entry.name in in_runs])
                 for piece in _pieces(entry, in_runs[entry.name])
             ]
-            spans = [(piece.start, piece.size) for piece in pieces]
-            for piece, data in zip(pieces, read_ahead(path, spans), strict=True):
-                yield TensorRun(piece.name, piece.first, data.view(piece.dtype).view(piece.shape))
+            # Gate and up of an expert may be columns of one matrix, which is read once.
+            reads = [(span, list(parts)) for span, parts in groupby(pieces, lambda p: p[1].span)]
+            found = read_ahead(path, [span for span, _ in reads])
+            for (_, parts), data in zip(reads, found, strict=True):
+                for first, part in parts:
+                    yield TensorRun(part.name, first, part.values(data))
 
 
 def open_checkpoint(folder: str | Path) -> FolderCheckpoint:
@@ -165,7 +156,8 @@ def open_checkpoint(folder: str | Path) -> FolderCheckpoint:
     """
     folder = Path(folder)
     if (folder / SINGLE).exists():
-        return FolderCheckpoint(((folder / SINGLE, unstacked(read_header(folder / SINGLE))),))
+        entries = read_header(folder / SINGLE)
+        return FolderCheckpoint(((folder / SINGLE, unstacked(entries, shapes_of(entries))),))
     if (folder / INDEX).exists():
         return _open_sharded(folder)
     names = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
@@ -188,7 +180,8 @@ def _open_sharded(folder: Path) -> FolderCheckpoint:
         good = isinstance(file, str) and file.endswith(".safetensors") and Path(file).name == file
         if not good:
             raise index.error("weight_map", f"must name files of its folder, not {shown(file)}")
-    files, present = [], set[str]()
+    files: list[tuple[Path, tuple[TensorEntry, ...]]] = []
+    present: dict[str, tuple[int, ...]] = {}
     for file in sorted({str(file) for file in owners.values()}):
         entries = read_header(folder / file)
         for entry in entries:
@@ -196,12 +189,12 @@ def _open_sharded(folder: Path) -> FolderCheckpoint:
             if owner != file:
                 where = f"puts it in {shown(owner)}" if owner else "does not list it"
                 raise ModelError(file, f"tensor {shown(entry.name)}: {INDEX} {where}")
-        present.update(entry.name for entry in entries)
-        files.append((folder / file, unstacked(entries)))
+        present |= shapes_of(entries)
+        files.append((folder / file, entries))
     for name, file in owners.items():
         if name not in present:
             raise index.error("weight_map", f"puts tensor {shown(name)} in {file}, which lacks it")
-    return FolderCheckpoint(tuple(files))
+    return FolderCheckpoint(tuple((path, unstacked(entries, present)) for path, entries in files))
 
 
 # Tensors of all experts of a layer in one, as newer versions of transformers write them, and as
@@ -211,13 +204,23 @@ LINEARS = re.compile(r"(.+\.(?:input|output)_linear)\.weight")
 GATE_UP = "gate_up_proj"  # gate and up of an expert, its rows in the middle
 
 
-def unstacked(entries: Sequence[TensorEntry]) -> tuple[TensorEntry, ...]:
+def shapes_of(entries: Sequence[TensorEntry]) -> dict[str, tuple[int, ...]]:
+    return {entry.name: entry.shape for entry in entries}
+
+
+def unstacked(
+    entries: Sequence[TensorEntry], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[TensorEntry, ...]:
     """Return the tensors with those of each expert by themselves, which are parts of the file too.
 
     `experts.down_proj` becomes `experts.0.down_proj.weight` and so on. Gate and up are cut apart,
-    where an expert has the rows of one behind those of the other: not in gpt-oss, which mixes them.
+    where an expert has those of one behind those of the other: not in gpt-oss, which mixes them.
+    Where experts have [inputs, outputs] (Llama 4), their rows are columns.
+
+    Args:
+        shapes: of all tensors of the checkpoint.
     """
-    names, found = {entry.name for entry in entries}, list[TensorEntry]()
+    found: list[TensorEntry] = []
     for entry in entries:
         count = entry.shape[0] if entry.shape else 0
         match, linear = STACKED.fullmatch(entry.name), LINEARS.fullmatch(entry.name)
@@ -226,11 +229,12 @@ def unstacked(entries: Sequence[TensorEntry]) -> tuple[TensorEntry, ...]:
         elif match is not None and len(entry.shape) > 1:
             scope, layer, part = match[1], match[2], match[3] or "weight"
             layers = [layer]
-            mixed = f"{scope}.{GATE_UP}_bias" in names
-            if layer == GATE_UP and not mixed and entry.shape[1] % 2 == 0:
+            mixed = f"{scope}.{GATE_UP}_bias" in shapes
+            turned = not mixed and _turned(scope, shapes)
+            if layer == GATE_UP and not mixed and entry.shape[2 if turned else 1] % 2 == 0:
                 layers = ["gate_proj", "up_proj"]
             own = [f"{scope}.{e}.{layer}.{part}" for e in range(count) for layer in layers]
-            found += _parts(entry, len(layers), own)
+            found += (_columns if turned else _parts)(entry, len(layers), own)
         else:
             found.append(entry)
     return tuple(found)
@@ -242,6 +246,25 @@ def _parts(entry: TensorEntry, each: int, names: Sequence[str]) -> Iterator[Tens
     for i, name in enumerate(names):
         size = entry.size // len(names)
         yield TensorEntry(name, entry.dtype, (rows // each, *rest), entry.start + i * size, size)
+
+
+def _turned(scope: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Return whether experts have [inputs, outputs]: down has then half as many inputs as gate and
+    up have columns, and as many outputs as these have rows."""
+    gate_up, down = shapes.get(f"{scope}.{GATE_UP}", ()), shapes.get(f"{scope}.down_proj", ())
+    if len(gate_up) != 3 or len(down) != 3:
+        return False
+    return gate_up[1:] == (down[2], 2 * down[1])
+
+
+def _columns(entry: TensorEntry, each: int, names: Sequence[str]) -> Iterator[TensorEntry]:
+    """As `_parts`, of experts that have [inputs, outputs]."""
+    count, inputs, width = entry.shape
+    rows, size = width // each, entry.size // count
+    for i, name in enumerate(names):
+        start = entry.start + i // each * size
+        columns = i % each * rows, width
+        yield TensorEntry(name, entry.dtype, (rows, inputs), start, size // each, columns)
 
 
 def _by_layer(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
@@ -256,10 +279,10 @@ def _by_layer(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
     return sorted(entries, key=lambda e: (begins[e.name.rpartition(".")[0]], e.size))
 
 
-def _pieces(entry: TensorEntry, in_runs: bool) -> Iterator[_Piece]:
-    dtype = TORCH_DTYPES[entry.dtype]
-    if not in_runs or entry.size <= RUN_BYTES:
-        yield _Piece(entry.name, 0, entry.shape, dtype, entry.start, entry.size)
+def _pieces(entry: TensorEntry, in_runs: bool) -> Iterator[tuple[int, TensorEntry]]:
+    """Yield the first row, and what lies where in the file, of each `TensorRun`."""
+    if not in_runs or entry.size <= RUN_BYTES or entry.columns is not None:
+        yield 0, entry
         return
     rows, *rest = entry.shape
     row_bytes = entry.size // rows
@@ -267,4 +290,4 @@ def _pieces(entry: TensorEntry, in_runs: bool) -> Iterator[_Piece]:
     for first in range(0, rows, step):
         count = min(step, rows - first)
         start = entry.start + first * row_bytes
-        yield _Piece(entry.name, first, (count, *rest), dtype, start, count * row_bytes)
+        yield first, replace(entry, shape=(count, *rest), start=start, size=count * row_bytes)

@@ -46,13 +46,35 @@ MAX_DIMENSIONS = 8
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a file: `size` bytes from byte `start` of the file."""
+    """One tensor of a file: `size` bytes from byte `start` of the file.
+
+    Attributes:
+        dtype: as the file says: "BF16", "F32", ...
+        columns: (first, all): its rows are some columns of a matrix that begins at `start`, and has
+            as many in all; None: it stands by itself.
+    """
 
     name: str
-    dtype: str  # as the file says: "BF16", "F32", ...
+    dtype: str
     shape: tuple[int, ...]
     start: int
     size: int
+    columns: tuple[int, int] | None = None
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """First byte, and number of bytes, that must be read for it."""
+        if self.columns is None:
+            return self.start, self.size
+        return self.start, self.size // self.shape[0] * self.columns[1]
+
+    def values(self, data: Tensor) -> Tensor:
+        """Return its values by the bytes of its span, as uint8."""
+        numbers = data.view(TORCH_DTYPES[self.dtype])
+        if self.columns is None:
+            return numbers.view(self.shape)
+        first, width = self.columns
+        return numbers.view(-1, width)[:, first : first + self.shape[0]].t()
 
 
 def read_header(path: Path) -> tuple[TensorEntry, ...]:
@@ -210,9 +232,13 @@ def _pieces(tensor: Tensor | Stored) -> Iterator[bytes | memoryview]:
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         yield flat.view(torch.uint8).numpy().data
         return
+    start, left = tensor.entry.span
     with tensor.path.open("rb") as source:
-        source.seek(tensor.entry.start)
-        left = tensor.entry.size
+        source.seek(start)
+        if tensor.entry.columns is not None:
+            data = torch.frombuffer(bytearray(source.read(left)), dtype=torch.uint8)
+            yield from _pieces(tensor.entry.values(data))
+            return
         while left:
             piece = source.read(min(PIECE, left))
             if not piece:
