@@ -73,10 +73,11 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 // x fp32, in place: cap * tanh(x / cap).
 #define KVIK_ARGS_softcap(P, I, F) P(x) I(x_stride) I(rows) I(dim) F(cap)
 
-// y [rows, dim] = x * by(gate); by: `Gate`. gate [rows, dim], or one for all columns of a row: gate_dim 1.
+// y [rows, dim] = x * by(gate); by: `Gate`. gate [rows, dim], or one for all columns of a row: gate_dim 1; of
+// the dtype of x, or fp32 (wide).
 #define KVIK_ARGS_gated(P, I, F)                                                         \
     P(x) I(x_stride) P(gate) I(gate_stride) I(gate_dim) P(y) I(y_stride) I(rows) I(dim)  \
-    I(by) I(dtype)
+    I(by) I(wide) I(dtype)
 
 // Short convolutions of all sequences of a step: y [tokens, channels]. Sequence s owns tokens starts[s] ..
 // [s + 1], the last ones of its lengths[s]; its state is row state_rows[s] of state, or none where that is

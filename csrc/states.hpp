@@ -24,11 +24,11 @@ KVIK_INLINE F32 gate_of(int64_t by, F32 x) {
     }
 }
 
-template <class T>
+template <class T, class G>
 void gated_of(const gated_args& a, Team& team) {
     each_columns(team, a.rows, a.dim, kActivationsPerThread, [&](int64_t row, int64_t begin, int64_t end) {
         const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
-        const T* gate = static_cast<const T*>(a.gate) + row * a.gate_stride;
+        const G* gate = static_cast<const G*>(a.gate) + row * a.gate_stride;
         T* y = static_cast<T*>(a.y) + row * a.y_stride;
         const bool one = a.gate_dim == 1;
         const F32 of_row = one ? gate_of(a.by, broadcast(sum(load(gate, 1)))) : zero();
@@ -41,7 +41,8 @@ void gated_of(const gated_args& a, Team& team) {
 }
 
 void gated(const gated_args& a, Team& team) {
-    a.dtype == kBF16 ? gated_of<bf16>(a, team) : gated_of<float>(a, team);
+    if (a.dtype != kBF16) return gated_of<float, float>(a, team);
+    a.wide ? gated_of<bf16, float>(a, team) : gated_of<bf16, bf16>(a, team);
 }
 
 // The tokens of a sequence in this step, and its state.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.calibrated import quiet, random_windows
 from helpers.optional_native import NATIVE
-from helpers.tiny_models import reference_logits, save_tiny, tokens
+from helpers.tiny_models import LLAMA4, reference_logits, save_tiny, tokens
 from safetensors.torch import load_file, save_file
 from transformers.integrations import mxfp4
 
@@ -81,6 +81,18 @@ def test_experts_of_gpt_oss_are_quantised(tmp_path: Path) -> None:
     plain, folder = tmp_path / "plain", tmp_path / "q"
     save_tiny(plain, "GptOss", **sizes, num_local_experts=4, num_experts_per_tok=2)
     source, recipe = open_source(plain), Recipe("gptq", 8, 32)
+    quantise_folder(source, recipe, random_windows(16, 32), Output(folder, source), quiet)
+    off = (scores(folder) - scores(plain)).abs().mean()
+    assert 0.0 < float(off) < 0.3
+
+
+@pytest.mark.parametrize("skip", [(), ("*.experts.*",)], ids=["all", "skipped"])
+def test_experts_of_llama_4_are_quantised(tmp_path: Path, skip: tuple[str, ...]) -> None:
+    """Floats are transposed, with gate and up in one, which may be left as they are."""
+    sizes = {**LLAMA4, "hidden_size": 64, "intermediate_size": 32, "intermediate_size_mlp": 64}
+    plain, folder = tmp_path / "plain", tmp_path / "q"
+    save_tiny(plain, "Llama4", **sizes, interleave_moe_layer_step=2)
+    source, recipe = open_source(plain), Recipe("gptq", 8, 32, skip=skip)
     quantise_folder(source, recipe, random_windows(16, 32), Output(folder, source), quiet)
     off = (scores(folder) - scores(plain)).abs().mean()
     assert 0.0 < float(off) < 0.3

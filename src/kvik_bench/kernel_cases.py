@@ -657,12 +657,13 @@ def _states() -> list[Case]:
         name = f"{key_heads}/{value_heads} of {key_dim}x{value_dim}"
         return Case("gated_delta", name, make, run, written=(3,), product=True)
 
-    def gated(rows: int, dim: int, by: str, gates: int) -> Case:
+    def gated(rows: int, dim: int, by: str, gates: int, fp32: bool = False) -> Case:
         def make(m: Maker) -> tuple[Argument, ...]:
             wide = m.normal(rows, 3 * dim, scale=3.0)
-            return wide[:, dim : 2 * dim], wide[:, :gates], by
+            gate = m.normal(rows, gates, dtype=torch.float32) if fp32 else wide[:, :gates]
+            return wide[:, dim : 2 * dim], gate, by
 
-        return Case("gated", f"{rows}x{dim} {by} {gates}", make)
+        return Case("gated", f"{rows}x{dim} {by} {gates}{' fp32' * fp32}", make)
 
     return [
         *(convolution(*sizes) for sizes in ((1, 2, False, False), (70, 3, True, True))),
@@ -670,6 +671,7 @@ def _states() -> list[Case]:
         *(delta(*sizes) for sizes in ((1, 1, 4, 3), (2, 4, 24, 40), (1, 3, 17, 70))),
         *(gated(1, 1, by, 1) for by in ("none", "silu", "sigmoid")),
         *(gated(7, 133, by, gates) for by in ("none", "silu", "sigmoid") for gates in (1, 133)),
+        *(gated(7, 133, "none", gates, fp32=True) for gates in (1, 133)),
     ]
 
 

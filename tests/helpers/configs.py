@@ -161,6 +161,19 @@ PUBLIC: dict[str, dict[str, Any]] = {
         vocab=248320, hidden=4096, inner=12288, layers=32, heads=16, kv_heads=4, head_dim=256,
         positions=262144, partial_rotary_factor=0.25,
     ),
+    "Llama-4-Scout": config(
+        "Llama4ForCausalLM",
+        vocab=202048, hidden=5120, inner=8192, layers=48, heads=40, kv_heads=8, head_dim=128,
+        positions=10485760, intermediate_size_mlp=16384, num_local_experts=16,
+        num_experts_per_tok=1, no_rope_layers=[], attn_temperature_tuning=4,
+        rope_scaling=LLAMA3_SCALING | {"factor": 16.0, "high_freq_factor": 1.0},
+    ),
+    "Llama-4-Maverick": config(
+        "Llama4ForCausalLM",
+        vocab=202048, hidden=5120, inner=8192, layers=48, heads=40, kv_heads=8, head_dim=128,
+        positions=1048576, intermediate_size_mlp=16384, num_local_experts=128,
+        num_experts_per_tok=1, interleave_moe_layer_step=2, use_qk_norm=False,
+    ),
     "Granite-3.1-2B": config(
         "GraniteForCausalLM",
         vocab=49155, hidden=2048, inner=8192, layers=40, heads=32, kv_heads=8,

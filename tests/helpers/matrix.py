@@ -173,6 +173,17 @@ CAPPED = {  # layers with a window and without in turn, scores and logits capped
     "final_logit_softcapping": 2.0,
 }
 
+CHUNKED = {  # layers that see chunks of 24 keys, and layers without positions; experts in two
+    **WINDOWED,
+    "architectures": ["Llama4ForCausalLM"],
+    "intermediate_size": 32,
+    "intermediate_size_mlp": 64,
+    "interleave_moe_layer_step": 2,
+    "no_rope_layer_interval": 2,
+    "attention_chunk_size": 24,
+    "floor_scale": 16,
+}
+
 LATENT = {  # attention over latent vectors, an MLP and then experts
     "architectures": ["DeepseekV3ForCausalLM"],
     "vocab_size": 96,
@@ -196,7 +207,11 @@ LATENT = {  # attention over latent vectors, an MLP and then experts
 }
 
 
-MODELS = ("bundled", "windowed", pytest.param("capped", marks=pytest.mark.full))
+MODELS = (
+    "bundled",
+    "windowed",
+    *(pytest.param(name, marks=pytest.mark.full) for name in ("capped", "chunked")),
+)
 
 
 def make_model(name: str, folder: Path) -> dict[str, object]:
@@ -207,7 +222,7 @@ def make_model(name: str, folder: Path) -> dict[str, object]:
     """
     if name == "bundled":
         return {"model": BUNDLED}
-    config = {"latent": LATENT, "capped": CAPPED}.get(name, WINDOWED)
+    config = {"latent": LATENT, "capped": CAPPED, "chunked": CHUNKED}.get(name, WINDOWED)
     (folder / "config.json").write_text(json.dumps(config))
     return {"model": str(folder), "load_format": "random", "seed": 3}
 

@@ -33,6 +33,19 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
+# Families whose text models have a configuration of their own.
+TEXT_CONFIGS = ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe", "Llama4")
+
+LLAMA4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "intermediate_size": 24,
+    "intermediate_size_mlp": 40,
+    "num_local_experts": 4,
+    "attention_chunk_size": 9,
+    "floor_scale": 8,
+    "attn_scale": 0.7,
+}
 DELTA = {  # of Qwen 3.5
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -49,8 +62,8 @@ def tiny_model(family: str, *, seed: int = 0, **options: Any) -> Any:
     """
     sizes = SIZES.get(family, SIZES["Llama"])
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    text = "Text" if family in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe") else ""
-    config = getattr(transformers, f"{family}{text}Config")(**{**sizes, **special, **options})
+    name = f"{family}Text" if family in TEXT_CONFIGS else family
+    config = getattr(transformers, f"{name}Config")(**{**sizes, **special, **options})
     head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
     model = getattr(transformers, f"{family}{head}")(config).eval()
     generator = torch.Generator().manual_seed(seed)
@@ -79,6 +92,7 @@ IMAGE_PREFIXES = ("model.language_model", "language_model.model")
 WITH_IMAGES = {
     "Gemma3": "Gemma3ForConditionalGeneration",
     "Ministral3": "Mistral3ForConditionalGeneration",
+    "Llama4": "Llama4ForConditionalGeneration",
     "Qwen3_5": "Qwen3_5ForConditionalGeneration",
 }
 
@@ -86,13 +100,15 @@ WITH_IMAGES = {
 def save_tiny_with_images(folder: Path, prefix: str, family: str = "Gemma3") -> Any:
     """Save a tiny model as the text model of one that reads images; that alone is returned."""
     delta = family == "Qwen3_5"
-    options = DELTA | {"num_hidden_layers": 4} if delta else {"sliding_window": 9}
-    reference = save_tiny(folder, family, head_dim=16, hidden_size=64, **options)
+    options = {"sliding_window": 9} if family != "Llama4" else LLAMA4
+    options = DELTA | {"num_hidden_layers": 4} if delta else options
+    reference = save_tiny(folder, family, **{"head_dim": 16, "hidden_size": 64, **options})
     stored = load_file(folder / "model.safetensors")
     named = {name.replace("model", prefix, 1): tensor for name, tensor in stored.items()}
     if prefix.startswith("language_model") and "lm_head.weight" in named:
         named["language_model.lm_head.weight"] = named.pop("lm_head.weight")
     others = ("model.visual", "mtp") if delta else ("vision_tower", "model.vision_tower")
+    others = ("vision_model", "multi_modal_projector") if family == "Llama4" else others
     for scope in others:
         named[f"{scope}.x.weight"] = torch.ones(3)
     save_file(named, folder / "model.safetensors", metadata={"format": "pt"})

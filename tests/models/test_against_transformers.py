@@ -14,6 +14,7 @@ from helpers.optional_native import needs_native
 from helpers.paged_model import PagedModel
 from helpers.tiny_models import (
     DELTA,
+    LLAMA4,
     reference_greedy,
     reference_logits,
     save_tiny,
@@ -460,6 +461,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **rope(partial_rotary_factor=0.5),
         },
     ),
+    "llama4": ("Llama4", {**LLAMA4, **rope(**LLAMA3)}),
+    "llama4-every-second": (
+        "Llama4",
+        {
+            **LLAMA4,
+            "interleave_moe_layer_step": 2,
+            "num_experts_per_tok": 2,
+            "use_qk_norm": False,
+            "attention_bias": True,
+            "no_rope_layer_interval": 2,
+            **rope(**{**LLAMA3, "high_freq_factor": 1.0}),
+        },
+    ),
+    "llama4-layers": (
+        "Llama4",
+        {
+            **LLAMA4,
+            "head_dim": 8,
+            "moe_layers": [0, 3],
+            "no_rope_layers": [0, 1, 1, 0],
+            "layer_types": ["chunked_attention", "full_attention"] * 2,
+            "attn_temperature_tuning": False,
+            "tie_word_embeddings": True,
+        },
+    ),
     "deepseek2": ("DeepseekV2", {**LATENT, "q_lora_rank": None}),
     "deepseek2-queries": (
         "DeepseekV2",
@@ -624,9 +650,9 @@ def test_dynamic_rope_beyond_its_original_context(tmp_path: Path) -> None:
     assert (unscaled - expected[:32]).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen3", "GPT2"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "GPT2", "Llama4"])
 def test_a_sharded_checkpoint_is_the_same_model(family: str, tmp_path: Path) -> None:
-    reference = save_tiny(tmp_path / "one", family)
+    reference = save_tiny(tmp_path / "one", family, **(LLAMA4 if family == "Llama4" else {}))
     reference.save_pretrained(tmp_path / "many", max_shard_size="20KB")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
     ids = tokens(PROMPT)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.paged_model import PagedModel
-from helpers.tiny_models import DELTA, tiny_model, tokens
+from helpers.tiny_models import DELTA, LLAMA4, tiny_model, tokens
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -57,6 +57,7 @@ FAMILIES = {
     "OPT": {"word_embed_proj_dim": 32},
     "Qwen3Moe": {"head_dim": 8, "num_experts": 8, "moe_intermediate_size": 24},
     "Glm4Moe": {"head_dim": 8, "n_routed_experts": 8, "moe_intermediate_size": 24},
+    "Llama4": LLAMA4,
     "DeepseekV2": {
         "kv_lora_rank": 16,
         "qk_rope_head_dim": 8,

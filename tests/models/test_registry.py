@@ -49,6 +49,7 @@ def test_masks_in_old_gpt2_checkpoints_are_ignored(tmp_path: Path) -> None:
     [
         *((family, prefix) for family in ("Gemma3", "Ministral3") for prefix in IMAGE_PREFIXES),
         ("Qwen3_5", "model.language_model"),
+        ("Llama4", "language_model.model"),
     ],
 )
 def test_the_text_model_of_one_that_reads_images(family: str, prefix: str, tmp_path: Path) -> None:

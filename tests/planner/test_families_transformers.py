@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.configs import PUBLIC
 from helpers.public_configs import NAMES, config
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from kvik.planner.families import shape_from_config
 from kvik.planner.family_table import FAMILIES
-
 from kvik.spec.kv import Window
+
 pytestmark = pytest.mark.full  # transformers is imported, and a module made for each config
 
 # Families whose code comes with their checkpoints.
@@ -144,6 +145,9 @@ TINY: dict[str, dict[str, Any]] = {
         "multi_query": False,
     },
     "starcoder2 without biases": tiny("Starcoder2ForCausalLM", "starcoder2", use_bias=False),
+    "llama4 scout": PUBLIC["Llama-4-Scout"]
+    | {"model_type": "llama4_text", "attn_temperature_tuning": True},
+    "llama4 maverick": PUBLIC["Llama-4-Maverick"] | {"model_type": "llama4_text"},
     "gpt-oss": tiny(
         "GptOssForCausalLM",
         "gpt_oss",

@@ -44,6 +44,8 @@ from kvik.spec.rope import RopeSpec
         ("Falcon-40B", 41_303_293_952),
         ("LFM2-1.2B", 1_170_340_608),
         ("Qwen3.5-9B", 8_953_803_264),
+        ("Llama-4-Scout", 107_769_861_120),
+        ("Llama-4-Maverick", 400_711_848_960),
         ("GPT-2", 124_439_808),
     ],
 )

@@ -80,9 +80,9 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "integer",
     ),
     (
-        {"rope_scaling": {**LLAMA3_SCALING, "high_freq_factor": 1.0}},
+        {"rope_scaling": {**LLAMA3_SCALING, "high_freq_factor": 0.5}},
         "rope_scaling high_freq_factor",
-        "greater than low_freq_factor",
+        "at least low_freq_factor",
     ),
     (
         {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
@@ -104,12 +104,32 @@ BAD_QWEN: list[tuple[dict[str, Any], str, str]] = [
     ({"layer_types": ["chunked"] * 4}, "layer_types", "full_attention or sliding_attention"),
     ({"layer_types": ["sliding_attention"] * 4}, "layer_types", "no sliding_window is in use"),
 ]
+BAD_LLAMA4: list[tuple[dict[str, Any], str, str]] = [
+    ({"attention_chunk_size": 0}, "attention_chunk_size", "integer"),
+    ({"attention_chunk_size": None}, "attention_chunk_size", "is missing"),
+    ({"layer_types": ["chunked_attention"]}, "layer_types", "4 entries, not 1"),
+    ({"layer_types": ["sliding_attention"] * 4}, "layer_types", "or chunked_attention"),
+    ({"no_rope_layers": [1, 0]}, "no_rope_layers", "4 entries, not 2"),
+    ({"no_rope_layers": [1, 0, 2, 1]}, "no_rope_layers", "[0, 1]"),
+    ({"floor_scale": 0}, "floor_scale", "integer"),
+    ({"attn_scale": -1.0}, "attn_scale", "number"),
+    ({"attn_temperature_tuning": "yes"}, "attn_temperature_tuning", "true or false"),
+    ({"moe_layers": [0, "1"]}, "moe_layers", "list of integers"),
+    ({"interleave_moe_layer_step": 0}, "interleave_moe_layer_step", "integer"),
+    ({"intermediate_size_mlp": "wide"}, "intermediate_size_mlp", "integer"),
+    ({"num_experts_per_tok": 17}, "num_experts_per_tok", "[1, 16]"),
+    ({"rope_scaling": {"type": "yarn", "factor": 2}}, "use_qk_norm", "false with rope_type 'yarn'"),
+]
 
 
 @pytest.mark.parametrize(
     ("values", "field", "allowed"),
     [(small(**changes), field, allowed) for changes, field, allowed in BAD]
     + [(small_qwen(**changes), field, allowed) for changes, field, allowed in BAD_QWEN]
+    + [
+        (small(architectures=["Llama4ForCausalLM"], **changes), field, allowed)
+        for changes, field, allowed in BAD_LLAMA4
+    ]
     + [
         ({**PUBLIC["GPT-2"], "n_embd": 100}, "n_head", "divide the hidden size 100"),
         ({**PUBLIC["GPT-2"], "activation_function": "relu"}, "activation_function", "gelu_new"),

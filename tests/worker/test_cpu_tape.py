@@ -127,6 +127,16 @@ MODELS = {
         use_qk_norm=True,
         head_dim=32,
     ),
+    "llama4": small(
+        **(WIDE | {"num_hidden_layers": 4}),
+        architectures=["Llama4ForCausalLM"],
+        head_dim=32,
+        intermediate_size_mlp=48,
+        interleave_moe_layer_step=2,
+        num_local_experts=4,
+        attention_chunk_size=9,
+        floor_scale=8,
+    ),
     "latent": small(
         **WIDE,
         architectures=["DeepseekV2ForCausalLM"],

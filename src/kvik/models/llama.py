@@ -202,7 +202,7 @@ def beside_images(
     make_norm: MakeNorm | None = None,
 ) -> Llama:
     """Return the text model of a checkpoint that reads images too."""
-    for scope in ("vision_tower", "multi_modal_projector"):
+    for scope in ("vision_tower", "vision_model", "multi_modal_projector"):
         builder.skip(scope, f"model.{scope}")
     inner = builder.at("language_model", "")
     return Llama(spec, inner, make_layer, make_norm, ("model.language_model", "model"))

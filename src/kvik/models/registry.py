@@ -24,6 +24,7 @@ from kvik.models.llama import (
     SEED_OSS,
     SMOLLM3,
 )
+from kvik.models.llama4 import LLAMA4, LLAMA4_IMAGES
 from kvik.models.mixtral import MINIMAX_M2, MIXTRAL
 from kvik.models.olmo2 import EXAONE4, OLMO2, OLMO3, OLMOE
 from kvik.models.opt import OPT
@@ -47,6 +48,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         *(LLAMA, MISTRAL, MINISTRAL3, MISTRAL3_IMAGES, QWEN2, QWEN3, SMOLLM3, STABLELM, PHI3, GLM4),
         *(QWEN2_MOE, QWEN3_NEXT, QWEN3_5_MOE, QWEN3_5_MOE_IMAGES),
         *(MIXTRAL, QWEN3_MOE, OLMOE, GRANITE_MOE, GLM4_MOE, MINIMAX_M2, GPT_OSS),
+        *(LLAMA4, LLAMA4_IMAGES),
         *(DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE),
         *(
             GEMMA,

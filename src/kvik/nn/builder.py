@@ -41,6 +41,7 @@ from kvik.nn.layers import (
     LinearEach,
     MatrixEmbedding,
     RMSNorm,
+    ScaledQueries,
     ScaledSum,
     Stage,
 )
@@ -57,7 +58,7 @@ from kvik.spec.declare import (
 )
 from kvik.spec.experts import ExpertsSpec
 from kvik.spec.kv import KVGroup
-from kvik.spec.layers import LatentSpec
+from kvik.spec.layers import LatentSpec, QueryScale
 from kvik.spec.rope import RopeSpec
 from kvik.spec.states import StateSpec
 from kvik.spec.stored_weights import StoredQuantization, StoredScheme, stored_alike
@@ -162,6 +163,7 @@ class Builder:
         self._scope = ""
         self._group_of = {layer: i for i, group in enumerate(groups) for layer in group.layers}
         self._q_ropes: dict[tuple[RopeSpec, int], Rope] = {}  # which layers share
+        self._query_scales: dict[QueryScale, Tensor] = {}  # tables that layers share
         self._position_of = {layer: i for i, layer in enumerate(sorted(self._group_of))}
         self._states: dict[int, int] = {}  # layers that keep a state, and which of them each is
         self._stored: dict[str, dict[str, tuple[int, ...]]] = {}  # layer -> its tensors' shapes
@@ -515,6 +517,17 @@ class Builder:
         elif not self.storage.names:
             offset.zero_()
         return LayerNorm(self.ops, weight, offset, eps)
+
+    def plain_norm(self, dim: int, eps: float) -> RMSNorm:
+        """Return an RMSNorm without a gain."""
+        return RMSNorm(self.ops, torch.ones(dim, dtype=self.dtype, device=self.device), eps)
+
+    def query_scale(self, spec: QueryScale) -> ScaledQueries:
+        if spec not in self._query_scales:
+            ends = torch.arange(1, self.max_model_len + 1, device=self.device)
+            table = 1.0 + spec.weight * torch.log1p((ends // spec.step).float())
+            self._query_scales[spec] = table[:, None]
+        return ScaledQueries(self.ops, self._query_scales[spec])
 
     def rope(self, spec: RopeSpec, head_dim: int) -> Rope:
         return Rope(self.ops, spec, head_dim, self.max_model_len, self.device)

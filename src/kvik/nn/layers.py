@@ -173,6 +173,21 @@ class Attention:
         return self.backend.run(attend).flatten(1)
 
 
+class ScaledQueries:
+    """Queries times what their positions say (`QueryScale`)."""
+
+    __slots__ = ("ops", "table")
+
+    def __init__(self, ops: Ops, table: Tensor) -> None:
+        self.ops = ops
+        self.table = table  # [positions, 1] fp32
+
+    def __call__(self, q: Tensor, ctx: ForwardContext) -> Tensor:
+        """q [tokens, heads, head_dim] -> the same shape."""
+        scale = self.ops.gather_rows(self.table, ctx.positions)
+        return self.ops.gated(q.flatten(1), scale, "none").view(q.shape)
+
+
 class LatentAttention:
     """Attention of one layer over latent vectors, causal, over everything cached (`LatentSpec`)."""
 

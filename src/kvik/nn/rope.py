@@ -131,8 +131,9 @@ def _yarn(plain: Tensor, spec: RopeSpec, head_dim: int) -> Tensor:
 
 
 def _llama3(plain: Tensor, spec: RopeSpec) -> Tensor:
-    """Llama 3.1: wavelengths beyond the original context are stretched, short ones are kept."""
+    """Llama 3.1: wavelengths beyond the original context are stretched, short ones are kept; in
+    Llama 4 no ramp lies between."""
     turns = spec.original_max_position * plain / (2 * math.pi)  # within the original context
-    keep = (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
-    keep = keep.clamp(0, 1)
+    above, ramp = turns - spec.low_freq_factor, spec.high_freq_factor - spec.low_freq_factor
+    keep = (above / ramp).clamp(0, 1) if ramp else (above >= 0).to(plain.dtype)
     return plain / spec.factor * (1 - keep) + plain * keep

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from kvik.spec.fields import Fields
-from kvik.spec.layers import LatentSpec, LayerRule, equal_layers
+from kvik.spec.layers import LatentSpec, LayerRule, QueryScale, equal_layers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -225,6 +225,12 @@ class PositionTable(TokenTable, Protocol):
 class Rotations(Protocol):
     def at(self, positions: Tensor) -> Tensor:
         """positions [tokens] -> their rotations, [tokens, head_dim]."""
+        ...
+
+
+class ScaledQueries(Protocol):
+    def __call__(self, q: Tensor, ctx: ForwardContext) -> Tensor:
+        """q [tokens, heads, head_dim] -> the same, times a number of each token."""
         ...
 
 
@@ -446,6 +452,10 @@ class LayerBuilder(Protocol):
         bias: bool = True,
         scale: float = 1.0,
     ) -> Norm: ...
+
+    def plain_norm(self, dim: int, eps: float) -> Norm: ...
+
+    def query_scale(self, spec: QueryScale) -> ScaledQueries: ...
 
     def rope(self, spec: RopeSpec, head_dim: int) -> Rotations: ...
 
@@ -803,6 +813,12 @@ class _Describer:
         scale: float = 1.0,
     ) -> _Described:
         self._found.norms.append(DeclaredNorm(self._layer, self._name(name), dim, bias, before))
+        return _DESCRIBED
+
+    def plain_norm(self, dim: int, eps: float) -> _Described:
+        return _DESCRIBED
+
+    def query_scale(self, spec: QueryScale) -> _Described:
         return _DESCRIBED
 
     def rope(self, spec: RopeSpec, head_dim: int) -> _Described:

@@ -15,6 +15,8 @@ MAX_IN_ALL = 1 << 16  # of a model
 MAX_LAYERS, MAX_WIDTH = 4096, 1 << 20
 # How config.json files call the number of experts in a layer.
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+# And that only every so-many-th layer has them.
+STEP_KEYS = ("decoder_sparse_step", "interleave_moe_layer_step")
 SPARSE, DENSE = "sparse", "dense"  # of `mlp_layer_types`
 
 
@@ -36,9 +38,9 @@ class Router:
         normalised: the weights of a token are divided by their sum.
         scale: that weights are multiplied with.
         scaled: and so they are with a learned number of each expert.
+        weigh_inputs: a weight multiplies what its expert is given, else what that gives.
     """
 
-        weigh_inputs: a weight multiplies what its expert is given, else what that gives.
     experts: int
     active: int
     scores: Literal["softmax", "sigmoid"] = "softmax"
@@ -49,9 +51,9 @@ class Router:
     normalised: bool = True
     scale: float = 1.0
     scaled: bool = False
-
-
     weigh_inputs: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
     """The feed-forward part of a layer with routed experts.
@@ -128,17 +130,24 @@ def sparse_layers(fields: Fields, layers: int, first_dense: int = 0) -> tuple[bo
                 message = f"must hold {SPARSE} or {DENSE}, not {shown(kind)}"
                 raise fields.error("mlp_layer_types", message)
         return tuple(kind == SPARSE for kind in types)
+    if "moe_layers" in fields:
+        return tuple(layer in _listed_layers(fields, "moe_layers") for layer in range(layers))
     first = fields.integer("first_k_dense_replace", 0, MAX_LAYERS, first_dense)
     every = fields.integer("moe_layer_freq", 1, MAX_LAYERS, 1)
-    step = fields.integer("decoder_sparse_step", 1, MAX_LAYERS, 1)
-    listed = fields.raw("mlp_only_layers") or []
-    if not isinstance(listed, list) or not all(isinstance(layer, int) for layer in listed):
-        raise fields.error("mlp_only_layers", f"must be a list of integers, not {shown(listed)}")
-    dense = set(listed)
+    step_key = next((key for key in STEP_KEYS if key in fields), STEP_KEYS[0])
+    step = fields.integer(step_key, 1, MAX_LAYERS, 1)
+    dense = _listed_layers(fields, "mlp_only_layers")
     return tuple(
         layer >= first and layer % every == 0 and (layer + 1) % step == 0 and layer not in dense
         for layer in range(layers)
     )
+
+
+def _listed_layers(fields: Fields, key: str) -> set[int]:
+    listed = fields.raw(key) or []
+    if not isinstance(listed, list) or not all(isinstance(layer, int) for layer in listed):
+        raise fields.error(key, f"must be a list of integers, not {shown(listed)}")
+    return set(listed)
 
 
 def softmax_router(fields: Fields, experts: int, active: int) -> Router:

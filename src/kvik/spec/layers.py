@@ -12,7 +12,7 @@ from kvik.spec.kv import Window
 from kvik.spec.rope import MAX_POSITIONS, RopeSpec, read_rope
 from kvik.spec.states import StateSpec
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 DEFAULT_WINDOW = 4096  # of transformers, when the key is left out; null means no window
 # Of a row of the cache: latent and rotary key of DeepSeek-V3 (csrc/kv_cache.hpp).
 MAX_LATENT_WIDTH = 576
@@ -50,6 +50,15 @@ class LatentSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class QueryScale:
+    """Queries at position p are multiplied by 1 + weight * log(1 + (p + 1) // step), so that more
+    keys do not flatten their softmax (Llama 4; Nakanishi 2025, arXiv 2501.19399)."""
+
+    step: int
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One layer.
 
@@ -64,6 +73,7 @@ class LayerSpec:
         value_is_key: it has no matrix of values, which are its keys before norm and positions.
         inner: width of its MLP; None: as of the model.
         token_input: channels of a vector of each token that this layer alone reads; 0: none.
+        query_scale: of its queries, in layers that know no positions; None: 1.
     """
 
     window: Window | None = None
@@ -77,6 +87,7 @@ class LayerSpec:
     value_is_key: bool = False
     inner: int | None = None
     token_input: int = 0
+    query_scale: QueryScale | None = None
 
 
 # config.json, number of layers, trained positions -> the layers. Raises `ModelError`.
@@ -107,13 +118,18 @@ def sometimes_turned_layers(fields: Fields, layers: int, positions: int) -> tupl
     if fields.boolean("use_sliding_window", False):
         raise fields.error("use_sliding_window", "must be false")
     rope = read_rope(fields, positions)
+    return tuple(LayerSpec(None, rope if one else None) for one in turning(fields, layers))
+
+
+def turning(fields: Fields, layers: int) -> tuple[bool, ...]:
+    """Return which layers turn by `no_rope_layers`, or without entries all but every fourth."""
     every = fields.integer("no_rope_layer_interval", 1, MAX_POSITIONS, 4)
-    turned: tuple[float, ...] = tuple((i + 1) % every != 0 for i in range(layers))
-    if "no_rope_layers" in fields and not fields.is_null("no_rope_layers"):
-        turned = fields.numbers("no_rope_layers", 0, 1)
-        if len(turned) != layers:
-            raise fields.error("no_rope_layers", f"must have {layers} entries, not {len(turned)}")
-    return tuple(LayerSpec(None, rope if one else None) for one in turned)
+    if fields.raw("no_rope_layers") in (None, []):
+        return tuple((i + 1) % every != 0 for i in range(layers))
+    turned = fields.numbers("no_rope_layers", 0, 1)
+    if len(turned) != layers:
+        raise fields.error("no_rope_layers", f"must have {layers} entries, not {len(turned)}")
+    return tuple(map(bool, turned))
 
 
 def mixed_layers(

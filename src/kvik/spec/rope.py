@@ -157,8 +157,8 @@ def _stretched(
 def _llama3(rope: Fields, theta: float, original: int) -> RopeSpec:
     low = rope.number("low_freq_factor", 1e-6, MAX_FACTOR)
     high = rope.number("high_freq_factor", 1e-6, MAX_FACTOR)
-    if high <= low:
-        raise rope.error("high_freq_factor", f"must be greater than low_freq_factor ({low:g})")
+    if high < low:
+        raise rope.error("high_freq_factor", f"must be at least low_freq_factor ({low:g})")
     return RopeSpec(
         kind="llama3",
         theta=theta,

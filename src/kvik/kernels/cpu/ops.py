@@ -251,6 +251,7 @@ class _Rows:
             rows=self.native.rows(x),
             dim=x.shape[1],
             by=GATES[by],
+            wide=int(gate.dtype == torch.float32),
             dtype=DTYPES[x.dtype],
         )
         return y

@@ -1,0 +1,143 @@
+"""Llama 4 (Meta 2025): layers that turn see chunks of the context, the others all of it without
+positions, and a token has one routed expert beside a shared one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvik.models.llama import Llama, LlamaLayer, beside_images, feed_forward
+from kvik.spec.declare import Architecture, ExpertNames, ForwardContext, LayerBuilder
+from kvik.spec.experts import MAX_WIDTH, ExpertsSpec, Router, read_experts
+from kvik.spec.fields import Fields
+from kvik.spec.kv import Window
+from kvik.spec.layers import CHUNKED, FULL, LayerSpec, QueryScale, layer_types, turning
+from kvik.spec.model import ModelFacts
+from kvik.spec.rope import MAX_POSITIONS, read_rope
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NAMES = ExpertNames(router="router", shared="shared_expert")
+
+
+class Llama4Attention:
+    """Grouped-query attention. In layers that turn, queries and keys are normalised without gains:
+    before they turn, which does not change their size; in the others long contexts make queries
+    larger."""
+
+    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
+        heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        rope, scale = spec.layers[layer].rope, spec.layers[layer].query_scale
+        self.qkv = builder.heads(
+            ("q_proj", "k_proj", "v_proj"),
+            spec.hidden_size,
+            (heads, kv_heads, kv_heads),
+            dim,
+            bias=spec.qkv_bias,
+            rope=rope,
+        )
+        norms = None
+        if spec.qk_norm and rope is not None:
+            norms = (builder.plain_norm(dim, spec.norm_eps),) * 2
+        self.scale = None if scale is None else builder.query_scale(scale)
+        self.attend = builder.attention(layer, dim, norms=norms)
+        self.o = builder.linear("o_proj", heads * dim, spec.hidden_size, bias=spec.o_bias, role="o")
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, rotation: Tensor | None, ctx: ForwardContext
+    ) -> Tensor:
+        """x, residual [tokens, hidden], rotation [tokens, head_dim] or None -> [tokens, hidden]."""
+        q, k, v = self.qkv(x, ctx)  # [tokens, heads or kv_heads, head_dim]
+        if self.scale is not None:
+            q = self.scale(q, ctx)
+        return self.o(self.attend(q, k, v, ctx, rotation), ctx, residual)
+
+
+Llama4Layer = partial(
+    LlamaLayer,
+    attention=Llama4Attention,
+    feed=partial(feed_forward, scope="feed_forward", names=NAMES),
+)
+
+
+def llama4_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+    """Layers that turn see chunks and the others everything, unless `layer_types` says so."""
+    rope = read_rope(fields, positions, interleaved=True)
+    if rope.kind in ("yarn", "longrope") and fields.boolean("use_qk_norm", True):
+        raise fields.error("use_qk_norm", f"must be false with rope_type {rope.kind!r}")
+    turned = turning(fields, layers)
+    types = tuple(CHUNKED if one else FULL for one in turned)
+    if "layer_types" in fields:
+        types = layer_types(fields, layers, other=CHUNKED)
+    chunk = None
+    if CHUNKED in types:
+        chunk = Window(fields.integer("attention_chunk_size", 1, MAX_POSITIONS), chunked=True)
+    tuned = fields.raw("attn_temperature_tuning")  # older files have a number
+    scale = None
+    if bool(tuned) if isinstance(tuned, int) else fields.boolean("attn_temperature_tuning", True):
+        step = fields.integer("floor_scale", 1, MAX_POSITIONS)
+        scale = QueryScale(step, fields.number("attn_scale", 0.0, 1e6))
+    return tuple(
+        LayerSpec(
+            chunk if kind == CHUNKED else None,
+            rope if turns else None,
+            query_scale=None if turns else scale,
+        )
+        for kind, turns in zip(types, turned, strict=True)
+    )
+
+
+def sigmoid_router(fields: Fields, experts: int, active: int) -> Router:
+    """The sigmoid of an expert's logit multiplies what it is given."""
+    return Router(experts, active, "sigmoid", normalised=False, weigh_inputs=True)
+
+
+def llama4_experts(fields: Fields, layers: int) -> tuple[ExpertsSpec | None, ...]:
+    """Every token goes through one more of the same width."""
+    found = read_experts(fields, layers, inner="intermediate_size", router=sigmoid_router)
+    return tuple(experts and replace(experts, shared=experts.inner) for experts in found)
+
+
+LLAMA4 = Architecture(
+    "Llama4ForCausalLM",
+    "llama4_text",
+    "Llama 4, those of text alone",
+    partial(Llama, make_layer=Llama4Layer),
+    layers=llama4_layers,
+    experts=llama4_experts,
+    inner=lambda fields: fields.integer("intermediate_size_mlp", 1, MAX_WIDTH),
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    qk_norm="use_qk_norm",
+    head_dim=128,
+    eos_token_ids=(2,),
+    defaults={
+        "vocab_size": 202_048,
+        "hidden_size": 5120,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16_384,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131_072,
+        "rope_theta": 500_000.0,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 1,
+        "use_qk_norm": True,
+        "attention_chunk_size": 8192,
+        "floor_scale": 8192,
+        "attn_scale": 0.1,
+    },
+)
+# Scout and Maverick read images too, of which kvik runs the text model.
+LLAMA4_IMAGES = replace(
+    LLAMA4,
+    name="Llama4ForConditionalGeneration",
+    model_type="llama4",
+    models="Llama 4, text of those that read images",
+    make=partial(beside_images, make_layer=Llama4Layer),
+    inside="text_config",
+)
