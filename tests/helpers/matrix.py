@@ -173,14 +173,14 @@ CAPPED = {  # layers with a window and without in turn, scores and logits capped
     "final_logit_softcapping": 2.0,
 }
 
-CHUNKED = {  # layers that see chunks of 24 keys, and layers without positions; experts in two
+CHUNKED = {  # layers that see chunks of 72 keys, and layers without positions; experts in two
     **WINDOWED,
     "architectures": ["Llama4ForCausalLM"],
     "intermediate_size": 32,
     "intermediate_size_mlp": 64,
     "interleave_moe_layer_step": 2,
     "no_rope_layer_interval": 2,
-    "attention_chunk_size": 24,
+    "attention_chunk_size": 72,
     "floor_scale": 16,
 }
 
