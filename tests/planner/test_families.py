@@ -134,7 +134,7 @@ def test_a_model_the_engine_runs_is_as_the_engine_counts_it(name: str) -> None:
                 found = replace(model, kernels=kernels).weight_bytes(stored)
                 assert found == weight_bytes(plain, model.working_dtype(stored), scheme, kernels)
         assert model.kv_bytes_per_token(weight_format(dtype)) == spec.kv_bytes_per_token(item)
-    windows = {cache.window: cache.layers for cache in model.caches}
+    windows = {cache.window: cache.readers for cache in model.caches}
     assert windows == {w: spec.windows.count(w) for w in spec.windows}
 
 

@@ -35,6 +35,14 @@ def test_every_other_layer_of_gemma_2_has_a_window() -> None:
     assert gemma.kv_bytes_per_token("bf16") == 42 * layer
 
 
+def test_layers_read_what_others_cache_and_have_heads_of_two_sizes() -> None:
+    gemma = shape("gemma-4-e2b")  # 12 layers with a window and 3 without store, 16 and 4 read
+    windowed, full = 512 * 2 * 256 * 2, 9000 * 2 * 512 * 2
+    assert gemma.kv_bytes(9000, "bf16") == 12 * windowed + 3 * full
+    assert gemma.kv_read_bytes(9000, "bf16") == 28 * windowed + 7 * full
+    assert gemma.attention_flops(1, 9000) == 2 * 8 * 2 * (28 * 256 * 512 + 7 * 512 * 9000)
+
+
 # Formats of the cache
 
 

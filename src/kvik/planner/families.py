@@ -163,7 +163,9 @@ def _assumed(fields: Fields, architecture: str) -> Family:
 def _from_spec(spec: ModelSpec, fields: Fields, name: str) -> ModelShape:
     """The shape of a model this engine runs, from the facts it runs with."""
     hidden, inner, layers = spec.hidden_size, spec.inner_width, spec.num_layers
-    latent, kv = spec.latent, [each for each in spec.kv_specs(1) if each is not None]
+    latent, kv = spec.latent, spec.kv_specs(1)
+    caching = Counter(each for each in kv if each is not None)
+    shared = Counter(kv[owner] for layer in spec.layers if (owner := layer.kv_from) is not None)
     declared, counts = spec.declaration, Counter[MatrixGroup]()
     for linear in declared.linears:
         router, outputs = linear.router, sum(linear.outputs)
@@ -194,8 +196,8 @@ def _from_spec(spec: ModelSpec, fields: Fields, name: str) -> ModelShape:
         matrices=tuple(matrices),
         other_parameters=spec.num_parameters - sum(m.parameters for m in matrices),
         caches=tuple(
-            CacheShape(count, each.vectors * each.head_dim, each.vectors, each.window)
-            for each, count in Counter(kv).items()
+            CacheShape(count, each.numbers, each.vectors, each.window, shared[each])
+            for each, count in caching.items()
         ),
         latent_dim=latent.rank if latent else 0,
         spec=spec,

@@ -82,7 +82,15 @@ def share(shape: ModelShape, tp: int, pp: int) -> ModelShape:
         matrices=matrices,
         other_parameters=-(-shape.other_parameters * stage // shape.num_layers),
         caches=tuple(
-            _cut_cache(cache, shape, kv_heads, -(-cache.layers * stage // shape.num_layers))
+            _cut_cache(
+                replace(
+                    cache,
+                    layers=-(-cache.layers * stage // shape.num_layers),
+                    shared_by=-(-cache.shared_by * stage // shape.num_layers),
+                ),
+                shape,
+                kv_heads,
+            )
             for cache in shape.caches
         ),
         spec=None,
@@ -116,12 +124,11 @@ def _in_stage(matrix: MatrixGroup, stage: int, layers: int) -> int:
     return -(-(matrix.count // each) * stage // layers) * each
 
 
-def _cut_cache(cache: CacheShape, shape: ModelShape, kv_heads: int, layers: int) -> CacheShape:
+def _cut_cache(cache: CacheShape, shape: ModelShape, kv_heads: int) -> CacheShape:
     if shape.latent_dim:
-        return replace(cache, layers=layers)
+        return cache
     return replace(
         cache,
-        layers=layers,
         elements=cache.elements // shape.num_kv_heads * kv_heads,
         vectors=cache.vectors // shape.num_kv_heads * kv_heads,
     )

@@ -308,7 +308,7 @@ class _Work:
     def of(cls, shape: ModelShape, at: Setting, step: PlannedStep) -> _Work:
         read = shape.read_bytes(at.weight_format, step.rows)
         for count, new, cached in step.runs:
-            read += count * shape.kv_bytes(new + cached, at.kv_format)
+            read += count * shape.kv_read_bytes(new + cached, at.kv_format)
         rate = at.device.read_rate(read)
         return cls(shape, at.device, at.weight_format, at.kv_format, step, read, rate)
 
@@ -375,7 +375,7 @@ class _Work:
         cost = attention_costs(self.device, shape.head_dim)
         for count, new, cached in self._runs(decoding=True):
             context = new + cached
-            read = float(count * shape.kv_bytes(context, self.kv_format))
+            read = float(count * shape.kv_read_bytes(context, self.kv_format))
             num_bytes += read
             flops += count * shape.attention_flops(new, context)
             if cost is None:
@@ -384,9 +384,9 @@ class _Work:
             for cache in shape.caches:
                 seen = count * cache.most_keys(context)
                 keys = cache.elements if shape.latent_dim else cache.elements / 2
-                width = cache.elements if shape.latent_dim else shape.head_dim
+                width = cache.elements if shape.latent_dim else cache.elements // cache.vectors
                 score = new * shape.num_heads * width * cost.score
-                working += cache.layers * seen * (keys * cost.key(self.working_set) + score)
+                working += cache.readers * seen * (keys * cost.key(self.working_set) + score)
             expected += shape.num_layers * count * cost.sequence
             expected += max(read / rate, working)
         return self._attention("kv cache", num_bytes, flops, expected)
@@ -397,7 +397,7 @@ class _Work:
         num_bytes = flops = expected = 0.0
         cost = attention_costs(self.device, shape.head_dim)
         for count, new, cached in self._runs(decoding=False):
-            read = float(count * shape.kv_bytes(new + cached, self.kv_format))
+            read = float(count * shape.kv_read_bytes(new + cached, self.kv_format))
             computed = count * shape.attention_flops(new, new + cached)
             num_bytes += read
             flops += computed

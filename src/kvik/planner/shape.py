@@ -74,12 +74,19 @@ class CacheShape:
         vectors: that these are, each with a scale where the format has them: one for each K and
             each V of a head; one for MLA.
         window: which keys a query sees; None: all.
+        shared_by: further layers, which read what these cache.
     """
 
     layers: int
     elements: int
     vectors: int
     window: Window | None = None
+    shared_by: int = 0
+
+    @property
+    def readers(self) -> int:
+        """All layers that read it."""
+        return self.layers + self.shared_by
 
     def most_keys(self, context: int) -> int:
         """Return the most keys that the last query of a `context` sees."""
@@ -155,11 +162,12 @@ class ModelShape:
     def kind_of(self, matrix: MatrixGroup, weight_format: str) -> WeightKind | None:
         """Return how a matrix is stored; None: as floats. What quantised checkpoints leave in the
         model's dtype keeps it, and so does the head where the format has none."""
-        facts, head = weight_facts(weight_format), matrix.role == "head"
-        spared = head and not facts.head and facts.name == self.stored
-        if spared or matrix.role in UNQUANTIZED_ROLES:
+        facts, role = weight_facts(weight_format), matrix.role
+        spared = role == "head" and not facts.head and facts.name == self.stored
+        if spared or role in UNQUANTIZED_ROLES:
             return None
-        return layer_kind(facts.quantization or "none", matrix.inputs, head=head)
+        fine = role in ("head", "token_inputs")  # keeps eight bits
+        return layer_kind(facts.quantization or "none", matrix.inputs, head=fine)
 
     def weight_bytes(self, weight_format: str) -> int:
         """Return bytes of all weights.
@@ -208,6 +216,13 @@ class ModelShape:
             total += matrix.active_parameters * (sampled if matrix.role == "head" else rows)
         return 2.0 * total
 
+    def kv_read_bytes(self, context: int, kv_format: str) -> int:
+        """Return bytes that the layers read of the cache of one sequence for its next token."""
+        return sum(
+            cache.readers * cache.token_bytes(kv_format) * cache.most_keys(context)
+            for cache in self.caches
+        )
+
     def attention_flops(self, new_tokens: int, context: int) -> float:
         """Operations of attention over the cache for one sequence.
 
@@ -215,11 +230,13 @@ class ModelShape:
             new_tokens: computed in this step.
             context: keys the last of them sees, its own included.
         """
-        width = self.head_dim + self.v_head_dim
         cached = context - new_tokens
         total = 0.0
         for cache in self.caches:
             pairs = visible_pairs(cached, context, cache.window)
+            width = self.head_dim + self.v_head_dim
+            if not self.latent_dim:  # which may differ by layer
+                width = 2 * cache.elements // cache.vectors
             layer = 2.0 * self.num_heads * width * pairs
             if self.latent_dim:
                 # K and V of what is cached made again from the latent, or attention in the latent
@@ -228,7 +245,7 @@ class ModelShape:
                 expanded = layer + 2.0 * self.num_heads * per_key * cached
                 absorbed = 2.0 * self.num_heads * (cache.elements + self.latent_dim) * pairs
                 layer = min(expanded, absorbed)
-            total += cache.layers * layer
+            total += cache.readers * layer
         return total
 
     def _item(self, weight_format: str) -> int:
