@@ -14,6 +14,7 @@ from msgspec import structs
 from kvik.errors import ConfigError
 from kvik.planner.devices import DEVICES, Device, Setting, find_device
 from kvik.planner.families import shape_from_config
+from kvik.planner.parallel import share
 from kvik.planner.roofline import (
     PlannedStep,
     ProductCost,
@@ -47,6 +48,26 @@ SMALL = {
     "num_hidden_layers": 2,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
+    "torch_dtype": "bfloat16",
+}
+QWEN_3_6_35B_A3B = {
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "vocab_size": 248320,
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "max_position_embeddings": 262144,
     "torch_dtype": "bfloat16",
 }
 # Exactly 1 TB/s and 100 T operations a second.
@@ -95,6 +116,32 @@ def test_a_prompt_by_hand(llama: ModelShape) -> None:
     pairs = 2000 * 48 + 2000 * 2001 / 2
     assert part(time, "attention").flops == 4 * 32 * 32 * 128 * pairs
     assert time.bound == "compute"
+
+
+def test_states_by_hand() -> None:
+    """Of 30 layers: 32 matrices of 128 x 128, and 3 inputs of 8,192 channels, in fp32."""
+    qwen = shape_from_config(QWEN_3_6_35B_A3B, "qwen3.6-35b-a3b")
+    state = 30 * (32 * 128 * 128 + 3 * 8192) * 4
+    assert qwen.state_bytes == state == 65_863_680
+    flops = 30 * (7 * 32 * 128 * 128 + 2 * 4 * 8192)  # of a token
+    device = replace(ROUND, rates={**ROUND.rates, "fp32": 1e12})
+    at = Setting(device, "bf16", "bf16")
+    step = part(step_time(qwen, at, decode(4, 1000)), "states")
+    assert (step.bytes, step.flops) == (4 * 2 * state, 4 * flops)  # read and written
+    assert step.floor == pytest.approx(4 * 2 * state / 1e12) and step.bound == "bandwidth"
+    # however many tokens a step computes of a sequence; a new one has nothing to read
+    for cached, moved in ((0, state), (512, 2 * state)):
+        chunk = part(step_time(qwen, at, prefill(512, cached=cached)), "states")
+        assert (chunk.bytes, chunk.flops) == (moved, 512 * flops)
+        assert chunk.floor == pytest.approx(512 * flops / 1e12) and chunk.bound == "compute"
+    halves = replace(at, tp=2)
+    assert part(step_time(qwen, halves, decode(4, 1000)), "states").bytes == 4 * state
+    assert share(qwen, 2, 4).state_bytes == state / 8
+
+
+def test_a_model_without_states_has_no_such_part(llama: ModelShape) -> None:
+    time = step_time(llama, Setting(ROUND, "fp16", "fp16"), decode(4, 100))
+    assert "states" not in {p.name for p in time.parts}
 
 
 def test_prompts_of_a_batch_share_the_weights(llama: ModelShape) -> None:

@@ -200,6 +200,9 @@ def _from_spec(spec: ModelSpec, fields: Fields, name: str) -> ModelShape:
             for each, count in caching.items()
         ),
         latent_dim=latent.rank if latent else 0,
+        state_bytes=spec.state_bytes,
+        state_width=spec.state_width,
+        state_flops=sum(state.flops for state in spec.states),
         spec=spec,
         notes=(*notes, *uncounted(fields)),
     )

@@ -132,8 +132,8 @@ class StoredModel:
             shape=shape,
             weight_format=weight_format,
             kv=_kv_specs(shape, kv_format),
-            state_bytes=shape.spec.state_bytes if shape.spec else 0,
-            state_width=shape.spec.state_width if shape.spec else 0,
+            state_bytes=shape.state_bytes,
+            state_width=shape.state_width,
         )
 
     def weight_bytes(self, dtype: str) -> int:

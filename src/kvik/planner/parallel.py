@@ -57,7 +57,7 @@ def share(shape: ModelShape, tp: int, pp: int) -> ModelShape:
 
     K and V of a head are copied where there are more devices than KV heads; the latent of MLA
     serves all heads and is copied to all. The fullest stage of a pipeline has the most layers, and
-    is taken to have the larger of embedding and head.
+    is taken to have the larger of embedding and head. Of states each device has those of its heads.
 
     Raises:
         ConfigError: the model cannot be cut so.
@@ -93,6 +93,9 @@ def share(shape: ModelShape, tp: int, pp: int) -> ModelShape:
             )
             for cache in shape.caches
         ),
+        state_bytes=-(-shape.state_bytes * stage // (shape.num_layers * tp)),
+        state_width=-(-shape.state_width // tp),
+        state_flops=-(-shape.state_flops * stage // (shape.num_layers * tp)),
         spec=None,
     )
 

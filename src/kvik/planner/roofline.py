@@ -177,8 +177,8 @@ class StepPart:
 @dataclass(frozen=True, slots=True)
 class StepTime:
     """Attributes:
-    parts: "weights", "head", "kv cache" (of decoding), "attention" (of prompts), "small kernels",
-        "sampling", "host", "links"; those that take any time.
+    parts: "weights", "head", "kv cache" (of decoding), "attention" (of prompts), "states",
+        "small kernels", "sampling", "host", "links"; those that take any time.
     """
 
     parts: tuple[StepPart, ...]
@@ -308,7 +308,7 @@ class _Work:
     def of(cls, shape: ModelShape, at: Setting, step: PlannedStep) -> _Work:
         read = shape.read_bytes(at.weight_format, step.rows)
         for count, new, cached in step.runs:
-            read += count * shape.kv_read_bytes(new + cached, at.kv_format)
+            read += count * (shape.kv_read_bytes(new + cached, at.kv_format) + shape.state_bytes)
         rate = at.device.read_rate(read)
         return cls(shape, at.device, at.weight_format, at.kv_format, step, read, rate)
 
@@ -322,6 +322,7 @@ class _Work:
             self._products("head", head, sampled, LOGIT_BYTES),
             self._decoding(),
             self._prompts(),
+            self._states(),
         ]
         measured = self.device.calibration
         cost = attention_costs(self.device, self.shape.head_dim)
@@ -404,6 +405,14 @@ class _Work:
             if cost is not None:
                 expected += max(read / rate, computed / cost.prefill)
         return self._attention("attention", num_bytes, flops, expected)
+
+    def _states(self) -> StepPart:
+        """Return the states of all sequences. Kernels hold one while they go through its tokens."""
+        shape, runs = self.shape, self.step.runs
+        num_bytes = float(sum(n * shape.state_traffic(cached) for n, _, cached in runs))
+        flops = float(self.step.rows * shape.state_flops)
+        computing = flops / self.device.rate("fp32") if flops else 0.0
+        return _part("states", num_bytes, flops, num_bytes / self.read_rate, computing, 0.0)
 
     def _attention(self, name: str, num_bytes: float, flops: float, expected: float) -> StepPart:
         unit = "bf16" if kv_facts(self.kv_format).bits <= 16 else "fp32"

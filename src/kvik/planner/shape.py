@@ -108,6 +108,9 @@ class ModelShape:
             shared ones together.
         head_dim: of queries and keys; `v_head_dim` of values.
         latent_dim: MLA: the width of the compressed K and V; else 0.
+        state_bytes: that layers keep of a request in place of K and V, however long it is.
+        state_width: numbers of a token that such a layer holds during a step.
+        state_flops: operations of a token on all states.
         dtype: of the checkpoint's unquantised parts: "bfloat16", "float16" or "float32".
         stored: the weight format of the checkpoint: "bf16", "fp8", ...
         tied: the head is the embedding; it then counts once, as the head.
@@ -138,6 +141,9 @@ class ModelShape:
     other_parameters: int
     caches: tuple[CacheShape, ...]
     latent_dim: int = 0
+    state_bytes: int = 0
+    state_width: int = 0
+    state_flops: int = 0
     kernels: str = "torch"
     spec: ModelSpec | None = None
     notes: tuple[str, ...] = ()
@@ -203,6 +209,11 @@ class ModelShape:
             cache.layers * cache.token_bytes(kv_format) * cache.most_keys(context)
             for cache in self.caches
         )
+
+    def state_traffic(self, cached: int) -> int:
+        """Return bytes of a sequence's states that a step reads and writes, once each, however many
+        tokens it computes; a sequence of which nothing is cached begins with zeros."""
+        return self.state_bytes * (2 if cached else 1)
 
     def matmul_flops(self, rows: int, sampled: int) -> float:
         """Operations of the matrix products of a step: 2 for each parameter and row.

@@ -51,6 +51,12 @@ class StateSpec:
         return self.convolved + self.key_dim * self.values
 
     @property
+    def flops(self) -> int:
+        """Operations of a token: of the convolution, and of the delta rule, in which each number of
+        the matrices fades, is multiplied by a key, changes, and is multiplied by a query."""
+        return 2 * self.width * self.channels + 7 * self.key_dim * self.values
+
+    @property
     def step_width(self) -> int:
         """Numbers of a token that a step holds beside the residual stream, at most."""
         if self.value_heads:

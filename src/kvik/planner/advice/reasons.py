@@ -65,14 +65,17 @@ def shares(serving: Serving, traffic: Traffic, batch: int) -> str:
     """Return the share of prompts in the time of a request, and the parts of a decoding step."""
     time = _decoding(serving, traffic, batch)
     weights = sum(p.expected for p in time.parts if p.name in ("weights", "head"))
-    cache = sum(p.expected for p in time.parts if p.name == "kv cache")
+    cache, states = (
+        sum(p.expected for p in time.parts if p.name == name) for name in ("kv cache", "states")
+    )
     host = sum(p.expected for p in time.parts if p.bound == "host")
-    calls = f", {host / time.expected:.0%} to calls and the host" if host else ""
+    others = f", {states / time.expected:.0%} to states" if states else ""
+    others += f", {host / time.expected:.0%} to calls and the host" if host else ""
     what = _BOUNDS.get(time.bound, time.bound)
     return (
         f"{_prompted(serving, traffic, batch):.0%} of the time goes to prompts; of a decoding step "
         f"{weights / time.expected:.0%} goes to the weights, "
-        f"{cache / time.expected:.0%} to the KV cache{calls}; it is bound by {what}"
+        f"{cache / time.expected:.0%} to the KV cache{others}; it is bound by {what}"
     )
 
 
