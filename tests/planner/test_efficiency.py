@@ -85,6 +85,18 @@ def test_mla_attends_in_the_latent_space() -> None:
     assert found.flops == shape.matmul_flops(1, 0) + pairs
 
 
+def test_states_are_read_and_written_for_each_row() -> None:
+    """LFM2-1.2B: ten layers keep two inputs of 2,048 channels, in fp32."""
+    shape = shape_from_config(PUBLIC["LFM2-1.2B"], "lfm2")
+    work = both(decoding(10, 4, 0), Work(mixed_steps=3, prefill_tokens=90, decode_tokens=5))
+    after = replace(START, work=work, time=LoopTime(executor=1.0))
+    found = efficiency(START, after, 1.0, shape, "bf16", "bf16", DEVICE)
+    assert found.state_bytes == (40 + 3 + 5) * 2 * (10 * 2 * 2048 * 4)
+    assert found.kv_bytes == found.state_bytes + 135 * shape.kv_bytes_per_token("bf16")
+    states = 135 * 10 * 2 * 3 * 2048
+    assert found.flops == shape.matmul_flops(135, 40) + states
+
+
 def test_a_prompt_needs_its_arithmetic() -> None:
     found = judge(prefilling(1, 4096), LoopTime(executor=1.0))
     head = 2 * 128256 * 4096

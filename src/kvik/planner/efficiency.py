@@ -58,7 +58,8 @@ class Efficiency:
         seconds: of the interval.
         time: its parts, as the engine counted them.
         steps, tokens: computed.
-        weight_bytes, kv_bytes: that had to be read (and, of KV, written).
+        weight_bytes, kv_bytes: that had to be read (and, of KV and states, written).
+        state_bytes: of `kv_bytes`, those of states; half of them were written.
         flops: that had to be computed.
         ceiling: None if the machine's speed is unknown.
         floor: the least seconds of these steps; None without a ceiling.
@@ -73,6 +74,7 @@ class Efficiency:
     tokens: int
     weight_bytes: float
     kv_bytes: float
+    state_bytes: float
     flops: float
     ceiling: Ceiling | None
     floor: float | None
@@ -141,6 +143,7 @@ def efficiency(
         tokens=work.prefill_tokens + work.decode_tokens,
         weight_bytes=sum(kind.weight_bytes for kind in kinds),
         kv_bytes=sum(kind.kv_bytes for kind in kinds),
+        state_bytes=sum(kind.state_bytes for kind in kinds),
         flops=sum(kind.flops for kind in kinds),
         ceiling=ceiling,
         floor=sum(needs.values()) if needs else None,
@@ -157,6 +160,7 @@ class _Kind:
     steps: int
     weight_bytes: float
     kv_bytes: float
+    state_bytes: float
     flops: float
 
 
@@ -166,29 +170,36 @@ def _split(
     """Return the totals of pure decoding steps and of steps with a part of a prompt.
 
     The former are bound by reading, the latter by arithmetic, so each kind has its own floor.
-    Decoding rows of mixed steps are taken to be as long as the others.
+    Decoding rows of mixed steps are taken to be as long as the others. A row moves its state once;
+    mixed steps have one chunk at least.
     """
     tokens = work.prefill_tokens + work.decode_tokens
     alone = min(work.decode_step_tokens, tokens)
     share = min(1.0, _ratio(work.decode_step_tokens, work.decode_tokens))
 
-    def kind(steps: int, rows: int, logits: int, read: float, pairs: float) -> _Kind:
+    def kind(
+        steps: int, rows: int, sequences: int, logits: int, read: float, pairs: float
+    ) -> _Kind:
         # Routed experts: as if all steps had equally many rows, at which they read the most.
         weights = shape.read_bytes(weight_format, max(1, round(rows / steps))) if steps else 0.0
+        states = sequences * shape.state_traffic(cached=1)
+        flops = shape.matmul_flops(rows, logits) + _attention_flops(shape, pairs)
         return _Kind(
             steps=steps,
             weight_bytes=steps * weights,
-            kv_bytes=read + rows * shape.kv_bytes_per_token(kv_format),
-            flops=shape.matmul_flops(rows, logits) + _attention_flops(shape, pairs),
+            kv_bytes=read + rows * shape.kv_bytes_per_token(kv_format) + states,
+            state_bytes=states,
+            flops=flops + rows * shape.state_flops,
         )
 
     logits = min(alone, work.logit_rows)
     read, pairs = share * work.decode_kv_bytes, share * work.decode_pairs
     return (
-        kind(work.decode_steps, alone, logits, read, pairs),
+        kind(work.decode_steps, alone, alone, logits, read, pairs),
         kind(
             work.mixed_steps,
             tokens - alone,
+            work.mixed_steps + max(0, work.decode_tokens - alone),
             work.logit_rows - logits,
             work.prefill_kv_bytes + work.decode_kv_bytes - read,
             work.prefill_pairs + work.decode_pairs - pairs,

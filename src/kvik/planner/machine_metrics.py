@@ -36,11 +36,11 @@ class MachineMetrics:
         total = model.efficiency(_nothing(stats), stats, max(stats.time.busy, 1e-9))
         note = "Operations that the steps had to do, as estimated."
         yield CounterMetricFamily("estimated_flops_per_gpu", note, total.flops)
-        written = total.tokens * model.kv_bytes_per_token
+        written = total.tokens * model.kv_bytes_per_token + total.state_bytes / 2
         note = "Bytes that the steps had to read from memory, as estimated."
         read = max(0.0, total.weight_bytes + total.kv_bytes - written)
         yield CounterMetricFamily("estimated_read_bytes_per_gpu", note, read)
-        note = "Bytes that the steps had to write to the KV cache, as estimated."
+        note = "Bytes that the steps had to write to the KV cache and states, as estimated."
         yield CounterMetricFamily("estimated_write_bytes_per_gpu", note, written)
         recent = self._recent(model, stats, now)
         if recent is not None:
