@@ -99,6 +99,11 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 #define KVIK_ARGS_gather_rows(P, I, F)                                                   \
     P(table) I(table_stride) P(ids) P(out) I(out_stride) I(rows) I(row_bytes)
 
+// out [rows, head_dim] fp32: of each position p (int64) row p / low_rows of high times row p % low_rows of
+// low, as complex numbers. All three: cosines, then sines.
+#define KVIK_ARGS_rotations(P, I, F)                                                     \
+    P(high) P(low) I(low_rows) P(positions) P(out) I(rows) I(head_dim)
+
 // q [rows, heads, head_dim] and k [rows, kv_heads, head_dim], rotated in place (element j with
 // element j + head_dim / 2). rotation [rows, head_dim] fp32: cosines, then sines. Heads are dense within a row.
 #define KVIK_ARGS_rotary(P, I, F)                                                        \
@@ -234,7 +239,7 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 
 #define KVIK_KERNELS(K)                                                                  \
     K(rms_norm) K(layer_norm) K(activate) K(scaled) K(softcap) K(add) K(gather_rows)     \
-    K(rotary) K(gated) K(causal_conv) K(gated_delta)                                     \
+    K(rotations) K(rotary) K(gated) K(causal_conv) K(gated_delta)                                     \
     K(store_kv) K(store_latent) K(load_kv) K(move_kv) K(attention) K(linear)             \
     K(linear_each) K(route) K(experts) K(pack_matrix) K(matrix_rows) K(largest) K(top_k) \
     K(penalize) K(mask) K(draw) K(probabilities)                                         \

@@ -1,4 +1,5 @@
-// Rotary position embedding, in place: element j of a head turns with element j + head_dim / 2.
+// Rotary position embedding: cosines and sines of positions, and heads that turn by them in place, element j
+// with element j + head_dim / 2.
 #pragma once
 
 #include "arguments.hpp"
@@ -10,6 +11,24 @@ namespace kvik {
 namespace {
 
 constexpr int64_t kTurnedPerThread = 4096;  // elements: a third of a microsecond
+
+void rotations(const rotations_args& a, Team& team) {
+    const int64_t half = a.head_dim / 2;
+    const int64_t* positions = static_cast<const int64_t*>(a.positions);
+    each_columns(team, a.rows, half, kTurnedPerThread / 2, [&](int64_t row, int64_t begin, int64_t end) {
+        const int64_t multiple = positions[row] / a.low_rows, rest = positions[row] % a.low_rows;
+        const float* high = static_cast<const float*>(a.high) + multiple * a.head_dim;
+        const float* low = static_cast<const float*>(a.low) + rest * a.head_dim;
+        float* out = static_cast<float*>(a.out) + row * a.head_dim;
+        for (int64_t j = begin; j < end; j += kLanes) {
+            const int n = end - j < kLanes ? int(end - j) : kLanes;
+            const F32 c = load(high + j, n), s = load(high + half + j, n);
+            const F32 x = load(low + j, n), y = load(low + half + j, n);
+            store(out + j, sub(mul(c, x), mul(s, y)), n);
+            store(out + half + j, add(mul(c, y), mul(s, x)), n);
+        }
+    });
+}
 
 template <class T>
 void turn(T* head, const float* cosines, const float* sines, int64_t half) {

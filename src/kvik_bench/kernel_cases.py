@@ -156,9 +156,23 @@ def _rotaries() -> list[Case]:
 
         return arguments
 
+    def angles(rows: int, low: int, dim: int, tokens: int) -> Callable[[Maker], tuple[Tensor, ...]]:
+        return lambda m: (
+            m.normal(rows, dim, dtype=torch.float32),
+            m.normal(low, dim, dtype=torch.float32),
+            m.integers(0, rows * low - 1, tokens, dtype=torch.int64),
+        )
+
     shapes = ((1, 8, 4, 32), (5, 3, 1, 2), (7, 4, 4, 64), (3, 14, 2, 10))
     return [
-        Case("rotary", "x".join(map(str, shape)), make(*shape), spoiled=(0, 1)) for shape in shapes
+        *(
+            Case("rotations", f"{n} of {h}x{low}x{d}", angles(h, low, d, n), exact=True)
+            for h, low, d, n in ((1, 3, 2, 1), (5, 16, 64, 9), (3, 7, 10, 4))
+        ),
+        *(
+            Case("rotary", "x".join(map(str, shape)), make(*shape), spoiled=(0, 1))
+            for shape in shapes
+        ),
     ]
 
 

@@ -732,6 +732,16 @@ def _store(kind: rotary.Kind, cache: str, *, normed: bool = False) -> Resources:
 
 
 ROTARY = (
+    Resources(
+        rotary.rotations_kernel,
+        "128 channels",
+        _types(p_fp32="high low out", p_i64="positions", i32="low_rows"),
+        {"DIM": 128, "HALF": 64},
+        num_warps=1,
+        aligned=_aligned("low_rows"),
+        fused_products=False,
+        max_registers=40,
+    ),
     _rotary(rotary.rotary_kernel, "bf16", 96, _types(p_bf16="q k")),
     _store("float", "*bf16"),
     _store("float", "*bf16", normed=True),

@@ -202,7 +202,7 @@ class StepMemory:
         widths = 3 * spec.hidden_size + self._qkv + spec.query_width + spec.inner_width
         widths += max(0, spec.state_width - self._qkv - spec.query_width)
         normalised = self._qkv
-        rotation = 4 * sum(rope.tables * width for rope, width in spec.rotations)
+        rotation = 4 * sum(rope.of_token * width for rope, width in spec.rotations)
         buffers = tokens * ((widths + normalised) * self.item + rotation)
         experts = spec.experts_of_token  # each of them has a copy of a token's inputs
         inputs = max(spec.hidden_size * max(1, experts), spec.query_width, spec.inner_width)
@@ -392,6 +392,11 @@ class MemoryPlan:
         return self.weights + self.activations + self.kv_cache + self.overhead
 
 
+def _rotation_tables(spec: ModelSizes, max_model_len: int) -> int:
+    """Return bytes of the tables of `Ops.rotations`."""
+    return 4 * sum(rope.table_rows(max_model_len) * width for rope, width in spec.rotations)
+
+
 @dataclass(frozen=True, slots=True)
 class Footprint:
     """Bytes as functions of the step size, for one model in one dtype on one kind of device."""
@@ -499,8 +504,7 @@ class Footprint:
         entries = -(-size.max_model_len // self.block_size) * len(self.groups)
         table = size.max_num_seqs * (size.max_model_len + 2 * entries) * 4
         seen = size.max_num_seqs * spec.vocab_size * SEEN_BYTES_PER_TOKEN
-        widths = sum(rope.tables * width for rope, width in spec.rotations)
-        rotation = size.max_model_len * widths * 4
+        rotation = _rotation_tables(spec, size.max_model_len)
         total = self.runtime + table + seen + rotation + self._pooling(size) + self.graphs(size)
         if self.device == "cpu":
             total += spec.vocab_size * TOKENIZER_BYTES_PER_ENTRY
@@ -577,8 +581,7 @@ class Footprint:
         """Return a step of the draft model, its rotary positions, and the distributions of its
         drafts: until they are judged, and twice while they are concatenated."""
         small = size.of_draft_model
-        widths = sum(rope.tables * width for rope, width in draft.spec.rotations)
-        rotation = size.max_model_len * widths * 4
+        rotation = _rotation_tables(draft.spec, size.max_model_len)
         drawn = (2 * size.max_draft_rows + small.max_num_seqs) * self.spec.vocab_size * 4
         return draft.activations(small) + rotation + drawn
 

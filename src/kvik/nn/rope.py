@@ -10,8 +10,6 @@ from torch import Tensor
 from kvik.kernels.ops import Ops
 from kvik.spec.rope import RopeSpec
 
-POSITIONS_AT_ONCE = 1 << 14  # fp64 ones
-
 
 class Rope:
     """By what each pair (i, i + head_dim / 2) of q and k is turned: position * frequency i."""
@@ -31,12 +29,17 @@ class Rope:
             of_queries: rotations multiply by what `RopeSpec.query_beta` says.
         """
         self.ops = ops
-        # [max_model_len, head_dim] fp32, for each position cosines and then sines. Made in fp64: an
-        # angle of a million radians has no digits left behind the point in fp32.
-        self.table = _table(spec, head_dim, max_model_len, device)
+        # The tables of `Ops.rotations`. Made in fp64: an angle of a million radians has no digits
+        # left behind the point in fp32.
+        highs, lows = spec.split(max_model_len, of_queries=of_queries)
+        angle = frequencies(spec, head_dim, max_model_len).to(device)
+        multiples = torch.arange(highs, device=device) * lows
+        self.high = _table(multiples, angle, head_dim, 1.0)
+        rests = torch.arange(lows, device=device)
+        self.low = _table(rests, angle, head_dim, attention_factor(spec))
         if of_queries:
-            steps = torch.arange(max_model_len, device=device) // spec.original_max_position
-            self.table *= 1.0 + spec.query_beta * torch.log1p(steps.float())[:, None]
+            steps = multiples // spec.original_max_position
+            self.high *= 1.0 + spec.query_beta * torch.log1p(steps.float())[:, None]
 
     def at(self, positions: Tensor) -> Tensor:
         """Cosines and sines, [tokens, head_dim] fp32; the same for all layers of a step.
@@ -44,19 +47,21 @@ class Rope:
         Args:
             positions: [tokens] int64, below max_model_len.
         """
-        return self.ops.gather_rows(self.table, positions)
+        return self.ops.rotations(self.high, self.low, positions)
 
 
-def _table(spec: RopeSpec, head_dim: int, max_model_len: int, device: torch.device) -> Tensor:
-    half, turned = head_dim // 2, spec.width(head_dim) // 2
-    each, factor = frequencies(spec, head_dim, max_model_len).to(device), attention_factor(spec)
-    table = torch.zeros(max_model_len, head_dim, dtype=torch.float32, device=device)
+def _table(positions: Tensor, angle: Tensor, head_dim: int, factor: float) -> Tensor:
+    """Return cosines and then sines, [positions, head_dim] fp32, times a factor where pairs turn.
+
+    Args:
+        angle: [pairs] fp64, of each pair that turns, per position.
+    """
+    half, turned = head_dim // 2, len(angle)
+    angles = positions[:, None] * angle
+    table = torch.zeros(len(positions), head_dim, dtype=torch.float32, device=angle.device)
     table[:, turned:half] = 1.0  # what does not turn
-    for start in range(0, max_model_len, POSITIONS_AT_ONCE):
-        end = min(start + POSITIONS_AT_ONCE, max_model_len)
-        angles = torch.arange(start, end, device=device)[:, None] * each
-        table[start:end, :turned] = angles.cos().mul_(factor)
-        table[start:end, half : half + turned] = angles.sin().mul_(factor)
+    table[:, :turned] = angles.cos() * factor
+    table[:, half : half + turned] = angles.sin() * factor
     return table
 
 

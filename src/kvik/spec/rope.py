@@ -10,6 +10,9 @@ from kvik.spec.fields import Fields
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
 _OLD_KINDS = {"su": "longrope"}
 MAX_POSITIONS = 2**31 - 1
+# Positions are looked up as multiples of this and a rest. Two tables for a million positions have 2,048
+# rows; with half or twice as many rests, 2,560.
+LOW_POSITIONS = 1024
 MAX_FACTOR = 1e6
 
 
@@ -46,9 +49,21 @@ class RopeSpec:
     query_beta: float = 0.0
 
     @property
-    def tables(self) -> int:
-        """The number of tables of rotations: queries have their own where they are multiplied."""
+    def of_token(self) -> int:
+        """How many rotations a token has: queries have their own where they are multiplied."""
         return 2 if self.query_beta else 1
+
+    def split(self, max_model_len: int, *, of_queries: bool = False) -> tuple[int, int]:
+        """Return the rows of the tables of rotations: of multiples of the second number, and of
+        rests. What multiplies queries changes between multiples alone."""
+        low = math.gcd(LOW_POSITIONS, self.original_max_position) if of_queries else LOW_POSITIONS
+        low = min(low, max_model_len)
+        return -(-max_model_len // low), low
+
+    def table_rows(self, max_model_len: int) -> int:
+        """Return the rows of all tables."""
+        each = (self.split(max_model_len, of_queries=bool(i)) for i in range(self.of_token))
+        return sum(high + low for high, low in each)
 
     def temperature(self, weight: float) -> float:
         """Return what YaRN multiplies q or k with for this stretch (its section 3.4)."""

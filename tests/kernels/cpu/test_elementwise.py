@@ -359,6 +359,27 @@ def test_rotary(runtime: Runtime, dtype: torch.dtype) -> None:
             x.assert_rest_untouched()
 
 
+@each_runtime
+def test_rotations(runtime: Runtime) -> None:
+    for rows, low_rows, dim in ((0, 4, 8), (1, 1, 2), (5, 16, 64), (300, 7, 70), (3, 4, 5000)):
+        high, low = normal(9, dim, seed=3), normal(low_rows, dim, seed=4)
+        generator = torch.Generator().manual_seed(dim)
+        positions = torch.randint(9 * low_rows, (rows,), generator=generator)
+        out = Poisoned(rows, dim, dtype=torch.float32, gap=0)
+        call(
+            runtime, "rotations", high=high, low=low, low_rows=low_rows, positions=positions,
+            out=out.view, rows=rows, head_dim=dim,
+        )  # fmt: skip
+        a, b = (
+            torch.complex(*table[at].chunk(2, -1))
+            for table, at in ((high, positions // low_rows), (low, positions % low_rows))
+        )
+        product = a.to(torch.complex128) * b
+        expected = torch.cat((product.real, product.imag), -1).float()
+        torch.testing.assert_close(out.view, expected, rtol=0, atol=2e-6)
+        out.assert_rest_untouched()
+
+
 def turned(x: Tensor, rotation: Tensor) -> Tensor:
     cosines, sines = rotation[:, None, :].chunk(2, -1)
     low, high = x.float().chunk(2, -1)

@@ -100,6 +100,7 @@ def native_ops(native: Native) -> Ops:
         probabilities=drawing.probabilities,
         rms_norm=rows.rms_norm,
         layer_norm=rows.layer_norm,
+        rotations=rows.rotations,
         rotary=rows.rotary,
         activate=rows.activate,
         scaled=rows.scaled,
@@ -272,6 +273,20 @@ class _Rows:
             dtype=DTYPES[x.dtype],
         )
         return y
+
+    def rotations(self, high: Tensor, low: Tensor, positions: Tensor) -> Tensor:
+        out = self.native.empty(positions.shape[0], low.shape[1], dtype=torch.float32)
+        self.native.launch(
+            "rotations",
+            high=high.data_ptr(),
+            low=low.data_ptr(),
+            low_rows=low.shape[0],
+            positions=positions.data_ptr(),
+            out=out.data_ptr(),
+            rows=self.native.rows(positions),
+            head_dim=low.shape[1],
+        )
+        return out
 
     def rotary(self, q: Tensor, k: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
         """In place."""

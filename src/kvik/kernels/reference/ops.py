@@ -54,6 +54,19 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 # Rotary position embedding, applied to queries and keys.
 
 
+def rotations(high: Tensor, low: Tensor, positions: Tensor) -> Tensor:
+    """Cosines and sines of the angles at some positions, by the angle addition theorems.
+
+    Args:
+        high: [multiples, head_dim] fp32, cosines and then sines at multiples of n.
+        low: [n, head_dim], those at 0..n - 1.
+        positions: [tokens].
+    """
+    cos, sin = high[positions // len(low)].chunk(2, dim=-1)
+    low_cos, low_sin = low[positions % len(low)].chunk(2, dim=-1)
+    return torch.cat((cos * low_cos - sin * low_sin, cos * low_sin + sin * low_cos), dim=-1)
+
+
 def rotary(q: Tensor, k: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate each head in halves: dimension i turns with dimension i + head_dim / 2
     (Su et al. 2021, in the layout of the published checkpoints; not interleaved pairs).
@@ -300,6 +313,7 @@ REFERENCE = Ops(
     probabilities=probabilities,
     rms_norm=rms_norm,
     layer_norm=layer_norm,
+    rotations=rotations,
     rotary=rotary,
     activate=activate,
     scaled=scaled,

@@ -33,6 +33,7 @@ def triton_ops(device: torch.device) -> Ops:
         probabilities=draw.probabilities,
         rms_norm=norm.rms_norm,
         layer_norm=norm.layer_norm,
+        rotations=rotary.rotations,
         rotary=rotary.rotary,
         activate=activation.activate,
         scaled=activation.scaled,

@@ -28,6 +28,25 @@ _KINDS: dict[torch.dtype, Kind] = {
 
 
 @triton.jit
+def rotations_kernel(
+    high, low, positions, out, low_rows, DIM: tl.constexpr, HALF: tl.constexpr
+):  # fmt: skip
+    """grid [tokens]; high [multiples, DIM], low [low_rows, DIM], positions [tokens], out [tokens,
+    DIM]"""
+    token = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + token)
+    at = tl.arange(0, HALF)
+    inside = at < DIM // 2
+    high += position // low_rows * DIM + at
+    low += position % low_rows * DIM + at
+    cos, sin = tl.load(high, mask=inside), tl.load(high + DIM // 2, mask=inside)
+    low_cos, low_sin = tl.load(low, mask=inside), tl.load(low + DIM // 2, mask=inside)
+    out += token * DIM + at
+    tl.store(out, cos * low_cos - sin * low_sin, mask=inside)
+    tl.store(out + DIM // 2, cos * low_sin + sin * low_cos, mask=inside)
+
+
+@triton.jit
 def _turn(low, high, rotation, at, inside, DIM: tl.constexpr):
     """Rotate both halves of some heads by the angles at `rotation`: fp32."""
     cos = tl.load(rotation + at, mask=inside, other=0.0)[None, :]
@@ -174,6 +193,17 @@ def store_kernel(
             v + token * v_stride, None, eps, rotation, v_cache, v_scales, slot, head, kv_heads,
             at, inside, DIM, HALF, False, False, KIND,
         )  # fmt: skip
+
+
+def rotations(high: Tensor, low: Tensor, positions: Tensor) -> Tensor:
+    """See `Ops`."""
+    tokens, (rows, dim) = len(positions), low.shape
+    out = torch.empty(tokens, dim, dtype=torch.float32, device=low.device)
+    rotations_kernel[(tokens,)](
+        high, low, positions.contiguous(), out, rows, dim, power_of_two(max(2, dim // 2)),
+        num_warps=1, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
 
 
 def rotary(q: Tensor, k: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
