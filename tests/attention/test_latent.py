@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -10,13 +11,25 @@ from helpers.attention_backends import KV_FORMATS, NAMES, STEPS, make_backend
 from helpers.optional_triton import NO_TRITON, TRITON, device
 from torch import Tensor
 
-from kvik.attention.base import AttendLatent, AttentionBackend, AttentionSpec, LayerKV, StepLayout
+from kvik.attention.base import (
+    AttendLatent,
+    AttentionBackend,
+    AttentionSpec,
+    LatentUp,
+    LayerKV,
+    StepLayout,
+)
+from kvik.attention.fresh_prompts import FreshPrompts
 from kvik.kernels.kv_rounding import round_vectors, unround_vectors
+from kvik.kernels.ops import Ops
 from kvik.kernels.reference.ops import rotary
+from kvik.kernels.weights import Matrix, float_weight
 from kvik.nn.kv_formats import allocate_kv
+from kvik.nn.parts import head_rows
 from kvik.spec.kv import KVCacheSpec, group_layers, stored_as
+from kvik_bench.kernel_cases import filled_matrix
 
-HEADS, RANK, ROPE, BLOCK = 6, 32, 16, 16
+HEADS, RANK, ROPE, NOPE, VALUE, BLOCK = 6, 32, 16, 24, 20, 16
 SCALE = 0.25
 TREE = (0b1, 0b11, 0b101, 0b1011)
 # (cached, new) tokens of each sequence; the new ones of the last are a tree.
@@ -24,14 +37,34 @@ CASES = {**STEPS, "tree": [(20, 1), (33, 4)]}
 
 
 def backend_of(name: str) -> AttentionBackend:
-    if name != "triton":
+    """Return a backend; of "triton+sdpa", torch takes fresh prompts of 5 tokens and more."""
+    if not name.startswith("triton"):
         return make_backend(name)
     if not TRITON:
         pytest.skip(NO_TRITON)
     from kvik.attention.triton import TritonAttention
     from kvik.kernels.triton.ops import triton_ops
 
-    return TritonAttention(triton_ops(device()))
+    prompts = FreshPrompts(5, padded=8) if name == "triton+sdpa" else None
+    return TritonAttention(triton_ops(device()), prompts)
+
+
+def weights() -> tuple[Tensor, Tensor]:
+    """Of all heads: from a query to what latent vectors are multiplied with, and from these to the
+    head's value, [heads, rank, nope] and [heads, value, rank]."""
+    g = torch.Generator().manual_seed(3)
+    keys = torch.randn(HEADS, RANK, NOPE, generator=g) / NOPE**0.5
+    return keys, torch.randn(HEADS, VALUE, RANK, generator=g) / RANK**0.5
+
+
+def up_of(ops: Ops, where: torch.device) -> LatentUp:
+    def matrix(weight: Tensor) -> Matrix:
+        rows = torch.zeros(HEADS, head_rows(weight.shape[1]), weight.shape[2], device=where)
+        rows[:, : weight.shape[1]] = weight
+        return filled_matrix(ops, float_weight(rows.flatten(0, 1)), None, None, torch.float32)
+
+    keys, values = weights()
+    return LatentUp(matrix(keys), matrix(values), RANK, VALUE)
 
 
 class Sequences:
@@ -41,7 +74,7 @@ class Sequences:
         g = torch.Generator().manual_seed(len(sequences))
         self.sequences, self.kv, self.where = sequences, kv, where
         contexts = [cached + new for cached, new in sequences]
-        self.q = [torch.randn(n, HEADS, RANK + ROPE, generator=g) for n in contexts]
+        self.q = [torch.randn(n, HEADS, NOPE + ROPE, generator=g) for n in contexts]
         self.rows = [torch.randn(n, RANK + ROPE, generator=g) for n in contexts]
         angles = [torch.randn(n, ROPE // 2, generator=g) for n in contexts]
         self.rotations = [torch.cat((a.cos(), a.sin()), 1) for a in angles]
@@ -52,10 +85,10 @@ class Sequences:
     def run(self, backend: AttentionBackend, *, tree: bool) -> list[Tensor]:
         """What is cached in a step of its own; the results of the new tokens."""
         if any(cached for cached, _ in self.sequences):
-            self._step(backend, [(0, cached) for cached, _ in self.sequences], tree=False)
-        return self._step(backend, self.sequences, tree=tree)
+            self.step(backend, [(0, cached) for cached, _ in self.sequences], tree=False)
+        return self.step(backend, self.sequences, tree=tree)
 
-    def _step(
+    def step(
         self, backend: AttentionBackend, spans: list[tuple[int, int]], *, tree: bool
     ) -> list[Tensor]:
         taken = [i for i, (_, new) in enumerate(spans) if new]
@@ -85,14 +118,15 @@ class Sequences:
         )
         q = there(torch.cat([self.q[i][own] for i, own in parts]))
         rows = there(torch.cat([self.rows[i][own] for i, own in parts]))
-        q, q_rope = (part.clone() for part in q.split((RANK, ROPE), 2))
+        q, q_rope = (part.clone() for part in q.split((NOPE, ROPE), 2))
         latent, k_rope = (part.clone() for part in rows.split((RANK, ROPE), 1))
         rotation = there(torch.cat([self.rotations[i][own] for i, own in parts]))
         metadata, spec = backend.plan(layout, None), AttentionSpec(SCALE)
+        up, k_rope = up_of(backend._ops, self.where), k_rope[:, None]
         out = backend.run_latent(
-            AttendLatent(q, q_rope, latent, k_rope[:, None], self.kv, metadata, spec, rotation)
+            AttendLatent(q, q_rope, latent, k_rope, up, self.kv, metadata, spec, rotation)
         )
-        assert out.shape == (sum(counts), HEADS, RANK)
+        assert out.shape == (sum(counts), HEADS, VALUE)
         return list(out.cpu().split(counts))
 
     def expected(self, dtype: torch.dtype, *, tree: bool) -> list[Tensor]:
@@ -103,9 +137,9 @@ class Sequences:
         found = []
         for i, (cached, new) in enumerate(self.sequences):
             q_rope, k_rope = rotary(
-                self.q[i][..., RANK:], self.rows[i][:, None, RANK:], self.rotations[i]
+                self.q[i][..., NOPE:], self.rows[i][:, None, RANK:], self.rotations[i]
             )
-            q = torch.cat((self.q[i][..., :RANK], q_rope), 2)[cached:].double()
+            q = torch.cat((self.q[i][..., :NOPE], q_rope), 2)[cached:].double()
             rows = torch.cat((self.rows[i][:, :RANK], k_rope[:, 0]), 1)
             stored = rows.to(dtype) if dtype.itemsize > 1 else None
             rows = unround_vectors(*round_vectors(rows, dtype)) if stored is None else stored
@@ -114,10 +148,23 @@ class Sequences:
             if tree and i + 1 == len(self.sequences):
                 among = torch.tensor(TREE)[:, None] >> torch.arange(new) & 1
                 visible[:, cached:] = among.bool()
-            scores = torch.einsum("qhd,kd->hqk", q, rows) * SCALE
-            weights = scores.masked_fill(~visible, -torch.inf).softmax(2)
-            found.append(torch.einsum("hqk,kd->qhd", weights, rows[:, :RANK]))
+            to_keys, to_values = (weight.double() for weight in weights())
+            keys = torch.einsum("kr,hrn->khn", rows[:, :RANK], to_keys)
+            keys = torch.cat((keys, rows[:, None, RANK:].expand(-1, HEADS, -1)), 2)
+            values = torch.einsum("kr,hvr->khv", rows[:, :RANK], to_values)
+            scores = torch.einsum("qhd,khd->hqk", q, keys) * SCALE
+            shares = scores.masked_fill(~visible, -torch.inf).softmax(2)
+            found.append(torch.einsum("hqk,khv->qhv", shares, values))
         return found
+
+
+def allocated(sequences: list[tuple[int, int]], format: str, where: torch.device) -> LayerKV:
+    """A cache with room for some sequences, and two blocks more."""
+    spec = KVCacheSpec(1, RANK + ROPE, 0, latent=True)
+    blocks = sum(-(-(cached + new) // BLOCK) for cached, new in sequences) + 2
+    groups = group_layers(stored_as([spec], format))
+    (kv,) = allocate_kv(groups, blocks, BLOCK, torch.float32, where).layers
+    return kv
 
 
 # Triton's cache is of floats, and its interpreter slow.
@@ -126,17 +173,15 @@ TRIALS = [
     *product(NAMES, ("mixed", "tree"), ("bf16", "fp8")),
     *(("triton", case, "fp32") for case in ("chunk behind a prefix", "mixed", "tree")),
     ("triton", "decode", "bf16"),
+    *(("triton+sdpa", case, "fp32") for case in ("prefill batch", "mixed", "tree")),
 ]
 
 
 @pytest.mark.parametrize(("name", "case", "format"), TRIALS)
 def test_matches_the_definition(name: str, case: str, format: str) -> None:
     backend = backend_of(name)
-    where = device() if name == "triton" else torch.device("cpu")
-    spec = KVCacheSpec(1, RANK + ROPE, 0, latent=True)
-    blocks = sum(-(-(cached + new) // BLOCK) for cached, new in CASES[case]) + 2
-    groups = group_layers(stored_as([spec], format))
-    (kv,) = allocate_kv(groups, blocks, BLOCK, torch.float32, where).layers
+    where = device() if name.startswith("triton") else torch.device("cpu")
+    kv = allocated(CASES[case], format, where)
     assert kv.v.numel() == 0
     sequences, tree = Sequences(CASES[case], kv, where), case == "tree"
     found = sequences.run(backend, tree=tree)
@@ -145,3 +190,27 @@ def test_matches_the_definition(name: str, case: str, format: str) -> None:
         torch.testing.assert_close(
             got.double(), expected, rtol=1e-4 if exact else 1e-3, atol=5e-6 if exact else 1e-4
         )
+
+
+@pytest.mark.skipif(not TRITON, reason=NO_TRITON)
+@pytest.mark.parametrize(
+    ("case", "taken"), [("prefill batch", [70, 16]), ("mixed", [9]), ("decode", [])]
+)
+def test_keys_and_values_are_made_for_fresh_prompts_alone(
+    case: str, taken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
+    make = FreshPrompts.attend_latent
+
+    def noted(*args: Any) -> Tensor:
+        found.append(args[-1].end - args[-1].start)
+        return make(*args)
+
+    kv = allocated(CASES[case], "fp32", device())
+    sequences = Sequences(CASES[case], kv, device())
+    backend = backend_of("triton+sdpa")
+    if any(cached for cached, _ in sequences.sequences):
+        sequences.step(backend, [(0, cached) for cached, _ in sequences.sequences], tree=False)
+    monkeypatch.setattr(FreshPrompts, "attend_latent", noted)
+    sequences.step(backend, sequences.sequences, tree=False)
+    assert found == taken

@@ -173,23 +173,25 @@ def latent(**changes: object) -> ModelSpec:
 
 
 @pytest.mark.parametrize(
-    ("spec", "kernels", "kv", "expected", "reason"),
+    ("spec", "kernels", "kv", "asked", "expected", "reason"),
     [
-        (latent(), "native", "auto", "cpu", "native kernels"),
-        (latent(), "native", "int8", "cpu", "native kernels"),
+        (latent(), "native", "auto", "auto", "cpu", "native kernels"),
+        (latent(), "native", "int8", "auto", "cpu", "native kernels"),
         (
             latent(kv_lora_rank=40),
             "native",
             "auto",
+            "auto",
             "sdpa",
             "no multiples of 16, of 40 and 64 channels",
         ),
-        (latent(), "triton", "auto", "triton", "in place"),
-        (latent(), "triton", "int8", "sdpa", "stored in bfloat16 alone"),
+        (latent(), "triton", "auto", "auto", "triton", "in place"),
+        (latent(), "triton", "int8", "auto", "sdpa", "stored in bfloat16 alone"),
+        (latent(), "triton", "auto", "triton+sdpa", "triton+sdpa", "as asked"),
     ],
 )
-def test_attention_over_latent_vectors(spec, kernels, kv, expected, reason) -> None:
-    notes, config = Notes(), EngineConfig(kv_cache_dtype=kv)
+def test_attention_over_latent_vectors(spec, kernels, kv, asked, expected, reason) -> None:
+    notes, config = Notes(), EngineConfig(kv_cache_dtype=kv, attention_backend=asked)
     assert choose_attention(config, spec, kernels, "bfloat16", MEASURED, notes) == expected
     assert reason in notes.decisions[0].reason
 

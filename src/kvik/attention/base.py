@@ -12,6 +12,7 @@ from kvik.errors import ConfigError
 from kvik.frozen import frozen
 from kvik.kernels.kv_rounding import movable, round_vectors, unround_vectors
 from kvik.kernels.ops import Ops, Sequences
+from kvik.kernels.weights import Matrix
 from kvik.spec.kv import Window
 
 
@@ -186,15 +187,44 @@ class Attend:
         return q, *store(ops, k, v, self.kv, self.metadata.layout.slot_mapping)
 
 
+@dataclass(frozen=True, slots=True)
+class LatentUp:
+    """What makes keys and values of all heads from latent vectors (DeepSeek-V2, section 2.1.2).
+    Backends multiply queries and results by it, and so attend over the latent vectors themselves
+    ("absorbed"), or make the keys and values.
+
+    Attributes:
+        keys: of `Ops.linear_each`, which takes a head's query [nope] to [rank]. The other way, it
+            takes a latent vector to the head's key.
+        values: of `Ops.linear_each`, which takes a latent vector [rank] to the head's [value].
+    """
+
+    keys: Matrix
+    values: Matrix
+    rank: int
+    value: int
+
+    def into_queries(self, ops: Ops, q: Tensor) -> Tensor:
+        """q [tokens, heads, nope] -> what latent vectors are multiplied with, [tokens, heads,
+        rank]."""
+        return ops.linear_each(q, self.keys, self.rank)
+
+    def to_values(self, ops: Ops, means: Tensor) -> Tensor:
+        """means [tokens, heads, rank], of latent vectors -> those of values, [tokens, heads,
+        value]."""
+        return ops.linear_each(means, self.values, self.value)
+
+
 @frozen
 class AttendLatent:
     """The inputs of attention over latent vectors in one layer and step (`LatentSpec`).
 
     Attributes:
-        q: [tokens, heads, rank], queries as latent vectors are multiplied with them.
+        q: [tokens, heads, nope], the part of queries that meets keys made from latent vectors.
         q_rope: [tokens, heads, rope], their part that meets keys with positions.
         latent, k_rope: [tokens, rank] and [tokens, 1, rope], what the cache keeps of each token. A
             backend that rotates q_rope and k_rope may overwrite them.
+        up: of keys and values.
         kv, metadata, spec: as of `Attend`; no norms.
         rotation: [tokens, rope] fp32, for q_rope and k_rope alone.
     """
@@ -203,6 +233,7 @@ class AttendLatent:
     q_rope: Tensor
     latent: Tensor
     k_rope: Tensor
+    up: LatentUp
     kv: LayerKV
     metadata: AttentionMetadata
     spec: AttentionSpec
@@ -210,10 +241,10 @@ class AttendLatent:
 
     def joined(self, ops: Ops) -> Attend:
         """Return the same as attention of one kv head whose values are its keys; the first `rank`
-        channels of what that gives are the result."""
+        channels of what that gives are means of latent vectors."""
         q_rope, k_rope = ops.rotary(self.q_rope, self.k_rope, self.rotation)
         k = torch.cat((self.latent[:, None], k_rope), 2)
-        q = torch.cat((self.q, q_rope), 2)
+        q = torch.cat((self.up.into_queries(ops, self.q), q_rope), 2)
         return Attend(q, k, k[..., :0], self.kv, self.metadata, self.spec)
 
 
@@ -260,10 +291,10 @@ class AttentionBackend(Protocol):
         ...
 
     def run_latent(self, attend: AttendLatent) -> Tensor:
-        """Rotate, write this step's latent vectors into the cache, then attend over them.
+        """Rotate, write this step's latent vectors into the cache, then attend.
 
         Returns:
-            [tokens, heads, rank], the means of latent vectors.
+            [tokens, heads, value].
         """
         ...
 

@@ -83,7 +83,9 @@ class CpuAttention:
             dtype=DTYPES[latent.dtype],
             kv_dtype=DTYPES[kv.k.dtype],
         )
-        return self._attend(attend.q, q_rope, kv, attend.metadata, attend.spec, (1, width))
+        q = attend.up.into_queries(self._ops, attend.q)
+        means = self._attend(q, q_rope, kv, attend.metadata, attend.spec, (1, width))
+        return attend.up.to_values(self._ops, means)
 
     def _attend(
         self,

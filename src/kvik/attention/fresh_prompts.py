@@ -4,6 +4,11 @@ A prompt of which nothing is cached yet attends to this step's own keys and valu
 order, so torch's kernels (cuDNN's, FlashAttention's) can take them, which read no paged cache.
 Everything else stays with the kernels that do.
 
+Of latent vectors (`LatentSpec`) these kernels read keys and values that are made for all heads: as
+many operations as to multiply queries and results by the same matrices, and then each pair of
+tokens takes 2 * (192 + 128) of a head in place of 2 * (576 + 512) (DeepSeek-V3). Behind a cached
+prefix its keys and values would have to be made again, which only long chunks are worth.
+
 cuDNN plans its kernels anew for each shape. So prompts are lengthened to multiples of a number,
 which makes few shapes: causal queries do not see the keys behind them, and nothing reads the
 results of the queries that were added.
@@ -18,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kvik.attention.base import AttentionSpec, StepLayout
+from kvik.attention.base import AttendLatent, AttentionSpec, StepLayout
+from kvik.kernels.reference.ops import stored_weight
 from kvik.spec.kv import Window, first_visible
 
 PADDED = 1024  # lengths are multiples of this
@@ -40,6 +46,10 @@ class FreshPrompt:
     end: int
     tokens: Tensor | None
     keys: Tensor
+
+    def own(self, x: Tensor) -> Tensor:
+        """x [tokens of the step, ...] -> [padded length, ...]."""
+        return x[self.start : self.end] if self.tokens is None else x.index_select(0, self.tokens)
 
 
 class FreshPrompts:
@@ -81,15 +91,35 @@ class FreshPrompts:
         Returns:
             [end - start, heads, head_dim].
         """
-        if prompt.tokens is None:
-            own = slice(prompt.start, prompt.end)
-            q, v = q[own], v[own]
-        else:
-            q, v = q.index_select(0, prompt.tokens), v.index_select(0, prompt.tokens)
+        q, v = prompt.own(q), prompt.own(v)
         k = k.flatten(0, 1).index_select(0, prompt.keys)
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         out = _fused(q, k, v, scale)[0].transpose(0, 1)
         return out[: prompt.end - prompt.start]
+
+    def attend_latent(
+        self, attend: AttendLatent, q_rope: Tensor, k_rope: Tensor, prompt: FreshPrompt
+    ) -> Tensor:
+        """
+        Args:
+            attend: of a layer whose cache keeps latent vectors as they are.
+            q_rope: [tokens of the step, heads, rope]; k_rope: [tokens, 1, rope]; both turned.
+
+        Returns:
+            [end - start, heads, value].
+        """
+        up, heads = attend.up, attend.q.shape[1]
+        q = torch.cat((prompt.own(attend.q), prompt.own(q_rope)), 2).transpose(0, 1)
+        latent, k_rope = prompt.own(attend.latent), prompt.own(k_rope).transpose(0, 1)
+        # [heads, rank, nope] and [heads, value, rank]
+        to_keys = stored_weight(up.keys).values.unflatten(0, (heads, -1))[:, : up.rank]
+        to_values = stored_weight(up.values).values.unflatten(0, (heads, -1))[:, : up.value]
+        k = torch.cat((latent @ to_keys, k_rope.expand(heads, -1, -1)), 2)
+        v = latent @ to_values.transpose(1, 2)
+        width = max(k.shape[2], up.value)  # fused kernels take heads of one size
+        q, k, v = (F.pad(x, (0, width - x.shape[2]))[None] for x in (q, k, v))
+        out = _fused(q, k, v, attend.spec.scale)[0].transpose(0, 1)
+        return out[: prompt.end - prompt.start, :, : up.value]
 
     def _plan(self, layout: StepLayout, start: int, end: int) -> FreshPrompt:
         length, slots = end - start, layout.slot_mapping

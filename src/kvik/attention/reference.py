@@ -56,7 +56,8 @@ class ReferenceAttention:
         return out
 
     def run_latent(self, attend: AttendLatent) -> Tensor:
-        return self.run(attend.joined(self._ops))[..., : attend.q.shape[2]]
+        means = self.run(attend.joined(self._ops))[..., : attend.up.rank]
+        return attend.up.to_values(self._ops, means)
 
     def move(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
         move(kv, source, target)

@@ -109,10 +109,36 @@ class TritonAttention:
         q_rope, k_rope = self._ops.rotary(attend.q_rope, attend.k_rope, attend.rotation)
         k = torch.cat((attend.latent[:, None], k_rope), 2)
         store(self._ops, k, k[..., :0], kv, metadata.layout.slot_mapping)
-        out = torch.empty(attend.q.shape, dtype=k.dtype, device=k.device)
-        for step in metadata.steps:
-            latent_attention(attend.q, q_rope, kv.k, step, attend.spec.scale, out)
+        if not metadata.fresh:
+            q = attend.up.into_queries(self._ops, attend.q)
+            return attend.up.to_values(self._ops, self._means(attend, metadata, q, q_rope))
+        tokens, heads, _ = attend.q.shape
+        out = k.new_empty(tokens, heads, attend.up.value)
+        if rest := _rows_between(metadata.fresh, tokens):
+            q = k.new_empty(tokens, heads, attend.up.rank)
+            for rows in rest:
+                q[rows] = attend.up.into_queries(self._ops, attend.q[rows])
+            means = self._means(attend, metadata, q, q_rope)
+            for rows in rest:
+                out[rows] = attend.up.to_values(self._ops, means[rows])
+        for prompt in metadata.fresh:
+            assert self.prompts is not None
+            attended = self.prompts.attend_latent(attend, q_rope, k_rope, prompt)
+            out[prompt.start : prompt.end] = attended
         return out
+
+    def _means(
+        self, attend: AttendLatent, metadata: TritonMetadata, q: Tensor, q_rope: Tensor
+    ) -> Tensor:
+        """Return means of latent vectors, [tokens, heads, rank]; of fresh prompts undefined.
+
+        Args:
+            q: [tokens, heads, rank]. q_rope: turned.
+        """
+        means = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for step in metadata.steps:
+            latent_attention(q, q_rope, attend.kv.k, step, attend.spec.scale, means)
+        return means
 
     def move(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
         move(kv, source, target)
@@ -138,3 +164,10 @@ def _steps_between(
             )
         first = last + 1
         start = fresh[last].end if last in fresh else start
+
+
+def _rows_between(fresh: tuple[FreshPrompt, ...], tokens: int) -> list[slice]:
+    """Return which of a step's tokens belong to no fresh prompt."""
+    starts = [0, *(prompt.end for prompt in fresh)]
+    ends = [*(prompt.start for prompt in fresh), tokens]
+    return [slice(a, b) for a, b in zip(starts, ends, strict=True) if a < b]

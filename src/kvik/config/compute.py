@@ -270,7 +270,7 @@ def _triton_or_sdpa(
             refusal = f"its latent vectors are stored in {dtype} alone"
     else:
         refusal = _unfit_heads(model, multiple, MAX_TRITON_HEAD_DIM)
-    unfit = refusal or _no_torch_prompts(config, dtype, model.latent is not None)
+    unfit = refusal or _no_torch_prompts(config, dtype)
     asked = config.attention_backend
     if asked == "triton" and refusal is not None:
         raise ConfigError("attention_backend", f"triton: {refusal}")
@@ -297,11 +297,9 @@ def _unfit_heads(model: ModelSizes, multiple: int, most: int) -> str | None:
     return None
 
 
-def _no_torch_prompts(config: EngineConfig, dtype: str, latent: bool) -> str | None:
+def _no_torch_prompts(config: EngineConfig, dtype: str) -> str | None:
     """Return why torch's fused kernels cannot take prompts; None if they can."""
     kv = config.kv_cache_dtype
-    if latent:
-        return "torch's fused kernels read no latent vectors"
     if dtype not in FUSED_DTYPES:
         return f"torch's fused kernels have no {dtype}"
     if kv not in ("auto", SHORT_DTYPES[dtype]):

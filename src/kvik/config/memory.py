@@ -268,6 +268,9 @@ class StepMemory:
             return TRITON_WORKSPACE
         if self.attention_backend == TRITON_SDPA:  # copies of q, k and v, and the output
             width = 2 * (spec.query_width + spec.key_width)
+            if spec.latent is not None:  # keys and values of all heads, and widened ones
+                each = spec.latent.query + max(spec.latent.query, spec.latent.value)
+                width = spec.num_heads * (3 * each + spec.latent.nope + spec.latent.value)
             copies = (size.max_num_batched_tokens + PROMPT_PADDING) * width * item
             return TRITON_WORKSPACE + CUDNN_BYTES + copies
         if self.attention_backend == "cpu":  # partial results of the splits of long contexts

@@ -30,9 +30,8 @@ def queries_order(latent: LatentSpec, heads: int, turned: tuple[int, ...]) -> tu
 
 
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2, section 2.1), with the matrices that make keys and
-    values multiplied into queries and results (section 2.1.2), so that a token's latent vector is
-    all that is cached and read."""
+    """Multi-head latent attention (DeepSeek-V2, section 2.1): a token's latent vector is all that
+    is cached of it."""
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
         latent, rope = spec.layers[layer].latent, spec.layers[layer].rope
@@ -60,10 +59,10 @@ class LatentAttention:
             order=[*range(latent.rank), *(latent.rank + i for i in turned)],
         )
         self.kv_norm = builder.rms_norm("kv_a_layernorm", latent.rank, LATENT_EPS)
-        self.into_queries, self.to_values = builder.latent_up("kv_b_proj", heads, latent)
         # The temperature of YaRN that is not in the rotation.
         stretch = rope.temperature(rope.mscale_all_dim) if rope.mscale_all_dim else 1.0
-        self.attend = builder.latent_attention(layer, latent.query**-0.5 * stretch**2)
+        scale = latent.query**-0.5 * stretch**2
+        self.attend = builder.latent_attention("kv_b_proj", layer, heads, latent, scale)
         self.o = builder.linear("o_proj", heads * latent.value, hidden, bias=spec.o_bias, role="o")
         builder.ignore("rotary_emb.inv_freq")
 
@@ -78,14 +77,14 @@ class LatentAttention:
         nope, q_rope = q.split_with_sizes((heads * latent.nope, heads * latent.rope), 1)
         vector, k_rope = self.kv(x, ctx).split_with_sizes((latent.rank, latent.rope), 1)
         attended = self.attend(
-            self.into_queries(nope.unflatten(1, (heads, latent.nope))),
+            nope.unflatten(1, (heads, latent.nope)),
             q_rope.unflatten(1, (heads, latent.rope)),
             self.kv_norm(vector),
             k_rope[:, None],
             ctx,
             rotation,
         )
-        return self.o(self.to_values(attended).flatten(1), ctx, residual)
+        return self.o(attended, ctx, residual)
 
 
 def grouped_router(fields: Fields, experts: int, active: int) -> Router:

@@ -16,7 +16,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from kvik.attention.base import AttentionBackend, AttentionSpec, HeadNorms
+from kvik.attention.base import AttentionBackend, AttentionSpec, HeadNorms, LatentUp
 from kvik.errors import ModelError, shown
 from kvik.kernels.ops import DeltaHeads, Gate, Ops
 from kvik.kernels.weights import Activation, MatrixSpec, float_kind
@@ -38,7 +38,6 @@ from kvik.nn.layers import (
     LayerNorm,
     LearnedScale,
     Linear,
-    LinearEach,
     MatrixEmbedding,
     RMSNorm,
     ScaledQueries,
@@ -582,11 +581,21 @@ class Builder:
         position, group = self._position_of[owner], self._group_of[owner]
         return Attention(self.backend, position, group, spec, q_rope)
 
-    def latent_up(self, name: str, heads: int, latent: LatentSpec) -> tuple[LinearEach, LinearEach]:
-        """What makes keys and values of all heads from latent vectors (DeepSeek-V2, section 2.1.2):
-        from queries, [tokens, heads, nope], what latent vectors are multiplied with, [tokens,
-        heads, rank], and from means of these the values, [tokens, heads, value]. Both are floats,
-        whatever the checkpoint stores."""
+    def latent_attention(
+        self, name: str, layer: int, heads: int, latent: LatentSpec, scale: float
+    ) -> LatentAttention:
+        """
+        Args:
+            name: of the matrix that makes keys and values of all heads. It becomes floats, whatever
+                the checkpoint stores.
+            scale: of the scores.
+        """
+        self.ignore(*KV_SCALES)
+        position, group = self._position_of[layer], self._group_of[layer]
+        up = self._latent_up(name, heads, latent)
+        return LatentAttention(self.backend, position, group, AttentionSpec(scale), up)
+
+    def _latent_up(self, name: str, heads: int, latent: LatentSpec) -> LatentUp:
         layer, kind = self._name(name), float_kind(self.dtype)
         each = []
         for part, inputs, outputs in (
@@ -595,24 +604,13 @@ class Builder:
         ):
             rows = heads * head_rows(outputs)
             spec = MatrixSpec(kind, rows, inputs, False, None, self.dtype, self.device)
-            matrix = self.storage.matrix(f"{layer}.{part}", spec)
-            each.append(LinearEach(self.ops, matrix, outputs))
+            each.append(self.storage.matrix(f"{layer}.{part}", spec))
         keys, values = each
         if not self.storage.names:
             shape = LinearShape(latent.rank, heads * (latent.nope + latent.value))
-            quantizer = Quantizer(kind, layer)
-            ups = HeadUps(self.ops, keys.matrix, values.matrix, quantizer, latent)
+            ups = HeadUps(self.ops, keys, values, Quantizer(kind, layer), latent)
             self._declare_layer(layer, shape, self._scheme(name), ups, 0)
-        return keys, values
-
-    def latent_attention(self, layer: int, scale: float) -> LatentAttention:
-        """
-        Args:
-            scale: of the scores.
-        """
-        self.ignore(*KV_SCALES)
-        position, group = self._position_of[layer], self._group_of[layer]
-        return LatentAttention(self.backend, position, group, AttentionSpec(scale))
+        return LatentUp(keys, values, latent.rank, latent.value)
 
     def scaled_sum(self, factor: float) -> ScaledSum:
         return ScaledSum(self.ops, factor)

@@ -8,7 +8,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvik.attention.base import Attend, AttendLatent, AttentionBackend, AttentionSpec
+from kvik.attention.base import (
+    Attend,
+    AttendLatent,
+    AttentionBackend,
+    AttentionSpec,
+    LatentUp,
+)
 from kvik.kernels.ops import DeltaHeads, Gate, Ops
 from kvik.kernels.weights import Activation, Matrix
 from kvik.kernels.weights import Experts as ExpertSet
@@ -191,15 +197,21 @@ class ScaledQueries:
 class LatentAttention:
     """Attention of one layer over latent vectors, causal, over everything cached (`LatentSpec`)."""
 
-    __slots__ = ("backend", "group", "position", "spec")
+    __slots__ = ("backend", "group", "position", "spec", "up")
 
     def __init__(
-        self, backend: AttentionBackend, position: int, group: int, spec: AttentionSpec
+        self,
+        backend: AttentionBackend,
+        position: int,
+        group: int,
+        spec: AttentionSpec,
+        up: LatentUp,
     ) -> None:
         self.backend = backend
         self.position = position
         self.group = group  # KV group of the layer
         self.spec = spec
+        self.up = up
 
     def __call__(
         self,
@@ -213,27 +225,11 @@ class LatentAttention:
         """Rotate q_rope and k_rope, store what the cache keeps, attend; see `AttendLatent`.
 
         Returns:
-            [tokens, heads, rank].
+            [tokens, heads * value].
         """
         kv, metadata = ctx.kv[self.position], ctx.metadata[self.group]
-        return self.backend.run_latent(
-            AttendLatent(q, q_rope, latent, k_rope, kv, metadata, self.spec, rotation)
-        )
-
-
-class LinearEach:
-    """x W^T of each head, by a matrix of its own (`Ops.linear_each`)."""
-
-    __slots__ = ("matrix", "ops", "outputs")
-
-    def __init__(self, ops: Ops, matrix: Matrix, outputs: int) -> None:
-        self.ops = ops
-        self.matrix = matrix
-        self.outputs = outputs  # of a head
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [tokens, heads, inputs] -> [tokens, heads, outputs]."""
-        return self.ops.linear_each(x, self.matrix, self.outputs)
+        attend = AttendLatent(q, q_rope, latent, k_rope, self.up, kv, metadata, self.spec, rotation)
+        return self.backend.run_latent(attend).flatten(1)
 
 
 # Layers that keep a state of each request, as a model sees them.

@@ -279,12 +279,6 @@ class AttentionLayer(Protocol):
         ...
 
 
-class EachLayer(Protocol):
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [tokens, heads, inputs] -> [tokens, heads, outputs], a matrix for each head."""
-        ...
-
-
 class LatentAttentionLayer(Protocol):
     def __call__(
         self,
@@ -295,8 +289,8 @@ class LatentAttentionLayer(Protocol):
         ctx: ForwardContext,
         rotation: Tensor,
     ) -> Tensor:
-        """q [tokens, heads, rank], q_rope [tokens, heads, rope], latent [tokens, rank], k_rope
-        [tokens, 1, rope], rotation [tokens, rope] -> [tokens, heads, rank]."""
+        """q [tokens, heads, nope], q_rope [tokens, heads, rope], latent [tokens, rank], k_rope
+        [tokens, 1, rope], rotation [tokens, rope] -> [tokens, heads * value]."""
         ...
 
 
@@ -471,11 +465,9 @@ class LayerBuilder(Protocol):
         kv_from: int | None = None,
     ) -> AttentionLayer: ...
 
-    def latent_up(
-        self, name: str, heads: int, latent: LatentSpec
-    ) -> tuple[EachLayer, EachLayer]: ...
-
-    def latent_attention(self, layer: int, scale: float) -> LatentAttentionLayer: ...
+    def latent_attention(
+        self, name: str, layer: int, heads: int, latent: LatentSpec, scale: float
+    ) -> LatentAttentionLayer: ...
 
     def scaled_sum(self, factor: float) -> Sum: ...
 
@@ -839,12 +831,11 @@ class _Describer:
             self._found.others.append(DeclaredOther(self._layer, self._name("sinks"), sinks))
         return _DESCRIBED
 
-    def latent_up(self, name: str, heads: int, latent: LatentSpec) -> tuple[_Described, _Described]:
+    def latent_attention(
+        self, name: str, layer: int, heads: int, latent: LatentSpec, scale: float
+    ) -> _Described:
         outputs = heads * (latent.nope + latent.value)
         self.linear(name, latent.rank, outputs, bias=False, role="kv_up")
-        return _DESCRIBED, _DESCRIBED
-
-    def latent_attention(self, layer: int, scale: float) -> _Described:
         return _DESCRIBED
 
     def scaled_sum(self, factor: float) -> _Described:

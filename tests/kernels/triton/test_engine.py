@@ -29,6 +29,16 @@ EXPERTS = small(
     num_local_experts=4,
     num_experts_per_tok=2,
 )
+LATENT = small(
+    architectures=["DeepseekV2ForCausalLM"],
+    num_hidden_layers=2,
+    first_k_dense_replace=2,
+    num_experts_per_tok=2,
+    kv_lora_rank=32,
+    qk_rope_head_dim=16,
+    qk_nope_head_dim=24,
+    v_head_dim=16,
+)
 PROMPTS = [[5, 17, 40], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12]]
 SAMPLING = [
     SamplingParams(temperature=0, max_tokens=3, ignore_eos=True),
@@ -93,20 +103,21 @@ def test_experts_of_a_model(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(("config", "kind"), [(CONFIG, "attend"), (LATENT, "attend_latent")])
 def test_first_chunks_by_torch_and_the_rest_by_triton(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: dict[str, Any], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first chunk of each prompt is torch's; what comes behind it, and decodes, Triton's."""
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "config.json").write_text(json.dumps(config))
     expected = tokens(tmp_path, kernels="torch", attention_backend="reference")
     taken = []
-    attend = FreshPrompts.attend
+    attend = getattr(FreshPrompts, kind)
 
     def noted(self: FreshPrompts, *args: Any) -> Any:
         taken.append(args[3].end - args[3].start)
         return attend(self, *args)
 
-    monkeypatch.setattr(FreshPrompts, "attend", noted)
+    monkeypatch.setattr(FreshPrompts, kind, noted)
     interpret_engines(monkeypatch, torch_prompts=3)
     assert tokens(tmp_path, kernels="torch") == expected
     assert set(taken) == {3, 5}  # of the window, which is 6, the second sees no more
