@@ -10,8 +10,8 @@ from kvik.spec.fields import Fields
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
 _OLD_KINDS = {"su": "longrope"}
 MAX_POSITIONS = 2**31 - 1
-# Positions are looked up as multiples of this and a rest. Two tables for a million positions have 2,048
-# rows; with half or twice as many rests, 2,560.
+# Positions are looked up as multiples of this and a rest. Two tables for a million positions have
+# 2,048 rows; with half or twice as many rests, 2,560.
 LOW_POSITIONS = 1024
 MAX_FACTOR = 1e6
 
