@@ -25,6 +25,7 @@ from kvik.nn.gguf_export import gguf_tensors
 from kvik.nn.loader import check_weights
 from kvik.spec.kv import group_layers
 from kvik.spec.model import DTYPE_BYTES
+from kvik.spec.stored_weights import MXFP4_BLOCKS
 
 # What matrices can be written in, by the names that users know.
 TYPES: Mapping[str, str] = {name.lower(): name for name in FILE_TYPES}
@@ -67,13 +68,16 @@ def plan_export(path: Path, type: str) -> Export:
         type: of its matrices, one of the values of `TYPES`.
 
     Raises:
-        ModelError: it cannot be told in GGUF's words, or is quantised already.
+        ModelError: it cannot be told in GGUF's words, or is quantised already, but for the experts
+            of gpt-oss, which files have as they are.
     """
     files = model_files(path)
     spec = files.spec()
     if spec.built is not None:
         raise ModelError("model", "is an engine folder: export the model it was built from")
-    if spec.quantization is not None:
+    stored = spec.quantization
+    schemes = [rule.scheme for rule in stored.rules if rule.scheme] if stored else []
+    if any(scheme.layout != MXFP4_BLOCKS for scheme in schemes):
         told = f"is stored quantised ({spec.quantization}): export the floats it was made from"
         raise ModelError("model", told)
     metadata = {
@@ -102,6 +106,7 @@ def _check(spec: ModelSpec, checkpoint: Checkpoint) -> None:
         device=torch.device("meta"),
         max_model_len=1,
         checkpoint=checkpoint,
+        stored_quantization=spec.quantization,
     )
     spec.family.make(spec, builder)
     check_weights(builder.declared, checkpoint)

@@ -20,4 +20,4 @@ def test_every_architecture_is_listed(capsys: pytest.CaptureFixture[str]) -> Non
     assert rows.keys() == ARCHITECTURES.keys()
     assert rows["LlamaForCausalLM"]["files"] == ["safetensors", "gguf"]
     assert rows["MistralForCausalLM"]["files"] == ["safetensors", "gguf"]
-    assert rows["GPT2LMHeadModel"]["files"] == ["safetensors"]
+    assert rows["OPTForCausalLM"]["files"] == ["safetensors"]

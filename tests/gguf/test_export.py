@@ -27,6 +27,7 @@ from kvik.gguf.tokenizer import GgufTokenizer, read_tokenizer
 from kvik.gguf.types import BLOCK_TYPES
 from kvik.gguf.writer import OutTensor, write_gguf
 from kvik.models.model_spec import ModelSpec
+from kvik.spec.experts import ExpertsSpec
 from kvik.spec.layers import LayerSpec
 from kvik.spec.rope import RopeSpec
 
@@ -121,6 +122,92 @@ def test_there_and_back(tmp_path: Path, name: str, options: dict[str, Any]) -> N
     assert there_and_back(model, tmp_path / "m.gguf") == model
 
 
+# Families whose layers attend over latent vectors, keep states or are stored apart.
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 20,
+    "linear_conv_kernel_dim": 3,
+}
+LATENT = {
+    "kv_lora_rank": 48,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 20,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+}
+SHARED = {**QWEN3_MOE, "shared_expert_intermediate_size": 40}
+EVEN = {"mscale": 0.707, "mscale_all_dim": 0.707}
+LOPSIDED = ["full_attention", "full_attention", "linear_attention"]
+IN_ORDER = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+OTHERS: list[tuple[str, dict[str, Any]]] = [
+    ("GptOssForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    (
+        "GptOssForCausalLM",
+        {"rope_scaling": YARN | {"truncate": False}, "num_local_experts": 4}
+        | {"num_experts_per_tok": 3, "sliding_window": 77},
+    ),
+    ("Qwen3_5ForCausalLM", DELTA | {"layer_types": LOPSIDED}),
+    ("Qwen3_5ForCausalLM", DELTA | IN_ORDER),
+    ("Qwen3_5MoeForCausalLM", DELTA | SHARED | {"num_hidden_layers": 8}),
+    ("Qwen3NextForCausalLM", DELTA | SHARED | {"full_attention_interval": 3}),
+    ("Qwen2MoeForCausalLM", SHARED | {"norm_topk_prob": False}),
+    ("DeepseekV2ForCausalLM", LATENT | {"q_lora_rank": None, "rope_scaling": YARN | EVEN}),
+    (
+        "DeepseekV2ForCausalLM",
+        LATENT | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    ),
+    ("DeepseekV3ForCausalLM", LATENT | {"q_lora_rank": 24, "n_group": 4, "topk_group": 2}),
+    ("DeepseekV3ForCausalLM", LATENT | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
+    ("Lfm2ForCausalLM", {"conv_L_cache": 4, "full_attn_idxs": [1], "norm_eps": 1e-6}),
+    ("Gemma2ForCausalLM", {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 9}),
+    ("Olmo3ForCausalLM", {"sliding_window": 9, "num_hidden_layers": 8}),
+    ("GraniteMoeForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    (
+        "Ministral3ForCausalLM",
+        {"rope_parameters": None}
+        | {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}
+        | {"llama_4_scaling_beta": 0.1},
+    ),
+    ("FalconForCausalLM", {"head_dim": None, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    ("GPT2LMHeadModel", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 99}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), OTHERS)
+def test_layers_there_and_back(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+    """Windows, positions, experts, states and latent vectors of every layer, and all sizes."""
+    model = spec(name, options)
+    back = there_and_back(model, tmp_path / "m.gguf")
+
+    def layers(model: ModelSpec) -> list[LayerSpec]:
+        width = model.latent.rope if model.latent else model.head_dim
+        return [
+            replace(
+                layer,
+                experts=_ungrouped(layer.experts),
+                rope=layer.rope and replace(layer.rope, fraction=layer.rope.width(width)),
+            )
+            for layer in model.layers
+        ]
+
+    assert layers(back) == layers(model)
+    same = ("architecture", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads")
+    for key in (*same, "head_dim", "max_position_embeddings", "norm_eps", "qkv_bias", "scales"):
+        assert getattr(back, key) == getattr(model, key), key
+
+
+def _ungrouped(experts: ExpertsSpec | None) -> ExpertsSpec | None:
+    """Groups that are all kept are none."""
+    if experts is None or experts.router.kept < experts.router.groups:
+        return experts
+    return replace(experts, router=replace(experts.router, groups=1, kept=1))
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -151,7 +238,7 @@ def test_mistral_without_a_window_is_a_llama(tmp_path: Path) -> None:
         ("Qwen2ForCausalLM", {"sliding_window": 64, "use_sliding_window": True}, "sliding_window"),
         ("LlamaForCausalLM", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
         ("LlamaForCausalLM", {"rope_scaling": YARN | {"mscale": 1.0}}, "no words for yarn"),
-        ("LlamaForCausalLM", {"rope_scaling": YARN | {"truncate": False}}, "no words for yarn"),
+        ("LlamaForCausalLM", {"rope_scaling": YARN | {"truncate": False}}, "of llama imply"),
         ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 0, 1]}, "rope_parameters: .* smollm3 imply"),
         ("GPTNeoXForCausalLM", {"num_key_value_heads": 4, "hidden_act": "gelu_new"}, "hidden_act"),
         ("Gemma3ForCausalLM", {"query_pre_attn_scalar": 64}, "of gemma3 imply"),
@@ -162,6 +249,15 @@ def test_mistral_without_a_window_is_a_llama(tmp_path: Path) -> None:
             "experts .* qwen3moe imply",
         ),
         ("OlmoeForCausalLM", QWEN3_MOE, "experts of layers: .* olmoe imply"),
+        ("DeepseekV3ForCausalLM", LATENT | {"rope_interleave": False}, "of deepseek2 imply"),
+        (
+            "DeepseekV3ForCausalLM",
+            LATENT | {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}},
+            "no words for yarn",
+        ),
+        ("Lfm2ForCausalLM", {"conv_bias": True, "full_attn_idxs": [1]}, "layer_types: .* lfm2 im"),
+        ("Gemma2ForCausalLM", {"attn_logit_softcapping": None}, "of gemma2 imply"),
+        ("Gemma2ForCausalLM", {"query_pre_attn_scalar": 99}, "of gemma2 imply"),
     ],
 )
 def test_what_gguf_has_no_words_for(name: str, options: dict[str, Any], message: str) -> None:
@@ -170,7 +266,7 @@ def test_what_gguf_has_no_words_for(name: str, options: dict[str, Any], message:
 
 
 def test_other_architectures() -> None:
-    model = replace(spec("LlamaForCausalLM", {}), architecture="GPT2LMHeadModel", layers=())
+    model = replace(spec("LlamaForCausalLM", {}), architecture="OPTForCausalLM", layers=())
     with pytest.raises(ModelError, match="architectures: must be one of LlamaForCausalLM"):
         model_metadata(model, "x", "BF16")
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.gguf_files import llama_file, raw, write_with_package
-from helpers.tiny_models import save_tiny, tiny_model
+from helpers.tiny_models import DELTA, save_tiny, tiny_model
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -37,7 +37,9 @@ from kvik.gguf.reader import read_gguf
 from kvik.gguf.types import BLOCK_TYPES
 from kvik.models.model_spec import ModelSpec
 from kvik.models.registry import ARCHITECTURES
+from kvik.spec.declare import APART
 from kvik.spec.kv import Window
+from kvik.spec.layers import LatentSpec
 from kvik.spec.rope import RopeSpec
 from kvik.spec.stored_weights import BLOCK_LAYOUTS
 from kvik.spec.weight_kind import WeightKind
@@ -210,9 +212,86 @@ def test_wrong_facts(tmp_path: Path, values: dict[str, Any], message: str) -> No
         spec_of(path)
 
 
+WITHIN = {"deepseek2.attention.kv_lora_rank": 48, "deepseek2.attention.key_length": 64}
+EXPERTS = {
+    "deepseek2.expert_count": 4,
+    "deepseek2.expert_used_count": 2,
+    "deepseek2.expert_feed_forward_length": 24,
+}
+NETS = {
+    "qwen35.ssm.conv_kernel": 4,
+    "qwen35.ssm.state_size": 8,
+    "qwen35.ssm.group_count": 2,
+    "qwen35.ssm.time_step_rank": 4,
+    "qwen35.ssm.inner_size": 80,
+}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "values", "message"),
+    [
+        ("qwen35", {"qwen35.ssm.inner_size": 81}, "inner_size: must be a multiple of 4 heads"),
+        ("qwen35", {"qwen35.ssm.conv_kernel": 99}, "linear_conv_kernel_dim: must be an integer"),
+        (
+            "qwen35",
+            {"qwen35.block_count": 3, "qwen35.attention.recurrent_layers": [True, False]},
+            "qwen35.attention.recurrent_layers: must have 3 booleans",
+        ),
+        (
+            "lfm2",
+            {"lfm2.block_count": 3, "lfm2.attention.head_count_kv": [2, 0]},
+            "head_count_kv: must have 3 values",
+        ),
+        ("lfm2", {"lfm2.attention.head_count_kv": [0]}, "all the same but for zeros"),
+        ("deepseek2", {**EXPERTS, "deepseek2.attention.value_length": 8}, "key_length: is missing"),
+        (
+            "deepseek2",
+            {**EXPERTS, **WITHIN, "deepseek2.attention.value_length": 8}
+            | {"deepseek2.rope.dimension_count": 64},
+            r"dimension_count: must be below deepseek2.attention.key_length \(64\), not 64",
+        ),
+    ],
+)
+def test_wrong_facts_of_other_layers(
+    tmp_path: Path, architecture: str, values: dict[str, Any], message: str
+) -> None:
+    usual = {"deepseek2": {"deepseek2.attention.kv_lora_rank": 48}, "qwen35": NETS}
+    usual["lfm2"] = {"lfm2.shortconv.l_cache": 3}
+    values = usual[architecture] | values
+    without = ["llama.attention.head_count_kv"] if architecture == "lfm2" else []
+    path = llama_file(
+        tmp_path / "m.gguf", architecture=architecture, values=values, without=without
+    )
+    with pytest.raises(ModelError, match=message):
+        spec_of(path)
+
+
+def test_old_files_of_deepseek_have_one_matrix_for_keys_and_values(tmp_path: Path) -> None:
+    values = {
+        **EXPERTS,
+        **WITHIN,
+        "deepseek2.attention.value_length": 32,
+        "deepseek2.rope.dimension_count": 16,
+        "deepseek2.rope.scaling.type": "yarn",
+        "deepseek2.rope.scaling.factor": 4.0,
+        "deepseek2.rope.scaling.yarn_log_multiplier": 0.0707,
+    }
+    spec = spec_of(llama_file(tmp_path / "m.gguf", architecture="deepseek2", values=values))
+    assert spec.architecture == "DeepseekV2ForCausalLM" and spec.wiring == ""
+    assert spec.latent == LatentSpec(48, 16, 48, 32)
+    assert spec.ropes[0].mscale == spec.ropes[0].mscale_all_dim == 0.707
+    more = {"deepseek2.attention.key_length_mla": 24, "deepseek2.attention.value_length_mla": 8}
+    more |= {"deepseek2.expert_gating_func": 2, "deepseek2.attention.q_lora_rank": 12}
+    spec = spec_of(llama_file(tmp_path / "n.gguf", architecture="deepseek2", values=values | more))
+    assert spec.architecture == "DeepseekV3ForCausalLM" and spec.wiring == APART
+    assert spec.latent == LatentSpec(48, 16, 8, 8, 12)
+    router = next(layer.experts.router for layer in spec.layers if layer.experts)
+    assert (router.groups, router.scale) == (1, 1.0)  # what a file leaves out
+
+
 def test_other_models_are_named(tmp_path: Path) -> None:
     path = llama_file(tmp_path / "m.gguf", architecture="mamba")
-    with pytest.raises(ModelError, match=r"must be one of llama, qwen2, .*olmo2.*, not 'mamba'"):
+    with pytest.raises(ModelError, match=r"must be one of llama, .*qwen2, .*olmo2.*, not 'mamba'"):
         spec_of(path)
 
 
@@ -356,21 +435,30 @@ def test_longrope_is_read_from_two_tensors(tmp_path: Path) -> None:
         ("Exaone4", {"head_dim": 8}),
         ("SmolLM3", {}),
         ("SeedOss", {"head_dim": 8, "residual_dropout": 0.0, "attention_dropout": 0.0}),
+        ("Ministral3", {"head_dim": 8}),
+        ("Gemma2", {"head_dim": 8}),
+        ("Olmo3", {}),
+        ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
+        ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": True}),
+        ("Qwen3_5", {"num_hidden_layers": 4, "head_dim": 8, **DELTA}),
+        ("GPT2", {}),
     ],
 )
 def test_every_parameter_has_the_name_of_the_public_package(family: str, options: dict) -> None:
-    kind = ARCHITECTURES[f"{family}ForCausalLM"].gguf or "llama"
+    row = ARCHITECTURES[f"{family}LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"]
+    kind = row.gguf or "llama"
     architecture = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == kind)
-    known = gguf.get_tensor_name_map(architecture, 3)
+    known = gguf.get_tensor_name_map(architecture, 4)
     model = tiny_model(family, **options)
     tied = "lm_head.weight" if model.config.tie_word_embeddings else ""
     names = [name for name in model.state_dict() if name != tied]
     if family == "GPTNeoX":  # in files
         names = [name.replace("lm_head", "embed_out") for name in names]
-    own = ARCHITECTURES[f"{family}ForCausalLM"].gguf_names
+    own = row.gguf_names
     assert len(names) > 20
     for name in names:
-        expected = known.get_name(name, try_suffixes=(".weight", ".bias"))
+        usual = name.replace("dt_bias", "dt_proj.bias")  # as the converter has it
+        expected = known.get_name(usual, try_suffixes=(".weight", ".bias"))
         assert gguf_name(name, own) == expected and hf_name(expected, own) == name
 
 
@@ -382,6 +470,10 @@ def test_every_parameter_has_the_name_of_the_public_package(family: str, options
         ("Olmoe", {"num_experts": 3}),
         ("Glm4Moe", {"n_routed_experts": 3, "head_dim": 8, "use_qk_norm": True}),
         ("MiniMaxM2", {"num_local_experts": 3, "head_dim": 8}),
+        ("Qwen2Moe", {"num_experts": 3, "decoder_sparse_step": 1}),
+        ("DeepseekV2", {"n_routed_experts": 3, "q_lora_rank": None, "first_k_dense_replace": 1}),
+        ("DeepseekV3", {"n_routed_experts": 8, "first_k_dense_replace": 1}),
+        ("Qwen3_5Moe", {"num_experts": 3, "num_hidden_layers": 4, "head_dim": 8, **DELTA}),
     ],
 )
 def test_experts_have_the_names_of_the_public_package(
@@ -390,11 +482,12 @@ def test_experts_have_the_names_of_the_public_package(
     """Tensors of all experts of a layer have one name."""
     row = ARCHITECTURES[f"{family}ForCausalLM"]
     architecture = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == row.gguf)
-    known = gguf.get_tensor_name_map(architecture, 3)
+    known = gguf.get_tensor_name_map(architecture, 4)
     save_tiny(tmp_path, family, **options)
     experts = re.compile(r"experts\.(\d+)")
     for name in load_file(tmp_path / "model.safetensors"):
         usual = experts.sub("experts", name).replace("correction_bias", "correction.bias")
+        usual = usual.replace("dt_bias", "dt_proj.bias")
         expected = known.get_name(usual, try_suffixes=(".weight", ".bias"))
         assert gguf_name(name, row.gguf_names) == expected
         number = experts.search(name)

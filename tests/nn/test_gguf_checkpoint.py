@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 import struct
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +17,17 @@ from gguf import GGUFReader
 from helpers.gguf_files import llama_file
 from helpers.optional_native import needs_native
 from helpers.paged_model import PagedModel
-from helpers.tiny_models import greedy_and_scores, save_tiny, tokens
+from helpers.tiny_models import (
+    IMAGE_PREFIXES,
+    greedy_and_scores,
+    save_tiny,
+    save_tiny_with_images,
+    tokens,
+)
 from safetensors.torch import load_file, save_file
 
 from kvik.errors import ModelError
+from kvik.export import plan_export
 from kvik.gguf.export import model_metadata, token_id_metadata
 from kvik.gguf.facts import SCHEMES, stored_quantization
 from kvik.gguf.reader import read_gguf
@@ -87,14 +98,70 @@ EXPERTS = {
     },
 }
 MORE |= EXPERTS
+# Families whose layers keep states, attend over latent vectors, or are stored apart in files.
+STATES = {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 32,
+}
+SHARED = {**SOME, "num_experts": 6, "shared_expert_intermediate_size": 64}
+LATENT = {
+    **WIDE,
+    **SOME,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 64,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 6,
+    "n_shared_experts": 2,
+    "n_group": 3,
+    "topk_group": 1,
+}
+YARN = {"rope_theta": 10000.0, "rope_type": "yarn", "original_max_position_embeddings": 32}
+YARN |= {"factor": 4.0}
+EVEN = {"mscale": 1.0, "mscale_all_dim": 1.0}
+APART = {
+    "GptOss": {
+        **HEAD,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "sliding_window": 9,
+        "rope_parameters": {**YARN, "truncate": False},
+    },
+    "Qwen3_5": {**HEAD, **STATES},
+    "Qwen3_5Moe": {**HEAD, **STATES, **SHARED},
+    "Qwen3Next": {**HEAD, **STATES, **SHARED, "norm_topk_prob": True},
+    "Qwen2Moe": {**WIDE, **SHARED, "decoder_sparse_step": 1},
+    "DeepseekV2": {**LATENT, "q_lora_rank": None, "topk_method": "group_limited_greedy"},
+    "DeepseekV3": {**LATENT, "rope_parameters": {**YARN, **EVEN}},
+    "Glm4MoeLite": {**LATENT, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "Lfm2": {**WIDE, "layer_types": ["conv", "full_attention", "conv"]},
+    "Falcon": {"hidden_size": 64, "ffn_hidden_size": 96},
+    "Falcon-two-norms": {"hidden_size": 64, "new_decoder_architecture": True, "num_kv_heads": 2},
+    "Gemma2": {**HEAD, "sliding_window": 9, "query_pre_attn_scalar": 16},
+    "Olmo3": {**WIDE, "num_hidden_layers": 4, "sliding_window": 9},
+    "GraniteMoe": {**WIDE, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Ministral3": {**HEAD, "rope_parameters": {**YARN, **EVEN, "llama_4_scaling_beta": 2.0}},
+    "GPT2": {"n_embd": 64},
+}
+MORE |= APART
+
+
+CONVOLUTIONS = ("conv.conv.weight", "conv1d.weight")
 
 
 def type_of(name: str, type: str, family: str) -> str:
     """The type of a matrix in a file, by its name in a checkpoint."""
-    if name.endswith((".gate.weight", "router.weight")):
+    exact = (".gate.weight", "router.weight", "router.layer.weight", "wpe.weight")
+    if name.endswith((*exact, "shared_expert_gate.weight")) or name.endswith(CONVOLUTIONS):
         return "F32"
     eight = family == "Mixtral" and name.endswith(("k_proj.weight", "v_proj.weight"))
-    finer = eight or "embed" in name or name == "lm_head.weight"
+    finer = eight or "embed" in name or name.endswith(("lm_head.weight", "wte.weight"))
     return "Q8_0" if type == "Q4_0" and finer else type
 
 
@@ -149,11 +216,28 @@ def multiplied_out(folder: Path, type: str, family: str) -> Path:
     tensors = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         own = type_of(name, type, family)
-        tensors[name] = dequantize(own, quantize(own, tensor)) if tensor.dim() == 2 else tensor
+        round = partial(rounded, own)
+        if "kv_b_proj" in name:  # in files the keys of a head are transposed
+            heads = tensor.view(4, -1, 64)
+            tensors[name] = torch.cat((round(heads[:, :32].mT).mT, round(heads[:, 32:])), 1)
+            tensors[name] = tensors[name].flatten(0, 1)
+        elif own == "F32" or tensor.dim() < 2 or name.endswith("_bias"):
+            tensors[name] = tensor
+        else:
+            turned = (family == "GPT2" and ".h." in name) or (
+                family == "GptOss" and ".experts." in name
+            )
+            tensors[name] = round(tensor.mT).mT.contiguous() if turned else round(tensor)
     if spec.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
     save_file(tensors, twin / "model.safetensors")
     return twin
+
+
+def rounded(type: str, matrices: torch.Tensor) -> torch.Tensor:
+    """[..., rows, inputs] as blocks of a type have them."""
+    rows = matrices.flatten(0, -2).contiguous()
+    return dequantize(type, quantize(type, rows)).view(matrices.shape)
 
 
 @pytest.mark.parametrize(
@@ -162,8 +246,9 @@ def multiplied_out(folder: Path, type: str, family: str) -> Path:
     + [(family, type) for family in MORE for type in ("F32", "Q4_0")],
 )
 def test_the_same_model(tmp_path: Path, family: str, type: str) -> None:
-    save_tiny(tmp_path, family, **{**FAMILIES, **MORE}[family])
-    ids = tokens(20)
+    options, ids = {**FAMILIES, **MORE}[family], tokens(20)
+    family = family.partition("-")[0]
+    save_tiny(tmp_path, family, **options)
     expected = PagedModel(multiplied_out(tmp_path, type, family)).step({0: ids})[0]
     logits = PagedModel(export(tmp_path, type)).step({0: ids})[0]
     assert torch.equal(logits, expected)
@@ -185,6 +270,143 @@ def test_experts_are_parts_of_one_tensor(tmp_path: Path, family: str) -> None:
     for name in wanted:
         assert torch.equal(found[name], quantize("Q4_0", weights[name])), name
         assert stored.scheme(name.removesuffix(".weight")) == SCHEMES["Q4_0"]
+
+
+Parts = Mapping[str, Callable[[torch.Tensor], torch.Tensor]]
+# What files have of a tensor, by the name of the layer as which it is read.
+PARTS: dict[str, tuple[str, Parts]] = {
+    "DeepseekV3": (
+        "model.layers.1.self_attn.kv_b_proj.weight",
+        {
+            "self_attn.k_b_proj": lambda whole: whole.view(4, 64, 64)[:, :32].mT.flatten(0, 1),
+            "self_attn.v_b_proj": lambda whole: whole.view(4, 64, 64)[:, 32:].flatten(0, 1),
+        },
+    ),
+    "GptOss": (
+        "model.layers.1.mlp.experts.gate_up_proj",
+        {
+            "mlp.experts.2.gate_proj": lambda whole: whole[2].t()[::2],
+            "mlp.experts.2.up_proj": lambda whole: whole[2].t()[1::2],
+        },
+    ),
+    "GraniteMoe": (
+        "model.layers.1.block_sparse_moe.input_linear.weight",
+        {
+            "block_sparse_moe.experts.2.gate_proj": lambda whole: whole[2][:96],
+            "block_sparse_moe.experts.2.up_proj": lambda whole: whole[2][96:],
+        },
+    ),
+    "Qwen3Next": (
+        "model.layers.1.linear_attn.in_proj_qkvz.weight",
+        {
+            # of each of two key heads: q, k, three values and their gates
+            "linear_attn.in_proj_qkv": lambda whole: torch.cat(
+                [
+                    whole.view(2, 208, 64)[:, a:b].flatten(0, 1)
+                    for a, b in ((0, 8), (8, 16), (16, 112))
+                ]
+            ),
+            "linear_attn.in_proj_z": lambda whole: whole.view(2, 208, 64)[:, 112:].flatten(0, 1),
+        },
+    ),
+    "Qwen3_5": (
+        "model.layers.1.linear_attn.out_proj.weight",
+        {"linear_attn.out_proj": lambda whole: whole.view(64, 2, 3, 32).transpose(1, 2).flatten(1)},
+    ),
+    "GPT2": (
+        "transformer.h.1.mlp.c_fc.weight",
+        {"mlp.c_fc": lambda whole: whole.t()},
+    ),
+}
+
+
+@pytest.mark.parametrize("family", PARTS)
+@pytest.mark.parametrize("type", ["F32", "Q4_0"])
+def test_parts_of_layers(tmp_path: Path, family: str, type: str) -> None:
+    """They are the bytes of their own weights."""
+    save_tiny(tmp_path, family, **APART[family])
+    name, parts = PARTS[family]
+    whole = load_file(tmp_path / "model.safetensors")[name]
+    checkpoint = open_gguf(export(tmp_path, type))
+    for layer, part in parts.items():
+        block = re.match(r".+?\.\d+\.", name)
+        assert block is not None
+        full = f"{block[0]}{layer}.weight"
+        (run,) = checkpoint.runs({full: False})
+        expected = quantize(type, part(whole).contiguous())
+        assert torch.equal(run.values.view(torch.uint8).view(expected.shape), expected)
+
+
+def test_value_heads_come_back_to_their_key_heads(tmp_path: Path) -> None:
+    """Files have the first of each key head, then the second."""
+    save_tiny(tmp_path, "Qwen3_5", **APART["Qwen3_5"])
+    weights, path = load_file(tmp_path / "model.safetensors"), export(tmp_path, "F32")
+    scope = "model.layers.1.linear_attn."
+    stored = {one.name: torch.tensor(one.data) for one in GGUFReader(path).tensors}
+    turns = [0, 3, 1, 4, 2, 5]
+    rates = -weights[f"{scope}A_log"].exp()[turns]
+    torch.testing.assert_close(stored["blk.1.ssm_a"], rates)
+    assert torch.equal(stored["blk.1.ssm_beta.weight"], weights[f"{scope}in_proj_b.weight"][turns])
+    channels = weights[f"{scope}conv1d.weight"].squeeze(1)
+    values = channels[32:].view(6, 32, -1)[turns].flatten(0, 1)
+    assert torch.equal(stored["blk.1.ssm_conv1d.weight"], torch.cat((channels[:32], values)))
+    checkpoint = open_gguf(path)
+    for name in ("in_proj_qkv.weight", "in_proj_z.weight", "in_proj_a.weight", "dt_bias"):
+        (run,) = checkpoint.runs({scope + name: False})
+        assert torch.equal(run.values, weights[scope + name]), name
+    for name in ("A_log", "conv1d.weight"):
+        (run,) = checkpoint.runs({scope + name: False})
+        torch.testing.assert_close(run.values, weights[scope + name], rtol=1e-6, atol=1e-6)
+
+
+def test_states_that_would_grow(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "Qwen3_5", **APART["Qwen3_5"])
+    spec, path = read_model_spec(tmp_path), tmp_path / "m.gguf"
+    tensors = gguf_tensors(open_checkpoint(tmp_path), spec, "F32")
+    grown = [
+        replace(one, data=lambda size=one.size: [bytes(size)])
+        if one.name.endswith("ssm_a")
+        else one
+        for one in tensors
+    ]
+    write_gguf(path, model_metadata(spec, "tiny", "F32"), grown)
+    with pytest.raises(ModelError, match="must hold negative numbers in ssm_a"):
+        PagedModel(path)
+
+
+def test_blocks_of_gpt_oss_keep_their_bits(tmp_path: Path) -> None:
+    """Experts in four bits are exported as they are, whatever the type of the rest."""
+    save_tiny(tmp_path, "GptOss", **APART["GptOss"])
+    weights = load_file(tmp_path / "model.safetensors")
+    draw = torch.Generator().manual_seed(0)
+    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = weights.pop(name).shape
+        size = (experts, outputs, inputs // 32, 16)
+        weights[f"{name}_blocks"] = torch.randint(0, 256, size, generator=draw, dtype=torch.uint8)
+        scales = torch.randint(118, 124, size[:3], generator=draw)
+        weights[f"{name}_scales"] = scales.to(torch.uint8)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    path = tmp_path / "m.gguf"
+    plan_export(tmp_path, "F32").write(path, lambda count: None)
+    kinds = {one.name: one.tensor_type.name for one in GGUFReader(path).tensors}
+    assert {kind for name, kind in kinds.items() if name.endswith("_exps.weight")} == {"MXFP4"}
+    expected = PagedModel(tmp_path).step({0: tokens(20)})[0]
+    assert torch.equal(PagedModel(path).step({0: tokens(20)})[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "prefix"),
+    [*(("Ministral3", prefix) for prefix in IMAGE_PREFIXES), ("Qwen3_5", IMAGE_PREFIXES[0])],
+)
+def test_text_models_of_those_that_read_images(tmp_path: Path, family: str, prefix: str) -> None:
+    save_tiny_with_images(tmp_path, prefix, family)
+    path = tmp_path / "m.gguf"
+    plan_export(tmp_path, "F32").write(path, lambda count: None)
+    expected = PagedModel(tmp_path).step({0: tokens(20)})[0]
+    torch.testing.assert_close(PagedModel(path).step({0: tokens(20)})[0], expected)
 
 
 # Of a log probability, on average; the native kernels round activations. Measured: 0 and 0.027.

@@ -12,20 +12,27 @@ from tokenizers import Tokenizer
 
 from kvik.errors import ModelError, shown
 from kvik.gguf.facts import (
+    DELTA,
     EMBEDDING,
     END_TOKENS,
     EXPERT_SIZES,
+    FULL_INTERVAL,
     GATING,
     HEAD,
+    LATENT_RANK,
     LAYER,
     PARALLEL,
+    POSITIONS,
+    RECURRENT,
     SCALES,
     SCHEMES,
+    TAPS,
+    TEMPERATURE,
     llama3_divisors,
     metadata_config,
 )
 from kvik.gguf.tokenizer import AT, SPACE, WORD_RULES, TokenKind, WordRule
-from kvik.gguf.types import BLOCK_TYPES, Metadata
+from kvik.gguf.types import BLOCK_TYPES, Array, Metadata
 from kvik.gguf.writer import Scalar
 from kvik.models.model_spec import ModelSpec
 from kvik.models.registry import ARCHITECTURES
@@ -33,6 +40,7 @@ from kvik.spec.declare import Architecture
 from kvik.spec.experts import ExpertsSpec
 from kvik.spec.rope import RopeSpec
 
+Entry = Scalar | Sequence[Scalar]
 # Architecture of config.json -> the one that names its files.
 FAMILIES: Mapping[str, Architecture] = {
     name: row for name, row in ARCHITECTURES.items() if row.gguf is not None
@@ -69,6 +77,8 @@ FILE_TYPES: Mapping[str, FileType] = {
     "Q4_K_M": FileType(15, "Q4_K", head="Q6_K", sensitive="Q6_K"),
     "Q4_0": FileType(2, "Q4_0", head="Q8_0", embedding="Q8_0"),
 }
+# Layers whose matrices are never rounded, as llama.cpp has them.
+EXACT = ("ffn_gate_inp", "ffn_gate_inp_shexp", "ssm_conv1d", "shortconv.conv")
 # What takes the place of blocks of 256 weights where rows are not whole ones.
 SMALLER_BLOCKS: Mapping[str, str] = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 
@@ -87,9 +97,11 @@ def block_type(type: str, name: str, width: int, spec: ModelSpec) -> str:
         found = file.head
     elif name == EMBEDDING:
         found = file.embedding
+    elif name == POSITIONS:
+        found = "F32"
     elif (layer := LAYER.fullmatch(name)) is not None:
         part = layer[2]
-        if part == "ffn_gate_inp":
+        if part in EXACT:
             found = "F32"
         elif _has_eight_experts(spec) and file.usual in SCHEMES and part in ("attn_k", "attn_v"):
             found = "Q8_0"
@@ -134,7 +146,7 @@ def gguf_family(spec: ModelSpec) -> Architecture:
     return FAMILIES[spec.architecture]
 
 
-def model_metadata(spec: ModelSpec, name: str, type: str) -> dict[str, Scalar]:
+def model_metadata(spec: ModelSpec, name: str, type: str) -> dict[str, Entry]:
     """Return the metadata of a model, without its tokenizer.
 
     Args:
@@ -146,9 +158,8 @@ def model_metadata(spec: ModelSpec, name: str, type: str) -> dict[str, Scalar]:
     """
     family = gguf_family(spec)
     architecture = str(family.gguf)
-    rope = _main_rope(spec)
     eps = "layer_norm_rms_epsilon" if spec.rms_norm else "layer_norm_epsilon"
-    facts: dict[str, Scalar | None] = {
+    facts: dict[str, Entry | None] = {
         "block_count": spec.num_layers,
         "context_length": spec.max_position_embeddings,
         "embedding_length": spec.hidden_size,
@@ -160,14 +171,16 @@ def model_metadata(spec: ModelSpec, name: str, type: str) -> dict[str, Scalar]:
         "attention.value_length": spec.head_dim,
         f"attention.{eps}": spec.norm_eps,
         "attention.sliding_window": next((w.keys for w in spec.windows if w), None),
-        "rope.dimension_count": rope.width(spec.head_dim),
-        **{at: of(spec.scales) for at, of in map(SCALES.__getitem__, family.gguf_scales)},
+        **{SCALES[key][0]: SCALES[key][1](spec.scales) for key in family.gguf_scales},
     }
-    if PARALLEL in family.fixed or family.wiring is not None:
+    if PARALLEL in family.fixed or (family.wiring is not None and family.gguf_parts is None):
         facts[PARALLEL] = family.fixed.get(PARALLEL, bool(spec.wiring))
-    facts |= _experts(spec)
-    facts |= _rope(rope)
-    metadata: dict[str, Scalar] = {
+    facts |= _experts(spec) | _latent(spec) | _states(spec)
+    if (main := _main_rope(spec)) is not None:
+        facts |= _rope(*main, family)
+    if family.gguf_extra is not None:
+        facts |= family.gguf_extra(spec)
+    metadata: dict[str, Entry] = {
         "general.architecture": architecture,
         "general.type": "model",
         "general.name": name,
@@ -179,38 +192,53 @@ def model_metadata(spec: ModelSpec, name: str, type: str) -> dict[str, Scalar]:
     return metadata
 
 
-def _main_rope(spec: ModelSpec) -> RopeSpec:
-    """Return how layers without a window turn; GGUF tells no other."""
-    ropes = (layer.rope for layer in spec.layers if layer.rope and layer.window is None)
-    return next(ropes, spec.ropes[0])
+def _main_rope(spec: ModelSpec) -> tuple[RopeSpec, int] | None:
+    """Return how layers without a window turn, and the size of what turns; GGUF tells no other.
+    None: they do not."""
+    whole = (spec.rotation(layer) for layer in spec.layers if layer.window is None)
+    return next(filter(None, whole), next(iter(spec.rotations), None))
 
 
-def _check(spec: ModelSpec, metadata: Mapping[str, Scalar], architecture: str) -> None:
+def _check(spec: ModelSpec, metadata: Mapping[str, Entry], architecture: str) -> None:
     """Raise `ModelError` if readers of the metadata would make another model of them."""
-    config = metadata_config(Metadata(metadata, "metadata"))
+    values = {
+        key: value if isinstance(value, bool | int | float | str) else Array.of(value)
+        for key, value in metadata.items()
+    }
+    config = metadata_config(Metadata(values, "metadata"))
     back = ModelSpec.from_config({**config, "vocab_size": spec.vocab_size}, "metadata")
 
     def turns(model: ModelSpec) -> list[object]:
         return [
-            layer.rope and (layer.rope.theta, layer.rope.width(model.head_dim))
-            for layer in model.layers
+            pair
+            and (
+                *((rope := pair[0]).theta, rope.width(pair[1]), rope.interleaved),
+                *(rope.mscale, rope.mscale_all_dim, rope.truncate, rope.query_beta),
+            )
+            for pair in map(model.rotation, model.layers)
         ]
 
     def scales(model: ModelSpec) -> tuple[float, ...]:
         found, usual = model.scales, model.head_dim**-0.5
-        return found.embedding, found.residual, found.attention or usual, found.logits
+        caps = found.attention_cap or 0.0, found.logits_cap or 0.0
+        return found.embedding, found.residual, found.attention or usual, found.logits, *caps
 
     same = zip(scales(spec), scales(back), strict=True)
     for key, good in (
         ("sliding_window", spec.windows == back.windows),
         ("rope_parameters", turns(spec) == turns(back)),
         ("experts of layers", _chosen(spec) == _chosen(back)),
+        ("layer_types", _mixers(spec) == _mixers(back)),
         ("hidden_act", spec.gated_mlp or _same_activation(spec.activation, back.activation)),
         ("config.json", all(math.isclose(one, other, rel_tol=1e-6) for one, other in same)),
     ):
         if not good:
             reason = "must be what files of {} imply: GGUF has no words for others"
             raise ModelError(key, reason.format(architecture))
+
+
+def _mixers(model: ModelSpec) -> list[object]:
+    return [layer.state or layer.latent for layer in model.layers]
 
 
 def _chosen(model: ModelSpec) -> list[ExpertsSpec | None]:
@@ -225,21 +253,50 @@ def _chosen(model: ModelSpec) -> list[ExpertsSpec | None]:
     return found
 
 
-def _experts(spec: ModelSpec) -> dict[str, Scalar | None]:
+def _experts(spec: ModelSpec) -> dict[str, Entry | None]:
     """Return what a file says of routed experts."""
     sparse = [layer.experts for layer in spec.layers]
     first = next((layer for layer, one in enumerate(sparse) if one is not None), None)
     if first is None or (experts := sparse[first]) is None:
         return {}
-    router, shared = experts.router, experts.shared // experts.inner
+    router = experts.router
     return {
-        **{name: of(router, shared) for name, of in EXPERT_SIZES.values()},
+        **{name: of(experts) for name, of in EXPERT_SIZES.values()},
         "leading_dense_block_count": first or None,
         "expert_feed_forward_length": experts.inner,
         "expert_gating_func": GATING[router.scores],
         "expert_weights_norm": router.normalised,
         "expert_weights_scale": router.scale if router.scale != 1.0 else None,
     }
+
+
+def _latent(spec: ModelSpec) -> dict[str, Entry | None]:
+    """Return what a file says of latent vectors, whose heads it describes as they are cached."""
+    latent = spec.latent
+    if latent is None:
+        return {}
+    return {
+        LATENT_RANK: latent.rank,
+        "attention.q_lora_rank": latent.q_rank,
+        "attention.value_length": latent.rank,
+        "attention.key_length_mla": latent.query,
+        "attention.value_length_mla": latent.value,
+    }
+
+
+def _states(spec: ModelSpec) -> dict[str, Entry | None]:
+    """Return what a file says of the layers that keep a state."""
+    if not spec.states:
+        return {}
+    state, attends = spec.states[0], [layer.state is None for layer in spec.layers]
+    if not state.value_heads:
+        kv_heads = [spec.num_kv_heads * one for one in attends]
+        return {TAPS: state.width, "attention.head_count_kv": kv_heads}
+    every = attends.index(True) + 1
+    where: dict[str, Entry | None] = {FULL_INTERVAL: every}
+    if attends != [(layer + 1) % every == 0 for layer in range(spec.num_layers)]:
+        where = {RECURRENT: [not one for one in attends]}
+    return where | {at: of(state) for at, of in DELTA.values()}
 
 
 def _same_activation(one: str, other: str) -> bool:
@@ -270,11 +327,14 @@ def token_id_metadata(spec: ModelSpec) -> dict[str, Scalar]:
     return ids
 
 
-def _rope(rope: RopeSpec) -> dict[str, Scalar | None]:
-    facts: dict[str, Scalar | None] = {"rope.freq_base": rope.theta}
+def _rope(rope: RopeSpec, size: int, family: Architecture) -> dict[str, Entry | None]:
+    facts: dict[str, Entry | None] = {
+        "rope.freq_base": rope.theta,
+        "rope.dimension_count": rope.width(size),
+    }
     if rope.kind in ("default", "llama3"):
         return facts
-    if rope.kind not in ("linear", "yarn") or rope.mscale is not None or not rope.truncate:
+    if rope.kind not in ("linear", "yarn") or rope.mscale != rope.mscale_all_dim:
         raise ModelError("rope_scaling", f"GGUF has no words for {rope.kind} of this kind")
     facts |= {"rope.scaling.type": rope.kind, "rope.scaling.factor": rope.factor}
     if rope.kind == "yarn":
@@ -283,7 +343,10 @@ def _rope(rope: RopeSpec) -> dict[str, Scalar | None]:
             "rope.scaling.yarn_beta_fast": rope.beta_fast,
             "rope.scaling.yarn_beta_slow": rope.beta_slow,
             "rope.scaling.yarn_attn_factor": rope.attention_factor,
+            TEMPERATURE: rope.query_beta or None,
         }
+    if rope.mscale_all_dim is not None and family.gguf_log_scale:
+        facts["rope.scaling.yarn_log_multiplier"] = rope.mscale_all_dim * family.gguf_log_scale
     return facts
 
 
@@ -294,7 +357,7 @@ BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 
 def tokenizer_metadata(
     library: Tokenizer, vocab_size: int, bos: int | None, eos: int | None, template: str | None
-) -> dict[str, Scalar | Sequence[Scalar]]:
+) -> dict[str, Entry]:
     """Return the metadata of a tokenizer.
 
     Args:
@@ -312,7 +375,7 @@ def tokenizer_metadata(
     by_score = bool(model["byte_fallback"])
     tokens, kinds = _tokens(library, model, vocab_size, by_score)
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    metadata: dict[str, Scalar | Sequence[Scalar]] = {
+    metadata: dict[str, Entry] = {
         f"{AT}.model": "llama" if by_score else "gpt2",
         f"{AT}.tokens": tokens,
         f"{AT}.token_type": kinds,

@@ -6,7 +6,7 @@ import math
 import re
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -17,12 +17,13 @@ from kvik.gguf.types import Array, Metadata, ValueKind, shortest
 from kvik.gguf.writer import Scalar
 from kvik.models.model_spec import ModelSpec
 from kvik.models.registry import ARCHITECTURES
-from kvik.spec.declare import Architecture
-from kvik.spec.experts import EXPERT_KEYS, MAX_EXPERTS, Router
+from kvik.spec.declare import APART, Architecture
+from kvik.spec.experts import EXPERT_KEYS, MAX_EXPERTS, ExpertsSpec, Router
 from kvik.spec.fields import Fields
 from kvik.spec.layers import FULL, SLIDING
 from kvik.spec.model import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, ModelScales
 from kvik.spec.rope import MAX_POSITIONS
+from kvik.spec.states import MAX_TAPS, StateSpec
 from kvik.spec.stored_weights import StoredQuantization, StoredRule, StoredScheme
 
 # Rotary positions of a GGUF file, as config.json states them.
@@ -35,12 +36,16 @@ from kvik.spec.stored_weights import StoredQuantization, StoredRule, StoredSchem
 MAX_FACTORS_BYTES = 1 << 16
 TOLERANCE = 1e-4  # relative; neighbours differ by far more
 USUAL = (1.0, 4.0, 8192)  # low, high and original of all models by Meta
+TEMPERATURE = "attention.temperature_scale"  # of queries, by their positions
 
 
 def rope_scaling(
-    metadata: Metadata, architecture: str, context: int
+    metadata: Metadata, architecture: str, context: int, log_scale: float = 0.0
 ) -> Mapping[str, object] | None:
     """Return `rope_scaling` of config.json by the metadata; None: positions are not scaled.
+
+    Args:
+        log_scale: `gguf_log_scale` of the architecture.
 
     Raises:
         ModelError: an unknown kind, or a number out of range.
@@ -66,6 +71,11 @@ def rope_scaling(
     }
     if f"{at}.scaling.yarn_attn_factor" in metadata:
         scaling["attention_factor"] = metadata.number(f"{at}.scaling.yarn_attn_factor", 0.0, 1e6)
+    if log_scale and (key := f"{at}.scaling.yarn_log_multiplier") in metadata:
+        scale = float(f"{metadata.number(key, 0.0, 1e6) / log_scale:.6g}")
+        scaling |= {"mscale": scale, "mscale_all_dim": scale}
+    if (key := f"{architecture}.{TEMPERATURE}") in metadata:
+        scaling["llama_4_scaling_beta"] = metadata.number(key, 0.0, 1e6)
     return scaling
 
 
@@ -215,16 +225,20 @@ def sampling_metadata(config: Mapping[str, float | int]) -> dict[str, Scalar]:
 # Names of tensors: those of GGUF files and those of Hugging Face checkpoints.
 
 _NUMBER, _LAST = r"(0|[1-9][0-9]{0,5})", r"(weight|bias)"
-LAYER = re.compile(rf"blk\.{_NUMBER}\.(\w+)\.{_LAST}")
+_BLOCK = re.compile(rf"blk\.{_NUMBER}\.(.+)")
+LAYER = re.compile(rf"blk\.{_NUMBER}\.([\w.]+)\.{_LAST}")
 
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 HEAD = "output.weight"
-EMBEDDING = "token_embd.weight"
+EMBEDDING, POSITIONS = "token_embd.weight", "position_embd.weight"
 
 _BLOCKS = "blk"
-_OUTER: Mapping[str, str] = {
+# What stands in no block.
+OUTER: Mapping[str, str] = {
     "token_embd": "model.embed_tokens",
+    "token_embd_norm": "",  # of those architectures that name it
+    "position_embd": "",
     "output_norm": "model.norm",
     "output": "lm_head",
     _BLOCKS: "model.layers",
@@ -250,6 +264,7 @@ _INNER: Mapping[str, str] = {
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
+_WHOLE = (".weight", ".bias", ".")  # how names end that are those of one tensor
 
 
 def hf_name(name: str, own: Mapping[str, str]) -> str | None:
@@ -260,17 +275,17 @@ def hf_name(name: str, own: Mapping[str, str]) -> str | None:
     Args:
         own: `gguf_names` of the architecture.
     """
-    names = {**_OUTER, **_INNER, **own}
-    layer = LAYER.fullmatch(name)
-    if layer is not None:
-        if (whole := names.get(f"{layer[2]}.{layer[3]}")) is not None:
-            return f"{names[_BLOCKS]}.{layer[1]}.{whole}"
-        inner = None if layer[2] in _OUTER else names.get(layer[2])
-        return f"{names[_BLOCKS]}.{layer[1]}.{inner}.{layer[3]}" if inner else None
-    outer = re.fullmatch(rf"(\w+)\.{_LAST}", name)
-    if outer is None or outer[1] not in _OUTER or outer[1] == _BLOCKS:
-        return None
-    return f"{names[outer[1]]}.{outer[2]}"
+    outer, inner = {**OUTER, **own}, {**_INNER, **own}
+    block = _BLOCK.fullmatch(name)
+    layer, _, last = (name if block is None else block[2]).rpartition(".")
+    known = last in ("weight", "bias") and layer != _BLOCKS
+    if block is None:
+        found = outer[layer] if known and layer in OUTER else ""
+        return f"{found}.{last}" if found else None
+    whole = inner.get(block[2] if known else f"{block[2]}.")
+    if whole is None and known and layer not in OUTER and layer in inner:
+        whole = f"{inner[layer]}.{last}"
+    return whole and f"{outer[_BLOCKS]}.{block[1]}.{whole}"
 
 
 def gguf_name(name: str, own: Mapping[str, str]) -> str | None:
@@ -281,20 +296,25 @@ def gguf_name(name: str, own: Mapping[str, str]) -> str | None:
     Args:
         own: `gguf_names` of the architecture.
     """
-    names = {**_OUTER, **_INNER, **own}
-    back = {hf: name for name, hf in names.items()}
-    layer = re.fullmatch(rf"{re.escape(names[_BLOCKS])}\.{_NUMBER}\.(.+)", name)
-    if layer is not None:
-        if layer[2] in back:
-            found = back[layer[2]]
-            return f"{_BLOCKS}.{layer[1]}.{found}" if "." in found else None
-        scope, _, last = layer[2].rpartition(".")
-        inner = back.get(scope) or back.get(re.sub(rf"\.{_NUMBER}\.", ".{}.", scope))
-        known = inner is not None and "." not in inner and last in ("weight", "bias")
-        return f"{_BLOCKS}.{layer[1]}.{inner}.{last}" if known else None
-    outer, _, last = name.rpartition(".")
-    known = last in ("weight", "bias") and back.get(outer) in _OUTER
-    return f"{back[outer]}.{last}" if known else None
+    outer, inner = {**OUTER, **own}, {**_INNER, **own}
+    block = re.fullmatch(rf"{re.escape(outer[_BLOCKS])}\.{_NUMBER}\.(.+)", name)
+    layer, _, last = (name if block is None else block[2]).rpartition(".")
+    known = layer and last in ("weight", "bias")
+    if block is None:
+        found = next((key for key in OUTER if outer[key] == layer), _BLOCKS)
+        return f"{found}.{last}" if known and found != _BLOCKS else None
+    back = {hf: key for key, hf in inner.items() if key not in OUTER}
+    whole = back.get(block[2], "")
+    if whole.endswith(_WHOLE):
+        return f"{_BLOCKS}.{block[1]}.{whole.removesuffix('.')}"
+    scope = back.get(layer) or back.get(numberless(layer)) or "."
+    good = known and not scope.endswith(_WHOLE)
+    return f"{_BLOCKS}.{block[1]}.{scope}.{last}" if good else None
+
+
+def numberless(name: str) -> str:
+    """Return the name of an expert's layer with {} in place of its number."""
+    return re.sub(rf"\.{_NUMBER}(?=\.|$)", ".{}", name)
 
 
 def named_tensors(file: GgufFile) -> Iterator[tuple[str, GgufTensor]]:
@@ -328,8 +348,7 @@ def named_tensors(file: GgufFile) -> Iterator[tuple[str, GgufTensor]]:
             yield name.format(i), replace(tensor, shape=tuple(shape), start=start, size=size)
 
 
-# `general.architecture` -> architectures of config.json: one with experts, one without, or both.
-# Mistral is "llama" in GGUF.
+# `general.architecture` -> architectures of config.json. Mistral is "llama" in GGUF.
 GGUF_FAMILIES: Mapping[str, tuple[Architecture, ...]] = {
     name: tuple(row for row in ARCHITECTURES.values() if row.gguf == name)
     for name in dict.fromkeys(row.gguf for row in ARCHITECTURES.values())
@@ -357,17 +376,23 @@ def architecture(file: GgufFile) -> str:
 
 
 def family_of(metadata: Metadata) -> Architecture:
-    """Return the architecture of a file's model, by its name in GGUF and whether it has experts.
+    """Return the architecture of a file's model, by its name in GGUF, whether it has experts, and
+    what else tells those of one name apart.
 
     Raises:
         ModelError: it has experts and its family has none, or the other way round.
     """
     name, count = metadata.string("general.architecture"), _expert_count(metadata)
-    for family in GGUF_FAMILIES[name]:
-        if (family.experts is not None) == (count > 0):
-            return family
-    allowed = "0: the family has no experts" if count else "at least 1"
-    raise metadata.error(f"{name}.expert_count", f"must be {allowed}")
+    rows = [row for row in GGUF_FAMILIES[name] if (row.experts is not None) == (count > 0)]
+    if not rows:
+        allowed = "0: the family has no experts" if count else "at least 1"
+        raise metadata.error(f"{name}.expert_count", f"must be {allowed}")
+    for row in rows:
+        if row.gguf_told:
+            key, least = row.gguf_told
+            if metadata.integer(f"{name}.{key}", 0, MAX_POSITIONS, 0) >= least:
+                return row
+    return next((row for row in rows if not row.gguf_told), rows[0])
 
 
 def _expert_count(metadata: Metadata) -> int:
@@ -410,6 +435,8 @@ def model_config(file: GgufFile) -> dict[str, object]:
             config.setdefault(key, any(f"blk.0.{tensor}.bias" in names for tensor in tensors))
     if isinstance(known.qk_norm, str):
         config.setdefault(known.qk_norm, "blk.0.attn_q_norm.weight" in names)
+    for layer, key in known.gguf_present.items():
+        config[key] = f"blk.0.{layer}.weight" in names
     config |= {
         "vocab_size": _vocab_size(file),
         "tie_word_embeddings": HEAD not in names,
@@ -454,6 +481,8 @@ SCALES: Mapping[str, tuple[str, Callable[[ModelScales], float | None]]] = {
     "attention_multiplier": ("attention.scale", lambda scales: scales.attention),
     "logits_scaling": ("logit_scale", lambda scales: 1.0 / scales.logits),
     "logit_scale": ("logit_scale", lambda scales: scales.logits),
+    "attn_logit_softcapping": ("attn_logit_softcapping", lambda scales: scales.attention_cap),
+    "final_logit_softcapping": ("final_logit_softcapping", lambda scales: scales.logits_cap),
 }
 PARALLEL = "use_parallel_residual"  # in both
 
@@ -469,19 +498,22 @@ def metadata_config(metadata: Metadata) -> dict[str, object]:
     def size(key: str, most: int, default: int | None = None) -> int:
         return metadata.integer(f"{name}.{key}", 1, most, default)
 
+    latent = f"{name}.{LATENT_RANK}" in metadata
     head_dim, width = _head_size(metadata, name), _rope_width(metadata, name)
-    if size("attention.value_length", MAX_WIDTH, head_dim) != head_dim:
+    if size("attention.value_length", MAX_WIDTH, head_dim) != head_dim and not latent:
         key = f"{name}.attention.value_length"
         raise metadata.error(key, f"must be the size of a head, {head_dim}")
     heads, layers = size("attention.head_count", MAX_HEADS), _layers(metadata)
+    kv_heads = _kv_heads(metadata, name, heads, layers)
     context = size("context_length", MAX_POSITIONS)
     eps = "layer_norm_rms_epsilon" if known.rms_norm else "layer_norm_epsilon"
+    experts_inner = metadata.integer(f"{name}.expert_feed_forward_length", 0, MAX_WIDTH, 0)
     usual: dict[str, object] = {
         "hidden_size": size("embedding_length", MAX_WIDTH),
-        "intermediate_size": size("feed_forward_length", MAX_WIDTH),
+        "intermediate_size": size("feed_forward_length", MAX_WIDTH, experts_inner or None),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": size("attention.head_count_kv", MAX_HEADS, heads),
+        "num_key_value_heads": max(kv_heads),
         "head_dim": head_dim,
         "max_position_embeddings": context,
         "rms_norm_eps": metadata.number(f"{name}.attention.{eps}", 0.0, 1.0),
@@ -489,9 +521,8 @@ def metadata_config(metadata: Metadata) -> dict[str, object]:
         "hidden_act": known.activations[0],
     }
     config: dict[str, object] = {known.keys.get(key, key): value for key, value in usual.items()}
+    config["architectures"] = [known.name]
     window = metadata.integer(f"{name}.attention.sliding_window", 0, MAX_POSITIONS, 0)
-    mistral = known.name == "LlamaForCausalLM" and window
-    config["architectures"] = ["MistralForCausalLM" if mistral else known.name]
     config["sliding_window"] = window or None
     pattern = metadata.raw(f"{name}.attention.sliding_window_pattern")
     if window and isinstance(pattern, Array) and pattern.kind is ValueKind.BOOL:
@@ -499,7 +530,13 @@ def metadata_config(metadata: Metadata) -> dict[str, object]:
             key = f"{name}.attention.sliding_window_pattern"
             raise metadata.error(key, f"must have {layers} values, not {pattern.count}")
         config["layer_types"] = [SLIDING if windowed else FULL for windowed in pattern.numbers()]
-    if width != head_dim:
+    if f"{name}.{TAPS}" in metadata:
+        config |= {"conv_L_cache": size(TAPS, MAX_TAPS), "layer_types": _states(kv_heads, "conv")}
+    if f"{name}.ssm.conv_kernel" in metadata:
+        config |= _delta_config(metadata, name, layers)
+    if latent:
+        config |= _latent_config(metadata, name)
+    elif width != head_dim:
         # Half more, so that rounding down gives the width whatever the fraction is rounded to.
         config["partial_rotary_factor"] = (width + 0.5) / head_dim
         try:
@@ -507,7 +544,7 @@ def metadata_config(metadata: Metadata) -> dict[str, object]:
         except ModelError:
             key = f"{name}.rope.dimension_count"
             raise metadata.error(key, f"must be the size of a head, {head_dim}") from None
-    scaling = rope_scaling(metadata, name, context)
+    scaling = rope_scaling(metadata, name, context, known.gguf_log_scale)
     if scaling is not None:
         config["rope_scaling"] = scaling
     for key in known.gguf_scales:
@@ -523,21 +560,102 @@ def metadata_config(metadata: Metadata) -> dict[str, object]:
     return config
 
 
-# Key of config.json -> key of a GGUF file, and its value by what is read of it and the width of the
-# MLP that is always used, in experts.
-EXPERT_SIZES: Mapping[str, tuple[str, Callable[[Router, int], int | None]]] = {
-    EXPERT_KEYS[0]: ("expert_count", lambda router, shared: router.experts),
-    "num_experts_per_tok": ("expert_used_count", lambda router, shared: router.active),
-    "n_shared_experts": ("expert_shared_count", lambda router, shared: shared or None),
-    "n_group": (
-        "expert_group_count",
-        lambda router, shared: router.groups if router.kept < router.groups else None,
-    ),
-    "topk_group": (
-        "expert_group_used_count",
-        lambda router, shared: router.kept if router.kept < router.groups else None,
-    ),
+TAPS = "shortconv.l_cache"
+LATENT_RANK = "attention.kv_lora_rank"
+LINEAR = "linear_attention"
+# Key of config.json -> key of a GGUF file, and its value by the state of a gated delta net. Files
+# have the size of a value head times their number.
+DELTA: Mapping[str, tuple[str, Callable[[StateSpec], int]]] = {
+    "linear_conv_kernel_dim": ("ssm.conv_kernel", lambda state: state.width),
+    "linear_key_head_dim": ("ssm.state_size", lambda state: state.key_dim),
+    "linear_num_key_heads": ("ssm.group_count", lambda state: state.key_heads),
+    "linear_num_value_heads": ("ssm.time_step_rank", lambda state: state.value_heads),
+    "linear_value_head_dim": ("ssm.inner_size", lambda state: state.values),
 }
+FULL_INTERVAL, RECURRENT = "full_attention_interval", "attention.recurrent_layers"
+
+
+def _kv_heads(metadata: Metadata, name: str, heads: int, layers: int) -> tuple[int, ...]:
+    """Return the heads of keys and values of each layer; 0: it does not attend."""
+    key = f"{name}.attention.head_count_kv"
+    if not isinstance(metadata.raw(key), Array):
+        return (metadata.integer(key, 1, MAX_HEADS, heads),) * layers
+    found = metadata.integer_array(key, MAX_LAYERS)[:layers]
+    most = max(found, default=0)
+    if len(found) != layers or most < 1 or set(found) - {0, most}:
+        raise metadata.error(key, f"must have {layers} values, all the same but for zeros")
+    return tuple(found)
+
+
+def _states(attend: Iterable[object], other: str) -> list[str]:
+    return [FULL if one else other for one in attend]
+
+
+def _latent_config(metadata: Metadata, name: str) -> dict[str, object]:
+    """Return the keys of config.json about latent vectors. Old files have the matrix that makes
+    keys and values of them whole, and say of a head what others say of its latent form."""
+    at = f"{name}.attention"
+    new = f"{at}.key_length_mla" in metadata
+    ends = ("key_length_mla", "value_length_mla") if new else ("key_length", "value_length")
+    key, value = (metadata.integer(f"{at}.{end}", 1, MAX_WIDTH) for end in ends)
+    turned = metadata.integer(f"{name}.rope.dimension_count", 1, MAX_WIDTH)
+    if turned >= key:
+        message = f"must be below {at}.{ends[0]} ({key}), not {turned}"
+        raise metadata.error(f"{name}.rope.dimension_count", message)
+    q_rank = metadata.integer(f"{at}.q_lora_rank", 0, MAX_WIDTH, 0)
+    return {
+        "kv_lora_rank": metadata.integer(f"{name}.{LATENT_RANK}", 1, MAX_WIDTH),
+        "q_lora_rank": q_rank or None,
+        "qk_rope_head_dim": turned,
+        "qk_nope_head_dim": key - turned,
+        "v_head_dim": value,
+        APART: new,
+    }
+
+
+def _delta_config(metadata: Metadata, name: str, layers: int) -> dict[str, object]:
+    """Return the keys of config.json about gated delta nets, and which layers have one."""
+    found: dict[str, object] = {
+        key: metadata.integer(f"{name}.{at}", 1, MAX_WIDTH) for key, (at, _) in DELTA.items()
+    }
+    inner = metadata.integer(f"{name}.ssm.inner_size", 1, MAX_WIDTH)
+    heads = metadata.integer(f"{name}.ssm.time_step_rank", 1, MAX_WIDTH)
+    if inner % heads:
+        raise metadata.error(f"{name}.ssm.inner_size", f"must be a multiple of {heads} heads")
+    found["linear_value_head_dim"] = inner // heads
+    recurrent = metadata.raw(f"{name}.{RECURRENT}")
+    if not isinstance(recurrent, Array):
+        every = metadata.integer(f"{name}.{FULL_INTERVAL}", 1, MAX_LAYERS, 4)
+        return found | {"full_attention_interval": every}
+    if recurrent.kind is not ValueKind.BOOL or recurrent.count < layers:
+        raise metadata.error(f"{name}.{RECURRENT}", f"must have {layers} booleans")
+    return found | {
+        "layer_types": _states((not one for one in recurrent.numbers()), LINEAR)[:layers]
+    }
+
+
+# Key of config.json -> key of a GGUF file, and its value by what is read of it, in experts.
+EXPERT_SIZES: Mapping[str, tuple[str, Callable[[ExpertsSpec], int | None]]] = {
+    EXPERT_KEYS[0]: ("expert_count", lambda experts: experts.router.experts),
+    "num_experts_per_tok": ("expert_used_count", lambda experts: experts.router.active),
+    "n_shared_experts": (
+        "expert_shared_count",
+        lambda experts: None if experts.gated else experts.shared // experts.inner or None,
+    ),
+    "shared_expert_intermediate_size": (
+        "expert_shared_feed_forward_length",
+        lambda experts: experts.shared if experts.gated else None,
+    ),
+    "n_group": ("expert_group_count", lambda experts: _groups(experts.router, "groups")),
+    "topk_group": ("expert_group_used_count", lambda experts: _groups(experts.router, "kept")),
+}
+
+
+def _groups(router: Router, which: str) -> int | None:
+    """Return how many groups there are, or are kept; None: all are."""
+    return getattr(router, which) if router.kept < router.groups else None
+
+
 GATING = {"softmax": 1, "sigmoid": 2}  # scores of a router -> `expert_gating_func`
 
 
@@ -551,15 +669,15 @@ def _experts_config(
     found: dict[str, object] = {"first_k_dense_replace": metadata.integer(first, 0, layers, 0)}
     if inner in metadata:
         found["moe_intermediate_size"] = metadata.integer(inner, 1, MAX_WIDTH)
-    metadata.integer(f"{at}expert_used_count", 1, MAX_EXPERTS)  # families have defaults, files none
+    metadata.integer(f"{at}expert_used_count", 1, MAX_EXPERTS)
     for key, (name, _) in EXPERT_SIZES.items():
-        if at + name in metadata and (size := metadata.integer(at + name, 0, MAX_EXPERTS)):
+        if at + name in metadata and (size := metadata.integer(at + name, 0, MAX_WIDTH)):
             found[key] = size
+    found = {"n_group": 1, "topk_group": 1, **found}  # families have defaults, files none
     if f"{at}expert_weights_norm" in metadata:
         found["norm_topk_prob"] = metadata.boolean(f"{at}expert_weights_norm", True)
     scale = metadata.number(f"{at}expert_weights_scale", 0.0, 1e6, 0.0)
-    if scale:  # 0 stands for none
-        found["routed_scaling_factor"] = scale
+    found["routed_scaling_factor"] = scale or 1.0  # 0 stands for none
     fields = Fields({**known.defaults, **config, **found}, f"{metadata.where} {known.gguf}")
     scores = next((one.router.scores for one in known.experts(fields, layers) if one), "softmax")
     gating = f"{at}expert_gating_func"

@@ -40,6 +40,32 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|"
     r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS[:-1]}?|"
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS[:-1]}?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN35 = (
+    _CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}|"
+    r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[一-龥぀-ゟ\u30a0-ヿ]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"""
+    r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_HAN = r"[一-龥ࠀ-一가-\x{d7ff}]+"
+# Files of DeepSeek-LLM and V2 list the letters with case.
+_DEEPSEEK = (
+    r"[\r\n]",
+    r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
+    r"\s?[!-/:-~" + "\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+    r"\s+$",
+    _HAN,
+    r"\p{N}",
+)
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}")
 # The rule of llama.cpp if a file names none.
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
@@ -77,12 +103,18 @@ _LLAMA3_RULE = WordRule((_LLAMA3,), whole_words=True, bos=True)
 WORD_RULES: Mapping[str, WordRule] = {
     "default": WordRule(_DEFAULT),
     **dict.fromkeys(("gpt-2", "phi-2", "olmo", "exaone4"), WordRule((_GPT2,))),
-    "llama-bpe": _LLAMA3_RULE,
-    "llama3": _LLAMA3_RULE,
-    "llama-v3": _LLAMA3_RULE,
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon3"), _LLAMA3_RULE),
+    "dbrx": WordRule((_LLAMA3,)),
+    "glm4": WordRule((_LLAMA3,), whole_words=True),
+    **dict.fromkeys(("gpt-4o", "minimax-m2"), WordRule((_GPT4O,))),
     "qwen2": WordRule((_QWEN2,), nfc=True),
+    "qwen35": WordRule((_QWEN35,), nfc=True),
     **dict.fromkeys(("deepseek-r1-qwen", "stablelm2"), WordRule((_QWEN2,))),
-    **dict.fromkeys(("smollm", "starcoder", "command-r"), WordRule((r"\p{N}", _GPT2))),
+    "deepseek-v3": WordRule(_DEEPSEEK3),
+    "deepseek-llm": WordRule(_DEEPSEEK),
+    "deepseek-coder": WordRule(_DEEPSEEK_CODER),
+    **dict.fromkeys(("smollm", "starcoder", "command-r", "refact"), WordRule((r"\p{N}", _GPT2))),
+    "falcon": WordRule((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
     "tekken": WordRule((_TEKKEN,), whole_words=True, bos=True),
 }
 

@@ -6,7 +6,7 @@ The format is described in ggml's docs/gguf.md, the blocks in its ggml-common.h.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -138,6 +138,13 @@ class Array:
     count: int
     data: bytearray
     start: int
+
+    @staticmethod
+    def of(values: Sequence[object]) -> Array:
+        """Return the array that a file would have of booleans, or of integers."""
+        kind = ValueKind.BOOL if isinstance(values[0], bool) else ValueKind.INT32
+        packed = struct.pack(f"<{len(values)}{STRUCT_CODES[kind]}", *values)
+        return Array(kind, len(values), bytearray(packed), 0)
 
     def __repr__(self) -> str:
         return f"<{self.count} {self.kind.name} values>"

@@ -48,7 +48,7 @@ def write_gguf(
 
     Args:
         metadata: integers become UINT32, or a wider kind if necessary; floats FLOAT32; integers in
-            sequences INT32.
+            sequences INT32, booleans BOOL.
 
     Raises:
         ModelError: the file cannot be written, or the data of a tensor has another size.
@@ -99,8 +99,9 @@ def _value(value: Scalar | Sequence[Scalar]) -> bytes:
     if texts:
         head = struct.pack("<IIQ", ValueKind.ARRAY, ValueKind.STRING, len(texts))
         return head + b"".join(map(_string, texts))
-    floats = any(isinstance(single, float) for single in value)
-    kind = ValueKind.FLOAT32 if floats else ValueKind.INT32
+    kinds = {type(single) for single in value}
+    kind = ValueKind.FLOAT32 if float in kinds else ValueKind.INT32
+    kind = ValueKind.BOOL if kinds == {bool} else kind
     layout = f"<IIQ{len(value)}{STRUCT_CODES[kind]}"
     return struct.pack(layout, ValueKind.ARRAY, kind, len(value), *value)
 

@@ -7,8 +7,15 @@ from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from kvik.models.llama import Llama, LlamaLayer
-from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
-from kvik.spec.experts import Router, corrected_router, read_experts, read_groups
+from kvik.spec.declare import (
+    APART,
+    Architecture,
+    FilePart,
+    ForwardContext,
+    LayerBuilder,
+    apart_wiring,
+)
+from kvik.spec.experts import MAX_EXPERTS, Router, corrected_router, read_experts, read_groups
 from kvik.spec.fields import Fields
 from kvik.spec.layers import LatentSpec, latent_layers
 from kvik.spec.model import ModelFacts
@@ -17,6 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LATENT_EPS = 1e-6  # of the norms of latent vectors, whatever config.json says of the others
+# The matrix that makes keys and values of latent vectors, and its parts in files of GGUF.
+UPS, UPS_APART = "kv_b_proj", ("k_b_proj", "v_b_proj")
 MAX_PREDICTORS = 8  # layers that predict further tokens, behind the last one
 
 
@@ -59,10 +68,11 @@ class LatentAttention:
             order=[*range(latent.rank), *(latent.rank + i for i in turned)],
         )
         self.kv_norm = builder.rms_norm("kv_a_layernorm", latent.rank, LATENT_EPS)
+        ups = UPS_APART if spec.wiring == APART else (UPS,)
         # The temperature of YaRN that is not in the rotation.
         stretch = rope.temperature(rope.mscale_all_dim) if rope.mscale_all_dim else 1.0
         scale = latent.query**-0.5 * stretch**2
-        self.attend = builder.latent_attention("kv_b_proj", layer, heads, latent, scale)
+        self.attend = builder.latent_attention(ups, layer, heads, latent, scale)
         self.o = builder.linear("o_proj", heads * latent.value, hidden, bias=spec.o_bias, role="o")
         builder.ignore("rotary_emb.inv_freq")
 
@@ -102,6 +112,38 @@ def grouped_router(fields: Fields, experts: int, active: int) -> Router:
     )
 
 
+def file_parts(spec: ModelFacts) -> dict[str, tuple[FilePart, ...]]:
+    """Return what files have apart, and for each head."""
+    latent, heads = spec.latent, spec.num_heads
+    if latent is None or spec.wiring == APART:
+        return {}
+    each = latent.nope + latent.value
+    rows = [range(head * each, (head + 1) * each) for head in range(heads)]
+    keys = [row for own in rows for row in own[: latent.nope]]
+    values = [row for own in rows for row in own[latent.nope :]]
+    key, value = (f"self_attn.{name}" for name in UPS_APART)
+    parts = FilePart(key, keys, heads=heads, turned=True), FilePart(value, values, heads=heads)
+    return {f"self_attn.{UPS}": parts}
+
+
+GGUF_NAMES = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": f"self_attn.{UPS}",
+    "attn_k_b": f"self_attn.{UPS_APART[0]}",
+    "attn_v_b": f"self_attn.{UPS_APART[1]}",
+}
+
+
+def deepseek2_implied(fields: Fields) -> dict[str, object]:
+    """Return how groups of experts are used where a file has some."""
+    grouped = fields.integer("n_group", 1, MAX_EXPERTS, 1) > 1
+    return {"topk_method": "group_limited_greedy" if grouped else "greedy"}
+
+
 def deepseek(spec: ModelFacts, builder: LayerBuilder) -> Llama:
     for layer in range(spec.num_layers, spec.num_layers + MAX_PREDICTORS):
         builder.skip(f"model.layers.{layer}")
@@ -118,8 +160,14 @@ DEEPSEEK2 = Architecture(
     qkv_bias="attention_bias",
     o_bias="attention_bias",
     mlp_bias="mlp_bias",
+    wiring=apart_wiring,
     defaults={"n_shared_experts": 2, "n_routed_experts": 64, "moe_intermediate_size": 1407},
     eos_token_ids=(2,),
+    gguf="deepseek2",
+    gguf_names=GGUF_NAMES,
+    gguf_parts=file_parts,
+    gguf_log_scale=0.1,
+    gguf_implied=deepseek2_implied,
 )
 DEEPSEEK3 = Architecture(
     "DeepseekV3ForCausalLM",
@@ -141,9 +189,15 @@ DEEPSEEK3 = Architecture(
         "topk_group": 4,
         "routed_scaling_factor": 2.5,
     },
+    wiring=apart_wiring,
     eos_token_ids=(1,),
+    gguf="deepseek2",
+    gguf_told=("expert_gating_func", 2),
+    gguf_names=GGUF_NAMES,
+    gguf_parts=file_parts,
+    gguf_log_scale=0.1,
 )
-# GLM-4.7-Flash (Z.ai 2026).
+# GLM-4.7-Flash (Z.ai 2026), whose files are read as those of DeepSeek-V3.
 GLM4_MOE_LITE = Architecture(
     "Glm4MoeLiteForCausalLM",
     "glm4_moe_lite",
@@ -165,5 +219,11 @@ GLM4_MOE_LITE = Architecture(
         "v_head_dim": 256,
         "qk_nope_head_dim": 192,
     },
+    wiring=apart_wiring,
     eos_token_ids=(1,),
+    gguf="deepseek2",
+    gguf_told=("expert_gating_func", 2),
+    gguf_names=GGUF_NAMES,
+    gguf_parts=file_parts,
+    gguf_log_scale=0.1,
 )

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvik.models.llama import Llama
-from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
+from kvik.spec.declare import APART, Architecture, FilePart, ForwardContext, LayerBuilder
 from kvik.spec.fields import Fields
 from kvik.spec.model import MAX_HEADS, ModelFacts
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TWO_NORMS = "two norms"
+HAS_TWO = "has_two_norms"  # key of config.json that only files of GGUF imply
 
 
 class FalconLayer:
@@ -30,7 +31,8 @@ class FalconLayer:
             self.norm = builder.layer_norm("ln_attn", hidden, eps, before="qkv")
             self.mlp_norm = builder.layer_norm("ln_mlp", hidden, eps, before="up")
         else:
-            self.norm = self.mlp_norm = builder.layer_norm("input_layernorm", hidden, eps)
+            name = "ln_mlp" if spec.wiring == APART else "input_layernorm"
+            self.norm = self.mlp_norm = builder.layer_norm(name, hidden, eps)
         inner = builder.at("self_attention")
         self.qkv = inner.heads(
             ("query_key_value",),
@@ -69,6 +71,9 @@ def falcon_kv_heads(fields: Fields) -> int:
 
 
 def falcon_wiring(fields: Fields) -> str:
+    """Return whether there are two norms; files call a single one as the second of two."""
+    if HAS_TWO in fields:
+        return TWO_NORMS if fields.boolean(HAS_TWO, False) else APART
     norms = fields.integer("num_ln_in_parallel_attn", 1, 2, 2)
     return TWO_NORMS if fields.boolean("new_decoder_architecture", False) and norms == 2 else ""
 
@@ -101,4 +106,19 @@ FALCON = Architecture(
         "rms_norm_eps": "layer_norm_epsilon",
     },
     fixed={"alibi": False, "parallel_attn": True},
+    gguf="falcon",
+    gguf_names={
+        "blk": "transformer.h",
+        "token_embd": "transformer.word_embeddings",
+        "output_norm": "transformer.ln_f",
+        "attn_norm": "ln_mlp",
+        "attn_norm_2": "ln_attn",
+        "attn_qkv": "self_attention.query_key_value",
+        "attn_output": "self_attention.dense",
+        "ffn_up": "mlp.dense_h_to_4h",
+        "ffn_down": "mlp.dense_4h_to_h",
+    },
+    gguf_parts=lambda spec: {"input_layernorm": (FilePart("ln_mlp"),)},
+    gguf_present={"attn_norm_2": HAS_TWO},
+    gguf_implied=lambda fields: {"new_decoder_architecture": True},
 )

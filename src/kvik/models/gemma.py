@@ -151,13 +151,20 @@ def gemma3_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpe
     return tuple(LayerSpec(window if kind == SLIDING else None, ropes[kind]) for kind in types)
 
 
-def gemma3_implied(fields: Fields) -> dict[str, object]:
-    """Return what scores are scaled by: the 27B, by its number of layers, has another rule."""
+def implied_scale(fields: Fields, *, large: int) -> dict[str, object]:
+    """Return what scores are scaled by: the 27B, which has `large` layers, has another rule."""
     hidden = fields.integer("hidden_size", 1, MAX_POSITIONS)
     heads = fields.integer("num_attention_heads", 1, MAX_POSITIONS)
-    large = fields.integer("num_hidden_layers", 1, MAX_POSITIONS) == 62
-    width = hidden / heads if large else fields.raw("head_dim")
+    layers = fields.integer("num_hidden_layers", 1, MAX_POSITIONS)
+    width = hidden / heads if layers == large else fields.raw("head_dim")
     return {"query_pre_attn_scalar": width}
+
+
+GGUF_NAMES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 
 
 GEMMA = Architecture(
@@ -189,6 +196,10 @@ GEMMA2 = Architecture(
     eos_token_ids=(1,),
     keys={"hidden_act": "hidden_activation"},
     fixed={"use_bidirectional_attention": False},
+    gguf="gemma2",
+    gguf_names=GGUF_NAMES,
+    gguf_scales=("attn_logit_softcapping", "final_logit_softcapping"),
+    gguf_implied=partial(implied_scale, large=46),
 )
 GEMMA3 = Architecture(
     "Gemma3ForCausalLM",
@@ -216,12 +227,8 @@ GEMMA3 = Architecture(
     keys={"hidden_act": "hidden_activation"},
     fixed={"use_bidirectional_attention": False},
     gguf="gemma3",
-    gguf_names={
-        "post_attention_norm": "post_attention_layernorm",
-        "ffn_norm": "pre_feedforward_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
-    },
-    gguf_implied=gemma3_implied,
+    gguf_names=GGUF_NAMES,
+    gguf_implied=partial(implied_scale, large=62),
 )
 # The larger ones read images too, of which kvik runs the text model.
 GEMMA3_IMAGES = replace(
@@ -231,5 +238,4 @@ GEMMA3_IMAGES = replace(
     models="Gemma 3, text of those that read images",
     make=partial(beside_images, make_layer=Gemma3Layer, make_norm=last_norm),
     inside="text_config",
-    gguf=None,
 )

@@ -8,7 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
+from kvik.spec.declare import (
+    APART,
+    Architecture,
+    FilePart,
+    ForwardContext,
+    LayerBuilder,
+    apart_wiring,
+)
 from kvik.spec.layers import unturned_layers
 from kvik.spec.model import ModelFacts
 
@@ -21,13 +28,13 @@ class GPT2Attention:
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
         hidden = spec.hidden_size
-        self.heads = (3, spec.num_heads, spec.head_dim)
+        self.heads, transposed = (3, spec.num_heads, spec.head_dim), spec.wiring != APART
         self.qkv = builder.linear(
-            "c_attn", hidden, 3 * hidden, bias=spec.qkv_bias, role="qkv", transposed=True
+            "c_attn", hidden, 3 * hidden, bias=spec.qkv_bias, role="qkv", transposed=transposed
         )
         self.attend = builder.attention(layer, spec.head_dim)
         self.o = builder.linear(
-            "c_proj", hidden, hidden, bias=spec.o_bias, role="o", transposed=True
+            "c_proj", hidden, hidden, bias=spec.o_bias, role="o", transposed=transposed
         )
         builder.ignore("bias", "masked_bias")  # causal masks that old checkpoints carry
 
@@ -46,7 +53,12 @@ class GPT2Layer:
         self.attention = GPT2Attention(spec, builder.at("attn"), layer)
         self.mlp_norm = builder.layer_norm("ln_2", hidden, eps, before="up")
         self.mlp = builder.at("mlp").mlp(
-            "c_fc", "c_proj", hidden, spec.intermediate_size, bias=spec.mlp_bias, transposed=True
+            "c_fc",
+            "c_proj",
+            hidden,
+            spec.intermediate_size,
+            bias=spec.mlp_bias,
+            transposed=spec.wiring != APART,
         )
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
@@ -109,6 +121,21 @@ class GPT2:
         return self.lm_head(hidden)
 
 
+MATRICES = {
+    "attn_qkv": "attn.c_attn",
+    "attn_output": "attn.c_proj",
+    "ffn_up": "mlp.c_fc",
+    "ffn_down": "mlp.c_proj",
+}
+
+
+def file_parts(spec: ModelFacts) -> dict[str, tuple[FilePart, ...]]:
+    """Return what files do not have transposed."""
+    if spec.wiring == APART:
+        return {}
+    return {name: (FilePart(name, transposed=True),) for name in MATRICES.values()}
+
+
 GPT2_MODEL = Architecture(
     "GPT2LMHeadModel",
     "gpt2",
@@ -121,6 +148,7 @@ GPT2_MODEL = Architecture(
     rms_norm=False,
     gated_mlp=False,
     layers=unturned_layers,
+    wiring=apart_wiring,
     rotary=False,
     tied=True,
     eos_token_ids=(50256,),
@@ -138,4 +166,16 @@ GPT2_MODEL = Architecture(
         "scale_attn_by_inverse_layer_idx": False,
         "add_cross_attention": False,
     },
+    gguf="gpt2",
+    gguf_names={
+        "blk": "transformer.h",
+        "token_embd": "transformer.wte",
+        "position_embd": "transformer.wpe",
+        "output_norm": "transformer.ln_f",
+        "attn_norm": "ln_1",
+        "ffn_norm": "ln_2",
+        **MATRICES,
+    },
+    gguf_parts=file_parts,
+    gguf_implied=lambda fields: {APART: True},
 )

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING
 
 from kvik.models.llama import Llama, LlamaLayer
 from kvik.spec.declare import (
+    APART,
     Architecture,
     ExpertNames,
     FeedForward,
+    FilePart,
     ForwardContext,
     LayerBuilder,
+    apart_wiring,
 )
 from kvik.spec.experts import normalised_router, read_experts
 from kvik.spec.fields import Fields
@@ -28,6 +31,7 @@ NAMES = ExpertNames(
     down="experts.{}.down_proj",
     mixed=True,
 )
+NAMES_APART = ExpertNames(router="router")
 # Of the experts' activation, which is "clamped_swiglu" with these constants alone.
 SWIGLU = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
 
@@ -59,8 +63,9 @@ class GptOssAttention:
 def experts(spec: ModelFacts, builder: LayerBuilder, layer: int) -> FeedForward:
     of_layer = spec.layers[layer].experts
     assert of_layer is not None
+    names = NAMES_APART if spec.wiring == APART else NAMES
     return builder.at("mlp").experts(
-        spec.hidden_size, of_layer, NAMES, bias=True, activation="clamped_swiglu"
+        spec.hidden_size, of_layer, names, bias=True, activation="clamped_swiglu"
     )
 
 
@@ -69,6 +74,28 @@ def gpt_oss_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSp
         if fields.number(key, 0.0, 1e6, value) != value:
             raise fields.error(key, f"must be {value}")
     return mixed_layers(fields, layers, positions, every=2)
+
+
+def file_parts(spec: ModelFacts) -> dict[str, tuple[FilePart, ...]]:
+    """Return what files have apart: rows of gate and of up take turns in checkpoints."""
+    if spec.wiring == APART:
+        return {}
+    inner = max(layer.experts.inner for layer in spec.layers if layer.experts)
+    gate, up, down = (*NAMES_APART.gate_up, NAMES_APART.down)
+    return {
+        f"mlp.{NAMES.gate_up[0]}": (
+            FilePart(f"mlp.{gate}", range(0, 2 * inner, 2), transposed=True),
+            FilePart(f"mlp.{up}", range(1, 2 * inner, 2), transposed=True),
+        ),
+        f"mlp.{NAMES.down}": (FilePart(f"mlp.{down}", transposed=True),),
+    }
+
+
+def gpt_oss_implied(fields: Fields) -> dict[str, object]:
+    """Return how positions are stretched, which no file says in full."""
+    scaling = fields.mapping("rope_scaling")
+    stretched = {} if scaling is None else {"rope_scaling": {**scaling, "truncate": False}}
+    return {APART: True, **stretched}
 
 
 GPT_OSS = Architecture(
@@ -81,6 +108,15 @@ GPT_OSS = Architecture(
     qkv_bias="attention_bias",
     o_bias="attention_bias",
     defaults={"attention_bias": True, "sliding_window": 128, "rope_theta": 150_000.0},
+    wiring=apart_wiring,
     head_dim=64,
     eos_token_ids=(200_002, 199_999, 200_012),
+    gguf="gpt-oss",
+    gguf_names={
+        "attn_sinks.weight": "self_attn.sinks",
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_gate_inp": "mlp.router",
+    },
+    gguf_parts=file_parts,
+    gguf_implied=gpt_oss_implied,
 )

@@ -8,7 +8,15 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvik.models.llama import Llama, LlamaAttention, feed_forward
-from kvik.spec.declare import Architecture, ExpertNames, ForwardContext, LayerBuilder
+from kvik.spec.declare import (
+    APART,
+    Architecture,
+    ExpertNames,
+    FilePart,
+    ForwardContext,
+    LayerBuilder,
+    apart_wiring,
+)
 from kvik.spec.experts import normalised_router, read_experts
 from kvik.spec.fields import Fields
 from kvik.spec.model import ModelFacts, ModelScales
@@ -18,6 +26,8 @@ if TYPE_CHECKING:
 
 
 NAMES = ExpertNames(router="router.layer", gate_up=("input_linear.{}",), down="output_linear.{}")
+NAMES_APART = ExpertNames(router="router.layer")
+SCOPE = "block_sparse_moe"
 
 
 class GraniteLayer:
@@ -29,8 +39,9 @@ class GraniteLayer:
         self.attention_norm = builder.rms_norm("input_layernorm", hidden, eps, before="qkv")
         self.attention = LlamaAttention(spec, builder.at("self_attn"), layer)
         self.mlp_norm = builder.rms_norm("post_attention_layernorm", hidden, eps, before="gate_up")
-        scope = "mlp" if spec.layers[layer].experts is None else "block_sparse_moe"
-        self.mlp = feed_forward(spec, builder, layer, scope, NAMES)
+        scope = "mlp" if spec.layers[layer].experts is None else SCOPE
+        names = NAMES_APART if spec.wiring == APART else NAMES
+        self.mlp = feed_forward(spec, builder, layer, scope, names)
         self.add = builder.scaled_sum(spec.scales.residual)
 
     def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
@@ -49,6 +60,20 @@ def granite_scales(fields: Fields) -> ModelScales:
         attention=number("attention_multiplier"),
         logits=1.0 / number("logits_scaling"),
     )
+
+
+def file_parts(spec: ModelFacts) -> dict[str, tuple[FilePart, ...]]:
+    """Return what files have apart, and name as others do."""
+    if spec.wiring == APART:
+        return {}
+    inner = max(layer.experts.inner for layer in spec.layers if layer.experts)
+    rows = range(inner), range(inner, 2 * inner)
+    gate, up = (
+        FilePart(f"{SCOPE}.{name}", own)
+        for name, own in zip(NAMES_APART.gate_up, rows, strict=True)
+    )
+    down = FilePart(f"{SCOPE}.{NAMES_APART.down}")
+    return {f"{SCOPE}.{NAMES.gate_up[0]}": (gate, up), f"{SCOPE}.{NAMES.down}": (down,)}
 
 
 GRANITE = Architecture(
@@ -74,5 +99,15 @@ GRANITE_MOE = replace(
     model_type="granitemoe",
     models="Granite 3 with experts",
     experts=partial(read_experts, inner="intermediate_size", router=normalised_router),
-    gguf=None,
+    wiring=apart_wiring,
+    gguf="granitemoe",
+    gguf_names={
+        "ffn_gate_inp": f"{SCOPE}.router.layer",
+        **{
+            f"ffn_{part}_exps": f"{SCOPE}.experts.{{}}.{part}_proj"
+            for part in ("gate", "up", "down")
+        },
+    },
+    gguf_parts=file_parts,
+    gguf_implied=lambda fields: {APART: True},
 )

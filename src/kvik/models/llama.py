@@ -229,6 +229,7 @@ MISTRAL = Architecture(
     layers=windowed_layers,
     eos_token_ids=(2,),
     gguf="llama",
+    gguf_told=("attention.sliding_window", 1),
     gguf_pairs=True,
 )
 # Ministral 3 (Mistral AI 2025): long contexts make queries larger, by their positions.
@@ -240,6 +241,9 @@ MINISTRAL3 = Architecture(
     layers=partial(windowed_layers, scaled_queries=True),
     head_dim=128,
     eos_token_ids=(2,),
+    gguf="mistral3",
+    gguf_pairs=True,
+    gguf_log_scale=1.0,
     defaults={
         "vocab_size": 131_072,
         "hidden_size": 4096,

@@ -123,6 +123,9 @@ OLMO3 = Architecture(
     qkv_bias="attention_bias",
     o_bias="attention_bias",
     eos_token_ids=(50279,),
+    gguf="olmo2",
+    gguf_told=("attention.sliding_window", 1),
+    gguf_names=POST_NORMS,
 )
 # EXAONE 4 (LG AI Research 2025, arXiv 2507.11407): the heads of q and k are normalised one by one,
 # and layers without a window know no positions.

@@ -88,6 +88,12 @@ QWEN3 = Architecture(
 # Qwen1.5 and Qwen2 with routed experts and a shared one behind a gate (Yang et al. 2024).
 SHARED = ExpertNames(shared="shared_expert")
 shared_experts = partial(feed_forward, names=SHARED)
+SHARED_NAMES = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
 QWEN2_MOE = Architecture(
     "Qwen2MoeForCausalLM",
     "qwen2_moe",
@@ -98,4 +104,7 @@ QWEN2_MOE = Architecture(
     experts=partial(
         read_experts, router=softmax_router, shared_width="shared_expert_intermediate_size"
     ),
+    gguf="qwen2moe",
+    gguf_names=SHARED_NAMES,
+    gguf_implied=lambda fields: {"norm_topk_prob": False},
 )

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from kvik.models.gemma import last_norm
 from kvik.models.llama import Llama
-from kvik.models.qwen3 import shared_experts
-from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
+from kvik.models.qwen3 import SHARED_NAMES, shared_experts
+from kvik.spec.declare import APART, Architecture, FilePart, ForwardContext, LayerBuilder
 from kvik.spec.experts import normalised_router, read_experts, softmax_router
 from kvik.spec.fields import Fields
 from kvik.spec.layers import LayerSpec, layer_types, layers_with_states
@@ -25,7 +25,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LINEAR = "linear_attention"
-BY_KEY_HEAD = "by key head"  # how the inputs of delta nets are stored
+# How delta nets are stored: their inputs key head by key head, or all but those of gates apart, or
+# their values not by the key head that they belong to, but the first of each, then the second.
+BY_KEY_HEAD, IN_TURNS = "by key head", "in turns"
+QKVZ, BA = "in_proj_qkvz", "in_proj_ba"
+QKV_Z, B_A = ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a")
 
 
 class GatedAttention:
@@ -68,24 +72,25 @@ class GatedDeltaNet:
         hidden, heads = spec.hidden_size, state.value_heads
         self.widths = state.channels, state.values
         self.heads = heads, state.value_dim
+        linear = partial(builder.linear, inputs=hidden, bias=False, role="qkv")
+        wide, narrow = by_key_head(state)
         if spec.wiring == BY_KEY_HEAD:
-            wide, narrow = by_key_head(state)
-            self.inputs = builder.linear(
-                "in_proj_qkvz", hidden, len(wide), bias=False, role="qkv", order=wide
-            )
-            self.gates = builder.linear(
-                "in_proj_ba", hidden, len(narrow), bias=False, role="qkv", order=narrow
-            )
+            self.inputs = linear(QKVZ, outputs=len(wide), order=wide)
         else:
-            names = ("in_proj_qkv", "in_proj_z")
-            self.inputs = builder.linear(names, hidden, self.widths, bias=False, role="qkv")
-            names = ("in_proj_b", "in_proj_a")
-            self.gates = builder.linear(names, hidden, (heads, heads), bias=False, role="qkv")
+            self.inputs = linear(QKV_Z, outputs=self.widths)
+        if spec.wiring in (BY_KEY_HEAD, APART):
+            self.gates = linear(BA, outputs=len(narrow), order=narrow)
+        else:
+            self.gates = linear(B_A, outputs=(heads, heads))
         self.conv = builder.causal_conv("conv1d", layer, state, silu=True)
         self.delta = builder.gated_delta("A_log", "dt_bias", layer, state)
         self.norm = builder.rms_norm("norm", state.value_dim, spec.norm_eps)
         self.gated = builder.gated("silu")
-        self.out = builder.linear("out_proj", state.values, hidden, bias=False, role="o")
+        turns = in_turns(state, state.value_dim) if spec.wiring == IN_TURNS else []
+        back = sorted(range(len(turns)), key=turns.__getitem__)
+        self.out = builder.linear(
+            "out_proj", state.values, hidden, bias=False, role="o", columns=back
+        )
 
     def __call__(
         self, x: Tensor, residual: Tensor, rotation: Tensor | None, ctx: ForwardContext
@@ -116,6 +121,70 @@ def _head_by_head(heads: int, parts: tuple[int, ...]) -> list[int]:
         for head in range(heads)
         for row in range(size)
     ]
+
+
+def in_turns(state: StateSpec, each: int, first: int = 0) -> list[int]:
+    """Return which row of a checkpoint stands at each place in files of GGUF, which have the first
+    value head of each key head, then the second.
+
+    Args:
+        each: rows of a value head. first: rows before them, which stay.
+    """
+    served = state.value_heads // state.key_heads
+    heads = [key * served + i for i in range(served) for key in range(state.key_heads)]
+    rows = [first + head * each + row for head in heads for row in range(each)]
+    return [*range(first), *rows]
+
+
+def rows_in_turns(spec: ModelFacts) -> dict[str, list[int]]:
+    """Return the tensors of delta nets with rows for each value head."""
+    state, names = spec.states[0], ("in_proj_z", *B_A)
+    keys, values = 2 * state.key_heads * state.key_dim, state.value_dim
+    sizes = dict(zip(names, (values, 1, 1), strict=True))
+    each = {f"{name}.weight": in_turns(state, size) for name, size in sizes.items()}
+    each |= dict.fromkeys(("A_log", "dt_bias"), in_turns(state, 1))
+    behind = in_turns(state, values, keys)
+    each |= dict.fromkeys(("in_proj_qkv.weight", "conv1d.weight"), behind)
+    return {f"linear_attn.{name}": rows for name, rows in each.items()}
+
+
+def columns_in_turns(spec: ModelFacts) -> dict[str, tuple[FilePart, ...]]:
+    """Return the matrix of delta nets with columns for each value head."""
+    if spec.wiring == IN_TURNS:
+        return {}
+    state, name = spec.states[0], "linear_attn.out_proj"
+    return {name: (FilePart(name, columns=in_turns(state, state.value_dim)),)}
+
+
+def inputs_apart(spec: ModelFacts) -> dict[str, tuple[FilePart, ...]]:
+    """Return the parts of what Qwen3-Next stores key head by key head."""
+    wide, _ = by_key_head(spec.states[0])
+    middle = spec.states[0].channels
+    rows = wide[:middle], wide[middle:]
+    parts = (FilePart(f"linear_attn.{name}", own) for name, own in zip(QKV_Z, rows, strict=True))
+    return {f"linear_attn.{QKVZ}": tuple(parts)}
+
+
+def rope_sections(spec: ModelFacts) -> dict[str, tuple[int, ...]]:
+    """Return how many pairs turn by time, height and width in an image."""
+    pairs = spec.ropes[0].width(spec.head_dim) // 2
+    return {"rope.dimension_sections": (*((pairs + 2 - i) // 3 for i in range(3)), 0)}
+
+
+GGUF_NAMES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_a.": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+    **SHARED_NAMES,
+}
 
 
 class Qwen35Layer:
@@ -176,7 +245,14 @@ QWEN3_5 = Architecture(
     qkv_bias="attention_bias",
     o_bias="attention_bias",
     qk_norm=True,
+    wiring=lambda fields: IN_TURNS if fields.boolean(APART, False) else "",
     head_dim=256,
+    gguf="qwen35",
+    gguf_names=GGUF_NAMES,
+    gguf_rows=rows_in_turns,
+    gguf_parts=columns_in_turns,
+    gguf_extra=rope_sections,
+    gguf_implied=lambda fields: {APART: True},
     defaults={
         "vocab_size": 248_320,
         "hidden_size": 4096,
@@ -204,6 +280,7 @@ QWEN3_5_MOE = replace(
     model_type="qwen3_5_moe_text",
     models="Qwen 3.5 and 3.6 with experts",
     experts=EXPERTS_3_5,
+    gguf="qwen35moe",
     defaults={
         **QWEN3_5.defaults,
         "hidden_size": 2048,
@@ -232,7 +309,12 @@ QWEN3_NEXT = replace(
     experts=partial(
         read_experts, router=softmax_router, shared_width="shared_expert_intermediate_size"
     ),
-    wiring=lambda fields: BY_KEY_HEAD,
+    wiring=lambda fields: APART if fields.boolean(APART, False) else BY_KEY_HEAD,
+    gguf="qwen3next",
+    gguf_rows=None,
+    gguf_parts=inputs_apart,
+    gguf_extra=None,
+    gguf_implied=lambda fields: {APART: True, "norm_topk_prob": True},
     defaults={
         "num_experts": 512,
         "num_experts_per_tok": 10,

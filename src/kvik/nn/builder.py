@@ -44,7 +44,7 @@ from kvik.nn.layers import (
     ScaledSum,
     Stage,
 )
-from kvik.nn.parts import HeadUps, LayerFiller, Quantizer, Rows, Target, head_rows
+from kvik.nn.parts import HeadRows, HeadUps, LayerFiller, Quantizer, Rows, Target, head_rows
 from kvik.nn.rope import Rope
 from kvik.nn.storage import FreshStorage, Storage
 from kvik.spec.declare import (
@@ -207,6 +207,7 @@ class Builder:
         role: Role = "",
         transposed: bool = False,
         order: Sequence[int] = (),
+        columns: Sequence[int] = (),
         activation: Activation | None = None,
     ) -> Linear:
         """x [tokens, inputs] -> [tokens, sum of outputs], fused from one layer per name.
@@ -215,12 +216,13 @@ class Builder:
             role: what the matrix does in a block; only `spec.declare.describe` reads it.
             transposed: the checkpoint stores [inputs, outputs].
             order: which output of the checkpoint stands at each place; (): all as they are stored.
+            columns: the same of inputs.
             activation: of the outputs; "silu_and_mul" halves them.
         """
         places = torch.tensor(order).argsort() if order else None
         names = (names,) if isinstance(names, str) else names
         outputs = (outputs,) if isinstance(outputs, int) else outputs
-        shapes = [LinearShape(inputs, width, transposed) for width in outputs]
+        shapes = [LinearShape(inputs, width, transposed, tuple(columns)) for width in outputs]
         stored = [self._scheme(name) for name in names]
         return self._linear(names, shapes, stored, bias=bias, activation=activation, places=places)
 
@@ -582,35 +584,48 @@ class Builder:
         return Attention(self.backend, position, group, spec, q_rope)
 
     def latent_attention(
-        self, name: str, layer: int, heads: int, latent: LatentSpec, scale: float
+        self,
+        names: tuple[str, ...],
+        layer: int,
+        heads: int,
+        latent: LatentSpec,
+        scale: float,
     ) -> LatentAttention:
         """
         Args:
-            name: of the matrix that makes keys and values of all heads. It becomes floats, whatever
-                the checkpoint stores.
+            names: of one layer that makes the key and the value of each head in turn; or of one for
+                queries, which it multiplies from the other side, and of one for values. They become
+                floats, whatever the checkpoint stores.
             scale: of the scores.
         """
         self.ignore(*KV_SCALES)
         position, group = self._position_of[layer], self._group_of[layer]
-        up = self._latent_up(name, heads, latent)
+        up = self._latent_up(names, heads, latent)
         return LatentAttention(self.backend, position, group, AttentionSpec(scale), up)
 
-    def _latent_up(self, name: str, heads: int, latent: LatentSpec) -> LatentUp:
-        layer, kind = self._name(name), float_kind(self.dtype)
+    def _latent_up(self, names: tuple[str, ...], heads: int, latent: LatentSpec) -> LatentUp:
+        layer, kind = self._name(names[0]), float_kind(self.dtype)
         each = []
-        for part, inputs, outputs in (
-            ("keys", latent.nope, latent.rank),
-            ("values", latent.rank, latent.value),
-        ):
+        sizes = (latent.nope, latent.rank), (latent.rank, latent.value)
+        for part, (inputs, outputs) in zip(("keys", "values"), sizes, strict=True):
             rows = heads * head_rows(outputs)
             spec = MatrixSpec(kind, rows, inputs, False, None, self.dtype, self.device)
             each.append(self.storage.matrix(f"{layer}.{part}", spec))
         keys, values = each
-        if not self.storage.names:
+        up = LatentUp(keys, values, latent.rank, latent.value)
+        if self.storage.names:
+            return up
+        quantizer = Quantizer(kind, layer)
+        if len(names) == 1:
             shape = LinearShape(latent.rank, heads * (latent.nope + latent.value))
-            ups = HeadUps(self.ops, keys, values, Quantizer(kind, layer), latent)
-            self._declare_layer(layer, shape, self._scheme(name), ups, 0)
-        return LatentUp(keys, values, latent.rank, latent.value)
+            ups = HeadUps(self.ops, keys, values, quantizer, latent)
+            self._declare_layer(layer, shape, self._scheme(names[0]), ups, 0)
+            return up
+        for name, one, (inputs, outputs) in zip(names, each, sizes, strict=True):
+            to = HeadRows(self.ops, one, quantizer, outputs)
+            shape = LinearShape(inputs, heads * outputs)
+            self._declare_layer(self._name(name), shape, self._scheme(name), to, 0)
+        return up
 
     def scaled_sum(self, factor: float) -> ScaledSum:
         return ScaledSum(self.ops, factor)

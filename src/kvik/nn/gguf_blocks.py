@@ -52,6 +52,12 @@ def mxfp4_parts(rows: Tensor) -> tuple[Tensor, Tensor]:
     return _nibbles(blocks[..., 1:], 16).flatten(1), blocks[..., 0]
 
 
+def mxfp4_rows(codes: Tensor, powers: Tensor) -> Tensor:
+    """Undo `mxfp4_parts`."""
+    low, high = codes.view(*powers.shape, 2, 16).unbind(2)
+    return torch.cat((powers[..., None], low | high << 4), -1).flatten(1)
+
+
 def dequantize(type: str, rows: Tensor) -> Tensor:
     """rows [rows, bytes] uint8 of any type -> [rows, weights] fp32."""
     if type in FLOAT_TYPES:

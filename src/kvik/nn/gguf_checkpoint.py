@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm, prod
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from kvik.nn.checkpoint import (
     read_ahead,
     run_length,
 )
-from kvik.nn.gguf_layout import Change, changes
+from kvik.nn.gguf_layout import Change, changes, shapes
 from kvik.nn.safetensors import TORCH_DTYPES, TensorEntry
 
 BYTES = "U8"
@@ -116,9 +116,10 @@ def open_gguf(path: Path) -> GgufCheckpoint:
             heads, or experts are missing.
     """
     file = read_gguf(path)
-    made = changes(gguf_model_spec(file), family_of(file.metadata))
+    spec = gguf_model_spec(file)
+    made, whole = changes(spec, family_of(file.metadata)), shapes(spec)
     tensors = {
-        name: tensor
+        name: replace(tensor, shape=_stored_shape(tensor.shape, whole.get(name)))
         for name, tensor in named_tensors(file)
         if tensor.name not in (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
     }
@@ -126,6 +127,14 @@ def open_gguf(path: Path) -> GgufCheckpoint:
         if name in made and tensor.shape[0] % made[name].unit:
             raise ModelError(path.name, f"tensor {shown(tensor.name)} {made[name].told}")
     return GgufCheckpoint(file, tensors, made)
+
+
+def _stored_shape(shape: tuple[int, ...], whole: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Return the shape in a checkpoint: with dimensions of one, as in `whole`, and with the
+    matrices of all heads as one."""
+    if whole is not None and [n for n in shape if n > 1] == [n for n in whole if n > 1]:
+        return whole
+    return (prod(shape[:-1]), shape[-1]) if len(shape) > 2 else shape
 
 
 def _dtype(tensor: GgufTensor) -> str:

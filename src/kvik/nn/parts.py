@@ -105,6 +105,37 @@ class Rows:
             self._ops.pack_rows(self._matrix, int(places[begin]), run)
 
 
+class HeadRows:
+    """Takes the rows of all heads, one head's behind the other's, into a matrix of
+    `Ops.linear_each`.
+
+    Args:
+        outputs: rows of a head.
+    """
+
+    def __init__(self, ops: Ops, matrix: Matrix, quantizer: Quantizer, outputs: int) -> None:
+        self._ops = ops
+        self._matrix = matrix
+        self._quantizer = quantizer
+        self._outputs = outputs
+        self._begun: dict[int, tuple[Tensor, int]] = {}  # heads: their rows, how many are there
+
+    def put(self, first: int, weight: Weight) -> None:
+        """Rows first.. of the layer."""
+        values, size = self._quantizer(weight).values, self._outputs
+        while len(values):
+            head, at = divmod(first, size)
+            run = values[: size - at]
+            whole = run.new_zeros(head_rows(size), run.shape[1])
+            rows, count = self._begun.pop(head, (whole, 0))
+            rows[at : at + len(run)] = run
+            if count + len(run) == size:
+                self._ops.pack_rows(self._matrix, head * len(rows), float_weight(rows))
+            else:
+                self._begun[head] = rows, count + len(run)
+            first, values = first + len(run), values[len(run) :]
+
+
 class HeadUps:
     """Takes the rows of a layer that makes keys and values of all heads from latent vectors, which
     are those of the first head's key and value, then of the second's. Keys are multiplied with
@@ -148,7 +179,7 @@ class HeadUps:
 
 
 class Target(Protocol):
-    """What takes the rows of a layer: `Rows`, or `HeadUps`."""
+    """What takes the rows of a layer: `Rows`, `HeadRows` or `HeadUps`."""
 
     def put(self, first: int, weight: Weight) -> None: ...
 

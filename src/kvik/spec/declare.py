@@ -49,6 +49,36 @@ Role = Literal[
 
 
 @dataclass(frozen=True, slots=True)
+class FilePart:
+    """A tensor of a GGUF file, as it is made of a checkpoint's.
+
+    Attributes:
+        name: of the layer as which it is read, in a block; {} stands for the number of an expert.
+        rows, columns: of the layer's weight; (): all, in their order.
+        transposed: the checkpoint stores [inputs, outputs].
+        heads: the file has a matrix for each of so many heads, [heads, rows, columns]; 0: it has
+            one. turned: these are transposed.
+    """
+
+    name: str
+    rows: Sequence[int] = ()
+    columns: Sequence[int] = ()
+    transposed: bool = False
+    heads: int = 0
+    turned: bool = False
+
+
+# Key of config.json that only files of GGUF imply: they have apart what checkpoints store in one
+# matrix, or in another order. Networks that are stored in both ways read it as their wiring.
+APART = "stored_apart"
+
+
+def apart_wiring(fields: Fields) -> str:
+    """Return the wiring of a network that differs only in how it is stored."""
+    return APART if fields.boolean(APART, False) else ""
+
+
+@dataclass(frozen=True, slots=True)
 class Architecture:
     """What an architecture implies beyond the sizes in its config.json.
 
@@ -64,8 +94,8 @@ class Architecture:
         tied: `tie_word_embeddings` when config.json does not say.
         scales: reads the constants of a network that has some; None: it has none.
         kv_heads: reads the heads of keys and values; None: `num_key_value_heads`.
-        wiring: reads which of its ways to join attention, MLP and norms a network has, where it has
-            several; None: it has one.
+        wiring: reads which of its ways to join attention, MLP and norms a network has, or to be
+            stored, where it has several; None: it has one.
         inner: reads the inner size of the MLP; None: it is `intermediate_size`.
         head_dim: when config.json does not say; None: hidden / heads.
         eos_token_ids: when config.json does not say.
@@ -78,9 +108,21 @@ class Architecture:
         inside: the key whose object describes the text model, where the file is of more; "": none.
         fixed: keys with the only supported value; another one would change the arithmetic.
         gguf: `general.architecture` of its GGUF files; None: none exist.
+        gguf_told: key of a file and the least value with which it is of this architecture, where
+            several have one name; (): it is unless another one is told so.
         gguf_names: names of tensors in GGUF -> in the checkpoint, where they differ from Llama's:
-            of a block's, and whole ones of `blk`, `token_embd`, `output_norm` and `output`.
+            of a block's layers, and whole ones of what `gguf.facts.OUTER` lists. A name that ends
+            in `.weight`, `.bias` or a dot is that of one tensor, in the last case of `ssm_a`.
         gguf_pairs: the files have rows of q and k that turn together as neighbours.
+        gguf_parts: layers of a block, by their names in checkpoints, that files have in other
+            parts; {} stands for the number of an expert.
+        gguf_rows: tensors of a block whose rows files have in another order, and the row of the
+            checkpoint at each place.
+        gguf_log_scale: what the files have as `yarn_log_multiplier`, by `mscale_all_dim`; 0: they
+            have none.
+        gguf_present: layers of the first block -> keys of config.json that are true if files have
+            them.
+        gguf_extra: keys of the files that llama.cpp needs and nobody else.
         gguf_scales: keys of config.json, of `gguf.facts.SCALES`, that the files have too.
         gguf_implied: keys of config.json that no file has, from those that it has.
     """
@@ -111,8 +153,14 @@ class Architecture:
     inside: str = ""
     fixed: Mapping[str, bool] = field(default_factory=dict)
     gguf: str | None = None
+    gguf_told: tuple[str, int] | tuple[()] = ()
     gguf_names: Mapping[str, str] = field(default_factory=dict)
     gguf_pairs: bool = False
+    gguf_parts: Callable[[ModelFacts], Mapping[str, tuple[FilePart, ...]]] | None = None
+    gguf_rows: Callable[[ModelFacts], Mapping[str, Sequence[int]]] | None = None
+    gguf_log_scale: float = 0.0
+    gguf_present: Mapping[str, str] = field(default_factory=dict)
+    gguf_extra: Callable[[ModelFacts], Mapping[str, Sequence[int]]] | None = None
     gguf_scales: tuple[str, ...] = ()
     gguf_implied: Callable[[Fields], Mapping[str, object]] | None = None
 
@@ -357,6 +405,7 @@ class LayerBuilder(Protocol):
         role: Role = "",
         transposed: bool = False,
         order: Sequence[int] = (),
+        columns: Sequence[int] = (),
         activation: Any = None,
     ) -> LinearLayer: ...
 
@@ -466,7 +515,12 @@ class LayerBuilder(Protocol):
     ) -> AttentionLayer: ...
 
     def latent_attention(
-        self, name: str, layer: int, heads: int, latent: LatentSpec, scale: float
+        self,
+        names: tuple[str, ...],
+        layer: int,
+        heads: int,
+        latent: LatentSpec,
+        scale: float,
     ) -> LatentAttentionLayer: ...
 
     def scaled_sum(self, factor: float) -> Sum: ...
@@ -556,11 +610,18 @@ class DeclaredTable:
 @dataclass(frozen=True, slots=True)
 class DeclaredOther:
     """Numbers of a layer that are neither a matrix nor a norm: of a convolution, the correction of
-    a router, the sinks of attention."""
+    a router, the sinks of attention.
+
+    Attributes:
+        shape: in the checkpoint; (): one dimension.
+        logarithm: of how fast heads forget.
+    """
 
     layer: int | None
     name: str
     num_parameters: int
+    shape: tuple[int, ...] = ()
+    logarithm: bool = False
 
 
 @dataclass(slots=True)
@@ -569,6 +630,7 @@ class Declaration:
 
     Attributes:
         block: prefix of the names in a block; {} stands for its number.
+        skipped: beginnings of the names of what is not read.
     """
 
     linears: list[DeclaredLinear] = field(default_factory=list)
@@ -576,6 +638,7 @@ class Declaration:
     tables: list[DeclaredTable] = field(default_factory=list)
     others: list[DeclaredOther] = field(default_factory=list)
     block: str = ""
+    skipped: list[str] = field(default_factory=list)
 
     @property
     def num_parameters(self) -> int:
@@ -636,10 +699,10 @@ class _Describer:
         return inner
 
     def ignore(self, *names: str) -> None:
-        pass
+        self._found.skipped += map(self._name, names)
 
     def skip(self, *scopes: str) -> None:
-        pass
+        self._found.skipped += [f"{self._name(scope)}." for scope in scopes]
 
     def linear(
         self,
@@ -651,6 +714,7 @@ class _Describer:
         role: Role = "",
         transposed: bool = False,
         order: Sequence[int] = (),
+        columns: Sequence[int] = (),
         activation: Any = None,
     ) -> _Described:
         names = (names,) if isinstance(names, str) else names
@@ -832,10 +896,20 @@ class _Describer:
         return _DESCRIBED
 
     def latent_attention(
-        self, name: str, layer: int, heads: int, latent: LatentSpec, scale: float
+        self,
+        names: tuple[str, ...],
+        layer: int,
+        heads: int,
+        latent: LatentSpec,
+        scale: float,
     ) -> _Described:
-        outputs = heads * (latent.nope + latent.value)
-        self.linear(name, latent.rank, outputs, bias=False, role="kv_up")
+        if len(names) == 1:
+            outputs = heads * (latent.nope + latent.value)
+            self.linear(names, latent.rank, outputs, bias=False, role="kv_up")
+        else:
+            keys, values = names
+            self.linear(keys, latent.nope, heads * latent.rank, bias=False, role="kv_up")
+            self.linear(values, latent.rank, heads * latent.value, bias=False, role="kv_up")
         return _DESCRIBED
 
     def scaled_sum(self, factor: float) -> _Described:
@@ -851,16 +925,21 @@ class _Describer:
     def causal_conv(
         self, name: str, layer: int, spec: StateSpec, *, silu: bool = False
     ) -> _Described:
-        self._other(name, spec.channels * (spec.width + spec.bias))
+        self._other(f"{name}.weight", spec.channels * spec.width, (spec.channels, 1, spec.width))
+        if spec.bias:
+            self._other(f"{name}.bias", spec.channels)
         return _DESCRIBED
 
     def gated_delta(self, decay: str, bias: str, layer: int, spec: StateSpec) -> _Described:
-        for name in (decay, bias):
-            self._other(name, spec.value_heads)
+        self._other(decay, spec.value_heads, logarithm=True)
+        self._other(bias, spec.value_heads)
         return _DESCRIBED
 
-    def _other(self, name: str, size: int) -> None:
-        self._found.others.append(DeclaredOther(self._layer, self._name(name), size))
+    def _other(
+        self, name: str, size: int, shape: tuple[int, ...] = (), *, logarithm: bool = False
+    ) -> None:
+        other = DeclaredOther(self._layer, self._name(name), size, shape, logarithm)
+        self._found.others.append(other)
 
     def _name(self, name: str) -> str:
         return ".".join(filter(None, (self._scope, name)))

@@ -31,7 +31,8 @@ class Dense:
 
     def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Weight:
         weight = tensors["weight"]
-        return float_weight((weight.t() if self.shape.transposed else weight)[rows])
+        weight = (weight.t() if self.shape.transposed else weight)[rows]
+        return float_weight(self.shape.ordered(weight))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +41,28 @@ class LinearShape:
 
     Attributes:
         transposed: the checkpoint stores [inputs, outputs] (GPT-2) and not [outputs, inputs].
+        columns: which input of the checkpoint stands at each place; (): all as they are stored.
     """
 
     inputs: int
     outputs: int
     transposed: bool = False
+    columns: tuple[int, ...] = ()
+
+    def ordered(self, values: Tensor) -> Tensor:
+        """values [rows, groups], of groups of neighbouring inputs, in the order of `columns`.
+
+        Raises:
+            ValueError: a group would be torn apart.
+        """
+        if not self.columns:
+            return values
+        size = self.inputs // values.shape[1]
+        starts = self.columns[::size]
+        whole = tuple(start + i for start in starts for i in range(size))
+        if whole != self.columns or any(start % size for start in starts):
+            raise ValueError(f"its inputs change places, but {size} neighbours share a scale")
+        return values[:, torch.tensor(starts, device=values.device) // size]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from kvik.kernels.weights import (
 from kvik.nn.formats.base import LinearShape, StoredTensor, TensorError
 from kvik.nn.formats.bits import pack_nibbles
 from kvik.nn.formats.mxfp4 import powers_of_two
-from kvik.nn.gguf_blocks import mxfp4_parts, take_apart
+from kvik.nn.gguf_blocks import BlockParts, mxfp4_parts, take_apart
 from kvik.spec.stored_weights import StoredScheme
 from kvik.spec.weights import loaded_kind
 
@@ -52,9 +52,15 @@ class Blocks:
 
     def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Weight:
         if self.type.name == "MXFP4":
-            codes, powers = mxfp4_parts(tensors[WEIGHT][rows])
+            codes, powers = map(self.shape.ordered, mxfp4_parts(tensors[WEIGHT][rows]))
             return mxfp4_weight(pack_nibbles(codes), powers_of_two(WEIGHT, powers))
         parts = take_apart(self.type.name, tensors[WEIGHT][rows])
+        if self.shape.columns:
+            parts = BlockParts(
+                self.shape.ordered(parts.codes),
+                self.shape.ordered(parts.scales),
+                None if parts.minima is None else self.shape.ordered(parts.minima),
+            )
         scales, minima, loaded = _finite(parts.scales), parts.minima, self.loaded
         if minima is not None:
             _finite(minima)
