@@ -31,7 +31,7 @@ from kvik.export import plan_export
 from kvik.gguf.export import model_metadata, token_id_metadata
 from kvik.gguf.facts import SCHEMES, stored_quantization
 from kvik.gguf.reader import read_gguf
-from kvik.gguf.writer import write_gguf
+from kvik.gguf.writer import OutTensor, write_gguf
 from kvik.models.model_spec import read_model_spec
 from kvik.nn import gguf_checkpoint as module
 from kvik.nn.checkpoint import open_checkpoint
@@ -357,6 +357,25 @@ def test_value_heads_come_back_to_their_key_heads(tmp_path: Path) -> None:
     for name in ("A_log", "conv1d.weight"):
         (run,) = checkpoint.runs({scope + name: False})
         torch.testing.assert_close(run.values, weights[scope + name], rtol=1e-6, atol=1e-6)
+
+
+def test_old_files_of_qwen3_next(tmp_path: Path) -> None:
+    """They have the inputs of delta nets as checkpoints do."""
+    save_tiny(tmp_path, "Qwen3Next", **APART["Qwen3Next"])
+    spec, path = read_model_spec(tmp_path), tmp_path / "m.gguf"
+    tensors, weights = [], load_file(tmp_path / "model.safetensors")
+    for one in gguf_tensors(open_checkpoint(tmp_path), spec, "F32"):
+        block, last, *_ = one.name.removeprefix("blk.").split(".")
+        whole = weights.get(f"model.layers.{block}.linear_attn.in_proj_qkvz.weight")
+        if whole is None or last not in ("attn_qkv", "attn_gate"):
+            tensors.append(one)
+        elif last == "attn_qkv":
+            data = whole.numpy().tobytes()
+            shape, name = tuple(whole.shape), f"blk.{block}.ssm_in.weight"
+            tensors.append(OutTensor(name, one.type, shape, lambda data=data: [data]))
+    write_gguf(path, model_metadata(spec, "tiny", "F32"), tensors)
+    expected = PagedModel(tmp_path).step({0: tokens(20)})[0]
+    torch.testing.assert_close(PagedModel(path).step({0: tokens(20)})[0], expected)
 
 
 def test_states_that_would_grow(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ LINEAR = "linear_attention"
 # How delta nets are stored: their inputs key head by key head, or all but those of gates apart, or
 # their values not by the key head that they belong to, but the first of each, then the second.
 BY_KEY_HEAD, IN_TURNS = "by key head", "in turns"
+WHOLE = "inputs_stored_whole"  # key of config.json that only old files of GGUF imply
 QKVZ, BA = "in_proj_qkvz", "in_proj_ba"
 QKV_Z, B_A = ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a")
 
@@ -236,6 +237,12 @@ def qwen3_5_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSp
     return layers_with_states(fields, attends, LINEAR, LayerSpec(state=state), types)
 
 
+def qwen3_next_wiring(fields: Fields) -> str:
+    """Return how delta nets are stored; old files of GGUF have them as checkpoints do."""
+    whole = fields.boolean(WHOLE, not fields.boolean(APART, False))
+    return BY_KEY_HEAD if whole else APART
+
+
 QWEN3_5 = Architecture(
     "Qwen3_5ForCausalLM",
     "qwen3_5_text",
@@ -309,8 +316,10 @@ QWEN3_NEXT = replace(
     experts=partial(
         read_experts, router=softmax_router, shared_width="shared_expert_intermediate_size"
     ),
-    wiring=lambda fields: APART if fields.boolean(APART, False) else BY_KEY_HEAD,
+    wiring=qwen3_next_wiring,
     gguf="qwen3next",
+    gguf_names=GGUF_NAMES | {"ssm_in": f"linear_attn.{QKVZ}"},
+    gguf_present={"ssm_in": WHOLE},
     gguf_rows=None,
     gguf_parts=inputs_apart,
     gguf_extra=None,
