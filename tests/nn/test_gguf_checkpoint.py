@@ -32,8 +32,11 @@ from kvik.gguf.export import model_metadata, token_id_metadata
 from kvik.gguf.facts import SCHEMES, stored_quantization
 from kvik.gguf.reader import read_gguf
 from kvik.gguf.writer import OutTensor, write_gguf
+from kvik.kernels.reference.ops import REFERENCE
+from kvik.kernels.weights import Matrix, MatrixSpec
 from kvik.models.model_spec import read_model_spec
 from kvik.nn import gguf_checkpoint as module
+from kvik.nn import gguf_export
 from kvik.nn.checkpoint import open_checkpoint
 from kvik.nn.gguf_blocks import dequantize
 from kvik.nn.gguf_checkpoint import open_gguf
@@ -357,6 +360,27 @@ def test_value_heads_come_back_to_their_key_heads(tmp_path: Path) -> None:
     for name in ("A_log", "conv1d.weight"):
         (run,) = checkpoint.runs({scope + name: False})
         torch.testing.assert_close(run.values, weights[scope + name], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["Qwen3_5", "Qwen3Next"])
+def test_parts_of_two_types(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs of delta nets and their gates stay blocks, as the plan has them."""
+    save_tiny(tmp_path, family, **APART[family])
+    usual = gguf_export.block_type
+    monkeypatch.setattr(
+        gguf_export,
+        "block_type",
+        lambda type, name, *rest: "Q4_0" if "attn_gate" in name else usual(type, name, *rest),
+    )
+    path, made = export(tmp_path, "Q8_0"), list[Matrix]()
+
+    def matrix(spec: MatrixSpec) -> Matrix:
+        made.append(REFERENCE.matrix(spec))
+        return made[-1]
+
+    PagedModel(path, ops=replace(REFERENCE, matrix=matrix), dtype=torch.bfloat16)
+    kinds = [one.spec.kind.codes for one in made if one.spec.outputs in (128, 192)]
+    assert {"int8", "int4"} <= set(kinds)
 
 
 def test_old_files_of_qwen3_next(tmp_path: Path) -> None:

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING
 from kvik.models.gemma import last_norm
 from kvik.models.llama import Llama
 from kvik.models.qwen3 import SHARED_NAMES, shared_experts
-from kvik.spec.declare import APART, Architecture, FilePart, ForwardContext, LayerBuilder
+from kvik.spec.declare import (
+    APART,
+    Architecture,
+    FilePart,
+    ForwardContext,
+    HeadsLayer,
+    LayerBuilder,
+    LinearLayer,
+)
 from kvik.spec.experts import normalised_router, read_experts, softmax_router
 from kvik.spec.fields import Fields
 from kvik.spec.layers import LayerSpec, layer_types, layers_with_states
@@ -75,10 +83,12 @@ class GatedDeltaNet:
         self.heads = heads, state.value_dim
         linear = partial(builder.linear, inputs=hidden, bias=False, role="qkv")
         wide, narrow = by_key_head(state)
+        self.joined: LinearLayer | None = None
+        self.parts: HeadsLayer | None = None
         if spec.wiring == BY_KEY_HEAD:
-            self.inputs = linear(QKVZ, outputs=len(wide), order=wide)
-        else:
-            self.inputs = linear(QKV_Z, outputs=self.widths)
+            self.joined = linear(QKVZ, outputs=len(wide), order=wide)
+        else:  # which files may store in types of their own
+            self.parts = builder.heads(QKV_Z, hidden, self.widths, 1, bias=False)
         if spec.wiring in (BY_KEY_HEAD, APART):
             self.gates = linear(BA, outputs=len(narrow), order=narrow)
         else:
@@ -97,7 +107,11 @@ class GatedDeltaNet:
         self, x: Tensor, residual: Tensor, rotation: Tensor | None, ctx: ForwardContext
     ) -> Tensor:
         """x, residual [tokens, hidden] -> [tokens, hidden]."""
-        mixed, gate = self.inputs(x, ctx).split_with_sizes(self.widths, 1)
+        if self.joined is not None:
+            mixed, gate = self.joined(x, ctx).split_with_sizes(self.widths, 1)
+        else:
+            assert self.parts is not None
+            mixed, gate = (part.flatten(1) for part in self.parts(x, ctx))
         values = self.delta(self.conv(mixed, ctx), self.gates(x, ctx), ctx)
         normed = self.norm(values.view(-1, *self.heads)).flatten(1)
         return self.out(self.gated(normed, gate), ctx, residual)
