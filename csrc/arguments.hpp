@@ -26,10 +26,13 @@ enum Activation : int64_t {
     kGeluTanhAndMul = 3,
     kGelu = 4,
     kRelu = 6,
+    kReluSquared = 8,
     kClampedSwiglu = 9,
 };
 // What `gated` multiplies x by: a function of the gate.
 enum Gate : int64_t { kGateNone = 0, kGateSilu = 1, kGateSigmoid = 2 };
+// What a router makes of its logits, in the order of `Scores` (spec/experts.py).
+enum Scores : int64_t { kSoftmaxScores = 0, kSigmoidScores = 1, kSparsemixer = 2 };
 constexpr int64_t kMaxTaps = 8;  // inputs of a short convolution
 // How a matrix is stored and multiplied.
 enum MatrixKind : int64_t {
@@ -55,9 +58,11 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
     P(x) I(x_stride) I(x_inner_stride) P(weight) P(y) I(y_stride) I(y_inner_stride)      \
     I(rows) I(inner) I(dim) F(eps) I(dtype) I(weight_dtype)
 
-// y [rows, dim] = (x - mean) / std * weight + bias.
+// y [rows, inner, dim] = (x - mean) / std * weight + bias, over dim. weight_stride: from the weight and bias
+// of an inner row to those of the next; 0: all have the same.
 #define KVIK_ARGS_layer_norm(P, I, F)                                                    \
-    P(x) I(x_stride) P(weight) P(bias) P(y) I(y_stride) I(rows) I(dim) F(eps) I(dtype)
+    P(x) I(x_stride) I(x_inner_stride) P(weight) P(bias) I(weight_stride) P(y)           \
+    I(y_stride) I(y_inner_stride) I(rows) I(inner) I(dim) F(eps) I(dtype)
 
 // y [rows, columns] = activation(x), or where that is odd activation(x[:, :columns]) * x[:, columns:].
 #define KVIK_ARGS_activate(P, I, F)                                                      \
@@ -169,13 +174,15 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
     I(outputs) I(head_rows) P(y) I(dtype)
 
 // ids [rows, active] int64 and weights [rows, active] fp32: the experts of each row of logits [rows, experts]
-// fp32, the best first, of equals the lower id. Scores are softmax or sigmoid; `correction` fp32 [experts],
-// or null, is added to choose alone. groups > 1: only the kept_groups best of equal groups are chosen from,
-// by their best expert or their two_of_group best. normalise: weights of a row sum to `scale`; else they are
-// scores times it. each_scale: null, or fp32 [experts], that weights of each are multiplied with at last.
+// fp32, the best first, of equals the lower id. scores: `Scores`; `correction` fp32 [experts], or null, is
+// added to choose alone. groups > 1: only the kept_groups best of equal groups are chosen from, by their best
+// expert or their two_of_group best. normalise: weights of a row sum to `scale`; else they are scores times
+// it, or where the scores are logits what `Router` says, with its jitter. each_scale: null, or fp32 [experts],
+// that weights of each are multiplied with at last.
 #define KVIK_ARGS_route(P, I, F)                                                         \
-    P(logits) I(stride) I(rows) I(experts) I(active) I(sigmoid) P(correction) I(groups)  \
-    I(kept_groups) I(two_of_group) I(normalise) F(scale) P(each_scale) P(ids) P(weights)
+    P(logits) I(stride) I(rows) I(experts) I(active) I(scores) P(correction) I(groups)   \
+    I(kept_groups) I(two_of_group) I(normalise) F(scale) F(jitter) P(each_scale)         \
+    P(ids) P(weights)
 
 // y [rows, hidden] = residual + the sum over a row's experts, in ascending order, of weight * down(act(up(x))).
 // ids, weights as `route` makes them; no expert twice in a row. weigh_inputs: x is multiplied by the weight, and

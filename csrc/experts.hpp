@@ -1,6 +1,7 @@
 // Mixtures of experts: the choice of experts for each row, and the MLPs of those that were chosen.
 #pragma once
 
+#include <cfloat>
 #include <cmath>
 
 #include "arguments.hpp"
@@ -41,6 +42,13 @@ KVIK_INLINE float group_score(const float* choice, int64_t n, bool two) {
 
 // NaN counts as 0, so that a row of them chooses some experts and gets NaN from elsewhere.
 void scores_of(const route_args& a, const float* logits, float* score) {
+    if (a.scores == kSparsemixer) {
+        for (int64_t i = 0; i < a.experts; i++) {
+            const float value = logits[i] == logits[i] ? logits[i] : 0.0f;
+            score[i] = value > FLT_MAX ? FLT_MAX : value < -FLT_MAX ? -FLT_MAX : value;
+        }
+        return;
+    }
     F32 top = broadcast(-INFINITY);
     for (int64_t i = 0; i < a.experts; i += kLanes) {
         const int n = int(smaller(kLanes, a.experts - i));
@@ -52,14 +60,26 @@ void scores_of(const route_args& a, const float* logits, float* score) {
     for (int64_t i = 0; i < a.experts; i += kLanes) {
         const int n = int(smaller(kLanes, a.experts - i));
         const F32 value = load(logits + i, n);
-        store(score + i, a.sigmoid ? div(one, add(one, exp(sub(zero(), value)))) : exp(sub(value, most)), n);
+        store(score + i, a.scores == kSigmoidScores ? div(one, add(one, exp(sub(zero(), value)))) : exp(sub(value, most)), n);
     }
     for (int64_t i = 0; i < a.experts; i++) {
         if (!(score[i] >= 0.0f)) score[i] = 0.0f;
         total += score[i];
     }
-    if (a.sigmoid || total == 0.0f) return;
+    if (a.scores == kSigmoidScores || total == 0.0f) return;
     for (int64_t i = 0; i < a.experts; i++) score[i] /= total;
+}
+
+// The share of the best of n logits among those that are not taken and near it; see `Router`.
+float share_among_near(const float* logits, const bool* taken, int64_t n, int64_t best, float jitter) {
+    const float top = logits[best];
+    float total = 0.0f;
+    for (int64_t i = 0; i < n; i++) {
+        const float size = logits[i] < 0.0f ? -logits[i] : logits[i];
+        const bool far = (top - logits[i]) / (size > top ? size : top) > 2.0f * jitter;
+        if (!taken[i] && !far) total += expf(logits[i] - top);
+    }
+    return 1.0f / total;
 }
 
 void route_row(const route_args& a, int64_t row) {
@@ -83,10 +103,11 @@ void route_row(const route_args& a, int64_t row) {
     float total = 0.0f;
     for (int64_t n = 0; n < a.active; n++) {
         const int64_t best = first_largest(choice, taken, a.experts);
-        taken[best] = true;
         ids[n] = best;
-        weights[n] = score[best];
-        total += score[best];
+        const bool mixes = a.scores == kSparsemixer;
+        weights[n] = mixes ? share_among_near(score, taken, a.experts, best, float(a.jitter)) : score[best];
+        total += weights[n];
+        taken[best] = true;
     }
     const float scale = float(a.scale);
     const float* each_scale = (const float*)a.each_scale;

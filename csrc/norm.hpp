@@ -72,12 +72,13 @@ void rms_norm_of(const rms_norm_args& a, Team& team) {
 
 template <class T>
 void layer_norm_of(const layer_norm_args& a, Team& team) {
-    const T* weight = static_cast<const T*>(a.weight);
-    const T* bias = static_cast<const T*>(a.bias);
-    each_range(team, a.rows, rows_worth_a_thread(a.dim), [&](int64_t begin, int64_t end) {
-        for (int64_t row = begin; row < end; row++) {
-            const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
-            T* y = static_cast<T*>(a.y) + row * a.y_stride;
+    each_range(team, a.rows * a.inner, rows_worth_a_thread(a.dim), [&](int64_t begin, int64_t end) {
+        for (int64_t at = begin; at < end; at++) {
+            const int64_t row = at / a.inner, head = at % a.inner;
+            const T* weight = static_cast<const T*>(a.weight) + head * a.weight_stride;
+            const T* bias = static_cast<const T*>(a.bias) + head * a.weight_stride;
+            const T* x = static_cast<const T*>(a.x) + row * a.x_stride + head * a.x_inner_stride;
+            T* y = static_cast<T*>(a.y) + row * a.y_stride + head * a.y_inner_stride;
             const float mean = sum_of<false>(x, a.dim, 0.0f) / float(a.dim);
             const float square = sum_of<true>(x, a.dim, mean) / float(a.dim);
             scale_row<true>(x, weight, bias, y, a.dim, mean, 1.0f / sqrtf(square + float(a.eps)));

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -132,7 +133,12 @@ def _norms() -> list[Case]:
     large = Case("rms_norm", "large", lambda m: (m.normal(3, 64, scale=3e3), m.normal(64), 1e-6))
     heads = Case("rms_norm", "per-head", lambda m: (m.normal(5, 9, 32)[:, 2:6], m.normal(32), 1e-6))
     wide = Case("rms_norm", "fp32-gain", lambda m: (m.normal(5, 70), m.normal(70).float(), 1e-6))
-    return [*cases, zeros, large, wide, heads]
+    each = Case(
+        "layer_norm",
+        "per-head",
+        lambda m: (m.normal(5, 9, 33)[:, 2:6], m.normal(4, 33), m.normal(4, 33), 1e-5),
+    )
+    return [*cases, zeros, large, wide, heads, each]
 
 
 def _rms_norm(rows: int, dim: int) -> Callable[[Maker], tuple[Argument, ...]]:
@@ -189,8 +195,7 @@ def _activations() -> list[Case]:
     def capped(rows: int, dim: int, scale: float) -> Callable[[Maker], tuple[Argument, ...]]:
         return lambda m: (m.normal(rows, dim, scale=scale).float(), 3.0)
 
-    every: tuple[Activation, ...]
-    every = ("silu_and_mul", "gelu_tanh", "gelu_tanh_and_mul", "gelu", "relu", "clamped_swiglu")
+    every: tuple[Activation, ...] = get_args(Activation)
     cases = []
     for rows, dim, scale in ((1, 704, 1.0), (7, 33, 1.0), (3, 1, 1.0), (4, 65, 50.0)):
         name = f"{rows}x{dim}@{scale:g}"
@@ -483,6 +488,7 @@ def _experts() -> list[Case]:
         "corrected": Router(33, 4, "sigmoid", corrected=True, scale=2.5),
         "groups": Router(24, 3, groups=4, kept=2, normalised=False, scale=16.0),
         "best-two": Router(24, 6, "sigmoid", True, 4, 2, "best two", scale=1.7),
+        "sparsemixer": Router(16, 3, "sparsemixer", normalised=False, jitter=0.3),
     }
     kinds = {
         "float": (_float_weight, 40, 24),

@@ -38,6 +38,7 @@ from kvik.kernels.triton.kv_load import KINDS
 from kvik.kernels.triton.launch import MAX_SHARED
 from kvik.kernels.triton.matrix_shapes import FEW, FEW_INT4, MANY, MANY_NARROW, Tile
 from kvik.kernels.weights import ACTIVATIONS
+from kvik.spec.experts import SCORES
 
 MAX_REGISTERS = 255  # of a thread, on every NVIDIA GPU; what does not fit is spilled to memory
 
@@ -580,12 +581,12 @@ EXPERTS = (
                 p_fp32="logits weights correction each_scale",
                 p_i64="ids",
                 i32="stride",
-                fp32="scale",
+                fp32="scale jitter",
             ),
             {
                 "EXPERTS": number,
                 "ACTIVE": active,
-                "SIGMOID": groups > 1,
+                "SCORES": SCORES.index("sigmoid" if groups > 1 else "softmax"),
                 "GROUPS": groups,
                 "KEPT": max(1, groups // 2),
                 "TWO": groups > 1,
@@ -691,9 +692,13 @@ def _norms(dim: int, what: str) -> tuple[Resources, Resources]:
     if at_once == 1:
         constants["inner"] = 1  # as of two dimensions, which Triton compiles apart
     aligned = _aligned("outer_stride inner_stride dim")
+    kernels: tuple[tuple[Any, dict[str, int]], ...]
+    kernels = ((norm.rms_norm_kernel, {}), (norm.layer_norm_kernel, {"EACH": at_once > 1}))
     rms, layer = (
-        Resources(k, what, types, constants, num_warps=warps, aligned=aligned, max_registers=128)
-        for k in (norm.rms_norm_kernel, norm.layer_norm_kernel)
+        Resources(
+            k, what, types, constants | own, num_warps=warps, aligned=aligned, max_registers=128
+        )
+        for k, own in kernels
     )
     return rms, layer
 
@@ -701,7 +706,7 @@ def _norms(dim: int, what: str) -> tuple[Resources, Resources]:
 NORM = (
     *_norms(4096, "hidden 4096, bf16"),
     *_norms(16384, "hidden 16384, bf16"),
-    _norms(128, "heads of 128, bf16")[0],
+    *_norms(128, "heads of 128, bf16"),
 )
 
 

@@ -44,7 +44,9 @@ def by_definition(
     scales: list[float] | None,
 ) -> tuple[list[int], list[float]]:
     """The experts of one token and their weights, in plain Python."""
-    if router.scores == "sigmoid":
+    if router.scores == "sparsemixer":
+        scores = logits
+    elif router.scores == "sigmoid":
         scores = [1 / (1 + math.exp(-x)) for x in logits]
     else:
         exps = [math.exp(x - max(logits)) for x in logits]
@@ -61,9 +63,18 @@ def by_definition(
     allowed = [e for e in range(router.experts) if e // size in groups]
     ids = sorted(allowed, key=lambda e: (-choice[e], e))[: router.active]
     weights = [scores[e] for e in ids]
+    if router.scores == "sparsemixer":
+        weights = [share(logits, e, ids[:n], router.jitter) for n, e in enumerate(ids)]
     total = sum(weights) if router.normalised else 1.0
     each = scales or [1.0] * len(logits)
     return ids, [w / total * router.scale * each[e] for e, w in zip(ids, weights, strict=True)]
+
+
+def share(logits: list[float], chosen: int, before: list[int], jitter: float) -> float:
+    """Of a logit, among those near it that were not chosen before."""
+    top, left = logits[chosen], [x for e, x in enumerate(logits) if e not in before]
+    near = [x for x in left if top - x <= 2 * jitter * max(abs(x), top)]
+    return 1 / sum(math.exp(x - top) for x in near)
 
 
 ROUTERS = {
@@ -74,6 +85,7 @@ ROUTERS = {
     "scaled": Router(12, 3, scale=0.5, scaled=True),
     "groups": Router(24, 3, groups=4, kept=2, normalised=False, scale=16.0),
     "corrected": Router(32, 6, "sigmoid", True, 8, 4, "best two", scale=2.5),
+    "sparsemixer": Router(16, 3, "sparsemixer", normalised=False, jitter=0.3),
 }
 
 

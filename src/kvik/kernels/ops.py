@@ -195,7 +195,8 @@ class Ops:
     probabilities(logits [n, vocab], temperature [n], truncation) -> [n, vocab] fp32, how likely
         each token is to be drawn: the weights that `draw` leaves, by their total
     rms_norm(x [..., dim], weight [dim] of the dtype of x or fp32, eps) -> [..., dim]
-    layer_norm(x, weight, bias, eps) -> [..., dim]
+    layer_norm(x [..., dim], weight, bias, eps) -> [..., dim]; weight and bias are [dim], or [heads,
+        dim] of x [tokens, heads, dim]
     rotations(high [multiples, head_dim], low [n, head_dim], positions [tokens] int64) -> [tokens,
         head_dim] fp32, cosines and then sines of sums of angles: that of row p // n of high and
         that of row p % n of low, as complex numbers multiplied

@@ -21,6 +21,8 @@ from kvik.kernels.reference.ops import (
     as_multiplied,
     clamped_gate,
     factor_of,
+    layer_norm,
+    relu_squared,
     rms_norm,
     stored_weight,
 )
@@ -94,6 +96,8 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    if weight.dim() == 2:
+        return layer_norm(x, weight, bias, eps)
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
@@ -127,6 +131,7 @@ _ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "gelu_tanh_and_mul": _gelu_tanh,
     "gelu": F.gelu,
     "relu": F.relu,
+    "relu_squared": relu_squared,
     "clamped_swiglu": clamped_gate,
 }
 

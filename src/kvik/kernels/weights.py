@@ -15,7 +15,13 @@ from kvik.spec.weight_kind import MX_GROUP, Rounding, WeightKind
 # "clamped_swiglu": gate * sigmoid(SWIGLU_SLOPE * gate) * (up + 1), the gate at most SWIGLU_LIMIT,
 # up within it on both sides.
 Activation = Literal[
-    "silu_and_mul", "gelu_tanh", "gelu_tanh_and_mul", "gelu", "relu", "clamped_swiglu"
+    "silu_and_mul",
+    "gelu_tanh",
+    "gelu_tanh_and_mul",
+    "gelu",
+    "relu",
+    "relu_squared",
+    "clamped_swiglu",
 ]
 PAIRED: frozenset[Activation | None] = frozenset(
     {"silu_and_mul", "gelu_tanh_and_mul", "clamped_swiglu"}
@@ -29,6 +35,7 @@ ACTIVATIONS: Mapping[Activation | None, int] = {
     "gelu_tanh_and_mul": 3,
     "gelu": 4,
     "relu": 6,
+    "relu_squared": 8,
     "clamped_swiglu": 9,
 }
 

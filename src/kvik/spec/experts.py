@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from kvik.errors import shown
 from kvik.spec.fields import Fields
@@ -18,6 +18,8 @@ EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_
 # And that only every so-many-th layer has them.
 STEP_KEYS = ("decoder_sparse_step", "interleave_moe_layer_step")
 SPARSE, DENSE = "sparse", "dense"  # of `mlp_layer_types`
+Scores = Literal["softmax", "sigmoid", "sparsemixer"]
+SCORES: tuple[Scores, ...] = get_args(Scores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,9 @@ class Router:
 
     Scores are the softmax or the sigmoid of the logits. The best experts are chosen, of equals the
     lower ids, by their scores and what a correction adds to them (DeepSeek-V3, arXiv 2412.19437).
-    The weight of a chosen expert is its score alone.
+    The weight of a chosen expert is its score alone. With "sparsemixer" (Liu et al. 2024, arXiv
+    2409.12136) scores are the logits, and the weight is a softmax over those that were not chosen
+    before and lie near the chosen one s: (s - x) / max(|x|, s) is at most twice the jitter.
 
     Attributes:
         experts, active: how many there are, and how many a token gets.
@@ -39,11 +43,12 @@ class Router:
         scale: that weights are multiplied with.
         scaled: and so they are with a learned number of each expert.
         weigh_inputs: a weight multiplies what its expert is given, else what that gives.
+        jitter: of "sparsemixer", which has no groups.
     """
 
     experts: int
     active: int
-    scores: Literal["softmax", "sigmoid"] = "softmax"
+    scores: Scores = "softmax"
     corrected: bool = False
     groups: int = 1
     kept: int = 1
@@ -52,6 +57,7 @@ class Router:
     scale: float = 1.0
     scaled: bool = False
     weigh_inputs: bool = False
+    jitter: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,7 @@ def read_experts(
     layers: int,
     *,
     inner: str = "moe_intermediate_size",
+    active: str = "num_experts_per_tok",
     router: Callable[[Fields, int, int], Router],
     shared: str = "",
     shared_width: str = "",
@@ -91,7 +98,7 @@ def read_experts(
 ) -> tuple[ExpertsSpec | None, ...]:
     """
     Args:
-        inner: key of an expert's width.
+        inner: key of an expert's width. active: of how many a token gets.
         router: config.json, experts, experts of a token -> the router.
         shared: key of how many experts every token goes through; "": none.
         shared_width: key of the width of a gated one that every token goes through; "": none.
@@ -103,11 +110,11 @@ def read_experts(
     count = expert_count(fields)
     if count * layers > MAX_IN_ALL:
         raise fields.error("num_hidden_layers", f"must give at most {MAX_IN_ALL} experts in all")
-    active = fields.integer("num_experts_per_tok", 1, count)
+    most = fields.integer(active, 1, count)
     width = fields.integer(inner, 1, MAX_WIDTH)
     always = fields.integer(shared, 0, MAX_EXPERTS, 0) if shared else 0
     gated = fields.integer(shared_width, 1, MAX_WIDTH) if shared_width else 0
-    choice = router(fields, count, active)
+    choice = router(fields, count, most)
     experts = ExpertsSpec(choice, width, gated or always * width, gated > 0)
     sparse = sparse_layers(fields, layers, first_dense)
     return tuple(experts if one else None for one in sparse)

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvik.kernels.cpu.matrix import CpuPacked
 from kvik.kernels.cpu.native import DTYPES, Native, pointer
 from kvik.kernels.weights import ACTIVATIONS, Experts, Matrix
-from kvik.spec.experts import Router
+from kvik.spec.experts import SCORES, Router
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class CpuExperts:
             rows=self.native.rows(logits),
             experts=router.experts,
             active=router.active,
-            sigmoid=int(router.scores == "sigmoid"),
+            scores=SCORES.index(router.scores),
             correction=pointer(correction),
             groups=router.groups,
             kept_groups=router.kept,
@@ -54,6 +54,7 @@ class CpuExperts:
             normalise=int(router.normalised),
             scale=router.scale,
             each_scale=pointer(scales),
+            jitter=router.jitter,
             ids=ids.data_ptr(),
             weights=weights.data_ptr(),
         )

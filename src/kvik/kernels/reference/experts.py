@@ -24,18 +24,37 @@ def route(
     Returns:
         ids [tokens, active] int64, the best first, and their weights in fp32.
     """
-    scores = logits.sigmoid() if router.scores == "sigmoid" else logits.softmax(-1)
+    scores = logits
+    if router.scores != "sparsemixer":
+        scores = logits.sigmoid() if router.scores == "sigmoid" else logits.softmax(-1)
     scores = scores.nan_to_num(0.0)
     choice = scores if correction is None else scores + correction
     if router.groups > 1:
         choice = _of_kept_groups(choice, router)
     # a stable sort puts the lower id before its equals
     ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : router.active]
-    weights = scores.gather(1, ids)
+    mixes = router.scores == "sparsemixer"
+    weights = _among_near(scores, ids, router.jitter) if mixes else scores.gather(1, ids)
     if router.normalised:
         weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
     weights = weights * router.scale
     return ids.contiguous(), weights if scales is None else weights * scales[ids]
+
+
+def _among_near(logits: Tensor, ids: Tensor, jitter: float) -> Tensor:
+    """Return the share of each chosen logit among those near it that were not chosen before.
+
+    Args:
+        logits: [tokens, experts]. ids: [tokens, active].
+    """
+    left, shares = logits, []
+    for chosen in ids.split(1, dim=1):
+        top = logits.gather(1, chosen)
+        far = (top - logits) / torch.maximum(logits.abs(), top) > 2 * jitter
+        near = left.masked_fill(far, -torch.inf)
+        shares.append(near.softmax(-1).gather(1, chosen))
+        left = left.scatter(1, chosen, -torch.inf)
+    return torch.cat(shares, 1)
 
 
 def _of_kept_groups(choice: Tensor, router: Router) -> Tensor:

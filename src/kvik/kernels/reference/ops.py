@@ -44,7 +44,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """(x - mean) / std * weight + bias over the last dimension (Ba et al. 2016).
 
     Args:
-        x: [..., dim]. weight, bias: [dim].
+        x: [..., dim]. weight, bias: [dim], or [heads, dim] of x [tokens, heads, dim].
     """
     centred = x.float() - x.float().mean(-1, keepdim=True)
     scale = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
@@ -135,7 +135,8 @@ def copy_blocks(cache: Tensor, source: Tensor, target: Tensor) -> None:
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
-    """See `Ops`: SwiGLU and GEGLU (Shazeer 2020), GELU (Hendrycks and Gimpel 2016) or ReLU.
+    """See `Ops`: SwiGLU and GEGLU (Shazeer 2020), GELU (Hendrycks and Gimpel 2016), ReLU or its
+    square (So et al. 2021).
 
     Args:
         x: [tokens, dim]; of a paired activation the gate first.
@@ -145,6 +146,10 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
         return act(wide).to(x.dtype)
     gate, up = wide.chunk(2, dim=-1)
     return (act(gate) * factor_of(activation, up)).to(x.dtype)
+
+
+def relu_squared(x: Tensor) -> Tensor:
+    return x.relu().square()
 
 
 def silu(x: Tensor) -> Tensor:
@@ -179,6 +184,7 @@ _ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "gelu_tanh_and_mul": gelu_tanh,
     "gelu": gelu,
     "relu": torch.relu,
+    "relu_squared": relu_squared,
     "clamped_swiglu": clamped_gate,
 }
 

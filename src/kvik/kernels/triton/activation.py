@@ -57,6 +57,8 @@ def activated(x, ACTIVATION: tl.constexpr):
         x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif ACTIVATION == 6:
         x = tl.maximum(x, 0.0)
+    elif ACTIVATION == 8:
+        x = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
     elif ACTIVATION == CLAMPED:
         x = tl.where(x > LIMIT, LIMIT, x)
         x = x * sigmoid(SLOPE * x)

@@ -53,35 +53,42 @@ def rms_norm_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def layer_norm_kernel(
     x, weight, bias, out, rows, inner, outer_stride, inner_stride, dim, eps,
-    ROWS: tl.constexpr, DIM: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """grid [groups of rows]; x [rows / inner, inner, dim], out [rows, dim]"""
+    """grid [groups of rows]; x [rows / inner, inner, dim], out [rows, dim]. EACH: weight and bias
+    [inner, dim], else [dim]"""
     there, own, at, mask = _rows_of(rows, inner, outer_stride, inner_stride, dim, ROWS, DIM)
     wide = tl.load(x + there, mask=mask, other=0.0).to(tl.float32)
     centred = tl.where(mask, wide - (tl.sum(wide, 1) / dim)[:, None], 0.0)
     scale = tl.rsqrt(tl.sum(centred * centred, 1) / dim + eps)
-    by = tl.load(weight + at, mask=at < dim, other=0.0).to(tl.float32)
-    plus = tl.load(bias + at, mask=at < dim, other=0.0).to(tl.float32)
-    y = centred * scale[:, None] * by[None, :] + plus[None, :]
+    if EACH:
+        gain, inside = own % (inner * dim), mask
+    else:
+        gain, inside = at[None, :], (at < dim)[None, :]
+    by = tl.load(weight + gain, mask=inside, other=0.0).to(tl.float32)
+    plus = tl.load(bias + gain, mask=inside, other=0.0).to(tl.float32)
+    y = centred * scale[:, None] * by + plus
     tl.store(out + own, y.to(out.dtype.element_ty), mask=mask)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `Ops`."""
-    return _normalise(rms_norm_kernel, x, eps, weight)
+    return _normalise(rms_norm_kernel, x, eps, (weight,))
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """See `Ops`."""
-    return _normalise(layer_norm_kernel, x, eps, weight, bias)
+    return _normalise(layer_norm_kernel, x, eps, (weight, bias), weight.dim() == 2)
 
 
-def _normalise(kernel: Any, x: Tensor, eps: float, *vectors: Tensor) -> Tensor:
+def _normalise(
+    kernel: Any, x: Tensor, eps: float, vectors: tuple[Tensor, ...], *options: bool
+) -> Tensor:
     """Launch a kernel on the rows of x.
 
     Args:
         x: [..., dim].
-        vectors: weight and bias, as the kernel takes them, [dim] each.
+        vectors: weight and bias, as the kernel takes them. options: that come last.
     """
     x, inner, outer_stride, inner_stride = _as_rows(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -89,7 +96,7 @@ def _normalise(kernel: Any, x: Tensor, eps: float, *vectors: Tensor) -> Tensor:
     block, at_once, warps = shape_of(dim)
     kernel[(ceil_div(rows, at_once),)](
         x, *vectors, out, rows, inner, outer_stride, inner_stride, dim, eps, at_once, block,
-        num_warps=warps,
+        *options, num_warps=warps,
     )  # fmt: skip
     return out
 

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from kvik.kernels.triton.activation import sigmoid
 from kvik.kernels.triton.launch import power_of_two
-from kvik.spec.experts import Router
+from kvik.spec.experts import SCORES, Router
 
 BEHIND = tl.constexpr(0x7FFFFFFF)  # behind all ids
+MOST = tl.constexpr(3.4028234663852886e38)  # of fp32
 
 
 @triton.jit
@@ -64,9 +65,10 @@ def route_kernel(
     weights,
     stride,
     scale,
+    jitter,
     EXPERTS: tl.constexpr,
     ACTIVE: tl.constexpr,
-    SIGMOID: tl.constexpr,
+    SCORES: tl.constexpr,
     GROUPS: tl.constexpr,
     KEPT: tl.constexpr,
     TWO: tl.constexpr,
@@ -76,15 +78,17 @@ def route_kernel(
     ACTIVE_BLOCK: tl.constexpr,
 ):
     """grid [tokens]; logits [tokens, EXPERTS], correction and each_scale [EXPERTS] or None, ids and
-    weights [tokens, ACTIVE]. The experts of a group are a row of a tile. TWO: a group is as good as
-    its best two."""
+    weights [tokens, ACTIVE]. The experts of a group are a row of a tile. SCORES: index in `SCORES`.
+    TWO: a group is as good as its best two."""
     token = tl.program_id(0).to(tl.int64)
     SIZE: tl.constexpr = EXPERTS // GROUPS
     group, place = tl.arange(0, GROUP_BLOCK)[:, None], tl.arange(0, SIZE_BLOCK)[None, :]
     expert = group * SIZE + place
     inside = (group < GROUPS) & (place < SIZE)
     x = tl.load(logits + token * stride + expert, mask=inside, other=float("-inf"))
-    if SIGMOID:
+    if SCORES == 2:
+        scores = tl.minimum(tl.maximum(tl.where(x == x, x, 0.0), -MOST), MOST)
+    elif SCORES == 1:
         scores = sigmoid(x)
     else:
         scores = tl.exp(x - tl.max(tl.max(x, 1), 0))
@@ -104,6 +108,10 @@ def route_kernel(
         best = tl.max(tl.max(tl.where(left == BEHIND, float("-inf"), choice), 1), 0)
         chosen = tl.min(tl.min(tl.where(choice == best, left, BEHIND), 1), 0)
         score = tl.sum(tl.sum(tl.where(left == chosen, scores, 0.0), 1), 0)
+        if SCORES == 2:
+            far = (score - scores) / tl.maximum(tl.abs(scores), score) > 2.0 * jitter
+            shares = tl.where(far | (left == BEHIND), 0.0, tl.exp(scores - score))
+            score = 1.0 / tl.sum(tl.sum(shares, 1), 0)
         found_ids = tl.where(k == i, chosen, found_ids)
         found = tl.where(k == i, score, found)
         left = tl.where(left == chosen, BEHIND, left)
@@ -135,9 +143,10 @@ def route(
         weights,
         logits.stride(0),
         router.scale,
+        router.jitter,
         router.experts,
         router.active,
-        router.scores == "sigmoid",
+        SCORES.index(router.scores),
         router.groups,
         router.kept,
         router.group_by == "best two",
