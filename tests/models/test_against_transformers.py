@@ -83,6 +83,26 @@ GEMMA4: dict[str, Any] = {
     "hidden_size_per_layer_input": 0,
     "vocab_size_per_layer_input": 96,
 }
+# Granite 4, whose layers may also be of another kind.
+ATTENDING: dict[str, Any] = {
+    "layer_types": ["attention"] * 3,
+    "shared_intermediate_size": 40,
+    "mamba_n_heads": 4,  # is checked
+}
+
+LONG_PHIMOE: dict[str, Any] = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "original_max_position_embeddings": 4,
+    **rope(
+        rope_type="longrope",
+        short_factor=[1.5, 2.0, 4.0, 8.0],  # which transformers 5.23 takes at any length
+        long_factor=[1.5, 2.0, 4.0, 8.0],
+        short_mscale=1.2,
+        long_mscale=1.2,
+        original_max_position_embeddings=4,
+    ),
+}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gqa": ("Llama", {}),
@@ -169,6 +189,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "stablelm": ("StableLm", {"hidden_size": 64}),
     "stablelm-bias": ("StableLm", {"use_qkv_bias": True, **rope(partial_rotary_factor=0.5)}),
+    "stablelm-12b": (
+        "StableLm",
+        {"hidden_size": 64, "use_parallel_residual": True, "qk_layernorm": True},
+    ),
+    "stablelm-head-norms": ("StableLm", {"qk_layernorm": True, **rope(partial_rotary_factor=0.5)}),
     "stablelm-parallel": ("StableLm", {"hidden_size": 64, "use_parallel_residual": True}),
     "falcon-7b": ("Falcon", {"ffn_hidden_size": 56}),
     "falcon-40b": (
@@ -227,6 +252,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Cohere",
         {"attention_bias": True, "tie_word_embeddings": False, "logit_scale": 0.3},
     ),
+    "cohere-head-norms": ("Cohere", {"use_qk_norm": True, "hidden_size": 64}),
     "cohere2": ("Cohere2", {"num_hidden_layers": 4, "sliding_window": 9, "hidden_size": 64}),
     "gemma": ("Gemma", {"head_dim": 16}),
     "gemma-untied": ("Gemma", {"head_dim": 8, "tie_word_embeddings": False}),
@@ -355,7 +381,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_num_key_heads": 4,
         },
     ),
+    "glm": ("Glm", {"head_dim": 16}),
+    "glm-plain": ("Glm", {"head_dim": 8, "attention_bias": False, "tie_word_embeddings": True}),
     "opt": ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "opt-350m": ("OPT", {"word_embed_proj_dim": 20, "do_layer_norm_before": False}),
+    "opt-narrow-untied": ("OPT", {"word_embed_proj_dim": 12, "tie_word_embeddings": False}),
     "opt-gelu-untied": (
         "OPT",
         {
@@ -412,6 +442,42 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "residual_multiplier": 0.4,
             "attention_multiplier": 0.2,
             "logits_scaling": 6.0,
+        },
+    ),
+    "granite4": (
+        "GraniteMoeHybrid",
+        {
+            **ATTENDING,
+            "position_embedding_type": "rope",
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 6.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granite4-experts": (
+        "GraniteMoeHybrid",
+        {
+            **ATTENDING,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 24,
+            "residual_multiplier": 0.4,
+            "attention_bias": True,
+        },
+    ),
+    "phimoe": ("Phimoe", {**LONG_PHIMOE, "attention_bias": True, "lm_head_bias": True}),
+    "phimoe-window": (
+        "Phimoe",
+        {
+            **LONG_PHIMOE,
+            "num_local_experts": 4,
+            "router_jitter_noise": 0.3,
+            "sliding_window": 9,
+            "tie_word_embeddings": True,
         },
     ),
     "qwen2-moe": (

@@ -33,6 +33,7 @@ FAMILIES = {
     "Glm4": {"head_dim": 8},
     "Olmo3": {"num_hidden_layers": 4},
     "Exaone4": {"num_hidden_layers": 4},
+    "Cohere": {"use_qk_norm": True},
     "Cohere2": {"num_hidden_layers": 4},
     "Gemma": {"head_dim": 8},
     "Gemma2": {"head_dim": 8, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 1.0},
@@ -54,7 +55,14 @@ FAMILIES = {
     "GPTNeoX": {"num_key_value_heads": 4},
     "Falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "Starcoder2": {},
-    "OPT": {"word_embed_proj_dim": 32},
+    "OPT": {"word_embed_proj_dim": 20, "do_layer_norm_before": False},
+    "GraniteMoeHybrid": {
+        "layer_types": ["attention"] * 3,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 40,
+        "mamba_n_heads": 4,
+    },
     "Qwen3Moe": {"head_dim": 8, "num_experts": 8, "moe_intermediate_size": 24},
     "Glm4Moe": {"head_dim": 8, "n_routed_experts": 8, "moe_intermediate_size": 24},
     "Llama4": LLAMA4,
@@ -67,6 +75,18 @@ FAMILIES = {
     },
     "GPT2": {},
     "Qwen3_5": {"head_dim": 8, "num_hidden_layers": 4, **DELTA},
+    "Phimoe": {
+        "num_local_experts": 4,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 4,
+            "long_factor": [2.0] * 4,
+            "short_mscale": 1.2,
+            "long_mscale": 1.2,
+            "original_max_position_embeddings": 64,
+        },
+    },
     "Lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
 }
 

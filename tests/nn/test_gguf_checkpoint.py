@@ -58,8 +58,8 @@ MORE = {
     "Phi3": {**WIDE, "sliding_window": 7},
     "Phi": WIDE,
     "Starcoder2": {**WIDE, "sliding_window": None},
-    "StableLm": {**WIDE, "use_qkv_bias": True, "use_parallel_residual": True},
-    "Cohere": {**WIDE, "logit_scale": 0.3},
+    "StableLm": {**WIDE, "use_parallel_residual": True, "qk_layernorm": True},
+    "Cohere": {**WIDE, "logit_scale": 0.3, "use_qk_norm": True},
     "Cohere2": {**HEAD, "num_hidden_layers": 5, "sliding_window": 9},
     "Granite": {
         **WIDE,
@@ -160,7 +160,7 @@ CONVOLUTIONS = ("conv.conv.weight", "conv1d.weight")
 
 def type_of(name: str, type: str, family: str) -> str:
     """The type of a matrix in a file, by its name in a checkpoint."""
-    exact = (".gate.weight", "router.weight", "router.layer.weight", "wpe.weight")
+    exact = (".gate.weight", "router.weight", "router.layer.weight", "wpe.weight", "norm.weight")
     if name.endswith((*exact, "shared_expert_gate.weight")) or name.endswith(CONVOLUTIONS):
         return "F32"
     eight = family == "Mixtral" and name.endswith(("k_proj.weight", "v_proj.weight"))

@@ -92,6 +92,7 @@ def test_outputs_stay(tmp_path: Path, family: str) -> None:
         "Olmo2": 2,
         "Cohere2": 2,
         "GptOss": 2 + 1 + 4,
+        "GraniteMoeHybrid": 2 + 1 + 2 + 2 * 4,  # and those of the MLP for all tokens
         "Qwen3Moe": 2 + 1 + 2 * 6,  # the router, and two of each expert
     }
     assert len(folded.scales) == fewer.get(family, 4)

@@ -46,6 +46,13 @@ from kvik.spec.rope import RopeSpec
         ("Qwen3.5-9B", 8_953_803_264),
         ("Llama-4-Scout", 107_769_861_120),
         ("Llama-4-Maverick", 400_711_848_960),
+        ("Granite-4.0-micro", 3_402_836_480),
+        ("Granite-4.0-350m", 352_379_904),
+        ("Command-R-plus", 103_810_674_688),
+        ("StableLM-2-12B", 12_143_185_920),
+        ("OPT-350M", 331_196_416),
+        ("Phi-3.5-MoE", 41_873_153_344),
+        ("GLM-4-9B-chat", 9_399_951_360),
         ("GPT-2", 124_439_808),
     ],
 )
@@ -244,11 +251,16 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_s
 SHARED = {"shared_expert_intermediate_size": 16}
 
 
+# Keys that some architectures need beside those of the others.
+OWN_KEYS: dict[str, dict[str, Any]] = {
+    "GPT2LMHeadModel": PUBLIC["GPT-2"],
+    "GraniteMoeHybridForCausalLM": {"layer_types": ["attention"] * 4},
+}
+
+
 def test_every_architecture_is_read() -> None:
     for name in ARCHITECTURES:
-        base = {**small(), **EXPERTS, **SHARED, **ONE_GROUP}
-        if name == "GPT2LMHeadModel":
-            base = PUBLIC["GPT-2"]
+        base = {**small(), **EXPERTS, **SHARED, **ONE_GROUP, **OWN_KEYS.get(name, {})}
         assert ModelSpec.from_config({**base, "architectures": [name]}).architecture == name
 
 

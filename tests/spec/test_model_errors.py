@@ -96,6 +96,51 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"partial_rotary_factor": 0.25}, "partial_rotary_factor", "must be 1"),
 ]
+
+
+def of(architecture: str, **changes: Any) -> dict[str, Any]:
+    return small(architectures=[f"{architecture}ForCausalLM"], **changes)
+
+
+ATTENDS = {"layer_types": ["attention"] * 4}
+MIXER = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LONG = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+BAD_FAMILIES: list[tuple[dict[str, Any], str, str]] = [
+    (of("Cohere", use_qk_norm="yes"), "use_qk_norm", "true or false"),
+    (of("StableLm", qk_layernorm=1), "qk_layernorm", "true or false"),
+    (of("OPT", word_embed_proj_dim=0), "word_embed_proj_dim", "[1, 1048576]"),
+    (of("OPT", do_layer_norm_before="no"), "do_layer_norm_before", "true or false"),
+    (of("OPT", _remove_final_layer_norm=True), "_remove_final_layer_norm", "must be false"),
+    (of("GraniteMoeHybrid"), "layer_types", "4 times attention: layers of the kind mamba"),
+    (
+        of("GraniteMoeHybrid", layer_types=["mamba"] + ["attention"] * 3),
+        "layer_types",
+        "4 times attention: layers of the kind mamba do not run here",
+    ),
+    (of("GraniteMoeHybrid", layer_types=["attention"]), "layer_types", "4 times attention"),
+    (
+        of("GraniteMoeHybrid", **ATTENDS, position_embedding_type="alibi"),
+        "position_embedding_type",
+        "nope, rope",
+    ),
+    (
+        of("GraniteMoeHybrid", **ATTENDS, num_local_experts=-1),
+        "num_local_experts",
+        "[0, 1024]",
+    ),
+    (
+        of("GraniteMoeHybrid", **ATTENDS, **MIXER, shared_intermediate_size=0),
+        "shared_intermediate_size",
+        "integer",
+    ),
+    (of("PhiMoE", **{**MIXER, "num_experts_per_tok": 3}), "num_experts_per_tok", "must be 2"),
+    (of("PhiMoE", **MIXER, router_jitter_noise=2), "router_jitter_noise", "[0, 1]"),
+    (
+        of("PhiMoE", **MIXER, rope_scaling={**LONG, "short_mscale": 1.1, "long_mscale": 1.2}),
+        "rope_scaling short_mscale",
+        "must be long_mscale, 1.2, not 1.1",
+    ),
+]
 BAD_QWEN: list[tuple[dict[str, Any], str, str]] = [
     ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window", "integer"),
     ({"use_sliding_window": 1}, "use_sliding_window", "true or false"),
@@ -126,6 +171,7 @@ BAD_LLAMA4: list[tuple[dict[str, Any], str, str]] = [
     ("values", "field", "allowed"),
     [(small(**changes), field, allowed) for changes, field, allowed in BAD]
     + [(small_qwen(**changes), field, allowed) for changes, field, allowed in BAD_QWEN]
+    + BAD_FAMILIES
     + [
         (small(architectures=["Llama4ForCausalLM"], **changes), field, allowed)
         for changes, field, allowed in BAD_LLAMA4

@@ -101,7 +101,7 @@ def block_type(type: str, name: str, width: int, spec: ModelSpec) -> str:
         found = "F32"
     elif (layer := LAYER.fullmatch(name)) is not None:
         part = layer[2]
-        if part in EXACT:
+        if part in EXACT or part.endswith("_norm"):
             found = "F32"
         elif _has_eight_experts(spec) and file.usual in SCHEMES and part in ("attn_k", "attn_v"):
             found = "Q8_0"

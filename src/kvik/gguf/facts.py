@@ -270,7 +270,7 @@ _WHOLE = (".weight", ".bias", ".")  # how names end that are those of one tensor
 def hf_name(name: str, own: Mapping[str, str]) -> str | None:
     """Return the checkpoint name of a tensor; None if there is none.
 
-    In the name of what all experts of a layer have, {} stands for the number of one.
+    In the name of what all experts of a layer have, or all heads, {} stands for the number of one.
 
     Args:
         own: `gguf_names` of the architecture.
@@ -291,7 +291,7 @@ def hf_name(name: str, own: Mapping[str, str]) -> str | None:
 def gguf_name(name: str, own: Mapping[str, str]) -> str | None:
     """Return the GGUF name of a checkpoint's tensor; None if there is none.
 
-    Tensors of the experts of a layer have one name.
+    Tensors of the experts of a layer have one name, and so have those of heads.
 
     Args:
         own: `gguf_names` of the architecture.
@@ -339,8 +339,13 @@ def named_tensors(file: GgufFile) -> Iterator[tuple[str, GgufTensor]]:
             yield name or tensor.name, tensor
             continue
         count, *shape = tensor.shape
-        if count != experts or not shape:
-            told = f"must have a part for each of {experts} experts, not {list(tensor.shape)}"
+        wanted, whose = experts, "experts"
+        if (norm := re.search("attn_([qk])_norm", tensor.name)) is not None:
+            key = "head_count" if norm[1] == "q" else "head_count_kv"
+            at = f"{architecture(file)}.attention.{key}"
+            wanted, whose = metadata.integer(at, 1, MAX_HEADS), "heads"
+        if count != wanted or not shape:
+            told = f"must have a part for each of {wanted} {whose}, not {list(tensor.shape)}"
             raise ModelError(file.path.name, f"tensor {shown(tensor.name)} {told}")
         size = tensor.size // count
         for i in range(count):

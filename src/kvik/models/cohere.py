@@ -1,5 +1,5 @@
-"""Command R and R7B (Cohere 2024): attention and MLP side by side, LayerNorm without biases. Pairs
-of neighbours turn, and logits are scaled."""
+"""Command R, R+ and R7B (Cohere 2024): attention and MLP side by side, LayerNorm without biases.
+Pairs of neighbours turn, and logits are scaled. In R+ the heads of q and k are normalised."""
 
 from __future__ import annotations
 
@@ -16,13 +16,42 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+class HeadNormAttention(LlamaAttention):
+    """A Llama's, with LayerNorm on each head of q and k, which has gains of its own.
+
+    Args:
+        norms: names of those of q and of k, as `LayerBuilder.head_norms` takes them.
+    """
+
+    def __init__(
+        self,
+        spec: ModelFacts,
+        builder: LayerBuilder,
+        layer: int,
+        norms: tuple[str, str] = ("q_norm", "k_norm"),
+    ) -> None:
+        super().__init__(spec, builder, layer)
+        (q, k), eps, rope = norms, spec.norm_eps, spec.layers[layer].rope
+        self.q_norm = builder.head_norms(q, spec.num_heads, spec.head_dim, eps, rope=rope)
+        self.k_norm = builder.head_norms(k, spec.num_kv_heads, spec.head_dim, eps, rope=rope)
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, rotation: Tensor | None, ctx: ForwardContext
+    ) -> Tensor:
+        """x, residual [tokens, hidden], rotation [tokens, head_dim] or None -> [tokens, hidden]."""
+        q, k, v = self.qkv(x, ctx)  # [tokens, heads or kv_heads, head_dim]
+        attended = self.attend(self.q_norm(q), self.k_norm(k), v, ctx, rotation)
+        return self.o(attended, ctx, residual)
+
+
 class CohereLayer:
     """Attention and MLP; both read the same normalised residual stream and add to it."""
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
         hidden, inner = spec.hidden_size, spec.intermediate_size
         self.norm = builder.layer_norm("input_layernorm", hidden, spec.norm_eps, bias=False)
-        self.attention = LlamaAttention(spec, builder.at("self_attn"), layer)
+        attention = HeadNormAttention if spec.qk_norm else LlamaAttention
+        self.attention = attention(spec, builder.at("self_attn"), layer)
         self.mlp = builder.at("mlp").gated_mlp(hidden, inner, bias=False)
 
     def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
@@ -45,11 +74,12 @@ def last_norm(spec: ModelFacts, builder: LayerBuilder) -> Norm:
 COHERE = Architecture(
     "CohereForCausalLM",
     "cohere",
-    "Command R",
+    "Command R and R+",
     partial(Llama, make_layer=CohereLayer, make_norm=last_norm),
     layers=partial(turned_layers, fraction=1.0, interleaved=True),
     qkv_bias="attention_bias",
     o_bias="attention_bias",
+    qk_norm="use_qk_norm",
     rms_norm=False,
     tied=True,
     scales=cohere_scales,
@@ -57,7 +87,6 @@ COHERE = Architecture(
     keys={"rms_norm_eps": "layer_norm_eps"},
     gguf="command-r",
     gguf_scales=("logit_scale",),
-    fixed={"use_qk_norm": False},
 )
 # Command R7B and A: three layers with a window, then one that knows no positions.
 COHERE2 = Architecture(

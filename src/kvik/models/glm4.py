@@ -1,14 +1,16 @@
-"""GLM-4-0414 (Z.ai 2025): a Llama whose blocks are normalised before and behind, and in which half
-of each head turns, in pairs of neighbours; and GLM-4.5 to 4.7, with routed experts."""
+"""GLM-4 (Zhipu AI 2024): a Llama in which half of each head turns, in pairs of neighbours;
+GLM-4-0414 (Z.ai 2025), whose blocks are normalised before and behind; and GLM-4.5 to 4.7, with
+routed experts."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from kvik.models.llama import AttentionBlock, Llama, LlamaAttention, LlamaLayer
 from kvik.models.qwen3 import Qwen3Attention
-from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
+from kvik.spec.declare import Architecture, FeedForward, ForwardContext, LayerBuilder
 from kvik.spec.experts import corrected_router, read_experts
 from kvik.spec.layers import turned_layers
 from kvik.spec.model import ModelFacts
@@ -17,17 +19,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+def glm_feed(spec: ModelFacts, builder: LayerBuilder, layer: int) -> FeedForward:
+    """Gate and up are one matrix."""
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    return builder.at("mlp").gated_mlp(hidden, inner, bias=False, names=("gate_up_proj",))
+
+
 class Glm4Layer:
     """Attention and MLP; each reads the residual stream normalised, and what it gives is normalised
     again and added to that."""
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
-        hidden, inner, eps = spec.hidden_size, spec.intermediate_size, spec.norm_eps
+        hidden, eps = spec.hidden_size, spec.norm_eps
         self.attention_norm = builder.rms_norm("input_layernorm", hidden, eps, before="qkv")
         self.attention = LlamaAttention(spec, builder.at("self_attn"), layer)
         self.attended_norm = builder.rms_norm("post_self_attn_layernorm", hidden, eps)
         self.mlp_norm = builder.rms_norm("post_attention_layernorm", hidden, eps, before="gate_up")
-        self.mlp = builder.at("mlp").gated_mlp(hidden, inner, bias=False, names=("gate_up_proj",))
+        self.mlp = glm_feed(spec, builder, layer)
         self.fed_norm = builder.rms_norm("post_mlp_layernorm", hidden, eps)
 
     def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
@@ -53,6 +61,16 @@ GLM4 = Architecture(
         "ffn_up": "mlp.gate_up_proj",
         "post_ffw_norm": "post_mlp_layernorm",
     },
+)
+
+GLM = replace(
+    GLM4,
+    name="GlmForCausalLM",
+    model_type="glm",
+    models="GLM-4 and GLM-Edge",
+    make=partial(Llama, make_layer=partial(LlamaLayer, feed=glm_feed)),
+    gguf=None,
+    gguf_names={},
 )
 
 

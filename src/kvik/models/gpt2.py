@@ -75,6 +75,7 @@ class GPT2:
         scopes: of all but the head; the first that a checkpoint has.
         names: of the embeddings of tokens and positions, the layers, and the last norm.
         skipped: rows of the embedding of positions before the one of the first.
+        last_norm: there is a norm behind the last layer.
     """
 
     def __init__(
@@ -87,11 +88,12 @@ class GPT2:
         scopes: tuple[str, ...] = ("transformer", ""),
         names: tuple[str, str, str, str] = ("wte", "wpe", "h", "ln_f"),
         skipped: int = 0,
+        last_norm: bool = True,
     ) -> None:
         embed, positions, layers, last = names
         trunk = builder.at(*scopes)
         self.embed = trunk.token_embedding(
-            embed, spec.vocab_size, spec.hidden_size, tied=spec.tie_word_embeddings
+            embed, spec.vocab_size, spec.embedding_size, tied=spec.tie_word_embeddings
         )
         self.embed_position = trunk.embedding(
             positions, spec.max_position_embeddings, spec.hidden_size, skipped=skipped
@@ -99,12 +101,15 @@ class GPT2:
         self.layers = [
             make_layer(spec, trunk.at(layers).at(layer), layer) for layer in range(spec.num_layers)
         ]
-        self.norm = trunk.layer_norm(last, spec.hidden_size, spec.norm_eps)
+        self.norm = None
+        if last_norm:
+            self.norm = trunk.layer_norm(last, spec.hidden_size, spec.norm_eps)
         self.lm_head = builder.lm_head("lm_head", self.embed)
 
     def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         """ids [tokens] -> hidden [tokens, hidden]."""
-        return self.norm(self.blocks(self.enter(ids, ctx), ctx))
+        x = self.blocks(self.enter(ids, ctx), ctx)
+        return x if self.norm is None else self.norm(x)
 
     def enter(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         """ids [tokens] -> the residual stream before the first layer, [tokens, hidden]."""

@@ -1,5 +1,5 @@
 """Granite 3 (IBM 2024): a Llama with constants for embedding, attention, residuals and logits; the
-smaller ones have routed experts."""
+smaller ones have routed experts. And Granite 4 (IBM 2025), those whose layers all attend."""
 
 from __future__ import annotations
 
@@ -7,41 +7,79 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvik.models.llama import Llama, LlamaAttention, feed_forward
+from kvik.models.llama import Llama, LlamaAttention, MakeFeedForward, feed_forward
 from kvik.spec.declare import (
     APART,
     Architecture,
     ExpertNames,
+    FeedForward,
     FilePart,
     ForwardContext,
     LayerBuilder,
     apart_wiring,
 )
-from kvik.spec.experts import normalised_router, read_experts
+from kvik.spec.experts import MAX_EXPERTS, ExpertsSpec, normalised_router, read_experts
 from kvik.spec.fields import Fields
-from kvik.spec.model import ModelFacts, ModelScales
+from kvik.spec.layers import FULL, LayerSpec
+from kvik.spec.model import MAX_WIDTH, ModelFacts, ModelScales
+from kvik.spec.rope import read_rope
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-NAMES = ExpertNames(router="router.layer", gate_up=("input_linear.{}",), down="output_linear.{}")
-NAMES_APART = ExpertNames(router="router.layer")
 SCOPE = "block_sparse_moe"
+ROUTER = f"{SCOPE}.router.layer"
+NAMES = ExpertNames(
+    router=ROUTER,
+    gate_up=(f"{SCOPE}.input_linear.{{}}",),
+    down=f"{SCOPE}.output_linear.{{}}",
+    shared="shared_mlp",
+    shared_gate_up=("input_linear",),
+    shared_down="output_linear",
+)
+NAMES_APART = ExpertNames(
+    router=ROUTER,
+    gate_up=(f"{SCOPE}.experts.{{}}.gate_proj", f"{SCOPE}.experts.{{}}.up_proj"),
+    down=f"{SCOPE}.experts.{{}}.down_proj",
+)
+
+
+def granite_feed(spec: ModelFacts, builder: LayerBuilder, layer: int) -> FeedForward:
+    experts = spec.layers[layer].experts
+    if experts is not None:
+        names = NAMES_APART if spec.wiring == APART else NAMES
+        return builder.experts(spec.hidden_size, experts, names)
+    return feed_forward(spec, builder, layer)
+
+
+def shared_feed(spec: ModelFacts, builder: LayerBuilder, layer: int) -> FeedForward:
+    """Without experts there is what all tokens go through beside them."""
+    if spec.layers[layer].experts is not None:
+        return granite_feed(spec, builder, layer)
+    names, down = NAMES.shared_gate_up, NAMES.shared_down
+    inside = builder.at(NAMES.shared)
+    return inside.gated_mlp(
+        spec.hidden_size, spec.intermediate_size, bias=False, names=names, down=down
+    )
 
 
 class GraniteLayer:
     """Attention and MLP, or experts; each reads the residual stream normalised and adds a part of
     what it gives."""
 
-    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
+    def __init__(
+        self,
+        spec: ModelFacts,
+        builder: LayerBuilder,
+        layer: int,
+        feed: MakeFeedForward = granite_feed,
+    ) -> None:
         hidden, eps = spec.hidden_size, spec.norm_eps
         self.attention_norm = builder.rms_norm("input_layernorm", hidden, eps, before="qkv")
         self.attention = LlamaAttention(spec, builder.at("self_attn"), layer)
         self.mlp_norm = builder.rms_norm("post_attention_layernorm", hidden, eps, before="gate_up")
-        scope = "mlp" if spec.layers[layer].experts is None else SCOPE
-        names = NAMES_APART if spec.wiring == APART else NAMES
-        self.mlp = feed_forward(spec, builder, layer, scope, names)
+        self.mlp = feed(spec, builder, layer)
         self.add = builder.scaled_sum(spec.scales.residual)
 
     def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
@@ -68,12 +106,8 @@ def file_parts(spec: ModelFacts) -> dict[str, tuple[FilePart, ...]]:
         return {}
     inner = max(layer.experts.inner for layer in spec.layers if layer.experts)
     rows = range(inner), range(inner, 2 * inner)
-    gate, up = (
-        FilePart(f"{SCOPE}.{name}", own)
-        for name, own in zip(NAMES_APART.gate_up, rows, strict=True)
-    )
-    down = FilePart(f"{SCOPE}.{NAMES_APART.down}")
-    return {f"{SCOPE}.{NAMES.gate_up[0]}": (gate, up), f"{SCOPE}.{NAMES.down}": (down,)}
+    gate, up = map(FilePart, NAMES_APART.gate_up, rows)
+    return {NAMES.gate_up[0]: (gate, up), NAMES.down: (FilePart(NAMES_APART.down),)}
 
 
 GRANITE = Architecture(
@@ -102,7 +136,7 @@ GRANITE_MOE = replace(
     wiring=apart_wiring,
     gguf="granitemoe",
     gguf_names={
-        "ffn_gate_inp": f"{SCOPE}.router.layer",
+        "ffn_gate_inp": ROUTER,
         **{
             f"ffn_{part}_exps": f"{SCOPE}.experts.{{}}.{part}_proj"
             for part in ("gate", "up", "down")
@@ -110,4 +144,43 @@ GRANITE_MOE = replace(
     },
     gguf_parts=file_parts,
     gguf_implied=lambda fields: {APART: True},
+)
+
+
+def attending_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+    """Every layer sees all keys; positions turn it if `position_embedding_type` is "rope"."""
+    types = fields.strings("layer_types") or ("mamba",) * layers
+    if len(types) != layers or set(types) - {"attention", FULL}:
+        reason = f"must be {layers} times attention: layers of the kind mamba do not run here"
+        raise fields.error("layer_types", reason)
+    turns = fields.choice("position_embedding_type", ("nope", "rope"), "nope") == "rope"
+    return (LayerSpec(None, read_rope(fields, positions) if turns else None),) * layers
+
+
+def experts_and_shared(fields: Fields, layers: int) -> tuple[ExpertsSpec | None, ...]:
+    """Layers have experts beside an MLP for all tokens, or that alone."""
+    if not fields.integer("num_local_experts", 0, MAX_EXPERTS, 8):
+        return (None,) * layers
+    read = read_experts(fields, layers, inner="intermediate_size", router=normalised_router)
+    return tuple(one and replace(one, shared=shared_width(fields)) for one in read)
+
+
+def shared_width(fields: Fields) -> int:
+    return fields.integer("shared_intermediate_size", 1, MAX_WIDTH, 1024)
+
+
+GRANITE4 = replace(
+    GRANITE_MOE,
+    name="GraniteMoeHybridForCausalLM",
+    model_type="granitemoehybrid",
+    models="Granite 4 whose layers all attend",
+    make=partial(Llama, make_layer=partial(GraniteLayer, feed=shared_feed)),
+    layers=attending_layers,
+    experts=experts_and_shared,
+    inner=shared_width,
+    wiring=None,
+    gguf=None,
+    gguf_names={},
+    gguf_parts=None,
+    gguf_implied=None,
 )

@@ -138,7 +138,6 @@ class Llama:
         make_norm: makes the norm behind the last layer; None: as the model's others are.
         scopes: of all but the head; the first that a checkpoint has.
         names: of the embedding, the layers, the last norm and the head.
-        head_bias: the head has one.
     """
 
     def __init__(
@@ -149,7 +148,6 @@ class Llama:
         make_norm: MakeNorm | None = None,
         scopes: tuple[str, ...] = ("model", ""),
         names: tuple[str, str, str, str] = ("embed_tokens", "layers", "norm", "lm_head"),
-        head_bias: bool = False,
     ) -> None:
         embed, layers, last, head = names
         trunk = builder.at(*scopes)
@@ -172,7 +170,7 @@ class Llama:
             norm = trunk.rms_norm if spec.rms_norm else trunk.layer_norm
             self.norm = norm(last, spec.hidden_size, spec.norm_eps, scale=spec.scales.logits)
         self.lm_head = builder.lm_head(
-            head, self.embed, bias=head_bias, softcap=spec.scales.logits_cap
+            head, self.embed, bias=spec.head_bias, softcap=spec.scales.logits_cap
         )
 
     def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
@@ -202,7 +200,7 @@ def beside_images(
     make_norm: MakeNorm | None = None,
 ) -> Llama:
     """Return the text model of a checkpoint that reads images too."""
-    for scope in ("vision_tower", "vision_model", "multi_modal_projector"):
+    for scope in ("vision_tower", "vision_model", "multi_modal_projector", "visual"):
         builder.skip(scope, f"model.{scope}")
     inner = builder.at("language_model", "")
     return Llama(spec, inner, make_layer, make_norm, ("model.language_model", "model"))

@@ -45,7 +45,7 @@ class ModelSpec(ModelFacts):
         """
         name = _architecture(Fields(config, where))
         known = ARCHITECTURES[name]
-        if known.inside:
+        if config.get(known.inside) is not None:
             config, where = text_config(config, known.inside), f"{where} {known.inside}"
         fields = Fields({**known.defaults, **config}, where)
         key = {k: known.keys.get(k, k) for k in _RENAMED}
@@ -71,6 +71,9 @@ class ModelSpec(ModelFacts):
             architecture=name,
             vocab_size=vocab,
             hidden_size=hidden,
+            embedding_size=fields.integer(known.keys[EMBEDDING_SIZE], 1, MAX_WIDTH, hidden)
+            if EMBEDDING_SIZE in known.keys
+            else hidden,
             intermediate_size=(
                 fields.integer(key["intermediate_size"], 1, MAX_WIDTH, inner)
                 if known.inner is None
@@ -90,6 +93,7 @@ class ModelSpec(ModelFacts):
             qkv_bias=_flag(fields, known.qkv_bias),
             o_bias=_flag(fields, known.o_bias),
             mlp_bias=_flag(fields, known.mlp_bias),
+            head_bias=_flag(fields, known.head_bias),
             qk_norm=_flag(fields, known.qk_norm),
             tie_word_embeddings=fields.boolean("tie_word_embeddings", known.tied),
             dtype=fields.choice(
@@ -198,6 +202,7 @@ def text_config(config: Mapping[str, object], key: str = "text_config") -> dict[
     return outer | {name: value for name, value in inner.items() if value is not None}
 
 
+EMBEDDING_SIZE = "embedding_size"  # a key of those architectures alone that name it
 _RENAMED = (
     "hidden_size",
     "intermediate_size",

@@ -9,11 +9,11 @@ from kvik.models.deepseek import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE
 from kvik.models.falcon import FALCON
 from kvik.models.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_IMAGES
 from kvik.models.gemma4 import GEMMA4, GEMMA4_IMAGES
-from kvik.models.glm4 import GLM4, GLM4_MOE
+from kvik.models.glm4 import GLM, GLM4, GLM4_MOE
 from kvik.models.gpt2 import GPT2_MODEL
 from kvik.models.gpt_neox import GPT_NEOX
 from kvik.models.gpt_oss import GPT_OSS
-from kvik.models.granite import GRANITE, GRANITE_MOE
+from kvik.models.granite import GRANITE, GRANITE4, GRANITE_MOE
 from kvik.models.lfm2 import LFM2
 from kvik.models.llama import (
     LLAMA,
@@ -30,6 +30,7 @@ from kvik.models.olmo2 import EXAONE4, OLMO2, OLMO3, OLMOE
 from kvik.models.opt import OPT
 from kvik.models.phi import PHI
 from kvik.models.phi3 import PHI3
+from kvik.models.phimoe import PHIMOE, PHIMOE_ORIGINAL
 from kvik.models.qwen3 import QWEN2_MOE, QWEN3, QWEN3_MOE
 from kvik.models.qwen3_5 import (
     QWEN3_5,
@@ -49,7 +50,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         *(QWEN2_MOE, QWEN3_NEXT, QWEN3_5_MOE, QWEN3_5_MOE_IMAGES),
         *(MIXTRAL, QWEN3_MOE, OLMOE, GRANITE_MOE, GLM4_MOE, MINIMAX_M2, GPT_OSS),
         *(LLAMA4, LLAMA4_IMAGES),
-        *(DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE),
+        *(DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE, PHIMOE, PHIMOE_ORIGINAL),
+        GLM,
         *(
             GEMMA,
             GEMMA2,
@@ -58,6 +60,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             GEMMA4,
             GEMMA4_IMAGES,
             GRANITE,
+            GRANITE4,
             OLMO2,
             OLMO3,
             EXAONE4,

@@ -1,12 +1,13 @@
 """StableLM 2 (Bellagente et al. 2024, arXiv 2402.17834): a Llama with LayerNorm, in which a quarter
-of each head turns; in some, attention and MLP stand side by side."""
+of each head turns; in some, attention and MLP stand side by side, or heads are normalised."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvik.models.llama import Layer, Llama, LlamaAttention, LlamaLayer
+from kvik.models.cohere import HeadNormAttention
+from kvik.models.llama import AttentionBlock, Layer, Llama, LlamaAttention, LlamaLayer
 from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
 from kvik.spec.fields import Fields
 from kvik.spec.layers import turned_layers
@@ -16,6 +17,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PARALLEL = "parallel"
+NORMS = ("q_layernorm.norms.{}", "k_layernorm.norms.{}")
+
+
+def stablelm_attention(spec: ModelFacts, builder: LayerBuilder, layer: int) -> AttentionBlock:
+    """Heads of q and k are normalised in the 12B alone."""
+    if not spec.qk_norm:
+        return LlamaAttention(spec, builder, layer)
+    return HeadNormAttention(spec, builder, layer, NORMS)
 
 
 class ParallelLayer:
@@ -24,7 +33,7 @@ class ParallelLayer:
     def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
         hidden, inner = spec.hidden_size, spec.intermediate_size
         self.norm = builder.layer_norm("input_layernorm", hidden, spec.norm_eps)
-        self.attention = LlamaAttention(spec, builder.at("self_attn"), layer)
+        self.attention = stablelm_attention(spec, builder.at("self_attn"), layer)
         self.mlp = builder.at("mlp").gated_mlp(hidden, inner, bias=spec.mlp_bias)
 
     def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
@@ -34,8 +43,9 @@ class ParallelLayer:
 
 
 def stablelm_layer(spec: ModelFacts, builder: LayerBuilder, layer: int) -> Layer:
-    make = ParallelLayer if spec.wiring == PARALLEL else LlamaLayer
-    return make(spec, builder, layer)
+    if spec.wiring == PARALLEL:
+        return ParallelLayer(spec, builder, layer)
+    return LlamaLayer(spec, builder, layer, stablelm_attention)
 
 
 def stablelm_wiring(fields: Fields) -> str:
@@ -45,14 +55,15 @@ def stablelm_wiring(fields: Fields) -> str:
 STABLELM = Architecture(
     "StableLmForCausalLM",
     "stablelm",
-    "StableLM 2, but for the 12B",
+    "StableLM 2",
     partial(Llama, make_layer=stablelm_layer),
     layers=partial(turned_layers, fraction=0.25),
     qkv_bias="use_qkv_bias",
+    qk_norm="qk_layernorm",
     wiring=stablelm_wiring,
     rms_norm=False,
     eos_token_ids=(0,),
     keys={"rms_norm_eps": "layer_norm_eps"},
-    fixed={"qk_layernorm": False},
     gguf="stablelm",
+    gguf_names={"attn_q_norm": f"self_attn.{NORMS[0]}", "attn_k_norm": f"self_attn.{NORMS[1]}"},
 )

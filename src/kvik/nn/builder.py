@@ -72,6 +72,7 @@ MLP_ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_fast": "gelu_tanh",
     "gelu": "gelu",
     "relu": "relu",
+    "relu2": "relu_squared",
 }
 GATES: Mapping[str, Gate] = {gate: gate for gate in get_args(Gate)}
 # Calibrated scales of a quantised KV cache, stored with the projections. They are ignored: the
@@ -367,7 +368,8 @@ class Builder:
         if rule.corrected:
             full, sizes = self._name(names.correction), (rule.experts,)
             correction = self.storage.tensor(full, sizes, torch.float32, self.device)
-            self._declare(full, correction, "bias")
+            stored = correction[None] if names.correction_row else correction
+            self._declare(full, stored, "bias")
         up, down = [], []
         for expert in range(rule.experts):
             gate_up = tuple(name.format(expert) for name in names.gate_up)
@@ -385,7 +387,9 @@ class Builder:
             gate = self._linear((names.shared_gate,), [column], [None], bias=False, exact=True)
         if spec.shared:
             inside = self.at(names.shared)
-            shared = inside.gated_mlp(hidden, spec.shared, bias=bias)
+            shared = inside.gated_mlp(
+                hidden, spec.shared, bias=bias, names=names.shared_gate_up, down=names.shared_down
+            )
         experts = replace(self.ops.expert_set(up, down), weigh_inputs=rule.weigh_inputs)
         return Experts(self.ops, router, rule, correction, experts, shared, gate, scales)
 
@@ -505,23 +509,43 @@ class Builder:
         *,
         before: Role = "",
         bias: bool = True,
+        offset: float = 0.0,
         scale: float = 1.0,
     ) -> LayerNorm:
         """
         Args:
-            scale: that its output is multiplied with, by its gain; only without a bias.
+            offset, scale: the gain is scale * (offset + what the checkpoint has); a scale only
+                without a bias.
         """
-        weight = self._gain(self._name(f"{name}.weight"), dim, scale)
-        offset = self._empty(f"{name}.bias", dim)
+        weight = self._gain(self._name(f"{name}.weight"), dim, scale, offset)
+        shift = self._empty(f"{name}.bias", dim)
         if bias:
-            self._declare(self._name(f"{name}.bias"), offset, "bias")
+            self._declare(self._name(f"{name}.bias"), shift, "bias")
         elif not self.storage.names:
-            offset.zero_()
-        return LayerNorm(self.ops, weight, offset, eps)
+            shift.zero_()
+        return LayerNorm(self.ops, weight, shift, eps)
 
-    def plain_norm(self, dim: int, eps: float) -> RMSNorm:
-        """Return an RMSNorm without a gain."""
-        return RMSNorm(self.ops, torch.ones(dim, dtype=self.dtype, device=self.device), eps)
+    def head_norms(
+        self, name: str, heads: int, dim: int, eps: float, *, rope: RopeSpec | None = None
+    ) -> LayerNorm:
+        """Return LayerNorm without biases of heads, each with gains of its own.
+
+        Args:
+            name: of the gains of all heads, [heads, dim]; with {}, of those of each, [dim].
+            rope: how the normalised heads will turn; see `heads`.
+        """
+        gains = self._empty(f"{name}.weight", heads, dim)
+        offsets = self._empty(f"{name}.bias", heads, dim)
+        if not self.storage.names:
+            offsets.zero_()
+        places = _places(rope, 1, dim)
+        for head in range(heads) if "{}" in name else ():
+            fill = partial(_fill_scaled, gains[head], 1.0, 0.0, places)
+            self._declare(self._name(f"{name.format(head)}.weight"), gains[head], "gain", fill)
+        if "{}" not in name:
+            fill = partial(_fill_heads, gains, places)
+            self._declare(self._name(f"{name}.weight"), gains, "gain", fill)
+        return LayerNorm(self.ops, gains, offsets, eps)
 
     def query_scale(self, spec: QueryScale) -> ScaledQueries:
         if spec not in self._query_scales:
@@ -884,6 +908,15 @@ def _fill_scaled(
         target[first : first + len(values)].copy_(scaled)
     else:
         _fill_moved(target, places, first, scaled)
+
+
+def _fill_heads(target: Tensor, places: Tensor | None, first: int, values: Tensor) -> None:
+    """values: [heads, head_dim], from head `first` on."""
+    rows = target[first : first + len(values)]
+    if places is None:
+        rows.copy_(values)
+    else:
+        rows.index_copy_(1, places.to(rows.device), values.to(rows))
 
 
 def _places(rope: RopeSpec | None, heads: int, head_dim: int) -> Tensor | None:

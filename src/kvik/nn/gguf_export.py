@@ -202,7 +202,7 @@ def _blocks(part: FilePart, blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def _tensor(checkpoint: Checkpoint, sources: list[_Source], type: str) -> OutTensor:
-    """One tensor, or those of all experts of a layer, one behind the other."""
+    """One tensor, or those of all experts or heads of a layer, one behind the other."""
     sources.sort(key=lambda source: source.expert)
     name = sources[0].name
 

@@ -105,6 +105,10 @@ class LayerNorm:
     __slots__ = ("bias", "eps", "ops", "weight")
 
     def __init__(self, ops: Ops, weight: Tensor, bias: Tensor, eps: float) -> None:
+        """
+        Args:
+            weight, bias: [dim], or [heads, dim] where each head has its own.
+        """
         self.ops = ops
         self.weight = weight
         self.bias = bias

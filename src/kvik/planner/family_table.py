@@ -8,19 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 
 from kvik.spec.fields import Fields
 
 LARGEST = 1 << 20  # of any width
-
-
-class QKNorm(Enum):
-    """How queries and keys are normalised."""
-
-    NONE = "none"
-    HEAD = "head"  # weights for one head, shared by all
-    WIDE = "wide"  # weights for all heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +40,6 @@ class Family:
     gated_mlp: down(act(gate(x)) * up(x)), else down(act(up(x))).
     norms: of the hidden size in a layer.
     norm_vectors: weights, and biases, of a norm: 1, 2, or 0 for a norm without any.
-    qk_norm_key: the key that switches `qk_norm` on; "": always on.
     embedding_norm: a norm behind the embedding.
     positions: learned positions beyond `max_position_embeddings`; None: rotary or no table.
     windows: layers have a sliding window where config.json says so.
@@ -66,8 +56,6 @@ class Family:
     gated_mlp: bool = True
     norms: int = 2
     norm_vectors: int = 1
-    qk_norm: QKNorm = QKNorm.NONE
-    qk_norm_key: str = ""
     embedding_norm: bool = False
     positions: int | None = None
     windows: bool = False
@@ -101,10 +89,6 @@ def _bigcode_kv_heads(fields: Fields) -> int:
     return 1 if fields.boolean("multi_query", True) else _integer(fields, "n_head")
 
 
-def _stablelm_norms(fields: Fields) -> int:
-    return 1 if fields.boolean("use_parallel_residual", False) else 2
-
-
 def _qwen_width(fields: Fields) -> int:
     return fields.integer("intermediate_size", 2, LARGEST) // 2  # of gate and up together
 
@@ -122,7 +106,7 @@ LLAMA_LIKE = Family(
 )
 
 FAMILIES: Mapping[str, Family] = {
-    # Variants of these that do not run.
+    # Variants of it that do not run.
     "FalconForCausalLM": Family(
         ("falcon", "RefinedWeb", "RefinedWebModel"),
         keys={"num_key_value_heads": "num_kv_heads"},
@@ -139,45 +123,6 @@ FAMILIES: Mapping[str, Family] = {
         norm_vectors=2,
         tied=True,
     ),
-    "StableLmForCausalLM": Family(
-        ("stablelm",),
-        computed={"norms": _stablelm_norms},
-        qkv_bias="use_qkv_bias",
-        norm_vectors=2,
-        qk_norm=QKNorm.WIDE,
-        qk_norm_key="qk_layernorm",
-    ),
-    "CohereForCausalLM": Family(
-        ("cohere",),
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        norms=1,
-        qk_norm=QKNorm.WIDE,
-        qk_norm_key="use_qk_norm",
-        tied=True,
-    ),
-    "OPTForCausalLM": Family(
-        ("opt",),
-        keys={"intermediate_size": "ffn_dim"},
-        defaults={"enable_bias": True},
-        qkv_bias="enable_bias",
-        o_bias="enable_bias",
-        mlp_bias="enable_bias",
-        gated_mlp=False,
-        norm_vectors=2,
-        positions=2,
-        tied=True,
-    ),
-    # with routed experts
-    "PhiMoEForCausalLM": Family(
-        ("phimoe",),
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        head_bias="lm_head_bias",
-        norm_vectors=2,
-        windows=True,
-        experts=Experts("num_local_experts", width="intermediate_size"),
-    ),
     # dense, as Llama with small differences
     "InternLMForCausalLM": Family(
         ("internlm",), defaults={"bias": True}, qkv_bias="bias", o_bias="bias"
@@ -190,9 +135,6 @@ FAMILIES: Mapping[str, Family] = {
         qkv_bias=True,
     ),
     "BaichuanForCausalLM": Family(("baichuan",), defaults={"max_position_embeddings": 4096}),
-    "GlmForCausalLM": Family(
-        ("glm",), defaults={"attention_bias": True, "head_dim": 128}, qkv_bias="attention_bias"
-    ),
     "OlmoForCausalLM": Family(
         ("olmo",), qkv_bias="attention_bias", o_bias="attention_bias", norm_vectors=0
     ),

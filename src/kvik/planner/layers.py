@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvik.errors import ModelError
-from kvik.planner.family_table import Experts, Family, QKNorm
+from kvik.planner.family_table import Experts, Family
 from kvik.planner.shape import MatrixGroup
 from kvik.spec.experts import EXPERT_KEYS, sparse_layers
 from kvik.spec.fields import Fields
@@ -76,8 +76,6 @@ def attention(sizes: Sizes, layers: int, hidden: int, heads: int) -> AttentionPa
     queries, keys = heads * head_dim, kv_heads * head_dim
     others = (queries + 2 * keys) * sizes.flag(family.qkv_bias)
     others += hidden * sizes.flag(family.o_bias)
-    if family.qk_norm is not QKNorm.NONE and sizes.flag(family.qk_norm_key or True):
-        others += 2 * head_dim if family.qk_norm is QKNorm.HEAD else queries + keys
     matrices = (
         MatrixGroup("qkv", layers, hidden, queries + 2 * keys),
         MatrixGroup("o", layers, queries, hidden),

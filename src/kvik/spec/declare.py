@@ -89,8 +89,8 @@ class Architecture:
         make: the constructor of its network.
         layers: reads what differs from layer to layer.
         experts: reads which layers have routed experts; None: no layer.
-        qkv_bias, o_bias, mlp_bias, qk_norm: a fact, or the config.json key that decides (false if
-            absent).
+        qkv_bias, o_bias, mlp_bias, head_bias, qk_norm: a fact, or the config.json key that decides
+            (false if absent).
         tied: `tie_word_embeddings` when config.json does not say.
         scales: reads the constants of a network that has some; None: it has none.
         kv_heads: reads the heads of keys and values; None: `num_key_value_heads`.
@@ -136,6 +136,7 @@ class Architecture:
     qkv_bias: bool | str = False
     o_bias: bool | str = False
     mlp_bias: bool | str = False
+    head_bias: bool | str = False
     qk_norm: bool | str = False
     activations: tuple[str, ...] = ("silu", "swish")
     rms_norm: bool = True
@@ -352,8 +353,10 @@ class ExpertNames:
     Attributes:
         router: of the matrix that gives the logits.
         gate_up, down: of an expert's matrices; {} stands for its number. Gate and up may be one.
-        correction: of what is added to scores to choose experts.
+        correction: of what is added to scores to choose experts. correction_row: it has an axis of
+            one more.
         shared: scope of the MLP that every token goes through.
+        shared_gate_up, shared_down: of its matrices; gate and up may be one.
         shared_gate: of the matrix that gives its gate.
         mixed: rows of gate and up take turns in their one matrix, and floats are transposed.
         scales: of the numbers that weights are multiplied with (`Router.scaled`).
@@ -363,7 +366,10 @@ class ExpertNames:
     gate_up: tuple[str, ...] = ("experts.{}.gate_proj", "experts.{}.up_proj")
     down: str = "experts.{}.down_proj"
     correction: str = "gate.e_score_correction_bias"
+    correction_row: bool = False
     shared: str = "shared_experts"
+    shared_gate_up: tuple[str, ...] = GATE_UP
+    shared_down: str = "down_proj"
     shared_gate: str = "shared_expert_gate"
     mixed: bool = False
     scales: str = "scales"
@@ -493,10 +499,13 @@ class LayerBuilder(Protocol):
         *,
         before: Role = "",
         bias: bool = True,
+        offset: float = 0.0,
         scale: float = 1.0,
     ) -> Norm: ...
 
-    def plain_norm(self, dim: int, eps: float) -> Norm: ...
+    def head_norms(
+        self, name: str, heads: int, dim: int, eps: float, *, rope: RopeSpec | None = None
+    ) -> Norm: ...
 
     def query_scale(self, spec: QueryScale) -> ScaledQueries: ...
 
@@ -805,9 +814,10 @@ class _Describer:
             self.linear(names.shared_gate, hidden, 1, bias=False, role="shared_gate")
         if spec.shared:
             shared = self.at(names.shared)
-            widths = (spec.shared,) * len(GATE_UP)
-            shared.linear(GATE_UP, hidden, widths, bias=bias, role="shared_gate_up")
-            shared.linear("down_proj", spec.shared, hidden, bias=bias, role="shared_down")
+            gate_up = names.shared_gate_up
+            widths = (2 * spec.shared // len(gate_up),) * len(gate_up)
+            shared.linear(gate_up, hidden, widths, bias=bias, role="shared_gate_up")
+            shared.linear(names.shared_down, spec.shared, hidden, bias=bias, role="shared_down")
         return _DESCRIBED
 
     def embedding(self, name: str, rows: int, hidden: int, *, skipped: int = 0) -> _Described:
@@ -866,12 +876,21 @@ class _Describer:
         *,
         before: Role = "",
         bias: bool = True,
+        offset: float = 0.0,
         scale: float = 1.0,
     ) -> _Described:
-        self._found.norms.append(DeclaredNorm(self._layer, self._name(name), dim, bias, before))
+        norm = DeclaredNorm(self._layer, self._name(name), dim, bias, before, offset)
+        self._found.norms.append(norm)
         return _DESCRIBED
 
-    def plain_norm(self, dim: int, eps: float) -> _Described:
+    def head_norms(
+        self, name: str, heads: int, dim: int, eps: float, *, rope: RopeSpec | None = None
+    ) -> _Described:
+        each = range(heads) if "{}" in name else range(1)
+        for head in each:
+            full = self._name(name.format(head))
+            size = heads * dim // len(each)
+            self._found.norms.append(DeclaredNorm(self._layer, full, size, False, ""))
         return _DESCRIBED
 
     def query_scale(self, spec: QueryScale) -> _Described:

@@ -80,6 +80,7 @@ class ModelFacts:
     architecture: str  # e.g. "LlamaForCausalLM"
     vocab_size: int
     hidden_size: int
+    embedding_size: int  # width of the vectors of tokens
     intermediate_size: int
     layers: tuple[LayerSpec, ...]
     num_heads: int
@@ -91,6 +92,7 @@ class ModelFacts:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
+    head_bias: bool
     qk_norm: bool
     tie_word_embeddings: bool
     dtype: str  # of the checkpoint: "bfloat16", "float16", "float32"
