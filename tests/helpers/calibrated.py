@@ -34,6 +34,7 @@ FAMILIES = {
         "shared_intermediate_size": 40,
         "mamba_n_heads": 4,
     },
+    "Nemotron": {},
     "Granite": {"residual_multiplier": 0.3, "embedding_multiplier": 2.0},
     "GPTNeoX": {"num_key_value_heads": 4},
     "Falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},

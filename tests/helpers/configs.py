@@ -220,11 +220,64 @@ PUBLIC: dict[str, dict[str, Any]] = {
         vocab=32064, hidden=4096, inner=6400, layers=32, heads=32, kv_heads=8, positions=131072,
         num_local_experts=16, num_experts_per_tok=2, attention_bias=True, lm_head_bias=True,
     ),
+    "LFM2-8B-A1B": config(
+        "Lfm2MoeForCausalLM",
+        vocab=65536, hidden=2048, inner=7168, layers=24, heads=32, kv_heads=8, positions=128000,
+        moe_intermediate_size=1792, num_experts=32, num_experts_per_tok=4, num_dense_layers=2,
+        layer_types=[
+            "full_attention" if layer in (2, 6, 10, 14, 18, 21) else "conv" for layer in range(24)
+        ],
+    ),
+    "ERNIE-4.5-0.3B": config(
+        "Ernie4_5ForCausalLM",
+        vocab=103424, hidden=1024, inner=3072, layers=18, heads=16, kv_heads=2, head_dim=128,
+        positions=131072, tie_word_embeddings=True,
+    ),
+    "ERNIE-4.5-21B-A3B": config(
+        "Ernie4_5_MoeForCausalLM",
+        vocab=103424, hidden=2560, inner=12288, layers=28, heads=20, kv_heads=4, positions=131072,
+        moe_num_experts=64, moe_k=6, moe_intermediate_size=1536, moe_num_shared_experts=2,
+        moe_layer_start_index=1, tie_word_embeddings=True,
+    ),
+    "Minitron-4B": config(
+        "NemotronForCausalLM",
+        vocab=256000, hidden=3072, inner=9216, layers=32, heads=24, kv_heads=8, head_dim=128,
+        hidden_act="relu2",
+    ),
+    "AFM-4.5B": config(
+        "ArceeForCausalLM",
+        vocab=128004, hidden=2560, inner=18432, layers=36, heads=20, kv_heads=4, head_dim=128,
+        positions=65536, hidden_act="relu2",
+    ),
     "GLM-4-9B-chat": config(
         "GlmForCausalLM",
         vocab=151552, hidden=4096, inner=13696, layers=40, heads=32, kv_heads=2, head_dim=128,
         positions=131072, attention_bias=True,
     ),
+    "Qwen2.5-VL-3B": config(
+        "Qwen2_5_VLForConditionalGeneration",
+        vocab=151936, hidden=2048, inner=11008, layers=36, heads=16, kv_heads=2, positions=128000,
+        tie_word_embeddings=True,
+        rope_scaling={"type": "mrope", "mrope_section": [16, 24, 24]},
+    ),
+    "GPT-Neo-125M": {
+        "architectures": ["GPTNeoForCausalLM"],
+        "vocab_size": 50257,
+        "hidden_size": 768,
+        "num_layers": 12,
+        "num_heads": 12,
+        "max_position_embeddings": 2048,
+        "attention_layers": ["global", "local"] * 6,
+    },
+    "GPT-J-6B": {
+        "architectures": ["GPTJForCausalLM"],
+        "vocab_size": 50400,
+        "n_embd": 4096,
+        "n_layer": 28,
+        "n_head": 16,
+        "n_positions": 2048,
+        "rotary_dim": 64,
+    },
     "Falcon-7B": {
         "architectures": ["FalconForCausalLM"],
         "vocab_size": 65024,

@@ -19,6 +19,7 @@ from kvik import LLM, SamplingParams
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 
+_GPT2 = {"vocab_size": 96, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}
 SIZES: dict[str, dict[str, Any]] = {
     "Llama": {
         "vocab_size": 96,
@@ -29,7 +30,17 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "max_position_embeddings": 128,
     },
-    "GPT2": {"vocab_size": 96, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128},
+    "GPT2": _GPT2,
+    "GPTJ": _GPT2,
+    "GPTNeo": {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "num_layers": 3,
+        "num_heads": 4,
+        "max_position_embeddings": 128,
+        "window_size": 9,
+        "attention_types": [[["global", "local", "global"], 1]],
+    },
 }
 
 
@@ -54,6 +65,21 @@ DELTA = {  # of Qwen 3.5
 }
 
 
+# Families that read images too -> their encoders, as small as can be.
+_VISION = {"depth": 1, "num_heads": 2, "patch_size": 2}
+ENCODERS: dict[str, dict[str, Any]] = {
+    "Qwen2VL": {**_VISION, "embed_dim": 8, "hidden_size": 32},
+    "Qwen2_5_VL": {**_VISION, "hidden_size": 8, "intermediate_size": 8, "out_hidden_size": 32},
+    "Qwen3VL": {
+        **_VISION,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "out_hidden_size": 32,
+        "deepstack_visual_indexes": [0],
+    },
+}
+
+
 def tiny_model(family: str, *, seed: int = 0, **options: Any) -> Any:
     """A transformers model of a family ("Llama", "Mistral", "Qwen2", "Qwen3", "GPT2").
 
@@ -63,8 +89,13 @@ def tiny_model(family: str, *, seed: int = 0, **options: Any) -> Any:
     sizes = SIZES.get(family, SIZES["Llama"])
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     name = f"{family}Text" if family in TEXT_CONFIGS else family
-    config = getattr(transformers, f"{name}Config")(**{**sizes, **special, **options})
+    facts = {**sizes, **special, **options}
     head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
+    if family in ENCODERS:
+        tied = facts.pop("tie_word_embeddings", False)
+        facts = {"text_config": facts, "vision_config": ENCODERS[family]}
+        facts["tie_word_embeddings"], head = tied, "ForConditionalGeneration"
+    config = getattr(transformers, f"{name}Config")(**facts)
     model = getattr(transformers, f"{family}{head}")(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

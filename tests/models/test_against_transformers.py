@@ -90,6 +90,8 @@ ATTENDING: dict[str, Any] = {
     "mamba_n_heads": 4,  # is checked
 }
 
+MROPE = rope(rope_type="default", mrope_section=[2, 1, 1])
+
 LONG_PHIMOE: dict[str, Any] = {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
@@ -381,8 +383,63 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_num_key_heads": 4,
         },
     ),
+    "lfm2-moe": (
+        "Lfm2Moe",
+        {
+            **EIGHT_EXPERTS,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
+    "lfm2-moe-plain": (
+        "Lfm2Moe",
+        {
+            **EIGHT_EXPERTS,
+            "layer_types": ["full_attention", "conv", "conv"],
+            "num_dense_layers": 0,
+            "use_expert_bias": False,
+            "norm_topk_prob": False,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "ernie4.5": ("Ernie4_5", {"head_dim": 16}),
+    "ernie4.5-bias-untied": (
+        "Ernie4_5",
+        {"head_dim": 8, "use_bias": True, "tie_word_embeddings": False},
+    ),
+    "ernie4.5-moe": (
+        "Ernie4_5_Moe",
+        {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 24},
+    ),
+    "ernie4.5-moe-some": (
+        "Ernie4_5_Moe",
+        {
+            "moe_num_experts": 8,
+            "moe_k": 2,
+            "moe_intermediate_size": 24,
+            "moe_num_shared_experts": 0,
+            "moe_layer_interval": 2,
+            "moe_layer_start_index": 0,
+            "moe_layer_end_index": 1,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "nemotron": ("Nemotron", {"hidden_size": 64}),
+    "nemotron-bias": (
+        "Nemotron",
+        {"attention_bias": True, "mlp_bias": True, "head_dim": 16, "norm_eps": 0.1},
+    ),
+    "arcee": ("Arcee", {"hidden_size": 64}),
+    "arcee-bias": ("Arcee", {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),
     "glm": ("Glm", {"head_dim": 16}),
     "glm-plain": ("Glm", {"head_dim": 8, "attention_bias": False, "tie_word_embeddings": True}),
+    "qwen2-vl": ("Qwen2VL", MROPE),
+    "qwen2.5-vl": ("Qwen2_5_VL", {**MROPE, "tie_word_embeddings": True}),
+    "qwen3-vl": (
+        "Qwen3VL",
+        {"head_dim": 16, **rope(rope_type="default", mrope_section=[4, 2, 2])},
+    ),
     "opt": ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "opt-350m": ("OPT", {"word_embed_proj_dim": 20, "do_layer_norm_before": False}),
     "opt-narrow-untied": ("OPT", {"word_embed_proj_dim": 12, "tie_word_embeddings": False}),
@@ -582,6 +639,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**LATENT, "rope_interleave": False, "qk_rope_head_dim": 8, "kv_lora_rank": 40},
     ),
     "glm4-moe-lite": ("Glm4MoeLite", {**LATENT, "mlp_layer_types": ["dense", "sparse", "sparse"]}),
+    "gptj": ("GPTJ", {"rotary_dim": 4}),
+    "gptj-head-dim-16": ("GPTJ", {"n_embd": 64, "rotary_dim": 16, "n_inner": 40}),
+    "gpt-neo": ("GPTNeo", {"attention_types": [[["global", "local"], 1], [["local"], 1]]}),
+    "gpt-neo-head-dim-16": (
+        "GPTNeo",
+        {
+            "hidden_size": 48,
+            "num_heads": 3,
+            "num_layers": 2,
+            "attention_types": [[["global", "local"], 1]],
+            "intermediate_size": 40,
+            "tie_word_embeddings": False,
+        },
+    ),
     "gpt2": ("GPT2", {}),
     "gpt2-inner-untied": ("GPT2", {"n_inner": 40, "tie_word_embeddings": False}),
     "gpt2-head-dim-16": ("GPT2", {"n_embd": 64}),

@@ -74,6 +74,8 @@ FAMILIES = {
         "num_experts_per_tok": 2,
     },
     "GPT2": {},
+    "GPTJ": {"rotary_dim": 4},
+    "GPTNeo": {},
     "Qwen3_5": {"head_dim": 8, "num_hidden_layers": 4, **DELTA},
     "Phimoe": {
         "num_local_experts": 4,
@@ -87,6 +89,14 @@ FAMILIES = {
             "original_max_position_embeddings": 64,
         },
     },
+    "Lfm2Moe": {
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_dense_layers": 1,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+    },
+    "Nemotron": {},
     "Lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
 }
 

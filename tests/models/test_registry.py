@@ -59,6 +59,28 @@ def test_the_text_model_of_one_that_reads_images(family: str, prefix: str, tmp_p
     torch.testing.assert_close(PagedModel(tmp_path).logits(ids), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("family", "architecture", "scope"),
+    [
+        ("Qwen2", "MiMoForCausalLM", "model.mtp_layers.0"),
+        ("Ernie4_5_Moe", "Ernie4_5_MoeForCausalLM", "model.mtp_block.0"),
+    ],
+)
+def test_layers_that_predict_further_tokens_are_left_alone(
+    family: str, architecture: str, scope: str, tmp_path: Path
+) -> None:
+    sizes = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24}
+    reference = save_tiny(tmp_path, family, **sizes if family != "Qwen2" else {})
+    stored = load_file(tmp_path / SINGLE)
+    stored[f"{scope}.x.weight"] = torch.ones(3)
+    save_file(stored, tmp_path / SINGLE, metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))
+    ids = tokens(30)
+    expected = reference_logits(reference, ids)
+    torch.testing.assert_close(PagedModel(tmp_path).logits(ids), expected, atol=1e-4, rtol=0)
+
+
 def test_a_tied_model_ignores_a_head_in_the_file(tmp_path: Path) -> None:
     save_tiny(tmp_path, "Llama", tie_word_embeddings=True)
     ids = tokens(12)

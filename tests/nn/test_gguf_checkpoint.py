@@ -74,6 +74,9 @@ MORE = {
         "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     },
     "Exaone4": {**HEAD, "num_hidden_layers": 5, "sliding_window": 9},
+    "Ernie4_5": HEAD,
+    "Nemotron": {**WIDE, "mlp_bias": True},
+    "Arcee": WIDE,
     "SmolLM3": {**WIDE, "num_hidden_layers": 4},
     "SeedOss": {**HEAD, "residual_dropout": 0.0, "attention_dropout": 0.0},
 }

@@ -87,6 +87,7 @@ def test_outputs_stay(tmp_path: Path, family: str) -> None:
         "GPT2": 3,
         "Starcoder2": 3,
         "OPT": 3,
+        "Nemotron": 3,
         "GPTNeoX": 2,
         "Falcon": 2,
         "Olmo2": 2,

@@ -52,7 +52,15 @@ from kvik.spec.rope import RopeSpec
         ("StableLM-2-12B", 12_143_185_920),
         ("OPT-350M", 331_196_416),
         ("Phi-3.5-MoE", 41_873_153_344),
+        ("LFM2-8B-A1B", 8_339_930_560),
+        ("ERNIE-4.5-0.3B", 360_748_032),
+        ("ERNIE-4.5-21B-A3B", 21_825_437_888),
+        ("Minitron-4B", 4_190_509_056),
+        ("AFM-4.5B", 4_619_184_640),
         ("GLM-4-9B-chat", 9_399_951_360),
+        ("Qwen2.5-VL-3B", 3_085_938_688),
+        ("GPT-Neo-125M", 125_198_592),
+        ("GPT-J-6B", 6_050_882_784),
         ("GPT-2", 124_439_808),
     ],
 )
@@ -254,7 +262,10 @@ SHARED = {"shared_expert_intermediate_size": 16}
 # Keys that some architectures need beside those of the others.
 OWN_KEYS: dict[str, dict[str, Any]] = {
     "GPT2LMHeadModel": PUBLIC["GPT-2"],
+    "GPTJForCausalLM": PUBLIC["GPT-2"],
+    "GPTNeoForCausalLM": {"num_layers": 2, "num_heads": 4, "attention_layers": ["global"] * 2},
     "GraniteMoeHybridForCausalLM": {"layer_types": ["attention"] * 4},
+    "Ernie4_5_MoeForCausalLM": {"moe_k": 2},
 }
 
 

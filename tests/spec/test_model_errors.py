@@ -140,6 +140,30 @@ BAD_FAMILIES: list[tuple[dict[str, Any], str, str]] = [
         "rope_scaling short_mscale",
         "must be long_mscale, 1.2, not 1.1",
     ),
+    (of("Lfm2Moe", layer_types=["conv"] * 4), "layer_types", "full_attention at least once"),
+    (
+        of("Lfm2Moe", layer_types=["full_attention"] * 4, num_dense_layers=-1),
+        "num_dense_layers",
+        "integer",
+    ),
+    (of("Ernie4_5_Moe", moe_num_experts=4, moe_k=5), "moe_k", "[1, 4]"),
+    (of("Ernie4_5_Moe", use_bias=True), "use_bias", "must be false with experts"),
+    (of("Nemotron", hidden_act="silu"), "hidden_act", "relu2"),
+    (
+        of("GPTNeo", num_layers=2, num_heads=4, attention_layers=["global"]),
+        "attention_layers",
+        "2 entries, each global or local",
+    ),
+    (
+        of("GPTJ", n_embd=32, n_head=4, n_layer=2, n_positions=64, rotary_dim=9),
+        "rotary_dim",
+        "[1, 8]",
+    ),
+    (
+        small(architectures=["Qwen2VLForConditionalGeneration"], rope_scaling={"type": "mropes"}),
+        "rope_scaling type",
+        "default, linear, dynamic",
+    ),
 ]
 BAD_QWEN: list[tuple[dict[str, Any], str, str]] = [
     ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window", "integer"),

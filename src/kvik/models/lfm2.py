@@ -1,17 +1,26 @@
-"""LFM2 (Liquid AI 2025): gated short convolutions, and attention in some layers."""
+"""LFM2 (Liquid AI 2025): gated short convolutions, and attention in some layers; some have routed
+experts."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from kvik.models.llama import Llama
 from kvik.models.qwen3 import Qwen3Attention
-from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
+from kvik.spec.declare import (
+    Architecture,
+    ExpertNames,
+    FeedForward,
+    ForwardContext,
+    LayerBuilder,
+)
+from kvik.spec.experts import ExpertsSpec, Router, corrected_router, read_experts
 from kvik.spec.fields import Fields
 from kvik.spec.layers import FULL, LayerSpec, layer_types, layers_with_states
-from kvik.spec.model import MAX_WIDTH, ModelFacts
+from kvik.spec.model import MAX_LAYERS, MAX_WIDTH, ModelFacts
 from kvik.spec.rope import read_rope
 from kvik.spec.states import MAX_TAPS, StateSpec
 
@@ -19,6 +28,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CONV = "conv"
+NAMES = ExpertNames(
+    gate_up=("experts.{}.w1", "experts.{}.w3"), down="experts.{}.w2", correction="expert_bias"
+)
 
 
 class ShortConvolution:
@@ -43,9 +55,16 @@ class ShortConvolution:
         return self.out(self.gated(mixed, behind), ctx, residual)
 
 
+def lfm2_feed(spec: ModelFacts, builder: LayerBuilder, layer: int) -> FeedForward:
+    hidden, inner, experts = spec.hidden_size, spec.intermediate_size, spec.layers[layer].experts
+    if experts is not None:
+        return builder.experts(hidden, experts, NAMES)
+    return builder.gated_mlp(hidden, inner, bias=False, names=("w1", "w3"), down="w2")
+
+
 class Lfm2Layer:
-    """A convolution or attention, then an MLP; each reads the residual stream normalised and adds
-    to it."""
+    """A convolution or attention, then an MLP or experts; each reads the residual stream normalised
+    and adds to it."""
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
         hidden, eps, state = spec.hidden_size, spec.norm_eps, spec.layers[layer].state
@@ -57,9 +76,7 @@ class Lfm2Layer:
             names = ("q_layernorm", "k_layernorm", "out_proj")
             self.mixer = Qwen3Attention(spec, builder.at("self_attn"), layer, names)
         self.mlp_norm = builder.rms_norm("ffn_norm", hidden, eps, before="gate_up")
-        self.mlp = builder.at("feed_forward").gated_mlp(
-            hidden, spec.intermediate_size, bias=False, names=("w1", "w3"), down="w2"
-        )
+        self.mlp = lfm2_feed(spec, builder.at("feed_forward"), layer)
 
     def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
         """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
@@ -136,4 +153,33 @@ LFM2 = Architecture(
         "ffn_down": "feed_forward.w2",
     },
     gguf_implied=lambda fields: {"block_auto_adjust_ff_dim": False},
+)
+
+
+def lfm2_experts(fields: Fields, layers: int) -> tuple[ExpertsSpec | None, ...]:
+    """Layers behind the first `num_dense_layers` have experts."""
+    dense = fields.integer("num_dense_layers", 0, MAX_LAYERS, 2)
+    return read_experts(fields, layers, router=lfm2_router, first_dense=dense)
+
+
+def lfm2_router(fields: Fields, experts: int, active: int) -> Router:
+    router = corrected_router(fields, experts, active)
+    return replace(router, corrected=fields.boolean("use_expert_bias", True))
+
+
+LFM2_MOE = replace(
+    LFM2,
+    name="Lfm2MoeForCausalLM",
+    model_type="lfm2_moe",
+    models="LFM2 with experts",
+    inner=None,
+    experts=lfm2_experts,
+    defaults={
+        **LFM2.defaults,
+        "hidden_size": 2048,
+        "intermediate_size": 7168,
+        "moe_intermediate_size": 1792,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+    },
 )

@@ -282,6 +282,17 @@ QWEN2 = Architecture(
     layers=switched_layers,
     gguf="qwen2",
 )
+
+
+def mimo(spec: ModelFacts, builder: LayerBuilder) -> Llama:
+    builder.skip("model.mtp_layers")  # which predict further tokens
+    return Llama(spec, builder)
+
+
+# MiMo (Xiaomi 2025, arXiv 2505.07608).
+MIMO = replace(
+    QWEN2, name="MiMoForCausalLM", model_type="mimo", models="MiMo 7B", make=mimo, gguf=None
+)
 # SmolLM3 (Bakouch et al. 2025): every fourth layer knows no positions (NoPE).
 SMOLLM3 = Architecture(
     "SmolLM3ForCausalLM",

@@ -6,17 +6,21 @@ from collections.abc import Mapping
 
 from kvik.models.cohere import COHERE, COHERE2
 from kvik.models.deepseek import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE
+from kvik.models.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from kvik.models.falcon import FALCON
 from kvik.models.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_IMAGES
 from kvik.models.gemma4 import GEMMA4, GEMMA4_IMAGES
 from kvik.models.glm4 import GLM, GLM4, GLM4_MOE
 from kvik.models.gpt2 import GPT2_MODEL
+from kvik.models.gpt_neo import GPT_NEO
 from kvik.models.gpt_neox import GPT_NEOX
 from kvik.models.gpt_oss import GPT_OSS
+from kvik.models.gptj import GPTJ
 from kvik.models.granite import GRANITE, GRANITE4, GRANITE_MOE
-from kvik.models.lfm2 import LFM2
+from kvik.models.lfm2 import LFM2, LFM2_MOE
 from kvik.models.llama import (
     LLAMA,
+    MIMO,
     MINISTRAL3,
     MISTRAL,
     MISTRAL3_IMAGES,
@@ -26,6 +30,7 @@ from kvik.models.llama import (
 )
 from kvik.models.llama4 import LLAMA4, LLAMA4_IMAGES
 from kvik.models.mixtral import MINIMAX_M2, MIXTRAL
+from kvik.models.nemotron import ARCEE, NEMOTRON
 from kvik.models.olmo2 import EXAONE4, OLMO2, OLMO3, OLMOE
 from kvik.models.opt import OPT
 from kvik.models.phi import PHI
@@ -39,6 +44,7 @@ from kvik.models.qwen3_5 import (
     QWEN3_5_MOE_IMAGES,
     QWEN3_NEXT,
 )
+from kvik.models.qwen_vl import QWEN2_5_VL, QWEN2_VL, QWEN3_VL
 from kvik.models.stablelm import STABLELM
 from kvik.models.starcoder2 import STARCODER2
 from kvik.spec.declare import Architecture
@@ -51,7 +57,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         *(MIXTRAL, QWEN3_MOE, OLMOE, GRANITE_MOE, GLM4_MOE, MINIMAX_M2, GPT_OSS),
         *(LLAMA4, LLAMA4_IMAGES),
         *(DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE, PHIMOE, PHIMOE_ORIGINAL),
-        GLM,
+        *(LFM2_MOE, ERNIE4_5, ERNIE4_5_MOE, NEMOTRON, ARCEE, GLM),
+        *(QWEN2_VL, QWEN2_5_VL, QWEN3_VL, MIMO, GPT_NEO, GPTJ),
         *(
             GEMMA,
             GEMMA2,

@@ -1,0 +1,51 @@
+"""The text models of Qwen2-VL, Qwen2.5-VL (Bai et al. 2025, arXiv 2502.13923) and Qwen3-VL: those
+of Qwen 2 and 3 with three positions for each token (M-RoPE, Wang et al. 2024, arXiv 2409.12191,
+section 2.1), which are equal in a text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from kvik.models.llama import QWEN2, LlamaLayer, beside_images
+from kvik.models.qwen3 import QWEN3, Qwen3Attention
+from kvik.spec.fields import Fields
+from kvik.spec.layers import LayerSpec, switched_layers
+
+QWEN3_VL = replace(
+    QWEN3,
+    name="Qwen3VLForConditionalGeneration",
+    model_type="qwen3_vl",
+    models="Qwen3-VL, dense, text alone",
+    make=partial(beside_images, make_layer=partial(LlamaLayer, attention=Qwen3Attention)),
+    inside="text_config",
+    gguf=None,
+)
+
+
+def text_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+    """The kind of rotary positions may be "mrope", which for a text is the usual one."""
+    key = "rope_scaling" if fields.mapping("rope_scaling") else "rope_parameters"
+    rope = dict(fields.mapping(key) or {})
+    kinds = {name for name in ("type", "rope_type") if rope.get(name) == "mrope"}
+    plain = {key: rope | dict.fromkeys(kinds, "default")}
+    return switched_layers(fields.changed(plain), layers, positions)
+
+
+QWEN2_5_VL = replace(
+    QWEN2,
+    name="Qwen2_5_VLForConditionalGeneration",
+    model_type="qwen2_5_vl",
+    models="Qwen2.5-VL, text alone",
+    make=beside_images,
+    layers=text_layers,
+    inside="text_config",
+    defaults={"rope_theta": 1e6},
+    gguf=None,
+)
+QWEN2_VL = replace(
+    QWEN2_5_VL,
+    name="Qwen2VLForConditionalGeneration",
+    model_type="qwen2_vl",
+    models="Qwen2-VL, text alone",
+)
