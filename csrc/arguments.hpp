@@ -142,7 +142,8 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 // Attention of all sequences of a step over the paged cache. q, out [tokens, heads, head_dim], heads
 // dense; sequence s owns tokens query_start_loc[s] .. [s + 1] (int32), which are the last ones of its
 // seq_lens[s] (int32) keys. block_table [num_seqs, table_stride] int32. window: the most visible keys, the own
-// one included; 0 for all. chunked: they begin at a multiple of window. tree: null, or int64 [tokens]: 0 for all tokens of a plain sequence. Otherwise
+// one included; 0 for all. chunked: they begin at a multiple of window. tree: null, or int64 [tokens]: 0 for all
+// tokens of a plain sequence. Otherwise
 // the sequence has at most 63 tokens in this step, the nodes of a tree: bit j of a token's word says
 // whether the j-th of them is an ancestor or itself. A node attends as if the keys of its path alone
 // followed the cached ones, to the bit. value_dim: columns of a value and of out. Without v_cache the values

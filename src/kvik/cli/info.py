@@ -151,7 +151,7 @@ def _kind(spec: ModelSpec, layer: LayerSpec) -> str:
         if state.value_heads:
             text += f", and matrices of {state.value_heads} heads"
         return text
-    seen = "see all tokens" if layer.window is None else f"see {layer.window:,} tokens"
+    seen = f"see {_seen(layer)}"
     if layer.kv_heads or layer.head_dim:
         seen += " by {} key/value heads of {}".format(*spec.heads(layer))
     if layer.kv_from is not None:
@@ -165,6 +165,12 @@ def _kind(spec: ModelSpec, layer: LayerSpec) -> str:
     return (
         text if rope.kind == "default" else f"{text}, stretched {rope.factor:g} times ({rope.kind})"
     )
+
+
+def _seen(layer: LayerSpec) -> str:
+    if layer.window is None:
+        return "all tokens"
+    return f"{'chunks of ' if layer.window.chunked else ''}{layer.window.keys:,} tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +197,8 @@ def _kind_cost(spec: ModelSpec, kind: LayerSpec, resolved: ResolvedConfig | None
         }
     token = sum(each.get(i, 0) for i, layer in enumerate(spec.layers) if layer == kind)
     longest = spec.max_context if resolved is None else resolved.scheduler.max_model_len
-    return KindCost(token, token * min(longest, kind.window or longest))
+    seen = longest if kind.window is None else min(longest, kind.window.keys)
+    return KindCost(token, token * seen)
 
 
 def _kv_rows(spec: ModelSpec, resolved: ResolvedConfig | None) -> list[str]:
@@ -201,10 +208,9 @@ def _kv_rows(spec: ModelSpec, resolved: ResolvedConfig | None) -> list[str]:
         if kind.state is not None or kind.kv_from is not None:
             continue
         cost = _kind_cost(spec, kind, resolved)
-        seen = "all tokens" if kind.window is None else f"{kind.window:,} tokens"
         most = show_bytes(cost.kv_bytes_per_request)
-        text = f"{cost.kv_bytes_per_token:,} in {count} that see {seen}, at most {most} per request"
-        rows.append(text)
+        each = f"{cost.kv_bytes_per_token:,} in {count} that see {_seen(kind)}"
+        rows.append(f"{each}, at most {most} per request")
     return rows
 
 
