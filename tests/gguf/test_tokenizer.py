@@ -215,7 +215,7 @@ SCORED = {
     [
         ({}, "tokenizer.ggml.model: is missing"),
         (SMALL | {"tokenizer.ggml.model": "bert"}, "model: must be gpt2 or llama, not 'bert'"),
-        (SMALL | {"tokenizer.ggml.pre": "falcon"}, "pre: must be one of default, gpt-2.*'falcon'"),
+        (SMALL | {"tokenizer.ggml.pre": "hawk"}, "pre: must be one of default, gpt-2.*'hawk'"),
         (SMALL | {"tokenizer.ggml.tokens": ["a", "b", "a"]}, "tokens: holds 'a' twice"),
         (SMALL | {"tokenizer.ggml.tokens": [1, 2]}, "tokens: must be an array of strings"),
         (SMALL | {"tokenizer.ggml.token_type": [1, 1]}, "token_type: must have 3 values, .* not 2"),
