@@ -485,6 +485,7 @@ def _experts() -> list[Case]:
     routers = {
         "softmax": Router(8, 3, normalised=False),
         "normalised": Router(64, 8),
+        "scaled": Router(12, 3, scaled=True),
         "corrected": Router(33, 4, "sigmoid", corrected=True, scale=2.5),
         "groups": Router(24, 3, groups=4, kept=2, normalised=False, scale=16.0),
         "best-two": Router(24, 6, "sigmoid", True, 4, 2, "best two", scale=1.7),
@@ -519,7 +520,8 @@ def _logits(rows: int, router: Router) -> Callable[[Maker], tuple[Argument, ...]
     def arguments(m: Maker) -> tuple[Argument, ...]:
         logits = m.normal(rows, router.experts, scale=2.0, dtype=torch.float32)
         correction = m.normal(router.experts, dtype=torch.float32) if router.corrected else None
-        return logits, router, correction
+        scales = m.normal(router.experts, dtype=torch.float32) if router.scaled else None
+        return logits, router, correction, scales
 
     return arguments
 
