@@ -151,6 +151,13 @@ APART = {
     "Falcon-two-norms": {"hidden_size": 64, "new_decoder_architecture": True, "num_kv_heads": 2},
     "Gemma2": {**HEAD, "sliding_window": 9, "query_pre_attn_scalar": 16},
     "Olmo3": {**WIDE, "num_hidden_layers": 4, "sliding_window": 9},
+    "Lfm2Moe": {
+        **WIDE,
+        **SOME,
+        "num_experts": 12,
+        "num_dense_layers": 1,
+        "layer_types": ["conv", "full_attention", "conv"],
+    },
     "GraniteMoe": {**WIDE, "num_local_experts": 4, "num_experts_per_tok": 2},
     "Ministral3": {**HEAD, "rope_parameters": {**YARN, **EVEN, "llama_4_scaling_beta": 2.0}},
     "GPT2": {"n_embd": 64},

@@ -38,7 +38,7 @@ PUBLISHED = facts("published.json")
 KV = facts("kv_reference.json")
 RUN_HERE = [name for name in NAMES if config(name)["architectures"][0] in ARCHITECTURES]
 
-UNRUN = {"architectures": ["PhiMoEForCausalLM"]}  # planned from its sizes alone
+UNRUN = {"architectures": ["UnknownForCausalLM"]}  # planned from its sizes alone
 
 
 def shape(name: str) -> ModelShape:
@@ -398,7 +398,6 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("mixtral-8x7b-v0.1", {"num_hidden_layers": 10**9}, "num_hidden_layers: must be"),
     ("mixtral-8x7b-v0.1", {"num_key_value_heads": 5}, "num_key_value_heads: must divide"),
     ("mixtral-8x7b-v0.1", {"num_key_value_heads": 64}, "num_key_value_heads: must divide"),
-    ("mixtral-8x7b-v0.1", {**UNRUN, "num_local_experts": ...}, "num_local_experts: is missing"),
     ("mixtral-8x7b-v0.1", {"num_local_experts": 10**6}, "num_local_experts: must be"),
     ("mixtral-8x7b-v0.1", {"num_experts_per_tok": 9}, "num_experts_per_tok: must be"),
     ("mixtral-8x7b-v0.1", {"num_experts_per_tok": 0}, "num_experts_per_tok: must be"),

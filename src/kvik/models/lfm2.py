@@ -174,6 +174,16 @@ LFM2_MOE = replace(
     models="LFM2 with experts",
     inner=None,
     experts=lfm2_experts,
+    gguf="lfm2moe",
+    gguf_names={
+        **LFM2.gguf_names,
+        "ffn_gate_inp": "feed_forward.gate",
+        "exp_probs_b.bias": "feed_forward.expert_bias",
+        "ffn_gate_exps": f"feed_forward.{NAMES.gate_up[0]}",
+        "ffn_up_exps": f"feed_forward.{NAMES.gate_up[1]}",
+        "ffn_down_exps": f"feed_forward.{NAMES.down}",
+    },
+    gguf_implied=None,
     defaults={
         **LFM2.defaults,
         "hidden_size": 2048,

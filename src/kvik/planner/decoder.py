@@ -108,19 +108,15 @@ def stored_format(fields: Fields) -> tuple[str, str, tuple[str, ...]]:
 
 
 def _tables(sizes: Sizes, vocab: int, hidden: int, context: int, tied: bool) -> LayerPart:
-    """Embedding, learned positions, head. OPT-350m's embedding is narrower than its layers."""
+    """Embedding, learned positions, head."""
     family = sizes.family
-    width = sizes.integer("word_embed_proj_dim", MAX_WIDTH, hidden)
-    matrices = [MatrixGroup("head", 1, width, vocab)]
+    matrices = [MatrixGroup("head", 1, hidden, vocab)]
     if not tied:
-        matrices.append(MatrixGroup("embedding", 1, width, vocab, multiplied=False))
-    if width != hidden:
-        matrices.append(MatrixGroup("embedding_up", 1, width, hidden))
-        matrices.append(MatrixGroup("head_down", 1, hidden, width))
+        matrices.append(MatrixGroup("embedding", 1, hidden, vocab, multiplied=False))
     if family.positions is not None:
         rows = context + family.positions
         matrices.append(MatrixGroup("positions", 1, hidden, rows, multiplied=False))
-    return LayerPart(tuple(matrices), vocab * sizes.flag(family.head_bias))
+    return LayerPart(tuple(matrices), 0)
 
 
 def _windows(sizes: Sizes, layers: int) -> tuple[Window | None, ...]:

@@ -36,7 +36,7 @@ class Family:
     keys: config.json's own names of keys that usually have another.
     defaults: values of keys that config.json may leave out.
     computed: keys whose value follows from others.
-    qkv_bias, o_bias, mlp_bias, head_bias: a fact, or the key that decides.
+    qkv_bias, o_bias, mlp_bias: a fact, or the key that decides.
     gated_mlp: down(act(gate(x)) * up(x)), else down(act(up(x))).
     norms: of the hidden size in a layer.
     norm_vectors: weights, and biases, of a norm: 1, 2, or 0 for a norm without any.
@@ -52,7 +52,6 @@ class Family:
     qkv_bias: bool | str = False
     o_bias: bool | str = False
     mlp_bias: bool | str = False
-    head_bias: bool | str = False
     gated_mlp: bool = True
     norms: int = 2
     norm_vectors: int = 1
@@ -139,16 +138,6 @@ FAMILIES: Mapping[str, Family] = {
         ("olmo",), qkv_bias="attention_bias", o_bias="attention_bias", norm_vectors=0
     ),
     # dense, of GPT's kind: LayerNorm, two matrices in the MLP
-    "GPTJForCausalLM": Family(
-        ("gptj",),
-        keys=_GPT_KEYS,
-        computed={"intermediate_size": _four_times("n_inner", "n_embd")},
-        mlp_bias=True,
-        head_bias=True,
-        gated_mlp=False,
-        norms=1,
-        norm_vectors=2,
-    ),
     "GPTBigCodeForCausalLM": Family(
         ("gpt_bigcode",),
         keys=_GPT_KEYS,

@@ -28,7 +28,7 @@ class MatrixGroup:
         role: "embedding", "positions", "qkv", "o", "gate_up", "down", "head"; with experts
             "router", "expert_gate_up", "expert_down", and "shared_gate_up", "shared_down" with
             their "shared_gate"; with MLA "q_down", "q_up", "kv_down", "kv_up"; "up" where the MLP
-            has no gate; "embedding_up", "head_down" where the embedding is narrower than a layer.
+            has no gate; "" where an embedding is narrower than a layer, between the two.
         count: how many in the whole model: layers, times experts where routed.
         experts: of a layer, of which `active` serve a token; 0: every token uses the matrix.
         multiplied: False: a table that is looked up.
