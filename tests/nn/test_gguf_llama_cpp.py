@@ -1,0 +1,115 @@
+"""Exported models in llama.cpp, which says the same of each token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.paged_model import PagedModel
+from helpers.tiny_models import save_tiny, tokens
+from torch import Tensor
+
+from kvik.gguf.export import model_metadata
+from kvik.gguf.writer import write_gguf
+from kvik.models.model_spec import read_model_spec
+from kvik.nn.checkpoint import open_checkpoint
+from kvik.nn.gguf_export import gguf_tensors
+
+# Sizes that llama.cpp can do: keys and values of delta nets alike, queries with a rank.
+WIDE = {"hidden_size": 64, "intermediate_size": 96}
+HEAD = {**WIDE, "head_dim": 16}
+SOME = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+SHARED = {**SOME, "shared_expert_intermediate_size": 32}
+NETS = {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+LATENT = {
+    **WIDE,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 64,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+YARN = {"rope_theta": 1e4, "rope_type": "yarn", "original_max_position_embeddings": 32}
+YARN |= {"factor": 4.0}
+CASES: dict[str, dict[str, Any]] = {
+    # llama.cpp rounds the range of YaRN, which gpt-oss does not.
+    "GptOss": {**HEAD, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 9}
+    | {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}},
+    "Qwen3_5": {**HEAD, **NETS},
+    "Qwen3_5Moe": {**HEAD, **NETS, **SHARED},
+    "Qwen3Next": {**HEAD, **NETS, **SHARED, "norm_topk_prob": True},
+    "Qwen2Moe": {**WIDE, **SHARED, "decoder_sparse_step": 1},
+    # llama.cpp ranks groups by their best two, which DeepSeek-V2 does not.
+    "DeepseekV2": LATENT | {"rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}},
+    "DeepseekV3": {**LATENT, "n_group": 4, "topk_group": 2}
+    | {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    "Glm4MoeLite": {**LATENT, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "Lfm2": {**WIDE, "layer_types": ["conv", "full_attention", "conv"]},
+    "Falcon": {"hidden_size": 64, "new_decoder_architecture": True, "num_kv_heads": 2},
+    "Gemma2": {**HEAD, "sliding_window": 9, "query_pre_attn_scalar": 16},
+    "Olmo3": {**WIDE, "num_hidden_layers": 4, "sliding_window": 9},
+    "GraniteMoe": {**WIDE, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Ministral3": HEAD
+    | {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}
+    | {"llama_4_scaling_beta": 2.0},
+    "GPT2": {"n_embd": 64},
+}
+# Measured: 2e-4 and, as llama.cpp has GELU by a table of fp16 numbers, 3e-3 and 0.014 (Gemma 2), of
+# logits of about 6.
+OFF = {"Falcon": 0.01, "GPT2": 0.01, "Gemma2": 0.05}
+
+
+def by_llama_cpp(path: Path, ids: list[int]) -> Tensor:
+    """Return the logits of every token, [tokens, vocab]."""
+    lib: Any = pytest.importorskip("llama_cpp")
+    lib.llama_backend_init()
+    model = lib.llama_model_load_from_file(str(path).encode(), lib.llama_model_default_params())
+    assert model, "llama.cpp does not load it"
+    params = lib.llama_context_default_params()
+    params.n_ctx = params.n_batch = 64
+    params.n_threads = params.n_threads_batch = 1
+    params.type_k = params.type_v = 0  # fp32
+    params.flash_attn_type = 0
+    context = lib.llama_init_from_model(model, params)
+    batch = lib.llama_batch_init(len(ids), 0, 1)
+    batch.n_tokens = len(ids)
+    for i, token in enumerate(ids):
+        batch.token[i], batch.pos[i], batch.logits[i] = token, i, 1
+        batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+    assert lib.llama_decode(context, batch) == 0
+    size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
+    rows = (lib.llama_get_logits_ith(context, i) for i in range(len(ids)))
+    logits = np.stack([np.ctypeslib.as_array(row, shape=(size,)).copy() for row in rows])
+    lib.llama_batch_free(batch)
+    lib.llama_free(context)
+    lib.llama_model_free(model)
+    return torch.from_numpy(logits)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", CASES)
+def test_llama_cpp_says_the_same(family: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path, family, **CASES[family])
+    spec, path = read_model_spec(tmp_path), tmp_path / "m.gguf"
+    metadata = {**model_metadata(spec, "tiny", "F32"), "tokenizer.ggml.model": "none"}
+    write_gguf(path, metadata, gguf_tensors(open_checkpoint(tmp_path), spec, "F32"))
+    ids = tokens(20)
+    expected = PagedModel(tmp_path).step({0: ids})[0]
+    assert float((by_llama_cpp(path, ids) - expected).abs().max()) < OFF.get(family, 1e-3)
