@@ -104,6 +104,15 @@ EXPERTS = {
     },
 }
 MORE |= EXPERTS
+# Of which files have words for no other chunks and pattern of positions.
+MORE["Llama4"] = {
+    **HEAD,
+    "num_hidden_layers": 4,
+    "intermediate_size": 32,
+    "intermediate_size_mlp": 96,
+    "num_local_experts": 4,
+    "interleave_moe_layer_step": 2,
+}
 # Families whose layers keep states, attend over latent vectors, or are stored apart in files.
 STATES = {
     "num_hidden_layers": 4,
@@ -238,7 +247,7 @@ def multiplied_out(folder: Path, type: str, family: str) -> Path:
             tensors[name] = tensor
         else:
             turned = (family == "GPT2" and ".h." in name) or (
-                family == "GptOss" and ".experts." in name
+                family in ("GptOss", "Llama4") and ".experts." in name
             )
             tensors[name] = round(tensor.mT).mT.contiguous() if turned else round(tensor)
     if spec.tie_word_embeddings:

@@ -26,6 +26,7 @@ from kvik.gguf.facts import (
     RECURRENT,
     SCALES,
     SCHEMES,
+    STEP,
     TAPS,
     TEMPERATURE,
     llama3_divisors,
@@ -208,6 +209,12 @@ def _check(spec: ModelSpec, metadata: Mapping[str, Entry], architecture: str) ->
     config = metadata_config(Metadata(values, "metadata"))
     back = ModelSpec.from_config({**config, "vocab_size": spec.vocab_size}, "metadata")
 
+    norm = back.family.qk_norm
+    normed = norm not in config or config[str(norm)] == spec.qk_norm  # if tensors do not tell
+
+    def queries(model: ModelSpec) -> list[object]:
+        return [layer.query_scale for layer in model.layers]
+
     def turns(model: ModelSpec) -> list[object]:
         return [
             pair
@@ -226,6 +233,8 @@ def _check(spec: ModelSpec, metadata: Mapping[str, Entry], architecture: str) ->
     same = zip(scales(spec), scales(back), strict=True)
     for key, good in (
         ("sliding_window", spec.windows == back.windows),
+        ("attn_scale", queries(spec) == queries(back)),
+        ("use_qk_norm", normed),
         ("rope_parameters", turns(spec) == turns(back)),
         ("experts of layers", _chosen(spec) == _chosen(back)),
         ("layer_types", _mixers(spec) == _mixers(back)),
@@ -260,9 +269,11 @@ def _experts(spec: ModelSpec) -> dict[str, Entry | None]:
     if first is None or (experts := sparse[first]) is None:
         return {}
     router = experts.router
+    stepped = STEP in spec.family.defaults  # each so-many-th layer has them
     return {
         **{name: of(experts) for name, of in EXPERT_SIZES.values()},
-        "leading_dense_block_count": first or None,
+        "leading_dense_block_count": None if stepped else first or None,
+        STEP: first + 1 if stepped else None,
         "expert_feed_forward_length": experts.inner,
         "expert_gating_func": GATING[router.scores],
         "expert_weights_norm": router.normalised,

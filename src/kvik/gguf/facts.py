@@ -18,7 +18,7 @@ from kvik.gguf.writer import Scalar
 from kvik.models.model_spec import ModelSpec
 from kvik.models.registry import ARCHITECTURES
 from kvik.spec.declare import APART, Architecture
-from kvik.spec.experts import EXPERT_KEYS, MAX_EXPERTS, ExpertsSpec, Router
+from kvik.spec.experts import EXPERT_KEYS, MAX_EXPERTS, STEP_KEYS, ExpertsSpec, Router
 from kvik.spec.fields import Fields
 from kvik.spec.layers import FULL, SLIDING
 from kvik.spec.model import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, ModelScales
@@ -35,7 +35,7 @@ from kvik.spec.stored_weights import StoredQuantization, StoredRule, StoredSchem
 
 MAX_FACTORS_BYTES = 1 << 16
 TOLERANCE = 1e-4  # relative; neighbours differ by far more
-USUAL = (1.0, 4.0, 8192)  # low, high and original of all models by Meta
+USUAL = ((1.0, 4.0, 8192), (1.0, 1.0, 8192))  # low, high, original of models by Meta
 TEMPERATURE = "attention.temperature_scale"  # of queries, by their positions
 
 
@@ -96,7 +96,7 @@ def llama3_scaling(data: bytes, theta: float, head_dim: int) -> Mapping[str, obj
     if factor < 1 + TOLERANCE:
         return None
     frequencies = [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
-    candidates = [USUAL]
+    candidates = [*USUAL]
     if (line := _through(frequencies, divisors, factor)) is not None:
         candidates.append(line)
     for low, high, original in candidates:
@@ -123,8 +123,8 @@ def llama3_divisors(scaling: Mapping[str, float], theta: float, head_dim: int) -
 
 
 def _divisor(frequency: float, factor: float, low: float, high: float, original: float) -> float:
-    s = (original * frequency / (2 * math.pi) - low) / (high - low)
-    s = min(1.0, max(0.0, s))
+    above = original * frequency / (2 * math.pi) - low
+    s = min(1.0, max(0.0, above / (high - low))) if high > low else float(above >= 0)
     return 1 / ((1 - s) / factor + s)
 
 
@@ -661,6 +661,7 @@ def _groups(router: Router, which: str) -> int | None:
     return getattr(router, which) if router.kept < router.groups else None
 
 
+STEP = STEP_KEYS[1]  # in both, of families that have it by default
 GATING = {"softmax": 1, "sigmoid": 2}  # scores of a router -> `expert_gating_func`
 
 
@@ -679,6 +680,8 @@ def _experts_config(
         if at + name in metadata and (size := metadata.integer(at + name, 0, MAX_WIDTH)):
             found[key] = size
     found = {"n_group": 1, "topk_group": 1, **found}  # families have defaults, files none
+    if STEP in known.defaults:
+        found[STEP] = metadata.integer(f"{at}{STEP}", 1, MAX_LAYERS, 1)
     if f"{at}expert_weights_norm" in metadata:
         found["norm_topk_prob"] = metadata.boolean(f"{at}expert_weights_norm", True)
     scale = metadata.number(f"{at}expert_weights_scale", 0.0, 1e6, 0.0)

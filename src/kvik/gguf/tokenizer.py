@@ -107,6 +107,7 @@ WORD_RULES: Mapping[str, WordRule] = {
     "dbrx": WordRule((_LLAMA3,)),
     "glm4": WordRule((_LLAMA3,), whole_words=True),
     **dict.fromkeys(("gpt-4o", "minimax-m2"), WordRule((_GPT4O,))),
+    "llama4": WordRule((_GPT4O,), bos=True),
     "qwen2": WordRule((_QWEN2,), nfc=True),
     "qwen35": WordRule((_QWEN35,), nfc=True),
     **dict.fromkeys(("deepseek-r1-qwen", "stablelm2"), WordRule((_QWEN2,))),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvik.models.llama import Llama, LlamaLayer, beside_images, feed_forward
 from kvik.spec.declare import Architecture, ExpertNames, ForwardContext, LayerBuilder
-from kvik.spec.experts import MAX_WIDTH, ExpertsSpec, Router, read_experts
+from kvik.spec.experts import ExpertsSpec, Router, read_experts
 from kvik.spec.fields import Fields
 from kvik.spec.kv import Window
 from kvik.spec.layers import CHUNKED, FULL, LayerSpec, QueryScale, layer_types, turning
@@ -20,6 +20,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NAMES = ExpertNames(router="router", shared="shared_expert")
+GGUF_NAMES = {
+    "ffn_gate_inp": "feed_forward.router",
+    **{f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+    **{
+        f"ffn_{part}_{kind}": f"feed_forward.{scope}.{part}_proj"
+        for kind, scope in (("exps", "experts.{}"), ("shexp", "shared_expert"))
+        for part in ("gate", "up", "down")
+    },
+}
 
 
 class Llama4Attention:
@@ -100,6 +109,12 @@ def llama4_experts(fields: Fields, layers: int) -> tuple[ExpertsSpec | None, ...
     return tuple(experts and replace(experts, shared=experts.inner) for experts in found)
 
 
+def gguf_implied(fields: Fields) -> dict[str, object]:
+    """Files call the width of experts as usual; only Maverick, of 128, does not normalise heads."""
+    inner, count = fields.raw("moe_intermediate_size"), fields.raw("num_local_experts")
+    return {"intermediate_size": inner, "use_qk_norm": count != 128}
+
+
 LLAMA4 = Architecture(
     "Llama4ForCausalLM",
     "llama4_text",
@@ -107,12 +122,12 @@ LLAMA4 = Architecture(
     partial(Llama, make_layer=Llama4Layer),
     layers=llama4_layers,
     experts=llama4_experts,
-    inner=lambda fields: fields.integer("intermediate_size_mlp", 1, MAX_WIDTH),
     qkv_bias="attention_bias",
     o_bias="attention_bias",
     qk_norm="use_qk_norm",
     head_dim=128,
     eos_token_ids=(2,),
+    keys={"intermediate_size": "intermediate_size_mlp"},
     defaults={
         "vocab_size": 202_048,
         "hidden_size": 5120,
@@ -126,11 +141,15 @@ LLAMA4 = Architecture(
         "rope_theta": 500_000.0,
         "num_local_experts": 16,
         "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 1,
         "use_qk_norm": True,
         "attention_chunk_size": 8192,
         "floor_scale": 8192,
         "attn_scale": 0.1,
     },
+    gguf="llama4",
+    gguf_names=GGUF_NAMES,
+    gguf_implied=gguf_implied,
 )
 # Scout and Maverick read images too, of which kvik runs the text model.
 LLAMA4_IMAGES = replace(
@@ -140,4 +159,5 @@ LLAMA4_IMAGES = replace(
     models="Llama 4, text of those that read images",
     make=partial(beside_images, make_layer=Llama4Layer),
     inside="text_config",
+    gguf=None,
 )
