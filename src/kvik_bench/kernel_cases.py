@@ -242,26 +242,26 @@ def _caches() -> list[Case]:
 def _products() -> list[Case]:
     """Each kind of weight with what may follow it; "pack" is run on the way."""
     kinds: tuple[tuple[str, MakeWeight, Shapes], ...] = (
-        ("float", _float_weight, ((1, 33, 7), (5, 257, 64), (9, 64, 1))),
-        ("int8", _int8_weight(activations=False), ((1, 33, 7), (5, 257, 64))),
-        ("int8-32", _int8_weight(32, activations=False), ((1, 33, 7), (5, 257, 64))),
-        ("w8a8", _int8_weight(activations=True), ((1, 33, 7), (5, 257, 64))),
-        ("w8a8-16", _int8_weight(16, activations=True), ((1, 33, 7), (5, 257, 64))),
-        ("int4-32", _int4_weight(32, zeros=True), ((1, 96, 7), (5, 288, 64))),
-        ("int4-128", _int4_weight(128, zeros=True), ((3, 256, 33),)),
-        ("int4-symmetric", _int4_weight(64, zeros=False), ((3, 192, 33),)),
-        ("int4-min", _int4_min_weight(32), ((1, 96, 7), (5, 288, 64))),
-        ("mxfp4", _mxfp4_weight, ((1, 96, 7), (5, 288, 64))),
-        ("fp8", _fp8_weight(0), ((1, 33, 7), (5, 257, 64))),
-        ("fp8-128", _fp8_weight(128), ((1, 33, 7), (5, 257, 64))),
-        ("fp8-token", _fp8_weight(0, "token"), ((1, 33, 7), (5, 257, 64))),
-        ("fp8-static", _fp8_weight(0, "static"), ((1, 33, 7), (17, 257, 64))),
-        ("fp8-128-group", _fp8_weight(128, "group"), ((1, 33, 7), (5, 257, 64), (17, 300, 33))),
-        ("fp8-128-token", _fp8_weight(128, "token"), ((3, 257, 64),)),
-        ("fp8-32-static", _fp8_weight(32, "static"), ((3, 257, 64),)),
-        ("int4-ordered", _ordered(_int4_weight(32, zeros=True)), ((1, 96, 7), (5, 288, 64))),
-        ("fp8-ordered", _ordered(_fp8_weight(0)), ((3, 33, 7),)),
-        ("fp8-token-ordered", _ordered(_fp8_weight(0, "token")), ((3, 33, 7),)),
+        ("float", random_float, ((1, 33, 7), (5, 257, 64), (9, 64, 1))),
+        ("int8", random_int8(activations=False), ((1, 33, 7), (5, 257, 64))),
+        ("int8-32", random_int8(32, activations=False), ((1, 33, 7), (5, 257, 64))),
+        ("w8a8", random_int8(activations=True), ((1, 33, 7), (5, 257, 64))),
+        ("w8a8-16", random_int8(16, activations=True), ((1, 33, 7), (5, 257, 64))),
+        ("int4-32", random_int4(32, zeros=True), ((1, 96, 7), (5, 288, 64))),
+        ("int4-128", random_int4(128, zeros=True), ((3, 256, 33),)),
+        ("int4-symmetric", random_int4(64, zeros=False), ((3, 192, 33),)),
+        ("int4-min", random_int4_min(32), ((1, 96, 7), (5, 288, 64))),
+        ("mxfp4", random_mxfp4, ((1, 96, 7), (5, 288, 64))),
+        ("fp8", random_fp8(0), ((1, 33, 7), (5, 257, 64))),
+        ("fp8-128", random_fp8(128), ((1, 33, 7), (5, 257, 64))),
+        ("fp8-token", random_fp8(0, "token"), ((1, 33, 7), (5, 257, 64))),
+        ("fp8-static", random_fp8(0, "static"), ((1, 33, 7), (17, 257, 64))),
+        ("fp8-128-group", random_fp8(128, "group"), ((1, 33, 7), (5, 257, 64), (17, 300, 33))),
+        ("fp8-128-token", random_fp8(128, "token"), ((3, 257, 64),)),
+        ("fp8-32-static", random_fp8(32, "static"), ((3, 257, 64),)),
+        ("int4-ordered", _ordered(random_int4(32, zeros=True)), ((1, 96, 7), (5, 288, 64))),
+        ("fp8-ordered", _ordered(random_fp8(0)), ((3, 33, 7),)),
+        ("fp8-token-ordered", _ordered(random_fp8(0, "token")), ((3, 33, 7),)),
     )
     activations: tuple[Activation | None, ...]
     activations = (None, "silu_and_mul", "gelu_tanh", "gelu_tanh_and_mul", "gelu")
@@ -284,7 +284,7 @@ def _products() -> list[Case]:
             cases.append(Case("linear", name, make, _run_linear, spoiled=(5,), product=True))
     cases += [
         Case("linear", f"wide-out-{kind}", _wide_out(weight), _run_linear, product=True)
-        for kind, weight in (("float", _float_weight), ("w8a8", _int8_weight(activations=True)))
+        for kind, weight in (("float", random_float), ("w8a8", random_int8(activations=True)))
     ]
     cases += [_each(1, 3, 33, 7), _each(2, 2, 48, 64), _each(17, 5, 64, 33)]
     cases += [
@@ -298,26 +298,9 @@ MakeWeight = Callable[[Maker, int, int], Weight]
 Shapes = tuple[tuple[int, int, int], ...]  # tokens, inputs, outputs
 
 
-def _float_weight(m: Maker, outputs: int, inputs: int) -> Weight:
+def random_float(m: Maker, outputs: int, inputs: int) -> Weight:
+    """Return a weight [outputs, inputs] in floats."""
     return float_weight(m.normal(outputs, inputs, scale=inputs**-0.5))
-
-
-def weight_makers() -> dict[str, MakeWeight]:
-    """One of each kind, for inputs that are multiples of 32."""
-    return {
-        "float": _float_weight,
-        "int8": _int8_weight(activations=False),
-        "int8-32": _int8_weight(32, activations=False),
-        "w8a8": _int8_weight(activations=True),
-        "w8a8-32": _int8_weight(32, activations=True),
-        "int4-32": _int4_weight(32, zeros=False),
-        "int4-32-zeros": _int4_weight(32, zeros=True),
-        "int4-min": _int4_min_weight(32),
-        "mxfp4": _mxfp4_weight,
-        "fp8": _fp8_weight(0),
-        "fp8-32-group": _fp8_weight(32, "group"),
-        "fp8-static": _fp8_weight(0, "static"),
-    }
 
 
 def _scales(m: Maker, outputs: int, inputs: int, group: int, largest: float) -> Tensor:
@@ -329,7 +312,14 @@ def _scales(m: Maker, outputs: int, inputs: int, group: int, largest: float) -> 
     return drawn.abs().float()
 
 
-def _int8_weight(group: int = 0, *, activations: bool) -> MakeWeight:
+def random_int8(group: int = 0, *, activations: bool) -> MakeWeight:
+    """Return what makes weights of eight bits.
+
+    Args:
+        group: inputs that share a scale; 0: all of them.
+        activations: whether x is rounded too.
+    """
+
     def make(m: Maker, outputs: int, inputs: int) -> Weight:
         values = m.integers(-127, 127, outputs, inputs, dtype=torch.int8)
         scales = _scales(m, outputs, inputs, group, 140)
@@ -338,7 +328,9 @@ def _int8_weight(group: int = 0, *, activations: bool) -> MakeWeight:
     return make
 
 
-def _int4_weight(group: int, *, zeros: bool) -> MakeWeight:
+def random_int4(group: int, *, zeros: bool) -> MakeWeight:
+    """Return what makes weights of four bits in groups, with or without zero points."""
+
     def make(m: Maker, outputs: int, inputs: int) -> Weight:
         values = m.integers(0, 255, outputs, inputs // 2, dtype=torch.uint8)
         scales = _scales(m, outputs, inputs, group, 10)
@@ -348,7 +340,9 @@ def _int4_weight(group: int, *, zeros: bool) -> MakeWeight:
     return make
 
 
-def _int4_min_weight(group: int) -> MakeWeight:
+def random_int4_min(group: int) -> MakeWeight:
+    """Return what makes weights of four bits in groups with minima."""
+
     def make(m: Maker, outputs: int, inputs: int) -> Weight:
         values = m.integers(0, 255, outputs, inputs // 2, dtype=torch.uint8)
         scales = _scales(m, outputs, inputs, group, 10)
@@ -358,14 +352,22 @@ def _int4_min_weight(group: int) -> MakeWeight:
     return make
 
 
-def _mxfp4_weight(m: Maker, outputs: int, inputs: int) -> Weight:
+def random_mxfp4(m: Maker, outputs: int, inputs: int) -> Weight:
+    """Return a weight [outputs, inputs] in four-bit floats."""
     values = m.integers(0, 255, outputs, inputs // 2, dtype=torch.uint8)
     middle = 125 - round(math.log2(inputs) / 2)
     scales = m.integers(middle - 2, middle + 1, outputs, inputs // MX_GROUP, dtype=torch.uint8)
     return mxfp4_weight(values, scales)
 
 
-def _fp8_weight(group: int, activations: Rounding = "float") -> MakeWeight:
+def random_fp8(group: int, activations: Rounding = "float") -> MakeWeight:
+    """Return what makes weights of E4M3.
+
+    Args:
+        group: inputs that share a scale; 0: all of them.
+        activations: how x is rounded.
+    """
+
     def make(m: Maker, outputs: int, inputs: int) -> Weight:
         sizes = m.integers(0, 126, outputs, inputs, dtype=torch.uint8)  # 127 is NaN
         signs = m.integers(0, 1, outputs, inputs, dtype=torch.uint8) * 128
@@ -391,7 +393,7 @@ def _each(tokens: int, heads: int, inputs: int, outputs: int) -> Case:
 
     def arguments(m: Maker) -> tuple[Argument, ...]:
         x = m.normal(tokens, heads, inputs + 3)[:, :, :inputs]
-        return x, _float_weight(m, heads * rows, inputs), outputs
+        return x, random_float(m, heads * rows, inputs), outputs
 
     def run(ops: Ops, x: Tensor, weight: Weight, outputs: int) -> Tensor:
         return ops.linear_each(x, filled_matrix(ops, weight, None, None, x.dtype), outputs)
@@ -492,9 +494,9 @@ def _experts() -> list[Case]:
         "sparsemixer": Router(16, 3, "sparsemixer", normalised=False, jitter=0.3),
     }
     kinds = {
-        "float": (_float_weight, 40, 24),
-        "w8a8": (_int8_weight(activations=True), 40, 24),
-        "fp8-token-ordered": (_ordered(_fp8_weight(0, "token")), 40, 24),
+        "float": (random_float, 40, 24),
+        "w8a8": (random_int8(activations=True), 40, 24),
+        "fp8-token-ordered": (_ordered(random_fp8(0, "token")), 40, 24),
     }
     return [
         *(Case("route", name, _logits(9, router)) for name, router in routers.items()),

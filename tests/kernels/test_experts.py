@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 import torch
 from helpers.optional_native import instruction_sets, needs_native
+from helpers.weight_makers import WEIGHT_MAKERS
 from torch import Tensor
 
 from kvik.kernels.ops import Ops
@@ -17,7 +18,7 @@ from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.torch_ops import TORCH
 from kvik.kernels.weights import Activation, Experts, Weight, ordered_weight
 from kvik.spec.experts import Router
-from kvik_bench.kernel_cases import Maker, filled_matrix, weight_makers
+from kvik_bench.kernel_cases import Maker, filled_matrix
 
 ISAS = instruction_sets()
 
@@ -119,11 +120,11 @@ def test_a_row_of_nan_chooses_experts_that_there_are(ops: Ops) -> None:
 # The products.
 
 HIDDEN, INNER, EXPERTS, ACTIVE = 160, 96, 6, 3
-KINDS = weight_makers()
 
 
 def weights_of(kind: str, dtype: torch.dtype) -> list[tuple[Weight, Weight]]:
-    make, m = KINDS[kind], Maker(torch.Generator().manual_seed(1), dtype, torch.device("cpu"))
+    m = Maker(torch.Generator().manual_seed(1), dtype, torch.device("cpu"))
+    make = WEIGHT_MAKERS[kind]
     return [(make(m, 2 * INNER, HIDDEN), make(m, HIDDEN, INNER)) for _ in range(EXPERTS)]
 
 
@@ -152,7 +153,7 @@ def routed(rows: int, dtype: torch.dtype, loads: str) -> tuple[Tensor, Tensor, T
 
 
 @needs_native
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WEIGHT_MAKERS)
 @pytest.mark.parametrize("isa", ISAS)
 def test_native_experts_are_sums_of_native_products(isa: str, kind: str) -> None:
     ops = native(isa, threads=2)

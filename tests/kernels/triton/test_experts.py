@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.optional_triton import INTERPRETED_ONLY, NO_TRITON, device
+from helpers.weight_makers import WEIGHT_MAKERS
 from torch import Tensor
 
 pytest.importorskip("triton", reason=NO_TRITON)
@@ -24,11 +25,10 @@ from kvik.kernels.triton.ops import triton_ops
 from kvik.kernels.weights import Experts, MatrixSpec, Weight, int4_weight, ordered_weight
 from kvik.spec.experts import Router
 from kvik.spec.weight_kind import WeightKind
-from kvik_bench.kernel_cases import Maker, filled_matrix, weight_makers
+from kvik_bench.kernel_cases import Maker, filled_matrix
 
 OPS = triton_ops(device())
 HIDDEN, INNER = 160, 96  # a step that is not whole, and several tiles of outputs
-MAKERS = weight_makers()
 
 
 def maker(dtype: torch.dtype) -> Maker:
@@ -40,7 +40,7 @@ def weights_of(name: str, m: Maker, experts: int) -> list[tuple[Weight, Weight]]
     ordered, kind = name.endswith("-ordered"), name.removesuffix("-ordered")
 
     def made(outputs: int, inputs: int, expert: int) -> Weight:
-        weight = MAKERS[kind](m, outputs, inputs)
+        weight = WEIGHT_MAKERS[kind](m, outputs, inputs)
         if weight.input_scale is not None:
             weight = replace(weight, input_scale=weight.input_scale * (1 + expert / 4))
         return ordered_weight(weight, m.permutation(inputs).int()) if ordered else weight
@@ -70,7 +70,7 @@ def chosen(rows: int, router: Router, seed: int = 0) -> tuple[Tensor, Tensor]:
 KINDS = [
     *(
         (name, torch.float32, False)
-        for name in (*MAKERS, "int4-32-zeros-ordered", "fp8-static-ordered")
+        for name in (*WEIGHT_MAKERS, "int4-32-zeros-ordered", "fp8-static-ordered")
     ),
     *((name, torch.bfloat16, False) for name in ("float", "int4-32-zeros-ordered", "int8")),
     *((name, torch.float32, True) for name in ("float", "w8a8", "int4-32-zeros-ordered")),

@@ -1,0 +1,29 @@
+"""Random weights of each kind that a product can have."""
+
+from __future__ import annotations
+
+from kvik_bench.kernel_cases import (
+    MakeWeight,
+    random_float,
+    random_fp8,
+    random_int4,
+    random_int4_min,
+    random_int8,
+    random_mxfp4,
+)
+
+# One of each kind, for inputs that are multiples of 32.
+WEIGHT_MAKERS: dict[str, MakeWeight] = {
+    "float": random_float,
+    "int8": random_int8(activations=False),
+    "int8-32": random_int8(32, activations=False),
+    "w8a8": random_int8(activations=True),
+    "w8a8-32": random_int8(32, activations=True),
+    "int4-32": random_int4(32, zeros=False),
+    "int4-32-zeros": random_int4(32, zeros=True),
+    "int4-min": random_int4_min(32),
+    "mxfp4": random_mxfp4,
+    "fp8": random_fp8(0),
+    "fp8-32-group": random_fp8(32, "group"),
+    "fp8-static": random_fp8(0, "static"),
+}
