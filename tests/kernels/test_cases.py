@@ -120,6 +120,16 @@ def test_products_of_a_few_rows_at_a_time(case: Case, monkeypatch: pytest.Monkey
     torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
 
 
+@pytest.mark.parametrize("case", [c for c in CASES if c.op == "gated_delta"], ids=lambda c: c.name)
+def test_the_delta_rule_in_chunks(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_ops, "CHUNK", 3)
+    rtol, atol = case.tolerance(torch.float32)
+    expected = outputs(REFERENCE, case, arguments(case, torch.float32, CPU))
+    found = outputs(TORCH, case, arguments(case, torch.float32, CPU))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
+
+
 def _in_groups(group: int) -> tuple[Tensor, Tensor, Tensor]:
     """Bytes [150, 64], and scales and minima of groups of them."""
     generator = torch.Generator().manual_seed(group)

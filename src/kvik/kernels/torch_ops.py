@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvik.kernels.ops import Draws, Ops, Truncation
+from kvik.kernels.ops import DeltaHeads, Draws, Ops, Sequences, Truncation
 from kvik.kernels.reference.draw import probabilities
 from kvik.kernels.reference.experts import experts_by
 from kvik.kernels.reference.ops import (
@@ -26,6 +26,7 @@ from kvik.kernels.reference.ops import (
     rms_norm,
     stored_weight,
 )
+from kvik.kernels.reference.states import delta_inputs, each_sequence
 from kvik.kernels.rounding import PIECE
 from kvik.kernels.weights import PAIRED, Activation, Matrix, Weight
 
@@ -61,6 +62,38 @@ def _quantized_product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor
 def _linear_each(x: Tensor, matrix: Matrix, outputs: int) -> Tensor:
     weight = stored_weight(matrix).values.view(x.shape[1], -1, x.shape[2])[:, :outputs]
     return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1).contiguous()
+
+
+CHUNK = 64  # tokens of the delta rule at a time: the products in it grow with the square
+
+
+def _gated_delta(
+    x: Tensor, gates: Tensor, heads: DeltaHeads, state: Tensor, sequences: Sequences
+) -> Tensor:
+    """Compute `CHUNK` tokens at a time (Yang et al. 2024, "Gated Delta Networks", section 3.3).
+
+    What a token writes is its key times a change, which depends on the changes of the tokens before
+    it by a triangular system; all states between are left out.
+    """
+    parts = delta_inputs(x, gates, heads, state)
+    y = torch.empty(parts[2].shape, dtype=x.dtype, device=x.device)
+    for tokens, row, fresh in each_sequence(sequences):
+        s = torch.zeros_like(state[row]) if fresh else state[row]
+        for first in range(tokens.start, tokens.stop, CHUNK):
+            chunk = slice(first, min(first + CHUNK, tokens.stop))
+            q, k, v, beta, decay = (part[chunk].transpose(0, 1) for part in parts)  # head by head
+            total = decay.cumsum(1)
+            left = total.exp()[:, :, None]  # of the state before the chunk, at each token
+            since = (total[:, :, None] - total[:, None, :]).tril().exp().tril()  # of each change
+            before = beta[:, :, None] * (k @ k.mT) * since  # on the diagonal: read as ones
+            change = torch.linalg.solve_triangular(
+                before, beta[:, :, None] * (v - left * (k @ s)), upper=False, unitriangular=True
+            )
+            out = left * (q @ s) + ((q @ k.mT) * since) @ change
+            y[chunk] = out.transpose(0, 1).to(x.dtype)
+            s = left[:, -1:] * s + (k * since[:, -1, :, None]).mT @ change
+        state[row] = s
+    return y.flatten(1)
 
 
 def _matrix_rows(matrix: Matrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -154,6 +187,7 @@ TORCH = replace(
     linear=_linear,
     experts=experts_by(_linear),
     linear_each=_linear_each,
+    gated_delta=_gated_delta,
     matrix_rows=_matrix_rows,
     gather_rows=_gather_rows,
     largest=_largest,

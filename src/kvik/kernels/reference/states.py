@@ -24,7 +24,7 @@ def causal_conv(
     """See `Ops.causal_conv`."""
     width = len(weight)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for tokens, row, fresh in _sequences(sequences):
+    for tokens, row, fresh in each_sequence(sequences):
         before = torch.zeros_like(state[row]) if fresh else state[row]
         inputs = torch.cat((before, x[tokens].float()))  # [width - 1 + count, channels]
         windows = inputs.unfold(0, width, 1)  # [count, channels, width]
@@ -40,21 +40,12 @@ def gated_delta(
     x: Tensor, gates: Tensor, heads: DeltaHeads, state: Tensor, sequences: Sequences
 ) -> Tensor:
     """See `Ops.gated_delta`."""
-    _, value_heads, key_dim, value_dim = state.shape
-    keys = heads.key_heads * key_dim
-    q, k, v = x.float().split((keys, keys, value_heads * value_dim), 1)
-    each = value_heads // heads.key_heads
-    q = _unit(q.reshape(-1, heads.key_heads, key_dim)).repeat_interleave(each, 1) * key_dim**-0.5
-    k = _unit(k.reshape(-1, heads.key_heads, key_dim)).repeat_interleave(each, 1)
-    v = v.reshape(-1, value_heads, value_dim)
-    b, a = gates.float().chunk(2, 1)
-    beta = torch.sigmoid(b)
-    decay = torch.exp(-heads.decay.exp() * F.softplus(a + heads.bias))
-    y = torch.empty(len(x), value_heads, value_dim, dtype=x.dtype, device=x.device)
-    for tokens, row, fresh in _sequences(sequences):
+    q, k, v, beta, decay = delta_inputs(x, gates, heads, state)
+    y = torch.empty(v.shape, dtype=x.dtype, device=x.device)
+    for tokens, row, fresh in each_sequence(sequences):
         s = torch.zeros_like(state[row]) if fresh else state[row]
         for t in range(tokens.start, tokens.stop):
-            s = s * decay[t, :, None, None]
+            s = s * decay[t, :, None, None].exp()
             seen = (s * k[t, :, :, None]).sum(1)
             change = beta[t, :, None] * (v[t] - seen)
             s = s + k[t, :, :, None] * change[:, None, :]
@@ -63,11 +54,33 @@ def gated_delta(
     return y.flatten(1)
 
 
+def delta_inputs(
+    x: Tensor, gates: Tensor, heads: DeltaHeads, state: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return what the delta rule reads of each token, in fp32; the arguments are those of
+    `Ops.gated_delta`.
+
+    Returns:
+        q, k [tokens, value_heads, key_dim] with the scale of scores, v [tokens, value_heads,
+        value_dim], then [tokens, value_heads] each: how far a value goes towards v, and the
+        logarithm of what is left of the state.
+    """
+    _, value_heads, key_dim, value_dim = state.shape
+    keys = heads.key_heads * key_dim
+    q, k, v = x.float().split((keys, keys, value_heads * value_dim), 1)
+    each = value_heads // heads.key_heads
+    q = _unit(q.reshape(-1, heads.key_heads, key_dim)).repeat_interleave(each, 1) * key_dim**-0.5
+    k = _unit(k.reshape(-1, heads.key_heads, key_dim)).repeat_interleave(each, 1)
+    b, a = gates.float().chunk(2, 1)
+    decay = -heads.decay.exp() * F.softplus(a + heads.bias)
+    return q, k, v.reshape(-1, value_heads, value_dim), torch.sigmoid(b), decay
+
+
 def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
 
 
-def _sequences(sequences: Sequences) -> Iterator[tuple[slice, int, bool]]:
+def each_sequence(sequences: Sequences) -> Iterator[tuple[slice, int, bool]]:
     """Yield the tokens of each sequence, the row of its state, and whether it begins here."""
     starts, rows = sequences.starts.tolist(), sequences.rows.tolist()
     for i, (row, length) in enumerate(zip(rows, sequences.lengths.tolist(), strict=True)):
