@@ -5,8 +5,10 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
+from helpers.tiny_models import DELTA
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -16,7 +18,31 @@ from kvik.quantize.calibrate import ModelBlocks, quantise_blocks
 from kvik.quantize.quantised import BlockResult
 from kvik.quantize.recipe import Recipe
 
-FAMILIES = {
+# All experts of a layer are active: in a random model another choice of experts weighs more than
+# rounding does.
+LATENT = {
+    "kv_lora_rank": 24,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 6,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+STATES = {
+    **DELTA,
+    "head_dim": 8,
+    "linear_key_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+
+FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {"attention_bias": True, "mlp_bias": True},
     "Mistral": {"sliding_window": 5},
     "Qwen2": {"tie_word_embeddings": True},
@@ -48,6 +74,29 @@ FAMILIES = {
         "mlp_only_layers": [1],
     },
     "GPT2": {},
+    "DeepseekV2": {**LATENT, "q_lora_rank": None},
+    "DeepseekV3": LATENT,
+    "Lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+    "Qwen3_5": STATES,
+    "Qwen3Next": {
+        **STATES,
+        "num_experts": 6,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+    },
+}
+# The layers of a family that stay floats, by the last words of their names.
+LEFT: dict[str, set[str]] = {
+    "Qwen3Moe": {"gate"},  # the router
+    "DeepseekV2": {"gate", "kv_b_proj"},
+    "DeepseekV3": {"gate", "kv_b_proj"},
+    "Glm4MoeLite": {"gate", "kv_b_proj"},
+    "GptOss": {"router"},
+    "GraniteMoeHybrid": {"layer"},  # router.layer
+    "Qwen3_5": {"in_proj_a", "in_proj_b"},
+    "Qwen3_5Moe": {"gate", "shared_expert_gate", "in_proj_a", "in_proj_b"},
+    "Qwen3Next": {"gate", "shared_expert_gate", "in_proj_ba"},
 }
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers.calibrated import (
     FAMILIES,
+    LEFT,
     calibrated,
     model_blocks,
     quiet,
@@ -73,29 +74,36 @@ def test_in_eight_bits_the_model_is_the_same(tmp_path: Path, family: str, method
     ids = tokens(24, seed=5)
     expected = PagedModel(tmp_path / "model").logits(ids)
     found = PagedModel(tmp_path / "after").logits(ids)
-    assert float((found - expected).norm() / expected.norm()) < 0.04
+    # of random delta nets any noise of the weights does twice as much to the logits
+    bound = 0.08 if family in ("Qwen3_5", "Qwen3Next") else 0.04
+    assert float((found - expected).norm() / expected.norm()) < bound
     assert all(layer.on_inputs for result in results for layer in result.layers)
     rounded = [la for result in results for la in result.layers if la.quantised is not None]
     assert all(0 < layer.error < 0.05 for layer in rounded)
     left = {la.name.rpartition(".")[2] for result in results for la in result.layers} - {
         layer.name.rpartition(".")[2] for layer in rounded
     }
-    assert left == ({"gate"} if family == "Qwen3Moe" else set())  # of experts, the router
+    assert left == LEFT.get(family, set())
 
 
+@pytest.mark.parametrize(
+    ("family", "with_experts"), [("Qwen3Moe", 2), ("DeepseekV3", 2), ("Qwen3Next", 3)]
+)
 @pytest.mark.parametrize("method", METHODS)
-def test_experts_that_no_token_reaches_are_rounded_to_nearest(tmp_path: Path, method: str) -> None:
-    options = {**FAMILIES["Qwen3Moe"], "num_experts_per_tok": 1}
-    save_tiny(tmp_path, "Qwen3Moe", **options)
+def test_experts_that_no_token_reaches_are_rounded_to_nearest(
+    tmp_path: Path, method: str, family: str, with_experts: int
+) -> None:
+    save_tiny(tmp_path, family, **{**FAMILIES[family], "num_experts_per_tok": 1})
     tensors = load_file(tmp_path / "model.safetensors")
-    for name in [name for name in tensors if name.endswith("mlp.gate.weight")]:
-        tensors[name][5] = tensors[name][:2].mean(0)  # always worse than one of the two
+    for name in [name for name in tensors if ".mlp.gate." in name]:
+        two = tensors[name][:2]  # one of them is always better
+        tensors[name][5] = two.mean(0) if name.endswith("weight") else two.min()
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     windows = random_windows(16, 16)
     results = calibrated(tmp_path, METHODS[method], windows, tmp_path / "work")
     layers = [layer for result in results for layer in result.layers]
     unreached = [layer for layer in layers if ".experts.5." in layer.name]
-    assert len(unreached) == 2 * 3
+    assert len(unreached) == with_experts * 3
     for layer in layers:
         assert layer.on_inputs == (layer not in unreached)
     assert all(layer.quantised is not None and 0 < layer.error < 0.05 for layer in unreached)

@@ -36,19 +36,19 @@ from kvik.quantize.source import Fold, folds
 from kvik.quantize.statistics import InputStatistics
 
 
-def first_block(
-    folder: Path, dtype: torch.dtype = torch.float32
+def one_block(
+    folder: Path, dtype: torch.dtype = torch.float32, index: int = 0
 ) -> tuple[ModelSpec, Block, Tensor]:
-    """The spec, the first block, and what it is given."""
+    """The spec, a block, and what the first one is given."""
     spec = read_model_spec(folder)
     model = model_blocks(folder, 9, dtype)
-    return spec, model.block(0), next(model.embed(random_windows(4, 9), 4))
+    return spec, model.block(index), next(model.embed(random_windows(4, 9), 4))
 
 
-def of_block(spec: ModelSpec) -> list[Fold]:
+def of_block(spec: ModelSpec, index: int = 0) -> list[Fold]:
     return [
-        replace(f, readers=tuple(r.format(0) for r in f.readers), source=f.source.format(0))
-        for f in folds(spec)
+        replace(f, readers=tuple(r.format(index) for r in f.readers), source=f.source.format(index))
+        for f in folds(spec, index)
     ]
 
 
@@ -70,33 +70,44 @@ def put(block: Block, folded: Folded) -> None:
 STACKED = {"GptOss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}}
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *STACKED])
-def test_outputs_stay(tmp_path: Path, family: str) -> None:
+# Where the second block is of another kind than the first.
+SECOND = ("DeepseekV2", "DeepseekV3", "Lfm2", "Qwen3_5", "Qwen3Next")
+
+
+@pytest.mark.parametrize(
+    ("family", "index"),
+    [*((family, 0) for family in (*FAMILIES, *STACKED)), *((family, 1) for family in SECOND)],
+)
+def test_outputs_stay(tmp_path: Path, family: str, index: int) -> None:
     save_tiny(tmp_path, family, **{**FAMILIES, **STACKED}[family])
-    spec, block, x = first_block(tmp_path)
+    spec, block, x = one_block(tmp_path, index=index)
     statistics = {layer.matrix: InputStatistics(layer.weight.shape[1]) for layer in block.layers}
     expected = block.run(x, unwatched)
     seen: list[dict[int, Tensor]] = [{}, {}]
     block.run(x, seen[0].setdefault)
-    folded = fold_block(block, of_block(spec), statistics, lambda name: True, drawn)
+    folded = fold_block(block, of_block(spec, index), statistics, lambda name: True, drawn)
     put(block, folded)
     torch.testing.assert_close(block.run(x, unwatched), expected, rtol=1e-4, atol=1e-4)
     # and they did move: all but the inputs behind a GELU, and those that no norm gives
     block.run(x, seen[1].setdefault)
-    fewer = {
-        "GPT2": 3,
-        "Starcoder2": 3,
-        "OPT": 3,
-        "Nemotron": 3,
-        "GPTNeoX": 2,
-        "Falcon": 2,
-        "Olmo2": 2,
-        "Cohere2": 2,
-        "GptOss": 2 + 1 + 4,
-        "GraniteMoeHybrid": 2 + 1 + 2 + 2 * 4,  # and those of the MLP for all tokens
-        "Qwen3Moe": 2 + 1 + 2 * 6,  # the router, and two of each expert
+    others = {
+        "GPT2": (3,),
+        "Starcoder2": (3,),
+        "OPT": (3,),
+        "Nemotron": (3,),
+        "GPTNeoX": (3,),
+        "Falcon": (3,),
+        "Olmo2": (2,),
+        "Cohere2": (2,),
+        "GptOss": (2 + 1 + 4,),
+        "GraniteMoeHybrid": (2 + 1 + 2 + 2 * 4,),  # and those of the MLP for all tokens
+        "Qwen3Moe": (2 + 1 + 2 * 6,),  # the router, and two of each expert
+        "DeepseekV2": (5, 3 + 1 + 2 * 6 + 2),
+        "DeepseekV3": (6, 4 + 1 + 2 * 6 + 2),
+        "Qwen3_5": (5, 4),
+        "Qwen3Next": (3 + 2 + 2 * 6 + 2, 2 + 2 + 2 * 6 + 2),
     }
-    assert len(folded.scales) == fewer.get(family, 4)
+    assert len(folded.scales) == others.get(family, (4, 4))[index]
     for matrix, given in seen[0].items():
         scaled = given / folded.scales[matrix] if matrix in folded.scales else given
         torch.testing.assert_close(seen[1][matrix], scaled, rtol=1e-4, atol=1e-4)
@@ -109,7 +120,7 @@ def test_outputs_stay(tmp_path: Path, family: str) -> None:
 
 def test_factors_serve_all_layers_that_are_rounded(tmp_path: Path) -> None:
     save_tiny(tmp_path, "Llama")
-    spec, block, _ = first_block(tmp_path)
+    spec, block, _ = one_block(tmp_path)
     statistics = {layer.matrix: InputStatistics(layer.weight.shape[1]) for layer in block.layers}
     served: list[list[str]] = []
 
@@ -128,7 +139,7 @@ def test_in_bfloat16_the_gain_is_not_rounded(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     save_file({k: v.bfloat16() for k, v in load_file(model).items()}, model)
-    spec, block, _ = first_block(tmp_path)
+    spec, block, _ = one_block(tmp_path)
     statistics = {layer.matrix: InputStatistics(layer.weight.shape[1]) for layer in block.layers}
     folded = fold_block(block, of_block(spec), statistics, lambda name: True, drawn)
     name = "model.layers.0.input_layernorm.weight"
@@ -140,7 +151,7 @@ def test_in_bfloat16_the_gain_is_not_rounded(tmp_path: Path) -> None:
 
 
 def test_heads_that_share_a_value_share_its_factors() -> None:
-    fold = Fold((), "v", True, 0, torch.tensor([0, 1, 0, 1, 2, 3, 2, 3]))
+    fold = Fold((), "v", torch.tensor([0, 1, 0, 1, 2, 3, 2, 3]), torch.arange(4))
     values = torch.tensor([1.0, 2.0, 3.0, 6.0, 5.0, 5.0, 9.0, 1.0])
     assert fold.average(values).tolist() == [2.0, 4.0, 2.0, 4.0, 7.0, 3.0, 7.0, 3.0]
     assert fold.of_channels(fold.average(values)).tolist() == [2.0, 4.0, 7.0, 3.0]

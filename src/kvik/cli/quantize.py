@@ -279,6 +279,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _recipe(arguments: argparse.Namespace, source: Source) -> Recipe:
     from kvik.quantize.recipe import ROW, SQUARE, Recipe, dividing
+    from kvik.quantize.source import keeping_floats
 
     method = arguments.method
     eight = method in ("smoothquant", "fp8")
@@ -300,7 +301,8 @@ def _recipe(arguments: argparse.Namespace, source: Source) -> Recipe:
     )
     if arguments.group_size != AUTO or eight:
         return recipe
-    sizes = dividing(s.inputs for name, s in source.layers.items() if recipe.quantises(name))
+    kept = keeping_floats(recipe, source.spec)
+    sizes = dividing(s.inputs for name, s in source.layers.items() if kept.quantises(name))
     return replace(recipe, group_size=sizes[0] if sizes else ROW)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -88,6 +89,8 @@ class QuantizeReport:
             ("weights", f"{sizes} ({saved.bytes_after / saved.bytes_before:.0%})"),
             ("bits per weight", f"{self.bits_per_weight:.2f} of quantised layers, with scales"),
         ]
+        if left := _left(saved.layers):
+            rows.append(("in floats", left))
         if unreached := saved.unreached:
             rows.append(("experts", f"{unreached} matrices reached by no token, to nearest"))
         if self.perplexity is not None:
@@ -117,6 +120,12 @@ def _recipe(recipe: Recipe) -> str:
     words += ["act-order"] if recipe.act_order else []
     words += ["activations in 8 bits"] if recipe.rounds_activations else []
     return ", ".join(words)
+
+
+def _left(layers: Sequence[SavedLayer]) -> str:
+    """Return the kinds of layers that were not quantised, and how many there are of each."""
+    kinds = Counter(layer.name.rpartition(".")[2] for layer in layers if layer.bits is None)
+    return ", ".join(f"{count} {kind}" for kind, count in kinds.items())
 
 
 def _errors(layers: Sequence[SavedLayer]) -> list[str]:

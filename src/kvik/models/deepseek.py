@@ -55,7 +55,9 @@ class LatentAttention:
             self.q = builder.linear("q_proj", hidden, queries, bias=False, role="q_up", order=order)
         else:
             self.down = builder.linear("q_a_proj", hidden, latent.q_rank, bias=bias, role="q_down")
-            self.q_norm = builder.rms_norm("q_a_layernorm", latent.q_rank, LATENT_EPS)
+            self.q_norm = builder.rms_norm(
+                "q_a_layernorm", latent.q_rank, LATENT_EPS, before="q_up"
+            )
             self.q = builder.linear(
                 "q_b_proj", latent.q_rank, queries, bias=False, role="q_up", order=order
             )

@@ -11,7 +11,7 @@ from pathlib import Path
 from kvik.errors import ModelError, shown
 from kvik.models.registry import ARCHITECTURES
 from kvik.options import did_you_mean
-from kvik.spec.declare import Architecture, Declaration, describe
+from kvik.spec.declare import UNQUANTISED, Architecture, Declaration, describe
 from kvik.spec.engine_folder import read_built
 from kvik.spec.fields import Fields, read_json
 from kvik.spec.model import (
@@ -150,7 +150,7 @@ class ModelSpec(ModelFacts):
                 scheme_of = None if stored_as is None else stored_as.embedding_scheme(table.name)
                 found[LinearLayers(1, table.width, table.rows, True, (scheme_of,))] += 1
         for linear in declaration.linears:
-            if linear.role in ("router", "shared_gate", "kv_up"):  # never quantised
+            if linear.role in UNQUANTISED:
                 continue
             stored: tuple[StoredScheme | None, ...] = (None,) * len(linear.names)
             if linear.tied:

@@ -81,21 +81,21 @@ class GatedDeltaNet:
         hidden, heads = spec.hidden_size, state.value_heads
         self.widths = state.channels, state.values
         self.heads = heads, state.value_dim
-        linear = partial(builder.linear, inputs=hidden, bias=False, role="qkv")
+        linear = partial(builder.linear, inputs=hidden, bias=False)
         wide, narrow = by_key_head(state)
         self.joined: LinearLayer | None = None
         self.parts: HeadsLayer | None = None
         if spec.wiring == BY_KEY_HEAD:
-            self.joined = linear(QKVZ, outputs=len(wide), order=wide)
+            self.joined = linear(QKVZ, outputs=len(wide), order=wide, role="qkv")
         else:  # which files may store in types of their own
             self.parts = builder.heads(QKV_Z, hidden, self.widths, 1, bias=False)
         if spec.wiring in (BY_KEY_HEAD, APART):
-            self.gates = linear(BA, outputs=len(narrow), order=narrow)
+            self.gates = linear(BA, outputs=len(narrow), order=narrow, role="gates")
         else:
-            self.gates = linear(B_A, outputs=(heads, heads))
+            self.gates = linear(B_A, outputs=(heads, heads), role="gates")
         self.conv = builder.causal_conv("conv1d", layer, state, silu=True)
         self.delta = builder.gated_delta("A_log", "dt_bias", layer, state)
-        self.norm = builder.rms_norm("norm", state.value_dim, spec.norm_eps)
+        self.norm = builder.rms_norm("norm", state.value_dim, spec.norm_eps, before="o")
         self.gated = builder.gated("silu")
         turns = in_turns(state, state.value_dim) if spec.wiring == IN_TURNS else []
         back = sorted(range(len(turns)), key=turns.__getitem__)

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 from kvik.models.model_spec import ModelSpec
 from kvik.planner.formats import kv_facts, weight_facts
+from kvik.spec.declare import UNQUANTISED
 from kvik.spec.kv import Window, visible_pairs
 from kvik.spec.model import DTYPE_BYTES
 from kvik.spec.weight_kind import WeightKind
 from kvik.spec.weights import layer_kind
 
-# What quantised checkpoints leave in the model's dtype: tables that are looked up, and routers,
-# which are small and decide much.
-UNQUANTIZED_ROLES = frozenset({"embedding", "positions", "router", "shared_gate", "kv_up"})
+# What quantised checkpoints leave in the model's dtype: also tables that are looked up.
+UNQUANTIZED_ROLES: frozenset[str] = UNQUANTISED | {"embedding", "positions"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,9 @@ class MatrixGroup:
     Attributes:
         role: "embedding", "positions", "qkv", "o", "gate_up", "down", "head"; with experts
             "router", "expert_gate_up", "expert_down", and "shared_gate_up", "shared_down" with
-            their "shared_gate"; with MLA "q_down", "q_up", "kv_down", "kv_up"; "up" where the MLP
-            has no gate; "" where an embedding is narrower than a layer, between the two.
+            their "shared_gate"; with MLA "q_down", "q_up", "kv_down", "kv_up"; with gated delta
+            nets "gates"; "up" where the MLP has no gate; "" where an embedding is narrower than a
+            layer, between the two.
         count: how many in the whole model: layers, times experts where routed.
         experts: of a layer, of which `active` serve a token; 0: every token uses the matrix.
         multiplied: False: a table that is looked up.

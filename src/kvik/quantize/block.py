@@ -20,7 +20,7 @@ from kvik.kernels.torch_ops import TORCH
 from kvik.kernels.weights import Matrix, Weight
 from kvik.models.model_spec import ModelSpec
 from kvik.nn.builder import Builder, DeclaredTensor
-from kvik.nn.kv_formats import allocate_kv
+from kvik.nn.kv_formats import allocate_kv, allocate_states
 from kvik.spec.declare import ForwardContext, Network
 from kvik.spec.kv import group_layers
 
@@ -103,7 +103,7 @@ class Block:
             dtype: of the computation.
         """
         self._tap = Tap()
-        self._tokens = tokens
+        self._tokens, self._states = tokens, spec.states
         self._groups = group_layers(spec.kv_specs(dtype.itemsize))
         ops = self._tap.ops()
         self._backend = SdpaAttention(ops)
@@ -125,10 +125,8 @@ class Block:
                 self.tensors[name], self._declared[name] = values, declared
                 continue
             number = self._tap.filled[0][0]
-            parts = [part for _, part in self._tap.filled]
             layer, transposed = name.removesuffix(WEIGHT), declared.transposed
             weight = values.t() if transposed else values
-            assert sum(map(len, parts)) == len(weight)
             self._declared[layer], self._transposed[layer] = declared, transposed
             layers.append(BlockLinear(layer, number, weight, transposed))
         self._tap.filled.clear()
@@ -151,13 +149,17 @@ class Block:
         """
         count = len(x)
         kv = allocate_kv(self._groups, count, self._tokens, self._dtype, self._device).layers
+        states = allocate_states(self._states, count, self._device).layers
+        # a layer that keeps a state reads the layout alone
+        windows = [group.spec.window for group in self._groups] or [None]
         layout = _layout(count, self._tokens, self._device)
-        metadata = tuple(self._backend.plan(layout, g.spec.window) for g in self._groups)
+        metadata = tuple(self._backend.plan(layout, window) for window in windows)
         positions = torch.arange(self._tokens, device=self._device).repeat(count)
         flat = x.to(self._device, self._dtype).view(-1, x.shape[-1])
         self._tap.watch = watch
         try:
-            return self._network.blocks(flat, ForwardContext(positions, metadata, kv)).view_as(x)
+            ctx = ForwardContext(positions, metadata, kv, states)
+            return self._network.blocks(flat, ctx).view_as(x)
         finally:
             self._tap.watch = unwatched
 
@@ -183,7 +185,7 @@ def block_builder(
 
 
 def _layout(count: int, tokens: int, device: torch.device) -> StepLayout:
-    """Return the layout of `count` windows, each in one block of the cache."""
+    """Return the layout of `count` windows, each in one block of the cache and with one state."""
     lengths = torch.full((count,), tokens, dtype=torch.int32, device=device)
     table = torch.arange(count, dtype=torch.int32, device=device)[:, None]
     starts = torch.arange(count + 1, dtype=torch.int32, device=device) * tokens
@@ -195,4 +197,5 @@ def _layout(count: int, tokens: int, device: torch.device) -> StepLayout:
         num_scheduled=(tokens,) * count,
         contexts=(tokens,) * count,
         block_size=tokens,
+        state_rows=torch.arange(count, dtype=torch.int32, device=device),
     )

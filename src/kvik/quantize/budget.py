@@ -24,7 +24,7 @@ from kvik.quantize.calibrate import CPU, STEP_TOKENS, STORED_DTYPES, by_matrix, 
 from kvik.quantize.gptq import rtn
 from kvik.quantize.quantised import BYTE, Progress, recipe_grid
 from kvik.quantize.recipe import MANY, Recipe, check_groups
-from kvik.quantize.source import keeping_routers
+from kvik.quantize.source import keeping_floats
 from kvik.spec.declare import Role
 from kvik.spec.fields import read_json
 
@@ -159,7 +159,7 @@ def choose_bits(
         return recipe
     if (work / CHOICE).is_file():
         return recipe.with_layer_bits(_remembered(work / CHOICE))
-    model, recipe = open_blocks(folder, spec, windows, device), keeping_routers(recipe, spec)
+    model, recipe = open_blocks(folder, spec, windows, device), keeping_floats(recipe, spec)
     check_groups(recipe, model.inputs())
     model.check()
     dtype = STORED_DTYPES[spec.dtype]

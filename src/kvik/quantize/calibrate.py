@@ -33,7 +33,7 @@ from kvik.quantize.source import (
     check_spec,
     expert_roles,
     folds,
-    keeping_routers,
+    keeping_floats,
     linear_inputs,
     unclipped_rows,
 )
@@ -361,7 +361,7 @@ def quantise_blocks(
             (found before the first block), or `work` lacks the inputs of block `first`.
         ConfigError: `recipe` does not fit the model, or needs `windows`.
     """
-    model, recipe = open_blocks(folder, spec, windows, device), keeping_routers(recipe, spec)
+    model, recipe = open_blocks(folder, spec, windows, device), keeping_floats(recipe, spec)
     check_groups(recipe, model.inputs())
     if windows is None and recipe.needs_data:
         raise ConfigError("calib", f"must name a text: {recipe.method} needs one")
@@ -386,8 +386,7 @@ def open_blocks(
     """Open a model for reading one block after the other.
 
     Raises:
-        ModelError: the model is quantised already, attends over latent vectors, or its files cannot
-            be read.
+        ModelError: the model is quantised already, or its files cannot be read.
         ConfigError: windows that the model cannot be given.
     """
     check_spec(spec)
@@ -554,13 +553,15 @@ class _Pass:
             return []
         linear = self._recipe.method == "awq"
         found = folds(self._spec, index)
-        return [self._named(fold, index) for fold in found if linear or not fold.linear]
+        return [self._named(fold, index) for fold in found if linear or fold.outputs is None]
 
     def _named(self, fold: Fold, index: int) -> Fold:
         readers = tuple(self._model.stored(name, index) for name in fold.readers)
         source = self._model.stored(fold.source, index)
-        channels = fold.channels.to(self._model.device)
-        return replace(fold, readers=readers, source=source, channels=channels)
+        channels, outputs = fold.channels.to(self._model.device), fold.outputs
+        if outputs is not None:
+            outputs = outputs.to(self._model.device)
+        return replace(fold, readers=readers, source=source, channels=channels, outputs=outputs)
 
     def _matrix(
         self,
@@ -579,7 +580,7 @@ class _Pass:
             given = Given(folded.sample(matrix, statistics[matrix]), statistics[matrix])
         unclipped = {
             self._model.stored(name, index): rows
-            for name, rows in unclipped_rows(self._spec).items()
+            for name, rows in unclipped_rows(self._spec, index).items()
         }
         try:
             for name, found in quantise_layers(recipe, weights, given, unclipped, self._dtype):

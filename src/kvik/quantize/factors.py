@@ -267,8 +267,8 @@ def fold_block(
             continue
         matrix = matrices[fold.readers[0]]
         scales = find(fold, {name: folded.weights[name] for name in served}, statistics[matrix])
-        if fold.linear:
-            _into_linear(block, folded, fold, scales)
+        if fold.outputs is not None:
+            _into_linear(block, folded, fold.source, fold.outputs, fold.of_channels(scales))
         else:
             scales = _into_norm(block, folded, fold, scales)
         for name in fold.readers:
@@ -292,7 +292,8 @@ def smoothing_factors(alpha: float) -> FindScales:
     """Return the search of SmoothQuant, for the layers behind norms."""
 
     def find(fold: Fold, weights: Mapping[str, Tensor], statistics: InputStatistics) -> Tensor:
-        return smoothing_scales(statistics.absmax, list(weights.values()), alpha)
+        scales = smoothing_scales(statistics.absmax, list(weights.values()), alpha)
+        return fold.average(scales)
 
     return find
 
@@ -301,22 +302,23 @@ def _into_norm(block: Block, folded: Folded, fold: Fold, scales: Tensor) -> Tens
     """Fold into a norm; return the factors that the dtype of its gain can take."""
     weight_name, bias_name = fold.source + WEIGHT, fold.source + BIAS
     weight, bias = block.tensors[weight_name], block.tensors.get(bias_name)
-    scales = kept_scales(weight, scales, fold.offset)
-    weight, bias = fold_into_norm(weight, bias, scales, fold.offset)
+    kept = kept_scales(weight, fold.of_channels(scales), fold.offset)
+    weight, bias = fold_into_norm(weight, bias, kept, fold.offset)
     folded.tensors[weight_name] = weight
     if bias is not None:
         folded.tensors[bias_name] = bias
-    return scales
+    return kept[fold.channels]
 
 
-def _into_linear(block: Block, folded: Folded, fold: Fold, scales: Tensor) -> None:
-    rows = slice(fold.first, fold.first + fold.num_channels)
-    weight = folded.weights[fold.source].float()
-    bias_name = fold.source + BIAS
+def _into_linear(
+    block: Block, folded: Folded, source: str, outputs: Tensor, scales: Tensor
+) -> None:
+    weight = folded.weights[source].float()
+    bias_name = source + BIAS
     bias = folded.tensors.get(bias_name, block.tensors.get(bias_name))
     by_row = torch.ones(len(weight), device=weight.device)
-    by_row[rows] = fold.of_channels(scales)
+    by_row[outputs] = scales
     weight, bias = fold_into_linear(weight, bias, by_row)
-    folded.weights[fold.source] = weight
+    folded.weights[source] = weight
     if bias is not None:
         folded.tensors[bias_name] = bias

@@ -27,7 +27,7 @@ from kvik.quantize.calibrate import CPU, STORED_DTYPES, quantise_blocks
 from kvik.quantize.layouts import LayerLayout, layouts, quantization_config
 from kvik.quantize.quantised import BlockResult, Float8, LayerResult, Progress, Quantised
 from kvik.quantize.recipe import MANY, Recipe, check_groups
-from kvik.quantize.source import Source, expert_roles, keeping_routers
+from kvik.quantize.source import Source, expert_roles, keeping_floats
 from kvik.spec.declare import Role
 from kvik.spec.fields import read_json
 from kvik.spec.stored_weights import KEY
@@ -259,7 +259,7 @@ def check_request(source: Source, recipe: Recipe, folder: Path, windows: Tensor 
     Raises:
         KvikError: the recipe does not fit the model, or the folder or its disk cannot be used.
     """
-    recipe = keeping_routers(recipe, source.spec)
+    recipe = keeping_floats(recipe, source.spec)
     check_groups(recipe, {name: shape.inputs for name, shape in source.layers.items()})
     _check_experts(source, recipe)
     if not any(recipe.quantises(name) for name in source.layers):
@@ -310,7 +310,7 @@ def quantise_folder(
         KvikError: as `check_request`; weights or text cannot be used; a file cannot be written.
     """
     check_request(source, recipe, output.folder, windows)
-    recipe = keeping_routers(recipe, source.spec)
+    recipe = keeping_floats(recipe, source.spec)
     with output.begin(_run(source, recipe, windows)):
         try:
             return _quantise(source, recipe, windows, output, progress, device)

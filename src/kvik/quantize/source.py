@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +18,7 @@ from kvik.nn.formats.base import LinearShape
 from kvik.nn.safetensors import Stored
 from kvik.quantize.block import WEIGHT
 from kvik.quantize.recipe import Recipe
-from kvik.spec.declare import Declaration, DeclaredLinear, Role, stored_names
+from kvik.spec.declare import UNQUANTISED, Declaration, DeclaredLinear, Role, stored_names
 from kvik.spec.engine_folder import is_engine_folder
 
 # The linear layers of a block, and where factors of their inputs can be folded: into the operation
@@ -26,7 +26,8 @@ from kvik.spec.engine_folder import is_engine_folder
 #
 # A norm takes factors into its gain; the value projection into its rows, because attention mixes
 # tokens and not channels; the up projection of a gated MLP into its rows, because the gate only
-# multiplies. A nonlinear function between two layers, such as GELU, allows no folding.
+# multiplies, and so does the gate behind a convolution. A nonlinear function between two layers,
+# such as GELU, allows no folding.
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +37,17 @@ class Fold:
     Attributes:
         readers: names of the layers; {} is the block.
         source: name of the norm or linear layer before them.
-        linear: whether the source is a linear layer.
-        first: the output of the source that is channel 0.
-        offset: that is added to the weight of a norm to be its gain.
         channels: [inputs] int64, the channel of each input. Query heads that share a value share
-            its channels.
+            its channels, and heads that are normalised by one gain share those of the gain.
+        outputs: [channels] int64, the output of a linear source that is each channel; None: the
+            source is a norm.
+        offset: that is added to the weight of a norm to be its gain.
     """
 
     readers: tuple[str, ...]
     source: str
-    linear: bool
-    first: int
     channels: Tensor
+    outputs: Tensor | None = None
     offset: float = 0.0
 
     @property
@@ -73,6 +73,7 @@ FEED: tuple[Role, ...] = (
     *("gate_up", "up", "shared_gate_up", "expert_gate_up"),
 )
 GATED = {"gate_up": "down", "shared_gate_up": "shared_down", "expert_gate_up": "expert_down"}
+KEPT = UNQUANTISED | {"gates"}  # roles of layers that stay floats
 
 
 def folds(spec: ModelSpec, layer: int = 0) -> tuple[Fold, ...]:
@@ -80,39 +81,75 @@ def folds(spec: ModelSpec, layer: int = 0) -> tuple[Fold, ...]:
 
     Layers behind linear sources come first, so that the value projection contains the factors of
     the output projection when its own are searched. A norm is a source if the matrices of a single
-    role read it, or those of a feed-forward part, and it multiplies by its gain.
+    role read it, or those of a feed-forward part, or of what mixes tokens, and it multiplies by its
+    gain.
     """
     declared = spec.declaration
     linears = declared.of_block(layer)
-    roles = {linear.role: linear for linear in linears}
-    qkv, o = roles["qkv"], roles["o"]
-    heads = torch.arange(spec.num_heads) // (spec.num_heads // spec.num_kv_heads)
-    values = heads[:, None] * spec.head_dim + torch.arange(spec.head_dim)  # [heads, head_dim]
-    fused = len(qkv.names) == 1  # q, k and v are one layer
-    first = (spec.num_heads + spec.num_kv_heads) * spec.head_dim if fused else 0
     found = []
-    if not qkv.by_head:  # where values stand together
-        source = _patterns(declared, qkv)[-1]
-        found.append(Fold(_patterns(declared, o), source, True, first, values.flatten()))
+    values = _values(spec, layer)
+    if values is not None:
+        o = next(linear for linear in linears if linear.role == "o")
+        found.append(Fold(_patterns(declared, o), *values))
     for up, down in pairwise(linears):
         if GATED.get(up.role) == down.role and not up.mixed:
             inner = torch.arange(down.inputs)
-            first = down.inputs if len(up.names) == 1 else 0  # gate stands before up
-            found.append(
-                Fold(_patterns(declared, down), _patterns(declared, up)[-1], True, first, inner)
-            )
+            outputs = inner + (down.inputs if len(up.names) == 1 else 0)  # gate stands before up
+            source = _patterns(declared, up)[-1]
+            found.append(Fold(_patterns(declared, down), source, inner, outputs))
     for norm in declared.norms:
         if norm.layer == layer and norm.before:
-            wanted = FEED if norm.before in FEED else (norm.before,)
+            wanted = _reading(norm.before, {linear.role for linear in linears})
             reading = sorted(
                 (linear for linear in linears if linear.role in wanted),
                 key=lambda linear: wanted.index(linear.role),
             )
             readers = tuple(name for linear in reading for name in _patterns(declared, linear))
             source = declared.block + declared.in_block(norm.name)
-            channels = torch.arange(norm.size)
-            found.append(Fold(readers, source, False, 0, channels, norm.offset))
+            channels = torch.arange(norm.size).repeat(reading[0].inputs // norm.size)
+            found.append(Fold(readers, source, channels, offset=norm.offset))
     return tuple(found)
+
+
+def _reading(before: Role, roles: Collection[Role]) -> tuple[Role, ...]:
+    """Return the roles of all matrices that read a norm before those of one role.
+
+    Args:
+        roles: of the block.
+    """
+    if before == "qkv":
+        return ("qkv", "gates", "q_down" if "q_down" in roles else "q_up", "kv_down")
+    return FEED if before in FEED else (before,)
+
+
+def _values(spec: ModelSpec, layer: int) -> tuple[str, Tensor, Tensor] | None:
+    """Return what the inputs of a block's output projection are linear in: source, channels and
+    outputs of a `Fold`; None: nothing is."""
+    latent, state = spec.layers[layer].latent, spec.layers[layer].state
+    heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_dim
+    declared = spec.declaration
+    role = "kv_up" if latent else "qkv"
+    linear = next(linear for linear in declared.of_block(layer) if linear.role == role)
+    source = _patterns(declared, linear)[-1]
+    if state is not None:
+        if state.value_heads:  # a norm is between
+            return None
+        # the second of three parts: the gate behind the convolution
+        channels = torch.arange(spec.hidden_size)
+        return source, channels, spec.hidden_size + channels
+    shared = torch.arange(heads) // (heads // kv_heads)  # head of values of each query head
+    if latent is not None:
+        size = latent.value
+        shared = torch.arange(heads)
+        begins = shared * (latent.nope + size) + latent.nope  # of each head of values
+    elif linear.by_head:
+        each = heads // kv_heads + 2
+        begins = (torch.arange(kv_heads) * each + each - 1) * size
+    else:
+        first = heads + kv_heads if len(linear.names) == 1 else 0  # q, k and v are one layer
+        begins = (torch.arange(kv_heads) + first) * size
+    channels = shared[:, None] * size + torch.arange(size)  # [heads, head_dim]
+    return source, channels.flatten(), (begins[:, None] + torch.arange(size)).flatten()
 
 
 def linear_inputs(spec: ModelSpec, layer: int = 0) -> dict[str, int]:
@@ -139,29 +176,42 @@ def expert_roles(spec: ModelSpec, layer: int) -> dict[str, Role]:
     }
 
 
-def keeping_routers(recipe: Recipe, spec: ModelSpec) -> Recipe:
-    """Return the recipe without routers and gates of shared experts, which stay floats: they are
-    small, and a slight error makes a router choose other experts."""
+def keeping_floats(recipe: Recipe, spec: ModelSpec) -> Recipe:
+    """Return the recipe without the layers that stay floats (`KEPT`): routers and gates, which are
+    small, and whose slight errors choose other experts or let a state forget; what makes keys and
+    values from latent vectors, which the engine multiplies into queries and results."""
     declared = spec.declaration
-    kept = (linear for linear in declared.linears if linear.role in ("router", "shared_gate"))
-    names = {f"*.{declared.in_block(linear.names[0])}" for linear in kept}
+    kept = (linear.names for linear in declared.linears if linear.role in KEPT)
+    names = {f"*.{declared.in_block(name)}" for names in kept for name in names}
     return replace(recipe, skip=(*recipe.skip, *sorted(names - {*recipe.skip})))
 
 
-def unclipped_rows(spec: ModelSpec) -> Mapping[str, int]:
-    """Return how many rows of a layer make queries and keys, by name; {} is the block.
+def unclipped_rows(spec: ModelSpec, layer: int) -> Mapping[str, int]:
+    """Return how many first rows of a block's layers make queries and keys, by name; {} is the
+    block.
 
     Their weights are not clipped, because the error of queries and keys is not that of attention.
+    Where they stand among others no row is clipped.
     """
-    declared = spec.declaration
-    qkv = next(linear for linear in declared.of_block(0) if linear.role == "qkv")
-    names = _patterns(declared, qkv)
-    if qkv.by_head:
-        return {names[0]: sum(qkv.outputs)}
-    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    if len(names) == 1:
-        return {names[0]: queries + keys}
-    return {names[0]: queries, names[1]: keys}
+    declared, state = spec.declaration, spec.layers[layer].state
+    found: dict[str, int] = {}
+    for linear in declared.of_block(layer):
+        names = _patterns(declared, linear)
+        if linear.role in ("q_down", "q_up", "kv_down"):
+            found[names[0]] = linear.outputs[0]
+        elif linear.role != "qkv":
+            continue
+        elif state is not None:
+            rows = 2 * state.key_heads * state.key_dim
+            apart = len(names) > 1 or not rows  # else they stand head by head
+            found[names[0]] = rows if apart else linear.outputs[0]
+        elif linear.by_head:
+            found[names[0]] = linear.outputs[0]
+        elif len(names) == 1:
+            found[names[0]] = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+        else:
+            found |= zip(names[:2], linear.outputs[:2], strict=True)
+    return found
 
 
 def _patterns(declared: Declaration, linear: DeclaredLinear) -> tuple[str, ...]:
@@ -201,14 +251,14 @@ class Source:
 
 
 def check_spec(spec: ModelSpec) -> None:
-    """Raise `ModelError` if a model is quantised already, or is of a form that cannot be."""
+    """Raise `ModelError` if a model is quantised already, or cannot be run block by block."""
     if spec.quantization is not None:
         raise ModelError("model", f"is quantised already ({spec.quantization}): take the original")
-    form = "attends over latent vectors" if spec.latent is not None else ""
-    form = "has layers that keep states" if spec.states else form
-    if form:
-        reason = f"{form}, which is quantised only while it is loaded"
-        raise ModelError("model", f"{reason}: by --quantization int8, for instance")
+    if any(layer.head_dim or layer.value_is_key or layer.token_input for layer in spec.layers):
+        reason = "has heads of several sizes, or layers that read vectors of tokens of their own"
+        raise ModelError(
+            "model", f"{reason}: it is quantised only while it is loaded, by --quantization int8"
+        )
 
 
 def open_source(folder: Path) -> Source:

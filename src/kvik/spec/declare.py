@@ -23,13 +23,14 @@ if TYPE_CHECKING:
     from kvik.spec.rope import RopeSpec
     from kvik.spec.states import StateSpec
 
-# What a matrix does in a block; "": in none, as in heads that draft.
+# What a matrix does in a block; "gates": of a gated delta net; "": in none, as in heads that draft.
 Role = Literal[
     "qkv",
     "q_down",
     "q_up",
     "kv_down",
     "kv_up",
+    "gates",
     "o",
     "gate_up",
     "up",
@@ -46,6 +47,9 @@ Role = Literal[
     "token_inputs",
     "",
 ]
+# Roles of matrices that stay floats in every format: small ones whose errors choose other experts,
+# and one that is multiplied into what stands beside it.
+UNQUANTISED: frozenset[Role] = frozenset({"router", "shared_gate", "kv_up"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -585,7 +589,8 @@ class DeclaredNorm:
 
     Attributes:
         biased: it has a bias in addition to its gain.
-        before: the role of the matrices that read its output, if nothing else does; else "".
+        before: the role of the matrices that read its output, perhaps multiplied with a gate, if
+            nothing else does; else "". Their inputs may be several vectors that it has normalised.
         offset: that is added to what the checkpoint has as its gain.
     """
 
