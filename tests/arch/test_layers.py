@@ -27,8 +27,8 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {"config", "core", "text"},
     "gguf": {*GROUND, "models", "core.sampling_params"},
     # compute
-    "kernels": {"spec.experts", "spec.weight_kind"},
-    "attention": {"errors", "frozen", "kernels"},
+    "kernels": {"spec.experts", "spec.kv", "spec.weight_kind"},
+    "attention": {"errors", "frozen", "spec.kv", "kernels"},
     "nn": {*GROUND, "models", "gguf", "kernels", "attention"},
     # Declarations of networks: run by the builder of nn, or described without torch.
     "models": {*GROUND},

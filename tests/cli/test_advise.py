@@ -104,10 +104,10 @@ def test_a_load_that_is_too_much(
 def test_what_the_engine_does_not_run_has_no_command(
     machine: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = "gpt-j-6b"
+    model = "starcoder"
     assert main(["advise", model, "--hardware", machine]) == 0
     text = capsys.readouterr().out
-    assert "this version does not run GPTJForCausalLM" in text
+    assert "this version does not run GPTBigCodeForCausalLM" in text
     assert "kvik serve" not in text
 
 

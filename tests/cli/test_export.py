@@ -136,7 +136,7 @@ def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
         (["/no/such", "-o", "m.gguf"], "model: there is no folder '/no/such'"),
         (["file.gguf", "-o", "m.gguf"], "model: is stored quantised (gguf: Q8_0): export the "),
         (["gptq", "-o", "m.gguf"], "model: is stored quantised (gptq: 4 bits, in groups of 32): "),
-        (["gpt2", "-o", "m.gguf"], "architectures: must be one of LlamaForCausalLM, "),
+        (["opt", "-o", "m.gguf"], "architectures: must be one of LlamaForCausalLM, "),
         (["large", "-o", "m.gguf", "--type", "f16"], "has numbers above 65504, too large for F16"),
         ([], "arguments: the following arguments are required: -o/--output"),
     ],
@@ -150,7 +150,7 @@ def test_bad_input(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     sizes = {"hidden_size": 64, "intermediate_size": 96}
-    for folder, family in (("large", "Llama"), ("gpt2", "GPT2")):
+    for folder, family in (("large", "Llama"), ("opt", "OPT")):
         save_tiny(tmp_path / folder, family, **(sizes if family == "Llama" else {}))
     save_quantised(tmp_path / "large", tmp_path / "gptq", tmp_path / "twin", gptq_config())
     weights = load_file(tmp_path / "large/model.safetensors")
@@ -163,7 +163,7 @@ def test_bad_input(
     assert error.startswith("kvik: error: ") and message in error and error.count("\n") == 1
     assert {path.name for path in tmp_path.iterdir()} == {
         "large",
-        "gpt2",
+        "opt",
         "gptq",
         "twin",
         "file.gguf",

@@ -60,7 +60,8 @@ def _header(plan: Plan) -> str:
     ]
     work = count(plan.flops_per_token)
     rows = [
-        ["model", f"{model.name} ({model.architecture}), {parameters}"],
+        ["model", f"{model.name} ({model.architecture})"],
+        ["", parameters],
         [
             "",
             f"{model.num_layers} layers of width {model.hidden_size:,}, {heads} of "

@@ -88,8 +88,7 @@ def share(shape: ModelShape, tp: int, pp: int) -> ModelShape:
                     layers=-(-cache.layers * stage // shape.num_layers),
                     shared_by=-(-cache.shared_by * stage // shape.num_layers),
                 ),
-                shape,
-                kv_heads,
+                1 if shape.latent_dim else tp,
             )
             for cache in shape.caches
         ),
@@ -127,11 +126,12 @@ def _in_stage(matrix: MatrixGroup, stage: int, layers: int) -> int:
     return -(-(matrix.count // each) * stage // layers) * each
 
 
-def _cut_cache(cache: CacheShape, shape: ModelShape, kv_heads: int) -> CacheShape:
-    if shape.latent_dim:
-        return cache
+def _cut_cache(cache: CacheShape, tp: int) -> CacheShape:
+    """Return the cache of one rank of `tp`, each of which has as many KV heads."""
+    kv_heads = max(1, cache.vectors // 2)
+    kept = -(-kv_heads // tp)
     return replace(
         cache,
-        elements=cache.elements // shape.num_kv_heads * kv_heads,
-        vectors=cache.vectors // shape.num_kv_heads * kv_heads,
+        elements=cache.elements // kv_heads * kept,
+        vectors=cache.vectors // kv_heads * kept,
     )
