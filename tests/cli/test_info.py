@@ -77,8 +77,7 @@ def test_kinds_of_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main([*words, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     layers = facts["layers"]
-    window = {"keys": 512, "chunked": False}
-    assert [(kind["count"], kind["window"]) for kind in layers] == [(22, window), (4, None)]
+    assert [(kind["count"], kind["window"]) for kind in layers] == [(22, 512), (4, None)]
     # What a request keeps in them: 512 tokens where a window ends there, else all of 1,024.
     tokens = [kind["kv_bytes_per_token"] for kind in layers]
     assert sum(tokens) == facts["kv_bytes_per_token"] and tokens[0] * 4 == tokens[1] * 22
