@@ -67,6 +67,18 @@ def test_experts_of_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "3 of 8 experts of width 24, and one of 48 for all tokens\n" in out
 
 
+def test_chunks_of_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = small(architectures=["Llama4ForCausalLM"], head_dim=16, attention_chunk_size=64)
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    words = ["info", str(tmp_path), "--device", "cpu", "--max-model-len", "1024"]
+    assert main(words) == 0
+    assert "3 see chunks of 64 tokens, rotary positions" in capsys.readouterr().out
+    assert main([*words, "--json"]) == 0
+    layers = json.loads(capsys.readouterr().out)["layers"]
+    found = [(kind["count"], kind["window"], kind["chunked"]) for kind in layers]
+    assert found == [(3, 64, True), (1, None, False)]
+
+
 def test_kinds_of_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(PUBLIC["Gemma-3-1B"]))
     words = ["info", str(tmp_path), "--device", "cpu", "--max-model-len", "1024"]

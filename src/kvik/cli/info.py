@@ -99,7 +99,13 @@ def _as_json(
         "architecture": spec.architecture,
         "num_layers": spec.num_layers,
         "layers": [
-            {"count": count, **asdict(layer), **asdict(_kind_cost(spec, layer, resolved))}
+            {
+                "count": count,
+                **asdict(layer),
+                "window": layer.window.keys if layer.window else None,
+                "chunked": layer.window is not None and layer.window.chunked,
+                **asdict(_kind_cost(spec, layer, resolved)),
+            }
             for layer, count in _kinds(spec)
         ],
         "hidden_size": spec.hidden_size,
