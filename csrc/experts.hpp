@@ -339,7 +339,7 @@ void store_sums(const experts_args& a, int64_t tile, const float* sums) {
 void outer_products(const experts_args& a, const SortedRows& s, const PreparedRows& all, Team& team) {
     const LinearPlan& any = s.experts[0].plan;
     const int64_t stream = any.steps * kStepBytes, tile_sums = a.rows * kTile * int64_t(sizeof(float));
-    int64_t piece_tiles = smaller(divide_up(any.tiles, 4 * team.size), 1 + kPieceBytes / (stream + 1));
+    int64_t piece_tiles = smaller(divide_up(any.tiles, 4 * team.size), 1 + kPieceBytes / (s.chosen * stream + 1));
     piece_tiles = smaller(piece_tiles, 1 + kSumBytes / (tile_sums + 1));
     const ProductScratch scratch(s);
     together(team, divide_up(any.tiles, piece_tiles), [&](Member& member) {

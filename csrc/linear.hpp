@@ -32,6 +32,8 @@ constexpr int64_t kStretchBytes = 2048;
 // With both, stretches are whole products of AMX.
 constexpr int64_t kUnpackedBytes = 16384;
 
+constexpr int64_t kAheadSteps = kAhead / kStepBytes;
+
 // Numbers of x that are worth a thread: a microsecond.
 constexpr int64_t kPreparedPerThread = 8192;
 
@@ -42,6 +44,7 @@ struct LinearPlan {
     int64_t step_bytes;   // of a row of x
     int64_t scale_bytes;  // of a tile
     int64_t stretch;      // steps
+    int64_t turn;         // step of a tile from which a single block of rows reads ahead in the next one
     int64_t piece_tiles;  // tiles of a piece of work
     int64_t block_rows, row_unit, row_blocks, piece_blocks;
     Unpack unpack;  // or null
@@ -76,10 +79,12 @@ LinearPlan plan_linear(const linear_args& a, int threads) {
             p.piece_blocks = divide_up(p.piece_blocks, 2);
     }
     // What has groups is summed over whole ones.
+    int64_t unit = kAheadSteps;
     if (quantises(a.kind) || a.group) {
-        const int64_t group_steps = summed_inputs(a) / inputs_per_step(a.kind);
-        p.stretch = divide_up(p.stretch, group_steps) * group_steps;
+        unit = summed_inputs(a) / inputs_per_step(a.kind);
+        p.stretch = divide_up(p.stretch, unit) * unit;
     }
+    p.turn = p.steps > kAheadSteps && !p.unpack ? (p.steps - kAheadSteps) / unit * unit : 0;
     const bool once = p.stretch >= p.steps;
     p.x_bytes = p.in_place ? 0 : prepared_bytes(a, a.rows);
     p.ordered_bytes = ordered_bytes(a);
@@ -181,21 +186,26 @@ struct TileWork {
 
     // next: weights of the tile that this thread takes after this one, or null. While blocks of rows are
     // multiplied with a stretch, which is then in a cache, the next stretch is prefetched, so that memory is
-    // always busy.
+    // always busy. A single block reads ahead in its own tile, and at the end in the next one, which need not
+    // follow it in memory.
     void run(int64_t tile, int64_t first_block, int64_t last_block, const char* next) const {
         const char* weight = weight_of(tile);
+        const int64_t blocks = last_block - first_block, stride = divide_up(kStepBytes, blocks);
+        const bool turns = blocks == 1 && next != weight_of(tile + 1);
         int64_t step = 0;
         do {
-            const int64_t steps = smaller(plan.stretch, plan.steps - step);
+            int64_t steps = smaller(plan.stretch, plan.steps - step);
+            if (turns && step < plan.turn) steps = smaller(steps, plan.turn - step);
             if (plan.unpack) plan.unpack(weight + step * kStepBytes, steps, wide);
             const char* behind = weight + (step + steps) * kStepBytes;
             if (step + steps >= plan.steps) behind = next;
-            const int64_t blocks = last_block - first_block, stride = divide_up(kStepBytes, blocks);
             for (int64_t block = first_block; block < last_block; block++) {
                 Stretch s = {};
                 s.ahead = weight + step * kStepBytes + kAhead;
                 s.ahead_stride = kStepBytes;
-                if (blocks > 1 && behind) {
+                if (turns && plan.turn && step >= plan.turn) {
+                    s.ahead = next ? next : weight + step * kStepBytes;
+                } else if (blocks > 1 && behind) {
                     s.ahead = behind + (block - first_block) * steps * stride;
                     s.ahead_stride = stride;
                 }

@@ -387,14 +387,21 @@ KVIK_INLINE I32 dot_i8(I32 acc, I32 u, I32 s) {
     return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
 #endif
 }
-KVIK_INLINE I32 dot_i4(I32 acc, I32 u, I32 s) {
 #if defined(__AVXVNNI__)
-    return dpbusd(acc, u, s);
+KVIK_INLINE I32 dot_i4(I32 acc, I32 u, I32 s) { return dpbusd(acc, u, s); }
 #else
-    return _mm256_add_epi32(
-        acc, _mm256_madd_epi16(_mm256_maddubs_epi16(u, s), _mm256_set1_epi16(1)));
-#endif
+#define KVIK_SHORT_PRODUCTS 8
+// Sums of pairs in 16 bits. The compiler would add two products first and spill what they are added to.
+KVIK_INLINE I32 dot_short(I32 acc, I32 u, I32 s) {
+    I32 pairs;
+    asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(acc), "=&x"(pairs) : "x"(u), "x"(s));
+    return acc;
 }
+KVIK_INLINE I32 add_short(I32 acc, I32 sums) {
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(sums, _mm256_set1_epi16(1)));
+}
+KVIK_INLINE I32 dot_i4(I32 acc, I32 u, I32 s) { return add_short(acc, _mm256_maddubs_epi16(u, s)); }
+#endif
 
 KVIK_INLINE void widen_i8(I32 v, I32& first, I32& second) {
     const I32 f0 = (I32)_mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(v, 24), 24));

@@ -210,12 +210,23 @@ KVIK_INLINE void clear_sums(const Stretch& s, int first_vector, int vectors) {
         for (int v = 0; v < vectors; v++) store(sums + m * kTile + v * kLanes, zero());
 }
 
+// How many products of four bits are summed in 16 before their sum is added to those of 32: pairs of at
+// most 15 x 127 each. 1: where 32 bits cost no more.
+#if defined(KVIK_SHORT_PRODUCTS)
+constexpr int kShortProducts = KVIK_SHORT_PRODUCTS;
+#else
+constexpr int kShortProducts = 1;
+KVIK_INLINE I32 dot_short(I32 acc, I32 u, I32 s) { return dot_i4(acc, u, s); }
+KVIK_INLINE I32 add_short(I32 acc, I32 sums) { return iadd(acc, sums); }
+#endif
+
 // The integers of one group. Their sum is exact, so its order is free: few rows use a chain for each part.
 template <class Tile, int kRows, int kVectors>
 __attribute__((noinline)) void multiply_group(const Stretch& s, int first_vector, int64_t group, int64_t first,
                                               int64_t last) {
     constexpr int kParts = Tile::kParts;
-    constexpr int kChains = kRows <= 2 ? kParts : 1;
+    constexpr bool kShort = kShortProducts > 1 && Tile::kParts == 2;
+    constexpr int kChains = kRows <= 2 && !kShort ? kParts : 1;
     constexpr bool kScaled = Tile::kScaled, kMinima = Tile::kMinima;
     const int64_t lane = group * kTile + first_vector * kLanes, groups_stride = s.groups_stride;
     const char* packed_zeros = Tile::kZeros ? s.zeros : nullptr;
@@ -239,28 +250,53 @@ __attribute__((noinline)) void multiply_group(const Stretch& s, int first_vector
     const char* weight = s.weight + first * kStepBytes + first_vector * kLanes * 4;
     const char* ahead = s.ahead + first * s.ahead_stride + first_vector * kLanes * 4;
     int64_t at = first * 4 * kParts;
-    do {
-        I32 w[kVectors][kParts];
+    const int64_t end = last * 4 * kParts;
+    const auto until = [&](int64_t stop, const auto& add) __attribute__((always_inline)) {
+        do {
+            I32 w[kVectors][kParts];
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; v++) {
-            const char* p = weight + v * kLanes * 4;
-            if (v * kLanes * 4 % 64 == 0) prefetch_for<kRows>(ahead + v * kLanes * 4);
-            Tile::unpack(iload(p), w[v]);
-        }
+            for (int v = 0; v < kVectors; v++) {
+                const char* p = weight + v * kLanes * 4;
+                if (v * kLanes * 4 % 64 == 0) prefetch_for<kRows>(ahead + v * kLanes * 4);
+                Tile::unpack(iload(p), w[v]);
+            }
 #pragma GCC unroll 2
-        for (int part = 0; part < kParts; part++) {
+            for (int part = 0; part < kParts; part++) {
+#pragma GCC unroll 16
+                for (int m = 0; m < kRows; m++) {
+                    const I32 b = x(m, at + part * 4);
+#pragma GCC unroll 4
+                    for (int v = 0; v < kVectors; v++) add(part, m, v, w[v][part], b);
+                }
+            }
+            weight += kStepBytes;
+            ahead += s.ahead_stride;
+            at += 4 * kParts;
+        } while (at < stop);
+    };
+    if constexpr (kShort) {
+        do {
+            I32 few[kRows][kVectors];
 #pragma GCC unroll 16
             for (int m = 0; m < kRows; m++) {
-                const I32 b = x(m, at + part * 4);
 #pragma GCC unroll 4
-                for (int v = 0; v < kVectors; v++)
-                    acc[part % kChains][m][v] = Tile::dot(acc[part % kChains][m][v], w[v][part], b);
+                for (int v = 0; v < kVectors; v++) few[m][v] = izero();
             }
-        }
-        weight += kStepBytes;
-        ahead += s.ahead_stride;
-        at += 4 * kParts;
-    } while (at < last * 4 * kParts);
+            const int64_t most = at + 4 * kShortProducts;
+            until(most < end ? most : end, [&](int, int m, int v, I32 w, I32 b) __attribute__((always_inline)) {
+                few[m][v] = dot_short(few[m][v], w, b);
+            });
+#pragma GCC unroll 16
+            for (int m = 0; m < kRows; m++) {
+#pragma GCC unroll 4
+                for (int v = 0; v < kVectors; v++) acc[0][m][v] = add_short(acc[0][m][v], few[m][v]);
+            }
+        } while (at < end);
+    } else {
+        until(end, [&](int part, int m, int v, I32 w, I32 b) __attribute__((always_inline)) {
+            acc[part % kChains][m][v] = Tile::dot(acc[part % kChains][m][v], w, b);
+        });
+    }
     float* sums = s.sums + first_vector * kLanes;
     F32 scale[kVectors], minimum[kVectors];
     for (int v = 0; v < kVectors; v++) {

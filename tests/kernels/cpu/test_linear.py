@@ -17,16 +17,20 @@ from helpers.native_matrix import (
     GELU,
     GELU_TANH,
     GELU_TANH_AND_MUL,
+    I4,
     I8,
     I8_WEIGHT_ONLY,
     KINDS,
     NO_ACTIVATION,
+    NUMBERS,
     ONE_OF_EACH,
     PAIRED,
     RELU,
     SILU_AND_MUL,
     NativeMatrix,
+    Values,
     linear,
+    pack,
     random_matrix,
 )
 from torch import Tensor
@@ -189,6 +193,20 @@ def test_threads_do_not_change_a_bit(kind: str) -> None:
         matrix = random_matrix(runtime, kind, 300, 200)
         y = torch.cat([linear(runtime, normal(rows, 200), matrix) for rows in (1, 3, 30)])
         assert torch.equal(results.setdefault(runtime.isa, y), y)
+
+
+@pytest.mark.parametrize("rows", range(1, 5))
+@pytest.mark.parametrize("runtime", runtimes(threads=[1]))
+def test_the_largest_products_of_four_bits_fit_their_sums(runtime: Runtime, rows: int) -> None:
+    """All codes are 15 above a zero point of 0, all x the same: 127 eighths."""
+    inputs, group = 264, 128
+    values = torch.full((40, inputs // 2), 255, dtype=torch.uint8)
+    scales, zeros = torch.ones(40, 3), torch.zeros(40, 3, dtype=torch.uint8)
+    weight = torch.full((40, inputs), 15.0)
+    matrix = pack(runtime, Values(weight, weight, values, scales, zeros, group, NUMBERS[I4]))
+    for sign in (1.0, -1.0):
+        y = linear(runtime, torch.full((rows, inputs), sign * 127 / 8), matrix)
+        assert torch.equal(y, torch.full((rows, 40), sign * 15 * inputs * 127 / 8))
 
 
 @pytest.mark.parametrize("kind", ONE_OF_EACH)
