@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 PROGRESS_BYTES = 1 << 30  # smaller models load before a bar could be read
 RANDOM_STD = 0.02
-RANDOM_DRAWS = 1 << 20  # of a matrix
+RANDOM_DRAWS = 1 << 19  # of a matrix
 FLOATS, INTEGERS = ("F32", "BF16", "F16", "F64"), ("I64", "I32")  # that stand for each other
 MAX_LISTED = 3  # names repeated in an error
 
