@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from statistics import median, quantiles
 
-OUTPUT, PREFILL, SAMPLES = 64, 512, 3
+OUTPUT, PREFILL = 64, 512
 PEAKS = {"none": "bf16", "int8-weight-only": "bf16", "int8": "int8", "int4": "int8", "fp8": "bf16"}
 READ = 256 << 20  # bytes
 
@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=128, help="tokens before those of a decode")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--samples", type=int, default=3, help="of each process (3)")
     parser.add_argument("--json", type=Path)
     parser.add_argument(
         "--one", action="store_true", help=argparse.SUPPRESS
@@ -53,6 +54,7 @@ def main() -> None:
         for name, found in samples.items():
             command = [sys.executable, __file__, args.model, "--one", "--quantization", name]
             command += ["--load-format", args.load_format, "--context", str(args.context)]
+            command += ["--samples", str(args.samples)]
             if args.threads:
                 command += ["--threads", str(args.threads)]
             done = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -128,7 +130,7 @@ def measure(args: argparse.Namespace, quantization: str) -> dict[str, float]:
     def note(name: str, value: float) -> None:
         found.setdefault(name, []).append(value)
 
-    for _ in range(SAMPLES):
+    for _ in range(args.samples):
         first = generate(args.context, 1)
         rate = (OUTPUT - 1) / (generate(args.context, OUTPUT) - first)
         bandwidth = limits.read_rate(READ)
