@@ -176,6 +176,9 @@ CAPPED = {  # layers with a window and without in turn, scores and logits capped
 CHUNKED = {  # layers that see chunks of 72 keys, and layers without positions; experts in two
     **WINDOWED,
     "architectures": ["Llama4ForCausalLM"],
+    "num_hidden_layers": 4,
+    "layer_types": None,
+    "num_experts_per_tok": 2,
     "intermediate_size": 32,
     "intermediate_size_mlp": 64,
     "interleave_moe_layer_step": 2,
