@@ -82,7 +82,7 @@ def plan_export(path: Path, type: str) -> Export:
         raise ModelError("model", told)
     metadata = {
         **model_metadata(spec, path.stem if is_gguf(path) else path.name, type),
-        **_tokenizer(files, spec.vocab_size, spec.bos_token_id, spec.eos_token_ids),
+        **_tokenizer(files, spec),
         **token_id_metadata(spec),
         **sampling_metadata(_recommended(files.default_params())),
     }
@@ -121,14 +121,19 @@ def _recommended(params: SamplingParams) -> Mapping[str, float | int]:
     }
 
 
-def _tokenizer(
-    files: ModelFiles, vocab_size: int, bos: int | None, eos: Sequence[int]
-) -> Mapping[str, Scalar | Sequence[Scalar]]:
+def _tokenizer(files: ModelFiles, spec: ModelSpec) -> Mapping[str, Scalar | Sequence[Scalar]]:
     if not files.has_tokenizer():
         return {}
     found = files.tokenizer()
-    end = eos[0] if eos else None
-    return tokenizer_metadata(found.library, vocab_size, bos, end, found.chat_template)
+    end = spec.eos_token_ids[0] if spec.eos_token_ids else None
+    return tokenizer_metadata(
+        found.library,
+        spec.vocab_size,
+        spec.bos_token_id,
+        end,
+        found.chat_template,
+        spec.family.gguf_characters,
+    )
 
 
 def _telling(tensor: OutTensor, advance: Callable[[int], None]) -> Callable[[], Iterable[Buffer]]:

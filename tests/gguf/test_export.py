@@ -64,6 +64,12 @@ def there_and_back(model: ModelSpec, path: Path) -> ModelSpec:
         tensors.append(zeros("output.weight", "BF16", model.vocab_size, model.hidden_size))
     if model.qkv_bias:
         tensors.append(zeros("blk.0.attn_q.bias", "F32", 8))
+    if model.family.gguf_by_kind:
+        tensors += [
+            zeros(f"blk.{i}.attn_v.weight", "F32", 8)
+            for i, layer in enumerate(model.layers)
+            if not layer.value_is_key
+        ]
     if (divisors := rope_divisors(model)) is not None:
         data = struct.pack(f"<{len(divisors)}f", *divisors)
         f32 = BLOCK_TYPES["F32"]
@@ -142,6 +148,20 @@ LATENT = {
 }
 SHARED = {**QWEN3_MOE, "shared_expert_intermediate_size": 40}
 EVEN = {"mscale": 0.707, "mscale_all_dim": 0.707}
+GEMMA4 = {"num_hidden_layers": 6, "head_dim": 16, "global_head_dim": 64, "sliding_window": 9}
+SAME = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 3.0}
+SPARSE = {"enable_moe_block": True, "num_experts": 9, "top_k_experts": 2}
+SPARSE |= {"moe_intermediate_size": 24}
+SLOW = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": {
+        "rope_type": "proportional",
+        "rope_theta": 300.0,
+        "partial_rotary_factor": 0.3,
+        "factor": 2.5,
+    },
+}
+FAST = {"rope_type": "linear", "factor": 2.0}
 LOPSIDED = ["full_attention", "full_attention", "linear_attention"]
 IN_ORDER = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 OTHERS: list[tuple[str, dict[str, Any]]] = [
@@ -175,6 +195,20 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
     ),
     ("FalconForCausalLM", {"head_dim": None, "new_decoder_architecture": True, "num_kv_heads": 2}),
     ("GPT2LMHeadModel", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 99}),
+    (
+        "Gemma4ForCausalLM",  # E2B
+        GEMMA4
+        | {"num_kv_shared_layers": 3, "use_double_wide_mlp": True, "num_key_value_heads": 1}
+        | {"layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2},
+    ),
+    ("Gemma4ForCausalLM", GEMMA4 | SAME | {"hidden_size_per_layer_input": 0}),  # 31B
+    (
+        "Gemma4ForCausalLM",
+        GEMMA4
+        | {"per_layer_config": {"05": {"head_dim": 24, "num_key_value_heads": 4}}}
+        | {"attention_k_eq_v": True},
+    ),
+    ("Gemma4ForConditionalGeneration", GEMMA4 | SAME | SPARSE | {"rope_parameters": SLOW}),
 ]
 
 
@@ -185,18 +219,18 @@ def test_layers_there_and_back(tmp_path: Path, name: str, options: dict[str, Any
     back = there_and_back(model, tmp_path / "m.gguf")
 
     def layers(model: ModelSpec) -> list[LayerSpec]:
-        width = model.latent.rope if model.latent else model.head_dim
         return [
             replace(
                 layer,
                 experts=_ungrouped(layer.experts),
-                rope=layer.rope and replace(layer.rope, fraction=layer.rope.width(width)),
+                rope=turn and replace(turn[0], fraction=turn[0].width(turn[1])),
             )
-            for layer in model.layers
+            for layer, turn in zip(model.layers, map(model.rotation, model.layers), strict=True)
         ]
 
     assert layers(back) == layers(model)
-    same = ("architecture", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads")
+    assert back.architecture == model.architecture.replace("ConditionalGeneration", "CausalLM")
+    same = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads")
     for key in (*same, "head_dim", "max_position_embeddings", "norm_eps", "qkv_bias", "scales"):
         assert getattr(back, key) == getattr(model, key), key
 
@@ -258,6 +292,33 @@ def test_mistral_without_a_window_is_a_llama(tmp_path: Path) -> None:
         ("Lfm2ForCausalLM", {"conv_bias": True, "full_attn_idxs": [1]}, "layer_types: .* lfm2 im"),
         ("Gemma2ForCausalLM", {"attn_logit_softcapping": None}, "of gemma2 imply"),
         ("Gemma2ForCausalLM", {"query_pre_attn_scalar": 99}, "of gemma2 imply"),
+        ("Gemma4ForCausalLM", GEMMA4 | {"attention_bias": True}, "attention_bias: .* gemma4 imply"),
+        ("Gemma4ForCausalLM", {"num_hidden_layers": 1}, "layer_types: must hold both kinds for g"),
+        (
+            "Gemma4ForCausalLM",
+            GEMMA4 | {"rope_parameters": SLOW | {"full_attention": FAST}},
+            "no words for linear",
+        ),
+        (
+            "Gemma4ForCausalLM",
+            GEMMA4 | {"rope_parameters": SLOW | {"sliding_attention": FAST}},
+            "rope_parameters: .* gemma4 imply",
+        ),
+        (
+            "Gemma4ForCausalLM",
+            GEMMA4 | {"rope_parameters": SLOW | {"sliding_attention": SLOW["full_attention"]}},
+            "rope_parameters: .* gemma4 imply",
+        ),
+        (
+            "Gemma4ForCausalLM",
+            GEMMA4 | {"per_layer_config": {"5": {"head_dim": 32}, "1": {"head_dim": 24}}},
+            "heads of layers: .* gemma4 imply",
+        ),
+        (
+            "Gemma4ForCausalLM",
+            GEMMA4 | {"per_layer_config": {"1": {"num_key_value_heads": 4}}},
+            "head_count_kv: must be the same in all layers with a window",
+        ),
     ],
 )
 def test_what_gguf_has_no_words_for(name: str, options: dict[str, Any], message: str) -> None:
@@ -366,6 +427,19 @@ def test_characters(tmp_path: Path, prefix: bool) -> None:
     for text in texts(100, seed=2):
         ids = original.encode(text).ids
         assert library.encode(text).ids == ids and library.decode(ids) == original.decode(ids)
+
+
+def test_characters_by_rank(tmp_path: Path) -> None:
+    original = sentencepiece(False)
+    metadata = tokenizer_metadata(original, 600, 1, 2, None, "gemma4")
+    assert metadata["tokenizer.ggml.model"] == "gemma4" and "tokenizer.ggml.scores" not in metadata
+    write_gguf(tmp_path / "m.gguf", {**metadata, "tokenizer.ggml.bos_token_id": 1}, [])
+    library = read_tokenizer(read_gguf(tmp_path / "m.gguf").metadata).library
+    for text in texts(100, seed=3):
+        ids = original.encode(text).ids
+        assert library.encode(text).ids == ids and library.decode(ids) == original.decode(ids)
+    with pytest.raises(ModelError, match=r"tokenizer\.json: must not put a space before a text"):
+        tokenizer_metadata(sentencepiece(True), 600, 1, 2, None, "gemma4")
 
 
 @pytest.mark.parametrize(("scheme", "prefix"), [("first", True), ("never", False)])

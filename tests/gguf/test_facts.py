@@ -438,6 +438,7 @@ def test_longrope_is_read_from_two_tensors(tmp_path: Path) -> None:
         ("SeedOss", {"head_dim": 8, "residual_dropout": 0.0, "attention_dropout": 0.0}),
         ("Ministral3", {"head_dim": 8}),
         ("Gemma2", {"head_dim": 8}),
+        ("Gemma4", {"head_dim": 8, "vocab_size_per_layer_input": 96}),
         ("Olmo3", {}),
         ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
         ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": True}),
@@ -459,6 +460,7 @@ def test_every_parameter_has_the_name_of_the_public_package(family: str, options
     assert len(names) > 20
     for name in names:
         usual = name.replace("dt_bias", "dt_proj.bias")  # as the converter has it
+        usual = usual.replace("layer_scalar", "layer_scalar.weight")
         expected = known.get_name(usual, try_suffixes=(".weight", ".bias"))
         assert gguf_name(name, own) == expected and hf_name(expected, own) == name
 

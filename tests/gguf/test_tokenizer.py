@@ -214,7 +214,7 @@ SCORED = {
     ("values", "message"),
     [
         ({}, "tokenizer.ggml.model: is missing"),
-        (SMALL | {"tokenizer.ggml.model": "bert"}, "model: must be gpt2 or llama, not 'bert'"),
+        (SMALL | {"tokenizer.ggml.model": "bert"}, "must be gpt2 or llama or gemma4, not 'bert'"),
         (SMALL | {"tokenizer.ggml.pre": "hawk"}, "pre: must be one of default, gpt-2.*'hawk'"),
         (SMALL | {"tokenizer.ggml.tokens": ["a", "b", "a"]}, "tokens: holds 'a' twice"),
         (SMALL | {"tokenizer.ggml.tokens": [1, 2]}, "tokens: must be an array of strings"),
@@ -227,6 +227,7 @@ SCORED = {
         (SCORED | {"tokenizer.ggml.tokens": ["a", "b", "c" * 200]}, "at most 128 characters each"),
         ({k: v for k, v in SMALL.items() if "tokens" not in k}, "ggml.tokens: is missing"),
         ({k: v for k, v in SMALL.items() if "merges" not in k}, "ggml.merges: is missing"),
+        (SCORED | {"tokenizer.ggml.model": "gemma4"}, "ggml.merges: is missing"),
     ],
 )
 def test_wrong_lists(tmp_path: Path, values: dict[str, Any], message: str) -> None:

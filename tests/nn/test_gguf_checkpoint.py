@@ -113,6 +113,38 @@ MORE["Llama4"] = {
     "num_local_experts": 4,
     "interleave_moe_layer_step": 2,
 }
+KINDS = {**HEAD, "global_head_dim": 32, "sliding_window": 9, "vocab_size_per_layer_input": 96}
+KINDS |= {"hidden_size_per_layer_input": 0, "num_hidden_layers": 6}
+SAME = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 3.0}
+GEMMA4 = {
+    "Gemma4-token-inputs": {
+        **KINDS,
+        "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2,
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 32,
+        "num_key_value_heads": 1,
+    },
+    "Gemma4-key-is-value": {**KINDS, **SAME},
+    "Gemma4-experts": {
+        **KINDS,
+        **SAME,
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": 300.0,
+                "partial_rotary_factor": 0.5,
+                "factor": 2.0,
+            },
+        },
+    },
+}
+MORE |= GEMMA4
 # Families whose layers keep states, attend over latent vectors, or are stored apart in files.
 STATES = {
     "num_hidden_layers": 4,
@@ -180,8 +212,11 @@ CONVOLUTIONS = ("conv.conv.weight", "conv1d.weight")
 def type_of(name: str, type: str, family: str) -> str:
     """The type of a matrix in a file, by its name in a checkpoint."""
     exact = (".gate.weight", "router.weight", "router.layer.weight", "wpe.weight", "norm.weight")
-    if name.endswith((*exact, "shared_expert_gate.weight")) or name.endswith(CONVOLUTIONS):
+    exact += ("router.proj.weight", "shared_expert_gate.weight", *CONVOLUTIONS)
+    if name.endswith(exact):
         return "F32"
+    if name.endswith("per_layer_model_projection.weight") and type in SCHEMES:
+        return "BF16"
     eight = family == "Mixtral" and name.endswith(("k_proj.weight", "v_proj.weight"))
     finer = eight or "embed" in name or name.endswith(("lm_head.weight", "wte.weight"))
     return "Q8_0" if type == "Q4_0" and finer else type
@@ -292,6 +327,33 @@ def test_experts_are_parts_of_one_tensor(tmp_path: Path, family: str) -> None:
     for name in wanted:
         assert torch.equal(found[name], quantize("Q4_0", weights[name])), name
         assert stored.scheme(name.removesuffix(".weight")) == SCHEMES["Q4_0"]
+
+
+def test_gate_and_up_of_experts_in_one_tensor(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "Gemma4", **GEMMA4["Gemma4-experts"])
+    spec, path = read_model_spec(tmp_path), tmp_path / "m.gguf"
+    tensors, weights = [], load_file(tmp_path / "model.safetensors")
+    for one in gguf_tensors(open_checkpoint(tmp_path), spec, "F32"):
+        block, last, *_ = one.name.removeprefix("blk.").split(".")
+        if last == "ffn_gate_exps":
+            whole = weights[f"model.layers.{block}.experts.gate_up_proj"]
+            shape, data = tuple(whole.shape), whole.numpy().tobytes()
+            name = f"blk.{block}.ffn_gate_up_exps.weight"
+            tensors.append(OutTensor(name, one.type, shape, lambda data=data: [data]))
+        elif last != "ffn_up_exps":
+            tensors.append(one)
+    write_gguf(path, model_metadata(spec, "tiny", "F32"), tensors)
+    expected = PagedModel(tmp_path).step({0: tokens(20)})[0]
+    assert torch.equal(PagedModel(path).step({0: tokens(20)})[0], expected)
+    odd = [
+        replace(one, shape=(6, 63, 64), data=lambda: [bytes(6 * 63 * 64 * 4)])
+        if one.name == "blk.1.ffn_gate_up_exps.weight"
+        else one
+        for one in tensors
+    ]
+    write_gguf(path, model_metadata(spec, "tiny", "F32"), odd)
+    with pytest.raises(ModelError, match="as many rows of gate as of up, not 63 in all"):
+        PagedModel(path)
 
 
 Parts = Mapping[str, Callable[[torch.Tensor], torch.Tensor]]

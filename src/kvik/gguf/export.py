@@ -19,6 +19,7 @@ from kvik.gguf.facts import (
     FULL_INTERVAL,
     GATING,
     HEAD,
+    INPUTS_PROJECTION,
     LATENT_RANK,
     LAYER,
     PARALLEL,
@@ -29,8 +30,10 @@ from kvik.gguf.facts import (
     STEP,
     TAPS,
     TEMPERATURE,
+    TOKEN_INPUTS,
     llama3_divisors,
     metadata_config,
+    proportional_divisors,
 )
 from kvik.gguf.tokenizer import AT, SPACE, WORD_RULES, TokenKind, WordRule
 from kvik.gguf.types import BLOCK_TYPES, Array, Metadata
@@ -96,8 +99,10 @@ def block_type(type: str, name: str, width: int, spec: ModelSpec) -> str:
     found: str | None = None
     if name == HEAD or (name == EMBEDDING and spec.tie_word_embeddings):
         found = file.head
-    elif name == EMBEDDING:
+    elif name in (EMBEDDING, TOKEN_INPUTS):
         found = file.embedding
+    elif name == INPUTS_PROJECTION and file.usual in SCHEMES:
+        found = "BF16"
     elif name == POSITIONS:
         found = "F32"
     elif (layer := LAYER.fullmatch(name)) is not None:
@@ -179,6 +184,8 @@ def model_metadata(spec: ModelSpec, name: str, type: str) -> dict[str, Entry]:
     facts |= _experts(spec) | _latent(spec) | _states(spec)
     if (main := _main_rope(spec)) is not None:
         facts |= _rope(*main, family)
+    if family.gguf_by_kind:
+        facts |= _kinds(spec)
     if family.gguf_extra is not None:
         facts |= family.gguf_extra(spec)
     metadata: dict[str, Entry] = {
@@ -211,16 +218,21 @@ def _check(spec: ModelSpec, metadata: Mapping[str, Entry], architecture: str) ->
 
     norm = back.family.qk_norm
     normed = norm not in config or config[str(norm)] == spec.qk_norm  # if tensors do not tell
+    bias = back.family.qkv_bias
+    biased = bias not in config or config[str(bias)] == spec.qkv_bias
 
     def queries(model: ModelSpec) -> list[object]:
         return [layer.query_scale for layer in model.layers]
 
     def turns(model: ModelSpec) -> list[object]:
+        main = _main_rope(model)
         return [
             pair
             and (
-                *((rope := pair[0]).theta, rope.width(pair[1]), rope.interleaved),
+                *((rope := pair[0]).theta, _stored_width(*pair), rope.interleaved),
                 *(rope.mscale, rope.mscale_all_dim, rope.truncate, rope.query_beta),
+                # those of the main one are told, perhaps by a tensor
+                *(() if pair == main else (rope.kind, rope.factor)),
             )
             for pair in map(model.rotation, model.layers)
         ]
@@ -235,6 +247,8 @@ def _check(spec: ModelSpec, metadata: Mapping[str, Entry], architecture: str) ->
         ("sliding_window", spec.windows == back.windows),
         ("attn_scale", queries(spec) == queries(back)),
         ("use_qk_norm", normed),
+        ("attention_bias", biased),
+        ("heads of layers", _heads(spec) == _heads(back)),
         ("rope_parameters", turns(spec) == turns(back)),
         ("experts of layers", _chosen(spec) == _chosen(back)),
         ("layer_types", _mixers(spec) == _mixers(back)),
@@ -244,6 +258,13 @@ def _check(spec: ModelSpec, metadata: Mapping[str, Entry], architecture: str) ->
         if not good:
             reason = "must be what files of {} imply: GGUF has no words for others"
             raise ModelError(key, reason.format(architecture))
+
+
+def _heads(model: ModelSpec) -> list[object]:
+    return [
+        (*model.heads(layer), layer.kv_from, model.inner(layer), layer.token_input)
+        for layer in model.layers
+    ]
 
 
 def _mixers(model: ModelSpec) -> list[object]:
@@ -279,6 +300,33 @@ def _experts(spec: ModelSpec) -> dict[str, Entry | None]:
         "expert_weights_norm": router.normalised,
         "expert_weights_scale": router.scale if router.scale != 1.0 else None,
     }
+
+
+def _kinds(spec: ModelSpec) -> dict[str, Entry | None]:
+    """Return what a file says of layers with a window and of others, whose heads differ, and of
+    layers that read the keys and values of earlier ones."""
+    windowed = next((layer for layer in spec.layers if layer.window), None)
+    full = next((layer for layer in spec.layers if layer.window is None), None)
+    if windowed is None or full is None or windowed.rope is None:
+        raise ModelError("layer_types", f"must hold both kinds for {spec.family.gguf} in GGUF")
+    size, size_swa = spec.heads(full)[1], spec.heads(windowed)[1]
+    return {
+        "feed_forward_length": _one_or_all([spec.inner(layer) for layer in spec.layers]),
+        "embedding_length_per_layer_input": full.token_input,
+        "attention.head_count_kv": _one_or_all([spec.heads(layer)[0] for layer in spec.layers]),
+        "attention.key_length": size,
+        "attention.value_length": size,
+        "attention.key_length_swa": size_swa,
+        "attention.value_length_swa": size_swa,
+        "attention.sliding_window_pattern": [layer.window is not None for layer in spec.layers],
+        "attention.shared_kv_layers": sum(layer.kv_from is not None for layer in spec.layers),
+        "rope.freq_base_swa": windowed.rope.theta,
+        "rope.dimension_count_swa": size_swa,
+    }
+
+
+def _one_or_all(sizes: list[int]) -> Entry:
+    return sizes if len(set(sizes)) > 1 else sizes[0]
 
 
 def _latent(spec: ModelSpec) -> dict[str, Entry | None]:
@@ -317,6 +365,8 @@ def _same_activation(one: str, other: str) -> bool:
 
 def rope_divisors(spec: ModelSpec) -> list[float] | None:
     """Return the values of `rope_freqs.weight` [head_dim / 2]; None: it is not needed."""
+    if spec.family.gguf_by_kind and (main := _main_rope(spec)) is not None:
+        return proportional_divisors(*main)
     if not spec.ropes or spec.ropes[0].kind != "llama3":
         return None
     rope = spec.ropes[0]
@@ -338,14 +388,21 @@ def token_id_metadata(spec: ModelSpec) -> dict[str, Scalar]:
     return ids
 
 
+def _stored_width(rope: RopeSpec, size: int) -> int:
+    """Return the channels that turn, as files have it: of some a tensor says which turn not."""
+    return size if rope.kind == "proportional" else rope.width(size)
+
+
 def _rope(rope: RopeSpec, size: int, family: Architecture) -> dict[str, Entry | None]:
     facts: dict[str, Entry | None] = {
         "rope.freq_base": rope.theta,
-        "rope.dimension_count": rope.width(size),
+        "rope.dimension_count": _stored_width(rope, size),
     }
-    if rope.kind in ("default", "llama3"):
+    by_tensor = "proportional" if family.gguf_by_kind else "llama3"
+    if rope.kind in ("default", by_tensor):
         return facts
-    if rope.kind not in ("linear", "yarn") or rope.mscale != rope.mscale_all_dim:
+    known = () if family.gguf_by_kind else ("linear", "yarn")
+    if rope.kind not in known or rope.mscale != rope.mscale_all_dim:
         raise ModelError("rope_scaling", f"GGUF has no words for {rope.kind} of this kind")
     facts |= {"rope.scaling.type": rope.kind, "rope.scaling.factor": rope.factor}
     if rope.kind == "yarn":
@@ -367,7 +424,12 @@ BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 
 
 def tokenizer_metadata(
-    library: Tokenizer, vocab_size: int, bos: int | None, eos: int | None, template: str | None
+    library: Tokenizer,
+    vocab_size: int,
+    bos: int | None,
+    eos: int | None,
+    template: str | None,
+    characters: str = "llama",
 ) -> dict[str, Entry]:
     """Return the metadata of a tokenizer.
 
@@ -375,6 +437,7 @@ def tokenizer_metadata(
         vocab_size: rows of the embedding; ids without a token get an unused one.
         bos, eos: ids.
         template: of chats.
+        characters: `gguf_characters` of the architecture.
 
     Raises:
         ModelError: GGUF cannot describe this tokenizer.
@@ -383,21 +446,27 @@ def tokenizer_metadata(
     model = state["model"]
     if model["type"] != "BPE":
         raise ModelError("tokenizer.json", f"must be BPE for GGUF, not {shown(model['type'])}")
-    by_score = bool(model["byte_fallback"])
-    tokens, kinds = _tokens(library, model, vocab_size, by_score)
+    by_bytes = bool(model["byte_fallback"])
+    by_score = by_bytes and characters == "llama"
+    tokens, kinds = _tokens(library, model, vocab_size, by_bytes)
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     metadata: dict[str, Entry] = {
-        f"{AT}.model": "llama" if by_score else "gpt2",
+        f"{AT}.model": characters if by_bytes else "gpt2",
         f"{AT}.tokens": tokens,
         f"{AT}.token_type": kinds,
     }
+    if by_bytes:
+        metadata[f"{AT}.add_space_prefix"] = prefix = _space_prefix(state)
+        if prefix and not by_score:
+            told = f"must not put a space before a text, for {characters} in GGUF"
+            raise ModelError("tokenizer.json", told)
     if by_score:
         metadata[f"{AT}.pre"] = "default"
         metadata[f"{AT}.scores"] = _scores(tokens, merges)
-        metadata[f"{AT}.add_space_prefix"] = _space_prefix(state)
     else:
-        metadata[f"{AT}.pre"] = _rule_name(state)
         metadata[f"{AT}.merges"] = merges
+    if not by_bytes:
+        metadata[f"{AT}.pre"] = _rule_name(state)
     ends = library.encode("a").ids, library.encode("a", add_special_tokens=False).ids
     metadata[f"{AT}.add_bos_token"] = ends[0] != ends[1] and ends[0][0] == bos
     metadata[f"{AT}.add_eos_token"] = ends[0] != ends[1] and ends[0][-1] == eos
@@ -407,7 +476,7 @@ def tokenizer_metadata(
 
 
 def _tokens(
-    library: Tokenizer, model: Mapping[str, Any], vocab_size: int, by_score: bool
+    library: Tokenizer, model: Mapping[str, Any], vocab_size: int, by_bytes: bool
 ) -> tuple[list[str], list[int]]:
     """Return the tokens by id, and their kinds."""
     tokens = [f"[PAD{index}]" for index in range(vocab_size)]
@@ -421,7 +490,7 @@ def _tokens(
             special = added[index].special
             kinds[index] = TokenKind.CONTROL if special else TokenKind.USER_DEFINED
         else:
-            byte = by_score and token in BYTES
+            byte = by_bytes and token in BYTES
             kinds[index] = TokenKind.BYTE if byte else TokenKind.NORMAL
         if token == model["unk_token"]:
             kinds[index] = TokenKind.UNKNOWN

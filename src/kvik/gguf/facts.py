@@ -17,12 +17,12 @@ from kvik.gguf.types import Array, Metadata, ValueKind, shortest
 from kvik.gguf.writer import Scalar
 from kvik.models.model_spec import ModelSpec
 from kvik.models.registry import ARCHITECTURES
-from kvik.spec.declare import APART, Architecture
-from kvik.spec.experts import EXPERT_KEYS, MAX_EXPERTS, STEP_KEYS, ExpertsSpec, Router
+from kvik.spec.declare import APART, GATE_UP, Architecture
+from kvik.spec.experts import EXPERT_KEYS, MAX_EXPERTS, STEP_KEYS, SWITCH, ExpertsSpec, Router
 from kvik.spec.fields import Fields
 from kvik.spec.layers import FULL, SLIDING
 from kvik.spec.model import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, ModelScales
-from kvik.spec.rope import MAX_POSITIONS
+from kvik.spec.rope import MAX_POSITIONS, RopeSpec
 from kvik.spec.states import MAX_TAPS, StateSpec
 from kvik.spec.stored_weights import StoredQuantization, StoredRule, StoredScheme
 
@@ -149,6 +149,35 @@ def _through(
     return (1.0, high, round(original)) if 1 <= original < MAX_POSITIONS else None
 
 
+NEVER = 1e30  # divisor of the frequencies of pairs that do not turn
+
+
+def proportional_divisors(rope: RopeSpec, head_dim: int) -> list[float]:
+    """Return the divisors [head_dim / 2] of heads of which the first pairs turn alone."""
+    turned = rope.width(head_dim) // 2
+    return [rope.factor] * turned + [NEVER] * (head_dim // 2 - turned)
+
+
+def proportional_rope(data: bytes, head_dim: int) -> Mapping[str, object]:
+    """Return the keys of `rope_parameters` of config.json by the divisors of the frequencies.
+
+    Args:
+        data: [head_dim / 2] fp32, the bytes in the file.
+
+    Raises:
+        ModelError: the divisors are not of the kind "proportional".
+    """
+    divisors = struct.unpack(f"<{len(data) // 4}f", data[: len(data) // 4 * 4])
+    half, turned = head_dim // 2, sum(one < NEVER / 2 for one in divisors)
+    factor, *more = dict.fromkeys(divisors[:turned]) or (0.0,)
+    if more or not 1 <= factor < NEVER / 2 or len(divisors) != half:
+        told = f"must hold {half} divisors, a number of at least 1 some times and then {NEVER:g}"
+        raise ModelError(ROPE_FACTORS, told)
+    # Half more, so that rounding down gives the pairs whatever the fraction is rounded to.
+    fraction = min(1.0, (turned + 0.5) / half)
+    return {"partial_rotary_factor": fraction, "factor": shortest(factor)}
+
+
 # How a GGUF file stores its matrices, in the terms of other quantised checkpoints.
 
 METHOD = "gguf"
@@ -232,6 +261,7 @@ ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 HEAD = "output.weight"
 EMBEDDING, POSITIONS = "token_embd.weight", "position_embd.weight"
+TOKEN_INPUTS, INPUTS_PROJECTION = "per_layer_token_embd.weight", "per_layer_model_proj.weight"
 
 _BLOCKS = "blk"
 # What stands in no block.
@@ -239,6 +269,9 @@ OUTER: Mapping[str, str] = {
     "token_embd": "model.embed_tokens",
     "token_embd_norm": "",  # of those architectures that name it
     "position_embd": "",
+    "per_layer_token_embd": "",
+    "per_layer_model_proj": "",
+    "per_layer_proj_norm": "",
     "output_norm": "model.norm",
     "output": "lm_head",
     _BLOCKS: "model.layers",
@@ -350,7 +383,24 @@ def named_tensors(file: GgufFile) -> Iterator[tuple[str, GgufTensor]]:
         size = tensor.size // count
         for i in range(count):
             start = tensor.start + i * size
-            yield name.format(i), replace(tensor, shape=tuple(shape), start=start, size=size)
+            part = replace(tensor, shape=tuple(shape), start=start, size=size)
+            yield from _gate_and_up(name.format(i), part)
+
+
+def _gate_and_up(name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufTensor]]:
+    """Yield a matrix of an expert, or the two that it is made of."""
+    if not name.endswith(f".gate_up_proj{WEIGHT}"):
+        yield name, tensor
+        return
+    rows, *rest = tensor.shape
+    if rows % 2:
+        told = f"must have as many rows of gate as of up, not {rows} in all"
+        raise ModelError(shown(tensor.name), told)
+    size = tensor.size // 2
+    for i, part in enumerate(GATE_UP):
+        start = tensor.start + i * size
+        half = replace(tensor, shape=(rows // 2, *rest), start=start, size=size)
+        yield name.replace("gate_up_proj", part), half
 
 
 # `general.architecture` -> architectures of config.json. Mistral is "llama" in GGUF.
@@ -388,7 +438,11 @@ def family_of(metadata: Metadata) -> Architecture:
         ModelError: it has experts and its family has none, or the other way round.
     """
     name, count = metadata.string("general.architecture"), _expert_count(metadata)
-    rows = [row for row in GGUF_FAMILIES[name] if (row.experts is not None) == (count > 0)]
+    rows = [
+        row
+        for row in GGUF_FAMILIES[name]
+        if SWITCH in row.defaults or (row.experts is not None) == (count > 0)
+    ]
     if not rows:
         allowed = "0: the family has no experts" if count else "at least 1"
         raise metadata.error(f"{name}.expert_count", f"must be {allowed}")
@@ -448,7 +502,9 @@ def model_config(file: GgufFile) -> dict[str, object]:
         "dtype": _dtype(file),
     }
     factors = file.tensor(ROPE_FACTORS)
-    if "rope_scaling" not in config and factors is not None:
+    if known.gguf_by_kind:
+        config |= _full_layers_config(file, config)
+    elif "rope_scaling" not in config and factors is not None:
         width = _rope_width(file.metadata, name)
         theta = Fields(config).number("rope_theta", 1.0, 1e12)
         scaling = llama3_scaling(file.read(factors, MAX_FACTORS_BYTES), theta, width)
@@ -457,6 +513,26 @@ def model_config(file: GgufFile) -> dict[str, object]:
     if "rope_scaling" not in config and {LONG_FACTORS, SHORT_FACTORS} & names:
         config["rope_scaling"] = _longrope_scaling(file, name)
     return config | _token_ids(file)
+
+
+def _full_layers_config(file: GgufFile, config: Mapping[str, object]) -> dict[str, object]:
+    """Return what tensors alone tell of layers without a window: which pairs turn, and that keys
+    are values."""
+    name, fields = architecture(file), Fields(config)
+    factors = file.tensor(ROPE_FACTORS)
+    if factors is None or factors.type.name != "F32":
+        raise ModelError(file.path.name, f"must have a vector {ROPE_FACTORS} of F32")
+    data = file.read(factors, MAX_FACTORS_BYTES)
+    turns = proportional_rope(data, _head_size(file.metadata, name))
+    ropes = fields.inside("rope_parameters")
+    told = {kind: ropes.mapping(kind) or {} for kind in (SLIDING, FULL)}
+    types = fields.strings("layer_types")
+    own = len(types) - fields.integer("num_kv_shared_layers", 0, len(types) - 1)
+    full = [layer for layer in range(own) if types[layer] == FULL]
+    return {
+        "rope_parameters": {**told, FULL: {**told[FULL], **turns}},
+        "attention_k_eq_v": all(file.tensor(f"blk.{i}.attn_v.weight") is None for i in full),
+    }
 
 
 def _longrope_scaling(file: GgufFile, name: str) -> dict[str, object]:
@@ -509,13 +585,14 @@ def metadata_config(metadata: Metadata) -> dict[str, object]:
         key = f"{name}.attention.value_length"
         raise metadata.error(key, f"must be the size of a head, {head_dim}")
     heads, layers = size("attention.head_count", MAX_HEADS), _layers(metadata)
-    kv_heads = _kv_heads(metadata, name, heads, layers)
+    kv_heads = _kv_heads(metadata, name, heads, layers, mixed=known.gguf_by_kind)
     context = size("context_length", MAX_POSITIONS)
     eps = "layer_norm_rms_epsilon" if known.rms_norm else "layer_norm_epsilon"
     experts_inner = metadata.integer(f"{name}.expert_feed_forward_length", 0, MAX_WIDTH, 0)
+    inner = _inner_sizes(metadata, known, layers, experts_inner or None)
     usual: dict[str, object] = {
         "hidden_size": size("embedding_length", MAX_WIDTH),
-        "intermediate_size": size("feed_forward_length", MAX_WIDTH, experts_inner or None),
+        "intermediate_size": inner[0],
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": max(kv_heads),
@@ -552,14 +629,15 @@ def metadata_config(metadata: Metadata) -> dict[str, object]:
     scaling = rope_scaling(metadata, name, context, known.gguf_log_scale)
     if scaling is not None:
         config["rope_scaling"] = scaling
+    if known.gguf_by_kind:
+        config |= _kinds_config(metadata, name, config, kv_heads, inner)
     for key in known.gguf_scales:
         at = f"{name}.{SCALES[key][0]}"
         if at in metadata:
             config[key] = metadata.number(at, 0.0, 1e9)
     if f"{name}.{PARALLEL}" in metadata:
         config[PARALLEL] = metadata.boolean(f"{name}.{PARALLEL}", True)
-    if known.experts is not None:
-        config |= _experts_config(metadata, known, layers, config)
+    config |= _experts_config(metadata, known, layers, config)
     if known.gguf_implied is not None:
         config |= known.gguf_implied(Fields(config))
     return config
@@ -580,14 +658,88 @@ DELTA: Mapping[str, tuple[str, Callable[[StateSpec], int]]] = {
 FULL_INTERVAL, RECURRENT = "full_attention_interval", "attention.recurrent_layers"
 
 
-def _kv_heads(metadata: Metadata, name: str, heads: int, layers: int) -> tuple[int, ...]:
-    """Return the heads of keys and values of each layer; 0: it does not attend."""
+def _inner_sizes(
+    metadata: Metadata, known: Architecture, layers: int, default: int | None
+) -> tuple[int, ...]:
+    """Return the width of the MLP of each layer."""
+    key = f"{known.gguf}.feed_forward_length"
+    if not (known.gguf_by_kind and isinstance(metadata.raw(key), Array)):
+        return (metadata.integer(key, 1, MAX_WIDTH, default),) * layers
+    found = metadata.integer_array(key, MAX_LAYERS)
+    if len(found) != layers or not all(1 <= size <= MAX_WIDTH for size in found):
+        raise metadata.error(key, f"must have {layers} values in [1, {MAX_WIDTH}]")
+    return tuple(found)
+
+
+def _kinds_config(
+    metadata: Metadata,
+    name: str,
+    config: Mapping[str, object],
+    kv_heads: Sequence[int],
+    inner: Sequence[int],
+) -> dict[str, object]:
+    """Return the keys of config.json about layers with a window and others, whose heads and
+    positions differ, and about layers that read the keys and values of earlier ones."""
+    at, layers = f"{name}.attention", len(inner)
+    if (types := Fields(config).strings("layer_types"))[-1:] != (FULL,):
+        told = "must say which layers have a window, and not the last"
+        raise metadata.error(f"{at}.sliding_window_pattern", told)
+    if "rope_scaling" in config:
+        raise metadata.error(f"{name}.rope.scaling.type", "must be none")
+    sizes = {FULL: _head_size(metadata, name)}
+    sizes[SLIDING] = metadata.integer(f"{at}.key_length_swa", 1, MAX_WIDTH)
+    for key, kind in (
+        (f"{at}.value_length_swa", SLIDING),
+        (f"{name}.rope.dimension_count", FULL),
+        (f"{name}.rope.dimension_count_swa", SLIDING),
+    ):
+        if metadata.integer(key, 1, MAX_WIDTH, sizes[kind]) != sizes[kind]:
+            raise metadata.error(key, f"must be the size of a head, {sizes[kind]}")
+    shared = metadata.integer(f"{at}.shared_kv_layers", 0, layers - 1, 0)
+    wide = (inner[0],) * (layers - shared) + (2 * inner[0],) * shared
+    if len(set(inner)) > 1 and inner != wide:
+        told = f"must be {inner[0]}, and twice as much in the last {shared} layers or nowhere"
+        raise metadata.error(f"{name}.feed_forward_length", told)
+    kv = dict(zip(types, kv_heads, strict=True))
+    if any(kv[kind] != heads for kind, heads in zip(types, kv_heads, strict=True)):
+        told = "must be the same in all layers with a window, and in all others"
+        raise metadata.error(f"{at}.head_count_kv", told)
+    usual = kv.get(SLIDING, kv[FULL])
+    full = {"head_dim": sizes[FULL]}
+    if kv[FULL] != usual:
+        full["num_key_value_heads"] = kv[FULL]
+    own = metadata.integer(f"{name}.embedding_length_per_layer_input", 0, MAX_WIDTH, 0)
+    theta = metadata.number(f"{name}.rope.freq_base_swa", 1.0, 1e12, 10000.0)
+    return {
+        "head_dim": sizes[SLIDING],
+        "num_key_value_heads": usual,
+        "per_layer_config": {str(i): full for i, kind in enumerate(types) if kind == FULL},
+        "num_kv_shared_layers": shared,
+        "use_double_wide_mlp": len(set(inner)) > 1,
+        "hidden_size_per_layer_input": own,
+        "rope_parameters": {
+            SLIDING: {"rope_type": "default", "rope_theta": theta},
+            FULL: {"rope_type": "proportional", "rope_theta": config["rope_theta"]},
+        },
+    }
+
+
+def _kv_heads(
+    metadata: Metadata, name: str, heads: int, layers: int, *, mixed: bool
+) -> tuple[int, ...]:
+    """Return the heads of keys and values of each layer; 0: it does not attend.
+
+    Args:
+        mixed: all attend, with numbers of their own.
+    """
     key = f"{name}.attention.head_count_kv"
     if not isinstance(metadata.raw(key), Array):
         return (metadata.integer(key, 1, MAX_HEADS, heads),) * layers
     found = metadata.integer_array(key, MAX_LAYERS)[:layers]
     most = max(found, default=0)
-    if len(found) != layers or most < 1 or set(found) - {0, most}:
+    if mixed and len(found) == layers and min(found) >= 1 and most <= MAX_HEADS:
+        return tuple(found)
+    if len(found) != layers or most < 1 or set(found) - {0, most} or (mixed and 0 in found):
         raise metadata.error(key, f"must have {layers} values, all the same but for zeros")
     return tuple(found)
 
@@ -669,7 +821,13 @@ def _experts_config(
     metadata: Metadata, known: Architecture, layers: int, config: Mapping[str, object]
 ) -> dict[str, object]:
     """Return the keys of config.json about experts."""
-    assert known.experts is not None
+    if known.experts is None:
+        return {}
+    switch: dict[str, object] = {}
+    if SWITCH in known.defaults:
+        switch[SWITCH] = _expert_count(metadata) > 0
+        if not switch[SWITCH]:
+            return switch
     at = f"{known.gguf}."
     inner, first = f"{at}expert_feed_forward_length", f"{at}leading_dense_block_count"
     found: dict[str, object] = {"first_k_dense_replace": metadata.integer(first, 0, layers, 0)}
@@ -678,8 +836,8 @@ def _experts_config(
     metadata.integer(f"{at}expert_used_count", 1, MAX_EXPERTS)
     for key, (name, _) in EXPERT_SIZES.items():
         if at + name in metadata and (size := metadata.integer(at + name, 0, MAX_WIDTH)):
-            found[key] = size
-    found = {"n_group": 1, "topk_group": 1, **found}  # families have defaults, files none
+            found[known.keys.get(key, key)] = size
+    found = {"n_group": 1, "topk_group": 1, **switch, **found}  # families have defaults, files none
     if STEP in known.defaults:
         found[STEP] = metadata.integer(f"{at}{STEP}", 1, MAX_LAYERS, 1)
     if f"{at}expert_weights_norm" in metadata:

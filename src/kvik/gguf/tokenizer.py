@@ -1,8 +1,8 @@
 """Make a tokenizer of the `tokenizers` library from the metadata of a GGUF file.
 
-There are two kinds: "gpt2" merges bytes by rank (Sennrich et al. 2016; Radford et al. 2019), and
+There are three kinds: "gpt2" merges bytes by rank (Sennrich et al. 2016; Radford et al. 2019),
 "llama" merges characters by score (SentencePiece, Kudo and Richardson 2018), where characters
-without a token fall back to bytes.
+without a token fall back to bytes, and "gemma4" merges these by rank.
 """
 
 from __future__ import annotations
@@ -220,9 +220,13 @@ def _byte_level(
 
 
 def _sentencepiece(
-    metadata: Metadata, ids: Mapping[str, int], kinds: Sequence[int]
+    metadata: Metadata, ids: Mapping[str, int], kinds: Sequence[int], *, prefixed: bool = True
 ) -> tuple[Tokenizer, bool]:
-    """Return the tokenizer of the kind "llama", and True: it puts BOS first by default."""
+    """Return the tokenizer of the kind "llama", and True: it puts BOS first by default.
+
+    Args:
+        prefixed: whether it puts a space before a text by default.
+    """
     merges = _merges(metadata)
     if not merges:
         scores = metadata.number_array(f"{AT}.scores", MAX_TOKENS)
@@ -235,7 +239,7 @@ def _sentencepiece(
     library = Tokenizer(
         BPE(dict(ids), merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     )
-    prefix = metadata.boolean(f"{AT}.add_space_prefix", True)
+    prefix = metadata.boolean(f"{AT}.add_space_prefix", prefixed)
     escape = normalizers.Replace(" ", SPACE)
     library.normalizer = (
         normalizers.Sequence([normalizers.Prepend(SPACE), escape]) if prefix else escape
@@ -245,9 +249,18 @@ def _sentencepiece(
     return library, True
 
 
+def _characters_by_rank(
+    metadata: Metadata, ids: Mapping[str, int], kinds: Sequence[int]
+) -> tuple[Tokenizer, bool]:
+    """As `_sentencepiece`, with merges alone and no space before a text."""
+    if f"{AT}.merges" not in metadata:
+        raise metadata.error(f"{AT}.merges", "is missing")
+    return _sentencepiece(metadata, ids, kinds, prefixed=False)
+
+
 _KINDS: Mapping[
     str, Callable[[Metadata, Mapping[str, int], Sequence[int]], tuple[Tokenizer, bool]]
-] = {"gpt2": _byte_level, "llama": _sentencepiece}
+] = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _characters_by_rank}
 
 
 def merges_by_score(

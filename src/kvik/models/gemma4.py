@@ -14,10 +14,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvik.errors import shown
-from kvik.models.gemma import gemma_scales, softcap
+from kvik.models.gemma import GGUF_NAMES, gemma_scales, softcap
 from kvik.models.llama import Llama
 from kvik.spec.declare import Architecture, ExpertNames, ForwardContext, LayerBuilder
-from kvik.spec.experts import ExpertsSpec, Router, expert_count
+from kvik.spec.experts import SWITCH, ExpertsSpec, Router, expert_count
 from kvik.spec.fields import Fields
 from kvik.spec.layers import FULL, SLIDING, LayerSpec, layer_types, read_window
 from kvik.spec.model import MAX_HEADS, MAX_WIDTH, ModelFacts, ModelScales
@@ -218,7 +218,7 @@ def _kinds(fields: Fields, positions: int) -> dict[str, LayerSpec]:
         FULL: RopeSpec("proportional", 1e6, original_max_position=positions, fraction=0.25),
     }
     ropes = default
-    if not fields.is_null("rope_parameters"):
+    if fields.mapping("rope_parameters") is not None:
         ropes = {kind: read_rope(fields, positions, layer_type=kind) for kind in default}
     same = fields.boolean("attention_k_eq_v", False)
     windowed = LayerSpec(read_window(fields), ropes[SLIDING], token_input=token_input)
@@ -268,11 +268,30 @@ def _kv_heads(fields: Fields, own: Fields, key: str) -> int:
 
 def gemma4_experts(fields: Fields, layers: int) -> tuple[ExpertsSpec | None, ...]:
     """All layers have experts, or none."""
-    if not fields.boolean("enable_moe_block", False):
+    if not fields.boolean(SWITCH, False):
         return (None,) * layers
     count = expert_count(fields)
     router = Router(count, fields.integer("top_k_experts", 1, count), scaled=True)
     return (ExpertsSpec(router, fields.integer("moe_intermediate_size", 1, MAX_WIDTH)),) * layers
+
+
+FILE_NAMES = GGUF_NAMES | {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "layer_output_scale.weight": "layer_scalar",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale.": "router.scale",
+    "ffn_down_exps.scale.": "router.per_expert_scale",
+    **{f"ffn_{part}_exps": f"experts.{{}}.{part}_proj" for part in ("gate", "up", "down")},
+    "ffn_gate_up_exps": "experts.{}.gate_up_proj",
+}
 
 
 GEMMA4 = Architecture(
@@ -300,8 +319,15 @@ GEMMA4 = Architecture(
         "max_position_embeddings": 131_072,
         "sliding_window": 512,
         "final_logit_softcapping": None,
+        SWITCH: False,
     },
-    keys={"hidden_act": "hidden_activation"},
+    keys={"hidden_act": "hidden_activation", "num_experts_per_tok": "top_k_experts"},
+    gguf="gemma4",
+    gguf_names=FILE_NAMES,
+    gguf_by_kind=True,
+    gguf_characters="gemma4",
+    gguf_scales=("final_logit_softcapping",),
+    gguf_implied=lambda fields: {"attention_bias": False},
 )
 # As they are published, with encoders of images and, the small ones, of sounds.
 GEMMA4_IMAGES = replace(

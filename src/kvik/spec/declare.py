@@ -122,6 +122,10 @@ class Architecture:
             parts; {} stands for the number of an expert.
         gguf_rows: tensors of a block whose rows files have in another order, and the row of the
             checkpoint at each place.
+        gguf_by_kind: the files have heads and positions of layers with a window apart from those
+            of others.
+        gguf_characters: `tokenizer.ggml.model` of its tokenizers over characters: "llama", which
+            has scores, or one that has merges.
         gguf_log_scale: what the files have as `yarn_log_multiplier`, by `mscale_all_dim`; 0: they
             have none.
         gguf_present: layers of the first block -> keys of config.json that are true if files have
@@ -163,6 +167,8 @@ class Architecture:
     gguf_pairs: bool = False
     gguf_parts: Callable[[ModelFacts], Mapping[str, tuple[FilePart, ...]]] | None = None
     gguf_rows: Callable[[ModelFacts], Mapping[str, Sequence[int]]] | None = None
+    gguf_by_kind: bool = False
+    gguf_characters: str = "llama"
     gguf_log_scale: float = 0.0
     gguf_present: Mapping[str, str] = field(default_factory=dict)
     gguf_extra: Callable[[ModelFacts], Mapping[str, Sequence[int]]] | None = None

@@ -17,6 +17,7 @@ MAX_LAYERS, MAX_WIDTH = 4096, 1 << 20
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 # And that only every so-many-th layer has them.
 STEP_KEYS = ("decoder_sparse_step", "interleave_moe_layer_step")
+SWITCH = "enable_moe_block"  # of families that have experts or none
 SPARSE, DENSE = "sparse", "dense"  # of `mlp_layer_types`
 Scores = Literal["softmax", "sigmoid", "sparsemixer"]
 SCORES: tuple[Scores, ...] = get_args(Scores)
