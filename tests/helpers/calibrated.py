@@ -55,7 +55,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GraniteMoeHybrid": {
         "layer_types": ["attention"] * 3,
         "num_local_experts": 4,
-        "num_experts_per_tok": 2,
+        "num_experts_per_tok": 4,
         "intermediate_size": 24,
         "shared_intermediate_size": 40,
         "mamba_n_heads": 4,
@@ -126,6 +126,9 @@ def save_multiplied_out(folder: Path, results: Iterable[BlockResult], to: Path) 
             if layer.quantised is not None:
                 w = layer.quantised.dequantised()
                 tensors[f"{layer.name}.weight"] = (w.t() if transposed else w).contiguous()
+                scope, _, expert = layer.name.rpartition(".")
+                if expert.isdecimal():  # the experts of the layer stood together
+                    tensors.pop(f"{scope}.weight", None)
     save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
 
 

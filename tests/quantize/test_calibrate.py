@@ -75,7 +75,7 @@ def test_in_eight_bits_the_model_is_the_same(tmp_path: Path, family: str, method
     expected = PagedModel(tmp_path / "model").logits(ids)
     found = PagedModel(tmp_path / "after").logits(ids)
     # of random delta nets any noise of the weights does twice as much to the logits
-    bound = 0.08 if family in ("Qwen3_5", "Qwen3Next") else 0.04
+    bound = 0.08 if family in ("Qwen3_5", "Qwen3Next", "GraniteMoeHybrid") else 0.04
     assert float((found - expected).norm() / expected.norm()) < bound
     assert all(layer.on_inputs for result in results for layer in result.layers)
     rounded = [la for result in results for la in result.layers if la.quantised is not None]
