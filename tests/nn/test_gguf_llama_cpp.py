@@ -48,7 +48,15 @@ LATENT = {
 }
 YARN = {"rope_theta": 1e4, "rope_type": "yarn", "original_max_position_embeddings": 32}
 YARN |= {"factor": 4.0}
-CASES: dict[str, dict[str, Any]] = {
+GEMMA4 = {
+    **HEAD,
+    "global_head_dim": 32,
+    "sliding_window": 9,
+    "num_hidden_layers": 6,
+    "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2,
+    "vocab_size_per_layer_input": 96,
+}
+CASES: dict[str, dict[str, Any]] = {  # by family, and what the case is of
     # llama.cpp rounds the range of YaRN, which gpt-oss does not.
     "GptOss": {**HEAD, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 9}
     | {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}},
@@ -64,6 +72,12 @@ CASES: dict[str, dict[str, Any]] = {
     "Lfm2": {**WIDE, "layer_types": ["conv", "full_attention", "conv"]},
     "Falcon": {"hidden_size": 64, "new_decoder_architecture": True, "num_kv_heads": 2},
     "Gemma2": {**HEAD, "sliding_window": 9, "query_pre_attn_scalar": 16},
+    "Gemma4 token inputs": GEMMA4
+    | {"num_kv_shared_layers": 3, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 16},
+    "Gemma4 experts": GEMMA4
+    | {"hidden_size_per_layer_input": 0, "enable_moe_block": True, "top_k_experts": 2}
+    | {"num_experts": 4, "moe_intermediate_size": 32, "final_logit_softcapping": 3.0}
+    | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
     "Olmo3": {**WIDE, "num_hidden_layers": 4, "sliding_window": 9},
     "GraniteMoe": {**WIDE, "num_local_experts": 4, "num_experts_per_tok": 2},
     "Ministral3": HEAD
@@ -71,9 +85,9 @@ CASES: dict[str, dict[str, Any]] = {
     | {"llama_4_scaling_beta": 2.0},
     "GPT2": {"n_embd": 64},
 }
-# Measured: 2e-4 and, as llama.cpp has GELU by a table of fp16 numbers, 3e-3 and 0.014 (Gemma 2), of
-# logits of about 6.
-OFF = {"Falcon": 0.01, "GPT2": 0.01, "Gemma2": 0.05}
+# Measured: 2e-4 and, as llama.cpp has GELU by a table of fp16 numbers, 3e-3, 0.014 (Gemma 2) and
+# 0.024 (Gemma 4 with token inputs), of logits of about 6.
+OFF = {"Falcon": 0.01, "GPT2": 0.01, "Gemma2": 0.05, "Gemma4": 0.05}
 
 
 def by_llama_cpp(path: Path, ids: list[int]) -> Tensor:
@@ -104,9 +118,10 @@ def by_llama_cpp(path: Path, ids: list[int]) -> Tensor:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("family", CASES)
-def test_llama_cpp_says_the_same(family: str, tmp_path: Path) -> None:
-    save_tiny(tmp_path, family, **CASES[family])
+@pytest.mark.parametrize("case", CASES)
+def test_llama_cpp_says_the_same(case: str, tmp_path: Path) -> None:
+    family = case.partition(" ")[0]
+    save_tiny(tmp_path, family, **CASES[case])
     spec, path = read_model_spec(tmp_path), tmp_path / "m.gguf"
     metadata = {**model_metadata(spec, "tiny", "F32"), "tokenizer.ggml.model": "none"}
     write_gguf(path, metadata, gguf_tensors(open_checkpoint(tmp_path), spec, "F32"))

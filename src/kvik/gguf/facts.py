@@ -565,6 +565,7 @@ SCALES: Mapping[str, tuple[str, Callable[[ModelScales], float | None]]] = {
     "attn_logit_softcapping": ("attn_logit_softcapping", lambda scales: scales.attention_cap),
     "final_logit_softcapping": ("final_logit_softcapping", lambda scales: scales.logits_cap),
 }
+CAPS = ("attn_logit_softcapping", "final_logit_softcapping")  # 0 in a file: there is none
 PARALLEL = "use_parallel_residual"  # in both
 
 
@@ -634,7 +635,8 @@ def metadata_config(metadata: Metadata) -> dict[str, object]:
     for key in known.gguf_scales:
         at = f"{name}.{SCALES[key][0]}"
         if at in metadata:
-            config[key] = metadata.number(at, 0.0, 1e9)
+            value = metadata.number(at, 0.0, 1e9)
+            config[key] = None if value == 0.0 and key in CAPS else value
     if f"{name}.{PARALLEL}" in metadata:
         config[PARALLEL] = metadata.boolean(f"{name}.{PARALLEL}", True)
     config |= _experts_config(metadata, known, layers, config)

@@ -26,6 +26,7 @@ from kvik.spec.rope import RopeSpec, read_rope
 if TYPE_CHECKING:
     from torch import Tensor
 
+CAP = "final_logit_softcapping"
 NAMES = ExpertNames(router="router.proj", scales="router.per_expert_scale")
 
 
@@ -176,7 +177,7 @@ class Gemma4:
 
 
 def gemma4_scales(fields: Fields) -> ModelScales:
-    return replace(gemma_scales(fields), logits_cap=softcap(fields, "final_logit_softcapping"))
+    return replace(gemma_scales(fields), logits_cap=softcap(fields, CAP))
 
 
 def gemma4_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
@@ -294,6 +295,12 @@ FILE_NAMES = GGUF_NAMES | {
 }
 
 
+def gemma4_implied(fields: Fields) -> dict[str, object]:
+    """Return what readers of files take for granted."""
+    told = CAP in fields or fields.is_null(CAP)
+    return {"attention_bias": False, **({} if told else {CAP: 30.0})}
+
+
 GEMMA4 = Architecture(
     "Gemma4ForCausalLM",
     "gemma4_text",
@@ -318,7 +325,7 @@ GEMMA4 = Architecture(
         "num_key_value_heads": 4,
         "max_position_embeddings": 131_072,
         "sliding_window": 512,
-        "final_logit_softcapping": None,
+        CAP: None,
         SWITCH: False,
     },
     keys={"hidden_act": "hidden_activation", "num_experts_per_tok": "top_k_experts"},
@@ -326,8 +333,9 @@ GEMMA4 = Architecture(
     gguf_names=FILE_NAMES,
     gguf_by_kind=True,
     gguf_characters="gemma4",
-    gguf_scales=("final_logit_softcapping",),
-    gguf_implied=lambda fields: {"attention_bias": False},
+    gguf_scales=(CAP,),
+    gguf_implied=gemma4_implied,
+    gguf_extra=lambda spec: {CAP: spec.scales.logits_cap or 0.0},
 )
 # As they are published, with encoders of images and, the small ones, of sounds.
 GEMMA4_IMAGES = replace(

@@ -171,7 +171,7 @@ class Architecture:
     gguf_characters: str = "llama"
     gguf_log_scale: float = 0.0
     gguf_present: Mapping[str, str] = field(default_factory=dict)
-    gguf_extra: Callable[[ModelFacts], Mapping[str, Sequence[int]]] | None = None
+    gguf_extra: Callable[[ModelFacts], Mapping[str, float | Sequence[int]]] | None = None
     gguf_scales: tuple[str, ...] = ()
     gguf_implied: Callable[[Fields], Mapping[str, object]] | None = None
 
