@@ -23,17 +23,17 @@ import kvik.llm, kvik.launch, kvik.worker.worker
 BUDGETS = {
     "import kvik": (set[str](), 3),
     "import kvik.cli.main as m; m._help(m.VERBS)": (set[str](), 12),
-    "import kvik.cli.generate as v; v.build_parser()": ({"tokenizers"}, 70),
-    "import kvik.launch": ({"tokenizers"}, 95),
-    "import kvik.llm": ({"tokenizers"}, 100),
-    "import kvik.engine_process": ({"tokenizers", "msgspec", "typing_extensions"}, 105),
+    "import kvik.cli.generate as v; v.build_parser()": ({"tokenizers"}, 85),
+    "import kvik.launch": ({"tokenizers"}, 110),
+    "import kvik.llm": ({"tokenizers"}, 115),
+    "import kvik.engine_process": ({"tokenizers", "msgspec", "typing_extensions"}, 120),
     "import kvik.cli.serve as v; v.build_parser()": (
         {
             *("tokenizers", "msgspec", "typing_extensions", "prometheus_client", "starlette"),
             *("anyio", "sniffio", "idna", "jinja2", "markupsafe", "uvicorn", "click", "httptools"),
             *("uvloop", "cython_runtime"),
         },
-        170,
+        185,
     ),
     "from kvik import LLM\nwith LLM() as llm: llm.generate('Once')": (
         {"tokenizers", "numpy", "torch", "torchgen", "tqdm", "typing_extensions"},

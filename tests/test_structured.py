@@ -156,9 +156,10 @@ def test_calls_that_must_come_are_valid_in_every_dialect(llm: LLM, dialect: Dial
     for output in llm.generate(["Once"] * 4, checked):
         parser = AnswerForm(use, form).parser()
         deltas = [*parser.push(output.text), *parser.close()]
-        assert parser.num_calls == 1 and not any(delta.text for delta in deltas)
-        if output.outputs[0].finish_reason == "stop":
+        assert parser.num_calls == 1
+        if output.outputs[0].finish_reason == "stop":  # else the begun call is all the text
             ended += 1
+            assert not any(delta.text for delta in deltas)
             arguments = json.loads("".join(delta.arguments for delta in deltas))
             assert Draft202012Validator(schema).is_valid(arguments), output.text
     assert ended
