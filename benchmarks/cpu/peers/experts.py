@@ -6,7 +6,7 @@ FOLDER/NAME gets a config.json and a tokenizer. kvik draws the weights as it loa
 "random"`), of normal numbers with a standard deviation of 0.02. FOLDER/NAME-TYPE.gguf has the same
 numbers, in the block types of llama.cpp's own mix. Neither ever holds the floats of the model: a
 matrix repeats its first million numbers, routers are drawn whole. Routers of such numbers
-choose their experts nearly evenly. Needs kvik.
+should choose their experts nearly evenly. Needs kvik.
 """
 
 from __future__ import annotations
