@@ -98,7 +98,7 @@ def test_logits_do_not_depend_on_chunks_or_companions(
     options: dict[str, Any] = {}
     if kernels == "native":
         options["ops"], options["backend"] = native()
-    model = PagedModel(None, spec=spec, block_size=BLOCK, num_blocks=64, **options)
+    model = PagedModel(None, spec=spec, block_size=BLOCK, num_blocks=256, **options)
     ids = tokens(50, vocab=spec.vocab_size)
     whole = model.logits(ids)
     torch.testing.assert_close(model.logits(ids, chunk, 1), whole, atol=1e-4, rtol=0)
@@ -107,7 +107,7 @@ def test_logits_do_not_depend_on_chunks_or_companions(
     found += [model.step({2: ids[i : i + 1], 3: ids[i - 39 : i - 38]})[2] for i in range(40, 50)]
     torch.testing.assert_close(torch.cat(found), whole, atol=1e-4, rtol=0)
     if kernels == "native":
-        plain = PagedModel(None, spec=spec, block_size=BLOCK, num_blocks=64, ops=REFERENCE)
+        plain = PagedModel(None, spec=spec, block_size=BLOCK, num_blocks=256, ops=REFERENCE)
         torch.testing.assert_close(whole, plain.logits(ids), atol=1e-3, rtol=0)
 
 
