@@ -143,7 +143,8 @@ def draft(model, tmp_path_factory) -> str:
         return str(BUNDLED.parent / "stories-draft")
     folder = tmp_path_factory.mktemp("draft")
     config = json.loads((Path(model["model"]) / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "sliding_window": 12}))
+    shorter = {"sliding_window": 12, "attention_chunk_size": 12}
+    (folder / "config.json").write_text(json.dumps({**config, **shorter}))
     return str(folder)
 
 
