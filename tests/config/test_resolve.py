@@ -330,7 +330,7 @@ def test_memory_grows_with_each_part() -> None:
 
 
 def test_rotary_positions_are_counted() -> None:
-    """A table of max_model_len rows of head_dim numbers in fp32, beside the tables of requests."""
+    """A row of head_dim numbers in fp32 for each 1,024 positions, beside the tables of requests."""
 
     def overhead(spec: ModelSpec, length: int) -> int:
         sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 64, "num_blocks": 1000}
@@ -338,7 +338,7 @@ def test_rotary_positions_are_counted() -> None:
 
     tokens_and_blocks = 1024 * 4 + 2 * 1024 // 16 * 4  # the blocks once more in a step
     more = overhead(SMALL, 2048) - overhead(SMALL, 1024)
-    assert more == 1024 * SMALL.head_dim * 4 + tokens_and_blocks
+    assert more == SMALL.head_dim * 4 + tokens_and_blocks
     assert overhead(LEARNED, 128) - overhead(LEARNED, 64) == 64 * 4 + 2 * 64 // 16 * 4
 
 

@@ -65,7 +65,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GPTNeoX": {"num_key_value_heads": 4},
     "Falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "Starcoder2": {},
-    "OPT": {"word_embed_proj_dim": 32},
+    "OPT": {"word_embed_proj_dim": 32, "ffn_dim": 64},
     "Qwen3Moe": {
         "head_dim": 8,
         "num_experts": 6,
