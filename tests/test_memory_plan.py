@@ -153,9 +153,10 @@ def test_a_draft_model_is_planned_with_its_cache_and_probabilities(
     draft = {**SMALL, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 6}
     (small / "config.json").write_text(json.dumps(draft))
     wish = {"method": "draft_model", "model": str(small), "adaptive": False}
-    sizes = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "max_model_len": 1024}
     wish["num_speculative_tokens"] = 6
-    found = run(SMALL, tmp_path, kernels=kernels, num_blocks=239, speculative_config=wish, **sizes)
+    sizes = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "max_model_len": 1024}
+    wishes = {"kernels": kernels, "dtype": "bfloat16", "num_blocks": 239, **sizes}
+    found = run(SMALL, tmp_path, speculative_config=wish, **wishes)
     assert found.drafts > 16 * 6
     own, drafts = 2 * 2 * 32, 6 * 2 * 16  # layers, heads, head_dim
     assert found.kv_cache == 240 * 16 * 2 * 2 * (own + drafts)
