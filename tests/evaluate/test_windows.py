@@ -21,7 +21,7 @@ from kvik.core.plan import SchedulerOutput
 from kvik.errors import ConfigError
 from kvik.evaluate.windows import (
     Reader,
-    Window,
+    ScoredWindow,
     check_room,
     choose_window,
     count_scored,
@@ -37,37 +37,37 @@ from kvik.text.tokenizer import Tokenizer
 BOS = 99
 
 
-def windows(count: int, prefix: tuple[int, ...], window: int, stride: int) -> list[Window]:
+def windows(count: int, prefix: tuple[int, ...], window: int, stride: int) -> list[ScoredWindow]:
     return list(cut(range(count), prefix, window, stride))
 
 
-def scored(found: list[Window]) -> list[int]:
+def scored(found: list[ScoredWindow]) -> list[int]:
     return [token for window in found for token in window.token_ids[window.first_scored :]]
 
 
 def test_adjacent_windows_do_not_score_their_first_tokens() -> None:
     assert windows(10, (), 4, 4) == [
-        Window((0, 1, 2, 3), 1),
-        Window((4, 5, 6, 7), 1),
-        Window((8, 9), 1),
+        ScoredWindow((0, 1, 2, 3), 1),
+        ScoredWindow((4, 5, 6, 7), 1),
+        ScoredWindow((8, 9), 1),
     ]
 
 
 def test_windows_that_overlap_lose_one_token_of_the_text() -> None:
     assert windows(9, (), 4, 2) == [
-        Window((0, 1, 2, 3), 1),
-        Window((2, 3, 4, 5), 2),
-        Window((4, 5, 6, 7), 2),
-        Window((6, 7, 8), 2),
+        ScoredWindow((0, 1, 2, 3), 1),
+        ScoredWindow((2, 3, 4, 5), 2),
+        ScoredWindow((4, 5, 6, 7), 2),
+        ScoredWindow((6, 7, 8), 2),
     ]
 
 
 def test_bos_begins_every_window_and_nothing_is_lost() -> None:
     # the stride asked for would jump over a token, as BOS takes one's room
     assert windows(7, (BOS,), 4, 4) == [
-        Window((BOS, 0, 1, 2), 1),
-        Window((BOS, 3, 4, 5), 1),
-        Window((BOS, 6), 1),
+        ScoredWindow((BOS, 0, 1, 2), 1),
+        ScoredWindow((BOS, 3, 4, 5), 1),
+        ScoredWindow((BOS, 6), 1),
     ]
 
 
@@ -77,13 +77,13 @@ def test_bos_begins_every_window_and_nothing_is_lost() -> None:
         (0, (), []),
         (1, (), []),
         (0, (BOS,), []),
-        (1, (BOS,), [Window((BOS, 0), 1)]),
-        (3, (), [Window((0, 1, 2), 1)]),
-        (5, (), [Window((0, 1, 2, 3, 4), 1)]),
-        (6, (), [Window((0, 1, 2, 3, 4), 1)]),  # the last token has nothing before it
+        (1, (BOS,), [ScoredWindow((BOS, 0), 1)]),
+        (3, (), [ScoredWindow((0, 1, 2), 1)]),
+        (5, (), [ScoredWindow((0, 1, 2, 3, 4), 1)]),
+        (6, (), [ScoredWindow((0, 1, 2, 3, 4), 1)]),  # the last token has nothing before it
     ],
 )
-def test_short_texts(count: int, prefix: tuple[int, ...], expected: list[Window]) -> None:
+def test_short_texts(count: int, prefix: tuple[int, ...], expected: list[ScoredWindow]) -> None:
     assert windows(count, prefix, 5, 5) == expected
 
 
@@ -190,7 +190,7 @@ def test_a_window_is_read_in_chunks_and_scored_in_parts(resolved: ResolvedConfig
     model = Positions()
     reader = Reader(resolved, model)
     ids = tuple(range(1000, 1000 + WINDOW))
-    pieces = list(read_together([reader], Window(ids, 90)))
+    pieces = list(read_together([reader], ScoredWindow(ids, 90)))
     assert [plan.num_scheduled_tokens for plan in model.plans] == [[70], [70], [59]]
     assert all(plan.slots == [0] and plan.samples == [False] for plan in model.plans)
     (new,) = model.plans[0].new_requests
@@ -206,7 +206,7 @@ def test_every_window_begins_with_an_empty_slot(resolved: ResolvedConfig) -> Non
     model = Positions()
     reader = Reader(resolved, model)
     for length in (WINDOW, 3, 2):
-        list(read_together([reader], Window(tuple(range(length)), 1)))
+        list(read_together([reader], ScoredWindow(tuple(range(length)), 1)))
     begun = [plan for plan in model.plans if plan.new_requests]
     assert [plan.freed_slots for plan in begun] == [[], [0], [0]]
     assert [plan.step for plan in model.plans] == list(range(len(model.plans)))
@@ -225,7 +225,7 @@ def test_models_take_the_chunks_that_both_can(resolved: ResolvedConfig) -> None:
     small = replace(resolved, scheduler=replace(resolved.scheduler, max_num_batched_tokens=33))
     models = (Positions(), Positions())
     readers = [Reader(resolved, models[0]), Reader(small, models[1])]
-    for piece in read_together(readers, Window(tuple(range(WINDOW)), 1)):
+    for piece in read_together(readers, ScoredWindow(tuple(range(WINDOW)), 1)):
         assert torch.equal(piece.logits[0], piece.logits[1])
         assert piece.logits[0].shape == (len(piece.ids), VOCAB)
     for model in models:

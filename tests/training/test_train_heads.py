@@ -13,7 +13,7 @@ from kvik import LLM, SamplingParams
 from kvik.config.config import EngineConfig
 from kvik.config.draft_heads import EAGLE, KINDS, MEDUSA, read_heads_spec
 from kvik.errors import ConfigError, ModelError
-from kvik.evaluate.windows import Window
+from kvik.evaluate.windows import ScoredWindow
 from kvik.launch import resolve_config
 from kvik.spec.declare import ForwardContext
 from kvik.training.heads import (
@@ -53,11 +53,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def windows() -> list[Window]:
+def windows() -> list[ScoredWindow]:
     """A circle of twelve tokens, entered anywhere."""
     circle = [7, 90, 33, 5, 61, 18, 72, 44, 29, 83, 50, 11]
     starts = [5 * i % 12 for i in range(48)]
-    return [Window(tuple((circle * 3)[start : start + 20]), 1) for start in starts]
+    return [ScoredWindow(tuple((circle * 3)[start : start + 20]), 1) for start in starts]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -165,7 +165,7 @@ def test_a_place_that_is_taken_and_too_little_text(model, windows, tmp_path):
     assert sorted(path.read_bytes() for path in model.iterdir()) == before
     with pytest.raises(ConfigError, match="16 windows or more, not 3"):
         train_heads(config, windows[:3], recipe(MEDUSA), tmp_path / "new", quiet)
-    short = [Window((1, 2, 3), 1)] * 20
+    short = [ScoredWindow((1, 2, 3), 1)] * 20
     with pytest.raises(ConfigError, match="more than 3 tokens"):
         train_heads(config, short, recipe(MEDUSA), tmp_path / "new", quiet)
 

@@ -20,7 +20,7 @@ from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.errors import ConfigError, ModelError
 from kvik.evaluate.windows import (
     Reader,
-    Window,
+    ScoredWindow,
     check_room,
     choose_window,
     count_scored,
@@ -176,7 +176,7 @@ class Reading:
             count_scored(len(ids), len(self.prefix), self.window, self.stride) for ids in self.texts
         )
 
-    def windows(self) -> Iterator[Window]:
+    def windows(self) -> Iterator[ScoredWindow]:
         """Yield windows one at a time: overlapping ones together would be many times the texts."""
         for ids in self.texts:
             yield from cut(ids.tolist(), self.prefix, self.window, self.stride)

@@ -147,7 +147,7 @@ def check_room(resolved: ResolvedConfig, reference: ResolvedConfig) -> None:
         )
 
 
-def read_together(readers: Sequence[Reader], window: Window) -> Iterator[Piece]:
+def read_together(readers: Sequence[Reader], window: ScoredWindow) -> Iterator[Piece]:
     """Let all models read a window in step, with only a few rows of logits in memory at a time.
 
     The last token of a window predicts no scored token, so it is not read.
@@ -240,7 +240,7 @@ LONGEST_DEFAULT = 2048  # what most papers read at once
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class ScoredWindow:
     """A window of a text.
 
     Attributes:
@@ -270,7 +270,9 @@ def choose_window(longest: int, window: int | None, stride: int | None) -> tuple
     return chosen, step
 
 
-def cut(ids: Sequence[int], prefix: Sequence[int], window: int, stride: int) -> Iterator[Window]:
+def cut(
+    ids: Sequence[int], prefix: Sequence[int], window: int, stride: int
+) -> Iterator[ScoredWindow]:
     """Yield the windows of one text. A short text is one shorter window; a text of which no token
     can be scored has none.
 
@@ -281,7 +283,7 @@ def cut(ids: Sequence[int], prefix: Sequence[int], window: int, stride: int) -> 
         stride: tokens of the text from one window to the next; at most what a window has of them.
     """
     for start, end, first in _spans(len(ids), len(prefix), window, stride):
-        yield Window((*prefix, *ids[start:end]), first)
+        yield ScoredWindow((*prefix, *ids[start:end]), first)
 
 
 def count_scored(length: int, num_prefix: int, window: int, stride: int) -> int:

@@ -231,7 +231,7 @@ def _check(spec: ModelSpec, metadata: Mapping[str, Entry], architecture: str) ->
             and (
                 *((rope := pair[0]).theta, _stored_width(*pair), rope.interleaved),
                 *(rope.mscale, rope.mscale_all_dim, rope.truncate, rope.query_beta),
-                # those of the main one are told, perhaps by a tensor
+                # the file states those of the main one, perhaps in a tensor
                 *(() if pair == main else (rope.kind, rope.factor)),
             )
             for pair in map(model.rotation, model.layers)

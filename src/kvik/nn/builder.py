@@ -44,7 +44,7 @@ from kvik.nn.layers import (
     ScaledSum,
     Stage,
 )
-from kvik.nn.parts import HeadRows, HeadUps, LayerFiller, Quantizer, Rows, Target, head_rows
+from kvik.nn.parts import HeadRows, LayerFiller, Quantizer, Rows, Target, head_rows
 from kvik.nn.rope import Rope
 from kvik.nn.storage import FreshStorage, Storage
 from kvik.spec.declare import (
@@ -641,12 +641,15 @@ class Builder:
             return up
         quantizer = Quantizer(kind, layer)
         if len(names) == 1:
-            shape = LinearShape(latent.rank, heads * (latent.nope + latent.value))
-            ups = HeadUps(self.ops, keys, values, quantizer, latent)
-            self._declare_layer(layer, shape, self._scheme(names[0]), ups, 0)
+            size, nope = latent.nope + latent.value, latent.nope
+            shape = LinearShape(latent.rank, heads * size)
+            # Keys are multiplied with queries before the cache is read: they are transposed.
+            parts = (keys, lambda rows: rows[:nope].t()), (values, lambda rows: rows[nope:])
+            to = HeadRows(self.ops, quantizer, size, parts)
+            self._declare_layer(layer, shape, self._scheme(names[0]), to, 0)
             return up
         for name, one, (inputs, outputs) in zip(names, each, sizes, strict=True):
-            to = HeadRows(self.ops, one, quantizer, outputs)
+            to = HeadRows(self.ops, quantizer, outputs, [(one, lambda rows: rows)])
             shape = LinearShape(inputs, heads * outputs)
             self._declare_layer(self._name(name), shape, self._scheme(name), to, 0)
         return up

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -16,7 +16,6 @@ from kvik.kernels.rounding import round_int4, round_int8, round_mxfp4, round_to_
 from kvik.kernels.weights import Matrix, Weight, float_weight
 from kvik.nn.checkpoint import run_length
 from kvik.nn.formats.base import LinearShape, StoredTensor, TensorError, WeightFormat
-from kvik.spec.layers import LatentSpec
 from kvik.spec.weight_kind import WeightKind
 
 
@@ -106,80 +105,51 @@ class Rows:
 
 
 class HeadRows:
-    """Takes the rows of all heads, one head's behind the other's, into a matrix of
+    """Takes the rows of all heads, one head's behind the other's, into matrices of
     `Ops.linear_each`.
 
     Args:
-        outputs: rows of a head.
-    """
-
-    def __init__(self, ops: Ops, matrix: Matrix, quantizer: Quantizer, outputs: int) -> None:
-        self._ops = ops
-        self._matrix = matrix
-        self._quantizer = quantizer
-        self._outputs = outputs
-        self._begun: dict[int, tuple[Tensor, int]] = {}  # heads: their rows, how many are there
-
-    def put(self, first: int, weight: Weight) -> None:
-        """Rows first.. of the layer."""
-        values, size = self._quantizer(weight).values, self._outputs
-        while len(values):
-            head, at = divmod(first, size)
-            run = values[: size - at]
-            whole = run.new_zeros(head_rows(size), run.shape[1])
-            rows, count = self._begun.pop(head, (whole, 0))
-            rows[at : at + len(run)] = run
-            if count + len(run) == size:
-                self._ops.pack_rows(self._matrix, head * len(rows), float_weight(rows))
-            else:
-                self._begun[head] = rows, count + len(run)
-            first, values = first + len(run), values[len(run) :]
-
-
-class HeadUps:
-    """Takes the rows of a layer that makes keys and values of all heads from latent vectors, which
-    are those of the first head's key and value, then of the second's. Keys are multiplied with
-    queries before the cache is read, so a head's rows of the key are transposed.
-
-    Args:
-        keys, values: matrices of `Ops.linear_each`, into queries and out of means.
-        latent: sizes of a head.
+        rows: of a head.
+        parts: the matrices and what each takes of a head's rows, [rows, inputs].
     """
 
     def __init__(
-        self, ops: Ops, keys: Matrix, values: Matrix, quantizer: Quantizer, latent: LatentSpec
+        self,
+        ops: Ops,
+        quantizer: Quantizer,
+        rows: int,
+        parts: Sequence[tuple[Matrix, Callable[[Tensor], Tensor]]],
     ) -> None:
         self._ops = ops
-        self._keys = keys
-        self._values = values
         self._quantizer = quantizer
-        self._latent = latent
+        self._rows = rows
+        self._parts = parts
         self._begun: dict[int, tuple[Tensor, int]] = {}  # heads: their rows, how many are there
 
     def put(self, first: int, weight: Weight) -> None:
         """Rows first.. of the layer."""
-        values, each = self._quantizer(weight).values, self._latent.nope + self._latent.value
+        values, size = self._quantizer(weight).values, self._rows
         while len(values):
-            head, at = divmod(first, each)
-            run = values[: each - at]
-            rows, count = self._begun.pop(head, (run.new_empty(each, run.shape[1]), 0))
+            head, at = divmod(first, size)
+            run = values[: size - at]
+            rows, count = self._begun.pop(head, (run.new_empty(size, run.shape[1]), 0))
             rows[at : at + len(run)] = run
-            if count + len(run) == each:
+            if count + len(run) == size:
                 self._pack(head, rows)
             else:
                 self._begun[head] = rows, count + len(run)
             first, values = first + len(run), values[len(run) :]
 
     def _pack(self, head: int, rows: Tensor) -> None:
-        nope = self._latent.nope
-        for matrix, part in ((self._keys, rows[:nope].t()), (self._values, rows[nope:])):
+        for matrix, taken in self._parts:
+            part = taken(rows)
             whole = part.new_zeros(head_rows(len(part)), part.shape[1])
             whole[: len(part)] = part
             self._ops.pack_rows(matrix, head * len(whole), float_weight(whole))
 
 
 class Target(Protocol):
-    """What takes the rows of a layer: `Rows`, `HeadRows` or `HeadUps`."""
+    """What takes the rows of a layer: `Rows` or `HeadRows`."""
 
     def put(self, first: int, weight: Weight) -> None: ...
 

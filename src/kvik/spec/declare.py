@@ -60,8 +60,8 @@ class FilePart:
         name: of the layer as which it is read, in a block; {} stands for the number of an expert.
         rows, columns: of the layer's weight; (): all, in their order.
         transposed: the checkpoint stores [inputs, outputs].
-        heads: the file has a matrix for each of so many heads, [heads, rows, columns]; 0: it has
-            one. turned: these are transposed.
+        heads: number of matrices in the file, [heads, rows, columns], one for each head; 0: it has
+            one matrix. turned: these are transposed.
     """
 
     name: str
@@ -113,7 +113,7 @@ class Architecture:
         fixed: keys with the only supported value; another one would change the arithmetic.
         gguf: `general.architecture` of its GGUF files; None: none exist.
         gguf_told: key of a file and the least value with which it is of this architecture, where
-            several have one name; (): it is unless another one is told so.
+            several have one name; (): this one, where no key of another one stands.
         gguf_names: names of tensors in GGUF -> in the checkpoint, where they differ from Llama's:
             of a block's layers, and whole ones of what `gguf.facts.OUTER` lists. A name that ends
             in `.weight`, `.bias` or a dot is that of one tensor, in the last case of `ssm_a`.
@@ -130,7 +130,7 @@ class Architecture:
             have none.
         gguf_present: layers of the first block -> keys of config.json that are true if files have
             them.
-        gguf_extra: keys of the files that llama.cpp needs and nobody else.
+        gguf_extra: keys of the files that only llama.cpp needs.
         gguf_scales: keys of config.json, of `gguf.facts.SCALES`, that the files have too.
         gguf_implied: keys of config.json that no file has, from those that it has.
     """
@@ -287,7 +287,7 @@ class Rotations(Protocol):
         ...
 
 
-class ScaledQueries(Protocol):
+class ScaledQueriesLayer(Protocol):
     def __call__(self, q: Tensor, ctx: ForwardContext) -> Tensor:
         """q [tokens, heads, head_dim] -> the same, times a number of each token."""
         ...
@@ -517,7 +517,7 @@ class LayerBuilder(Protocol):
         self, name: str, heads: int, dim: int, eps: float, *, rope: RopeSpec | None = None
     ) -> Norm: ...
 
-    def query_scale(self, spec: QueryScale) -> ScaledQueries: ...
+    def query_scale(self, spec: QueryScale) -> ScaledQueriesLayer: ...
 
     def rope(self, spec: RopeSpec, head_dim: int) -> Rotations: ...
 

@@ -263,7 +263,7 @@ def group_layers(
         kinds.append((layers, share if rest == 0 and not apart else 1))
 
     def padded(places: int) -> int:
-        """Places in all blocks that tokens need, if a block has so many for layers."""
+        """Places in all blocks that tokens need, where a block has `places` places for layers."""
         return places * sum(-(-len(layers) // (places * share)) for layers, share in kinds)
 
     needed = [-(-len(layers) // share) for layers, share in kinds]

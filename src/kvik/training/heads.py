@@ -17,7 +17,14 @@ from kvik.config.config import EngineConfig
 from kvik.config.draft_heads import EAGLE, KINDS, MEDUSA, HeadsSpec, read_heads_spec
 from kvik.config.memory import PROMPT_ROWS
 from kvik.errors import ConfigError, ModelError
-from kvik.evaluate.windows import Reader, Window, cut, loaded_reader, prompt_prefix, resolve_reader
+from kvik.evaluate.windows import (
+    Reader,
+    ScoredWindow,
+    cut,
+    loaded_reader,
+    prompt_prefix,
+    resolve_reader,
+)
 from kvik.files import working_folder, writing_whole_folder
 from kvik.nn.safetensors import write_safetensors
 from kvik.text.tokenizer import Tokenizer
@@ -185,7 +192,7 @@ class TrainedHeads:
     finished: bool
 
 
-def windows_of(texts: Sequence[str], tokenizer: Tokenizer, window: int) -> list[Window]:
+def windows_of(texts: Sequence[str], tokenizer: Tokenizer, window: int) -> list[ScoredWindow]:
     """Return windows that cover some texts, each text from its beginning.
 
     Raises:
@@ -203,7 +210,7 @@ def windows_of(texts: Sequence[str], tokenizer: Tokenizer, window: int) -> list[
 
 def train_heads(
     config: EngineConfig,
-    windows: Sequence[Window],
+    windows: Sequence[ScoredWindow],
     recipe: HeadsRecipe,
     out: Path,
     progress: Progress,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvik.errors import ConfigError
-from kvik.evaluate.windows import Reader, Window
+from kvik.evaluate.windows import Reader, ScoredWindow
 
 Progress = Callable[[str, float], None]  # progress(what is being done, share done)
 HELD_OUT = 16  # one window of this many is held out of training
@@ -68,7 +68,7 @@ class States:
         return Batch(self.hidden[behind].float(), self.ids[behind + 1], at - self.starts[window])
 
 
-def check_windows(windows: Sequence[Window], depth: int) -> None:
+def check_windows(windows: Sequence[ScoredWindow], depth: int) -> None:
     """Check that windows are enough for training and for measuring.
 
     Raises:
@@ -89,7 +89,7 @@ def check_windows(windows: Sequence[Window], depth: int) -> None:
 
 
 def read_states(
-    reader: Reader, windows: Sequence[Window], file: Path, progress: Progress
+    reader: Reader, windows: Sequence[ScoredWindow], file: Path, progress: Progress
 ) -> States:
     """Let the model read windows, and return the hidden states.
 
