@@ -319,3 +319,10 @@ def test_experts_that_cannot_be(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError) as caught:
         ModelSpec.from_config({key: v for key, v in values.items() if v is not None})
     assert message in str(caught.value).replace(":", "")
+
+
+def test_the_widest_feed_forward_part_is_an_mlp_or_the_experts_beside_it() -> None:
+    config = PUBLIC["Gemma-4-26B-A4B"]
+    assert ModelSpec.from_config(config).inner_width == 8 * 704
+    wide = ModelSpec.from_config({**config, "intermediate_size": 21_504})
+    assert wide.inner_width == 21_504

@@ -427,16 +427,11 @@ class Builder:
             scale: of the vectors, as a number of the dtype.
         """
         scale = float(torch.tensor(scale, dtype=self.dtype))
-        scheme = None
-        if self.checkpoint is not None and self.stored_quantization is not None:
-            scheme = self.stored_quantization.embedding_scheme(self._name(name))
         stored_as_matrix = self._name(name) in self.storage.names
-        if not tied and scheme is None and not stored_as_matrix:
+        if not tied and self._embedding_scheme(name) is None and not stored_as_matrix:
             plain = self.embedding(name, vocab, hidden)
             return Embedding(self.ops, plain.table, scale)
-        shape = LinearShape(hidden, vocab)
-        linear = self._linear((name,), [shape], [scheme], bias=False, head=True)
-        return MatrixEmbedding(self.ops, linear.matrix, self.dtype, tied, scale)
+        return self._embedding_matrix(name, LinearShape(hidden, vocab), tied, scale)
 
     def token_inputs(self, name: str, vocab: int, width: int, *, scale: float) -> MatrixEmbedding:
         """Return a table of vectors of tokens, which is quantised as a head is.
@@ -444,12 +439,19 @@ class Builder:
         Args:
             scale: of the vectors.
         """
-        scheme = None
-        if self.checkpoint is not None and self.stored_quantization is not None:
-            scheme = self.stored_quantization.embedding_scheme(self._name(name))
-        shape = LinearShape(width, vocab)
+        return self._embedding_matrix(name, LinearShape(width, vocab), False, scale)
+
+    def _embedding_matrix(
+        self, name: str, shape: LinearShape, tied: bool, scale: float
+    ) -> MatrixEmbedding:
+        scheme = self._embedding_scheme(name)
         linear = self._linear((name,), [shape], [scheme], bias=False, head=True)
-        return MatrixEmbedding(self.ops, linear.matrix, self.dtype, False, scale)
+        return MatrixEmbedding(self.ops, linear.matrix, self.dtype, tied, scale)
+
+    def _embedding_scheme(self, name: str) -> StoredScheme | None:
+        if self.checkpoint is None or self.stored_quantization is None:
+            return None
+        return self.stored_quantization.embedding_scheme(self._name(name))
 
     def lm_head(
         self,

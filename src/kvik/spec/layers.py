@@ -71,7 +71,7 @@ class LayerSpec:
         head_dim, kv_heads: of its heads, and of those of keys and values; None: as of the model.
         kv_from: an earlier layer, whose keys and values it reads; None: it has its own.
         value_is_key: it has no matrix of values, which are its keys before norm and positions.
-        inner: width of its MLP; None: as of the model.
+        inner: width of its MLP, also of one beside experts; None: as of the model.
         token_input: channels of a vector of each token that this layer alone reads; 0: none.
         query_scale: of its queries, in layers that know no positions; None: 1.
     """

@@ -140,7 +140,9 @@ class ModelFacts:
         """The most inner activations that a token has in the MLP, or in its experts, of a layer."""
         return max(
             (
-                layer.experts.active_width if layer.experts else self.inner(layer)
+                max(layer.experts.active_width, layer.inner or 0)
+                if layer.experts
+                else self.inner(layer)
                 for layer in self.layers
             ),
             default=0,
