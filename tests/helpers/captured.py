@@ -96,8 +96,8 @@ class ByTensors:
             real = replace(
                 attend,
                 q=attend.q[some],
-                k=attend.k[some],
-                v=attend.v[some],
+                k=None if attend.k is None else attend.k[some],
+                v=None if attend.v is None else attend.v[some],
                 metadata=metadata.real,
                 rotation=None if attend.rotation is None else attend.rotation[some],
             )

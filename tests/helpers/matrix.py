@@ -288,7 +288,8 @@ def run(llm: LLM, column: Column, sampling: list[SamplingParams]) -> list[Reques
         for batch in batches:
             outputs = llm.generate([jobs[i][0] for i in batch], [jobs[i][1] for i in batch])
             for i, output in zip(batch, outputs, strict=True):
-                assert {c.error for c in output.outputs} == {None}
+                errors = {c.error for c in output.outputs}
+                assert errors == {None}, errors
                 found[i] = output
     return [found[i] for i in range(len(jobs))]
 

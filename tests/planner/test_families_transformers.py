@@ -119,7 +119,11 @@ TINY: dict[str, dict[str, Any]] = {
     "olmo": tiny("OlmoForCausalLM", "olmo", tie_word_embeddings=True),
     "olmo3": tiny("Olmo3ForCausalLM", "olmo3"),
     "stablelm, parallel": tiny(
-        "StableLmForCausalLM", "stablelm", use_parallel_residual=True, qk_layernorm=True
+        "StableLmForCausalLM",
+        "stablelm",
+        use_parallel_residual=True,
+        qk_layernorm=True,
+        partial_rotary_factor=0.5,
     ),
     "cohere with qk norm": tiny(
         "CohereForCausalLM", "cohere", use_qk_norm=True, attention_bias=True

@@ -537,8 +537,8 @@ class Generations:
             return
         generation.failure = failure
         self._processor.discard(generation.request_id)
-        self._forget(generation)
         self._engine.end(generation.request_id, None, FinishReason.ABORT)
+        self._forget(generation)
         self._observer.finished(generation.record, None, _FAILED[why])
         generation.changed.set()
 
