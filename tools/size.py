@@ -26,7 +26,7 @@ BUDGETS = {
     "models": 800,
     "nn": 3500,
     "planner": 5700,
-    "quantize": 3200,
+    "quantize": 3500,
     "server": 7500,
     "spec": 2200,
     "text": 2400,

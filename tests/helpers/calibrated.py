@@ -14,7 +14,8 @@ from torch import Tensor
 
 from kvik.models.model_spec import ModelSpec, read_model_spec
 from kvik.nn.checkpoint import open_checkpoint
-from kvik.quantize.calibrate import ModelBlocks, quantise_blocks
+from kvik.quantize.calibrate import quantise_blocks
+from kvik.quantize.model_blocks import ModelBlocks
 from kvik.quantize.quantised import BlockResult
 from kvik.quantize.recipe import Recipe
 
@@ -52,6 +53,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Glm4": {"head_dim": 8},
     "Cohere2": {},
     "Gemma3": {"head_dim": 8},
+    "Gemma4": {  # of every kind: the last layer reads the cache of the one before it
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "sliding_window": 5,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "num_kv_shared_layers": 1,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 96,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 4,
+        "moe_intermediate_size": 24,
+    },
     "GraniteMoeHybrid": {
         "layer_types": ["attention"] * 3,
         "num_local_experts": 4,
@@ -89,6 +105,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 # The layers of a family that stay floats, by the last words of their names.
 LEFT: dict[str, set[str]] = {
     "Qwen3Moe": {"gate"},  # the router
+    "Gemma4": {"proj"},  # router.proj
     "DeepseekV2": {"gate", "kv_b_proj"},
     "DeepseekV3": {"gate", "kv_b_proj"},
     "Glm4MoeLite": {"gate", "kv_b_proj"},
@@ -126,8 +143,12 @@ def save_multiplied_out(folder: Path, results: Iterable[BlockResult], to: Path) 
             if layer.quantised is not None:
                 w = layer.quantised.dequantised()
                 tensors[f"{layer.name}.weight"] = (w.t() if transposed else w).contiguous()
+                scope, experts, _ = layer.name.partition(".experts.")
+                if experts:  # those of the layer may have stood together
+                    for name in ("down_proj", "gate_up_proj"):
+                        tensors.pop(f"{scope}{experts}{name}", None)
                 scope, _, expert = layer.name.rpartition(".")
-                if expert.isdecimal():  # the experts of the layer stood together
+                if expert.isdecimal():
                     tensors.pop(f"{scope}.weight", None)
     save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
 

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvik.errors import ModelError
-from kvik.quantize.block import unwatched
+from kvik.quantize.block import BlockInputs, unwatched
+from kvik.quantize.model_blocks import walk
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -24,12 +25,11 @@ def test_block_by_block_is_the_model(tmp_path: Path, family: str) -> None:
     windows = random_windows(3, 11)
     model = model_blocks(tmp_path, 11)
     model.check()
-    x = torch.cat(list(model.embed(windows, 2)))
-    for index in range(3):
-        x = model.block(index).run(x, unwatched)
+    *_, (_, _, x) = walk(model, windows)
     whole = PagedModel(tmp_path)
+    norm = getattr(whole.model, "trunk", whole.model).norm
     for window, found in zip(windows, x, strict=True):
-        logits = whole.model.logits(whole.model.norm(found))  # type: ignore[attr-defined]
+        logits = whole.model.logits(norm(found))
         expected = PagedModel(tmp_path).logits(window.tolist())
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
@@ -73,7 +73,7 @@ def test_stored_transposed(tmp_path: Path) -> None:
 def test_watched_inputs_are_those_of_the_products(tmp_path: Path) -> None:
     save_tiny(tmp_path, "Llama")
     model = model_blocks(tmp_path, 5)
-    block, x = model.block(0), next(model.embed(random_windows(2, 5), 2))
+    block, inputs, _ = next(walk(model, random_windows(2, 5)))
     seen: dict[int, Tensor] = {}
 
     def watch(matrix: int, given: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def test_watched_inputs_are_those_of_the_products(tmp_path: Path) -> None:
         return torch.zeros_like(given)
 
     # nothing is added to the residual stream: x stays as it is
-    assert torch.equal(block.run(x, watch), x)
+    assert torch.equal(block.run(inputs, watch), inputs.x)
     widths = {layer.matrix: layer.weight.shape[1] for layer in block.layers}
     assert {matrix: given.shape for matrix, given in seen.items()} == {
         matrix: (10, width) for matrix, width in widths.items()
@@ -93,13 +93,13 @@ def test_a_block_is_gone_without_the_collector(tmp_path: Path) -> None:
     """Blocks are large, and the collector counts objects and not bytes."""
     save_tiny(tmp_path, "Llama")
     model = model_blocks(tmp_path, 5)
-    x = next(model.embed(random_windows(2, 5), 2))
+    (x,) = model.entrance(random_windows(2, 5)).embed(2)
     gc.collect()
     gc.disable()
     try:
         block = model.block(0)
         weight = weakref.ref(block.layers[0].weight)
-        block.run(x, unwatched)
+        block.run(BlockInputs(x), unwatched)
         del block
         assert weight() is None
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from torch.nn.functional import layer_norm, linear, rms_norm, silu
 from kvik.kernels.rounding import round_tokens
 from kvik.models.model_spec import ModelSpec, read_model_spec
 from kvik.quantize import factors as module
-from kvik.quantize.block import Block, unwatched
+from kvik.quantize.block import Block, BlockInputs, unwatched
 from kvik.quantize.factors import (
     Folded,
     clip,
@@ -30,6 +31,7 @@ from kvik.quantize.factors import (
     smoothing_scales,
 )
 from kvik.quantize.gptq import rtn
+from kvik.quantize.model_blocks import walk
 from kvik.quantize.quantised import Grid, Quantised, dequantise, quantise
 from kvik.quantize.recipe import ROW, TENSOR
 from kvik.quantize.source import Fold, folds
@@ -38,11 +40,12 @@ from kvik.quantize.statistics import InputStatistics
 
 def one_block(
     folder: Path, dtype: torch.dtype = torch.float32, index: int = 0
-) -> tuple[ModelSpec, Block, Tensor]:
-    """The spec, a block, and what the first one is given."""
+) -> tuple[ModelSpec, Block, BlockInputs]:
+    """The spec, a block, and what it reads."""
     spec = read_model_spec(folder)
     model = model_blocks(folder, 9, dtype)
-    return spec, model.block(index), next(model.embed(random_windows(4, 9), 4))
+    block, inputs, _ = next(islice(walk(model, random_windows(4, 9)), index, None))
+    return spec, block, inputs
 
 
 def of_block(spec: ModelSpec, index: int = 0) -> list[Fold]:
@@ -71,12 +74,16 @@ STACKED = {"GptOss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_to
 
 
 # Where the second block is of another kind than the first.
-SECOND = ("DeepseekV2", "DeepseekV3", "Lfm2", "Qwen3_5", "Qwen3Next")
+SECOND = ("Gemma4", "DeepseekV2", "DeepseekV3", "Lfm2", "Qwen3_5", "Qwen3Next")
 
 
 @pytest.mark.parametrize(
     ("family", "index"),
-    [*((family, 0) for family in (*FAMILIES, *STACKED)), *((family, 1) for family in SECOND)],
+    [
+        *((family, 0) for family in (*FAMILIES, *STACKED)),
+        *((family, 1) for family in SECOND),
+        ("Gemma4", 2),
+    ],
 )
 def test_outputs_stay(tmp_path: Path, family: str, index: int) -> None:
     save_tiny(tmp_path, family, **{**FAMILIES, **STACKED}[family])
@@ -100,6 +107,7 @@ def test_outputs_stay(tmp_path: Path, family: str, index: int) -> None:
         "Olmo2": (2,),
         "Cohere2": (2,),
         "GptOss": (2 + 1 + 4,),
+        "Gemma4": (3 + 2 * 4,) * 3,
         "GraniteMoeHybrid": (2 + 1 + 2 + 2 * 4,),  # and those of the MLP for all tokens
         "Qwen3Moe": (2 + 1 + 2 * 6,),  # the router, and two of each expert
         "DeepseekV2": (5, 3 + 1 + 2 * 6 + 2),

@@ -338,13 +338,6 @@ def test_recipes_that_do_not_fit_the_model(plain: Path, tmp_path: Path) -> None:
     check_request(odd, Recipe("rtn", group_size=-1), tmp_path, None)
 
 
-def test_layers_of_several_shapes_are_refused(tmp_path: Path) -> None:
-    options = {"head_dim": 8, "global_head_dim": 16, "hidden_size_per_layer_input": 8}
-    save_tiny(tmp_path, "Gemma4", **options, num_kv_shared_layers=0, vocab_size_per_layer_input=96)
-    with pytest.raises(ModelError, match="heads of several sizes"):
-        open_source(tmp_path)
-
-
 def test_a_quantised_model_is_refused(plain: Path, tmp_path: Path) -> None:
     quantise(plain, tmp_path / "q", recipe_of("rtn"))
     with pytest.raises(ModelError, match="quantised already"):

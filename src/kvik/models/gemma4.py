@@ -73,8 +73,8 @@ class Gemma4FeedForward:
         self.experts = None
         if facts.experts is not None:
             self.fed_norm = norm("post_feedforward_layernorm_1")
-            self.router_norm = norm("router", scale=hidden**-0.5, tensor="scale")
-            self.experts_norm = norm("pre_feedforward_layernorm_2")
+            self.router_norm = norm("router", scale=hidden**-0.5, tensor="scale", before="router")
+            self.experts_norm = norm("pre_feedforward_layernorm_2", before="expert_gate_up")
             self.experts = builder.experts(
                 hidden, facts.experts, NAMES, activation="gelu_tanh_and_mul"
             )
@@ -159,13 +159,16 @@ class Gemma4:
     def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         """ids [tokens] -> hidden [tokens, hidden]."""
         x = self.enter(ids, ctx)
-        if self.inputs is not None:
-            ctx = replace(ctx, token_inputs=self.inputs(ids, x, ctx))
+        ctx = replace(ctx, token_inputs=self.token_inputs(ids, x, ctx))
         return self.trunk.norm(self.blocks(x, ctx))
 
     def enter(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         """ids [tokens] -> the residual stream before the first layer, [tokens, hidden]."""
         return self.trunk.enter(ids, ctx)
+
+    def token_inputs(self, ids: Tensor, x: Tensor, ctx: ForwardContext) -> Tensor | None:
+        """ids [tokens], x [tokens, hidden], their embeddings -> [tokens, layers, width]."""
+        return None if self.inputs is None else self.inputs(ids, x, ctx)
 
     def blocks(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """Return the residual stream x [tokens, hidden] -> the same behind the last layer."""
@@ -312,6 +315,7 @@ GEMMA4 = Architecture(
     qkv_bias="attention_bias",
     o_bias="attention_bias",
     qk_norm=True,
+    value_norm=True,
     activations=("gelu_pytorch_tanh",),
     scales=gemma4_scales,
     tied=True,

@@ -115,6 +115,9 @@ class GPT2:
         """ids [tokens] -> the residual stream before the first layer, [tokens, hidden]."""
         return self.embed_position.add(ctx.positions, self.embed(ids))
 
+    def token_inputs(self, ids: Tensor, x: Tensor, ctx: ForwardContext) -> None:
+        """Layers read nothing of tokens alone."""
+
     def blocks(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """Return the residual stream x [tokens, hidden] -> the same behind the last layer."""
         for layer in self.layers:

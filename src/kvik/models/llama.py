@@ -181,6 +181,9 @@ class Llama:
         """ids [tokens] -> the residual stream before the first layer, [tokens, hidden]."""
         return self.embed(ids)
 
+    def token_inputs(self, ids: Tensor, x: Tensor, ctx: ForwardContext) -> None:
+        """Layers read nothing of tokens alone."""
+
     def blocks(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """Return the residual stream x [tokens, hidden] -> the same behind the last layer."""
         rotations = [rope.at(ctx.positions) for rope in self.ropes]

@@ -22,7 +22,7 @@ from kvik.models.model_spec import ModelSpec
 from kvik.nn.builder import Builder, DeclaredTensor
 from kvik.nn.kv_formats import allocate_kv, allocate_states
 from kvik.spec.declare import ForwardContext, Network
-from kvik.spec.kv import group_layers
+from kvik.spec.kv import KVGroup, group_layers
 
 # watch(number of a matrix, its inputs x [tokens, inputs]) -> the inputs to multiply instead.
 Watch = Callable[[int, Tensor], Tensor]
@@ -50,6 +50,23 @@ class BlockLinear:
 def unwatched(matrix: int, x: Tensor) -> Tensor:
     """Return x unchanged; the default `Watch`."""
     return x
+
+
+@dataclass(frozen=True, slots=True)
+class BlockInputs:
+    """What a block reads of some windows.
+
+    Attributes:
+        x: [windows, tokens, hidden], the residual stream.
+        token_inputs: [windows, tokens, width], what the layer reads of each token alone; None:
+            nothing.
+        kv: [windows, tokens, kv_heads * 2 * head_dim], keys and values as an earlier layer stored
+            them; None: it makes its own.
+    """
+
+    x: Tensor
+    token_inputs: Tensor | None = None
+    kv: Tensor | None = None
 
 
 class Tap:
@@ -104,7 +121,7 @@ class Block:
         """
         self._tap = Tap()
         self._tokens, self._states = tokens, spec.states
-        self._groups = group_layers(spec.kv_specs(dtype.itemsize))
+        self._groups = _groups(spec, dtype)
         ops = self._tap.ops()
         self._backend = SdpaAttention(ops)
         builder = block_builder(spec, ops, self._backend, tokens, dtype, device)
@@ -141,13 +158,19 @@ class Block:
         """Replace the values of a norm or a bias, in the layout of the checkpoint."""
         self._declared[name].fill(0, values)
 
-    def run(self, x: Tensor, watch: Watch) -> Tensor:
-        """Run the block on x [windows, tokens, hidden]; windows do not see each other.
+    def run(
+        self, inputs: BlockInputs, watch: Watch, store: Callable[[Tensor], None] | None = None
+    ) -> Tensor:
+        """Run the block; windows do not see each other.
 
         Args:
             watch: called with the inputs of each matrix; returns the inputs to multiply.
+            store: called with the keys and values that the layer has stored, as `BlockInputs.kv`.
+
+        Returns:
+            [windows, tokens, hidden], the residual stream behind it.
         """
-        count = len(x)
+        x, count = inputs.x, len(inputs.x)
         kv = allocate_kv(self._groups, count, self._tokens, self._dtype, self._device).layers
         states = allocate_states(self._states, count, self._device).layers
         # a layer that keeps a state reads the layout alone
@@ -155,13 +178,23 @@ class Block:
         layout = _layout(count, self._tokens, self._device)
         metadata = tuple(self._backend.plan(layout, window) for window in windows)
         positions = torch.arange(self._tokens, device=self._device).repeat(count)
-        flat = x.to(self._device, self._dtype).view(-1, x.shape[-1])
+        ctx = ForwardContext(positions, metadata, kv, states)
+        if inputs.token_inputs is not None:
+            ctx = replace(ctx, token_inputs=self._flat(inputs.token_inputs)[:, None])
+        if inputs.kv is not None:
+            kv[0].k[:], kv[0].v[:] = inputs.kv.view(*kv[0].k.shape[:3], -1).chunk(2, 3)
         self._tap.watch = watch
         try:
-            ctx = ForwardContext(positions, metadata, kv, states)
-            return self._network.blocks(flat, ctx).view_as(x)
+            y = self._network.blocks(self._flat(x), ctx).view_as(x)
         finally:
             self._tap.watch = unwatched
+        if store is not None:
+            store(torch.cat((kv[0].k, kv[0].v), 3).flatten(2))
+        return y
+
+    def _flat(self, x: Tensor) -> Tensor:
+        """[windows, tokens, width] -> [windows * tokens, width] of the computation."""
+        return x.to(self._device, self._dtype).view(-1, x.shape[-1])
 
 
 def block_builder(
@@ -172,16 +205,22 @@ def block_builder(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Builder:
-    groups = group_layers(spec.kv_specs(dtype.itemsize))
     return Builder(
         ops,
         backend,
-        groups,
+        _groups(spec, dtype),
         dtype=dtype,
         device=device,
         max_model_len=tokens,
         checkpoint=None,
     )
+
+
+def _groups(spec: ModelSpec, dtype: torch.dtype) -> tuple[KVGroup, ...]:
+    """Return what the layers attend over; one that reads keys and values of another has a cache for
+    them too, as its block runs alone."""
+    layers = tuple(replace(layer, kv_from=None) for layer in spec.layers)
+    return group_layers(replace(spec, layers=layers).kv_specs(dtype.itemsize))
 
 
 def _layout(count: int, tokens: int, device: torch.device) -> StepLayout:

@@ -19,9 +19,10 @@ from torch import Tensor
 from kvik.errors import ConfigError
 from kvik.files import write_whole
 from kvik.models.model_spec import ModelSpec
-from kvik.quantize.block import Block, BlockLinear, unwatched
-from kvik.quantize.calibrate import CPU, STEP_TOKENS, STORED_DTYPES, by_matrix, open_blocks
+from kvik.quantize.block import Block, BlockInputs, BlockLinear, unwatched
+from kvik.quantize.calibrate import CPU, STEP_TOKENS, STORED_DTYPES, by_matrix
 from kvik.quantize.gptq import rtn
+from kvik.quantize.model_blocks import open_blocks, walk
 from kvik.quantize.quantised import BYTE, Progress, recipe_grid
 from kvik.quantize.recipe import MANY, Recipe, check_groups
 from kvik.quantize.source import keeping_floats
@@ -164,13 +165,10 @@ def choose_bits(
     model.check()
     dtype = STORED_DTYPES[spec.dtype]
     some = windows[:: -(-windows.numel() // STEP_TOKENS)]
-    x = torch.cat(list(model.embed(some, len(some))))
     names: list[list[str]] = []
     candidates: list[list[Candidate]] = []
     total = 0
-    for index in range(spec.num_layers):
-        block = model.block(index)
-        y = block.run(x, unwatched)
+    for index, (block, inputs, y) in enumerate(walk(model, some)):
         for together in _alike(block.layers, model.expert_roles(index)):
             layers = [layer for layer in together if recipe.quantises(layer.name)]
             if not layers:
@@ -180,12 +178,11 @@ def choose_bits(
             found = []
             for bits in (recipe.bits, MANY):
                 tried = recipe.with_layer_bits(dict.fromkeys(names[-1], bits))
-                loss = _loss(block, layers, tried, dtype, x, y)
+                loss = _loss(block, layers, tried, dtype, inputs, y)
                 weights = sum(layer.weight.numel() for layer in layers)
                 found.append(Candidate(str(bits), weights * bits // BYTE, loss))
             candidates.append(found)
             total += sum(layer.weight.numel() for layer in layers)
-        x = y
     if not candidates:
         raise ConfigError("skip", "leaves no layer to quantise")
     choice = choose_formats(candidates, int(total * average_bits / BYTE))
@@ -218,7 +215,7 @@ def _loss(
     layers: Sequence[BlockLinear],
     recipe: Recipe,
     dtype: torch.dtype,
-    x: Tensor,
+    inputs: BlockInputs,
     y: Tensor,
 ) -> float:
     """Return the loss at a block's outputs y [windows, tokens, hidden] if layers are rounded."""
@@ -226,7 +223,7 @@ def _loss(
         block.set_weight(
             layer.name, rtn(layer.weight, recipe_grid(recipe, layer.name, dtype)).dequantised()
         )
-    found = block.run(x, unwatched)
+    found = block.run(inputs, unwatched)
     for layer in layers:
         block.set_weight(layer.name, layer.weight)
     whole = float(y.float().square().sum(dtype=torch.float64))

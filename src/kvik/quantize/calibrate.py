@@ -6,9 +6,11 @@ behind blocks that are quantised already.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
+from functools import partial
+from itertools import islice, repeat
 from pathlib import Path
 from typing import TextIO
 
@@ -16,39 +18,39 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvik.attention.sdpa import SdpaAttention
 from kvik.errors import ConfigError, ModelError, shown
 from kvik.files import DRAFT, writing_whole
-from kvik.kernels.torch_ops import TORCH
 from kvik.models.model_spec import ModelSpec
-from kvik.nn.builder import DeclaredTensor
-from kvik.nn.checkpoint import Checkpoint, open_checkpoint
-from kvik.quantize.block import WEIGHT, Block, BlockLinear, Watch, block_builder, unwatched
+from kvik.quantize.block import (
+    WEIGHT,
+    Block,
+    BlockInputs,
+    BlockLinear,
+    Watch,
+    unwatched,
+)
 from kvik.quantize.factors import Folded, awq_factors, fold_block, smoothing_factors
 from kvik.quantize.methods import Given, as_given, output_error, quantise_layers, weight_error
+from kvik.quantize.model_blocks import ModelBlocks, open_blocks
 from kvik.quantize.quantised import BlockResult, LayerResult, Progress, recipe_grid
 from kvik.quantize.recipe import Recipe, check_groups
 from kvik.quantize.source import (
     Fold,
-    check_spec,
-    expert_roles,
     folds,
     keeping_floats,
-    linear_inputs,
     unclipped_rows,
 )
 from kvik.quantize.statistics import InputStatistics
-from kvik.spec.declare import ForwardContext, Role, stored_names
 from kvik.text.tokenizer import Tokenizer
 
-# The residual stream of all calibration windows, between two blocks: in a file, not in memory.
+# What blocks read of all calibration windows: in files, not in memory.
 
 STEP_TOKENS = 4096  # tokens that run through a block together
 
 
 @dataclass(frozen=True, slots=True)
-class HiddenFile:
-    """A file of [windows, tokens, hidden] in `dtype`, complete or absent."""
+class WindowFile:
+    """A file of [windows, tokens, width] in `dtype`, complete or absent."""
 
     path: Path
     shape: tuple[int, int, int]
@@ -65,21 +67,21 @@ class HiddenFile:
         Raises:
             ModelError: the file is missing or has another size.
         """
-        count, tokens, hidden = self.shape
-        size = count * tokens * hidden * self.dtype.itemsize
+        count, tokens, width = self.shape
+        size = count * tokens * width * self.dtype.itemsize
         if not self.path.is_file() or self.path.stat().st_size != size:
             raise ModelError(
                 "work", f"{str(self.path)!r} is missing or of another pass: begin again"
             )
 
     def read(self) -> Iterator[Tensor]:
-        """Yield [up to `step`, tokens, hidden] at a time.
+        """Yield [up to `step`, tokens, width] at a time.
 
         Raises:
             ModelError: the file has become shorter.
         """
-        windows, tokens, hidden = self.shape
-        row = tokens * hidden * self.dtype.itemsize
+        windows, tokens, width = self.shape
+        row = tokens * width * self.dtype.itemsize
         with self.path.open("rb") as file:
             for first in range(0, windows, self.step):
                 count = min(self.step, windows - first)
@@ -87,167 +89,18 @@ class HiddenFile:
                 if file.readinto(data) != len(data):
                     raise ModelError("work", f"{str(self.path)!r} has become shorter")
                 flat = torch.frombuffer(data, dtype=self.dtype)
-                yield flat.view(count, tokens, hidden)
+                yield flat.view(count, tokens, width)
 
-    def write(self, pieces: Iterable[Tensor]) -> None:
-        """Write pieces [windows, tokens, hidden], in order."""
+    @contextmanager
+    def writing(self) -> Iterator[Callable[[Tensor], None]]:
+        """Return what writes pieces [windows, tokens, width], in order."""
         with writing_whole(self.path) as file:
-            for piece in pieces:
+
+            def write(piece: Tensor) -> None:
                 flat = piece.to(self.dtype).cpu().contiguous().view(-1)
                 file.write(flat.view(torch.uint8).numpy().data)
 
-
-# A model's decoder blocks, one at a time from its checkpoint, and the inputs of the first.
-
-
-class ModelBlocks:
-    """The blocks of a checkpoint of plain floats, for windows of a number of tokens."""
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        spec: ModelSpec,
-        tokens: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self._checkpoint, self._spec = checkpoint, spec
-        self._entries = checkpoint.entries
-        self._tokens, self.dtype, self.device = tokens, dtype, device
-        declared = spec.declaration
-        self._head = declared.head.names[0] + WEIGHT
-        self._before = declared.block.partition("{}")[0]  # what names of blocks begin with
-
-    def check(self) -> None:
-        """Check that all tensors of all blocks can be used, before any work begins.
-
-        Raises:
-            ModelError: a tensor of a block is missing, has another shape, or holds NaN or infinity.
-        """
-        names = {}
-        for index in range(self._spec.num_layers):
-            for declared in self._declared(self._block_spec(index)):
-                if declared.name.startswith(self._scope):
-                    name = self._stored_name(declared.name, index)
-                    names[name] = True
-                    if self._entries[name].shape != declared.shape:
-                        raise ModelError(
-                            "model",
-                            f"tensor {shown(name)} must have shape {list(declared.shape)} by "
-                            f"config.json, not {list(self._entries[name].shape)}",
-                        )
-        for run in self._checkpoint.runs(names):
-            if not run.values.is_floating_point():
-                raise ModelError("model", f"tensor {shown(run.name)} does not hold floats")
-            # a sum is a single pass, and finite only if all values are
-            if not bool(run.values.sum(dtype=torch.float32).isfinite()) and not bool(
-                run.values.isfinite().all()
-            ):
-                raise ModelError(
-                    "model", f"tensor {shown(run.name)} holds NaN or infinity: nothing is quantised"
-                )
-
-    def embed(self, windows: Tensor, step: int) -> Iterator[Tensor]:
-        """Yield the residual stream before the first block for windows [n, tokens].
-
-        Only the embeddings of tokens that occur are read.
-
-        Yields:
-            [up to step, tokens, hidden].
-        """
-        used, ids = windows.unique(return_inverse=True)
-        spec = replace(self._spec, layers=(), vocab_size=len(used))
-        builder = block_builder(
-            spec, TORCH, SdpaAttention(TORCH), self._tokens, self.dtype, self.device
-        )
-        network = spec.family.make(spec, builder)
-        for declared in builder.declared.tensors:
-            if declared.kind != "matrix" or declared.name == self._head:
-                continue
-            name = self._stored_name(declared.name, 0)
-            whole = self._entries[name].shape
-            if declared.shape[0] == len(used) and whole[0] == self._spec.vocab_size:
-                values = self._rows(name, used)
-            else:
-                values = self._read([name])[name]
-            declared.fill(0, values.to(self.device))
-        positions = torch.arange(self._tokens, device=self.device)
-        for part in ids.split(step):
-            ctx = ForwardContext(positions.repeat(len(part)), (), ())
-            yield network.enter(part.flatten().to(self.device), ctx).view(*part.shape, -1)
-
-    def block(self, index: int) -> Block:
-        """Build a block with its weights from the checkpoint.
-
-        Raises:
-            ModelError: a tensor is missing, or its file cannot be read.
-        """
-        spec = self._block_spec(index)
-        names = {
-            declared.name: self._stored_name(declared.name, index)
-            for declared in self._declared(spec)
-            if declared.name.startswith(self._scope)
-        }
-        values = self._read(names.values())
-        tensors = {name: (stored, values[stored]) for name, stored in names.items()}
-        return Block(spec, self._tokens, tensors, self.dtype, self.device)
-
-    def stored(self, pattern: str, index: int) -> str:
-        """Return the name of a layer in the checkpoint; {} of the pattern is the block."""
-        names = stored_names(pattern.format(index))
-        begins = (n for n in names if any(key.startswith(f"{n}.") for key in self._entries))
-        return next(begins, names[0])
-
-    def inputs(self) -> dict[str, int]:
-        """Return the number of inputs of each linear layer, by its name in the checkpoint."""
-        return {
-            self.stored(pattern, index): width
-            for index in range(self._spec.num_layers)
-            for pattern, width in linear_inputs(self._spec, index).items()
-        }
-
-    def expert_roles(self, index: int) -> dict[str, Role]:
-        """Return the role of each matrix of a block's experts, by its name in the checkpoint."""
-        roles = expert_roles(self._spec, index)
-        return {self.stored(pattern, index): role for pattern, role in roles.items()}
-
-    @property
-    def _scope(self) -> str:
-        """The prefix of a block's names, as a model of one layer declares them."""
-        return f"{self._before}0."
-
-    def _block_spec(self, index: int) -> ModelSpec:
-        return replace(self._spec, layers=(self._spec.layers[index],), vocab_size=1)
-
-    def _declared(self, spec: ModelSpec) -> list[DeclaredTensor]:
-        meta = torch.device("meta")
-        builder = block_builder(spec, TORCH, SdpaAttention(TORCH), self._tokens, self.dtype, meta)
-        spec.family.make(spec, builder)
-        return builder.declared.tensors
-
-    def _stored_name(self, declared: str, index: int) -> str:
-        """
-        Raises:
-            ModelError: there is no such tensor.
-        """
-        name = declared.replace(self._scope, f"{self._before}{index}.", 1)
-        for stored in stored_names(name):
-            if stored in self._entries:
-                return stored
-        raise ModelError("model", f"its weights lack {shown(name)}")
-
-    def _read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        wanted = dict.fromkeys(names, False)
-        return {run.name: run.values.clone() for run in self._checkpoint.runs(wanted)}
-
-    def _rows(self, name: str, ids: Tensor) -> Tensor:
-        """Return rows of a tensor: ids [n], ascending -> [n, width]."""
-        found = []
-        for run in self._checkpoint.runs({name: True}):
-            ends = torch.tensor([run.first, run.first + len(run.values)])
-            low, high = torch.searchsorted(ids, ends).tolist()
-            found.append(run.values[ids[low:high] - run.first])
-        return torch.cat(found)
+            yield write
 
 
 # Calibration text, of the package or from a file, as windows of tokens.
@@ -314,18 +167,14 @@ def _ids(file: TextIO, tokenizer: Tokenizer) -> Iterator[int]:
     yield from tokenizer.encode(rest, add_special_tokens=False)
 
 
-RUN_DTYPES: Mapping[str, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float32,  # the range of fp16 is too small for some residual streams
-}
 STORED_DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
 CPU = torch.device("cpu")
-HIDDEN = "hidden-"  # prefix of the files with a block's inputs
+# Prefixes of the files with what blocks read: residual stream, vectors of tokens, keys and values.
+HIDDEN, TOKENS, KV = "hidden-", "tokens-", "kv-"
 INPUTS, OUTPUTS = 0.3, 0.2  # shares of a block's time, for the progress
 
 
@@ -376,30 +225,8 @@ def quantise_blocks(
     run.enter(first)
     for index in range(first, spec.num_layers):
         yield run.block(index, progress)
-        run.hidden(index).path.unlink()
-    run.hidden(spec.num_layers).path.unlink()
-
-
-def open_blocks(
-    folder: Path, spec: ModelSpec, windows: Tensor | None, device: torch.device
-) -> ModelBlocks:
-    """Open a model for reading one block after the other.
-
-    Raises:
-        ModelError: the model is quantised already, or its files cannot be read.
-        ConfigError: windows that the model cannot be given.
-    """
-    check_spec(spec)
-    tokens = 1
-    if windows is not None:
-        count, tokens = windows.shape
-        if not count or not 2 <= tokens <= spec.max_context:
-            raise ConfigError(
-                "calib",
-                f"must give windows of 2 to {spec.max_context} tokens, not {count} of {tokens}",
-            )
-    checkpoint = open_checkpoint(folder)
-    return ModelBlocks(checkpoint, spec, tokens, RUN_DTYPES[spec.dtype], device)
+        run.keep(run.files(index + 1))
+    run.keep(())
 
 
 class _Pass:
@@ -417,27 +244,64 @@ class _Pass:
         self._windows, self._work = windows, work
         self._dtype = STORED_DTYPES[spec.dtype]
 
-    def hidden(self, index: int) -> HiddenFile:
-        """Return the inputs of a block."""
+    def _file(self, name: str, width: int) -> WindowFile:
         assert self._windows is not None
         count, tokens = self._windows.shape
-        shape = (count, tokens, self._spec.hidden_size)
-        return HiddenFile(self._work / f"{HIDDEN}{index}", shape, self._model.dtype)
+        return WindowFile(self._work / name, (count, tokens, width), self._model.dtype)
+
+    def _hidden(self, index: int) -> WindowFile:
+        """Return the residual stream before a block, or behind the last."""
+        return self._file(f"{HIDDEN}{index}", self._spec.hidden_size)
+
+    def _token_inputs(self, index: int) -> WindowFile | None:
+        width = self._model.layers[index].token_input
+        return self._file(f"{TOKENS}{index}", width) if width else None
+
+    def _kv(self, index: int) -> WindowFile:
+        """Return keys and values of a block."""
+        return self._file(f"{KV}{index}", self._model.kv_width(index))
+
+    def files(self, first: int) -> list[WindowFile]:
+        """Return all that the blocks from `first` on read, and blocks before it have written."""
+        layers = self._model.layers[first:]
+        owners = {layer.kv_from for layer in layers if layer.kv_from is not None}
+        own = map(self._token_inputs, range(first, first + len(layers)))
+        kv = (self._kv(owner) for owner in owners if owner < first)
+        return [self._hidden(first), *(file for file in own if file is not None), *kv]
+
+    def keep(self, files: Iterable[WindowFile]) -> None:
+        """Delete all other files with what blocks read."""
+        kept = {file.path for file in files}
+        for prefix in (DRAFT, HIDDEN, TOKENS, KV):
+            for path in self._work.glob(f"{prefix}*"):
+                if path not in kept:
+                    path.unlink()
 
     def enter(self, first: int) -> None:
-        """Compute the inputs of the first block, or find those of a later one.
+        """Compute what the first block reads, and all of tokens alone; or find what a later one
+        reads.
 
         Raises:
-            ModelError: the inputs of a later block are missing.
+            ModelError: some of that is missing.
         """
         assert self._windows is not None
-        hidden = self.hidden(first)
-        for old in (*self._work.glob(f"{DRAFT}*"), *self._work.glob(f"{HIDDEN}*")):
-            if old != hidden.path:
-                old.unlink()
+        self.keep(self.files(first) if first else ())
         if not first:
-            hidden.write(self._model.embed(self._windows, hidden.step))
-        hidden.check()
+            entrance = self._model.entrance(self._windows)
+            _write(self._hidden(0), entrance.embed)
+            for index in range(self._spec.num_layers):
+                if (file := self._token_inputs(index)) is not None:
+                    _write(file, partial(entrance.token_inputs, index))
+        for file in self.files(first):
+            file.check()
+
+    def _inputs(self, index: int) -> Iterator[BlockInputs]:
+        """Yield what a block reads, some windows at a time."""
+        owner, nothing = self._model.layers[index].kv_from, repeat(None)
+        own, kv = self._token_inputs(index), None if owner is None else self._kv(owner)
+        files = (nothing if file is None else file.read() for file in (own, kv))
+        for x, *more in zip(self._hidden(index).read(), *files, strict=False):
+            yield BlockInputs(x, *more)
 
     def block(self, index: int, progress: Progress) -> BlockResult:
         """Quantise one block, and write the inputs of the next."""
@@ -454,10 +318,19 @@ class _Pass:
         del statistics
         if self._windows is not None:
             report(f"block {index}: outputs", 1.0 - OUTPUTS)
-            watch = self._rounding(block, result)
-            self.hidden(index + 1).write(block.run(x, watch) for x in self.hidden(index).read())
+            self._run(block, index, self._rounding(block, result))
         report(f"block {index}", 1.0)
         return result
+
+    def _run(self, block: Block, index: int, watch: Watch) -> None:
+        """Write what later blocks read of a block."""
+        with ExitStack() as files:
+            store = None
+            if self._model.shared(index):
+                store = files.enter_context(self._kv(index).writing())
+            write = files.enter_context(self._hidden(index + 1).writing())
+            for inputs in self._inputs(index):
+                write(block.run(inputs, watch, store))
 
     def _gather(self, block: Block, index: int) -> dict[int, InputStatistics]:
         """Return statistics of the inputs of each matrix with a layer to quantise."""
@@ -481,8 +354,8 @@ class _Pass:
             return x
 
         try:
-            for x in self.hidden(index).read():
-                block.run(x, watch)
+            for inputs in self._inputs(index):
+                block.run(inputs, watch)
         except ValueError as error:
             raise ModelError("model", f"block {index}: {error}") from None
         return found
@@ -607,6 +480,12 @@ class _Pass:
             return as_given(self._recipe, found[matrix], x).to(x.dtype)
 
         return watch
+
+
+def _write(file: WindowFile, make: Callable[[int], Iterable[Tensor]]) -> None:
+    with file.writing() as write:
+        for piece in make(file.step):
+            write(piece)
 
 
 def by_matrix(layers: Sequence[BlockLinear]) -> list[list[BlockLinear]]:

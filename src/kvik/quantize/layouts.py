@@ -98,14 +98,17 @@ def layouts(
     return found
 
 
-def quantization_config(recipe: Recipe, layers: Iterable[str]) -> Config:
+def quantization_config(
+    recipe: Recipe, layers: Iterable[str], outside: Iterable[str] = ()
+) -> Config:
     """Return what config.json says of the layers.
 
     Args:
         layers: names of the linear layers of all blocks.
+        outside: those of other linear layers, which stay floats.
     """
     names = list(layers)
-    skipped = [name for name in names if not recipe.quantises(name)]
+    skipped = [*(name for name in names if not recipe.quantises(name)), *outside]
     match recipe.layout:
         case "awq":
             return _awq(recipe, skipped)

@@ -343,7 +343,7 @@ def _quantise(
         )
         for result in results:
             _save_block(source, result, found, output)
-    total = output.finish(quantization_config(recipe, source.layers))
+    total = output.finish(quantization_config(recipe, source.layers, source.outside))
     layers = tuple(layer for block in output.saved() for layer in block)
     return Saved(recipe, layers, source.num_bytes, total)
 

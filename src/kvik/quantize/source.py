@@ -86,6 +86,7 @@ def folds(spec: ModelSpec, layer: int = 0) -> tuple[Fold, ...]:
     """
     declared = spec.declaration
     linears = declared.of_block(layer)
+    norms = [norm for norm in declared.norms if norm.layer == layer and norm.before]
     found = []
     values = _values(spec, layer)
     if values is not None:
@@ -97,17 +98,19 @@ def folds(spec: ModelSpec, layer: int = 0) -> tuple[Fold, ...]:
             outputs = inner + (down.inputs if len(up.names) == 1 else 0)  # gate stands before up
             source = _patterns(declared, up)[-1]
             found.append(Fold(_patterns(declared, down), source, inner, outputs))
-    for norm in declared.norms:
-        if norm.layer == layer and norm.before:
-            wanted = _reading(norm.before, {linear.role for linear in linears})
-            reading = sorted(
-                (linear for linear in linears if linear.role in wanted),
-                key=lambda linear: wanted.index(linear.role),
-            )
-            readers = tuple(name for linear in reading for name in _patterns(declared, linear))
-            source = declared.block + declared.in_block(norm.name)
-            channels = torch.arange(norm.size).repeat(reading[0].inputs // norm.size)
-            found.append(Fold(readers, source, channels, offset=norm.offset))
+    for norm in norms:
+        others = {other.before for other in norms if other is not norm}
+        wanted = _reading(norm.before, {linear.role for linear in linears} - others)
+        if KEPT.issuperset(wanted):
+            continue
+        reading = sorted(
+            (linear for linear in linears if linear.role in wanted),
+            key=lambda linear: wanted.index(linear.role),
+        )
+        readers = tuple(name for linear in reading for name in _patterns(declared, linear))
+        source = declared.block + declared.in_block(norm.name)
+        channels = torch.arange(norm.size).repeat(reading[0].inputs // norm.size)
+        found.append(Fold(readers, source, channels, offset=norm.offset))
     return tuple(found)
 
 
@@ -115,18 +118,20 @@ def _reading(before: Role, roles: Collection[Role]) -> tuple[Role, ...]:
     """Return the roles of all matrices that read a norm before those of one role.
 
     Args:
-        roles: of the block.
+        roles: of the block, without those that read a norm of their own.
     """
     if before == "qkv":
         return ("qkv", "gates", "q_down" if "q_down" in roles else "q_up", "kv_down")
-    return FEED if before in FEED else (before,)
+    return tuple(role for role in FEED if role in roles) if before in FEED else (before,)
 
 
 def _values(spec: ModelSpec, layer: int) -> tuple[str, Tensor, Tensor] | None:
     """Return what the inputs of a block's output projection are linear in: source, channels and
     outputs of a `Fold`; None: nothing is."""
     latent, state = spec.layers[layer].latent, spec.layers[layer].state
-    heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_dim
+    if spec.family.value_norm:
+        return None
+    heads, (kv_heads, size) = spec.num_heads, spec.heads(spec.layers[layer])
     declared = spec.declaration
     role = "kv_up" if latent else "qkv"
     linear = next(linear for linear in declared.of_block(layer) if linear.role == role)
@@ -193,7 +198,8 @@ def unclipped_rows(spec: ModelSpec, layer: int) -> Mapping[str, int]:
     Their weights are not clipped, because the error of queries and keys is not that of attention.
     Where they stand among others no row is clipped.
     """
-    declared, state = spec.declaration, spec.layers[layer].state
+    declared, facts = spec.declaration, spec.layers[layer]
+    (kv_heads, size), state = spec.heads(facts), facts.state
     found: dict[str, int] = {}
     for linear in declared.of_block(layer):
         names = _patterns(declared, linear)
@@ -208,7 +214,7 @@ def unclipped_rows(spec: ModelSpec, layer: int) -> Mapping[str, int]:
         elif linear.by_head:
             found[names[0]] = linear.outputs[0]
         elif len(names) == 1:
-            found[names[0]] = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+            found[names[0]] = (spec.num_heads + (kv_heads if facts.kv_from is None else 0)) * size
         else:
             found |= zip(names[:2], linear.outputs[:2], strict=True)
     return found
@@ -246,19 +252,21 @@ class Source:
         return {name: stored for name, stored in self.tensors.items() if name not in blocks}
 
     @property
+    def outside(self) -> tuple[str, ...]:
+        """The names of linear layers outside of blocks, but for the head."""
+        linears = self.spec.declaration.linears
+        declared = (li.names[0] for li in linears if li.layer is None and li.role != "head")
+        return tuple(_stored(name, self.tensors) for name in declared)
+
+    @property
     def num_bytes(self) -> int:
         return sum(stored.entry.size for stored in self.tensors.values())
 
 
 def check_spec(spec: ModelSpec) -> None:
-    """Raise `ModelError` if a model is quantised already, or cannot be run block by block."""
+    """Raise `ModelError` if a model is quantised already."""
     if spec.quantization is not None:
         raise ModelError("model", f"is quantised already ({spec.quantization}): take the original")
-    if any(layer.head_dim or layer.value_is_key or layer.token_input for layer in spec.layers):
-        reason = "has heads of several sizes, or layers that read vectors of tokens of their own"
-        raise ModelError(
-            "model", f"{reason}: it is quantised only while it is loaded, by --quantization int8"
-        )
 
 
 def open_source(folder: Path) -> Source:
@@ -285,6 +293,12 @@ def open_source(folder: Path) -> Source:
         for name, inputs in _linear_layers(spec, block, scope.format(block)).items()
     }
     return Source(folder, spec, tensors, layers, scope)
+
+
+def _stored(name: str, tensors: Collection[str]) -> str:
+    """Return the name of a layer as the checkpoint has it."""
+    found = (stored for stored in stored_names(name) if stored + WEIGHT in tensors)
+    return next(found, name)
 
 
 def _block_scope(spec: ModelSpec, tensors: Mapping[str, Stored]) -> str:

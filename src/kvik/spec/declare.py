@@ -95,6 +95,7 @@ class Architecture:
         experts: reads which layers have routed experts; None: no layer.
         qkv_bias, o_bias, mlp_bias, head_bias, qk_norm: a fact, or the config.json key that decides
             (false if absent).
+        value_norm: heads of values are normalised.
         tied: `tie_word_embeddings` when config.json does not say.
         scales: reads the constants of a network that has some; None: it has none.
         kv_heads: reads the heads of keys and values; None: `num_key_value_heads`.
@@ -146,6 +147,7 @@ class Architecture:
     mlp_bias: bool | str = False
     head_bias: bool | str = False
     qk_norm: bool | str = False
+    value_norm: bool = False
     activations: tuple[str, ...] = ("silu", "swish")
     rms_norm: bool = True
     gated_mlp: bool = True
@@ -213,7 +215,13 @@ class Model(Protocol):
 
 
 class Network(Model, Protocol):
-    """A model whose layers can be run by themselves: forward is norm(blocks(enter(ids)))."""
+    """A model whose layers can be run by themselves: forward is norm(blocks(enter(ids))), where the
+    context of the blocks has the `token_inputs`."""
+
+    def token_inputs(self, ids: Tensor, x: Tensor, ctx: ForwardContext) -> Tensor | None:
+        """ids [tokens], x [tokens, hidden], what `enter` returns for them -> `token_inputs` of the
+        context; None: layers read no such vectors."""
+        ...
 
     def blocks(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """Residual stream x [tokens, hidden] before the first layer -> after the last layer."""

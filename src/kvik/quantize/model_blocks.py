@@ -1,0 +1,277 @@
+"""A model's decoder blocks, one at a time from its checkpoint, and what they read of tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvik.attention.sdpa import SdpaAttention
+from kvik.errors import ConfigError, ModelError, shown
+from kvik.kernels.torch_ops import TORCH
+from kvik.models.model_spec import ModelSpec
+from kvik.nn.builder import DeclaredTensor
+from kvik.nn.checkpoint import Checkpoint, open_checkpoint
+from kvik.quantize.block import WEIGHT, Block, BlockInputs, block_builder, unwatched
+from kvik.quantize.source import check_spec, expert_roles, linear_inputs
+from kvik.spec.declare import ForwardContext, Network, Role, stored_names
+from kvik.spec.layers import LayerSpec
+
+RUN_DTYPES: Mapping[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float32,  # the range of fp16 is too small for some residual streams
+}
+
+
+class ModelBlocks:
+    """The blocks of a checkpoint of plain floats, for windows of a number of tokens."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        spec: ModelSpec,
+        tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._checkpoint, self._spec = checkpoint, spec
+        self._entries = checkpoint.entries
+        self._tokens, self.dtype, self.device = tokens, dtype, device
+        declared = spec.declaration
+        self._head = declared.head.names[0] + WEIGHT
+        self._before = declared.block.partition("{}")[0]  # what names of blocks begin with
+
+    def check(self) -> None:
+        """Check that all tensors of all blocks can be used, before any work begins.
+
+        Raises:
+            ModelError: a tensor of a block is missing, has another shape, or holds NaN or infinity.
+        """
+        names = {}
+        for index in range(self._spec.num_layers):
+            for declared in self._declared(self._block_spec(index)):
+                if declared.name.startswith(self._scope):
+                    name = self._stored_name(declared.name, index)
+                    names[name] = True
+                    if self._entries[name].shape != declared.shape:
+                        raise ModelError(
+                            "model",
+                            f"tensor {shown(name)} must have shape {list(declared.shape)} by "
+                            f"config.json, not {list(self._entries[name].shape)}",
+                        )
+        for run in self._checkpoint.runs(names):
+            if not run.values.is_floating_point():
+                raise ModelError("model", f"tensor {shown(run.name)} does not hold floats")
+            # a sum is a single pass, and finite only if all values are
+            if not bool(run.values.sum(dtype=torch.float32).isfinite()) and not bool(
+                run.values.isfinite().all()
+            ):
+                raise ModelError(
+                    "model", f"tensor {shown(run.name)} holds NaN or infinity: nothing is quantised"
+                )
+
+    def entrance(self, windows: Tensor) -> Entrance:
+        """Return what precedes the first block, for windows [n, tokens]. Only the rows of tokens
+        that occur are read.
+
+        Raises:
+            ModelError: a tensor is missing, or its file cannot be read.
+        """
+        used, ids = windows.unique(return_inverse=True)
+        one = self._spec.layers[:1] if self._spec.layers[0].token_input else ()
+        spec = replace(self._spec, layers=one, vocab_size=len(used))
+        builder = block_builder(
+            spec, TORCH, SdpaAttention(TORCH), self._tokens, self.dtype, self.device
+        )
+        network = spec.family.make(spec, builder)
+        of_layers: list[tuple[DeclaredTensor, Tensor]] = []
+        for declared in builder.declared.tensors:
+            if declared.name == self._head or declared.name.startswith(self._scope):
+                continue
+            name = self._stored_name(declared.name, 0)
+            whole = self._entries[name].shape
+            if declared.shape[0] == len(used) and whole[0] == self._spec.vocab_size:
+                values = self._rows(name, used)
+            else:
+                values = self._read([name])[name]
+            if values.shape == declared.shape:
+                declared.fill(0, values.to(self.device))
+            else:
+                of_layers.append((declared, values))
+        return Entrance(network, ids, of_layers, self.device)
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """What each block is."""
+        return self._spec.layers
+
+    def shared(self, index: int) -> bool:
+        """Return whether later blocks read the keys and values of one."""
+        return any(layer.kv_from == index for layer in self.layers)
+
+    def kv_width(self, index: int) -> int:
+        """Return the width of `BlockInputs.kv` of a block."""
+        return 2 * math.prod(self._spec.heads(self._spec.layers[index]))
+
+    def block(self, index: int) -> Block:
+        """Build a block with its weights from the checkpoint.
+
+        Raises:
+            ModelError: a tensor is missing, or its file cannot be read.
+        """
+        spec = self._block_spec(index)
+        names = {
+            declared.name: self._stored_name(declared.name, index)
+            for declared in self._declared(spec)
+            if declared.name.startswith(self._scope)
+        }
+        values = self._read(names.values())
+        tensors = {name: (stored, values[stored]) for name, stored in names.items()}
+        return Block(spec, self._tokens, tensors, self.dtype, self.device)
+
+    def stored(self, pattern: str, index: int) -> str:
+        """Return the name of a layer in the checkpoint; {} of the pattern is the block."""
+        names = stored_names(pattern.format(index))
+        begins = (n for n in names if any(key.startswith(f"{n}.") for key in self._entries))
+        return next(begins, names[0])
+
+    def inputs(self) -> dict[str, int]:
+        """Return the number of inputs of each linear layer, by its name in the checkpoint."""
+        return {
+            self.stored(pattern, index): width
+            for index in range(self._spec.num_layers)
+            for pattern, width in linear_inputs(self._spec, index).items()
+        }
+
+    def expert_roles(self, index: int) -> dict[str, Role]:
+        """Return the role of each matrix of a block's experts, by its name in the checkpoint."""
+        roles = expert_roles(self._spec, index)
+        return {self.stored(pattern, index): role for pattern, role in roles.items()}
+
+    @property
+    def _scope(self) -> str:
+        """The prefix of a block's names, as a model of one layer declares them."""
+        return f"{self._before}0."
+
+    def _block_spec(self, index: int) -> ModelSpec:
+        """Of that layer alone: keys and values of an earlier one are in its own cache."""
+        layer = self._spec.layers[index]
+        if layer.kv_from is not None:
+            layer = replace(layer, kv_from=0)
+        return replace(self._spec, layers=(layer,), vocab_size=1)
+
+    def _declared(self, spec: ModelSpec) -> list[DeclaredTensor]:
+        meta = torch.device("meta")
+        builder = block_builder(spec, TORCH, SdpaAttention(TORCH), self._tokens, self.dtype, meta)
+        spec.family.make(spec, builder)
+        return builder.declared.tensors
+
+    def _stored_name(self, declared: str, index: int) -> str:
+        """
+        Raises:
+            ModelError: there is no such tensor.
+        """
+        name = declared.replace(self._scope, f"{self._before}{index}.", 1)
+        for stored in stored_names(name):
+            if stored in self._entries:
+                return stored
+        raise ModelError("model", f"its weights lack {shown(name)}")
+
+    def _read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        wanted = dict.fromkeys(names, False)
+        return {run.name: run.values.clone() for run in self._checkpoint.runs(wanted)}
+
+    def _rows(self, name: str, ids: Tensor) -> Tensor:
+        """Return rows of a tensor: ids [n], ascending -> [n, width]."""
+        found = []
+        for run in self._checkpoint.runs({name: True}):
+            ends = torch.tensor([run.first, run.first + len(run.values)])
+            low, high = torch.searchsorted(ids, ends).tolist()
+            found.append(run.values[ids[low:high] - run.first])
+        return torch.cat(found)
+
+
+class Entrance:
+    """What precedes the first block of a model, for the tokens of some windows.
+
+    Args:
+        network: of one layer, or none; complete but for that and `of_layers`.
+        ids: [windows, tokens], of the rows that it has.
+        of_layers: tensors of the network and what the checkpoint has for all layers in their place.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        ids: Tensor,
+        of_layers: Sequence[tuple[DeclaredTensor, Tensor]],
+        device: torch.device,
+    ) -> None:
+        self._network, self._ids, self._of_layers = network, ids, of_layers
+        self._device = device
+
+    def embed(self, step: int) -> Iterator[Tensor]:
+        """Yield the residual stream before the first block, [up to step, tokens, hidden]."""
+        for shape, ids, ctx in self._parts(step):
+            yield self._network.enter(ids, ctx).view(*shape, -1)
+
+    def token_inputs(self, layer: int, step: int) -> Iterator[Tensor]:
+        """Yield what a layer reads of tokens alone, [up to step, tokens, width]."""
+        for declared, values in self._of_layers:
+            axis = next(axis for axis, n in enumerate(declared.shape) if n != values.shape[axis])
+            size = declared.shape[axis]  # a part for each layer
+            declared.fill(0, values.narrow(axis, layer * size, size).to(self._device))
+        for shape, ids, ctx in self._parts(step):
+            found = self._network.token_inputs(ids, self._network.enter(ids, ctx), ctx)
+            assert found is not None
+            yield found.view(*shape, -1)
+
+    def _parts(self, step: int) -> Iterator[tuple[torch.Size, Tensor, ForwardContext]]:
+        """Yield the shape of some windows, their ids [tokens] and their context."""
+        for part in self._ids.split(step):
+            positions = torch.arange(part.shape[1], device=self._device).repeat(len(part))
+            ids = part.flatten().to(self._device)
+            yield part.shape, ids, ForwardContext(positions, (), ())
+
+
+def walk(model: ModelBlocks, windows: Tensor) -> Iterator[tuple[Block, BlockInputs, Tensor]]:
+    """Yield each block, what it reads of windows [n, tokens], and the residual stream behind it."""
+    entrance, kv = model.entrance(windows), dict[int, Tensor]()
+    (x,) = entrance.embed(len(windows))
+    for index, layer in enumerate(model.layers):
+        block, own = model.block(index), None
+        if layer.token_input:
+            (own,) = entrance.token_inputs(index, len(windows))
+        inputs = BlockInputs(x, own, None if layer.kv_from is None else kv[layer.kv_from])
+        x = block.run(
+            inputs, unwatched, partial(kv.__setitem__, index) if model.shared(index) else None
+        )
+        yield block, inputs, x
+
+
+def open_blocks(
+    folder: Path, spec: ModelSpec, windows: Tensor | None, device: torch.device
+) -> ModelBlocks:
+    """Open a model for reading one block after the other.
+
+    Raises:
+        ModelError: the model is quantised already, or its files cannot be read.
+        ConfigError: windows that the model cannot be given.
+    """
+    check_spec(spec)
+    tokens = 1
+    if windows is not None:
+        count, tokens = windows.shape
+        if not count or not 2 <= tokens <= spec.max_context:
+            raise ConfigError(
+                "calib",
+                f"must give windows of 2 to {spec.max_context} tokens, not {count} of {tokens}",
+            )
+    checkpoint = open_checkpoint(folder)
+    return ModelBlocks(checkpoint, spec, tokens, RUN_DTYPES[spec.dtype], device)
