@@ -24,16 +24,14 @@ from kvik.gguf.facts import (
     LAST_N,
     SCHEMES,
     gguf_model_spec,
-    gguf_name,
-    hf_name,
-    llama3_divisors,
-    llama3_scaling,
     model_config,
     sampling_config,
     sampling_metadata,
     stored_quantization,
 )
+from kvik.gguf.names import gguf_name, hf_name
 from kvik.gguf.reader import read_gguf
+from kvik.gguf.rope import llama3_divisors, llama3_scaling
 from kvik.gguf.types import BLOCK_TYPES
 from kvik.models.model_spec import ModelSpec
 from kvik.models.registry import ARCHITECTURES

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvik.errors import ModelError
-from kvik.gguf.facts import gguf_name
+from kvik.gguf.names import gguf_name
 from kvik.gguf.writer import write_gguf
 from kvik.models.model_spec import read_model_spec
 from kvik.nn import checkpoint as reading

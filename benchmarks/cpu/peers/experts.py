@@ -23,7 +23,7 @@ from shapes import END, STD, tokenizer
 from tokenizers import Tokenizer
 
 from kvik.gguf.export import FILE_TYPES, block_type, model_metadata, tokenizer_metadata
-from kvik.gguf.facts import EMBEDDING, HEAD, gguf_name
+from kvik.gguf.names import EMBEDDING, HEAD, gguf_name
 from kvik.gguf.types import BLOCK_TYPES
 from kvik.gguf.writer import OutTensor, Scalar, write_gguf
 from kvik.models.model_spec import ModelSpec

@@ -13,28 +13,21 @@ from tokenizers import Tokenizer
 from kvik.errors import ModelError, shown
 from kvik.gguf.facts import (
     DELTA,
-    EMBEDDING,
     END_TOKENS,
     EXPERT_SIZES,
     FULL_INTERVAL,
     GATING,
-    HEAD,
-    INPUTS_PROJECTION,
     LATENT_RANK,
-    LAYER,
     PARALLEL,
-    POSITIONS,
     RECURRENT,
     SCALES,
     SCHEMES,
     STEP,
     TAPS,
-    TEMPERATURE,
-    TOKEN_INPUTS,
-    llama3_divisors,
     metadata_config,
-    proportional_divisors,
 )
+from kvik.gguf.names import EMBEDDING, HEAD, INPUTS_PROJECTION, LAYER, POSITIONS, TOKEN_INPUTS
+from kvik.gguf.rope import TEMPERATURE, llama3_divisors, proportional_divisors
 from kvik.gguf.tokenizer import AT, SPACE, WORD_RULES, TokenKind, WordRule
 from kvik.gguf.types import BLOCK_TYPES, Array, Metadata
 from kvik.gguf.writer import Scalar

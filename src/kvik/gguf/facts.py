@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import struct
 from collections import Counter
@@ -12,7 +11,17 @@ from math import prod
 
 from kvik.core.sampling_params import PARAMETERS
 from kvik.errors import ModelError, shown
+from kvik.gguf.names import (
+    EMBEDDING,
+    HEAD,
+    LONG_FACTORS,
+    ROPE_FACTORS,
+    SHORT_FACTORS,
+    block_of,
+    hf_name,
+)
 from kvik.gguf.reader import GgufFile, GgufTensor
+from kvik.gguf.rope import MAX_FACTORS_BYTES, llama3_scaling, proportional_rope, rope_scaling
 from kvik.gguf.types import Array, Metadata, ValueKind, shortest
 from kvik.gguf.writer import Scalar
 from kvik.models.model_spec import ModelSpec
@@ -22,161 +31,9 @@ from kvik.spec.experts import EXPERT_KEYS, MAX_EXPERTS, STEP_KEYS, SWITCH, Exper
 from kvik.spec.fields import Fields
 from kvik.spec.layers import FULL, SLIDING
 from kvik.spec.model import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, ModelScales
-from kvik.spec.rope import MAX_POSITIONS, RopeSpec
+from kvik.spec.rope import MAX_POSITIONS
 from kvik.spec.states import MAX_TAPS, StateSpec
 from kvik.spec.stored_weights import StoredQuantization, StoredRule, StoredScheme
-
-# Rotary positions of a GGUF file, as config.json states them.
-#
-# Files store the scaling of Llama 3.x ("llama3" in config.json) as a divisor for each frequency.
-# With s = (original / wavelength - low) / (high - low), clipped to [0, 1], a frequency is divided
-# by 1 / ((1 - s) / factor + s). The divisors determine `factor` and s, and s is linear in the
-# frequency, so two of its points determine the other parameters.
-
-MAX_FACTORS_BYTES = 1 << 16
-TOLERANCE = 1e-4  # relative; neighbours differ by far more
-USUAL = ((1.0, 4.0, 8192), (1.0, 1.0, 8192))  # low, high, original of models by Meta
-TEMPERATURE = "attention.temperature_scale"  # of queries, by their positions
-
-
-def rope_scaling(
-    metadata: Metadata, architecture: str, context: int, log_scale: float = 0.0
-) -> Mapping[str, object] | None:
-    """Return `rope_scaling` of config.json by the metadata; None: positions are not scaled.
-
-    Args:
-        log_scale: `gguf_log_scale` of the architecture.
-
-    Raises:
-        ModelError: an unknown kind, or a number out of range.
-    """
-    at = f"{architecture}.rope"
-    factor_key = f"{at}.scaling.factor"
-    if factor_key not in metadata and f"{at}.scale_linear" in metadata:
-        factor_key = f"{at}.scale_linear"  # in old files
-    default = "linear" if factor_key.endswith("linear") else "none"
-    kind = metadata.choice(f"{at}.scaling.type", ("none", "linear", "yarn"), default)
-    if kind == "none":
-        return None
-    factor = metadata.number(factor_key, 1.0, 1e6)
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": factor}
-    original = metadata.integer(f"{at}.scaling.original_context_length", 1, MAX_POSITIONS, context)
-    scaling: dict[str, object] = {
-        "rope_type": "yarn",
-        "factor": factor,
-        "original_max_position_embeddings": original,
-        "beta_fast": metadata.number(f"{at}.scaling.yarn_beta_fast", 1e-6, 1e6, 32.0),
-        "beta_slow": metadata.number(f"{at}.scaling.yarn_beta_slow", 1e-6, 1e6, 1.0),
-    }
-    if f"{at}.scaling.yarn_attn_factor" in metadata:
-        scaling["attention_factor"] = metadata.number(f"{at}.scaling.yarn_attn_factor", 0.0, 1e6)
-    if log_scale and (key := f"{at}.scaling.yarn_log_multiplier") in metadata:
-        scale = float(f"{metadata.number(key, 0.0, 1e6) / log_scale:.6g}")
-        scaling |= {"mscale": scale, "mscale_all_dim": scale}
-    if (key := f"{architecture}.{TEMPERATURE}") in metadata:
-        scaling["llama_4_scaling_beta"] = metadata.number(key, 0.0, 1e6)
-    return scaling
-
-
-def llama3_scaling(data: bytes, theta: float, head_dim: int) -> Mapping[str, object] | None:
-    """Return `rope_scaling` of config.json by the divisors of the frequencies; None: all are 1.
-
-    Args:
-        data: [head_dim / 2] fp32, the bytes in the file.
-
-    Raises:
-        ModelError: the divisors are not of the kind "llama3".
-    """
-    divisors = struct.unpack(f"<{len(data) // 4}f", data[: len(data) // 4 * 4])
-    good = len(divisors) == head_dim // 2
-    if not good or not all(math.isfinite(d) and d > 1 - TOLERANCE for d in divisors):
-        raise ModelError("rope_freqs.weight", f"must hold {head_dim // 2} divisors of at least 1")
-    factor = max(divisors)
-    if factor < 1 + TOLERANCE:
-        return None
-    frequencies = [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
-    candidates = [*USUAL]
-    if (line := _through(frequencies, divisors, factor)) is not None:
-        candidates.append(line)
-    for low, high, original in candidates:
-        made = [_divisor(f, factor, low, high, original) for f in frequencies]
-        if all(math.isclose(a, b, rel_tol=TOLERANCE) for a, b in zip(made, divisors, strict=True)):
-            return {
-                "rope_type": "llama3",
-                "factor": factor,
-                "low_freq_factor": low,
-                "high_freq_factor": high,
-                "original_max_position_embeddings": original,
-            }
-    raise ModelError("rope_freqs.weight", "must hold divisors as Llama 3 has them")
-
-
-def llama3_divisors(scaling: Mapping[str, float], theta: float, head_dim: int) -> list[float]:
-    """Return the divisors [head_dim / 2] of a "llama3" `rope_scaling` of config.json."""
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    original = scaling["original_max_position_embeddings"]
-    return [
-        _divisor(theta ** (-2 * i / head_dim), scaling["factor"], low, high, original)
-        for i in range(head_dim // 2)
-    ]
-
-
-def _divisor(frequency: float, factor: float, low: float, high: float, original: float) -> float:
-    above = original * frequency / (2 * math.pi) - low
-    s = min(1.0, max(0.0, above / (high - low))) if high > low else float(above >= 0)
-    return 1 / ((1 - s) / factor + s)
-
-
-def _through(
-    frequencies: Sequence[float], divisors: Sequence[float], factor: float
-) -> tuple[float, float, int] | None:
-    """Return low, high and original by two points of s; low is 1, as only ratios are known."""
-    points = [
-        (f, (1 / d - 1 / factor) / (1 - 1 / factor))
-        for f, d in zip(frequencies, divisors, strict=True)
-        if 1 + TOLERANCE < d < factor * (1 - TOLERANCE)
-    ]
-    if len(points) < 2:
-        return None
-    (f0, s0), (f1, s1) = points[0], points[-1]  # far apart, against rounding errors
-    slope = (s1 - s0) / (f1 - f0)
-    offset = s0 - slope * f0  # -low / (high - low)
-    if not (slope > 0 > offset):
-        return None
-    high = 1 - 1 / offset
-    original = slope * (high - 1) * 2 * math.pi
-    return (1.0, high, round(original)) if 1 <= original < MAX_POSITIONS else None
-
-
-NEVER = 1e30  # divisor of the frequencies of pairs that do not turn
-
-
-def proportional_divisors(rope: RopeSpec, head_dim: int) -> list[float]:
-    """Return the divisors [head_dim / 2] of heads of which the first pairs turn alone."""
-    turned = rope.width(head_dim) // 2
-    return [rope.factor] * turned + [NEVER] * (head_dim // 2 - turned)
-
-
-def proportional_rope(data: bytes, head_dim: int) -> Mapping[str, object]:
-    """Return the keys of `rope_parameters` of config.json by the divisors of the frequencies.
-
-    Args:
-        data: [head_dim / 2] fp32, the bytes in the file.
-
-    Raises:
-        ModelError: the divisors are not of the kind "proportional".
-    """
-    divisors = struct.unpack(f"<{len(data) // 4}f", data[: len(data) // 4 * 4])
-    half, turned = head_dim // 2, sum(one < NEVER / 2 for one in divisors)
-    factor, *more = dict.fromkeys(divisors[:turned]) or (0.0,)
-    if more or not 1 <= factor < NEVER / 2 or len(divisors) != half:
-        told = f"must hold {half} divisors, a number of at least 1 some times and then {NEVER:g}"
-        raise ModelError(ROPE_FACTORS, told)
-    # Half more, so that rounding down gives the pairs whatever the fraction is rounded to.
-    fraction = min(1.0, (turned + 0.5) / half)
-    return {"partial_rotary_factor": fraction, "factor": shortest(factor)}
-
 
 # How a GGUF file stores its matrices, in the terms of other quantised checkpoints.
 
@@ -251,105 +108,6 @@ def sampling_metadata(config: Mapping[str, float | int]) -> dict[str, Scalar]:
     return found | ({LAST_N: ALL} if KEYS["repetition_penalty"] in found else {})
 
 
-# Names of tensors: those of GGUF files and those of Hugging Face checkpoints.
-
-_NUMBER, _LAST = r"(0|[1-9][0-9]{0,5})", r"(weight|bias)"
-_BLOCK = re.compile(rf"blk\.{_NUMBER}\.(.+)")
-LAYER = re.compile(rf"blk\.{_NUMBER}\.([\w.]+)\.{_LAST}")
-
-ROPE_FACTORS = "rope_freqs.weight"
-LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
-HEAD = "output.weight"
-EMBEDDING, POSITIONS = "token_embd.weight", "position_embd.weight"
-TOKEN_INPUTS, INPUTS_PROJECTION = "per_layer_token_embd.weight", "per_layer_model_proj.weight"
-
-_BLOCKS = "blk"
-# What stands in no block.
-OUTER: Mapping[str, str] = {
-    "token_embd": "model.embed_tokens",
-    "token_embd_norm": "",  # of those architectures that name it
-    "position_embd": "",
-    "per_layer_token_embd": "",
-    "per_layer_model_proj": "",
-    "per_layer_proj_norm": "",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    _BLOCKS: "model.layers",
-}
-_INNER: Mapping[str, str] = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
-    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
-    "ffn_up_exps": "mlp.experts.{}.up_proj",
-    "ffn_down_exps": "mlp.experts.{}.down_proj",
-    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-    "ffn_up_shexp": "mlp.shared_experts.up_proj",
-    "ffn_down_shexp": "mlp.shared_experts.down_proj",
-}
-_WHOLE = (".weight", ".bias", ".")  # how names end that are those of one tensor
-
-
-def hf_name(name: str, own: Mapping[str, str]) -> str | None:
-    """Return the checkpoint name of a tensor; None if there is none.
-
-    In the name of what all experts of a layer have, or all heads, {} stands for the number of one.
-
-    Args:
-        own: `gguf_names` of the architecture.
-    """
-    outer, inner = {**OUTER, **own}, {**_INNER, **own}
-    block = _BLOCK.fullmatch(name)
-    layer, _, last = (name if block is None else block[2]).rpartition(".")
-    known = last in ("weight", "bias") and layer != _BLOCKS
-    if block is None:
-        found = outer[layer] if known and layer in OUTER else ""
-        return f"{found}.{last}" if found else None
-    whole = inner.get(block[2] if known else f"{block[2]}.")
-    if whole is None and known and layer not in OUTER and layer in inner:
-        whole = f"{inner[layer]}.{last}"
-    return whole and f"{outer[_BLOCKS]}.{block[1]}.{whole}"
-
-
-def gguf_name(name: str, own: Mapping[str, str]) -> str | None:
-    """Return the GGUF name of a checkpoint's tensor; None if there is none.
-
-    Tensors of the experts of a layer have one name, and so have those of heads.
-
-    Args:
-        own: `gguf_names` of the architecture.
-    """
-    outer, inner = {**OUTER, **own}, {**_INNER, **own}
-    block = re.fullmatch(rf"{re.escape(outer[_BLOCKS])}\.{_NUMBER}\.(.+)", name)
-    layer, _, last = (name if block is None else block[2]).rpartition(".")
-    known = layer and last in ("weight", "bias")
-    if block is None:
-        found = next((key for key in OUTER if outer[key] == layer), _BLOCKS)
-        return f"{found}.{last}" if known and found != _BLOCKS else None
-    back = {hf: key for key, hf in inner.items() if key not in OUTER}
-    whole = back.get(block[2], "")
-    if whole.endswith(_WHOLE):
-        return f"{_BLOCKS}.{block[1]}.{whole.removesuffix('.')}"
-    scope = back.get(layer) or back.get(numberless(layer)) or "."
-    good = known and not scope.endswith(_WHOLE)
-    return f"{_BLOCKS}.{block[1]}.{scope}.{last}" if good else None
-
-
-def numberless(name: str) -> str:
-    """Return the name of an expert's layer with {} in place of its number."""
-    return re.sub(rf"\.{_NUMBER}(?=\.|$)", ".{}", name)
-
-
 def named_tensors(file: GgufFile) -> Iterator[tuple[str, GgufTensor]]:
     """Yield the tensors by their names in checkpoints, those of each expert by themselves.
 
@@ -364,8 +122,8 @@ def named_tensors(file: GgufFile) -> Iterator[tuple[str, GgufTensor]]:
     first = _layers(metadata) if more else 0
     experts = _expert_count(metadata)
     for tensor in file.tensors:
-        block = re.match(rf"{_BLOCKS}\.{_NUMBER}\.", tensor.name)
-        if block is not None and first <= int(block[1]) < first + more:
+        block = block_of(tensor.name)
+        if block is not None and first <= block < first + more:
             continue
         name = hf_name(tensor.name, names)
         if name is None or "{}" not in name:

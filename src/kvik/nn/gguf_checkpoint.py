@@ -11,14 +11,8 @@ from torch import Tensor
 
 from kvik.errors import ModelError, shown
 from kvik.files import is_gguf
-from kvik.gguf.facts import (
-    LONG_FACTORS,
-    ROPE_FACTORS,
-    SHORT_FACTORS,
-    family_of,
-    gguf_model_spec,
-    named_tensors,
-)
+from kvik.gguf.facts import family_of, gguf_model_spec, named_tensors
+from kvik.gguf.names import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
 from kvik.gguf.reader import GgufFile, GgufTensor, read_gguf
 from kvik.nn.checkpoint import (
     ROW_MULTIPLE,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvik.errors import ModelError, shown
 from kvik.gguf.export import block_type, gguf_family, rope_divisors
-from kvik.gguf.facts import HEAD, ROPE_FACTORS, gguf_name, numberless
+from kvik.gguf.names import HEAD, ROPE_FACTORS, gguf_name, numberless
 from kvik.gguf.types import BLOCK_TYPES
 from kvik.gguf.writer import OutTensor
 from kvik.models.model_spec import ModelSpec

@@ -116,7 +116,7 @@ class Architecture:
         gguf_told: key of a file and the least value with which it is of this architecture, where
             several have one name; (): this one, where no key of another one stands.
         gguf_names: names of tensors in GGUF -> in the checkpoint, where they differ from Llama's:
-            of a block's layers, and whole ones of what `gguf.facts.OUTER` lists. A name that ends
+            of a block's layers, and whole ones of what `gguf.names.OUTER` lists. A name that ends
             in `.weight`, `.bias` or a dot is that of one tensor, in the last case of `ssm_a`.
         gguf_pairs: the files have rows of q and k that turn together as neighbours.
         gguf_parts: layers of a block, by their names in checkpoints, that files have in other

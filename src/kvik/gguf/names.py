@@ -1,0 +1,108 @@
+"""Names of tensors: those of GGUF files and those of Hugging Face checkpoints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+_NUMBER, _LAST = r"(0|[1-9][0-9]{0,5})", r"(weight|bias)"
+_BLOCK = re.compile(rf"blk\.{_NUMBER}\.(.+)")
+LAYER = re.compile(rf"blk\.{_NUMBER}\.([\w.]+)\.{_LAST}")
+
+ROPE_FACTORS = "rope_freqs.weight"
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+HEAD = "output.weight"
+EMBEDDING, POSITIONS = "token_embd.weight", "position_embd.weight"
+TOKEN_INPUTS, INPUTS_PROJECTION = "per_layer_token_embd.weight", "per_layer_model_proj.weight"
+
+_BLOCKS = "blk"
+# What stands in no block.
+OUTER: Mapping[str, str] = {
+    "token_embd": "model.embed_tokens",
+    "token_embd_norm": "",  # of those architectures that name it
+    "position_embd": "",
+    "per_layer_token_embd": "",
+    "per_layer_model_proj": "",
+    "per_layer_proj_norm": "",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    _BLOCKS: "model.layers",
+}
+_INNER: Mapping[str, str] = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+_WHOLE = (".weight", ".bias", ".")  # how names end that are those of one tensor
+
+
+def hf_name(name: str, own: Mapping[str, str]) -> str | None:
+    """Return the checkpoint name of a tensor; None if there is none.
+
+    In the name of what all experts of a layer have, or all heads, {} stands for the number of one.
+
+    Args:
+        own: `gguf_names` of the architecture.
+    """
+    outer, inner = {**OUTER, **own}, {**_INNER, **own}
+    block = _BLOCK.fullmatch(name)
+    layer, _, last = (name if block is None else block[2]).rpartition(".")
+    known = last in ("weight", "bias") and layer != _BLOCKS
+    if block is None:
+        found = outer[layer] if known and layer in OUTER else ""
+        return f"{found}.{last}" if found else None
+    whole = inner.get(block[2] if known else f"{block[2]}.")
+    if whole is None and known and layer not in OUTER and layer in inner:
+        whole = f"{inner[layer]}.{last}"
+    return whole and f"{outer[_BLOCKS]}.{block[1]}.{whole}"
+
+
+def gguf_name(name: str, own: Mapping[str, str]) -> str | None:
+    """Return the GGUF name of a checkpoint's tensor; None if there is none.
+
+    Tensors of the experts of a layer have one name, and so have those of heads.
+
+    Args:
+        own: `gguf_names` of the architecture.
+    """
+    outer, inner = {**OUTER, **own}, {**_INNER, **own}
+    block = re.fullmatch(rf"{re.escape(outer[_BLOCKS])}\.{_NUMBER}\.(.+)", name)
+    layer, _, last = (name if block is None else block[2]).rpartition(".")
+    known = layer and last in ("weight", "bias")
+    if block is None:
+        found = next((key for key in OUTER if outer[key] == layer), _BLOCKS)
+        return f"{found}.{last}" if known and found != _BLOCKS else None
+    back = {hf: key for key, hf in inner.items() if key not in OUTER}
+    whole = back.get(block[2], "")
+    if whole.endswith(_WHOLE):
+        return f"{_BLOCKS}.{block[1]}.{whole.removesuffix('.')}"
+    scope = back.get(layer) or back.get(numberless(layer)) or "."
+    good = known and not scope.endswith(_WHOLE)
+    return f"{_BLOCKS}.{block[1]}.{scope}.{last}" if good else None
+
+
+def numberless(name: str) -> str:
+    """Return the name of an expert's layer with {} in place of its number."""
+    return re.sub(rf"\.{_NUMBER}(?=\.|$)", ".{}", name)
+
+
+def block_of(name: str) -> int | None:
+    """Return the number of the block that a tensor of a file stands in; None: it stands in none."""
+    found = _BLOCK.fullmatch(name)
+    return None if found is None else int(found[1])

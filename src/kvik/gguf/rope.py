@@ -1,0 +1,161 @@
+"""Rotary positions of a GGUF file, as config.json states them."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping, Sequence
+
+from kvik.errors import ModelError
+from kvik.gguf.names import ROPE_FACTORS
+from kvik.gguf.types import Metadata, shortest
+from kvik.spec.rope import MAX_POSITIONS, RopeSpec
+
+# Files store the scaling of Llama 3.x ("llama3" in config.json) as a divisor for each frequency.
+# With s = (original / wavelength - low) / (high - low), clipped to [0, 1], a frequency is divided
+# by 1 / ((1 - s) / factor + s). The divisors determine `factor` and s, and s is linear in the
+# frequency, so two of its points determine the other parameters.
+
+MAX_FACTORS_BYTES = 1 << 16
+TOLERANCE = 1e-4  # relative; neighbours differ by far more
+USUAL = ((1.0, 4.0, 8192), (1.0, 1.0, 8192))  # low, high, original of models by Meta
+TEMPERATURE = "attention.temperature_scale"  # of queries, by their positions
+
+
+def rope_scaling(
+    metadata: Metadata, architecture: str, context: int, log_scale: float = 0.0
+) -> Mapping[str, object] | None:
+    """Return `rope_scaling` of config.json by the metadata; None: positions are not scaled.
+
+    Args:
+        log_scale: `gguf_log_scale` of the architecture.
+
+    Raises:
+        ModelError: an unknown kind, or a number out of range.
+    """
+    at = f"{architecture}.rope"
+    factor_key = f"{at}.scaling.factor"
+    if factor_key not in metadata and f"{at}.scale_linear" in metadata:
+        factor_key = f"{at}.scale_linear"  # in old files
+    default = "linear" if factor_key.endswith("linear") else "none"
+    kind = metadata.choice(f"{at}.scaling.type", ("none", "linear", "yarn"), default)
+    if kind == "none":
+        return None
+    factor = metadata.number(factor_key, 1.0, 1e6)
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    original = metadata.integer(f"{at}.scaling.original_context_length", 1, MAX_POSITIONS, context)
+    scaling: dict[str, object] = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": original,
+        "beta_fast": metadata.number(f"{at}.scaling.yarn_beta_fast", 1e-6, 1e6, 32.0),
+        "beta_slow": metadata.number(f"{at}.scaling.yarn_beta_slow", 1e-6, 1e6, 1.0),
+    }
+    if f"{at}.scaling.yarn_attn_factor" in metadata:
+        scaling["attention_factor"] = metadata.number(f"{at}.scaling.yarn_attn_factor", 0.0, 1e6)
+    if log_scale and (key := f"{at}.scaling.yarn_log_multiplier") in metadata:
+        scale = float(f"{metadata.number(key, 0.0, 1e6) / log_scale:.6g}")
+        scaling |= {"mscale": scale, "mscale_all_dim": scale}
+    if (key := f"{architecture}.{TEMPERATURE}") in metadata:
+        scaling["llama_4_scaling_beta"] = metadata.number(key, 0.0, 1e6)
+    return scaling
+
+
+def llama3_scaling(data: bytes, theta: float, head_dim: int) -> Mapping[str, object] | None:
+    """Return `rope_scaling` of config.json by the divisors of the frequencies; None: all are 1.
+
+    Args:
+        data: [head_dim / 2] fp32, the bytes in the file.
+
+    Raises:
+        ModelError: the divisors are not of the kind "llama3".
+    """
+    divisors = struct.unpack(f"<{len(data) // 4}f", data[: len(data) // 4 * 4])
+    good = len(divisors) == head_dim // 2
+    if not good or not all(math.isfinite(d) and d > 1 - TOLERANCE for d in divisors):
+        raise ModelError("rope_freqs.weight", f"must hold {head_dim // 2} divisors of at least 1")
+    factor = max(divisors)
+    if factor < 1 + TOLERANCE:
+        return None
+    frequencies = [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
+    candidates = [*USUAL]
+    if (line := _through(frequencies, divisors, factor)) is not None:
+        candidates.append(line)
+    for low, high, original in candidates:
+        made = [_divisor(f, factor, low, high, original) for f in frequencies]
+        if all(math.isclose(a, b, rel_tol=TOLERANCE) for a, b in zip(made, divisors, strict=True)):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": low,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": original,
+            }
+    raise ModelError("rope_freqs.weight", "must hold divisors as Llama 3 has them")
+
+
+def llama3_divisors(scaling: Mapping[str, float], theta: float, head_dim: int) -> list[float]:
+    """Return the divisors [head_dim / 2] of a "llama3" `rope_scaling` of config.json."""
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    original = scaling["original_max_position_embeddings"]
+    return [
+        _divisor(theta ** (-2 * i / head_dim), scaling["factor"], low, high, original)
+        for i in range(head_dim // 2)
+    ]
+
+
+def _divisor(frequency: float, factor: float, low: float, high: float, original: float) -> float:
+    above = original * frequency / (2 * math.pi) - low
+    s = min(1.0, max(0.0, above / (high - low))) if high > low else float(above >= 0)
+    return 1 / ((1 - s) / factor + s)
+
+
+def _through(
+    frequencies: Sequence[float], divisors: Sequence[float], factor: float
+) -> tuple[float, float, int] | None:
+    """Return low, high and original by two points of s; low is 1, as only ratios are known."""
+    points = [
+        (f, (1 / d - 1 / factor) / (1 - 1 / factor))
+        for f, d in zip(frequencies, divisors, strict=True)
+        if 1 + TOLERANCE < d < factor * (1 - TOLERANCE)
+    ]
+    if len(points) < 2:
+        return None
+    (f0, s0), (f1, s1) = points[0], points[-1]  # far apart, against rounding errors
+    slope = (s1 - s0) / (f1 - f0)
+    offset = s0 - slope * f0  # -low / (high - low)
+    if not (slope > 0 > offset):
+        return None
+    high = 1 - 1 / offset
+    original = slope * (high - 1) * 2 * math.pi
+    return (1.0, high, round(original)) if 1 <= original < MAX_POSITIONS else None
+
+
+NEVER = 1e30  # divisor of the frequencies of pairs that do not turn
+
+
+def proportional_divisors(rope: RopeSpec, head_dim: int) -> list[float]:
+    """Return the divisors [head_dim / 2] of heads of which the first pairs turn alone."""
+    turned = rope.width(head_dim) // 2
+    return [rope.factor] * turned + [NEVER] * (head_dim // 2 - turned)
+
+
+def proportional_rope(data: bytes, head_dim: int) -> Mapping[str, object]:
+    """Return the keys of `rope_parameters` of config.json by the divisors of the frequencies.
+
+    Args:
+        data: [head_dim / 2] fp32, the bytes in the file.
+
+    Raises:
+        ModelError: the divisors are not of the kind "proportional".
+    """
+    divisors = struct.unpack(f"<{len(data) // 4}f", data[: len(data) // 4 * 4])
+    half, turned = head_dim // 2, sum(one < NEVER / 2 for one in divisors)
+    factor, *more = dict.fromkeys(divisors[:turned]) or (0.0,)
+    if more or not 1 <= factor < NEVER / 2 or len(divisors) != half:
+        told = f"must hold {half} divisors, a number of at least 1 some times and then {NEVER:g}"
+        raise ModelError(ROPE_FACTORS, told)
+    # Half more, so that rounding down gives the pairs whatever the fraction is rounded to.
+    fraction = min(1.0, (turned + 0.5) / half)
+    return {"partial_rotary_factor": fraction, "factor": shortest(factor)}
