@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -22,30 +22,17 @@ import torch
 from shapes import END, STD, tokenizer
 from tokenizers import Tokenizer
 
-from kvik.gguf.export import FILE_TYPES, block_type, model_metadata, tokenizer_metadata
-from kvik.gguf.names import EMBEDDING, HEAD, gguf_name
+from kvik.gguf.export import FILE_TYPES, model_metadata, tokenizer_metadata
 from kvik.gguf.types import BLOCK_TYPES
-from kvik.gguf.writer import OutTensor, Scalar, write_gguf
+from kvik.gguf.writer import write_gguf
 from kvik.models.model_spec import ModelSpec
 from kvik.models.public import public_configs
+from kvik.nn.checkpoint import TensorRun
+from kvik.nn.gguf_export import gguf_tensors
 from kvik.nn.gguf_quantize import quantize
+from kvik.nn.safetensors import TensorEntry
 
 DRAWS = 1 << 20  # of a matrix
-
-
-@dataclass(frozen=True)
-class Foreign:
-    """How llama.cpp names a model that kvik reads no GGUF files of.
-
-    Attributes:
-        metadata: beside what all have.
-        names: of a block's layers -> those of a checkpoint; shapes of what is no matrix.
-    """
-
-    architecture: str
-    metadata: Mapping[str, Scalar | list[int]]
-    names: Mapping[str, str]
-    others: Mapping[str, tuple[int, ...]]
 
 
 QWEN3_6 = {
@@ -76,37 +63,6 @@ SHAPES: Mapping[str, Mapping[str, object]] = {
     **{name: public_configs()[name] for name in PUBLIC},
     "qwen3.6-35b-a3b": QWEN3_6,
 }
-FOREIGN = {
-    "qwen3.6-35b-a3b": Foreign(
-        "qwen35moe",
-        {
-            "expert_shared_feed_forward_length": 512,
-            "full_attention_interval": 4,
-            "rope.dimension_count": 64,
-            "rope.dimension_sections": [11, 11, 10, 0],
-            "ssm.conv_kernel": 4,
-            "ssm.state_size": 128,
-            "ssm.group_count": 16,
-            "ssm.time_step_rank": 32,
-            "ssm.inner_size": 4096,
-        },
-        {
-            "ffn_norm": "",
-            "post_attention_norm": "post_attention_layernorm",
-            "attn_qkv": "linear_attn.in_proj_qkv",
-            "attn_gate": "linear_attn.in_proj_z",
-            "ssm_alpha": "linear_attn.in_proj_a",
-            "ssm_beta": "linear_attn.in_proj_b",
-            "ssm_norm": "linear_attn.norm",
-            "ssm_out": "linear_attn.out_proj",
-            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-            "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-            "ffn_up_shexp": "mlp.shared_expert.up_proj",
-            "ffn_down_shexp": "mlp.shared_expert.down_proj",
-        },
-        {"ssm_conv1d.weight": (8192, 4), "ssm_a": (32,), "ssm_dt.bias": (32,)},
-    ),
-}
 
 
 def write_folder(name: str, folder: Path, layers: int | None) -> None:
@@ -126,53 +82,30 @@ def write_folder(name: str, folder: Path, layers: int | None) -> None:
         (folder / file).write_text(json.dumps(content, ensure_ascii=False), "utf-8")
 
 
-def stored(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names in a checkpoint, and shapes, of matrices and norms."""
-    declared = spec.declaration
-    for table in declared.tables:
-        yield f"{table.name}.weight", (table.rows, table.width)
-    for linear in declared.linears:
-        for layer, outputs in zip(linear.names, linear.outputs, strict=True):
-            yield f"{layer}.weight", (outputs, linear.inputs) if outputs > 1 else (linear.inputs,)
-    for norm in declared.norms:
-        yield f"{norm.name}.weight", (norm.size,)
+class NoWeights:
+    """A checkpoint that says which tensors a model has, and holds none."""
 
+    facts = "config.json"
 
-def gguf_tensors(spec: ModelSpec, type: str, foreign: Foreign | None) -> list[OutTensor]:
-    """Those of all experts of a layer are one."""
-    names = foreign.names if foreign else spec.family.gguf_names
-    found: dict[str, tuple[int, ...]] = {}
-    count: dict[str, int] = {}
-    for hf, shape in stored(spec):
-        name = gguf_name(hf, names)
-        assert name is not None, hf
-        found[name] = shape
-        count[name] = count.get(name, 0) + 1
-    made = {
-        name: (count[name], *shape) if name.partition(".weight")[0].endswith("_exps") else shape
-        for name, shape in found.items()
-    }
-    for layer in range(spec.num_layers if foreign else 0):
-        if spec.layers[layer].state is not None:
-            made |= {f"blk.{layer}.{name}": shape for name, shape in foreign.others.items()}
-    blocks = Blocks()
-    tensors = []
-    for name, shape in made.items():
-        kind = type_of(type, name, shape, spec)
-        data = blocks.of(name, kind, shape)
-        tensors.append(OutTensor(name, BLOCK_TYPES[kind], shape, data))
-    return tensors
+    def __init__(self, spec: ModelSpec) -> None:
+        declared = spec.declaration
+        found: dict[str, tuple[int, ...]] = {}
+        for table in declared.tables:
+            found[f"{table.name}.weight"] = table.rows, table.width
+        for linear in declared.linears:
+            for layer, outputs in zip(linear.names, linear.outputs, strict=True):
+                found[f"{layer}.weight"] = outputs, linear.inputs
+        for norm in declared.norms:
+            found[f"{norm.name}.weight"] = (norm.size,)
+        for other in declared.others:
+            found[other.name] = other.shape or (other.num_parameters,)
+        self.entries = {
+            name: TensorEntry(name, "BF16", shape, 0, 2 * prod(shape))
+            for name, shape in found.items()
+        }
 
-
-def type_of(type: str, name: str, shape: tuple[int, ...], spec: ModelSpec) -> str:
-    """As `llama-quantize` chooses it."""
-    if len(shape) == 1 or "conv1d" in name:
-        return "F32"
-    if name == HEAD:
-        return "Q6_K"
-    if name == EMBEDDING:
-        return FILE_TYPES[type].usual
-    return block_type(type, name, shape[-1], spec)
+    def runs(self, in_runs: Mapping[str, bool]) -> Iterator[TensorRun]:
+        raise NotImplementedError
 
 
 class Blocks:
@@ -218,48 +151,18 @@ class Blocks:
 
 
 def write_file(name: str, folder: Path, type: str, path: Path) -> None:
+    """The tensors that kvik would export, with random numbers in place of theirs."""
     spec = ModelSpec.from_config(json.loads((folder / "config.json").read_text("utf-8")), name)
-    foreign = FOREIGN.get(name)
-    if foreign is None:
-        facts: dict[str, Scalar | list[int]] = dict(model_metadata(spec, name, type))
-    else:
-        # What all have is told as of a model that is named alike; its experts and heads are these.
-        facts = told(spec, name, type, foreign)
     library = Tokenizer.from_file(str(folder / "tokenizer.json"))
     end = spec.vocab_size - 1
     words = tokenizer_metadata(library, spec.vocab_size, end, end, None)
-    tensors = gguf_tensors(spec, type, foreign)
-    write_gguf(path, {**facts, **words}, tensors)
+    blocks = Blocks()
+    tensors = [
+        replace(tensor, data=blocks.of(tensor.name, tensor.type.name, tensor.shape))
+        for tensor in gguf_tensors(NoWeights(spec), spec, type)
+    ]
+    write_gguf(path, {**model_metadata(spec, name, type), **words}, tensors)
     print(f"{path}: {sum(tensor.size for tensor in tensors) / 1e9:.2f} GB")
-
-
-def told(spec: ModelSpec, name: str, type: str, foreign: Foreign) -> dict[str, Scalar | list[int]]:
-    """The metadata of a model that kvik writes no GGUF files of."""
-    experts = next(layer.experts for layer in spec.layers if layer.experts)
-    sizes: dict[str, Scalar | list[int]] = {
-        "block_count": spec.num_layers,
-        "context_length": spec.max_position_embeddings,
-        "embedding_length": spec.hidden_size,
-        "feed_forward_length": spec.intermediate_size,
-        "vocab_size": spec.vocab_size,
-        "attention.head_count": spec.num_heads,
-        "attention.head_count_kv": spec.num_kv_heads,
-        "attention.key_length": spec.head_dim,
-        "attention.value_length": spec.head_dim,
-        "attention.layer_norm_rms_epsilon": spec.norm_eps,
-        "rope.freq_base": 1e7,
-        "expert_count": experts.router.experts,
-        "expert_used_count": experts.router.active,
-        "expert_feed_forward_length": experts.inner,
-        **foreign.metadata,
-    }
-    return {
-        "general.architecture": foreign.architecture,
-        "general.name": name,
-        "general.file_type": FILE_TYPES[type].code,
-        "general.quantization_version": 2,
-        **{f"{foreign.architecture}.{key}": value for key, value in sizes.items()},
-    }
 
 
 def main() -> None:
