@@ -98,6 +98,15 @@ def test_layers_add_up_by_their_windows() -> None:
     assert work.decode_kv_bytes == (2 * 6 + 3) * BYTES
 
 
+def test_layers_count_that_read_what_others_store() -> None:
+    sim = Simulation(Setup(readers=3))
+    sim.add([0] * 5, max_tokens=2, stop_ids=NO_STOP)
+    sim.drain()
+    work = read(sim)
+    assert (work.prefill_pairs, work.prefill_kv_bytes) == (3 * 15, 3 * 5 * BYTES)
+    assert (work.decode_pairs, work.decode_kv_bytes) == (3 * 6, 3 * 6 * BYTES)
+
+
 def test_a_last_prompt_token_alone_is_still_prefill() -> None:
     sim = Simulation(Setup(budget=4))
     sim.add([0] * 5, max_tokens=1)

@@ -23,8 +23,8 @@ from kvik.core.types import FinishReason, Pin, Request, RequestDelta
 from kvik.spec.kv import KVCacheSpec, group_layers
 
 
-def kv_spec(window: Seen = None) -> KVCacheSpec:
-    return KVCacheSpec(num_kv_heads=1, head_dim=4, bytes_per_token=16, window=as_window(window))
+def kv_spec(window: Seen = None, readers: int = 1) -> KVCacheSpec:
+    return KVCacheSpec(1, 4, bytes_per_token=16, window=as_window(window), readers=readers)
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Setup:
     block_size: int = 4
     num_blocks: int = 64
     windows: tuple[Seen, ...] = (None,)  # one KV group each
+    readers: int = 1  # of the cache of each layer
     budget: int = 16
     max_num_seqs: int = 4
     max_model_len: int = 64
@@ -53,7 +54,7 @@ class Setup:
 
     @property
     def cache(self) -> CacheConfig:
-        groups = group_layers([kv_spec(window) for window in self.windows])
+        groups = group_layers([kv_spec(window, self.readers) for window in self.windows])
         return CacheConfig(
             self.block_size,
             self.num_blocks,

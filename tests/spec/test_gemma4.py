@@ -33,7 +33,7 @@ def test_layers_read_keys_of_the_last_of_their_kind() -> None:
     spec = ModelSpec.from_config(gemma4(num_kv_shared_layers=2, use_double_wide_mlp=True))
     assert [layer.kv_from for layer in spec.layers] == [None, None, None, 1, 2]
     assert [spec.inner(layer) // spec.intermediate_size for layer in spec.layers] == [1, 1, 1, 2, 2]
-    assert [kv is None for kv in spec.kv_specs(2)] == [False] * 3 + [True] * 2
+    assert [kv and kv.readers for kv in spec.kv_specs(2)] == [1, 2, 2, None, None]
     assert spec.head_dims == (16, 32) and spec.query_width == 32 * spec.num_heads
 
 

@@ -65,10 +65,10 @@ class WorkMeter:
         for group in groups:
             layers, size = by_window.get(group.spec.window, (0, 0))
             by_window[group.spec.window] = (
-                layers + len(group.layers),
-                size + group.bytes_per_token,
+                layers + group.readers,
+                size + group.read_bytes_per_token,
             )
-        # window, layers that have it, bytes that a token takes in all of them
+        # window, layers that have it, bytes of a token that all of them read
         self._kinds = [(window, *sums) for window, sums in by_window.items()]
 
     def start(self, request: Request) -> None:

@@ -22,6 +22,7 @@ from kvik.planner.shape import CacheShape, MatrixGroup, ModelShape
 from kvik.spec.engine_folder import read_built
 from kvik.spec.experts import EXPERT_KEYS
 from kvik.spec.fields import Fields, read_json
+from kvik.spec.kv import KVCacheSpec
 
 # Keys of layers that are not (only) attention over a cache of all tokens, or that share a cache.
 FOREIGN_KEYS = (
@@ -163,9 +164,11 @@ def _assumed(fields: Fields, architecture: str) -> Family:
 def _from_spec(spec: ModelSpec, fields: Fields, name: str) -> ModelShape:
     """The shape of a model this engine runs, from the facts it runs with."""
     hidden, inner, layers = spec.hidden_size, spec.inner_width, spec.num_layers
-    latent, kv = spec.latent, spec.kv_specs(1)
-    caching = Counter(each for each in kv if each is not None)
-    shared = Counter(kv[owner] for layer in spec.layers if (owner := layer.kv_from) is not None)
+    latent, caching, shared = spec.latent, Counter[KVCacheSpec](), Counter[KVCacheSpec]()
+    for kv in filter(None, spec.kv_specs(1)):
+        alike = replace(kv, readers=1)
+        caching[alike] += 1
+        shared[alike] += kv.readers - 1
     declared, counts = spec.declaration, Counter[MatrixGroup]()
     for linear in declared.linears:
         router, outputs = linear.router, sum(linear.outputs)

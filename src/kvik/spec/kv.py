@@ -113,6 +113,7 @@ class KVCacheSpec:
         window: which keys a query sees; None: all.
         format: of the numbers, as in `KV_FORMATS`, or "auto".
         latent: a token has one vector, whose first channels are its value.
+        readers: how many layers read it, its own among them.
     """
 
     num_kv_heads: int
@@ -121,6 +122,7 @@ class KVCacheSpec:
     window: Window | None = None
     format: str = AUTO
     latent: bool = False
+    readers: int = 1
 
     @property
     def vectors(self) -> int:
@@ -226,6 +228,16 @@ class KVGroup:
     def bytes_per_token(self) -> int:
         """Sum over the layers."""
         return sum(spec.bytes_per_token for spec in self.specs)
+
+    @property
+    def readers(self) -> int:
+        """How many layers read what its layers store."""
+        return sum(spec.readers for spec in self.specs)
+
+    @property
+    def read_bytes_per_token(self) -> int:
+        """What a token is read for, by all layers that see it."""
+        return sum(spec.bytes_per_token * spec.readers for spec in self.specs)
 
     def layers_in(self, format: str) -> tuple[int, ...]:
         pairs = zip(self.layers, self.specs, strict=True)

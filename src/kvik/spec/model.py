@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -198,9 +199,13 @@ class ModelFacts:
     def kv_specs(self, dtype_bytes: int) -> list[KVCacheSpec | None]:
         """Return what each layer stores per token, at `dtype_bytes` for each number; None: it keeps
         a state, or reads what another layer stores."""
-        return [self._kv_spec(layer, dtype_bytes) for layer in self.layers]
+        readers = Counter(layer.kv_from for layer in self.layers)
+        return [
+            self._kv_spec(layer, dtype_bytes, 1 + readers[index])
+            for index, layer in enumerate(self.layers)
+        ]
 
-    def _kv_spec(self, layer: LayerSpec, dtype_bytes: int) -> KVCacheSpec | None:
+    def _kv_spec(self, layer: LayerSpec, dtype_bytes: int, readers: int) -> KVCacheSpec | None:
         if layer.state is not None or layer.kv_from is not None:
             return None
         kv_heads, head_dim = self.heads(layer)
@@ -211,6 +216,7 @@ class ModelFacts:
             bytes_per_token=size if layer.latent else 2 * size,
             window=layer.window,
             latent=layer.latent is not None,
+            readers=readers,
         )
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
