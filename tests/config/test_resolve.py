@@ -19,6 +19,7 @@ from kvik.config.resolve import resolve
 from kvik.config.speculative import DraftSource
 from kvik.errors import CapacityError, ConfigError, KvikError
 from kvik.models.model_spec import ModelSpec
+from kvik.spec.layers import QueryScale
 from kvik.spec.stored_weights import StoredQuantization
 
 GIB = 1 << 30
@@ -330,7 +331,8 @@ def test_memory_grows_with_each_part() -> None:
 
 
 def test_rotary_positions_are_counted() -> None:
-    """A row of head_dim numbers in fp32 for each 1,024 positions, beside the tables of requests."""
+    """A row of head_dim numbers in fp32 for each 1,024 positions, beside the tables of requests;
+    and a number for each position by which queries are multiplied."""
 
     def overhead(spec: ModelSpec, length: int) -> int:
         sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 64, "num_blocks": 1000}
@@ -340,6 +342,8 @@ def test_rotary_positions_are_counted() -> None:
     more = overhead(SMALL, 2048) - overhead(SMALL, 1024)
     assert more == SMALL.head_dim * 4 + tokens_and_blocks
     assert overhead(LEARNED, 128) - overhead(LEARNED, 64) == 64 * 4 + 2 * 64 // 16 * 4
+    scaled = [replace(layer, query_scale=QueryScale(64, 0.1)) for layer in SMALL.layers]
+    assert overhead(replace(SMALL, layers=tuple(scaled)), 2048) == overhead(SMALL, 2048) + 2048 * 4
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,11 @@ class ModelSizes(Weighed, Protocol):
         ...
 
     @property
+    def query_scales(self) -> Sequence[object]:
+        """By what layers multiply queries, each once; a table with a number for each position."""
+        ...
+
+    @property
     def gated_mlp(self) -> bool: ...
 
     @property
@@ -395,9 +400,10 @@ class MemoryPlan:
         return self.weights + self.activations + self.kv_cache + self.overhead
 
 
-def _rotation_tables(spec: ModelSizes, max_model_len: int) -> int:
-    """Return bytes of the tables of `Ops.rotations`."""
-    return 4 * sum(rope.table_rows(max_model_len) * width for rope, width in spec.rotations)
+def _position_tables(spec: ModelSizes, max_model_len: int) -> int:
+    """Return bytes of the tables of `Ops.rotations`, and of the scales of queries."""
+    numbers = sum(rope.table_rows(max_model_len) * width for rope, width in spec.rotations)
+    return 4 * (numbers + len(spec.query_scales) * max_model_len)
 
 
 @dataclass(frozen=True, slots=True)
@@ -507,8 +513,8 @@ class Footprint:
         entries = -(-size.max_model_len // self.block_size) * len(self.groups)
         table = size.max_num_seqs * (size.max_model_len + 2 * entries) * 4
         seen = size.max_num_seqs * spec.vocab_size * SEEN_BYTES_PER_TOKEN
-        rotation = _rotation_tables(spec, size.max_model_len)
-        total = self.runtime + table + seen + rotation + self._pooling(size) + self.graphs(size)
+        tables = _position_tables(spec, size.max_model_len)
+        total = self.runtime + table + seen + tables + self._pooling(size) + self.graphs(size)
         if self.device == "cpu":
             total += spec.vocab_size * TOKENIZER_BYTES_PER_ENTRY
             total += 0 if self._taped else TORCH_KERNELS_BYTES
@@ -584,9 +590,9 @@ class Footprint:
         """Return a step of the draft model, its rotary positions, and the distributions of its
         drafts: until they are judged, and twice while they are concatenated."""
         small = size.of_draft_model
-        rotation = _rotation_tables(draft.spec, size.max_model_len)
+        tables = _position_tables(draft.spec, size.max_model_len)
         drawn = (2 * size.max_draft_rows + small.max_num_seqs) * self.spec.vocab_size * 4
-        return draft.activations(small) + rotation + drawn
+        return draft.activations(small) + tables + drawn
 
     def _pooling(self, size: StepSize) -> int:
         """Vectors of prompts, in host memory."""

@@ -111,6 +111,7 @@ class StoredModel:
     latent: LatentSpec | None = None  # no backend of kvik takes the shapes that are planned here
     state_bytes: int = 0
     state_width: int = 0
+    query_scales: tuple[()] = ()
 
     @classmethod
     def of(cls, shape: ModelShape, weight_format: str, kv_format: str) -> StoredModel:

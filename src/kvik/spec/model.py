@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvik.spec.engine_folder import Built
 from kvik.spec.kv import KVCacheSpec, Window
-from kvik.spec.layers import LatentSpec, LayerSpec
+from kvik.spec.layers import LatentSpec, LayerSpec, QueryScale
 from kvik.spec.rope import RopeSpec
 from kvik.spec.states import STATE_BYTES, StateSpec
 from kvik.spec.stored_weights import (
@@ -125,6 +125,12 @@ class ModelFacts:
         """The `ropes` with the channels of the heads that they are for, each pair once."""
         pairs = (self.rotation(layer) for layer in self.layers)
         return tuple(dict.fromkeys(pair for pair in pairs if pair))
+
+    @property
+    def query_scales(self) -> tuple[QueryScale, ...]:
+        """By what its layers multiply queries, each once."""
+        scales = (layer.query_scale for layer in self.layers)
+        return tuple(dict.fromkeys(scale for scale in scales if scale))
 
     def rotation(self, layer: LayerSpec) -> tuple[RopeSpec, int] | None:
         """Return a layer's pair in `rotations`; None: it knows no rotary positions."""
