@@ -7,20 +7,27 @@ that collects their reports compares and fails the session.
   processes it starts), so that the fast tier stays fast.
 - A folder's cases take at most the CPU seconds that `tests/limits.toml` states for it.
 - A test is skipped only for a reason that `tests/limits.toml` lists.
+
+Seconds are those of the machine that the budgets were measured on: each worker times a fixed piece
+of work now and then, and divides by how much longer than there it takes.
 """
 
 from __future__ import annotations
 
 import resource
+import time
 import tomllib
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 CASE_SECONDS = 8.0
 TABLE = Path(__file__).parents[1] / "limits.toml"
 _CPU = "cpu_seconds"
+PROBE_SECONDS = 0.0019  # of `probe` on a Xeon with AMX, two cores
+CASES_A_PROBE = 25
 
 
 def cpu_seconds() -> float:
@@ -28,6 +35,18 @@ def cpu_seconds() -> float:
     own = resource.getrusage(resource.RUSAGE_SELF)
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
+
+
+def probe() -> float:
+    """Return the CPU time of a piece of work that is like that of tests: bytecode and small
+    operations of torch."""
+    began, total = time.process_time(), 0
+    for i in range(20_000):
+        total += i % 7
+    x = torch.ones(16, 16)
+    for _ in range(400):
+        x = (x @ x).clamp(0, 1)
+    return time.process_time() - began
 
 
 class Limits:
@@ -38,19 +57,23 @@ class Limits:
         table = tomllib.loads(TABLE.read_text())
         self._folder_budget: dict[str, float] = table["folders"] if whole_run else {}
         self._skip_reasons: list[str] = table["skips"]
-        self._began = 0.0
+        self._began, self._cases, self._slowness = 0.0, 0, 1.0
         self._folder_seconds: Counter[str] = Counter()
         self.faults: list[str] = []
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        if self._cases % CASES_A_PROBE == 0:
+            self._slowness = max(1.0, min(probe() for _ in range(3)) / PROBE_SECONDS)
+        self._cases += 1
         self._began = cpu_seconds()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item, call):  # type: ignore[no-untyped-def]
         report = yield
         if report.when == "teardown":
-            report.user_properties.append((_CPU, cpu_seconds() - self._began))
+            spent = (cpu_seconds() - self._began) / self._slowness
+            report.user_properties.append((_CPU, spent))
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

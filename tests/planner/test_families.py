@@ -479,7 +479,7 @@ def test_any_value_in_any_field_is_read_or_refused_at_once(data: st.DataObject) 
     target = values.get("text_config", values)
     key = data.draw(st.sampled_from(sorted(target)))
     target[key] = data.draw(scalars | st.lists(scalars, max_size=3))
-    start = time.perf_counter()
+    start = time.process_time()
     try:
         model = shape_from_config(values, "m")
         assert model.parameters > 0
@@ -488,7 +488,7 @@ def test_any_value_in_any_field_is_read_or_refused_at_once(data: st.DataObject) 
         assert model.attention_flops(1, 2) > 0
     except ModelError as error:
         assert "\n" not in str(error)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 # Cost of asking
@@ -508,9 +508,9 @@ def test_reading_is_quick(tmp_path: Path) -> None:
     path.write_text(json.dumps({**config("deepseek-v3"), **UNRUN}))
     times = []
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.process_time()
         read_shape(str(path))
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     assert min(times) < 0.020
 
 

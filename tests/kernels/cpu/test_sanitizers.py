@@ -29,10 +29,10 @@ CHOSEN = "(not amx_emulated or test_amx or test_linear or test_pack) and not com
 
 
 def run_watched(
-    sanitizers: str, library: str, variables: dict[str, str], *options: str
+    sanitizers: str, library: str, variables: dict[str, str], tier: str, *options: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run the tests of this folder with kernels built with `sanitizers`, whose runtime is
-    `library`."""
+    """Run the tests of this folder and a tier with kernels built with `sanitizers`, whose runtime
+    is `library`."""
     # libstdc++ must be there when the runtime looks for the functions that throw.
     libraries = [runtime_library(library), runtime_library("libstdc++.so.6")]
     if None in libraries:
@@ -40,7 +40,7 @@ def run_watched(
     name = f"sanitize-{sanitizers.replace(',', '-')}"
     extension = build_extension(name, f"-DKVIK_SANITIZE={sanitizers}", *options)
     # A sanitizer ends the process: what pytest had captured until then would be lost.
-    flags = ["-v", "-x", "--capture=no", "--tier=full", "--no-limits", "-k", CHOSEN]
+    flags = ["-v", "-x", "--capture=no", f"--tier={tier}", "--no-limits", "-k", CHOSEN]
     arguments = [*flags, f"--ignore={__file__}", str(Path(__file__).parent)]
     variables = variables | {"LD_PRELOAD": " ".join(map(str, libraries))}
     done = run_tests(extension, arguments, variables)
@@ -56,13 +56,15 @@ def native_isas() -> list[str]:
     return [name for name in _native.instruction_sets() if name != "amx"]
 
 
-def test_kernels_stay_within_their_buffers() -> None:
+@pytest.mark.parametrize("tier", ["fast", pytest.param("full", marks=pytest.mark.nightly)])
+def test_kernels_stay_within_their_buffers(tier: str) -> None:
     isas = native_isas()
     emulate = "avx512_bf16" in isas  # which the emulation is made of
     done = run_watched(
         "address,undefined",
         "libasan.so",
         {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"},
+        tier,
         f"-DKVIK_ISAS={';'.join(isas)}",
         f"-DKVIK_EMULATE_AMX={'ON' if emulate else 'OFF'}",
     )
@@ -76,4 +78,4 @@ def test_kernels_stay_within_their_buffers() -> None:
 def test_threads_of_a_team_do_not_race() -> None:
     # torch's own threads are not watched, and what they copy would look like a race.
     best = native_isas()[0]
-    run_watched("thread", "libtsan.so", {"OMP_NUM_THREADS": "1"}, f"-DKVIK_ISAS={best}")
+    run_watched("thread", "libtsan.so", {"OMP_NUM_THREADS": "1"}, "full", f"-DKVIK_ISAS={best}")
