@@ -16,7 +16,7 @@ from kvik.kernels.ops import Ops
 from kvik.kernels.reference.experts import experts_by
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.torch_ops import TORCH
-from kvik.kernels.weights import Activation, Experts, Weight, ordered_weight
+from kvik.kernels.weights import Activation, ExpertSet, Weight, ordered_weight
 from kvik.spec.experts import Router
 from kvik_bench.kernel_cases import Maker, filled_matrix
 
@@ -128,7 +128,7 @@ def weights_of(kind: str, dtype: torch.dtype) -> list[tuple[Weight, Weight]]:
     return [(make(m, 2 * INNER, HIDDEN), make(m, HIDDEN, INNER)) for _ in range(EXPERTS)]
 
 
-def expert_set(ops: Ops, kind: str, dtype: torch.dtype, *, biased: bool = False) -> Experts:
+def expert_set(ops: Ops, kind: str, dtype: torch.dtype, *, biased: bool = False) -> ExpertSet:
     generator = torch.Generator().manual_seed(2)
 
     def bias(rows: int) -> Tensor | None:

@@ -94,7 +94,7 @@ class BeforeAfter:
 
         after = replace(self.before, model=str(folder))
         if self.texts:
-            from kvik.evaluate.quality import Change, measure_quality, reading_bar
+            from kvik.evaluate.quality import PerplexityChange, measure_quality, reading_bar
 
             with reading_bar("reading, before") as progress:
                 old = measure_quality(self.before, self.texts, progress=progress)
@@ -103,7 +103,7 @@ class BeforeAfter:
                     after, self.texts, window=old.window, stride=old.stride, progress=progress
                 )
             words = f"{self.name} ({old.num_scored} tokens, windows of {old.window})"
-            change = Change.between(old, new)
+            change = PerplexityChange.between(old, new)
             perplexity = Perplexity(old.perplexity, new.perplexity, change, words)
             report = replace(report, perplexity=perplexity)
         if self.speed:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from kvik.cli.plugins import SpeedChange
 from kvik.config.units import show_bytes
-from kvik.evaluate.quality import Change
+from kvik.evaluate.quality import PerplexityChange
 from kvik.quantize.recipe import Recipe
 from kvik.quantize.save import Saved, SavedLayer
 
@@ -25,7 +25,7 @@ class Perplexity:
 
     before: float
     after: float
-    change: Change
+    change: PerplexityChange
     text: str
 
     def as_json(self) -> dict[str, object]:

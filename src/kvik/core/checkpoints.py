@@ -22,7 +22,7 @@ from kvik.core.types import FinishReason, Request
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class StateCheckpoint:
     """A copy that a plan makes. It can be found once the result of that step is known.
 
     Attributes:
@@ -58,7 +58,7 @@ class CheckpointTable:
         ends = [end - start for end in self._ends(request) if end > start]
         return min([num_tokens, *ends])
 
-    def take(self, request: Request) -> Checkpoint | None:
+    def take(self, request: Request) -> StateCheckpoint | None:
         """Return a checkpoint to copy the request's state to; None: it needs none here, or there is
         none to be had."""
         tokens = request.num_computed_tokens
@@ -73,9 +73,9 @@ class CheckpointTable:
             return None
         if not self._free and self._by_hash:
             self._free.append(self._by_hash.pop(next(iter(self._by_hash))))
-        return Checkpoint(request, tokens, self._free.pop()) if self._free else None
+        return StateCheckpoint(request, tokens, self._free.pop()) if self._free else None
 
-    def publish(self, checkpoint: Checkpoint) -> None:
+    def publish(self, checkpoint: StateCheckpoint) -> None:
         """The copy is made: it can be found, unless its content is in doubt."""
         request, blocks = checkpoint.request, checkpoint.num_tokens // self.block_size
         failed = request.finish_reason is FinishReason.ERROR
@@ -91,7 +91,7 @@ class CheckpointTable:
         if checkpoint.num_tokens - self.block_size > self._end_of_prompt(request):
             self.forget(hashes[blocks - 2 : blocks - 1])
 
-    def drop(self, checkpoint: Checkpoint) -> None:
+    def drop(self, checkpoint: StateCheckpoint) -> None:
         """It is free again, and was never published."""
         self._free.append(checkpoint.index)
 

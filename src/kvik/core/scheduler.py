@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from kvik.core.checkpoints import Checkpoint
+from kvik.core.checkpoints import StateCheckpoint
 from kvik.core.config import CacheConfig, SchedulerConfig
 from kvik.core.fair_share import FairShare, FreeResources
 from kvik.core.kv_manager import KVCacheManager, PrefixMatch
@@ -65,7 +65,7 @@ class Step:
     made_room: bool = False
     preempted: bool = False
     short: bool = False
-    checkpoints: list[Checkpoint] = field(default_factory=list)
+    checkpoints: list[StateCheckpoint] = field(default_factory=list)
 
     def add_decodes(self, requests: list[Request]) -> None:
         """A row of one token for each of the requests."""

@@ -139,7 +139,7 @@ class Quality:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class PerplexityChange:
     """The relative change of perplexity from a reference's, and its standard error by the spread of
     the scored tokens' losses."""
 
@@ -147,11 +147,11 @@ class Change:
     error: float
 
     @staticmethod
-    def between(reference: Quality, quality: Quality) -> Change:
+    def between(reference: Quality, quality: Quality) -> PerplexityChange:
         """Return the change between two qualities on the same tokens."""
         change = quality.losses.astype(np.float64) - reference.losses
         error = change.std(ddof=1) / len(change) ** 0.5 if len(change) > 1 else 0.0
-        return Change(float(np.expm1(change.mean())), float(error))
+        return PerplexityChange(float(np.expm1(change.mean())), float(error))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvik.kernels.weights import Activation, Experts, Matrix, MatrixSpec, Weight
+from kvik.kernels.weights import Activation, ExpertSet, Matrix, MatrixSpec, Weight
 from kvik.spec.experts import Router
 
 # How tokens are drawn from logits: the arguments of `Ops.draw`.
@@ -169,11 +169,11 @@ class Ops:
         x_scale = absmax / 127, or else 1, of a token (of each group, where the weight has groups)
     route(logits [tokens, experts] fp32, router, correction, scales [experts] fp32 or None) -> (ids
         [tokens, active] int64, weights [tokens, active] fp32), the best first; see `Router`
-    expert_set(up, down) -> Experts, of matrices as `matrix` makes them
+    expert_set(up, down) -> ExpertSet, of matrices as `matrix` makes them
     experts(x [tokens, hidden], ids, weights, experts, residual [tokens, hidden] or None) ->
         [tokens, hidden], residual + the sum over a token's experts of weight * down(up(x)), in fp32
-        and by ascending id; of down(up(weight * x)) where `Experts.weigh_inputs`, weight * x in the
-        dtype of x. ids and weights as `route` returns them
+        and by ascending id; of down(up(weight * x)) where `ExpertSet.weigh_inputs`, weight * x in
+        the dtype of x. ids and weights as `route` returns them
     linear_each(x [tokens, heads, inputs], matrix, outputs) -> [tokens, heads, outputs], dense, of
         the dtype of x: head h by rows h R .. h R + outputs of the matrix, which has heads * R rows,
         is of floats and has no bias. R is a multiple of 32
@@ -228,8 +228,8 @@ class Ops:
     pack_rows: Callable[[Matrix, int, Weight], None]
     linear: Callable[[Tensor, Matrix, Tensor | None], Tensor]
     route: Callable[[Tensor, Router, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
-    expert_set: Callable[[Sequence[Matrix], Sequence[Matrix]], Experts]
-    experts: Callable[[Tensor, Tensor, Tensor, Experts, Tensor | None], Tensor]
+    expert_set: Callable[[Sequence[Matrix], Sequence[Matrix]], ExpertSet]
+    experts: Callable[[Tensor, Tensor, Tensor, ExpertSet, Tensor | None], Tensor]
     linear_each: Callable[[Tensor, Matrix, int], Tensor]
     matrix_rows: Callable[[Matrix, Tensor, torch.dtype], Tensor]
     gather_rows: Callable[[Tensor, Tensor], Tensor]

@@ -285,7 +285,7 @@ class Matrix:
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class ExpertSet:
     """The MLPs of a layer's experts.
 
     Attributes:

@@ -38,7 +38,7 @@ def queries_order(latent: LatentSpec, heads: int, turned: tuple[int, ...]) -> tu
     return (*first, *(begin + latent.nope + i for begin in begins for i in turned))
 
 
-class LatentAttention:
+class DeepseekAttention:
     """Multi-head latent attention (DeepSeek-V2, section 2.1): a token's latent vector is all that
     is cached of it."""
 
@@ -149,7 +149,7 @@ def deepseek2_implied(fields: Fields) -> dict[str, object]:
 def deepseek(spec: ModelFacts, builder: LayerBuilder) -> Llama:
     for layer in range(spec.num_layers, spec.num_layers + MAX_PREDICTORS):
         builder.skip(f"model.layers.{layer}")
-    return Llama(spec, builder, partial(LlamaLayer, attention=LatentAttention))
+    return Llama(spec, builder, partial(LlamaLayer, attention=DeepseekAttention))
 
 
 DEEPSEEK2 = Architecture(

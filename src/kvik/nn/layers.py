@@ -16,8 +16,7 @@ from kvik.attention.base import (
     LatentUp,
 )
 from kvik.kernels.ops import DeltaHeads, Gate, Ops
-from kvik.kernels.weights import Activation, Matrix
-from kvik.kernels.weights import Experts as ExpertSet
+from kvik.kernels.weights import Activation, ExpertSet, Matrix
 from kvik.nn.rope import Rope
 from kvik.spec.declare import ForwardContext
 from kvik.spec.experts import Router

@@ -16,7 +16,7 @@ from kvik.models.model_spec import ModelSpec, text_config
 from kvik.models.public import public_configs, public_name
 from kvik.models.registry import ARCHITECTURES
 from kvik.planner.decoder import read_decoder, stored_format, uncounted
-from kvik.planner.family_table import FAMILIES, LLAMA_LIKE, Experts, Family
+from kvik.planner.family_table import FAMILIES, LLAMA_LIKE, ExpertFields, Family
 from kvik.planner.layers import attention_kind
 from kvik.planner.shape import CacheShape, MatrixGroup, ModelShape
 from kvik.spec.engine_folder import read_built
@@ -157,7 +157,9 @@ def _assumed(fields: Fields, architecture: str) -> Family:
             width = "moe_intermediate_size"
             if width not in fields:
                 width = "intermediate_size"
-            return replace(LLAMA_LIKE, experts=Experts(key, width=width, shared="n_shared_experts"))
+            return replace(
+                LLAMA_LIKE, experts=ExpertFields(key, width=width, shared="n_shared_experts")
+            )
     return LLAMA_LIKE
 
 

@@ -15,7 +15,7 @@ LARGEST = 1 << 20  # of any width
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class ExpertFields:
     """Routed experts. How many layers have them `layers.py` reads from config.json.
 
     Attributes:
@@ -59,7 +59,7 @@ class Family:
     positions: int | None = None
     windows: bool = False
     tied: bool = False
-    experts: Experts | None = None
+    experts: ExpertFields | None = None
 
 
 def _integer(fields: Fields, key: str, default: int | None = None) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvik.errors import ModelError
-from kvik.planner.family_table import Experts, Family
+from kvik.planner.family_table import ExpertFields, Family
 from kvik.planner.shape import MatrixGroup
 from kvik.spec.experts import EXPERT_KEYS, sparse_layers
 from kvik.spec.fields import Fields
@@ -167,7 +167,7 @@ def _dense(sizes: Sizes, layers: int, hidden: int, inner: int) -> LayerPart:
 
 
 def _routed(
-    sizes: Sizes, experts: Experts, total: int, layers: int, hidden: int
+    sizes: Sizes, experts: ExpertFields, total: int, layers: int, hidden: int
 ) -> tuple[LayerPart, int]:
     """Router, routed experts, and those that every token uses as one wide MLP."""
     active = sizes.integer(experts.active, total)

@@ -36,7 +36,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class States:
+class WindowStates:
     """The hidden states of windows of text, one after another.
 
     Attributes:
@@ -90,7 +90,7 @@ def check_windows(windows: Sequence[ScoredWindow], depth: int) -> None:
 
 def read_states(
     reader: Reader, windows: Sequence[ScoredWindow], file: Path, progress: Progress
-) -> States:
+) -> WindowStates:
     """Let the model read windows, and return the hidden states.
 
     Args:
@@ -112,4 +112,4 @@ def read_states(
             hidden[done : done + end - start] = found.cpu()
             done += end - start
         progress("reading", done / total)
-    return States(ids, hidden, lengths.cumsum(0))
+    return WindowStates(ids, hidden, lengths.cumsum(0))

@@ -17,7 +17,7 @@ from kvik.config.draft_heads import HeadsSpec
 from kvik.errors import ConfigError
 from kvik.nn.checkpoint import FolderCheckpoint
 from kvik.nn.safetensors import read_header, write_safetensors
-from kvik.training.states import Batch, Progress, States
+from kvik.training.states import Batch, Progress, WindowStates
 
 # An interrupted training continues from its snapshot, with the same result as without a break.
 
@@ -96,7 +96,7 @@ class Keeper:
         self._written = self.clock()
 
 
-def identity_of(recipe: object, states: States) -> str:
+def identity_of(recipe: object, states: WindowStates) -> str:
     """Return a digest of the recipe, the text, and the model by some of its hidden states."""
     digest = hashlib.sha256(json.dumps(repr(recipe)).encode())
     sample = states.hidden[: min(SAMPLED, int(states.starts[1]))].float()
@@ -156,7 +156,7 @@ class Schedule:
 
 
 def train(
-    trainee: Trainee, states: States, schedule: Schedule, keeper: Keeper, progress: Progress
+    trainee: Trainee, states: WindowStates, schedule: Schedule, keeper: Keeper, progress: Progress
 ) -> bool:
     """Train, from the snapshot of an earlier run if there is one. Ctrl-C ends the training early
     and keeps what was learned.
@@ -230,7 +230,7 @@ def _restore(
 
 
 def accuracies(
-    trainee: Trainee, states: States, rows: int, progress: Progress
+    trainee: Trainee, states: WindowStates, rows: int, progress: Progress
 ) -> tuple[tuple[float, ...], ...]:
     """Return how often the r-th likeliest token is right on held-out text: [depth][RANKS]."""
     depth = trainee.spec.depth

@@ -14,7 +14,15 @@ from typing import Protocol
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.units import MIB
 from kvik.errors import ConfigError
-from kvik.evaluate.quality import Change, Progress, Quality, Reading, check_same, prepare, read
+from kvik.evaluate.quality import (
+    PerplexityChange,
+    Progress,
+    Quality,
+    Reading,
+    check_same,
+    prepare,
+    read,
+)
 from kvik.evaluate.windows import (
     check_room,
     choose_window,
@@ -220,7 +228,7 @@ def _qualities(quality: Quality, reference: Quality | None) -> tuple[Figure, ...
     )
     if reference is None or quality.divergence is None or quality.agreement is None:
         return (perplexity,)
-    change = Change.between(reference, quality)
+    change = PerplexityChange.between(reference, quality)
     return (
         perplexity,
         Figure(

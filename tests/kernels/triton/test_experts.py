@@ -22,7 +22,7 @@ from kvik.kernels.triton import expert_rows
 from kvik.kernels.triton.experts import Tables
 from kvik.kernels.triton.matrix_shapes import FEW, MANY, tile_of_experts, tokens_of_experts
 from kvik.kernels.triton.ops import triton_ops
-from kvik.kernels.weights import Experts, MatrixSpec, Weight, int4_weight, ordered_weight
+from kvik.kernels.weights import ExpertSet, MatrixSpec, Weight, int4_weight, ordered_weight
 from kvik.spec.experts import Router
 from kvik.spec.weight_kind import WeightKind
 from kvik_bench.kernel_cases import Maker, filled_matrix
@@ -50,7 +50,7 @@ def weights_of(name: str, m: Maker, experts: int) -> list[tuple[Weight, Weight]]
 
 def experts_of(
     ops: Ops, weights: list[tuple[Weight, Weight]], dtype: torch.dtype, biased: bool
-) -> Experts:
+) -> ExpertSet:
     def bias(size: int, by: int) -> Tensor | None:
         return torch.arange(size, device=device()).sub(by).to(dtype) / size if biased else None
 

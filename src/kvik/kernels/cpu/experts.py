@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvik.kernels.cpu.matrix import CpuPacked
 from kvik.kernels.cpu.native import DTYPES, Native, pointer
-from kvik.kernels.weights import ACTIVATIONS, Experts, Matrix
+from kvik.kernels.weights import ACTIVATIONS, ExpertSet, Matrix
 from kvik.spec.experts import SCORES, Router
 
 
@@ -60,12 +60,12 @@ class CpuExperts:
         )
         return ids, weights
 
-    def expert_set(self, up: Sequence[Matrix], down: Sequence[Matrix]) -> Experts:
+    def expert_set(self, up: Sequence[Matrix], down: Sequence[Matrix]) -> ExpertSet:
         """See `Ops.expert_set`."""
-        return Experts(tuple(up), tuple(down), Addresses(_addresses(up), _addresses(down)))
+        return ExpertSet(tuple(up), tuple(down), Addresses(_addresses(up), _addresses(down)))
 
     def experts(
-        self, x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, residual: Tensor | None
+        self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertSet, residual: Tensor | None
     ) -> Tensor:
         """See `Ops.experts`."""
         at, up, down = experts.data, experts.up[0], experts.down[0]

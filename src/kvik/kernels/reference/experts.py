@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kvik.kernels.weights import Experts, Matrix
+from kvik.kernels.weights import ExpertSet, Matrix
 from kvik.spec.experts import Router
 
 Product = Callable[[Tensor, Matrix, Tensor | None], Tensor]  # `Ops.linear`
@@ -67,16 +67,16 @@ def _of_kept_groups(choice: Tensor, router: Router) -> Tensor:
     return grouped.masked_fill(out[:, :, None], -torch.inf).flatten(1)
 
 
-def expert_set(up: Sequence[Matrix], down: Sequence[Matrix]) -> Experts:
+def expert_set(up: Sequence[Matrix], down: Sequence[Matrix]) -> ExpertSet:
     """See `Ops.expert_set`."""
-    return Experts(tuple(up), tuple(down))
+    return ExpertSet(tuple(up), tuple(down))
 
 
 def experts_by(linear: Product) -> Callable[..., Tensor]:
     """Return `Ops.experts` of which each product is a call of `linear`."""
 
     def experts(
-        x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, residual: Tensor | None
+        x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertSet, residual: Tensor | None
     ) -> Tensor:
         total = x.new_zeros(x.shape, dtype=torch.float32)
         for expert in ids.unique().tolist():  # ascending

@@ -38,7 +38,7 @@ from kvik.kernels.triton.packed import (
 )
 from kvik.kernels.triton.rounding import round_tokens
 from kvik.kernels.triton.words import E2M1, INT4, MINIMUM
-from kvik.kernels.weights import ACTIVATIONS, Experts, Matrix, Weight
+from kvik.kernels.weights import ACTIVATIONS, ExpertSet, Matrix, Weight
 
 # Parts of an expert's matrix: rows of the table.
 VALUES = tl.constexpr(0)
@@ -360,14 +360,14 @@ class TritonExperts:
         self._matrices = matrices
         self._one_by_one = experts_by(matrices.linear)
 
-    def expert_set(self, up: Sequence[Matrix], down: Sequence[Matrix]) -> Experts:
+    def expert_set(self, up: Sequence[Matrix], down: Sequence[Matrix]) -> ExpertSet:
         """See `Ops.expert_set`."""
         known = _multiplied(up[0]) and _multiplied(down[0])
         tables = Tables(_table(up), _table(down)) if known else None
-        return Experts(tuple(up), tuple(down), tables)
+        return ExpertSet(tuple(up), tuple(down), tables)
 
     def experts(
-        self, x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, residual: Tensor | None
+        self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertSet, residual: Tensor | None
     ) -> Tensor:
         """See `Ops.experts`.
 

@@ -31,7 +31,7 @@ _ROOT = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Continuation:
+class SuffixMatch:
     """The most frequent continuation of a suffix.
 
     Attributes:
@@ -43,7 +43,7 @@ class Continuation:
     score: float
 
 
-NO_CONTINUATION = Continuation([], 0.0)
+NO_MATCH = SuffixMatch([], 0.0)
 
 
 class SuffixAutomaton:
@@ -113,7 +113,7 @@ class SuffixAutomaton:
             state, length = (found, length + 1) if found != _NONE else (_ROOT, 0)
         return state, length
 
-    def continuation(self, state: int, limit: int, least: float) -> Continuation:
+    def continuation(self, state: int, limit: int, least: float) -> SuffixMatch:
         """Return the most frequent continuation, token by token, as long as its probability is at
         least `least`. At the end of the text, a shorter suffix is continued."""
         tokens: list[int] = []
@@ -131,7 +131,7 @@ class SuffixAutomaton:
             score += probability
             tokens.append(token)
             state = target
-        return Continuation(tokens, score)
+        return SuffixMatch(tokens, score)
 
     def _most_frequent(self, state: int) -> tuple[int, int, float]:
         """Return token, target and share of the most frequent edge; of equal ones the oldest."""
@@ -238,7 +238,7 @@ class _OwnText:
         self._automaton = SuffixAutomaton()
         self._match = (0, 0)
 
-    def continuation(self, new: list[int], known: int, limit: int) -> Continuation:
+    def continuation(self, new: list[int], known: int, limit: int) -> SuffixMatch:
         """
         Args:
             new: the next tokens of the text.
@@ -253,7 +253,7 @@ class _OwnText:
             self._match = automaton.repeated
         self._match = automaton.advance(*self._match, new[free:])
         if self.num_read < known:
-            return NO_CONTINUATION
+            return NO_MATCH
         return _continuation(automaton, *self._match, limit)
 
 
@@ -289,14 +289,14 @@ class TenantOutputs:
         while sum(map(len, outputs.waiting)) > 2 * self._max_tokens:
             outputs.waiting.popleft()
 
-    def continuation(self, tenant: str, before: list[int], limit: int) -> Continuation:
+    def continuation(self, tenant: str, before: list[int], limit: int) -> SuffixMatch:
         """
         Args:
             before: the end of a text.
         """
         outputs = self._tenants.get(tenant)
         if outputs is None:
-            return NO_CONTINUATION
+            return NO_MATCH
         if outputs.waiting:
             self._learn(outputs)
         found = (
@@ -318,5 +318,5 @@ class TenantOutputs:
             outputs.old, outputs.young = outputs.young, SuffixAutomaton()
 
 
-def _continuation(automaton: SuffixAutomaton, state: int, length: int, limit: int) -> Continuation:
+def _continuation(automaton: SuffixAutomaton, state: int, length: int, limit: int) -> SuffixMatch:
     return automaton.continuation(state, min(limit, DRAFTS_PER_MATCHED * length), MIN_PROBABILITY)
