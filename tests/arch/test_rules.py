@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -156,6 +157,18 @@ def test_keywords_are_not_handed_on(sources: dict[str, Any]) -> None:
         for _, function in keyword_pass_through(source.tree)
     }
     assert found <= HANDS_ON_KEYWORDS
+
+
+def test_a_class_name_means_one_thing(sources: dict[str, Any]) -> None:
+    """Names that begin with an underscore are of their module alone; tools may repeat those."""
+    count = Counter(
+        node.name
+        for name, source in sources.items()
+        if not name.startswith("kvik_bench")
+        for node in source.tree.body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert not [name for name, times in count.items() if times > 1]
 
 
 def test_inheritance_is_one_level_deep(sources: dict[str, Any]) -> None:
