@@ -202,10 +202,11 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
     P(values) I(values_stride) P(scales) P(zeros) I(first) I(count) I(kind) I(inputs)    \
     I(outputs) I(group) I(paired) I(value_dtype) P(weight) P(packed_scales) P(packed_zeros)
 
-// out [rows, inputs] = rows `ids` (int64) of a packed matrix, dequantised; order as of `linear`.
+// out [rows, inputs] = rows `ids` (int64) of a matrix, dequantised; order as of `linear`. Its rows first ..
+// first + outputs are packed here; a row of out for which another one is wanted stays as it is.
 #define KVIK_ARGS_matrix_rows(P, I, F)                                                   \
-    P(weight) P(scales) P(zeros) I(kind) I(inputs) I(outputs) I(group) P(order) P(ids)   \
-    P(out) I(out_stride) I(rows) I(dtype)
+    P(weight) P(scales) P(zeros) I(kind) I(inputs) I(first) I(outputs) I(group) P(order) \
+    P(ids) P(out) I(out_stride) I(rows) I(dtype)
 
 // top [rows] fp32 and ids [rows] int64: largest of each row, the first of equals. NaN anywhere in a
 // row makes its top NaN.
@@ -238,6 +239,9 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
     P(logits) I(stride) I(rows) I(vocab) P(temperature) P(top_k) P(top_p) P(min_p)       \
     P(shares) I(shares_stride)
 
+// Waits for the other processes of a group: `Meeting` (group.hpp).
+#define KVIK_ARGS_exchange(P, I, F) P(meeting) I(rank)
+
 // The machine's limits, for benchmarks: read `bytes` at `data`; `steps` rounds of multiply-add that
 // never leave the registers (result: operations done by the team, fp64).
 #define KVIK_ARGS_read_memory(P, I, F) P(data) I(bytes) P(result)
@@ -247,10 +251,10 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 
 #define KVIK_KERNELS(K)                                                                  \
     K(rms_norm) K(layer_norm) K(activate) K(scaled) K(softcap) K(add) K(gather_rows)     \
-    K(rotations) K(rotary) K(gated) K(causal_conv) K(gated_delta)                                     \
+    K(rotations) K(rotary) K(gated) K(causal_conv) K(gated_delta)                        \
     K(store_kv) K(store_latent) K(load_kv) K(move_kv) K(attention) K(linear)             \
     K(linear_each) K(route) K(experts) K(pack_matrix) K(matrix_rows) K(largest) K(top_k) \
-    K(penalize) K(mask) K(draw) K(probabilities)                                         \
+    K(penalize) K(mask) K(draw) K(probabilities) K(exchange)                             \
     K(read_memory) K(peak_f32) K(peak_bf16) K(peak_i8)
 
 #define KVIK_POINTER(name) void* name;

@@ -218,7 +218,8 @@ void unpack_row(const matrix_rows_args& a, int64_t id, Out* out) {
 template <class Out>
 void matrix_rows_of(const matrix_rows_args& a, Team& team) {
     each_piece(team, a.rows, [&](int64_t row) {
-        const int64_t id = ((const int64_t*)a.ids)[row];
+        const int64_t id = ((const int64_t*)a.ids)[row] - a.first;
+        if (id < 0 || id >= a.outputs) return;
         Out* out = (Out*)a.out + row * a.out_stride;
         switch (a.kind) {
             case kMatrixF32: unpack_row<F32Step>(a, id, out); break;

@@ -3,6 +3,7 @@
 
 #include "activation.hpp"
 #include "attention.hpp"
+#include "exchange.hpp"
 #include "experts.hpp"
 #include "kv_cache.hpp"
 #include "kv_move.hpp"

@@ -191,7 +191,19 @@ def load_worker(
     with uncollected(), ahead or LoadAhead(resolved) as begun:
         from kvik.worker.worker import Worker
 
-        return Worker(resolved, clock, memory=begun.memory(), grammars=grammars_of(resolved))
+        memory, grammars = begun.memory(), grammars_of(resolved)
+        if resolved.runner.ranks == 1:
+            return Worker(resolved, clock, memory=memory, grammars=grammars)
+
+        from kvik.rank_process import RankProcesses  # needs what only groups do
+
+        others = RankProcesses(resolved)
+        try:
+            seat = others.seat(resolved)
+            return Worker(resolved, clock, memory=memory, grammars=grammars, seat=seat)
+        except BaseException:
+            others.stop()
+            raise
 
 
 def grammars_of(resolved: ResolvedConfig) -> Grammars:

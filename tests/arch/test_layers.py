@@ -27,8 +27,8 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {"config", "core", "text"},
     "gguf": {*GROUND, "models", "core.sampling_params"},
     # compute
-    "kernels": {"spec.experts", "spec.kv", "spec.weight_kind"},
-    "attention": {"errors", "frozen", "spec.kv", "kernels"},
+    "kernels": {"spec.experts", "spec.kv", "spec.shares", "spec.weight_kind"},
+    "attention": {"errors", "frozen", "spec.kv", "spec.shares", "kernels"},
     "nn": {*GROUND, "models", "gguf", "kernels", "attention"},
     # Declarations of networks: run by the builder of nn, or described without torch.
     "models": {*GROUND},
@@ -50,7 +50,18 @@ ALLOWED: dict[str, set[str]] = {
     "export": {"config", "core", "gguf", "kernels", "attention", "nn", "models", "model_files"},
     # A leaf: it is handed an engine, and does not build one.
     "server": {"config", "core", "text", "engine", "model_files", ""},
-    "launch": {"config", "core", "text", "engine", "model_files", "worker", "collector"},
+    "launch": {
+        "config",
+        "core",
+        "text",
+        "engine",
+        "model_files",
+        "worker",
+        "collector",
+        "rank_process",
+    },
+    # Further processes of a group that computes one model: both ends.
+    "rank_process": {"config", "child_process", "kernels", "worker"},
     # The engine in a process of its own, behind a socket: both ends.
     "engine_process": {"config", "child_process", "engine", "launch"},
     "llm": {

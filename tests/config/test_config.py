@@ -35,6 +35,7 @@ BAD: dict[str, list[Any]] = {
     "ageing": [0, -1, float("nan"), None],
     "max_queued_requests": [0, -1, None, 1.0],
     "max_queued_tokens": [0, None, 1 << 50],
+    "tensor_parallel_size": [0, None, 65, "two"],
     "kernels": ["fast", None, ""],
     "attention_backend": ["flash", None, ""],
     "threads": [0, -1, 100_000, 1.0],

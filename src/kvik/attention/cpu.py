@@ -37,11 +37,15 @@ class CpuAttention:
         return AttentionMetadata(layout, window)
 
     def run(self, attend: Attend) -> Tensor:
+        return self.run_into(attend, self.native.empty(*attend.q.shape, dtype=attend.q.dtype))
+
+    def run_into(self, attend: Attend, out: Tensor) -> Tensor:
+        """Write the result to out, [tokens, heads, head_dim] with dense heads, and return it."""
         (q, k), v = attend.turned(self._ops), attend.v
         if k is not None and v is not None:
             self._store(k, v, attend.kv, attend.metadata.layout)
         keys = attend.kv.k.shape[2], q.shape[2]
-        return self._attend(q, None, attend.kv, attend.metadata, attend.spec, keys)
+        return self._attend(q, None, attend.kv, attend.metadata, attend.spec, keys, out)
 
     def _store(self, k: Tensor, v: Tensor, kv: LayerKV, layout: StepLayout) -> None:
         self.native.launch(
@@ -84,7 +88,8 @@ class CpuAttention:
             kv_dtype=DTYPES[kv.k.dtype],
         )
         q = attend.up.into_queries(self._ops, attend.q)
-        means = self._attend(q, q_rope, kv, attend.metadata, attend.spec, (1, width))
+        out = self.native.empty(*q.shape, dtype=q.dtype)
+        means = self._attend(q, q_rope, kv, attend.metadata, attend.spec, (1, width), out)
         return attend.up.to_values(self._ops, means)
 
     def _attend(
@@ -95,6 +100,7 @@ class CpuAttention:
         metadata: AttentionMetadata,
         spec: AttentionSpec,
         keys: tuple[int, int],
+        out: Tensor,
     ) -> Tensor:
         """
         Args:
@@ -102,8 +108,7 @@ class CpuAttention:
             keys: kv heads, and channels of a key.
         """
         layout, window = metadata.layout, metadata.window
-        (tokens, heads, value_dim), (kv_heads, head_dim) = q.shape, keys
-        out = self.native.empty(tokens, heads, value_dim, dtype=q.dtype)
+        (_, heads, value_dim), (kv_heads, head_dim) = q.shape, keys
         self.native.launch(
             "attention",
             q=q.data_ptr(),

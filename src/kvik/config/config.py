@@ -32,6 +32,7 @@ from kvik.options import (
 )
 from kvik.spec.kv import AUTO, KV_FORMATS, SYNONYMS
 from kvik.spec.model import MAX_LAYERS
+from kvik.spec.shares import MAX_RANKS
 from kvik.spec.stored_weights import METHODS as STORED_METHODS
 from kvik.spec.weights import SCHEMES
 
@@ -171,6 +172,11 @@ class EngineConfig:
     threads: int | None = option(
         None, Integer(1, 1024), "CPU threads; None: the cores this process may use"
     )
+    tensor_parallel_size: int = option(
+        1,
+        Integer(1, MAX_RANKS),
+        "processes among which matrices and heads are divided; they share the threads",
+    )
     load_format: str = option(
         "safetensors",
         OneOf(("safetensors", "random"), {"auto": "safetensors", "dummy": "random"}),
@@ -253,6 +259,7 @@ class RunnerConfig:
         graph_sizes: sizes of forwards that may be captured on a GPU.
         draft_graph_sizes: the same for the draft model or the draft heads.
         graph_memory: bytes that all captured forwards together may take.
+        ranks: processes that compute the model together, of `threads` each.
     """
 
     model_path: str
@@ -271,6 +278,7 @@ class RunnerConfig:
     draft_graph_sizes: tuple[GraphSize, ...] = ()
     graph_memory: int = 0
     engine_cache: str | None = None
+    ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from kvik.config.config import ASKED, EngineConfig, Notes, requested_speculation
 from kvik.config.hardware import Hardware
 from kvik.config.memory import (
     CUDA_BUILD_BYTES,
+    RANK_BYTES,
     RUNTIME_BYTES,
     THREAD_BYTES,
     TRITON_BACKENDS,
@@ -367,6 +368,7 @@ def footprint_of(
     if compute.kind == "cpu":
         runtime += THREAD_BYTES * (config.threads or hardware.threads)
         runtime += CUDA_BUILD_BYTES if hardware.cuda_build else 0
+    runtime += RANK_BYTES * (config.tensor_parallel_size - 1)
     return Footprint(
         model,
         compute.dtype,

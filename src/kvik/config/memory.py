@@ -360,6 +360,7 @@ class HeadsFootprint:
 RUNTIME_BYTES: Mapping[str, int] = {"cpu": 300 * MIB, "cuda": 768 * MIB}
 CUDA_BUILD_BYTES = 320 * MIB  # host memory that a CUDA build of torch takes more, GPU or not
 # On a CPU: stack and scratch of a thread; memory that torch's kernels keep between calls.
+RANK_BYTES = 350 * MIB  # of each further process that computes a share of a model
 THREAD_BYTES, TORCH_KERNELS_BYTES = 4 * MIB, 32 * MIB
 TOKENIZER_BYTES_PER_ENTRY = 384  # of the vocabulary, in host memory
 # Reference count, links, hash and pins of a block in the Python block pool.

@@ -20,6 +20,7 @@ from kvik.config.config import (
 )
 from kvik.config.fit import Fit, choose_speculation, footprint_of, with_drafter
 from kvik.config.hardware import Hardware
+from kvik.config.parallel import check_group
 from kvik.config.speculative import NO_SOURCE, DraftSource
 from kvik.core.config import CacheConfig, SchedulerConfig
 from kvik.errors import ConfigError
@@ -56,6 +57,7 @@ def resolve(
         notes = Notes(dict.fromkeys(built_in(spec.built), BUILT_IN))
     compute, limit = choose_compute(config, spec, hardware, notes)
     asked = requested_speculation(config)
+    check_group(config, spec, compute, hardware, asked)
     if asked is not None and spec.states:
         raise ConfigError(
             "spec_method",
@@ -72,7 +74,10 @@ def resolve(
         reason = f"cores this process may use: {hardware.cpu_name}"
     if quota is not None:
         reason = f"a cgroup grants {quota:g} cores' worth of time: {hardware.cpu_name}"
+    ranks = config.tensor_parallel_size
     notes.add("threads", threads, reason)
+    if ranks > 1:
+        notes.add("tensor_parallel_size", ranks, f"as asked: {threads // ranks} threads each")
     seed = _choose_seed(config, drawn_seed, notes)
     return ResolvedConfig(
         model=spec,
@@ -101,8 +106,8 @@ def resolve(
             device=compute.device,
             attention_backend=compute.attention,
             torch_prompts=torch_prompts(compute.attention, spec, compute.gpu),
-            threads=threads,
-            adapt_threads=config.threads is None,
+            threads=threads // ranks,
+            adapt_threads=config.threads is None and ranks == 1,
             cpu_quota=quota,
             kernels=compute.kernels,
             load_format=config.load_format,
@@ -112,6 +117,7 @@ def resolve(
             graph_sizes=footprint.graph_sizes(size),
             draft_graph_sizes=footprint.draft_graph_sizes(size),
             graph_memory=footprint.graphs(size),
+            ranks=ranks,
         ),
         memory=footprint.plan(size, num_blocks, limit),
         seed=seed,

@@ -29,7 +29,7 @@ from kvik.options import (
 log = logging.getLogger(__name__)
 
 COUNT, SHARE, SWITCH, WORD = Integer(0, 1 << 40), Number(0, 1e9), Flag(), Text()
-_RANKS = "kvik computes on one device"
+_RANKS = "kvik divides a model by --tensor-parallel-size alone"
 _OFFLOAD = "all weights lie in the memory of one device; --quantization makes them smaller"
 _OWN_CODE = "kvik runs no code from a model's folder"
 _RECOMPUTED = "requests that lose their blocks are computed again, so nothing is swapped"
@@ -49,7 +49,6 @@ SYNONYMS: Mapping[str, Synonym] = {
         why="steps are captured where that is faster",
         kind=SWITCH,
     ),
-    "tensor_parallel_size": Synonym(meaningless=(1,), why=_RANKS, kind=COUNT),
     "pipeline_parallel_size": Synonym(meaningless=(1,), why=_RANKS, kind=COUNT),
     "data_parallel_size": Synonym(meaningless=(1,), why=_RANKS, kind=COUNT),
     "distributed_executor_backend": Synonym(meaningless=(None,), why=_RANKS, kind=WORD),

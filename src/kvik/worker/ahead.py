@@ -90,7 +90,7 @@ def _weight_memory(config: ResolvedConfig) -> np.ndarray | None:
     import numpy as np
 
     # As the native kernels allocate; importing them would wait for torch.
-    size = config.memory.weights
+    size = config.memory.weights // runner.ranks
     try:
         pages = mmap.mmap(-1, size + HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from kvik.attention.base import StepLayout
+from kvik.kernels.cpu.group import Group
 from kvik.kernels.cpu.native import Native
 from kvik.kernels.cpu.recording import Recording
 from kvik.worker.graphs import EngineNetwork, StepOutput
+from kvik.worker.group import GroupLost, Others, RunStep
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.step_inputs import PARTS, FixedInputs
 
@@ -30,7 +32,7 @@ class CpuTape:
         self.output = output
         self.network = network
         self.inputs = inputs
-        self._planted = False  # the last step had trees of drafts
+        self._planted = False  # the inputs have trees of drafts
         # Of the output by tokens and samples: most steps are as large as one not long ago.
         self._parts: dict[tuple[int, int], StepOutput] = {}
 
@@ -76,14 +78,18 @@ class CpuTape:
     def run(self, batch: InputBatch) -> StepOutput:
         """The batch must lie in the inputs that were recorded."""
         tokens, samples = batch.input_ids.shape[0], batch.logits_indices.shape[0]
+        self.plant(batch)
+        self.native.replay(self.recording, (tokens, len(batch.slots), samples))
+        part = self._parts.get((tokens, samples))
+        return self._cut(tokens, samples) if part is None else part
+
+    def plant(self, batch: InputBatch) -> None:
+        """Take away trees that an earlier step has left in the inputs."""
         if self.inputs.trees:
             planted = batch.layouts[0].tree is not None
             if self._planted and not planted:
                 self.inputs.whole("tree").zero_()
             self._planted = planted
-        self.native.replay(self.recording, (tokens, len(batch.slots), samples))
-        part = self._parts.get((tokens, samples))
-        return self._cut(tokens, samples) if part is None else part
 
     def _cut(self, tokens: int, samples: int) -> StepOutput:
         if len(self._parts) == PARTS:
@@ -97,3 +103,29 @@ class CpuTape:
         )
         self._parts[tokens, samples] = part
         return part
+
+
+class GroupTape:
+    """A recorded forward of the first process: it tells the others before each step."""
+
+    def __init__(self, tape: CpuTape, group: Group, others: Others) -> None:
+        self._tape, self._group, self._others = tape, group, others
+
+    def prepare(self) -> None:
+        self._tape.prepare()
+
+    def rest(self) -> bool:
+        return self._tape.rest()
+
+    def run(self, batch: InputBatch) -> StepOutput:
+        """
+        Raises:
+            GroupLost: one of the others is gone.
+        """
+        tokens, samples = batch.input_ids.shape[0], batch.logits_indices.shape[0]
+        self._tape.plant(batch)
+        self._others.tell(RunStep(tokens, len(batch.slots), samples))
+        output = self._tape.run(batch)
+        if self._group.broken:
+            raise GroupLost("tensor_parallel_size", self._others.lost)
+        return output

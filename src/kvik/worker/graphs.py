@@ -12,16 +12,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvik.attention.base import AttentionBackend, StepLayout
 from kvik.frozen import frozen
 from kvik.kernels.ops import Ops
+from kvik.kernels.upload import upload
 from kvik.nn.kv_formats import NO_STATES, KVCache, States
 from kvik.spec.declare import ForwardContext, Model
 from kvik.spec.kv import KVGroup
 from kvik.worker.captures import MAX_PADDING, Capturer, Captures, GraphMemory
+from kvik.worker.group import CopyBlocks, MoveTokens, Others, ReadLogits
 from kvik.worker.input_batch import InputBatch
 
 # Functions of rows, as draft heads are: called each time, or captured at a ladder of rows.
@@ -147,7 +150,12 @@ class Graph(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineNetwork:
-    """A model, its cache, and what it computes with."""
+    """A model, its cache, and what it computes with.
+
+    Attributes:
+        others: the processes that have other shares of the model and its cache, and do the same;
+            None: there are none, or it is not for this process to tell them.
+    """
 
     model: Model
     ops: Ops
@@ -155,6 +163,7 @@ class EngineNetwork:
     groups: tuple[KVGroup, ...]
     kv: KVCache
     states: States = NO_STATES
+    others: Others | None = None
 
     def forward(
         self,
@@ -172,6 +181,32 @@ class EngineNetwork:
         hidden = self.model.forward(input_ids, ctx)
         logits = self.model.logits(self.ops.gather_rows(hidden, logits_indices))
         return StepOutput(hidden, logits, *self.ops.largest(logits))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Of rows of `StepOutput.hidden`: [rows, hidden] -> [rows, vocab] fp32; where there are
+        others valid until the next call."""
+        if self.others is not None:
+            hidden = self.others.share(hidden)
+            self.others.tell(ReadLogits(len(hidden)))
+        return self.model.logits(hidden)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks of the cache: pairs of source and target."""
+        if self.others is not None:
+            self.others.tell(CopyBlocks(list(pairs)))
+        storages = self.kv.storages
+        source, target = upload(np.array(pairs), storages[0].device).unbind(1)
+        for storage in storages:
+            self.ops.copy_blocks(storage, source, target)
+
+    def move(self, group: int, source: Sequence[int], target: Sequence[int]) -> None:
+        """Move what the layers of a KV group have stored of some places, in their order."""
+        if self.others is not None:
+            self.others.tell(MoveTokens(group, list(source), list(target)))
+        places = np.array([source, target])
+        for layer in self.groups[group].layers:
+            kv = self.kv.of(layer)
+            self.backend.move(kv, *upload(places, kv.k.device))
 
 
 class Eager:

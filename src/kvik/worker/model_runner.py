@@ -20,13 +20,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.errors import describe
-from kvik.kernels.upload import upload
 from kvik.worker.graphs import EngineNetwork, Graph, StepOutput
 from kvik.worker.input_batch import InputBatch, build_input_batch
 from kvik.worker.participant import Participant, RunningStep
@@ -160,7 +158,5 @@ class ModelRunner:
         for slot, group, ids in plan.new_blocks:
             self.table.add_blocks(slot, group, ids)
         if plan.block_copies:
-            source, target = upload(np.array(plan.block_copies), self.device).unbind(1)
-            for storage in self.network.kv.storages:
-                self.network.ops.copy_blocks(storage, source, target)
+            self.network.copy_blocks(plan.block_copies)
         return refused

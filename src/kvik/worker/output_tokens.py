@@ -339,13 +339,12 @@ class OutputTokens(Participant[LaunchedTokens]):
             return
         owner = slots[owners[moved]]
         root = self.table.num_tokens[owner].astype(np.int64) - 1
-        for group, layers in enumerate(self.network.groups):
+        for group in range(len(self.network.groups)):
             source = self._kv_positions(group, owner, root + nodes[moved])
             target = self._kv_positions(group, owner, root + depths[moved])
-            for layer in layers.layers:
-                self.network.backend.move(self.network.kv.of(layer), source, target)
+            self.network.move(group, source, target)
 
-    def _kv_positions(self, group: int, slots: np.ndarray, places: np.ndarray) -> Tensor:
+    def _kv_positions(self, group: int, slots: np.ndarray, places: np.ndarray) -> list[int]:
         block, offset = np.divmod(places, self.table.block_size)
         blocks = self.table.blocks(group, (slots, block)).astype(np.int64)
-        return upload(blocks * self.table.block_size + offset, self.device)
+        return (blocks * self.table.block_size + offset).tolist()

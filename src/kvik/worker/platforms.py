@@ -12,7 +12,7 @@ from functools import partial
 from itertools import groupby
 from math import prod
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from kvik.attention.base import AttentionBackend
 from kvik.attention.select import select as select_backend
 from kvik.config.config import ResolvedConfig
 from kvik.config.memory import DRAW_BYTES
+from kvik.errors import ConfigError
 from kvik.kernels.ops import Ops
 from kvik.kernels.packing import PLAIN, Packing
 from kvik.kernels.torch_ops import select as select_ops
@@ -37,9 +38,13 @@ from kvik.worker.graphs import (
     RowFunction,
     RowGraph,
 )
+from kvik.worker.group import Seat
 from kvik.worker.step_inputs import DeviceInputs, FixedInputs, FreshInputs, StepInputs, StepSizes
 from kvik.worker.team import Team, pace_of
 from kvik.worker.warm_up import NoWarmUps, WarmUps
+
+if TYPE_CHECKING:
+    from kvik.worker.cpu_tape import CpuTape
 
 # The current device.
 #
@@ -221,8 +226,13 @@ class NativePlatform:
 
     graph_memory: GraphMemory | None = None
 
-    def __init__(self, config: ResolvedConfig, memory: np.ndarray | None = None) -> None:
+    def __init__(
+        self, config: ResolvedConfig, memory: np.ndarray | None = None, seat: Seat | None = None
+    ) -> None:
+        from kvik.attention.cpu import CpuAttention
+        from kvik.attention.cpu_group import GroupAttention
         from kvik.kernels.cpu.buffers import zeros
+        from kvik.kernels.cpu.group import Group, group_ops
         from kvik.kernels.cpu.matrix import TILES
         from kvik.kernels.cpu.native import Native, notices
         from kvik.kernels.cpu.ops import native_ops
@@ -235,6 +245,13 @@ class NativePlatform:
             log.warning(notice)
         ops = native_ops(self.native)
         backend = select_backend(runner.attention_backend, ops, device, dtype, self.native)
+        self.group: Group | None = None
+        self._others = None if seat is None else seat.others
+        if seat is not None:
+            assert isinstance(backend, CpuAttention)
+            self.group = Group(self.native, seat.memory, seat.rank, seat.size)
+            ops = group_ops(self.native, ops, self.group)
+            backend = GroupAttention(backend, ops, self.group)
         self.parts = PlatformParts(device, dtype, ops, TILES, NATIVE_DRAW_BYTES, backend, zeros)
         self._block_size = cache.block_size
         self._max_blocks = -(-scheduler.max_model_len // cache.block_size)
@@ -244,17 +261,35 @@ class NativePlatform:
     ) -> tuple[Graph, StepInputs]:
         from kvik.attention.cpu import CpuAttention
         from kvik.kernels.cpu.recording import CaptureError
-        from kvik.worker.cpu_tape import CpuTape
+        from kvik.worker.cpu_tape import GroupTape
 
         eager = Eager(network), FreshInputs(self.parts.device)
-        if not isinstance(self.parts.backend, CpuAttention):
+        if self.group is None and not isinstance(self.parts.backend, CpuAttention):
             return eager  # it runs torch's operations, as was decided
-        inputs = FixedInputs(sizes, len(network.groups), self._max_blocks, trees=trees)
         try:
-            return CpuTape.capture(self.native, network, inputs, self._block_size), inputs
+            tape = self.tape(network, sizes, trees=trees)
         except CaptureError as error:
+            if self.group is not None:
+                raise ConfigError("tensor_parallel_size", f"must be 1: {error}") from None
             log.warning("every step runs through Python: %s", error)
             return eager
+        if self.group is None or self._others is None:
+            return tape, tape.inputs
+        self._others.meet(self.group)
+        return GroupTape(tape, self.group, self._others), tape.inputs
+
+    def tape(self, network: EngineNetwork, sizes: StepSizes, *, trees: bool) -> CpuTape:
+        """Record a forward of the largest step.
+
+        Raises:
+            CaptureError: the model uses an operation that has no native kernel.
+        """
+        from kvik.worker.cpu_tape import CpuTape
+
+        zeros = np.zeros if self.group is None else self.group.fixed
+        groups, blocks = len(network.groups), self._max_blocks
+        inputs = FixedInputs(sizes, groups, blocks, trees=trees, zeros=zeros)
+        return CpuTape.capture(self.native, network, inputs, self._block_size)
 
     def rows(self, function: RowFunction, like: Sequence[Tensor]) -> RowGraph:
         return EagerRows(function)
@@ -354,10 +389,17 @@ class TritonPlatform:
         torch.cuda.empty_cache()
 
 
-def platform(config: ResolvedConfig, memory: np.ndarray | None = None) -> Platform:
-    """As `resolve` decided. For `memory` see `WeightMemory`; only the native kernels take it."""
+def platform(
+    config: ResolvedConfig, memory: np.ndarray | None = None, seat: Seat | None = None
+) -> Platform:
+    """As `resolve` decided.
+
+    Args:
+        memory: see `WeightMemory`; only the native kernels take it.
+        seat: in a group of processes; only the native kernels have one.
+    """
     makers: dict[str, Callable[[ResolvedConfig], Platform]] = {
-        "native": partial(NativePlatform, memory=memory),
+        "native": partial(NativePlatform, memory=memory, seat=seat),
         "triton": TritonPlatform,
         "torch": TorchPlatform,
     }

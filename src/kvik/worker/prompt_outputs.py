@@ -224,7 +224,7 @@ class PromptLogprobs(Participant[list[ScoredChunk]]):
         found = None
         for first in range(0, len(ids), PROMPT_ROWS):
             # [rows, vocab]
-            logits = self._network.model.logits(hidden[first : first + PROMPT_ROWS])
+            logits = self._network.logits(hidden[first : first + PROMPT_ROWS])
             if found is None:
                 found = Scores.empty(len(ids), min(top, logits.shape[-1]), hidden.device)
             for i in range(0, len(logits), PROMPT_COPIED_ROWS):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -309,27 +309,34 @@ class FixedInputs:
     fixed = True
 
     def __init__(
-        self, sizes: StepSizes, num_groups: int, max_blocks: int, *, trees: bool = False
+        self,
+        sizes: StepSizes,
+        num_groups: int,
+        max_blocks: int,
+        *,
+        trees: bool = False,
+        zeros: Callable[[tuple[int, ...], type], np.ndarray] = np.zeros,
     ) -> None:
         """
         Args:
             trees: whether a step may hold trees of drafts.
+            zeros: where the memory comes from.
         """
         self.sizes = sizes
         self.trees = trees
         self._arrays: dict[str, np.ndarray] = {
-            "input_ids": np.zeros(sizes.tokens, np.int64),
-            "positions": np.zeros(sizes.tokens, np.int64),
-            "query_start_loc": np.zeros(sizes.seqs + 1, np.int32),
-            "seq_lens": np.zeros(sizes.seqs, np.int32),
-            "state_rows": np.zeros(sizes.seqs, np.int32),
-            "logits_indices": np.zeros(sizes.samples, np.int64),
+            "input_ids": zeros((sizes.tokens,), np.int64),
+            "positions": zeros((sizes.tokens,), np.int64),
+            "query_start_loc": zeros((sizes.seqs + 1,), np.int32),
+            "seq_lens": zeros((sizes.seqs,), np.int32),
+            "state_rows": zeros((sizes.seqs,), np.int32),
+            "logits_indices": zeros((sizes.samples,), np.int64),
         }
         if trees:
-            self._arrays["tree"] = np.zeros(sizes.tokens, np.int64)
+            self._arrays["tree"] = zeros((sizes.tokens,), np.int64)
         for group in range(num_groups):
-            self._arrays[f"slot_mapping {group}"] = np.zeros(sizes.tokens, np.int64)
-            self._arrays[f"block_table {group}"] = np.zeros((sizes.seqs, max_blocks), np.int32)
+            self._arrays[f"slot_mapping {group}"] = zeros((sizes.tokens,), np.int64)
+            self._arrays[f"block_table {group}"] = zeros((sizes.seqs, max_blocks), np.int32)
         self._tensors = {name: torch.from_numpy(array) for name, array in self._arrays.items()}
         # Parts of them by their shape: most steps are as large as one that was not long ago.
         self._parts: dict[str, dict[tuple[int, ...], tuple[np.ndarray, Tensor]]] = {

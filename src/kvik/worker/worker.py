@@ -20,8 +20,10 @@ from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.structured import Constraint, Grammars
 from kvik.errors import ConfigError, ParamError
 from kvik.spec.declare import ForwardContext
+from kvik.spec.shares import cut_groups
 from kvik.worker.drafters.registry import DrafterParts, build_drafter
 from kvik.worker.graphs import EngineNetwork
+from kvik.worker.group import GiveBack, Seat
 from kvik.worker.loading import load_network
 from kvik.worker.model_runner import ModelRunner
 from kvik.worker.output_tokens import OutputTokens
@@ -52,9 +54,12 @@ class Worker:
         copies: Copies | None = None,
         memory: np.ndarray | None = None,
         grammars: Grammars | None = None,
+        seat: Seat | None = None,
     ) -> None:
         """
         Args:
+            seat: of the first of several processes that compute the model together; None: it is
+                alone.
             grammars: of structured texts; None: there are none.
             copies: how results come to the host; None: as is best on the device.
             memory: for weights: [bytes] uint8 zeros; None: new memory.
@@ -68,7 +73,7 @@ class Worker:
         self._device = torch.device(runner.device)
         self._inference = inference_on(self._device)
         with on_device(self._device):
-            self._build(config, clock, copies, memory)
+            self._build(config, clock, copies, memory, seat)
         if runner.attention_backend == NATIVE:
             # What is torch's in a step is little, and its threads wait busily, and for each other.
             self._threads = 1
@@ -79,9 +84,10 @@ class Worker:
         clock: Callable[[], float],
         copies: Copies | None,
         memory: np.ndarray | None,
+        seat: Seat | None,
     ) -> None:
         runner, cache, scheduler = config.runner, config.cache, config.scheduler
-        chosen = platform(config, memory)
+        chosen = platform(config, memory, seat)
         self._release_freed, self._graphs = chosen.release_freed, chosen.graph_memory
         self._team, self._give_back = chosen.team, chosen.give_back
         network = load_network(
@@ -89,9 +95,11 @@ class Worker:
             chosen,
             config.model,
             Path(runner.model_path),
-            cache.groups,
+            cut_groups(cache.groups, seat.rank, seat.size) if seat else cache.groups,
             runner.quantization,
         )
+        if seat is not None:
+            network = replace(network, others=seat.others)
         speculation = config.speculation
         sizes = StepSizes.of(
             scheduler.max_num_batched_tokens,
@@ -153,7 +161,10 @@ class Worker:
 
     def give_back(self, blocks: Sequence[int]) -> int:
         """See `Executor.give_back`."""
-        return self._give_back(self._ready().network.kv.storages, blocks)
+        network = self._ready().network
+        if network.others is not None:
+            network.others.tell(GiveBack(list(blocks)))
+        return self._give_back(network.kv.storages, blocks)
 
     def build_grammar(self, constraint: Constraint) -> Future[object]:
         """See `Executor.build_grammar`."""
@@ -177,7 +188,7 @@ class Worker:
         """Of some rows of what `read` returned: [rows, hidden] -> [rows, vocab] fp32."""
         runner = self._ready()
         with self._inference():
-            return runner.network.model.logits(hidden)
+            return runner.network.logits(hidden)
 
     def enter(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Tokens [rows] at positions [rows] as the model takes them in: [rows, hidden]."""
@@ -198,6 +209,8 @@ class Worker:
 
     def stop(self) -> None:
         """Free weights and cache; safe to call twice."""
+        if self._runner is not None and self._runner.network.others is not None:
+            self._runner.network.others.stop()
         self._runner = self._team = None
         self._resting = ()
         # a GPU that failed has nothing to give back

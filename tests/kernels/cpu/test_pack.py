@@ -31,6 +31,7 @@ def matrix_rows(runtime: Runtime, m: NativeMatrix, ids: Tensor, dtype: torch.dty
         runtime,
         "matrix_rows",
         ids=ids,
+        first=0,
         out=out.view,
         out_stride=out.stride,
         rows=len(ids),

@@ -161,11 +161,19 @@ class CpuMatrices:
             packed_zeros=packed.zeros.data_ptr() if zeros is not None else 0,
         )
 
-    def linear(self, x: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:
-        """See `Ops.linear`."""
+    def linear(
+        self, x: Tensor, matrix: Matrix, residual: Tensor | None, into: Tensor | None = None
+    ) -> Tensor:
+        """See `Ops.linear`.
+
+        Args:
+            into: where the result is written, of dense rows; None: new memory.
+        """
         spec, packed = matrix.spec, matrix.data
         assert isinstance(packed, CpuPacked)
-        y = self.native.empty(x.shape[0], spec.outputs, dtype=spec.out_dtype)
+        y = into
+        if y is None:
+            y = self.native.empty(x.shape[0], spec.outputs, dtype=spec.out_dtype)
         self.native.launch(
             "linear",
             x=x.data_ptr(),
@@ -215,11 +223,26 @@ class CpuMatrices:
         )
         return y
 
-    def rows(self, matrix: Matrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """See `Ops.matrix_rows`."""
+    def rows(
+        self,
+        matrix: Matrix,
+        ids: Tensor,
+        dtype: torch.dtype,
+        into: Tensor | None = None,
+        first: int = 0,
+    ) -> Tensor:
+        """See `Ops.matrix_rows`.
+
+        Args:
+            into: where the result is written, of dense rows; None: new memory.
+            first: the id of the matrix' first row. Where others than its rows are wanted, nothing
+                is written.
+        """
         spec, packed = matrix.spec, matrix.data
         assert isinstance(packed, CpuPacked)
-        out = self.native.empty(ids.shape[0], spec.inputs, dtype=dtype)
+        out = into
+        if out is None:
+            out = self.native.empty(ids.shape[0], spec.inputs, dtype=dtype)
         self.native.launch(
             "matrix_rows",
             weight=packed.weight.data_ptr(),
@@ -227,6 +250,7 @@ class CpuMatrices:
             zeros=packed.zeros.data_ptr() if packed.zeros.numel() else 0,
             kind=packed.kind,
             inputs=spec.inputs,
+            first=first,
             outputs=spec.rows,
             group=packed.group,
             order=pointer(packed.order),

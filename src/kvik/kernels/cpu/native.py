@@ -73,6 +73,11 @@ class Native:
         """Threads that recordings run on, as long as `limit` does not set fewer."""
         return self._runtime.working
 
+    @property
+    def recording(self) -> bool:
+        """Whether calls are recorded, and nothing runs."""
+        return self._recording is not None
+
     def limit(self, threads: int) -> None:
         """Run the next recordings on at most this many threads."""
         self._runtime.limit(threads)

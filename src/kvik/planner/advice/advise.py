@@ -50,6 +50,8 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "speculation": ("spec_method", "spec_model", "spec_tokens", "speculative_config"),
     "parallelism": ("tensor_parallel_size",),
 }
+# Levers of several devices: the engine divides a model among processes of a CPU alone.
+NOT_ON_DEVICES = frozenset({"parallelism"})
 DRAFTS = (1, 2, 3, 4, 5, 6, 8)
 MOST_SEQS = 1024  # requests at a time
 MOST_DEVICES = 32  # that share layers
@@ -70,7 +72,7 @@ class Position:
 def available(topic: str) -> bool:
     """Return whether this engine has the options of a lever."""
     known = {option.name for option in options_of(EngineConfig)}
-    return known.issuperset(OPTIONS.get(topic, ()))
+    return topic not in NOT_ON_DEVICES and known.issuperset(OPTIONS.get(topic, ()))
 
 
 def flag(option: str, value: object) -> str:

@@ -1,0 +1,83 @@
+#include "group.hpp"
+
+#include <climits>
+#include <ctime>
+#include <thread>
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace kvik {
+namespace {
+
+// How often a process looks before it lets others have its core: some ten microseconds, longer than processes
+// that do equal work are apart. And how often it lets them before it sleeps.
+constexpr int kLooks = 512, kYields = 64;
+constexpr long kSleep = 50'000'000;  // nanoseconds, after which it looks whether the meeting is broken
+
+void pause() {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// Until the number is no longer `old`, or for a while. Not the futex of std::atomic::wait, which other processes
+// do not wake.
+void sleep_while(std::atomic<uint32_t>& number, uint32_t old) {
+#if defined(__linux__)
+    const timespec most{0, kSleep};
+    syscall(SYS_futex, &number, FUTEX_WAIT, old, &most, nullptr, 0);
+#else
+    (void)number, (void)old;
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+#endif
+}
+
+void wake(std::atomic<uint32_t>& number) {
+#if defined(__linux__)
+    syscall(SYS_futex, &number, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+#else
+    (void)number;
+#endif
+}
+
+void wait_for(const Meeting& meeting, Arrivals& other, uint32_t wanted) {
+    const auto arrived = [&] { return int32_t(other.count.load(std::memory_order_acquire) - wanted) >= 0; };
+    const auto broken = [&] { return meeting.broken.load(std::memory_order_relaxed) != 0; };
+    for (int look = 0; look < kLooks; look++) {
+        if (arrived()) return;
+        pause();
+    }
+    for (int look = 0; look < kYields; look++) {
+        if (arrived() || broken()) return;
+        std::this_thread::yield();
+    }
+    // Each change of the count is in one order with the look for sleepers: none of them misses it.
+    other.sleepers.fetch_add(1);
+    while (!arrived() && !broken()) {
+        const uint32_t now = other.count.load();
+        if (int32_t(now - wanted) < 0) sleep_while(other.count, now);
+    }
+    other.sleepers.fetch_sub(1);
+}
+
+}  // namespace
+
+void meet(Meeting& meeting, int rank) {
+    Arrivals& own = meeting.ranks[rank];
+    const uint32_t wanted = own.count.load(std::memory_order_relaxed) + 1;
+    own.count.store(wanted);
+    if (own.sleepers.load()) wake(own.count);
+    for (uint32_t other = 0; other < meeting.size; other++)
+        if (int(other) != rank) wait_for(meeting, meeting.ranks[other], wanted);
+}
+
+}  // namespace kvik

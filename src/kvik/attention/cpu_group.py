@@ -1,0 +1,61 @@
+"""Attention by the native kernels in one process of a group, which has some of the heads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from kvik.attention.base import (
+    Attend,
+    AttendLatent,
+    AttentionMetadata,
+    LayerKV,
+    StepLayout,
+)
+from kvik.attention.cpu import CpuAttention
+from kvik.kernels.cpu.group import Group
+from kvik.kernels.ops import Ops
+from kvik.spec.kv import Window
+from kvik.spec.shares import HeadShare
+
+
+class GroupAttention:
+    """Attention of whose heads each process has some, and of whose results all have all."""
+
+    def __init__(self, backend: CpuAttention, ops: Ops, group: Group) -> None:
+        self._backend, self._ops, self._group = backend, ops, group
+        self.caps = backend.caps
+        self._kv_heads: dict[int, int] = {}  # of all processes, by the address of a layer's keys
+
+    def plan(self, layout: StepLayout, window: Window | None) -> AttentionMetadata:
+        return self._backend.plan(layout, window)
+
+    def run(self, attend: Attend) -> Tensor:
+        tokens, heads, _ = attend.q.shape
+        if attend.k is not None:
+            self._kv_heads[attend.kv.k.data_ptr()] = attend.k.shape[1]
+        kv_heads = self._kv_heads[attend.kv.k.data_ptr()]
+        share = HeadShare.of(heads, kv_heads, self._group.rank, self._group.size)
+        own, own_kv, spec = slice(*share.heads), slice(*share.kv_heads), attend.spec
+        k = None if attend.k is None else attend.k[:, own_kv]
+        if k is not None and kv_heads < self._group.size:  # turned in place, and others have it too
+            k = self._ops.scaled(k.flatten(1), 1.0).view(k.shape)
+        part = replace(
+            attend,
+            q=attend.q[:, own],
+            k=k,
+            v=None if attend.v is None else attend.v[:, own_kv],
+            spec=spec if spec.sinks is None else replace(spec, sinks=spec.sinks[own]),
+        )
+        size = attend.q.shape[2]
+        out = self._group.take((tokens, heads, size), attend.q.dtype)
+        self._backend.run_into(part, out[:, own])
+        self._group.exchange()
+        return out
+
+    def run_latent(self, attend: AttendLatent) -> Tensor:
+        raise ValueError("latent attention cannot be divided among processes")
+
+    def move(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
+        self._backend.move(kv, source, target)

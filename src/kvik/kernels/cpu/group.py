@@ -1,0 +1,231 @@
+"""Native operations of one process among several that compute a model together.
+
+Every matrix is cut by its outputs, never by its inputs: each process computes some columns of a
+product, writes them into memory that all share, and waits for the others. No sum is divided, so a
+result has the bits that one process would have computed, in every format. (The usual cut, by inputs
+in every second matrix, adds partial sums: Shoeybi et al. 2019, section 3.)
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvik.kernels.cpu.buffers import ALIGNMENT
+from kvik.kernels.cpu.matrix import TILE, CpuMatrices, ceil_div
+from kvik.kernels.cpu.native import Native
+from kvik.kernels.ops import Ops
+from kvik.kernels.weights import ExpertSet, Matrix, MatrixSpec, Weight
+from kvik.spec.shares import share_of
+
+MEETING_BYTES = 8192  # of `Meeting` (csrc/group.hpp), and room for more
+
+
+class Group:
+    """The processes, as one of them sees them.
+
+    All make the same calls in the same order, so that what they share is at the same place in each.
+
+    Attributes:
+        exchanges: that were recorded.
+    """
+
+    def __init__(self, native: Native, memory: np.ndarray, rank: int, size: int) -> None:
+        """
+        Args:
+            memory: [bytes] uint8 that all share, zeros when the first process came.
+        """
+        self.rank, self.size = rank, size
+        self._native = native
+        self._meeting = memory[:MEETING_BYTES].view(np.uint32)
+        self._meeting[1] = size
+        rest = memory[MEETING_BYTES:]
+        half = len(rest) // (2 * ALIGNMENT) * ALIGNMENT
+        self._recorded, self._aside = SharedPool(rest[:half]), rest[half:]
+        self._used = 0  # of what stands aside
+        self.exchanges = 0
+
+    @property
+    def broken(self) -> bool:
+        """Whether one of the processes is gone: what was computed since is worth nothing."""
+        return bool(self._meeting[0])
+
+    def give_up(self) -> None:
+        """Nobody waits for anybody any more."""
+        self._meeting[0] = 1
+
+    @property
+    def digest(self) -> str:
+        """Of what was recorded: equal in all processes, or their recordings do not fit."""
+        return f"{self.exchanges} exchanges, {self._recorded.size} bytes shared"
+
+    def fixed(self, shape: tuple[int, ...], dtype: type) -> np.ndarray:
+        """Return memory that all share for as long as there are processes: zeros."""
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        return self._recorded.keep(size).view(dtype).reshape(shape)
+
+    def begin(self) -> None:
+        """Calls that are not recorded begin: the memory of those before is used again."""
+        self._used = 0
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return memory that all share: until its tensor is gone and the processes have met, or if
+        nothing is being recorded until `begin`."""
+        if self._native.recording:
+            return self._recorded.take(shape, dtype)
+        first, size = self._used, math.prod(shape) * dtype.itemsize
+        self._used = first + ceil_div(max(1, size), ALIGNMENT) * ALIGNMENT
+        if self._used > len(self._aside):
+            raise MemoryError(f"processes share {len(self._aside)} bytes, which are too few")
+        return torch.from_numpy(self._aside[first : first + size]).view(dtype).view(shape)
+
+    def exchange(self) -> None:
+        """Wait for the others: what they have written is there behind this call."""
+        self._native.launch("exchange", meeting=self._meeting.ctypes.data, rank=self.rank)
+        self.exchanges += self._native.recording
+        self._recorded.met()
+
+
+class SharedPool:
+    """Shared memory of a recording. What no tensor uses any more may still be read by another
+    process, until all have met after that."""
+
+    def __init__(self, memory: np.ndarray) -> None:
+        self._memory, self.size = memory, 0
+        self._free: list[tuple[int, int]] = []  # bytes, first
+        self._left: list[tuple[int, int]] = []
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return the smallest free part that fits without wasting half, or a new one."""
+        size = math.prod(shape) * dtype.itemsize
+        whole = ceil_div(max(1, size), ALIGNMENT) * ALIGNMENT
+        fitting = [part for part in self._free if whole <= part[0] <= 2 * whole]
+        if fitting:
+            part = min(fitting)
+            self._free.remove(part)
+        else:
+            part = whole, self.size
+            self.keep(whole)
+        view = self._memory[part[1] : part[1] + size]  # lives as long as a tensor uses its storage
+        weakref.finalize(view, self._left.append, part).atexit = False
+        return torch.from_numpy(view).view(dtype).view(shape)
+
+    def keep(self, size: int) -> np.ndarray:
+        """Return a part that is used by nothing else."""
+        first = self.size
+        self.size += ceil_div(size, ALIGNMENT) * ALIGNMENT
+        if self.size > len(self._memory):
+            raise MemoryError(f"processes share {len(self._memory)} bytes, which are too few")
+        return self._memory[first : first + size]
+
+    def met(self) -> None:
+        self._free += self._left
+        self._left.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class CutMatrix:
+    """The rows of a matrix that this process multiplies.
+
+    Attributes:
+        own: they alone; None: there are none.
+        first: column of the product that their first one is; of gate and up, of both.
+    """
+
+    own: Matrix | None
+    first: int
+
+
+class CutMatrices:
+    """Matrices of which each process has some rows, and products of which all have all columns."""
+
+    def __init__(self, matrices: CpuMatrices, group: Group) -> None:
+        self._matrices, self._group = matrices, group
+
+    def matrix(self, spec: MatrixSpec) -> Matrix:
+        """See `Ops.matrix`. Rows are shared out by tiles, so that a part is packed as in the whole.
+
+        Raises:
+            ValueError: as `CpuMatrices.matrix`.
+        """
+        half = TILE // 2 if spec.paired else TILE
+        begin, end = share_of(ceil_div(spec.outputs, half), self._group.rank, self._group.size)
+        first, last = begin * half, min(end * half, spec.outputs)
+        bias = torch.empty(spec.rows, dtype=torch.float32) if spec.bias else None
+        if first >= last:
+            return Matrix(spec, bias, CutMatrix(None, first))
+        rows = (last - first) * (2 if spec.paired else 1)
+        own = self._matrices.matrix(replace(spec, rows=rows, bias=False))
+        if bias is not None:
+            if spec.paired:
+                raise ValueError("biases of gate and up cannot be divided among processes")
+            own = replace(own, spec=replace(own.spec, bias=True), bias=bias[first:last])
+        return Matrix(spec, bias, CutMatrix(own, first))
+
+    def pack_rows(self, matrix: Matrix, first: int, weight: Weight) -> None:
+        """See `Ops.pack_rows`."""
+        cut, spec = _cut(matrix), matrix.spec
+        if cut.own is None:
+            return
+        count = cut.own.spec.outputs
+        places = [(cut.first, 0)]  # where a run of rows stands in the whole, and here
+        if spec.paired:
+            places.append((spec.outputs + cut.first, count))
+        for begin, here in places:
+            low, high = max(first, begin), min(first + weight.outputs, begin + count)
+            if low < high:
+                rows = weight
+                if (low, high) != (first, first + weight.outputs):
+                    rows = weight.rows(torch.arange(low - first, high - first))
+                self._matrices.pack_rows(cut.own, here + low - begin, rows)
+
+    def linear(self, x: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:
+        """See `Ops.linear`."""
+        cut, spec = _cut(matrix), matrix.spec
+        y = self._group.take((x.shape[0], spec.outputs), spec.out_dtype)
+        if cut.own is not None:
+            columns = slice(cut.first, cut.first + cut.own.spec.outputs)
+            some = None if residual is None else residual[:, columns]
+            self._matrices.linear(x, cut.own, some, y[:, columns])
+        self._group.exchange()
+        return y
+
+    def rows(self, matrix: Matrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """See `Ops.matrix_rows`."""
+        cut = _cut(matrix)
+        y = self._group.take((ids.shape[0], matrix.spec.inputs), dtype)
+        if cut.own is not None:
+            self._matrices.rows(cut.own, ids, dtype, y, cut.first)
+        self._group.exchange()
+        return y
+
+
+def _cut(matrix: Matrix) -> CutMatrix:
+    assert isinstance(matrix.data, CutMatrix)
+    return matrix.data
+
+
+def group_ops(native: Native, ops: Ops, group: Group) -> Ops:
+    """Return the operations whose products are divided among the processes."""
+    cut = CutMatrices(CpuMatrices(native), group)
+
+    def undivided(*_: object) -> ExpertSet:
+        raise ValueError("experts cannot be divided among processes")
+
+    def nothing(x: Tensor, cap: float) -> None:
+        """Logits are common, and changed in place: by the first process alone."""
+
+    return replace(
+        ops,
+        softcap=nothing if group.rank else ops.softcap,
+        matrix=cut.matrix,
+        pack_rows=cut.pack_rows,
+        linear=cut.linear,
+        matrix_rows=cut.rows,
+        expert_set=undivided,
+    )

@@ -1,0 +1,235 @@
+"""Further processes of a group that computes one model: `start_ranks` for the first one, `main` for
+each of the others, which finds its socket and the common memory under the numbers it is given.
+
+A process lives as long as its socket: whatever becomes of the first one, the others end. That one
+watches the sockets; when one closes, nobody waits for anybody any more, and its step fails.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from mmap import mmap
+from multiprocessing.connection import Connection
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvik.child_process import python_command
+from kvik.config.config import ResolvedConfig
+from kvik.errors import ConfigError
+from kvik.kernels.cpu.group import Group
+from kvik.worker.group import GroupLost, Message, Seat
+from kvik.worker.ranks import Rank, encode
+
+END_SECONDS = 5.0  # that a process may take to end
+GRACE_SECONDS = 2.0  # between the end of the first process and that of the others
+MEMORY = 4  # times the activations that the plan counts; pages take memory once they are written
+LEAST_MEMORY = 1 << 28
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+log = logging.getLogger(__name__)
+
+
+class RankStart(msgspec.Struct, frozen=True, array_like=True):
+    """The first message to a process: its place, and what to load."""
+
+    config: ResolvedConfig
+    rank: int
+    size: int
+    cores: list[int]
+
+
+class RankReady(msgspec.Struct, frozen=True, array_like=True):
+    """Its answer: what it has recorded, or why it cannot.
+
+    Attributes:
+        digest: of what it has recorded (`Group.digest`).
+        error: "" if there is none; the other is then empty.
+    """
+
+    digest: str
+    error: str
+
+
+class RankProcesses:
+    """The other processes, as the first one sees them; see `Others`."""
+
+    def __init__(self, resolved: ResolvedConfig) -> None:
+        """Start them. They load while the first one does."""
+        size = resolved.runner.ranks
+        wanted = max(LEAST_MEMORY, MEMORY * resolved.memory.activations)
+        file = _common_memory(wanted)
+        self._mapping = mmap(file, wanted)
+        self.memory = np.frombuffer(self._mapping, np.uint8)
+        self._lost = ""
+        self._closed = False
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._lines: list[Connection] = []
+        self._group: Group | None = None
+        shares = _cores(size)
+        try:
+            for rank in range(1, size):
+                ours, theirs = socket.socketpair()
+                numbers = theirs.fileno(), file
+                command = python_command("kvik.rank_process", *map(str, numbers))
+                with theirs:
+                    child = subprocess.Popen(command, pass_fds=numbers, stdin=subprocess.DEVNULL)
+                self._children.append(child)
+                line = Connection(ours.detach())
+                self._lines.append(line)
+                start = RankStart(resolved, rank, size, shares[rank])
+                line.send_bytes(msgspec.msgpack.encode(start))
+        finally:
+            os.close(file)
+
+    def seat(self, resolved: ResolvedConfig) -> Seat:
+        """Return the place of the first process."""
+        return Seat(0, resolved.runner.ranks, self.memory, self)
+
+    def meet(self, group: Group) -> None:
+        """Wait until the others have loaded, and watch them from then on.
+
+        Raises:
+            ConfigError: one of them cannot, or has recorded something else.
+        """
+        self._group = group
+        for rank, line in enumerate(self._lines, 1):
+            try:
+                ready = msgspec.msgpack.decode(line.recv_bytes(), type=RankReady)
+            except (EOFError, OSError):
+                self.stop()
+                raise ConfigError(
+                    "tensor_parallel_size", f"rank {rank} ended while it loaded"
+                ) from None
+            if ready.error or ready.digest != group.digest:
+                self.stop()
+                why = ready.error or f"has recorded {ready.digest}, and rank 0 {group.digest}"
+                raise ConfigError("tensor_parallel_size", f"rank {rank} {why}")
+        threading.Thread(target=self._watch, name="kvik-ranks", daemon=True).start()
+
+    @property
+    def lost(self) -> str:
+        return self._lost
+
+    def tell(self, message: Message) -> None:
+        """
+        Raises:
+            GroupLost: one of them is gone.
+        """
+        data = encode(message)
+        for line in self._lines:
+            try:
+                line.send_bytes(data)
+            except OSError:
+                raise GroupLost("tensor_parallel_size", self._lost or "a rank is gone") from None
+        if self._lost:
+            raise GroupLost("tensor_parallel_size", self._lost)
+
+    def share(self, hidden: Tensor) -> Tensor:
+        assert self._group is not None
+        self._group.begin()
+        return self._group.take(tuple(hidden.shape), hidden.dtype).copy_(hidden)
+
+    def stop(self) -> None:
+        """End them; safe to call twice."""
+        self._closed = True
+        for line in self._lines:
+            line.close()
+        for child in self._children:
+            try:
+                child.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+
+    def _watch(self) -> None:
+        poll = select.poll()
+        ranks = {line.fileno(): rank for rank, line in enumerate(self._lines, 1)}
+        for number in ranks:
+            poll.register(number, 0)  # a hang-up is reported in any case
+        gone = poll.poll()
+        if self._closed or not gone:
+            return
+        rank = ranks[gone[0][0]]
+        try:
+            how = f"has ended with {_told(self._children[rank - 1].wait(0.5))}"
+        except subprocess.TimeoutExpired:
+            how = "has closed its socket"
+        self._lost = f"rank {rank} {how}"
+        assert self._group is not None
+        self._group.give_up()
+
+
+def _told(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"code {code}"
+
+
+def _common_memory(size: int) -> int:
+    """Return the number of a file without a name, as large as asked and full of zeros."""
+    if sys.platform == "linux":
+        file = os.memfd_create("kvik-group")
+    else:
+        with tempfile.TemporaryFile() as made:
+            file = os.dup(made.fileno())
+    os.ftruncate(file, size)
+    os.set_inheritable(file, True)
+    return file
+
+
+def _cores(size: int) -> list[list[int]]:
+    """Return the cores of each process, of those that this one may use; [] where it cannot be
+    said."""
+    cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
+    if len(cores) < size:
+        return [[] for _ in range(size)]
+    return [cores[len(cores) * r // size : len(cores) * (r + 1) // size] for r in range(size)]
+
+
+def main(arguments: Sequence[str]) -> int:
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    line, file = Connection(int(arguments[0])), int(arguments[1])
+    mapping = mmap(file, os.fstat(file).st_size)
+    os.close(file)
+    memory = np.frombuffer(mapping, np.uint8)
+    with suppress(EOFError, OSError):
+        start = msgspec.msgpack.decode(line.recv_bytes(), type=RankStart)
+        threading.Thread(target=_end_with_first, args=(line.fileno(),), daemon=True).start()
+        if start.cores and sys.platform == "linux":
+            os.sched_setaffinity(0, start.cores)
+        try:
+            with torch.inference_mode():
+                rank = Rank(start.config, Seat(start.rank, start.size, memory))
+        except Exception as error:
+            line.send_bytes(msgspec.msgpack.encode(RankReady("", f"cannot load: {error}")))
+            return 1
+        line.send_bytes(msgspec.msgpack.encode(RankReady(rank.digest, "")))
+        rank.serve(line.recv_bytes)
+    return 0
+
+
+def _end_with_first(number: int) -> None:
+    """A kernel may wait for others for ever: no process outlives the first."""
+    poll = select.poll()
+    poll.register(number, 0)
+    poll.poll()
+    time.sleep(GRACE_SECONDS)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,111 @@
+"""Processes that compute one model together: the place of each, and what the first tells others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from kvik.errors import KvikError
+
+if TYPE_CHECKING:
+    from kvik.kernels.cpu.group import Group
+
+
+class GroupLost(KvikError):
+    """A process of the group is gone; what was being computed is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunStep:
+    """Run the recorded forward over the inputs that lie there."""
+
+    tokens: int
+    seqs: int
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyBlocks:
+    """Copy blocks of the cache: pairs of source and target."""
+
+    pairs: list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class MoveTokens:
+    """Move what the layers of a KV group have stored of some places, in their order."""
+
+    group: int
+    source: list[int]
+    target: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLogits:
+    """Compute the logits of so many rows that lie at the begin of the common memory."""
+
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class GiveBack:
+    """Give the memory of some blocks back to the system."""
+
+    blocks: list[int]
+
+
+Message = RunStep | CopyBlocks | MoveTokens | ReadLogits | GiveBack
+_KINDS: tuple[type[Any], ...] = (RunStep, CopyBlocks, MoveTokens, ReadLogits, GiveBack)
+MESSAGES: Mapping[str, type[Any]] = {kind.__name__: kind for kind in _KINDS}
+
+
+class Others(Protocol):
+    """The other processes, as the first one sees them."""
+
+    def tell(self, message: Message) -> None:
+        """Send a message to each of them.
+
+        Raises:
+            GroupLost: one of them is gone.
+        """
+        ...
+
+    def share(self, hidden: Tensor) -> Tensor:
+        """Return a copy of some rows at the begin of the common memory."""
+        ...
+
+    @property
+    def lost(self) -> str:
+        """Who is gone and why; "": nobody."""
+        ...
+
+    def meet(self, group: Group) -> None:
+        """Wait until they have loaded.
+
+        Raises:
+            ConfigError: one of them cannot, or has recorded something else.
+        """
+        ...
+
+    def stop(self) -> None:
+        """End them; safe to call twice."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A process' place in its group.
+
+    Attributes:
+        memory: [bytes] uint8 that all share.
+        others: of the first process; None: it is another one.
+    """
+
+    rank: int
+    size: int
+    memory: np.ndarray
+    others: Others | None = None

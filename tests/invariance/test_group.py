@@ -1,0 +1,100 @@
+"""Several processes that divide a model among themselves say what one does, to the bit."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.calibrated import FAMILIES as CALIBRATED
+from helpers.matrix import (
+    CONTEXT,
+    FORMATS,
+    SQUEEZED,
+    Column,
+    make_model,
+    params_with_logprobs,
+    possible,
+    run,
+    run_column,
+)
+from helpers.optional_native import needs_native
+from helpers.tiny_models import save_tiny, tokens
+
+from kvik import LLM, SamplingParams
+
+pytestmark = needs_native
+
+ALONE = Column("reference", alone=True)
+TWO = {"tensor_parallel_size": 2, "threads": 2}
+COLUMNS = [
+    Column("tp2", TWO),
+    Column("tp4", {"tensor_parallel_size": 4, "threads": 4}),
+    Column("tp2, hits, chunks", {**TWO, "max_num_batched_tokens": 16}, rounds=2, must="hits"),
+    Column("tp2, preemption, siblings", {**TWO, **SQUEEZED}, siblings=2, must="preemptions"),
+    Column("tp2, drafts", {**TWO, "spec_method": "ngram", "spec_tokens": 3}),
+]
+# Each format with two processes, and each column in one format.
+CASES = [("bundled", name, COLUMNS[0]) for name in FORMATS]
+CASES += [("bundled", "int8", column) for column in COLUMNS[1:]]
+CASES += [("capped", "bfloat16", column) for column in COLUMNS[:2]]
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "column"),
+    [
+        pytest.param(
+            *case,
+            marks=() if case[1] == "int8" else pytest.mark.full,
+            id=f"{case[0]}, {case[1]}, {case[2].name}",
+        )
+        for case in CASES
+    ],
+)
+def test_logprobs_are_those_of_one_process(name, weights, column, tmp_path, caplog) -> None:
+    model = {**make_model(name, tmp_path), **FORMATS[weights]}
+    common = {"device": "cpu", "threads": 1, "max_model_len": CONTEXT, "max_num_seqs": 1}
+    with LLM(**model, **common) as llm:
+        alone = run(llm, ALONE, possible(params_with_logprobs(), model))
+    sampling = params_with_logprobs(column.siblings)
+    found = run_column(column, sampling, model)
+    assert not caplog.records  # every step was replayed
+    for i, (output, right) in enumerate(zip(found, alone, strict=True)):
+        assert output.prompt_logprobs == right.prompt_logprobs, f"prompt {i}"
+        for completion in output.outputs if sampling[i].greedy else output.outputs[:1]:
+            assert completion.token_ids == right.outputs[0].token_ids, f"prompt {i}"
+            assert completion.logprobs == right.outputs[0].logprobs, f"prompt {i}"
+
+
+# Each a way in which layers differ.
+HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+FAMILIES: dict[str, dict[str, object]] = {
+    "Qwen2": HEADS,
+    "GPT2": {"n_embd": 64},
+    "Falcon": {"hidden_size": 64, "new_decoder_architecture": True, "num_kv_heads": 2},
+    "Phi3": HEADS,
+    "Cohere2": HEADS,
+    "OPT": {"hidden_size": 64, "word_embed_proj_dim": 16, "ffn_dim": 64},
+    "Gemma4": {
+        **CALIBRATED["Gemma4"],
+        "enable_moe_block": False,
+        "head_dim": 16,
+        "global_head_dim": 32,
+    },
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("size", [2, 3])
+def test_models_of_each_kind(family, size, tmp_path) -> None:
+    """Three processes share fewer heads of keys; a part may be empty."""
+    save_tiny(tmp_path, family, **FAMILIES[family])
+    common = {"model": str(tmp_path), "device": "cpu", "max_model_len": 64, "dtype": "float32"}
+    ids = [tokens(24, seed) for seed in range(4)]
+    params = SamplingParams(temperature=0.0, max_tokens=12, logprobs=2, prompt_logprobs=1)
+    found = []
+    for ranks in (1, size):
+        with LLM(**common, tensor_parallel_size=ranks, threads=ranks) as llm:
+            outputs = llm.generate(ids, params)
+        found.append(
+            [(o.prompt_logprobs, o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
+        )
+    assert found[0] == found[1]

@@ -1,0 +1,124 @@
+"""Products and attention that are divided among processes, here among threads that share memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kvik.kernels.cpu.group import Group, group_ops
+from kvik.kernels.cpu.native import Native
+from kvik.kernels.cpu.ops import native_ops
+from kvik.kernels.ops import Ops
+from kvik.kernels.rounding import round_int4, round_int8
+from kvik.kernels.weights import Matrix, MatrixSpec, Weight, float_weight
+from kvik.spec.shares import HeadShare, share_of
+
+CPU = torch.device("cpu")
+
+
+def in_turn(size: int, call: Callable[[Ops, Group], Tensor]) -> list[Tensor]:
+    """What each of a group gets from the same calls."""
+    memory = np.zeros(1 << 22, np.uint8)
+
+    def one(rank: int) -> Tensor:
+        native = Native(1)
+        group = Group(native, memory, rank, size)
+        return call(group_ops(native, native_ops(native), group), group)
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(one, range(size)))
+
+
+def filled(ops: Ops, weight: Weight, spec: MatrixSpec, bias: Tensor | None) -> Matrix:
+    """In runs of odd sizes, the last first."""
+    matrix = ops.matrix(spec)
+    for first in reversed(range(0, spec.rows, 37)):
+        rows = torch.arange(first, min(first + 37, spec.rows))
+        ops.pack_rows(matrix, first, weight.rows(rows))
+    if bias is not None:
+        assert matrix.bias is not None
+        matrix.bias.copy_(bias)
+    return matrix
+
+
+WEIGHTS: dict[str, Callable[[Tensor], Weight]] = {
+    "float32": float_weight,
+    "bfloat16": lambda w: float_weight(w.bfloat16()),
+    "int8": lambda w: round_int8(w, True),
+    "int4": lambda w: round_int4(w, 32, symmetric=False),
+}
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+@pytest.mark.parametrize("rows", [320, 75, 9])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("activation", [None, "silu_and_mul"])
+def test_products_are_those_of_one_process(kind, rows, size, activation) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    rows += rows % 2 if activation else 0
+    weight = WEIGHTS[kind](torch.randn(rows, 64, generator=generator))
+    bias = None if activation else torch.randn(rows, generator=generator)
+    spec = MatrixSpec(weight.kind, rows, 64, bias is not None, activation, torch.float32, CPU)
+    x = torch.randn(5, 64, generator=generator)
+    residual = torch.randn(5, spec.outputs, generator=generator)
+
+    def call(ops: Ops, group: Group) -> Tensor:
+        matrix = filled(ops, weight, spec, bias)
+        found = ops.linear(x, matrix, residual).clone()
+        if activation:
+            return found
+        ids = torch.tensor([0, rows - 1, rows // 2])
+        return torch.cat((found.flatten(), ops.matrix_rows(matrix, ids, torch.float32).flatten()))
+
+    native = Native(1)
+    whole = call(native_ops(native), None)  # type: ignore[arg-type]
+    for found in in_turn(size, call):
+        assert torch.equal(found, whole)
+
+
+def test_nobody_waits_for_a_broken_group() -> None:
+    memory, native = np.zeros(1 << 20, np.uint8), Native(1)
+    group = Group(native, memory, 0, 2)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(group.exchange)
+        Group(Native(1), memory, 1, 2).give_up()
+        waiting.result(timeout=10)
+    assert group.broken
+
+
+def test_memory_is_used_again_once_all_have_met() -> None:
+    native = Native(1)
+    group = Group(native, np.zeros(1 << 20, np.uint8), 0, 1)
+    with native.record({4: 0}):
+        first = group.take((4, 16), torch.float32)
+        place = first.data_ptr()
+        del first
+        other = group.take((4, 16), torch.float32)
+        assert other.data_ptr() != place, "another process may still read it"
+        group.exchange()
+        assert group.take((4, 16), torch.float32).data_ptr() == place
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 2), (9, 3), (14, 2), (6, 1), (5, 5)])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_every_head_is_one_process_and_finds_its_keys(heads, kv_heads, size) -> None:
+    shares = [HeadShare.of(heads, kv_heads, rank, size) for rank in range(size)]
+    assert [head for share in shares for head in range(*share.heads)] == list(range(heads))
+    each = heads // kv_heads
+    for share in shares:
+        own, keys = range(*share.heads), range(*share.kv_heads)
+        assert own and len(own) % len(keys) == 0
+        for i, head in enumerate(own):
+            assert keys[i // (len(own) // len(keys))] == head // each
+
+
+def test_shares_differ_by_one_at_most() -> None:
+    for count in range(20):
+        for size in range(1, 8):
+            sizes = [b - a for a, b in (share_of(count, rank, size) for rank in range(size))]
+            assert sum(sizes) == count and max(sizes) - min(sizes) <= 1
