@@ -187,6 +187,10 @@ KVIK_INLINE I32 dpbusd(I32 acc, I32 u, I32 s) {
     asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(u), "v"(s));
     return acc;
 }
+// Products of bytes beyond 127 do not saturate: high nibbles may stay where they are, times 16.
+#define KVIK_WIDE_PRODUCTS
+KVIK_INLINE I32 nibbles_times_16(I32 a) { return _mm512_and_si512(a, _mm512_set1_epi8(-16)); }
+KVIK_INLINE I32 by_16(I32 a) { return _mm512_srai_epi32(a, 4); }
 #endif
 // acc + sum of four products per lane; u unsigned, s signed bytes. Exact.
 KVIK_INLINE I32 dot_i8(I32 acc, I32 u, I32 s) {
@@ -376,6 +380,9 @@ KVIK_INLINE I32 dpbusd(I32 acc, I32 u, I32 s) {
     asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(u), "x"(s));
     return acc;
 }
+#define KVIK_WIDE_PRODUCTS
+KVIK_INLINE I32 nibbles_times_16(I32 a) { return _mm256_and_si256(a, _mm256_set1_epi8(-16)); }
+KVIK_INLINE I32 by_16(I32 a) { return _mm256_srai_epi32(a, 4); }
 #endif
 KVIK_INLINE I32 dot_i8(I32 acc, I32 u, I32 s) {
 #if defined(__AVXVNNI__)

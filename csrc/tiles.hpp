@@ -131,10 +131,16 @@ struct Broadcast {
 };
 
 // Rows are shared out evenly over blocks, so that so few are the only block: no other one will read these
-// weights again before the next step.
+// weights again before the next step. Intel's CPUs with AMX fetch them at a third of the speed if told so.
+#if defined(__AMX_TILE__) || defined(KVIK_EMULATE_AMX)
+constexpr bool kReadOnce = false;
+#else
+constexpr bool kReadOnce = true;
+#endif
+
 template <int kRows>
 KVIK_INLINE void prefetch_for(const char* ahead) {
-    if constexpr (2 * kRows < kMaxRows)
+    if constexpr (kReadOnce && 2 * kRows < kMaxRows)
         prefetch_once(ahead);
     else
         prefetch(ahead);
@@ -359,8 +365,87 @@ void multiply(const Stretch& s) {
 
 using Multiply = void (*)(const Stretch&);
 
+#if defined(KVIK_WIDE_PRODUCTS)
+// Four bits for one or two rows, all groups in one loop: the sums stay in registers, and products with high
+// nibbles are of 16 times those, which saves a shift of each. The integers of a group, and the order in which
+// groups are added, are those of multiply_group.
+template <class Tile, int kRows>
+void multiply_few(const Stretch& s) {
+    constexpr int kVectors = kTileVectors;
+    F32 total[kRows][kVectors];
+    for (int m = 0; m < kRows; m++)
+        for (int v = 0; v < kVectors; v++) total[m][v] = s.first ? zero() : load(s.sums + m * kTile + v * kLanes);
+    const Broadcast<kRows> x(s.x, s.x_stride);
+    const char *weight = s.weight, *ahead = s.ahead, *scales = s.scales, *zeros = s.zeros;
+    const int64_t stride = s.ahead_stride, groups_stride = s.groups_stride;
+    const int64_t scale_bytes = kTile * Tile::kScaleBytes, zero_bytes = Tile::kMinima ? kTile * 2 : kTile;
+    int64_t at = 0;
+    for (int64_t group = 0, step = 0; step < s.steps; group++) {
+        const int64_t last = step + s.group_steps < s.steps ? step + s.group_steps : s.steps, end = last * 8;
+        I32 low[kRows][kVectors], high[kRows][kVectors];
+        for (int m = 0; m < kRows; m++) {
+            const I32 x_sum = ibroadcast(s.x_sums[m * groups_stride + group]);
+            for (int v = 0; v < kVectors; v++) {
+                low[m][v] = Tile::kMinima ? izero()
+                            : zeros ? short_mul(load_i8((const int8_t*)zeros + v * kLanes), x_sum)
+                                    : x_sum;
+                high[m][v] = izero();
+            }
+        }
+        do {
+            I32 w[kVectors];
+#pragma GCC unroll 4
+            for (int v = 0; v < kVectors; v++) {
+                if (v * kLanes * 4 % 64 == 0) prefetch_for<kRows>(ahead + v * kLanes * 4);
+                w[v] = iload(weight + v * kLanes * 4);
+            }
+#pragma GCC unroll 2
+            for (int m = 0; m < kRows; m++) {
+                const I32 first = x(m, at), second = x(m, at + 4);
+#pragma GCC unroll 4
+                for (int v = 0; v < kVectors; v++) {
+                    low[m][v] = dot_i4(low[m][v], low_nibbles(w[v]), first);
+                    high[m][v] = dot_i4(high[m][v], nibbles_times_16(w[v]), second);
+                }
+            }
+            weight += kStepBytes;
+            ahead += stride;
+            at += 8;
+        } while (at < end);
+        step = last;
+        for (int v = 0; v < kVectors; v++) {
+            const F32 scale = load_scales(scales, v * kLanes, Tile::kScaleBytes);
+            for (int m = 0; m < kRows; m++) {
+                const F32 x_scale = broadcast(s.x_scales[m * groups_stride + group]);
+                const F32 whole = to_float(iadd(low[m][v], by_16(high[m][v])));
+                total[m][v] = fma(whole, mul(scale, x_scale), total[m][v]);
+                if (Tile::kMinima) {
+                    const F32 x_sum = mul(to_float(ibroadcast(s.x_sums[m * groups_stride + group])), x_scale);
+                    total[m][v] = fma(load((const f16*)zeros + v * kLanes), x_sum, total[m][v]);
+                }
+            }
+        }
+        scales += scale_bytes;
+        if (zeros) zeros += zero_bytes;
+    }
+    for (int m = 0; m < kRows; m++)
+        for (int v = 0; v < kVectors; v++) store(s.sums + m * kTile + v * kLanes, total[m][v]);
+}
+
+template <class Tile>
+constexpr bool kNibbles = false;
+template <>
+constexpr bool kNibbles<TileI4> = true;
+template <>
+constexpr bool kNibbles<TileI4Min> = true;
+#endif
+
 template <class Tile>
 Multiply multiply_for(int rows) {
+#if defined(KVIK_WIDE_PRODUCTS)
+    if constexpr (kNibbles<Tile>)
+        if (rows <= 2) return rows == 1 ? multiply_few<Tile, 1> : multiply_few<Tile, 2>;
+#endif
     static constexpr Multiply table[] = {
         multiply<Tile, 1>, multiply<Tile, 2>, multiply<Tile, 3>, multiply<Tile, 4>,
 #if defined(__AVX512F__)
