@@ -160,12 +160,13 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 // y [rows, outputs] = act(x W^T + bias) + residual. weight, scales, zeros as `pack_matrix` laid them
 // out. group: inputs that share a scale, 0: all of them. order: null, or int32 [inputs]: input i of W
 // is column order[i] of x. outputs counts rows of W; an odd activation writes outputs / 2 columns. bias
-// fp32; bias and residual may be null; residual has the dtype of x. fp8_x: `Fp8Activations`; x_scale
+// fp32, with one that is odd of the gate, and bias_pair numbers behind it of the other half; bias and
+// residual may be null; residual has the dtype of x. fp8_x: `Fp8Activations`; x_scale
 // fp32 [1], with kStaticX alone.
 #define KVIK_ARGS_linear(P, I, F)                                                        \
     P(x) I(x_stride) I(rows) P(weight) P(scales) P(zeros) I(kind) I(inputs) I(outputs)   \
-    I(group) P(order) I(activation) P(bias) P(residual) I(residual_stride) P(y)          \
-    I(y_stride) I(dtype) I(out_dtype) I(fp8_x) P(x_scale)
+    I(group) P(order) I(activation) P(bias) I(bias_pair) P(residual) I(residual_stride)  \
+    P(y) I(y_stride) I(dtype) I(out_dtype) I(fp8_x) P(x_scale)
 
 // y [rows, heads, outputs]: of each head x [rows, heads, inputs] by a matrix of its own, of floats. Strides of
 // tokens and of heads; y is dense. weight: a packed matrix of heads * head_rows rows; those of a head are a
@@ -187,11 +188,15 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 
 // y [rows, hidden] = residual + the sum over a row's experts, in ascending order, of weight * down(act(up(x))).
 // ids, weights as `route` makes them; no expert twice in a row. weigh_inputs: x is multiplied by the weight, and
-// rounded to its dtype, in place of what down gives. up, down: `ExpertMatrix` [count], all of one kind. residual (or null) and y have the dtype of x.
+// rounded to its dtype, in place of what down gives. up, down: `ExpertMatrix` [count], all of one kind; the biases
+// of gate and up are bias_pair apart. residual (or null) and y have the dtype of x. part 0: all. Else made
+// [rows * active, ..], of the dtype of x, is what experts have in between, by expert and in the order of rows: part 1
+// computes `inner` columns of it, of x of `hidden` columns; part 2 `hidden` columns of y, of `inner` of made.
 #define KVIK_ARGS_experts(P, I, F)                                                       \
-    P(x) I(x_stride) I(rows) P(ids) P(weights) I(weigh_inputs) I(active) I(count) P(up) P(down) \
-    I(hidden) I(inner) I(activation) I(up_kind) I(up_group) I(up_fp8_x) I(down_kind)     \
-    I(down_group) I(down_fp8_x) P(residual) I(residual_stride) P(y) I(y_stride) I(dtype)
+    P(x) I(x_stride) I(rows) P(ids) P(weights) I(weigh_inputs) I(active) I(count) P(up)  \
+    P(down) I(hidden) I(inner) I(activation) I(bias_pair) I(up_kind) I(up_group)         \
+    I(up_fp8_x) I(down_kind) I(down_group) I(down_fp8_x) P(residual) I(residual_stride)  \
+    I(part) P(made) I(made_stride) P(y) I(y_stride) I(dtype)
 
 // Rows [first, first + count) of a weight [outputs, inputs] to their places in the packed one. values:
 // fp32 or bf16 (value_dtype), int8, E4M3, or two 4-bit values to a byte; scales fp32 [count, groups],

@@ -372,13 +372,9 @@ void outer_products(const experts_args& a, const SortedRows& s, const PreparedRo
     });
 }
 
-void experts(const experts_args& a, Team& team) {
-    if (a.rows == 0) return;
+// What the chosen experts have in between: [pairs, inner], `stride` apart.
+void experts_up(const experts_args& a, const SortedRows& s, char* made, int64_t stride, Team& team) {
     const int64_t pairs = a.rows * a.active, item = a.dtype == kBF16 ? 2 : 4;
-    const int64_t lists = 3 * aligned(4 * pairs) + aligned(a.count * int64_t(sizeof(Chosen)));
-    char* memory = (char*)shared_scratch(team, 0, size_t(lists + pairs * a.inner * item));
-    char* inner = memory + lists;  // [pairs, inner]
-    const SortedRows s = sort_rows(a, memory);
     bool alike = true;  // all experts would prepare a row in the same way
     for (int64_t i = 0; i < s.chosen; i++) {
         Chosen& one = s.experts[i];
@@ -391,8 +387,9 @@ void experts(const experts_args& a, Team& team) {
         l.inputs = a.hidden;
         l.outputs = is_paired(a.activation) ? 2 * a.inner : a.inner;
         l.activation = a.activation;
-        l.y = inner + one.first * a.inner * item;
-        l.y_stride = a.inner;
+        l.bias_pair = a.bias_pair;
+        l.y = made + one.first * stride * item;
+        l.y_stride = stride;
         l.dtype = l.out_dtype = a.dtype;
         l.fp8_x = a.up_fp8_x;
         set_matrix(l, ((const ExpertMatrix*)a.up)[one.expert]);
@@ -403,12 +400,16 @@ void experts(const experts_args& a, Team& team) {
     const bool weighed = a.weigh_inputs != 0, common = alike && a.rows == 1 && !weighed;
     const auto of_x = [&](int64_t i) { return int64_t(s.row[i]); };
     inner_products(s, prepare_sorted(s, common ? 1 : pairs, weighed, team, of_x), common, team);
-    for (int64_t i = 0; weighed && i < pairs; i++) s.weight[i] = 1.0f;
+}
+
+void experts_down(const experts_args& a, const SortedRows& s, char* made, int64_t stride, Team& team) {
+    const int64_t pairs = a.rows * a.active;
+    for (int64_t i = 0; a.weigh_inputs && i < pairs; i++) s.weight[i] = 1.0f;
     for (int64_t i = 0; i < s.chosen; i++) {
         Chosen& one = s.experts[i];
         linear_args l = {};
-        l.x = inner;
-        l.x_stride = a.inner;
+        l.x = made;
+        l.x_stride = stride;
         l.rows = one.rows;
         l.kind = a.down_kind;
         l.group = a.down_group;
@@ -420,8 +421,20 @@ void experts(const experts_args& a, Team& team) {
         one.args = l;
         one.plan = plan_linear(l, team.size);
     }
-    const auto of_inner = [&](int64_t i) { return i; };
-    outer_products(a, s, prepare_sorted(s, pairs, false, team, of_inner), team);
+    const auto of_made = [&](int64_t i) { return i; };
+    outer_products(a, s, prepare_sorted(s, pairs, false, team, of_made), team);
+}
+
+void experts(const experts_args& a, Team& team) {
+    if (a.rows == 0) return;
+    const int64_t pairs = a.rows * a.active, item = a.dtype == kBF16 ? 2 : 4;
+    const int64_t lists = 3 * aligned(4 * pairs) + aligned(a.count * int64_t(sizeof(Chosen)));
+    char* memory = (char*)shared_scratch(team, 0, size_t(lists + (a.part ? 0 : pairs * a.inner * item)));
+    char* made = a.part ? (char*)a.made : memory + lists;
+    const int64_t stride = a.part ? a.made_stride : a.inner;
+    const SortedRows s = sort_rows(a, memory);
+    if (a.part != 2) experts_up(a, s, made, stride, team);
+    if (a.part != 1) experts_down(a, s, made, stride, team);
 }
 
 }  // namespace

@@ -126,7 +126,7 @@ struct TileEnd {
         for (int v = 0; v < kTileVectors; v++) {
             scale[v] = scaled ? load((const float*)scales + v * kLanes) : broadcast(1.0f);
             // of a pair the second half belongs to `up`
-            const int64_t at = v < vectors ? column + v * kLanes : columns + column + (v - vectors) * kLanes;
+            const int64_t at = v < vectors ? column + v * kLanes : a.bias_pair + column + (v - vectors) * kLanes;
             bias[v] = a.bias ? load_some((const float*)a.bias + at, valid - v % vectors * kLanes) : zero();
         }
     }

@@ -84,6 +84,10 @@ class CapacityError(KvikError):
     """Something that can never fit in memory, the KV cache or the queue."""
 
 
+class GroupLost(KvikError):
+    """One of the processes that compute a model together is gone. Only a new engine helps."""
+
+
 class OverloadError(KvikError):
     """There is too much work now. `retry_after` tells in how many seconds there may be room."""
 

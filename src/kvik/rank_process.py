@@ -29,9 +29,9 @@ from torch import Tensor
 
 from kvik.child_process import python_command
 from kvik.config.config import ResolvedConfig
-from kvik.errors import ConfigError
+from kvik.errors import ConfigError, GroupLost
 from kvik.kernels.cpu.group import Group
-from kvik.worker.group import GroupLost, Message, Seat
+from kvik.worker.group import Message, Seat
 from kvik.worker.ranks import Rank, encode
 
 END_SECONDS = 5.0  # that a process may take to end
@@ -138,9 +138,13 @@ class RankProcesses:
         if self._lost:
             raise GroupLost("tensor_parallel_size", self._lost)
 
-    def share(self, hidden: Tensor) -> Tensor:
+    def begin(self) -> None:
         assert self._group is not None
         self._group.begin()
+
+    def share(self, hidden: Tensor) -> Tensor:
+        self.begin()
+        assert self._group is not None
         return self._group.take(tuple(hidden.shape), hidden.dtype).copy_(hidden)
 
     def stop(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from helpers.configs import PUBLIC
 
 from kvik.config.config import EngineConfig
 from kvik.config.hardware import NATIVE_ISAS, Hardware
@@ -21,9 +20,6 @@ MACHINE = Hardware("large", 64, 1 << 40, "RAM", frozenset(NATIVE_ISAS["avx2"]), 
         ("llama-3.2-1b", {"kernels": "torch"}, "must be 1 with torch kernels"),
         ("llama-3.2-1b", {"tensor_parallel_size": 33}, "at most 32, its heads of queries"),
         ("llama-3.2-1b", {"threads": 1}, "at most 1, as there are threads"),
-        ("olmoe-1b-7b", {}, "layers with routed experts"),
-        ("deepseek-v2-lite", {}, "latent attention"),
-        ("LFM2-1.2B", {}, "layers with states"),
         ("llama-3.2-1b", {"engine_cache": "somewhere"}, "an engine folder"),
         ("llama-3.2-1b", {"tensor_parallel_size": 0}, "must be an integer in"),
     ],
@@ -31,6 +27,6 @@ MACHINE = Hardware("large", 64, 1 << 40, "RAM", frozenset(NATIVE_ISAS["avx2"]), 
 def test_refusals(model, options, message) -> None:
     config = EngineConfig(**{"device": "cpu", "tensor_parallel_size": 2, "threads": 64, **options})
     with pytest.raises(ConfigError, match=message) as caught:
-        spec = ModelSpec.from_config({**public_configs(), **PUBLIC}[model])
+        spec = ModelSpec.from_config(public_configs()[model])
         resolve(config, spec, MACHINE, "")
     assert caught.value.field == "tensor_parallel_size"

@@ -226,6 +226,7 @@ def linear(
         rows=x.shape[0],
         activation=activation,
         bias=bias,
+        bias_pair=columns,
         residual=residual,
         residual_stride=0 if residual is None else residual.stride(0),
         y=out.view,

@@ -177,7 +177,7 @@ def test_a_matrix_packed_in_runs(name: str, weight: Weight, activation: Activati
 
 def test_every_operation_has_cases() -> None:
     # Every matrix of a case is made and packed, and experts are put together.
-    assert {"matrix", "pack_rows", "expert_set", *(case.op for case in CASES)} == {
+    assert {"matrix", "owned", "pack_rows", "expert_set", *(case.op for case in CASES)} == {
         field.name for field in fields(Ops)
     }
 

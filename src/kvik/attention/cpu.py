@@ -68,7 +68,11 @@ class CpuAttention:
         )
 
     def run_latent(self, attend: AttendLatent) -> Tensor:
-        q_rope, k_rope = self._ops.rotary(attend.q_rope, attend.k_rope, attend.rotation)
+        return self.run_latent_by(self._ops, attend)
+
+    def run_latent_by(self, ops: Ops, attend: AttendLatent) -> Tensor:
+        """The same by other operations, which multiply by the matrices of heads."""
+        q_rope, k_rope = ops.rotary(attend.q_rope, attend.k_rope, attend.rotation)
         latent, kv, layout = attend.latent, attend.kv, attend.metadata.layout
         width = latent.shape[1] + k_rope.shape[2]
         self.native.launch(
@@ -87,10 +91,10 @@ class CpuAttention:
             dtype=DTYPES[latent.dtype],
             kv_dtype=DTYPES[kv.k.dtype],
         )
-        q = attend.up.into_queries(self._ops, attend.q)
+        q = attend.up.into_queries(ops, attend.q)
         out = self.native.empty(*q.shape, dtype=q.dtype)
         means = self._attend(q, q_rope, kv, attend.metadata, attend.spec, (1, width), out)
-        return attend.up.to_values(self._ops, means)
+        return attend.up.to_values(ops, means)
 
     def _attend(
         self,

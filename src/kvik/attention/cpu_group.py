@@ -17,7 +17,7 @@ from kvik.attention.cpu import CpuAttention
 from kvik.kernels.cpu.group import Group
 from kvik.kernels.ops import Ops
 from kvik.spec.kv import Window
-from kvik.spec.shares import HeadShare
+from kvik.spec.shares import HeadShare, share_of
 
 
 class GroupAttention:
@@ -40,7 +40,7 @@ class GroupAttention:
         own, own_kv, spec = slice(*share.heads), slice(*share.kv_heads), attend.spec
         k = None if attend.k is None else attend.k[:, own_kv]
         if k is not None and kv_heads < self._group.size:  # turned in place, and others have it too
-            k = self._ops.scaled(k.flatten(1), 1.0).view(k.shape)
+            k = self._copied(k)
         part = replace(
             attend,
             q=attend.q[:, own],
@@ -55,7 +55,23 @@ class GroupAttention:
         return out
 
     def run_latent(self, attend: AttendLatent) -> Tensor:
-        raise ValueError("latent attention cannot be divided among processes")
+        tokens, heads, _ = attend.q.shape
+        own = slice(*share_of(heads, self._group.rank, self._group.size))
+        part = replace(
+            attend,
+            q=attend.q[:, own],
+            q_rope=attend.q_rope[:, own],
+            k_rope=self._copied(attend.k_rope),
+        )
+        found = self._backend.run_latent_by(self._ops, part)  # [tokens, own heads, value]
+        out = self._group.take((tokens, heads, found.shape[2]), found.dtype)
+        self._group.copy(found.flatten(1), out[:, own].flatten(1))
+        self._group.exchange()
+        return out
+
+    def _copied(self, k: Tensor) -> Tensor:
+        """A copy of keys [tokens, heads, dim] that all processes turn in place."""
+        return self._ops.scaled(k.flatten(1), 1.0).view(k.shape)
 
     def move(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
         self._backend.move(kv, source, target)

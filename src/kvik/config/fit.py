@@ -11,7 +11,6 @@ from kvik.config.config import ASKED, EngineConfig, Notes, requested_speculation
 from kvik.config.hardware import Hardware
 from kvik.config.memory import (
     CUDA_BUILD_BYTES,
-    RANK_BYTES,
     RUNTIME_BYTES,
     THREAD_BYTES,
     TRITON_BACKENDS,
@@ -368,7 +367,6 @@ def footprint_of(
     if compute.kind == "cpu":
         runtime += THREAD_BYTES * (config.threads or hardware.threads)
         runtime += CUDA_BUILD_BYTES if hardware.cuda_build else 0
-    runtime += RANK_BYTES * (config.tensor_parallel_size - 1)
     return Footprint(
         model,
         compute.dtype,
@@ -383,6 +381,7 @@ def footprint_of(
         mapped=mapped,
         graph_memory=config.graph_memory,
         checkpoints=config.enable_prefix_caching,
+        ranks=config.tensor_parallel_size,
     )
 
 

@@ -426,6 +426,7 @@ class Footprint:
     heads: HeadsFootprint | None = None  # of its draft heads
     graph_memory: int | None = None  # see `EngineConfig`
     checkpoints: bool = True  # states are kept for prefix hits
+    ranks: int = 1  # processes that compute it together
 
     @property
     def groups(self) -> tuple[KVGroup, ...]:
@@ -516,6 +517,7 @@ class Footprint:
         seen = size.max_num_seqs * spec.vocab_size * SEEN_BYTES_PER_TOKEN
         tables = _position_tables(spec, size.max_model_len)
         total = self.runtime + table + seen + tables + self._pooling(size) + self.graphs(size)
+        total += (self.ranks - 1) * RANK_BYTES
         if self.device == "cpu":
             total += spec.vocab_size * TOKENIZER_BYTES_PER_ENTRY
             total += 0 if self._taped else TORCH_KERNELS_BYTES
@@ -609,7 +611,8 @@ class Footprint:
 
     def states(self, size: StepSize) -> int:
         """Return bytes of the states of running requests, and of all checkpoints."""
-        return self.spec.state_bytes * (size.max_num_seqs + self.num_checkpoints(size))
+        rows = size.max_num_seqs + self.num_checkpoints(size)
+        return self.ranks * self.spec.state_bytes * rows  # each process has all of them
 
     def fixed(self, size: StepSize) -> int:
         """Everything but the blocks of the KV cache."""

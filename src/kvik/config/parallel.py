@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from kvik.config.compute import Compute
-from kvik.config.config import EngineConfig
+from kvik.config.config import ASKED, EngineConfig
 from kvik.config.hardware import Hardware
-from kvik.config.speculative import MODEL_METHODS, SpeculativeConfig
 from kvik.errors import ConfigError
 from kvik.models.model_spec import ModelSpec
+from kvik.spec.shares import HeadShare
 
 OPTION = "tensor_parallel_size"
 
@@ -17,7 +17,6 @@ def check_group(
     spec: ModelSpec,
     compute: Compute,
     hardware: Hardware,
-    asked: SpeculativeConfig | None,
 ) -> None:
     """Check that each process of a group has something to compute, and can.
 
@@ -35,15 +34,21 @@ def check_group(
         raise ConfigError(OPTION, f"must be at most {heads}, its heads of queries, not {ranks}")
     if ranks > threads:
         raise ConfigError(OPTION, f"must be at most {threads}, as there are threads, not {ranks}")
-    kinds = {
-        "latent attention": spec.latent is not None,
-        "routed experts": any(layer.experts for layer in spec.layers),
-        "states": bool(spec.states),
-    }
-    for kind, there in kinds.items():
-        if there:
-            raise ConfigError(OPTION, f"must be 1: layers with {kind} are not divided")
     if spec.built is not None or config.engine_cache is not None:
         raise ConfigError(OPTION, "must be 1 with an engine folder, whose matrices are whole")
-    if asked is not None and asked.method in MODEL_METHODS:
-        raise ConfigError(OPTION, f"must be 1 with {asked.method}, whose model is not divided")
+
+
+def share_reason(spec: ModelSpec, threads: int, ranks: int) -> str:
+    """Return what each process has, as the reason of the decision."""
+    shares = [HeadShare.of(spec.num_heads, spec.num_kv_heads, rank, ranks) for rank in range(ranks)]
+    heads = sorted({end - first for first, end in (share.heads for share in shares)})
+    kv_heads = sorted({end - first for first, end in (share.kv_heads for share in shares)})
+    return (
+        f"{ASKED}: each process has {_some(heads)} of {spec.num_heads} heads, {_some(kv_heads)} of "
+        f"{spec.num_kv_heads} heads of keys, as much of each matrix, and {threads // ranks} of "
+        f"{threads} threads"
+    )
+
+
+def _some(counts: list[int]) -> str:
+    return " or ".join(map(str, counts))

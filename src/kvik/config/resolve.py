@@ -20,7 +20,7 @@ from kvik.config.config import (
 )
 from kvik.config.fit import Fit, choose_speculation, footprint_of, with_drafter
 from kvik.config.hardware import Hardware
-from kvik.config.parallel import check_group
+from kvik.config.parallel import check_group, share_reason
 from kvik.config.speculative import NO_SOURCE, DraftSource
 from kvik.core.config import CacheConfig, SchedulerConfig
 from kvik.errors import ConfigError
@@ -57,7 +57,7 @@ def resolve(
         notes = Notes(dict.fromkeys(built_in(spec.built), BUILT_IN))
     compute, limit = choose_compute(config, spec, hardware, notes)
     asked = requested_speculation(config)
-    check_group(config, spec, compute, hardware, asked)
+    check_group(config, spec, compute, hardware)
     if asked is not None and spec.states:
         raise ConfigError(
             "spec_method",
@@ -77,7 +77,7 @@ def resolve(
     ranks = config.tensor_parallel_size
     notes.add("threads", threads, reason)
     if ranks > 1:
-        notes.add("tensor_parallel_size", ranks, f"as asked: {threads // ranks} threads each")
+        notes.add("tensor_parallel_size", ranks, share_reason(spec, threads, ranks))
     seed = _choose_seed(config, drawn_seed, notes)
     return ResolvedConfig(
         model=spec,

@@ -217,6 +217,8 @@ class EngineHost:
             ready += self._buffer.release(now)
         if ready or (loop.has_work and now - self._last_sent >= BEAT_SECONDS):
             self._send(ready, waits)
+        if loop.lost:
+            raise RuntimeError(loop.lost)
         if loop.failed_in_a_row >= MAX_FAILED_STEPS:  # a device that is lost does not come back
             raise RuntimeError(f"{loop.failed_in_a_row} steps in a row could not be computed")
 

@@ -19,7 +19,7 @@ from kvik.core.types import EngineRequest, FinishReason, RequestDelta, failed_re
 from kvik.engine.core import EngineCore
 from kvik.engine.memory_watch import LOOK_SECONDS, MemoryWatch
 from kvik.engine.stats import EngineStats, LoopTime
-from kvik.errors import CapacityError, ParamError, describe
+from kvik.errors import CapacityError, GroupLost, ParamError, describe
 from kvik.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -150,6 +150,7 @@ class EngineLoop:
         self.clock = clock
         self.observers = observers
         self.failed_in_a_row = 0  # steps, since the last one that could be computed
+        self.lost = ""  # why no further step can be computed
         self._memory = memory
         self._building: dict[str, tuple[EngineRequest, Future[object]]] = {}
         self._in_flight: deque[object] = deque()
@@ -336,6 +337,8 @@ class EngineLoop:
         except Exception as error:
             self._in_flight.popleft()
             self.failed_in_a_row += 1
+            if isinstance(error, GroupLost):
+                self.lost = error.message
             message, now = f"{type(error).__name__}: {error}", self.clock()
             for observer in self.observers:
                 observer.failed(message, now)

@@ -154,6 +154,11 @@ class DeltaHeads:
     key_heads: int
 
 
+def all_rows(matrix: Matrix, first: int, count: int) -> Sequence[tuple[int, int]]:
+    """See `Ops.owned`."""
+    return [(first, first + count)]
+
+
 @dataclass(frozen=True, slots=True)
 class Ops:
     """One implementation of each operation.
@@ -222,6 +227,8 @@ class Ops:
     store_kv(k, v [tokens, kv_heads, head_dim], k_cache, v_cache [blocks, block_size, kv_heads,
         head_dim], slot_mapping [tokens]) -> None
     copy_blocks(cache [blocks, ...], source [n], target [n]) -> None
+    owned(matrix, first, count) -> the runs, as first and end, of rows first .. first + count that
+        `pack_rows` keeps: all, unless others have some
     """
 
     matrix: Callable[[MatrixSpec], Matrix]
@@ -251,3 +258,4 @@ class Ops:
     gated_delta: Callable[[Tensor, Tensor, DeltaHeads, Tensor, Sequences], Tensor]
     store_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     copy_blocks: Callable[[Tensor, Tensor, Tensor], None]
+    owned: Callable[[Matrix, int, int], Sequence[tuple[int, int]]] = all_rows

@@ -249,6 +249,7 @@ class MatrixSpec:
     Attributes:
         kind, rows, inputs: of the weight.
         bias: whether there is one.
+        heads: of `Ops.linear_each`, which share the rows; 0: it is for `linear`.
     """
 
     kind: WeightKind
@@ -258,6 +259,7 @@ class MatrixSpec:
     activation: Activation | None
     out_dtype: torch.dtype
     device: torch.device
+    heads: int = 0
 
     @property
     def outputs(self) -> int:

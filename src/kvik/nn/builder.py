@@ -635,7 +635,7 @@ class Builder:
         sizes = (latent.nope, latent.rank), (latent.rank, latent.value)
         for part, (inputs, outputs) in zip(("keys", "values"), sizes, strict=True):
             rows = heads * head_rows(outputs)
-            spec = MatrixSpec(kind, rows, inputs, False, None, self.dtype, self.device)
+            spec = MatrixSpec(kind, rows, inputs, False, None, self.dtype, self.device, heads)
             each.append(self.storage.matrix(f"{layer}.{part}", spec))
         keys, values = each
         up = LatentUp(keys, values, latent.rank, latent.value)

@@ -89,10 +89,15 @@ class Rows:
             ModelError: the weight cannot be quantised.
             ValueError: its inputs are in another order than those of the rows before.
         """
-        weight = self._quantizer(weight)
         if self._places is None or first >= len(self._places):
-            self._ops.pack_rows(self._matrix, first, weight)
+            count = weight.outputs
+            for begin, end in self._ops.owned(self._matrix, first, count):
+                own = weight
+                if (begin, end) != (first, first + count):
+                    own = weight.rows(torch.arange(begin - first, end - first))
+                self._ops.pack_rows(self._matrix, begin, self._quantizer(own))
             return
+        weight = self._quantizer(weight)
         last = first + len(weight.values)
         places = torch.arange(first, last)
         moved = self._places[first:last]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from kvik.attention.base import StepLayout
+from kvik.errors import GroupLost
 from kvik.kernels.cpu.group import Group
 from kvik.kernels.cpu.native import Native
 from kvik.kernels.cpu.recording import Recording
 from kvik.worker.graphs import EngineNetwork, StepOutput
-from kvik.worker.group import GroupLost, Others, RunStep
+from kvik.worker.group import Others, RunStep
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.step_inputs import PARTS, FixedInputs
 

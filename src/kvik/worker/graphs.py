@@ -24,7 +24,7 @@ from kvik.nn.kv_formats import NO_STATES, KVCache, States
 from kvik.spec.declare import ForwardContext, Model
 from kvik.spec.kv import KVGroup
 from kvik.worker.captures import MAX_PADDING, Capturer, Captures, GraphMemory
-from kvik.worker.group import CopyBlocks, MoveTokens, Others, ReadLogits
+from kvik.worker.group import CopyBlocks, CopyStates, Enter, MoveTokens, Others, ReadLogits
 from kvik.worker.input_batch import InputBatch
 
 # Functions of rows, as draft heads are: called each time, or captured at a ladder of rows.
@@ -183,12 +183,21 @@ class EngineNetwork:
         return StepOutput(hidden, logits, *self.ops.largest(logits))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Of rows of `StepOutput.hidden`: [rows, hidden] -> [rows, vocab] fp32; where there are
-        others valid until the next call."""
-        if self.others is not None:
-            hidden = self.others.share(hidden)
-            self.others.tell(ReadLogits(len(hidden)))
-        return self.model.logits(hidden)
+        """Of rows of `StepOutput.hidden`: [rows, hidden] -> [rows, vocab] fp32."""
+        if self.others is None:
+            return self.model.logits(hidden)
+        hidden = self.others.share(hidden)
+        self.others.tell(ReadLogits(len(hidden)))
+        return self.model.logits(hidden).clone()  # from memory that the next call uses
+
+    def enter(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """ids [rows] at positions [rows] -> the model's input, [rows, hidden]."""
+        ctx = ForwardContext(positions, (), ())
+        if self.others is None:
+            return self.model.enter(ids, ctx)
+        self.others.begin()
+        self.others.tell(Enter(ids.tolist(), positions.tolist()))
+        return self.model.enter(ids, ctx).clone()
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks of the cache: pairs of source and target."""
@@ -198,6 +207,12 @@ class EngineNetwork:
         source, target = upload(np.array(pairs), storages[0].device).unbind(1)
         for storage in storages:
             self.ops.copy_blocks(storage, source, target)
+
+    def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy the states of requests: pairs of source and target, in order."""
+        if self.others is not None and pairs:
+            self.others.tell(CopyStates(list(pairs)))
+        self.states.copy(pairs)
 
     def move(self, group: int, source: Sequence[int], target: Sequence[int]) -> None:
         """Move what the layers of a KV group have stored of some places, in their order."""

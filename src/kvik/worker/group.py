@@ -9,14 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from kvik.errors import KvikError
-
 if TYPE_CHECKING:
     from kvik.kernels.cpu.group import Group
-
-
-class GroupLost(KvikError):
-    """A process of the group is gone; what was being computed is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +25,13 @@ class RunStep:
 @dataclass(frozen=True, slots=True)
 class CopyBlocks:
     """Copy blocks of the cache: pairs of source and target."""
+
+    pairs: list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyStates:
+    """Copy the states of requests: pairs of source and target, in order."""
 
     pairs: list[tuple[int, int]]
 
@@ -52,14 +53,30 @@ class ReadLogits:
 
 
 @dataclass(frozen=True, slots=True)
+class Enter:
+    """Look tokens at some positions up as the model takes them in."""
+
+    ids: list[int]
+    positions: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class GiveBack:
     """Give the memory of some blocks back to the system."""
 
     blocks: list[int]
 
 
-Message = RunStep | CopyBlocks | MoveTokens | ReadLogits | GiveBack
-_KINDS: tuple[type[Any], ...] = (RunStep, CopyBlocks, MoveTokens, ReadLogits, GiveBack)
+Message = RunStep | CopyBlocks | CopyStates | MoveTokens | ReadLogits | Enter | GiveBack
+_KINDS: tuple[type[Any], ...] = (
+    RunStep,
+    CopyBlocks,
+    CopyStates,
+    MoveTokens,
+    ReadLogits,
+    Enter,
+    GiveBack,
+)
 MESSAGES: Mapping[str, type[Any]] = {kind.__name__: kind for kind in _KINDS}
 
 
@@ -74,8 +91,12 @@ class Others(Protocol):
         """
         ...
 
+    def begin(self) -> None:
+        """Calls that are not recorded begin."""
+        ...
+
     def share(self, hidden: Tensor) -> Tensor:
-        """Return a copy of some rows at the begin of the common memory."""
+        """The same, and return a copy of some rows at the begin of the common memory."""
         ...
 
     @property

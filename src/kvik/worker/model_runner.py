@@ -146,7 +146,7 @@ class ModelRunner:
         for slot in plan.freed_slots:
             for participant in self.participants:
                 participant.leave(slot)
-        self.network.states.copy(plan.state_copies)
+        self.network.copy_states(plan.state_copies)
         for new in plan.new_requests:
             self.table.add(new)
             for participant in self.participants:

@@ -14,11 +14,14 @@ import msgspec
 import torch
 
 from kvik.config.config import ResolvedConfig
+from kvik.spec.declare import ForwardContext
 from kvik.spec.shares import cut_groups
 from kvik.worker.graphs import EngineNetwork
 from kvik.worker.group import (
     MESSAGES,
     CopyBlocks,
+    CopyStates,
+    Enter,
     GiveBack,
     Message,
     MoveTokens,
@@ -91,11 +94,17 @@ class Rank:
                 self._tape.native.replay(self._tape.recording, (tokens, seqs, samples))
             case CopyBlocks(pairs):
                 self._network.copy_blocks(pairs)
+            case CopyStates(pairs):
+                self._network.copy_states(pairs)
             case MoveTokens(group, source, target):
                 self._network.move(group, source, target)
             case ReadLogits(rows):
                 width, dtype = self._hidden
                 self._group.begin()
                 self._network.model.logits(self._group.take((rows, width), dtype))
+            case Enter(ids, positions):
+                self._group.begin()
+                ctx = ForwardContext(torch.tensor(positions), (), ())
+                self._network.model.enter(torch.tensor(ids), ctx)
             case GiveBack(blocks):
                 self._platform.give_back(self._network.kv.storages, blocks)

@@ -19,7 +19,6 @@ from kvik.config.config import ResolvedConfig
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.structured import Constraint, Grammars
 from kvik.errors import ConfigError, ParamError
-from kvik.spec.declare import ForwardContext
 from kvik.spec.shares import cut_groups
 from kvik.worker.drafters.registry import DrafterParts, build_drafter
 from kvik.worker.graphs import EngineNetwork
@@ -125,7 +124,8 @@ class Worker:
         compiled = chosen.parts.warm_ups.steps(network, config.model, sizes, trees=trees)
         self._resting: tuple[Resting, ...] = (compiled, graph)
         if speculation is not None:
-            parts = DrafterParts(speculation, config, table, sampling, network, chosen)
+            alone = chosen if seat is None else platform(config)  # it drafts without the others
+            parts = DrafterParts(speculation, config, table, sampling, network, alone)
             drafter = build_drafter(parts)
             self._resting += tuple(parts.resting)
             speculator = Speculator(speculation, drafter, table, sampling, vocab_size, clock)
@@ -194,7 +194,7 @@ class Worker:
         """Tokens [rows] at positions [rows] as the model takes them in: [rows, hidden]."""
         runner = self._ready()
         with self._inference():
-            return runner.network.model.enter(ids, ForwardContext(positions, (), ()))
+            return runner.network.enter(ids, positions)
 
     def _ready(self) -> ModelRunner:
         if self._runner is None:

@@ -68,10 +68,33 @@ class CpuExperts:
         self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertSet, residual: Tensor | None
     ) -> Tensor:
         """See `Ops.experts`."""
+        y = self.native.empty(*x.shape, dtype=x.dtype)
+        self.launch(0, x, ids, weights, experts, residual, None, y)
+        return y
+
+    def launch(
+        self,
+        part: int,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        experts: ExpertSet,
+        residual: Tensor | None,
+        made: Tensor | None,
+        y: Tensor,
+    ) -> None:
+        """Run all of `Ops.experts`, or a part of it.
+
+        Args:
+            part: 0, or 1 or 2 as in csrc/arguments.hpp.
+            made: what is in between, [tokens * active, inner] or some columns of that; None: of
+                nobody else's.
+            y: [tokens, hidden] or some columns of that, as the down matrices have rows.
+        """
         at, up, down = experts.data, experts.up[0], experts.down[0]
         assert isinstance(at, Addresses)
         assert isinstance(up.data, CpuPacked) and isinstance(down.data, CpuPacked)
-        y = self.native.empty(*x.shape, dtype=x.dtype)
+        pair = up.spec.outputs if up.data.bias_pair is None else up.data.bias_pair
         self.native.launch(
             "experts",
             x=x.data_ptr(),
@@ -84,9 +107,10 @@ class CpuExperts:
             count=len(experts.up),
             up=at.up.data_ptr(),
             down=at.down.data_ptr(),
-            hidden=up.spec.inputs,
-            inner=up.spec.outputs,
+            hidden=down.spec.outputs if part == 2 else up.spec.inputs,
+            inner=down.spec.inputs if part == 2 else up.spec.outputs,
             activation=ACTIVATIONS[up.spec.activation],
+            bias_pair=pair,
             up_kind=up.data.kind,
             up_group=up.data.group,
             up_fp8_x=up.data.fp8_activations,
@@ -95,11 +119,13 @@ class CpuExperts:
             down_fp8_x=down.data.fp8_activations,
             residual=pointer(residual),
             residual_stride=0 if residual is None else residual.stride(0),
+            part=part,
+            made=pointer(made),
+            made_stride=0 if made is None else made.stride(0),
             y=y.data_ptr(),
             y_stride=y.stride(0),
             dtype=DTYPES[x.dtype],
         )
-        return y
 
 
 def _addresses(matrices: Sequence[Matrix]) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,8 +18,9 @@ import torch
 from torch import Tensor
 
 from kvik.kernels.cpu.buffers import ALIGNMENT
-from kvik.kernels.cpu.matrix import TILE, CpuMatrices, ceil_div
-from kvik.kernels.cpu.native import Native
+from kvik.kernels.cpu.experts import CpuExperts
+from kvik.kernels.cpu.matrix import TILE, CpuMatrices, CpuPacked, ceil_div
+from kvik.kernels.cpu.native import DTYPES, Native
 from kvik.kernels.ops import Ops
 from kvik.kernels.weights import ExpertSet, Matrix, MatrixSpec, Weight
 from kvik.spec.shares import share_of
@@ -84,6 +86,20 @@ class Group:
             raise MemoryError(f"processes share {len(self._aside)} bytes, which are too few")
         return torch.from_numpy(self._aside[first : first + size]).view(dtype).view(shape)
 
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy [rows, columns] to where others will read it."""
+        self._native.launch(
+            "scaled",
+            x=source.data_ptr(),
+            x_stride=source.stride(0),
+            y=target.data_ptr(),
+            y_stride=target.stride(0),
+            rows=self._native.rows(source),
+            dim=source.shape[1],
+            factor=1.0,
+            dtype=DTYPES[source.dtype],
+        )
+
     def exchange(self) -> None:
         """Wait for the others: what they have written is there behind this call."""
         self._native.launch("exchange", meeting=self._meeting.ctypes.data, rank=self.rank)
@@ -133,11 +149,11 @@ class CutMatrix:
     """The rows of a matrix that this process multiplies.
 
     Attributes:
-        own: they alone; None: there are none.
+        own: they alone, or none.
         first: column of the product that their first one is; of gate and up, of both.
     """
 
-    own: Matrix | None
+    own: Matrix
     first: int
 
 
@@ -153,55 +169,117 @@ class CutMatrices:
         Raises:
             ValueError: as `CpuMatrices.matrix`.
         """
-        half = TILE // 2 if spec.paired else TILE
-        begin, end = share_of(ceil_div(spec.outputs, half), self._group.rank, self._group.size)
-        first, last = begin * half, min(end * half, spec.outputs)
+        piece = TILE // 2 if spec.paired else TILE
+        if spec.heads:
+            piece = spec.outputs // spec.heads
+        begin, end = share_of(ceil_div(spec.outputs, piece), self._group.rank, self._group.size)
+        last = min(end * piece, spec.outputs)
+        first = min(begin * piece, last)
         bias = torch.empty(spec.rows, dtype=torch.float32) if spec.bias else None
-        if first >= last:
-            return Matrix(spec, bias, CutMatrix(None, first))
         rows = (last - first) * (2 if spec.paired else 1)
         own = self._matrices.matrix(replace(spec, rows=rows, bias=False))
         if bias is not None:
-            if spec.paired:
-                raise ValueError("biases of gate and up cannot be divided among processes")
-            own = replace(own, spec=replace(own.spec, bias=True), bias=bias[first:last])
+            assert isinstance(own.data, CpuPacked)
+            data = replace(own.data, bias_pair=spec.outputs)
+            own = Matrix(replace(own.spec, bias=True), bias[first:], data)
         return Matrix(spec, bias, CutMatrix(own, first))
+
+    def owned(self, matrix: Matrix, first: int, count: int) -> list[tuple[int, int]]:
+        """See `Ops.owned`."""
+        return [(low, high) for low, high, _ in self._runs(matrix, first, count)]
 
     def pack_rows(self, matrix: Matrix, first: int, weight: Weight) -> None:
         """See `Ops.pack_rows`."""
+        cut, count = _cut(matrix), weight.outputs
+        for low, high, here in self._runs(matrix, first, count):
+            rows = weight
+            if (low, high) != (first, first + count):
+                rows = weight.rows(torch.arange(low - first, high - first))
+            self._matrices.pack_rows(cut.own, here, rows)
+
+    def _runs(self, matrix: Matrix, first: int, count: int) -> Iterator[tuple[int, int, int]]:
+        """Yield which of some rows are this process': first, end, and where they begin here."""
         cut, spec = _cut(matrix), matrix.spec
-        if cut.own is None:
-            return
-        count = cut.own.spec.outputs
+        outputs = cut.own.spec.outputs
         places = [(cut.first, 0)]  # where a run of rows stands in the whole, and here
         if spec.paired:
-            places.append((spec.outputs + cut.first, count))
+            places.append((spec.outputs + cut.first, outputs))
         for begin, here in places:
-            low, high = max(first, begin), min(first + weight.outputs, begin + count)
+            low, high = max(first, begin), min(first + count, begin + outputs)
             if low < high:
-                rows = weight
-                if (low, high) != (first, first + weight.outputs):
-                    rows = weight.rows(torch.arange(low - first, high - first))
-                self._matrices.pack_rows(cut.own, here + low - begin, rows)
+                yield low, high, here + low - begin
 
     def linear(self, x: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:
         """See `Ops.linear`."""
         cut, spec = _cut(matrix), matrix.spec
         y = self._group.take((x.shape[0], spec.outputs), spec.out_dtype)
-        if cut.own is not None:
+        if cut.own.spec.rows:
             columns = slice(cut.first, cut.first + cut.own.spec.outputs)
             some = None if residual is None else residual[:, columns]
             self._matrices.linear(x, cut.own, some, y[:, columns])
         self._group.exchange()
         return y
 
+    def linear_each(self, x: Tensor, matrix: Matrix, outputs: int) -> Tensor:
+        """See `Ops.linear_each`; x and the result are of this process' heads."""
+        return self._matrices.linear_each(x, _cut(matrix).own, outputs)
+
     def rows(self, matrix: Matrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """See `Ops.matrix_rows`."""
         cut = _cut(matrix)
         y = self._group.take((ids.shape[0], matrix.spec.inputs), dtype)
-        if cut.own is not None:
+        if cut.own.spec.rows:
             self._matrices.rows(cut.own, ids, dtype, y, cut.first)
         self._group.exchange()
+        return y
+
+
+@dataclass(frozen=True, slots=True)
+class CutExperts:
+    """What this process multiplies of each expert.
+
+    Attributes:
+        own: the same rows of all.
+        up, down: which columns of what is in between, and of the result, it makes.
+    """
+
+    own: ExpertSet
+    up: slice
+    down: slice
+
+
+class GroupExperts:
+    """Experts of whose matrices each process has some rows, so that all are as busy whichever
+    experts are chosen."""
+
+    def __init__(self, experts: CpuExperts, group: Group) -> None:
+        self._experts, self._group = experts, group
+
+    def expert_set(self, up: Sequence[Matrix], down: Sequence[Matrix]) -> ExpertSet:
+        """See `Ops.expert_set`."""
+        ups, downs = ([_cut(one) for one in each] for each in (up, down))
+        own = self._experts.expert_set([one.own for one in ups], [one.own for one in downs])
+        parts = (slice(one.first, one.first + one.own.spec.outputs) for one in (ups[0], downs[0]))
+        return ExpertSet(tuple(up), tuple(down), CutExperts(own, *parts))
+
+    def experts(
+        self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertSet, residual: Tensor | None
+    ) -> Tensor:
+        """See `Ops.experts`."""
+        cut, group = experts.data, self._group
+        assert isinstance(cut, CutExperts)
+        own = replace(cut.own, weigh_inputs=experts.weigh_inputs)
+        inner, pairs = experts.up[0].spec.outputs, x.shape[0] * ids.shape[1]
+        made = group.take((pairs, inner), x.dtype)
+        y = group.take((x.shape[0], x.shape[1]), x.dtype)
+        mine = y[:, cut.down]
+        if own.up[0].spec.rows:
+            self._experts.launch(1, x, ids, weights, own, None, made[:, cut.up], mine)
+        group.exchange()
+        if own.down[0].spec.rows:
+            some = None if residual is None else residual[:, cut.down]
+            self._experts.launch(2, x, ids, weights, own, some, made, mine)
+        group.exchange()
         return y
 
 
@@ -213,9 +291,7 @@ def _cut(matrix: Matrix) -> CutMatrix:
 def group_ops(native: Native, ops: Ops, group: Group) -> Ops:
     """Return the operations whose products are divided among the processes."""
     cut = CutMatrices(CpuMatrices(native), group)
-
-    def undivided(*_: object) -> ExpertSet:
-        raise ValueError("experts cannot be divided among processes")
+    experts = GroupExperts(CpuExperts(native), group)
 
     def nothing(x: Tensor, cap: float) -> None:
         """Logits are common, and changed in place: by the first process alone."""
@@ -225,7 +301,10 @@ def group_ops(native: Native, ops: Ops, group: Group) -> Ops:
         softcap=nothing if group.rank else ops.softcap,
         matrix=cut.matrix,
         pack_rows=cut.pack_rows,
+        owned=cut.owned,
         linear=cut.linear,
+        linear_each=cut.linear_each,
         matrix_rows=cut.rows,
-        expert_set=undivided,
+        expert_set=experts.expert_set,
+        experts=experts.experts,
     )

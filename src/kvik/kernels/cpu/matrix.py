@@ -95,6 +95,7 @@ class CpuPacked:
         kind: MatrixKind of arguments.hpp.
         group: inputs that share a scale; 0: all of them.
         fp8_activations: how x is rounded, as arguments.hpp numbers it.
+        bias_pair: from the biases of gate to those of up; None: those of up are next.
     """
 
     weight: Tensor
@@ -105,6 +106,7 @@ class CpuPacked:
     kind: int
     group: int
     fp8_activations: int
+    bias_pair: int | None = None
 
 
 class CpuMatrices:
@@ -189,6 +191,7 @@ class CpuMatrices:
             order=pointer(packed.order),
             activation=ACTIVATIONS[spec.activation],
             bias=pointer(matrix.bias),
+            bias_pair=spec.outputs if packed.bias_pair is None else packed.bias_pair,
             residual=pointer(residual),
             residual_stride=0 if residual is None else residual.stride(0),
             y=y.data_ptr(),

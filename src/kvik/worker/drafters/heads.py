@@ -20,7 +20,7 @@ from kvik.nn.safetensors import read_header
 from kvik.spec.declare import ForwardContext, Model
 from kvik.worker.draft_tree import MAX_NODES, DraftTree
 from kvik.worker.drafters.base import DraftRows, Drafts
-from kvik.worker.graphs import EagerRows, RowFunction, RowGraph
+from kvik.worker.graphs import EagerRows, EngineNetwork, RowFunction, RowGraph
 from kvik.worker.platforms import PlatformParts
 
 # A tree of drafts from heads that read the model's last hidden state (models/medusa.py).
@@ -71,6 +71,25 @@ class MedusaDrafter:
 MEDUSA_FILE = "medusa_lm_head.safetensors"  # what Medusa's own training saves
 # Assumed accuracies of heads without measured ones; they fall with depth and rank.
 _FIRST, _DEEPER, _NEXT_RANK, _RANKS = 0.6, 0.8, 0.3, 8
+
+
+class TargetModel:
+    """The model as heads read it: its embedding and its head."""
+
+    def __init__(self, network: EngineNetwork) -> None:
+        self._network = network
+
+    def enter(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """ids [rows] -> the model's input, [rows, hidden]."""
+        return self._network.enter(ids, ctx.positions)
+
+    def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """Only steps run it."""
+        raise NotImplementedError
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [rows, hidden] -> [rows, vocab] fp32."""
+        return self._network.logits(hidden)
 
 
 class TargetLayer:

@@ -21,7 +21,7 @@ from kvik.worker.draft_tree import DraftTree
 from kvik.worker.drafters.base import Drafter, NoDrafter
 from kvik.worker.drafters.draft_model import DraftModel, DraftNetwork, Vocabulary
 from kvik.worker.drafters.eagle import EagleDrafter
-from kvik.worker.drafters.heads import MedusaDrafter, load_eagle, load_medusa, tree_of
+from kvik.worker.drafters.heads import MedusaDrafter, TargetModel, load_eagle, load_medusa, tree_of
 from kvik.worker.drafters.ngram import NgramDrafter
 from kvik.worker.drafters.suffix import SuffixDrafter
 from kvik.worker.graphs import EngineNetwork, RowFunction, RowGraph
@@ -97,7 +97,8 @@ def _tree(chosen: ResolvedSpeculation) -> DraftTree:
 
 
 def _target(parts: DrafterParts) -> tuple[Model, tuple[int, int]]:
-    return parts.network.model, (parts.config.model.hidden_size, parts.vocab_size)
+    sizes = parts.config.model.hidden_size, parts.vocab_size
+    return TargetModel(parts.network), sizes
 
 
 def _draft_model(parts: DrafterParts) -> Drafter:
