@@ -1,4 +1,4 @@
-"""Further processes of a group that computes one model: `start_ranks` for the first one, `main` for
+"""Further processes of a group that computes one model: `RankProcesses` for the first, `main` for
 each of the others, which finds its socket and the common memory under the numbers it is given.
 
 A process lives as long as its socket: whatever becomes of the first one, the others end. That one
@@ -75,6 +75,7 @@ class RankProcesses:
         self._mapping = mmap(file, wanted)
         self.memory = np.frombuffer(self._mapping, np.uint8)
         self._lost = ""
+        self._known = threading.Event()  # who is lost
         self._closed = False
         self._children: list[subprocess.Popen[bytes]] = []
         self._lines: list[Connection] = []
@@ -134,6 +135,7 @@ class RankProcesses:
             try:
                 line.send_bytes(data)
             except OSError:
+                self._known.wait(END_SECONDS)
                 raise GroupLost("tensor_parallel_size", self._lost or "a rank is gone") from None
         if self._lost:
             raise GroupLost("tensor_parallel_size", self._lost)
@@ -173,6 +175,7 @@ class RankProcesses:
         except subprocess.TimeoutExpired:
             how = "has closed its socket"
         self._lost = f"rank {rank} {how}"
+        self._known.set()
         assert self._group is not None
         self._group.give_up()
 
@@ -189,7 +192,6 @@ def _common_memory(size: int) -> int:
         with tempfile.TemporaryFile() as made:
             file = os.dup(made.fileno())
     os.ftruncate(file, size)
-    os.set_inheritable(file, True)
     return file
 
 

@@ -44,6 +44,7 @@ COLUMNS = [
 # Each format with two processes, and each column in one format.
 CASES = [("bundled", name, COLUMNS[0]) for name in FORMATS]
 CASES += [("bundled", "int8", column) for column in COLUMNS[1:]]
+FAST = [("int8", COLUMNS[0]), ("int8", COLUMNS[2])]
 CASES += [("capped", "bfloat16", column) for column in COLUMNS[:2]]
 CASES += [(name, "int4", COLUMNS[0]) for name in ("windowed", "chunked", "latent")]
 
@@ -53,7 +54,7 @@ CASES += [(name, "int4", COLUMNS[0]) for name in ("windowed", "chunked", "latent
     [
         pytest.param(
             *case,
-            marks=() if case[1] == "int8" else pytest.mark.full,
+            marks=() if case[1:] in FAST else pytest.mark.full,
             id=f"{case[0]}, {case[1]}, {case[2].name}",
         )
         for case in CASES
