@@ -66,6 +66,22 @@ def test_requests_end_when_a_process_is_lost_under_way(llm, number) -> None:
     assert all("rank 1" in error for error in found - {"None"}) and found - {"None"}
 
 
+def test_what_the_first_process_leaves_undone_is_never_taken_for_something_else(
+    llm, monkeypatch
+) -> None:
+    """The others wait for it in one step: it must not meet them there in the next."""
+
+    def interrupted(*_: object) -> None:
+        raise RuntimeError("interrupted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvik.kernels.cpu.native.Native.replay", interrupted)
+        (error,) = errors(llm)
+        assert "interrupted" in error
+    (error,) = errors(llm)
+    assert "GroupLost" in error and "interrupted in the first" in error
+
+
 def test_nothing_is_left_of_a_group_that_cannot_load(monkeypatch) -> None:
     def refuse(*_: object) -> None:
         raise RuntimeError("no")

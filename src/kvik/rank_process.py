@@ -17,8 +17,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from mmap import mmap
 from multiprocessing.connection import Connection
 
@@ -121,10 +121,6 @@ class RankProcesses:
                 raise ConfigError("tensor_parallel_size", f"rank {rank} {why}")
         threading.Thread(target=self._watch, name="kvik-ranks", daemon=True).start()
 
-    @property
-    def lost(self) -> str:
-        return self._lost
-
     def tell(self, message: Message) -> None:
         """
         Raises:
@@ -138,6 +134,21 @@ class RankProcesses:
                 self._known.wait(END_SECONDS)
                 raise GroupLost("tensor_parallel_size", self._lost or "a rank is gone") from None
         if self._lost:
+            raise GroupLost("tensor_parallel_size", self._lost)
+
+    @contextmanager
+    def together(self, message: Message) -> Iterator[None]:
+        assert self._group is not None
+        self.tell(message)
+        try:
+            yield
+        except BaseException:
+            self._lost = self._lost or "what all processes compute was interrupted in the first"
+            self._known.set()
+            self._group.give_up()
+            raise
+        if self._group.broken:
+            self._known.wait(END_SECONDS)
             raise GroupLost("tensor_parallel_size", self._lost)
 
     def begin(self) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from kvik.attention.base import StepLayout
-from kvik.errors import GroupLost
-from kvik.kernels.cpu.group import Group
 from kvik.kernels.cpu.native import Native
 from kvik.kernels.cpu.recording import Recording
 from kvik.worker.graphs import EngineNetwork, StepOutput
@@ -109,8 +107,8 @@ class CpuTape:
 class GroupTape:
     """A recorded forward of the first process: it tells the others before each step."""
 
-    def __init__(self, tape: CpuTape, group: Group, others: Others) -> None:
-        self._tape, self._group, self._others = tape, group, others
+    def __init__(self, tape: CpuTape, others: Others) -> None:
+        self._tape, self._others = tape, others
 
     def prepare(self) -> None:
         self._tape.prepare()
@@ -125,8 +123,5 @@ class GroupTape:
         """
         tokens, samples = batch.input_ids.shape[0], batch.logits_indices.shape[0]
         self._tape.plant(batch)
-        self._others.tell(RunStep(tokens, len(batch.slots), samples))
-        output = self._tape.run(batch)
-        if self._group.broken:
-            raise GroupLost("tensor_parallel_size", self._others.lost)
-        return output
+        with self._others.together(RunStep(tokens, len(batch.slots), samples)):
+            return self._tape.run(batch)

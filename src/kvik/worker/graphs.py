@@ -187,8 +187,8 @@ class EngineNetwork:
         if self.others is None:
             return self.model.logits(hidden)
         hidden = self.others.share(hidden)
-        self.others.tell(ReadLogits(len(hidden)))
-        return self.model.logits(hidden).clone()  # from memory that the next call uses
+        with self.others.together(ReadLogits(len(hidden))):
+            return self.model.logits(hidden).clone()  # from memory that the next call uses
 
     def enter(self, ids: Tensor, positions: Tensor) -> Tensor:
         """ids [rows] at positions [rows] -> the model's input, [rows, hidden]."""
@@ -196,8 +196,8 @@ class EngineNetwork:
         if self.others is None:
             return self.model.enter(ids, ctx)
         self.others.begin()
-        self.others.tell(Enter(ids.tolist(), positions.tolist()))
-        return self.model.enter(ids, ctx).clone()
+        with self.others.together(Enter(ids.tolist(), positions.tolist())):
+            return self.model.enter(ids, ctx).clone()
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks of the cache: pairs of source and target."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -91,17 +92,21 @@ class Others(Protocol):
         """
         ...
 
+    def together(self, message: Message) -> AbstractContextManager[None]:
+        """Return a context in which this process does what the others are told to do. If it cannot,
+        the group is lost: they would wait, and meet it in something else.
+
+        Raises:
+            GroupLost: one of them is gone, at the begin or at the end.
+        """
+        ...
+
     def begin(self) -> None:
         """Calls that are not recorded begin."""
         ...
 
     def share(self, hidden: Tensor) -> Tensor:
         """The same, and return a copy of some rows at the begin of the common memory."""
-        ...
-
-    @property
-    def lost(self) -> str:
-        """Who is gone and why; "": nobody."""
         ...
 
     def meet(self, group: Group) -> None:

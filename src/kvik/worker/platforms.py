@@ -276,7 +276,7 @@ class NativePlatform:
         if self.group is None or self._others is None:
             return tape, tape.inputs
         self._others.meet(self.group)
-        return GroupTape(tape, self.group, self._others), tape.inputs
+        return GroupTape(tape, self._others), tape.inputs
 
     def tape(self, network: EngineNetwork, sizes: StepSizes, *, trees: bool) -> CpuTape:
         """Record a forward of the largest step.

@@ -296,9 +296,14 @@ def group_ops(native: Native, ops: Ops, group: Group) -> Ops:
     def nothing(x: Tensor, cap: float) -> None:
         """Logits are common, and changed in place: by the first process alone."""
 
+    def unread(logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The first process alone looks for the largest."""
+        return logits[:, 0], logits[:, 0]
+
     return replace(
         ops,
         softcap=nothing if group.rank else ops.softcap,
+        largest=unread if group.rank else ops.largest,
         matrix=cut.matrix,
         pack_rows=cut.pack_rows,
         owned=cut.owned,
