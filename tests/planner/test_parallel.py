@@ -46,6 +46,13 @@ def test_kv_heads_are_copied_where_there_are_too_few() -> None:
     assert part.kv_bytes_per_token("int8") == 80 * 2 * (128 + 2)
 
 
+def test_inputs_need_not_divide() -> None:
+    """The fullest device has one more: 4,864 inner activations on 14."""
+    whole = shape("qwen2.5-0.5b")
+    (down,) = (m for m in share(whole, 14, 1).matrices if m.role == "down")
+    assert down.inputs == 348 and 13 * 348 < 4864 < 14 * 348
+
+
 def test_the_latent_of_mla_is_copied_and_its_projections_are_cut() -> None:
     whole = shape("deepseek-v3")
     part = share(whole, 8, 1)

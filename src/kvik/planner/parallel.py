@@ -34,11 +34,6 @@ def check_parallel(shape: ModelShape, tp: int, pp: int) -> None:
         raise ConfigError(
             "tp", f"must divide the {kv_heads} key/value heads or be a multiple of them, not {tp}"
         )
-    for matrix in shape.matrices:
-        if matrix.role in SECOND and matrix.inputs % tp:
-            raise ConfigError(
-                "tp", f"must divide the {matrix.inputs} inputs of {matrix.role}, not {tp}"
-            )
     if pp > shape.num_layers:
         raise ConfigError("pp", f"must be at most the {shape.num_layers} layers, not {pp}")
 
@@ -109,7 +104,7 @@ def _cut(matrix: MatrixGroup, shape: ModelShape, tp: int) -> MatrixGroup:
     if matrix.role in REPLICATED:
         return matrix
     if matrix.role in SECOND:
-        return replace(matrix, inputs=matrix.inputs // tp)
+        return replace(matrix, inputs=-(-matrix.inputs // tp))
     if matrix.role == "qkv":
         pair = shape.head_dim + shape.v_head_dim
         queries = matrix.outputs - shape.num_kv_heads * pair
