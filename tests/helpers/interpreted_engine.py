@@ -28,7 +28,10 @@ def interpret_engines(patch: pytest.MonkeyPatch, torch_prompts: int | None = Non
 
 
 def _interpreted(
-    torch_prompts: int | None, config: ResolvedConfig, memory: object = None
+    torch_prompts: int | None,
+    config: ResolvedConfig,
+    memory: object = None,
+    seat: object = None,
 ) -> Platform:
     backend = "triton" if torch_prompts is None else "triton+sdpa"
     runner = replace(

@@ -81,7 +81,9 @@ def captured(*sizes: GraphSize, capturer: Again | None = None) -> Iterator[Again
     """Engines that are made within replay steps of these sizes."""
     again = capturer or Again()
 
-    def platform(config: ResolvedConfig, memory: object = None) -> platforms.Platform:
+    def platform(
+        config: ResolvedConfig, memory: object = None, seat: object = None
+    ) -> platforms.Platform:
         choice: dict[str, Any] = {"kernels": "triton", "attention_backend": "triton"}
         choice |= {"graph_sizes": sizes, "graph_memory": ROOMY}
         return platforms.TritonPlatform(replace(config, runner=replace(config.runner, **choice)))
