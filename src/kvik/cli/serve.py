@@ -59,6 +59,7 @@ ENGINE_FLAGS = (
     "max_queued_requests",
     "max_queued_tokens",
     "threads",
+    "tensor_parallel_size",
     "seed",
     "load_format",
     "speculative_config",
