@@ -62,11 +62,18 @@ def site() -> Iterator[Site]:
 
 @contextmanager
 def watch(site: Site, key: str = "") -> Iterator[HTTPResponse]:
-    connection = HTTPConnection("127.0.0.1", site.server.port, timeout=30)
-    try:
-        headers = {"authorization": f"Bearer {key}"} if key else {}
+    """The stream, once those of tests before are known to be gone."""
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    while True:
+        connection = HTTPConnection("127.0.0.1", site.server.port, timeout=30)
         connection.request("GET", "/v1/engine/live", headers=headers)
-        yield connection.getresponse()
+        response = connection.getresponse()
+        if response.status != 503:
+            break
+        connection.close()
+        time.sleep(0.01)
+    try:
+        yield response
     finally:
         connection.close()
 
