@@ -159,10 +159,9 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 
 // y [rows, outputs] = act(x W^T + bias) + residual. weight, scales, zeros as `pack_matrix` laid them
 // out. group: inputs that share a scale, 0: all of them. order: null, or int32 [inputs]: input i of W
-// is column order[i] of x. outputs counts rows of W; an odd activation writes outputs / 2 columns. bias
-// fp32, with one that is odd of the gate, and bias_pair numbers behind it of the other half; bias and
-// residual may be null; residual has the dtype of x. fp8_x: `Fp8Activations`; x_scale
-// fp32 [1], with kStaticX alone.
+// is column order[i] of x. outputs counts rows of W; an odd activation writes outputs / 2 columns, and the
+// bias of its other half lies bias_pair numbers behind that of its gate. bias fp32; bias and residual may be
+// null; residual has the dtype of x. fp8_x: `Fp8Activations`; x_scale fp32 [1], with kStaticX alone.
 #define KVIK_ARGS_linear(P, I, F)                                                        \
     P(x) I(x_stride) I(rows) P(weight) P(scales) P(zeros) I(kind) I(inputs) I(outputs)   \
     I(group) P(order) I(activation) P(bias) I(bias_pair) P(residual) I(residual_stride)  \

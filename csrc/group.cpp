@@ -1,16 +1,16 @@
 #include "group.hpp"
 
+#include <chrono>
 #include <climits>
 #include <ctime>
 #include <thread>
+
+#include "team.hpp"
 
 #if defined(__linux__)
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-#endif
-#if defined(__x86_64__)
-#include <immintrin.h>
 #endif
 
 namespace kvik {
@@ -20,14 +20,6 @@ namespace {
 // that do equal work are apart. And how often it lets them before it sleeps.
 constexpr int kLooks = 512, kYields = 64;
 constexpr long kSleep = 50'000'000;  // nanoseconds, after which it looks whether the meeting is broken
-
-void pause() {
-#if defined(__x86_64__)
-    _mm_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
 
 // Until the number is no longer `old`, or for a while. Not the futex of std::atomic::wait, which other processes
 // do not wake.

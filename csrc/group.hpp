@@ -16,12 +16,13 @@ struct alignas(64) Arrivals {
     std::atomic<uint32_t> sleepers;
 };
 
-// Zeroed memory is a meeting that nobody has come to; `size` is to be set before the first comes.
+// Zeroed memory is a meeting without arrivals; `size` is to be set before the first.
 struct Meeting {
-    std::atomic<uint32_t> broken;  // not 0: one of the processes is gone, and nobody waits any more
+    std::atomic<uint32_t> broken;  // not 0: one of the processes is gone, and no other waits any more
     uint32_t size;                 // processes
     Arrivals ranks[kMaxRanks];
 };
+static_assert(sizeof(Meeting) <= 8192);  // kernels/cpu/group.py puts tensors behind so many bytes
 
 // Arrives, and waits until all others have arrived as often, or the meeting is broken. What a process wrote
 // before it arrived is seen by all that have returned from this.

@@ -3,8 +3,8 @@
 
 #include "activation.hpp"
 #include "attention.hpp"
-#include "exchange.hpp"
 #include "experts.hpp"
+#include "group.hpp"
 #include "kv_cache.hpp"
 #include "kv_move.hpp"
 #include "limits.hpp"
@@ -25,6 +25,8 @@
 
 namespace kvik {
 namespace {
+
+void exchange(const exchange_args& a, Team&) { meet(*static_cast<Meeting*>(a.meeting), int(a.rank)); }
 
 #define KVIK_CALL(kernel)                                                  \
     void call_##kernel(const Word* words, Team& team) {                    \

@@ -17,6 +17,15 @@
 #endif
 
 namespace kvik {
+
+void pause() {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -65,14 +74,6 @@ struct Buffer {
     }
     ~Buffer() { std::free(data); }
 };
-
-void pause() {
-#if defined(__x86_64__)
-    _mm_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
 
 // As `top -H` and debuggers show it.
 void name_thread() {

@@ -43,6 +43,9 @@ void run_loop(Team& team, int64_t count, void (*body)(void* context, Member& mem
 // content is undefined, and gone with the next call for the same slot.
 void* shared_scratch(Team& team, int slot, size_t bytes);
 
+// A moment in which a thread that looks out for something leaves its core to others.
+void pause();
+
 TeamShared* make_team();
 void free_team(TeamShared* shared);
 // The team of up to `threads` threads that the caller may give to kernels until the next call. Threads are

@@ -208,7 +208,7 @@ public:
     }
 
     void multiply(int64_t kind, bool unpacked, const Stretch& s) {
-        const bool few = !unpacked && in_nibbles(kind);
+        const bool few = !unpacked && is_int4(kind);
         if (few || by_vectors(kind, s.scales != nullptr)) return vectors_.multiply(kind, unpacked, s);
         switch (kind) {
             case kMatrixI8:
@@ -220,9 +220,8 @@ public:
     }
 
 private:
-    static bool in_nibbles(int64_t kind) { return is_int4(kind) || kind == kMatrixMxfp4; }
     static bool by_vectors(const linear_args& a) {
-        return (in_nibbles(a.kind) && a.rows <= kFewRows) || by_vectors(a.kind, a.group != 0);
+        return (is_int4(a.kind) && a.rows <= kFewRows) || by_vectors(a.kind, a.group != 0);
     }
     static bool by_vectors(int64_t kind, bool grouped) {
         return kind == kMatrixF32 || (grouped && (kind == kMatrixI8WeightOnly || kind == kMatrixFp8));

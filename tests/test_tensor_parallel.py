@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from helpers.engine_child import ranks_of
 from helpers.optional_native import needs_native
 
 from kvik import LLM, SamplingParams
@@ -17,28 +18,11 @@ pytestmark = needs_native
 LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 
 
-def ranks() -> list[int]:
-    """The processes that this one has started as ranks."""
-    found = []
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            try:
-                with open(f"/proc/{name}/cmdline", "rb") as file:
-                    command = file.read()
-                with open(f"/proc/{name}/stat") as file:
-                    parent = int(file.read().rpartition(")")[2].split()[1])
-            except (OSError, ValueError):
-                continue
-            if b"kvik.rank_process" in command and parent == os.getpid():
-                found.append(int(name))
-    return found
-
-
 @pytest.fixture
 def llm():
     with LLM(device="cpu", threads=2, tensor_parallel_size=2, max_model_len=256) as made:
         yield made
-    assert not ranks(), "a process outlives its engine"
+    assert not ranks_of(os.getpid()), "a process outlives its engine"
 
 
 def errors(llm: LLM, count: int = 1) -> set[str]:
@@ -48,7 +32,7 @@ def errors(llm: LLM, count: int = 1) -> set[str]:
 
 def test_a_lost_process_is_named(llm) -> None:
     assert errors(llm) == {"None"}
-    (rank,) = ranks()
+    (rank,) = ranks_of(os.getpid())
     os.kill(rank, signal.SIGKILL)
     for _ in range(2):  # and again
         (error,) = errors(llm)
@@ -57,7 +41,7 @@ def test_a_lost_process_is_named(llm) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
 def test_requests_end_when_a_process_is_lost_under_way(llm, number) -> None:
-    (rank,) = ranks()
+    (rank,) = ranks_of(os.getpid())
     threading.Timer(0.3, os.kill, (rank, number)).start()
     start = time.monotonic()
     found: set[str] = set()
@@ -89,4 +73,4 @@ def test_nothing_is_left_of_a_group_that_cannot_load(monkeypatch) -> None:
     monkeypatch.setattr("kvik.worker.worker.load_network", refuse)
     with pytest.raises(RuntimeError, match="no"):
         LLM(device="cpu", threads=2, tensor_parallel_size=2)
-    assert not ranks()
+    assert not ranks_of(os.getpid())

@@ -7,28 +7,19 @@ its parent may still drain; and whatever becomes of the parent, the socket is cl
 
 from __future__ import annotations
 
-import faulthandler
 import logging
-import os
-import select
-import signal
 import socket
 import sys
-import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvik.child_process import python_command
+from kvik.child_process import live_with_parent, python_command
 from kvik.config.config import ResolvedConfig
 from kvik.engine.host import host_engine
 from kvik.engine.remote import RemoteClient
 from kvik.engine.sources import Supervisor, restart_policy
 from kvik.engine.wire import EngineStart, HostSocket, to_start
 from kvik.launch import load_loop
-
-GRACE_SECONDS = 2.0  # between the parent's end and ours, whatever we are at
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 log = logging.getLogger(__name__)
 
@@ -49,13 +40,9 @@ def engine_in_process(
 
 
 def main(arguments: Sequence[str]) -> int:
-    for number in _IGNORED:
-        signal.signal(number, signal.SIG_IGN)
-    faulthandler.enable()
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     sock = socket.socket(fileno=int(arguments[0]))
     sock.set_inheritable(False)
-    threading.Thread(target=_end_with_parent, args=(sock.fileno(),), daemon=True).start()
+    live_with_parent(sock.fileno())
     line = HostSocket(sock)
     try:
         return _serve(line)
@@ -76,15 +63,6 @@ def _first_message(line: HostSocket) -> EngineStart:
     while not (bodies := line.receive(None)):
         pass
     return to_start.decode(bodies[0])
-
-
-def _end_with_parent(fd: int) -> None:
-    """Loading takes minutes and a kernel can hang: neither may outlive the parent."""
-    poll = select.poll()
-    poll.register(fd, 0)  # a hang-up is reported in any case
-    poll.poll()
-    time.sleep(GRACE_SECONDS)
-    os._exit(1)
 
 
 if __name__ == "__main__":

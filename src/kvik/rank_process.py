@@ -2,21 +2,18 @@
 each of the others, which finds its socket and the common memory under the numbers it is given.
 
 A process lives as long as its socket: whatever becomes of the first one, the others end. That one
-watches the sockets; when one closes, nobody waits for anybody any more, and its step fails.
+watches the sockets; when one closes, none waits for another any more, and its step fails.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from mmap import mmap
@@ -27,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvik.child_process import python_command
+from kvik.child_process import live_with_parent, python_command
 from kvik.config.config import ResolvedConfig
 from kvik.errors import ConfigError, GroupLost
 from kvik.kernels.cpu.group import Group
@@ -35,12 +32,9 @@ from kvik.worker.group import Message, Seat
 from kvik.worker.ranks import Rank, encode
 
 END_SECONDS = 5.0  # that a process may take to end
-GRACE_SECONDS = 2.0  # between the end of the first process and that of the others
-MEMORY = 4  # times the activations that the plan counts; pages take memory once they are written
+# Times the activations and tables that the plan counts; pages take memory once they are written.
+MEMORY = 4
 LEAST_MEMORY = 1 << 28
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-log = logging.getLogger(__name__)
 
 
 class RankStart(msgspec.Struct, frozen=True, array_like=True):
@@ -70,7 +64,8 @@ class RankProcesses:
     def __init__(self, resolved: ResolvedConfig) -> None:
         """Start them. They load while the first one does."""
         size = resolved.runner.ranks
-        wanted = max(LEAST_MEMORY, MEMORY * resolved.memory.activations)
+        memory = resolved.memory
+        wanted = max(LEAST_MEMORY, MEMORY * (memory.activations + memory.overhead))
         file = _common_memory(wanted)
         self._mapping = mmap(file, wanted)
         self.memory = np.frombuffer(self._mapping, np.uint8)
@@ -92,7 +87,8 @@ class RankProcesses:
                 line = Connection(ours.detach())
                 self._lines.append(line)
                 start = RankStart(resolved, rank, size, shares[rank])
-                line.send_bytes(msgspec.msgpack.encode(start))
+                with suppress(OSError):  # `meet` finds it gone
+                    line.send_bytes(msgspec.msgpack.encode(start))
         finally:
             os.close(file)
 
@@ -216,16 +212,13 @@ def _cores(size: int) -> list[list[int]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    for number in _IGNORED:
-        signal.signal(number, signal.SIG_IGN)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     line, file = Connection(int(arguments[0])), int(arguments[1])
     mapping = mmap(file, os.fstat(file).st_size)
     os.close(file)
     memory = np.frombuffer(mapping, np.uint8)
+    live_with_parent(line.fileno())  # also where a kernel waits for others
     with suppress(EOFError, OSError):
         start = msgspec.msgpack.decode(line.recv_bytes(), type=RankStart)
-        threading.Thread(target=_end_with_first, args=(line.fileno(),), daemon=True).start()
         if start.cores and sys.platform == "linux":
             os.sched_setaffinity(0, start.cores)
         try:
@@ -237,15 +230,6 @@ def main(arguments: Sequence[str]) -> int:
         line.send_bytes(msgspec.msgpack.encode(RankReady(rank.digest, "")))
         rank.serve(line.recv_bytes)
     return 0
-
-
-def _end_with_first(number: int) -> None:
-    """A kernel may wait for others for ever: no process outlives the first."""
-    poll = select.poll()
-    poll.register(number, 0)
-    poll.poll()
-    time.sleep(GRACE_SECONDS)
-    os._exit(1)
 
 
 if __name__ == "__main__":

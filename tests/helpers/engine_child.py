@@ -59,3 +59,20 @@ if __name__ == "__main__":
     EngineHost(
         EngineLoop(EngineCore(config), Misbehaving(seconds=0.002), time.monotonic), line
     ).run()
+
+
+def ranks_of(engine: int) -> list[int]:
+    """The processes that an engine has started to compute a share of its model."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            try:
+                with open(f"/proc/{name}/cmdline", "rb") as file:
+                    command = file.read()
+                with open(f"/proc/{name}/stat") as file:
+                    parent = int(file.read().rpartition(")")[2].split()[1])
+            except (OSError, ValueError):
+                continue
+            if b"kvik.rank_process" in command and parent == engine:
+                found.append(int(name))
+    return found

@@ -41,7 +41,7 @@ def eagle(parts: DrafterParts) -> Drafter:
         random_weights(builder.declared, seed=0)
     ids = torch.zeros(1, dtype=torch.int64, device=parts.platform.parts.device)
     rows = partial(parts.rows, more=(ids, ids))
-    return EagleDrafter(TargetLayer(layer, parts.network.model), parts.table, TREE, rows)
+    return EagleDrafter(TargetLayer(layer, parts.network), parts.table, TREE, rows)
 
 
 def _builder(parts: DrafterParts) -> Builder:

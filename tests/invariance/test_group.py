@@ -97,6 +97,9 @@ FAMILIES: dict[str, dict[str, object]] = {
     "Gemma4": {
         **CALIBRATED["Gemma4"],
         "moe_intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
         "head_dim": 16,
         "global_head_dim": 32,
     },

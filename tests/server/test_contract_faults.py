@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from helpers.engine_child import ranks_of
 from helpers.http_server import Listening, Reply, ask
 from helpers.raw_http import connect, post, read_all, read_until
 from helpers.served_engine import FakeExecutor
@@ -185,6 +186,20 @@ def test_a_clock_that_jumps_ends_nothing(
 
 
 # The process of the engine
+
+
+@linux
+@pytest.mark.full
+def test_an_engine_that_has_lost_a_rank_is_replaced() -> None:
+    options = ("--tensor-parallel-size", "2", "--threads", "2", "--max-model-len", "512")
+    with server_process(*options) as server:
+        text, pid = said(server), server.engine_pid
+        (rank,) = ranks_of(pid)
+        os.kill(rank, signal.SIGKILL)
+        while server.engine_pid in (pid, None):
+            ask(server, "POST", "/v1/completions", SHORT)  # fails, and the engine with it
+        assert said(server) == text
+        assert ranks_of(server.engine_pid) and not ranks_of(pid)
 
 
 @linux

@@ -15,7 +15,6 @@ from kvik.config.draft_heads import EAGLE, KINDS, MEDUSA, read_heads_spec
 from kvik.errors import ConfigError, ModelError
 from kvik.evaluate.windows import ScoredWindow
 from kvik.launch import resolve_config
-from kvik.spec.declare import ForwardContext
 from kvik.training.heads import (
     EagleTrainee,
     HeadsRecipe,
@@ -179,8 +178,8 @@ class Stub:
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden @ self.output
 
-    def enter(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
-        return self.table[ids] + ctx.positions[:, None]
+    def enter(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return self.table[ids] + positions[:, None]
 
 
 def saved(trainee: MedusaTrainee | EagleTrainee, folder: Path) -> Path:

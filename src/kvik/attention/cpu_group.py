@@ -26,7 +26,7 @@ class GroupAttention:
     def __init__(self, backend: CpuAttention, ops: Ops, group: Group) -> None:
         self._backend, self._ops, self._group = backend, ops, group
         self.caps = backend.caps
-        self._kv_heads: dict[int, int] = {}  # of all processes, by the address of a layer's keys
+        self._kv_heads: dict[int, int] = {}  # of all processes, by the id of a layer's cache
 
     def plan(self, layout: StepLayout, window: Window | None) -> AttentionMetadata:
         return self._backend.plan(layout, window)
@@ -34,8 +34,8 @@ class GroupAttention:
     def run(self, attend: Attend) -> Tensor:
         tokens, heads, _ = attend.q.shape
         if attend.k is not None:
-            self._kv_heads[attend.kv.k.data_ptr()] = attend.k.shape[1]
-        kv_heads = self._kv_heads[attend.kv.k.data_ptr()]
+            self._kv_heads[id(attend.kv)] = attend.k.shape[1]
+        kv_heads = self._kv_heads[id(attend.kv)]
         share = HeadShare.of(heads, kv_heads, self._group.rank, self._group.size)
         own, own_kv, spec = slice(*share.heads), slice(*share.kv_heads), attend.spec
         k = None if attend.k is None else attend.k[:, own_kv]

@@ -41,6 +41,7 @@ from kvik.spec.kv import (
 from kvik.spec.layers import LatentSpec
 from kvik.spec.model import DTYPE_BYTES, LinearLayers
 from kvik.spec.rope import RopeSpec
+from kvik.spec.shares import cut_groups
 from kvik.spec.weights import Weighed, weight_bytes
 
 LOGIT_BYTES = 4  # bytes of a logit, for models of any dtype
@@ -359,8 +360,8 @@ class HeadsFootprint:
 # and the workspaces of cuBLAS.
 RUNTIME_BYTES: Mapping[str, int] = {"cpu": 300 * MIB, "cuda": 768 * MIB}
 CUDA_BUILD_BYTES = 320 * MIB  # host memory that a CUDA build of torch takes more, GPU or not
-# On a CPU: stack and scratch of a thread; memory that torch's kernels keep between calls.
 RANK_BYTES = 350 * MIB  # of each further process that computes a share of a model
+# On a CPU: stack and scratch of a thread; memory that torch's kernels keep between calls.
 THREAD_BYTES, TORCH_KERNELS_BYTES = 4 * MIB, 32 * MIB
 TOKENIZER_BYTES_PER_ENTRY = 384  # of the vocabulary, in host memory
 # Reference count, links, hash and pins of a block in the Python block pool.
@@ -427,6 +428,7 @@ class Footprint:
     graph_memory: int | None = None  # see `EngineConfig`
     checkpoints: bool = True  # states are kept for prefix hits
     ranks: int = 1  # processes that compute it together
+    whole: int = 0  # bytes of weights that are not divided among them
 
     @property
     def groups(self) -> tuple[KVGroup, ...]:
@@ -459,7 +461,8 @@ class Footprint:
         drafting = 0
         if self.draft is not None:
             drafting = sum(group.bytes_per_token for group in self.draft.groups) * self.block_size
-        return block_bytes(self.groups, self.block_size) + drafting
+        shares = (cut_groups(self.groups, rank, self.ranks) for rank in range(self.ranks))
+        return sum(block_bytes(share, self.block_size) for share in shares) + drafting
 
     @property
     def _block_cost(self) -> int:
@@ -504,6 +507,7 @@ class Footprint:
     def activations(self, size: StepSize) -> int:
         """Peak of one step."""
         own = self._step.tape(size) if self._taped else self._step.eager(size)
+        own *= self.ranks  # what they share is not told from what each has
         drafting = self._drafting(size, self.draft) if self.draft else 0
         if self.heads:
             drafting += self.heads.step(min(size.max_num_seqs, size.max_draft_rows))
@@ -517,7 +521,7 @@ class Footprint:
         seen = size.max_num_seqs * spec.vocab_size * SEEN_BYTES_PER_TOKEN
         tables = _position_tables(spec, size.max_model_len)
         total = self.runtime + table + seen + tables + self._pooling(size) + self.graphs(size)
-        total += (self.ranks - 1) * RANK_BYTES
+        total += (self.ranks - 1) * (RANK_BYTES + self.whole)
         if self.device == "cpu":
             total += spec.vocab_size * TOKENIZER_BYTES_PER_ENTRY
             total += 0 if self._taped else TORCH_KERNELS_BYTES

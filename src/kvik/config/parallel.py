@@ -7,6 +7,7 @@ from kvik.config.config import ASKED, EngineConfig
 from kvik.config.hardware import Hardware
 from kvik.errors import ConfigError
 from kvik.models.model_spec import ModelSpec
+from kvik.spec.model import DTYPE_BYTES
 from kvik.spec.shares import HeadShare
 
 OPTION = "tensor_parallel_size"
@@ -48,6 +49,13 @@ def share_reason(spec: ModelSpec, threads: int, ranks: int) -> str:
         f"{spec.num_kv_heads} heads of keys, as much of each matrix, and {threads // ranks} of "
         f"{threads} threads"
     )
+
+
+def whole_bytes(spec: ModelSpec, dtype: str) -> int:
+    """Return the bytes of tables that each process has whole: of tokens where the head has a matrix
+    of its own, and of positions."""
+    tables = (table for table in spec.declaration.tables if not table.tied)
+    return DTYPE_BYTES[dtype] * sum(table.num_parameters for table in tables)
 
 
 def _some(counts: list[int]) -> str:

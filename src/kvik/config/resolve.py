@@ -20,7 +20,7 @@ from kvik.config.config import (
 )
 from kvik.config.fit import Fit, choose_speculation, footprint_of, with_drafter
 from kvik.config.hardware import Hardware
-from kvik.config.parallel import check_group, share_reason
+from kvik.config.parallel import check_group, share_reason, whole_bytes
 from kvik.config.speculative import NO_SOURCE, DraftSource
 from kvik.core.config import CacheConfig, SchedulerConfig
 from kvik.errors import ConfigError
@@ -65,6 +65,7 @@ def resolve(
         )
     mapped = None if spec.built is None else spec.built.weight_bytes
     footprint = footprint_of(config, spec, hardware, compute, mapped)
+    footprint = replace(footprint, whole=whole_bytes(spec, compute.dtype))
     footprint = with_drafter(footprint, asked, source)
     footprint, size, num_blocks = Fit(config, footprint, limit).decide(notes)
     speculation = choose_speculation(asked, size, footprint.groups, source, notes)

@@ -102,8 +102,14 @@ class ModelBlocks:
                 values = self._read([name])[name]
             if values.shape == declared.shape:
                 declared.fill(0, values.to(self.device))
-            else:
+            elif one and values.numel() == self._spec.num_layers * math.prod(declared.shape):
                 of_layers.append((declared, values))
+            else:
+                raise ModelError(
+                    "model",
+                    f"tensor {shown(name)} must have shape {list(declared.shape)} by config.json, "
+                    f"not {list(values.shape)}",
+                )
         return Entrance(network, ids, of_layers, self.device)
 
     @property

@@ -214,11 +214,14 @@ class EngineNetwork:
             self.others.tell(CopyStates(list(pairs)))
         self.states.copy(pairs)
 
-    def move(self, group: int, source: Sequence[int], target: Sequence[int]) -> None:
-        """Move what the layers of a KV group have stored of some places, in their order."""
+    def move(self, group: int, places: np.ndarray) -> None:
+        """Move what the layers of a KV group have stored of some places, in their order.
+
+        Args:
+            places: [2, n] int64, source and target.
+        """
         if self.others is not None:
-            self.others.tell(MoveTokens(group, list(source), list(target)))
-        places = np.array([source, target])
+            self.others.tell(MoveTokens(group, places.tolist()))
         for layer in self.groups[group].layers:
             kv = self.kv.of(layer)
             self.backend.move(kv, *upload(places, kv.k.device))

@@ -39,16 +39,15 @@ class CopyStates:
 
 @dataclass(frozen=True, slots=True)
 class MoveTokens:
-    """Move what the layers of a KV group have stored of some places, in their order."""
+    """Move what the layers of a KV group have stored; see `EngineNetwork.move`."""
 
     group: int
-    source: list[int]
-    target: list[int]
+    places: list[list[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class ReadLogits:
-    """Compute the logits of so many rows that lie at the begin of the common memory."""
+    """Compute the logits of the first rows of the common memory."""
 
     rows: int
 

@@ -342,9 +342,9 @@ class OutputTokens(Participant[LaunchedTokens]):
         for group in range(len(self.network.groups)):
             source = self._kv_positions(group, owner, root + nodes[moved])
             target = self._kv_positions(group, owner, root + depths[moved])
-            self.network.move(group, source, target)
+            self.network.move(group, np.stack((source, target)))
 
-    def _kv_positions(self, group: int, slots: np.ndarray, places: np.ndarray) -> list[int]:
+    def _kv_positions(self, group: int, slots: np.ndarray, places: np.ndarray) -> np.ndarray:
         block, offset = np.divmod(places, self.table.block_size)
         blocks = self.table.blocks(group, (slots, block)).astype(np.int64)
-        return (blocks * self.table.block_size + offset).tolist()
+        return blocks * self.table.block_size + offset

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 
 from kvik.config.config import ResolvedConfig
@@ -53,21 +54,15 @@ class Rank:
             ModelError: the weights do not fit the spec.
         """
         torch.set_num_threads(1)
-        runner, cache, scheduler = config.runner, config.cache, config.scheduler
+        runner, cache = config.runner, config.cache
         self._platform = NativePlatform(config, seat=seat)
         groups = cut_groups(cache.groups, seat.rank, seat.size)
         path = Path(runner.model_path)
         self._network: EngineNetwork = load_network(
             config, self._platform, config.model, path, groups, runner.quantization
         )
-        speculation = config.speculation
-        sizes = StepSizes.of(
-            scheduler.max_num_batched_tokens,
-            scheduler.max_num_seqs,
-            speculation.max_draft_rows if speculation else 0,
-        )
-        trees = speculation is not None and speculation.trees
-        self._tape = self._platform.tape(self._network, sizes, trees=trees)
+        trees = config.speculation is not None and config.speculation.trees
+        self._tape = self._platform.tape(self._network, StepSizes.of_engine(config), trees=trees)
         assert self._platform.group is not None
         self._group = self._platform.group
         self._hidden = config.model.hidden_size, self._platform.parts.dtype
@@ -96,8 +91,8 @@ class Rank:
                 self._network.copy_blocks(pairs)
             case CopyStates(pairs):
                 self._network.copy_states(pairs)
-            case MoveTokens(group, source, target):
-                self._network.move(group, source, target)
+            case MoveTokens(group, places):
+                self._network.move(group, np.array(places, np.int64))
             case ReadLogits(rows):
                 width, dtype = self._hidden
                 self._group.begin()

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvik.config.config import ResolvedConfig
 from kvik.config.graph_sizes import GraphSize
 from kvik.frozen import frozen
 from kvik.kernels.upload import upload
@@ -298,6 +299,16 @@ class StepSizes:
         rows = max_num_seqs + max_draft_rows
         samples = next(n for n in range(rows, rows + 3) if n not in (tokens, seqs))
         return StepSizes(tokens, seqs, samples)
+
+    @staticmethod
+    def of_engine(config: ResolvedConfig) -> StepSizes:
+        """Of the steps of the model that is served."""
+        scheduler, speculation = config.scheduler, config.speculation
+        return StepSizes.of(
+            scheduler.max_num_batched_tokens,
+            scheduler.max_num_seqs,
+            speculation.max_draft_rows if speculation else 0,
+        )
 
 
 PARTS = 64  # of an input that are remembered

@@ -18,7 +18,7 @@ from kvik.attention.select import NATIVE
 from kvik.config.config import ResolvedConfig
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.structured import Constraint, Grammars
-from kvik.errors import ConfigError, ParamError
+from kvik.errors import ConfigError, GroupLost, ParamError
 from kvik.spec.shares import cut_groups
 from kvik.worker.drafters.registry import DrafterParts, build_drafter
 from kvik.worker.graphs import EngineNetwork
@@ -100,11 +100,7 @@ class Worker:
         if seat is not None:
             network = replace(network, others=seat.others)
         speculation = config.speculation
-        sizes = StepSizes.of(
-            scheduler.max_num_batched_tokens,
-            scheduler.max_num_seqs,
-            speculation.max_draft_rows if speculation else 0,
-        )
+        sizes = StepSizes.of_engine(config)
         trees = speculation is not None and speculation.trees
         graph, inputs = chosen.graph(network, sizes, trees=trees)
         device, draw_bytes = chosen.parts.device, chosen.parts.draw_bytes
@@ -163,7 +159,8 @@ class Worker:
         """See `Executor.give_back`."""
         network = self._ready().network
         if network.others is not None:
-            network.others.tell(GiveBack(list(blocks)))
+            with suppress(GroupLost):  # the next step reports it
+                network.others.tell(GiveBack(list(blocks)))
         return self._give_back(network.kv.storages, blocks)
 
     def build_grammar(self, constraint: Constraint) -> Future[object]:

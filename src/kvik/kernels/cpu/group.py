@@ -20,7 +20,8 @@ from torch import Tensor
 from kvik.kernels.cpu.buffers import ALIGNMENT
 from kvik.kernels.cpu.experts import CpuExperts
 from kvik.kernels.cpu.matrix import TILE, CpuMatrices, CpuPacked, ceil_div
-from kvik.kernels.cpu.native import DTYPES, Native
+from kvik.kernels.cpu.native import Native
+from kvik.kernels.cpu.ops import scale
 from kvik.kernels.ops import Ops
 from kvik.kernels.weights import ExpertSet, Matrix, MatrixSpec, Weight
 from kvik.spec.shares import share_of
@@ -58,7 +59,7 @@ class Group:
         return bool(self._meeting[0])
 
     def give_up(self) -> None:
-        """Nobody waits for anybody any more."""
+        """Let none wait for another any more."""
         self._meeting[0] = 1
 
     @property
@@ -88,17 +89,7 @@ class Group:
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy [rows, columns] to where others will read it."""
-        self._native.launch(
-            "scaled",
-            x=source.data_ptr(),
-            x_stride=source.stride(0),
-            y=target.data_ptr(),
-            y_stride=target.stride(0),
-            rows=self._native.rows(source),
-            dim=source.shape[1],
-            factor=1.0,
-            dtype=DTYPES[source.dtype],
-        )
+        scale(self._native, source, 1.0, target)
 
     def exchange(self) -> None:
         """Wait for the others: what they have written is there behind this call."""

@@ -75,6 +75,21 @@ def _addresses(rules: Truncation) -> dict[str, int]:
     return {name: 0 if value is None else value.data_ptr() for name, value in values.items()}
 
 
+def scale(native: Native, x: Tensor, factor: float, y: Tensor) -> None:
+    """Write x * factor to y, both [rows, columns]."""
+    native.launch(
+        "scaled",
+        x=x.data_ptr(),
+        x_stride=x.stride(0),
+        y=y.data_ptr(),
+        y_stride=y.stride(0),
+        rows=native.rows(x),
+        dim=x.shape[1],
+        factor=factor,
+        dtype=DTYPES[x.dtype],
+    )
+
+
 def native_ops(native: Native) -> Ops:
     """Operations on float32 and bfloat16 tensors whose last axis is dense. What moves blocks of the
     cache from one place to another is not part of a forward and stays with torch."""
@@ -219,17 +234,7 @@ class _Rows:
 
     def scaled(self, x: Tensor, factor: float) -> Tensor:
         y = self.native.empty(*x.shape, dtype=x.dtype)
-        self.native.launch(
-            "scaled",
-            x=x.data_ptr(),
-            x_stride=x.stride(0),
-            y=y.data_ptr(),
-            y_stride=y.stride(0),
-            rows=self.native.rows(x),
-            dim=x.shape[1],
-            factor=factor,
-            dtype=DTYPES[x.dtype],
-        )
+        scale(self.native, x, factor, y)
         return y
 
     def softcap(self, x: Tensor, cap: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,10 +18,9 @@ from kvik.nn.builder import Builder
 from kvik.nn.checkpoint import SINGLE, FolderCheckpoint, open_checkpoint
 from kvik.nn.loader import load_weights
 from kvik.nn.safetensors import read_header
-from kvik.spec.declare import ForwardContext, Model
 from kvik.worker.draft_tree import MAX_NODES, DraftTree
 from kvik.worker.drafters.base import DraftRows, Drafts
-from kvik.worker.graphs import EagerRows, EngineNetwork, RowFunction, RowGraph
+from kvik.worker.graphs import EagerRows, RowFunction, RowGraph
 from kvik.worker.platforms import PlatformParts
 
 # A tree of drafts from heads that read the model's last hidden state (models/medusa.py).
@@ -73,34 +73,27 @@ MEDUSA_FILE = "medusa_lm_head.safetensors"  # what Medusa's own training saves
 _FIRST, _DEEPER, _NEXT_RANK, _RANKS = 0.6, 0.8, 0.3, 8
 
 
-class TargetModel:
+class HeadTarget(Protocol):
     """The model as heads read it: its embedding and its head."""
 
-    def __init__(self, network: EngineNetwork) -> None:
-        self._network = network
-
-    def enter(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """ids [rows] -> the model's input, [rows, hidden]."""
-        return self._network.enter(ids, ctx.positions)
-
-    def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """Only steps run it."""
-        raise NotImplementedError
+    def enter(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """ids [rows] at positions [rows] -> the model's input, [rows, hidden]."""
+        ...
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [rows, hidden] -> [rows, vocab] fp32."""
-        return self._network.logits(hidden)
+        ...
 
 
 class TargetLayer:
     """An EAGLE layer between the embedding and the head of the model itself."""
 
-    def __init__(self, layer: EagleLayer, model: Model) -> None:
+    def __init__(self, layer: EagleLayer, model: HeadTarget) -> None:
         self.layer = layer
         self.model = model
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        return self.model.enter(ids, ForwardContext(positions, (), ()))
+        return self.model.enter(ids, positions)
 
     def step(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         return self.layer(embedded, hidden)
@@ -110,7 +103,7 @@ class TargetLayer:
 
 
 def load_medusa(
-    folder: Path, model: Model, sizes: tuple[int, int], parts: PlatformParts
+    folder: Path, model: HeadTarget, sizes: tuple[int, int], parts: PlatformParts
 ) -> MedusaHeads:
     """Load Medusa heads from a folder.
 
@@ -135,7 +128,7 @@ def load_medusa(
 
 
 def load_eagle(
-    folder: Path, model: Model, sizes: tuple[int, int], parts: PlatformParts
+    folder: Path, model: HeadTarget, sizes: tuple[int, int], parts: PlatformParts
 ) -> TargetLayer:
     """Load an EAGLE layer. Arguments and errors as in `load_medusa`."""
     spec, builder = _open(folder, EAGLE, sizes, parts)

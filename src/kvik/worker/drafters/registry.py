@@ -14,14 +14,13 @@ from kvik.config.config import ResolvedConfig
 from kvik.config.memory import SAMPLER_BYTES
 from kvik.config.speculative import FORCED, ResolvedSpeculation
 from kvik.errors import ModelError
-from kvik.spec.declare import Model
 from kvik.spec.kv import group_layers
 from kvik.spec.model import DTYPE_BYTES
 from kvik.worker.draft_tree import DraftTree
 from kvik.worker.drafters.base import Drafter, NoDrafter
 from kvik.worker.drafters.draft_model import DraftModel, DraftNetwork, Vocabulary
 from kvik.worker.drafters.eagle import EagleDrafter
-from kvik.worker.drafters.heads import MedusaDrafter, TargetModel, load_eagle, load_medusa, tree_of
+from kvik.worker.drafters.heads import HeadTarget, MedusaDrafter, load_eagle, load_medusa, tree_of
 from kvik.worker.drafters.ngram import NgramDrafter
 from kvik.worker.drafters.suffix import SuffixDrafter
 from kvik.worker.graphs import EngineNetwork, RowFunction, RowGraph
@@ -96,9 +95,8 @@ def _tree(chosen: ResolvedSpeculation) -> DraftTree:
     return tree_of(chosen.source.heads, chosen.num_draft_tokens)
 
 
-def _target(parts: DrafterParts) -> tuple[Model, tuple[int, int]]:
-    sizes = parts.config.model.hidden_size, parts.vocab_size
-    return TargetModel(parts.network), sizes
+def _target(parts: DrafterParts) -> tuple[HeadTarget, tuple[int, int]]:
+    return parts.network, (parts.config.model.hidden_size, parts.vocab_size)
 
 
 def _draft_model(parts: DrafterParts) -> Drafter:
