@@ -1,9 +1,10 @@
-"""What each process of a group has of a model that is divided among them."""
+"""What each process has of a model that several compute: a share of every layer, and a stage."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 from kvik.spec.kv import KVCacheSpec, KVGroup
 
@@ -55,3 +56,61 @@ def _cut(spec: KVCacheSpec, rank: int, size: int) -> KVCacheSpec:
     begin, end = HeadShare.of(max(heads, size), heads, rank, size).kv_heads
     count = end - begin
     return replace(spec, num_kv_heads=count, bytes_per_token=spec.bytes_per_token // heads * count)
+
+
+def stages_of(
+    costs: Sequence[int],
+    first: int,
+    last: int,
+    count: int,
+    joined: Sequence[tuple[int, int]] = (),
+) -> tuple[range, ...]:
+    """Divide layers among the stages of a pipeline so that the largest stage is as small as it can
+    be, and the others are as even as that allows.
+
+    Args:
+        costs: bytes of each layer.
+        first, last: bytes that the first and the last stage have beside their layers: of the
+            embedding and of the head.
+        joined: pairs of layers, (reader, source), of which the reader has no keys and values of its
+            own; both are in one stage, with all layers between them.
+
+    Returns:
+        The layers of each stage, at least one.
+
+    Raises:
+        ValueError: there are fewer layers than stages, or too many are joined.
+    """
+    layers = len(costs)
+    if not 1 <= count <= layers:
+        raise ValueError(f"{layers} layers cannot be divided into {count} stages")
+    for reader, source in joined:
+        if not 0 <= source < reader < layers:
+            raise ValueError(f"layer {reader} of {layers} cannot read what layer {source} keeps")
+    kept = {cut for reader, source in joined for cut in range(source + 1, reader + 1)}
+    cuts = [cut for cut in range(layers + 1) if cut not in kept]
+    pieces = len(cuts) - 1
+    if count > pieces:
+        raise ValueError(
+            f"{layers} layers cannot be divided into {count} stages, but into {pieces} at most: "
+            f"layers read the keys and values of others"
+        )
+    sums = list(accumulate(costs, initial=first))
+    sums[0], sums[-1] = 0, sums[-1] + last
+    # The best division of the first layers into a number of stages, by where it ends in `cuts`:
+    # the largest stage, the sum of squares, which is least where stages are even, and the cuts.
+    best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, (0,))}
+    for stage in range(1, count + 1):
+        longer = {}
+        for end in range(stage, pieces - (count - stage) + 1):
+            ways = []
+            for start in (start for start in best if start < end):
+                largest, squares, _ = best[start]
+                size = sums[cuts[end]] - sums[cuts[start]]
+                # of equals, the one whose last stage is lightest
+                ways.append((max(largest, size), squares + size * size, -start))
+            largest, squares, start = min(ways)
+            longer[end] = (largest, squares, (*best[-start][2], cuts[end]))
+        best = longer
+    _, _, ends = best[pieces]
+    return tuple(range(begin, end) for begin, end in pairwise(ends))
