@@ -70,7 +70,7 @@ def test_nothing_is_left_of_a_group_that_cannot_load(monkeypatch) -> None:
     def refuse(*_: object) -> None:
         raise RuntimeError("no")
 
-    monkeypatch.setattr("kvik.worker.worker.load_network", refuse)
+    monkeypatch.setattr("kvik.worker.worker.load_share", refuse)
     with pytest.raises(RuntimeError, match="no"):
         LLM(device="cpu", threads=2, tensor_parallel_size=2)
     assert not ranks_of(os.getpid())

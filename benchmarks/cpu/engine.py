@@ -107,12 +107,12 @@ def measure(args: argparse.Namespace, quantization: str) -> dict[str, float]:
     )
     rng = random.Random(0)
 
-    def generate(prompt: int, output: int) -> float:
+    def generate(prompt: int, output: int) -> tuple[float, float]:
+        """Seconds to the first token, and from there to the last."""
         params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
         ids = [rng.randrange(10, 1000) for _ in range(prompt)]
-        begun = time.perf_counter()
-        llm.generate([ids], params)
-        return time.perf_counter() - begun
+        times = llm.generate([ids], params)[0].metrics
+        return times.first_token - times.arrival, times.finished - times.first_token
 
     generate(1, 1)
     ready = time.perf_counter() - started
@@ -131,14 +131,13 @@ def measure(args: argparse.Namespace, quantization: str) -> dict[str, float]:
         found.setdefault(name, []).append(value)
 
     for _ in range(args.samples):
-        first = generate(args.context, 1)
-        rate = (OUTPUT - 1) / (generate(args.context, OUTPUT) - first)
+        rate = (OUTPUT - 1) / generate(args.context, OUTPUT)[1]
         bandwidth = limits.read_rate(READ)
         attention = shape.attention_flops(1, halfway) / limits.peak("bf16")
         note("decode", rate)
         note("decode_share", rate * (weights / bandwidth + max(kv / bandwidth, attention)))
         note("bandwidth", bandwidth / 1e9)
-        seconds = generate(PREFILL, 1)
+        seconds = generate(PREFILL, 1)[0]
         note("prefill", PREFILL / seconds)
         note("prefill_share", operations / seconds / limits.peak(PEAKS[quantization]))
     used = shape.weight_bytes(at.weight_format)

@@ -59,7 +59,7 @@ def answer(notes: Notes, folder: str, begun: str) -> None:
 
     from kvik.worker import worker
 
-    load, reading = worker.load_network, []
+    load, reading = worker.load_share, []
 
     def timed(*arguments, **named):
         started = time.monotonic()
@@ -69,7 +69,7 @@ def answer(notes: Notes, folder: str, begun: str) -> None:
         reading.append(time.monotonic() - started)
         return network
 
-    worker.load_network = timed  # type: ignore[assignment]
+    worker.load_share = timed  # type: ignore[assignment]
     engine = Engine.load(
         folder,
         dtype="bfloat16",

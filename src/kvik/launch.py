@@ -41,7 +41,9 @@ from kvik.worker.ahead import LoadAhead
 if TYPE_CHECKING:
     from kvik.engine.recorder import Event
     from kvik.engine.replay import Replayed
+    from kvik.rank_process import RankProcesses
     from kvik.spec.engine_folder import Manifest
+    from kvik.stage_process import StageProcesses
     from kvik.worker.worker import Worker
 
 
@@ -191,18 +193,27 @@ def load_worker(
     with uncollected(), ahead or LoadAhead(resolved) as begun:
         from kvik.worker.worker import Worker
 
-        memory, grammars = begun.memory(), grammars_of(resolved)
-        if resolved.runner.ranks == 1:
-            return Worker(resolved, clock, memory=memory, grammars=grammars)
-
-        from kvik.rank_process import RankProcesses  # needs what only groups do
-
-        others = RankProcesses(resolved)
+        memory, grammars, runner = begun.memory(), grammars_of(resolved), resolved.runner
+        started: list[RankProcesses | StageProcesses] = []
+        stages = seat = None
         try:
-            seat = others.seat(resolved)
-            return Worker(resolved, clock, memory=memory, grammars=grammars, seat=seat)
+            if runner.stages:
+                from kvik.stage_process import StageProcesses  # needs what only pipelines do
+
+                started.append(stages := StageProcesses(resolved))
+            if runner.ranks > 1:
+                from kvik.rank_process import RankProcesses
+
+                last = runner.stages[-1] if runner.stages else None
+                cores = stages.cores if stages is not None else ()
+                started.append(others := RankProcesses(resolved, last, cores))
+                seat = others.seat(resolved)
+            return Worker(
+                resolved, clock, memory=memory, grammars=grammars, seat=seat, stages=stages
+            )
         except BaseException:
-            others.stop()
+            for processes in started:
+                processes.stop()
             raise
 
 

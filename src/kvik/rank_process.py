@@ -28,6 +28,7 @@ from kvik.child_process import live_with_parent, python_command
 from kvik.config.config import ResolvedConfig
 from kvik.errors import ConfigError, GroupLost
 from kvik.kernels.cpu.group import Group
+from kvik.spec.shares import PipelineStage
 from kvik.worker.group import Message, Seat
 from kvik.worker.ranks import Rank, encode
 
@@ -44,6 +45,7 @@ class RankStart(msgspec.Struct, frozen=True, array_like=True):
     rank: int
     size: int
     cores: list[int]
+    stage: int | None  # None: the group has all layers
 
 
 class RankReady(msgspec.Struct, frozen=True, array_like=True):
@@ -61,8 +63,18 @@ class RankReady(msgspec.Struct, frozen=True, array_like=True):
 class RankProcesses:
     """The other processes, as the first one sees them; see `Others`."""
 
-    def __init__(self, resolved: ResolvedConfig) -> None:
-        """Start them. They load while the first one does."""
+    def __init__(
+        self,
+        resolved: ResolvedConfig,
+        stage: PipelineStage | None = None,
+        cores: Sequence[int] = (),
+    ) -> None:
+        """Start them. They load while the first one does.
+
+        Args:
+            stage: of which the group is; None: it has all layers.
+            cores: of the group; (): those that this process may use.
+        """
         size = resolved.runner.ranks
         memory = resolved.memory
         wanted = max(LEAST_MEMORY, MEMORY * (memory.activations + memory.overhead))
@@ -75,7 +87,7 @@ class RankProcesses:
         self._children: list[subprocess.Popen[bytes]] = []
         self._lines: list[Connection] = []
         self._group: Group | None = None
-        shares = _cores(size)
+        shares, number = cores_of(size, cores), None if stage is None else stage.number
         try:
             for rank in range(1, size):
                 ours, theirs = socket.socketpair()
@@ -86,7 +98,7 @@ class RankProcesses:
                 self._children.append(child)
                 line = Connection(ours.detach())
                 self._lines.append(line)
-                start = RankStart(resolved, rank, size, shares[rank])
+                start = RankStart(resolved, rank, size, shares[rank], number)
                 with suppress(OSError):  # `meet` finds it gone
                     line.send_bytes(msgspec.msgpack.encode(start))
         finally:
@@ -177,18 +189,19 @@ class RankProcesses:
         if self._closed or not gone:
             return
         rank = ranks[gone[0][0]]
-        try:
-            how = f"has ended with {_told(self._children[rank - 1].wait(0.5))}"
-        except subprocess.TimeoutExpired:
-            how = "has closed its socket"
-        self._lost = f"rank {rank} {how}"
+        self._lost = f"rank {rank} {exit_told(self._children[rank - 1])}"
         self._known.set()
         assert self._group is not None
         self._group.give_up()
 
 
-def _told(code: int) -> str:
-    return f"signal {-code}" if code < 0 else f"code {code}"
+def exit_told(child: subprocess.Popen[bytes]) -> str:
+    """Return how a process has ended whose socket has closed."""
+    try:
+        code = child.wait(0.5)
+    except subprocess.TimeoutExpired:
+        return "has closed its socket"
+    return f"has ended with {f'signal {-code}' if code < 0 else f'code {code}'}"
 
 
 def _common_memory(size: int) -> int:
@@ -202,10 +215,13 @@ def _common_memory(size: int) -> int:
     return file
 
 
-def _cores(size: int) -> list[list[int]]:
-    """Return the cores of each process, of those that this one may use; [] where it cannot be
-    said."""
-    cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
+def cores_of(size: int, among: Sequence[int] = ()) -> list[list[int]]:
+    """Return the cores of each process; [] where it cannot be said.
+
+    Args:
+        among: of which cores; (): of those that this process may use.
+    """
+    cores = sorted(among or os.sched_getaffinity(0)) if sys.platform == "linux" else []
     if len(cores) < size:
         return [[] for _ in range(size)]
     return [cores[len(cores) * r // size : len(cores) * (r + 1) // size] for r in range(size)]
@@ -223,7 +239,9 @@ def main(arguments: Sequence[str]) -> int:
             os.sched_setaffinity(0, start.cores)
         try:
             with torch.inference_mode():
-                rank = Rank(start.config, Seat(start.rank, start.size, memory))
+                stages = start.config.runner.stages
+                stage = None if start.stage is None else stages[start.stage]
+                rank = Rank(start.config, Seat(start.rank, start.size, memory), stage)
         except Exception as error:
             line.send_bytes(msgspec.msgpack.encode(RankReady("", f"cannot load: {error}")))
             return 1

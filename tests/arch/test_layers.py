@@ -59,9 +59,11 @@ ALLOWED: dict[str, set[str]] = {
         "worker",
         "collector",
         "rank_process",
+        "stage_process",
     },
     # Further processes of a group that computes one model: both ends.
     "rank_process": {"config", "child_process", "kernels", "worker"},
+    "stage_process": {"config", "child_process", "rank_process", "worker"},
     # The engine in a process of its own, behind a socket: both ends.
     "engine_process": {"config", "child_process", "engine", "launch"},
     "llm": {

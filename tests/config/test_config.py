@@ -36,6 +36,7 @@ BAD: dict[str, list[Any]] = {
     "max_queued_requests": [0, -1, None, 1.0],
     "max_queued_tokens": [0, None, 1 << 50],
     "tensor_parallel_size": [0, None, 65, "two"],
+    "pipeline_parallel_size": [0, None, 65, "two"],
     "kernels": ["fast", None, ""],
     "attention_backend": ["flash", None, ""],
     "threads": [0, -1, 100_000, 1.0],

@@ -14,10 +14,12 @@ from kvik.models.public import public_configs
 MACHINE = Hardware("large", 64, 1 << 40, "RAM", frozenset(NATIVE_ISAS["avx2"]), native=True)
 
 
-def planned(model: str, ranks: int) -> ResolvedConfig:
+def planned(model: str, ranks: int, stages: int = 1) -> ResolvedConfig:
     spec = ModelSpec.from_config(public_configs()[model])
     options = {"max_model_len": 4096, "max_num_seqs": 8, "num_blocks": 1000, "threads": 8}
-    config = EngineConfig(device="cpu", tensor_parallel_size=ranks, **options)
+    config = EngineConfig(
+        device="cpu", tensor_parallel_size=ranks, pipeline_parallel_size=stages, **options
+    )
     return resolve(config, spec, MACHINE, "")
 
 
@@ -41,18 +43,62 @@ def test_what_is_not_divided_is_planned_for_each_process() -> None:
 
 
 @pytest.mark.parametrize(
+    ("model", "ends"),
+    [
+        ("llama-3.2-1b", (8, 16)),  # the one table is in both stages
+        ("llama-3.2-1b", (2, 8, 14, 16)),
+        ("deepseek-v2-lite", (14, 27)),
+    ],
+)
+def test_layers_are_divided_by_their_bytes(model: str, ends: tuple[int, ...]) -> None:
+    resolved = planned(model, 1, len(ends))
+    assert resolved.runner.stage_ends == ends and resolved.scheduler.stages == len(ends)
+    assert resolved.runner.threads == 8 // len(ends)
+
+
+def test_a_pipeline_has_the_cache_of_one_process_and_the_head_twice() -> None:
+    """A table of 128,256 x 2,048 in bfloat16."""
+    alone, two = (planned("llama-3.2-1b", 1, stages).memory for stages in (1, 2))
+    assert two.kv_cache == alone.kv_cache and two.weights == alone.weights
+    assert two.overhead - alone.overhead > 128_256 * 2_048 * 2
+
+
+@pytest.mark.parametrize(
     ("model", "options", "message"),
     [
         ("llama-3.2-1b", {"kernels": "torch"}, "must be 1 with torch kernels"),
         ("llama-3.2-1b", {"tensor_parallel_size": 33}, "at most 32, its heads of queries"),
-        ("llama-3.2-1b", {"threads": 1}, "at most 1, as there are threads"),
+        ("llama-3.2-1b", {"threads": 1}, "at most 1, as there are 1 threads"),
         ("llama-3.2-1b", {"engine_cache": "somewhere"}, "an engine folder"),
         ("llama-3.2-1b", {"tensor_parallel_size": 0}, "must be an integer in"),
     ],
 )
-def test_refusals(model, options, message) -> None:
+def test_refusals_of_a_group(model, options, message) -> None:
     config = EngineConfig(**{"device": "cpu", "tensor_parallel_size": 2, "threads": 64, **options})
     with pytest.raises(ConfigError, match=message) as caught:
         spec = ModelSpec.from_config(public_configs()[model])
         resolve(config, spec, MACHINE, "")
     assert caught.value.field == "tensor_parallel_size"
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ("llama-3.2-1b", {"kernels": "torch"}, "must be 1 with torch kernels"),
+        ("llama-3.2-1b", {"pipeline_parallel_size": 17}, "16 layers cannot be divided into 17"),
+        ("llama-3.2-1b", {"threads": 1}, "at most 1, as there are 1 threads, not 2"),
+        (
+            "llama-3.2-1b",
+            {"threads": 3, "tensor_parallel_size": 2},
+            "at most 1, as there are 3 threads, 2 for each stage, not 2",
+        ),
+        ("llama-3.2-1b", {"engine_cache": "somewhere"}, "an engine folder"),
+        ("llama-3.2-1b", {"spec_method": "eagle"}, "must be 1 with eagle"),
+    ],
+)
+def test_refusals_of_a_pipeline(model, options, message) -> None:
+    common = {"device": "cpu", "pipeline_parallel_size": 2, "threads": 64}
+    with pytest.raises(ConfigError, match=message) as caught:
+        spec = ModelSpec.from_config(public_configs()[model])
+        resolve(EngineConfig(**{**common, **options}), spec, MACHINE, "")
+    assert caught.value.field == "pipeline_parallel_size"

@@ -51,6 +51,7 @@ def run(seed: int, policy: str, windows: tuple[Seen, ...], depth: int) -> Simula
         budget=budget,
         max_num_seqs=rng.choice([3, 6]),
         depth=depth,
+        stages=depth if seed % 2 else 1,
         caching=rng.random() < 0.8,
         lookahead=seed % 3 * 4,
     )

@@ -52,6 +52,27 @@ def test_decodes_go_before_prefill_chunks() -> None:
     assert plan.num_scheduled_tokens == [1, 1, 3]
 
 
+def test_the_stages_of_a_pipeline_have_different_requests() -> None:
+    """No row goes on before its token is known, and decodes are spread over the steps in flight;
+    chunks of prompts are not."""
+    sim = Simulation(Setup(depth=2, stages=2, max_num_seqs=5, budget=16, max_model_len=128))
+    requests = [sim.add([i, i, i], 40, stop_ids=NO_STOP)[0] for i in range(4)]
+    first = sim.planned()
+    assert len(first.slots) == 4 and sim.plan() is None  # nothing is known yet
+    sim.deliver()
+    for _ in range(6):
+        plans = [sim.planned(), sim.planned()]
+        assert [len(plan.slots) for plan in plans] == [2, 2]
+        assert set(plans[0].slots).isdisjoint(plans[1].slots)
+        assert sim.plan() is None
+        sim.deliver()
+        sim.deliver()
+    late = sim.add([9] * 20, 4)[0]
+    plans = [sim.planned(), sim.planned()]
+    assert [plan.num_scheduled_tokens for plan in plans] == [[1, 1, 14], [1, 1, 6]]
+    assert {len(request.token_ids) for request in requests} == {3 + 7} and late.slot is not None
+
+
 def test_a_decode_row_costs_a_few_integers() -> None:
     sim = Simulation(Setup(block_size=4, max_model_len=64))
     request = sim.add([0] * 5, max_tokens=30, stop_ids=NO_STOP)[0]

@@ -63,6 +63,11 @@ if __name__ == "__main__":
 
 def ranks_of(engine: int) -> list[int]:
     """The processes that an engine has started to compute a share of its model."""
+    return children_of(engine, "kvik.rank_process")
+
+
+def children_of(parent: int, module: str) -> list[int]:
+    """The processes that run a module, in the order in which they were started."""
     found = []
     for name in os.listdir("/proc"):
         if name.isdecimal():
@@ -70,9 +75,9 @@ def ranks_of(engine: int) -> list[int]:
                 with open(f"/proc/{name}/cmdline", "rb") as file:
                     command = file.read()
                 with open(f"/proc/{name}/stat") as file:
-                    parent = int(file.read().rpartition(")")[2].split()[1])
+                    its_parent = int(file.read().rpartition(")")[2].split()[1])
             except (OSError, ValueError):
                 continue
-            if b"kvik.rank_process" in command and parent == engine:
+            if module.encode() in command and its_parent == parent:
                 found.append(int(name))
-    return found
+    return sorted(found)

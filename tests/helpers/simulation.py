@@ -40,6 +40,7 @@ class Setup:
     max_num_seqs: int = 4
     max_model_len: int = 64
     depth: int = 1  # steps in flight
+    stages: int = 1  # of a pipeline
     caching: bool = True
     batch_size: int = 3
     max_wait: float | None = 0.5
@@ -78,6 +79,7 @@ class Setup:
             max_queued_requests=self.max_queued_requests,
             max_queued_tokens=self.max_queued_tokens,
             num_lookahead_tokens=self.lookahead,
+            stages=self.stages,
         )
 
 

@@ -25,6 +25,8 @@ pytestmark = needs_native
 
 ALONE = Column("reference", alone=True)
 TWO = {"tensor_parallel_size": 2, "threads": 2}
+STAGES = {"pipeline_parallel_size": 2, "threads": 2}
+BOTH = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "threads": 4}
 DRAFTERS = {
     "ngram": {},
     "draft_model": {"spec_model": str(BUNDLED.parent / "stories-draft")},
@@ -40,13 +42,29 @@ COLUMNS = [
         Column(f"tp2, drafts by {method}", {**TWO, "spec_method": method, **EAGER, **more})
         for method, more in DRAFTERS.items()
     ),
+    Column("pp2", STAGES),
+    Column("pp4", {"pipeline_parallel_size": 4, "threads": 4}),
+    Column("pp2, hits, chunks", {**STAGES, "max_num_batched_tokens": 16}, rounds=2, must="hits"),
+    Column("pp2, preemption, siblings", {**STAGES, **SQUEEZED}, siblings=2, must="preemptions"),
+    *(
+        Column(f"pp2, drafts by {method}", {**STAGES, "spec_method": method, **EAGER, **more})
+        for method, more in DRAFTERS.items()
+    ),
+    Column("tp2 pp2", BOTH),
+    Column(
+        "tp2 pp2, preemption, chunks",
+        {**BOTH, **SQUEEZED, "max_num_batched_tokens": 16},
+        must="preemptions",
+    ),
 ]
+BY_NAME = {column.name: column for column in COLUMNS}
 # Each format with two processes, and each column in one format.
-CASES = [("bundled", name, COLUMNS[0]) for name in FORMATS]
-CASES += [("bundled", "int8", column) for column in COLUMNS[1:]]
-FAST = [("int8", COLUMNS[0]), ("int8", COLUMNS[2])]
-CASES += [("capped", "bfloat16", column) for column in COLUMNS[:2]]
-CASES += [(name, "int4", COLUMNS[0]) for name in ("windowed", "chunked", "latent")]
+CASES = [("bundled", name, BY_NAME[column]) for name in FORMATS for column in ("tp2", "pp2")]
+CASES += [("bundled", "int8", column) for column in COLUMNS if column.name not in ("tp2", "pp2")]
+FAST = [("int8", BY_NAME[name]) for name in ("tp2", "tp2, hits, chunks", "pp2, hits, chunks")]
+CASES += [("capped", "bfloat16", BY_NAME[name]) for name in ("tp2", "tp4", "tp2 pp2")]
+CASES += [(name, "int4", BY_NAME["tp2"]) for name in ("windowed", "chunked", "latent")]
+CASES += [(name, "int4", BY_NAME["pp2"]) for name in ("chunked", "latent")]
 
 
 @pytest.mark.parametrize(
@@ -109,16 +127,20 @@ FAMILIES: dict[str, dict[str, object]] = {
 @pytest.mark.full
 @pytest.mark.parametrize(("number", "family"), [*enumerate(FAMILIES)])
 def test_models_of_each_kind(number, family, tmp_path) -> None:
-    """Three processes share fewer heads of keys; a part may be empty."""
+    """Three processes share fewer heads of keys; a part may be empty. Of two stages each has one
+    layer."""
     save_tiny(tmp_path, family, **FAMILIES[family])
     common = {"model": str(tmp_path), "device": "cpu", "max_model_len": 64, "dtype": "float32"}
     ids = [tokens(24, seed) for seed in range(4)]
     params = SamplingParams(temperature=0.0, max_tokens=12, logprobs=2, prompt_logprobs=1)
     found = []
-    for ranks in (1, 2 + number % 2):
-        with LLM(**common, tensor_parallel_size=ranks, threads=ranks) as llm:
+    ways = [{}, {"tensor_parallel_size": 2 + number % 2}]
+    if family != "Gemma4":  # whose last layers read what the first ones keep
+        ways.append({"pipeline_parallel_size": 2})
+    for way in ways:
+        with LLM(**common, **way, threads=max([1, *way.values()])) as llm:
             outputs = llm.generate(ids, params)
         found.append(
             [(o.prompt_logprobs, o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
         )
-    assert found[0] == found[1]
+    assert found == [found[0]] * len(ways)

@@ -147,7 +147,7 @@ def test_every_method_of_a_worker_enters_its_device(
         return torch.zeros(1)
 
     monkeypatch.setattr(workers, "platform", noted("platform", workers.platform))
-    monkeypatch.setattr(workers, "load_network", noted("load", workers.load_network))
+    monkeypatch.setattr(workers, "load_share", noted("load", workers.load_share))
 
     def output(*args: Any) -> ModelRunnerOutput:
         return ModelRunnerOutput(0, [])

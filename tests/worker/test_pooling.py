@@ -25,7 +25,7 @@ class Rig:
 
     def __init__(self) -> None:
         self.table = RequestTable(4, 256, 1, 16)
-        self.pooling = Pooling(self.table, AtOnce())
+        self.pooling = Pooling(AtOnce())
 
     def enter(self, slot: int, pooling: str | None, length: int = LENGTH, computed: int = 0):
         blocks = [list(range(1, 17))]

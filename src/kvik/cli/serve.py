@@ -60,6 +60,7 @@ ENGINE_FLAGS = (
     "max_queued_tokens",
     "threads",
     "tensor_parallel_size",
+    "pipeline_parallel_size",
     "seed",
     "load_format",
     "speculative_config",

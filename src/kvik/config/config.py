@@ -32,7 +32,7 @@ from kvik.options import (
 )
 from kvik.spec.kv import AUTO, KV_FORMATS, SYNONYMS
 from kvik.spec.model import MAX_LAYERS
-from kvik.spec.shares import MAX_RANKS
+from kvik.spec.shares import MAX_RANKS, MAX_STAGES, PipelineStage
 from kvik.spec.stored_weights import METHODS as STORED_METHODS
 from kvik.spec.weights import SCHEMES
 
@@ -177,6 +177,11 @@ class EngineConfig:
         Integer(1, MAX_RANKS),
         "processes among which matrices and heads are divided; they share the threads",
     )
+    pipeline_parallel_size: int = option(
+        1,
+        Integer(1, MAX_STAGES),
+        "stages among which layers are divided, each of tensor_parallel_size processes",
+    )
     load_format: str = option(
         "safetensors",
         OneOf(("safetensors", "random"), {"auto": "safetensors", "dummy": "random"}),
@@ -259,7 +264,8 @@ class RunnerConfig:
         graph_sizes: sizes of forwards that may be captured on a GPU.
         draft_graph_sizes: the same for the draft model or the draft heads.
         graph_memory: bytes that all captured forwards together may take.
-        ranks: processes that compute the model together, of `threads` each.
+        ranks: processes that compute layers together, of `threads` each.
+        stage_ends: where the layers of each stage end; (): there is one stage.
     """
 
     model_path: str
@@ -279,6 +285,12 @@ class RunnerConfig:
     graph_memory: int = 0
     engine_cache: str | None = None
     ranks: int = 1
+    stage_ends: tuple[int, ...] = ()
+
+    @property
+    def stages(self) -> tuple[PipelineStage, ...]:
+        """The stages among which layers are divided; (): there is one."""
+        return PipelineStage.all_of(self.stage_ends)
 
 
 @dataclass(frozen=True, slots=True)

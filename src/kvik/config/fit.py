@@ -34,6 +34,7 @@ from kvik.spec.kv import AUTO, KVGroup
 
 MAX_NUM_SEQS = 256
 CPU_BUDGET, GPU_BUDGET = 2048, 8192  # tokens of a step; larger steps are bound by arithmetic
+CHUNKS_EACH = 2  # steps into which a pipeline divides as many tokens, for each stage
 MIN_BUDGET = 64  # smallest useful number of tokens in a step
 MIN_CONTEXT = 256  # shortest useful context
 # On a CPU, whose memory other programs use, the KV cache takes by default at most this share of
@@ -99,6 +100,8 @@ class Fit:
         config, footprint = self.config, self.footprint
         context = footprint.spec.max_context
         default = GPU_BUDGET if footprint.device == "cuda" else CPU_BUDGET
+        if footprint.stage_ends:  # else most of them would wait for the one that has the prompt
+            default //= CHUNKS_EACH * len(footprint.stage_ends)
         asked = requested_speculation(config)
         # Tokens of a decoding request, and what the drafts of all requests add.
         each, drafts = (1, 0) if asked is None else (2, 2 * draft_tokens(asked))

@@ -41,7 +41,7 @@ from kvik.spec.kv import (
 from kvik.spec.layers import LatentSpec
 from kvik.spec.model import DTYPE_BYTES, LinearLayers
 from kvik.spec.rope import RopeSpec
-from kvik.spec.shares import cut_groups
+from kvik.spec.shares import PipelineStage, cut_groups, stage_groups
 from kvik.spec.weights import Weighed, weight_bytes
 
 LOGIT_BYTES = 4  # bytes of a logit, for models of any dtype
@@ -427,8 +427,9 @@ class Footprint:
     heads: HeadsFootprint | None = None  # of its draft heads
     graph_memory: int | None = None  # see `EngineConfig`
     checkpoints: bool = True  # states are kept for prefix hits
-    ranks: int = 1  # processes that compute it together
-    whole: int = 0  # bytes of weights that are not divided among them
+    ranks: int = 1  # processes that compute layers together
+    repeated: int = 0  # bytes of weights that several of them have, but once
+    stage_ends: tuple[int, ...] = ()  # see `RunnerConfig`
 
     @property
     def groups(self) -> tuple[KVGroup, ...]:
@@ -461,8 +462,19 @@ class Footprint:
         drafting = 0
         if self.draft is not None:
             drafting = sum(group.bytes_per_token for group in self.draft.groups) * self.block_size
-        shares = (cut_groups(self.groups, rank, self.ranks) for rank in range(self.ranks))
+        stages = [
+            stage_groups(self.groups, s.layers) for s in PipelineStage.all_of(self.stage_ends)
+        ]
+        shares = (
+            cut_groups(groups, rank, self.ranks)
+            for groups in stages or [self.groups]
+            for rank in range(self.ranks)
+        )
         return sum(block_bytes(share, self.block_size) for share in shares) + drafting
+
+    @property
+    def _processes(self) -> int:
+        return self.ranks * max(1, len(self.stage_ends))
 
     @property
     def _block_cost(self) -> int:
@@ -507,7 +519,7 @@ class Footprint:
     def activations(self, size: StepSize) -> int:
         """Peak of one step."""
         own = self._step.tape(size) if self._taped else self._step.eager(size)
-        own *= self.ranks  # what they share is not told from what each has
+        own *= self._processes  # what they share is not told from what each has
         drafting = self._drafting(size, self.draft) if self.draft else 0
         if self.heads:
             drafting += self.heads.step(min(size.max_num_seqs, size.max_draft_rows))
@@ -521,7 +533,7 @@ class Footprint:
         seen = size.max_num_seqs * spec.vocab_size * SEEN_BYTES_PER_TOKEN
         tables = _position_tables(spec, size.max_model_len)
         total = self.runtime + table + seen + tables + self._pooling(size) + self.graphs(size)
-        total += (self.ranks - 1) * (RANK_BYTES + self.whole)
+        total += (self._processes - 1) * RANK_BYTES + self.repeated
         if self.device == "cpu":
             total += spec.vocab_size * TOKENIZER_BYTES_PER_ENTRY
             total += 0 if self._taped else TORCH_KERNELS_BYTES

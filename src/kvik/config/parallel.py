@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvik.config.compute import Compute
 from kvik.config.config import ASKED, EngineConfig
 from kvik.config.hardware import Hardware
 from kvik.errors import ConfigError
 from kvik.models.model_spec import ModelSpec
+from kvik.spec.kv import stored_as
 from kvik.spec.model import DTYPE_BYTES
-from kvik.spec.shares import HeadShare
+from kvik.spec.shares import HeadShare, PipelineStage, stages_of
+from kvik.spec.weights import matrix_kind, weight_bytes
 
 OPTION = "tensor_parallel_size"
+STAGES = "pipeline_parallel_size"
 
 
 def check_group(
@@ -24,38 +29,100 @@ def check_group(
     Raises:
         ConfigError: naming what is in the way.
     """
-    ranks = config.tensor_parallel_size
-    if ranks == 1:
+    ranks, stages = config.tensor_parallel_size, config.pipeline_parallel_size
+    option = STAGES if stages > 1 else OPTION
+    if ranks * stages == 1:
         return
     if compute.kernels != "native" or compute.attention != "cpu":
         found = f"{compute.kernels} kernels with {compute.attention} attention"
-        raise ConfigError(OPTION, f"must be 1 with {found}: the native kernels alone are divided")
+        raise ConfigError(option, f"must be 1 with {found}: the native kernels alone are divided")
     heads, threads = spec.num_heads, config.threads or hardware.threads
     if ranks > heads:
         raise ConfigError(OPTION, f"must be at most {heads}, its heads of queries, not {ranks}")
-    if ranks > threads:
-        raise ConfigError(OPTION, f"must be at most {threads}, as there are threads, not {ranks}")
+    if ranks * stages > threads:
+        most = threads // ranks if stages > 1 else threads
+        asked = stages if stages > 1 else ranks
+        each = f", {ranks} for each stage" if ranks > 1 and stages > 1 else ""
+        told = f"must be at most {most}, as there are {threads} threads{each}, not {asked}"
+        raise ConfigError(option, told)
     if spec.built is not None or config.engine_cache is not None:
-        raise ConfigError(OPTION, "must be 1 with an engine folder, whose matrices are whole")
+        raise ConfigError(option, "must be 1 with an engine folder, whose matrices are whole")
+    if stages > 1 and any(layer.token_input for layer in spec.layers):
+        why = f"{spec.architecture} reads vectors of tokens in every layer"
+        raise ConfigError(STAGES, f"must be 1: {why}")
 
 
-def share_reason(spec: ModelSpec, threads: int, ranks: int) -> str:
+def stage_ends(config: EngineConfig, spec: ModelSpec, compute: Compute) -> tuple[int, ...]:
+    """Return where the layers of each stage end, so that the stages have about as many bytes: of
+    weights, and of the keys and values of one request.
+
+    Raises:
+        ConfigError: the layers cannot be divided so.
+    """
+    stages, dtype = config.pipeline_parallel_size, compute.dtype
+    if stages == 1:
+        return ()
+    item, quantization = DTYPE_BYTES[dtype], config.quantization
+    head, tied = _head_bytes(config, spec, compute), spec.tie_word_embeddings
+    first = head if tied else spec.declaration.embedding.num_parameters * item
+    blocks = weight_bytes(spec, dtype, quantization, compute.kernels)
+    blocks -= head if tied else head + first
+    numbers = [
+        sum(linear.num_parameters for linear in spec.declaration.of_block(layer))
+        for layer in range(spec.num_layers)
+    ]
+    length = config.max_model_len or spec.max_position_embeddings
+    kept = stored_as(spec.kv_specs(item), config.kv_cache_dtype, config.kv_cache_dtype_skip_layers)
+    costs = [
+        max(0, blocks) * number // max(1, sum(numbers)) + (length * kv.bytes_per_token if kv else 0)
+        for number, kv in zip(numbers, kept, strict=True)
+    ]
+    readers = enumerate(layer.kv_from for layer in spec.layers)
+    joined = [(reader, source) for reader, source in readers if source is not None]
+    try:
+        return tuple(run.stop for run in stages_of(costs, first, head, stages, joined))
+    except ValueError as error:
+        raise ConfigError(STAGES, f"cannot be {stages}: {error}") from None
+
+
+def stages_reason(ends: Sequence[int], ranks: int) -> str:
+    """Return which layers each stage has, as the reason of the decision."""
+    runs = [
+        f"{stage.layers.start} to {stage.layers.stop - 1}" for stage in PipelineStage.all_of(ends)
+    ]
+    group = f", each in {ranks} processes" if ranks > 1 else ""
+    return f"{ASKED}: layers {', '.join(runs)}{group}; the last stage samples"
+
+
+def share_reason(spec: ModelSpec, threads: int, each: int, ranks: int) -> str:
     """Return what each process has, as the reason of the decision."""
     shares = [HeadShare.of(spec.num_heads, spec.num_kv_heads, rank, ranks) for rank in range(ranks)]
     heads = sorted({end - first for first, end in (share.heads for share in shares)})
     kv_heads = sorted({end - first for first, end in (share.kv_heads for share in shares)})
     return (
         f"{ASKED}: each process has {_some(heads)} of {spec.num_heads} heads, {_some(kv_heads)} of "
-        f"{spec.num_kv_heads} heads of keys, as much of each matrix, and {threads // ranks} of "
+        f"{spec.num_kv_heads} heads of keys, as much of each matrix, and {each} of "
         f"{threads} threads"
     )
 
 
-def whole_bytes(spec: ModelSpec, dtype: str) -> int:
-    """Return the bytes of tables that each process has whole: of tokens where the head has a matrix
-    of its own, and of positions."""
+def repeated_bytes(config: EngineConfig, spec: ModelSpec, compute: Compute) -> int:
+    """Return the bytes of weights that several processes have, without those of one: tables of
+    tokens, where the head has a matrix of its own, and of positions are whole in each process; a
+    table that is the head, too, is in the first stage and in the last."""
+    item = DTYPE_BYTES[compute.dtype]
     tables = (table for table in spec.declaration.tables if not table.tied)
-    return DTYPE_BYTES[dtype] * sum(table.num_parameters for table in tables)
+    whole = item * sum(table.num_parameters for table in tables)
+    twice = spec.tie_word_embeddings and config.pipeline_parallel_size > 1
+    return whole * (config.tensor_parallel_size - 1) + twice * _head_bytes(config, spec, compute)
+
+
+def _head_bytes(config: EngineConfig, spec: ModelSpec, compute: Compute) -> int:
+    table = spec.declaration.embedding
+    kind = matrix_kind(config.quantization, table.width, (None,), head=True)
+    if kind is None:
+        return table.num_parameters * DTYPE_BYTES[compute.dtype]
+    return kind.weight_bytes(table.width, table.rows, compute.kernels)
 
 
 def _some(counts: list[int]) -> str:

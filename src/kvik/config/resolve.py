@@ -18,9 +18,16 @@ from kvik.config.config import (
     check_config,
     requested_speculation,
 )
+from kvik.config.draft_heads import EAGLE
 from kvik.config.fit import Fit, choose_speculation, footprint_of, with_drafter
 from kvik.config.hardware import Hardware
-from kvik.config.parallel import check_group, share_reason, whole_bytes
+from kvik.config.parallel import (
+    check_group,
+    repeated_bytes,
+    share_reason,
+    stage_ends,
+    stages_reason,
+)
 from kvik.config.speculative import NO_SOURCE, DraftSource
 from kvik.core.config import CacheConfig, SchedulerConfig
 from kvik.errors import ConfigError
@@ -58,14 +65,18 @@ def resolve(
     compute, limit = choose_compute(config, spec, hardware, notes)
     asked = requested_speculation(config)
     check_group(config, spec, compute, hardware)
+    ends = stage_ends(config, spec, compute)
     if asked is not None and spec.states:
         raise ConfigError(
             "spec_method",
             f"must be left out: {spec.architecture} keeps states, which cannot take back drafts",
         )
+    if ends and asked is not None and asked.method == EAGLE:
+        raise ConfigError("pipeline_parallel_size", f"must be 1 with {EAGLE}: it reads embeddings")
     mapped = None if spec.built is None else spec.built.weight_bytes
     footprint = footprint_of(config, spec, hardware, compute, mapped)
-    footprint = replace(footprint, whole=whole_bytes(spec, compute.dtype))
+    repeated = repeated_bytes(config, spec, compute)
+    footprint = replace(footprint, repeated=repeated, stage_ends=ends)
     footprint = with_drafter(footprint, asked, source)
     footprint, size, num_blocks = Fit(config, footprint, limit).decide(notes)
     speculation = choose_speculation(asked, size, footprint.groups, source, notes)
@@ -77,8 +88,11 @@ def resolve(
         reason = f"a cgroup grants {quota:g} cores' worth of time: {hardware.cpu_name}"
     ranks = config.tensor_parallel_size
     notes.add("threads", threads, reason)
+    each = threads // (ranks * max(1, len(ends)))
+    if ends:
+        notes.add("pipeline_parallel_size", len(ends), stages_reason(ends, ranks))
     if ranks > 1:
-        notes.add("tensor_parallel_size", ranks, share_reason(spec, threads, ranks))
+        notes.add("tensor_parallel_size", ranks, share_reason(spec, threads, each, ranks))
     seed = _choose_seed(config, drawn_seed, notes)
     return ResolvedConfig(
         model=spec,
@@ -100,6 +114,7 @@ def resolve(
             max_queued_requests=config.max_queued_requests,
             max_queued_tokens=config.max_queued_tokens,
             num_lookahead_tokens=speculation.num_lookahead_tokens if speculation else 0,
+            stages=max(1, len(ends)),
         ),
         runner=RunnerConfig(
             model_path=model_path,
@@ -107,8 +122,8 @@ def resolve(
             device=compute.device,
             attention_backend=compute.attention,
             torch_prompts=torch_prompts(compute.attention, spec, compute.gpu),
-            threads=threads // ranks,
-            adapt_threads=config.threads is None and ranks == 1,
+            threads=each,
+            adapt_threads=config.threads is None and ranks == 1 and not ends,
             cpu_quota=quota,
             kernels=compute.kernels,
             load_format=config.load_format,
@@ -119,6 +134,7 @@ def resolve(
             draft_graph_sizes=footprint.draft_graph_sizes(size),
             graph_memory=footprint.graphs(size),
             ranks=ranks,
+            stage_ends=ends,
         ),
         memory=footprint.plan(size, num_blocks, limit),
         seed=seed,

@@ -54,6 +54,7 @@ class SchedulerConfig:
     Attributes:
         num_lookahead_tokens: places in the KV cache that a decoding request gets beyond its step,
             if blocks are to spare.
+        stages: of a pipeline, each of which computes a step of its own at a time.
         max_wait: seconds for which a batch waits to fill; None: as the policy has it.
     """
 
@@ -67,3 +68,4 @@ class SchedulerConfig:
     max_queued_requests: int = 4096
     max_queued_tokens: int = 4_194_304
     num_lookahead_tokens: int = 0
+    stages: int = 1

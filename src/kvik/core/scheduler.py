@@ -234,6 +234,7 @@ class Scheduler:
         if self.shares.contended:
             running = self.shares.decode_order(running, newcomers_first=kept > 0)
         plan, number, block_size = step.plan, step.plan.step, self.kv.block_size
+        most = self._decodes_at_once()
         prefilling: list[Request] = []
         decoding: list[Request] = []
         drafting: list[int] = []  # rows, of those decoding
@@ -253,8 +254,11 @@ class Scheduler:
                 if wanted and known == request.num_prompt_tokens:
                     prefilling.append(request)
                 continue
-            if request.num_draft_tokens and pending:
-                continue  # where the next token stands depends on how many drafts are accepted
+            unknown = pending and (request.num_draft_tokens or self.config.stages > 1)
+            if unknown or len(decoding) == most:
+                # Where the next token stands depends on how many drafts are accepted; and the first
+                # stage of a pipeline needs to know it.
+                continue
             if computed == len(request.block_ids[0]) * block_size:
                 while (new := self.kv.extend(request, computed + 1)) is None:
                     if len(running) == 1 and self.in_flight:
@@ -288,6 +292,15 @@ class Scheduler:
             plan.num_draft_tokens[row] = drafts  # wanted; `_place_drafts` looks for blocks
             budget -= drafts
         return budget + kept, prefilling
+
+    def _decodes_at_once(self) -> int:
+        """Return the most decoding rows of a step: in a pipeline they are spread over as many steps
+        as there are stages, so that all have something to compute."""
+        stages = self.config.stages
+        if stages == 1:
+            return self.config.max_num_seqs
+        decoding = sum(request.num_unscheduled_tokens <= 1 for request in self.running)
+        return max(1, -(-decoding // stages))
 
     def _schedule_prompts(
         self, step: Step, prefilling: list[Request], budget: int, now: float

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from kvik.errors import shown
 from kvik.models.gemma import GGUF_NAMES, gemma_scales, softcap
 from kvik.models.llama import Llama
-from kvik.spec.declare import Architecture, ExpertNames, ForwardContext, LayerBuilder
+from kvik.spec.declare import ALL, Architecture, ExpertNames, ForwardContext, LayerBuilder
 from kvik.spec.experts import SWITCH, ExpertsSpec, Router, expert_count
 from kvik.spec.fields import Fields
 from kvik.spec.layers import FULL, SLIDING, LayerSpec, layer_types, read_window
@@ -160,7 +160,7 @@ class Gemma4:
         """ids [tokens] -> hidden [tokens, hidden]."""
         x = self.enter(ids, ctx)
         ctx = replace(ctx, token_inputs=self.token_inputs(ids, x, ctx))
-        return self.trunk.norm(self.blocks(x, ctx))
+        return self.leave(self.blocks(x, ctx))
 
     def enter(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         """ids [tokens] -> the residual stream before the first layer, [tokens, hidden]."""
@@ -170,9 +170,13 @@ class Gemma4:
         """ids [tokens], x [tokens, hidden], their embeddings -> [tokens, layers, width]."""
         return None if self.inputs is None else self.inputs(ids, x, ctx)
 
-    def blocks(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+    def blocks(self, x: Tensor, ctx: ForwardContext, span: slice = ALL) -> Tensor:
         """Return the residual stream x [tokens, hidden] -> the same behind the last layer."""
-        return self.trunk.blocks(x, ctx)
+        return self.trunk.blocks(x, ctx, span)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """x [tokens, hidden] behind the last layer -> normalised."""
+        return self.trunk.leave(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [rows, hidden] -> [rows, vocab] fp32."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvik.spec.declare import (
+    ALL,
     APART,
     Architecture,
     FilePart,
@@ -108,8 +109,7 @@ class GPT2:
 
     def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         """ids [tokens] -> hidden [tokens, hidden]."""
-        x = self.blocks(self.enter(ids, ctx), ctx)
-        return x if self.norm is None else self.norm(x)
+        return self.leave(self.blocks(self.enter(ids, ctx), ctx))
 
     def enter(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         """ids [tokens] -> the residual stream before the first layer, [tokens, hidden]."""
@@ -118,11 +118,15 @@ class GPT2:
     def token_inputs(self, ids: Tensor, x: Tensor, ctx: ForwardContext) -> None:
         """Layers read nothing of tokens alone."""
 
-    def blocks(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+    def blocks(self, x: Tensor, ctx: ForwardContext, span: slice = ALL) -> Tensor:
         """Return the residual stream x [tokens, hidden] -> the same behind the last layer."""
-        for layer in self.layers:
+        for layer in self.layers[span]:
             x = layer(x, ctx)
         return x
+
+    def leave(self, x: Tensor) -> Tensor:
+        """x [tokens, hidden] behind the last layer -> normalised, where there is a norm."""
+        return x if self.norm is None else self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [rows, hidden] -> [rows, vocab] fp32."""

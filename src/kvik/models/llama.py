@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from kvik.spec.declare import (
+    ALL,
     EXPERT_NAMES,
     Architecture,
     ExpertNames,
@@ -175,7 +176,7 @@ class Llama:
 
     def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         """ids [tokens] -> hidden [tokens, hidden]."""
-        return self.norm(self.blocks(self.enter(ids, ctx), ctx))
+        return self.leave(self.blocks(self.enter(ids, ctx), ctx))
 
     def enter(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         """ids [tokens] -> the residual stream before the first layer, [tokens, hidden]."""
@@ -184,12 +185,16 @@ class Llama:
     def token_inputs(self, ids: Tensor, x: Tensor, ctx: ForwardContext) -> None:
         """Layers read nothing of tokens alone."""
 
-    def blocks(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+    def blocks(self, x: Tensor, ctx: ForwardContext, span: slice = ALL) -> Tensor:
         """Return the residual stream x [tokens, hidden] -> the same behind the last layer."""
         rotations = [rope.at(ctx.positions) for rope in self.ropes]
-        for layer, rope in zip(self.layers, self.turned, strict=True):
+        for layer, rope in zip(self.layers[span], self.turned[span], strict=True):
             x = layer(x, None if rope is None else rotations[rope], ctx)
         return x
+
+    def leave(self, x: Tensor) -> Tensor:
+        """x [tokens, hidden] behind the last layer -> normalised."""
+        return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [rows, hidden] -> [rows, vocab] fp32."""

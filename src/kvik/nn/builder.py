@@ -11,7 +11,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -51,14 +51,19 @@ from kvik.spec.declare import (
     EXPERT_NAMES,
     GATE_UP,
     ExpertNames,
+    LayerBuilder,
     LinearLayer,
+    PositionTable,
     Role,
+    TokenTable,
+    unbuilt,
     usual_scope,
 )
 from kvik.spec.experts import ExpertsSpec
 from kvik.spec.kv import KVGroup
 from kvik.spec.layers import LatentSpec, QueryScale
 from kvik.spec.rope import RopeSpec
+from kvik.spec.shares import PipelineStage
 from kvik.spec.states import StateSpec
 from kvik.spec.stored_weights import StoredQuantization, StoredScheme, stored_alike
 from kvik.spec.weights import matrix_kind
@@ -138,6 +143,7 @@ class Builder:
         quantization: str = "none",
         storage: Storage | None = None,
         stages: MakeStages = no_stages,
+        stage: PipelineStage | None = None,
     ) -> None:
         """
         Args:
@@ -148,6 +154,7 @@ class Builder:
             quantization: applied to linear layers while loading, as in `EngineConfig`.
             storage: allocates the weights; None: new memory.
             stages: makes the stages after each matrix product, except that of the logits.
+            stage: what is built of the model; None: all of it.
         """
         self.ops = ops
         self.backend = backend
@@ -159,6 +166,7 @@ class Builder:
         self.quantization = quantization
         self.storage = storage or FreshStorage(ops)
         self.stages = stages
+        self._stage = stage
         self.declared = Declarations(device)
         self._scope = ""
         self._group_of = {layer: i for i, group in enumerate(groups) for layer in group.layers}
@@ -172,13 +180,19 @@ class Builder:
             self._stored.setdefault(layer, {})[last] = entry.shape
         self._stored |= {name: {} for name in self.storage.names}
 
-    def at(self, name: str | int, *others: str) -> Builder:
-        """Return the builder of a narrower scope.
+    def at(self, name: str | int, *others: str) -> LayerBuilder:
+        """Return the builder of a narrower scope, of which it skips layers of other stages.
 
         Args:
             others: what checkpoints may have in its place; "": nothing, as those do that were saved
                 from the bare trunk of a model. The first that there is.
         """
+        if isinstance(name, int) and self._stage is not None and name not in self._stage.layers:
+            self.skip(str(name))
+            return unbuilt()
+        return self._at(name, *others)
+
+    def _at(self, name: str | int, *others: str) -> Builder:
         inner = copy(self)
         inner._scope = self._name(usual_scope(str(name), *others))
         for scope in map(self._name, (str(name), *others)):
@@ -386,7 +400,7 @@ class Builder:
             column = LinearShape(hidden, 1)
             gate = self._linear((names.shared_gate,), [column], [None], bias=False, exact=True)
         if spec.shared:
-            inside = self.at(names.shared)
+            inside = self._at(names.shared)
             shared = inside.gated_mlp(
                 hidden, spec.shared, bias=bias, names=names.shared_gate_up, down=names.shared_down
             )
@@ -412,24 +426,34 @@ class Builder:
         stored = [self._scheme(name) for name in names]
         return self._linear(names, shapes, stored, bias=bias, activation=activation, places=places)
 
-    def embedding(self, name: str, rows: int, hidden: int, *, skipped: int = 0) -> Embedding:
+    def embedding(self, name: str, rows: int, hidden: int, *, skipped: int = 0) -> PositionTable:
         """Return a table [rows, hidden]; `skipped`: first rows that are never read."""
+        if self._stage is not None and not self._stage.first:
+            self.skip(name)
+            return unbuilt().embedding(name, rows, hidden)
+        return self._table(name, rows, hidden, skipped)
+
+    def _table(self, name: str, rows: int, hidden: int, skipped: int = 0) -> Embedding:
         table = self._empty(f"{name}.weight", skipped + rows, hidden)
         self._declare(self._name(f"{name}.weight"), table, "matrix")
         return Embedding(self.ops, table[skipped:])
 
     def token_embedding(
         self, name: str, vocab: int, hidden: int, *, tied: bool, scale: float = 1.0
-    ) -> Embedding | MatrixEmbedding:
+    ) -> TokenTable:
         """
         Args:
             tied: the head has the same matrix.
             scale: of the vectors, as a number of the dtype.
         """
+        stage = self._stage
+        if stage is not None and not (stage.first or (stage.last and tied)):
+            self.skip(name)
+            return unbuilt().token_embedding(name, vocab, hidden, tied=tied)
         scale = float(torch.tensor(scale, dtype=self.dtype))
         stored_as_matrix = self._name(name) in self.storage.names
         if not tied and self._embedding_scheme(name) is None and not stored_as_matrix:
-            plain = self.embedding(name, vocab, hidden)
+            plain = self._table(name, vocab, hidden)
             return Embedding(self.ops, plain.table, scale)
         return self._embedding_matrix(name, LinearShape(hidden, vocab), tied, scale)
 
@@ -456,7 +480,7 @@ class Builder:
     def lm_head(
         self,
         name: str,
-        embedding: Embedding | MatrixEmbedding,
+        embedding: Any,
         *,
         bias: bool = False,
         softcap: float | None = None,
@@ -464,8 +488,12 @@ class Builder:
         """Return the head: logits over the rows of `embedding`, from its matrix or a separate one.
 
         Args:
+            embedding: as `token_embedding` returned it.
             softcap: a logit x becomes softcap * tanh(x / softcap); None: it stays.
         """
+        if self._stage is not None and not self._stage.last:
+            self.skip(name)
+            return unbuilt().linear(name, 0, 0, bias=bias)
         if isinstance(embedding, MatrixEmbedding) and embedding.tied:
             self.ignore(f"{name}.weight")
             head = Linear(self.ops, embedding.matrix)

@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from zlib import crc32
 
 import torch
 
@@ -14,7 +15,7 @@ from kvik.models.model_spec import ModelSpec
 from kvik.nn.builder import Builder, Declarations, DeclaredTensor
 from kvik.nn.checkpoint import Checkpoint
 from kvik.nn.safetensors import TORCH_DTYPES
-from kvik.spec.declare import Model
+from kvik.spec.declare import Network
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ FLOATS, INTEGERS = ("F32", "BF16", "F16", "F64"), ("I64", "I32")  # that stand f
 MAX_LISTED = 3  # names repeated in an error
 
 
-def load_model(spec: ModelSpec, builder: Builder, *, seed: int = 0) -> Model:
+def load_model(spec: ModelSpec, builder: Builder, *, seed: int = 0) -> Network:
     """Make the model that `spec` describes, with the weights of the builder's checkpoint.
 
     Without a checkpoint, what the builder's storage does not hold becomes random, from `seed`.
@@ -63,11 +64,13 @@ def load_weights(declared: Declarations, checkpoint: Checkpoint) -> None:
 
 
 def random_weights(declared: Declarations, seed: int) -> None:
-    """Fill a model with numbers that depend only on `seed`, for benchmarks without a checkpoint."""
-    generator = torch.Generator(declared.device).manual_seed(seed)
+    """Fill a model with numbers that depend only on `seed` and on the name of each tensor, for
+    benchmarks without a checkpoint."""
+    generator = torch.Generator(declared.device)
     with torch.inference_mode(), _half_the_threads():
         for tensor in declared.tensors:
             if tensor.kind == "matrix":
+                generator.manual_seed(seed + crc32(tensor.name.encode()))
                 _draw(tensor, declared.device, generator)
             else:
                 value = 1.0 if tensor.kind == "gain" else 0.0

@@ -198,6 +198,9 @@ class ForwardContext:
     token_inputs: Tensor | None = None
 
 
+ALL = slice(None)  # layers
+
+
 class Model(Protocol):
     """A network without state: weights only, the cache comes with the context."""
 
@@ -215,16 +218,20 @@ class Model(Protocol):
 
 
 class Network(Model, Protocol):
-    """A model whose layers can be run by themselves: forward is norm(blocks(enter(ids))), where the
-    context of the blocks has the `token_inputs`."""
+    """A model whose layers can be run by themselves: forward is leave(blocks(enter(ids))), where
+    the context of the blocks has the `token_inputs`."""
 
     def token_inputs(self, ids: Tensor, x: Tensor, ctx: ForwardContext) -> Tensor | None:
         """ids [tokens], x [tokens, hidden], what `enter` returns for them -> `token_inputs` of the
         context; None: layers read no such vectors."""
         ...
 
-    def blocks(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """Residual stream x [tokens, hidden] before the first layer -> after the last layer."""
+    def blocks(self, x: Tensor, ctx: ForwardContext, span: slice = ALL) -> Tensor:
+        """Residual stream x [tokens, hidden] before the first layer of some -> after the last."""
+        ...
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Residual stream x [tokens, hidden] after the last layer -> normalised, for `logits`."""
         ...
 
 
@@ -700,11 +707,22 @@ def describe(make: Callable[[ModelFacts, LayerBuilder], Network], spec: ModelFac
     return declaration
 
 
+def unbuilt() -> LayerBuilder:
+    """Return a builder of layers that stand in for those that other processes have."""
+    return cast(LayerBuilder, _Describer(Declaration()))
+
+
 @dataclass(frozen=True, slots=True)
 class _Described:
     """Placeholder of a layer; the `Declaration` says what was declared."""
 
     table: DeclaredTable | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[rows, hidden] of a table."""
+        assert self.table is not None
+        return self.table.rows, self.table.width
 
 
 _DESCRIBED = _Described()

@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from kvik.spec.kv import KVCacheSpec, KVGroup
 
 MAX_RANKS = 64  # csrc/group.hpp
+MAX_STAGES = 64
 
 
 def share_of(count: int, rank: int, size: int) -> tuple[int, int]:
@@ -41,6 +42,46 @@ class HeadShare:
         sharers = size * (owner + 1) // kv_heads - first
         begin, end = share_of(each, rank - first, sharers)
         return HeadShare((owner * each + begin, owner * each + end), (owner, owner + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineStage:
+    """Neighbouring layers of a model, which one process or group computes.
+
+    Attributes:
+        number, count: of the stage, from 0 on, and of all stages.
+        layers: their numbers.
+    """
+
+    number: int
+    count: int
+    layers: range
+
+    @property
+    def first(self) -> bool:
+        """Whether it has the embedding."""
+        return self.number == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether it has the head."""
+        return self.number == self.count - 1
+
+    @staticmethod
+    def all_of(ends: Sequence[int]) -> tuple[PipelineStage, ...]:
+        """Return the stages whose layers end before `ends`."""
+        runs = enumerate(pairwise((0, *ends)))
+        return tuple(PipelineStage(i, len(ends), range(*run)) for i, run in runs)
+
+
+def stage_groups(groups: Sequence[KVGroup], layers: range) -> tuple[KVGroup, ...]:
+    """Return the cache of some layers. Groups keep their places, and may be left without layers."""
+    found = []
+    for group in groups:
+        own = [i for i, layer in enumerate(group.layers) if layer in layers]
+        specs = tuple(group.specs[i] for i in own)
+        found.append(replace(group, specs=specs, layers=tuple(group.layers[i] for i in own)))
+    return tuple(found)
 
 
 def cut_groups(groups: Sequence[KVGroup], rank: int, size: int) -> tuple[KVGroup, ...]:

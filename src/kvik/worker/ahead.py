@@ -81,11 +81,11 @@ class LoadAhead:
 
 
 def _weight_memory(config: ResolvedConfig) -> np.ndarray | None:
-    """Return memory of the size of the weights; None: they are mapped, or are not loaded by the
-    native kernels."""
+    """Return memory of the size of the weights; None: they are mapped, a stage has some of the
+    layers, or they are not loaded by the native kernels."""
     runner = config.runner
     mapped = config.model.built is not None or runner.engine_cache is not None
-    if runner.kernels != "native" or mapped or sys.platform != "linux":
+    if runner.kernels != "native" or mapped or runner.stages or sys.platform != "linux":
         return None
     import numpy as np
 

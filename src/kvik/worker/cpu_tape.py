@@ -65,6 +65,7 @@ class CpuTape:
                 inputs.whole("positions"),
                 layouts,
                 inputs.whole("logits_indices"),
+                inputs.entered,
             )
         return CpuTape(native, recording, output, network, inputs)
 
@@ -76,16 +77,23 @@ class CpuTape:
 
     def run(self, batch: InputBatch) -> StepOutput:
         """The batch must lie in the inputs that were recorded."""
-        tokens, samples = batch.input_ids.shape[0], batch.logits_indices.shape[0]
-        self.plant(batch)
-        self.native.replay(self.recording, (tokens, len(batch.slots), samples))
+        return self.replay(*_size(batch))
+
+    def replay(self, step: RunStep, planted: bool) -> StepOutput:
+        """Run a step whose inputs lie where they were recorded.
+
+        Args:
+            planted: it has trees of drafts.
+        """
+        tokens, samples = step.tokens, step.samples
+        self.plant(planted)
+        self.native.replay(self.recording, (tokens, step.seqs, samples))
         part = self._parts.get((tokens, samples))
         return self._cut(tokens, samples) if part is None else part
 
-    def plant(self, batch: InputBatch) -> None:
+    def plant(self, planted: bool) -> None:
         """Take away trees that an earlier step has left in the inputs."""
         if self.inputs.trees:
-            planted = batch.layouts[0].tree is not None
             if self._planted and not planted:
                 self.inputs.whole("tree").zero_()
             self._planted = planted
@@ -121,7 +129,16 @@ class GroupTape:
         Raises:
             GroupLost: one of the others is gone.
         """
-        tokens, samples = batch.input_ids.shape[0], batch.logits_indices.shape[0]
-        self._tape.plant(batch)
-        with self._others.together(RunStep(tokens, len(batch.slots), samples)):
-            return self._tape.run(batch)
+        return self.replay(*_size(batch))
+
+    def replay(self, step: RunStep, planted: bool) -> StepOutput:
+        """See `CpuTape.replay`, and `run`."""
+        self._tape.plant(planted)
+        with self._others.together(step):
+            return self._tape.replay(step, planted)
+
+
+def _size(batch: InputBatch) -> tuple[RunStep, bool]:
+    """Return how large a step is, and whether it has trees of drafts."""
+    tokens, samples = batch.input_ids.shape[0], batch.logits_indices.shape[0]
+    return RunStep(tokens, len(batch.slots), samples), batch.layouts[0].tree is not None

@@ -21,10 +21,19 @@ from kvik.frozen import frozen
 from kvik.kernels.ops import Ops
 from kvik.kernels.upload import upload
 from kvik.nn.kv_formats import NO_STATES, KVCache, States
-from kvik.spec.declare import ForwardContext, Model
+from kvik.spec.declare import ForwardContext, Network
 from kvik.spec.kv import KVGroup
+from kvik.spec.shares import PipelineStage
 from kvik.worker.captures import MAX_PADDING, Capturer, Captures, GraphMemory
-from kvik.worker.group import CopyBlocks, CopyStates, Enter, MoveTokens, Others, ReadLogits
+from kvik.worker.group import (
+    CopyBlocks,
+    CopyStates,
+    EarlierStages,
+    Enter,
+    MoveTokens,
+    Others,
+    ReadLogits,
+)
 from kvik.worker.input_batch import InputBatch
 
 # Functions of rows, as draft heads are: called each time, or captured at a ladder of rows.
@@ -155,15 +164,19 @@ class EngineNetwork:
     Attributes:
         others: the processes that have other shares of the model and its cache, and do the same;
             None: there are none, or it is not for this process to tell them.
+        stage: the layers that are computed here; None: all.
+        earlier: of the last stage, those before it.
     """
 
-    model: Model
+    model: Network
     ops: Ops
     backend: AttentionBackend
     groups: tuple[KVGroup, ...]
     kv: KVCache
     states: States = NO_STATES
     others: Others | None = None
+    stage: PipelineStage | None = None
+    earlier: EarlierStages | None = None
 
     def forward(
         self,
@@ -171,14 +184,28 @@ class EngineNetwork:
         positions: Tensor,
         layouts: Sequence[StepLayout],
         logits_indices: Tensor,
+        entered: Tensor | None = None,
     ) -> StepOutput:
-        """One forward over a step; the head only for rows that sample."""
+        """One forward over a step; the head only for rows that sample.
+
+        Args:
+            entered: [tokens, hidden] of the stage before this one, if there is one. What a stage
+                has made that is not the last is the `hidden` of its output.
+        """
         metadata = tuple(
-            self.backend.plan(layout, group.spec.window)
+            self.backend.plan(layout, group.spec.window if group.layers else None)
             for layout, group in zip(layouts, self.groups, strict=True)
         )
         ctx = ForwardContext(positions, metadata, self.kv.layers, self.states.layers)
-        hidden = self.model.forward(input_ids, ctx)
+        model, stage = self.model, self.stage
+        if stage is None:
+            hidden = model.forward(input_ids, ctx)
+        else:
+            x = model.enter(input_ids, ctx) if entered is None else entered
+            x = model.blocks(x, ctx, slice(stage.layers.start, stage.layers.stop))
+            if not stage.last:
+                return StepOutput(x, x[:0], x[:0], x[:0])
+            hidden = model.leave(x)
         logits = self.model.logits(self.ops.gather_rows(hidden, logits_indices))
         return StepOutput(hidden, logits, *self.ops.largest(logits))
 
@@ -220,8 +247,9 @@ class EngineNetwork:
         Args:
             places: [2, n] int64, source and target.
         """
-        if self.others is not None:
-            self.others.tell(MoveTokens(group, places.tolist()))
+        for others in (self.others, self.earlier):
+            if others is not None:
+                others.tell(MoveTokens(group, places.tolist()))
         for layer in self.groups[group].layers:
             kv = self.kv.of(layer)
             self.backend.move(kv, *upload(places, kv.k.device))

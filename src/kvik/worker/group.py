@@ -1,4 +1,9 @@
-"""Processes that compute one model together: the place of each, and what the first tells others."""
+"""Processes that compute one model together: the place of each, and what the first tells others.
+
+A model may be cut in two directions. A group (tensor parallelism) has a share of every matrix in
+each process, and all of them compute each layer together. A pipeline has some of the layers in each
+stage, which is a process or a group, and its stages compute different steps at a time.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +26,20 @@ class RunStep:
     tokens: int
     seqs: int
     samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageStep:
+    """Run the recorded forward of a stage's layers.
+
+    Attributes:
+        inputs: of the step, by their names: shape and bytes.
+        block_copies, state_copies: to be made before it; see `CopyBlocks`, `CopyStates`.
+    """
+
+    inputs: dict[str, tuple[list[int], bytes]]
+    block_copies: list[tuple[int, int]]
+    state_copies: list[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +86,10 @@ class GiveBack:
     blocks: list[int]
 
 
-Message = RunStep | CopyBlocks | CopyStates | MoveTokens | ReadLogits | Enter | GiveBack
+Message = RunStep | StageStep | CopyBlocks | CopyStates | MoveTokens | ReadLogits | Enter | GiveBack
 _KINDS: tuple[type[Any], ...] = (
     RunStep,
+    StageStep,
     CopyBlocks,
     CopyStates,
     MoveTokens,
@@ -134,3 +154,40 @@ class Seat:
     size: int
     memory: np.ndarray
     others: Others | None = None
+
+
+class EarlierStages(Protocol):
+    """The stages before the last one, as that one sees them. They do what they are told in order,
+    the first stage at once, each other one when it has what the one before has made."""
+
+    def tell(self, message: Message) -> None:
+        """Send a message to each of them.
+
+        Raises:
+            GroupLost: one of them is gone.
+        """
+        ...
+
+    def entered(self) -> bytes:
+        """Wait for what they have made of the oldest step that was not asked for: [tokens, hidden].
+
+        Raises:
+            GroupLost: one of them is gone.
+        """
+        ...
+
+    def give_up(self, why: str) -> None:
+        """Let every later call raise `GroupLost`: the stages and the last one are out of step."""
+        ...
+
+    def meet(self) -> None:
+        """Wait until they have loaded.
+
+        Raises:
+            ConfigError: one of them cannot.
+        """
+        ...
+
+    def stop(self) -> None:
+        """End them; safe to call twice."""
+        ...

@@ -20,6 +20,7 @@ class InputBatch:
     layouts: where the tokens belong, per KV group.
     slots: [rows] on the host.
     starts: [rows + 1] on the host, first token of each row.
+    ends: [rows] on the host, tokens of each request that are computed behind the step.
     sampling_rows: rows that sample, on the host.
     logits_indices: [logit rows] int64, tokens whose logits are wanted: of each sampling row the
         last one, and before it one for each of its drafts but the last.
@@ -33,6 +34,7 @@ class InputBatch:
     layouts: tuple[StepLayout, ...]
     slots: np.ndarray
     starts: np.ndarray
+    ends: np.ndarray
     sampling_rows: np.ndarray
     logits_indices: Tensor
     num_drafts: np.ndarray | None = None
@@ -104,6 +106,7 @@ def build_input_batch(plan: SchedulerOutput, table: RequestTable, inputs: StepIn
         layouts=layouts,
         slots=slots,
         starts=starts,
+        ends=seq_lens,
         sampling_rows=sampling_rows,
         logits_indices=inputs.put("logits_indices", logits_indices),
         num_drafts=num_drafts,

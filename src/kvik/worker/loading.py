@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,11 +19,13 @@ from kvik.nn.gguf_checkpoint import open_weights
 from kvik.nn.kv_formats import allocate_kv, allocate_states
 from kvik.nn.loader import load_model
 from kvik.nn.storage import FreshStorage, Storage
-from kvik.spec.declare import Model
+from kvik.spec.declare import Network
 from kvik.spec.engine_folder import Manifest
 from kvik.spec.kv import KVGroup
+from kvik.spec.shares import PipelineStage, cut_groups, stage_groups
 from kvik.worker.engine_cache import cache_of, manifest_of
 from kvik.worker.graphs import EngineNetwork
+from kvik.worker.group import Seat
 from kvik.worker.platforms import Platform, PlatformParts, on_device, platform
 
 # Making the weights of an engine folder: a model is loaded as usual, and written as it then lies in
@@ -79,6 +82,7 @@ def load_network(
     quantization: str,
     *,
     drafts: bool = False,
+    stage: PipelineStage | None = None,
 ) -> EngineNetwork:
     """Return the model, or one that drafts for it in the same blocks.
 
@@ -86,6 +90,7 @@ def load_network(
         config: of the engine.
         path: of the weights, unless they are drawn.
         drafts: the model drafts, and all of its KV groups have the same block tables.
+        stage: what is computed here of the model, whose layers alone `groups` have; None: all.
 
     Raises:
         ModelError: the weights do not fit the spec.
@@ -93,7 +98,7 @@ def load_network(
     parts, cache = platform.parts, config.cache
     platform.release_freed()  # what reading the tokenizer took
     with torch.inference_mode():
-        model = _load(config, parts, spec, path, groups, quantization)
+        model = _load(config, parts, spec, path, groups, quantization, stage)
         platform.release_freed()
         kv = allocate_kv(
             groups,
@@ -104,8 +109,36 @@ def load_network(
             parts.kv_zeros,
             apart=drafts,
         )
-        states = allocate_states(spec.states, config.state_rows, parts.device, parts.kv_zeros)
-    return EngineNetwork(model, parts.ops, parts.backend, groups, kv, states)
+        layers = (
+            spec.layers if stage is None else spec.layers[stage.layers.start : stage.layers.stop]
+        )
+        kept = [layer.state for layer in layers if layer.state]
+        states = allocate_states(kept, config.state_rows, parts.device, parts.kv_zeros)
+    return EngineNetwork(model, parts.ops, parts.backend, groups, kv, states, stage=stage)
+
+
+def load_share(
+    config: ResolvedConfig, platform: Platform, seat: Seat | None, stage: PipelineStage | None
+) -> EngineNetwork:
+    """Return what a process has of the model that is served.
+
+    Args:
+        seat: in the group that has the layers; None: it has them alone.
+        stage: whose layers they are; None: the process or group has all.
+
+    Raises:
+        ModelError: as `load_network`.
+    """
+    runner, groups = config.runner, config.cache.groups
+    if stage is not None:
+        groups = stage_groups(groups, stage.layers)
+    if seat is not None:
+        groups = cut_groups(groups, seat.rank, seat.size)
+    path = Path(runner.model_path)
+    network = load_network(
+        config, platform, config.model, path, groups, runner.quantization, stage=stage
+    )
+    return network if seat is None else replace(network, others=seat.others)
 
 
 def _load(
@@ -115,7 +148,8 @@ def _load(
     path: Path,
     groups: tuple[KVGroup, ...],
     quantization: str,
-) -> Model:
+    stage: PipelineStage | None,
+) -> Network:
     """Load a model from an engine folder or from the cache of them, else from its files.
 
     Raises:
@@ -123,8 +157,10 @@ def _load(
     """
     runner = config.runner
 
-    def load(checkpoint: Checkpoint | None, storage: Storage | None) -> Model:
-        builder = make_builder(config, parts, spec, groups, quantization, checkpoint, storage)
+    def load(checkpoint: Checkpoint | None, storage: Storage | None) -> Network:
+        builder = make_builder(
+            config, parts, spec, groups, quantization, checkpoint, storage, stage
+        )
         return load_model(spec, builder, seed=runner.seed)
 
     if spec.built is not None:
@@ -152,6 +188,7 @@ def make_builder(
     quantization: str,
     checkpoint: Checkpoint | None,
     storage: Storage | None,
+    stage: PipelineStage | None = None,
 ) -> Builder:
     """For a model on this platform; see `Builder`."""
     return Builder(
@@ -165,4 +202,5 @@ def make_builder(
         stored_quantization=spec.quantization,
         quantization=quantization,
         storage=storage,
+        stage=stage,
     )

@@ -255,6 +255,7 @@ class NativePlatform:
         self.parts = PlatformParts(device, dtype, ops, TILES, NATIVE_DRAW_BYTES, backend, zeros)
         self._block_size = cache.block_size
         self._max_blocks = -(-scheduler.max_model_len // cache.block_size)
+        self._hidden_size = config.model.hidden_size
 
     def graph(
         self, network: EngineNetwork, sizes: StepSizes, *, trees: bool = False, drafts: bool = False
@@ -271,6 +272,8 @@ class NativePlatform:
         except CaptureError as error:
             if self.group is not None:
                 raise ConfigError("tensor_parallel_size", f"must be 1: {error}") from None
+            if network.stage is not None:
+                raise ConfigError("pipeline_parallel_size", f"must be 1: {error}") from None
             log.warning("every step runs through Python: %s", error)
             return eager
         if self.group is None or self._others is None:
@@ -288,7 +291,10 @@ class NativePlatform:
 
         zeros = np.zeros if self.group is None else self.group.fixed
         groups, blocks = len(network.groups), self._max_blocks
-        inputs = FixedInputs(sizes, groups, blocks, trees=trees, zeros=zeros)
+        entered = None
+        if network.stage is not None and not network.stage.first:
+            entered = self._hidden_size, self.parts.dtype
+        inputs = FixedInputs(sizes, groups, blocks, trees=trees, zeros=zeros, entered=entered)
         return CpuTape.capture(self.native, network, inputs, self._block_size)
 
     def rows(self, function: RowFunction, like: Sequence[Tensor]) -> RowGraph:

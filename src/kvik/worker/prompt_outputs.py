@@ -59,8 +59,7 @@ class Pooling(Participant[list[PooledChunk]]):
     prompt was cut into chunks, as far as the hidden states do not.
     """
 
-    def __init__(self, table: RequestTable, copies: Copies) -> None:
-        self._table = table
+    def __init__(self, copies: Copies) -> None:
         self._copies = copies
         self._wanted: dict[int, _Pooled] = {}  # by slot
 
@@ -83,7 +82,7 @@ class Pooling(Participant[list[PooledChunk]]):
             if pooled is None or row in step.errors:
                 continue
             start, end = int(batch.starts[row]), int(batch.starts[row + 1])
-            ends = bool(self._table.num_computed[slot] == pooled.num_prompt)
+            ends = bool(batch.ends[row] == pooled.num_prompt)
             if pooled.kind == "last":
                 start = end - 1
             if pooled.kind == "mean" or ends:
@@ -188,7 +187,7 @@ class PromptLogprobs(Participant[list[ScoredChunk]]):
                 continue
             num_prompt = int(table.num_prompt[slot])
             start, end = int(batch.starts[row]), int(batch.starts[row + 1])
-            first = int(table.num_computed[slot]) - (end - start)  # position of `start`
+            first = int(batch.ends[row]) - (end - start)  # position of `start`
             last = min(first + end - start, num_prompt - 1)  # this one predicts no prompt token
             scored = min(max(first, wanted.start - 1), last)  # the first that predicts one
             try:

@@ -8,7 +8,6 @@ the heads of the cache, run the same recorded forward, and meet the first one in
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 
 from kvik.config.config import ResolvedConfig
 from kvik.spec.declare import ForwardContext
-from kvik.spec.shares import cut_groups
+from kvik.spec.shares import PipelineStage
 from kvik.worker.graphs import EngineNetwork
 from kvik.worker.group import (
     MESSAGES,
@@ -29,10 +28,12 @@ from kvik.worker.group import (
     ReadLogits,
     RunStep,
     Seat,
+    StageStep,
 )
-from kvik.worker.loading import load_network
+from kvik.worker.loading import load_share
+from kvik.worker.pipeline import StageTape, Tape
 from kvik.worker.platforms import NativePlatform
-from kvik.worker.step_inputs import StepSizes
+from kvik.worker.step_inputs import FixedInputs, StepSizes
 
 
 def encode(message: Message) -> bytes:
@@ -48,19 +49,19 @@ def decode(data: bytes) -> Message:
 class Rank:
     """Another process than the first: its share of the model, and what it does with it."""
 
-    def __init__(self, config: ResolvedConfig, seat: Seat) -> None:
+    def __init__(
+        self, config: ResolvedConfig, seat: Seat, stage: PipelineStage | None = None
+    ) -> None:
         """
+        Args:
+            stage: of which the group is; None: it has all layers.
+
         Raises:
             ModelError: the weights do not fit the spec.
         """
         torch.set_num_threads(1)
-        runner, cache = config.runner, config.cache
         self._platform = NativePlatform(config, seat=seat)
-        groups = cut_groups(cache.groups, seat.rank, seat.size)
-        path = Path(runner.model_path)
-        self._network: EngineNetwork = load_network(
-            config, self._platform, config.model, path, groups, runner.quantization
-        )
+        self._network: EngineNetwork = load_share(config, self._platform, seat, stage)
         trees = config.speculation is not None and config.speculation.trees
         self._tape = self._platform.tape(self._network, StepSizes.of_engine(config), trees=trees)
         assert self._platform.group is not None
@@ -102,4 +103,68 @@ class Rank:
                 ctx = ForwardContext(torch.tensor(positions), (), ())
                 self._network.model.enter(torch.tensor(ids), ctx)
             case GiveBack(blocks):
+                self._platform.give_back(self._network.kv.storages, blocks)
+
+
+class LeadingRank:
+    """The first process of a stage before the last one, which tells the others of its group."""
+
+    def __init__(self, config: ResolvedConfig, stage: PipelineStage, seat: Seat | None) -> None:
+        """
+        Args:
+            seat: None: there are no others.
+
+        Raises:
+            ModelError: the weights do not fit the spec.
+            ConfigError: the model uses an operation that has no native kernel.
+        """
+        torch.set_num_threads(1)
+        self._platform = NativePlatform(config, seat=seat)
+        self._network: EngineNetwork = load_share(config, self._platform, seat, stage)
+        trees = config.speculation is not None and config.speculation.trees
+        sizes = StepSizes.of_engine(config)
+        graph, inputs = self._platform.graph(self._network, sizes, trees=trees)
+        assert isinstance(graph, Tape) and isinstance(inputs, FixedInputs)
+        self._tape = StageTape(graph, inputs)
+
+    def serve(
+        self,
+        receive: Callable[[], bytes],
+        entered: Callable[[], bytes],
+        leave: Callable[[memoryview], None],
+    ) -> None:
+        """Do what the engine tells, until it has gone.
+
+        Args:
+            entered: waits for [tokens, hidden] of the next step from the stage before; of the first
+                stage returns b"".
+            leave: hands the same to the next stage.
+
+        Raises:
+            EOFError, OSError: from them, when a process has gone.
+            GroupLost: one of the group has.
+        """
+        while True:
+            message = decode(receive())
+            with torch.inference_mode():
+                if isinstance(message, StageStep):
+                    leave(self._run(message, entered))
+                else:
+                    self._do(message)
+
+    def _run(self, step: StageStep, entered: Callable[[], bytes]) -> memoryview:
+        if step.state_copies:
+            self._network.copy_states(step.state_copies)
+        if step.block_copies:
+            self._network.copy_blocks(step.block_copies)
+        hidden = self._tape.run(self._tape.arrays(step), entered()).hidden
+        return hidden.view(torch.uint8).numpy().data.cast("B")
+
+    def _do(self, message: Message) -> None:
+        match message:
+            case MoveTokens(group, places):
+                self._network.move(group, np.array(places, np.int64))
+            case GiveBack(blocks):
+                if self._network.others is not None:
+                    self._network.others.tell(message)
                 self._platform.give_back(self._network.kv.storages, blocks)

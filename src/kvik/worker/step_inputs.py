@@ -327,11 +327,14 @@ class FixedInputs:
         *,
         trees: bool = False,
         zeros: Callable[[tuple[int, ...], type], np.ndarray] = np.zeros,
+        entered: tuple[int, torch.dtype] | None = None,
     ) -> None:
         """
         Args:
             trees: whether a step may hold trees of drafts.
             zeros: where the memory comes from.
+            entered: width and dtype of what an earlier stage has made of each token; None: there is
+                none.
         """
         self.sizes = sizes
         self.trees = trees
@@ -349,6 +352,11 @@ class FixedInputs:
             self._arrays[f"slot_mapping {group}"] = zeros((sizes.tokens,), np.int64)
             self._arrays[f"block_table {group}"] = zeros((sizes.seqs, max_blocks), np.int32)
         self._tensors = {name: torch.from_numpy(array) for name, array in self._arrays.items()}
+        self.entered: Tensor | None = None  # [tokens, hidden]
+        if entered is not None:
+            width, dtype = entered
+            memory = zeros((sizes.tokens * width * dtype.itemsize,), np.uint8)
+            self.entered = torch.from_numpy(memory).view(dtype).view(sizes.tokens, width)
         # Parts of them by their shape: most steps are as large as one that was not long ago.
         self._parts: dict[str, dict[tuple[int, ...], tuple[np.ndarray, Tensor]]] = {
             name: {} for name in self._arrays
@@ -374,3 +382,13 @@ class FixedInputs:
     def whole(self, name: str) -> Tensor:
         """As large as the largest step's."""
         return self._tensors[name]
+
+    def read(self, name: str, shape: Sequence[int], data: bytes) -> np.ndarray:
+        """Return an input that another process has laid out."""
+        return np.frombuffer(data, self._arrays[name].dtype).reshape(shape)
+
+    def enter(self, data: bytes) -> None:
+        """Put what the stage before has made: [tokens, hidden], as bytes."""
+        assert self.entered is not None
+        flat = self.entered.view(torch.uint8).view(-1).numpy()
+        flat[: len(data)] = np.frombuffer(data, np.uint8)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,20 +18,20 @@ from kvik.config.config import ResolvedConfig
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.structured import Constraint, Grammars
 from kvik.errors import ConfigError, GroupLost, ParamError
-from kvik.spec.shares import cut_groups
 from kvik.worker.drafters.registry import DrafterParts, build_drafter
 from kvik.worker.graphs import EngineNetwork
-from kvik.worker.group import GiveBack, Seat
-from kvik.worker.loading import load_network
+from kvik.worker.group import EarlierStages, GiveBack, Seat
+from kvik.worker.loading import load_share
 from kvik.worker.model_runner import ModelRunner
 from kvik.worker.output_tokens import OutputTokens
 from kvik.worker.participant import Participant, RunningStep
+from kvik.worker.pipeline import Pipeline, StageTape, Tape
 from kvik.worker.platforms import inference_on, on_device, platform
 from kvik.worker.prompt_outputs import Pooling, PromptLogprobs
 from kvik.worker.request_table import RequestTable
 from kvik.worker.sampling_table import SamplingTable
 from kvik.worker.speculator import Speculator
-from kvik.worker.step_inputs import AtOnce, Copies, PinnedCopies, StepSizes
+from kvik.worker.step_inputs import AtOnce, Copies, FixedInputs, PinnedCopies, StepSizes
 from kvik.worker.warm_up import Resting
 
 
@@ -54,11 +53,13 @@ class Worker:
         memory: np.ndarray | None = None,
         grammars: Grammars | None = None,
         seat: Seat | None = None,
+        stages: EarlierStages | None = None,
     ) -> None:
         """
         Args:
-            seat: of the first of several processes that compute the model together; None: it is
-                alone.
+            seat: of the first of several processes that compute the model's layers together; None:
+                it is alone.
+            stages: those before this one, which is the last; None: there are none.
             grammars: of structured texts; None: there are none.
             copies: how results come to the host; None: as is best on the device.
             memory: for weights: [bytes] uint8 zeros; None: new memory.
@@ -72,7 +73,7 @@ class Worker:
         self._device = torch.device(runner.device)
         self._inference = inference_on(self._device)
         with on_device(self._device):
-            self._build(config, clock, copies, memory, seat)
+            self._build(config, clock, copies, memory, seat, stages)
         if runner.attention_backend == NATIVE:
             # What is torch's in a step is little, and its threads wait busily, and for each other.
             self._threads = 1
@@ -84,25 +85,25 @@ class Worker:
         copies: Copies | None,
         memory: np.ndarray | None,
         seat: Seat | None,
+        stages: EarlierStages | None,
     ) -> None:
         runner, cache, scheduler = config.runner, config.cache, config.scheduler
+        self._stages = stages
         chosen = platform(config, memory, seat)
         self._release_freed, self._graphs = chosen.release_freed, chosen.graph_memory
         self._team, self._give_back = chosen.team, chosen.give_back
-        network = load_network(
-            config,
-            chosen,
-            config.model,
-            Path(runner.model_path),
-            cut_groups(cache.groups, seat.rank, seat.size) if seat else cache.groups,
-            runner.quantization,
-        )
-        if seat is not None:
-            network = replace(network, others=seat.others)
+        network = load_share(config, chosen, seat, runner.stages[-1] if stages else None)
         speculation = config.speculation
         sizes = StepSizes.of_engine(config)
         trees = speculation is not None and speculation.trees
         graph, inputs = chosen.graph(network, sizes, trees=trees)
+        pipeline = None
+        if stages is not None:
+            assert isinstance(graph, Tape) and isinstance(inputs, FixedInputs)
+            network = replace(network, earlier=stages)
+            graph = pipeline = Pipeline(StageTape(graph, inputs), stages)
+            inputs = pipeline.inputs
+            stages.meet()
         device, draw_bytes = chosen.parts.device, chosen.parts.draw_bytes
         vocab_size = config.model.vocab_size
         table = RequestTable(
@@ -129,10 +130,19 @@ class Worker:
         if copies is None:
             copies = best_copies(device)
         # See `Executor`.
-        self.depth, self.in_turn = copies.depth, speculation is not None
+        self.depth = max(copies.depth, len(runner.stages))
+        self.in_turn = speculation is not None
         participants = step_participants(network, table, sampling, device, copies, speculator)
         self._runner: ModelRunner | None = ModelRunner(
-            network, graph, inputs, table, participants, device, clock, depth=copies.depth
+            network,
+            graph,
+            inputs,
+            table,
+            participants,
+            device,
+            clock,
+            depth=self.depth,
+            pipeline=pipeline,
         )
 
     def submit(self, plan: SchedulerOutput) -> RunningStep:
@@ -158,9 +168,10 @@ class Worker:
     def give_back(self, blocks: Sequence[int]) -> int:
         """See `Executor.give_back`."""
         network = self._ready().network
-        if network.others is not None:
-            with suppress(GroupLost):  # the next step reports it
-                network.others.tell(GiveBack(list(blocks)))
+        for others in (network.others, network.earlier):
+            if others is not None:
+                with suppress(GroupLost):  # the next step reports it
+                    others.tell(GiveBack(list(blocks)))
         return self._give_back(network.kv.storages, blocks)
 
     def build_grammar(self, constraint: Constraint) -> Future[object]:
@@ -206,6 +217,8 @@ class Worker:
 
     def stop(self) -> None:
         """Free weights and cache; safe to call twice."""
+        if self._stages is not None:
+            self._stages.stop()
         if self._runner is not None and self._runner.network.others is not None:
             self._runner.network.others.stop()
         self._runner = self._team = None
@@ -227,7 +240,7 @@ def step_participants(
     them are known."""
     participants: list[Participant[Any]] = [
         PromptLogprobs(network, table, copies),
-        Pooling(table, copies),
+        Pooling(copies),
         OutputTokens(network, table, sampling, device, copies, speculator),
     ]
     return participants if speculator is None else [*participants, speculator]

@@ -48,7 +48,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "prefix cache": ("enable_prefix_caching",),
     "quantisation": ("quantization",),
     "speculation": ("spec_method", "spec_model", "spec_tokens", "speculative_config"),
-    "parallelism": ("tensor_parallel_size",),
+    "parallelism": ("tensor_parallel_size", "pipeline_parallel_size"),
 }
 # Levers of several devices: the engine divides a model among processes of a CPU alone.
 NOT_ON_DEVICES = frozenset({"parallelism"})

@@ -244,6 +244,7 @@ class Forwards:
                 layouts=tuple(layouts),
                 slots=self._slots,
                 starts=self._starts,
+                ends=self._ends,
                 sampling_rows=self._sampling_rows,
                 logits_indices=self._indices,
             )

@@ -1,0 +1,124 @@
+"""Steps of a model whose layers are divided among stages (Huang et al. 2019, GPipe, section 2.3).
+
+The engine's process is the last stage. It plans, hands the inputs of a step to the stages before
+it, and computes its own layers when theirs are through; meanwhile they compute later steps. So a
+step is laid out when it is begun, and its forward here runs when its tokens are wanted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvik.core.plan import SchedulerOutput
+from kvik.worker.graphs import StepOutput
+from kvik.worker.group import EarlierStages, RunStep, StageStep
+from kvik.worker.input_batch import InputBatch
+from kvik.worker.step_inputs import FixedInputs
+
+Arrays = dict[str, np.ndarray]
+
+
+class HeldInputs:
+    """Inputs of a step that runs later, when the memory that kernels read is free for them."""
+
+    fixed = False
+
+    def __init__(self) -> None:
+        self._arrays: Arrays = {}
+
+    def put(self, name: str, array: np.ndarray) -> Tensor:
+        self._arrays[name] = array
+        return torch.from_numpy(array)
+
+    def send(self) -> None:
+        pass
+
+    def take(self) -> Arrays:
+        """Return what was put since the last call."""
+        taken, self._arrays = self._arrays, {}
+        return taken
+
+
+@runtime_checkable
+class Tape(Protocol):
+    """A recorded forward."""
+
+    def replay(self, step: RunStep, planted: bool) -> StepOutput:
+        """Run a step whose inputs lie where they were recorded.
+
+        Args:
+            planted: it has trees of drafts.
+        """
+        ...
+
+
+class StageTape:
+    """The recorded forward of a stage, over inputs that come by their names."""
+
+    def __init__(self, tape: Tape, inputs: FixedInputs) -> None:
+        self._tape, self._inputs = tape, inputs
+
+    def run(self, arrays: Arrays, entered: bytes) -> StepOutput:
+        """
+        Args:
+            entered: [tokens, hidden] of the stage before; b"" of the first.
+        """
+        for name, array in arrays.items():
+            self._inputs.put(name, array)
+        if entered:
+            self._inputs.enter(entered)
+        sizes = (len(arrays[name]) for name in ("input_ids", "seq_lens", "logits_indices"))
+        return self._tape.replay(RunStep(*sizes), planted="tree" in arrays)
+
+    def arrays(self, step: StageStep) -> Arrays:
+        """Return the inputs of a step that was told."""
+        return {
+            name: self._inputs.read(name, shape, data)
+            for name, (shape, data) in step.inputs.items()
+        }
+
+
+class Pipeline:
+    """The last stage, which hands steps to those before it."""
+
+    def __init__(self, tape: StageTape, stages: EarlierStages) -> None:
+        self.inputs = HeldInputs()
+        self._tape, self._stages = tape, stages
+        self._begun: deque[Arrays] = deque()  # steps whose forward here is to be run
+
+    def begin(self, plan: SchedulerOutput) -> None:
+        """Hand the step whose inputs were put last to the other stages.
+
+        Raises:
+            GroupLost: one of them is gone.
+        """
+        arrays = self.inputs.take()
+        inputs = {name: (list(array.shape), array.tobytes()) for name, array in arrays.items()}
+        self._stages.tell(StageStep(inputs, plan.block_copies, plan.state_copies))
+        self._begun.append(arrays)
+
+    def prepare(self) -> None:
+        pass
+
+    def rest(self) -> bool:
+        return False
+
+    def run(self, batch: InputBatch) -> StepOutput:
+        """Run the oldest step that was begun; the batch is its.
+
+        Raises:
+            GroupLost: a stage is gone.
+        """
+        try:
+            entered = self._stages.entered()
+            return self._tape.run(self._begun.popleft(), entered)
+        except Exception:
+            raise
+        except BaseException:  # Ctrl-C: which step comes next is not known any more
+            self._stages.give_up("what all stages compute was interrupted in the last")
+            raise

@@ -1,0 +1,107 @@
+"""What becomes of a pipeline when a stage is lost, and what is left of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+
+import pytest
+from helpers.engine_child import children_of
+from helpers.optional_native import needs_native
+
+from kvik import LLM, SamplingParams
+from kvik.config.config import EngineConfig
+from kvik.core.types import EngineRequest
+from kvik.errors import ConfigError
+from kvik.launch import launch
+
+pytestmark = needs_native
+
+LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+COMMON = {"device": "cpu", "threads": 3, "pipeline_parallel_size": 3, "max_model_len": 256}
+
+
+@pytest.fixture
+def llm():
+    with LLM(**COMMON) as made:
+        yield made
+    assert not stages(), "a process outlives its engine"
+
+
+def stages() -> list[int]:
+    return children_of(os.getpid(), "kvik.stage_process")
+
+
+def raising(error: BaseException) -> Callable[..., None]:
+    def call(*_: object) -> None:
+        raise error
+
+    return call
+
+
+def errors(llm: LLM, count: int = 1) -> set[str]:
+    outputs = llm.generate(["Once upon a time"] * count, LONG)
+    return {str(completion.error) for output in outputs for completion in output.outputs}
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_lost_stage_is_named(llm, stage: int) -> None:
+    assert errors(llm, 3) == {"None"}
+    os.kill(stages()[stage], signal.SIGKILL)
+    for _ in range(2):  # and again
+        (error,) = errors(llm)
+        assert f"stage {stage} has ended with signal 9" in error
+
+
+def test_requests_end_when_a_stage_is_lost_under_way(llm) -> None:
+    threading.Timer(0.3, os.kill, (stages()[0], signal.SIGABRT)).start()
+    start = time.monotonic()
+    found: set[str] = set()
+    while found <= {"None"} and time.monotonic() < start + 10:
+        found = errors(llm, 4)
+    assert found - {"None"} and all("stage 0" in error for error in found - {"None"})
+
+
+def test_steps_are_never_taken_for_others() -> None:
+    """What is interrupted in the last stage leaves the others a step ahead."""
+    with closing(launch(EngineConfig(**COMMON)).client) as client:
+        params = SamplingParams(max_tokens=9, ignore_eos=True)
+        client.add(EngineRequest("a", [1, 2, 3], params))
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr("kvik.worker.pipeline.StageTape.run", raising(KeyboardInterrupt()))
+            while True:
+                client.poll()
+        found = []
+        for name in "bc":  # the one that was interrupted ends with the first of these
+            client.add(EngineRequest(name, [1, 2, 3], params))
+            while client.has_requests:
+                found += client.poll()
+        assert all("interrupted" in delta.error for delta in found) and len(found) == 3
+        assert "interrupted in the last" in found[-1].error
+    assert not stages()
+
+
+def test_a_failed_step_of_the_last_stage_is_one_error(llm, monkeypatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("kvik.worker.pipeline.StageTape.run", raising(MemoryError("no room")))
+        (error,) = errors(llm)
+        assert "no room" in error
+    assert errors(llm) == {"None"}
+
+
+def test_nothing_is_left_of_a_pipeline_that_cannot_load(monkeypatch) -> None:
+    monkeypatch.setattr("kvik.worker.worker.load_share", raising(RuntimeError("no")))
+    with pytest.raises(RuntimeError, match="no"):
+        LLM(**COMMON)
+    assert not stages()
+
+
+def test_a_stage_that_cannot_load_says_why(monkeypatch) -> None:
+    monkeypatch.setattr("kvik.stage_process.cores_of", lambda size: [[1 << 20]] * size)
+    with pytest.raises(ConfigError, match="stage 0 ended while it loaded"):
+        LLM(**COMMON)
+    assert not stages()
