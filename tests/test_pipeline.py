@@ -13,7 +13,7 @@ import pytest
 from helpers.engine_child import children_of
 from helpers.optional_native import needs_native
 
-from kvik import LLM, SamplingParams
+from kvik import LLM, SamplingParams, stage_process
 from kvik.config.config import EngineConfig
 from kvik.core.types import EngineRequest
 from kvik.errors import ConfigError
@@ -102,6 +102,21 @@ def test_nothing_is_left_of_a_pipeline_that_cannot_load(monkeypatch) -> None:
 
 def test_a_stage_that_cannot_load_says_why(monkeypatch) -> None:
     monkeypatch.setattr("kvik.stage_process.cores_of", lambda size: [[1 << 20]] * size)
-    with pytest.raises(ConfigError, match="stage 0 ended while it loaded"):
+    with pytest.raises(ConfigError, match="stage 0 cannot load: OSError"):
+        LLM(**COMMON)
+    assert not stages()
+
+
+def test_a_stage_with_other_files_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr("kvik.stage_process.fingerprints", lambda runner: "other")
+    with pytest.raises(ConfigError, match="stage 0 has other files of the model"):
+        LLM(**COMMON)
+    assert not stages()
+
+
+def test_a_stage_that_ends_at_once_is_one_error(monkeypatch) -> None:
+    start = stage_process.start_stage
+    monkeypatch.setattr(stage_process, "start_stage", lambda told, token: start(told, "no token"))
+    with pytest.raises(ConfigError, match="stage . has ended with code 1 before it could load"):
         LLM(**COMMON)
     assert not stages()

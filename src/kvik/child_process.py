@@ -12,6 +12,8 @@ import threading
 import time
 
 GRACE_SECONDS = 2.0  # between the parent's end and ours, whatever we are at
+# What a poll reports of a socket whose other end has gone; on one machine it is reported anyway.
+HANG_UP = getattr(select, "POLLRDHUP", 0)
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -36,7 +38,7 @@ def live_with_parent(fd: int) -> None:
 def _end_with_parent(fd: int) -> None:
     """Loading takes minutes and a kernel can hang: neither may outlive the parent."""
     poll = select.poll()
-    poll.register(fd, 0)  # a hang-up is reported in any case
+    poll.register(fd, HANG_UP)
     poll.poll()
     time.sleep(GRACE_SECONDS)
     os._exit(1)

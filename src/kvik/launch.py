@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from kvik.engine.replay import Replayed
     from kvik.rank_process import RankProcesses
     from kvik.spec.engine_folder import Manifest
-    from kvik.stage_process import StageProcesses
+    from kvik.stage_process import Launcher, StageProcesses
     from kvik.worker.worker import Worker
 
 
@@ -198,9 +198,14 @@ def load_worker(
         stages = seat = None
         try:
             if runner.stages:
-                from kvik.stage_process import StageProcesses  # needs what only pipelines do
+                from kvik.stage_process import LocalLauncher, StageProcesses
 
-                started.append(stages := StageProcesses(resolved))
+                launcher: Launcher = LocalLauncher()
+                if runner.backend == "ray":
+                    from kvik.ray_launcher import RayLauncher
+
+                    launcher = RayLauncher(resolved)
+                started.append(stages := StageProcesses(resolved, launcher))
             if runner.ranks > 1:
                 from kvik.rank_process import RankProcesses
 

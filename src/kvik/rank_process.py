@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from mmap import mmap
 from multiprocessing.connection import Connection
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -195,7 +196,24 @@ class RankProcesses:
         self._group.give_up()
 
 
-def exit_told(child: subprocess.Popen[bytes]) -> str:
+class Process(Protocol):
+    """A process that was started, here or on another machine; as `subprocess.Popen`."""
+
+    def poll(self) -> int | None:
+        """Return its exit code, or minus the signal that ended it; None: it runs."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """
+        Raises:
+            TimeoutExpired: it has not ended.
+        """
+        ...
+
+    def kill(self) -> None: ...
+
+
+def exit_told(child: Process) -> str:
     """Return how a process has ended whose socket has closed."""
     try:
         code = child.wait(0.5)

@@ -1,49 +1,104 @@
 """Stages of a pipeline before the last one: `StageProcesses` for the engine's process, which is the
 last stage, and `main` for the first process of each other stage.
 
-Two kinds of sockets join them. By its line each stage is told what to do; it lives as long as that.
-By a hop a stage hands on what its layers have made of a step. A thread takes in what comes by a
-hop, so that the stage before goes on meanwhile.
+A stage may be on another machine. Two kinds of connections join them. By its line each stage is
+told what to do; it lives as long as that. By a hop a stage hands on what its layers have made of a
+step. A thread takes in what comes by a hop, so that the stage before goes on meanwhile.
 """
 
 from __future__ import annotations
 
 import os
 import queue
+import secrets
 import select
-import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from typing import Protocol
 
 import msgspec
 import torch
 
-from kvik.child_process import live_with_parent, python_command
+from kvik.child_process import HANG_UP, live_with_parent, python_command
 from kvik.config.config import ResolvedConfig
+from kvik.config.hardware import detect
 from kvik.errors import ConfigError, GroupLost
-from kvik.rank_process import END_SECONDS, RankProcesses, cores_of, exit_told
+from kvik.links import Address, Hello, LinkError, LinkListener, connect, hang_up
+from kvik.rank_process import END_SECONDS, Process, RankProcesses, cores_of, exit_told
+from kvik.worker.engine_cache import fingerprints
 from kvik.worker.group import Message
 from kvik.worker.ranks import LeadingRank, encode
 
 OPTION = "pipeline_parallel_size"
+JOIN_SECONDS = 60.0  # that a stage may take to start and to connect
 
 
 class StageStart(msgspec.Struct, frozen=True, array_like=True):
-    """The first message to a stage: which it is, and what to load."""
+    """The first message to a stage: what to load.
+
+    Attributes:
+        next: where the stage after it waits.
+    """
 
     config: ResolvedConfig
-    stage: int
     cores: list[int]
+    next: Address
 
 
 class StageReady(msgspec.Struct, frozen=True, array_like=True):
-    """Its answer: "", or why it cannot load."""
+    """Its answer: why it cannot load, or "" and what must be equal in all stages."""
 
     error: str
+    instruction_set: str = ""
+    weights: str = ""
+
+
+class Launcher(Protocol):
+    """Starts processes, here or elsewhere.
+
+    Attributes:
+        host: address of this machine at which they find it.
+        here: they are on this machine, and share its cores.
+    """
+
+    host: str
+    here: bool
+
+    def start(self, stage: int, arguments: Sequence[str], token: str) -> Process:
+        """Start a stage; its own host follows the arguments."""
+        ...
+
+    def stop(self) -> None:
+        """Give back what was reserved. Safe to call twice."""
+        ...
+
+
+class LocalLauncher:
+    """Starts processes on this machine."""
+
+    host = "127.0.0.1"
+    here = True
+
+    def start(self, stage: int, arguments: Sequence[str], token: str) -> Process:
+        return start_stage([*arguments, self.host], token)
+
+    def stop(self) -> None:
+        pass
+
+
+def start_stage(arguments: Sequence[str], token: str) -> subprocess.Popen[bytes]:
+    """Start the first process of a stage here, which reads the token from its input."""
+    command = python_command("kvik.stage_process", *arguments)
+    process = subprocess.Popen(command, stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    with suppress(BrokenPipeError), process.stdin:
+        process.stdin.write(token.encode())
+    return process
 
 
 class Hop:
@@ -76,52 +131,46 @@ class Hop:
 class StageProcesses:
     """The stages before the last one; see `EarlierStages`."""
 
-    def __init__(self, resolved: ResolvedConfig) -> None:
+    def __init__(self, resolved: ResolvedConfig, launcher: Launcher) -> None:
         """Start them. They load while the last one does."""
-        stages = resolved.runner.stages
-        shares = cores_of(len(stages))
-        self.cores = shares[-1]
+        self._resolved, self._launcher = resolved, launcher
+        count = len(resolved.runner.stages)
+        self._cores = cores_of(count) if launcher.here else [[] for _ in range(count)]
+        token = secrets.token_hex()
+        self._listener = LinkListener(launcher.host, bytes.fromhex(token))
+        self._processes: list[Process] = []
+        self._lines: list[Connection] = []
+        self._hop: Hop | None = None
+        self._error = ""  # why they cannot load
+        self._joined = threading.Event()
         self._lost = ""
         self._known = threading.Event()  # who is lost
         self._closed = False
-        self._children: list[subprocess.Popen[bytes]] = []
-        self._lines: list[Connection] = []
-        before: socket.socket | None = None
-        for stage in stages[:-1]:
-            ours, theirs = socket.socketpair()
-            after, leaves = socket.socketpair()
-            numbers = [theirs.fileno(), leaves.fileno()]
-            numbers += [] if before is None else [before.fileno()]
-            command = python_command("kvik.stage_process", *map(str, numbers))
-            with theirs, leaves:
-                child = subprocess.Popen(command, pass_fds=numbers, stdin=subprocess.DEVNULL)
-            if before is not None:
-                before.close()
-            before = after
-            self._children.append(child)
-            line = Connection(ours.detach())
-            self._lines.append(line)
-            start = StageStart(resolved, stage.number, shares[stage.number])
-            with suppress(OSError):  # `meet` finds it gone
-                line.send_bytes(msgspec.msgpack.encode(start))
-        assert before is not None
-        self._hop = Hop(Connection(before.detach()))
+        address = self._listener.address
+        try:
+            for stage in range(count - 1):
+                arguments = (address.host, str(address.port), str(stage))
+                self._processes.append(launcher.start(stage, arguments, token))
+        except BaseException:
+            self.stop()
+            raise
+        threading.Thread(target=self._main, name="kvik-stages", daemon=True).start()
+
+    @property
+    def cores(self) -> list[int]:
+        """Those of the last stage; []: it cannot be said."""
+        return self._cores[-1]
 
     def meet(self) -> None:
-        """Wait until they have loaded, and watch them from then on.
+        """Wait until they have loaded.
 
         Raises:
             ConfigError: one of them cannot.
         """
-        for stage, line in enumerate(self._lines):
-            try:
-                ready = msgspec.msgpack.decode(line.recv_bytes(), type=StageReady)
-            except (EOFError, OSError):
-                ready = StageReady("ended while it loaded")
-            if ready.error:
-                self.stop()
-                raise ConfigError(OPTION, f"stage {stage} {ready.error}")
-        threading.Thread(target=self._watch, name="kvik-stages", daemon=True).start()
+        self._joined.wait()
+        if self._error:
+            self.stop()
+            raise ConfigError(OPTION, self._error)
 
     def tell(self, message: Message) -> None:
         """
@@ -142,6 +191,7 @@ class StageProcesses:
         Raises:
             GroupLost: one of them is gone.
         """
+        assert self._hop is not None
         try:
             return self._hop.take()
         except EOFError:
@@ -155,53 +205,140 @@ class StageProcesses:
     def stop(self) -> None:
         """End them; safe to call twice."""
         self._closed = True
+        self._listener.close()
         for line in self._lines:
-            line.close()
-        for child in self._children:
+            hang_up(line)
+        for process in self._processes:
             try:
-                child.wait(END_SECONDS)
+                process.wait(END_SECONDS if self._lines else 0.0)
             except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
+                process.kill()
+                process.wait()
+        self._launcher.stop()
 
     def _raise_lost(self) -> None:
         self._known.wait(END_SECONDS)
         raise GroupLost(OPTION, self._lost or "a stage is gone") from None
 
+    # -- a thread: joins the stages while the last one loads, then watches them -------------------
+
+    def _main(self) -> None:
+        try:
+            self._join()
+        except (LinkError, OSError, EOFError, msgspec.MsgspecError) as error:
+            self._error = str(error) or type(error).__name__
+        finally:
+            self._joined.set()
+        if not self._error:
+            self._watch()
+
+    def _join(self) -> None:
+        """
+        Raises:
+            LinkError: a stage cannot load.
+            OSError, EOFError, MsgspecError: the same, or `stop` was called.
+        """
+        hops: dict[int, Address | None] = {}
+        lines: dict[int, Connection] = {}
+        while len(lines) < len(self._processes):
+            hello, line = self._accept("line")
+            lines[hello.stage], hops[hello.stage] = line, hello.hop
+        self._lines = [lines[stage] for stage in sorted(lines)]
+        hops[len(lines)] = self._listener.address
+        for stage, line in enumerate(self._lines):
+            following = hops[stage + 1]
+            if following is None:
+                raise LinkError(f"stage {stage + 1} does not say where it waits")
+            start = StageStart(self._resolved, self._cores[stage], following)
+            line.send_bytes(msgspec.msgpack.encode(start))
+        runner = self._resolved.runner
+        own = StageReady("", detect().native_isa, fingerprints(runner))
+        for stage, line in enumerate(self._lines):
+            try:
+                ready = msgspec.msgpack.decode(line.recv_bytes(), type=StageReady)
+            except (EOFError, OSError):
+                process = self._processes[stage]
+                raise LinkError(f"stage {stage} {exit_told(process)} while it loaded") from None
+            if ready.error:
+                raise LinkError(f"stage {stage} cannot load: {ready.error}")
+            if ready.instruction_set != own.instruction_set:
+                told = f"the kernels of {ready.instruction_set}, and the engine of"
+                raise LinkError(
+                    f"stage {stage} has {told} {own.instruction_set}: bits would differ"
+                )
+            if ready.weights != own.weights:
+                raise LinkError(f"stage {stage} has other files of the model than the engine")
+        for line in self._lines:  # all wait for each other now
+            line.send_bytes(b"")
+        self._hop = Hop(self._accept("hop")[1])
+
+    def _accept(self, role: str) -> tuple[Hello, Connection]:
+        """Return the next stage that connects.
+
+        Raises:
+            LinkError: a stage has ended, or is too late.
+        """
+        end = time.monotonic() + JOIN_SECONDS
+        while time.monotonic() < end:
+            for stage, process in enumerate(self._processes):
+                if process.poll() is not None:
+                    raise LinkError(f"stage {stage} {exit_told(process)} before it could load")
+            with suppress(TimeoutError):
+                hello, line = self._listener.accept(1.0)
+                if hello.role == role:
+                    return hello, line
+                line.close()
+        raise LinkError(f"a stage has not connected within {JOIN_SECONDS:.0f} seconds")
+
     def _watch(self) -> None:
         poll = select.poll()
         stages = {line.fileno(): stage for stage, line in enumerate(self._lines)}
         for number in stages:
-            poll.register(number, 0)  # a hang-up is reported in any case
+            poll.register(number, HANG_UP)
         gone = poll.poll()
         if self._closed or not gone:
             return
         stage = stages[gone[0][0]]
-        self.give_up(f"stage {stage} {exit_told(self._children[stage])}")
+        self.give_up(f"stage {stage} {exit_told(self._processes[stage])}")
 
 
 def main(arguments: Sequence[str]) -> int:
-    line, leaves = (Connection(int(number)) for number in arguments[:2])
-    hop = Hop(Connection(int(arguments[2]))) if len(arguments) > 2 else None
+    """
+    Args:
+        arguments: host and port of the engine, number of the stage, host of this machine.
+    """
+    host, port, number, own = arguments
+    stage_number, token = int(number), bytes.fromhex(sys.stdin.read())
+    before = LinkListener(own, token) if stage_number else None
+    hello = Hello("line", stage_number, None if before is None else before.address)
+    try:
+        line = connect(Address(host, int(port)), token, hello)
+    except LinkError as error:
+        print(f"stage {number}: {error}", file=sys.stderr)
+        return 1
     live_with_parent(line.fileno())  # also where a kernel waits for others
     group: RankProcesses | None = None
-    with suppress(EOFError, OSError):
+    with suppress(EOFError, OSError, LinkError):
         start = msgspec.msgpack.decode(line.recv_bytes(), type=StageStart)
         config = start.config
-        stage = config.runner.stages[start.stage]
-        if start.cores and sys.platform == "linux":
-            os.sched_setaffinity(0, start.cores)
+        stage = config.runner.stages[stage_number]
         try:
+            if start.cores and sys.platform == "linux":
+                os.sched_setaffinity(0, start.cores)
             if config.runner.ranks > 1:
                 group = RankProcesses(config, stage)
             with torch.inference_mode():
                 seat = None if group is None else group.seat(config)
                 rank = LeadingRank(config, stage, seat)
+            ready = StageReady("", detect().native_isa, fingerprints(config.runner))
         except Exception as error:
-            line.send_bytes(msgspec.msgpack.encode(StageReady(f"cannot load: {error}")))
-            return 1
-        line.send_bytes(msgspec.msgpack.encode(StageReady("")))
-        rank.serve(line.recv_bytes, (lambda: b"") if hop is None else hop.take, leaves.send_bytes)
+            ready = StageReady(f"{type(error).__name__}: {error}")
+        line.send_bytes(msgspec.msgpack.encode(ready))
+        if not ready.error:
+            line.recv_bytes()  # all others have loaded
+            leaves = connect(start.next, token, Hello("hop", stage_number))
+            entered = (lambda: b"") if before is None else Hop(before.accept(JOIN_SECONDS)[1]).take
+            rank.serve(line.recv_bytes, entered, leaves.send_bytes)
     if group is not None:
         group.stop()
     return 0

@@ -60,10 +60,13 @@ ALLOWED: dict[str, set[str]] = {
         "collector",
         "rank_process",
         "stage_process",
+        "ray_launcher",
     },
     # Further processes of a group that computes one model: both ends.
     "rank_process": {"config", "child_process", "kernels", "worker"},
-    "stage_process": {"config", "child_process", "rank_process", "worker"},
+    "stage_process": {"config", "child_process", "links", "rank_process", "worker"},
+    "ray_launcher": {"config", "rank_process", "stage_process"},
+    "links": {"version"},
     # The engine in a process of its own, behind a socket: both ends.
     "engine_process": {"config", "child_process", "engine", "launch"},
     "llm": {

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.hardware import NATIVE_ISAS, Hardware
 from kvik.config.resolve import resolve
-from kvik.errors import ConfigError
+from kvik.errors import CapacityError, ConfigError
 from kvik.models.model_spec import ModelSpec
 from kvik.models.public import public_configs
 
@@ -61,6 +63,18 @@ def test_a_pipeline_has_the_cache_of_one_process_and_the_head_twice() -> None:
     alone, two = (planned("llama-3.2-1b", 1, stages).memory for stages in (1, 2))
     assert two.kv_cache == alone.kv_cache and two.weights == alone.weights
     assert two.overhead - alone.overhead > 128_256 * 2_048 * 2
+
+
+def test_a_model_on_several_machines_is_planned_for_one_of_them() -> None:
+    """A machine of 32 GB holds a quarter of 64 GB of weights."""
+    spec = ModelSpec.from_config(public_configs()["qwen2.5-32b"])
+    options = {"max_model_len": 1024, "max_num_seqs": 4, "threads": 4, "kv_cache_memory": 1 << 30}
+    config = EngineConfig(device="cpu", pipeline_parallel_size=4, **options)
+    small = replace(MACHINE, memory_limit=32 << 30)
+    with pytest.raises(CapacityError):
+        resolve(config, spec, small, "")
+    memory = resolve(replace(config, distributed_executor_backend="ray"), spec, small, "").memory
+    assert 15 << 30 < memory.weights < 20 << 30 and memory.total < 32 << 30
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,11 @@ class EngineConfig:
         Integer(1, MAX_STAGES),
         "stages among which layers are divided, each of tensor_parallel_size processes",
     )
+    distributed_executor_backend: str = option(
+        "mp",
+        OneOf(("mp", "ray")),
+        "where stages run: mp: here; ray: on machines of a Ray cluster, but the last one here",
+    )
     load_format: str = option(
         "safetensors",
         OneOf(("safetensors", "random"), {"auto": "safetensors", "dummy": "random"}),
@@ -266,6 +271,7 @@ class RunnerConfig:
         graph_memory: bytes that all captured forwards together may take.
         ranks: processes that compute layers together, of `threads` each.
         stage_ends: where the layers of each stage end; (): there is one stage.
+        backend: see `distributed_executor_backend`.
     """
 
     model_path: str
@@ -286,6 +292,7 @@ class RunnerConfig:
     engine_cache: str | None = None
     ranks: int = 1
     stage_ends: tuple[int, ...] = ()
+    backend: str = "mp"
 
     @property
     def stages(self) -> tuple[PipelineStage, ...]:

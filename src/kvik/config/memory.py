@@ -430,6 +430,8 @@ class Footprint:
     ranks: int = 1  # processes that compute layers together
     repeated: int = 0  # bytes of weights that several of them have, but once
     stage_ends: tuple[int, ...] = ()  # see `RunnerConfig`
+    # Weights of each stage, if they are on machines of their own, which are all planned alike.
+    apart: tuple[int, ...] = ()
 
     @property
     def groups(self) -> tuple[KVGroup, ...]:
@@ -442,6 +444,8 @@ class Footprint:
         drafting += self.heads.weights if self.heads else 0
         if self.mapped is not None:
             return self.mapped + drafting
+        if self.apart:
+            return max(self.apart) + drafting
         return weight_bytes(self.spec, self.dtype, self.quantization, self.kernels) + drafting
 
     @property
@@ -465,16 +469,19 @@ class Footprint:
         stages = [
             stage_groups(self.groups, s.layers) for s in PipelineStage.all_of(self.stage_ends)
         ]
-        shares = (
-            cut_groups(groups, rank, self.ranks)
+        sizes = [
+            sum(
+                block_bytes(cut_groups(groups, rank, self.ranks), self.block_size)
+                for rank in range(self.ranks)
+            )
             for groups in stages or [self.groups]
-            for rank in range(self.ranks)
-        )
-        return sum(block_bytes(share, self.block_size) for share in shares) + drafting
+        ]
+        return (max(sizes) if self.apart else sum(sizes)) + drafting
 
     @property
     def _processes(self) -> int:
-        return self.ranks * max(1, len(self.stage_ends))
+        """How many there are on a machine."""
+        return self.ranks * (1 if self.apart else max(1, len(self.stage_ends)))
 
     @property
     def _block_cost(self) -> int:

@@ -31,6 +31,9 @@ def check_group(
     """
     ranks, stages = config.tensor_parallel_size, config.pipeline_parallel_size
     option = STAGES if stages > 1 else OPTION
+    if config.distributed_executor_backend == "ray" and stages == 1:
+        told = f"can be ray only with {STAGES} of 2 or more: Ray places the stages of a pipeline"
+        raise ConfigError("distributed_executor_backend", told)
     if ranks * stages == 1:
         return
     if compute.kernels != "native" or compute.attention != "cpu":
@@ -59,23 +62,16 @@ def stage_ends(config: EngineConfig, spec: ModelSpec, compute: Compute) -> tuple
     Raises:
         ConfigError: the layers cannot be divided so.
     """
-    stages, dtype = config.pipeline_parallel_size, compute.dtype
+    stages = config.pipeline_parallel_size
     if stages == 1:
         return ()
-    item, quantization = DTYPE_BYTES[dtype], config.quantization
-    head, tied = _head_bytes(config, spec, compute), spec.tie_word_embeddings
-    first = head if tied else spec.declaration.embedding.num_parameters * item
-    blocks = weight_bytes(spec, dtype, quantization, compute.kernels)
-    blocks -= head if tied else head + first
-    numbers = [
-        sum(linear.num_parameters for linear in spec.declaration.of_block(layer))
-        for layer in range(spec.num_layers)
-    ]
+    weights, first, head = _weights_of_parts(config, spec, compute)
     length = config.max_model_len or spec.max_position_embeddings
-    kept = stored_as(spec.kv_specs(item), config.kv_cache_dtype, config.kv_cache_dtype_skip_layers)
+    specs = spec.kv_specs(DTYPE_BYTES[compute.dtype])
+    kept = stored_as(specs, config.kv_cache_dtype, config.kv_cache_dtype_skip_layers)
     costs = [
-        max(0, blocks) * number // max(1, sum(numbers)) + (length * kv.bytes_per_token if kv else 0)
-        for number, kv in zip(numbers, kept, strict=True)
+        size + (length * kv.bytes_per_token if kv else 0)
+        for size, kv in zip(weights, kept, strict=True)
     ]
     readers = enumerate(layer.kv_from for layer in spec.layers)
     joined = [(reader, source) for reader, source in readers if source is not None]
@@ -83,6 +79,36 @@ def stage_ends(config: EngineConfig, spec: ModelSpec, compute: Compute) -> tuple
         return tuple(run.stop for run in stages_of(costs, first, head, stages, joined))
     except ValueError as error:
         raise ConfigError(STAGES, f"cannot be {stages}: {error}") from None
+
+
+def stage_weights(
+    config: EngineConfig, spec: ModelSpec, compute: Compute, ends: Sequence[int]
+) -> tuple[int, ...]:
+    """Return the bytes of the weights of each stage, where each is on a machine of its own; (): all
+    are on this one."""
+    if config.distributed_executor_backend != "ray":
+        return ()
+    weights, first, head = _weights_of_parts(config, spec, compute)
+    return tuple(
+        sum(weights[layer] for layer in stage.layers) + first * stage.first + head * stage.last
+        for stage in PipelineStage.all_of(ends)
+    )
+
+
+def _weights_of_parts(
+    config: EngineConfig, spec: ModelSpec, compute: Compute
+) -> tuple[list[int], int, int]:
+    """Return the bytes of each layer, of the table of tokens, and of the head."""
+    head, tied = _head_bytes(config, spec, compute), spec.tie_word_embeddings
+    table = spec.declaration.embedding.num_parameters * DTYPE_BYTES[compute.dtype]
+    first = head if tied else table
+    blocks = weight_bytes(spec, compute.dtype, config.quantization, compute.kernels)
+    blocks = max(0, blocks - (head if tied else head + first))
+    numbers = [
+        sum(linear.num_parameters for linear in spec.declaration.of_block(layer))
+        for layer in range(spec.num_layers)
+    ]
+    return [blocks * number // max(1, sum(numbers)) for number in numbers], first, head
 
 
 def stages_reason(ends: Sequence[int], ranks: int) -> str:
@@ -113,7 +139,8 @@ def repeated_bytes(config: EngineConfig, spec: ModelSpec, compute: Compute) -> i
     item = DTYPE_BYTES[compute.dtype]
     tables = (table for table in spec.declaration.tables if not table.tied)
     whole = item * sum(table.num_parameters for table in tables)
-    twice = spec.tie_word_embeddings and config.pipeline_parallel_size > 1
+    here = config.distributed_executor_backend == "mp"
+    twice = spec.tie_word_embeddings and config.pipeline_parallel_size > 1 and here
     return whole * (config.tensor_parallel_size - 1) + twice * _head_bytes(config, spec, compute)
 
 

@@ -26,6 +26,7 @@ from kvik.config.parallel import (
     repeated_bytes,
     share_reason,
     stage_ends,
+    stage_weights,
     stages_reason,
 )
 from kvik.config.speculative import NO_SOURCE, DraftSource
@@ -76,7 +77,8 @@ def resolve(
     mapped = None if spec.built is None else spec.built.weight_bytes
     footprint = footprint_of(config, spec, hardware, compute, mapped)
     repeated = repeated_bytes(config, spec, compute)
-    footprint = replace(footprint, repeated=repeated, stage_ends=ends)
+    apart = stage_weights(config, spec, compute, ends)
+    footprint = replace(footprint, repeated=repeated, stage_ends=ends, apart=apart)
     footprint = with_drafter(footprint, asked, source)
     footprint, size, num_blocks = Fit(config, footprint, limit).decide(notes)
     speculation = choose_speculation(asked, size, footprint.groups, source, notes)
@@ -135,6 +137,7 @@ def resolve(
             graph_memory=footprint.graphs(size),
             ranks=ranks,
             stage_ends=ends,
+            backend=config.distributed_executor_backend,
         ),
         memory=footprint.plan(size, num_blocks, limit),
         seed=seed,

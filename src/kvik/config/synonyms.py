@@ -29,9 +29,7 @@ from kvik.options import (
 log = logging.getLogger(__name__)
 
 COUNT, SHARE, SWITCH, WORD = Integer(0, 1 << 40), Number(0, 1e9), Flag(), Text()
-_RANKS = (
-    "kvik divides a model by --tensor-parallel-size and --pipeline-parallel-size, on one machine"
-)
+_RANKS = "kvik divides a model by --tensor-parallel-size and --pipeline-parallel-size"
 _OFFLOAD = "all weights lie in the memory of one device; --quantization makes them smaller"
 _OWN_CODE = "kvik runs no code from a model's folder"
 _RECOMPUTED = "requests that lose their blocks are computed again, so nothing is swapped"
@@ -52,7 +50,6 @@ SYNONYMS: Mapping[str, Synonym] = {
         kind=SWITCH,
     ),
     "data_parallel_size": Synonym(meaningless=(1,), why=_RANKS, kind=COUNT),
-    "distributed_executor_backend": Synonym(meaningless=(None, "mp"), why=_RANKS, kind=WORD),
     "swap_space": Synonym(meaningless=ANY, why=_RECOMPUTED, kind=SHARE),
     "cpu_offload_gb": Synonym(meaningless=(0,), why=_OFFLOAD, kind=SHARE),
     "trust_remote_code": Synonym(meaningless=ANY, why=_OWN_CODE, kind=SWITCH),

@@ -144,6 +144,21 @@ def cache_of(
     return EngineCache(Path(runner.engine_cache).expanduser() / f"{name}-{key}", source)
 
 
+def fingerprints(runner: RunnerConfig) -> str:
+    """Return a digest of the files that are loaded, the same for copies of them; "": weights are
+    drawn.
+
+    Raises:
+        ModelError: a file of the model cannot be read.
+    """
+    if runner.load_format != "safetensors":
+        return ""
+    found = {file.name: _fingerprint(file) for file in _files(Path(runner.model_path))}
+    for facts in found.values():
+        del facts["changed_ns"]
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+
+
 def _files(path: Path) -> Iterator[Path]:
     """Yield the files that decide what is loaded."""
     if path.is_file():

@@ -1,0 +1,176 @@
+"""Connections between the processes of an engine that may be on different machines.
+
+A process that listens and one that connects prove to each other that they know a token, by its
+HMAC over numbers that both have drawn, and then tell who they are. The kernel watches a connection:
+a peer whose machine or network is gone is noticed within `SILENT_SECONDS`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import socket
+import sys
+import time
+from contextlib import suppress
+from multiprocessing.connection import Connection
+
+import msgspec
+
+from kvik.version import __version__
+
+PROVING_SECONDS = 5.0  # that a peer may take to say who it is
+SILENT_SECONDS = 8
+NONCE, PROOF = 32, 32  # bytes
+_LARGEST_HELLO = 1 << 12
+
+
+class Address(msgspec.Struct, frozen=True, array_like=True):
+    host: str
+    port: int
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True):
+    """Who connects.
+
+    Attributes:
+        role: what the connection is for.
+        stage: who it is.
+        hop: where it waits for the stage before it.
+        version: of kvik.
+    """
+
+    role: str
+    stage: int
+    hop: Address | None = None
+    version: str = __version__
+
+
+class LinkError(Exception):
+    """A connection cannot be made; the message says why."""
+
+
+class LinkListener:
+    """Waits for connections of those who know the token.
+
+    Attributes:
+        address: where.
+    """
+
+    def __init__(self, host: str, token: bytes) -> None:
+        """
+        Args:
+            host: address of this machine; nothing else is listened at.
+        """
+        self._token = token
+        self._socket = socket.create_server((host, 0), backlog=64)
+        self.address = Address(*self._socket.getsockname()[:2])
+
+    def accept(self, seconds: float) -> tuple[Hello, Connection]:
+        """Return the next connection. Those who do not know the token are turned away.
+
+        Raises:
+            TimeoutError: none came.
+            LinkError: another version of kvik.
+        """
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            self._socket.settimeout(left)
+            peer, _ = self._socket.accept()
+            peer.settimeout(min(left, PROVING_SECONDS))
+            try:
+                hello = _admit(peer, self._token)
+            except (OSError, LinkError, msgspec.MsgspecError):
+                peer.close()
+                continue
+            if hello.version != __version__:
+                peer.close()
+                told = f"stage {hello.stage} has kvik {hello.version}, and the engine {__version__}"
+                raise LinkError(told)
+            return hello, _watched(peer)
+        raise TimeoutError
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def connect(address: Address, token: bytes, hello: Hello) -> Connection:
+    """Connect to a listener.
+
+    Raises:
+        LinkError: it cannot be reached, or does not know the token, or this one has a wrong one.
+    """
+    where = f"{address.host}:{address.port}"
+    try:
+        peer = socket.create_connection((address.host, address.port), PROVING_SECONDS)
+    except OSError as error:
+        raise LinkError(f"cannot reach {where}: {error.strerror or error}") from None
+    try:
+        theirs, ours = _read(peer, NONCE), secrets.token_bytes(NONCE)
+        peer.sendall(ours + _proof(token, b"connects", theirs, ours))
+        if not hmac.compare_digest(_read(peer, PROOF), _proof(token, b"listens", theirs, ours)):
+            raise LinkError(f"{where} does not know the token")
+        data = msgspec.msgpack.encode(hello)
+        peer.sendall(len(data).to_bytes(4, "big") + data)
+    except OSError as error:
+        peer.close()
+        raise LinkError(f"{where} has turned this process away ({error})") from None
+    except LinkError:
+        peer.close()
+        raise
+    return _watched(peer)
+
+
+def _admit(peer: socket.socket, token: bytes) -> Hello:
+    """
+    Raises:
+        OSError, LinkError, MsgspecError: it is not one of ours.
+    """
+    ours = secrets.token_bytes(NONCE)
+    peer.sendall(ours)
+    theirs, proof = _read(peer, NONCE), _read(peer, PROOF)
+    if not hmac.compare_digest(proof, _proof(token, b"connects", ours, theirs)):
+        raise LinkError("does not know the token")
+    peer.sendall(_proof(token, b"listens", ours, theirs))
+    size = int.from_bytes(_read(peer, 4), "big")
+    if size > _LARGEST_HELLO:
+        raise LinkError("says too much")
+    return msgspec.msgpack.decode(_read(peer, size), type=Hello)
+
+
+def _proof(token: bytes, side: bytes, listener: bytes, other: bytes) -> bytes:
+    return hmac.digest(token, side + listener + other, hashlib.sha256)
+
+
+def _read(peer: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = peer.recv(size - len(data))
+        if not part:
+            raise OSError("closed")
+        data += part
+    return data
+
+
+def _watched(peer: socket.socket) -> Connection:
+    """Return the connection, of which nothing waits and which breaks if the peer is silent."""
+    peer.settimeout(None)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        for option, value in (
+            (socket.TCP_KEEPIDLE, SILENT_SECONDS // 4),
+            (socket.TCP_KEEPINTVL, SILENT_SECONDS // 4),
+            (socket.TCP_KEEPCNT, 3),
+            (socket.TCP_USER_TIMEOUT, SILENT_SECONDS * 1000),
+        ):
+            peer.setsockopt(socket.IPPROTO_TCP, option, value)
+    return Connection(peer.detach())
+
+
+def hang_up(line: Connection) -> None:
+    """End a connection on which another thread may wait: it finds the end."""
+    with suppress(OSError), socket.socket(fileno=os.dup(line.fileno())) as peer:
+        peer.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,131 @@
+"""Stages of a pipeline on the machines of a Ray cluster (Moritz et al. 2018).
+
+Ray chooses the machines, starts a process on each and ends it; steps take the engine's own
+connections. Each machine has kvik and the model's files, under the same path.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from kvik.config.config import ResolvedConfig
+from kvik.errors import ConfigError
+from kvik.rank_process import Process
+from kvik.stage_process import start_stage
+
+OPTION = "distributed_executor_backend"
+PLACE_SECONDS = 60.0  # that the cluster may take to find room
+END_SECONDS = 10.0
+
+
+class StageActor:
+    """Starts a stage where Ray has placed it."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def host(self) -> str:
+        return _own_host()
+
+    def start(self, arguments: list[str], token: str) -> None:
+        self._process = start_stage([*arguments, _own_host()], token)
+
+    def wait(self) -> int:
+        """Return its exit code, or minus the signal that ended it."""
+        assert self._process is not None
+        return self._process.wait()
+
+
+class RayProcess:
+    """A stage, as if it were a process of this machine."""
+
+    def __init__(self, ray: Any, actor: Any) -> None:
+        self._ray, self._actor = ray, actor
+        self._ended = actor.wait.remote()
+
+    def poll(self) -> int | None:
+        try:
+            return self.wait(0.0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """
+        Raises:
+            TimeoutExpired: it has not ended.
+        """
+        end = time.monotonic() + (END_SECONDS if timeout is None else timeout)
+        try:
+            return int(self._ray.get(self._ended, timeout=max(0.0, end - time.monotonic())))
+        except self._ray.exceptions.GetTimeoutError:
+            if timeout is None:
+                return -9
+            raise subprocess.TimeoutExpired("a stage", timeout) from None
+        except self._ray.exceptions.RayError:  # the actor, or its machine, is gone
+            return -9
+
+    def kill(self) -> None:
+        """End the actor; the stage ends with its line to the engine."""
+        self._ray.kill(self._actor)
+
+
+class RayLauncher:
+    """Starts each stage on a machine of its own, as far as there are as many; see `Launcher`."""
+
+    here = False
+
+    def __init__(self, resolved: ResolvedConfig) -> None:
+        """Reserve a place for each stage but the engine's own.
+
+        Raises:
+            ConfigError: Ray is not installed, no cluster is there, or it has no room.
+        """
+        try:
+            import ray
+        except ImportError:
+            raise ConfigError(OPTION, 'ray is missing: pip install "kvik[ray]"') from None
+        from ray.util.placement_group import placement_group
+
+        if not ray.is_initialized():
+            try:
+                ray.init("auto", log_to_driver=True, configure_logging=False)
+            except ConnectionError:
+                told = "ray finds no cluster: `ray start --head` begins one, or set RAY_ADDRESS"
+                raise ConfigError(OPTION, told) from None
+        self._ray: Any = ray
+        self.host = _own_host()
+        runner = resolved.runner
+        count, cpus = len(runner.stages) - 1, runner.threads * runner.ranks
+        self._group: Any = placement_group([{"CPU": cpus}] * count, strategy="SPREAD")
+        if not self._group.wait(PLACE_SECONDS):
+            self.stop()
+            told = f"ray has no room for {count} times {cpus} CPUs within {PLACE_SECONDS:.0f} s"
+            raise ConfigError(OPTION, told)
+        self._cpus = cpus
+
+    def start(self, stage: int, arguments: Sequence[str], token: str) -> Process:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        strategy = PlacementGroupSchedulingStrategy(self._group, stage)
+        kind = self._ray.remote(StageActor).options(
+            num_cpus=self._cpus, scheduling_strategy=strategy, max_concurrency=2
+        )
+        actor = kind.remote()
+        self._ray.get(actor.start.remote(list(arguments), token), timeout=PLACE_SECONDS)
+        return RayProcess(self._ray, actor)
+
+    def stop(self) -> None:
+        from ray.util.placement_group import remove_placement_group
+
+        if self._group is not None and self._ray.is_initialized():
+            remove_placement_group(self._group)
+        self._group = None
+
+
+def _own_host() -> str:
+    import ray.util
+
+    return str(ray.util.get_node_ip_address())

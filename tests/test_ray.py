@@ -1,0 +1,108 @@
+"""Stages of a pipeline on the machines of a Ray cluster: two of its nodes on this one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+from helpers.optional_native import needs_native
+
+from kvik import LLM, SamplingParams
+from kvik.errors import ConfigError
+
+pytestmark = needs_native
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
+COMMON = {"device": "cpu", "threads": 3, "max_model_len": 256}
+RAY = {**COMMON, "pipeline_parallel_size": 3, "distributed_executor_backend": "ray"}
+TEXTS = ["Once upon a time", "The dog", "She said"]
+STORE = {"object_store_memory": 80 << 20}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    ray = pytest.importorskip("ray", reason="kvik was installed without kvik[ray]")
+    from ray.cluster_utils import Cluster
+
+    head = {"num_cpus": 1, "include_dashboard": False, **STORE}
+    made = Cluster(initialize_head=True, head_node_args=head)
+    made.add_node(num_cpus=1, **STORE)
+    ray.init(address=made.address, log_to_driver=False, configure_logging=False)
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+def stages() -> list[int]:
+    found = []
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/cmdline", "rb") as file:
+                if b"kvik.stage_process" in file.read():
+                    found.append(int(name))
+        except OSError:
+            continue
+    return found
+
+
+def gone(seconds: float = 10.0) -> bool:
+    end = time.monotonic() + seconds
+    while stages() and time.monotonic() < end:
+        time.sleep(0.1)
+    return not stages()
+
+
+@pytest.mark.full
+def test_stages_elsewhere_give_the_same_bits(cluster) -> None:
+    found = []
+    for options in (COMMON, RAY):
+        with LLM(**options) as llm:
+            outputs = llm.generate(TEXTS, PARAMS)
+        found.append([(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs])
+    assert found[0] == found[1] and gone()
+
+
+@pytest.mark.full
+def test_a_lost_stage_is_named_and_its_place_is_free_again(cluster) -> None:
+    for _ in range(2):
+        with LLM(**RAY) as llm:
+            assert llm.generate(TEXTS, PARAMS)[0].outputs[0].error is None
+            os.kill(min(stages()), signal.SIGKILL)
+            error = llm.generate(TEXTS, PARAMS)[0].outputs[0].error
+            assert "has ended with signal 9" in error and "stage " in error
+        assert gone()
+
+
+@pytest.mark.full
+def test_a_cluster_without_room_is_one_error(cluster, monkeypatch) -> None:
+    monkeypatch.setattr("kvik.ray_launcher.PLACE_SECONDS", 1.0)
+    with pytest.raises(ConfigError, match="ray has no room for 2 times 4 CPUs"):
+        LLM(**{**RAY, "threads": 12})
+    assert not stages()
+
+
+def test_without_ray_the_error_says_what_to_install(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match="ray is missing: pip install") as caught:
+        LLM(**RAY)
+    assert caught.value.field == "distributed_executor_backend"
+
+
+def test_ray_without_stages_has_nothing_to_place() -> None:
+    with pytest.raises(ConfigError, match="only with pipeline_parallel_size of 2 or more"):
+        LLM(**COMMON, distributed_executor_backend="ray")
+
+
+def test_without_a_cluster_the_error_says_how_to_begin_one(monkeypatch) -> None:
+    ray = pytest.importorskip("ray", reason="kvik was installed without kvik[ray]")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ConnectionError
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", refuse)
+    with pytest.raises(ConfigError, match="ray start --head"):
+        LLM(**RAY)
