@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "group.hpp"
 #include "memory.hpp"
 #include "runtime.hpp"
 
@@ -97,6 +98,15 @@ NB_MODULE(_native, m) {
     m.def(
         "give_back", [](uintptr_t data, size_t bytes) { return give_back(reinterpret_cast<void*>(data), bytes); },
         "data"_a, "bytes"_a);
+
+    m.attr("BEATS") = offsetof(Meeting, beats);
+    nb::class_<Heartbeat>(m, "Heartbeat")
+        .def(
+            "__init__",
+            [](Heartbeat* self, nb::ndarray<uint32_t, nb::shape<1>, nb::device::cpu> beats) {
+                new (self) Heartbeat(*reinterpret_cast<std::atomic<uint32_t>*>(beats.data()));
+            },
+            "beats"_a.noconvert(), nb::keep_alive<1, 2>());
 
     nb::class_<Tape>(m, "Tape")
         .def(nb::init<>())

@@ -1,5 +1,8 @@
 #include "group.hpp"
 
+#include <pthread.h>
+#include <signal.h>
+
 #include <chrono>
 #include <climits>
 #include <ctime>
@@ -20,6 +23,7 @@ namespace {
 // that do equal work are apart. And how often it lets them before it sleeps.
 constexpr int kLooks = 512, kYields = 64;
 constexpr long kSleep = 50'000'000;  // nanoseconds, after which it looks whether the meeting is broken
+constexpr auto kBeat = std::chrono::milliseconds(200);
 
 // Until the number is no longer `old`, or for a while. Not the futex of std::atomic::wait, which other processes
 // do not wake.
@@ -70,6 +74,29 @@ void meet(Meeting& meeting, int rank) {
     if (own.sleepers.load()) wake(own.count);
     for (uint32_t other = 0; other < meeting.size; other++)
         if (int(other) != rank) wait_for(meeting, meeting.ranks[other], wanted);
+}
+
+Heartbeat::Heartbeat(std::atomic<uint32_t>& beats) : beats_(beats) {
+    sigset_t all, before;  // signals are for the threads of the program
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    thread_ = std::thread(&Heartbeat::beat, this);
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+Heartbeat::~Heartbeat() {
+    {
+        const std::lock_guard lock(mutex_);
+        ended_ = true;
+    }
+    changed_.notify_one();
+    thread_.join();
+}
+
+void Heartbeat::beat() {
+    std::unique_lock lock(mutex_);
+    do beats_.fetch_add(1, std::memory_order_relaxed);
+    while (!changed_.wait_for(lock, kBeat, [&] { return ended_; }));
 }
 
 }  // namespace kvik

@@ -2,8 +2,11 @@
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <mutex>
+#include <thread>
 
 namespace kvik {
 
@@ -21,11 +24,30 @@ struct Meeting {
     std::atomic<uint32_t> broken;  // not 0: one of the processes is gone, and no other waits any more
     uint32_t size;                 // processes
     Arrivals ranks[kMaxRanks];
+    std::atomic<uint32_t> beats[kMaxRanks];  // of each process' `Heartbeat`
 };
 static_assert(sizeof(Meeting) <= 8192);  // kernels/cpu/group.py puts tensors behind so many bytes
 
 // Arrives, and waits until all others have arrived as often, or the meeting is broken. What a process wrote
 // before it arrived is seen by all that have returned from this.
 void meet(Meeting& meeting, int rank);
+
+// Adds 1 to a number in shared memory five times a second while this process runs, so that another sees that
+// it does. It has a thread of its own: neither Python's lock nor a long kernel holds it up.
+class Heartbeat {
+   public:
+    explicit Heartbeat(std::atomic<uint32_t>& beats);
+    ~Heartbeat();
+    Heartbeat(const Heartbeat&) = delete;
+
+   private:
+    void beat();
+
+    std::atomic<uint32_t>& beats_;
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    bool ended_ = false;
+    std::thread thread_;
+};
 
 }  // namespace kvik

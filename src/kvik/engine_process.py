@@ -1,5 +1,5 @@
 """The engine in a process of its own: `engine_in_process` for the parent, `main` for the child,
-which finds its end of their socket under the number it is given.
+which finds its end of their socket, and where it is to beat, under the numbers it is given.
 
 The child lives as long as the socket. Signals that end the programs of a terminal do not end it, as
 its parent may still drain; and whatever becomes of the parent, the socket is closed.
@@ -8,9 +8,11 @@ its parent may still drain; and whatever becomes of the parent, the socket is cl
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from mmap import mmap
 from pathlib import Path
 
 from kvik.child_process import live_with_parent, python_command
@@ -43,6 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     sock = socket.socket(fileno=int(arguments[0]))
     sock.set_inheritable(False)
     live_with_parent(sock.fileno())
+    _beating = [beat(int(file)) for file in arguments[1:]]  # without one, for nobody
     line = HostSocket(sock)
     try:
         return _serve(line)
@@ -50,6 +53,18 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     finally:
         line.close()
+
+
+def beat(file: int) -> object:
+    """Beat in the first number of shared memory for as long as the result lives, if the native
+    kernels are there."""
+    memory = mmap(file, 0)
+    os.close(file)
+    try:
+        from kvik.kernels.cpu._native import Heartbeat
+    except ImportError:
+        return None
+    return Heartbeat(memoryview(memory).cast("I")[:1])
 
 
 def _serve(line: HostSocket) -> int:

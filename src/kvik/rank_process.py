@@ -2,7 +2,8 @@
 each of the others, which finds its socket and the common memory under the numbers it is given.
 
 A process lives as long as its socket: whatever becomes of the first one, the others end. That one
-watches the sockets; when one closes, none waits for another any more, and its step fails.
+watches the sockets, and the beats of each process; when a socket closes, or nothing beats for too
+long, none waits for another any more, and its step fails.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import select
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from mmap import mmap
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Protocol
 
 import msgspec
@@ -25,15 +26,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvik.child_process import live_with_parent, python_command
+from kvik.child_process import (
+    LOOK_SECONDS,
+    Pulse,
+    die_with_parent,
+    live_with_parent,
+    python_command,
+    shared_memory,
+)
 from kvik.config.config import ResolvedConfig
+from kvik.config.parallel import OPTION
 from kvik.errors import ConfigError, GroupLost
-from kvik.kernels.cpu.group import Group
+from kvik.kernels.cpu.group import Group, Meeting
 from kvik.spec.shares import PipelineStage
 from kvik.worker.group import Message, Seat
 from kvik.worker.ranks import Rank, encode
 
-END_SECONDS = 5.0  # that a process may take to end
+END_SECONDS = 5.0  # that the system may take to end a process, and to say how it has ended
+# The others load as much as the first, at the same time: who needs so many times what that has
+# needed, and at least so many seconds, does not get ahead.
+LOAD_TIMES = 10.0
+LEAST_LOAD_SECONDS = 60.0
 # Times the activations and tables that the plan counts; pages take memory once they are written.
 MEMORY = 4
 LEAST_MEMORY = 1 << 28
@@ -79,56 +92,82 @@ class RankProcesses:
         size = resolved.runner.ranks
         memory = resolved.memory
         wanted = max(LEAST_MEMORY, MEMORY * (memory.activations + memory.overhead))
-        file = _common_memory(wanted)
+        file = shared_memory(wanted)
         self._mapping = mmap(file, wanted)
         self.memory = np.frombuffer(self._mapping, np.uint8)
+        self._meeting = Meeting(self.memory)
+        self._began = time.monotonic()
         self._lost = ""
         self._known = threading.Event()  # who is lost
         self._closed = False
         self._children: list[subprocess.Popen[bytes]] = []
         self._lines: list[Connection] = []
         self._group: Group | None = None
+        self._watcher = threading.Thread(target=self._watch, name="kvik-ranks", daemon=True)
         shares, number = cores_of(size, cores), None if stage is None else stage.number
         try:
-            for rank in range(1, size):
+            for _ in range(1, size):
                 ours, theirs = socket.socketpair()
+                self._lines.append(Connection(ours.detach()))
                 numbers = theirs.fileno(), file
                 command = python_command("kvik.rank_process", *map(str, numbers))
                 with theirs:
                     child = subprocess.Popen(command, pass_fds=numbers, stdin=subprocess.DEVNULL)
                 self._children.append(child)
-                line = Connection(ours.detach())
-                self._lines.append(line)
+            self._watcher.start()
+            for rank, line in enumerate(self._lines, 1):
                 start = RankStart(resolved, rank, size, shares[rank], number)
                 with suppress(OSError):  # `meet` finds it gone
                     line.send_bytes(msgspec.msgpack.encode(start))
+        except BaseException:
+            self.stop()
+            raise
         finally:
             os.close(file)
+
+    @property
+    def lost(self) -> str:
+        """See `Others.lost`."""
+        return self._lost
 
     def seat(self, resolved: ResolvedConfig) -> Seat:
         """Return the place of the first process."""
         return Seat(0, resolved.runner.ranks, self.memory, self)
 
     def meet(self, group: Group) -> None:
-        """Wait until the others have loaded, and watch them from then on.
+        """Wait until the others have loaded.
 
         Raises:
             ConfigError: one of them cannot, or has recorded something else.
+            GroupLost: one of them is gone, or does not get ahead.
         """
         self._group = group
-        for rank, line in enumerate(self._lines, 1):
-            try:
-                ready = msgspec.msgpack.decode(line.recv_bytes(), type=RankReady)
-            except (EOFError, OSError):
-                self.stop()
-                raise ConfigError(
-                    "tensor_parallel_size", f"rank {rank} ended while it loaded"
-                ) from None
-            if ready.error or ready.digest != group.digest:
-                self.stop()
-                why = ready.error or f"has recorded {ready.digest}, and rank 0 {group.digest}"
-                raise ConfigError("tensor_parallel_size", f"rank {rank} {why}")
-        threading.Thread(target=self._watch, name="kvik-ranks", daemon=True).start()
+        took = time.monotonic() - self._began
+        limit = max(LEAST_LOAD_SECONDS, LOAD_TIMES * took)
+        loading = {line: rank for rank, line in enumerate(self._lines, 1)}
+        while loading:
+            # What was lost before this look has said before why it could not load.
+            lost, late = self._lost, time.monotonic() - self._began > limit
+            for line in wait(list(loading), 0.0 if lost else LOOK_SECONDS):
+                assert isinstance(line, Connection)
+                self._take_ready(loading.pop(line), line, group)
+            if lost:
+                raise GroupLost(OPTION, f"{lost} while it loaded")
+            if late and loading:
+                rank = min(loading.values())
+                told = f"rank {rank} has not loaded in {limit:.0f} s, and rank 0 in {took:.0f} s"
+                raise GroupLost(OPTION, told)
+
+    def _take_ready(self, rank: int, line: Connection, group: Group) -> None:
+        try:
+            ready = msgspec.msgpack.decode(line.recv_bytes(), type=RankReady)
+        except (EOFError, OSError):
+            self._known.wait(END_SECONDS)
+            lost = self._lost or f"rank {rank} is gone"
+            raise GroupLost(OPTION, f"{lost} while it loaded") from None
+        if ready.error or ready.digest != group.digest:
+            why = ready.error or f"has recorded {ready.digest}, and rank 0 {group.digest}"
+            raise ConfigError(OPTION, f"rank {rank} {why}")
 
     def tell(self, message: Message) -> None:
         """
@@ -141,24 +180,20 @@ class RankProcesses:
                 line.send_bytes(data)
             except OSError:
                 self._known.wait(END_SECONDS)
-                raise GroupLost("tensor_parallel_size", self._lost or "a rank is gone") from None
+                raise GroupLost(OPTION, self._lost or "a rank is gone") from None
         if self._lost:
-            raise GroupLost("tensor_parallel_size", self._lost)
+            raise GroupLost(OPTION, self._lost)
 
     @contextmanager
     def together(self, message: Message) -> Iterator[None]:
-        assert self._group is not None
         self.tell(message)
         try:
             yield
         except BaseException:
-            self._lost = self._lost or "what all processes compute was interrupted in the first"
-            self._known.set()
-            self._group.give_up()
+            self._lose("what all processes compute was interrupted in the first")
             raise
-        if self._group.broken:
-            self._known.wait(END_SECONDS)
-            raise GroupLost("tensor_parallel_size", self._lost)
+        if self._meeting.broken:
+            raise GroupLost(OPTION, self._lost)
 
     def begin(self) -> None:
         assert self._group is not None
@@ -170,30 +205,44 @@ class RankProcesses:
         return self._group.take(tuple(hidden.shape), hidden.dtype).copy_(hidden)
 
     def stop(self) -> None:
-        """End them; safe to call twice."""
+        """End them; safe to call twice. They keep nothing that would be lost."""
         self._closed = True
+        for child in self._children:
+            child.kill()
+        for child in self._children:
+            with suppress(subprocess.TimeoutExpired):  # it still gives its memory back
+                child.wait(END_SECONDS)
+        if self._watcher.is_alive():
+            self._watcher.join(END_SECONDS)
         for line in self._lines:
             line.close()
-        for child in self._children:
-            try:
-                child.wait(END_SECONDS)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
+
+    def _lose(self, why: str) -> None:
+        """Let none wait for another from now on."""
+        self._lost = self._lost or why
+        self._known.set()
+        self._meeting.give_up()
 
     def _watch(self) -> None:
         poll = select.poll()
         ranks = {line.fileno(): rank for rank, line in enumerate(self._lines, 1)}
         for number in ranks:
             poll.register(number, 0)  # a hang-up is reported in any case
-        gone = poll.poll()
-        if self._closed or not gone:
-            return
-        rank = ranks[gone[0][0]]
-        self._lost = f"rank {rank} {exit_told(self._children[rank - 1])}"
-        self._known.set()
-        assert self._group is not None
-        self._group.give_up()
+        pulses = {rank: Pulse() for rank in ranks.values()}
+        while not self._closed:
+            gone = poll.poll(1000 * LOOK_SECONDS)
+            if self._closed:
+                return
+            if gone:
+                rank = ranks[gone[0][0]]
+                self._lose(f"rank {rank} {exit_told(self._children[rank - 1])}")
+                return
+            for rank, pulse in pulses.items():
+                silent = pulse.look(self._meeting.beats(rank), time.monotonic())
+                if silent:
+                    self._lose(f"rank {rank} {silent}")
+                    self._children[rank - 1].kill()
+                    return
 
 
 class Process(Protocol):
@@ -222,17 +271,6 @@ def exit_told(child: Process) -> str:
     return f"has ended with {f'signal {-code}' if code < 0 else f'code {code}'}"
 
 
-def _common_memory(size: int) -> int:
-    """Return the number of a file without a name, as large as asked and full of zeros."""
-    if sys.platform == "linux":
-        file = os.memfd_create("kvik-group")
-    else:
-        with tempfile.TemporaryFile() as made:
-            file = os.dup(made.fileno())
-    os.ftruncate(file, size)
-    return file
-
-
 def cores_of(size: int, among: Sequence[int] = ()) -> list[list[int]]:
     """Return the cores of each process; [] where it cannot be said.
 
@@ -250,9 +288,11 @@ def main(arguments: Sequence[str]) -> int:
     mapping = mmap(file, os.fstat(file).st_size)
     os.close(file)
     memory = np.frombuffer(mapping, np.uint8)
+    die_with_parent()
     live_with_parent(line.fileno())  # also where a kernel waits for others
     with suppress(EOFError, OSError):
         start = msgspec.msgpack.decode(line.recv_bytes(), type=RankStart)
+        _beating = Meeting(memory).beat(start.rank)
         if start.cores and sys.platform == "linux":
             os.sched_setaffinity(0, start.cores)
         try:

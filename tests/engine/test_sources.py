@@ -17,10 +17,12 @@ import pytest
 import uvloop
 from helpers import engine_child
 from helpers.engine_child import CRASH, HANG, PAUSE
+from helpers.optional_native import needs_native
 from helpers.served_engine import engine_request as request
 from helpers.served_engine import tiny_config
 from helpers.virtual_time import run_virtually
 
+from kvik import child_process
 from kvik.core.types import FinishReason, RequestDelta
 from kvik.engine.remote import EngineState, RemoteClient
 from kvik.engine.sources import RestartPolicy, Supervisor, restart_policy
@@ -253,6 +255,20 @@ async def test_an_engine_that_hangs_is_stalled_and_then_replaced():
         await rig.until(EngineState.READY)
         rig.client.add(request("c"))
         assert (await rig.ended("c")).finish_reason is FinishReason.LENGTH
+
+
+@needs_native
+@pytest.mark.full
+async def test_an_engine_that_is_stopped_while_it_idles_is_replaced(monkeypatch):
+    monkeypatch.setattr(child_process, "SILENT_SECONDS", 1.0)
+    async with supervised("beats") as rig:
+        await rig.until(EngineState.READY)
+        await asyncio.sleep(1.5)
+        assert rig.client.num_starts == 1
+        os.kill(rig.supervisor.pid, signal.SIGSTOP)
+        await rig.until(EngineState.RESTARTING)
+        assert rig.client.reason == "the engine process has been silent for 1 s"
+        await rig.until(EngineState.READY)
 
 
 async def test_an_engine_that_was_slow_becomes_ready_again():

@@ -1,4 +1,4 @@
-"""An engine process without a model, `python engine_child.py MODE FD`, to test what watches it.
+"""An engine process without a model, `python engine_child.py MODE FD FD`, to test what watches it.
 
 Tokens of a prompt tell it what to do in the step that reads them.
 """
@@ -25,6 +25,7 @@ if __name__ == "__main__":
     from kvik.engine.host import EngineHost
     from kvik.engine.loop import EngineLoop
     from kvik.engine.wire import HostSocket, Unusable, frame, to_start
+    from kvik.engine_process import beat
 
     class Misbehaving(FakeExecutor):
         def submit(self, plan: SchedulerOutput) -> object:
@@ -38,7 +39,7 @@ if __name__ == "__main__":
                 time.sleep(PAUSE_SECONDS)
             return super().submit(plan)
 
-    mode, fd = sys.argv[1:]
+    mode, fd, beats = sys.argv[1:]
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     if mode == "broken":
@@ -56,6 +57,7 @@ if __name__ == "__main__":
         marker.touch()
     if mode == "deaf":
         time.sleep(1000)
+    beating = beat(int(beats)) if mode == "beats" else None
     EngineHost(
         EngineLoop(EngineCore(config), Misbehaving(seconds=0.002), time.monotonic), line
     ).run()

@@ -14,12 +14,15 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from mmap import mmap
 
+from kvik.child_process import LOOK_SECONDS, Pulse, Stillness, shared_memory
 from kvik.config.config import ResolvedConfig
 from kvik.engine.host import host_engine
 from kvik.engine.loop import EngineLoop
@@ -31,16 +34,18 @@ TAIL = 2000  # characters of the last output of the process that are kept
 _POLL_SECONDS = 0.01  # between two looks whether the process has ended
 _REAP = 10.0  # seconds; the memory of a large model is not freed at once
 _READ = 1 << 16
+_BEATS_BYTES = 4096
 LAST_STEP_SECONDS = 30.0  # for the step under way when a thread's engine is closed
 
 
 class EngineProcess:
-    """The engine process as its parent sees it: a socket, its output, and its end.
+    """The engine process as its parent sees it: a socket, its beats, its output, and its end.
 
-    Its last argument is the file descriptor of its end of the socket. It has a process group of its
-    own, so that Ctrl-C in a terminal does not reach it; it ends when the socket is closed. It stays
-    in this session, as Linux shares processors between sessions: all threads of the engine would
-    run on one core whenever another program is busy.
+    Its last two arguments are file descriptors: of its end of the socket, and of memory whose first
+    number, of 32 bits, grows while it beats. It has a process group of its own, so that Ctrl-C in a
+    terminal does not reach it; it ends when the socket is closed. It stays in this session, as
+    Linux shares processors between sessions: all threads of the engine would run on one core
+    whenever another program is busy.
 
     Args:
         command: that starts it.
@@ -51,21 +56,26 @@ class EngineProcess:
     """
 
     def __init__(self, command: Sequence[str], relay: Callable[[str], object]) -> None:
+        file = shared_memory(_BEATS_BYTES)
+        self._beats = mmap(file, _BEATS_BYTES)
         self.socket, theirs = socket.socketpair()
+        numbers = theirs.fileno(), file
         try:
             self._process = subprocess.Popen(
-                [*command, str(theirs.fileno())],
+                [*command, *map(str, numbers)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
+                pass_fds=numbers,
                 process_group=0,
             )
         except OSError:
             self.socket.close()
+            self._beats.close()
             raise
         finally:
             theirs.close()
+            os.close(file)
         assert self._process.stdout is not None
         self._output = self._process.stdout
         self._relay = relay
@@ -82,6 +92,11 @@ class EngineProcess:
     @property
     def running(self) -> bool:
         return self._process.poll() is None
+
+    @property
+    def beats(self) -> int:
+        """How often it has beaten."""
+        return int.from_bytes(self._beats[:4], sys.byteorder)
 
     async def end(self, timeout: float) -> str:
         """Wait for the process to end, kill it if it does not, and free what belongs to it here. If
@@ -100,6 +115,7 @@ class EngineProcess:
         self._loop.remove_reader(self._output)
         self._output.close()
         self.socket.close()
+        self._beats.close()
         return self._ending()
 
     def _kill(self) -> None:
@@ -142,7 +158,6 @@ class EngineProcess:
 
 log = logging.getLogger(__name__)
 
-_LOOK_SECONDS = 0.25  # seconds between looks
 _SLOWEST_CORE = 5e9  # operations a second: a fraction of what any core does
 
 
@@ -152,7 +167,8 @@ class RestartPolicy:
 
     Attributes:
         stall: time with work and without a step after which the engine counts as stalled; less if
-            the engine announces a lower `StepLimit`.
+            the engine announces a lower `StepLimit`. (One that does not beat is killed: see
+            `Pulse`.)
         kill: time from then until it is killed.
         exit: time for the process to end after its socket was closed.
         pause: before the first restart; doubles with each crash in `window`, up to `longest_pause`.
@@ -261,36 +277,36 @@ class Supervisor:
         except OSError as error:  # out of memory or processes, which may pass
             return f"the engine process cannot be started: {error}"
         client.connect(child.socket, self._start)
-        stalled = await self._watch(client)
-        if stalled:
-            client.disconnect(EngineState.RESTARTING, stalled)
-        ended = await child.end(0.0 if stalled else self._policy.exit)
+        hung = await self._watch(client)
+        if hung:
+            client.disconnect(EngineState.RESTARTING, hung)
+        ended = await child.end(0.0 if hung else self._policy.exit)
         self._child = None
-        return stalled or ended
+        return hung or ended
 
     async def _watch(self, client: RemoteClient) -> str:
-        """Wait until the engine is lost, or has made no progress for too long. Returns the message
-        for the latter case, or "".
-
-        Time counts only while this looks: after a suspended process, or a delayed event loop, the
-        engine must not count as hung.
+        """Wait until the engine is lost, does not beat, or has made no progress for too long.
+        Returns the message for the latter cases, or "".
         """
         policy, clock = self._policy, asyncio.get_running_loop().time
-        stood, signs, last = 0.0, client.signs_of_life, clock()
+        # Where the kernels are not native they may not be there at all, and then nothing beats.
+        pulse = Pulse(begins=self._start.config.runner.kernels == "native")
+        progress = Stillness()
+        progress.look(client.signs_of_life, clock())
         while not self._lost.is_set():
             try:
-                async with asyncio.timeout(_LOOK_SECONDS):
+                async with asyncio.timeout(LOOK_SECONDS):
                     await self._lost.wait()
             except TimeoutError:
                 pass
             now = clock()
-            if client.signs_of_life != signs or not client.num_unfinished:
-                stood, signs = 0.0, client.signs_of_life
-                if client.state is EngineState.STALLED:
-                    client.set_state(EngineState.READY, "")
-            else:
-                stood += min(now - last, 2 * _LOOK_SECONDS)
-            last = now
+            silent = "" if self._child is None else pulse.look(self._child.beats, now)
+            if silent and not self._lost.is_set():
+                return f"the engine process {silent}"
+            expected = client.num_unfinished > 0
+            stood = progress.look(client.signs_of_life, now, expected=expected)
+            if not stood and client.state is EngineState.STALLED:
+                client.set_state(EngineState.READY, "")
             limit = client.step_limit
             stall = policy.stall if limit is None else min(limit, policy.stall)
             told = f"the engine has had work for {stood:.0f} s and no step was computed"

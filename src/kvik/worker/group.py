@@ -103,6 +103,11 @@ MESSAGES: Mapping[str, type[Any]] = {kind.__name__: kind for kind in _KINDS}
 class Others(Protocol):
     """The other processes, as the first one sees them."""
 
+    @property
+    def lost(self) -> str:
+        """Which of them is gone, and how; "": they are all there."""
+        ...
+
     def tell(self, message: Message) -> None:
         """Send a message to each of them.
 
@@ -133,6 +138,7 @@ class Others(Protocol):
 
         Raises:
             ConfigError: one of them cannot, or has recorded something else.
+            GroupLost: one of them is gone.
         """
         ...
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvik.kernels.cpu.group import Group, group_ops
+from kvik.kernels.cpu.group import Group, Meeting, group_ops
 from kvik.kernels.cpu.native import Native
 from kvik.kernels.cpu.ops import native_ops
 from kvik.kernels.ops import Ops
@@ -86,9 +88,9 @@ def test_nobody_waits_for_a_broken_group() -> None:
     group = Group(native, memory, 0, 2)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(group.exchange)
-        Group(Native(1), memory, 1, 2).give_up()
+        Group(Native(1), memory, 1, 2).meeting.give_up()
         waiting.result(timeout=10)
-    assert group.broken
+    assert group.meeting.broken
 
 
 def test_memory_is_used_again_once_all_have_met() -> None:
@@ -122,3 +124,17 @@ def test_shares_differ_by_one_at_most() -> None:
         for size in range(1, 8):
             sizes = [b - a for a, b in (share_of(count, rank, size) for rank in range(size))]
             assert sum(sizes) == count and max(sizes) - min(sizes) <= 1
+
+
+def test_beats_go_on_while_no_other_python_runs() -> None:
+    meeting = Meeting(np.zeros(1 << 16, np.uint8))
+    beating = meeting.beat(3)
+    time.sleep(0.05)
+    begun = meeting.beats(3)
+    ctypes.PyDLL(None).usleep(1_000_000)  # with Python's lock
+    assert meeting.beats(3) >= begun + 3
+    assert not meeting.beats(2) and not meeting.broken
+    del beating
+    ended = meeting.beats(3)
+    time.sleep(0.5)
+    assert meeting.beats(3) == ended

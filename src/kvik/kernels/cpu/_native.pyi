@@ -21,6 +21,14 @@ def give_back(data: int, bytes: int) -> int:
     """Give the whole pages of a part of `allocate` back to the system, as zeros; returns their
     bytes."""
 
+BEATS: int  # bytes of `Meeting` (csrc/group.hpp) before its beats
+
+class Heartbeat:
+    """Adds 1 to a number five times a second while this process runs and this object lives."""
+
+    def __init__(self, beats: np.ndarray | memoryview) -> None:
+        """`beats`: [1] uint32, in memory that others share."""
+
 class Tape:
     num_calls: int
     num_inputs: int

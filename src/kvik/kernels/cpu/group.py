@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvik.kernels.cpu import _native
 from kvik.kernels.cpu.buffers import ALIGNMENT
 from kvik.kernels.cpu.experts import CpuExperts
 from kvik.kernels.cpu.matrix import TILE, CpuMatrices, CpuPacked, ceil_div
@@ -29,12 +30,50 @@ from kvik.spec.shares import share_of
 MEETING_BYTES = 8192  # of `Meeting` (csrc/group.hpp), and room for more
 
 
+class Meeting:
+    """The begin of the memory that all share: `Meeting` of csrc/group.hpp."""
+
+    def __init__(self, memory: np.ndarray) -> None:
+        """
+        Args:
+            memory: [bytes] uint8, zeros when the first process came.
+        """
+        self._words = memory[:MEETING_BYTES].view(np.uint32)
+        self._beats = self._words[_native.BEATS // 4 :]
+
+    @property
+    def address(self) -> int:
+        return int(self._words.ctypes.data)
+
+    def open(self, size: int) -> None:
+        """Say how many processes there are, before the first exchange."""
+        self._words[1] = size
+
+    @property
+    def broken(self) -> bool:
+        """Whether one of the processes is gone: what was computed since is worth nothing."""
+        return bool(self._words[0])
+
+    def give_up(self) -> None:
+        """Let none wait for another any more."""
+        self._words[0] = 1
+
+    def beats(self, rank: int) -> int:
+        """Return how often a process has beaten; 0: it has not begun to."""
+        return int(self._beats[rank])
+
+    def beat(self, rank: int) -> _native.Heartbeat:
+        """Beat for as long as the result lives."""
+        return _native.Heartbeat(self._beats[rank : rank + 1])
+
+
 class Group:
     """The processes, as one of them sees them.
 
     All make the same calls in the same order, so that what they share is at the same place in each.
 
     Attributes:
+        meeting: where they wait for each other.
         exchanges: that were recorded.
     """
 
@@ -45,22 +84,13 @@ class Group:
         """
         self.rank, self.size = rank, size
         self._native = native
-        self._meeting = memory[:MEETING_BYTES].view(np.uint32)
-        self._meeting[1] = size
+        self.meeting = Meeting(memory)
+        self.meeting.open(size)
         rest = memory[MEETING_BYTES:]
         half = len(rest) // (2 * ALIGNMENT) * ALIGNMENT
         self._recorded, self._aside = SharedPool(rest[:half]), rest[half:]
         self._used = 0  # of what stands aside
         self.exchanges = 0
-
-    @property
-    def broken(self) -> bool:
-        """Whether one of the processes is gone: what was computed since is worth nothing."""
-        return bool(self._meeting[0])
-
-    def give_up(self) -> None:
-        """Let none wait for another any more."""
-        self._meeting[0] = 1
 
     @property
     def digest(self) -> str:
@@ -93,7 +123,7 @@ class Group:
 
     def exchange(self) -> None:
         """Wait for the others: what they have written is there behind this call."""
-        self._native.launch("exchange", meeting=self._meeting.ctypes.data, rank=self.rank)
+        self._native.launch("exchange", meeting=self.meeting.address, rank=self.rank)
         self.exchanges += self._native.recording
         self._recorded.met()
 

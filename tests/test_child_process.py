@@ -1,0 +1,33 @@
+"""How a process is watched by another."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvik.child_process import BEGIN_SECONDS, LOOK_SECONDS, SILENT_SECONDS, Pulse, Stillness
+
+
+def test_time_counts_while_somebody_looks() -> None:
+    still, now = Stillness(), 100.0
+    assert still.look(1, now) == 0.0
+    assert still.look(1, now + 0.2) == pytest.approx(0.2)
+    assert still.look(1, now + 1000) == pytest.approx(0.2 + 2 * LOOK_SECONDS)
+    assert still.look(1, now + 1000.1, expected=False) == 0.0
+    assert still.look(1, now + 1000.2) == pytest.approx(0.1)
+    assert still.look(2, now + 1000.3) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("beats", "begins", "limit"),
+    [(0, True, BEGIN_SECONDS), (0, False, None), (7, True, SILENT_SECONDS), (7, False, 10.0)],
+)
+def test_how_long_a_process_may_be_silent(beats: int, begins: bool, limit: float | None) -> None:
+    pulse, looks = Pulse(begins=begins), 0
+    while not (told := pulse.look(beats, looks * LOOK_SECONDS)) and looks < 1000:
+        looks += 1
+    if limit is None:
+        assert not told
+    else:
+        assert looks * LOOK_SECONDS == limit
+        assert told == f"has been silent for {limit:.0f} s"
+        assert not pulse.look(beats + 1, looks * LOOK_SECONDS)
