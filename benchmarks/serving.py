@@ -300,7 +300,7 @@ def run_engine(fd: int) -> None:
         def __init__(self, inner: Executor) -> None:
             self._inner = inner
             self._next = 0.0
-            self.depth, self.in_turn = inner.depth, inner.in_turn
+            self.depth, self.in_turn, self.lost = inner.depth, inner.in_turn, ""
 
         def submit(self, plan: SchedulerOutput) -> object:
             time.sleep(max(0.0, self._next - time.monotonic()))

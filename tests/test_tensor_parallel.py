@@ -2,45 +2,98 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
 import threading
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from helpers.engine_child import ranks_of
 from helpers.optional_native import needs_native
 
 from kvik import LLM, SamplingParams
+from kvik import child_process as watched
+from kvik import rank_process as module
+from kvik.errors import GroupLost
 
 pytestmark = needs_native
 
 LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "threads": 2,
+    "tensor_parallel_size": 2,
+    "max_model_len": 256,
+}
+AGAIN = "close this LLM and make a new one"
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    before = shared_files()
+    yield
+    assert not ranks_of(os.getpid()), "a process outlives its engine"
+    gc.collect()  # errors, whose frames know the memory
+    assert shared_files() <= before
+
+
+def shared_files() -> set[str]:
+    """The files without names that this process has open."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            name = os.readlink(f"/proc/self/fd/{number}")
+        except FileNotFoundError:
+            continue
+        if "memfd" in name:
+            found.add(f"{number} {name}")
+    return found
 
 
 @pytest.fixture
-def llm():
-    with LLM(device="cpu", threads=2, tensor_parallel_size=2, max_model_len=256) as made:
+def llm() -> Iterator[LLM]:
+    with LLM(**OPTIONS) as made:
         yield made
-    assert not ranks_of(os.getpid()), "a process outlives its engine"
 
 
 def errors(llm: LLM, count: int = 1) -> set[str]:
-    outputs = llm.generate(["Once upon a time"] * count, LONG)
+    """Of the requests of one call, or of the call itself."""
+    try:
+        outputs = llm.generate(["Once upon a time"] * count, LONG)
+    except GroupLost as error:
+        return {str(error)}
     return {str(completion.error) for output in outputs for completion in output.outputs}
 
 
-def test_a_lost_process_is_named(llm) -> None:
+def test_a_lost_process_is_named(llm: LLM) -> None:
     assert errors(llm) == {"None"}
     (rank,) = ranks_of(os.getpid())
     os.kill(rank, signal.SIGKILL)
-    for _ in range(2):  # and again
-        (error,) = errors(llm)
-        assert "rank 1 has ended with signal 9" in error
+    (error,) = errors(llm)
+    assert "rank 1 has ended with signal 9" in error
+    for _ in range(2):
+        with pytest.raises(GroupLost, match=f"rank 1 has ended with signal 9: {AGAIN}"):
+            llm.generate("Once", LONG)
+
+
+def test_a_process_that_is_stopped_is_lost(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watched, "SILENT_SECONDS", 1.0)
+    time.sleep(1.5)
+    assert errors(llm) == {"None"}, "one that has nothing to do is not silent"
+    (rank,) = ranks_of(os.getpid())
+    os.kill(rank, signal.SIGSTOP)
+    assert errors(llm, 3) == {"GroupLost: rank 1 has been silent for 1 s"}
+    assert not ranks_of(os.getpid())
+    with pytest.raises(GroupLost, match="rank 1 has been silent for 1 s"):
+        llm.generate("Once", LONG)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
-def test_requests_end_when_a_process_is_lost_under_way(llm, number) -> None:
+def test_requests_end_when_a_process_is_lost_under_way(llm: LLM, number: int) -> None:
     (rank,) = ranks_of(os.getpid())
     threading.Timer(0.3, os.kill, (rank, number)).start()
     start = time.monotonic()
@@ -51,7 +104,7 @@ def test_requests_end_when_a_process_is_lost_under_way(llm, number) -> None:
 
 
 def test_what_the_first_process_leaves_undone_is_never_taken_for_something_else(
-    llm, monkeypatch
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others wait for it in one step: it must not meet them there in the next."""
 
@@ -62,15 +115,66 @@ def test_what_the_first_process_leaves_undone_is_never_taken_for_something_else(
         patch.setattr("kvik.kernels.cpu.native.Native.replay", interrupted)
         (error,) = errors(llm)
         assert "interrupted" in error
-    (error,) = errors(llm)
-    assert "GroupLost" in error and "interrupted in the first" in error
+    with pytest.raises(GroupLost, match="interrupted in the first"):
+        llm.generate("Once", LONG)
 
 
-def test_nothing_is_left_of_a_group_that_cannot_load(monkeypatch) -> None:
+# While they load
+
+
+def test_nothing_is_left_of_a_group_that_cannot_load(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise RuntimeError("no")
 
     monkeypatch.setattr("kvik.worker.worker.load_share", refuse)
     with pytest.raises(RuntimeError, match="no"):
-        LLM(device="cpu", threads=2, tensor_parallel_size=2)
-    assert not ranks_of(os.getpid())
+        LLM(**OPTIONS)
+
+
+def send_soon(number: int) -> None:
+    """To the process that is being started, at once."""
+
+    def send() -> None:
+        while not (ranks := ranks_of(os.getpid())):
+            time.sleep(0.001)
+        os.kill(ranks[0], number)
+
+    threading.Thread(target=send).start()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("number", "how"),
+    [
+        (signal.SIGKILL, "has ended with signal 9"),
+        (signal.SIGSTOP, "has been silent for 1 s"),
+    ],
+)
+def test_a_process_that_is_lost_while_it_loads_ends_the_start(
+    monkeypatch: pytest.MonkeyPatch, number: int, how: str
+) -> None:
+    monkeypatch.setattr(watched, "BEGIN_SECONDS", 1.0)
+    send_soon(number)
+    with pytest.raises(GroupLost, match=f"^rank 1 {how} while it loaded$"):
+        LLM(**OPTIONS)
+
+
+BEATS_ALONE = """
+import sys, time
+from mmap import mmap
+import numpy as np
+from kvik.kernels.cpu.group import Meeting
+beating = Meeting(np.frombuffer(mmap(int(sys.argv[2]), 0), np.uint8)).beat(1)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.full
+def test_a_process_that_does_not_get_ahead_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        module, "python_command", lambda _, *numbers: (sys.executable, "-c", BEATS_ALONE, *numbers)
+    )
+    monkeypatch.setattr(module, "LEAST_LOAD_SECONDS", 0.0)
+    monkeypatch.setattr(module, "LOAD_TIMES", 1.0)
+    with pytest.raises(GroupLost, match=r"^rank 1 has not loaded in \d+ s, and rank 0 in \d+ s$"):
+        LLM(**OPTIONS)

@@ -55,7 +55,7 @@ class KeepsErrors:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self.depth, self.in_turn = worker.depth, worker.in_turn
+        self.depth, self.in_turn, self.lost = worker.depth, worker.in_turn, ""
         self.error: Exception | None = None
         self.rest, self.stop = worker.rest, worker.stop
 

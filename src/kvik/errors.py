@@ -85,7 +85,13 @@ class CapacityError(KvikError):
 
 
 class GroupLost(KvikError):
-    """One of the processes that compute a model together is gone. Only a new engine helps."""
+    """One of the processes that compute a model together is gone. Only a new engine helps.
+
+    The message says which and how, and nothing else of the machine: callers of a server see it.
+    """
+
+    def __str__(self) -> str:
+        return self.message  # there is no field to change
 
 
 class OverloadError(KvikError):

@@ -31,7 +31,18 @@ from kvik.engine.live import LiveView
 from kvik.engine.loop import EngineLoop, LoopObserver
 from kvik.engine.memory_watch import MemoryReading, MemoryWatch
 from kvik.engine.stats import EngineStats
-from kvik.engine.wire import Add, End, FrameReader, HostSocket, Query, Ready, Reply, Stepped
+from kvik.engine.wire import (
+    Add,
+    End,
+    FrameReader,
+    HostSocket,
+    Lost,
+    Query,
+    Ready,
+    Reply,
+    Stepped,
+)
+from kvik.errors import GroupLost
 
 
 class Peer:
@@ -436,6 +447,38 @@ def test_steps_that_fail_again_and_again_end_the_engine():
         assert peer.receive() == []
         assert "device lost" in last(peer, "r0").error
     assert "3 steps in a row" in str(peer.raised)
+
+
+class Lossy(FakeExecutor):
+    """Loses a process in a step, or while there is nothing to do."""
+
+    def lose(self) -> None:
+        self.lost = "rank 1 has ended"
+        self.raises = GroupLost("tensor_parallel_size", self.lost)
+
+
+def test_an_executor_that_is_lost_ends_the_engine():
+    """The client ends what was begun, once."""
+    with engine(Lossy(seconds=0.05), max_num_seqs=2) as peer:
+        for name in ("a", "b", "waits"):
+            peer.add(request(name, max_tokens=100, ignore_eos=True))
+        while {d.request_id for d in peer.deltas} < {"a", "b"}:
+            peer.receive()
+        peer.executor.lose()
+        messages: list[object] = []
+        while not any(isinstance(message, Lost) for message in messages):
+            messages += peer.receive()
+        assert messages[-1] == Lost("GroupLost: rank 1 has ended", ["waits"])
+        assert not any(delta.finish_reason for delta in peer.deltas)
+        peer.thread.join(10)
+    assert peer.raised is None
+
+
+def test_an_executor_that_is_lost_while_it_idles(monkeypatch):
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.05)
+    with engine(Lossy()) as peer:
+        peer.executor.lose()
+        assert peer.receive() == [Lost("GroupLost: rank 1 has ended", [])]
 
 
 def test_a_step_that_fails_now_and_then_does_not():

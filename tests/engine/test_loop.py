@@ -27,6 +27,7 @@ class Timed:
     ready: float = 0.0
     fails: bool = False
     in_turn: bool = False
+    lost: str = ""
     results: dict[int, float] = field(default_factory=dict)
 
     def submit(self, plan: SchedulerOutput) -> object:

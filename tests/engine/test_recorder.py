@@ -343,6 +343,6 @@ def test_log_probabilities_and_vectors_count(tmp_path):
         path = tmp_path / "flight"
         recorder = Recorder(path, make_config(), ClockTape(lambda: 0.0))
         recorder.finished(output, 1.0)
-        recorder.close()
+        recorder.close("it is enough")
         digests.add(read(path)[1][0].digest)
     assert len(digests) == 5 and b"" in digests

@@ -22,7 +22,17 @@ from kvik.engine import remote as module
 from kvik.engine import wire
 from kvik.engine.live import LiveView
 from kvik.engine.remote import EngineState
-from kvik.engine.wire import Add, End, EngineStart, Query, Ready, Reply, Unusable
+from kvik.engine.wire import (
+    Add,
+    End,
+    EngineStart,
+    Lost,
+    Query,
+    Ready,
+    Reply,
+    Unusable,
+    stepped,
+)
 from kvik.errors import ParamError, UnavailableError
 
 
@@ -365,6 +375,27 @@ async def test_requests_without_output_are_sent_to_the_next_engine(rig):
     rig.source.step(token("waits"), end("waits"), end("waits", 1))
     await rig.settle()
     assert rig.deltas == [token("waits"), end("waits"), end("waits", 1)]
+
+
+async def test_an_engine_that_has_lost_a_rank_says_so_behind_its_last_tokens(rig):
+    for name in ("begun", "running", "waits"):
+        rig.client.add(request(name))
+    rig.source.say(stepped(1, False, [token("begun")]), Lost("GroupLost: rank 1", ["waits"]))
+    await rig.settle()
+    begun, lost = rig.deltas
+    assert begun == token("begun")
+    assert (lost.request_id, lost.error, lost.again) == ("begun", "GroupLost: rank 1", True)
+    assert rig.client.state is EngineState.RESTARTING
+    assert rig.source.lost_why == [("GroupLost: rank 1", False)]
+    for _ in range(3):  # what no engine has begun with brings none down
+        rig.source.sock.close()
+        heard = await begin_another(rig)
+        assert {message.request_id for message in heard} >= {"waits"}
+        rig.source.say(Lost("GroupLost: rank 2", ["waits"]))
+        await rig.settle()
+    lost = rig.deltas[-1]
+    assert (lost.request_id, lost.error, lost.again) == ("running", "GroupLost: rank 2", False)
+    assert len(rig.ends) == 2
 
 
 async def test_a_request_is_sent_twice_at_most(rig):

@@ -100,6 +100,10 @@ class _Held:
         self.depth, self.in_turn = executor.depth, executor.in_turn
         self.sent = threading.Event()
 
+    @property
+    def lost(self) -> str:
+        return self._executor.lost
+
     def submit(self, plan: SchedulerOutput) -> object:
         assert self.sent.wait(30)
         return self._executor.submit(plan)

@@ -83,6 +83,7 @@ class FakeExecutor:
     raises_late: BaseException | None = None
     depth: int = 1
     in_turn: bool = False
+    lost: str = ""
     plans: list[SchedulerOutput] = field(default_factory=list)
     grammars: dict[str, Future[object]] = field(default_factory=dict)
     stopped: int = 0

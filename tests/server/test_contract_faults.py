@@ -191,15 +191,33 @@ def test_a_clock_that_jumps_ends_nothing(
 @linux
 @pytest.mark.full
 def test_an_engine_that_has_lost_a_rank_is_replaced() -> None:
-    options = ("--tensor-parallel-size", "2", "--threads", "2", "--max-model-len", "512")
-    with server_process(*options) as server:
+    """Those that had begun are told which; those that wait are served by the next one."""
+    sizes = ("--max-num-seqs", "4", "--max-model-len", "512")
+    lost = "rank 1 has ended with signal 9"
+    with server_process("--tensor-parallel-size", "2", "--threads", "2", *sizes) as server:
         text, pid = said(server), server.engine_pid
-        (rank,) = ranks_of(pid)
-        os.kill(rank, signal.SIGKILL)
-        while server.engine_pid in (pid, None):
-            ask(server, "POST", "/v1/completions", SHORT)  # fails, and the engine with it
+        with ThreadPoolExecutor() as pool:
+            stream, whole = under_way(server, pool)
+            waits = pool.submit(said, server)
+            until(server, "num_requests_waiting", 1)
+            (rank,) = ranks_of(pid)
+            os.kill(rank, signal.SIGKILL)
+            reply = whole.result()
+            assert (reply.status, reply.headers[RETRY]) == (503, "true")
+            assert reply.error["message"].startswith(f"the engine failed ({lost}) and ")
+            assert waits.result() == text
+        told = read_until(stream, b"\r\n0\r\n\r\n").decode()
+        assert told.count(lost) == 1 and "[DONE]" not in told
+        stream.close()
+        assert not ranks_of(pid)
+        # While it idles
+        (rank,) = ranks_of(server.engine_pid)
+        os.kill(rank, signal.SIGABRT)
+        for path in ("/health", "/ready"):
+            while ask(server, "GET", path).status == 200:
+                time.sleep(0.01)
+        server.wait_ready()
         assert said(server) == text
-        assert ranks_of(server.engine_pid) and not ranks_of(pid)
 
 
 @linux

@@ -222,6 +222,15 @@ class EngineCore:
         return self.scheduler.wakeup(now)
 
     @property
+    def waiting_ids(self) -> list[str]:
+        """Requests of which no step has computed anything."""
+        return [
+            request_id
+            for request_id, siblings in self._requests.items()
+            if all(request.first_scheduled is None for request in siblings)
+        ]
+
+    @property
     def has_requests(self) -> bool:
         """Whether anything is unfinished, or finished but not yet reported."""
         return bool(self._requests)

@@ -17,10 +17,12 @@ from kvik.core.scheduler import Scheduler
 from kvik.core.types import FinishReason, RequestDelta, failed_request
 from kvik.engine.live import LiveCollector
 from kvik.engine.loop import EngineLoop, LoopObserver
+from kvik.engine.memory_watch import LOOK_SECONDS
 from kvik.engine.wire import (
     Add,
     End,
     HostSocket,
+    Lost,
     Query,
     Ready,
     Reply,
@@ -34,7 +36,7 @@ from kvik.engine.wire import (
     stepped,
     to_engine,
 )
-from kvik.errors import CapacityError, KvikError
+from kvik.errors import CapacityError, GroupLost, KvikError
 
 # A buffer for tokens, so that frames are fewer and larger.
 #
@@ -180,22 +182,26 @@ class EngineHost:
         }
 
     def run(self) -> None:
-        """Serve until the client closes the connection.
+        """Serve until the client closes the connection, or no further step can be computed.
 
         Raises:
             Exception: the engine as a whole failed.
         """
         try:
             self._socket.send(frame(Ready()))
-            while True:
+            while not self._loop.lost:
                 timeout = 0.0 if self._loop.rest() else self._idle
-                looks = self._loop.look_at_memory() if timeout is None else None
-                bodies = self._socket.receive(looks if timeout is None else timeout)
-                if looks is not None and not bodies:
+                if timeout is None:
+                    self._loop.look_at_memory()
+                bodies = self._socket.receive(LOOK_SECONDS if timeout is None else timeout)
+                if timeout is None and not bodies:
                     continue  # nothing came, so there is no step either
                 for body in bodies:
                     self._take(body)
                 self._step()
+            log.error("%s", self._loop.lost)
+            error = f"{GroupLost.__name__}: {self._loop.lost}"
+            self._socket.send(frame(Lost(error, self._loop.waiting_ids)))
         except EOFError:
             log.info("the client has closed the connection")
         except WireError:
@@ -212,13 +218,12 @@ class EngineHost:
         idle = loop.idle_seconds()
         waits = bool(idle)
         self._idle = min(idle, BEAT_SECONDS) if idle else idle
-        ready = self._buffer.take(deltas, now)
-        if idle != 0.0:
+        # The client knows better which of those that were lost with the engine may be sent again.
+        ready = self._buffer.take((delta for delta in deltas if not delta.again), now)
+        if idle != 0.0 or loop.lost:
             ready += self._buffer.release(now)
         if ready or (loop.has_work and now - self._last_sent >= BEAT_SECONDS):
             self._send(ready, waits)
-        if loop.lost:
-            raise RuntimeError(loop.lost)
         if loop.failed_in_a_row >= MAX_FAILED_STEPS:  # a device that is lost does not come back
             raise RuntimeError(f"{loop.failed_in_a_row} steps in a row could not be computed")
 
@@ -302,7 +307,7 @@ def host_engine(load: Callable[[], EngineLoop], line: HostSocket) -> bool:
     """Load an engine and serve the client at the other end of a socket until that closes it.
 
     Returns:
-        Whether the engine could be loaded. If not, the client knows why.
+        Whether the client closed it. If not, that knows why: it could not be loaded, or was lost.
 
     Raises:
         EOFError: the client closed the connection while the engine was loaded.
@@ -315,9 +320,9 @@ def host_engine(load: Callable[[], EngineLoop], line: HostSocket) -> bool:
         return False
     try:
         EngineHost(loop, line).run()
+        return not loop.lost
     finally:
         loop.close()
-    return True
 
 
 def _message(error: Exception) -> str:

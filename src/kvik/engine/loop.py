@@ -41,6 +41,11 @@ class Executor(Protocol):
     depth: int
     in_turn: bool
 
+    @property
+    def lost(self) -> str:
+        """Why it can compute no further step; "" while it can."""
+        ...
+
     def submit(self, plan: SchedulerOutput) -> object:
         """Begin a step. Returns a handle for `result`."""
         ...
@@ -49,6 +54,7 @@ class Executor(Protocol):
         """Wait for a step; results are asked for in the order of submission.
 
         Raises:
+            GroupLost: no further step can be computed: see `lost`.
             Exception: the step as a whole failed; the executor can take the next one.
         """
         ...
@@ -123,7 +129,7 @@ class LoopObserver:
     def idle(self) -> None:
         """There is nothing to do until something happens outside."""
 
-    def close(self) -> None:
+    def close(self, why: str) -> None:
         """The loop takes no further step."""
 
 
@@ -150,7 +156,6 @@ class EngineLoop:
         self.clock = clock
         self.observers = observers
         self.failed_in_a_row = 0  # steps, since the last one that could be computed
-        self.lost = ""  # why no further step can be computed
         self._memory = memory
         self._building: dict[str, tuple[EngineRequest, Future[object]]] = {}
         self._in_flight: deque[object] = deque()
@@ -295,14 +300,25 @@ class EngineLoop:
         whether it has more to prepare."""
         return self.idle_seconds() is None and self.executor.rest()
 
+    @property
+    def lost(self) -> str:
+        """Why no further step can be computed; "" while one can."""
+        return self.executor.lost
+
     def close(self) -> None:
         """Free the model; safe to call twice."""
+        why = self.lost or "the engine was closed"
         for observer in self.observers:
-            observer.close()
+            observer.close(why)
         self.executor.stop()
 
     def stats(self) -> EngineStats:
         return replace(self.core.stats(), time=self._watch.read(self.clock()))
+
+    @property
+    def waiting_ids(self) -> list[str]:
+        """Requests of which no step has computed anything."""
+        return [*self._building, *self.core.waiting_ids]
 
     @property
     def has_work(self) -> bool:
@@ -337,12 +353,14 @@ class EngineLoop:
         except Exception as error:
             self._in_flight.popleft()
             self.failed_in_a_row += 1
-            if isinstance(error, GroupLost):
-                self.lost = error.message
             message, now = f"{type(error).__name__}: {error}", self.clock()
             for observer in self.observers:
                 observer.failed(message, now)
-            return self.core.fail_step(message, now)
+            deltas = self.core.fail_step(message, now)
+            if isinstance(error, GroupLost):  # through no fault of theirs
+                for delta in deltas:
+                    delta.again = True
+            return deltas
         finally:
             now = self.clock()
             self._watch.turn("host", now)
@@ -423,6 +441,11 @@ class InprocClient:
     @property
     def has_requests(self) -> bool:
         return self._loop.has_work
+
+    @property
+    def lost(self) -> str:
+        """See `EngineLoop.lost`."""
+        return self._loop.lost
 
     def stats(self) -> EngineStats:
         return self._loop.stats()

@@ -356,8 +356,8 @@ class Recorder(LoopObserver):
     def idle(self) -> None:
         self._flush()
 
-    def close(self) -> None:
-        self._stop("the engine was closed")
+    def close(self, why: str) -> None:
+        self._stop(why)
 
     def _write(self, event: Callable[[], Event]) -> None:
         """Write an event. An error ends the recording and nothing else."""

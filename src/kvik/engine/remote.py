@@ -28,6 +28,7 @@ from kvik.engine.wire import (
     End,
     EngineStart,
     FromEngine,
+    Lost,
     Query,
     Ready,
     Reply,
@@ -183,9 +184,9 @@ class RemoteClient:
 
     Every request added ends with exactly one last delta for each sibling, whatever happens to the
     engine. The client outlives its engines: when one is lost, the source connects the next.
-    Requests of which nothing was delivered are sent to that one, once; all others end with
-    `FinishReason.ERROR`. A full queue refuses a request with such a delta, too; its
-    `RequestDelta.refused` names the limit.
+    Requests of which nothing was delivered are sent to that one, once (more often if the engine
+    says that it had not begun with them); all others end with `FinishReason.ERROR`. A full queue
+    refuses a request with such a delta, too; its `RequestDelta.refused` names the limit.
 
     Args:
         config: of every engine.
@@ -405,6 +406,7 @@ class RemoteClient:
     def _take(self, messages: list[FromEngine]) -> None:
         """Take in the messages that were read at once."""
         deltas: list[RequestDelta] = []
+        lost: Lost | None = None
         for message in messages:
             if isinstance(message, Stepped):
                 if message.steps != self._steps or message.waits:
@@ -420,10 +422,17 @@ class RemoteClient:
                 self._signs += 1
                 self._num_starts += 1
                 self._send_again()
+            elif isinstance(message, Lost):
+                lost = message
             else:
                 self._lost(str(KvikError(message.field, message.message)), for_good=True)
                 return
         self._give([delta for delta in deltas if self._expected(delta)])
+        if lost is not None:
+            for request_id in lost.waiting:  # they had no part in it
+                if request_id in self._unfinished:
+                    self._unfinished[request_id].sends -= 1
+            self._lost(lost.error)
 
     def _expected(self, delta: RequestDelta) -> bool:
         """Return whether the delta belongs to an unfinished request; a last delta finishes it."""

@@ -20,6 +20,7 @@ from typing import TypeVar
 from kvik.core.types import EngineRequest, FinishReason
 from kvik.engine.loop import Engine, Sleep
 from kvik.engine.output import OutputProcessor, RequestOutput, TextDelta
+from kvik.errors import GroupLost
 
 LOOKAHEAD = 512  # requests queued ahead of the running ones in a long batch
 _POLL_SECONDS = 0.1  # longest wait for a policy that waits for more requests
@@ -282,6 +283,10 @@ class EngineThread:
         return tokens <= self._limits.max_queued_tokens
 
     def _begin(self, call: Call) -> None:
+        if self._client.lost:
+            told = f"{self._client.lost}: close this LLM and make a new one"
+            call.updates.put(CallUpdate(error=GroupLost("tensor_parallel_size", told)))
+            return
         self._calls.append(call)
         self._unsent.append(call)
 

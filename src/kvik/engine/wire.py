@@ -95,6 +95,18 @@ class Unusable(msgspec.Struct, frozen=True, array_like=True, tag="unusable"):
     message: str
 
 
+class Lost(msgspec.Struct, frozen=True, array_like=True, tag="lost"):
+    """This engine computes no further step; another one may.
+
+    Attributes:
+        error: of the requests that end with it.
+        waiting: ids of requests of which no step has computed anything.
+    """
+
+    error: str
+    waiting: list[str]
+
+
 class Stepped(msgspec.Struct, array_like=True, tag="stepped"):
     """The deltas of one iteration of the step loop.
 
@@ -137,7 +149,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     error: str | None = None
 
 
-FromEngine = Ready | Unusable | Stepped | StepLimit | Reply
+FromEngine = Ready | Unusable | Lost | Stepped | StepLimit | Reply
 
 to_start = msgspec.msgpack.Decoder(EngineStart)
 to_engine = msgspec.msgpack.Decoder(ToEngine)

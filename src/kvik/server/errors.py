@@ -214,14 +214,24 @@ _STATES: Mapping[EngineState, str] = {
 }
 
 
-def failed(request_id: str) -> HttpError:
-    """Return the error of a request that the engine fails; the log says why, under its id."""
-    return HttpError(500, f"the engine failed in this request ({request_id})", code=FAILED)
+def failed(request_id: str, why: str = "") -> HttpError:
+    """Return the error of a request that the engine fails; the log says why, under its id.
+
+    Args:
+        why: what callers may know of it.
+    """
+    message = f"the engine failed in this request ({request_id})"
+    return HttpError(500, f"{message}: {why}" if why else message, code=FAILED)
 
 
-def lost() -> HttpError:
-    """Return the error of a request that may be sent again: nothing of its answer was sent."""
-    message = "the engine failed and is being started again; nothing of the answer was sent"
+def lost(why: str = "") -> HttpError:
+    """Return the error of a request that may be sent again: nothing of its answer was sent.
+
+    Args:
+        why: what callers may know of the engine's failure.
+    """
+    failure = f"the engine failed ({why})" if why else "the engine failed"
+    message = f"{failure} and is being started again; nothing of the answer was sent"
     return HttpError(503, message, code=FAILED, headers=RETRY)
 
 

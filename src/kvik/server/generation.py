@@ -15,7 +15,7 @@ from kvik.core.sampling_params import NOTHING_ALLOWED, PARAMETERS, SamplingParam
 from kvik.core.types import EngineRequest, FinishReason, Pin, PromptUse, RequestDelta
 from kvik.engine.output import OutputProcessor, RequestOutput, TextDelta, merged
 from kvik.engine.remote import EngineState, RemoteClient
-from kvik.errors import KvikError, OverloadError, ParamError, UnavailableError
+from kvik.errors import GroupLost, KvikError, OverloadError, ParamError, UnavailableError
 from kvik.server.admission import Admission, Degradation, KVUsage, Reservation, pressure
 from kvik.server.errors import (
     aborted,
@@ -559,15 +559,18 @@ def _failure(delta: RequestDelta, record: GenerationRecord) -> KvikError:
         return ParamError(record.params.restriction if name == "structured" else name, why)
     if delta.error == NOTHING_ALLOWED:
         return ParamError(record.params.restriction, "leaves no token, with the other parameters")
-    failure = _failed(delta.request_id, delta.error or "the engine did not say why")
+    if name != GroupLost.__name__:
+        why = ""
+    failure = _failed(delta.request_id, delta.error or "the engine did not say why", why)
     sent = record.streaming and record.first_token is not None
-    return lost() if delta.again and not sent else failure
+    return lost(why) if delta.again and not sent else failure
 
 
-def _failed(request_id: str, error: str) -> KvikError:
-    """Return the error of a failed request. The message of an exception is for the log alone."""
+def _failed(request_id: str, error: str, why: str = "") -> KvikError:
+    """Return the error of a failed request. The message of an exception is for the log alone;
+    callers may know `why`."""
     _log.error("request %s failed: %s", request_id, escaped(error, MAX_LOGGED))
-    return failed(request_id)
+    return failed(request_id, why)
 
 
 def _why(error: KvikError) -> str:

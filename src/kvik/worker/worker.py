@@ -145,6 +145,12 @@ class Worker:
             pipeline=pipeline,
         )
 
+    @property
+    def lost(self) -> str:
+        """See `Executor.lost`."""
+        others = None if self._runner is None else self._runner.network.others
+        return "" if others is None else others.lost
+
     def submit(self, plan: SchedulerOutput) -> RunningStep:
         """Begin a step; see `ModelRunner.begin`."""
         runner = self._ready()

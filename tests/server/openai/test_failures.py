@@ -9,7 +9,13 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+from helpers.http_server import ask
+from helpers.served_engine import FakeExecutor
+from helpers.serving import served
 from helpers.story_site import Site
+
+from kvik.errors import GroupLost
+from kvik.server.app import openai_routes
 
 LONG = {"max_tokens": 300, "ignore_eos": True}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], **LONG}
@@ -92,6 +98,34 @@ def test_the_client_raises_the_error_of_the_stream(
     with pytest.raises(openai.APIError):
         for _ in client.completions.create(**asked, extra_body={"ignore_eos": True}):
             pass
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_rank_that_was_lost_is_named(stream: bool) -> None:
+    """What else an engine says when it ends stays in the log."""
+
+    class Lossy(FakeExecutor):
+        def submit(self, plan: Any) -> object:
+            if plan.step == 3:
+                self.lost = "rank 1 has ended with signal 9"
+                raise GroupLost("tensor_parallel_size", self.lost)
+            return super().submit(plan)
+
+    with served(openai_routes, Lossy()) as server:
+        body = {"prompt": [1, 2], "max_tokens": 9, "stream": stream}
+        answer = ask(server.http, "POST", "/v1/completions", body)
+    if stream:
+        *_, last = (event for event in answer.body.decode().split("\n\n") if event)
+        error = json.loads(last.removeprefix("data: "))["error"]
+        assert re.fullmatch(
+            r"the engine failed in this request \(gen-\w+\): rank 1 has ended with signal 9",
+            error["message"],
+        )
+    else:
+        assert (answer.status, answer.headers["x-should-retry"]) == (503, "true")
+        error = answer.error
+        assert error["message"].startswith("the engine failed (rank 1 has ended with signal 9)")
+    assert error["code"] == "engine_error"
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
