@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from helpers.optional_native import needs_native
+from helpers.engine_child import ranks_of
+from helpers.optional_native import NATIVE, needs_native
 from helpers.recorded import record_flight, written
 
 from kvik.cli.main import main
 from kvik.config.model_source import BUNDLED
-from kvik.engine.recorder import Finished, RecordReader, open_recording
+from kvik.engine.recorder import Failed, Finished, RecordReader, open_recording
+from kvik.engine.replay import Replay
 
 DRAFTS = {"spec_method": "draft_model", "spec_model": str(BUNDLED.parent / "stories-draft")}
 
@@ -61,6 +64,63 @@ def test_whatever_the_engine_is_made_of(tmp_path, capsys, config):
         assert stats.speculation.drafts.drafts > 0
     assert main(["replay", str(tmp_path / "flight")]) == 0
     assert capsys.readouterr().out.startswith("equal: ")
+
+
+def lose_a_rank() -> None:
+    (rank,) = ranks_of(os.getpid())
+    os.kill(rank, signal.SIGKILL)
+
+
+@needs_native
+@pytest.mark.full
+def test_an_engine_that_has_lost_a_process(tmp_path, capsys):
+    """Up to there, in any number of processes, and with the same end for each request."""
+    path = tmp_path / "flight"
+    record_flight(path, lose=lose_a_rank, threads=2, tensor_parallel_size=2)
+    assert not ranks_of(os.getpid())
+    with open_recording(path) as file:
+        events = list(RecordReader(file, "").events())
+    failed = [event for event in events if isinstance(event, Failed)]
+    assert [event.error for event in failed] == ["GroupLost: rank 1 has ended with signal 9"]
+    told = set()
+    for ranks in ([], ["1"], ["2"], ["4"]):
+        options = ["--tensor-parallel-size", *ranks] if ranks else []
+        assert main(["replay", str(path), *options]) == 0
+        told.add(capsys.readouterr().out)
+    (out,) = told
+    first, *rest = out.splitlines()
+    assert first.startswith("equal: ") and " requests, " in first
+    assert rest == [
+        "1 steps had failed, and were not compared",
+        "the recording ends there: rank 1 has ended with signal 9",
+    ]
+
+
+@needs_native
+@pytest.mark.full
+def test_a_process_that_is_lost_while_it_is_played(flight, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "flight"
+    record_flight(path, threads=2, tensor_parallel_size=2)
+    play = Replay.run
+    monkeypatch.setattr(Replay, "run", lambda *args: (lose_a_rank(), play(*args))[1])
+    assert main(["replay", str(path)]) == 2
+    assert "rank 1 has ended with signal 9" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("ranks", "why"),
+    [("0", "at least 1, not 0"), ("99", "at most 8"), ("2", "must be 1 with torch kernels")],
+)
+def test_numbers_of_processes_that_cannot_be(flight, tmp_path, capsys, ranks, why):
+    path = flight
+    if ranks == "99":
+        if not NATIVE:
+            pytest.skip("kvik was installed without native kernels")
+        path = tmp_path / "flight"
+        record_flight(path, requests=1)
+    assert main(["replay", str(path), "--tensor-parallel-size", ranks]) == 2
+    err = capsys.readouterr().err
+    assert "tensor_parallel_size" in err.replace("-", "_") and why in err
 
 
 def test_a_token_that_was_changed_is_found(flight, tmp_path, capsys):

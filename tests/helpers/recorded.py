@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,20 @@ from kvik.engine.stats import EngineStats
 from kvik.launch import resolve_config, start
 
 
-def record_flight(path: Path, *, requests: int = 24, seed: int = 0, **config: Any) -> EngineStats:
-    """Requests come and go at random, of several kinds, and there are too few blocks for them."""
+def record_flight(
+    path: Path,
+    *,
+    requests: int = 24,
+    seed: int = 0,
+    lose: Callable[[], None] | None = None,
+    **config: Any,
+) -> EngineStats:
+    """Requests come and go at random, of several kinds, and there are too few blocks for them.
+
+    Args:
+        lose: loses a process of the engine, which is called when half of the requests have come;
+            the flight ends with it.
+    """
     sizes = {"max_num_seqs": 6, "max_num_batched_tokens": 48, "max_model_len": 128}
     wishes = {"device": "cpu", "threads": 1, "num_blocks": 12, **sizes, **config}
     engine = start(resolve_config(EngineConfig(**wishes)), record=path)
@@ -26,7 +39,10 @@ def record_flight(path: Path, *, requests: int = 24, seed: int = 0, **config: An
     kinds = {request.request_id: request.pooling for request in unsent}
     serving: set[str] = set()
     try:
-        while unsent or client.has_requests:
+        while (unsent or client.has_requests) and not client.lost:
+            if lose is not None and serving and len(unsent) < requests / 2:
+                lose()
+                lose = None
             for _ in range(rng.choice((0, 0, 1, 3))):
                 if unsent:
                     request = unsent.pop()
@@ -35,8 +51,8 @@ def record_flight(path: Path, *, requests: int = 24, seed: int = 0, **config: An
             if serving and rng.random() < 0.05:
                 client.end(rng.choice(sorted(serving)))
             for delta in client.poll():
-                assert delta.error is None
-                if delta.finish_reason is not None:
+                assert delta.error is None or delta.again
+                if delta.finish_reason is not None and not delta.again:
                     serving.discard(delta.request_id)
                     computed = delta.finish_reason is FinishReason.LENGTH
                     pooled = kinds[delta.request_id] is not None

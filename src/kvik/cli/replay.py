@@ -10,6 +10,7 @@ from kvik.cli.flags import Parser
 from kvik.cli.terminal import say, share_bar
 from kvik.config.config import ResolvedConfig
 from kvik.config.model_source import find_model
+from kvik.config.parallel import with_ranks
 from kvik.engine.recorder import RecordReader, open_recording, version
 from kvik.errors import ModelError
 
@@ -19,7 +20,7 @@ EQUAL, DIFFERENT = 0, 1
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         "replay",
-        "FILE [--model PATH]",
+        "FILE [--model PATH] [--tensor-parallel-size N]",
         "Play a flight recording again and prove that the same plans and tokens come out. The exit "
         "code is 1 if they do not.",
     )
@@ -28,6 +29,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--model",
         metavar="PATH",
         help="where the model is now (default: where it was)",
+    )
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        metavar="N",
+        help="processes among which the model is divided now (default: as many as there were)",
     )
     return parser
 
@@ -42,6 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
         if header.version != version():
             say(f"recorded by kvik {header.version}; this is {version()}")
         config = _at(header.config, arguments.model)
+        if arguments.tensor_parallel_size is not None:
+            config = with_ranks(config, arguments.tensor_parallel_size)
         size = path.stat().st_size
         with share_bar() as tell:
             played = play(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvik.config.compute import Compute
-from kvik.config.config import ASKED, EngineConfig
-from kvik.config.hardware import Hardware
+from kvik.config.config import ASKED, EngineConfig, ResolvedConfig
+from kvik.config.hardware import Hardware, detect
 from kvik.errors import ConfigError
 from kvik.models.model_spec import ModelSpec
 from kvik.spec.kv import stored_as
@@ -118,6 +119,25 @@ def stages_reason(ends: Sequence[int], ranks: int) -> str:
     ]
     group = f", each in {ranks} processes" if ranks > 1 else ""
     return f"{ASKED}: layers {', '.join(runs)}{group}; the last stage samples"
+
+
+def with_ranks(config: ResolvedConfig, ranks: int) -> ResolvedConfig:
+    """Return the same decisions for another number of processes, which share the threads and give
+    the same bits.
+
+    Raises:
+        ConfigError: naming what is in the way.
+    """
+    if ranks < 1:
+        raise ConfigError(OPTION, f"must be at least 1, not {ranks}")
+    runner = config.runner
+    threads = max(ranks, runner.threads * runner.ranks)
+    asked = EngineConfig(
+        tensor_parallel_size=ranks, threads=threads, engine_cache=runner.engine_cache
+    )
+    compute = Compute(runner.device, None, runner.dtype, runner.kernels, runner.attention_backend)
+    check_group(asked, config.model, compute, detect(()))
+    return replace(config, runner=replace(runner, ranks=ranks, threads=threads // ranks))
 
 
 def share_reason(spec: ModelSpec, threads: int, each: int, ranks: int) -> str:

@@ -31,7 +31,7 @@ from kvik.engine.recorder import (
     output_digest,
     plan_digest,
 )
-from kvik.errors import KvikError
+from kvik.errors import GroupLost, KvikError
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +129,7 @@ class Replay:
 
         Raises:
             RecordError: the file is damaged.
+            GroupLost: one of the processes that compute it again is gone.
         """
         for event in events:
             try:
@@ -202,6 +203,8 @@ class Replay:
         self._clock.load(event.readings)
         try:
             output = self._executor.result(self._executor.submit(step.plan))
+        except GroupLost:
+            raise  # now, which says nothing of the recording
         except Exception as error:
             raise _Differs(
                 None, f"it fails, and did not: {type(error).__name__}: {error}"
