@@ -163,7 +163,7 @@ BEATS_ALONE = """
 import sys, time
 from mmap import mmap
 import numpy as np
-from kvik.kernels.cpu.group import Meeting
+from kvik.kernels.cpu.meeting import Meeting
 beating = Meeting(np.frombuffer(mmap(int(sys.argv[2]), 0), np.uint8)).beat(1)
 time.sleep(1000)
 """

@@ -20,7 +20,7 @@ LOOK_SECONDS = 0.25  # between two looks at a process
 # A process beats five times a second, whatever it computes. At half of this a machine that swaps
 # would lose healthy ones; at twice, callers wait longer for what will not come.
 SILENT_SECONDS = 10.0
-BEGIN_SECONDS = 60.0  # until its first beat, while it imports
+BEGIN_SECONDS = 30.0  # until its first beat: some tenths of one, unless the disk is slow
 _PR_SET_PDEATHSIG = 1
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -19,12 +19,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from mmap import mmap
 from multiprocessing.connection import Connection, wait
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import numpy as np
-import torch
-from torch import Tensor
 
 from kvik.child_process import (
     LOOK_SECONDS,
@@ -37,10 +35,14 @@ from kvik.child_process import (
 from kvik.config.config import ResolvedConfig
 from kvik.config.parallel import OPTION
 from kvik.errors import ConfigError, GroupLost
-from kvik.kernels.cpu.group import Group, Meeting
+from kvik.kernels.cpu.meeting import Meeting
 from kvik.spec.shares import PipelineStage
 from kvik.worker.group import Message, Seat
-from kvik.worker.ranks import Rank, encode
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvik.kernels.cpu.group import Group
 
 END_SECONDS = 5.0  # that the system may take to end a process, and to say how it has ended
 # The others load as much as the first, at the same time: who needs so many times what that has
@@ -53,10 +55,9 @@ LEAST_MEMORY = 1 << 28
 
 
 class RankStart(msgspec.Struct, frozen=True, array_like=True):
-    """The first message to a process: its place, and what to load."""
+    """The first message to a process: what to load, among how many, and where it may run."""
 
     config: ResolvedConfig
-    rank: int
     size: int
     cores: list[int]
     stage: int | None  # None: the group has all layers
@@ -89,6 +90,9 @@ class RankProcesses:
             stage: of which the group is; None: it has all layers.
             cores: of the group; (): those that this process may use.
         """
+        from kvik.worker.ranks import encode  # brings in torch
+
+        self._encode = encode
         size = resolved.runner.ranks
         memory = resolved.memory
         wanted = max(LEAST_MEMORY, MEMORY * (memory.activations + memory.overhead))
@@ -106,17 +110,17 @@ class RankProcesses:
         self._watcher = threading.Thread(target=self._watch, name="kvik-ranks", daemon=True)
         shares, number = cores_of(size, cores), None if stage is None else stage.number
         try:
-            for _ in range(1, size):
+            for rank in range(1, size):
                 ours, theirs = socket.socketpair()
                 self._lines.append(Connection(ours.detach()))
                 numbers = theirs.fileno(), file
-                command = python_command("kvik.rank_process", *map(str, numbers))
+                command = python_command("kvik.rank_process", *map(str, (*numbers, rank)))
                 with theirs:
                     child = subprocess.Popen(command, pass_fds=numbers, stdin=subprocess.DEVNULL)
                 self._children.append(child)
             self._watcher.start()
             for rank, line in enumerate(self._lines, 1):
-                start = RankStart(resolved, rank, size, shares[rank], number)
+                start = RankStart(resolved, size, shares[rank], number)
                 with suppress(OSError):  # `meet` finds it gone
                     line.send_bytes(msgspec.msgpack.encode(start))
         except BaseException:
@@ -174,7 +178,7 @@ class RankProcesses:
         Raises:
             GroupLost: one of them is gone.
         """
-        data = encode(message)
+        data = self._encode(message)
         for line in self._lines:
             try:
                 line.send_bytes(data)
@@ -284,27 +288,32 @@ def cores_of(size: int, among: Sequence[int] = ()) -> list[list[int]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    line, file = Connection(int(arguments[0])), int(arguments[1])
+    number, file, rank = map(int, arguments)
+    line = Connection(number)
     mapping = mmap(file, os.fstat(file).st_size)
     os.close(file)
     memory = np.frombuffer(mapping, np.uint8)
+    _beating = Meeting(memory).beat(rank)
     die_with_parent()
     live_with_parent(line.fileno())  # also where a kernel waits for others
+    import torch
+
+    from kvik.worker.ranks import Rank
+
     with suppress(EOFError, OSError):
         start = msgspec.msgpack.decode(line.recv_bytes(), type=RankStart)
-        _beating = Meeting(memory).beat(start.rank)
         if start.cores and sys.platform == "linux":
             os.sched_setaffinity(0, start.cores)
         try:
             with torch.inference_mode():
                 stages = start.config.runner.stages
                 stage = None if start.stage is None else stages[start.stage]
-                rank = Rank(start.config, Seat(start.rank, start.size, memory), stage)
+                share = Rank(start.config, Seat(rank, start.size, memory), stage)
         except Exception as error:
             line.send_bytes(msgspec.msgpack.encode(RankReady("", f"cannot load: {error}")))
             return 1
-        line.send_bytes(msgspec.msgpack.encode(RankReady(rank.digest, "")))
-        rank.serve(line.recv_bytes)
+        line.send_bytes(msgspec.msgpack.encode(RankReady(share.digest, "")))
+        share.serve(line.recv_bytes)
     return 0
 
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from torch import Tensor
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from kvik.kernels.cpu.group import Group
 
 

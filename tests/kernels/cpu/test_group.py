@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvik.kernels.cpu.group import Group, Meeting, group_ops
+from kvik.kernels.cpu.group import Group, group_ops
+from kvik.kernels.cpu.meeting import Meeting
 from kvik.kernels.cpu.native import Native
 from kvik.kernels.cpu.ops import native_ops
 from kvik.kernels.ops import Ops

@@ -17,54 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvik.kernels.cpu import _native
 from kvik.kernels.cpu.buffers import ALIGNMENT
 from kvik.kernels.cpu.experts import CpuExperts
 from kvik.kernels.cpu.matrix import TILE, CpuMatrices, CpuPacked, ceil_div
+from kvik.kernels.cpu.meeting import MEETING_BYTES, Meeting
 from kvik.kernels.cpu.native import Native
 from kvik.kernels.cpu.ops import scale
 from kvik.kernels.ops import Ops
 from kvik.kernels.weights import ExpertSet, Matrix, MatrixSpec, Weight
 from kvik.spec.shares import share_of
-
-MEETING_BYTES = 8192  # of `Meeting` (csrc/group.hpp), and room for more
-
-
-class Meeting:
-    """The begin of the memory that all share: `Meeting` of csrc/group.hpp."""
-
-    def __init__(self, memory: np.ndarray) -> None:
-        """
-        Args:
-            memory: [bytes] uint8, zeros when the first process came.
-        """
-        self._words = memory[:MEETING_BYTES].view(np.uint32)
-        self._beats = self._words[_native.BEATS // 4 :]
-
-    @property
-    def address(self) -> int:
-        return int(self._words.ctypes.data)
-
-    def open(self, size: int) -> None:
-        """Say how many processes there are, before the first exchange."""
-        self._words[1] = size
-
-    @property
-    def broken(self) -> bool:
-        """Whether one of the processes is gone: what was computed since is worth nothing."""
-        return bool(self._words[0])
-
-    def give_up(self) -> None:
-        """Let none wait for another any more."""
-        self._words[0] = 1
-
-    def beats(self, rank: int) -> int:
-        """Return how often a process has beaten; 0: it has not begun to."""
-        return int(self._beats[rank])
-
-    def beat(self, rank: int) -> _native.Heartbeat:
-        """Beat for as long as the result lives."""
-        return _native.Heartbeat(self._beats[rank : rank + 1])
 
 
 class Group:
