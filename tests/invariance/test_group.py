@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from helpers.calibrated import FAMILIES as CALIBRATED
 from helpers.matrix import (
@@ -16,10 +18,15 @@ from helpers.matrix import (
     run_column,
 )
 from helpers.optional_native import needs_native
+from helpers.stored_models import CONFIGS as STORED
+from helpers.stored_models import SIZES, save_quantised
 from helpers.tiny_models import save_tiny, tokens
+from safetensors.torch import load_file, save_file
 
 from kvik import LLM, SamplingParams
 from kvik.config.model_source import BUNDLED
+from kvik.export import plan_export
+from kvik.nn.checkpoint import SINGLE
 
 pytestmark = needs_native
 
@@ -124,23 +131,54 @@ FAMILIES: dict[str, dict[str, object]] = {
 }
 
 
+def answers(
+    model: Path, count: int, way: str = "tensor_parallel_size", **options: object
+) -> list[object]:
+    """What some prompts give, to the bit."""
+    common = {"device": "cpu", "max_model_len": 64, "num_blocks": 64, "threads": count}
+    ids = [tokens(24, seed) for seed in range(4)]
+    params = SamplingParams(temperature=0.0, max_tokens=12, logprobs=2, prompt_logprobs=1)
+    with LLM(str(model), **common, **{way: count}, **options) as llm:
+        outputs = llm.generate(ids, params)
+    return [(o.prompt_logprobs, o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("number", "family"), [*enumerate(FAMILIES)])
 def test_models_of_each_kind(number, family, tmp_path) -> None:
     """Three processes share fewer heads of keys; a part may be empty. Of two stages each has one
     layer."""
     save_tiny(tmp_path, family, **FAMILIES[family])
-    common = {"model": str(tmp_path), "device": "cpu", "max_model_len": 64, "dtype": "float32"}
-    ids = [tokens(24, seed) for seed in range(4)]
-    params = SamplingParams(temperature=0.0, max_tokens=12, logprobs=2, prompt_logprobs=1)
-    found = []
-    ways = [{}, {"tensor_parallel_size": 2 + number % 2}]
+    found = [answers(tmp_path, ranks, dtype="float32") for ranks in (1, 2 + number % 2)]
     if family != "Gemma4":  # whose last layers read what the first ones keep
-        ways.append({"pipeline_parallel_size": 2})
-    for way in ways:
-        with LLM(**common, **way, threads=max([1, *way.values()])) as llm:
-            outputs = llm.generate(ids, params)
-        found.append(
-            [(o.prompt_logprobs, o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
-        )
-    assert found == [found[0]] * len(ways)
+        found.append(answers(tmp_path, 2, "pipeline_parallel_size", dtype="float32"))
+    assert found == [found[0]] * len(found)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("number", "case"), [*enumerate(STORED)])
+def test_quantised_checkpoints(number, case, tmp_path) -> None:
+    """What all rows of a matrix share is known where other layers' rows are."""
+    save_tiny(tmp_path / "plain", "Qwen2", **SIZES)
+    save_quantised(tmp_path / "plain", tmp_path / "model", tmp_path / "twin", STORED[case])
+    if case == "fp8-static":
+        widen_input_scales(tmp_path / "model" / SINGLE)
+    found = [answers(tmp_path / "model", ranks) for ranks in (1, 2 + number % 2)]
+    assert found[0] == found[1]
+
+
+def widen_input_scales(file: Path) -> None:
+    """Of keys, values and up: matrices take the largest of their layers."""
+    weights = load_file(file)
+    for name, tensor in weights.items():
+        times = {"k_proj": 2, "v_proj": 3, "up_proj": 4}.get(name.split(".")[-2], 1)
+        weights[name] = tensor * times if name.endswith("input_scale") else tensor
+    save_file(weights, file)
+
+
+@pytest.mark.full
+def test_a_gguf_file(tmp_path) -> None:
+    save_tiny(tmp_path / "model", "Llama", **HEADS)
+    plan_export(tmp_path / "model", "Q4_0").write(tmp_path / "model.gguf", lambda size: None)
+    alone = answers(tmp_path / "model.gguf", 1)
+    assert answers(tmp_path / "model.gguf", 3) == alone

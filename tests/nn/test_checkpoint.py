@@ -14,7 +14,17 @@ from torch import Tensor
 
 from kvik.errors import ModelError
 from kvik.nn import checkpoint
-from kvik.nn.checkpoint import INDEX, SINGLE, Checkpoint, open_checkpoint
+from kvik.nn.checkpoint import (
+    IN_RUNS,
+    INDEX,
+    SINGLE,
+    WHOLE,
+    Checkpoint,
+    Selection,
+    TensorRun,
+    open_checkpoint,
+    selected_bytes,
+)
 
 
 def save_sharded(folder: Path, shards: dict[str, dict[str, Tensor]]) -> dict[str, str]:
@@ -33,7 +43,7 @@ def write_index(folder: Path, values: object) -> None:
 
 def whole(found: Checkpoint) -> dict[str, Tensor]:
     """All tensors."""
-    runs = found.runs(dict.fromkeys(found.entries, False))
+    runs = found.runs(dict.fromkeys(found.entries, WHOLE))
     return {run.name: run.values.clone() for run in runs}
 
 
@@ -189,8 +199,8 @@ def test_large_tensors_come_in_runs_of_rows(
     }
     save_file(tensors, tmp_path / SINGLE)
     found: dict[str, list[tuple[int, Tensor]]] = {}
-    in_runs = {"a": True, "b": True, "c": False, "d": True}
-    for run in open_checkpoint(tmp_path).runs(in_runs):
+    wanted = {"a": IN_RUNS, "b": IN_RUNS, "c": WHOLE, "d": IN_RUNS}
+    for run in open_checkpoint(tmp_path).runs(wanted):
         found.setdefault(run.name, []).append((run.first, run.values.clone()))
     assert [first for first, _ in found["a"]] == [0, 64, 128]  # in whole tiles
     assert [len(found[name]) for name in "bcd"] == [1, 1, 1] and len(found) == 4
@@ -198,10 +208,52 @@ def test_large_tensors_come_in_runs_of_rows(
         assert torch.equal(torch.cat([values for _, values in runs]), tensors[name])
 
 
+def test_parts_of_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows, which come in runs or at once, and of columns."""
+    monkeypatch.setattr(checkpoint, "RUN_BYTES", 40 * 6 * 4)
+    tensors = {name: torch.randn(150, 6) for name in ("in runs", "at once", "columns", "none")}
+    save_file({**tensors, "other": torch.randn(9, 6)}, tmp_path / SINGLE)
+    rows = ((3, 4), (40, 120))
+    wanted = {
+        "in runs": Selection(True, 0, rows),
+        "at once": Selection(False, 0, rows),
+        "columns": Selection(False, 1, ((0, 1), (3, 5))),
+        "none": Selection(True, 0, ()),
+    }
+    found = open_checkpoint(tmp_path)
+    read: dict[str, list[TensorRun]] = {}
+    for run in found.runs(wanted):
+        read.setdefault(run.name, []).append(TensorRun(run.name, run.first, run.values.clone()))
+    assert [run.first for run in read["in runs"]] == [3, 40, 72, 104]
+    for run in read["in runs"]:
+        whole = tensors["in runs"]
+        assert torch.equal(run.values, whole[run.first : run.first + len(run.values)])
+    for name in ("at once", "columns"):
+        (run,) = read.pop(name)
+        assert run.first == 0 and torch.equal(run.values, wanted[name].of(tensors[name]))
+        assert run.values.nbytes == selected_bytes(found.entries[name], wanted[name])
+    assert torch.equal(wanted["columns"].of(torch.arange(6)[None]), torch.tensor([[0, 3, 4]]))
+    assert [*read] == ["in runs"]
+
+
+def test_parts_of_experts_in_one_tensor(tmp_path: Path) -> None:
+    """Also where these have inputs first, and their rows are columns of the file."""
+    scope = "model.layers.0.feed_forward.experts"
+    gate_up, down = torch.randn(3, 5, 16), torch.randn(3, 8, 5)
+    save_file({f"{scope}.gate_up_proj": gate_up, f"{scope}.down_proj": down}, tmp_path / SINGLE)
+    rows = Selection(True, 0, ((1, 3), (4, 5)))
+    names = [f"{scope}.2.{part}_proj.weight" for part in ("gate", "up", "down")]
+    found = open_checkpoint(tmp_path)
+    read = {run.name: run.values.clone() for run in found.runs(dict.fromkeys(names, rows))}
+    gate, up = gate_up[2].t().chunk(2)
+    for name, whole in zip(names, (gate, up, down[2].t()), strict=True):
+        assert torch.equal(read[name], rows.of(whole))
+
+
 def test_rows_that_are_longer_than_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "RUN_BYTES", 8)
     save_file({"a": torch.arange(12.0).view(4, 3)}, tmp_path / SINGLE)
-    runs = [(r.first, r.values.tolist()) for r in open_checkpoint(tmp_path).runs({"a": True})]
+    runs = [(r.first, r.values.tolist()) for r in open_checkpoint(tmp_path).runs({"a": IN_RUNS})]
     assert runs == [(i, [[3.0 * i, 3.0 * i + 1, 3.0 * i + 2]]) for i in range(4)]
 
 
@@ -227,7 +279,7 @@ def test_reading_needs_memory_for_two_runs(tmp_path: Path, monkeypatch: pytest.M
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
     before, peak, total = resident(), 0, 0.0
-    for run in open_checkpoint(tmp_path).runs({"a": True}):
+    for run in open_checkpoint(tmp_path).runs({"a": IN_RUNS}):
         total += float(run.values.sum())
         peak = max(peak, resident() - before)
     assert total == 16 * mib
@@ -244,5 +296,5 @@ def test_tensors_of_a_layer_are_read_together(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / SINGLE)
     checkpoint = open_checkpoint(tmp_path)
     assert [name.split(".")[1] for name in checkpoint.entries][-2:] == ["scales", "scales"]
-    names = [run.name for run in checkpoint.runs(dict.fromkeys(tensors, False))]
+    names = [run.name for run in checkpoint.runs(dict.fromkeys(tensors, WHOLE))]
     assert names == [f"{layer}.{part}" for layer in "ab" for part in ("g_idx", "scales", "qweight")]

@@ -37,7 +37,7 @@ from kvik.kernels.weights import Matrix, MatrixSpec
 from kvik.models.model_spec import read_model_spec
 from kvik.nn import gguf_checkpoint as module
 from kvik.nn import gguf_export
-from kvik.nn.checkpoint import open_checkpoint
+from kvik.nn.checkpoint import IN_RUNS, WHOLE, Selection, open_checkpoint
 from kvik.nn.gguf_blocks import dequantize
 from kvik.nn.gguf_checkpoint import open_gguf
 from kvik.nn.gguf_export import gguf_tensors
@@ -249,7 +249,7 @@ def test_the_same_tensors(
     assert set(entries) == set(weights)
     for in_runs in (True, False):
         found: dict[str, list[torch.Tensor]] = {}
-        for run in checkpoint.runs(dict.fromkeys(weights, in_runs)):
+        for run in checkpoint.runs(dict.fromkeys(weights, IN_RUNS if in_runs else WHOLE)):
             rows = found.setdefault(run.name, [])
             assert run.first == sum(len(before) for before in rows)
             rows.append(run.values.clone())
@@ -263,6 +263,13 @@ def test_the_same_tensors(
         most = max(len(rows) for rows in found.values())
         assert most >= 2 if in_runs else most == 1
     assert list(checkpoint.runs({})) == []
+    for name, blocks in stored.items():
+        some = Selection(True, 0, ((3, 17), (30, min(61, len(weights[name])))))
+        taken = []
+        for run in checkpoint.runs({name: some}):
+            taken.append(run.values.view(torch.uint8).view(len(run.values), -1).clone())
+            assert torch.equal(taken[-1], blocks[run.first : run.first + len(taken[-1])])
+        assert torch.equal(torch.cat(taken), some.of(blocks))
 
 
 def multiplied_out(folder: Path, type: str, family: str) -> Path:
@@ -323,7 +330,7 @@ def test_experts_are_parts_of_one_tensor(tmp_path: Path, family: str) -> None:
     assert len(stacked) == 3 * (layers - dense) and all(len(one.shape) == 3 for one in stacked)
     checkpoint, stored = open_gguf(path), stored_quantization(read_gguf(path))
     assert set(wanted) <= set(checkpoint.entries) and stored is not None
-    found = {run.name: run.values.clone() for run in checkpoint.runs(dict.fromkeys(wanted, False))}
+    found = {run.name: run.values.clone() for run in checkpoint.runs(dict.fromkeys(wanted, WHOLE))}
     for name in wanted:
         assert torch.equal(found[name], quantize("Q4_0", weights[name])), name
         assert stored.scheme(name.removesuffix(".weight")) == SCHEMES["Q4_0"]
@@ -416,7 +423,7 @@ def test_parts_of_layers(tmp_path: Path, family: str, type: str) -> None:
         block = re.match(r".+?\.\d+\.", name)
         assert block is not None
         full = f"{block[0]}{layer}.weight"
-        (run,) = checkpoint.runs({full: False})
+        (run,) = checkpoint.runs({full: WHOLE})
         expected = quantize(type, part(whole).contiguous())
         assert torch.equal(run.values.view(torch.uint8).view(expected.shape), expected)
 
@@ -436,10 +443,10 @@ def test_value_heads_come_back_to_their_key_heads(tmp_path: Path) -> None:
     assert torch.equal(stored["blk.1.ssm_conv1d.weight"], torch.cat((channels[:32], values)))
     checkpoint = open_gguf(path)
     for name in ("in_proj_qkv.weight", "in_proj_z.weight", "in_proj_a.weight", "dt_bias"):
-        (run,) = checkpoint.runs({scope + name: False})
+        (run,) = checkpoint.runs({scope + name: WHOLE})
         assert torch.equal(run.values, weights[scope + name]), name
     for name in ("A_log", "conv1d.weight"):
-        (run,) = checkpoint.runs({scope + name: False})
+        (run,) = checkpoint.runs({scope + name: WHOLE})
         torch.testing.assert_close(run.values, weights[scope + name], rtol=1e-6, atol=1e-6)
 
 
@@ -602,4 +609,4 @@ def test_a_file_that_became_shorter(tmp_path: Path) -> None:
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size - 100)
     with pytest.raises(ModelError, match="has become shorter"):
-        list(checkpoint.runs({"model.embed_tokens.weight": True}))
+        list(checkpoint.runs({"model.embed_tokens.weight": IN_RUNS}))

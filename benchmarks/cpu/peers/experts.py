@@ -27,7 +27,7 @@ from kvik.gguf.types import BLOCK_TYPES
 from kvik.gguf.writer import write_gguf
 from kvik.models.model_spec import ModelSpec
 from kvik.models.public import public_configs
-from kvik.nn.checkpoint import TensorRun
+from kvik.nn.checkpoint import Selection, TensorRun
 from kvik.nn.gguf_export import gguf_tensors
 from kvik.nn.gguf_quantize import quantize
 from kvik.nn.safetensors import TensorEntry
@@ -104,7 +104,7 @@ class NoWeights:
             for name, shape in found.items()
         }
 
-    def runs(self, in_runs: Mapping[str, bool]) -> Iterator[TensorRun]:
+    def runs(self, wanted: Mapping[str, Selection]) -> Iterator[TensorRun]:
         raise NotImplementedError
 
 

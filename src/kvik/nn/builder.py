@@ -20,7 +20,7 @@ from kvik.attention.base import AttentionBackend, AttentionSpec, HeadNorms, Late
 from kvik.errors import ModelError, shown
 from kvik.kernels.ops import DeltaHeads, Gate, Ops
 from kvik.kernels.weights import Activation, MatrixSpec, float_kind
-from kvik.nn.checkpoint import Checkpoint
+from kvik.nn.checkpoint import IN_RUNS, Checkpoint, Selection
 from kvik.nn.formats.base import LinearShape, WeightFormat
 from kvik.nn.formats.registry import choose_format
 from kvik.nn.layers import (
@@ -44,7 +44,15 @@ from kvik.nn.layers import (
     ScaledSum,
     Stage,
 )
-from kvik.nn.parts import HeadRows, LayerFiller, Quantizer, Rows, Target, head_rows
+from kvik.nn.parts import (
+    HeadRows,
+    LayerFiller,
+    Quantizer,
+    Rows,
+    Target,
+    head_rows,
+    rows_to_read,
+)
 from kvik.nn.rope import Rope
 from kvik.nn.storage import FreshStorage, Storage
 from kvik.spec.declare import (
@@ -93,8 +101,9 @@ class DeclaredTensor:
         name, shape: in the checkpoint.
         dtype, because: as in `StoredTensor`.
         kind: "matrix", "gain" or "bias": how random weights initialise it.
-        in_runs: `fill` takes runs of rows, in any order; else the whole tensor.
-        fill: takes the index of the first row and the values from there on; keeps no reference.
+        selection: what is read of it.
+        fill: takes the index of the first row and the values from there on, or all that is read at
+            once; keeps no reference.
         transposed: of a matrix, [inputs, outputs].
     """
 
@@ -102,7 +111,7 @@ class DeclaredTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     kind: str
-    in_runs: bool
+    selection: Selection
     fill: Callable[[int, Tensor], None]
     because: str = ""
     transposed: bool = False
@@ -715,7 +724,7 @@ class Builder:
                     (channels, 1, width),
                     self.dtype,
                     "gain",
-                    in_runs=True,
+                    IN_RUNS,
                     fill=partial(_fill_taps, weight),
                 )
             )
@@ -802,7 +811,8 @@ class Builder:
         """Declare the tensors of a layer whose weight becomes rows first.. of a matrix."""
         format = self._format(layer, shape, stored)
         tensors = format.tensors(self.dtype)
-        part = LayerFiller(layer, format, tensors, shape, to, first)
+        runs = rows_to_read(to, first, shape.outputs, tensors.values())
+        part = LayerFiller(layer, format, tensors, shape, to, first, runs)
         for suffix, tensor in tensors.items():
             self.declared.tensors.append(
                 DeclaredTensor(
@@ -810,7 +820,7 @@ class Builder:
                     tensor.shape,
                     tensor.dtype,
                     "matrix",
-                    tensor.in_runs,
+                    tensor.selection(runs),
                     partial(part.fill, suffix),
                     tensor.because,
                     stored is None and shape.transposed,
@@ -889,7 +899,7 @@ class Builder:
                 tuple(target.shape),
                 target.dtype,
                 kind,
-                in_runs=True,
+                IN_RUNS,
                 fill=fill or partial(_fill_in, target),
             )
         )

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from io import FileIO
 from itertools import cycle, groupby
+from math import prod
 from pathlib import Path
 from typing import Protocol
 
@@ -24,8 +25,26 @@ from kvik.spec.fields import Fields, read_json
 # Parts of a file, the next one being read while one is used.
 
 
-def read_ahead(path: Path, spans: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
-    """Each span (first byte, bytes) as [bytes] uint8, valid until the next one is asked for.
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Bytes of a file that are read one behind the other.
+
+    Attributes:
+        parts: first byte and number of bytes of each.
+        stride, count: all parts are read `count` times, each time `stride` bytes further.
+    """
+
+    parts: tuple[tuple[int, int], ...]
+    stride: int = 0
+    count: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.count * sum(size for _, size in self.parts)
+
+
+def read_ahead(path: Path, reads: Sequence[Spans]) -> Iterator[Tensor]:
+    """Each of `reads` as [bytes] uint8, valid until the next one is asked for.
 
     The file is read and not mapped: pages that have to be mapped cost more time than the copy, and
     a file that gets shorter ends in an error and not in a signal.
@@ -33,19 +52,19 @@ def read_ahead(path: Path, spans: Sequence[tuple[int, int]]) -> Iterator[Tensor]
     Raises:
         ModelError: the file cannot be read or has become shorter.
     """
-    largest = max((size for _, size in spans), default=0)
+    largest = max((spans.size for spans in reads), default=0)
     buffers = cycle([np.empty(largest, np.uint8), np.empty(largest, np.uint8)])
     try:
         with (
             open(path, "rb", buffering=0, opener=regular) as file,
             ThreadPoolExecutor(1) as reader,
         ):
-            reads = deque[Future[np.ndarray]]()
-            for start, size in spans:
-                reads.append(reader.submit(_read, file, start, size, next(buffers)))
-                if len(reads) == 2:
-                    yield torch.from_numpy(reads.popleft().result())
-            for last in reads:
+            begun = deque[Future[np.ndarray]]()
+            for spans in reads:
+                begun.append(reader.submit(_read, file, spans, next(buffers)))
+                if len(begun) == 2:
+                    yield torch.from_numpy(begun.popleft().result())
+            for last in begun:
                 yield torch.from_numpy(last.result())
     except OSError as error:
         raise ModelError(path.name, f"cannot be read ({error.strerror})") from None
@@ -53,15 +72,19 @@ def read_ahead(path: Path, spans: Sequence[tuple[int, int]]) -> Iterator[Tensor]
         raise ModelError(path.name, "has become shorter than its header says") from None
 
 
-def _read(file: FileIO, start: int, size: int, buffer: np.ndarray) -> np.ndarray:
-    file.seek(start)
-    left = buffer[:size].data
-    while left:
-        count = file.readinto(left)
-        if not count:
-            raise EOFError
-        left = left[count:]
-    return buffer[:size]
+def _read(file: FileIO, spans: Spans, buffer: np.ndarray) -> np.ndarray:
+    end = 0
+    for i in range(spans.count):
+        for start, size in spans.parts:
+            file.seek(start + i * spans.stride)
+            left = buffer[end : end + size].data
+            end += size
+            while left:
+                count = file.readinto(left)
+                if not count:
+                    raise EOFError
+                left = left[count:]
+    return buffer[:end]
 
 
 # How many rows of a tensor are worked on at a time.
@@ -81,12 +104,51 @@ PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 @dataclass(frozen=True, slots=True)
+class Selection:
+    """What is read of a tensor.
+
+    Attributes:
+        in_runs: it may come in runs of rows, in any order; else all that is read of it comes at
+            once.
+        axis, ranges: only these parts of one dimension are read, first and end of each, in order;
+            what comes at once has one behind the other. (): it does not come. None: all is read.
+    """
+
+    in_runs: bool
+    axis: int = 0
+    ranges: tuple[tuple[int, int], ...] | None = None
+
+    def length(self, shape: Sequence[int]) -> int:
+        """Return how much of the dimension is read, of a tensor of this shape."""
+        if self.ranges is None:
+            return shape[self.axis]
+        return sum(end - first for first, end in self.ranges)
+
+    def of(self, values: Tensor) -> Tensor:
+        """Return what would be read of these values, at once."""
+        if self.ranges is None:
+            return values
+        some = [values.narrow(self.axis, first, end - first) for first, end in self.ranges]
+        return torch.cat(some, self.axis)
+
+
+WHOLE, IN_RUNS = Selection(False), Selection(True)
+
+
+def selected_bytes(entry: TensorEntry, selection: Selection) -> int:
+    """Return the bytes of what is read of a tensor."""
+    if selection.ranges is None:
+        return entry.size
+    return entry.size // entry.shape[selection.axis] * selection.length(entry.shape)
+
+
+@dataclass(frozen=True, slots=True)
 class TensorRun:
-    """A tensor, or neighbouring rows of it.
+    """A tensor, or what is read of it at once.
 
     Attributes:
         name: of the tensor.
-        first: row of the tensor.
+        first: row of the tensor, where it comes in runs of rows; else 0.
         values: valid until the next run is asked for.
     """
 
@@ -109,11 +171,8 @@ class Checkpoint(Protocol):
         """All tensors, by name."""
         ...
 
-    def runs(self, in_runs: Mapping[str, bool]) -> Iterator[TensorRun]:
-        """The named tensors in an order that is good to read, in pieces.
-
-        Args:
-            in_runs: whether a tensor may come in runs of rows; else it comes whole.
+    def runs(self, wanted: Mapping[str, Selection]) -> Iterator[TensorRun]:
+        """The named tensors in an order that is good to read, in pieces. Nothing else is read.
 
         Raises:
             ModelError: a file cannot be read.
@@ -132,20 +191,20 @@ class FolderCheckpoint:
     def entries(self) -> Mapping[str, TensorEntry]:
         return {entry.name: entry for _, entries in self.files for entry in entries}
 
-    def runs(self, in_runs: Mapping[str, bool]) -> Iterator[TensorRun]:
+    def runs(self, wanted: Mapping[str, Selection]) -> Iterator[TensorRun]:
         """See `Checkpoint`: file by file and layer by layer."""
         for path, entries in self.files:
             pieces = [
                 piece
-                for entry in _by_layer([entry for entry in entries if entry.name in in_runs])
-                for piece in _pieces(entry, in_runs[entry.name])
+                for entry in _by_layer([entry for entry in entries if entry.name in wanted])
+                for piece in _pieces(entry, wanted[entry.name])
             ]
             # Gate and up of an expert may be columns of one matrix, which is read once.
-            reads = [(span, list(parts)) for span, parts in groupby(pieces, lambda p: p[1].span)]
-            found = read_ahead(path, [span for span, _ in reads])
-            for (_, parts), data in zip(reads, found, strict=True):
-                for first, part in parts:
-                    yield TensorRun(part.name, first, part.values(data))
+            reads = [(spans, list(same)) for spans, same in groupby(pieces, lambda p: p.spans)]
+            found = read_ahead(path, [spans for spans, _ in reads])
+            for (_, same), data in zip(reads, found, strict=True):
+                for piece in same:
+                    yield TensorRun(piece.entry.name, piece.first, piece.entry.values(data))
 
 
 def open_checkpoint(folder: str | Path) -> FolderCheckpoint:
@@ -279,15 +338,54 @@ def _by_layer(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
     return sorted(entries, key=lambda e: (begins[e.name.rpartition(".")[0]], e.size))
 
 
-def _pieces(entry: TensorEntry, in_runs: bool) -> Iterator[tuple[int, TensorEntry]]:
-    """Yield the first row, and what lies where in the file, of each `TensorRun`."""
-    if not in_runs or entry.size <= RUN_BYTES or entry.columns is not None:
-        yield 0, entry
-        return
-    rows, *rest = entry.shape
-    row_bytes = entry.size // rows
-    step = run_length(RUN_BYTES // row_bytes)
-    for first in range(0, rows, step):
-        count = min(step, rows - first)
-        start = entry.start + first * row_bytes
-        yield first, replace(entry, shape=(count, *rest), start=start, size=count * row_bytes)
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A `TensorRun` to be read.
+
+    Attributes:
+        entry: of what is read, as if that were a tensor by itself.
+    """
+
+    first: int
+    entry: TensorEntry
+    spans: Spans
+
+
+def _pieces(entry: TensorEntry, selection: Selection) -> Iterator[_Piece]:
+    ranges = selection.ranges
+    small = entry.size <= RUN_BYTES or not selection.in_runs or entry.columns is not None
+    if ranges is None and small:
+        yield _Piece(0, entry, Spans((entry.span,)))
+    elif selection.in_runs and entry.columns is None:
+        row_bytes = entry.size // entry.shape[0]
+        for begin, end in ((0, entry.shape[0]),) if ranges is None else ranges:
+            step = end - begin
+            if step * row_bytes > RUN_BYTES:
+                step = run_length(RUN_BYTES // row_bytes)
+            for first in range(begin, end, step):
+                rows = Selection(True, 0, ((first, min(first + step, end)),))
+                yield _cut(first, entry, rows)
+    elif ranges:
+        yield _cut(0, entry, selection)
+
+
+def _cut(first: int, entry: TensorEntry, selection: Selection) -> _Piece:
+    """The parts of a tensor that are selected, at once."""
+    axis, ranges, shape = selection.axis, selection.ranges or (), entry.shape
+    inner = entry.size // prod(shape[: axis + 1])  # bytes from one place on the axis to the next
+    count, stride, start, columns = prod(shape[:axis]), shape[axis] * inner, entry.start, None
+    length = selection.length(shape)
+    if entry.columns is not None:  # rows are columns of the file
+        inner //= shape[1]
+        count, stride, columns = shape[1], entry.columns[1] * inner, (0, length)
+        start += entry.columns[0] * inner
+    parts = tuple((start + low * inner, (high - low) * inner) for low, high in ranges)
+    spans = Spans(parts, stride, count)
+    own = replace(
+        entry,
+        shape=(*shape[:axis], length, *shape[axis + 1 :]),
+        start=start,
+        size=spans.size,
+        columns=columns,
+    )
+    return _Piece(first, own, spans)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import lcm, prod
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from kvik.errors import ModelError, shown
@@ -18,6 +20,8 @@ from kvik.nn.checkpoint import (
     ROW_MULTIPLE,
     RUN_BYTES,
     Checkpoint,
+    Selection,
+    Spans,
     TensorRun,
     open_checkpoint,
     read_ahead,
@@ -31,16 +35,27 @@ BYTES = "U8"
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A `TensorRun` to be read: `rows` rows of a tensor from `first` on."""
+    """A `TensorRun` to be read: `rows` rows of a tensor from `first` on.
+
+    Attributes:
+        order: [rows] int64, the rows of the file that they are; None: as many from `first` on,
+            which are still to be changed.
+    """
 
     tensor: GgufTensor
     first: int
     rows: int
+    order: Tensor | None = None
 
     @property
-    def span(self) -> tuple[int, int]:
-        row_bytes = _row_bytes(self.tensor)
-        return self.tensor.start + self.first * row_bytes, self.rows * row_bytes
+    def spans(self) -> Spans:
+        size, start = _row_bytes(self.tensor), self.tensor.start
+        if self.order is None:
+            return Spans(((start + self.first * size, self.rows * size),))
+        found = self.order.sort().values
+        breaks = (found.diff() != 1).nonzero().flatten().add_(1).tolist()
+        runs = pairwise([0, *breaks, len(found)])
+        return Spans(tuple((start + int(found[a]) * size, (b - a) * size) for a, b in runs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,34 +83,48 @@ class GgufCheckpoint:
             for name, tensor in self.tensors.items()
         }
 
-    def runs(self, in_runs: Mapping[str, bool]) -> Iterator[TensorRun]:
-        """See `Checkpoint`: in the order of the file."""
+    def runs(self, wanted: Mapping[str, Selection]) -> Iterator[TensorRun]:
+        """See `Checkpoint`: in the order of the file. What does not come in runs of rows is read
+        whole."""
         pieces = [
             (name, piece)
             for name, tensor in self.tensors.items()
-            if name in in_runs
-            for piece in self._pieces(name, tensor, in_runs[name])
+            if name in wanted and wanted[name].ranges != ()
+            for piece in self._pieces(name, tensor, wanted[name])
         ]
-        data = read_ahead(self.file.path, [piece.span for _, piece in pieces])
+        data = read_ahead(self.file.path, [piece.spans for _, piece in pieces])
         for (name, piece), read in zip(pieces, data, strict=True):
-            yield TensorRun(name, piece.first, self._values(name, piece, read))
+            values = self._values(name, piece, read)
+            if not wanted[name].in_runs:
+                values = wanted[name].of(values)
+            yield TensorRun(name, piece.first, values)
 
-    def _pieces(self, name: str, tensor: GgufTensor, in_runs: bool) -> Iterator[_Piece]:
-        rows = prod(tensor.shape[:-1])
-        step = rows
-        if in_runs and len(tensor.shape) == 2:
-            step = run_length(RUN_BYTES // _row_bytes(tensor))
-            if (change := self.changes.get(name)) is not None:
-                whole = lcm(change.unit, ROW_MULTIPLE)
-                step = max(1, step // whole) * whole
-        for first in range(0, rows, step):
-            yield _Piece(tensor, first, min(step, rows - first))
+    def _pieces(self, name: str, tensor: GgufTensor, selection: Selection) -> Iterator[_Piece]:
+        rows, change = prod(tensor.shape[:-1]), self.changes.get(name)
+        if not selection.in_runs or len(tensor.shape) != 2:
+            yield _Piece(tensor, 0, rows)
+            return
+        step = run_length(RUN_BYTES // _row_bytes(tensor))
+        ranges, order = selection.ranges, None
+        if change is not None and ranges is None:
+            whole = lcm(change.unit, ROW_MULTIPLE)
+            step = max(1, step // whole) * whole
+        elif change is not None:  # of matrices it moves rows and no more
+            order = change.from_file(torch.arange(rows)[:, None]).flatten()
+        for begin, end in ((0, rows),) if ranges is None else ranges:
+            for first in range(begin, end, step):
+                last = min(first + step, end)
+                yield _Piece(
+                    tensor, first, last - first, None if order is None else order[first:last]
+                )
 
     def _values(self, name: str, piece: _Piece, read: Tensor) -> Tensor:
         """read [bytes] -> the values of a piece."""
         _, *rest = _shape(piece.tensor)
         values = read.view(TORCH_DTYPES[_dtype(piece.tensor)])
         values = values.view(piece.rows, *rest) if rest else values
+        if piece.order is not None:
+            return values[piece.order.argsort().argsort()]
         change = self.changes.get(name)
         return values if change is None else change.from_file(values)
 

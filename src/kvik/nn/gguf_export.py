@@ -17,7 +17,7 @@ from kvik.gguf.names import HEAD, ROPE_FACTORS, gguf_name, numberless
 from kvik.gguf.types import BLOCK_TYPES
 from kvik.gguf.writer import OutTensor
 from kvik.models.model_spec import ModelSpec
-from kvik.nn.checkpoint import Checkpoint
+from kvik.nn.checkpoint import IN_RUNS, WHOLE, Checkpoint
 from kvik.nn.formats.bits import unpack_nibbles
 from kvik.nn.formats.mxfp4 import BLOCKS, SCALES
 from kvik.nn.gguf_blocks import FLOAT_TYPES, mxfp4_rows
@@ -209,10 +209,10 @@ def _tensor(checkpoint: Checkpoint, sources: list[_Source], type: str) -> OutTen
     def data() -> Iterator[memoryview]:
         for source in sources:
             if source.make is None:
-                for run in checkpoint.runs({source.entries[0].name: True}):
+                for run in checkpoint.runs({source.entries[0].name: IN_RUNS}):
                     yield _bytes(type, name, run.values)
                 continue
-            wanted = dict.fromkeys((entry.name for entry in source.entries), False)
+            wanted = dict.fromkeys((entry.name for entry in source.entries), WHOLE)
             read = {run.name: run.values.clone() for run in checkpoint.runs(wanted)}
             made = source.make(*(read[entry.name] for entry in source.entries))
             yield _raw(made) if source.blocks else _bytes(type, name, made)

@@ -13,7 +13,7 @@ import torch
 from kvik.errors import ModelError, shown
 from kvik.models.model_spec import ModelSpec
 from kvik.nn.builder import Builder, Declarations, DeclaredTensor
-from kvik.nn.checkpoint import Checkpoint
+from kvik.nn.checkpoint import Checkpoint, selected_bytes
 from kvik.nn.safetensors import TORCH_DTYPES
 from kvik.spec.declare import Network
 
@@ -55,10 +55,10 @@ def load_weights(declared: Declarations, checkpoint: Checkpoint) -> None:
     check_weights(declared, checkpoint)
     wanted = {tensor.name: tensor for tensor in declared.tensors}
     entries = checkpoint.entries
-    in_runs = {name: tensor.in_runs for name, tensor in wanted.items()}
-    total = sum(entries[name].size for name in wanted)
+    selected = {name: tensor.selection for name, tensor in wanted.items()}
+    total = sum(selected_bytes(entries[name], some) for name, some in selected.items())
     with torch.inference_mode(), _half_the_threads(), _progress(total) as advance:
-        for run in checkpoint.runs(in_runs):
+        for run in checkpoint.runs(selected):
             wanted[run.name].fill(run.first, run.values.to(declared.device))
             advance(run.values.nbytes)
 
@@ -83,8 +83,8 @@ def _draw(tensor: DeclaredTensor, device: torch.device, generator: torch.Generat
     step = max(1, min(rows, RANDOM_DRAWS // width))
     drawn = torch.empty(step, width, dtype=tensor.dtype, device=device)
     drawn.normal_(std=RANDOM_STD, generator=generator)
-    if not tensor.in_runs:
-        tensor.fill(0, drawn.repeat(-(-rows // step), 1)[:rows])
+    if not tensor.selection.in_runs:
+        tensor.fill(0, tensor.selection.of(drawn.repeat(-(-rows // step), 1)[:rows]))
         return
     for first in range(0, rows, step):
         tensor.fill(first, drawn[: rows - first])

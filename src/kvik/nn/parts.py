@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -14,7 +15,7 @@ from kvik.errors import ModelError, shown
 from kvik.kernels.ops import Ops
 from kvik.kernels.rounding import round_int4, round_int8, round_mxfp4, round_to_fp8
 from kvik.kernels.weights import Matrix, Weight, float_weight
-from kvik.nn.checkpoint import run_length
+from kvik.nn.checkpoint import ROW_MULTIPLE, run_length
 from kvik.nn.formats.base import LinearShape, StoredTensor, TensorError, WeightFormat
 from kvik.spec.weight_kind import WeightKind
 
@@ -82,6 +83,26 @@ class Rows:
         self._quantizer = quantizer
         self._places = places
 
+    def owned(self, first: int, count: int) -> list[tuple[int, int]]:
+        """See `Target`. What moves is taken with the few rows in between."""
+        if self._places is None or first >= len(self._places):
+            return [*self._ops.owned(self._matrix, first, count)]
+        places, own = self._places_of(first, count), torch.zeros(count, dtype=torch.bool)
+        for begin, end in self._ops.owned(self._matrix, 0, self._matrix.spec.rows):
+            own |= (places >= begin) & (places < end)
+        rows = own.nonzero().flatten() + first
+        breaks = (rows.diff() > ROW_MULTIPLE).nonzero().flatten().add_(1).tolist()
+        runs = pairwise([0, *breaks, len(rows)] if len(rows) else ())
+        return [(int(rows[begin]), int(rows[end - 1]) + 1) for begin, end in runs]
+
+    def _places_of(self, first: int, count: int) -> Tensor:
+        """Where rows first.. of the checkpoint go: [count] int64."""
+        places = torch.arange(first, first + count)
+        assert self._places is not None
+        moved = self._places[first : first + count]
+        places[: len(moved)] = moved
+        return places
+
     def put(self, first: int, weight: Weight) -> None:
         """Rows first.. of the matrix.
 
@@ -91,18 +112,15 @@ class Rows:
         """
         if self._places is None or first >= len(self._places):
             count = weight.outputs
-            for begin, end in self._ops.owned(self._matrix, first, count):
+            # Of rows that others have one is packed in vain, for what all rows of a matrix share.
+            for begin, end in self._ops.owned(self._matrix, first, count) or ((first, first + 1),):
                 own = weight
                 if (begin, end) != (first, first + count):
                     own = weight.rows(torch.arange(begin - first, end - first))
                 self._ops.pack_rows(self._matrix, begin, self._quantizer(own))
             return
         weight = self._quantizer(weight)
-        last = first + len(weight.values)
-        places = torch.arange(first, last)
-        moved = self._places[first:last]
-        places[: len(moved)] = moved
-        places, order = places.sort()
+        places, order = self._places_of(first, len(weight.values)).sort()
         breaks = (places.diff() != 1).nonzero().flatten().add_(1).tolist()
         for begin, end in pairwise([0, *breaks, len(order)]):
             run = weight.rows(order[begin:end].to(weight.values.device))
@@ -131,6 +149,13 @@ class HeadRows:
         self._parts = parts
         self._begun: dict[int, tuple[Tensor, int]] = {}  # heads: their rows, how many are there
 
+    def owned(self, first: int, count: int) -> list[tuple[int, int]]:
+        """See `Target`; of the whole layer."""
+        matrix, _ = self._parts[0]  # all have the same heads
+        size, each = self._rows, matrix.spec.rows * self._rows // count  # of a head: here, there
+        kept = self._ops.owned(matrix, 0, matrix.spec.rows)
+        return [(first + low // each * size, first + high // each * size) for low, high in kept]
+
     def put(self, first: int, weight: Weight) -> None:
         """Rows first.. of the layer."""
         values, size = self._quantizer(weight).values, self._rows
@@ -156,7 +181,37 @@ class HeadRows:
 class Target(Protocol):
     """What takes the rows of a layer: `Rows` or `HeadRows`."""
 
+    def owned(self, first: int, count: int) -> list[tuple[int, int]]:
+        """Return the runs, as first and end, of rows first .. first + count that are not taken in
+        vain, because others have them."""
+        ...
+
     def put(self, first: int, weight: Weight) -> None: ...
+
+
+def rows_to_read(
+    to: Target, first: int, outputs: int, tensors: Iterable[StoredTensor]
+) -> list[tuple[int, int]] | None:
+    """Return the runs of rows that are read of a layer with these tensors, as first and end; None:
+    all of them.
+
+    Args:
+        first: of the layer, in what takes its rows.
+    """
+    owned = to.owned(first, outputs)
+    if owned == [(first, first + outputs)]:
+        return None
+    alongs = [tensor.along for tensor in tensors]
+    unit = math.lcm(*(along.outputs for along in alongs if along is not None))
+    if not owned and None in alongs:
+        owned = [(first, first + 1)]  # what all outputs share comes with some of them
+    runs: list[tuple[int, int]] = []
+    for low, high in owned:
+        begin, end = (low - first) // unit * unit, -(-(high - first) // unit) * unit
+        if runs and begin <= runs[-1][1]:
+            begin, _ = runs.pop()
+        runs.append((begin, min(end, outputs)))
+    return runs
 
 
 class LayerFiller:
@@ -175,12 +230,14 @@ class LayerFiller:
         shape: LinearShape,
         rows: Target,
         first: int,
+        runs: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         """
         Args:
             layer: its name.
             tensors: of the layer, by name.
             first: its first row in the matrix.
+            runs: of its rows, as first and end: what comes at once has these alone; None: all.
         """
         self._layer = layer
         self._format = format
@@ -188,6 +245,7 @@ class LayerFiller:
         self._shape = shape
         self._rows = rows
         self._first = first
+        self._runs = ((0, shape.outputs),) if runs is None else runs
         self._kept: dict[str, Tensor] = {}
 
     def fill(self, name: str, row: int, values: Tensor) -> None:
@@ -197,19 +255,22 @@ class LayerFiller:
             ModelError: values that cannot be, or that cannot be quantised.
         """
         if self._tensors[name].in_runs:
-            self._put(row, {name: values}, len(values))
+            self._put(row, {name: values}, 0, len(values))
             return
         last = len(self._kept) + 1 == len(self._tensors)
         self._kept[name] = values if last else values.clone()  # its memory is read into again
         if last:
-            self._put(0, self._kept, self._shape.outputs)
+            begin = 0
+            for first, end in self._runs:
+                self._put(first, self._kept, begin, end - first)
+                begin += end - first
             self._kept = {}
 
-    def _put(self, first: int, tensors: Mapping[str, Tensor], count: int) -> None:
-        """Rows first.. of the layer, of which the tensors hold `count`."""
+    def _put(self, first: int, tensors: Mapping[str, Tensor], begin: int, count: int) -> None:
+        """Rows first.. of the layer, which the tensors hold from `begin` on."""
         step = run_length(RUN_WEIGHTS // self._shape.inputs)
         for start in range(0, count, step):
-            rows = slice(start, min(start + step, count))
+            rows = slice(begin + start, begin + min(start + step, count))
             try:
                 weight = self._format.weight(tensors, rows)
                 self._rows.put(self._first + first + start, weight)

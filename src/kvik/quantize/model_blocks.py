@@ -16,7 +16,7 @@ from kvik.errors import ConfigError, ModelError, shown
 from kvik.kernels.torch_ops import TORCH
 from kvik.models.model_spec import ModelSpec
 from kvik.nn.builder import DeclaredTensor
-from kvik.nn.checkpoint import Checkpoint, open_checkpoint
+from kvik.nn.checkpoint import IN_RUNS, WHOLE, Checkpoint, open_checkpoint
 from kvik.quantize.block import WEIGHT, Block, BlockInputs, block_builder, unwatched
 from kvik.quantize.source import check_spec, expert_roles, linear_inputs
 from kvik.spec.declare import ForwardContext, Network, Role, stored_names
@@ -58,7 +58,7 @@ class ModelBlocks:
             for declared in self._declared(self._block_spec(index)):
                 if declared.name.startswith(self._scope):
                     name = self._stored_name(declared.name, index)
-                    names[name] = True
+                    names[name] = IN_RUNS
                     if self._entries[name].shape != declared.shape:
                         raise ModelError(
                             "model",
@@ -190,13 +190,13 @@ class ModelBlocks:
         raise ModelError("model", f"its weights lack {shown(name)}")
 
     def _read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        wanted = dict.fromkeys(names, False)
+        wanted = dict.fromkeys(names, WHOLE)
         return {run.name: run.values.clone() for run in self._checkpoint.runs(wanted)}
 
     def _rows(self, name: str, ids: Tensor) -> Tensor:
         """Return rows of a tensor: ids [n], ascending -> [n, width]."""
         found = []
-        for run in self._checkpoint.runs({name: True}):
+        for run in self._checkpoint.runs({name: IN_RUNS}):
             ends = torch.tensor([run.first, run.first + len(run.values)])
             low, high = torch.searchsorted(ids, ends).tolist()
             found.append(run.values[ids[low:high] - run.first])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvik.config.draft_heads import HeadsSpec
 from kvik.errors import ConfigError
-from kvik.nn.checkpoint import FolderCheckpoint
+from kvik.nn.checkpoint import WHOLE, FolderCheckpoint
 from kvik.nn.safetensors import read_header, write_safetensors
 from kvik.training.states import Batch, Progress, WindowStates
 
@@ -67,7 +67,7 @@ class Keeper:
         if not self.file.is_file():
             return None
         checkpoint = FolderCheckpoint(((self.file, read_header(self.file)),))
-        whole = dict.fromkeys(checkpoint.entries, False)
+        whole = dict.fromkeys(checkpoint.entries, WHOLE)
         tensors = {run.name: run.values.clone() for run in checkpoint.runs(whole)}
         step, identity = (tensors.pop(name, None) for name in (_STEP, _IDENTITY))
         if step is None or identity is None or bytes(identity.tolist()).decode() != self.identity:

@@ -173,6 +173,7 @@ class CutMatrices:
     def pack_rows(self, matrix: Matrix, first: int, weight: Weight) -> None:
         """See `Ops.pack_rows`."""
         cut, count = _cut(matrix), weight.outputs
+        self._matrices.share(cut.own, weight)
         for low, high, here in self._runs(matrix, first, count):
             rows = weight
             if (low, high) != (first, first + count):

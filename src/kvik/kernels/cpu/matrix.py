@@ -137,12 +137,7 @@ class CpuMatrices:
         """
         spec, packed = matrix.spec, matrix.data
         assert isinstance(packed, CpuPacked)
-        if weight.order is not None:
-            assert packed.order is not None
-            fill_order(packed.order, weight.order)
-        if weight.input_scale is not None:
-            assert packed.input_scale is not None
-            fill_input_scale(packed.input_scale, weight.input_scale)
+        self.share(matrix, weight)
         values, scales, zeros = _arguments(weight)
         self.native.launch(
             "pack_matrix",
@@ -162,6 +157,21 @@ class CpuMatrices:
             packed_scales=packed.scales.data_ptr(),
             packed_zeros=packed.zeros.data_ptr() if zeros is not None else 0,
         )
+
+    def share(self, matrix: Matrix, weight: Weight) -> None:
+        """Take over what all rows of a matrix share, of some of them.
+
+        Raises:
+            ValueError: rows from before have their inputs in another order.
+        """
+        packed = matrix.data
+        assert isinstance(packed, CpuPacked)
+        if weight.order is not None:
+            assert packed.order is not None
+            fill_order(packed.order, weight.order)
+        if weight.input_scale is not None:
+            assert packed.input_scale is not None
+            fill_input_scale(packed.input_scale, weight.input_scale)
 
     def linear(
         self, x: Tensor, matrix: Matrix, residual: Tensor | None, into: Tensor | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvik.kernels.weights import Weight, float_weight
+from kvik.nn.checkpoint import IN_RUNS, WHOLE, Selection
 
 # Plain float weights.
 
@@ -27,7 +28,8 @@ class Dense:
         stored = shape.outputs, shape.inputs
         if shape.transposed:
             stored = stored[::-1]
-        return {"weight": StoredTensor(stored, dtype, in_runs=not shape.transposed)}
+        along = Along(1 if shape.transposed else 0)
+        return {"weight": StoredTensor(stored, dtype, along, in_runs=not shape.transposed)}
 
     def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Weight:
         weight = tensors["weight"]
@@ -66,11 +68,22 @@ class LinearShape:
 
 
 @dataclass(frozen=True, slots=True)
+class Along:
+    """Where the outputs of a layer are in a tensor: along one of its dimensions, each `outputs` of
+    them in `entries` of its entries."""
+
+    axis: int = 0
+    outputs: int = 1
+    entries: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor that the checkpoint must hold for a layer.
 
     Attributes:
         dtype: a float dtype of 16 or 32 bits accepts all of these; int64 also accepts int32.
+        along: None: all outputs share the tensor.
         in_runs: any run of rows is by itself the weight of those outputs, so the tensor never has
             to be in memory as a whole.
         because: what decides the shape in addition to the sizes of the model, for error messages.
@@ -78,8 +91,25 @@ class StoredTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    along: Along | None = None
     in_runs: bool = False
     because: str = ""
+
+    def selection(self, runs: Sequence[tuple[int, int]] | None) -> Selection:
+        """Return what is read of it for some outputs: first and end of each run of them, which
+        begin where an entry does; None: for all."""
+        along = self.along
+        if runs is None or along is None:
+            return IN_RUNS if self.in_runs else WHOLE
+        length = self.shape[along.axis]
+        ranges = (
+            (
+                first // along.outputs * along.entries,
+                min(-(-end // along.outputs) * along.entries, length),
+            )
+            for first, end in runs
+        )
+        return Selection(self.in_runs, along.axis, tuple(ranges))
 
 
 class TensorError(ValueError):
@@ -107,8 +137,9 @@ class WeightFormat(Protocol):
         """Return the weight of some outputs, [rows, inputs].
 
         Args:
-            tensors: of the whole layer, or of one run of rows; on the model's device, floats of any
-                dtype. The weight may consist of views of them.
+            tensors: of the whole layer, or of some runs of its rows, one behind the other (see
+                `StoredTensor.selection`); on the model's device, floats of any dtype. The weight
+                may consist of views of them.
             rows: a start and a stop, counted from the first row of the tensors.
 
         Raises:

@@ -17,7 +17,7 @@ from kvik.kernels.weights import (
     int8_weight,
     mxfp4_weight,
 )
-from kvik.nn.formats.base import LinearShape, StoredTensor, TensorError
+from kvik.nn.formats.base import Along, LinearShape, StoredTensor, TensorError
 from kvik.nn.formats.bits import pack_nibbles
 from kvik.nn.formats.mxfp4 import powers_of_two
 from kvik.nn.gguf_blocks import BlockParts, mxfp4_parts, take_apart
@@ -48,7 +48,7 @@ class Blocks:
     def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
         size = (self.shape.outputs, self.type.row_bytes(self.shape.inputs))
         why = f"{self.type.name}, in bytes"
-        return {WEIGHT: StoredTensor(size, torch.uint8, in_runs=True, because=why)}
+        return {WEIGHT: StoredTensor(size, torch.uint8, Along(), in_runs=True, because=why)}
 
     def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Weight:
         if self.type.name == "MXFP4":

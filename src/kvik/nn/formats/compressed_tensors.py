@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvik.kernels.weights import Weight
-from kvik.nn.formats.base import LinearShape, StoredTensor, TensorError
+from kvik.nn.formats.base import Along, LinearShape, StoredTensor, TensorError
 from kvik.nn.formats.bits import (
     WORD,
     compressed_words,
@@ -20,6 +20,7 @@ from kvik.nn.formats.bits import (
 from kvik.nn.formats.integers import (
     SIGN,
     Codes,
+    along_words,
     because,
     check_group,
     finite,
@@ -79,13 +80,13 @@ class PackQuantized:
         outputs, bits, why = self.shape.outputs, self.scheme.bits, because(self.scheme)
         words = compressed_words(self.shape.inputs, bits)
         found = {
-            PACKED: StoredTensor((outputs, words), torch.int32, because=why),
-            SCALE: StoredTensor(self.scale, dtype, because=why),
+            PACKED: StoredTensor((outputs, words), torch.int32, Along(), because=why),
+            SCALE: StoredTensor(self.scale, dtype, _along_scales(self.scheme), because=why),
             SHAPE: StoredTensor((2,), torch.int64),
         }
         if not self.scheme.symmetric:
             zeros = (compressed_words(outputs, bits), self.groups)
-            found[ZERO] = StoredTensor(zeros, torch.int32, because=why)
+            found[ZERO] = StoredTensor(zeros, torch.int32, along_words(0, bits), because=why)
         if self.has_index:
             found[INDEX] = StoredTensor((self.shape.inputs,), torch.int64)
         return found
@@ -104,10 +105,9 @@ class PackQuantized:
         if not self.scheme.symmetric:
             first = rows.start // WORD
             own = tensors[ZERO][first * bits : -(-rows.stop // WORD) * bits]
-            stop = min(shape.outputs, first * WORD + own.shape[0] * WORD // bits)
-            zeros = unpack_compressed_zeros(own, bits, stop - first * WORD)
-            zeros = zeros[rows.start - first * WORD : rows.stop - first * WORD]
-        scales = _scales(tensors[SCALE], shape.outputs, rows)
+            zeros = unpack_compressed_zeros(own, bits, rows.stop - first * WORD)
+            zeros = zeros[rows.start - first * WORD :]
+        scales = _scales(tensors[SCALE], rows)
         return Codes(q, scales, zeros, bits, self._index(tensors))
 
     def _index(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
@@ -151,14 +151,14 @@ class IntQuantized:
         self.unread = (*ACTIVATIONS, ZERO) if scheme.symmetric else ACTIVATIONS
 
     def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
-        why = because(self.scheme)
+        why, along = because(self.scheme), _along_scales(self.scheme)
         weight = (self.shape.outputs, self.shape.inputs)
         found = {
-            WEIGHT: StoredTensor(weight, torch.int8, because=why),
-            SCALE: StoredTensor(self.scale, dtype, because=why),
+            WEIGHT: StoredTensor(weight, torch.int8, Along(), because=why),
+            SCALE: StoredTensor(self.scale, dtype, along, because=why),
         }
         if not self.scheme.symmetric:
-            found[ZERO] = StoredTensor(self.scale, torch.int8, because=why)
+            found[ZERO] = StoredTensor(self.scale, torch.int8, along, because=why)
         return found
 
     def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Weight:
@@ -166,12 +166,11 @@ class IntQuantized:
 
     def codes(self, tensors: Mapping[str, Tensor], rows: slice) -> Codes:
         """Of some outputs."""
-        outputs = self.shape.outputs
         q = tensors[WEIGHT][rows].view(torch.uint8) ^ SIGN
         zeros = None
         if not self.scheme.symmetric:
-            zeros = _spread(tensors[ZERO], outputs, rows).contiguous().view(torch.uint8) ^ SIGN
-        return Codes(q, _scales(tensors[SCALE], outputs, rows), zeros, BYTE)
+            zeros = _spread(tensors[ZERO], rows).contiguous().view(torch.uint8) ^ SIGN
+        return Codes(q, _scales(tensors[SCALE], rows), zeros, BYTE)
 
     def save(self, codes: Codes) -> dict[str, Tensor]:
         """Return the tensors of a whole layer; codes have eight bits."""
@@ -184,14 +183,18 @@ class IntQuantized:
         return found
 
 
-def _scales(scales: Tensor, outputs: int, rows: slice) -> Tensor:
-    return finite(SCALE, _spread(scales, outputs, rows))
+def _along_scales(scheme: StoredScheme) -> Along | None:
+    return Along() if scheme.band else None
 
 
-def _spread(values: Tensor, outputs: int, rows: slice) -> Tensor:
+def _scales(scales: Tensor, rows: slice) -> Tensor:
+    return finite(SCALE, _spread(scales, rows))
+
+
+def _spread(values: Tensor, rows: slice) -> Tensor:
     """One value for all, for each output, or for each group -> [rows, groups]."""
     wide = values.reshape(-1, 1) if values.dim() < 2 else values
-    return wide.expand(outputs, -1)[rows]
+    return wide[rows] if len(wide) > 1 else wide.expand(rows.stop - rows.start, -1)
 
 
 def _gathered(values: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -3,6 +3,7 @@ their conversion to the engine's weights."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from kvik.kernels.weights import (
     int8_weight,
     ordered_weight,
 )
-from kvik.nn.formats.base import LinearShape, StoredTensor, TensorError
+from kvik.nn.formats.base import Along, LinearShape, StoredTensor, TensorError
 from kvik.nn.formats.bits import (
     AWQ_BITS,
     AWQ_ORDER,
@@ -66,13 +67,15 @@ class Gptq:
     def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
         inputs, outputs, bits = self.shape.inputs, self.shape.outputs, self.scheme.bits
 
-        def stored(rows: int, columns: int, kind: torch.dtype) -> StoredTensor:
-            return StoredTensor((rows, columns), kind, because=because(self.scheme))
+        def stored(rows: int, columns: int, kind: torch.dtype, along: Along) -> StoredTensor:
+            return StoredTensor((rows, columns), kind, along, because=because(self.scheme))
 
         found = {
-            "qweight": stored(inputs * bits // WORD, outputs, torch.int32),
-            "qzeros": stored(self.groups, outputs * bits // WORD, torch.int32),
-            "scales": stored(self.groups, outputs, torch.float16),
+            "qweight": stored(inputs * bits // WORD, outputs, torch.int32, Along(1)),
+            "qzeros": stored(
+                self.groups, outputs * bits // WORD, torch.int32, along_words(1, bits)
+            ),
+            "scales": stored(self.groups, outputs, torch.float16, Along(1)),
         }
         if self.has_index:
             found[INDEX] = StoredTensor((inputs,), torch.int64)
@@ -161,13 +164,14 @@ class Awq:
     def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
         inputs, outputs, why = self.shape.inputs, self.shape.outputs, because(self.scheme)
 
-        def stored(rows: int, columns: int, kind: torch.dtype) -> StoredTensor:
-            return StoredTensor((rows, columns), kind, because=why)
+        def stored(rows: int, columns: int, kind: torch.dtype, along: Along) -> StoredTensor:
+            return StoredTensor((rows, columns), kind, along, because=why)
 
+        words = Along(1, PER_WORD)
         return {
-            "qweight": stored(inputs, outputs // PER_WORD, torch.int32),
-            "qzeros": stored(self.groups, outputs // PER_WORD, torch.int32),
-            "scales": stored(self.groups, outputs, torch.float16),
+            "qweight": stored(inputs, outputs // PER_WORD, torch.int32, words),
+            "qzeros": stored(self.groups, outputs // PER_WORD, torch.int32, words),
+            "scales": stored(self.groups, outputs, torch.float16, Along(1)),
         }
 
     def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Weight:
@@ -266,6 +270,12 @@ def check_group(scheme: StoredScheme, shape: LinearShape) -> int:
     if shape.inputs % group:
         raise ValueError(f"groups of {group} do not divide its {shape.inputs} inputs")
     return shape.inputs // group
+
+
+def along_words(axis: int, bits: int) -> Along:
+    """Return where outputs are whose codes are one stream of bits along a dimension."""
+    shared = math.gcd(WORD, bits)
+    return Along(axis, WORD // shared, bits // shared)
 
 
 def because(scheme: StoredScheme) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvik.kernels.weights import Weight, mxfp4_weight
-from kvik.nn.formats.base import LinearShape, StoredTensor, TensorError
+from kvik.nn.formats.base import Along, LinearShape, StoredTensor, TensorError
 from kvik.nn.formats.compressed_tensors import ACTIVATIONS, PACKED, SCALE
 from kvik.nn.formats.integers import because, check_group
 from kvik.spec.stored_weights import StoredScheme
@@ -38,7 +38,7 @@ class Mxfp4Packed:
     def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
         def stored(columns: int) -> StoredTensor:
             size = self.shape.outputs, columns
-            return StoredTensor(size, torch.uint8, because=because(self.scheme))
+            return StoredTensor(size, torch.uint8, Along(), because=because(self.scheme))
 
         return {PACKED: stored(self.shape.inputs // 2), SCALE: stored(self.groups)}
 
@@ -65,7 +65,7 @@ class Mxfp4Blocks:
     def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
         def stored(*rest: int) -> StoredTensor:
             size = (self.shape.outputs, self.groups, *rest)
-            return StoredTensor(size, torch.uint8, because=because(self.scheme))
+            return StoredTensor(size, torch.uint8, Along(), because=because(self.scheme))
 
         return {BLOCKS: stored(MX_GROUP // 2), SCALES: stored()}
 
