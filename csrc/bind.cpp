@@ -106,7 +106,8 @@ NB_MODULE(_native, m) {
             [](Heartbeat* self, nb::ndarray<uint32_t, nb::shape<1>, nb::device::cpu> beats) {
                 new (self) Heartbeat(*reinterpret_cast<std::atomic<uint32_t>*>(beats.data()));
             },
-            "beats"_a.noconvert(), nb::keep_alive<1, 2>());
+            "beats"_a.noconvert(), nb::keep_alive<1, 2>())
+        .def(nb::init<int>(), "socket"_a);
 
     nb::class_<Tape>(m, "Tape")
         .def(nb::init<>())

@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <mutex>
 #include <thread>
 
@@ -32,18 +33,21 @@ static_assert(sizeof(Meeting) <= 8192);  // kernels/cpu/group.py puts tensors be
 // before it arrived is seen by all that have returned from this.
 void meet(Meeting& meeting, int rank);
 
-// Adds 1 to a number in shared memory five times a second while this process runs, so that another sees that
-// it does. It has a thread of its own: neither Python's lock nor a long kernel holds it up.
+// Beats five times a second while this process runs, so that another sees that it does: adds 1 to a number in
+// shared memory, or sends a byte. It has a thread of its own: neither Python's lock nor a long kernel holds it
+// up.
 class Heartbeat {
    public:
     explicit Heartbeat(std::atomic<uint32_t>& beats);
+    explicit Heartbeat(int socket);  // which stays open
     ~Heartbeat();
     Heartbeat(const Heartbeat&) = delete;
 
    private:
+    void begin();
     void beat();
 
-    std::atomic<uint32_t>& beats_;
+    std::function<void()> beat_;
     std::mutex mutex_;
     std::condition_variable changed_;
     bool ended_ = false;

@@ -57,6 +57,13 @@ def test_a_lost_stage_is_named(llm, stage: int) -> None:
         assert f"stage {stage} has ended with signal 9" in error
 
 
+def test_a_silent_stage_is_lost(llm, monkeypatch) -> None:
+    monkeypatch.setattr("kvik.child_process.SILENT_SECONDS", 1.0)
+    os.kill(stages()[1], signal.SIGSTOP)
+    (error,) = errors(llm)
+    assert "stage 1 has been silent for 1 s" in error
+
+
 def test_requests_end_when_a_stage_is_lost_under_way(llm) -> None:
     threading.Timer(0.3, os.kill, (stages()[0], signal.SIGABRT)).start()
     start = time.monotonic()
@@ -108,7 +115,7 @@ def test_a_stage_that_cannot_load_says_why(monkeypatch) -> None:
 
 
 def test_a_stage_with_other_files_is_refused(monkeypatch) -> None:
-    monkeypatch.setattr("kvik.stage_process.fingerprints", lambda runner: "other")
+    monkeypatch.setattr("kvik.worker.engine_cache.fingerprints", lambda runner: "other")
     with pytest.raises(ConfigError, match="stage 0 has other files of the model"):
         LLM(**COMMON)
     assert not stages()

@@ -122,11 +122,14 @@ def test_what_the_first_process_leaves_undone_is_never_taken_for_something_else(
 # While they load
 
 
-def test_nothing_is_left_of_a_group_that_cannot_load(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("part", ["worker.worker.load_share", "launch.load_tokenizer"])
+def test_nothing_is_left_of_a_group_that_cannot_load(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise RuntimeError("no")
 
-    monkeypatch.setattr("kvik.worker.worker.load_share", refuse)
+    monkeypatch.setattr(f"kvik.{part}", refuse)
     with pytest.raises(RuntimeError, match="no"):
         LLM(**OPTIONS)
 

@@ -6,8 +6,10 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, BinaryIO
 
 from kvik.collector import uncollected
@@ -39,6 +41,8 @@ from kvik.text.tokenizer import Tokenizer, read_template
 from kvik.worker.ahead import LoadAhead
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from kvik.engine.recorder import Event
     from kvik.engine.replay import Replayed
     from kvik.rank_process import RankProcesses
@@ -82,6 +86,63 @@ log = logging.getLogger(START_LOG)
 QUICKLY_LOADED = 4 << 30  # bytes of weights
 
 
+class EarlyStart:
+    """What begins before torch is imported: the other processes, and `LoadAhead`.
+
+    Attributes:
+        stages: before the last one, and others: of the group, which end with the block; None: there
+            are none, or a worker has them.
+    """
+
+    def __init__(self, resolved: ResolvedConfig) -> None:
+        """
+        Raises:
+            MemoryError: the address space is too small.
+        """
+        self.stages: StageProcesses | None = None
+        self.others: RankProcesses | None = None
+        runner = resolved.runner
+        with ExitStack() as stack:
+            stack.callback(self._stop)
+            if runner.stages:
+                from kvik.stage_process import LocalLauncher, StageProcesses
+
+                launcher: Launcher = LocalLauncher()
+                if runner.backend == "ray":
+                    from kvik.ray_launcher import RayLauncher
+
+                    launcher = RayLauncher(resolved)
+                self.stages = StageProcesses(resolved, launcher)
+            if runner.ranks > 1:
+                from kvik.rank_process import RankProcesses  # needs what only groups do
+
+                last = runner.stages[-1] if runner.stages else None
+                cores = () if self.stages is None else self.stages.cores
+                self.others = RankProcesses(resolved, last, cores)
+            self._ahead = stack.enter_context(LoadAhead(resolved))
+            self._stack = stack.pop_all()
+
+    def memory(self) -> np.ndarray | None:
+        """See `LoadAhead.memory`."""
+        return self._ahead.memory()
+
+    def __enter__(self) -> EarlyStart:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    def _stop(self) -> None:
+        for processes in (self.stages, self.others):
+            if processes is not None:
+                processes.stop()
+
+
 def launch(config: EngineConfig) -> Engine:
     """Decide, plan the memory, load, and hand over a client.
 
@@ -109,7 +170,7 @@ def start(
     # the rounding of weights, which is many short operations, more than the import of torch, and
     # plain loading less. Before a long wait the tokenizer comes first, so that its errors do too.
     first = runner.quantization != "none" or resolved.memory.weights > QUICKLY_LOADED
-    with uncollected(), LoadAhead(resolved) as ahead, ThreadPoolExecutor(1) as aside:
+    with uncollected(), EarlyStart(resolved) as ahead, ThreadPoolExecutor(1) as aside:
         early = aside.submit(load_tokenizer, resolved) if first else None
 
         import kvik.worker.worker  # noqa: F401 (brings in torch)
@@ -118,13 +179,17 @@ def start(
             early.result()
         reading = early or aside.submit(load_tokenizer, resolved)
         loop = load_loop(resolved, record, ahead)
-        tokenizer = reading.result()
+        try:
+            tokenizer = reading.result()
+        except BaseException:
+            loop.close()
+            raise
     client = InprocClient(loop, sleep)
     return Engine(resolved, client, tokenizer, default_params, loop.executor)
 
 
 def load_loop(
-    resolved: ResolvedConfig, record: Path | None = None, ahead: LoadAhead | None = None
+    resolved: ResolvedConfig, record: Path | None = None, ahead: EarlyStart | None = None
 ) -> EngineLoop:
     """The engine alone, without what a frontend needs. Errors as those of `start`.
 
@@ -147,7 +212,11 @@ def load_loop(
 
     tape = ClockTape(time.monotonic)
     worker = load_worker(resolved, tape, ahead)
-    recorder = Recorder(record, resolved, tape)
+    try:
+        recorder = Recorder(record, resolved, tape)
+    except BaseException:
+        worker.stop()
+        raise
     return EngineLoop(core, worker, time.monotonic, [recorder], memory)
 
 
@@ -187,39 +256,23 @@ def _check_template(tokenizer: Tokenizer) -> None:
 def load_worker(
     resolved: ResolvedConfig,
     clock: Callable[[], float] = time.monotonic,
-    ahead: LoadAhead | None = None,
+    ahead: EarlyStart | None = None,
 ) -> Worker:
     """The model alone, for a caller that makes the plans itself. For `ahead` see `load_loop`."""
-    with uncollected(), ahead or LoadAhead(resolved) as begun:
+    with uncollected(), ahead or EarlyStart(resolved) as begun:
+        from kvik.worker.loading import fill_cache
         from kvik.worker.worker import Worker
 
-        memory, grammars, runner = begun.memory(), grammars_of(resolved), resolved.runner
-        started: list[RankProcesses | StageProcesses] = []
-        stages = seat = None
-        try:
-            if runner.stages:
-                from kvik.stage_process import LocalLauncher, StageProcesses
-
-                launcher: Launcher = LocalLauncher()
-                if runner.backend == "ray":
-                    from kvik.ray_launcher import RayLauncher
-
-                    launcher = RayLauncher(resolved)
-                started.append(stages := StageProcesses(resolved, launcher))
-            if runner.ranks > 1:
-                from kvik.rank_process import RankProcesses
-
-                last = runner.stages[-1] if runner.stages else None
-                cores = stages.cores if stages is not None else ()
-                started.append(others := RankProcesses(resolved, last, cores))
-                seat = others.seat(resolved)
-            return Worker(
-                resolved, clock, memory=memory, grammars=grammars, seat=seat, stages=stages
-            )
-        except BaseException:
-            for processes in started:
-                processes.stop()
-            raise
+        runner, stages, others, seat = resolved.runner, begun.stages, begun.others, None
+        if others is not None:
+            if runner.engine_cache is not None and runner.load_format == "safetensors":
+                fill_cache(resolved)
+            others.load()
+            seat = others.seat(resolved)
+        memory, grammars = begun.memory(), grammars_of(resolved)
+        worker = Worker(resolved, clock, memory=memory, grammars=grammars, seat=seat, stages=stages)
+        begun.stages = begun.others = None  # the worker stops them
+        return worker
 
 
 def grammars_of(resolved: ResolvedConfig) -> Grammars:

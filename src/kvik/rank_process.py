@@ -4,6 +4,8 @@ each of the others, which finds its socket and the common memory under the numbe
 A process lives as long as its socket: whatever becomes of the first one, the others end. That one
 watches the sockets, and the beats of each process; when a socket closes, or nothing beats for too
 long, none waits for another any more, and its step fails.
+
+Does not import torch before it must: all processes of a group import it at the same time.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from kvik.config.parallel import OPTION
 from kvik.errors import ConfigError, GroupLost
 from kvik.kernels.cpu.meeting import Meeting
 from kvik.spec.shares import PipelineStage
-from kvik.worker.group import Message, Seat
+from kvik.worker.group import MESSAGES, Message, Seat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,15 +86,12 @@ class RankProcesses:
         stage: PipelineStage | None = None,
         cores: Sequence[int] = (),
     ) -> None:
-        """Start them. They load while the first one does.
+        """Start them. They wait for `load` once they have imported what they need.
 
         Args:
             stage: of which the group is; None: it has all layers.
             cores: of the group; (): those that this process may use.
         """
-        from kvik.worker.ranks import encode  # brings in torch
-
-        self._encode = encode
         size = resolved.runner.ranks
         memory = resolved.memory
         wanted = max(LEAST_MEMORY, MEMORY * (memory.activations + memory.overhead))
@@ -133,6 +132,12 @@ class RankProcesses:
     def lost(self) -> str:
         """See `Others.lost`."""
         return self._lost
+
+    def load(self) -> None:
+        """Let them load: what they will map is there."""
+        for line in self._lines:
+            with suppress(OSError):
+                line.send_bytes(b"")
 
     def seat(self, resolved: ResolvedConfig) -> Seat:
         """Return the place of the first process."""
@@ -178,7 +183,7 @@ class RankProcesses:
         Raises:
             GroupLost: one of them is gone.
         """
-        data = self._encode(message)
+        data = encode(message)
         for line in self._lines:
             try:
                 line.send_bytes(data)
@@ -249,6 +254,16 @@ class RankProcesses:
                     return
 
 
+def encode(message: Message) -> bytes:
+    return msgspec.msgpack.encode((type(message).__name__, message))
+
+
+def decode(data: bytes) -> Message:
+    name, fields = msgspec.msgpack.decode(data)
+    message: Message = msgspec.convert(fields, MESSAGES[name])
+    return message
+
+
 class Process(Protocol):
     """A process that was started, here or on another machine; as `subprocess.Popen`."""
 
@@ -304,6 +319,7 @@ def main(arguments: Sequence[str]) -> int:
         start = msgspec.msgpack.decode(line.recv_bytes(), type=RankStart)
         if start.cores and sys.platform == "linux":
             os.sched_setaffinity(0, start.cores)
+        line.recv_bytes()  # see `RankProcesses.load`
         try:
             with torch.inference_mode():
                 stages = start.config.runner.stages
@@ -313,7 +329,7 @@ def main(arguments: Sequence[str]) -> int:
             line.send_bytes(msgspec.msgpack.encode(RankReady("", f"cannot load: {error}")))
             return 1
         line.send_bytes(msgspec.msgpack.encode(RankReady(share.digest, "")))
-        share.serve(line.recv_bytes)
+        share.serve(lambda: decode(line.recv_bytes()))
     return 0
 
 

@@ -1,9 +1,12 @@
 """Stages of a pipeline before the last one: `StageProcesses` for the engine's process, which is the
 last stage, and `main` for the first process of each other stage.
 
-A stage may be on another machine. Two kinds of connections join them. By its line each stage is
-told what to do; it lives as long as that. By a hop a stage hands on what its layers have made of a
-step. A thread takes in what comes by a hop, so that the stage before goes on meanwhile.
+A stage may be on another machine. Three kinds of connections join them. By its line each stage is
+told what to do; it lives as long as that. On another it beats. By a hop a stage hands on what its
+layers have made of a step; a thread takes in what comes, so that the stage before goes on
+meanwhile.
+
+Does not import torch before it must: all processes import it at the same time.
 """
 
 from __future__ import annotations
@@ -22,17 +25,30 @@ from multiprocessing.connection import Connection
 from typing import Protocol
 
 import msgspec
-import torch
 
-from kvik.child_process import HANG_UP, live_with_parent, python_command
+from kvik.child_process import (
+    HANG_UP,
+    LOOK_SECONDS,
+    Pulse,
+    die_with_parent,
+    live_with_parent,
+    python_command,
+)
 from kvik.config.config import ResolvedConfig
 from kvik.config.hardware import detect
 from kvik.errors import ConfigError, GroupLost
+from kvik.kernels.cpu._native import Heartbeat
 from kvik.links import Address, Hello, LinkError, LinkListener, connect, hang_up
-from kvik.rank_process import END_SECONDS, Process, RankProcesses, cores_of, exit_told
-from kvik.worker.engine_cache import fingerprints
+from kvik.rank_process import (
+    END_SECONDS,
+    Process,
+    RankProcesses,
+    cores_of,
+    decode,
+    encode,
+    exit_told,
+)
 from kvik.worker.group import Message
-from kvik.worker.ranks import LeadingRank, encode
 
 OPTION = "pipeline_parallel_size"
 JOIN_SECONDS = 60.0  # that a stage may take to start and to connect
@@ -140,6 +156,7 @@ class StageProcesses:
         self._listener = LinkListener(launcher.host, bytes.fromhex(token))
         self._processes: list[Process] = []
         self._lines: list[Connection] = []
+        self._beats: list[Connection] = []
         self._hop: Hop | None = None
         self._error = ""  # why they cannot load
         self._joined = threading.Event()
@@ -238,22 +255,30 @@ class StageProcesses:
             LinkError: a stage cannot load.
             OSError, EOFError, MsgspecError: the same, or `stop` was called.
         """
-        hops: dict[int, Address | None] = {}
-        lines: dict[int, Connection] = {}
-        while len(lines) < len(self._processes):
-            hello, line = self._accept("line")
-            lines[hello.stage], hops[hello.stage] = line, hello.hop
-        self._lines = [lines[stage] for stage in sorted(lines)]
-        hops[len(lines)] = self._listener.address
+        hops: dict[int, Address | None] = {len(self._processes): self._listener.address}
+        roles: dict[str, dict[int, Connection]] = {"line": {}, "beat": {}}
+        while any(len(found) < len(self._processes) for found in roles.values()):
+            hello, line = self._accept(*roles)
+            roles[hello.role][hello.stage] = line
+            hops.setdefault(hello.stage, hello.hop)
+        self._lines, self._beats = ([found[i] for i in sorted(found)] for found in roles.values())
+        self._pulses, self._beaten = [Pulse() for _ in self._beats], [0] * len(self._beats)
+        for beat in self._beats:
+            os.set_blocking(beat.fileno(), False)
         for stage, line in enumerate(self._lines):
             following = hops[stage + 1]
             if following is None:
                 raise LinkError(f"stage {stage + 1} does not say where it waits")
             start = StageStart(self._resolved, self._cores[stage], following)
             line.send_bytes(msgspec.msgpack.encode(start))
+        from kvik.worker.engine_cache import fingerprints
+
         runner = self._resolved.runner
         own = StageReady("", detect().native_isa, fingerprints(runner))
         for stage, line in enumerate(self._lines):
+            while not line.poll(LOOK_SECONDS):
+                if gone := self._gone():
+                    raise LinkError(f"{gone} while it loaded")
             try:
                 ready = msgspec.msgpack.decode(line.recv_bytes(), type=StageReady)
             except (EOFError, OSError):
@@ -272,8 +297,8 @@ class StageProcesses:
             line.send_bytes(b"")
         self._hop = Hop(self._accept("hop")[1])
 
-    def _accept(self, role: str) -> tuple[Hello, Connection]:
-        """Return the next stage that connects.
+    def _accept(self, *roles: str) -> tuple[Hello, Connection]:
+        """Return the next stage that connects in one of some roles.
 
         Raises:
             LinkError: a stage has ended, or is too late.
@@ -285,21 +310,36 @@ class StageProcesses:
                     raise LinkError(f"stage {stage} {exit_told(process)} before it could load")
             with suppress(TimeoutError):
                 hello, line = self._listener.accept(1.0)
-                if hello.role == role:
+                if hello.role in roles and hello.stage < len(self._processes):
                     return hello, line
                 line.close()
         raise LinkError(f"a stage has not connected within {JOIN_SECONDS:.0f} seconds")
 
     def _watch(self) -> None:
-        poll = select.poll()
-        stages = {line.fileno(): stage for stage, line in enumerate(self._lines)}
-        for number in stages:
-            poll.register(number, HANG_UP)
-        gone = poll.poll()
-        if self._closed or not gone:
-            return
-        stage = stages[gone[0][0]]
-        self.give_up(f"stage {stage} {exit_told(self._processes[stage])}")
+        while not self._closed:
+            gone = self._gone()
+            if gone and not self._closed:
+                self.give_up(gone)
+                for process in self._processes:  # what waits for it ends, too
+                    process.kill()
+                return
+            time.sleep(LOOK_SECONDS)
+
+    def _gone(self) -> str:
+        """Return which stage has ended or is silent, and how; "": all live."""
+        for stage, (line, beat, pulse) in enumerate(
+            zip(self._lines, self._beats, self._pulses, strict=True)
+        ):
+            poll = select.poll()
+            poll.register(line.fileno(), HANG_UP)
+            if poll.poll(0):
+                return f"stage {stage} {exit_told(self._processes[stage])}"
+            with suppress(BlockingIOError):
+                self._beaten[stage] += len(os.read(beat.fileno(), 1 << 16))
+            silent = pulse.look(self._beaten[stage], time.monotonic())
+            if silent:
+                return f"stage {stage} {silent}"
+        return ""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -311,12 +351,21 @@ def main(arguments: Sequence[str]) -> int:
     stage_number, token = int(number), bytes.fromhex(sys.stdin.read())
     before = LinkListener(own, token) if stage_number else None
     hello = Hello("line", stage_number, None if before is None else before.address)
+    engine = Address(host, int(port))
     try:
-        line = connect(Address(host, int(port)), token, hello)
+        line = connect(engine, token, hello)
+        beat = connect(engine, token, Hello("beat", stage_number))
     except LinkError as error:
         print(f"stage {number}: {error}", file=sys.stderr)
         return 1
+    _beating = Heartbeat(beat.fileno())
+    die_with_parent()
     live_with_parent(line.fileno())  # also where a kernel waits for others
+    import torch
+
+    from kvik.worker.engine_cache import fingerprints
+    from kvik.worker.ranks import LeadingRank
+
     group: RankProcesses | None = None
     with suppress(EOFError, OSError, LinkError):
         start = msgspec.msgpack.decode(line.recv_bytes(), type=StageStart)
@@ -327,6 +376,7 @@ def main(arguments: Sequence[str]) -> int:
                 os.sched_setaffinity(0, start.cores)
             if config.runner.ranks > 1:
                 group = RankProcesses(config, stage)
+                group.load()
             with torch.inference_mode():
                 seat = None if group is None else group.seat(config)
                 rank = LeadingRank(config, stage, seat)
@@ -338,7 +388,7 @@ def main(arguments: Sequence[str]) -> int:
             line.recv_bytes()  # all others have loaded
             leaves = connect(start.next, token, Hello("hop", stage_number))
             entered = (lambda: b"") if before is None else Hop(before.accept(JOIN_SECONDS)[1]).take
-            rank.serve(line.recv_bytes, entered, leaves.send_bytes)
+            rank.serve(lambda: decode(line.recv_bytes()), entered, leaves.send_bytes)
     if group is not None:
         group.stop()
     return 0

@@ -12,6 +12,7 @@ from kvik.config.resolve import resolve
 from kvik.errors import CapacityError, ConfigError
 from kvik.models.model_spec import ModelSpec
 from kvik.models.public import public_configs
+from kvik.spec.engine_folder import Built
 
 MACHINE = Hardware("large", 64, 1 << 40, "RAM", frozenset(NATIVE_ISAS["avx2"]), native=True)
 
@@ -83,7 +84,6 @@ def test_a_model_on_several_machines_is_planned_for_one_of_them() -> None:
         ("llama-3.2-1b", {"kernels": "torch"}, "must be 1 with torch kernels"),
         ("llama-3.2-1b", {"tensor_parallel_size": 33}, "at most 32, its heads of queries"),
         ("llama-3.2-1b", {"threads": 1}, "at most 1, as there are 1 threads"),
-        ("llama-3.2-1b", {"engine_cache": "somewhere"}, "an engine folder"),
         ("llama-3.2-1b", {"tensor_parallel_size": 0}, "must be an integer in"),
     ],
 )
@@ -93,6 +93,13 @@ def test_refusals_of_a_group(model, options, message) -> None:
         spec = ModelSpec.from_config(public_configs()[model])
         resolve(config, spec, MACHINE, "")
     assert caught.value.field == "tensor_parallel_size"
+
+
+def test_an_engine_folder_for_other_kernels() -> None:
+    spec = ModelSpec.from_config(public_configs()["llama-3.2-1b"])
+    spec = replace(spec, built=Built("torch", "plain-1", "bfloat16", "none", 1 << 30))
+    with pytest.raises(ConfigError, match="must be 1 with torch kernels"):
+        resolve(EngineConfig(tensor_parallel_size=2, threads=8), spec, MACHINE, "")
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,12 @@ from helpers.tiny_models import save_tiny, tokens
 from safetensors.torch import load_file, save_file
 
 from kvik import LLM, SamplingParams
+from kvik.build import build_engine
+from kvik.config.config import EngineConfig
 from kvik.config.model_source import BUNDLED
 from kvik.export import plan_export
 from kvik.nn.checkpoint import SINGLE
+from kvik.spec.weights import SCHEMES
 
 pytestmark = needs_native
 
@@ -174,6 +177,36 @@ def widen_input_scales(file: Path) -> None:
         times = {"k_proj": 2, "v_proj": 3, "up_proj": 4}.get(name.split(".")[-2], 1)
         weights[name] = tensor * times if name.endswith("input_scale") else tensor
     save_file(weights, file)
+
+
+# Model and quantization of an engine folder.
+FOLDERS = [("Qwen2", scheme) for scheme in SCHEMES]
+FOLDERS += [("Qwen3Moe", "int8"), ("DeepseekV3", "int4"), ("GPT2", "none")]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("family", "quantization"), FOLDERS, ids=[", ".join(case) for case in FOLDERS]
+)
+def test_one_engine_folder_serves_groups_of_all_sizes(family, quantization, tmp_path) -> None:
+    save_tiny(tmp_path / "model", family, **FAMILIES[family])
+    options = {"quantization": quantization}
+    alone = answers(tmp_path / "model", 1, **options)
+    config = EngineConfig(model=str(tmp_path / "model"), device="cpu", threads=2, **options)
+    build_engine(config, tmp_path / "engine", lambda done, total: None)
+    for ranks in (1, 2, 3):
+        assert answers(tmp_path / "engine", ranks) == alone
+
+
+@pytest.mark.full
+def test_an_engine_folder_of_a_quantised_checkpoint(tmp_path) -> None:
+    """Whose inputs stand in another order."""
+    save_tiny(tmp_path / "plain", "Qwen2", **SIZES)
+    config = STORED["gptq-order"]
+    save_quantised(tmp_path / "plain", tmp_path / "model", tmp_path / "twin", config)
+    made = EngineConfig(model=str(tmp_path / "model"), device="cpu", threads=2)
+    build_engine(made, tmp_path / "engine", lambda done, total: None)
+    assert answers(tmp_path / "engine", 3) == answers(tmp_path / "model", 1)
 
 
 @pytest.mark.full

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from helpers.optional_native import needs_native
 
 from kvik import LLM, SamplingParams
 from kvik.config.model_source import BUNDLED
@@ -64,6 +65,51 @@ def test_the_second_start_maps_what_the_first_one_kept(
     monkeypatch.setattr(FreshStorage, "matrix", loads)
     assert tokens(model, cache, quantization=quantization) == expected
     assert list(cache.iterdir()) == [entry]
+
+
+GROUP = {"tensor_parallel_size": 2, "threads": 2}
+
+
+@needs_native
+@pytest.mark.full
+def test_a_group_maps_what_its_first_process_has_written(
+    model: Path,
+    tmp_path: Path,
+    warnings: Callable[[], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whole, so that it serves one process as well; a damaged entry is made again."""
+    cache = tmp_path / "cache"
+    expected = tokens(model, None)
+    assert tokens(model, cache, **GROUP) == expected
+    (entry,) = cache.iterdir()
+    verify(entry)
+    a_tensor_is_missing(entry)
+    assert not warnings()
+    assert tokens(model, cache, **GROUP) == expected
+    (warning,) = warnings()
+    assert "made again" in warning
+    verify(entry)
+
+    def loads(*arguments: object) -> None:
+        raise AssertionError("the weights were loaded again")
+
+    monkeypatch.setattr(FreshStorage, "matrix", loads)
+    assert tokens(model, cache, **GROUP) == expected
+    assert tokens(model, cache) == expected
+    assert not warnings() and list(cache.iterdir()) == [entry]
+
+
+@needs_native
+@pytest.mark.full
+def test_a_group_loads_its_shares_where_nothing_can_be_written(
+    model: Path, tmp_path: Path, warnings: Callable[[], list[str]]
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    assert tokens(model, file, **GROUP) == tokens(model, None)
+    (warning,) = warnings()
+    assert "cannot be written" in warning
 
 
 def test_other_options_and_other_files_have_entries_of_their_own(

@@ -76,7 +76,8 @@ def resolve(
         raise ConfigError("pipeline_parallel_size", f"must be 1 with {EAGLE}: it reads embeddings")
     mapped = None if spec.built is None else spec.built.weight_bytes
     footprint = footprint_of(config, spec, hardware, compute, mapped)
-    repeated = repeated_bytes(config, spec, compute)
+    # Processes share the pages of a folder that is mapped.
+    repeated = repeated_bytes(config, spec, compute) if mapped is None else 0
     apart = stage_weights(config, spec, compute, ends)
     footprint = replace(footprint, repeated=repeated, stage_ends=ends, apart=apart)
     footprint = with_drafter(footprint, asked, source)

@@ -27,12 +27,14 @@ class Packing:
 
     Attributes:
         name: changes whenever the bytes of a part do.
+        divided: `over` takes some rows of what parts hold, so that `parts` cannot give them back.
     """
 
     name: str
     layout: Callable[[MatrixSpec], Parts]
     parts: Callable[[Matrix], Parts]
     over: Callable[[MatrixSpec, Parts], Matrix]
+    divided: bool = False
 
 
 def check_order(order: Tensor) -> None:

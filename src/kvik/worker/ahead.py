@@ -29,6 +29,7 @@ ENDINGS = (".safetensors", ".bin")
 
 class LoadAhead:
     """A thread that lets the system read the files of the weights, and takes the memory for them.
+    Of a group only the first process has one: it lets all files be read, and takes its own memory.
 
     A page of memory is made when it is first written, which takes about 0.1 ms for each MB, and
     several times that in a virtual machine that has to ask its host for it.

@@ -3,6 +3,8 @@
 A model may be cut in two directions. A group (tensor parallelism) has a share of every matrix in
 each process, and all of them compute each layer together. A pipeline has some of the layers in each
 stage, which is a process or a group, and its stages compute different steps at a time.
+
+Does not import torch, as those processes are started before the first one does.
 """
 
 from __future__ import annotations
@@ -12,9 +14,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
     from kvik.kernels.cpu.group import Group

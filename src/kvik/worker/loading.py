@@ -73,6 +73,21 @@ def _build_weights(
     return manifest_of(runner, runner.quantization, parts.packing, written)
 
 
+def fill_cache(config: ResolvedConfig) -> None:
+    """Let the engine cache hold the model before the processes of a group map their shares of it:
+    this one writes it whole, as if it were alone.
+
+    Raises:
+        ModelError: the weights do not fit the model.
+    """
+    runner = config.runner
+    alone = replace(runner, threads=runner.ranks * runner.threads, ranks=1)
+    config = replace(config, runner=alone)
+    parts, path = platform(config).parts, Path(runner.model_path)
+    with torch.inference_mode():
+        _load(config, parts, config.model, path, config.cache.groups, runner.quantization)
+
+
 def load_network(
     config: ResolvedConfig,
     platform: Platform,
@@ -148,7 +163,7 @@ def _load(
     path: Path,
     groups: tuple[KVGroup, ...],
     quantization: str,
-    stage: PipelineStage | None,
+    stage: PipelineStage | None = None,
 ) -> Network:
     """Load a model from an engine folder or from the cache of them, else from its files.
 
@@ -175,7 +190,7 @@ def _load(
             kept.is_bad(str(error))
     fresh = FreshStorage(parts.ops)
     model = load(open_weights(path), fresh)
-    if kept is not None:
+    if kept is not None and not parts.packing.divided:
         kept.keep(runner, quantization, fresh, parts.packing)
     return model
 

@@ -232,7 +232,7 @@ class NativePlatform:
         from kvik.attention.cpu import CpuAttention
         from kvik.attention.cpu_group import GroupAttention
         from kvik.kernels.cpu.buffers import zeros
-        from kvik.kernels.cpu.group import Group, group_ops
+        from kvik.kernels.cpu.group import Group, group_ops, group_packing
         from kvik.kernels.cpu.matrix import TILES
         from kvik.kernels.cpu.native import Native, notices
         from kvik.kernels.cpu.ops import native_ops
@@ -247,12 +247,14 @@ class NativePlatform:
         backend = select_backend(runner.attention_backend, ops, device, dtype, self.native)
         self.group: Group | None = None
         self._others = None if seat is None else seat.others
+        packing = TILES
         if seat is not None:
             assert isinstance(backend, CpuAttention)
             self.group = Group(self.native, seat.memory, seat.rank, seat.size)
             ops = group_ops(self.native, ops, self.group)
+            packing = group_packing(self.native, self.group)
             backend = GroupAttention(backend, ops, self.group)
-        self.parts = PlatformParts(device, dtype, ops, TILES, NATIVE_DRAW_BYTES, backend, zeros)
+        self.parts = PlatformParts(device, dtype, ops, packing, NATIVE_DRAW_BYTES, backend, zeros)
         self._block_size = cache.block_size
         self._max_blocks = -(-scheduler.max_model_len // cache.block_size)
         self._hidden_size = config.model.hidden_size

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import msgspec
 import numpy as np
 import torch
 
@@ -18,7 +17,6 @@ from kvik.spec.declare import ForwardContext
 from kvik.spec.shares import PipelineStage
 from kvik.worker.graphs import EngineNetwork
 from kvik.worker.group import (
-    MESSAGES,
     CopyBlocks,
     CopyStates,
     Enter,
@@ -34,16 +32,6 @@ from kvik.worker.loading import load_share
 from kvik.worker.pipeline import StageTape, Tape
 from kvik.worker.platforms import NativePlatform
 from kvik.worker.step_inputs import FixedInputs, StepSizes
-
-
-def encode(message: Message) -> bytes:
-    return msgspec.msgpack.encode((type(message).__name__, message))
-
-
-def decode(data: bytes) -> Message:
-    name, fields = msgspec.msgpack.decode(data)
-    message: Message = msgspec.convert(fields, MESSAGES[name])
-    return message
 
 
 class Rank:
@@ -73,14 +61,14 @@ class Rank:
         """Of what was recorded; equal in all processes of a group."""
         return self._group.digest
 
-    def serve(self, receive: Callable[[], bytes]) -> None:
+    def serve(self, receive: Callable[[], Message]) -> None:
         """Do what the first process tells, until it has gone.
 
         Raises:
             EOFError: from `receive`, when it has.
         """
         while True:
-            message = decode(receive())
+            message = receive()
             with torch.inference_mode():
                 self._do(message)
 
@@ -129,7 +117,7 @@ class LeadingRank:
 
     def serve(
         self,
-        receive: Callable[[], bytes],
+        receive: Callable[[], Message],
         entered: Callable[[], bytes],
         leave: Callable[[memoryview], None],
     ) -> None:
@@ -145,7 +133,7 @@ class LeadingRank:
             GroupLost: one of the group has.
         """
         while True:
-            message = decode(receive())
+            message = receive()
             with torch.inference_mode():
                 if isinstance(message, StageStep):
                     leave(self._run(message, entered))

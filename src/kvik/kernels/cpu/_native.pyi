@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from typing import overload
 
 import numpy as np
 
@@ -24,10 +25,15 @@ def give_back(data: int, bytes: int) -> int:
 BEATS: int  # bytes of `Meeting` (csrc/group.hpp) before its beats
 
 class Heartbeat:
-    """Adds 1 to a number five times a second while this process runs and this object lives."""
+    """Beats five times a second while this process runs and this object lives."""
 
+    @overload
     def __init__(self, beats: np.ndarray | memoryview) -> None:
-        """`beats`: [1] uint32, in memory that others share."""
+        """Adds 1 to `beats`: [1] uint32, in memory that others share."""
+
+    @overload
+    def __init__(self, socket: int) -> None:
+        """Sends a byte. The socket is to stay open."""
 
 class Tape:
     num_calls: int

@@ -19,12 +19,13 @@ from torch import Tensor
 
 from kvik.kernels.cpu.buffers import ALIGNMENT
 from kvik.kernels.cpu.experts import CpuExperts
-from kvik.kernels.cpu.matrix import TILE, CpuMatrices, CpuPacked, ceil_div
+from kvik.kernels.cpu.matrix import TILE, TILES, CpuMatrices, CpuPacked, ceil_div
 from kvik.kernels.cpu.meeting import MEETING_BYTES, Meeting
 from kvik.kernels.cpu.native import Native
 from kvik.kernels.cpu.ops import scale
 from kvik.kernels.ops import Ops
-from kvik.kernels.weights import ExpertSet, Matrix, MatrixSpec, Weight
+from kvik.kernels.packing import Packing, Parts
+from kvik.kernels.weights import SHARED, ExpertSet, Matrix, MatrixSpec, Weight
 from kvik.spec.shares import share_of
 
 
@@ -139,6 +140,36 @@ class CutMatrix:
     first: int
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one process has of a matrix.
+
+    Attributes:
+        spec: of its rows, without biases.
+        first: as in `CutMatrix`.
+        tiles: its own, of `count` in all.
+    """
+
+    spec: MatrixSpec
+    first: int
+    tiles: slice
+    count: int
+
+    def of(self, name: str, part: Tensor) -> Tensor:
+        """Return what belongs to these rows in a part of the packed matrix."""
+        if name in SHARED:
+            return part
+        return part.view(self.count, -1)[self.tiles].flatten()  # a view: tiles are neighbours
+
+    def cut(self, spec: MatrixSpec, own: Matrix, bias: Tensor | None) -> Matrix:
+        """Return the matrix `spec` with all biases, of which these rows are here."""
+        if bias is not None:
+            assert isinstance(own.data, CpuPacked)
+            data = replace(own.data, bias_pair=spec.outputs)
+            own = Matrix(replace(own.spec, bias=True), bias[self.first :], data)
+        return Matrix(spec, bias, CutMatrix(own, self.first))
+
+
 class CutMatrices:
     """Matrices of which each process has some rows, and products of which all have all columns."""
 
@@ -151,20 +182,27 @@ class CutMatrices:
         Raises:
             ValueError: as `CpuMatrices.matrix`.
         """
+        share = self._share(spec)
+        bias = torch.empty(spec.rows, dtype=torch.float32) if spec.bias else None
+        return share.cut(spec, self._matrices.matrix(share.spec), bias)
+
+    def over(self, spec: MatrixSpec, parts: Parts) -> Matrix:
+        """See `Packing`: the rows of this process, of parts that hold those of all."""
+        share = self._share(spec)
+        own = {name: share.of(name, part) for name, part in parts.items() if name != "bias"}
+        return share.cut(spec, TILES.over(share.spec, own), parts.get("bias"))
+
+    def _share(self, spec: MatrixSpec) -> Share:
         piece = TILE // 2 if spec.paired else TILE
         if spec.heads:
             piece = spec.outputs // spec.heads
-        begin, end = share_of(ceil_div(spec.outputs, piece), self._group.rank, self._group.size)
+        pieces, tiles = ceil_div(spec.outputs, piece), max(1, piece // TILE)
+        begin, end = share_of(pieces, self._group.rank, self._group.size)
         last = min(end * piece, spec.outputs)
         first = min(begin * piece, last)
-        bias = torch.empty(spec.rows, dtype=torch.float32) if spec.bias else None
         rows = (last - first) * (2 if spec.paired else 1)
-        own = self._matrices.matrix(replace(spec, rows=rows, bias=False))
-        if bias is not None:
-            assert isinstance(own.data, CpuPacked)
-            data = replace(own.data, bias_pair=spec.outputs)
-            own = Matrix(replace(own.spec, bias=True), bias[first:], data)
-        return Matrix(spec, bias, CutMatrix(own, first))
+        own = replace(spec, rows=rows, bias=False)
+        return Share(own, first, slice(begin * tiles, end * tiles), pieces * tiles)
 
     def owned(self, matrix: Matrix, first: int, count: int) -> list[tuple[int, int]]:
         """See `Ops.owned`."""
@@ -269,6 +307,11 @@ class GroupExperts:
 def _cut(matrix: Matrix) -> CutMatrix:
     assert isinstance(matrix.data, CutMatrix)
     return matrix.data
+
+
+def group_packing(native: Native, group: Group) -> Packing:
+    """Return the layout of files whose matrices are whole: each process takes its own rows."""
+    return replace(TILES, over=CutMatrices(CpuMatrices(native), group).over, divided=True)
 
 
 def group_ops(native: Native, ops: Ops, group: Group) -> Ops:
