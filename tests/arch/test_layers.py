@@ -64,7 +64,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     # Further processes of a group that computes one model: both ends.
     "rank_process": {"config", "child_process", "kernels", "worker"},
-    "stage_process": {"config", "child_process", "links", "rank_process", "worker"},
+    "stage_process": {"config", "child_process", "kernels", "links", "rank_process", "worker"},
     "ray_launcher": {"config", "rank_process", "stage_process"},
     "links": {"version"},
     # The engine in a process of its own, behind a socket: both ends.
