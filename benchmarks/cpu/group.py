@@ -18,15 +18,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 
-import numpy as np
-
 from kvik import LLM, SamplingParams
-from kvik.kernels.cpu.group import Group
-from kvik.kernels.cpu.native import Native
+from kvik_bench.machine.processes import exchange_seconds
 
 PROMPT, OUTPUT, CONTEXT = 512, 48, 128
 WORK = {"prompt": (1, PROMPT, 1), "batch 1": (1, CONTEXT, OUTPUT), "batch 8": (8, CONTEXT, OUTPUT)}
@@ -47,7 +43,8 @@ def main() -> None:
     if args.gloo:
         gloo(*args.gloo.split(":", 1))
         return
-    print(f"an exchange {exchange():.2f} us, by gloo {both_of_gloo():.1f} us")
+    exchange = exchange_seconds(2, REPEATS) * 1e6
+    print(f"an exchange {exchange:.2f} us, by gloo {both_of_gloo():.1f} us")
     found = {}
     for quantization in args.quantization:
         ratios = compare(args, quantization)
@@ -61,26 +58,7 @@ def main() -> None:
         args.json.write_text(json.dumps(found, indent=1))
 
 
-COUNT, REPEATS = 1000, 20
-
-
-def exchange() -> float:
-    """Microseconds, the median of some runs."""
-    memory, tapes = np.zeros(1 << 20, np.uint8), []
-    for rank in range(2):
-        native = Native(1)
-        group = Group(native, memory, rank, 2)
-        with native.record({1: 0}) as recording:
-            for _ in range(COUNT):
-                group.exchange()
-        tapes.append((native, recording))
-    times = []
-    with ThreadPoolExecutor(2) as pool:
-        for _ in range(REPEATS):
-            begun = time.perf_counter()
-            list(pool.map(lambda tape: tape[0].replay(tape[1], (1,)), tapes))
-            times.append((time.perf_counter() - begun) / COUNT * 1e6)
-    return median(times)
+GATHERS, REPEATS = 100, 20
 
 
 def both_of_gloo() -> float:
@@ -101,9 +79,9 @@ def gloo(rank: str, store: str) -> None:
     own, every, times = torch.zeros(64), torch.zeros(128), []
     for _ in range(REPEATS):
         begun = time.perf_counter()
-        for _ in range(COUNT // 10):
+        for _ in range(GATHERS):
             dist.all_gather_into_tensor(every, own)
-        times.append((time.perf_counter() - begun) / (COUNT // 10) * 1e6)
+        times.append((time.perf_counter() - begun) / GATHERS * 1e6)
     if rank == "0":
         print(median(times))
 

@@ -14,7 +14,14 @@ from msgspec.structs import replace
 
 from kvik.config.hardware import Hardware
 from kvik.errors import ConfigError
-from kvik.planner.calibration import interpolate, load, save, stale, this_machine
+from kvik.planner.calibration import (
+    ExchangeCost,
+    interpolate,
+    load,
+    save,
+    stale,
+    this_machine,
+)
 
 HARDWARE = Hardware(
     "Some CPU", 2, 1 << 34, "RAM available", frozenset(("avx2", "fma")), native=True
@@ -54,6 +61,12 @@ def test_without_a_file_the_error_names_the_command(tmp_path: Path) -> None:
         ({"activation": 0.0}, "a rate that is not above 0"),
         ({"reads": []}, "nothing measured"),
         ({"linears": {"bf16": []}}, "nothing measured"),
+        ({"hop": -1e-6}, "a time below 0"),
+        ({"exchanges": [[4, 1e-6], [2, 1e-6]]}, "Expected `object`"),
+        (
+            {"exchanges": [{"processes": n, "seconds": 1e-6} for n in (4, 2)]},
+            "out of order",
+        ),
         ({"peaks": {"bf16": "fast"}}, "Expected `float`"),
     ],
 )
@@ -134,3 +147,24 @@ def test_slower_cores_and_another_memory() -> None:
     assert slow.attention[0].score == 2 * found.attention[0].score
     assert slow.host_seconds(0, 1) == pytest.approx(2 * found.host_seconds(0, 1))
     assert found.at(found.reads, 1.0) == found
+
+
+def test_a_part_of_a_machine() -> None:
+    """What cores do takes it longer, what is done once does not; readers share the memory."""
+    whole = calibration()
+    part = whole.divided(4, 2)
+    assert part.bandwidth == whole.bandwidth / 2 and part.peaks["bf16"] == whole.peaks["bf16"] / 4
+    own, all_of_it = part.linears["bf16"][0], whole.linears["bf16"][0]
+    assert (own.call, own.cached) == (all_of_it.call, 4 * all_of_it.cached)
+    assert part.attention[0].prefill == whole.attention[0].prefill / 4
+    assert (part.launch, part.host) == (whole.launch, whole.host)
+    assert whole.divided(1, 1) == whole
+
+
+def test_exchanges_of_other_numbers_of_processes() -> None:
+    assert calibration().exchange_seconds(2) == 0.0 == calibration().hop_seconds(3, 1e6)
+    costs = (ExchangeCost(2, 1e-6), ExchangeCost(8, 3e-6))
+    found = replace(calibration(), exchanges=costs, hop=1e-5, hop_rate=1e9)
+    seconds = [found.exchange_seconds(count) for count in (2, 4, 8, 64)]
+    assert seconds == pytest.approx([1e-6, 2e-6, 3e-6, 3e-6])
+    assert found.hop_seconds(2, 1e6) == pytest.approx(2e-5 + 1e-3)

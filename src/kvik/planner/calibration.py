@@ -128,6 +128,13 @@ class HostCost(msgspec.Struct, frozen=True):
     row: float
 
 
+class ExchangeCost(msgspec.Struct, frozen=True):
+    """Seconds of an exchange of processes that share layers and arrive at the same time."""
+
+    processes: int
+    seconds: float
+
+
 class Calibration(msgspec.Struct, frozen=True):
     """Attributes:
     reads: by ascending bytes; the last is from memory.
@@ -141,6 +148,9 @@ class Calibration(msgspec.Struct, frozen=True):
     host: by ascending bytes.
     host_request, host_token: seconds of a request and of each token of its prompt, outside the
         kernels and beside its steps.
+    exchanges: processes ascending; (): not measured, as with torch's kernels.
+    hop: seconds of a message from one process to another, however small; 0: not measured.
+    hop_rate: bytes a second of a large one.
     disturbed: other processes took time while it was measured.
     """
 
@@ -155,6 +165,9 @@ class Calibration(msgspec.Struct, frozen=True):
     host: tuple[HostCost, ...] = ()
     host_request: float = 0.0
     host_token: float = 0.0
+    exchanges: tuple[ExchangeCost, ...] = ()
+    hop: float = 0.0
+    hop_rate: float = 0.0
     disturbed: bool = False
     schema: int = SCHEMA
 
@@ -173,6 +186,39 @@ class Calibration(msgspec.Struct, frozen=True):
             return 0.0
         step = interpolate([(h.bytes, h.step) for h in self.host], working_set)
         return step + sequences * interpolate([(h.bytes, h.row) for h in self.host], working_set)
+
+    def exchange_seconds(self, processes: int) -> float:
+        """Return the seconds of an exchange; 0 if none was measured."""
+        if not self.exchanges:
+            return 0.0
+        return interpolate([(cost.processes, cost.seconds) for cost in self.exchanges], processes)
+
+    def hop_seconds(self, hops: int, num_bytes: float) -> float:
+        """Return the seconds of some messages, one after the other; 0 if none was measured."""
+        return hops * self.hop + num_bytes / self.hop_rate if self.hop_rate else 0.0
+
+    def divided(self, cores: float, readers: int) -> Calibration:
+        """Return the part of this machine that has one in `cores` of its cores, while `readers`
+        such parts read memory: what is done by one thread takes as long."""
+        speed = 1 / cores
+        shared = tuple(name for name in LINEAR_TIMES if name != "call")
+        return msgspec.structs.replace(
+            self,
+            reads=tuple(ReadRate(read.bytes, read.rate / readers) for read in self.reads),
+            peaks={name: rate * speed for name, rate in self.peaks.items()},
+            linears={
+                kind: tuple(_slower(cost, shared, speed) for cost in costs)
+                for kind, costs in self.linears.items()
+            },
+            attention=tuple(
+                msgspec.structs.replace(
+                    _slower(cost, ATTENTION_TIMES, speed), prefill=cost.prefill * speed
+                )
+                for cost in self.attention
+            ),
+            activation=self.activation * speed,
+            logit=self.logit / speed,
+        )
 
     def at(self, reads: tuple[ReadRate, ...], speed: float) -> Calibration:
         """Return the same machine at other read rates and another `speed` of its cores (1: the
@@ -298,6 +344,7 @@ def _wrong(found: Calibration) -> str | None:
     times += [getattr(cost, name) for cost in found.attention for name in ATTENTION_TIMES]
     times += [getattr(cost, name) for cost in found.host for name in _HOST]
     times += [found.launch, found.logit, found.host_request, found.host_token]
+    times += [found.hop, found.hop_rate, *(cost.seconds for cost in found.exchanges)]
     if not all(isfinite(rate) and rate > 0 for rate in rates):
         return "a rate that is not above 0"
     if not all(isfinite(seconds) and seconds >= 0 for seconds in times):
@@ -309,6 +356,7 @@ def _wrong(found: Calibration) -> str | None:
     rows = [[p.rows for p in costs] for costs in found.linears.values()]
     ascending = [[r.bytes for r in found.reads], [a.head_dim for a in found.attention], *rows]
     ascending.append([h.bytes for h in found.host])
+    ascending.append([cost.processes for cost in found.exchanges])
     if any(a >= b for run in ascending for a, b in pairwise(run)):
         return "out of order"
     return None

@@ -190,6 +190,12 @@ def as_text(found: Calibration) -> str:
         f"{'a request, outside':20}{found.host_request * 1e6:.0f} us and "
         f"{found.host_token * 1e6:.2f} us a token of its prompt",
     ]
+    if found.hop:
+        exchanges = (f"of {e.processes} {e.seconds * 1e6:.2f} us" for e in found.exchanges)
+        lines += [
+            f"{'processes':20}exchanges {', '.join(exchanges) or 'need two threads'}; a message "
+            f"{found.hop * 1e6:.0f} us and {found.hop_rate / 1e9:.1f} GB/s"
+        ]
     return "\n".join(lines)
 
 

@@ -37,6 +37,7 @@ from kvik_bench.machine.kernels import (
     measure_linears,
     measure_small,
 )
+from kvik_bench.machine.processes import hop_seconds, measure_exchanges
 from kvik_bench.machine.stage import Effort, Limits, Stage, TorchStage
 
 # The engine's own cost of a step: scheduling, batch tables, sampling, text. It is measured with a
@@ -207,7 +208,7 @@ def calibrate(
     torch.manual_seed(0)
     watch = Watch()
     stage = make_stage(hardware, threads, effort)
-    steps = len(effort.kinds) + len(effort.head_dims) + 4
+    steps = len(effort.kinds) + len(effort.head_dims) + 4 + (stage.kernels == "native")
     done = 0
 
     def next_is(what: str) -> None:
@@ -250,6 +251,11 @@ def calibrate(
     )
     next_is("engine")
     found = measure_host(found, stage.limits, effort)
+    if stage.kernels == "native":  # which alone are divided among processes
+        next_is("processes")
+        hop, rate = hop_seconds()
+        exchanges = measure_exchanges(threads, effort.samples)
+        found = replace(found, exchanges=exchanges, hop=hop, hop_rate=rate)
     others = watch.others()
     found = replace(found, disturbed=others > OTHERS)
     tell("", 1.0)

@@ -20,6 +20,7 @@ from kvik.planner.roofline import decode, prefill, step_time
 from kvik.spec.weights import layer_kind
 from kvik_bench.machine.calibrate import calibrate, line_through, make_stage, remarks
 from kvik_bench.machine.kernels import SMALL, _inputs, nonnegative_fit
+from kvik_bench.machine.processes import hop_seconds, measure_exchanges
 from kvik_bench.machine.stage import FULL, KINDS, QUICK, Attended, TorchStage
 
 MIB = 1 << 20
@@ -61,11 +62,27 @@ def test_everything_is_measured_and_can_be_used(hardware: Hardware, tmp_path: Pa
     assert [cost.rows for cost in found.linears["int8"]] == [1, 8]
     assert [cost.head_dim for cost in found.attention] == [32, 64]
     assert [host.bytes for host in found.host] == [1, MIB]
+    assert (found.hop > 0) == hardware.native and found.exchanges == ()  # of one thread
 
     device = cpu_device(found, found.machine, 1 << 30)
     for step in (decode(4, 100), prefill(100)):
         time = step_time(read_shape(""), Setting(device, "bf16", "bf16"), step)
         assert 0 < time.floor <= time.expected < 10
+
+
+@needs_native
+def test_exchanges_are_measured_of_as_many_processes_as_have_a_thread() -> None:
+    for threads, counts in ((1, []), (2, [2]), (7, [2, 4])):
+        found = [cost.processes for cost in measure_exchanges(threads, samples=1)]
+        assert found == counts
+    (cost,) = measure_exchanges(2, samples=3)
+    assert 0 < cost.seconds < 0.1
+
+
+@pytest.mark.full
+def test_messages_between_processes_are_measured() -> None:
+    hop, rate = hop_seconds(messages=20)
+    assert 0 < hop < 0.1 and rate > 1e6
 
 
 def test_every_kind_is_measured_with_its_group_size() -> None:
