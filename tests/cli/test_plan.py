@@ -144,6 +144,35 @@ def test_a_device_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert weights[4] == "-"  # it has no such unit
 
 
+def test_processes_of_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "cores.toml"
+    path.write_text('kind = "cpu"\nmemory = 68719476736\nbandwidth = 1e11\n[rates]\nbf16 = 1e12\n')
+    words = ["llama-3.2-1b", "--hardware", str(path), "--context", "512", "--batch", "8"]
+    text = printed(capsys, *words, "--tp", "2", "--pp", "2")
+    assert "tp 2, pp 2, in 4 processes" in text and "memory of all processes, of 57.6 GiB" in text
+    rows = [line.split() for line in text.partition("by stage and rank\n")[2].splitlines()[1:5]]
+    assert [row[:2] for row in rows] == [["0.0", "8"], ["0.1", "8"], ["1.0", "8"], ["1.1", "8"]]
+    assert "divided among 4 processes, tp 2 x pp 2: the exact cut" in text
+    assert "5 exchanges in a layer, 34,816 bytes of a token; 82 in a step\n" in text
+    assert "hops between stages: 1, 4,096 bytes of a token\n" in text
+    assert "what this takes is not known: kvik calibrate measures it" in text
+    assert "each step in flight reads all weights" in text
+    alone = printed(capsys, *words)
+    assert "of all processes" not in alone and "exchanges" not in alone
+
+
+def test_gpus_that_share_layers_and_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [DEEPSEEK, "--hardware", "h200", "--tp", "8", "--pp", "4", "--context", "4096"]
+    facts = json.loads(printed(capsys, *words, "--json"))
+    assert [part["layers"] for part in facts["parts"]] == [17, 15, 15, 14]
+    assert facts["division"]["cut"] == "fast" and facts["division"]["rate_of_one"] is None
+    assert facts["division"]["collectives"]["count"] == 2 * 61
+    text = printed(capsys, *words)
+    assert "divided among 32 GPUs, tp 8 x pp 4: the fast cut" in text
+    assert "2 all-reduces in a layer, 28,672 bytes of a token; 122 in a step\n" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
 def test_this_machine_without_a_calibration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,7 +192,7 @@ def test_this_machine_without_a_calibration(
         (["--context", "many"], "--context: must be an integer or none, not 'many'"),
         (["--batch", "-1"], "--batch: must be an integer in [1, 65536], not -1"),
         (["--hardware", "h2000"], "--hardware: must be one of b200, h200, "),
-        (["--tp", "3"], "--tp: must divide the 8 query heads, not 3"),
+        (["--tp", "9"], "--tp: must be at most the 8 query heads, not 9"),
         (["--pp", "9"], "--pp: must be at most the 6 layers, not 9"),
         (["--dtype", "int3"], "--dtype: must be one of "),
         (["--kv-cache-dtype", "int3"], "--kv-cache-dtype: must be one of "),

@@ -9,11 +9,13 @@ from helpers.public_configs import config
 
 from kvik.config.config import EngineConfig
 from kvik.config.hardware import Gpu, Hardware
+from kvik.config.memory import RANK_BYTES
 from kvik.config.resolve import resolve
 from kvik.config.units import GIB
+from kvik.errors import ConfigError
 from kvik.planner.devices import Device, Setting, find_device
 from kvik.planner.families import read_shape, shape_from_config
-from kvik.planner.memory import Memory, StoredModel, bytes_of, kv_waste, memory_of
+from kvik.planner.memory import Memory, StoredModel, bytes_of, kv_waste, memory_of, parts_of
 from kvik.planner.shape import ModelShape
 from kvik.spec.kv import KVCacheSpec, block_bytes, group_layers
 from kvik.spec.weights import SCHEMES
@@ -67,6 +69,72 @@ def test_a_plan_is_what_the_engine_decides(machine: str, weights: str, name: str
     assert planned.total == decided.total
     assert bytes_of(model, at) == (decided.total, decided.limit)
     assert planned.fits
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2), (1, 4)])
+@pytest.mark.parametrize("weights", ["bf16", "int4"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bundled",
+        "qwen2.5-0.5b",  # of two heads of keys some are in several processes
+        "gpt2",  # a table of positions
+        "mixtral-8x7b-v0.1",
+        "deepseek-v2-lite",
+        "gemma-2-9b",  # every other layer has a window
+    ],
+)
+def test_what_is_divided_takes_what_the_engine_decides(
+    name: str, weights: str, tp: int, pp: int
+) -> None:
+    model, context, batch = shape(name), 500, 3
+    hardware = replace(CPU_ONLY, cores=8, memory_limit=400 * GIB)
+    wishes = EngineConfig(
+        dtype="bfloat16",
+        quantization="int4" if weights == "int4" else "none",
+        max_model_len=context,
+        max_num_seqs=batch,
+        num_blocks=batch * 32 * (2 if name == "gemma-2-9b" else 1),
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=pp,
+    )
+    assert model.spec is not None
+    decided = resolve(wishes, model.spec, hardware, "").memory
+    at = Setting(device_of(hardware), weights, "bf16", context, batch, tp, pp, hardware=hardware)
+    planned = memory_of(model, at)
+    assert planned.weights == decided.weights
+    assert planned.kv_cache == decided.kv_cache
+    assert planned.activations == decided.activations
+    assert planned.runtime == decided.overhead
+    parts = parts_of(model, at)
+    assert len(parts) == (0 if tp * pp == 1 else tp * pp)
+    if parts:
+        assert sum(part.total for part in parts) == decided.total
+        repeated = sum(part.weights for part in parts) - decided.weights
+        others = [part.runtime for part in parts]
+        assert repeated + sum(others) == decided.overhead
+        assert others.count(RANK_BYTES) == tp * pp - 1
+
+
+def test_what_the_engine_refuses_is_refused() -> None:
+    llama = shape("llama-3.2-1b")
+    hardware = replace(CPU_ONLY, cores=4)
+    at = Setting(device_of(hardware), "bf16", "bf16", 100, 1, hardware=hardware)
+    for change, field, message in (
+        ({"tp": 5}, "tp", "must be at most 4, as there are 4 threads, not 5"),
+        ({"tp": 2, "pp": 3}, "pp", "must be at most 2, as there are 4 threads, 2 for each stage"),
+        ({"tp": 2, "weight_format": "fp16"}, "tp", "must be 1 with torch kernels"),
+    ):
+        with pytest.raises(ConfigError, match=message) as caught:
+            memory_of(llama, replace(at, **change))
+        assert caught.value.field == field
+
+
+def test_each_stage_of_gpus_is_planned() -> None:
+    llama, at = shape("llama-3-70b"), Setting(H200, "bf16", "bf16", 4096, 4, tp=2, pp=3)
+    parts = parts_of(llama, at)
+    assert [(p.stage, p.layers) for p in parts] == [(0, 26), (1, 28), (2, 26)]
+    assert max(part.total for part in parts) == memory_of(llama, at).total
 
 
 def test_llama_3_70b_by_hand() -> None:

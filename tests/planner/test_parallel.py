@@ -1,4 +1,4 @@
-"""What one of several devices holds."""
+"""What one of several devices or processes holds, and what they send each other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,18 @@ from helpers.public_configs import config
 
 from kvik.errors import ConfigError
 from kvik.planner.families import shape_from_config
-from kvik.planner.parallel import can_share, check_parallel, share
+from kvik.planner.parallel import (
+    can_share,
+    check_parallel,
+    collectives,
+    own_rows,
+    share,
+    shares,
+    stage_runs,
+    stages,
+    together,
+    unevenness,
+)
 from kvik.planner.shape import ModelShape
 
 
@@ -64,11 +75,15 @@ def test_the_latent_of_mla_is_copied_and_its_projections_are_cut() -> None:
 
 
 def test_stages_have_whole_layers_and_one_end() -> None:
-    part = share(shape("llama-3-70b"), 1, 3)  # of 27, 27 and 26 layers
-    assert part.num_layers == 27
-    assert part.kv_bytes_per_token("bf16") == 27 * 2 * 8 * 128 * 2
-    assert size(part, "qkv")[0] == 27
-    assert sum(m.role in ("embedding", "head") for m in part.matrices) == 1
+    """Embedding and head weigh as much as 1.2 layers each, so the stage between has more layers."""
+    parts = shares(shape("llama-3-70b"), 1, 3, "bf16")
+    assert [part.num_layers for part in parts] == [26, 28, 26]
+    for part, ends in zip(parts, (["embedding"], [], ["head"]), strict=True):
+        assert part.kv_bytes_per_token("bf16") == part.num_layers * 2 * 8 * 128 * 2
+        assert size(part, "qkv")[0] == part.num_layers
+        assert [m.role for m in part.matrices if m.role in ("embedding", "head")] == ends
+    assert sum(part.parameters for part in parts) == shape("llama-3-70b").parameters
+    assert share(shape("llama-3-70b"), 1, 3) == parts[1]
 
 
 def test_a_stage_of_experts_has_all_of_a_layer() -> None:
@@ -79,26 +94,89 @@ def test_a_stage_of_experts_has_all_of_a_layer() -> None:
 
 
 def test_no_stage_has_more_than_its_share() -> None:
-    """61 layers of which three are dense, over eight stages cut as evenly as they go."""
+    """61 layers of which three are dense, over eight stages: by bytes, not by their number."""
     whole, pp = shape("deepseek-v3"), 8
-    by_layer = [0.0] * 61
+    parts = shares(whole, 1, pp, "fp8")
+    assert sum(part.num_layers for part in parts) == 61 and parts[0].num_layers > 8
+    sizes = [part.weight_bytes("fp8") for part in parts]
+    assert sum(sizes) == whole.weight_bytes("fp8")
+    expert_layer = 256 * 3 * 7168 * 2048
+    assert max(sizes) - min(sizes) < 1.1 * expert_layer
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "gemma-2-9b", "gemma-4-31b", "qwen-72b", "gpt2"])
+def test_stages_have_together_what_the_model_has(name: str) -> None:
+    """A tied embedding twice; of layers that are not known one by one as many as there are."""
+    whole = shape(name)
+    runs = stage_runs(whole, 4, "bf16")
+    parts = stages(whole, runs)
+    head = sum(m.parameters for m in whole.matrices if m.role == "head")
+    assert sum(p.parameters for p in parts) == whole.parameters + whole.tied * head
+    assert sum(p.active_parameters for p in parts) == whole.active_parameters
+    assert sum(p.kv_bytes_per_token("int8") for p in parts) == whole.kv_bytes_per_token("int8")
+    assert unevenness(whole, runs[:1]) == 1.0 < unevenness(whole, runs) < 1.6
+
+
+def test_what_layers_cache_counts_too() -> None:
+    """The table of 262,208 tokens weighs less beside them."""
+    gemma = shape("gemma-3-4b")
+    lengths = [len(run) for run in stage_runs(gemma, 4, "int4")]
+    cached = [len(run) for run in stage_runs(gemma, 4, "int4", "bf16", 131_072)]
+    assert lengths == [2, 15, 15, 2] and cached == [8, 9, 9, 8]
+
+
+def test_layers_that_read_the_keys_of_others_stay_with_them() -> None:
+    """Of 35 layers the last 20 read what two before them cache."""
+    with pytest.raises(ConfigError, match=r"^pp: cannot be 20: 35 layers .* into 14 at most"):
+        check_parallel(shape("gemma-4-e2b"), 1, 20)
+    runs = stage_runs(shape("gemma-4-e2b"), 2, "bf16")
+    assert runs[1].start <= 13
+
+
+# The exact cut, of processes of a CPU.
+
+
+@pytest.mark.parametrize("tp", [2, 3, 8])
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen2.5-0.5b", "deepseek-v2-lite", "gpt2"])
+def test_processes_have_each_row_once(name: str, tp: int) -> None:
+    """In tiles of 32, so that some have a tile more; tables are whole in each."""
+    whole = shape(name)
     for matrix in whole.matrices:
-        if matrix.role in ("embedding", "head"):
-            continue
-        layers = range(61)
-        if matrix.role in ("gate_up", "down"):
-            layers = range(3)
-        elif matrix.count != 61:
-            layers = range(3, 61)
-        for layer in layers:
-            by_layer[layer] += matrix.parameters / len(layers)
-    fullest, first = 0.0, 0
-    for stage in range(pp):
-        last = first + 61 // pp + (stage < 61 % pp)
-        fullest = max(fullest, sum(by_layer[first:last]))
-        first = last
-    held = share(whole, 1, pp).parameters
-    assert fullest <= held < 1.03 * (fullest + 7168 * 129_280)
+        rows = [own_rows(matrix, whole, rank, tp).outputs for rank in range(tp)]
+        if matrix.multiplied:
+            assert sum(rows) == matrix.outputs
+            piece = matrix.outputs // whole.num_heads if matrix.role == "kv_up" else 32
+            assert max(rows) - min(rows) <= piece
+        else:
+            assert set(rows) == {matrix.outputs}
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "copies"),
+    [
+        ("llama-3.2-1b", 2, 1.0),  # eight heads of keys
+        ("llama-3.2-1b", 16, 2.0),
+        ("qwen2.5-0.5b", 3, 1.5),  # of two heads one is in two processes
+        ("deepseek-v2-lite", 4, 4.0),
+    ],
+)
+def test_keys_that_several_have_are_read_by_each(name: str, tp: int, copies: float) -> None:
+    whole = shape(name)
+    once, every = (s.kv_bytes_per_token("bf16") for s in (whole, together(whole, tp)))
+    assert every == copies * once
+    assert together(whole, tp).attention_flops(1, 100) == whole.attention_flops(1, 100)
+
+
+def test_exchanges_by_hand() -> None:
+    """Behind q, k and v, attention, output, gate with up, and down of each layer; behind the head,
+    which also gives the vectors of tokens."""
+    found = collectives(shape("llama-3.2-1b"), exact=True)
+    numbers = 3072 + 2048 + 2048 + 8192 + 2048
+    assert (found.kind, found.layer, found.count) == ("exchange", 5, 5 * 16 + 2)
+    assert (found.numbers, found.step_numbers) == (numbers, 16 * numbers)
+    assert collectives(shape("llama-3-70b"), exact=True).count == 5 * 80 + 1  # a table of its own
+    fast = collectives(shape("llama-3-70b"), exact=False)
+    assert (fast.kind, fast.layer, fast.count, fast.numbers) == ("all-reduce", 2, 160, 2 * 8192)
 
 
 @pytest.mark.parametrize(
@@ -109,6 +187,7 @@ def test_no_stage_has_more_than_its_share() -> None:
         ("llama-3-70b", 1, 81, "pp", "must be at most the 80 layers, not 81"),
         ("qwen2.5-0.5b", 7, 1, "tp", "the 2 key/value heads or be a multiple of them, not 7"),
         ("gemma-2-9b", 1, -1, "pp", "must be an integer in"),
+        ("llama-3-70b", 65, 1, "tp", "must be at most the 64 query heads, not 65"),
     ],
 )
 def test_what_cannot_be_shared(name: str, tp: int, pp: int, field: str, message: str) -> None:
@@ -117,3 +196,18 @@ def test_what_cannot_be_shared(name: str, tp: int, pp: int, field: str, message:
     assert caught.value.field == field
     assert not can_share(shape(name), tp, pp)
     assert can_share(shape(name), 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "pp", "message"),
+    [
+        ("qwen2.5-0.5b", 15, 1, "must be at most the 14 query heads, not 15"),
+        ("llama-3-70b", 65, 1, r"must be an integer in \[1, 64\]"),
+        ("llama-3.2-1b", 1, 17, "must be at most the 16 layers, not 17"),
+    ],
+)
+def test_what_processes_cannot_share(name: str, tp: int, pp: int, message: str) -> None:
+    """Heads need not divide."""
+    check_parallel(shape(name), 7, 3, exact=True)
+    with pytest.raises(ConfigError, match=message):
+        check_parallel(shape(name), tp, pp, exact=True)

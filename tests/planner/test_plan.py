@@ -379,3 +379,15 @@ def test_nothing_helps_a_device_without_siblings() -> None:
     shape = shape_from_config(config("deepseek-v3"), "deepseek-v3")
     alone = replace(find_device("t4"), link=0.0)
     assert plan_shape(shape, alone, Question()).remedies == ()
+
+
+def test_stages_compute_chunks_of_a_prompt_at_a_time() -> None:
+    """A prompt of c chunks takes a pipeline of four stages (c + 3) / 4 c of the time of one."""
+    question = Question(context=8192 * 4)
+    one, four = (
+        answer("llama-3.1-8b", TOY, replace(question, pp=pp)).speed for pp in (1, 4)
+    )  # fmt: skip
+    assert one is not None and four is not None
+    for alone, staged in zip(one.prefill, four.prefill, strict=True):
+        chunks = max(1, alone.tokens // 8192)
+        assert staged.floor == pytest.approx(alone.floor * (chunks + 3) / (4 * chunks), rel=0.02)

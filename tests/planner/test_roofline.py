@@ -14,7 +14,7 @@ from msgspec import structs
 from kvik.errors import ConfigError
 from kvik.planner.devices import DEVICES, Device, Setting, find_device
 from kvik.planner.families import shape_from_config
-from kvik.planner.parallel import share
+from kvik.planner.parallel import shares
 from kvik.planner.roofline import (
     PlannedStep,
     ProductCost,
@@ -136,7 +136,8 @@ def test_states_by_hand() -> None:
         assert chunk.floor == pytest.approx(512 * flops / 1e12) and chunk.bound == "compute"
     halves = replace(at, tp=2)
     assert part(step_time(qwen, halves, decode(4, 1000)), "states").bytes == 4 * state
-    assert share(qwen, 2, 4).state_bytes == state / 8
+    states = [part.state_bytes for part in shares(qwen, 2, 4, "bf16")]
+    assert sum(states) == state / 2 and set(states) == {7 * state / 60, 8 * state / 60}
 
 
 def test_a_model_without_states_has_no_such_part(llama: ModelShape) -> None:

@@ -14,6 +14,7 @@ from kvik.cli.flags import Parser, add_model, add_option_flags, given_options
 from kvik.cli.terminal import say, say_report
 from kvik.config.units import show_bytes
 from kvik.planner.cost import Cost, columns, count, dollars, seconds, three
+from kvik.planner.division import Division
 from kvik.planner.plan import Plan, PlannedSpeed, Question, plan
 from kvik.planner.speculation import SpeculationCurve
 
@@ -24,6 +25,7 @@ SHOWN_DRAFTS = (1, 2, 3, 4, 6, 8)  # columns of the table of speculation
 def as_text(plan: Plan) -> str:
     """Return a plan for people: rounded, in tables, at most 100 columns wide."""
     sections = [_header(plan), _memory(plan)]
+    sections += [] if plan.division is None else [_division(plan, plan.division)]
     if plan.speed is not None:
         sections += [_prefill(plan, plan.speed), _decode(plan, plan.speed)]
     else:
@@ -52,6 +54,7 @@ def _header(plan: Plan) -> str:
         facts.append(_operations(device.rate(plan.arithmetic), plan.arithmetic))
     each = " each" if at.devices > 1 else ""
     shared = [f"{name} {size}" for name, size in (("tp", at.tp), ("pp", at.pp)) if size > 1]
+    shared += [f"in {at.parts} processes"] if at.exact and shared else []
     asked = [
         f"batch {at.batch:,} at context {at.context:,}",
         f"weights {at.weight_format}",
@@ -101,13 +104,14 @@ def _memory(plan: Plan) -> str:
         ["total", show_bytes(memory.total), verdict],
     ]
     where = "memory of the fullest device" if many else "memory"
+    where += " of all processes" if plan.at.exact and plan.at.parts > 1 else ""
     lines = [f"{where}, of {show_bytes(memory.limit)} that may be used", *columns(rows, "<><")]
     if 10 * memory.kv_padding > memory.kv_cache:
         lines.append(
             f"  {show_bytes(memory.kv_padding)} of the KV cache stay empty: blocks are whole, as "
             "wide as the most layers need,\n  and layers with a window keep what a step adds"
         )
-    return "\n".join([*lines, *_what_fits(plan), *_waste(plan)])
+    return "\n".join([*lines, *_what_fits(plan), *_waste(plan), *_parts(plan)])
 
 
 def _what_fits(plan: Plan) -> list[str]:
@@ -126,6 +130,29 @@ def _what_fits(plan: Plan) -> list[str]:
     return ["  would fit", *columns(rows, "<>", indent=4)]
 
 
+def _parts(plan: Plan) -> list[str]:
+    """Return the memory of each process, or of a GPU of each stage; of equal ones the first."""
+    at, parts = plan.at, plan.parts
+    if len(parts) <= 1:
+        return []
+    shown: dict[tuple[int, ...], list[str]] = {}
+    for part in parts:
+        sizes = (part.layers, part.weights, part.kv_cache, part.activations, part.runtime)
+        name = f"{part.rank}" if at.pp == 1 else f"{part.stage}"
+        name += f".{part.rank}" if at.exact and at.tp > 1 and at.pp > 1 else ""
+        shown.setdefault((part.stage, *sizes), []).append(name)
+    rows = []
+    for (_, layers, *each), names in shown.items():
+        several = f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0]
+        rows.append([several, f"{layers}", *map(show_bytes, each), show_bytes(sum(each))])
+    of = "process" if at.exact else "stage"
+    header = [of, "layers", "weights", "KV cache", "activations", "runtime", "total"]
+    title = f"  {'each process' if at.exact else 'a device of each stage'}"
+    if at.exact and at.pp > 1:
+        title += ", by stage" + (" and rank" if at.tp > 1 else "")
+    return [title, *columns([header, *rows], "<>>>>>>", indent=4)]
+
+
 def _waste(plan: Plan) -> list[str]:
     waste, most = plan.kv_waste, plan.shape.max_context
     lines = [
@@ -139,6 +166,37 @@ def _waste(plan: Plan) -> list[str]:
             f"{waste.batch:,} would fit in place of {plan.memory.largest_batch:,}"
         )
     return lines
+
+
+def _division(plan: Plan, division: Division) -> str:
+    at, found = plan.at, division.collectives
+    what = "processes" if at.exact else "GPUs"
+    lines = [f"divided among {at.parts} {what}, tp {at.tp} x pp {at.pp}: the {division.cut} cut"]
+    if found is not None:
+        lines.append(
+            f"  {found.layer} {found.kind}s in a layer, {division.layer_bytes:,} bytes of a token; "
+            f"{found.count:,} in a step" + _each(division.exchange)
+        )
+    if division.hop_bytes:
+        lines.append(
+            f"  hops between stages: {at.pp - 1}, {division.hop_bytes:,} bytes of a token"
+            + _each(division.hop)
+        )
+    if division.step:
+        lines.append(f"  these take {seconds(division.step)} of a step that decodes {at.group:,}")
+    elif at.exact and at.device.rated:
+        lines.append("  what this takes is not known: kvik calibrate measures it")
+    if division.rate is not None and division.rate_of_one is not None:
+        lines.append(
+            f"  stages share one memory, and each step in flight reads all weights: "
+            f"{three(division.rate)} tokens/s,\n  with --pp 1 {three(division.rate_of_one)} "
+            f"(decode at batch {at.batch:,}). Stages help where each has a memory of its own"
+        )
+    return "\n".join(lines)
+
+
+def _each(seconds_of_one: float | None) -> str:
+    return "" if seconds_of_one is None else f", {seconds(seconds_of_one)} each"
 
 
 def _matrices(plan: Plan) -> str:
@@ -218,7 +276,8 @@ def _attention(plan: Plan) -> str:
     header = ["", "KV heads", "bytes per token", _total(plan), "ceiling tokens/s"]
     title = f"attention variants, {plan.at.kv_format} cache (* the model's own)"
     table = _table(plan, title, header, rows, "<>>>>")
-    return f"{table}\n  each device holds the whole latent" if plan.at.tp > 1 else table
+    each = "process" if plan.at.exact else "device"
+    return f"{table}\n  each {each} holds the whole latent" if plan.at.tp > 1 else table
 
 
 def _weights(plan: Plan) -> str:
@@ -418,6 +477,8 @@ def as_object(answer: Plan) -> dict[str, object]:
         "tp": at.tp,
         "pp": at.pp,
         "memory": {**asdict(memory), **sums},
+        "parts": answer.parts,
+        "division": answer.division,
         "kv_waste": answer.kv_waste,
         "remedies": answer.remedies,
         "speed": answer.speed,

@@ -3,8 +3,9 @@
 `shape.py` is a model as far as its cost depends on it, read by `families.py`: from its declaration,
 or by `family_table.py`, `decoder.py` and `layers.py` where kvik does not run it. `devices.py` and
 `calibration.py` know machines, `memory.py` what fits, `roofline.py` how long a step takes,
-`parallel.py` shares of devices, `cost.py` money, `speculation.py` what drafts gain, `serving.py`
-and `slo.py` a load on a server. `formats.py` is what numbers are stored in, `variants.py` the same
-model in others, `search.py` finds borders. `plan.py` answers `kvik plan`, `advice/` answers `kvik
-advise`; `efficiency.py` and `machine_metrics.py` say what an engine reaches of its machine.
+`parallel.py` and `division.py` how several processes or devices share a model, `cost.py` money,
+`speculation.py` what drafts gain, `serving.py` and `slo.py` a load on a server. `formats.py` is
+what numbers are stored in, `variants.py` the same model in others, `search.py` finds borders.
+`plan.py` answers `kvik plan`, `advice/` answers `kvik advise`; `efficiency.py` and
+`machine_metrics.py` say what an engine reaches of its machine.
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -106,6 +106,19 @@ class Device:
             ConfigError: as `unit`.
         """
         return self.rates[self.unit(arithmetic)]
+
+    def divided(self, cores: float, readers: int) -> Device:
+        """Return the part of a machine that has one in `cores` of its cores, while `readers` such
+        parts read memory."""
+        if self.bandwidth is None or (cores == 1 and readers == 1):
+            return self
+        measured = self.calibration
+        return replace(
+            self,
+            bandwidth=self.bandwidth / readers,
+            rates={name: rate / cores for name, rate in self.rates.items()},
+            calibration=None if measured is None else measured.divided(cores, readers),
+        )
 
     def read_rate(self, working_set: float) -> float:
         """Return the bytes a second while each step reads the same `working_set` bytes: a measured
@@ -386,7 +399,7 @@ UTILIZATION = EngineConfig().memory_utilization
 class Setting:
     """Attributes:
     context, batch: tokens of a request, and requests that run together.
-    tp, pp: devices that share each layer; stages of whole layers.
+    tp, pp: processes of a CPU, or GPUs, that share each layer; stages of whole layers.
     utilization: share of the device's memory the engine may plan with.
     hardware: what is known of a real machine; None: what follows from `device`.
     """
@@ -402,11 +415,27 @@ class Setting:
     hardware: Hardware | None = None
 
     @property
-    def devices(self) -> int:
-        """Devices that share the model."""
+    def exact(self) -> bool:
+        """Whether the model is divided among processes of one CPU, by the exact cut; else it is
+        among GPUs, by the fast one (`planner/parallel.py`)."""
+        return self.device.kind == "cpu"
+
+    @property
+    def parts(self) -> int:
+        """Processes or GPUs that the model is divided among."""
         return self.tp * self.pp
+
+    @property
+    def devices(self) -> int:
+        """Machines or GPUs that have the model."""
+        return 1 if self.exact else self.parts
 
     @property
     def group(self) -> int:
         """Requests in one step: a pipeline is kept full by as many groups as it has stages."""
         return -(-self.batch // self.pp)
+
+    @property
+    def busy(self) -> int:
+        """Stages that compute at a time."""
+        return min(self.pp, self.batch)

@@ -18,11 +18,12 @@ from kvik.models.registry import ARCHITECTURES
 from kvik.planner.decoder import read_decoder, stored_format, uncounted
 from kvik.planner.family_table import FAMILIES, LLAMA_LIKE, ExpertFields, Family
 from kvik.planner.layers import attention_kind
-from kvik.planner.shape import CacheShape, MatrixGroup, ModelShape
+from kvik.planner.shape import CacheShape, LayerShape, MatrixGroup, ModelShape
+from kvik.spec.declare import DeclaredLinear, DeclaredNorm, DeclaredOther
 from kvik.spec.engine_folder import read_built
 from kvik.spec.experts import EXPERT_KEYS
 from kvik.spec.fields import Fields, read_json
-from kvik.spec.kv import KVCacheSpec
+from kvik.spec.states import STATE_BYTES
 
 # Keys of layers that are not (only) attention over a cache of all tokens, or that share a cache.
 FOREIGN_KEYS = (
@@ -166,16 +167,13 @@ def _assumed(fields: Fields, architecture: str) -> Family:
 def _from_spec(spec: ModelSpec, fields: Fields, name: str) -> ModelShape:
     """The shape of a model this engine runs, from the facts it runs with."""
     hidden, inner, layers = spec.hidden_size, spec.inner_width, spec.num_layers
-    latent, caching, shared = spec.latent, Counter[KVCacheSpec](), Counter[KVCacheSpec]()
-    for kv in filter(None, spec.kv_specs(1)):
-        alike = replace(kv, readers=1)
+    latent, declared, apart = spec.latent, spec.declaration, _layers(spec)
+    caching, shared = Counter[CacheShape](), Counter[CacheShape]()
+    for cache in filter(None, (layer.cache for layer in apart)):
+        alike = replace(cache, shared_by=0)
         caching[alike] += 1
-        shared[alike] += kv.readers - 1
-    declared, counts = spec.declaration, Counter[MatrixGroup]()
-    for linear in declared.linears:
-        router, outputs = linear.router, sum(linear.outputs)
-        chosen = (router.experts, router.active) if router else (0, 0)
-        counts[MatrixGroup(linear.role, 1, linear.inputs, outputs, *chosen)] += 1
+        shared[alike] += cache.shared_by
+    counts = Counter(map(_matrix, declared.linears))
     for table in declared.tables:
         if not table.tied:  # else it is the head
             counts[MatrixGroup(table.role, 1, table.width, table.rows, multiplied=False)] += 1
@@ -201,13 +199,45 @@ def _from_spec(spec: ModelSpec, fields: Fields, name: str) -> ModelShape:
         matrices=tuple(matrices),
         other_parameters=spec.num_parameters - sum(m.parameters for m in matrices),
         caches=tuple(
-            CacheShape(count, each.numbers, each.vectors, each.window, shared[each])
-            for each, count in caching.items()
+            replace(each, layers=count, shared_by=shared[each]) for each, count in caching.items()
         ),
         latent_dim=latent.rank if latent else 0,
         state_bytes=spec.state_bytes,
         state_width=spec.state_width,
         state_flops=sum(state.flops for state in spec.states),
+        layers=apart,
         spec=spec,
         notes=(*notes, *uncounted(fields)),
     )
+
+
+def _layers(spec: ModelSpec) -> tuple[LayerShape, ...]:
+    declared = spec.declaration
+    counts = [Counter[MatrixGroup]() for _ in spec.layers]
+    others = [0] * len(counts)
+    for linear in declared.linears:
+        if linear.layer is not None:
+            counts[linear.layer][_matrix(linear)] += 1
+            others[linear.layer] += linear.bias * sum(linear.outputs)
+    beside: list[DeclaredNorm | DeclaredOther] = [*declared.norms, *declared.others]
+    for part in beside:
+        if part.layer is not None:
+            others[part.layer] += part.num_parameters
+    found = []
+    parts = zip(spec.layers, spec.kv_specs(1), counts, others, strict=True)
+    for layer, kv, own, rest in parts:
+        matrices = tuple(replace(matrix, count=count) for matrix, count in own.items())
+        cache = None
+        if kv is not None:
+            cache = CacheShape(1, kv.numbers, kv.vectors, kv.window, kv.readers - 1)
+        size, flops = 0, 0
+        if layer.state is not None:
+            size, flops = STATE_BYTES * layer.state.size, layer.state.flops
+        found.append(LayerShape(matrices, rest, cache, size, flops, layer.kv_from))
+    return tuple(found)
+
+
+def _matrix(linear: DeclaredLinear) -> MatrixGroup:
+    router, outputs = linear.router, sum(linear.outputs)
+    chosen = (router.experts, router.active) if router else (0, 0)
+    return MatrixGroup(linear.role, 1, linear.inputs, outputs, *chosen)

@@ -1,36 +1,76 @@
 """Memory of the fullest device by part, and what fits.
 
 The bytes come from `config.memory.Footprint`, the formula that the engine itself plans with, so a
-plan for this machine equals what an engine here decides for the same options.
+plan for this machine equals what an engine here decides for the same options. Processes of a CPU
+that divide a model are planned together, as the engine does, since they have one memory.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
-from kvik.config.compute import computing_in
+from kvik.config.compute import Compute, computing_in
 from kvik.config.config import EngineConfig, Notes
 from kvik.config.fit import Fit, footprint_of
 from kvik.config.hardware import Gpu, Hardware
-from kvik.config.memory import Limit, MemoryPlan, StepSize
+from kvik.config.memory import RANK_BYTES, Limit, MemoryPlan, StepSize
+from kvik.config.parallel import check_group, repeated_bytes, stage_ends
+from kvik.core.config import RESERVED_BLOCKS
+from kvik.errors import ConfigError
 from kvik.planner.devices import Device, Setting
 from kvik.planner.formats import weight_facts
-from kvik.planner.parallel import share
+from kvik.planner.parallel import (
+    check_parallel,
+    layers_of,
+    own_rows,
+    repeated_tables,
+    share,
+    shares,
+    stage_runs,
+    stages,
+    together,
+)
 from kvik.planner.search import largest
-from kvik.planner.shape import ModelShape
-from kvik.spec.kv import KVCacheSpec
+from kvik.planner.shape import CacheShape, ModelShape
+from kvik.spec.kv import KVCacheSpec, block_bytes
 from kvik.spec.layers import LatentSpec
 from kvik.spec.model import LinearLayers
 from kvik.spec.rope import RopeSpec
+from kvik.spec.shares import PipelineStage, cut_groups, stage_groups
 
 MOST_REQUESTS = 65_536  # as `max_num_seqs` allows
 _ADVANCED_CPU = frozenset({"avx2", "fma"})  # what the native kernels need at least
 
 
 @dataclass(frozen=True, slots=True)
+class PartMemory:
+    """Bytes of one of the processes of a CPU that divide a model, or of a GPU of each stage.
+
+    Attributes:
+        stage, rank: its number among the stages, and of a process among those of its stage.
+        layers: of the stage.
+        weights: with the tables that it has whole.
+    """
+
+    stage: int
+    rank: int
+    layers: int
+    weights: int
+    kv_cache: int
+    activations: int
+    runtime: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv_cache + self.activations + self.runtime
+
+
+@dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on the fullest device.
+    """Bytes on the fullest device; of a CPU, of all processes together.
 
     Attributes:
         limit: that the engine may use.
@@ -107,18 +147,24 @@ class StoredModel:
     rotations: tuple[tuple[RopeSpec, int], ...]
     shape: ModelShape
     weight_format: str
-    kv: tuple[KVCacheSpec, ...] = field(repr=False)
-    latent: LatentSpec | None = None  # no backend of kvik takes the shapes that are planned here
+    kv: tuple[KVCacheSpec | None, ...] = field(repr=False)
+    latent: LatentSpec | None = None  # of what kvik runs
     state_bytes: int = 0
     state_width: int = 0
-    query_scales: tuple[()] = ()
+    query_scales: tuple[object, ...] = ()
 
     @classmethod
-    def of(cls, shape: ModelShape, weight_format: str, kv_format: str) -> StoredModel:
+    def of(
+        cls, shape: ModelShape, weight_format: str, kv_format: str, ends: Sequence[int] = ()
+    ) -> StoredModel:
+        """
+        Args:
+            ends: where the layers of each stage end, among `kv`; (): there is one.
+        """
         learned = any(matrix.role == "positions" for matrix in shape.matrices)
         # MLA gathers its latent in place of K and V.
-        widest = max(cache.elements for cache in shape.caches)
-        return cls(
+        widest = max((cache.elements for cache in shape.caches), default=0)
+        found = cls(
             vocab_size=shape.vocab_size,
             hidden_size=shape.hidden_size,
             inner_width=shape.intermediate_size,
@@ -132,9 +178,20 @@ class StoredModel:
             rotations=() if learned else ((RopeSpec(), shape.head_dim),),
             shape=shape,
             weight_format=weight_format,
-            kv=_kv_specs(shape, kv_format),
+            kv=_kv_specs(shape, kv_format, ends),
             state_bytes=shape.state_bytes,
             state_width=shape.state_width,
+        )
+        if (spec := shape.spec) is None:
+            return found
+        return replace(
+            found,
+            head_dims=spec.head_dims,
+            query_width=spec.query_width,
+            key_width=spec.key_width,
+            rotations=spec.rotations,
+            latent=spec.latent,
+            query_scales=spec.query_scales,
         )
 
     def weight_bytes(self, dtype: str) -> int:
@@ -145,7 +202,7 @@ class StoredModel:
         """None that would have to be counted anew."""
         return ()
 
-    def kv_specs(self, dtype_bytes: int) -> list[KVCacheSpec]:
+    def kv_specs(self, dtype_bytes: int) -> list[KVCacheSpec | None]:
         return list(self.kv)
 
 
@@ -185,6 +242,66 @@ def memory_of(shape: ModelShape, at: Setting) -> Memory:
         largest_batch=largest(lambda batch: fits(at.context, batch), MOST_REQUESTS),
         longest_context=largest(lambda context: fits(context, at.batch), shape.max_context),
     )
+
+
+def parts_of(shape: ModelShape, at: Setting) -> tuple[PartMemory, ...]:
+    """Return the memory of each process of a CPU, or of a GPU of each stage; (): the model is not
+    divided.
+
+    Raises:
+        ConfigError: as `memory_of`.
+    """
+    if at.parts == 1:
+        return ()
+    if not at.exact:
+        return _gpus(shape, at)
+    planner = _Planner.of(shape, at)
+    return _processes(planner, planner.sized(at.context, at.batch), at)
+
+
+def _processes(planner: _Planner, size: StepSize, at: Setting) -> tuple[PartMemory, ...]:
+    """Return the bytes of each process of a CPU, the engine's last: what others do not have of the
+    plan is its."""
+    shape, footprint = planner.whole, planner.fit.footprint
+    planned, groups = planner.planned(size), footprint.groups
+    blocks = size.max_num_seqs * planner.blocks_each(size) + RESERVED_BLOCKS
+    rows = size.max_num_seqs + footprint.num_checkpoints(size)
+    ends = footprint.stage_ends or (max(layer for g in groups for layer in g.layers) + 1,)
+    found: list[PartMemory] = []
+    for stage, part in zip(PipelineStage.all_of(ends), stages(shape, planner.runs), strict=True):
+        kept = stage_groups(groups, stage.layers)
+        for rank in range(at.tp):
+            own = [own_rows(matrix, shape, rank, at.tp) for matrix in part.matrices]
+            others = part.other_parameters if rank == 0 else 0
+            cached = block_bytes(cut_groups(kept, rank, at.tp), footprint.block_size)
+            found.append(
+                PartMemory(
+                    stage=stage.number,
+                    rank=rank,
+                    layers=part.num_layers,
+                    weights=part.bytes_of(own, others, at.weight_format),
+                    kv_cache=blocks * cached + rows * part.state_bytes,
+                    activations=planned.activations // at.parts,
+                    runtime=RANK_BYTES,
+                )
+            )
+    last = found.pop(-at.tp)  # the engine's: it is the first of its stage
+    others = sum(part.total for part in found)
+    engine = replace(last, runtime=0)
+    found.insert(
+        len(found) - at.tp + 1, replace(engine, runtime=planned.total - others - engine.total)
+    )
+    return tuple(found)
+
+
+def _gpus(shape: ModelShape, at: Setting) -> tuple[PartMemory, ...]:
+    found = []
+    for stage, part in enumerate(shares(shape, at.tp, at.pp, at.weight_format)):
+        planner = _Planner.of_part(part, at)
+        planned = planner.planned(planner.sized(at.context, at.batch))
+        sizes = planned.weights, planned.kv_cache, planned.activations, planned.overhead
+        found.append(PartMemory(stage, 0, part.num_layers, *sizes))
+    return tuple(found)
 
 
 def kv_waste(shape: ModelShape, at: Setting) -> KVWaste:
@@ -227,30 +344,49 @@ class _Planner:
     """Plans of a setting's fullest device, for any number of requests of any length.
 
     Attributes:
-        part: of the model, on that device.
+        part: of the model, on that device; what all processes of a CPU have together.
+        whole: the model, or the same part of it.
+        runs: layers of the stages of a CPU.
     """
 
     part: ModelShape
     fit: Fit
+    whole: ModelShape
+    runs: tuple[range, ...] = ()
 
     @classmethod
     def of(cls, shape: ModelShape, at: Setting) -> _Planner:
-        part = share(shape, at.tp, at.pp)
-        facts = weight_facts(at.weight_format)
-        config = EngineConfig(
-            dtype=shape.working_dtype(at.weight_format),
-            quantization=facts.quantization or "none",
-        )
-        hardware = at.hardware or hardware_of(at.device)
-        on_cpu = at.device.kind == "cpu"
-        device = "cpu" if on_cpu else "cuda:0"
-        gpu = None if on_cpu else next(iter(hardware.gpus), None)
-        stored = StoredModel.of(part, at.weight_format, at.kv_format)
-        compute = computing_in(config.dtype, config, stored, hardware, device, gpu, Notes())
+        if at.exact:
+            return cls._of_processes(shape, at)
+        return cls.of_part(share(shape, at.tp, at.pp, at.weight_format), at)
+
+    @classmethod
+    def of_part(cls, part: ModelShape, at: Setting) -> _Planner:
+        """Return the plans of one GPU, or of a CPU's only process."""
+        config, hardware, stored, compute = _computing(part, at)
         part = replace(part, kernels=compute.kernels)
-        stored = replace(stored, shape=part)
+        footprint = footprint_of(config, replace(stored, shape=part), hardware, compute)
+        return cls(part, Fit(config, footprint, _limit(at)), part)
+
+    @classmethod
+    def _of_processes(cls, shape: ModelShape, at: Setting) -> _Planner:
+        """
+        Raises:
+            ConfigError: the engine would refuse to divide the model so.
+        """
+        check_parallel(shape, at.tp, at.pp, exact=True)
+        config, hardware, stored, compute = _computing(shape, at)
+        whole = replace(shape, kernels=compute.kernels)
+        runs, repeated = _divided(whole, at, config, hardware, compute)
+        stored = StoredModel.of(whole, at.weight_format, at.kv_format, [run.stop for run in runs])
         footprint = footprint_of(config, stored, hardware, compute)
-        return cls(part, Fit(config, footprint, Limit(int(at.device.memory * at.utilization), "")))
+        footprint = replace(
+            footprint,
+            repeated=repeated,
+            stage_ends=_kv_ends(whole, [run.stop for run in runs]) if at.pp > 1 else (),
+        )
+        part = together(whole, at.tp)
+        return cls(part, Fit(config, footprint, _limit(at)), whole, runs)
 
     def blocks_each(self, size: StepSize) -> int:
         return self.fit.footprint.blocks_per_request(
@@ -266,6 +402,53 @@ class _Planner:
         return self.fit.footprint.plan(size, blocks, self.fit.limit)
 
 
+def _computing(
+    shape: ModelShape, at: Setting
+) -> tuple[EngineConfig, Hardware, StoredModel, Compute]:
+    """Return the options of an engine that runs a part of a model, and how it computes."""
+    facts = weight_facts(at.weight_format)
+    config = EngineConfig(
+        dtype=shape.working_dtype(at.weight_format),
+        quantization=facts.quantization or "none",
+        tensor_parallel_size=at.tp if at.exact else 1,
+        pipeline_parallel_size=at.pp if at.exact else 1,
+    )
+    hardware = at.hardware or hardware_of(at.device)
+    device = "cpu" if at.exact else "cuda:0"
+    gpu = None if at.exact else next(iter(hardware.gpus), None)
+    stored = StoredModel.of(shape, at.weight_format, at.kv_format)
+    compute = computing_in(config.dtype, config, stored, hardware, device, gpu, Notes())
+    return config, hardware, stored, compute
+
+
+def _limit(at: Setting) -> Limit:
+    return Limit(int(at.device.memory * at.utilization), "")
+
+
+def _divided(
+    shape: ModelShape, at: Setting, config: EngineConfig, hardware: Hardware, compute: Compute
+) -> tuple[tuple[range, ...], int]:
+    """Return the layers of each stage, and the bytes of weights that several processes have, but
+    once: as the engine decides for what it runs.
+
+    Raises:
+        ConfigError: it would refuse this.
+    """
+    if (spec := shape.spec) is None:
+        runs = stage_runs(shape, at.pp, at.weight_format, at.kv_format, at.context)
+        return runs, repeated_tables(shape, at.tp, at.pp, at.weight_format)
+    asked = replace(config, max_model_len=at.context, kv_cache_dtype=at.kv_format)
+    try:
+        if at.hardware is not None:
+            check_group(asked, spec, compute, hardware)
+        ends = stage_ends(asked, spec, compute) or (spec.num_layers,)
+    except ConfigError as error:
+        name = {"tensor_parallel_size": "tp", "pipeline_parallel_size": "pp"}.get(error.field)
+        raise ConfigError(name or error.field, error.message) from None
+    runs = tuple(range(*run) for run in pairwise((0, *ends)))
+    return runs, repeated_bytes(asked, spec, compute)
+
+
 def hardware_of(device: Device) -> Hardware:
     """Return a machine of which only the device is known, with a complete installation of kvik."""
     memory = int(device.memory)
@@ -274,16 +457,44 @@ def hardware_of(device: Device) -> Hardware:
     return replace(bare, native=True, triton=True)
 
 
-def _kv_specs(shape: ModelShape, kv_format: str) -> tuple[KVCacheSpec, ...]:
-    """Return the KV specs, equal layers merged: blocks stay the same, and planning is faster."""
+def _kv_specs(
+    shape: ModelShape, kv_format: str, ends: Sequence[int]
+) -> tuple[KVCacheSpec | None, ...]:
+    """Return the KV specs, equal layers merged, those of each stage by themselves: blocks stay the
+    same, and planning is faster."""
+    if len(ends) > 1:
+        return _specs_by_stage(shape, kv_format, ends)
     merged = math.gcd(*(cache.layers for cache in shape.caches))
     specs: list[KVCacheSpec] = []
     for cache in shape.caches:
-        spec = KVCacheSpec(
-            num_kv_heads=max(1, cache.vectors // 2),
-            head_dim=cache.elements // cache.vectors,
-            bytes_per_token=merged * cache.token_bytes(kv_format),
-            window=cache.window,
-        )
-        specs += [spec] * (cache.layers // merged)
+        specs += [_kv_spec(cache, merged, kv_format)] * (cache.layers // merged)
     return tuple(specs)
+
+
+def _specs_by_stage(
+    shape: ModelShape, kv_format: str, ends: Sequence[int]
+) -> tuple[KVCacheSpec | None, ...]:
+    if _merges(shape):
+        (cache,) = shape.caches
+        runs = pairwise((0, *ends))
+        return tuple(_kv_spec(cache, end - begin, kv_format) for begin, end in runs)
+    caches = (layer.cache for layer in layers_of(shape))
+    return tuple(None if cache is None else _kv_spec(cache, 1, kv_format) for cache in caches)
+
+
+def _kv_ends(shape: ModelShape, ends: Sequence[int]) -> tuple[int, ...]:
+    """Return where stages end among the specs that `_kv_specs` returns."""
+    return tuple(range(1, len(ends) + 1)) if _merges(shape) else tuple(ends)
+
+
+def _merges(shape: ModelShape) -> bool:
+    return len(shape.caches) == 1 and shape.caches[0].layers == shape.num_layers
+
+
+def _kv_spec(cache: CacheShape, layers: int, kv_format: str) -> KVCacheSpec:
+    return KVCacheSpec(
+        num_kv_heads=max(1, cache.vectors // 2),
+        head_dim=cache.elements // cache.vectors,
+        bytes_per_token=layers * cache.token_bytes(kv_format),
+        window=cache.window,
+    )

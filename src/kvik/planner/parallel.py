@@ -1,103 +1,112 @@
-"""The part of a model on one of the devices that share it.
+"""How processes or devices divide a model: the part of each, and what they send each other.
 
-Tensor parallelism cuts each layer, as Megatron-LM does (Shoeybi et al. 2019): the first matrix of a
-pair by its outputs, the second by its inputs, so that a pair ends in one sum over the devices.
-Pipeline parallelism gives each stage whole layers.
+On CPUs they are processes of one machine, and the cut is exact (docs/scale-out.md): every matrix is
+cut by its outputs, and all read all activations. On GPUs each layer is cut as Megatron-LM does, the
+fast cut (Shoeybi et al. 2019): the first matrix of a pair by its outputs, the second by its inputs,
+so that a pair ends in one sum over the devices. A pipeline gives each stage whole layers.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from kvik.errors import ConfigError
-from kvik.planner.shape import CacheShape, MatrixGroup, ModelShape
+from kvik.planner.shape import CacheShape, LayerShape, MatrixGroup, ModelShape
+from kvik.spec.shares import MAX_RANKS, MAX_STAGES, HeadShare, share_of, stages_of
 
 MAX_DEVICES = 1024
 
-# Whole on every device: too small to be worth a message, or (the latents of MLA) of no one head.
+# Whole on every device of the fast cut: too small to be worth a message, or (the latents of MLA) of
+# no one head.
 REPLICATED = frozenset({"router", "positions", "q_down", "kv_down"})
 # Cut by inputs: the second matrix of each pair. Everything else is cut by outputs.
 SECOND = frozenset({"o", "down", "expert_down", "shared_down"})
-# Only at an end of the pipeline.
-ENDS = frozenset({"embedding", "head"})
+# Of no layer.
+ENDS = frozenset({"embedding", "positions", "head", ""})
+TILE = 32  # outputs of a matrix that the exact cut keeps together
+# Products of the exact cut that no other process reads: what is made of latents is of own heads.
+UNSHARED = frozenset({"kv_up"})
 
 
-def check_parallel(shape: ModelShape, tp: int, pp: int) -> None:
-    """Raise ConfigError if `tp` devices cannot share a layer, or `pp` stages the layers."""
-    for name, value in (("tp", tp), ("pp", pp)):
-        if not 1 <= value <= MAX_DEVICES:
-            raise ConfigError(name, f"must be an integer in [1, {MAX_DEVICES}], not {value}")
+def check_parallel(shape: ModelShape, tp: int, pp: int, *, exact: bool = False) -> None:
+    """Raise ConfigError if `tp` processes or devices cannot share a layer, or `pp` stages the
+    layers."""
+    limits = (MAX_RANKS, MAX_STAGES) if exact else (MAX_DEVICES, MAX_DEVICES)
+    for name, value, most in (("tp", tp, limits[0]), ("pp", pp, limits[1])):
+        if not 1 <= value <= most:
+            raise ConfigError(name, f"must be an integer in [1, {most}], not {value}")
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
-    if heads % tp:
+    if tp > heads:
+        raise ConfigError("tp", f"must be at most the {heads} query heads, not {tp}")
+    if not exact and heads % tp:
         raise ConfigError("tp", f"must divide the {heads} query heads, not {tp}")
-    if not shape.latent_dim and kv_heads % tp and tp % kv_heads:
+    if not exact and not shape.latent_dim and kv_heads % tp and tp % kv_heads:
         raise ConfigError(
             "tp", f"must divide the {kv_heads} key/value heads or be a multiple of them, not {tp}"
         )
     if pp > shape.num_layers:
         raise ConfigError("pp", f"must be at most the {shape.num_layers} layers, not {pp}")
+    if pp > 1 and (joined := _joined(shape)):
+        try:
+            stages_of([1] * shape.num_layers, 0, 0, pp, joined)
+        except ValueError as error:
+            raise ConfigError("pp", f"cannot be {pp}: {error}") from None
 
 
-def can_share(shape: ModelShape, tp: int, pp: int = 1) -> bool:
+def can_share(shape: ModelShape, tp: int, pp: int = 1, *, exact: bool = False) -> bool:
     """Return whether `check_parallel` accepts it."""
     try:
-        check_parallel(shape, tp, pp)
+        check_parallel(shape, tp, pp, exact=exact)
     except ConfigError:
         return False
     return True
 
 
-def share(shape: ModelShape, tp: int, pp: int) -> ModelShape:
-    """Return the part on the fullest device, as a smaller model.
+def share(shape: ModelShape, tp: int, pp: int, weight_format: str = "") -> ModelShape:
+    """Return the part on the fullest device of the fast cut, as a smaller model.
 
     K and V of a head are copied where there are more devices than KV heads; the latent of MLA
-    serves all heads and is copied to all. The fullest stage of a pipeline has the most layers, and
-    is taken to have the larger of embedding and head. Of states each device has those of its heads.
+    serves all heads and is copied to all. Of states each device has those of its heads.
+
+    Args:
+        weight_format: by whose bytes layers are divided among stages; "": the checkpoint's.
+
+    Raises:
+        ConfigError: the model cannot be cut so.
+    """
+    stored = weight_format or shape.stored
+    parts = shares(shape, tp, pp, stored)
+    return max(parts, key=lambda part: part.weight_bytes(stored))
+
+
+def shares(shape: ModelShape, tp: int, pp: int, weight_format: str) -> tuple[ModelShape, ...]:
+    """Return the part of a device of each stage, as `share` does of the fullest.
 
     Raises:
         ConfigError: the model cannot be cut so.
     """
     check_parallel(shape, tp, pp)
     if tp == pp == 1:
-        return shape
-    kv_heads = -(-shape.num_kv_heads // tp)
-    stage = -(-shape.num_layers // pp)
-    kept = _kept_end(shape) if pp > 1 else ENDS
-    matrices = tuple(
-        replace(_cut(matrix, shape, tp), count=_in_stage(matrix, stage, shape.num_layers))
-        for matrix in shape.matrices
-        if matrix.role not in ENDS or matrix.role in kept
+        return (shape,)
+    parts = (shape,) if pp == 1 else stages(shape, stage_runs(shape, pp, weight_format))
+    return tuple(
+        replace(
+            part,
+            intermediate_size=-(-shape.intermediate_size // tp),
+            num_heads=shape.num_heads // tp,
+            num_kv_heads=-(-shape.num_kv_heads // tp),
+            matrices=tuple(_cut(matrix, shape, tp) for matrix in part.matrices),
+            caches=tuple(_cut_cache(cache, 1 if shape.latent_dim else tp) for cache in part.caches),
+            state_bytes=-(-part.state_bytes // tp),
+            state_width=-(-shape.state_width // tp),
+            state_flops=-(-part.state_flops // tp),
+            layers=(),
+            spec=None,
+        )
+        for part in parts
     )
-    return replace(
-        shape,
-        intermediate_size=-(-shape.intermediate_size // tp),
-        num_layers=stage,
-        num_heads=shape.num_heads // tp,
-        num_kv_heads=kv_heads,
-        matrices=matrices,
-        other_parameters=-(-shape.other_parameters * stage // shape.num_layers),
-        caches=tuple(
-            _cut_cache(
-                replace(
-                    cache,
-                    layers=-(-cache.layers * stage // shape.num_layers),
-                    shared_by=-(-cache.shared_by * stage // shape.num_layers),
-                ),
-                1 if shape.latent_dim else tp,
-            )
-            for cache in shape.caches
-        ),
-        state_bytes=-(-shape.state_bytes * stage // (shape.num_layers * tp)),
-        state_width=-(-shape.state_width // tp),
-        state_flops=-(-shape.state_flops * stage // (shape.num_layers * tp)),
-        spec=None,
-    )
-
-
-def _kept_end(shape: ModelShape) -> frozenset[str]:
-    ends = [matrix for matrix in shape.matrices if matrix.role in ENDS]
-    largest = max(ends, key=lambda matrix: matrix.parameters, default=None)
-    return frozenset({largest.role}) if largest else frozenset()
 
 
 def _cut(matrix: MatrixGroup, shape: ModelShape, tp: int) -> MatrixGroup:
@@ -113,14 +122,6 @@ def _cut(matrix: MatrixGroup, shape: ModelShape, tp: int) -> MatrixGroup:
     return replace(matrix, outputs=-(-matrix.outputs // tp))
 
 
-def _in_stage(matrix: MatrixGroup, stage: int, layers: int) -> int:
-    """Return how many of them the fullest stage holds."""
-    if matrix.role in ENDS or matrix.role == "positions":
-        return matrix.count
-    each = matrix.experts or 1  # of one layer
-    return -(-(matrix.count // each) * stage // layers) * each
-
-
 def _cut_cache(cache: CacheShape, tp: int) -> CacheShape:
     """Return the cache of one rank of `tp`, each of which has as many KV heads."""
     kv_heads = max(1, cache.vectors // 2)
@@ -130,3 +131,210 @@ def _cut_cache(cache: CacheShape, tp: int) -> CacheShape:
         elements=cache.elements // kv_heads * kept,
         vectors=cache.vectors // kv_heads * kept,
     )
+
+
+# Stages of a pipeline.
+
+
+def stage_runs(
+    shape: ModelShape, pp: int, weight_format: str, kv_format: str = "", tokens: int = 0
+) -> tuple[range, ...]:
+    """Return the layers of each stage, as many bytes as can be: of weights, and of what layers
+    cache of some tokens.
+
+    Raises:
+        ConfigError: fewer layers can be apart from each other.
+    """
+    check_parallel(shape, 1, pp)
+    costs = []
+    for layer in layers_of(shape):
+        cost = shape.bytes_of(layer.matrices, layer.other_parameters, weight_format)
+        costs.append(
+            cost + (tokens * layer.cache.token_bytes(kv_format) if layer.cache and tokens else 0)
+        )
+    first, last = (shape.bytes_of(end, 0, weight_format) for end in _ends(shape))
+    return stages_of(costs, first, last, pp, _joined(shape))
+
+
+def stages(shape: ModelShape, runs: Sequence[range]) -> tuple[ModelShape, ...]:
+    """Return the stages of a pipeline as smaller models. The first one has a tied embedding too."""
+    if len(runs) <= 1:
+        return (shape,)
+    layers, (first, last) = layers_of(shape), _ends(shape)
+    outside = shape.other_parameters - sum(layer.other_parameters for layer in layers)
+    found = []
+    for run in runs:
+        own = layers[run.start : run.stop]
+        counts, caches = Counter[MatrixGroup](), Counter[CacheShape]()
+        for layer in own:
+            for matrix in layer.matrices:
+                counts[replace(matrix, count=1)] += matrix.count
+            if layer.cache is not None:
+                caches[layer.cache] += 1
+        matrices = [replace(matrix, count=count) for matrix, count in counts.items()]
+        others = sum(layer.other_parameters for layer in own)
+        if run is runs[0]:
+            matrices += first
+        if run is runs[-1]:
+            matrices += last
+            others += outside
+        part = replace(
+            shape,
+            num_layers=len(own),
+            matrices=tuple(matrices),
+            other_parameters=others,
+            caches=tuple(
+                replace(cache, layers=count, shared_by=count * cache.shared_by)
+                for cache, count in caches.items()
+            ),
+            state_bytes=sum(layer.state_bytes for layer in own),
+            state_flops=sum(layer.state_flops for layer in own),
+            layers=own,
+            spec=None,
+        )
+        found.append(part)
+    return tuple(found)
+
+
+def unevenness(shape: ModelShape, runs: Sequence[range]) -> float:
+    """Return how much longer the stage with the most arithmetic takes than the mean of all."""
+    parts = stages(shape, runs)
+    work = [part.active_parameters for part in parts]
+    return len(parts) * max(work) / sum(work)
+
+
+def _ends(shape: ModelShape) -> tuple[list[MatrixGroup], list[MatrixGroup]]:
+    """Return what the first and the last stage have beside their layers."""
+    outside = _outside(shape)
+    head = [matrix for matrix in outside if matrix.role == "head"]
+    first = [matrix for matrix in outside if matrix.role != "head"]
+    if shape.tied:
+        first += [replace(matrix, multiplied=False) for matrix in head]
+    return first, head
+
+
+def _joined(shape: ModelShape) -> list[tuple[int, int]]:
+    """Return the layers that read what another one caches, each with that one."""
+    layers = enumerate(layer.kv_from for layer in shape.layers)
+    return [(reader, source) for reader, source in layers if source is not None]
+
+
+def _outside(shape: ModelShape) -> list[MatrixGroup]:
+    """Return the matrices and tables of no layer."""
+    if not shape.layers:
+        return [matrix for matrix in shape.matrices if matrix.role in ENDS]
+    inside = {(m.role, m.inputs, m.outputs) for layer in shape.layers for m in layer.matrices}
+    return [m for m in shape.matrices if (m.role, m.inputs, m.outputs) not in inside]
+
+
+def layers_of(shape: ModelShape) -> tuple[LayerShape, ...]:
+    """Return what each layer has; what only some have is spread evenly where it is not known which
+    have it."""
+    count = shape.num_layers
+    if shape.layers:
+        return shape.layers
+
+    def spread(total: int, layer: int) -> int:
+        return total * (layer + 1) // count - total * layer // count
+
+    inner = [matrix for matrix in shape.matrices if matrix.role not in ENDS]
+    kinds = [cache for cache in shape.caches for _ in range(cache.layers)]
+    found = []
+    for i in range(count):
+        counts = (spread(m.count // (m.experts or 1), i) * (m.experts or 1) for m in inner)
+        own = (replace(m, count=n) for m, n in zip(inner, counts, strict=True) if n)
+        cache = replace(kinds[i], layers=1) if i < len(kinds) else None
+        found.append(LayerShape(tuple(own), spread(shape.other_parameters, i), cache))
+    return tuple(found)
+
+
+# The exact cut.
+
+
+def together(shape: ModelShape, tp: int) -> ModelShape:
+    """Return the model as all processes of the exact cut compute it together: heads of keys that
+    several have, and all states, are read by each of them."""
+    return replace(
+        shape,
+        caches=tuple(replace(cache, copies=_copies(cache, shape, tp)) for cache in shape.caches),
+        state_bytes=tp * shape.state_bytes,
+        state_flops=tp * shape.state_flops,
+    )
+
+
+def _copies(cache: CacheShape, shape: ModelShape, tp: int) -> float:
+    """Return how often processes keep what is cached, on average."""
+    kv_heads = 1 if shape.latent_dim else cache.vectors // 2
+    shares = (HeadShare.of(max(kv_heads, tp), kv_heads, rank, tp).kv_heads for rank in range(tp))
+    return sum(end - first for first, end in shares) / kv_heads
+
+
+def own_rows(matrix: MatrixGroup, shape: ModelShape, rank: int, tp: int) -> MatrixGroup:
+    """Return what one process of the exact cut has of a matrix; of a table that is not the head,
+    all."""
+    if not matrix.multiplied and matrix.role != "head":
+        return matrix
+    piece = TILE
+    if matrix.role == "kv_up":
+        piece = matrix.outputs // shape.num_heads
+    first, end = share_of(-(-matrix.outputs // piece), rank, tp)
+    rows = min(end * piece, matrix.outputs) - min(first * piece, matrix.outputs)
+    return replace(matrix, outputs=rows)
+
+
+def repeated_tables(shape: ModelShape, tp: int, pp: int, weight_format: str) -> int:
+    """Return the bytes of weights that several processes of the exact cut have, without those of
+    one: of tables that are whole in each process, and of a tied embedding in a pipeline."""
+    first, head = _ends(shape)
+    tables = [matrix for matrix in first if not matrix.multiplied and matrix.role != "head"]
+    found = (tp - 1) * shape.bytes_of(tables, 0, weight_format)
+    return found + (shape.bytes_of(head, 0, weight_format) if shape.tied and pp > 1 else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Collectives:
+    """What those that share layers send each other in a step.
+
+    Attributes:
+        kind: "exchange": each makes some columns, and all read all; "all-reduce": each has a sum,
+            and all get the sum of these.
+        count: in a step.
+        layer: in a layer, the most of any.
+        numbers: of a token in that layer, all columns or sums together.
+        step_numbers: of a token in all layers.
+    """
+
+    kind: str
+    count: int
+    layer: int
+    numbers: int
+    step_numbers: int
+
+
+def collectives(shape: ModelShape, *, exact: bool) -> Collectives:
+    """Return the collectives of a step of more than one process or device.
+
+    The exact cut has one behind each product and behind attention, of experts two in a layer, and
+    one behind the vectors of tokens where these are rows of the head; the fast cut two in a layer.
+    """
+    if not exact:
+        layers, each = shape.num_layers, 2 * shape.hidden_size
+        return Collectives("all-reduce", 2 * layers, 2, each, layers * each)
+    counts: list[int] = []
+    numbers: list[int] = []
+    for layer in layers_of(shape):
+        products = [m for m in layer.matrices if m.role not in UNSHARED and not m.experts]
+        routed = [matrix for matrix in layer.matrices if matrix.experts]
+        counts.append(sum(m.count for m in products) + len(routed) + layer.attends)
+        made = sum(m.count * _columns(m) for m in products)
+        made += sum(_columns(m) * (1 if m.role in SECOND else m.active) for m in routed)
+        numbers.append(made + layer.attends * shape.num_heads * shape.v_head_dim)
+    outside = sum(m.count for m in _outside(shape) if m.multiplied or m.role == "token_inputs")
+    outside += shape.tied  # vectors of tokens are rows of a matrix that is cut
+    count = sum(counts) + outside
+    return Collectives("exchange", count, max(counts), max(numbers), sum(numbers))
+
+
+def _columns(matrix: MatrixGroup) -> int:
+    """Return the columns of a product; gate and up are multiplied with each other first."""
+    return matrix.outputs // (2 if matrix.role.endswith("gate_up") else 1)

@@ -14,16 +14,19 @@ from kvik.options import FORMERLY, Integer, Number, OneOf, Text, normalised, opt
 from kvik.planner.calibration import calibration_path
 from kvik.planner.cost import Cost, DailyLoad, TokenRates, cost, parse_load
 from kvik.planner.devices import UTILIZATION, Device, Setting, find_device, this_device
+from kvik.planner.division import Division, division_of
 from kvik.planner.families import read_shape
 from kvik.planner.formats import WEIGHT_FORMATS, arithmetic, kv_facts, weight_facts, weight_format
 from kvik.planner.memory import (
     MOST_REQUESTS,
     KVWaste,
     Memory,
+    PartMemory,
     bytes_of,
     kv_waste,
     laid_out,
     memory_of,
+    parts_of,
 )
 from kvik.planner.parallel import MAX_DEVICES, can_share, check_parallel
 from kvik.planner.roofline import (
@@ -78,8 +81,12 @@ class Question:
         "format of the KV cache; None: the dtype that is computed in",
         {FORMERLY: "kv_dtype"},
     )
-    tp: int = option(1, Integer(1, MAX_DEVICES), "devices that share each layer")
-    pp: int = option(1, Integer(1, MAX_DEVICES), "stages of whole layers, of --tp devices each")
+    tp: int = option(
+        1, Integer(1, MAX_DEVICES), "GPUs, or processes of a CPU, that share each layer"
+    )
+    pp: int = option(
+        1, Integer(1, MAX_DEVICES), "stages of whole layers, of --tp GPUs or processes each"
+    )
     price: float | None = option(
         None, Number(0, 1e6), "US dollars per hour and device; None: the device's own"
     )
@@ -105,8 +112,11 @@ class Question:
     )
 
 
-def check_question(question: Question, shape: ModelShape) -> Question:
+def check_question(question: Question, shape: ModelShape, *, exact: bool = False) -> Question:
     """Check a question about a model.
+
+    Args:
+        exact: it would be divided by the exact cut (see `planner/parallel.py`).
 
     Returns:
         The same question, with one name for each format.
@@ -120,7 +130,7 @@ def check_question(question: Question, shape: ModelShape) -> Question:
         raise ConfigError(
             "context", f"must be at most the model's {most} tokens, not {question.context}"
         )
-    check_parallel(shape, question.tp, question.pp)
+    check_parallel(shape, question.tp, question.pp, exact=exact)
     context = context_of(question, shape)
     if question.output_tokens is not None and question.output_tokens >= context:
         raise ConfigError(
@@ -211,7 +221,9 @@ def speed_of(shape: ModelShape, at: Setting, question: Question, memory: Memory)
     """
     batches = {1, at.batch} if at.batch > 1 else {1}
     return PlannedSpeed(
-        prefill=tuple(_prefill(shape, at, tokens) for tokens in _prompts(at.context)),
+        prefill=tuple(
+            _prefill(shape, at, tokens, memory.step_tokens) for tokens in _prompts(at.context)
+        ),
         decode=tuple(_decode(shape, at, batch, memory) for batch in _batches(at, memory)),
         compute_bound_batch=compute_bound_batch(shape, at),
         speculation=tuple(_speculation(shape, at, question, batch) for batch in sorted(batches)),
@@ -233,9 +245,14 @@ def _batches(at: Setting, memory: Memory) -> list[int]:
     return sorted(batch for batch in batches if batch <= most)
 
 
-def _prefill(shape: ModelShape, at: Setting, tokens: int) -> PrefillSpeed:
-    time = step_time(shape, at, prefill(tokens))
-    return PrefillSpeed(tokens, time.floor, time.expected, time.bound)
+def _prefill(shape: ModelShape, at: Setting, tokens: int, chunk: int) -> PrefillSpeed:
+    """Args:
+    chunk: tokens of a step; the stages of a pipeline compute chunks of a prompt at a time.
+    """
+    chunks = -(-tokens // chunk)
+    time = step_time(shape, replace(at, batch=chunks), prefill(tokens))
+    part = (chunks + at.pp - 1) / (chunks * at.pp)
+    return PrefillSpeed(tokens, part * time.floor, part * time.expected, time.bound)
 
 
 def _decode(shape: ModelShape, at: Setting, batch: int, memory: Memory) -> DecodeSpeed:
@@ -368,7 +385,7 @@ def _weight_formats(shape: ModelShape, at: Setting) -> Iterator[Setting]:
 
 def _more_devices(shape: ModelShape, at: Setting) -> Iterator[Setting]:
     """Yield doubled numbers of devices: they share layers while the heads allow it, then stages."""
-    if at.device.link == 0:
+    if at.exact or at.device.link == 0:
         return
     tp, pp = at.tp, at.pp
     while 2 * tp * pp <= MAX_DEVICES:
@@ -382,9 +399,12 @@ def _more_devices(shape: ModelShape, at: Setting) -> Iterator[Setting]:
 
 
 def _first(shape: ModelShape, settings: Iterable[Setting]) -> Iterator[Setting]:
-    """Yield the first setting that fits, if any does."""
+    """Yield the first setting that fits and is possible, if any is."""
     for setting in settings:
-        needed, limit = bytes_of(shape, setting)
+        try:
+            needed, limit = bytes_of(shape, setting)
+        except ConfigError:
+            continue
         if needed <= limit:
             yield setting
             return
@@ -409,6 +429,7 @@ class Plan:
     """Attributes:
     shape: the model, its weights as the kernels of the device store them.
     at: formats, devices and work that were asked for, defaults filled in.
+    parts, division: (), None: the model is on one device, in one process.
     remedies: what would fit, if this does not.
     speed: None: the device's speed is unknown.
     measured_rate: output tokens/s that the cost is of; None: the roofline's.
@@ -418,7 +439,9 @@ class Plan:
     shape: ModelShape
     at: Setting
     memory: Memory
+    parts: tuple[PartMemory, ...]
     kv_waste: KVWaste
+    division: Division | None
     remedies: tuple[Remedy, ...]
     speed: PlannedSpeed | None
     attention_matrices: tuple[MatrixRow, ...]
@@ -479,7 +502,7 @@ def plan_shape(
     Args:
         hardware: of this machine; None: the device is another one.
     """
-    question = check_question(question, shape)
+    question = check_question(question, shape, exact=device.kind == "cpu")
     at = setting_of(shape, device, question, hardware)
     shape = laid_out(shape, at)
     memory = memory_of(shape, at)
@@ -487,7 +510,9 @@ def plan_shape(
         shape=shape,
         at=at,
         memory=memory,
+        parts=parts_of(shape, at),
         kv_waste=kv_waste(shape, at),
+        division=division_of(shape, at),
         remedies=() if memory.fits else remedies(shape, at, memory),
         speed=speed_of(shape, at, question, memory) if device.rated else None,
         attention_matrices=attention_matrices(shape, at, _prompts(at.context)),

@@ -22,7 +22,7 @@ from kvik.planner.calibration import (
 )
 from kvik.planner.devices import Device, Setting
 from kvik.planner.formats import WEIGHT_FORMATS, arithmetic, kv_facts
-from kvik.planner.parallel import share
+from kvik.planner.parallel import collectives, share, stage_runs, together, unevenness
 from kvik.planner.search import least
 from kvik.planner.shape import MatrixGroup, ModelShape
 from kvik.spec.weight_kind import WeightKind
@@ -61,19 +61,26 @@ class ProductCost:
         return ProductCost(measured.linears.get(found, ()))
 
     def seconds(
-        self, rows: float, matrix: MatrixGroup, num_bytes: float, reading: MemoryReads
+        self,
+        rows: float,
+        matrix: MatrixGroup,
+        num_bytes: float,
+        reading: MemoryReads,
+        processes: int = 1,
     ) -> float:
         """Return the seconds of one product.
 
         Args:
             num_bytes: of the matrix, and of its outputs that go to memory.
+            processes: that share it, each of which prepares all inputs.
         """
         if not self.costs:
             return 0.0
         cost = costs_at(self.costs, rows)
         working = matrix.inputs * matrix.outputs * cost.weight(reading.working_set)
         moving = num_bytes / (reading.rate * cost.share)
-        beside = cost.call + matrix.inputs * cost.input + matrix.outputs * cost.output
+        inputs = processes * matrix.inputs
+        beside = cost.call + inputs * cost.input + matrix.outputs * cost.output
         return beside + max(moving, working)
 
 
@@ -131,17 +138,23 @@ def attention_costs(device: Device, head_dim: int) -> AttentionCosts | None:
 
 
 def small_seconds(
-    shape: ModelShape, measured: Calibration, cost: AttentionCosts, prompted: int, decoded: int
+    shape: ModelShape,
+    measured: Calibration,
+    cost: AttentionCosts,
+    prompted: int,
+    decoded: int,
+    processes: int = 1,
 ) -> float:
     """Return the seconds of the kernels of a step that are neither products nor attention.
 
     Args:
         prompted, decoded: rows that are neighbours in a sequence, and rows that are not.
+        processes: that share layers, each of which normalises all rows.
     """
-    keys = sum(cache.layers * cache.elements for cache in shape.caches)  # K and V
+    keys = sum(cache.layers * cache.elements * cache.copies for cache in shape.caches)  # K and V
     queries = shape.num_layers * shape.num_heads * shape.head_dim
     normed = (2 * shape.num_layers + 1) * 2 * shape.hidden_size * ACTIVATION_BYTES
-    row = normed / measured.activation + (queries + keys / 2) * cost.rotated
+    row = processes * normed / measured.activation + (queries + keys / 2) * cost.rotated
     seconds = (shape.num_layers * LAYER_CALLS + STEP_CALLS) * measured.launch
     seconds += (prompted + decoded) * row
     return seconds + keys * (prompted * cost.stored + decoded * cost.scattered)
@@ -178,7 +191,7 @@ class StepPart:
 class StepTime:
     """Attributes:
     parts: "weights", "head", "kv cache" (of decoding), "attention" (of prompts), "states",
-        "small kernels", "sampling", "host", "links"; those that take any time.
+        "small kernels", "sampling", "host", "links", "exchanges", "hops"; those that take any time.
     """
 
     parts: tuple[StepPart, ...]
@@ -252,14 +265,24 @@ def prefill(tokens: int, cached: int = 0) -> PlannedStep:
 
 
 def step_time(shape: ModelShape, at: Setting, step: PlannedStep) -> StepTime:
-    """Return the latency of one step: the stages of a pipeline run one after the other.
+    """Return the latency of one step: the stages of a pipeline run one after the other. Those of a
+    CPU have some of its cores each, and share its memory with the stages that are busy beside.
 
     Raises:
         ConfigError: the device's speed is unknown (`Device.rated`), it has no link, or `at.tp`
             devices cannot share a layer.
     """
-    work = _Work.of(share(shape, at.tp, 1), at, step)
-    parts = [*work.parts(), *_links(shape, at, step)]
+    if at.exact:
+        cores = float(at.pp)
+        if at.busy > 1:
+            cores *= unevenness(
+                shape, stage_runs(shape, at.pp, at.weight_format, at.kv_format, at.context)
+            )
+        part = replace(at, device=at.device.divided(cores, at.busy))
+        work = _Work.of(together(shape, at.tp), part, step)
+    else:
+        work = _Work.of(share(shape, at.tp, 1), at, step)
+    parts = [*work.parts(), *_messages(shape, at, step)]
     return StepTime(tuple(part for part in parts if part.expected > 0))
 
 
@@ -294,6 +317,7 @@ class _Work:
     Attributes:
         working_set: bytes that every step reads: all of it stays in the cache or none.
         read_rate: bytes a second at which it is read.
+        processes: of a CPU, that share each layer.
     """
 
     shape: ModelShape
@@ -303,6 +327,7 @@ class _Work:
     step: PlannedStep
     working_set: float
     read_rate: float
+    processes: int
 
     @classmethod
     def of(cls, shape: ModelShape, at: Setting, step: PlannedStep) -> _Work:
@@ -310,7 +335,8 @@ class _Work:
         for count, new, cached in step.runs:
             read += count * (shape.kv_read_bytes(new + cached, at.kv_format) + shape.state_bytes)
         rate = at.device.read_rate(read)
-        return cls(shape, at.device, at.weight_format, at.kv_format, step, read, rate)
+        processes = at.tp if at.exact else 1
+        return cls(shape, at.device, at.weight_format, at.kv_format, step, read, rate, processes)
 
     def parts(self) -> list[StepPart]:
         inner = [m for m in self.shape.matrices if m.multiplied and m.role != "head"]
@@ -329,10 +355,11 @@ class _Work:
         if measured is not None and cost is not None:
             prompts = self._runs(decoding=False)
             prompted = sum(count * new for count, new, _ in prompts)
-            small = small_seconds(self.shape, measured, cost, prompted, rows - prompted)
+            rest = rows - prompted
+            small = small_seconds(self.shape, measured, cost, prompted, rest, self.processes)
             parts.append(StepPart("small kernels", 0.0, 0.0, 0.0, small, "host"))
             reading = logits * LOGIT_BYTES / self.read_rate
-            choosing = max(reading, logits * measured.logit)
+            choosing = max(reading, self.processes * logits * measured.logit)  # in the first
             num_bytes = logits * LOGIT_BYTES
             sampling = StepPart("sampling", num_bytes, 0.0, reading, choosing, "host", reading)
             parts.append(sampling)
@@ -365,7 +392,8 @@ class _Work:
                 cost = ProductCost.of(self.device, linear_kind(kind, self.weight_format))
                 # of routed experts each gets its share of the rows
                 part = rows * matrix.active / matrix.experts if matrix.experts else rows
-                expected += copies * cost.seconds(max(1.0, part), matrix, moved / copies, reading)
+                one = moved / copies, reading, self.processes
+                expected += copies * cost.seconds(max(1.0, part), matrix, *one)
         unit = self.device.rate(arithmetic(self.weight_format, self.device.kind))
         return _part(name, num_bytes, flops, num_bytes / rate, flops / unit, expected)
 
@@ -429,9 +457,10 @@ def _part(
     return StepPart(name, num_bytes, flops, floor, expected, bound, reading, computing)
 
 
-def _links(shape: ModelShape, at: Setting, step: PlannedStep) -> list[StepPart]:
-    """Return the messages of a step: two sums over the devices in each layer, in a ring, and one
-    message between stages.
+def _messages(shape: ModelShape, at: Setting, step: PlannedStep) -> list[StepPart]:
+    """Return what processes or devices send each other in a step: GPUs two sums in each layer, in a
+    ring, and one message between stages, in the time that their bytes take; processes of a CPU
+    exchanges and hops, in the time that a calibration has measured.
 
     Raises:
         ConfigError: the device has no link.
@@ -439,9 +468,22 @@ def _links(shape: ModelShape, at: Setting, step: PlannedStep) -> list[StepPart]:
     tp, pp, device = at.tp, at.pp, at.device
     if tp == pp == 1:
         return []
+    message = step.rows * shape.hidden_size * ACTIVATION_BYTES
+    found = collectives(shape, exact=at.exact)
+    if at.exact:
+        measured, made = device.calibration, step.rows * found.step_numbers * ACTIVATION_BYTES
+        if measured is None:
+            return []
+        parts = []
+        if tp > 1:
+            seconds = found.count * measured.exchange_seconds(tp)
+            parts.append(StepPart("exchanges", float(made), 0.0, 0.0, seconds, "links"))
+        # Stages are told of a step, and each tells its processes and sends on what it computed.
+        hops = (pp > 1) + (pp - 1) + pp * (tp > 1)
+        seconds = measured.hop_seconds(hops, (pp - 1) * message)
+        return [*parts, StepPart("hops", float((pp - 1) * message), 0.0, 0.0, seconds, "links")]
     if not device.link:
         raise ConfigError("tp" if tp > 1 else "pp", f"{device.name} has no link to a sibling")
-    message = step.rows * shape.hidden_size * ACTIVATION_BYTES
-    sent = 2 * shape.num_layers * message * 2 * (tp - 1) / tp + (pp - 1) * message
+    sent = found.count * message * 2 * (tp - 1) / tp + (pp - 1) * message
     seconds = sent / device.link
     return [StepPart("links", float(sent), 0.0, seconds, seconds, "links")]

@@ -6,7 +6,8 @@ DeepSeek-V2 (arXiv 2405.04434), routed experts are taken as drawn evenly and ind
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from kvik.models.model_spec import ModelSpec
 from kvik.planner.formats import kv_facts, weight_facts
@@ -76,6 +77,7 @@ class CacheShape:
             each V of a head; one for MLA.
         window: which keys a query sees; None: all.
         shared_by: further layers, which read what these cache.
+        copies: that processes have of it, on average.
     """
 
     layers: int
@@ -83,6 +85,7 @@ class CacheShape:
     vectors: int
     window: Window | None = None
     shared_by: int = 0
+    copies: float = 1.0
 
     @property
     def readers(self) -> int:
@@ -94,8 +97,30 @@ class CacheShape:
         return context if self.window is None else min(context, self.window.keys)
 
     def token_bytes(self, kv_format: str) -> int:
-        """Return bytes of one token in one of the layers, scales included."""
-        return self.vectors * kv_facts(kv_format).vector_bytes(self.elements // self.vectors)
+        """Return bytes of one token in one of the layers, scales and all copies included."""
+        once = self.vectors * kv_facts(kv_format).vector_bytes(self.elements // self.vectors)
+        return round(self.copies * once)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer has.
+
+    Attributes:
+        other_parameters, state_bytes, state_flops: see `ModelShape`.
+        cache: None: it keeps a state, or reads what the layer `kv_from` caches.
+    """
+
+    matrices: tuple[MatrixGroup, ...]
+    other_parameters: int
+    cache: CacheShape | None
+    state_bytes: int = 0
+    state_flops: int = 0
+    kv_from: int | None = None
+
+    @property
+    def attends(self) -> bool:
+        return self.cache is not None or self.kv_from is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +141,7 @@ class ModelShape:
         stored: the weight format of the checkpoint: "bf16", "fp8", ...
         tied: the head is the embedding; it then counts once, as the head.
         other_parameters: norms and biases, which stay in the dtype.
+        layers: what each has; (): it is not known which have what only some have.
         kernels: whose layout quantised weights have: "torch", "native" or "triton" (`laid_out` in
             `memory.py` sets it for a machine).
         spec: set when this engine runs the model.
@@ -145,6 +171,7 @@ class ModelShape:
     state_bytes: int = 0
     state_width: int = 0
     state_flops: int = 0
+    layers: tuple[LayerShape, ...] = field(default=(), repr=False, compare=False)
     kernels: str = "torch"
     spec: ModelSpec | None = None
     notes: tuple[str, ...] = ()
@@ -182,8 +209,14 @@ class ModelShape:
         Args:
             weight_format: of the linear layers, as `formats` names it.
         """
-        matrices = sum(m.count * self._matrix_bytes(m, weight_format) for m in self.matrices)
-        return matrices + self.other_parameters * self._item(weight_format)
+        return self.bytes_of(self.matrices, self.other_parameters, weight_format)
+
+    def bytes_of(
+        self, matrices: Sequence[MatrixGroup], other_parameters: int, weight_format: str
+    ) -> int:
+        """Return bytes of some of its weights."""
+        found = sum(m.count * self._matrix_bytes(m, weight_format) for m in matrices)
+        return found + other_parameters * self._item(weight_format)
 
     def read_bytes(self, weight_format: str, rows: int) -> float:
         """Return bytes of weights that one step with `rows` tokens reads.

@@ -91,10 +91,14 @@ def attention_variants(shape: ModelShape, at: Setting) -> tuple[AttentionRow, ..
 
 
 def weight_formats(shape: ModelShape, at: Setting) -> tuple[WeightRow, ...]:
+    """Return the model in each format in which it can be divided so."""
     rows = []
     for name in WEIGHT_FORMATS:
         stored = replace(at, weight_format=name)
-        memory = memory_of(shape, stored)
+        try:
+            memory = memory_of(shape, stored)
+        except ConfigError:
+            continue
         size = shape.weight_bytes(name)
         rows.append(
             WeightRow(
@@ -156,7 +160,8 @@ def attention_matrices(
     again. In tiles, queries, keys, values and results are moved once, which is the least.
     """
     item = DTYPE_BYTES[shape.working_dtype(at.weight_format)]
-    bandwidth = at.device.bandwidth * at.tp if at.device.bandwidth else None
+    sharing = 1 if at.exact else at.tp
+    bandwidth = at.device.bandwidth * sharing if at.device.bandwidth else None
     queries = shape.num_layers * shape.num_heads * (shape.head_dim + shape.v_head_dim)
     keys = sum(cache.layers * cache.elements for cache in shape.caches)
     rows = []
@@ -207,4 +212,6 @@ def _with_cache(
     shape: ModelShape, attention: str, elements: int, vectors: int, latent: int
 ) -> ModelShape:
     caches = tuple(replace(cache, elements=elements, vectors=vectors) for cache in shape.caches)
-    return replace(shape, attention=attention, latent_dim=latent, caches=caches, spec=None)
+    return replace(
+        shape, attention=attention, latent_dim=latent, caches=caches, layers=(), spec=None
+    )

@@ -1,0 +1,135 @@
+"""What it costs that processes of a CPU divide a model, beside what they do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.calibrated import FAMILIES as CALIBRATED
+from helpers.calibrations import calibration, measured_device
+from helpers.optional_native import needs_native
+from helpers.public_configs import config
+from helpers.tiny_models import save_tiny
+from msgspec import structs
+
+from kvik.config.config import EngineConfig
+from kvik.config.hardware import detect
+from kvik.config.resolve import resolve
+from kvik.models.model_spec import read_model_spec
+from kvik.planner.calibration import ExchangeCost
+from kvik.planner.devices import Device, Setting, find_device
+from kvik.planner.division import division_of
+from kvik.planner.families import read_shape, shape_from_config
+from kvik.planner.parallel import collectives
+from kvik.planner.roofline import decode, decode_rate, prefill_rate, step_time
+from kvik.worker.group import Seat
+from kvik.worker.ranks import Rank
+
+HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+FAMILIES: dict[str, dict[str, object]] = {
+    "Llama": HEADS,
+    "GPT2": {"n_embd": 64},
+    "Cohere2": HEADS,
+    "Qwen3_5": {**CALIBRATED["Qwen3_5"], **HEADS, "head_dim": 16},
+    "Lfm2": {**CALIBRATED["Lfm2"], **HEADS},
+    "Qwen3Moe": {**CALIBRATED["Qwen3Moe"], **HEADS, "head_dim": 16},
+    "DeepseekV3": {
+        **CALIBRATED["DeepseekV3"],
+        "num_attention_heads": 4,
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 16,
+    },
+    "OPT": {"hidden_size": 64, "word_embed_proj_dim": 16, "ffn_dim": 64},
+    "Gemma4": {
+        **CALIBRATED["Gemma4"],
+        "moe_intermediate_size": 48,
+        "head_dim": 16,
+        "global_head_dim": 32,
+    },
+}
+
+
+@needs_native
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exchanges_are_those_that_a_process_records(family: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path, family, **FAMILIES[family])
+    options = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 64}
+    wishes = EngineConfig(device="cpu", tensor_parallel_size=2, threads=2, **options)
+    resolved = resolve(wishes, read_model_spec(tmp_path), detect(), str(tmp_path))
+    with torch.inference_mode():
+        rank = Rank(resolved, Seat(1, 2, np.zeros(1 << 24, np.uint8)))
+    found = collectives(read_shape(str(tmp_path)), exact=True)
+    assert rank.digest.startswith(f"{found.count} exchanges, ")
+
+
+# 10 GB/s and 100 G operations a second; an exchange takes 2 us, a message 20 us and 1 GB/s.
+COSTS = {"exchanges": (ExchangeCost(2, 2e-6), ExchangeCost(8, 6e-6)), "hop": 2e-5, "hop_rate": 1e9}
+CPU = replace(measured_device(), calibration=structs.replace(calibration(), **COSTS))
+PLAIN = Device("plain", "cpu", 1 << 40, 1e10, {"fp32": 5e10, "bf16": 1e11, "int8": 2e11})
+LLAMA = shape_from_config(config("llama-3.2-1b"), "llama-3.2-1b")
+AT = Setting(CPU, "bf16", "bf16", context=512, batch=8)
+
+
+def parts(at: Setting) -> dict[str, float]:
+    step = decode(at.group, at.context)
+    return {part.name: part.expected for part in step_time(LLAMA, at, step).parts}
+
+
+def test_messages_by_hand() -> None:
+    assert not parts(AT).keys() & {"exchanges", "hops"}
+    two = parts(replace(AT, tp=2))
+    assert two["exchanges"] == pytest.approx(82 * 2e-6) and two["hops"] == pytest.approx(2e-5)
+    assert parts(replace(AT, tp=4))["exchanges"] == pytest.approx(82 * 4e-6)  # between 2 and 8
+    stages = parts(replace(AT, pp=2))  # of four requests each, 2,048 numbers of two bytes
+    assert stages["hops"] == pytest.approx(2 * 2e-5 + 4 * 2048 * 2 / 1e9)
+    both = parts(replace(AT, tp=2, pp=2))  # told, told on, sent on, told on
+    assert both["hops"] == pytest.approx(4 * 2e-5 + 4 * 2048 * 2 / 1e9)
+    assert both["exchanges"] == two["exchanges"]
+
+
+def test_processes_of_a_cpu_are_no_faster_than_one() -> None:
+    ceilings = [decode_rate(LLAMA, replace(AT, device=PLAIN, tp=tp))[0] for tp in (1, 2, 4, 8)]
+    assert ceilings == pytest.approx([ceilings[0]] * 4)  # eight heads of keys, each read once
+    assert decode_rate(LLAMA, replace(AT, device=PLAIN, tp=16))[0] < ceilings[0]
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_stages_of_one_memory_read_the_weights_for_each_step_in_flight(pp: int) -> None:
+    """So they decode as much more slowly, and read prompts as fast, but for uneven stages."""
+    at = replace(AT, device=replace(PLAIN, rates={"bf16": 1e12}), context=16, batch=16)
+    alone, _ = decode_rate(LLAMA, at)
+    staged, _ = decode_rate(LLAMA, replace(at, pp=pp))
+    assert staged == pytest.approx(alone / pp, rel=0.02)
+    prompts, _ = prefill_rate(LLAMA, at, 512)
+    staged, _ = prefill_rate(LLAMA, replace(at, pp=pp), 512)
+    assert 0.75 * prompts < staged <= prompts
+
+
+def test_a_request_alone_has_the_memory_for_itself() -> None:
+    """Its stages compute one after the other, each with its cores."""
+    alone, staged = (step_time(LLAMA, replace(AT, device=PLAIN, batch=1, pp=p), decode(1, 16))
+                     for p in (1, 4))  # fmt: skip
+    assert staged.reading == pytest.approx(alone.reading)
+    assert staged.computing == pytest.approx(4 * alone.computing)
+
+
+def test_a_division_is_told() -> None:
+    assert division_of(LLAMA, AT) is None
+    found = division_of(LLAMA, replace(AT, tp=2, pp=2))
+    assert found is not None and found.collectives is not None
+    assert (found.cut, found.layer_bytes, found.hop_bytes) == ("exact", 2 * 17408, 2 * 2048)
+    assert (found.exchange, found.hop) == (2e-6, 2e-5)
+    both = parts(replace(AT, tp=2, pp=2))
+    assert found.step == pytest.approx(both["exchanges"] + both["hops"])
+    assert found.rate is not None and found.rate_of_one is not None
+    assert found.rate < found.rate_of_one
+    unmeasured = division_of(
+        LLAMA, replace(AT, device=replace(CPU, calibration=calibration()), tp=2)
+    )
+    assert unmeasured is not None and unmeasured.exchange is None and unmeasured.step == 0.0
+    gpus = division_of(LLAMA, Setting(find_device("h100"), "bf16", "bf16", 512, 8, tp=2, pp=2))
+    assert gpus is not None and gpus.cut == "fast" and gpus.rate_of_one is None
+    assert gpus.exchange is None and gpus.step is not None and gpus.step > 0
