@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 
 import pytest
+from helpers.calibrations import calibration
 from helpers.configs import PUBLIC
 from helpers.public_configs import config
 
 from kvik import LLM, SamplingParams
+from kvik.config.config import EngineConfig
+from kvik.config.hardware import Hardware
+from kvik.config.resolve import resolve
 from kvik.core.work import Work
 from kvik.engine.stats import EngineStats, LoopTime
 from kvik.planner.devices import Device
-from kvik.planner.efficiency import WHAT_HELPS, Efficiency, efficiency
+from kvik.planner.efficiency import WHAT_HELPS, Efficiency, efficiency, running_device
 from kvik.planner.families import read_shape, shape_from_config
 
 SHAPE = shape_from_config(PUBLIC["Llama-3-8B"], "Llama-3-8B")
@@ -213,3 +217,19 @@ def test_a_real_engine_counts_what_its_requests_took() -> None:
     )
     assert found.tokens == 37 + output - 1
     assert found.weight_bytes == pytest.approx(output * shape.read_bytes("fp32", 1), rel=0.05)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_group_runs_on_the_machine_that_all_its_threads_make(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The calibration is of two threads, which two processes have together."""
+    hardware = Hardware("Some CPU", 2, 1 << 34, "RAM", frozenset(("avx2", "fma")), native=True)
+    monkeypatch.setattr("kvik.planner.efficiency.detect", lambda: hardware)
+    monkeypatch.setattr("kvik.planner.efficiency.load", lambda path: calibration())
+    spec = read_shape("").spec
+    assert spec is not None
+    wishes = EngineConfig(device="cpu", threads=2, tensor_parallel_size=ranks)
+    resolved = resolve(wishes, spec, hardware, "")
+    assert resolved.runner.threads == 2 // ranks
+    assert running_device(resolved).measured

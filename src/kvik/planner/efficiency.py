@@ -367,7 +367,9 @@ def running_device(resolved: ResolvedConfig) -> Device:
     hardware = detect()
     if resolved.runner.kernels != "native":
         hardware = replace(hardware, native=False)
-    machine = this_machine(hardware, resolved.runner.threads, __version__)
+    runner = resolved.runner
+    threads = runner.threads * runner.ranks * max(1, len(runner.stages))  # of all processes
+    machine = this_machine(hardware, threads, __version__)
     try:
         return cpu_device(load(calibration_path()), machine, hardware.memory_limit)
     except ConfigError as error:

@@ -117,7 +117,7 @@ def test_the_engine_takes_what_is_advised(model: str, device: Device, wish: Wish
 
 def test_what_this_version_lacks_stands_apart() -> None:
     found = report("Llama-3-8B", H100, Wish())
-    lacking = [topic for topic in ORDER if not advise.available(topic)]
+    lacking = [topic for topic in ORDER if not advise.available(topic, H100)]
     assert [a.topic for a in found.later] == lacking and "parallelism" in lacking
     assert not any(a.flags for a in found.later)
     assert [a.topic for a in found.advice] == [topic for topic in ORDER if topic not in lacking]
@@ -245,8 +245,33 @@ def test_a_draft_model_takes_its_time() -> None:
 
 
 def test_parallelism_needs_a_link() -> None:
-    found = advice(report("Llama-3-8B", CPU, Wish()), "parallelism")
+    found = advice(report("Llama-3-8B", replace(H100, link=0.0), Wish()), "parallelism")
     assert found.verdict == "no use" and "no link" in found.reason
+
+
+def test_processes_of_one_memory_are_never_advised() -> None:
+    """They would all wait for it; and nothing of theirs stands among what a version lacks."""
+    found = report("Llama-3-8B", CPU, Wish())
+    parallel = advice(found, "parallelism")
+    assert parallel in found.advice and not found.later
+    assert parallel.verdict == "no use" and not parallel.flags
+    assert "would take 1.00 times as long" in parallel.reason
+    assert not any("parallel" in flag for flag in found.flags)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"cores": 1}, "must be at most 1, as there are 1 threads"),
+        ({"native": False}, "must be 1 with torch kernels"),
+    ],
+)
+def test_what_the_engine_refuses_is_not_even_compared(change: dict[str, object], why: str) -> None:
+    hardware = replace(hardware_of(CPU), **{"cores": 4, **change})
+    found = advise_shape(SHAPES["Llama-3-8B"], CPU, Wish(), hardware)
+    parallel = advice(found, "parallelism")
+    assert (parallel.verdict, parallel.flags) == ("no use", ())
+    assert parallel.reason.startswith(f"one process: {why}")
 
 
 def test_half_the_dtype_is_the_first_advice() -> None:
@@ -310,7 +335,7 @@ def test_a_promise_that_nothing_keeps() -> None:
     assert f"missed {excess:.2f} times over (TPOT {seconds(found.end.single.tpot)} of 1.00 ms)" in (
         found.promise
     )
-    assert "with all that is not in this version they would be missed" in found.promise
+    assert "not in this version" not in found.promise  # on a CPU it lacks nothing
 
 
 def test_a_promise_that_only_later_versions_keep() -> None:

@@ -50,8 +50,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "speculation": ("spec_method", "spec_model", "spec_tokens", "speculative_config"),
     "parallelism": ("tensor_parallel_size", "pipeline_parallel_size"),
 }
-# Levers of several devices: the engine divides a model among processes of a CPU alone.
-NOT_ON_DEVICES = frozenset({"parallelism"})
+NOT_ON_GPUS = frozenset({"parallelism"})  # the engine divides a model among processes of a CPU
 DRAFTS = (1, 2, 3, 4, 5, 6, 8)
 MOST_SEQS = 1024  # requests at a time
 MOST_DEVICES = 32  # that share layers
@@ -69,10 +68,11 @@ class Position:
     serving: Serving
 
 
-def available(topic: str) -> bool:
-    """Return whether this engine has the options of a lever."""
+def available(topic: str, device: Device) -> bool:
+    """Return whether this engine has the options of a lever, for such a device."""
     known = {option.name for option in options_of(EngineConfig)}
-    return topic not in NOT_ON_DEVICES and known.issuperset(OPTIONS.get(topic, ()))
+    divided = device.kind == "cpu" or topic not in NOT_ON_GPUS
+    return divided and known.issuperset(OPTIONS.get(topic, ()))
 
 
 def flag(option: str, value: object) -> str:
@@ -100,12 +100,11 @@ def serving_flags(serving: Serving, usual: Serving) -> tuple[str, ...]:
         ("speculation", "spec_method", "draft_model" if model else "ngram", drafting is not None),
         ("speculation", "spec_model", model, bool(model)),
         ("speculation", "spec_tokens", drafting.drafts if drafting else 0, drafting is not None),
-        ("parallelism", "tensor_parallel_size", at.tp, at.tp > 1),
     ]  # fmt: skip
     return tuple(
         flag(option, value)
         for topic, option, value, changed in pairs
-        if changed and available(topic)
+        if changed and available(topic, at.device)
     )
 
 
@@ -180,7 +179,10 @@ def made_formats(serving: Serving) -> tuple[str, ...]:
 
 
 def device_counts(serving: Serving) -> Iterator[int]:
-    """Yield the numbers of devices that can share the model."""
+    """Yield the numbers of devices that can share the model; processes of a CPU are no devices."""
+    if serving.at.exact:
+        yield 1
+        return
     count = 1
     while count <= MOST_DEVICES and can_share(serving.shape, count):
         if count == 1 or serving.at.device.link:
@@ -351,10 +353,13 @@ class _Adviser:
                 advice.append(made)
             elif topic == "speculation" and self.wish.acceptance is None:
                 advice.append(self._speculation(now))
-            elif available(topic):
+            elif topic == "parallelism" and now.serving.at.exact:
+                reason = reasons.processes(now.serving, self.traffic, self._batch(now))
+                advice.append(Advice(topic, "no use", reason))
+            elif self._available(topic):
                 made, now = self._pull(topic, now)
                 advice.append(made)
-        absent = [topic for topic in ORDER if not available(topic)]
+        absent = [topic for topic in ORDER if not self._available(topic)]
         return AdviceReport(
             wish=self.wish,
             traffic=self.traffic,
@@ -369,6 +374,9 @@ class _Adviser:
             later=tuple(self._pull(topic, now)[0] for topic in absent),
             promise=self._promise(now, absent),
         )
+
+    def _available(self, topic: str) -> bool:
+        return available(topic, self.usual.at.device)
 
     def _at(self, serving: Serving, name: str = "") -> _Point:
         return _Point(serving, figures_of(serving, self.traffic, self.wish), name)
@@ -391,7 +399,7 @@ class _Adviser:
                 shared = replace(usual, at=replace(usual.at, tp=count))
                 found = with_weights(shared, self.traffic, name)
                 if found.room:
-                    alone = count == 1 or available("parallelism")
+                    alone = count == 1 or self._available("parallelism")
                     why = "" if alone else reasons.obstacle(usual, found, formats)
                     return self._at(found), why
         raise CapacityError("model", reasons.hopeless(usual, formats))
@@ -444,7 +452,7 @@ class _Adviser:
     def _pull(self, topic: str, now: _Point) -> tuple[Advice, _Point]:
         """Try a lever's positions. Return the advice, and the setting that follows from it."""
         # Once batching is decided, it is decided anew for each setting.
-        later = ORDER.index(topic) > ORDER.index("batching") or not available(topic)
+        later = ORDER.index(topic) > ORDER.index("batching") or not self._available(topic)
         best = self._best(topic, now)
         then = best
         if best.name and later:
@@ -455,7 +463,7 @@ class _Adviser:
         reason = self._reason(topic, now, then, change)
         if change <= 0.0:
             return Advice(topic, "no use", reason), now
-        if not available(topic):
+        if not self._available(topic):
             found = Advice(topic, "not in this version", reason, then.name)
             return replace(found, before=now.figures, after=then.figures), now
         if topic in ("KV format", "quantisation"):
@@ -552,7 +560,7 @@ class _Adviser:
         if slo is None:
             return ""
         said = reasons.promise(now.figures, slo, asked=self.wish.load_named)
-        if self._kept(now):
+        if self._kept(now) or not absent:
             return said
         for topic in absent:  # all levers that this version lacks, on top of each other
             best = self._best(topic, now)

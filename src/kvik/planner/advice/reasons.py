@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvik.config.units import show_bytes
+from kvik.errors import ConfigError
 from kvik.planner.advice.figures import WORTHWHILE, Figures
 from kvik.planner.cost import seconds, three
 from kvik.planner.formats import arithmetic, weight_facts
@@ -42,8 +43,8 @@ def obstacle(usual: Serving, now: Serving, formats: tuple[str, ...]) -> str:
     _, limit = bytes_of(usual.shape, usual.at)
     return (
         f"does not fit one {usual.at.device.name}: at least {show_bytes(needed)} of weights, "
-        f"{show_bytes(limit)} may be used. This version cannot share a model; the figures "
-        f"are for {now.at.tp} devices that do, in {now.at.weight_format}"
+        f"{show_bytes(limit)} may be used. This version divides models among processes of a CPU "
+        f"alone; the figures are for {now.at.tp} devices, in {now.at.weight_format}"
     )
 
 
@@ -138,6 +139,23 @@ def formats(
         if ahead > 1.0 + WORTHWHILE and behind < 1.0 - WORTHWHILE:
             text += f", {other.beside(rates)}"
     return f"{text}; {shares(now, traffic, batch)}"
+
+
+def processes(serving: Serving, traffic: Traffic, batch: int) -> str:
+    """Compare two processes of this machine with one."""
+    shape, at = serving.shape, replace(serving.at, batch=batch)
+    two = replace(at, tp=2)
+    try:
+        more = bytes_of(shape, two)[0] - bytes_of(shape, at)[0]
+    except ConfigError as error:
+        return f"one process: {error.message}"
+    step = decode(batch, traffic.halfway)
+    times = [step_time(shape, each, step).expected for each in (two, at)]
+    return (
+        f"processes of one memory share its rate: with 2, a decoding step would take "
+        f"{times[0] / times[1]:.2f} times as long, and {show_bytes(more)} more. "
+        "--tensor-parallel-size is for cores with memories of their own (NUMA nodes), one for each"
+    )
 
 
 def checking(serving: Serving, traffic: Traffic, batch: int, drafts: int) -> str:
