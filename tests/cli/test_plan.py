@@ -44,6 +44,8 @@ def test_llama_3_70b(capsys: pytest.CaptureFixture[str]) -> None:
     assert "fits, " in text
     assert "cost at $14.00 an hour" in text
     assert "432,000 requests of 6,144 + 2,048" in text
+    assert "requests of 6,144 + 2,048, 32 at a time: " in text
+    assert "output tokens/s of a copy that does both" in text
     (decode,) = (line.split() for line in lines if line.split()[:1] == ["32"])
     # 32 requests read 141 GB less the embedding, and 32 * 8192 * 327,680 bytes, at 19.2 TB/s
     assert float(decode[1].replace(",", "")) == pytest.approx(

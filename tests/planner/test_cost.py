@@ -119,3 +119,9 @@ def test_dollars() -> None:
 def test_columns() -> None:
     assert columns([["a", "10"], ["long", "9"]], "<>") == ["  a     10", "  long   9"]
     assert columns([["x", ""]], "<<", indent=0) == ["x"]
+
+
+def test_a_copy_that_does_both_has_the_time_of_both() -> None:
+    """A second for 1,000 tokens of prompt, two for 100 of output."""
+    assert TokenRates(decode=50.0, prefill=1000.0).output_rate(1000, 100) == pytest.approx(100 / 3)
+    assert TokenRates(decode=50.0).output_rate(1000, 100) == 50.0

@@ -391,3 +391,41 @@ def test_stages_compute_chunks_of_a_prompt_at_a_time() -> None:
     for alone, staged in zip(one.prefill, four.prefill, strict=True):
         chunks = max(1, alone.tokens // 8192)
         assert staged.floor == pytest.approx(alone.floor * (chunks + 3) / (4 * chunks), rel=0.02)
+
+
+# Published by others (docs/planning.md says where): output tokens/s of Llama 3.1 70B on eight GPUs.
+PUBLISHED = [
+    ("h100", 128, 2048, 1388, 15_190, 36_600),
+    ("h100", 2048, 128, 1388, 1_967, 2_950),
+    ("h200", 2048, 2048, 1425, 9_716, 19_400),
+]
+
+
+@pytest.mark.parametrize(
+    ("hardware", "prompt", "output", "batch", "published", "planned"), PUBLISHED
+)
+def test_ceilings_are_above_what_was_published(
+    hardware: str, prompt: int, output: int, batch: int, published: float, planned: float
+) -> None:
+    formats = {"dtype": "fp8", "kv_cache_dtype": "fp8"}
+    question = Question(context=prompt + output, output_tokens=output, batch=batch, tp=8, **formats)
+    found = answer("llama-3.1-70b", find_device(hardware), question)
+    assert found.memory.largest_batch == batch and found.rates is not None
+    rate = found.rates.output_rate(prompt, output)
+    assert rate == pytest.approx(planned, rel=0.005)  # as the document says
+    assert published < rate < 2.6 * published
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "published", "planned"), [(8, 1, 48.5, 41.9), (8, 4, 15.5, 12.4)]
+)
+def test_a_long_prompt_takes_longer_than_the_ceiling(
+    tp: int, pp: int, published: float, planned: float
+) -> None:
+    """DeepSeek-V3.1 on nodes of eight H20: 128K tokens, seconds."""
+    question = Question(context=131_072, output_tokens=1, tp=tp, pp=pp)
+    found = answer("deepseek-v3", find_device("h20"), question)
+    assert found.speed is not None
+    assert found.speed.prefill[-1].floor == pytest.approx(planned, rel=0.005)
+    assert planned < published < 1.3 * planned
+    assert found.memory.fits == (pp > 1)  # one node has too little memory

@@ -259,7 +259,20 @@ def _decode(plan: Plan, speed: PlannedSpeed) -> str:
         turn = "never compute-bound: each request reads more than it computes"
     else:
         turn = f"compute-bound from batch {speed.compute_bound_batch:,} on, at peak rates"
-    return f"{_table(plan, title, header, rows, align)}\n  {turn}"
+    return "\n".join([_table(plan, title, header, rows, align), f"  {turn}", *_served(plan)])
+
+
+def _served(plan: Plan) -> list[str]:
+    """Return the rates of whole requests."""
+    rates, (prompt, output) = plan.rates, plan.request
+    if rates is None or rates.prefill is None or not output:
+        return []
+    batch = min(plan.at.batch, plan.memory.largest_batch)
+    return [
+        f"  requests of {prompt:,} + {output:,}, {batch:,} at a time: "
+        f"{three(rates.prefill)} prompt tokens/s or {three(rates.decode)} output tokens/s,\n"
+        f"  so {three(rates.output_rate(prompt, output))} output tokens/s of a copy that does both"
+    ]
 
 
 def _attention(plan: Plan) -> str:
@@ -486,6 +499,8 @@ def as_object(answer: Plan) -> dict[str, object]:
         "attention_variants": answer.attention_variants,
         "weight_formats": answer.weight_formats,
         "kv_formats": answer.kv_formats,
+        "request": {"prompt": answer.request[0], "output": answer.request[1]},
+        "rates": answer.rates,
         "measured_rate": answer.measured_rate,
         "cost": answer.cost,
     }

@@ -94,6 +94,10 @@ class TokenRates:
         """Return the share of a request in the time of one copy, which prefills or decodes."""
         return output / self.decode + (prompt / self.prefill if self.prefill else 0.0)
 
+    def output_rate(self, prompt: int, output: int) -> float:
+        """Return the output tokens/s of one copy that computes prompts, too."""
+        return output / self.seconds(prompt, output)
+
 
 @dataclass(frozen=True, slots=True)
 class Cost:

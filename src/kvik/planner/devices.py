@@ -166,6 +166,10 @@ DEVICES: Mapping[str, Device] = {
         _gpu("h200", 143_771, 4.8, _HOPPER, 450, "NVIDIA H200 data sheet (SXM)"),
         _gpu("h100", 81_559, 3.35, _HOPPER, 450, "NVIDIA H100 data sheet (SXM5)"),
         _gpu(
+            "h20", 97_871, 4.0, {"fp32": 44, "bf16": 148, "fp16": 148, "int8": 296, "fp8": 296},
+            450, "NVIDIA H20 data sheet (SXM)",
+        ),
+        _gpu(
             "h100-pcie", 81_559, 2.0,
             {"fp32": 51.2, "bf16": 756, "fp16": 756, "int8": 1513, "fp8": 1513},
             64, "NVIDIA H100 data sheet (PCIe; link: PCIe 5.0 x16, no bridge)",
@@ -217,6 +221,7 @@ _DRIVER_NAMES: Mapping[str, str] = {
     "NVIDIA B200": "b200",
     "NVIDIA H200": "h200",
     "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H20": "h20",
     "NVIDIA H100 PCIe": "h100-pcie",
     "NVIDIA A100-SXM4-80GB": "a100-80g",
     "NVIDIA A100-SXM4-40GB": "a100-40g",

@@ -139,8 +139,8 @@ def _cut_cache(cache: CacheShape, tp: int) -> CacheShape:
 def stage_runs(
     shape: ModelShape, pp: int, weight_format: str, kv_format: str = "", tokens: int = 0
 ) -> tuple[range, ...]:
-    """Return the layers of each stage, as many bytes as can be: of weights, and of what layers
-    cache of some tokens.
+    """Return the layers of each stage, so that the largest has as few bytes as can be: of weights,
+    and of what layers cache of some tokens.
 
     Raises:
         ConfigError: fewer layers can be apart from each other.

@@ -271,14 +271,13 @@ def _decode(shape: ModelShape, at: Setting, batch: int, memory: Memory) -> Decod
     )
 
 
-def cost_of(shape: ModelShape, at: Setting, question: Question, memory: Memory) -> Cost | None:
+def cost_of(at: Setting, question: Question, rates: TokenRates | None) -> Cost | None:
     """Return what requests cost; None: there is no price, or neither a rate nor a roofline.
 
     Raises:
         ConfigError: a measured rate without a price.
     """
     price = at.device.price if question.price is None else question.price
-    rates = _rates(shape, at, question, memory)
     if price is None and question.tokens_per_second is not None:
         raise ConfigError("tokens_per_second", "costs something at a price only: give --price too")
     if price is None or rates is None:
@@ -287,7 +286,9 @@ def cost_of(shape: ModelShape, at: Setting, question: Question, memory: Memory) 
     return cost(price * at.devices, rates, prompt, output, load_of(question, at.context))
 
 
-def _rates(shape: ModelShape, at: Setting, question: Question, memory: Memory) -> TokenRates | None:
+def rates_of(
+    shape: ModelShape, at: Setting, question: Question, memory: Memory
+) -> TokenRates | None:
     """As measured; else of the asked batch, or of the largest that fits if that is smaller, its
     prompts together in a step and its outputs half done."""
     if question.tokens_per_second is not None:
@@ -431,13 +432,16 @@ class Plan:
     at: formats, devices and work that were asked for, defaults filled in.
     parts, division: (), None: the model is on one device, in one process.
     remedies: what would fit, if this does not.
+    request: tokens of its prompt and of its output.
     speed: None: the device's speed is unknown.
+    rates: of requests; None: nothing fits, or the speed is unknown.
     measured_rate: output tokens/s that the cost is of; None: the roofline's.
     cost: None: there is no price, or no rate.
     """
 
     shape: ModelShape
     at: Setting
+    request: tuple[int, int]
     memory: Memory
     parts: tuple[PartMemory, ...]
     kv_waste: KVWaste
@@ -448,6 +452,7 @@ class Plan:
     attention_variants: tuple[AttentionRow, ...]
     weight_formats: tuple[WeightRow, ...]
     kv_formats: tuple[KVRow, ...]
+    rates: TokenRates | None
     measured_rate: float | None
     cost: Cost | None
 
@@ -506,9 +511,11 @@ def plan_shape(
     at = setting_of(shape, device, question, hardware)
     shape = laid_out(shape, at)
     memory = memory_of(shape, at)
+    rates = rates_of(shape, at, question, memory)
     return Plan(
         shape=shape,
         at=at,
+        request=request_of(question, at.context),
         memory=memory,
         parts=parts_of(shape, at),
         kv_waste=kv_waste(shape, at),
@@ -519,8 +526,9 @@ def plan_shape(
         attention_variants=attention_variants(shape, at),
         weight_formats=weight_formats(shape, at),
         kv_formats=kv_formats(shape, at),
+        rates=rates,
         measured_rate=question.tokens_per_second,
-        cost=cost_of(shape, at, question, memory),
+        cost=cost_of(at, question, rates),
     )
 
 
