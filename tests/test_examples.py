@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 ALL = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
-# A server does not end by itself: tests/server/test_asgi.py runs it.
-EXAMPLES = [path for path in ALL if path.stem != "async_server"]
+# A server does not end by itself: tests/server/test_asgi.py runs one, tests/test_ray.py the other.
+EXAMPLES = [path for path in ALL if path.stem not in ("async_server", "ray_serve")]
 
 
 def test_there_are_examples() -> None:

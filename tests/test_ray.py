@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import runpy
 import signal
+import socket
 import sys
 import time
+import urllib.request
+from pathlib import Path
 
 import pytest
 from helpers.optional_native import needs_native
@@ -82,6 +87,26 @@ def test_a_cluster_without_room_is_one_error(cluster, monkeypatch) -> None:
     with pytest.raises(ConfigError, match="ray has no room for 2 times 4 CPUs"):
         LLM(**{**RAY, "threads": 12})
     assert not stages()
+
+
+@pytest.mark.full
+def test_ray_serve_has_kvik_in_its_replicas(cluster) -> None:
+    serve = pytest.importorskip("ray.serve", reason="ray was installed without its server")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    example = Path(__file__).parents[1] / "examples" / "ray_serve.py"
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    try:
+        serve.run(runpy.run_path(str(example))["app"], name="kvik")
+        body = json.dumps({"model": "stories", "prompt": "Once", "max_tokens": 8}).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/v1/completions", body, {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            answer = json.load(response)
+        assert answer["usage"]["completion_tokens"] == 8
+    finally:
+        serve.shutdown()
 
 
 def test_without_ray_the_error_says_what_to_install(monkeypatch) -> None:
