@@ -190,10 +190,12 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 // rounded to its dtype, in place of what down gives. up, down: `ExpertMatrix` [count], all of one kind; the biases
 // of gate and up are bias_pair apart. residual (or null) and y have the dtype of x. part 0: all. Else made
 // [rows * active, ..], of the dtype of x, is what experts have in between, by expert and in the order of rows: part 1
-// computes `inner` columns of it, of x of `hidden` columns; part 2 `hidden` columns of y, of `inner` of made.
+// computes `inner` columns of it, of x of `hidden` columns; part 2 `hidden` columns of y, of `inner` of made. Or of
+// `count` experts up and down have `owned` from `first` on (else all): part 3 puts what these give, not weighted, to
+// y [rows * active, hidden] fp32, by expert and in the order of rows; part 4 sums what all have put to `made`.
 #define KVIK_ARGS_experts(P, I, F)                                                       \
-    P(x) I(x_stride) I(rows) P(ids) P(weights) I(weigh_inputs) I(active) I(count) P(up)  \
-    P(down) I(hidden) I(inner) I(activation) I(bias_pair) I(up_kind) I(up_group)         \
+    P(x) I(x_stride) I(rows) P(ids) P(weights) I(weigh_inputs) I(active) I(count)        \
+    I(first) I(owned) P(up) P(down) I(hidden) I(inner) I(activation) I(bias_pair) I(up_kind) I(up_group)         \
     I(up_fp8_x) I(down_kind) I(down_group) I(down_fp8_x) P(residual) I(residual_stride)  \
     I(part) P(made) I(made_stride) P(y) I(y_stride) I(dtype)
 

@@ -142,9 +142,10 @@ struct Chosen {
 
 struct SortedRows {
     int64_t count, chosen;
-    int32_t* row;    // [count], of x and y
-    float* weight;   // [count]
-    int32_t* at;     // [count], index among the chosen experts
+    Range own;        // those of experts that are here
+    int32_t* row;     // [count], of x and y
+    float* weight;    // [count]
+    int32_t* at;      // [count], index among the chosen experts that are here
     Chosen* experts;  // [chosen]
 };
 
@@ -170,12 +171,14 @@ SortedRows sort_rows(const experts_args& a, char* memory) {
         const int64_t rows = next[e];
         next[e] = first;
         index[e] = s.chosen;
-        if (!rows) continue;
-        Chosen& one = s.experts[s.chosen++];
-        one.expert = e;
-        one.first = first;
-        one.rows = rows;
         first += rows;
+        if (!rows || e < a.first || e >= a.first + a.owned) continue;
+        Chosen& one = s.experts[s.chosen++];
+        one.expert = e - a.first;
+        one.first = first - rows;
+        one.rows = rows;
+        if (s.chosen == 1) s.own.begin = one.first;
+        s.own.end = first;
     }
     for (int64_t i = 0; i < s.count; i++) {
         const int64_t to = next[ids[i]]++;
@@ -235,17 +238,18 @@ void weigh_one(const linear_args& a, int64_t from, float weight, char* out) {
 
 // source(i): the row of x that sorted row i is made of. weighed: times its weight.
 template <class Source>
-PreparedRows prepare_sorted(const SortedRows& s, int64_t count, bool weighed, Team& team, const Source& source) {
+PreparedRows prepare_sorted(const SortedRows& s, Range rows, bool weighed, Team& team, const Source& source) {
     const linear_args& like = s.experts[0].args;
-    const PreparedRows all = prepared_at(like, count, (char*)shared_scratch(team, 1, size_t(prepared_bytes(like, count))));
-    const int64_t parts = parts_for(team, count, kSortedPerThread);
+    char* memory = (char*)shared_scratch(team, 1, size_t(prepared_bytes(like, rows.end)));
+    const PreparedRows all = prepared_at(like, rows.end, memory);
+    const int64_t count = rows.end - rows.begin, parts = parts_for(team, count, kSortedPerThread);
     together(team, parts, [&](Member& member) {
         const int64_t row_size = weighed ? like.inputs * int64_t(sizeof(float)) : 0;
         char* ordered = (char*)member.scratch(size_t(ordered_bytes(like) + row_size) + 1);
         char* row = ordered + ordered_bytes(like);
         for (int64_t part; (part = member.next()) >= 0;) {
             const Range range = part_of(count, part, parts);
-            for (int64_t i = range.begin; i < range.end; i++) {
+            for (int64_t i = rows.begin + range.begin; i < rows.begin + range.end; i++) {
                 const linear_args& args = s.experts[s.at[i]].args;
                 if (!weighed) {
                     prepare_one(args, source(i), i, all, ordered);
@@ -374,7 +378,7 @@ void outer_products(const experts_args& a, const SortedRows& s, const PreparedRo
 
 // What the chosen experts have in between: [pairs, inner], `stride` apart.
 void experts_up(const experts_args& a, const SortedRows& s, char* made, int64_t stride, Team& team) {
-    const int64_t pairs = a.rows * a.active, item = a.dtype == kBF16 ? 2 : 4;
+    const int64_t item = a.dtype == kBF16 ? 2 : 4;
     bool alike = true;  // all experts would prepare a row in the same way
     for (int64_t i = 0; i < s.chosen; i++) {
         Chosen& one = s.experts[i];
@@ -399,12 +403,11 @@ void experts_up(const experts_args& a, const SortedRows& s, char* made, int64_t 
     }
     const bool weighed = a.weigh_inputs != 0, common = alike && a.rows == 1 && !weighed;
     const auto of_x = [&](int64_t i) { return int64_t(s.row[i]); };
-    inner_products(s, prepare_sorted(s, common ? 1 : pairs, weighed, team, of_x), common, team);
+    inner_products(s, prepare_sorted(s, common ? Range{0, 1} : s.own, weighed, team, of_x), common, team);
 }
 
-void experts_down(const experts_args& a, const SortedRows& s, char* made, int64_t stride, Team& team) {
-    const int64_t pairs = a.rows * a.active;
-    for (int64_t i = 0; a.weigh_inputs && i < pairs; i++) s.weight[i] = 1.0f;
+// What the experts of a row give, times their weights; or only what they give, if `alone`.
+void experts_down(const experts_args& a, const SortedRows& s, char* made, int64_t stride, bool alone, Team& team) {
     for (int64_t i = 0; i < s.chosen; i++) {
         Chosen& one = s.experts[i];
         linear_args l = {};
@@ -416,25 +419,67 @@ void experts_down(const experts_args& a, const SortedRows& s, char* made, int64_
         l.inputs = a.inner;
         l.outputs = a.hidden;
         l.dtype = l.out_dtype = a.dtype;
+        if (alone) {
+            l.y = (float*)a.y + one.first * a.y_stride;
+            l.y_stride = a.y_stride;
+            l.out_dtype = kF32;
+        }
         l.fp8_x = a.down_fp8_x;
         set_matrix(l, ((const ExpertMatrix*)a.down)[one.expert]);
         one.args = l;
         one.plan = plan_linear(l, team.size);
     }
     const auto of_made = [&](int64_t i) { return i; };
-    outer_products(a, s, prepare_sorted(s, pairs, false, team, of_made), team);
+    const PreparedRows all = prepare_sorted(s, s.own, false, team, of_made);
+    alone ? inner_products(s, all, false, team) : outer_products(a, s, all, team);
+}
+
+constexpr int64_t kSummedPerThread = 4096;  // numbers
+
+// y: the sums of what experts have put to `made`, in their order.
+void sum_experts(const experts_args& a, const SortedRows& s, Team& team) {
+    const int64_t tiles = divide_up(a.hidden, kTile), each = kSummedPerThread / (s.count * kTile) + 1;
+    const int64_t pieces = divide_up(tiles, each);
+    together(team, pieces, [&](Member& member) {
+        float* sums = (float*)member.scratch(size_t(a.rows * kTile) * sizeof(float));
+        for (int64_t piece; (piece = member.next()) >= 0;)
+            for (int64_t tile = piece * each; tile < smaller((piece + 1) * each, tiles); tile++) {
+                std::memset(sums, 0, size_t(a.rows * kTile) * sizeof(float));
+                for (int64_t i = 0; i < s.count; i++) {
+                    const float* from = (const float*)a.made + i * a.made_stride + tile * kTile;
+                    float* to = sums + int64_t(s.row[i]) * kTile;
+                    for (int v = 0; v < kTileVectors; v++) {
+                        const int n = int(smaller(kLanes, a.hidden - tile * kTile - v * kLanes));
+                        if (n <= 0) break;
+                        const F32 value = load(from + v * kLanes, n);
+                        store(to + v * kLanes, fma(value, broadcast(s.weight[i]), load(to + v * kLanes)));
+                    }
+                }
+                a.dtype == kBF16 ? store_sums<bf16>(a, tile, sums) : store_sums<float>(a, tile, sums);
+            }
+    });
 }
 
 void experts(const experts_args& a, Team& team) {
     if (a.rows == 0) return;
     const int64_t pairs = a.rows * a.active, item = a.dtype == kBF16 ? 2 : 4;
     const int64_t lists = 3 * aligned(4 * pairs) + aligned(a.count * int64_t(sizeof(Chosen)));
-    char* memory = (char*)shared_scratch(team, 0, size_t(lists + (a.part ? 0 : pairs * a.inner * item)));
-    char* made = a.part ? (char*)a.made : memory + lists;
-    const int64_t stride = a.part ? a.made_stride : a.inner;
+    const bool whole = a.part == 0 || a.part == 3;  // what is in between is nobody else's
+    char* memory = (char*)shared_scratch(team, 0, size_t(lists + (whole ? pairs * a.inner * item : 0)));
+    char* made = whole ? memory + lists : (char*)a.made;
+    const int64_t stride = whole ? a.inner : a.made_stride;
     const SortedRows s = sort_rows(a, memory);
-    if (a.part != 2) experts_up(a, s, made, stride, team);
-    if (a.part != 1) experts_down(a, s, made, stride, team);
+    const auto weigh_nothing = [&] {
+        for (int64_t i = 0; a.weigh_inputs && i < pairs; i++) s.weight[i] = 1.0f;
+    };
+    if (a.part == 4) {
+        weigh_nothing();
+        sum_experts(a, s, team);
+    } else if (s.chosen) {
+        if (a.part != 2) experts_up(a, s, made, stride, team);
+        weigh_nothing();
+        if (a.part != 1) experts_down(a, s, made, stride, a.part == 3, team);
+    }
 }
 
 }  // namespace

@@ -37,6 +37,7 @@ BAD: dict[str, list[Any]] = {
     "max_queued_tokens": [0, None, 1 << 50],
     "tensor_parallel_size": [0, None, 65, "two"],
     "pipeline_parallel_size": [0, None, 65, "two"],
+    "expert_parallel": [None, 1, "yes"],
     "distributed_executor_backend": [None, "mpi", 1],
     "kernels": ["fast", None, ""],
     "attention_backend": ["flash", None, ""],

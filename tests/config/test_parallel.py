@@ -123,3 +123,19 @@ def test_refusals_of_a_pipeline(model, options, message) -> None:
         spec = ModelSpec.from_config(public_configs()[model])
         resolve(EngineConfig(**{**common, **options}), spec, MACHINE, "")
     assert caught.value.field == "pipeline_parallel_size"
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ("olmoe-1b-7b", {"tensor_parallel_size": 1}, "only with tensor_parallel_size of 2 or more"),
+        ("llama-3.2-1b", {}, "LlamaForCausalLM has no experts"),
+        ("mixtral-8x7b-v0.1", {"tensor_parallel_size": 9}, "9 processes cannot share 8 experts"),
+    ],
+)
+def test_refusals_of_whole_experts(model, options, message) -> None:
+    common = {"device": "cpu", "tensor_parallel_size": 2, "threads": 64, "expert_parallel": True}
+    with pytest.raises(ConfigError, match=message) as caught:
+        spec = ModelSpec.from_config(public_configs()[model])
+        resolve(EngineConfig(**{**common, **options}), spec, MACHINE, "")
+    assert caught.value.field == "expert_parallel"

@@ -61,6 +61,7 @@ COLUMNS = [
         for method, more in DRAFTERS.items()
     ),
     Column("tp2 pp2", BOTH),
+    Column("tp2, whole experts", {**TWO, "expert_parallel": True}),
     Column(
         "tp2 pp2, preemption, chunks",
         {**BOTH, **SQUEEZED, "max_num_batched_tokens": 16},
@@ -70,11 +71,16 @@ COLUMNS = [
 BY_NAME = {column.name: column for column in COLUMNS}
 # Each format with two processes, and each column in one format.
 CASES = [("bundled", name, BY_NAME[column]) for name in FORMATS for column in ("tp2", "pp2")]
-CASES += [("bundled", "int8", column) for column in COLUMNS if column.name not in ("tp2", "pp2")]
+ELSEWHERE = ("tp2", "pp2", "tp2, whole experts")
+CASES += [("bundled", "int8", column) for column in COLUMNS if column.name not in ELSEWHERE]
 FAST = [("int8", BY_NAME[name]) for name in ("tp2", "tp2, hits, chunks", "pp2, hits, chunks")]
 CASES += [("capped", "bfloat16", BY_NAME[name]) for name in ("tp2", "tp4", "tp2 pp2")]
 CASES += [(name, "int4", BY_NAME["tp2"]) for name in ("windowed", "chunked", "latent")]
 CASES += [(name, "int4", BY_NAME["pp2"]) for name in ("chunked", "latent")]
+CASES += [
+    (name, weights, BY_NAME["tp2, whole experts"])
+    for name, weights in (("windowed", "bfloat16"), ("chunked", "int4"), ("latent", "int8"))
+]
 
 
 @pytest.mark.parametrize(
@@ -153,6 +159,8 @@ def test_models_of_each_kind(number, family, tmp_path) -> None:
     layer."""
     save_tiny(tmp_path, family, **FAMILIES[family])
     found = [answers(tmp_path, ranks, dtype="float32") for ranks in (1, 2 + number % 2)]
+    if "Moe" in family or family in ("GptOss", "DeepseekV3"):
+        found.append(answers(tmp_path, 2, dtype="float32", expert_parallel=True))
     if family != "Gemma4":  # whose last layers read what the first ones keep
         found.append(answers(tmp_path, 2, "pipeline_parallel_size", dtype="float32"))
     assert found == [found[0]] * len(found)

@@ -61,6 +61,7 @@ ENGINE_FLAGS = (
     "threads",
     "tensor_parallel_size",
     "pipeline_parallel_size",
+    "expert_parallel",
     "distributed_executor_backend",
     "seed",
     "load_format",

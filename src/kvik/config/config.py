@@ -182,6 +182,11 @@ class EngineConfig:
         Integer(1, MAX_STAGES),
         "stages among which layers are divided, each of tensor_parallel_size processes",
     )
+    expert_parallel: bool = option(
+        False,
+        Flag(),
+        "each process of tensor_parallel_size has some experts whole, not a part of each",
+    )
     distributed_executor_backend: str = option(
         "mp",
         OneOf(("mp", "ray")),
@@ -272,6 +277,7 @@ class RunnerConfig:
         ranks: processes that compute layers together, of `threads` each.
         stage_ends: where the layers of each stage end; (): there is one stage.
         backend: see `distributed_executor_backend`.
+        expert_parallel: see `EngineConfig`.
     """
 
     model_path: str
@@ -293,6 +299,7 @@ class RunnerConfig:
     ranks: int = 1
     stage_ends: tuple[int, ...] = ()
     backend: str = "mp"
+    expert_parallel: bool = False
 
     @property
     def stages(self) -> tuple[PipelineStage, ...]:

@@ -429,6 +429,7 @@ class Footprint:
     checkpoints: bool = True  # states are kept for prefix hits
     ranks: int = 1  # processes that compute layers together
     repeated: int = 0  # bytes of weights that several of them have, but once
+    given: int = 0  # bytes of a token that experts of other processes give, until they are summed
     stage_ends: tuple[int, ...] = ()  # see `RunnerConfig`
     # Weights of each stage, if they are on machines of their own, which are all planned alike.
     apart: tuple[int, ...] = ()
@@ -527,6 +528,7 @@ class Footprint:
         """Peak of one step."""
         own = self._step.tape(size) if self._taped else self._step.eager(size)
         own *= self._processes  # what they share is not told from what each has
+        own += size.max_num_batched_tokens * self.given
         drafting = self._drafting(size, self.draft) if self.draft else 0
         if self.heads:
             drafting += self.heads.step(min(size.max_num_seqs, size.max_draft_rows))

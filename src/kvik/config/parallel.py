@@ -35,6 +35,17 @@ def check_group(
     if config.distributed_executor_backend == "ray" and stages == 1:
         told = f"can be ray only with {STAGES} of 2 or more: Ray places the stages of a pipeline"
         raise ConfigError("distributed_executor_backend", told)
+    if config.expert_parallel:
+        experts = [layer.experts.router.experts for layer in spec.layers if layer.experts]
+        if ranks == 1:
+            raise ConfigError("expert_parallel", f"can be true only with {OPTION} of 2 or more")
+        if not experts:
+            raise ConfigError(
+                "expert_parallel", f"must be false: {spec.architecture} has no experts"
+            )
+        if min(experts) < ranks:
+            told = f"must be false: {ranks} processes cannot share {min(experts)} experts"
+            raise ConfigError("expert_parallel", told)
     if ranks * stages == 1:
         return
     if compute.kernels != "native" or compute.attention != "cpu":
@@ -150,6 +161,13 @@ def share_reason(spec: ModelSpec, threads: int, each: int, ranks: int) -> str:
         f"{spec.num_kv_heads} heads of keys, as much of each matrix, and {each} of "
         f"{threads} threads"
     )
+
+
+def given_bytes(config: EngineConfig, spec: ModelSpec) -> int:
+    """Return the bytes, in fp32, of what the experts of a token give, where each expert is one
+    process'."""
+    experts = (layer.experts for layer in spec.layers if layer.experts and config.expert_parallel)
+    return 4 * spec.hidden_size * max((one.router.active for one in experts), default=0)
 
 
 def repeated_bytes(config: EngineConfig, spec: ModelSpec, compute: Compute) -> int:

@@ -23,6 +23,7 @@ from kvik.config.fit import Fit, choose_speculation, footprint_of, with_drafter
 from kvik.config.hardware import Hardware
 from kvik.config.parallel import (
     check_group,
+    given_bytes,
     repeated_bytes,
     share_reason,
     stage_ends,
@@ -79,7 +80,8 @@ def resolve(
     # Processes share the pages of a folder that is mapped.
     repeated = repeated_bytes(config, spec, compute) if mapped is None else 0
     apart = stage_weights(config, spec, compute, ends)
-    footprint = replace(footprint, repeated=repeated, stage_ends=ends, apart=apart)
+    given = given_bytes(config, spec)
+    footprint = replace(footprint, repeated=repeated, stage_ends=ends, apart=apart, given=given)
     footprint = with_drafter(footprint, asked, source)
     footprint, size, num_blocks = Fit(config, footprint, limit).decide(notes)
     speculation = choose_speculation(asked, size, footprint.groups, source, notes)
@@ -139,6 +141,7 @@ def resolve(
             ranks=ranks,
             stage_ends=ends,
             backend=config.distributed_executor_backend,
+            expert_parallel=config.expert_parallel,
         ),
         memory=footprint.plan(size, num_blocks, limit),
         seed=seed,

@@ -250,6 +250,7 @@ class MatrixSpec:
         kind, rows, inputs: of the weight.
         bias: whether there is one.
         heads: of `Ops.linear_each`, which share the rows; 0: it is for `linear`.
+        expert: number of the expert whose it is, and of how many; None: it is no expert's.
     """
 
     kind: WeightKind
@@ -260,6 +261,7 @@ class MatrixSpec:
     out_dtype: torch.dtype
     device: torch.device
     heads: int = 0
+    expert: tuple[int, int] | None = None
 
     @property
     def outputs(self) -> int:

@@ -396,10 +396,14 @@ class Builder:
         up, down = [], []
         for expert in range(rule.experts):
             gate_up = tuple(name.format(expert) for name in names.gate_up)
-            up.append(self._gate_up(gate_up, hidden, inner, bias, activation, names.mixed).matrix)
+            one = (expert, rule.experts)
+            up.append(
+                self._gate_up(gate_up, hidden, inner, bias, activation, names.mixed, one).matrix
+            )
             last = LinearShape(inner, hidden, names.mixed)
             name = names.down.format(expert)
-            down.append(self._linear((name,), [last], [self._scheme(name)], bias=bias).matrix)
+            scheme = self._scheme(name)
+            down.append(self._linear((name,), [last], [scheme], bias=bias, expert=one).matrix)
         for matrices in (up, down):
             if len({matrix.spec.kind for matrix in matrices}) > 1:
                 named = shown(self._name(names.down.format("*")))
@@ -424,6 +428,7 @@ class Builder:
         bias: bool,
         activation: Activation,
         mixed: bool,
+        expert: tuple[int, int],
     ) -> Linear:
         """See `ExpertNames`."""
         widths = (2 * inner // len(names),) * len(names)
@@ -433,7 +438,9 @@ class Builder:
             rows = torch.arange(2 * inner)
             places = rows % 2 * inner + rows // 2
         stored = [self._scheme(name) for name in names]
-        return self._linear(names, shapes, stored, bias=bias, activation=activation, places=places)
+        return self._linear(
+            names, shapes, stored, bias=bias, activation=activation, places=places, expert=expert
+        )
 
     def embedding(self, name: str, rows: int, hidden: int, *, skipped: int = 0) -> PositionTable:
         """Return a table [rows, hidden]; `skipped`: first rows that are never read."""
@@ -764,9 +771,11 @@ class Builder:
         exact: bool = False,
         wide: bool = False,
         places: Tensor | None = None,
+        expert: tuple[int, int] | None = None,
     ) -> Linear:
         """
         Args:
+            expert: see `MatrixSpec`.
             exact: the weight is never quantised. wide: the outputs are fp32.
             places: where the first rows go; see `Rows`.
             stored: how the checkpoint stores each layer; None: as floats.
@@ -787,6 +796,7 @@ class Builder:
             None if stages else activation,
             torch.float32 if head or wide else self.dtype,
             self.device,
+            expert=expert,
         )
         matrix = self.storage.matrix(quantizer.layer, spec)
         linear = Linear(self.ops, matrix, stages, activation if stages else None)

@@ -250,7 +250,13 @@ class NativePlatform:
         packing = TILES
         if seat is not None:
             assert isinstance(backend, CpuAttention)
-            self.group = Group(self.native, seat.memory, seat.rank, seat.size)
+            self.group = Group(
+                self.native,
+                seat.memory,
+                seat.rank,
+                seat.size,
+                whole_experts=runner.expert_parallel,
+            )
             ops = group_ops(self.native, ops, self.group)
             packing = group_packing(self.native, self.group)
             backend = GroupAttention(backend, ops, self.group)

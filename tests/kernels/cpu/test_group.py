@@ -6,6 +6,7 @@ import ctypes
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,13 +25,15 @@ from kvik.spec.shares import HeadShare, share_of
 CPU = torch.device("cpu")
 
 
-def in_turn(size: int, call: Callable[[Ops, Group], Tensor]) -> list[Tensor]:
+def in_turn(
+    size: int, call: Callable[[Ops, Group], Tensor], *, whole_experts: bool = False
+) -> list[Tensor]:
     """What each of a group gets from the same calls."""
     memory = np.zeros(1 << 22, np.uint8)
 
     def one(rank: int) -> Tensor:
         native = Native(1)
-        group = Group(native, memory, rank, size)
+        group = Group(native, memory, rank, size, whole_experts=whole_experts)
         return call(group_ops(native, native_ops(native), group), group)
 
     with ThreadPoolExecutor(size) as pool:
@@ -82,6 +85,41 @@ def test_products_are_those_of_one_process(kind, rows, size, activation) -> None
     whole = call(native_ops(native), None)  # type: ignore[arg-type]
     for found in in_turn(size, call):
         assert torch.equal(found, whole)
+
+
+EXPERTS, HIDDEN, INNER = 5, 96, 64
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(("size", "rows", "weighed"), [(2, 7, False), (3, 1, False), (5, 40, True)])
+def test_experts_give_what_those_of_one_process_do(kind, whole, size, rows, weighed) -> None:
+    """Some of them are chosen by no row, and so are all of one process."""
+    generator = torch.Generator().manual_seed(size)
+    up = [torch.randn(2 * INNER, HIDDEN, generator=generator) for _ in range(EXPERTS)]
+    down = [torch.randn(HIDDEN, INNER, generator=generator) for _ in range(EXPERTS)]
+    x, residual = torch.randn(2, rows, HIDDEN, generator=generator)
+    ids = torch.rand(rows, EXPERTS - 1, generator=generator).argsort(1)[:, :2].contiguous() + 1
+    weights = torch.rand(rows, 2, generator=generator)
+
+    def call(ops: Ops, group: Group | None) -> Tensor:
+        sets: list[list[Matrix]] = []
+        for each, activation in ((up, "silu_and_mul"), (down, None)):
+            made = []
+            for i, values in enumerate(each):
+                weight = WEIGHTS[kind](values)
+                shape = (weight.kind, *values.shape)
+                spec = MatrixSpec(
+                    *shape, False, activation, torch.float32, CPU, expert=(i, EXPERTS)
+                )
+                made.append(filled(ops, weight, spec, None))
+            sets.append(made)
+        experts = replace(ops.expert_set(*sets), weigh_inputs=weighed)
+        return ops.experts(x, ids, weights, experts, residual).clone()
+
+    alone = call(native_ops(Native(1)), None)
+    for found in in_turn(size, call, whole_experts=whole):
+        assert torch.equal(found, alone)
 
 
 def test_nobody_waits_for_a_broken_group() -> None:

@@ -82,11 +82,13 @@ class CpuExperts:
         residual: Tensor | None,
         made: Tensor | None,
         y: Tensor,
+        among: tuple[range, int] | None = None,
     ) -> None:
         """Run all of `Ops.experts`, or a part of it.
 
         Args:
-            part: 0, or 1 or 2 as in csrc/arguments.hpp.
+            part: 0, or 1 to 4 as in csrc/arguments.hpp.
+            among: the numbers of these experts, and how many there are in all; None: these.
             made: what is in between, [tokens * active, inner] or some columns of that; None: of
                 nobody else's.
             y: [tokens, hidden] or some columns of that, as the down matrices have rows.
@@ -104,7 +106,9 @@ class CpuExperts:
             weights=weights.data_ptr(),
             weigh_inputs=int(experts.weigh_inputs),
             active=ids.shape[1],
-            count=len(experts.up),
+            count=len(experts.up) if among is None else among[1],
+            first=0 if among is None else among[0].start,
+            owned=len(experts.up),
             up=at.up.data_ptr(),
             down=at.down.data_ptr(),
             hidden=down.spec.outputs if part == 2 else up.spec.inputs,

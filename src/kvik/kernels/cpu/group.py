@@ -37,14 +37,23 @@ class Group:
     Attributes:
         meeting: where they wait for each other.
         exchanges: that were recorded.
+        whole_experts: each expert is one process', and not cut.
     """
 
-    def __init__(self, native: Native, memory: np.ndarray, rank: int, size: int) -> None:
+    def __init__(
+        self,
+        native: Native,
+        memory: np.ndarray,
+        rank: int,
+        size: int,
+        *,
+        whole_experts: bool = False,
+    ) -> None:
         """
         Args:
             memory: [bytes] uint8 that all share, zeros when the first process came.
         """
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.whole_experts = rank, size, whole_experts
         self._native = native
         self.meeting = Meeting(memory)
         self.meeting.open(size)
@@ -58,6 +67,10 @@ class Group:
     def digest(self) -> str:
         """Of what was recorded: equal in all processes, or their recordings do not fit."""
         return f"{self.exchanges} exchanges, {self._recorded.size} bytes shared"
+
+    def own_experts(self, count: int) -> range:
+        """Return the numbers of those that this process has, if it has whole ones."""
+        return range(*share_of(count, self.rank, self.size))
 
     def fixed(self, shape: tuple[int, ...], dtype: type) -> np.ndarray:
         """Return memory that all share for as long as there are processes: zeros."""
@@ -198,6 +211,9 @@ class CutMatrices:
             piece = spec.outputs // spec.heads
         pieces, tiles = ceil_div(spec.outputs, piece), max(1, piece // TILE)
         begin, end = share_of(pieces, self._group.rank, self._group.size)
+        if spec.expert is not None and self._group.whole_experts:
+            number, count = spec.expert
+            begin, end = 0, pieces if number in self._group.own_experts(count) else 0
         last = min(end * piece, spec.outputs)
         first = min(begin * piece, last)
         rows = (last - first) * (2 if spec.paired else 1)
@@ -304,6 +320,35 @@ class GroupExperts:
         return y
 
 
+class OwnedExperts:
+    """Experts of which each process has some, whole. All sum what all of them give, in their order,
+    as one process does."""
+
+    def __init__(self, experts: CpuExperts, group: Group) -> None:
+        self._experts, self._group = experts, group
+
+    def expert_set(self, up: Sequence[Matrix], down: Sequence[Matrix]) -> ExpertSet:
+        """See `Ops.expert_set`."""
+        own = self._group.own_experts(len(up))
+        ups, downs = ([_cut(each[number]).own for number in own] for each in (up, down))
+        return ExpertSet(tuple(up), tuple(down), self._experts.expert_set(ups, downs))
+
+    def experts(
+        self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertSet, residual: Tensor | None
+    ) -> Tensor:
+        """See `Ops.experts`."""
+        assert isinstance(experts.data, ExpertSet)
+        group, count = self._group, len(experts.up)
+        own = replace(experts.data, weigh_inputs=experts.weigh_inputs)
+        among = group.own_experts(count), count
+        given = group.take((x.shape[0] * ids.shape[1], x.shape[1]), torch.float32)
+        self._experts.launch(3, x, ids, weights, own, None, None, given, among)
+        group.exchange()
+        y = self._experts.native.empty(*x.shape, dtype=x.dtype)
+        self._experts.launch(4, x, ids, weights, own, residual, given, y, among)
+        return y
+
+
 def _cut(matrix: Matrix) -> CutMatrix:
     assert isinstance(matrix.data, CutMatrix)
     return matrix.data
@@ -317,7 +362,7 @@ def group_packing(native: Native, group: Group) -> Packing:
 def group_ops(native: Native, ops: Ops, group: Group) -> Ops:
     """Return the operations whose products are divided among the processes."""
     cut = CutMatrices(CpuMatrices(native), group)
-    experts = GroupExperts(CpuExperts(native), group)
+    experts = (OwnedExperts if group.whole_experts else GroupExperts)(CpuExperts(native), group)
 
     def nothing(x: Tensor, cap: float) -> None:
         """Logits are common, and changed in place: by the first process alone."""

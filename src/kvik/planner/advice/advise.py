@@ -48,7 +48,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "prefix cache": ("enable_prefix_caching",),
     "quantisation": ("quantization",),
     "speculation": ("spec_method", "spec_model", "spec_tokens", "speculative_config"),
-    "parallelism": ("tensor_parallel_size", "pipeline_parallel_size"),
+    "parallelism": ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel"),
 }
 NOT_ON_GPUS = frozenset({"parallelism"})  # the engine divides a model among processes of a CPU
 DRAFTS = (1, 2, 3, 4, 5, 6, 8)
