@@ -50,7 +50,6 @@ ENGINE_FLAGS = (
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",
-    "block_size",
     "memory_utilization",
     "kv_cache_memory",
     "kv_cache_dtype",
