@@ -330,12 +330,16 @@ class StageProcesses:
         for stage, (line, beat, pulse) in enumerate(
             zip(self._lines, self._beats, self._pulses, strict=True)
         ):
+            try:
+                self._beaten[stage] += len(os.read(beat.fileno(), 1 << 16))
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                return f"stage {stage} cannot be reached: {error.strerror}"
             poll = select.poll()
             poll.register(line.fileno(), HANG_UP)
             if poll.poll(0):
                 return f"stage {stage} {exit_told(self._processes[stage])}"
-            with suppress(BlockingIOError):
-                self._beaten[stage] += len(os.read(beat.fileno(), 1 << 16))
             silent = pulse.look(self._beaten[stage], time.monotonic())
             if silent:
                 return f"stage {stage} {silent}"
