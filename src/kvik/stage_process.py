@@ -178,6 +178,11 @@ class StageProcesses:
         """Those of the last stage; []: it cannot be said."""
         return self._cores[-1]
 
+    @property
+    def lost(self) -> str:
+        """See `EarlierStages.lost`."""
+        return self._lost
+
     def meet(self) -> None:
         """Wait until they have loaded.
 

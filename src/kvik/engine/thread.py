@@ -285,7 +285,7 @@ class EngineThread:
     def _begin(self, call: Call) -> None:
         if self._client.lost:
             told = f"{self._client.lost}: close this LLM and make a new one"
-            call.updates.put(CallUpdate(error=GroupLost("tensor_parallel_size", told)))
+            call.updates.put(CallUpdate(error=GroupLost("engine", told)))
             return
         self._calls.append(call)
         self._unsent.append(call)

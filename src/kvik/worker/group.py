@@ -168,6 +168,11 @@ class EarlierStages(Protocol):
     """The stages before the last one, as that one sees them. They do what they are told in order,
     the first stage at once, each other one when it has what the one before has made."""
 
+    @property
+    def lost(self) -> str:
+        """Which of them is gone, and how; "": they are all there."""
+        ...
+
     def tell(self, message: Message) -> None:
         """Send a message to each of them.
 

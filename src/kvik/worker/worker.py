@@ -148,8 +148,11 @@ class Worker:
     @property
     def lost(self) -> str:
         """See `Executor.lost`."""
-        others = None if self._runner is None else self._runner.network.others
-        return "" if others is None else others.lost
+        if self._runner is None:
+            return ""
+        network = self._runner.network
+        found = (processes.lost for processes in (network.others, network.earlier) if processes)
+        return next(filter(None, found), "")
 
     def submit(self, plan: SchedulerOutput) -> RunningStep:
         """Begin a step; see `ModelRunner.begin`."""
