@@ -39,6 +39,7 @@ from kvik.config.parallel import OPTION
 from kvik.errors import ConfigError, GroupLost
 from kvik.kernels.cpu.meeting import Meeting
 from kvik.spec.shares import PipelineStage
+from kvik.worker.ahead import LoadAhead
 from kvik.worker.group import MESSAGES, Message, Seat
 
 if TYPE_CHECKING:
@@ -311,23 +312,25 @@ def main(arguments: Sequence[str]) -> int:
     _beating = Meeting(memory).beat(rank)
     die_with_parent()
     live_with_parent(line.fileno())  # also where a kernel waits for others
-    import torch
-
-    from kvik.worker.ranks import Rank
-
     with suppress(EOFError, OSError):
         start = msgspec.msgpack.decode(line.recv_bytes(), type=RankStart)
         if start.cores and sys.platform == "linux":
             os.sched_setaffinity(0, start.cores)
-        line.recv_bytes()  # see `RankProcesses.load`
-        try:
-            with torch.inference_mode():
-                stages = start.config.runner.stages
-                stage = None if start.stage is None else stages[start.stage]
-                share = Rank(start.config, Seat(rank, start.size, memory), stage)
-        except Exception as error:
-            line.send_bytes(msgspec.msgpack.encode(RankReady("", f"cannot load: {error}")))
-            return 1
+        with LoadAhead(start.config, rank) as ahead:
+            import torch
+
+            from kvik.worker.ranks import Rank
+
+            line.recv_bytes()  # see `RankProcesses.load`
+            stages = start.config.runner.stages
+            stage = None if start.stage is None else stages[start.stage]
+            seat = Seat(rank, start.size, memory)
+            try:
+                with torch.inference_mode():
+                    share = Rank(start.config, seat, stage, ahead.memory())
+            except Exception as error:
+                line.send_bytes(msgspec.msgpack.encode(RankReady("", f"cannot load: {error}")))
+                return 1
         line.send_bytes(msgspec.msgpack.encode(RankReady(share.digest, "")))
         share.serve(lambda: decode(line.recv_bytes()))
     return 0

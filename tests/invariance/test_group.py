@@ -187,18 +187,25 @@ def widen_input_scales(file: Path) -> None:
     save_file(weights, file)
 
 
-# Model and quantization of an engine folder.
-FOLDERS = [("Qwen2", scheme) for scheme in SCHEMES]
-FOLDERS += [("Qwen3Moe", "int8"), ("DeepseekV3", "int4"), ("GPT2", "none")]
+# Model, quantization and dtype of an engine folder.
+FOLDERS = [("Qwen2", scheme, "float32") for scheme in SCHEMES]
+FOLDERS += [
+    ("Qwen2", "none", "bfloat16"),
+    ("Qwen3Moe", "int8", "bfloat16"),
+    ("DeepseekV3", "int4", "float32"),
+    ("GPT2", "none", "float32"),
+]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("family", "quantization"), FOLDERS, ids=[", ".join(case) for case in FOLDERS]
+    ("family", "quantization", "dtype"), FOLDERS, ids=[", ".join(case) for case in FOLDERS]
 )
-def test_one_engine_folder_serves_groups_of_all_sizes(family, quantization, tmp_path) -> None:
+def test_one_engine_folder_serves_groups_of_all_sizes(
+    family, quantization, dtype, tmp_path
+) -> None:
     save_tiny(tmp_path / "model", family, **FAMILIES[family])
-    options = {"quantization": quantization}
+    options = {"quantization": quantization, "dtype": dtype}
     alone = answers(tmp_path / "model", 1, **options)
     config = EngineConfig(model=str(tmp_path / "model"), device="cpu", threads=2, **options)
     build_engine(config, tmp_path / "engine", lambda done, total: None)

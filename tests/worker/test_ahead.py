@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -50,6 +51,22 @@ def test_the_thread_ends_with_the_block() -> None:
 def test_nothing_is_taken_for_weights_that_lie_elsewhere(options: dict[str, object]) -> None:
     with LoadAhead(resolved(**options)) as ahead:
         assert ahead.memory() is None
+
+
+@needs_native
+@pytest.mark.skipif(sys.platform != "linux", reason="nothing is asked for elsewhere")
+@pytest.mark.parametrize(("rank", "files"), [(0, 1), (1, 0)])
+def test_the_first_process_of_a_group_lets_the_files_be_read(
+    rank: int, files: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For all of them; each takes the memory of its share."""
+    asked: list[int] = []
+    monkeypatch.setattr("os.posix_fadvise", lambda fd, *_: asked.append(fd))
+    config = resolved(tensor_parallel_size=2, threads=2)
+    with LoadAhead(config, rank) as ahead:
+        memory = ahead.memory()
+        assert memory is not None and len(memory) == config.memory.weights // 2
+    assert len(asked) == files
 
 
 def test_files_that_are_missing_are_named_by_the_load(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -29,22 +29,24 @@ ENDINGS = (".safetensors", ".bin")
 
 class LoadAhead:
     """A thread that lets the system read the files of the weights, and takes the memory for them.
-    Of a group only the first process has one: it lets all files be read, and takes its own memory.
 
     A page of memory is made when it is first written, which takes about 0.1 ms for each MB, and
     several times that in a virtual machine that has to ask its host for it.
     """
 
-    def __init__(self, config: ResolvedConfig) -> None:
+    def __init__(self, config: ResolvedConfig, rank: int = 0) -> None:
         """
+        Args:
+            rank: of this process in its group, whose first one lets the files be read for all.
+
         Raises:
             MemoryError: the address space is too small.
         """
         self._memory = _weight_memory(config)
         self._stopping = False
-        path = Path(config.runner.model_path)
+        files = [] if rank else _weight_files(Path(config.runner.model_path))
         self._thread = threading.Thread(
-            target=self._run, args=(path,), name="kvik-ahead", daemon=True
+            target=self._run, args=(files,), name="kvik-ahead", daemon=True
         )
         self._thread.start()
 
@@ -67,8 +69,8 @@ class LoadAhead:
     ) -> None:
         self.memory()
 
-    def _run(self, path: Path) -> None:
-        for file in _weight_files(path):
+    def _run(self, files: Iterable[Path]) -> None:
+        for file in files:
             _ask_for(file)
         memory = self._memory
         if memory is None:

@@ -38,17 +38,22 @@ class Rank:
     """Another process than the first: its share of the model, and what it does with it."""
 
     def __init__(
-        self, config: ResolvedConfig, seat: Seat, stage: PipelineStage | None = None
+        self,
+        config: ResolvedConfig,
+        seat: Seat,
+        stage: PipelineStage | None = None,
+        memory: np.ndarray | None = None,
     ) -> None:
         """
         Args:
             stage: of which the group is; None: it has all layers.
+            memory: for weights; see `WeightMemory`.
 
         Raises:
             ModelError: the weights do not fit the spec.
         """
         torch.set_num_threads(1)
-        self._platform = NativePlatform(config, seat=seat)
+        self._platform = NativePlatform(config, memory, seat)
         self._network: EngineNetwork = load_share(config, self._platform, seat, stage)
         trees = config.speculation is not None and config.speculation.trees
         self._tape = self._platform.tape(self._network, StepSizes.of_engine(config), trees=trees)
