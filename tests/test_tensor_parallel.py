@@ -80,6 +80,7 @@ def test_a_lost_process_is_named(llm: LLM) -> None:
             llm.generate("Once", LONG)
 
 
+@pytest.mark.full
 def test_a_process_that_is_stopped_is_lost(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watched, "SILENT_SECONDS", 1.0)
     time.sleep(1.5)

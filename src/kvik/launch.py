@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -263,14 +263,14 @@ def load_worker(
         from kvik.worker.loading import fill_cache
         from kvik.worker.worker import Worker
 
-        runner, stages, others, seat = resolved.runner, begun.stages, begun.others, None
-        if others is not None:
-            if runner.engine_cache is not None and runner.load_format == "safetensors":
-                fill_cache(resolved)
-            others.load()
-            seat = others.seat(resolved)
+        runner, stages, others = resolved.runner, begun.stages, begun.others
+        if others is not None and runner.engine_cache and runner.load_format == "safetensors":
+            fill_cache(resolved)
         memory, grammars = begun.memory(), grammars_of(resolved)
-        worker = Worker(resolved, clock, memory=memory, grammars=grammars, seat=seat, stages=stages)
+        with nullcontext() if others is None else others.loading() as seat:
+            worker = Worker(
+                resolved, clock, memory=memory, grammars=grammars, seat=seat, stages=stages
+            )
         begun.stages = begun.others = None  # the worker stops them
         return worker
 

@@ -36,8 +36,8 @@ from kvik.child_process import (
 )
 from kvik.config.config import ResolvedConfig
 from kvik.config.parallel import OPTION
-from kvik.errors import ConfigError, GroupLost
-from kvik.kernels.cpu.meeting import Meeting
+from kvik.errors import ConfigError, GroupLost, KvikError
+from kvik.kernels.cpu.meeting import BrokenGroup, Meeting
 from kvik.spec.shares import PipelineStage
 from kvik.worker.ahead import LoadAhead
 from kvik.worker.group import MESSAGES, Message, Seat
@@ -87,7 +87,7 @@ class RankProcesses:
         stage: PipelineStage | None = None,
         cores: Sequence[int] = (),
     ) -> None:
-        """Start them. They wait for `load` once they have imported what they need.
+        """Start them. They wait for `loading` once they have imported what they need.
 
         Args:
             stage: of which the group is; None: it has all layers.
@@ -134,15 +134,26 @@ class RankProcesses:
         """See `Others.lost`."""
         return self._lost
 
-    def load(self) -> None:
-        """Let them load: what they will map is there."""
-        for line in self._lines:
+    @contextmanager
+    def loading(self) -> Iterator[Seat]:
+        """Return a context in which all processes load, with the place of the first one. If that
+        cannot, the others end.
+
+        Raises:
+            ConfigError, GroupLost: as `meet`.
+        """
+        for line in self._lines:  # what they will map is there
             with suppress(OSError):
                 line.send_bytes(b"")
-
-    def seat(self, resolved: ResolvedConfig) -> Seat:
-        """Return the place of the first process."""
-        return Seat(0, resolved.runner.ranks, self.memory, self)
+        try:
+            yield Seat(0, 1 + len(self._lines), self.memory, self)
+        except BrokenGroup:
+            error = self._failure()
+            self.stop()
+            raise error from None
+        except BaseException:
+            self.stop()
+            raise
 
     def meet(self, group: Group) -> None:
         """Wait until the others have loaded.
@@ -156,28 +167,34 @@ class RankProcesses:
         limit = max(LEAST_LOAD_SECONDS, LOAD_TIMES * took)
         loading = {line: rank for rank, line in enumerate(self._lines, 1)}
         while loading:
-            # What was lost before this look has said before why it could not load.
-            lost, late = self._lost, time.monotonic() - self._began > limit
-            for line in wait(list(loading), 0.0 if lost else LOOK_SECONDS):
-                assert isinstance(line, Connection)
-                self._take_ready(loading.pop(line), line, group)
-            if lost:
-                raise GroupLost(OPTION, f"{lost} while it loaded")
-            if late and loading:
+            if self._lost:
+                raise self._failure()
+            if time.monotonic() - self._began > limit:
                 rank = min(loading.values())
                 told = f"rank {rank} has not loaded in {limit:.0f} s, and rank 0 in {took:.0f} s"
                 raise GroupLost(OPTION, told)
+            for line in wait(list(loading), LOOK_SECONDS):
+                assert isinstance(line, Connection)
+                rank = loading.pop(line)
+                try:
+                    ready = msgspec.msgpack.decode(line.recv_bytes(), type=RankReady)
+                except (EOFError, OSError):
+                    self._known.wait(END_SECONDS)
+                    raise self._failure() from None
+                if ready.error or ready.digest != group.digest:
+                    why = ready.error or f"has recorded {ready.digest}, and rank 0 {group.digest}"
+                    raise ConfigError(OPTION, f"rank {rank} {why}")
 
-    def _take_ready(self, rank: int, line: Connection, group: Group) -> None:
-        try:
-            ready = msgspec.msgpack.decode(line.recv_bytes(), type=RankReady)
-        except (EOFError, OSError):
-            self._known.wait(END_SECONDS)
-            lost = self._lost or f"rank {rank} is gone"
-            raise GroupLost(OPTION, f"{lost} while it loaded") from None
-        if ready.error or ready.digest != group.digest:
-            why = ready.error or f"has recorded {ready.digest}, and rank 0 {group.digest}"
-            raise ConfigError(OPTION, f"rank {rank} {why}")
+    def _failure(self) -> KvikError:
+        """Return why the group was lost while it loaded: in the words of the process that could
+        not, if it has told them."""
+        for rank, line in enumerate(self._lines, 1):
+            with suppress(EOFError, OSError):
+                if line.poll():
+                    ready = msgspec.msgpack.decode(line.recv_bytes(), type=RankReady)
+                    if ready.error:
+                        return ConfigError(OPTION, f"rank {rank} {ready.error}")
+        return GroupLost(OPTION, f"{self._lost or 'a rank is gone'} while it loaded")
 
     def tell(self, message: Message) -> None:
         """
@@ -321,13 +338,15 @@ def main(arguments: Sequence[str]) -> int:
 
             from kvik.worker.ranks import Rank
 
-            line.recv_bytes()  # see `RankProcesses.load`
+            line.recv_bytes()  # see `RankProcesses.loading`
             stages = start.config.runner.stages
             stage = None if start.stage is None else stages[start.stage]
             seat = Seat(rank, start.size, memory)
             try:
                 with torch.inference_mode():
                     share = Rank(start.config, seat, stage, ahead.memory())
+            except BrokenGroup:
+                return 1  # of another process, which tells more
             except Exception as error:
                 line.send_bytes(msgspec.msgpack.encode(RankReady("", f"cannot load: {error}")))
                 return 1

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from multiprocessing.connection import Connection
 from typing import Protocol
 
@@ -385,9 +385,10 @@ def main(arguments: Sequence[str]) -> int:
                 os.sched_setaffinity(0, start.cores)
             if config.runner.ranks > 1:
                 group = RankProcesses(config, stage)
-                group.load()
-            with torch.inference_mode():
-                seat = None if group is None else group.seat(config)
+            with (
+                torch.inference_mode(),
+                nullcontext() if group is None else group.loading() as seat,
+            ):
                 rank = LeadingRank(config, stage, seat)
             ready = StageReady("", detect().native_isa, fingerprints(config.runner))
         except Exception as error:

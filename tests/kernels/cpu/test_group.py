@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvik.kernels.cpu.group import Group, group_ops
-from kvik.kernels.cpu.meeting import Meeting
+from kvik.kernels.cpu.meeting import BrokenGroup, Meeting
 from kvik.kernels.cpu.native import Native
 from kvik.kernels.cpu.ops import native_ops
 from kvik.kernels.ops import Ops
@@ -165,6 +165,19 @@ def test_shares_differ_by_one_at_most() -> None:
             assert sum(sizes) == count and max(sizes) - min(sizes) <= 1
 
 
+def test_nobody_loads_for_a_broken_group() -> None:
+    native = Native(1)
+    group = Group(native, np.zeros(1 << 16, np.uint8), 0, 2)
+    ops = group_ops(native, native_ops(native), group)
+    weight = float_weight(torch.ones(64, 32))
+    matrix = ops.matrix(MatrixSpec(weight.kind, 64, 32, False, None, torch.float32, CPU))
+    ops.pack_rows(matrix, 0, weight)
+    group.meeting.give_up()
+    with pytest.raises(BrokenGroup):
+        ops.pack_rows(matrix, 0, weight)
+
+
+@pytest.mark.full
 def test_beats_go_on_while_no_other_python_runs() -> None:
     meeting = Meeting(np.zeros(1 << 16, np.uint8))
     beating = meeting.beat(3)

@@ -20,7 +20,7 @@ from torch import Tensor
 from kvik.kernels.cpu.buffers import ALIGNMENT
 from kvik.kernels.cpu.experts import CpuExperts
 from kvik.kernels.cpu.matrix import TILE, TILES, CpuMatrices, CpuPacked, ceil_div
-from kvik.kernels.cpu.meeting import MEETING_BYTES, Meeting
+from kvik.kernels.cpu.meeting import MEETING_BYTES, BrokenGroup, Meeting
 from kvik.kernels.cpu.native import Native
 from kvik.kernels.cpu.ops import scale
 from kvik.kernels.ops import Ops
@@ -225,7 +225,13 @@ class CutMatrices:
         return [(low, high) for low, high, _ in self._runs(matrix, first, count)]
 
     def pack_rows(self, matrix: Matrix, first: int, weight: Weight) -> None:
-        """See `Ops.pack_rows`."""
+        """See `Ops.pack_rows`.
+
+        Raises:
+            BrokenGroup: the group is lost: there is no use in loading more.
+        """
+        if self._group.meeting.broken:
+            raise BrokenGroup
         cut, count = _cut(matrix), weight.outputs
         self._matrices.share(cut.own, weight)
         for low, high, here in self._runs(matrix, first, count):

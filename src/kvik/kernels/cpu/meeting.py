@@ -12,6 +12,10 @@ from kvik.kernels.cpu import _native
 MEETING_BYTES = 8192  # of `Meeting` (csrc/group.hpp), and room for more
 
 
+class BrokenGroup(RuntimeError):
+    """One of the processes is gone."""
+
+
 class Meeting:
     """The begin of the memory that all share: `Meeting` of csrc/group.hpp."""
 
