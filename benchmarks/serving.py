@@ -286,12 +286,13 @@ def show(name: str, values: Sequence[float], form: str) -> None:
     print(f"  {name:36}{middle}  ({low} to {high})", flush=True)
 
 
-def run_engine(fd: int) -> None:
+def run_engine(number: int, beats: int) -> None:
     """The engine's process, paced."""
     from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
     from kvik.engine.host import EngineHost
     from kvik.engine.loop import Executor
     from kvik.engine.wire import HostSocket, to_start
+    from kvik.engine_process import beat
     from kvik.launch import load_loop
 
     class Paced:
@@ -316,7 +317,8 @@ def run_engine(fd: int) -> None:
         def stop(self) -> None:
             self._inner.stop()
 
-    line = HostSocket(socket.socket(fileno=fd))
+    line = HostSocket(socket.socket(fileno=number))
+    _beating = beat(beats)
     while not (bodies := line.receive(None)):
         pass
     loop = load_loop(to_start.decode(bodies[0]).config, None)
@@ -334,7 +336,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="of paced streaming")
     parser.add_argument("--only", choices=["throughput", "ttft", "cost"])
     parser.add_argument("--role", choices=["inprocess", "paced", "engine"], help=argparse.SUPPRESS)
-    parser.add_argument("fd", nargs="?", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("numbers", nargs="*", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     model = ["--model", args.model] if args.model else []
     match args.role:
@@ -343,7 +345,7 @@ def main() -> None:
         case "paced":
             serve_paced(args.model)
         case "engine":
-            run_engine(args.fd)
+            run_engine(*args.numbers)
         case None:
             measure(args, model)
 

@@ -134,11 +134,13 @@ def ask(
     method: str,
     target: str,
     body: bytes | str | dict[str, Any] | None = None,
+    timeout: float = 30.0,
     **headers: str | None,
 ) -> Reply:
     """One request on a connection of its own. A dict is sent as JSON, with its content type.
 
     Args:
+        timeout: seconds in which nothing may come.
         headers: _ stands for - in their names; None leaves out one that would be sent.
     """
     sent: dict[str, str | None] = {}
@@ -147,7 +149,7 @@ def ask(
     if body is not None:
         sent["content-type"] = "application/json"
     sent |= {name.replace("_", "-"): value for name, value in headers.items()}
-    connection = HTTPConnection("127.0.0.1", server.port, timeout=30)
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=timeout)
     try:
         data = body.encode() if isinstance(body, str) else body
         connection.request(method, target, data, {k: v for k, v in sent.items() if v is not None})

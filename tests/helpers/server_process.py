@@ -98,12 +98,9 @@ def server_process(*flags: str, exit_code: int = 0) -> Iterator[ServerProcess]:
     Args:
         exit_code: that it is to end with.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    words: Sequence[str] = ("serve", "--port", str(port), "--log-level", "warning", *flags)
+    port = free_port()
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvik", *words],
+        serve_command(port, *flags),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -119,6 +116,17 @@ def server_process(*flags: str, exit_code: int = 0) -> Iterator[ServerProcess]:
         process.wait()
         assert process.stderr is not None
         process.stderr.close()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def serve_command(port: int, *flags: str) -> Sequence[str]:
+    words = ("serve", "--port", str(port), "--log-level", "warning", *flags)
+    return (sys.executable, "-m", "kvik", *words)
 
 
 def children(pid: int) -> list[int]:
