@@ -11,15 +11,14 @@ from contextlib import closing
 
 import pytest
 from helpers.engine_child import children_of
-from helpers.optional_native import needs_native
+
+pytest.importorskip("kvik.kernels.cpu._native", reason="kvik has no native kernels here")
 
 from kvik import LLM, SamplingParams, stage_process
 from kvik.config.config import EngineConfig
 from kvik.core.types import EngineRequest
 from kvik.errors import ConfigError, GroupLost
 from kvik.launch import launch
-
-pytestmark = needs_native
 
 LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 COMMON = {"device": "cpu", "threads": 3, "pipeline_parallel_size": 3, "max_model_len": 256}

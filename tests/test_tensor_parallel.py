@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 from helpers.engine_child import ranks_of
-from helpers.optional_native import needs_native
+
+pytest.importorskip("kvik.kernels.cpu._native", reason="kvik has no native kernels here")
 
 from kvik import LLM, SamplingParams
 from kvik import child_process as watched
 from kvik import rank_process as module
 from kvik.errors import GroupLost
-
-pytestmark = needs_native
 
 LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 OPTIONS: dict[str, Any] = {

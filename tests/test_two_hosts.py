@@ -11,7 +11,8 @@ import time
 from collections.abc import Iterator, Sequence
 
 import pytest
-from helpers.optional_native import needs_native
+
+pytest.importorskip("kvik.kernels.cpu._native", reason="kvik has no native kernels here")
 
 from kvik import LLM, SamplingParams, stage_process
 from kvik.child_process import python_command
@@ -23,7 +24,7 @@ HERE, THERE = "10.231.7.1", "10.231.7.2"
 PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
 COMMON = {"device": "cpu", "threads": 2, "max_model_len": 256}
 STAGES = {**COMMON, "pipeline_parallel_size": 2}
-pytestmark = [needs_native, pytest.mark.full]
+pytestmark = pytest.mark.full
 
 TEXTS = ["Once upon a time", "The dog", "She said"]
 

@@ -175,7 +175,11 @@ def repeated_bytes(config: EngineConfig, spec: ModelSpec, compute: Compute) -> i
     tokens, where the head has a matrix of its own, and of positions are whole in each process; a
     table that is the head, too, is in the first stage and in the last."""
     item = DTYPE_BYTES[compute.dtype]
-    tables = (table for table in spec.declaration.tables if not table.tied)
+    tables = (
+        table
+        for table in spec.declaration.tables
+        if not table.tied and table.role != "token_inputs"  # which is a matrix, and cut as others
+    )
     whole = item * sum(table.num_parameters for table in tables)
     here = config.distributed_executor_backend == "mp"
     twice = spec.tie_word_embeddings and config.pipeline_parallel_size > 1 and here

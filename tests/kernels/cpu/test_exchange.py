@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+pytest.importorskip("kvik.kernels.cpu._native", reason="kvik has no native kernels here")
+
 from kvik.child_process import shared_memory
 from kvik.kernels.cpu.group import Group, group_ops
 from kvik.kernels.cpu.native import Native
