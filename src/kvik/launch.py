@@ -264,8 +264,11 @@ def load_worker(
         from kvik.worker.worker import Worker
 
         runner, stages, others = resolved.runner, begun.stages, begun.others
-        if others is not None and runner.engine_cache and runner.load_format == "safetensors":
+        several = others is not None or stages is not None
+        if several and runner.engine_cache and runner.load_format == "safetensors":
             fill_cache(resolved)
+        if stages is not None:
+            stages.load()
         memory, grammars = begun.memory(), grammars_of(resolved)
         with nullcontext() if others is None else others.loading() as seat:
             worker = Worker(

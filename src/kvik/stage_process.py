@@ -159,7 +159,7 @@ class StageProcesses:
         self._beats: list[Connection] = []
         self._hop: Hop | None = None
         self._error = ""  # why they cannot load
-        self._joined = threading.Event()
+        self._may_load, self._joined = threading.Event(), threading.Event()
         self._lost = ""
         self._known = threading.Event()  # who is lost
         self._closed = False
@@ -182,6 +182,10 @@ class StageProcesses:
     def lost(self) -> str:
         """See `EarlierStages.lost`."""
         return self._lost
+
+    def load(self) -> None:
+        """Let them load: what they will map is there."""
+        self._may_load.set()
 
     def meet(self) -> None:
         """Wait until they have loaded.
@@ -270,6 +274,9 @@ class StageProcesses:
         self._pulses, self._beaten = [Pulse() for _ in self._beats], [0] * len(self._beats)
         for beat in self._beats:
             os.set_blocking(beat.fileno(), False)
+        while not self._may_load.wait(LOOK_SECONDS):
+            if self._closed:
+                return
         for stage, line in enumerate(self._lines):
             following = hops[stage + 1]
             if following is None:

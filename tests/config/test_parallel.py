@@ -113,7 +113,6 @@ def test_an_engine_folder_for_other_kernels() -> None:
             {"threads": 3, "tensor_parallel_size": 2},
             "at most 1, as there are 3 threads, 2 for each stage, not 2",
         ),
-        ("llama-3.2-1b", {"engine_cache": "somewhere"}, "an engine folder"),
         ("llama-3.2-1b", {"spec_method": "eagle"}, "must be 1 with eagle"),
     ],
 )

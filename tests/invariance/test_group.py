@@ -211,6 +211,9 @@ def test_one_engine_folder_serves_groups_of_all_sizes(
     build_engine(config, tmp_path / "engine", lambda done, total: None)
     for ranks in (1, 2, 3):
         assert answers(tmp_path / "engine", ranks) == alone
+    assert answers(tmp_path / "engine", 2, "pipeline_parallel_size") == alone
+    if "Moe" in family:
+        assert answers(tmp_path / "engine", 2, expert_parallel=True) == alone
 
 
 @pytest.mark.full

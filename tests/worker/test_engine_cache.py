@@ -68,11 +68,14 @@ def test_the_second_start_maps_what_the_first_one_kept(
 
 
 GROUP = {"tensor_parallel_size": 2, "threads": 2}
+STAGES = {"pipeline_parallel_size": 2, "threads": 2}
 
 
 @needs_native
 @pytest.mark.full
+@pytest.mark.parametrize("group", [GROUP, STAGES], ids=["shares", "stages"])
 def test_a_group_maps_what_its_first_process_has_written(
+    group: dict[str, object],
     model: Path,
     tmp_path: Path,
     warnings: Callable[[], list[str]],
@@ -81,12 +84,12 @@ def test_a_group_maps_what_its_first_process_has_written(
     """Whole, so that it serves one process as well; a damaged entry is made again."""
     cache = tmp_path / "cache"
     expected = tokens(model, None)
-    assert tokens(model, cache, **GROUP) == expected
+    assert tokens(model, cache, **group) == expected
     (entry,) = cache.iterdir()
     verify(entry)
     a_tensor_is_missing(entry)
     assert not warnings()
-    assert tokens(model, cache, **GROUP) == expected
+    assert tokens(model, cache, **group) == expected
     (warning,) = warnings()
     assert "made again" in warning
     verify(entry)
@@ -95,7 +98,7 @@ def test_a_group_maps_what_its_first_process_has_written(
         raise AssertionError("the weights were loaded again")
 
     monkeypatch.setattr(FreshStorage, "matrix", loads)
-    assert tokens(model, cache, **GROUP) == expected
+    assert tokens(model, cache, **group) == expected
     assert tokens(model, cache) == expected
     assert not warnings() and list(cache.iterdir()) == [entry]
 

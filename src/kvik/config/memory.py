@@ -443,10 +443,10 @@ class Footprint:
     def weights(self) -> int:
         drafting = self.draft.weights if self.draft else 0
         drafting += self.heads.weights if self.heads else 0
-        if self.mapped is not None:
-            return self.mapped + drafting
         if self.apart:
             return max(self.apart) + drafting
+        if self.mapped is not None:
+            return self.mapped + drafting
         return weight_bytes(self.spec, self.dtype, self.quantization, self.kernels) + drafting
 
     @property

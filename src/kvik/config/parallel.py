@@ -60,8 +60,6 @@ def check_group(
         each = f", {ranks} for each stage" if ranks > 1 and stages > 1 else ""
         told = f"must be at most {most}, as there are {threads} threads{each}, not {asked}"
         raise ConfigError(option, told)
-    if stages > 1 and (spec.built is not None or config.engine_cache is not None):
-        raise ConfigError(STAGES, "must be 1 with an engine folder, which has all layers")
     if stages > 1 and any(layer.token_input for layer in spec.layers):
         why = f"{spec.architecture} reads vectors of tokens in every layer"
         raise ConfigError(STAGES, f"must be 1: {why}")

@@ -74,14 +74,15 @@ def _build_weights(
 
 
 def fill_cache(config: ResolvedConfig) -> None:
-    """Let the engine cache hold the model before the processes of a group map their shares of it:
-    this one writes it whole, as if it were alone.
+    """Let the engine cache hold the model before several processes map their shares of it: this one
+    writes it whole, as if it were alone.
 
     Raises:
         ModelError: the weights do not fit the model.
     """
     runner = config.runner
-    alone = replace(runner, threads=runner.ranks * runner.threads, ranks=1)
+    threads = runner.threads * runner.ranks * max(1, len(runner.stage_ends))
+    alone = replace(runner, threads=threads, ranks=1, stage_ends=())
     config = replace(config, runner=alone)
     parts, path = platform(config).parts, Path(runner.model_path)
     with torch.inference_mode():
@@ -190,7 +191,7 @@ def _load(
             kept.is_bad(str(error))
     fresh = FreshStorage(parts.ops)
     model = load(open_weights(path), fresh)
-    if kept is not None and not parts.packing.divided:
+    if kept is not None and not parts.packing.divided and stage is None:
         kept.keep(runner, quantization, fresh, parts.packing)
     return model
 
