@@ -1,29 +1,41 @@
 """A model divided among processes, beside one process with as many threads.
 
     python benchmarks/cpu/group.py MODEL [--size 2] [--quantization none int8 int4] [--rounds 5]
-        [--load-format random] [--json FILE]
+        [--load-format random] [--only exchange start rates] [--json FILE]
 
-Both engines are loaded and take turns: a prompt of 512 tokens, then decoding of one and of eight
-requests. Ratios of rates, several processes over one, are taken within a round: median, least and
-most. First the exchange alone: microseconds of each of 1,000 in a row between two running threads,
-beside as many all-gathers of 64 numbers between two processes by gloo.
+The exchange alone: microseconds of each of 1,000 in a row between two running threads, beside as
+many all-gathers of 64 numbers between two processes by gloo.
+
+Starts, in turn, of engines in fresh processes, from the files of the model and from an engine
+folder that is built of them: seconds until an engine is ready, from the start of its process; GiB
+of all its processes after some tokens (the sum of their PSS); GB that each has read of files (a
+folder is mapped, not read); and what the others than the first take of a core while nothing is to
+be done.
+
+Rates: both engines are loaded and take turns: a prompt of 512 tokens, then decoding of one and of
+eight requests. Ratios, several processes over one, are taken within a round: median, least and
+most.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from kvik import LLM, SamplingParams
+from kvik import LLM, EngineConfig, SamplingParams
+from kvik.build import build_engine
 from kvik_bench.machine.processes import exchange_seconds
 
+PARTS = ("exchange", "start", "rates")
 PROMPT, OUTPUT, CONTEXT = 512, 48, 128
 WORK = {"prompt": (1, PROMPT, 1), "batch 1": (1, CONTEXT, OUTPUT), "batch 8": (8, CONTEXT, OUTPUT)}
 
@@ -37,25 +49,134 @@ def main() -> None:
     parser.add_argument("--quantization", nargs="*", default=["none", "int8", "int4"])
     parser.add_argument("--load-format", default="safetensors")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--gloo", help=argparse.SUPPRESS)  # rank and file, in a process of its own
+    parser.add_argument("--engine", help=argparse.SUPPRESS)  # options, in a process of its own
     args = parser.parse_args()
     if args.gloo:
         gloo(*args.gloo.split(":", 1))
         return
-    exchange = exchange_seconds(2, REPEATS) * 1e6
-    print(f"an exchange {exchange:.2f} us, by gloo {both_of_gloo():.1f} us")
-    found = {}
+    if args.engine:
+        serve(args.model, json.loads(args.engine))
+        return
+    found: dict[str, dict[str, list[float]]] = {}
+    if "exchange" in args.only:
+        exchange = exchange_seconds(2, REPEATS) * 1e6
+        print(f"an exchange {exchange:.2f} us, by gloo {both_of_gloo():.1f} us", flush=True)
     for quantization in args.quantization:
-        ratios = compare(args, quantization)
-        found[quantization] = ratios
-        cells = (
-            f"{name} {median(some):.2f} ({min(some):.2f} to {max(some):.2f})"
-            for name, some in ratios.items()
-        )
-        print(f"{quantization:6}", ", ".join(cells), flush=True)
+        if "start" in args.only:
+            for name, some in starts(args, quantization).items():
+                found[f"{quantization}, {name}"] = some
+                print(f"{quantization:6} {name}:", line(some, 2), flush=True)
+        if "rates" in args.only:
+            found[quantization] = ratios = compare(args, quantization)
+            print(f"{quantization:6}", line(ratios, 2), flush=True)
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))
+
+
+def line(values: dict[str, list[float]], digits: int) -> str:
+    """Medians, with the least and the most."""
+    return ", ".join(
+        f"{name} {median(some):.{digits}f} ({min(some):.{digits}f} to {max(some):.{digits}f})"
+        for name, some in values.items()
+    )
+
+
+# Starts.
+
+SETTLING, IDLE = 1.0, 5.0  # seconds
+
+
+@dataclass
+class Start:
+    """What one engine took."""
+
+    ready: float
+    memory: float
+    read: list[float]
+    idle: float
+
+
+def starts(args: argparse.Namespace, quantization: str) -> dict[str, dict[str, list[float]]]:
+    """Each figure of each round, by where the weights come from and the number of processes."""
+    found: dict[str, dict[str, list[float]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        common = {"threads": args.size, "max_model_len": 1024, "num_blocks": 256}
+        options = {"quantization": quantization, "load_format": args.load_format}
+        sources = {args.load_format: (args.model, common | options)}
+        if args.load_format == "safetensors":
+            config = EngineConfig(args.model, **common, **options)
+            build_engine(config, Path(folder) / "engine", lambda done, total: None)
+            sources["engine folder"] = (f"{folder}/engine", common)
+        for number in range(args.rounds):
+            for source, (model, own) in sources.items():
+                for ranks in (1, args.size) if number % 2 else (args.size, 1):
+                    start = one_start(model, {**own, "tensor_parallel_size": ranks})
+                    rows = found.setdefault(f"{source}, {ranks} processes", {})
+                    rows.setdefault("ready s", []).append(start.ready)
+                    rows.setdefault("GiB", []).append(start.memory)
+                    for rank, read in enumerate(start.read):
+                        rows.setdefault(f"rank {rank} reads GB", []).append(read)
+                    if ranks > 1:
+                        rows.setdefault("idle % of a core", []).append(start.idle)
+    return found
+
+
+def one_start(model: str, options: dict[str, object]) -> Start:
+    command = [sys.executable, __file__, model, "--engine", json.dumps(options)]
+    begun = time.perf_counter()
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdin is not None and child.stdout is not None
+        child.stdout.readline()
+        ready = time.perf_counter() - begun
+        child.stdout.readline()  # it has written some tokens
+        time.sleep(SETTLING)
+        ranks = [child.pid, *children(child.pid)]
+        memory = sum(pss(pid) for pid in ranks)
+        read = [read_bytes(pid) / 1e9 for pid in ranks]
+        before = sum(seconds_of(pid) for pid in ranks[1:])
+        time.sleep(IDLE)
+        idle = (sum(seconds_of(pid) for pid in ranks[1:]) - before) / IDLE * 100
+        child.stdin.close()
+    return Start(ready, memory / (1 << 30), read, idle)
+
+
+def serve(model: str, options: dict[str, object]) -> None:
+    """Of the child: an engine that lives until its input ends."""
+    with LLM(model, **options) as llm:
+        print("ready", flush=True)
+        params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+        llm.generate([[*range(10, 74)]], params)
+        print("written", flush=True)
+        sys.stdin.read()
+
+
+def children(pid: int) -> list[int]:
+    """Of all its threads."""
+    found = (file.read_text().split() for file in Path(f"/proc/{pid}/task").glob("*/children"))
+    return sorted(int(child) for some in found for child in some)
+
+
+def pss(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+
+
+def read_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/io").read_text().split("rchar:")[1].split()[0])
+
+
+def seconds_of(pid: int) -> float:
+    """Of all cores."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+# The exchange.
 
 
 GATHERS, REPEATS = 100, 20
@@ -84,6 +205,9 @@ def gloo(rank: str, store: str) -> None:
         times.append((time.perf_counter() - begun) / GATHERS * 1e6)
     if rank == "0":
         print(median(times))
+
+
+# Rates.
 
 
 def compare(args: argparse.Namespace, quantization: str) -> dict[str, list[float]]:
