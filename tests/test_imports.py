@@ -32,6 +32,7 @@ BUDGETS = {
             *("tokenizers", "msgspec", "typing_extensions", "prometheus_client", "starlette"),
             *("anyio", "sniffio", "idna", "jinja2", "markupsafe", "uvicorn", "click", "httptools"),
             *("uvloop", "cython_runtime"),
+            "watchfiles",  # uvicorn takes it where it is, as it is with Ray's server
         },
         185,
     ),
