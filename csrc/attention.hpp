@@ -10,6 +10,10 @@
 #include "simd.hpp"
 #include "team.hpp"
 
+#if defined(__AMX_TILE__) || defined(KVIK_EMULATE_AMX)
+#include "attention_amx.hpp"
+#endif
+
 namespace kvik {
 namespace {
 namespace paged {
@@ -163,7 +167,9 @@ void attend(const attention_args& a, Team& team) {
     }
 }
 
-#if defined(__AVX512BF16__)
+#if defined(__AMX_TILE__) || defined(KVIK_EMULATE_AMX)
+using PairsOfBF16 = RegisterPairs;
+#elif defined(__AVX512BF16__)
 using PairsOfBF16 = DotPairs;
 #else
 using PairsOfBF16 = SplitPairs;

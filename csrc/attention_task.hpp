@@ -90,14 +90,16 @@ public:
     // Bytes of scratch for tasks of `rows` rows, over all their heads.
     static int64_t scratch_bytes(const attention_args& a, int64_t rows) {
         const int64_t packings = a.tree ? 2 : 1;
+        const int64_t packed_rows = packings * rows + Format::kRows;
         const int64_t path_bytes = a.tree ? 2 * kTile * (a.head_dim * int64_t(sizeof(Stored)) + 2) : 0;
         return rows * (2 * Record::size(a.value_dim) * int64_t(sizeof(float)) +
-                       packings * a.head_dim * int64_t(sizeof(Factor)) + int64_t(sizeof(uint64_t))) +
+                       int64_t(sizeof(uint64_t))) +
+               packed_rows * a.head_dim * int64_t(sizeof(Factor)) +
                2 * kTile * a.head_dim * int64_t(sizeof(Cache)) + path_bytes + 64;
     }
 
     Worker(const attention_args& args, char* scratch, int64_t rows)
-        : a(args), layout{a.kv_heads, a.head_dim, a.block_size}, group(a.heads / a.kv_heads) {
+        : a(args), layout{a.kv_heads, a.head_dim, a.block_size}, group(a.heads / a.kv_heads), shapes(a.head_dim) {
         latent = !a.v_cache;  // then a vector is key and value at once
         value_cache = static_cast<const Stored*>(latent ? a.k_cache : a.v_cache);
         value_scales_of = static_cast<const uint16_t*>(latent ? a.k_scales : a.v_scales);
@@ -141,13 +143,14 @@ public:
 
 private:
     // Rows of a head are its queries times the heads of the group. Those of each `part` rows that follow
-    // each other are packed by kRows, as the scores want them: [head_dim / pair][rows][pair].
+    // each other are packed by kRows, as the scores want them: [head_dim / pair][rows][pair]. Registers want
+    // [rows][head_dim], and load rows behind the last one too.
     void pack_queries(Factor* packed, int64_t part) {
         constexpr int P = Format::kPair;
         for (int64_t h = 0; h < task->num_heads; h++)
             for (int64_t r = 0; r < rows; r++) {
-                const int64_t inner = r % part, first = inner / kRows * kRows;
-                const int64_t width = part - first < kRows ? part - first : kRows;
+                const int64_t inner = r % part, first = Format::kRegisters ? inner : inner / kRows * kRows;
+                const int64_t width = Format::kRegisters ? 1 : part - first < kRows ? part - first : kRows;
                 Factor* to = packed + (h * rows + r - inner + first) * a.head_dim + (inner - first) * P;
                 const int64_t token = task->first_token + task->query + r / group;
                 const int64_t head = (task->head + h) * group + r % group;
@@ -299,10 +302,12 @@ private:
             unit.value_scales = value_scales;
             widen_tile(places, next);
         }
-        // What is widened first is needed at once in the next tile, so all of it is fetched during this one.
+        // What is widened or gathered first is needed at once in the next tile, so all of it is fetched during this
+        // one. Registers are too fast to fetch the values meanwhile.
+        constexpr bool kNext = kWiden || Format::kRegisters;
         for (int s = 0; s < kStrips; s++) {
-            unit.during_values[s] = reinterpret_cast<const char*>(kWiden ? next.values[s] : next.keys[s]);
-            unit.during_scores[s] = reinterpret_cast<const char*>(kWiden || latent ? next.keys[s] : places.values[s]);
+            unit.during_values[s] = reinterpret_cast<const char*>(kNext ? next.values[s] : next.keys[s]);
+            unit.during_scores[s] = reinterpret_cast<const char*>(kNext || latent ? next.keys[s] : places.values[s]);
             if constexpr (kWiden) {
                 unit.keys[s] = keys + s * kStrip * a.head_dim;
                 unit.values[s] = values + s * kStrip * a.head_dim;
@@ -315,16 +320,29 @@ private:
                 unit.values[s] = values + s * kStrip * a.value_dim;
             }
         }
-        for (int64_t r = 0; r < count; r += kRows) {
-            const Factor* block = q + r * a.head_dim;
-            float* record = to + r * record_size;
-            switch (count - r) {
-                case 1: attend_tile<Format, 1>(unit, block, seen + r, record, r == 0); break;
-                case 2: attend_tile<Format, 2>(unit, block, seen + r, record, r == 0); break;
-                case 3: attend_tile<Format, 3>(unit, block, seen + r, record, r == 0); break;
-                default: attend_tile<Format, 4>(unit, block, seen + r, record, r == 0);
+        if constexpr (Format::kRegisters) {
+            uint64_t any = 0, common = ~uint64_t(0);
+            for (int64_t r = 0; r < count; r++) {
+                any |= seen[r];
+                common &= seen[r];
+            }
+            for (int s = 0; s < kStrips; s++) {
+                bf16* strip = values + s * kStrip * a.value_dim;
+                const unsigned bits = any >> (s * kStrip) & 0xffff;
+                if (strip != unit.values[s] || bits != 0xffff)
+                    Format::take_values(strip, unit.values[s], bits, a.value_dim);
+            }
+            unit.values[0] = values;
+            // A weight of zero hides a value only if that is a number.
+            if (any != common && !Format::all_finite(values, kTile * a.value_dim)) {
+                for (int64_t r = 0; r < count; r++)
+                    walk_rows(places, next, q + r * a.head_dim, seen + r, to + r * record_size, 1);
+                return;
             }
         }
+        for (int64_t r = 0; r < count; r += Format::kRows)
+            attend_rows(unit, q + r * a.head_dim, seen + r, to + r * record_size,
+                        count - r < Format::kRows ? count - r : Format::kRows, r == 0);
     }
 
     void widen_tile(const Places& places, const Places& next) const {
@@ -341,6 +359,7 @@ private:
     const attention_args& a;
     const KvLayout layout;
     const int64_t group;
+    const typename Format::Shapes shapes;
     bool latent;  // the values are columns of the keys
     const Stored* value_cache;
     const uint16_t* value_scales_of;

@@ -16,16 +16,24 @@ namespace {
 namespace paged {
 
 constexpr int kStrips = kTile / kStrip;
-constexpr int kRows = 4;                        // rows that share a load of the cache
+constexpr int kRows = 4;                        // rows that share a load of the cache by vectors
 constexpr int kVectors = kLanes == 16 ? 4 : 2;  // kRows x kVectors sums fit the registers
 
 // How elements of the cache are multiplied by q (scores) or by the weights (values): Cache is the type of a
-// tile, Factor that of q and the weights when packed, kPair the number of tokens or columns of a lane.
+// tile, Factor that of q and the weights when packed, kPair the number of tokens or columns of a lane. Rows are
+// packed kRows at a time.
+struct NoShapes {
+    explicit NoShapes(int64_t) {}
+};
+
 struct Floats {
     using Cache = float;
     using Factor = float;
     using Vector = F32;
     static constexpr int kPair = 1;
+    static constexpr int kRows = paged::kRows;
+    static constexpr bool kRegisters = false;
+    using Shapes = NoShapes;
     KVIK_INLINE Vector load(const float* p) { return kvik::load(p); }
     KVIK_INLINE Vector visible(Vector v, unsigned bits) { return bits & 1 ? v : zero(); }
     KVIK_INLINE F32 dot(F32 sum, Vector v, const float* factor) { return fma(v, broadcast(*factor), sum); }
@@ -40,6 +48,9 @@ struct SplitPairs {
         F32 even, odd;
     };
     static constexpr int kPair = 2;
+    static constexpr int kRows = paged::kRows;
+    static constexpr bool kRegisters = false;
+    using Shapes = NoShapes;
     KVIK_INLINE Vector load(const bf16* p) {
         const I32 pairs = iload(p);
         return {even_bf16(pairs), odd_bf16(pairs)};
@@ -57,6 +68,9 @@ struct DotPairs {
     using Factor = bf16;
     using Vector = I32;
     static constexpr int kPair = 2;
+    static constexpr int kRows = paged::kRows;
+    static constexpr bool kRegisters = false;
+    using Shapes = NoShapes;
     KVIK_INLINE Vector load(const bf16* p) { return iload(p); }
     KVIK_INLINE Vector visible(Vector v, unsigned bits) {
         return iand(v, ibroadcast(int32_t((bits & 1 ? 0xffffu : 0u) | (bits & 2 ? 0xffff0000u : 0u))));
@@ -295,6 +309,19 @@ void attend_tile(const Unit<Format>& unit, const typename Format::Factor* q, con
         }
         if (column < unit.value_dim)
             sum_values<Format, R, 1>(unit, column, weights, visible, common, any, records, shrink, fetch);
+    }
+}
+
+// A tile for up to Format::kRows rows.
+template <class Format>
+void attend_rows(const Unit<Format>& unit, const typename Format::Factor* q, const uint64_t* visible, float* records,
+                 int64_t rows, bool first) {
+    static_assert(Format::kRows == 4);
+    switch (rows) {
+        case 1: attend_tile<Format, 1>(unit, q, visible, records, first); break;
+        case 2: attend_tile<Format, 2>(unit, q, visible, records, first); break;
+        case 3: attend_tile<Format, 3>(unit, q, visible, records, first); break;
+        default: attend_tile<Format, 4>(unit, q, visible, records, first);
     }
 }
 

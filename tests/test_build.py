@@ -116,9 +116,9 @@ def test_code_of_an_instruction_set_stays_in_its_table() -> None:
     for folder in folders:
         isa = folder.name.removeprefix("kernels_").removesuffix(".dir")
         path, *own = folder / "table.cpp.o", f"table_{isa}"
-        if isa == "amx":  # products only, and their limits
-            own = [f"{name}_amx" for name in ("linear", "experts", "peak_bf16", "peak_i8")]
-            path = folder / "linear_amx.cpp.o"
+        if isa == "amx":
+            kernels = ("linear", "experts", "attention", "peak_bf16", "peak_i8")
+            own, path = [f"{name}_amx" for name in kernels], folder / "kernels_amx.cpp.o"
         listing = subprocess.run(["nm", "-C", path], check=True, text=True, capture_output=True)
         symbols = [line[17:].split(" ", 1) for line in listing.stdout.splitlines()]
         shared = {name for kind, name in symbols if kind in "ABCDGRSTVWiu"}

@@ -110,7 +110,8 @@ class Sequences:
 
 def of_each_kind(runtimes: list) -> list:
     """One instruction set for each width of vectors, where the others run the same code."""
-    return [p for p in runtimes if p.values[0].isa in ("portable", "avx2", "avx512_bf16")]
+    kinds = ("portable", "avx2", "avx512_bf16", "amx", "amx_emulated")
+    return [p for p in runtimes if p.values[0].isa in kinds]
 
 
 def causal(begin: int, end: int, window: Seen = None) -> Tensor:

@@ -23,9 +23,10 @@ pytestmark = [
 ]
 
 
-# Only products know of AMX: all else of the emulation is what avx512_bf16 runs. And what starts
+# Only products and attention know of AMX: all else of the emulation is what avx512_bf16 runs. And what starts
 # another Python finds the installed kernels there.
-CHOSEN = "(not amx_emulated or test_amx or test_linear or test_pack) and not compiler_of_torch"
+USES_AMX = ("test_amx", "test_attention", "test_linear", "test_pack")
+CHOSEN = f"(not amx_emulated or {' or '.join(USES_AMX)}) and not compiler_of_torch"
 
 
 def run_watched(
@@ -69,8 +70,10 @@ def test_kernels_stay_within_their_buffers(tier: str) -> None:
         f"-DKVIK_EMULATE_AMX={'ON' if emulate else 'OFF'}",
     )
     if emulate:  # nowhere else is the emulation tested
-        for file in ("test_amx", "test_linear", "test_pack"):
-            emulated = re.findall(rf"{file}\.py::\S*amx_emulated\S* (\w+)", done.stdout)
+        for file in USES_AMX:
+            emulated = re.findall(
+                rf"{file}\.py::.*amx_emulated.*\] ([A-Z]+)$", done.stdout, re.MULTILINE
+            )
             assert set(emulated) == {"PASSED"}, (file, emulated)
 
 

@@ -1,7 +1,8 @@
-// Products by the tile registers of AMX, and their limits, for machines that have them (KVIK_ISA is amx) and in
-// emulation (amx_emulated). All else of these two is what avx512_bf16 runs.
+// Products and attention by the tile registers of AMX, and their limits, for machines that have them (KVIK_ISA is
+// amx) and in emulation (amx_emulated). All else of these two is what avx512_bf16 runs.
 #include "table.hpp"
 
+#include "attention.hpp"
 #include "experts.hpp"
 #include "limits_amx.hpp"
 #include "linear.hpp"
@@ -10,6 +11,9 @@ namespace kvik {
 namespace {
 
 void call_linear(const Word* words, Team& team) { linear(*reinterpret_cast<const linear_args*>(words), team); }
+void call_attention(const Word* words, Team& team) {
+    attention(*reinterpret_cast<const attention_args*>(words), team);
+}
 void call_experts(const Word* words, Team& team) { experts(*reinterpret_cast<const experts_args*>(words), team); }
 
 void call_peak_bf16(const Word* words, Team& team) {
@@ -19,10 +23,11 @@ void call_peak_i8(const Word* words, Team& team) { peak_i8(*reinterpret_cast<con
 
 }  // namespace
 
-extern const Kernel KVIK_CONCAT(linear_, KVIK_ISA), KVIK_CONCAT(experts_, KVIK_ISA);
+extern const Kernel KVIK_CONCAT(linear_, KVIK_ISA), KVIK_CONCAT(experts_, KVIK_ISA), KVIK_CONCAT(attention_, KVIK_ISA);
 extern const Kernel KVIK_CONCAT(peak_bf16_, KVIK_ISA), KVIK_CONCAT(peak_i8_, KVIK_ISA);
 const Kernel KVIK_CONCAT(linear_, KVIK_ISA) = call_linear;
 const Kernel KVIK_CONCAT(experts_, KVIK_ISA) = call_experts;
+const Kernel KVIK_CONCAT(attention_, KVIK_ISA) = call_attention;
 const Kernel KVIK_CONCAT(peak_bf16_, KVIK_ISA) = call_peak_bf16;
 const Kernel KVIK_CONCAT(peak_i8_, KVIK_ISA) = call_peak_i8;
 
