@@ -23,8 +23,8 @@ pytestmark = [
 ]
 
 
-# Only products and attention know of AMX: all else of the emulation is what avx512_bf16 runs. And what starts
-# another Python finds the installed kernels there.
+# Only products and attention know of AMX: all else of the emulation is what avx512_bf16 runs. And
+# what starts another Python finds the installed kernels there.
 USES_AMX = ("test_amx", "test_attention", "test_linear", "test_pack")
 CHOSEN = f"(not amx_emulated or {' or '.join(USES_AMX)}) and not compiler_of_torch"
 
