@@ -20,6 +20,8 @@ from kvik import LLM, SamplingParams
 from kvik import child_process as watched
 from kvik import rank_process as module
 from kvik.errors import GroupLost
+from kvik.kernels import torch_group
+from kvik.kernels.torch_group import TorchGroup
 
 LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 OPTIONS: dict[str, Any] = {
@@ -41,21 +43,28 @@ def nothing_is_left() -> Iterator[None]:
 
 
 def shared_files() -> set[str]:
-    """The files without names that this process has open."""
+    """The files without names, and the connections, that this process has open."""
     found = set()
     for number in os.listdir("/proc/self/fd"):
         try:
             name = os.readlink(f"/proc/self/fd/{number}")
         except FileNotFoundError:
             continue
-        if "memfd" in name:
+        if "memfd" in name or "socket" in name:
             found.add(f"{number} {name}")
     return found
 
 
-@pytest.fixture
-def llm() -> Iterator[LLM]:
-    with LLM(**OPTIONS) as made:
+JOINED = [  # by memory, and by torch
+    {},
+    pytest.param({"kernels": "torch", "dtype": "float32"}, marks=pytest.mark.full),
+]
+JOINED_NAMES = ["native", "torch"]
+
+
+@pytest.fixture(params=JOINED, ids=JOINED_NAMES)
+def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with LLM(**OPTIONS, **request.param) as made:
         yield made
 
 
@@ -113,6 +122,7 @@ def test_what_the_first_process_leaves_undone_is_never_taken_for_something_else(
 
     with monkeypatch.context() as patch:
         patch.setattr("kvik.kernels.cpu.native.Native.replay", interrupted)
+        patch.setattr("kvik.worker.graphs.Eager.run", interrupted)
         (error,) = errors(llm)
         assert "interrupted" in error
     with pytest.raises(GroupLost, match="interrupted in the first"):
@@ -146,6 +156,7 @@ def send_soon(number: int) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("joined", JOINED, ids=JOINED_NAMES)
 @pytest.mark.parametrize(
     ("number", "how"),
     [
@@ -154,12 +165,49 @@ def send_soon(number: int) -> None:
     ],
 )
 def test_a_process_that_is_lost_while_it_loads_ends_the_start(
-    monkeypatch: pytest.MonkeyPatch, number: int, how: str
+    monkeypatch: pytest.MonkeyPatch, number: int, how: str, joined: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(watched, "BEGIN_SECONDS", 1.0)
     send_soon(number)
     with pytest.raises(GroupLost, match=f"^rank 1 {how} while it loaded$"):
-        LLM(**OPTIONS)
+        LLM(**OPTIONS, **joined)
+
+
+LOADS_AND_BEATS = """
+import sys, time
+from mmap import mmap
+from multiprocessing.connection import Connection
+import msgspec, numpy as np, torch
+from kvik.kernels.cpu.meeting import Meeting
+from kvik.kernels.torch_group import connect
+from kvik.rank_process import RankReady
+beating = Meeting(np.frombuffer(mmap(int(sys.argv[2]), 0), np.uint8)).beat(1)
+line = Connection(int(sys.argv[1]))
+line.recv_bytes(), line.recv_bytes()
+group = connect(torch.device("cpu"), int(sys.argv[3]), 1, 2, lambda: False)
+line.send_bytes(msgspec.msgpack.encode(RankReady("the same", "")))
+time.sleep(1000)
+"""
+
+
+@pytest.mark.full
+def test_a_process_that_does_not_come_to_an_exchange_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It beats, so that the limit of the exchange alone ends the wait."""
+    monkeypatch.setattr(
+        module,
+        "python_command",
+        lambda _, *numbers: (sys.executable, "-c", LOADS_AND_BEATS, *numbers),
+    )
+    monkeypatch.setattr(TorchGroup, "digest", "the same")
+    monkeypatch.setattr(torch_group, "EXCHANGE_SECONDS", 2.0)
+    monkeypatch.setattr(module, "END_SECONDS", 0.5)
+    with LLM(**OPTIONS, kernels="torch") as made:
+        (error,) = errors(made)
+        assert "the processes have not met" in error and "imed out" in error
+        with pytest.raises(GroupLost, match="have not met"):
+            made.generate("Once", LONG)
 
 
 BEATS_ALONE = """

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from mmap import mmap
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Protocol
@@ -37,15 +38,13 @@ from kvik.child_process import (
 from kvik.config.config import ResolvedConfig
 from kvik.config.parallel import OPTION
 from kvik.errors import ConfigError, GroupLost, KvikError
-from kvik.kernels.cpu.meeting import BrokenGroup, Meeting
+from kvik.kernels.cpu.meeting import MEETING_BYTES, BrokenGroup, Meeting
 from kvik.spec.shares import PipelineStage
 from kvik.worker.ahead import LoadAhead
-from kvik.worker.group import MESSAGES, Message, Seat
+from kvik.worker.group import MESSAGES, GroupMember, Message, Seat
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from kvik.kernels.cpu.group import Group
 
 END_SECONDS = 5.0  # that the system may take to end a process, and to say how it has ended
 # The others load as much as the first, at the same time: who needs so many times what that has
@@ -67,10 +66,10 @@ class RankStart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankReady(msgspec.Struct, frozen=True, array_like=True):
-    """Its answer: what it has recorded, or why it cannot.
+    """Its answer: what it has loaded, or why it cannot.
 
     Attributes:
-        digest: of what it has recorded (`Group.digest`).
+        digest: of what it has loaded (`GroupMember.digest`).
         error: "" if there is none; the other is then empty.
     """
 
@@ -96,7 +95,10 @@ class RankProcesses:
         size = resolved.runner.ranks
         memory = resolved.memory
         wanted = max(LEAST_MEMORY, MEMORY * (memory.activations + memory.overhead))
+        if resolved.runner.kernels != "native":
+            wanted = MEETING_BYTES  # beats alone: torch joins the processes
         file = shared_memory(wanted)
+        self._store = shared_memory(0)
         self._mapping = mmap(file, wanted)
         self.memory = np.frombuffer(self._mapping, np.uint8)
         self._meeting = Meeting(self.memory)
@@ -106,21 +108,23 @@ class RankProcesses:
         self._closed = False
         self._children: list[subprocess.Popen[bytes]] = []
         self._lines: list[Connection] = []
-        self._group: Group | None = None
+        self._group: GroupMember | None = None
         self._watcher = threading.Thread(target=self._watch, name="kvik-ranks", daemon=True)
         shares, number = cores_of(size, cores), None if stage is None else stage.number
         try:
             for rank in range(1, size):
                 ours, theirs = socket.socketpair()
                 self._lines.append(Connection(ours.detach()))
-                numbers = theirs.fileno(), file
+                numbers = theirs.fileno(), file, self._store
                 command = python_command("kvik.rank_process", *map(str, (*numbers, rank)))
                 with theirs:
                     child = subprocess.Popen(command, pass_fds=numbers, stdin=subprocess.DEVNULL)
                 self._children.append(child)
             self._watcher.start()
             for rank, line in enumerate(self._lines, 1):
-                start = RankStart(resolved, size, shares[rank], number)
+                runner = replace(resolved.runner, device=resolved.runner.device_of(rank))
+                config = replace(resolved, runner=runner)
+                start = RankStart(config, size, shares[rank], number)
                 with suppress(OSError):  # `meet` finds it gone
                     line.send_bytes(msgspec.msgpack.encode(start))
         except BaseException:
@@ -146,7 +150,7 @@ class RankProcesses:
             with suppress(OSError):
                 line.send_bytes(b"")
         try:
-            yield Seat(0, 1 + len(self._lines), self.memory, self)
+            yield Seat(0, 1 + len(self._lines), self.memory, self, self._store)
         except BrokenGroup:
             error = self._failure()
             self.stop()
@@ -155,7 +159,7 @@ class RankProcesses:
             self.stop()
             raise
 
-    def meet(self, group: Group) -> None:
+    def meet(self, group: GroupMember) -> None:
         """Wait until the others have loaded.
 
         Raises:
@@ -182,7 +186,7 @@ class RankProcesses:
                     self._known.wait(END_SECONDS)
                     raise self._failure() from None
                 if ready.error or ready.digest != group.digest:
-                    why = ready.error or f"has recorded {ready.digest}, and rank 0 {group.digest}"
+                    why = ready.error or f"has {ready.digest}, and rank 0 {group.digest}"
                     raise ConfigError(OPTION, f"rank {rank} {why}")
 
     def _failure(self) -> KvikError:
@@ -216,6 +220,10 @@ class RankProcesses:
         self.tell(message)
         try:
             yield
+        except BrokenGroup as error:
+            if not self._known.wait(END_SECONDS):
+                self._lose(f"the processes have not met: {str(error) or 'one is gone'}")
+            raise GroupLost(OPTION, self._lost) from None
         except BaseException:
             self._lose("what all processes compute was interrupted in the first")
             raise
@@ -227,12 +235,17 @@ class RankProcesses:
         self._group.begin()
 
     def share(self, hidden: Tensor) -> Tensor:
-        self.begin()
         assert self._group is not None
-        return self._group.take(tuple(hidden.shape), hidden.dtype).copy_(hidden)
+        return self._group.share(hidden)
+
+    def spread(self, hidden: Tensor) -> Tensor:
+        assert self._group is not None
+        return self._group.spread(hidden)
 
     def stop(self) -> None:
         """End them; safe to call twice. They keep nothing that would be lost."""
+        if not self._closed:
+            os.close(self._store)
         self._closed = True
         for child in self._children:
             child.kill()
@@ -243,12 +256,16 @@ class RankProcesses:
             self._watcher.join(END_SECONDS)
         for line in self._lines:
             line.close()
+        if self._group is not None:
+            self._group.close()
 
     def _lose(self, why: str) -> None:
         """Let none wait for another from now on."""
         self._lost = self._lost or why
         self._known.set()
         self._meeting.give_up()
+        if self._group is not None:
+            self._group.give_up()
 
     def _watch(self) -> None:
         poll = select.poll()
@@ -321,7 +338,7 @@ def cores_of(size: int, among: Sequence[int] = ()) -> list[list[int]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    number, file, rank = map(int, arguments)
+    number, file, store, rank = map(int, arguments)
     line = Connection(number)
     mapping = mmap(file, os.fstat(file).st_size)
     os.close(file)
@@ -336,15 +353,15 @@ def main(arguments: Sequence[str]) -> int:
         with LoadAhead(start.config, rank) as ahead:
             import torch
 
-            from kvik.worker.ranks import Rank
+            from kvik.worker.ranks import make_rank
 
             line.recv_bytes()  # see `RankProcesses.loading`
             stages = start.config.runner.stages
             stage = None if start.stage is None else stages[start.stage]
-            seat = Seat(rank, start.size, memory)
+            seat = Seat(rank, start.size, memory, file=store)
             try:
                 with torch.inference_mode():
-                    share = Rank(start.config, seat, stage, ahead.memory())
+                    share = make_rank(start.config, seat, stage, ahead.memory())
             except BrokenGroup:
                 return 1  # of another process, which tells more
             except Exception as error:

@@ -109,7 +109,7 @@ def test_a_process_that_is_lost_while_it_is_played(flight, tmp_path, monkeypatch
 
 @pytest.mark.parametrize(
     ("ranks", "why"),
-    [("0", "at least 1, not 0"), ("99", "at most 8"), ("2", "must be 1 with torch kernels")],
+    [("0", "at least 1, not 0"), ("99", "at most 8")],
 )
 def test_numbers_of_processes_that_cannot_be(flight, tmp_path, capsys, ranks, why):
     path = flight

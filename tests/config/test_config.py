@@ -38,6 +38,7 @@ BAD: dict[str, list[Any]] = {
     "tensor_parallel_size": [0, None, 65, "two"],
     "pipeline_parallel_size": [0, None, 65, "two"],
     "expert_parallel": [None, 1, "yes"],
+    "tensor_parallel_cut": ["half", None, ""],
     "distributed_executor_backend": [None, "mpi", 1],
     "kernels": ["fast", None, ""],
     "attention_backend": ["flash", None, ""],

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from kvik.config.config import EngineConfig, ResolvedConfig
-from kvik.config.hardware import NATIVE_ISAS, Hardware
+from kvik.config.hardware import NATIVE_ISAS, Gpu, Hardware
+from kvik.config.parallel import with_ranks
 from kvik.config.resolve import resolve
 from kvik.errors import CapacityError, ConfigError
 from kvik.models.model_spec import ModelSpec
@@ -81,7 +82,11 @@ def test_a_model_on_several_machines_is_planned_for_one_of_them() -> None:
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        ("llama-3.2-1b", {"kernels": "torch"}, "must be 1 with torch kernels"),
+        (
+            "llama-3.2-1b",
+            {"attention_backend": "sdpa"},
+            "must be 1 with native kernels with sdpa attention",
+        ),
         ("llama-3.2-1b", {"tensor_parallel_size": 33}, "at most 32, its heads of queries"),
         ("llama-3.2-1b", {"threads": 1}, "at most 1, as there are 1 threads"),
         ("llama-3.2-1b", {"tensor_parallel_size": 0}, "must be an integer in"),
@@ -98,8 +103,72 @@ def test_refusals_of_a_group(model, options, message) -> None:
 def test_an_engine_folder_for_other_kernels() -> None:
     spec = ModelSpec.from_config(public_configs()["llama-3.2-1b"])
     spec = replace(spec, built=Built("torch", "plain-1", "bfloat16", "none", 1 << 30))
-    with pytest.raises(ConfigError, match="must be 1 with torch kernels"):
+    with pytest.raises(ConfigError, match="must be 1 with an engine folder for torch kernels"):
         resolve(EngineConfig(tensor_parallel_size=2, threads=8), spec, MACHINE, "")
+
+
+# Groups that torch joins.
+
+H100 = Gpu(0, "NVIDIA H100 80GB HBM3", 85_000_000_000, 80_000_000_000, (9, 0))
+GPUS = (H100, replace(H100, index=1, free_memory=70_000_000_000))
+
+
+@pytest.mark.parametrize(
+    ("hardware", "options", "field", "message"),
+    [
+        ({"native": False}, {}, "tensor_parallel_size", "without its native module"),
+        ({}, {"engine_cache": "/tmp"}, "engine_cache", "left out with torch kernels"),
+        ({}, {"tensor_parallel_size": 33}, "tensor_parallel_size", "at most 32, its heads"),
+        ({}, {"kernels": "native", "tensor_parallel_cut": "fast"}, "tensor_parallel_cut", "exact"),
+        ({}, {"tensor_parallel_cut": "half"}, "tensor_parallel_cut", "exact"),
+        (
+            {"gpus": GPUS[:1]},
+            {"device": "cuda"},
+            "tensor_parallel_size",
+            r"a GPU for each of 2 processes, and cuda:1 is not there \(CUDA devices: cuda:0\)",
+        ),
+        ({"gpus": GPUS}, {"device": "cuda:1"}, "tensor_parallel_size", "and cuda:2 is not there"),
+        (
+            {"gpus": (GPUS[0], replace(GPUS[1], name="A100"))},
+            {"device": "cuda"},
+            "tensor_parallel_size",
+            "GPUs of one kind, not A100 and NVIDIA H100",
+        ),
+    ],
+)
+def test_refusals_of_a_group_that_torch_joins(hardware, options, field, message) -> None:
+    common = {"device": "cpu", "kernels": "torch", "threads": 64, "tensor_parallel_size": 2}
+    spec = ModelSpec.from_config(public_configs()["llama-3.2-1b"])
+    with pytest.raises(ConfigError, match=message) as caught:
+        resolve(EngineConfig(**{**common, **options}), spec, replace(MACHINE, **hardware), "")
+    assert caught.value.field == field
+
+
+def test_no_experts_are_whole_in_a_group_that_torch_joins() -> None:
+    spec = ModelSpec.from_config(public_configs()["deepseek-v2-lite"])
+    options = {"device": "cpu", "kernels": "torch", "threads": 8, "expert_parallel": True}
+    with pytest.raises(ConfigError, match="must be false with torch kernels"):
+        resolve(EngineConfig(tensor_parallel_size=2, **options), spec, MACHINE, "")
+
+
+def test_each_gpu_of_a_group_is_planned_for_its_share() -> None:
+    """With as much memory as the fullest has left."""
+    spec = ModelSpec.from_config(public_configs()["qwen2.5-32b"])
+    options = {"device": "cuda", "max_model_len": 4096, "max_num_seqs": 8, "num_blocks": 512}
+    both = replace(MACHINE, gpus=GPUS)
+    alone, two = (
+        resolve(EngineConfig(tensor_parallel_size=ranks, **options), spec, both, "")
+        for ranks in (1, 2)
+    )
+    assert two.runner.fast_cut and not alone.runner.fast_cut
+    assert [two.runner.device_of(rank) for rank in range(2)] == ["cuda:0", "cuda:1"]
+    assert two.memory.limit < 70_000_000_000 < alone.memory.limit
+    table = 152_064 * 5120 * 2  # is whole in each
+    assert two.memory.kv_cache * 2 == alone.memory.kv_cache
+    assert two.memory.weights == pytest.approx((alone.memory.weights + table) / 2, rel=0.01)
+    assert not two.runner.graph_sizes
+    with pytest.raises(ConfigError, match="must be 2, as when it was recorded"):
+        with_ranks(two, 1)
 
 
 @pytest.mark.parametrize(

@@ -115,12 +115,15 @@ class AttentionSpec:
         softcap: a scaled score s becomes softcap * tanh(s / softcap); None: it stays.
         sinks: [heads] fp32, a score that each head adds to those of the keys it sees, with no
             value; None: none.
+        apart: what reads the result reads heads of which a process may have some alone
+            (`Between`).
     """
 
     scale: float
     norms: HeadNorms | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    apart: bool = False
 
     @property
     def options(self) -> frozenset[str]:

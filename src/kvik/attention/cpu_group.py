@@ -14,6 +14,7 @@ from kvik.attention.base import (
     StepLayout,
 )
 from kvik.attention.cpu import CpuAttention
+from kvik.attention.group import own_heads
 from kvik.kernels.cpu.group import Group
 from kvik.kernels.ops import Ops
 from kvik.spec.kv import Window
@@ -37,20 +38,12 @@ class GroupAttention:
             self._kv_heads[id(attend.kv)] = attend.k.shape[1]
         kv_heads = self._kv_heads[id(attend.kv)]
         share = HeadShare.of(heads, kv_heads, self._group.rank, self._group.size)
-        own, own_kv, spec = slice(*share.heads), slice(*share.kv_heads), attend.spec
-        k = None if attend.k is None else attend.k[:, own_kv]
-        if k is not None and kv_heads < self._group.size:  # turned in place, and others have it too
-            k = self._copied(k)
-        part = replace(
-            attend,
-            q=attend.q[:, own],
-            k=k,
-            v=None if attend.v is None else attend.v[:, own_kv],
-            spec=spec if spec.sinks is None else replace(spec, sinks=spec.sinks[own]),
-        )
+        part = own_heads(attend, share)
+        if part.k is not None and kv_heads < self._group.size:
+            part = replace(part, k=self._copied(part.k))  # turned in place, and others have it too
         size = attend.q.shape[2]
         out = self._group.take((tokens, heads, size), attend.q.dtype)
-        self._backend.run_into(part, out[:, own])
+        self._backend.run_into(part, out[:, slice(*share.heads)])
         self._group.exchange()
         return out
 

@@ -187,6 +187,11 @@ class EngineConfig:
         Flag(),
         "each process of tensor_parallel_size has some experts whole, not a part of each",
     )
+    tensor_parallel_cut: str = option(
+        "auto",
+        OneOf(("auto", "exact", "fast")),
+        "exact: by outputs, no sum is divided; fast: half the exchanges, the default on GPUs",
+    )
     distributed_executor_backend: str = option(
         "mp",
         OneOf(("mp", "ray")),
@@ -278,6 +283,7 @@ class RunnerConfig:
         stage_ends: where the layers of each stage end; (): there is one stage.
         backend: see `distributed_executor_backend`.
         expert_parallel: see `EngineConfig`.
+        fast_cut: see `tensor_parallel_cut`.
     """
 
     model_path: str
@@ -300,6 +306,12 @@ class RunnerConfig:
     stage_ends: tuple[int, ...] = ()
     backend: str = "mp"
     expert_parallel: bool = False
+    fast_cut: bool = False
+
+    def device_of(self, rank: int) -> str:
+        """Return the device of a process: on GPUs each has its own, one after another."""
+        kind, _, index = self.device.partition(":")
+        return f"{kind}:{int(index) + rank}" if index else kind
 
     @property
     def stages(self) -> tuple[PipelineStage, ...]:

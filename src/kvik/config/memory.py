@@ -41,7 +41,7 @@ from kvik.spec.kv import (
 from kvik.spec.layers import LatentSpec
 from kvik.spec.model import DTYPE_BYTES, LinearLayers
 from kvik.spec.rope import RopeSpec
-from kvik.spec.shares import PipelineStage, cut_groups, stage_groups
+from kvik.spec.shares import TILE, PipelineStage, cut_groups, stage_groups
 from kvik.spec.weights import Weighed, weight_bytes
 
 LOGIT_BYTES = 4  # bytes of a logit, for models of any dtype
@@ -447,7 +447,24 @@ class Footprint:
             return max(self.apart) + drafting
         if self.mapped is not None:
             return self.mapped + drafting
-        return weight_bytes(self.spec, self.dtype, self.quantization, self.kernels) + drafting
+        own = weight_bytes(self.spec, self.dtype, self.quantization, self.kernels)
+        if self._one_of_several:
+            own = self.repeated + -(-(own - self.repeated) * self._largest_share // 1000)
+        return own + drafting
+
+    @property
+    def _one_of_several(self) -> bool:
+        """Whether each process has a device of its own, of which the plan is: the fullest."""
+        return self.device != "cpu" and self.ranks > 1
+
+    @property
+    def _largest_share(self) -> int:
+        """Return the most that a process has of a matrix, in thousandths: of what is shared out by
+        heads of keys or by tiles of outputs, whichever are fewer."""
+        heads = (spec.num_kv_heads for group in self.groups for spec in group.specs)
+        shared = (count for count in heads if count >= self.ranks)
+        pieces = max(self.ranks, min((self.spec.hidden_size // TILE, *shared)))
+        return 1000 * -(-pieces // self.ranks) // pieces + 1
 
     @property
     def stored_as(self) -> str:
@@ -477,11 +494,18 @@ class Footprint:
             )
             for groups in stages or [self.groups]
         ]
+        if self._one_of_several:
+            groups = self.groups
+            ranks = range(self.ranks)
+            sizes = [block_bytes(cut_groups(groups, r, self.ranks), self.block_size) for r in ranks]
+            return max(sizes) + drafting
         return (max(sizes) if self.apart else sum(sizes)) + drafting
 
     @property
     def _processes(self) -> int:
         """How many there are on a machine."""
+        if self._one_of_several:
+            return 1
         return self.ranks * (1 if self.apart else max(1, len(self.stage_ends)))
 
     @property
@@ -542,7 +566,8 @@ class Footprint:
         seen = size.max_num_seqs * spec.vocab_size * SEEN_BYTES_PER_TOKEN
         tables = _position_tables(spec, size.max_model_len)
         total = self.runtime + table + seen + tables + self._pooling(size) + self.graphs(size)
-        total += (self._processes - 1) * RANK_BYTES + self.repeated
+        total += (self._processes - 1) * RANK_BYTES
+        total += 0 if self._one_of_several else self.repeated
         if self.device == "cpu":
             total += spec.vocab_size * TOKENIZER_BYTES_PER_ENTRY
             total += 0 if self._taped else TORCH_KERNELS_BYTES
@@ -554,7 +579,8 @@ class Footprint:
     @property
     def _captured_steps(self) -> bool:
         """Whether forwards are captured; other attention backends plan each on the host."""
-        return self.kernels == "triton" and self.attention_backend in TRITON_BACKENDS
+        triton = self.kernels == "triton" and self.attention_backend in TRITON_BACKENDS
+        return triton and self.ranks == 1
 
     def graph_sizes(self, size: StepSize) -> tuple[GraphSize, ...]:
         """Sizes of the forwards that may be captured."""
@@ -637,7 +663,8 @@ class Footprint:
     def states(self, size: StepSize) -> int:
         """Return bytes of the states of running requests, and of all checkpoints."""
         rows = size.max_num_seqs + self.num_checkpoints(size)
-        return self.ranks * self.spec.state_bytes * rows  # each process has all of them
+        here = 1 if self._one_of_several else self.ranks
+        return here * self.spec.state_bytes * rows  # each process has all of them
 
     def fixed(self, size: StepSize) -> int:
         """Everything but the blocks of the KV cache."""

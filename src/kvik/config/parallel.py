@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from kvik.config.compute import Compute
 from kvik.config.config import ASKED, EngineConfig, ResolvedConfig
-from kvik.config.hardware import Hardware, detect
+from kvik.config.hardware import Gpu, Hardware, detect
 from kvik.errors import ConfigError
 from kvik.models.model_spec import ModelSpec
 from kvik.spec.kv import stored_as
@@ -17,6 +17,7 @@ from kvik.spec.weights import matrix_kind, weight_bytes
 
 OPTION = "tensor_parallel_size"
 STAGES = "pipeline_parallel_size"
+CUT = "tensor_parallel_cut"
 
 
 def check_group(
@@ -48,13 +49,15 @@ def check_group(
             raise ConfigError("expert_parallel", told)
     if ranks * stages == 1:
         return
-    if compute.kernels != "native" or compute.attention != "cpu":
-        found = f"{compute.kernels} kernels with {compute.attention} attention"
-        raise ConfigError(option, f"must be 1 with {found}: the native kernels alone are divided")
+    native = compute.kernels == "native" and compute.attention == "cpu"
+    if not native:
+        _check_torch(config, spec, compute, hardware)
+    elif config.tensor_parallel_cut == "fast":
+        raise ConfigError(CUT, "must be exact with the native kernels, whose answers have the bits")
     heads, threads = spec.num_heads, config.threads or hardware.threads
     if ranks > heads:
         raise ConfigError(OPTION, f"must be at most {heads}, its heads of queries, not {ranks}")
-    if ranks * stages > threads:
+    if ranks * stages > threads and compute.gpu is None:
         most = threads // ranks if stages > 1 else threads
         asked = stages if stages > 1 else ranks
         each = f", {ranks} for each stage" if ranks > 1 and stages > 1 else ""
@@ -63,6 +66,58 @@ def check_group(
     if stages > 1 and any(layer.token_input for layer in spec.layers):
         why = f"{spec.architecture} reads vectors of tokens in every layer"
         raise ConfigError(STAGES, f"must be 1: {why}")
+
+
+def _check_torch(
+    config: EngineConfig, spec: ModelSpec, compute: Compute, hardware: Hardware
+) -> None:
+    """Check a group that torch.distributed joins."""
+    ranks = config.tensor_parallel_size
+    found = f"{compute.kernels} kernels with {compute.attention} attention"
+    if config.pipeline_parallel_size > 1:
+        raise ConfigError(STAGES, f"must be 1 with {found}: the native kernels alone have stages")
+    if compute.kernels == "native":
+        told = "kernels torch, or native ones with their own attention"
+        raise ConfigError(OPTION, f"must be 1 with {found}: several processes need {told}")
+    if not hardware.native:
+        told = "kvik was installed without its native module, by which processes watch each other"
+        raise ConfigError(OPTION, f"must be 1: {told}")
+    if config.expert_parallel:
+        raise ConfigError("expert_parallel", f"must be false with {found}")
+    if spec.built is not None:
+        raise ConfigError(OPTION, f"must be 1 with an engine folder for {compute.kernels} kernels")
+    if config.engine_cache is not None:
+        raise ConfigError("engine_cache", f"must be left out with {found} in {ranks} processes")
+    if compute.gpu is not None:
+        group_gpus(compute.gpu, ranks, hardware)
+
+
+def group_gpus(first: Gpu, ranks: int, hardware: Hardware) -> list[Gpu]:
+    """Return the GPUs of a group, one for each process: as many from the first one on.
+
+    Raises:
+        ConfigError: they are not there, or of several kinds.
+    """
+    gpus = {gpu.index: gpu for gpu in hardware.gpus}
+    asked = range(first.index, first.index + ranks)
+    missing = [f"cuda:{index}" for index in asked if index not in gpus]
+    if missing:
+        visible = ", ".join(f"cuda:{index}" for index in sorted(gpus))
+        told = f"needs a GPU for each of {ranks} processes, and {missing[0]} is not there"
+        raise ConfigError(OPTION, f"{told} (CUDA devices: {visible})")
+    names = {gpus[index].name for index in asked}
+    if len(names) > 1:
+        told = " and ".join(sorted(names))
+        raise ConfigError(OPTION, f"needs GPUs of one kind, not {told}")
+    return [gpus[index] for index in asked]
+
+
+def is_fast(config: EngineConfig, compute: Compute) -> bool:
+    """Return whether matrices are cut in the fast way."""
+    if config.tensor_parallel_size == 1:
+        return False
+    cut = config.tensor_parallel_cut
+    return cut == "fast" or (cut == "auto" and compute.gpu is not None)
 
 
 def stage_ends(config: EngineConfig, spec: ModelSpec, compute: Compute) -> tuple[int, ...]:
@@ -131,8 +186,8 @@ def stages_reason(ends: Sequence[int], ranks: int) -> str:
 
 
 def with_ranks(config: ResolvedConfig, ranks: int) -> ResolvedConfig:
-    """Return the same decisions for another number of processes, which share the threads and give
-    the same bits.
+    """Return the same decisions for another number of processes, which share the threads. With the
+    native kernels they give the same bits.
 
     Raises:
         ConfigError: naming what is in the way.
@@ -140,6 +195,9 @@ def with_ranks(config: ResolvedConfig, ranks: int) -> ResolvedConfig:
     if ranks < 1:
         raise ConfigError(OPTION, f"must be at least 1, not {ranks}")
     runner = config.runner
+    if runner.device != "cpu" and ranks != runner.ranks:
+        told = f"must be {runner.ranks}, as when it was recorded: each process has a GPU"
+        raise ConfigError(OPTION, told)
     threads = max(ranks, runner.threads * runner.ranks)
     asked = EngineConfig(
         tensor_parallel_size=ranks, threads=threads, engine_cache=runner.engine_cache
@@ -149,15 +207,18 @@ def with_ranks(config: ResolvedConfig, ranks: int) -> ResolvedConfig:
     return replace(config, runner=replace(runner, ranks=ranks, threads=threads // ranks))
 
 
-def share_reason(spec: ModelSpec, threads: int, each: int, ranks: int) -> str:
+def share_reason(
+    spec: ModelSpec, threads: int, each: int, ranks: int, *, compute: Compute, fast: bool
+) -> str:
     """Return what each process has, as the reason of the decision."""
     shares = [HeadShare.of(spec.num_heads, spec.num_kv_heads, rank, ranks) for rank in range(ranks)]
     heads = sorted({end - first for first, end in (share.heads for share in shares)})
     kv_heads = sorted({end - first for first, end in (share.kv_heads for share in shares)})
+    where = f"{each} of {threads} threads" if compute.gpu is None else "a GPU of its own"
+    cut = "" if compute.kernels == "native" else f"; {'fast' if fast else 'exact'} cut"
     return (
         f"{ASKED}: each process has {_some(heads)} of {spec.num_heads} heads, {_some(kv_heads)} of "
-        f"{spec.num_kv_heads} heads of keys, as much of each matrix, and {each} of "
-        f"{threads} threads"
+        f"{spec.num_kv_heads} heads of keys, as much of each matrix, and {where}{cut}"
     )
 
 
@@ -179,6 +240,8 @@ def repeated_bytes(config: EngineConfig, spec: ModelSpec, compute: Compute) -> i
         if not table.tied and table.role != "token_inputs"  # which is a matrix, and cut as others
     )
     whole = item * sum(table.num_parameters for table in tables)
+    if compute.gpu is not None:
+        return whole  # of one device, of which the plan is
     here = config.distributed_executor_backend == "mp"
     twice = spec.tie_word_embeddings and config.pipeline_parallel_size > 1 and here
     return whole * (config.tensor_parallel_size - 1) + twice * _head_bytes(config, spec, compute)

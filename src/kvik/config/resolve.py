@@ -24,6 +24,8 @@ from kvik.config.hardware import Hardware
 from kvik.config.parallel import (
     check_group,
     given_bytes,
+    group_gpus,
+    is_fast,
     repeated_bytes,
     share_reason,
     stage_ends,
@@ -67,6 +69,11 @@ def resolve(
     compute, limit = choose_compute(config, spec, hardware, notes)
     asked = requested_speculation(config)
     check_group(config, spec, compute, hardware)
+    if compute.gpu is not None and config.tensor_parallel_size > 1:
+        gpus = group_gpus(compute.gpu, config.tensor_parallel_size, hardware)
+        least = min(gpu.free_memory for gpu in gpus)
+        if least < compute.gpu.free_memory:  # all have as much of the model
+            limit = replace(limit, size=int(least * config.memory_utilization))
     ends = stage_ends(config, spec, compute)
     if asked is not None and spec.states:
         raise ConfigError(
@@ -91,13 +98,14 @@ def resolve(
         reason = f"cores this process may use: {hardware.cpu_name}"
     if quota is not None:
         reason = f"a cgroup grants {quota:g} cores' worth of time: {hardware.cpu_name}"
-    ranks = config.tensor_parallel_size
+    ranks, fast = config.tensor_parallel_size, is_fast(config, compute)
     notes.add("threads", threads, reason)
     each = threads // (ranks * max(1, len(ends)))
     if ends:
         notes.add("pipeline_parallel_size", len(ends), stages_reason(ends, ranks))
     if ranks > 1:
-        notes.add("tensor_parallel_size", ranks, share_reason(spec, threads, each, ranks))
+        told = share_reason(spec, threads, each, ranks, compute=compute, fast=fast)
+        notes.add("tensor_parallel_size", ranks, told)
     seed = _choose_seed(config, drawn_seed, notes)
     return ResolvedConfig(
         model=spec,
@@ -142,6 +150,7 @@ def resolve(
             stage_ends=ends,
             backend=config.distributed_executor_backend,
             expert_parallel=config.expert_parallel,
+            fast_cut=fast,
         ),
         memory=footprint.plan(size, num_blocks, limit),
         seed=seed,

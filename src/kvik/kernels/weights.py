@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvik.spec.shares import Between
 from kvik.spec.weight_kind import MX_GROUP, Rounding, WeightKind
 
 # Of "..._and_mul" the first half of the outputs is the gate; the second half is multiplied with it.
@@ -109,6 +110,16 @@ class Weight:
         """Some outputs: a range, or ids [n]."""
         own = {name: part[index] for name, part in self.tensors.items() if name in PER_OUTPUT}
         return Weight(self.kind, **(self.tensors | own))
+
+    def columns(self, first: int, end: int) -> Weight:
+        """Some inputs of all outputs: whole groups, in the order in which they are stored."""
+        group, own = self.kind.group, dict(self.tensors)
+        per = 2 if in_nibbles(self.kind) else 1
+        own["values"] = self.values[:, first // per : end // per]
+        for name in PER_OUTPUT[1:] if group else ():
+            if name in own:
+                own[name] = own[name][:, first // group : -(-end // group)]
+        return Weight(self.kind, **own)
 
     def plain(self) -> Weight:
         """The weight with its inputs as they are stored."""
@@ -251,6 +262,7 @@ class MatrixSpec:
         bias: whether there is one.
         heads: of `Ops.linear_each`, which share the rows; 0: it is for `linear`.
         expert: number of the expert whose it is, and of how many; None: it is no expert's.
+        between: what it makes, or reads, that a process can compute a part of alone; None: nothing.
     """
 
     kind: WeightKind
@@ -262,6 +274,7 @@ class MatrixSpec:
     device: torch.device
     heads: int = 0
     expert: tuple[int, int] | None = None
+    between: Between | None = None
 
     @property
     def outputs(self) -> int:

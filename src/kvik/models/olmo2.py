@@ -44,6 +44,7 @@ class Olmo2Attention:
             dim,
             bias=spec.qkv_bias,
             rope=rope,
+            whole=True,
         )
         norm = partial(builder.rms_norm, eps=spec.norm_eps, rope=rope)
         self.q_norm = norm("q_norm", heads * dim, heads=heads)

@@ -88,7 +88,7 @@ class GatedDeltaNet:
         if spec.wiring == BY_KEY_HEAD:
             self.joined = linear(QKVZ, outputs=len(wide), order=wide, role="qkv")
         else:  # which files may store in types of their own
-            self.parts = builder.heads(QKV_Z, hidden, self.widths, 1, bias=False)
+            self.parts = builder.heads(QKV_Z, hidden, self.widths, 1, bias=False, whole=True)
         if spec.wiring in (BY_KEY_HEAD, APART):
             self.gates = linear(BA, outputs=len(narrow), order=narrow, role="gates")
         else:

@@ -6,6 +6,7 @@ So a model has no loading code and does not know how its weights are stored.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -71,7 +72,7 @@ from kvik.spec.experts import ExpertsSpec
 from kvik.spec.kv import KVGroup
 from kvik.spec.layers import LatentSpec, QueryScale
 from kvik.spec.rope import RopeSpec
-from kvik.spec.shares import PipelineStage
+from kvik.spec.shares import TILE, Between, PipelineStage
 from kvik.spec.states import StateSpec
 from kvik.spec.stored_weights import StoredQuantization, StoredScheme, stored_alike
 from kvik.spec.weights import matrix_kind
@@ -125,6 +126,8 @@ class Declarations:
     tensors: list[DeclaredTensor] = field(default_factory=list)
     ignored: set[str] = field(default_factory=set)
     skipped: set[str] = field(default_factory=set)  # beginnings of names
+    # scope -> the heads of its attention, of which a process may compute some alone
+    heads: dict[str, Between] = field(default_factory=dict)
 
 
 # (names of a matrix' layers, its inputs, outputs of each layer) -> stages after the product.
@@ -237,7 +240,7 @@ class Builder:
         """x [tokens, inputs] -> [tokens, sum of outputs], fused from one layer per name.
 
         Args:
-            role: what the matrix does in a block; only `spec.declare.describe` reads it.
+            role: what the matrix does in a block: of "o" the inputs may be heads of attention.
             transposed: the checkpoint stores [inputs, outputs].
             order: which output of the checkpoint stands at each place; (): all as they are stored.
             columns: the same of inputs.
@@ -248,7 +251,19 @@ class Builder:
         outputs = (outputs,) if isinstance(outputs, int) else outputs
         shapes = [LinearShape(inputs, width, transposed, tuple(columns)) for width in outputs]
         stored = [self._scheme(name) for name in names]
-        return self._linear(names, shapes, stored, bias=bias, activation=activation, places=places)
+        between = self.declared.heads.get(self._scope) if role == "o" else None
+        if between is not None:
+            assert between.count * between.width == inputs
+            between = replace(between, read=True)
+        return self._linear(
+            names,
+            shapes,
+            stored,
+            bias=bias,
+            activation=activation,
+            places=places,
+            between=between,
+        )
 
     def heads(
         self,
@@ -261,6 +276,7 @@ class Builder:
         rope: RopeSpec | None = None,
         by_head: bool = False,
         gated: bool = False,
+        whole: bool = False,
     ) -> Heads:
         """Queries, keys and values of x [tokens, inputs], each with its number of heads.
 
@@ -273,7 +289,12 @@ class Builder:
                 its value, then those of the second.
             gated: behind the queries of a head the layer has a gate of the head; the result has
                 all gates behind all queries.
+            whole: what follows reads whole rows, not single heads.
         """
+        alone = None
+        if not whole and len(heads) > 1 and self.stages is no_stages:
+            alone = Between(heads[0], head_dim, heads[1])
+            self.declared.heads[self._scope] = alone
         each: list[tuple[int, ...]] = [(count,) for count in heads]  # of each layer
         places = _places(rope, sum(heads[:2]), head_dim)
         if gated:
@@ -283,13 +304,18 @@ class Builder:
             places = _by_head(places, heads, head_dim)
         if len(names) == 1:
             total = sum(heads) * head_dim
-            linear = self._heads(names, inputs, (total,), bias, places)
+            if alone is not None:
+                alone = replace(alone, queries=tuple(i == 0 for i in range(len(heads))))
+            linear = self._heads(names, inputs, (total,), bias, places, alone)
             return Heads([linear], [heads], head_dim)
         linears, parts, first = [], [], 0
         for size in self._matrix_sizes(names):
             members = slice(first, first + size)
             widths = tuple(sum(counts) * head_dim for counts in each[members])
-            linears.append(self._heads(names[members], inputs, widths, bias, places))
+            if alone is not None:
+                made = [i == 0 for i in range(first, first + size) for _ in each[i]]
+                alone = replace(alone, queries=tuple(made))
+            linears.append(self._heads(names[members], inputs, widths, bias, places, alone))
             parts.append(tuple(chain(*each[members])))
             first += size
             if places is not None:
@@ -303,10 +329,11 @@ class Builder:
         widths: tuple[int, ...],
         bias: bool,
         places: Tensor | None,
+        between: Between | None,
     ) -> Linear:
         shapes = [LinearShape(inputs, width) for width in widths]
         stored = [self._scheme(name) for name in names]
-        return self._linear(names, shapes, stored, bias=bias, places=places)
+        return self._linear(names, shapes, stored, bias=bias, places=places, between=between)
 
     def gated_mlp(
         self,
@@ -324,15 +351,38 @@ class Builder:
             names: of gate and up, or of one layer for both; down: of the third.
             gelu: in its tanh form, in place of SiLU.
         """
-        gate_up = self.linear(
+        activation: Activation = "gelu_tanh_and_mul" if gelu else "silu_and_mul"
+        shapes = [LinearShape(hidden, 2 * inner // len(names))] * len(names)
+        made = self._channels(inner, down)
+        gate_up = self._linear(
             names,
-            hidden,
-            (2 * inner // len(names),) * len(names),
+            shapes,
+            [self._scheme(name) for name in names],
             bias=bias,
-            role="gate_up",
-            activation="gelu_tanh_and_mul" if gelu else "silu_and_mul",
+            activation=activation,
+            between=made,
         )
-        return GatedMLP(gate_up, self.linear(down, inner, hidden, bias=bias, role="down"))
+        return GatedMLP(gate_up, self._down(down, LinearShape(inner, hidden), bias, made))
+
+    def _channels(self, inner: int, down: str) -> Between | None:
+        """Return the channels of an MLP, of which whole groups of inputs of `down` stay together;
+        None: something stands between its matrices."""
+        if self.stages is not no_stages:
+            return None
+        kind = matrix_kind(self.quantization, inner, [self._scheme(down)], head=False)
+        return Between(inner, math.lcm(TILE, kind.group if kind and kind.group else 1))
+
+    def _down(
+        self,
+        name: str,
+        shape: LinearShape,
+        bias: bool,
+        made: Between | None,
+        expert: tuple[int, int] | None = None,
+    ) -> Linear:
+        between = None if made is None else replace(made, read=True)
+        scheme = self._scheme(name)
+        return self._linear((name,), [shape], [scheme], bias=bias, expert=expert, between=between)
 
     def mlp(
         self,
@@ -350,18 +400,16 @@ class Builder:
         Args:
             activation: as config.json names it.
         """
-        return MLP(
-            self.linear(
-                up,
-                hidden,
-                inner,
-                bias=bias,
-                role="up",
-                transposed=transposed,
-                activation=MLP_ACTIVATIONS[activation],
-            ),
-            self.linear(down, inner, hidden, bias=bias, role="down", transposed=transposed),
+        made = self._channels(inner, down)
+        first = self._linear(
+            (up,),
+            [LinearShape(hidden, inner, transposed)],
+            [self._scheme(up)],
+            bias=bias,
+            activation=MLP_ACTIVATIONS[activation],
+            between=made,
         )
+        return MLP(first, self._down(down, LinearShape(inner, hidden, transposed), bias, made))
 
     def experts(
         self,
@@ -397,13 +445,12 @@ class Builder:
         for expert in range(rule.experts):
             gate_up = tuple(name.format(expert) for name in names.gate_up)
             one = (expert, rule.experts)
-            up.append(
-                self._gate_up(gate_up, hidden, inner, bias, activation, names.mixed, one).matrix
-            )
             last = LinearShape(inner, hidden, names.mixed)
             name = names.down.format(expert)
-            scheme = self._scheme(name)
-            down.append(self._linear((name,), [last], [scheme], bias=bias, expert=one).matrix)
+            made = self._channels(inner, name)
+            first = self._gate_up(gate_up, hidden, inner, bias, activation, names.mixed, one, made)
+            up.append(first.matrix)
+            down.append(self._down(name, last, bias, made, one).matrix)
         for matrices in (up, down):
             if len({matrix.spec.kind for matrix in matrices}) > 1:
                 named = shown(self._name(names.down.format("*")))
@@ -429,6 +476,7 @@ class Builder:
         activation: Activation,
         mixed: bool,
         expert: tuple[int, int],
+        between: Between | None,
     ) -> Linear:
         """See `ExpertNames`."""
         widths = (2 * inner // len(names),) * len(names)
@@ -439,7 +487,14 @@ class Builder:
             places = rows % 2 * inner + rows // 2
         stored = [self._scheme(name) for name in names]
         return self._linear(
-            names, shapes, stored, bias=bias, activation=activation, places=places, expert=expert
+            names,
+            shapes,
+            stored,
+            bias=bias,
+            activation=activation,
+            places=places,
+            expert=expert,
+            between=between,
         )
 
     def embedding(self, name: str, rows: int, hidden: int, *, skipped: int = 0) -> PositionTable:
@@ -639,7 +694,8 @@ class Builder:
             learned = self.storage.tensor(name, (sinks,), torch.float32, self.device)
             self._declare(name, learned, "bias")
         scale = head_dim**-0.5 if scale is None else scale
-        spec = AttentionSpec(scale, head_norms, softcap, learned)
+        apart = self._scope in self.declared.heads
+        spec = AttentionSpec(scale, head_norms, softcap, learned, apart)
         self.backend.caps.check(spec)
         q_rope = None
         if rope is not None and rope.query_beta:
@@ -671,7 +727,11 @@ class Builder:
         self.ignore(*KV_SCALES)
         position, group = self._position_of[layer], self._group_of[layer]
         up = self._latent_up(names, heads, latent)
-        return LatentAttention(self.backend, position, group, AttentionSpec(scale), up)
+        apart = self.stages is no_stages
+        if apart:
+            self.declared.heads[self._scope] = Between(heads, latent.value, heads)
+        spec = AttentionSpec(scale, apart=apart)
+        return LatentAttention(self.backend, position, group, spec, up)
 
     def _latent_up(self, names: tuple[str, ...], heads: int, latent: LatentSpec) -> LatentUp:
         layer, kind = self._name(names[0]), float_kind(self.dtype)
@@ -772,10 +832,11 @@ class Builder:
         wide: bool = False,
         places: Tensor | None = None,
         expert: tuple[int, int] | None = None,
+        between: Between | None = None,
     ) -> Linear:
         """
         Args:
-            expert: see `MatrixSpec`.
+            expert, between: see `MatrixSpec`.
             exact: the weight is never quantised. wide: the outputs are fp32.
             places: where the first rows go; see `Rows`.
             stored: how the checkpoint stores each layer; None: as floats.
@@ -797,6 +858,7 @@ class Builder:
             torch.float32 if head or wide else self.dtype,
             self.device,
             expert=expert,
+            between=between,
         )
         matrix = self.storage.matrix(quantizer.layer, spec)
         linear = Linear(self.ops, matrix, stages, activation if stages else None)

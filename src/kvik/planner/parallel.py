@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from kvik.errors import ConfigError
 from kvik.planner.shape import CacheShape, LayerShape, MatrixGroup, ModelShape
-from kvik.spec.shares import MAX_RANKS, MAX_STAGES, HeadShare, share_of, stages_of
+from kvik.spec.shares import MAX_RANKS, MAX_STAGES, TILE, HeadShare, share_of, stages_of
 
 MAX_DEVICES = 1024
 
@@ -25,7 +25,6 @@ REPLICATED = frozenset({"router", "positions", "q_down", "kv_down"})
 SECOND = frozenset({"o", "down", "expert_down", "shared_down"})
 # Of no layer.
 ENDS = frozenset({"embedding", "positions", "head", ""})
-TILE = 32  # outputs of a matrix that the exact cut keeps together
 # Products of the exact cut that no other process reads: what is made of latents is of own heads.
 UNSHARED = frozenset({"kv_up"})
 

@@ -451,6 +451,7 @@ class LayerBuilder(Protocol):
         rope: RopeSpec | None = None,
         by_head: bool = False,
         gated: bool = False,
+        whole: bool = False,
     ) -> HeadsLayer: ...
 
     def gated_mlp(
@@ -780,6 +781,7 @@ class _Describer:
         rope: RopeSpec | None = None,
         by_head: bool = False,
         gated: bool = False,
+        whole: bool = False,
     ) -> _Described:
         widths = tuple(count * head_dim for count in heads)
         if gated:

@@ -10,6 +10,7 @@ from kvik.spec.kv import KVCacheSpec, KVGroup
 
 MAX_RANKS = 64  # csrc/group.hpp
 MAX_STAGES = 64
+TILE = 32  # outputs of a matrix that stay together
 
 
 def share_of(count: int, rank: int, size: int) -> tuple[int, int]:
@@ -42,6 +43,47 @@ class HeadShare:
         sharers = size * (owner + 1) // kv_heads - first
         begin, end = share_of(each, rank - first, sharers)
         return HeadShare((owner * each + begin, owner * each + end), (owner, owner + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """What lies between two matrices of a layer, of which a process can compute its part alone
+    (Shoeybi et al. 2019, section 3): heads of attention, or channels of an MLP.
+
+    Attributes:
+        count: of heads of queries, or of channels.
+        width: channels of a head; or those that stay together.
+        kv_heads: heads of keys and values; 0: it is channels.
+        queries: of each projection into heads that the first matrix makes, in order: whether it has
+            as many heads as there are of queries, not of keys.
+        read: by this matrix; False: it is made by it.
+    """
+
+    count: int
+    width: int
+    kv_heads: int = 0
+    queries: tuple[bool, ...] = ()
+    read: bool = False
+
+    def own(self, rank: int, size: int) -> tuple[int, int]:
+        """Return the channels of one process that the second matrix reads: first and end."""
+        if self.kv_heads:
+            first, end = HeadShare.of(self.count, self.kv_heads, rank, size).heads
+            return first * self.width, end * self.width
+        first, end = share_of(-(-self.count // self.width), rank, size)
+        return min(first * self.width, self.count), min(end * self.width, self.count)
+
+    def made(self, rank: int, size: int) -> list[tuple[int, int]]:
+        """Return the outputs of one process, of the first matrix: runs, as first and end."""
+        if not self.kv_heads:
+            return [self.own(rank, size)]
+        share = HeadShare.of(self.count, self.kv_heads, rank, size)
+        runs, begin = [], 0
+        for queries in self.queries:
+            first, end = share.heads if queries else share.kv_heads
+            runs.append((begin + first * self.width, begin + end * self.width))
+            begin += (self.count if queries else self.kv_heads) * self.width
+        return runs
 
 
 @dataclass(frozen=True, slots=True)

@@ -215,6 +215,7 @@ class EngineNetwork:
             return self.model.logits(hidden)
         hidden = self.others.share(hidden)
         with self.others.together(ReadLogits(len(hidden))):
+            hidden = self.others.spread(hidden)
             return self.model.logits(hidden).clone()  # from memory that the next call uses
 
     def enter(self, ids: Tensor, positions: Tensor) -> Tensor:

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from kvik.kernels.cpu.group import Group
-
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
@@ -32,7 +30,7 @@ class RunStep:
 
 @dataclass(frozen=True, slots=True)
 class StageStep:
-    """Run the recorded forward of a stage's layers.
+    """Run the forward of a stage's layers; or, in a group whose steps are not recorded, of all.
 
     Attributes:
         inputs: of the step, by their names: shape and bytes.
@@ -102,6 +100,31 @@ _KINDS: tuple[type[Any], ...] = (
 MESSAGES: Mapping[str, type[Any]] = {kind.__name__: kind for kind in _KINDS}
 
 
+class GroupMember(Protocol):
+    """A process of a group, as its kernels see it."""
+
+    @property
+    def digest(self) -> str:
+        """Of what it has loaded: equal in all processes of a group."""
+        ...
+
+    def begin(self) -> None:
+        """See `Others`, as of the next two."""
+        ...
+
+    def share(self, hidden: Tensor) -> Tensor: ...
+
+    def spread(self, hidden: Tensor) -> Tensor: ...
+
+    def give_up(self) -> None:
+        """Let this process wait for the others no more: one of them is lost."""
+        ...
+
+    def close(self) -> None:
+        """Give back what joins it to the others; safe to call twice."""
+        ...
+
+
 class Others(Protocol):
     """The other processes, as the first one sees them."""
 
@@ -132,10 +155,15 @@ class Others(Protocol):
         ...
 
     def share(self, hidden: Tensor) -> Tensor:
-        """The same, and return a copy of some rows at the begin of the common memory."""
+        """The same, and return some rows where the others will find them, at the begin of the
+        common memory; or else they wait for `spread`."""
         ...
 
-    def meet(self, group: Group) -> None:
+    def spread(self, hidden: Tensor) -> Tensor:
+        """Of what `share` returned, once the others were told to read it."""
+        ...
+
+    def meet(self, group: GroupMember) -> None:
         """Wait until they have loaded.
 
         Raises:
@@ -156,12 +184,14 @@ class Seat:
     Attributes:
         memory: [bytes] uint8 that all share.
         others: of the first process; None: it is another one.
+        file: number of the file in which processes that torch joins find each other.
     """
 
     rank: int
     size: int
     memory: np.ndarray
     others: Others | None = None
+    file: int = -1
 
 
 class EarlierStages(Protocol):

@@ -39,6 +39,7 @@ from kvik.worker.graphs import (
     RowGraph,
 )
 from kvik.worker.group import Seat
+from kvik.worker.joined import Joined
 from kvik.worker.step_inputs import DeviceInputs, FixedInputs, FreshInputs, StepInputs, StepSizes
 from kvik.worker.team import Team, pace_of
 from kvik.worker.warm_up import NoWarmUps, WarmUps
@@ -198,16 +199,20 @@ class TorchPlatform:
     graph_memory: GraphMemory | None = None
     team: Team | None = None
 
-    def __init__(self, config: ResolvedConfig) -> None:
+    def __init__(self, config: ResolvedConfig, seat: Seat | None = None) -> None:
         device, dtype = torch.device(config.runner.device), DTYPES[config.runner.dtype]
-        ops = select_ops(device)
+        self.joined = None if seat is None else Joined(config, seat)
+        ops = select_ops(device) if self.joined is None else self.joined.ops(select_ops(device))
         backend = select_backend(config.runner.attention_backend, ops, device, dtype)
+        if self.joined is not None:
+            backend = self.joined.attention(backend)
         self.parts = PlatformParts(device, dtype, ops, PLAIN, DRAW_BYTES, backend, torch.zeros)
 
     def graph(
         self, network: EngineNetwork, sizes: StepSizes, *, trees: bool = False, drafts: bool = False
     ) -> tuple[Graph, StepInputs]:
-        return Eager(network), FreshInputs(self.parts.device)
+        eager = Eager(network), FreshInputs(self.parts.device)
+        return eager if self.joined is None else self.joined.steps(*eager)
 
     def rows(self, function: RowFunction, like: Sequence[Tensor]) -> RowGraph:
         return EagerRows(function)
@@ -327,17 +332,22 @@ class TritonPlatform:
 
     team: Team | None = None
 
-    def __init__(self, config: ResolvedConfig) -> None:
+    def __init__(self, config: ResolvedConfig, seat: Seat | None = None) -> None:
         from kvik.kernels.triton.ops import triton_ops
         from kvik.kernels.triton.packed import GPU
         from kvik.worker.triton_warm_ups import TritonWarmUps
 
         device, dtype = torch.device(config.runner.device), DTYPES[config.runner.dtype]
+        self.joined = None if seat is None else Joined(config, seat)
         ops = triton_ops(device)
+        if self.joined is not None:
+            ops = self.joined.ops(ops)
         runner = config.runner
         backend = select_backend(
             runner.attention_backend, ops, device, dtype, torch_prompts=runner.torch_prompts
         )
+        if self.joined is not None:
+            backend = self.joined.attention(backend)
         pool = KVPool(config.memory.kv_cache)
         warm_ups = TritonWarmUps(config, ops, device, backend)
         self.parts = PlatformParts(
@@ -358,6 +368,8 @@ class TritonPlatform:
         from kvik.attention.triton import TritonAttention
 
         config, device = self._config, self.parts.device
+        if self.joined is not None:
+            return self.joined.steps(Eager(network), FreshInputs(device))
         context, block_size = config.scheduler.max_model_len, config.cache.block_size
         captured = config.runner.draft_graph_sizes if drafts else config.runner.graph_sizes
         if not isinstance(self.parts.backend, TritonAttention):
@@ -410,11 +422,11 @@ def platform(
 
     Args:
         memory: see `WeightMemory`; only the native kernels take it.
-        seat: in a group of processes; only the native kernels have one.
+        seat: in a group of processes; None: it computes alone.
     """
     makers: dict[str, Callable[[ResolvedConfig], Platform]] = {
         "native": partial(NativePlatform, memory=memory, seat=seat),
-        "triton": TritonPlatform,
-        "torch": TorchPlatform,
+        "triton": partial(TritonPlatform, seat=seat),
+        "torch": partial(TorchPlatform, seat=seat),
     }
     return makers[config.runner.kernels](config)

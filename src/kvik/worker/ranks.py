@@ -8,11 +8,14 @@ the heads of the cache, run the same recorded forward, and meet the first one in
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 import torch
 
+from kvik.attention.base import StepLayout
 from kvik.config.config import ResolvedConfig
+from kvik.kernels.upload import upload
 from kvik.spec.declare import ForwardContext
 from kvik.spec.shares import PipelineStage
 from kvik.worker.graphs import EngineNetwork
@@ -30,8 +33,41 @@ from kvik.worker.group import (
 )
 from kvik.worker.loading import load_share
 from kvik.worker.pipeline import StageTape, Tape
-from kvik.worker.platforms import NativePlatform
-from kvik.worker.step_inputs import FixedInputs, StepSizes
+from kvik.worker.platforms import (
+    NativePlatform,
+    TorchPlatform,
+    TritonPlatform,
+    inference_on,
+    on_device,
+    platform,
+)
+from kvik.worker.step_inputs import FixedInputs, FreshInputs, StepSizes
+
+
+class Member(Protocol):
+    """Another process than the first, once it has loaded."""
+
+    @property
+    def digest(self) -> str:
+        """See `GroupMember.digest`."""
+        ...
+
+    def serve(self, receive: Callable[[], Message]) -> None:
+        """Do what the first process tells, until it has gone.
+
+        Raises:
+            EOFError: from `receive`, when it has.
+        """
+        ...
+
+
+def make_rank(
+    config: ResolvedConfig, seat: Seat, stage: PipelineStage | None, memory: np.ndarray | None
+) -> Member:
+    """Load the share of another process than the first; see `Rank`."""
+    if config.runner.kernels == "native":
+        return Rank(config, seat, stage, memory)
+    return TorchRank(config, seat)
 
 
 class Rank:
@@ -161,3 +197,91 @@ class LeadingRank:
                 if self._network.others is not None:
                     self._network.others.tell(message)
                 self._platform.give_back(self._network.kv.storages, blocks)
+
+
+class TorchRank:
+    """Another process than the first, with torch's or Triton's kernels."""
+
+    def __init__(self, config: ResolvedConfig, seat: Seat) -> None:
+        """
+        Raises:
+            ModelError: the weights do not fit the spec.
+            BrokenGroup: one of the processes is gone.
+        """
+        device = torch.device(config.runner.device)
+        if device.type == "cpu":
+            torch.set_num_threads(config.runner.threads)
+        self._inference = inference_on(device)
+        with on_device(device):
+            chosen = platform(config, seat=seat)
+            assert isinstance(chosen, TorchPlatform | TritonPlatform)
+            assert chosen.joined is not None
+            self._group = chosen.joined.group
+            self._network = load_share(config, chosen, seat, None)
+        self._inputs = FreshInputs(device)
+        self._device, self._block_size = device, config.cache.block_size
+        self._hidden = config.model.hidden_size, chosen.parts.dtype
+
+    @property
+    def digest(self) -> str:
+        """See `Member`."""
+        return self._group.digest
+
+    def serve(self, receive: Callable[[], Message]) -> None:
+        """See `Member`."""
+        while True:
+            message = receive()
+            with self._inference():
+                self._do(message)
+
+    def _do(self, message: Message) -> None:
+        match message:
+            case StageStep(inputs):
+                self._run(inputs)
+            case CopyBlocks(pairs):
+                self._network.copy_blocks(pairs)
+            case CopyStates(pairs):
+                self._network.copy_states(pairs)
+            case MoveTokens(group, places):
+                self._network.move(group, np.array(places, np.int64))
+            case ReadLogits(rows):
+                width, dtype = self._hidden
+                hidden = torch.empty(rows, width, dtype=dtype, device=self._device)
+                self._network.model.logits(self._group.spread(hidden))
+            case Enter(ids, positions):
+                both = np.array([ids, positions], np.int64)
+                tokens, at = upload(both, self._device).unbind(0)
+                self._network.model.enter(tokens, ForwardContext(at, (), ()))
+
+    def _run(self, inputs: dict[str, tuple[list[int], bytes]]) -> None:
+        """Run a step, as `build_input_batch` has laid it out in the first process."""
+        arrays: dict[str, np.ndarray] = {
+            name: np.frombuffer(data, dtype_of(name)).reshape(shape).copy()
+            for name, (shape, data) in inputs.items()
+        }
+        there = {name: self._inputs.put(name, array) for name, array in arrays.items()}
+        layouts = tuple(
+            StepLayout(
+                query_start_loc=there["query_start_loc"],
+                seq_lens=there["seq_lens"],
+                block_table=there[f"block_table {group}"],
+                slot_mapping=there[f"slot_mapping {group}"],
+                num_scheduled=tuple(np.diff(arrays["query_start_loc"]).tolist()),
+                contexts=tuple(arrays["seq_lens"].tolist()),
+                block_size=self._block_size,
+                tree=there.get("tree"),
+                tree_words=tuple(arrays["tree"].tolist()) if "tree" in arrays else (),
+                state_rows=there.get("state_rows"),
+            )
+            for group in range(len(self._network.groups))
+        )
+        ids = self._group.spread(there["input_ids"])
+        self._network.forward(ids, there["positions"], layouts, there["logits_indices"])
+
+
+_NARROW = ("query_start_loc", "seq_lens", "state_rows", "block_table")
+
+
+def dtype_of(name: str) -> type:
+    """Return the dtype of an input of a step."""
+    return np.int32 if name.partition(" ")[0] in _NARROW else np.int64

@@ -6,12 +6,10 @@ import subprocess
 import sys
 from dataclasses import replace
 from mmap import mmap
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 pytest.importorskip("kvik.kernels.cpu._native", reason="kvik has no native kernels here")
 
@@ -19,16 +17,16 @@ from kvik.child_process import shared_memory
 from kvik.kernels.cpu.group import Group, group_ops
 from kvik.kernels.cpu.native import Native
 from kvik.kernels.cpu.ops import native_ops
-from kvik.kernels.reference.exchange import gather_columns
+from kvik.kernels.torch_group import connect
 from kvik.kernels.weights import MatrixSpec, float_weight
 
 SIZE, SHARED = 3, 1 << 20
 
 
-def product(rank: int, file: int, store: Path, outputs: int) -> None:
+def product(rank: int, file: int, store: int, outputs: int) -> None:
     """In a process: a product whose columns are divided, by both ways."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=SIZE)
+    joined = connect(torch.device("cpu"), store, rank, SIZE, lambda: False)
     native = Native(1)
     group = Group(native, np.frombuffer(mmap(file, SHARED), np.uint8), rank, SIZE)
     ops, plain = group_ops(native, native_ops(native), group), native_ops(native)
@@ -41,24 +39,25 @@ def product(rank: int, file: int, store: Path, outputs: int) -> None:
     ops.pack_rows(matrix, 0, weight)
     ((first, end),) = ops.owned(matrix, 0, outputs) or [(0, 0)]
     found = ops.linear(x, matrix, None).clone()
-    widths = torch.zeros(SIZE, dtype=torch.int64)
-    widths[rank] = end - first
-    dist.all_reduce(widths)
+    widths = joined.gather(torch.tensor(end - first))
     own = torch.empty(5, 0)
     if end > first:
         part = plain.matrix(replace(spec, rows=end - first))
         plain.pack_rows(part, 0, weight.rows(torch.arange(first, end)))
         own = plain.linear(x, part, None)
-    assert torch.equal(found, gather_columns(own, widths.tolist()))
+    assert torch.equal(found, joined.gather_columns(own, widths.tolist()))
+    told = torch.full((3,), float(rank))
+    assert not joined.spread(told).any()  # as the first process has it
+    assert joined.add_up(torch.full((1, 2), 0.5 + rank)).tolist() == [[4.5, 4.5]]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("outputs", [96, 75, 40])  # of the last one process has none
-def test_exchanges_are_those_of_gloo(outputs: int, tmp_path: Path) -> None:
-    file = shared_memory(SHARED)
-    command = [sys.executable, __file__, str(file), str(tmp_path / "store"), str(outputs)]
+def test_exchanges_are_those_of_gloo(outputs: int) -> None:
+    files = shared_memory(SHARED), shared_memory(0)
+    command = [sys.executable, __file__, *map(str, files), str(outputs)]
     children = [
-        subprocess.Popen([*command, str(rank)], pass_fds=[file], stderr=subprocess.PIPE, text=True)
+        subprocess.Popen([*command, str(rank)], pass_fds=files, stderr=subprocess.PIPE, text=True)
         for rank in range(SIZE)
     ]
     for child in children:
@@ -67,4 +66,4 @@ def test_exchanges_are_those_of_gloo(outputs: int, tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    product(int(sys.argv[4]), int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
+    product(int(sys.argv[4]), int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -263,7 +263,7 @@ def test_processes_of_one_memory_are_never_advised() -> None:
     ("change", "why"),
     [
         ({"cores": 1}, "must be at most 1, as there are 1 threads"),
-        ({"native": False}, "must be 1 with torch kernels"),
+        ({"native": False}, "must be 1: kvik was installed without"),
     ],
 )
 def test_what_the_engine_refuses_is_not_even_compared(change: dict[str, object], why: str) -> None:

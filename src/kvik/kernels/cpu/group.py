@@ -92,6 +92,22 @@ class Group:
             raise MemoryError(f"processes share {len(self._aside)} bytes, which are too few")
         return torch.from_numpy(self._aside[first : first + size]).view(dtype).view(shape)
 
+    def share(self, hidden: Tensor) -> Tensor:
+        """See `Others.share`."""
+        self.begin()
+        return self.take(tuple(hidden.shape), hidden.dtype).copy_(hidden)
+
+    def spread(self, hidden: Tensor) -> Tensor:
+        """The others have it already."""
+        return hidden
+
+    def give_up(self) -> None:
+        """Let none wait for another any more."""
+        self.meeting.give_up()
+
+    def close(self) -> None:
+        """The memory is the processes'."""
+
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy [rows, columns] to where others will read it."""
         scale(self._native, source, 1.0, target)

@@ -48,9 +48,14 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "prefix cache": ("enable_prefix_caching",),
     "quantisation": ("quantization",),
     "speculation": ("spec_method", "spec_model", "spec_tokens", "speculative_config"),
-    "parallelism": ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel"),
+    "parallelism": (
+        "tensor_parallel_size",
+        "tensor_parallel_cut",
+        "pipeline_parallel_size",
+        "expert_parallel",
+    ),
 }
-NOT_ON_GPUS = frozenset({"parallelism"})  # the engine divides a model among processes of a CPU
+NOT_ON_GPUS = frozenset({"parallelism"})  # where groups have not run yet, and there are no stages
 DRAFTS = (1, 2, 3, 4, 5, 6, 8)
 MOST_SEQS = 1024  # requests at a time
 MOST_DEVICES = 32  # that share layers

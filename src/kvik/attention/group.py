@@ -1,0 +1,76 @@
+"""Attention in one process of a group, which has some of the heads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from kvik.attention.base import (
+    Attend,
+    AttendLatent,
+    AttentionBackend,
+    AttentionMetadata,
+    LayerKV,
+    StepLayout,
+)
+from kvik.spec.kv import Window
+from kvik.spec.shares import HeadShare, share_of
+
+if TYPE_CHECKING:
+    from kvik.kernels.torch_group import TorchGroup
+
+
+def own_heads(attend: Attend, share: HeadShare) -> Attend:
+    """Return attention of the heads of one process."""
+    own, own_kv, spec = slice(*share.heads), slice(*share.kv_heads), attend.spec
+    return replace(
+        attend,
+        q=attend.q[:, own],
+        k=None if attend.k is None else attend.k[:, own_kv],
+        v=None if attend.v is None else attend.v[:, own_kv],
+        spec=spec if spec.sinks is None else replace(spec, sinks=spec.sinks[own]),
+    )
+
+
+class SharedHeads:
+    """Attention of whose heads each process has some, over any backend. What heads give is gathered
+    unless what reads it is cut in the same way; then each process has its own part of it."""
+
+    def __init__(self, backend: AttentionBackend, group: TorchGroup, *, fast: bool) -> None:
+        self._backend, self._group, self._fast = backend, group, fast
+        self.caps = backend.caps
+        self._kv_heads: dict[int, int] = {}  # of all processes, by the id of a layer's cache
+
+    def plan(self, layout: StepLayout, window: Window | None) -> AttentionMetadata:
+        return self._backend.plan(layout, window)
+
+    def run(self, attend: Attend) -> Tensor:
+        _, heads, _ = attend.q.shape
+        if attend.k is not None:
+            self._kv_heads[id(attend.kv)] = attend.k.shape[1]
+        kv_heads, group = self._kv_heads[id(attend.kv)], self._group
+        shares = [HeadShare.of(heads, kv_heads, rank, group.size) for rank in range(group.size)]
+        found = self._backend.run(own_heads(attend, shares[group.rank]))
+        return self._whole(found, [share.heads for share in shares], apart=attend.spec.apart)
+
+    def run_latent(self, attend: AttendLatent) -> Tensor:
+        heads, size = attend.q.shape[1], self._group.size
+        shares = [share_of(heads, rank, size) for rank in range(size)]
+        own = slice(*shares[self._group.rank])
+        part = replace(attend, q=attend.q[:, own], q_rope=attend.q_rope[:, own])
+        return self._whole(self._backend.run_latent(part), shares, apart=attend.spec.apart)
+
+    def _whole(self, own: Tensor, shares: list[tuple[int, int]], *, apart: bool) -> Tensor:
+        """own [tokens, own heads, dim] -> [tokens, heads, dim]."""
+        (tokens, _, dim), heads = own.shape, shares[-1][1]
+        if apart and self._fast:
+            found = own.new_empty(tokens, heads, dim)
+            found[:, slice(*shares[self._group.rank])] = own
+            return found
+        widths = [(end - first) * dim for first, end in shares]
+        return self._group.gather_columns(own.flatten(1), widths).view(tokens, heads, dim)
+
+    def move(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
+        self._backend.move(kv, source, target)

@@ -1,0 +1,286 @@
+"""Operations of one process among several that compute a model together, over any table of them.
+
+**Exact**: every matrix is cut by its outputs; a process makes some columns of a product, and all
+gather all of them. No sum is divided, so a result is as accurate as that of one process, in every
+format.
+
+**Fast** (Shoeybi et al. 2019, section 3): of two matrices with heads or channels between them the
+first is cut by outputs, which stay with their process, and the second by inputs; what all processes
+give is added up in the order of their ranks. So a pair has one exchange in place of two or three.
+Tensors keep the width of all columns, of which a process has written its own: models and layers do
+not know of it. What groups of quantised inputs do not allow is cut as above, and so is what lies
+between no pair: the head, the table of tokens, projections into latent vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvik.kernels.ops import Ops
+from kvik.kernels.reference.experts import experts_by
+from kvik.kernels.weights import ExpertSet, Matrix, MatrixSpec, Weight, in_nibbles
+from kvik.spec.shares import TILE, share_of
+from kvik.spec.weight_kind import WeightKind
+
+if TYPE_CHECKING:
+    from kvik.kernels.torch_group import TorchGroup
+
+Runs = list[tuple[int, int]]  # first and end of each
+
+
+@dataclass(slots=True)
+class MatrixPart:
+    """What a process has of a matrix.
+
+    Attributes:
+        own: it alone; without rows, or without inputs, there is nothing to multiply.
+        rows: of the whole, those of `own` one after another.
+        columns: of the product, likewise.
+        inputs: that it reads, of which it gives a part of the sum; None: all.
+        widths: columns that each process makes, which all gather; (): they stay where they are.
+        read: inputs that each process has, which are gathered first; (): all are there.
+        filled: whether the bias of `own` is there.
+    """
+
+    own: Matrix
+    rows: Runs
+    columns: Runs
+    inputs: tuple[int, int] | None
+    widths: tuple[int, ...] = ()
+    read: tuple[int, ...] = ()
+    filled: bool = False
+
+    @property
+    def empty(self) -> bool:
+        return not self.own.spec.rows or not self.own.spec.inputs
+
+    def ready(self, whole: Matrix) -> Matrix:
+        """Return `own` with its bias, which is loaded into that of the whole matrix."""
+        if not self.filled:
+            if self.own.bias is not None and whole.bias is not None:
+                self.own.bias.copy_(torch.cat([whole.bias[first:end] for first, end in self.rows]))
+            self.filled = True
+        return self.own
+
+
+def cuts_inputs(kind: WeightKind, inputs: int, runs: Runs) -> bool:
+    """Return whether a matrix can be cut by inputs, at the borders of these runs."""
+    if kind.ordered:
+        return False
+    unit = max(kind.group, 2 if in_nibbles(kind) else 1)
+    return all(border % unit == 0 or border == inputs for run in runs for border in run)
+
+
+class DividedMatrices:
+    """Matrices of which each process has a part."""
+
+    def __init__(self, ops: Ops, group: TorchGroup, *, fast: bool) -> None:
+        self._ops, self._group, self.fast = ops, group, fast
+
+    def matrix(self, spec: MatrixSpec) -> Matrix:
+        """See `Ops.matrix`."""
+        group = self._group
+        group.matrices += 1
+        group.numbers += spec.rows * spec.inputs
+        part = self._part(spec)
+        bias = None
+        if spec.bias:
+            dtype = torch.float32 if part.own.bias is None else part.own.bias.dtype
+            bias = torch.empty(spec.rows, dtype=dtype, device=spec.device)
+        return Matrix(spec, bias, part)
+
+    def _part(self, spec: MatrixSpec) -> MatrixPart:
+        rank, size, between = self._group.rank, self._group.size, spec.between
+        if between is not None and self.fast:
+            each = [between.own(other, size) for other in range(size)]
+            if not between.read:
+                columns = between.made(rank, size)
+                return self._of_rows(spec, columns)
+            if cuts_inputs(spec.kind, spec.inputs, each) and spec.activation is None:
+                first, end = each[rank]
+                # The last one always has something to multiply, and so adds the bias.
+                bias = spec.bias and rank == size - 1
+                own = replace(spec, inputs=end - first, bias=bias)
+                whole = [(0, spec.rows)]
+                return MatrixPart(self._own(own), whole, whole, (first, end))
+            part = self._by_outputs(spec)
+            part.read = tuple(end - first for first, end in each)
+            return part
+        return self._by_outputs(spec)
+
+    def _by_outputs(self, spec: MatrixSpec) -> MatrixPart:
+        piece = spec.outputs // spec.heads if spec.heads else TILE
+        pieces, size = -(-spec.outputs // piece), self._group.size
+        shares = (share_of(pieces, rank, size) for rank in range(size))
+        each = [(min(a * piece, spec.outputs), min(b * piece, spec.outputs)) for a, b in shares]
+        part = self._of_rows(spec, [each[self._group.rank]])
+        part.widths = tuple(end - first for first, end in each)
+        return part
+
+    def _of_rows(self, spec: MatrixSpec, columns: Runs) -> MatrixPart:
+        rows = list(columns)
+        if spec.paired:  # gate, and then up
+            rows += [(spec.outputs + first, spec.outputs + end) for first, end in columns]
+        own = replace(spec, rows=sum(end - first for first, end in rows))
+        return MatrixPart(self._own(own), rows, columns, None)
+
+    def _own(self, spec: MatrixSpec) -> Matrix:
+        if spec.rows and spec.inputs:
+            return self._ops.matrix(spec)
+        return Matrix(spec, None, None)  # there is nothing to multiply
+
+    def owned(self, matrix: Matrix, first: int, count: int) -> Runs:
+        """See `Ops.owned`."""
+        runs = sorted((low, high) for low, high, _ in _runs(part_of(matrix), first, count))
+        joined: Runs = []
+        for low, high in runs:
+            begin = joined.pop()[0] if joined and low == joined[-1][1] else low
+            joined.append((begin, high))
+        return joined
+
+    def pack_rows(self, matrix: Matrix, first: int, weight: Weight) -> None:
+        """See `Ops.pack_rows`."""
+        part, count = part_of(matrix), weight.outputs
+        if part.empty:
+            return
+        if part.inputs is not None:
+            weight = weight.columns(*part.inputs)
+        self._ops.pack_rows(part.own, 0, weight.rows(slice(0, 0)))  # what all rows share
+        for low, high, here in _runs(part, first, count):
+            self._ops.pack_rows(part.own, here, weight.rows(slice(low - first, high - first)))
+
+    def linear(self, x: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:
+        """See `Ops.linear`."""
+        part, spec, group = part_of(matrix), matrix.spec, self._group
+        if part.inputs is not None:
+            first, end = part.inputs
+            made = self._product(part, x[:, first:end], matrix, None)
+            return _ended(group.add_up(made), residual, spec.out_dtype)
+        if part.read:
+            first = sum(part.read[: group.rank])
+            x = group.gather_columns(x[:, first : first + part.read[group.rank]], part.read)
+        some = None
+        if residual is not None:
+            some = torch.cat([residual[:, first:end] for first, end in part.columns], 1)
+        made = self._product(part, x, matrix, some)
+        if part.widths:
+            return group.gather_columns(made, part.widths)
+        return _spread_out(made, part.columns, spec.outputs)
+
+    def _product(
+        self, part: MatrixPart, x: Tensor, matrix: Matrix, residual: Tensor | None
+    ) -> Tensor:
+        if part.empty:
+            width = part.own.spec.outputs
+            return torch.zeros(len(x), width, dtype=matrix.spec.out_dtype, device=x.device)
+        return self._ops.linear(x, part.ready(matrix), residual)
+
+    def linear_each(self, x: Tensor, matrix: Matrix, outputs: int) -> Tensor:
+        """See `Ops.linear_each`; x and the result are of this process' heads."""
+        return self._ops.linear_each(x, part_of(matrix).own, outputs)
+
+    def rows(self, matrix: Matrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """See `Ops.matrix_rows`. Of the rows that the processes give one is not zero."""
+        part = part_of(matrix)
+        ((first, end),) = part.rows
+        if part.empty:
+            own = torch.zeros(len(ids), matrix.spec.inputs, dtype=dtype, device=ids.device)
+        else:
+            inside = (ids >= first) & (ids < end)
+            own = self._ops.matrix_rows(part.own, (ids - first).clamp_(0, end - first - 1), dtype)
+            own = own.masked_fill(~inside[:, None], 0.0)
+        return self._group.add_up(own).to(dtype)
+
+
+class DividedExperts:
+    """Experts of whose channels each process has some, so that all are as busy whichever experts
+    are chosen: one exchange for all of a token's experts. For experts that cannot be cut so, see
+    `experts_by`: two for each expert."""
+
+    def __init__(self, ops: Ops, matrices: DividedMatrices, group: TorchGroup) -> None:
+        self._ops, self._group = ops, group
+        self._fast, self._one_by_one = matrices.fast, experts_by(matrices.linear)
+
+    def expert_set(self, up: Sequence[Matrix], down: Sequence[Matrix]) -> ExpertSet:
+        """See `Ops.expert_set`."""
+        parts = [[part_of(one) for one in each] for each in (up, down)]
+        own = None
+        if self._fast and parts[1][0].inputs is not None:
+            own = (
+                None
+                if parts[1][0].empty
+                else self._ops.expert_set(*([part.own for part in each] for each in parts))
+            )
+        return ExpertSet(tuple(up), tuple(down), own)
+
+    def experts(
+        self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertSet, residual: Tensor | None
+    ) -> Tensor:
+        """See `Ops.experts`."""
+        if not self._fast or part_of(experts.down[0]).inputs is None:
+            return self._one_by_one(x, ids, weights, experts, residual)
+        made = torch.zeros_like(x)
+        if isinstance(experts.data, ExpertSet):
+            for matrix in (*experts.up, *experts.down):
+                part_of(matrix).ready(matrix)
+            own = replace(experts.data, weigh_inputs=experts.weigh_inputs)
+            made = self._ops.experts(x, ids, weights, own, None)
+        return _ended(self._group.add_up(made), residual, x.dtype)
+
+
+def _ended(total: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """total [rows, columns] fp32, and the residual, rounded once."""
+    return (total if residual is None else total.add_(residual)).to(dtype)
+
+
+def _spread_out(made: Tensor, columns: Runs, width: int) -> Tensor:
+    """Put some columns where they are among all, of which the others are not written."""
+    found = made.new_empty(len(made), width)
+    begin = 0
+    for first, end in columns:
+        found[:, first:end] = made[:, begin : begin + end - first]
+        begin += end - first
+    return found
+
+
+def _runs(part: MatrixPart, first: int, count: int) -> Iterator[tuple[int, int, int]]:
+    """Yield which of some rows a process has: first, end, and where they begin in `own`."""
+    here = 0
+    for begin, end in part.rows:
+        low, high = max(first, begin), min(first + count, end)
+        if low < high:
+            yield low, high, here + low - begin
+        here += end - begin
+
+
+def part_of(matrix: Matrix) -> MatrixPart:
+    """Return what `cut_ops` made of it."""
+    assert isinstance(matrix.data, MatrixPart)
+    return matrix.data
+
+
+def cut_ops(ops: Ops, group: TorchGroup, *, fast: bool) -> Ops:
+    """Return the operations whose matrices are divided among the processes.
+
+    Args:
+        ops: of this process.
+        fast: the cut; see above.
+    """
+    matrices = DividedMatrices(ops, group, fast=fast)
+    experts = DividedExperts(ops, matrices, group)
+    return replace(
+        ops,
+        matrix=matrices.matrix,
+        pack_rows=matrices.pack_rows,
+        owned=matrices.owned,
+        linear=matrices.linear,
+        linear_each=matrices.linear_each,
+        matrix_rows=matrices.rows,
+        expert_set=experts.expert_set,
+        experts=experts.experts,
+    )

@@ -1,0 +1,109 @@
+"""Groups whose kernels are torch's or Triton's: their steps are not recorded, and torch brings what
+they exchange. The first process tells the inputs of each step, and all run it (`ranks.TorchRank`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvik.attention.base import AttentionBackend
+from kvik.attention.group import SharedHeads
+from kvik.config.config import ResolvedConfig
+from kvik.errors import ConfigError
+from kvik.kernels.cut_ops import cut_ops
+from kvik.kernels.ops import Ops
+from kvik.worker.graphs import Graph, StepOutput
+from kvik.worker.group import Others, Seat, StageStep
+from kvik.worker.input_batch import InputBatch
+from kvik.worker.step_inputs import StepInputs
+
+if TYPE_CHECKING:
+    from kvik.kernels.torch_group import TorchGroup
+
+
+class Joined:
+    """What joins a process with the others of its group, where kernels are torch's or Triton's."""
+
+    def __init__(self, config: ResolvedConfig, seat: Seat) -> None:
+        """
+        Raises:
+            BrokenGroup: one of them is gone.
+            ConfigError: this torch cannot join them.
+        """
+        from kvik.kernels.torch_group import connect  # brings in torch.distributed
+
+        runner, others = config.runner, seat.others
+        device = torch.device(runner.device)
+        if device.type != "cpu" and not torch.distributed.is_nccl_available():
+            raise ConfigError("tensor_parallel_size", "must be 1 on GPUs: this torch has no NCCL")
+        self._fast, self._others = runner.fast_cut, others
+        self.group = connect(
+            device, seat.file, seat.rank, seat.size, lambda: others is not None and others.lost
+        )
+
+    def ops(self, ops: Ops) -> Ops:
+        """Return the operations of this process' share."""
+        return cut_ops(ops, self.group, fast=self._fast)
+
+    def attention(self, backend: AttentionBackend) -> AttentionBackend:
+        """Return attention of this process' heads, over a backend with the operations above."""
+        return SharedHeads(backend, self.group, fast=self._fast)
+
+    def steps(self, graph: Graph, inputs: StepInputs) -> tuple[Graph, StepInputs]:
+        """Return how steps run in this process: the first one tells the others of each, when they
+        have loaded."""
+        if self._others is None:
+            return graph, inputs
+        self._others.meet(self.group)
+        told = ToldInputs(inputs)
+        return ToldSteps(graph, told, self._others, self.group), told
+
+
+class ToldInputs:
+    """Inputs of the first process, of which it keeps what the others are to be told."""
+
+    def __init__(self, inputs: StepInputs) -> None:
+        self.fixed = inputs.fixed
+        self._inputs = inputs
+        self._putting: dict[str, np.ndarray] = {}
+        self._sent: dict[str, np.ndarray] = {}
+
+    def put(self, name: str, array: np.ndarray) -> Tensor:
+        self._putting[name] = array
+        return self._inputs.put(name, array)
+
+    def send(self) -> None:
+        self._sent, self._putting = self._putting, {}
+        self._inputs.send()
+
+    def step(self) -> StageStep:
+        """Return the step whose inputs were sent last."""
+        inputs = {name: (list(a.shape), a.tobytes()) for name, a in self._sent.items()}
+        return StageStep(inputs, [], [])
+
+
+class ToldSteps:
+    """Steps of the first process, which all compute together."""
+
+    def __init__(self, graph: Graph, inputs: ToldInputs, others: Others, group: TorchGroup) -> None:
+        self._graph, self._inputs, self._others, self._group = graph, inputs, others, group
+
+    def prepare(self) -> None:
+        self._graph.prepare()
+
+    def rest(self) -> bool:
+        return self._graph.rest()
+
+    def run(self, batch: InputBatch) -> StepOutput:
+        """
+        Raises:
+            GroupLost: one of the others is gone.
+        """
+        with self._others.together(self._inputs.step()):
+            # On a GPU tokens of the step before may be known to the first process' device alone.
+            self._group.spread(batch.input_ids)
+            return self._graph.run(batch)

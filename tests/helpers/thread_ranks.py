@@ -1,0 +1,152 @@
+"""A group of processes as threads of one: what each computes and tells is what processes would, and
+what they exchange goes through memory in place of gloo."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kvik.config.config import ResolvedConfig
+from kvik.kernels.torch_group import TorchGroup
+from kvik.rank_process import decode, encode
+from kvik.worker.group import GroupMember, Message, Seat
+from kvik.worker.ranks import make_rank
+
+SECONDS = 60.0  # that one waits for the others
+
+
+class Board:
+    """Where the threads put what they exchange."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=SECONDS)
+        self.parts: list[Any] = [None] * size
+
+
+class ThreadGroup(TorchGroup):
+    def __init__(self, board: Board, rank: int) -> None:
+        super().__init__(None, rank, len(board.parts))
+        self._board = board
+
+    def gather(self, own: Tensor) -> Tensor:
+        return torch.stack(self._exchanged(own))
+
+    def spread(self, tensor: Tensor) -> Tensor:
+        first = self._exchanged(tensor)[0]
+        return tensor if tensor is first else tensor.copy_(first)
+
+    def _exchanged(self, own: Tensor) -> list[Tensor]:
+        board = self._board
+        board.parts[self.rank] = own
+        board.barrier.wait()
+        parts = list(board.parts)
+        board.barrier.wait()  # nobody puts the next one before all have these
+        return parts
+
+
+class ThreadRanks:
+    """In place of `RankProcesses`."""
+
+    lost = ""
+    boards: ClassVar[dict[int, Board]] = {}
+    numbers = count()
+
+    def __init__(self, resolved: ResolvedConfig, stage: object, cores: Sequence[int]) -> None:
+        self._resolved, self._size = resolved, resolved.runner.ranks
+        self._number = next(self.numbers)
+        self.boards[self._number] = Board(self._size)
+        self._inboxes: list[queue.Queue[bytes]] = [queue.Queue() for _ in range(1, self._size)]
+        self._digests: queue.Queue[object] = queue.Queue()
+        self._threads: list[threading.Thread] = []
+        self._group: GroupMember | None = None
+        self._error: BaseException | None = None
+
+    @contextmanager
+    def loading(self) -> Iterator[Seat]:
+        none = np.zeros(0, np.uint8)
+        for rank in range(1, self._size):
+            runner = replace(self._resolved.runner, device=self._resolved.runner.device_of(rank))
+            config = replace(self._resolved, runner=runner)
+            seat = Seat(rank, self._size, none, file=self._number)
+            self._threads.append(threading.Thread(target=self._serve, args=(config, seat)))
+            self._threads[-1].start()
+        try:
+            yield Seat(0, self._size, none, self, self._number)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _serve(self, config: ResolvedConfig, seat: Seat) -> None:
+        inbox = self._inboxes[seat.rank - 1]
+
+        def receive() -> Message:
+            if not (data := inbox.get()):
+                raise EOFError
+            return decode(data)
+
+        try:
+            with torch.inference_mode():
+                rank = make_rank(config, seat, None, None)
+            self._digests.put(rank.digest)
+            rank.serve(receive)
+        except EOFError:
+            pass
+        except BaseException as error:
+            self._digests.put(error)
+            self._error = error
+            self.boards[self._number].barrier.abort()
+
+    def meet(self, group: GroupMember) -> None:
+        self._group = group
+        found = {self._digests.get(timeout=SECONDS) for _ in self._threads}
+        assert found == {group.digest}, found
+
+    def tell(self, message: Message) -> None:
+        for inbox in self._inboxes:
+            inbox.put(encode(message))
+
+    @contextmanager
+    def together(self, message: Message) -> Iterator[None]:
+        self.tell(message)
+        try:
+            yield
+        except threading.BrokenBarrierError:
+            raise RuntimeError("a rank failed") from self._error
+
+    def begin(self) -> None:
+        pass
+
+    def share(self, hidden: Tensor) -> Tensor:
+        assert self._group is not None
+        return self._group.share(hidden)
+
+    def spread(self, hidden: Tensor) -> Tensor:
+        assert self._group is not None
+        return self._group.spread(hidden)
+
+    def stop(self) -> None:
+        for inbox in self._inboxes:
+            inbox.put(b"")
+        for thread in self._threads:
+            thread.join(SECONDS)
+        self.boards.pop(self._number, None)
+
+
+def connect(device: object, file: int, rank: int, size: int, lost: object) -> TorchGroup:
+    return ThreadGroup(ThreadRanks.boards[file], rank)
+
+
+def use_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let groups that torch joins be threads from now on."""
+    monkeypatch.setattr("kvik.rank_process.RankProcesses", ThreadRanks)
+    monkeypatch.setattr("kvik.kernels.torch_group.connect", connect)

@@ -1,0 +1,194 @@
+"""Processes that torch joins say what one says with the same kernels: the same greedy tokens in
+fp32, and log probabilities that differ in the last digits alone.
+
+Most groups here are threads of one process, which saves starting others for each.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers.calibrated import FAMILIES as CALIBRATED
+from helpers.matrix import (
+    CONTEXT,
+    SQUEEZED,
+    Column,
+    make_model,
+    params_with_logprobs,
+    possible,
+    run,
+    run_column,
+)
+from helpers.optional_native import needs_native
+from helpers.stored_models import CONFIGS as STORED
+from helpers.stored_models import SIZES, save_quantised
+from helpers.thread_ranks import use_threads
+from helpers.tiny_models import save_tiny, tokens
+
+from kvik import LLM, SamplingParams
+from kvik.config.model_source import BUNDLED
+
+pytestmark = needs_native  # whose module has the beats
+
+TORCH = {"kernels": "torch", "dtype": "float32"}
+ALONE = Column("reference", alone=True)
+TWO = {"tensor_parallel_size": 2, "threads": 2}
+FAST = {**TWO, "tensor_parallel_cut": "fast"}
+EAGER = {"speculative_config": {"adaptive": False}}
+DRAFTERS = {
+    "ngram": {},
+    "draft_model": {"spec_model": str(BUNDLED.parent / "stories-draft")},
+    "medusa": {"spec_model": str(BUNDLED.parent / "stories-medusa")},
+}
+COLUMNS = [
+    Column("exact", TWO),
+    Column("exact, four", {**TWO, "tensor_parallel_size": 4, "threads": 4}),
+    Column("exact, hits, chunks", {**TWO, "max_num_batched_tokens": 16}, rounds=2, must="hits"),
+    Column("exact, preemption, siblings", {**TWO, **SQUEEZED}, siblings=2, must="preemptions"),
+    Column("exact, reference attention", {**TWO, "attention_backend": "reference"}),
+    Column("fast", FAST),
+    Column("fast, three", {**FAST, "tensor_parallel_size": 3, "threads": 3}),
+    Column("fast, wire", FAST, way="wire"),
+    Column("fast, two steps in flight", FAST, in_flight=2),
+    Column(
+        "fast, preemption, chunks",
+        {**FAST, **SQUEEZED, "max_num_batched_tokens": 16},
+        must="preemptions",
+    ),
+    *(
+        Column(f"fast, drafts by {method}", {**FAST, "spec_method": method, **EAGER, **more})
+        for method, more in DRAFTERS.items()
+    ),
+]
+BY_NAME = {column.name: column for column in COLUMNS}
+CASES = [("bundled", column) for column in COLUMNS]
+CASES += [
+    (name, BY_NAME[column])
+    for name in ("windowed", "capped", "chunked", "latent")
+    for column in ("exact", "fast")
+]
+
+
+IN_PROCESSES = (
+    "exact",
+    "exact, hits, chunks",
+    "fast, three",
+    "fast, wire",
+    "fast, preemption, chunks",
+    "fast, drafts by draft_model",
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", IN_PROCESSES)
+def test_processes_say_what_one_says(name, tmp_path) -> None:
+    compare("bundled", BY_NAME[name], tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "column"), [pytest.param(*case, id=f"{case[0]}, {case[1].name}") for case in CASES]
+)
+def test_tokens_are_those_of_one(name, column, tmp_path, monkeypatch) -> None:
+    use_threads(monkeypatch)
+    compare(name, column, tmp_path)
+
+
+def compare(name: str, column: Column, tmp_path: Path) -> None:
+    model = {**make_model(name, tmp_path), **TORCH}
+    common = {"device": "cpu", "threads": 1, "max_model_len": CONTEXT, "max_num_seqs": 1}
+    with LLM(**model, **common) as llm:
+        alone = run(llm, ALONE, possible(params_with_logprobs(), model))
+    sampling = params_with_logprobs(column.siblings)
+    found = run_column(column, sampling, model)
+    for i, (output, right) in enumerate(zip(found, alone, strict=True)):
+        for completion in output.outputs if sampling[i].greedy else output.outputs[:1]:
+            assert completion.token_ids == right.outputs[0].token_ids, f"prompt {i}"
+            assert max(distances(completion.logprobs, right.outputs[0].logprobs)) < 1e-3
+
+
+def distances(found, right) -> list[float]:
+    pairs = zip(found, right, strict=True)
+    return [abs(one.logprob - other.logprob) for one, other in pairs if one and other]
+
+
+HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+# Each a way in which layers differ.
+FAMILIES: dict[str, dict[str, object]] = {
+    **CALIBRATED,
+    "Llama": {**CALIBRATED["Llama"], **HEADS, "intermediate_size": 144},
+    "Qwen3": {**HEADS, "head_dim": 16},
+    "Qwen3Moe": {**CALIBRATED["Qwen3Moe"], **HEADS, "moe_intermediate_size": 80},
+    "GptOss": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "GPT2": {"n_embd": 64},
+}
+
+
+def answers(model: Path, **options: object) -> list[object]:
+    common = {"device": "cpu", "max_model_len": 64, "num_blocks": 64, "threads": 3, **TORCH}
+    ids = [tokens(24, seed) for seed in range(4)]
+    params = SamplingParams(temperature=0.0, max_tokens=12, logprobs=2, prompt_logprobs=1)
+    with LLM(str(model), **{**common, **options}) as llm:
+        outputs = llm.generate(ids, params)
+    assert {output.outputs[0].error for output in outputs} == {None}
+    return [(o.outputs[0].token_ids, o.outputs[0].logprobs, o.prompt_logprobs) for o in outputs]
+
+
+def check(model: Path, *, fast: float = 1e-4, **options: object) -> None:
+    """In two and in three processes, of which the last are more than there are heads of keys.
+
+    Args:
+        fast: the median of what log probabilities of prompts differ by in the fast cut: where
+            something is rounded to few bits, a last digit may decide to which number.
+    """
+    alone = answers(model, **options)
+    for cut, ranks in (("exact", 3), ("fast", 2), ("fast", 3)):
+        group = {"tensor_parallel_size": ranks, "tensor_parallel_cut": cut}
+        found = answers(model, **options, **group)
+        pairs = [*zip(found, alone, strict=True)]
+        apart = sorted(d for one, right in pairs for d in distances(one[2], right[2]))
+        if cut == "exact":
+            assert apart[-1] < 1e-4, group
+        assert apart[len(apart) // 2] < fast, group
+        if cut == "exact" or fast <= 1e-4:
+            assert [one[0] for one, _ in pairs] == [right[0] for _, right in pairs], group
+
+
+@pytest.mark.parametrize(
+    "family",
+    [name if name == "Llama" else pytest.param(name, marks=pytest.mark.full) for name in FAMILIES],
+)
+def test_models_of_each_kind(family, tmp_path, monkeypatch) -> None:
+    use_threads(monkeypatch)
+    save_tiny(tmp_path, family, **FAMILIES[family])
+    check(tmp_path)
+
+
+ROUNDED = [name for name in STORED if name.startswith("fp8") or name == "int8"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", STORED)
+def test_quantised_checkpoints(case, tmp_path, monkeypatch) -> None:
+    """What is rounded of activations to eight bits, by token, is rounded for each part of the
+    inputs in the fast cut."""
+    use_threads(monkeypatch)
+    save_tiny(tmp_path / "plain", "Qwen2", **SIZES)
+    save_quantised(tmp_path / "plain", tmp_path / "model", tmp_path / "twin", STORED[case])
+    check(tmp_path / "model", fast=0.3 if case in ROUNDED else 1e-4)
+
+
+FORMATS = {
+    **{name: {"quantization": name} for name in ("int8-weight-only", "int4", "mxfp4")},
+    **{f"KV in {name}": {"kv_cache_dtype": name} for name in ("fp8", "int8", "int4")},
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats(name, tmp_path, monkeypatch) -> None:
+    use_threads(monkeypatch)
+    sizes = {**HEADS, "hidden_size": 128, "intermediate_size": 320}
+    save_tiny(tmp_path, "Llama", **sizes)
+    check(tmp_path, **FORMATS[name])
