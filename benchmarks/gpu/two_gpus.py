@@ -144,7 +144,7 @@ def exchange_here(device: str, size: int, rank: int, file: int) -> None:
         whole = torch.full((tokens, WIDTH), 1.0, dtype=dtype, device=own)
         calls = {
             "gather": lambda part=part: group.gather_columns(part, (WIDTH // size,) * size),
-            "sum": lambda whole=whole: group.add_up(whole),
+            "sum": lambda whole=whole: group.add_up(whole, None, dtype),
         }
         for name, call in calls.items():
             right = call()

@@ -46,6 +46,18 @@ def test_what_is_not_divided_is_planned_for_each_process() -> None:
     assert two.overhead - alone.overhead > 102_400 * 2_048 * 2 and two.weights == alone.weights
 
 
+def test_small_matrices_are_whole_in_each_process_of_the_fast_cut() -> None:
+    """Latents of 512 + 64 numbers, and 64 experts of all layers but the first, in bfloat16."""
+    spec = ModelSpec.from_config(public_configs()["deepseek-v2-lite"])
+    options = {"device": "cpu", "kernels": "torch", "tensor_parallel_size": 2, "threads": 2}
+    sizes = {"max_model_len": 4096, "max_num_seqs": 8, "num_blocks": 1000, "dtype": "bfloat16"}
+    exact, fast = (
+        resolve(EngineConfig(**options, **sizes, tensor_parallel_cut=cut), spec, MACHINE, "").memory
+        for cut in ("exact", "fast")
+    )
+    assert fast.overhead - exact.overhead == 2 * 2048 * (27 * 576 + 26 * 64)
+
+
 @pytest.mark.parametrize(
     ("model", "ends"),
     [

@@ -45,6 +45,9 @@ class ThreadGroup(TorchGroup):
         first = self._exchanged(tensor)[0]
         return tensor if tensor is first else tensor.copy_(first)
 
+    def swap(self, parts: Tensor) -> Tensor:
+        return torch.stack([others[self.rank] for others in self._exchanged(parts)])
+
     def _exchanged(self, own: Tensor) -> list[Tensor]:
         board = self._board
         board.parts[self.rank] = own

@@ -116,6 +116,16 @@ def test_a_request_alone_has_the_memory_for_itself() -> None:
     assert staged.computing == pytest.approx(4 * alone.computing)
 
 
+def test_of_gpus_both_cuts_are_told() -> None:
+    """The fast one adds up two vectors of a token in each layer."""
+    gpu = replace(AT, device=find_device("h100"), tp=2)
+    found = division_of(LLAMA, gpu)
+    assert found is not None and found.collectives is not None and found.exact is not None
+    assert (found.cut, found.collectives.layer, found.exact.layer) == ("fast", 2, 5)
+    assert found.layer_bytes == 2 * 2 * LLAMA.hidden_size
+    assert found.exact.numbers > found.collectives.numbers
+
+
 def test_a_division_is_told() -> None:
     assert division_of(LLAMA, AT) is None
     found = division_of(LLAMA, replace(AT, tp=2, pp=2))

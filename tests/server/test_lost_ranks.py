@@ -359,10 +359,12 @@ class Session:
 
 
 @contextmanager
-def session(dice: random.Random, figures: Figures) -> Iterator[Session]:
+def session(
+    dice: random.Random, figures: Figures, flags: tuple[str, ...] = FLAGS
+) -> Iterator[Session]:
     """A server that is ready; afterwards nothing is left of it."""
     began = time.monotonic()
-    with server_process(*FLAGS) as server:
+    with server_process(*flags) as server:
         figures.starts.append(time.monotonic() - began)
         made = Session(server, dice, figures)
         yield made
@@ -425,6 +427,15 @@ def test_processes_are_lost_at_any_moment(capsys: pytest.CaptureFixture[str]) ->
     assert set(os.listdir("/dev/shm")) <= shared
     with capsys.disabled():
         print(figures)
+
+
+def test_processes_that_torch_joins_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVIK_KERNELS", "torch")
+    monkeypatch.setenv("KVIK_TENSOR_PARALLEL_CUT", "fast")
+    dice = random.Random(tiers.seed())
+    with session(dice, Figures(), (*FLAGS, "--dtype", "float32")) as playing:
+        playing.play(Round(1, signal.SIGKILL, "decode"))
+        playing.play(Round(0, signal.SIGKILL, "prompt"))
 
 
 @pytest.mark.nightly

@@ -16,6 +16,7 @@ from kvik.config.units import show_bytes
 from kvik.planner.cost import Cost, columns, count, dollars, seconds, three
 from kvik.planner.division import Division
 from kvik.planner.plan import Plan, PlannedSpeed, Question, plan
+from kvik.planner.roofline import ACTIVATION_BYTES
 from kvik.planner.speculation import SpeculationCurve
 
 WIDTH = 100
@@ -176,6 +177,11 @@ def _division(plan: Plan, division: Division) -> str:
         lines.append(
             f"  {found.layer} {found.kind}s in a layer, {division.layer_bytes:,} bytes of a token; "
             f"{found.count:,} in a step" + _each(division.exchange)
+        )
+    if (exact := division.exact) is not None:
+        lines.append(
+            f"  the exact cut: {exact.layer} {exact.kind}s in a layer, "
+            f"{exact.numbers * ACTIVATION_BYTES:,} bytes of a token; {exact.count:,} in a step"
         )
     if division.hop_bytes:
         lines.append(

@@ -10,6 +10,7 @@ from kvik.config.config import ASKED, EngineConfig, ResolvedConfig
 from kvik.config.hardware import Gpu, Hardware, detect
 from kvik.errors import ConfigError
 from kvik.models.model_spec import ModelSpec
+from kvik.spec.declare import SMALL
 from kvik.spec.kv import stored_as
 from kvik.spec.model import DTYPE_BYTES
 from kvik.spec.shares import HeadShare, PipelineStage, stages_of
@@ -240,6 +241,10 @@ def repeated_bytes(config: EngineConfig, spec: ModelSpec, compute: Compute) -> i
         if not table.tied and table.role != "token_inputs"  # which is a matrix, and cut as others
     )
     whole = item * sum(table.num_parameters for table in tables)
+    if is_fast(config, compute):
+        blocks = (spec.declaration.of_block(layer) for layer in range(spec.num_layers))
+        small = (one.num_parameters for block in blocks for one in block if one.role in SMALL)
+        whole += item * sum(small)
     if compute.gpu is not None:
         return whole  # of one device, of which the plan is
     here = config.distributed_executor_backend == "mp"

@@ -9,7 +9,8 @@ first is cut by outputs, which stay with their process, and the second by inputs
 give is added up in the order of their ranks. So a pair has one exchange in place of two or three.
 Tensors keep the width of all columns, of which a process has written its own: models and layers do
 not know of it. What groups of quantised inputs do not allow is cut as above, and so is what lies
-between no pair: the head, the table of tokens, projections into latent vectors.
+between no pair, as the head and the table of tokens; small matrices (`MatrixSpec.alone`) are whole
+in each process.
 """
 
 from __future__ import annotations
@@ -96,6 +97,8 @@ class DividedMatrices:
 
     def _part(self, spec: MatrixSpec) -> MatrixPart:
         rank, size, between = self._group.rank, self._group.size, spec.between
+        if self.fast and spec.alone:
+            return self._of_rows(spec, [(0, spec.outputs)])
         if between is not None and self.fast:
             each = [between.own(other, size) for other in range(size)]
             if not between.read:
@@ -160,7 +163,7 @@ class DividedMatrices:
         if part.inputs is not None:
             first, end = part.inputs
             made = self._product(part, x[:, first:end], matrix, None)
-            return _ended(group.add_up(made), residual, spec.out_dtype)
+            return group.add_up(made, residual, spec.out_dtype)
         if part.read:
             first = sum(part.read[: group.rank])
             x = group.gather_columns(x[:, first : first + part.read[group.rank]], part.read)
@@ -194,7 +197,7 @@ class DividedMatrices:
             inside = (ids >= first) & (ids < end)
             own = self._ops.matrix_rows(part.own, (ids - first).clamp_(0, end - first - 1), dtype)
             own = own.masked_fill(~inside[:, None], 0.0)
-        return self._group.add_up(own).to(dtype)
+        return self._group.add_up(own, None, dtype)
 
 
 class DividedExperts:
@@ -230,16 +233,13 @@ class DividedExperts:
                 part_of(matrix).ready(matrix)
             own = replace(experts.data, weigh_inputs=experts.weigh_inputs)
             made = self._ops.experts(x, ids, weights, own, None)
-        return _ended(self._group.add_up(made), residual, x.dtype)
-
-
-def _ended(total: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """total [rows, columns] fp32, and the residual, rounded once."""
-    return (total if residual is None else total.add_(residual)).to(dtype)
+        return self._group.add_up(made, residual, x.dtype)
 
 
 def _spread_out(made: Tensor, columns: Runs, width: int) -> Tensor:
     """Put some columns where they are among all, of which the others are not written."""
+    if made.shape[1] == width:
+        return made
     found = made.new_empty(len(made), width)
     begin = 0
     for first, end in columns:

@@ -26,6 +26,7 @@ EXCHANGE_SECONDS = 180.0
 FIRST_TIMES = 10
 JOIN_SECONDS = 60.0  # between the begins of two processes that have both come
 LOOK_SECONDS = 0.01
+SHARED_SUMS = 1 << 16  # numbers of a sum from which on each process makes a part of it
 LOOPBACK = "127.0.0.1"
 
 
@@ -79,13 +80,41 @@ class TorchGroup:
         parts = zip(self.gather(sent), widths, strict=True)
         return torch.cat([part[:, :width] for part, width in parts], 1)
 
-    def add_up(self, own: Tensor) -> Tensor:
-        """own [rows, columns] -> the sum over all processes in the order of their ranks, fp32."""
-        first, *others = self.gather(own)
-        total = first.float()
-        for part in others:
-            total = total + part
-        return total
+    def add_up(self, own: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """own [rows, columns] -> the sum over all processes and the residual, summed in fp32 and
+        rounded once.
+
+        In either way each number is the same sum, to the bit: small ones are gathered whole; of
+        large ones, among more than two, each process sums some columns, and all gather the sums.
+        """
+        if self.size > 2 and own.numel() >= SHARED_SUMS:
+            return self.add_up_shared(own, residual, dtype)
+        return _sum(self.gather(own), residual, dtype)
+
+    def add_up_shared(self, own: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """See `add_up`."""
+        width = -(-own.shape[1] // self.size)  # of each, the last ones filled up
+        sent = own.new_zeros(self.size, len(own), width)
+        for part, columns in zip(sent, own.split(width, 1), strict=False):
+            part[:, : columns.shape[1]] = columns
+        first = self.rank * width
+        some = None
+        if residual is not None:
+            some = residual.new_zeros(len(own), width)
+            mine = residual[:, first : first + width]
+            some[:, : mine.shape[1]] = mine
+        made = _sum(self.swap(sent), some, dtype)
+        return self.gather(made).movedim(0, 1).flatten(1)[:, : own.shape[1]]
+
+    def swap(self, parts: Tensor) -> Tensor:
+        """parts [processes, ...], one for each process -> those that are for this one.
+
+        Raises:
+            BrokenGroup: as `gather`.
+        """
+        found, sent = torch.empty_like(parts), parts.contiguous()
+        self._wait(lambda: self._processes.alltoall_base(found, sent, [], []))
+        return found
 
     def spread(self, tensor: Tensor) -> Tensor:
         """Let all have what the first process has, in place; returns it."""
@@ -118,6 +147,14 @@ class TorchGroup:
             begin().wait()
         except RuntimeError as error:
             raise BrokenGroup(str(error)) from error
+
+
+def _sum(parts: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """parts [processes, rows, columns], in the order of the ranks -> [rows, columns]."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part
+    return (total if residual is None else total + residual).to(dtype)
 
 
 def connect(

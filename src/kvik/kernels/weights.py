@@ -263,6 +263,7 @@ class MatrixSpec:
         heads: of `Ops.linear_each`, which share the rows; 0: it is for `linear`.
         expert: number of the expert whose it is, and of how many; None: it is no expert's.
         between: what it makes, or reads, that a process can compute a part of alone; None: nothing.
+        alone: it is so small that each process may rather have all of it.
     """
 
     kind: WeightKind
@@ -275,6 +276,7 @@ class MatrixSpec:
     heads: int = 0
     expert: tuple[int, int] | None = None
     between: Between | None = None
+    alone: bool = False
 
     @property
     def outputs(self) -> int:

@@ -52,15 +52,15 @@ class DeepseekAttention:
         queries, bias = heads * latent.query, spec.qkv_bias
         self.down = None
         if latent.q_rank is None:
-            self.q = builder.linear("q_proj", hidden, queries, bias=False, role="q_up", order=order)
+            up = partial(builder.linear, "q_proj", hidden)
         else:
             self.down = builder.linear("q_a_proj", hidden, latent.q_rank, bias=bias, role="q_down")
             self.q_norm = builder.rms_norm(
                 "q_a_layernorm", latent.q_rank, LATENT_EPS, before="q_up"
             )
-            self.q = builder.linear(
-                "q_b_proj", latent.q_rank, queries, bias=False, role="q_up", order=order
-            )
+            up = partial(builder.linear, "q_b_proj", latent.q_rank)
+        parts = (latent.nope, latent.rope)
+        self.q = up(queries, bias=False, role="q_up", order=order, parts=parts)
         self.kv = builder.linear(
             "kv_a_proj_with_mqa",
             hidden,

@@ -59,6 +59,7 @@ from kvik.nn.storage import FreshStorage, Storage
 from kvik.spec.declare import (
     EXPERT_NAMES,
     GATE_UP,
+    SMALL,
     ExpertNames,
     LayerBuilder,
     LinearLayer,
@@ -235,6 +236,7 @@ class Builder:
         transposed: bool = False,
         order: Sequence[int] = (),
         columns: Sequence[int] = (),
+        parts: tuple[int, ...] = (),
         activation: Activation | None = None,
     ) -> Linear:
         """x [tokens, inputs] -> [tokens, sum of outputs], fused from one layer per name.
@@ -244,6 +246,8 @@ class Builder:
             transposed: the checkpoint stores [inputs, outputs].
             order: which output of the checkpoint stands at each place; (): all as they are stored.
             columns: the same of inputs.
+            parts: of heads of queries, which attention reads one by one: those of all heads stand
+                together; (): there are none.
             activation: of the outputs; "silu_and_mul" halves them.
         """
         places = torch.tensor(order).argsort() if order else None
@@ -255,6 +259,10 @@ class Builder:
         if between is not None:
             assert between.count * between.width == inputs
             between = replace(between, read=True)
+        elif parts and self.stages is no_stages:
+            heads = sum(outputs) // sum(parts)
+            projections = tuple((True, width) for width in parts)
+            between = Between(heads, sum(parts), heads, projections)
         return self._linear(
             names,
             shapes,
@@ -263,6 +271,7 @@ class Builder:
             activation=activation,
             places=places,
             between=between,
+            alone=role in SMALL,
         )
 
     def heads(
@@ -305,7 +314,9 @@ class Builder:
         if len(names) == 1:
             total = sum(heads) * head_dim
             if alone is not None:
-                alone = replace(alone, queries=tuple(i == 0 for i in range(len(heads))))
+                alone = replace(
+                    alone, projections=tuple((i == 0, head_dim) for i in range(len(heads)))
+                )
             linear = self._heads(names, inputs, (total,), bias, places, alone)
             return Heads([linear], [heads], head_dim)
         linears, parts, first = [], [], 0
@@ -313,8 +324,8 @@ class Builder:
             members = slice(first, first + size)
             widths = tuple(sum(counts) * head_dim for counts in each[members])
             if alone is not None:
-                made = [i == 0 for i in range(first, first + size) for _ in each[i]]
-                alone = replace(alone, queries=tuple(made))
+                made = [(i == 0, head_dim) for i in range(first, first + size) for _ in each[i]]
+                alone = replace(alone, projections=tuple(made))
             linears.append(self._heads(names[members], inputs, widths, bias, places, alone))
             parts.append(tuple(chain(*each[members])))
             first += size
@@ -833,10 +844,11 @@ class Builder:
         places: Tensor | None = None,
         expert: tuple[int, int] | None = None,
         between: Between | None = None,
+        alone: bool = False,
     ) -> Linear:
         """
         Args:
-            expert, between: see `MatrixSpec`.
+            expert, between: see `MatrixSpec`. alone: likewise; of what is never quantised too.
             exact: the weight is never quantised. wide: the outputs are fp32.
             places: where the first rows go; see `Rows`.
             stored: how the checkpoint stores each layer; None: as floats.
@@ -859,6 +871,7 @@ class Builder:
             self.device,
             expert=expert,
             between=between,
+            alone=alone or exact,
         )
         matrix = self.storage.matrix(quantizer.layer, spec)
         linear = Linear(self.ops, matrix, stages, activation if stages else None)

@@ -18,6 +18,7 @@ class Division:
         cut: "exact" or "fast" (see `planner/parallel.py`).
         collectives: None: no layer is shared.
         layer_bytes: of a token, that collectives carry in a layer.
+        exact: of GPUs, the collectives of the other cut; None: of a CPU, or no layer is shared.
         hop_bytes: of a token, from a stage to the next.
         exchange, hop: seconds of one, as measured; None: not measured, or not of a CPU.
         step: seconds that all of them add to a decoding step; None: the speed is unknown.
@@ -29,6 +30,7 @@ class Division:
     cut: str
     collectives: Collectives | None
     layer_bytes: int
+    exact: Collectives | None
     hop_bytes: int
     exchange: float | None
     hop: float | None
@@ -54,6 +56,7 @@ def division_of(shape: ModelShape, at: Setting) -> Division | None:
         cut="exact" if at.exact else "fast",
         collectives=found,
         layer_bytes=found.numbers * ACTIVATION_BYTES if found else 0,
+        exact=None if at.exact or not found else collectives(shape, exact=True),
         hop_bytes=shape.hidden_size * ACTIVATION_BYTES if at.pp > 1 else 0,
         exchange=measured.exchange_seconds(at.tp) or None if measured and found else None,
         hop=measured.hop or None if measured else None,

@@ -50,6 +50,8 @@ Role = Literal[
 # Roles of matrices that stay floats in every format: small ones whose errors choose other experts,
 # and one that is multiplied into what stands beside it.
 UNQUANTISED: frozenset[Role] = frozenset({"router", "shared_gate", "kv_up"})
+# Of matrices that are too small to be worth an exchange between processes.
+SMALL: frozenset[Role] = frozenset({"q_down", "kv_down", "gates", "router", "shared_gate"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,6 +439,7 @@ class LayerBuilder(Protocol):
         transposed: bool = False,
         order: Sequence[int] = (),
         columns: Sequence[int] = (),
+        parts: tuple[int, ...] = (),
         activation: Any = None,
     ) -> LinearLayer: ...
 
@@ -762,6 +765,7 @@ class _Describer:
         transposed: bool = False,
         order: Sequence[int] = (),
         columns: Sequence[int] = (),
+        parts: tuple[int, ...] = (),
         activation: Any = None,
     ) -> _Described:
         names = (names,) if isinstance(names, str) else names

@@ -54,15 +54,15 @@ class Between:
         count: of heads of queries, or of channels.
         width: channels of a head; or those that stay together.
         kv_heads: heads of keys and values; 0: it is channels.
-        queries: of each projection into heads that the first matrix makes, in order: whether it has
-            as many heads as there are of queries, not of keys.
+        projections: into heads, that the first matrix makes, in order: whether each has as many
+            heads as there are of queries, not of keys, and the width of a head.
         read: by this matrix; False: it is made by it.
     """
 
     count: int
     width: int
     kv_heads: int = 0
-    queries: tuple[bool, ...] = ()
+    projections: tuple[tuple[bool, int], ...] = ()
     read: bool = False
 
     def own(self, rank: int, size: int) -> tuple[int, int]:
@@ -79,10 +79,10 @@ class Between:
             return [self.own(rank, size)]
         share = HeadShare.of(self.count, self.kv_heads, rank, size)
         runs, begin = [], 0
-        for queries in self.queries:
-            first, end = share.heads if queries else share.kv_heads
-            runs.append((begin + first * self.width, begin + end * self.width))
-            begin += (self.count if queries else self.kv_heads) * self.width
+        for of_queries, width in self.projections:
+            first, end = share.heads if of_queries else share.kv_heads
+            runs.append((begin + first * width, begin + end * width))
+            begin += (self.count if of_queries else self.kv_heads) * width
         return runs
 
 

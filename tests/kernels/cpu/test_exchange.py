@@ -48,7 +48,14 @@ def product(rank: int, file: int, store: int, outputs: int) -> None:
     assert torch.equal(found, joined.gather_columns(own, widths.tolist()))
     told = torch.full((3,), float(rank))
     assert not joined.spread(told).any()  # as the first process has it
-    assert joined.add_up(torch.full((1, 2), 0.5 + rank)).tolist() == [[4.5, 4.5]]
+    assert joined.add_up(torch.full((1, 2), 0.5 + rank), None, x.dtype).tolist() == [[4.5, 4.5]]
+    torch.manual_seed(rank)
+    part, residual = torch.randn(5, 7), torch.ones(5, 7)
+    ways = (joined.add_up, joined.add_up_shared)
+    for dtype in (torch.float32, torch.bfloat16):
+        once, again = (way(part, residual, dtype) for way in ways)
+        assert once.dtype == dtype and torch.equal(once, again)
+        assert len(joined.gather(once).unique(dim=0)) == 1
 
 
 @pytest.mark.full
