@@ -61,7 +61,8 @@ KVIK_INLINE F32 activated(int64_t activation, F32 x) {
         case kSiluAndMul: return silu(x);
         case kGeluTanh:
         case kGeluTanhAndMul: return gelu(x);
-        case kGelu: return gelu_erf(x);
+        case kGelu:
+        case kGeluAndMul: return gelu_erf(x);
         case kRelu: return max(zero(), x);
         case kReluSquared: return mul(max(zero(), x), max(zero(), x));
         case kClampedSwiglu: return clamped_gate(x);

@@ -25,6 +25,7 @@ enum Activation : int64_t {
     kGeluTanh = 2,
     kGeluTanhAndMul = 3,
     kGelu = 4,
+    kGeluAndMul = 5,
     kRelu = 6,
     kReluSquared = 8,
     kClampedSwiglu = 9,
@@ -150,11 +151,12 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 // are the first value_dim columns of the keys, and q has as many: the others are in q_rope [tokens, heads,
 // head_dim - value_dim]. A score s = scale * q k becomes softcap *
 // tanh(s / softcap), unless that is 0. sinks: null, or fp32 [heads]: a score that each head adds to those of
-// the keys, with no value.
+// the keys, with no value. reach: 0, or a query sees the keys up to so far before and behind its own, of those
+// that are there, and there is neither window nor tree.
 #define KVIK_ARGS_attention(P, I, F)                                                     \
     P(q) I(q_stride) P(q_rope) I(q_rope_stride) I(value_dim) P(k_cache) P(v_cache) P(k_scales) P(v_scales) P(block_table)        \
     I(table_stride) P(query_start_loc) P(seq_lens) I(num_seqs) I(heads) I(kv_heads)      \
-    I(head_dim) I(block_size) I(window) I(chunked) P(tree) F(scale) F(softcap) P(sinks)  \
+    I(head_dim) I(block_size) I(window) I(chunked) I(reach) P(tree) F(scale) F(softcap) P(sinks)  \
     P(out) I(out_stride) I(dtype) I(kv_dtype)
 
 // y [rows, outputs] = act(x W^T + bias) + residual. weight, scales, zeros as `pack_matrix` laid them

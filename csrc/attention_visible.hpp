@@ -24,12 +24,15 @@ struct Queries {
     int64_t window;        // the most visible keys, 0: all
     bool chunked;          // they begin at a multiple of the window
     const uint64_t* tree;  // of each query the path to it, or null
+    int64_t reach;         // keys up to so far on either side, 0: those up to the query's own
 
     // A query sees the keys [first_key, end_key).
     int64_t end_key(int64_t query) const {
+        if (reach) return query + 1 + reach < count ? cached + query + 1 + reach : cached + count;
         return cached + (tree ? __builtin_popcountll(tree[query]) : query + 1);
     }
     int64_t first_key(int64_t query) const {
+        if (reach) return cached + query > reach ? cached + query - reach : 0;
         const int64_t end = end_key(query);
         if (window <= 0 || end <= window) return 0;
         return end - (chunked ? (end - 1) % window + 1 : window);

@@ -25,9 +25,10 @@ using Tiles = VectorTiles;
 // Bytes of weights, and rows of x, that a thread takes at a time: few, so that none waits long for the last.
 constexpr int64_t kPieceBytes = 65536;
 constexpr int64_t kPieceRows = 512;
-// Bytes of x of a row between visits to its sums: with many rows, a block of rows of this many bytes fits
-// the first cache, and the weights of the same inputs stay in the second.
-constexpr int64_t kStretchBytes = 2048;
+// Bytes of x of the rows of a piece: they stay in the second cache while one tile after the other is
+// multiplied with them. At twice as much they share it with nothing, at half of it weights are read more often.
+constexpr int64_t kPieceXBytes = 1 << 20;
+constexpr int64_t kLeastPieceBlocks = 4;
 // Bytes of weights that are unpacked at a time for a single block of rows: they stay in the first cache.
 // With both, stretches are whole products of AMX.
 constexpr int64_t kUnpackedBytes = 16384;
@@ -72,9 +73,14 @@ LinearPlan plan_linear(const linear_args& a, int threads) {
         p.piece_tiles = smaller(even, 1 + kPieceBytes / (p.steps * kStepBytes + 1));
         p.piece_blocks = 1;
     } else {
-        p.stretch = kStretchBytes / p.step_bytes;
+        p.stretch = Tiles::kStretchBytes / p.step_bytes;
         p.piece_tiles = 1;
-        p.piece_blocks = smaller(p.row_blocks, kPieceRows / p.block_rows);
+        p.piece_blocks = kPieceRows / p.block_rows;
+        if (!p.unpack) {  // to unpack weights more often costs more than to read x from afar
+            const int64_t fitting = kPieceXBytes / (p.block_rows * row_bytes(a));
+            p.piece_blocks = smaller(p.piece_blocks, fitting > kLeastPieceBlocks ? fitting : kLeastPieceBlocks);
+        }
+        p.piece_blocks = smaller(p.row_blocks, p.piece_blocks);
         while (p.piece_blocks > 1 && p.tiles * divide_up(p.row_blocks, p.piece_blocks) < 8 * threads)
             p.piece_blocks = divide_up(p.piece_blocks, 2);
     }
@@ -148,6 +154,8 @@ void finish(const linear_args& a, const PreparedRows& x, int64_t tile, int64_t f
     const bool paired = is_paired(a.activation);
     for (int64_t row = first; row < first + rows; row++, sums += kTile) {
         F32 value[kTileVectors];
+        // The next block of rows writes here: its lines come while it is multiplied.
+        if (row + rows < a.rows) __builtin_prefetch((const Y*)a.y + (row + rows) * a.y_stride + end.column, 1, 2);
         end.values(sums, broadcast(end.x_scaled ? x.scales[row] : 1.0f), value);
         for (int v = 0; v < end.vectors; v++) {
             F32 result = activated(a.activation, value[v]);
@@ -273,6 +281,8 @@ void linear(const linear_args& a, Team& team) {
     const LinearPlan plan = plan_linear(a, team.size);
     const PreparedRows common = prepare_all(a, plan, team);
     const int64_t tile_pieces = divide_up(plan.tiles, plan.piece_tiles);
+    // Pieces of the same rows follow each other: x of these is then in a cache.
+    const auto tile_of = [&](int64_t piece) { return piece % tile_pieces * plan.piece_tiles; };
     const int64_t row_pieces = divide_up(plan.row_blocks, plan.piece_blocks);
     const Finish finish = finish_of(a);
     together(team, tile_pieces * row_pieces, [&](Member& member) {
@@ -290,10 +300,10 @@ void linear(const linear_args& a, Team& team) {
         const TileWork<Finish> work = {a, plan, x, finish, (float*)sums, wide, tiles};
         for (int64_t piece = member.next(), next; piece >= 0; piece = next) {
             next = member.next();
-            const int64_t tile = piece / row_pieces * plan.piece_tiles, block = piece % row_pieces * plan.piece_blocks;
+            const int64_t tile = tile_of(piece), block = piece / tile_pieces * plan.piece_blocks;
             const int64_t last_block = smaller(block + plan.piece_blocks, plan.row_blocks);
             const int64_t last_tile = smaller(tile + plan.piece_tiles, plan.tiles);
-            const char* behind = next < 0 ? nullptr : work.weight_of(next / row_pieces * plan.piece_tiles);
+            const char* behind = next < 0 ? nullptr : work.weight_of(tile_of(next));
             for (int64_t t = tile; t < last_tile; t++)
                 work.run(t, block, last_block, t + 1 < last_tile ? work.weight_of(t + 1) : behind);
         }

@@ -484,6 +484,9 @@ constexpr int64_t kWidenFrom = kLanes == 16 ? INT64_MAX : 16;
 
 // What `linear` needs of an instruction set; tiles_amx.hpp defines it differently.
 struct VectorTiles {
+    // Bytes of x of a row between visits to its sums: with many rows, a block of rows of this many bytes fits
+    // the first cache, and the weights of the same inputs stay in the second.
+    static constexpr int64_t kStretchBytes = 2048;
     // Rows of x that are multiplied at once, at most; and of which blocks of rows are multiples.
     static int64_t block_rows(const linear_args&) { return kMaxRows; }
     static int64_t row_unit(const linear_args&) { return 1; }

@@ -114,15 +114,18 @@ void add_part(const Stretch& s, const Part p) {
     const char* x = s.x + p.first * 4;
     const char* weight = s.weight + p.first * kStepBytes;
     const int64_t x_stride = s.x_stride, weight_bytes = p.product_steps * kStepBytes;
+    const char* ahead = s.ahead + p.first * s.ahead_stride;
+    const int64_t ahead_bytes = p.product_steps * s.ahead_stride;
     for (int64_t step = 0; step < p.steps; step += p.product_steps) {
         if (p.streamed)
-            for (int64_t line = 0; line < weight_bytes; line += 64) prefetch(weight + kAhead + line);
+            for (int64_t line = 0; line < ahead_bytes; line += 64) prefetch(ahead + line);
         tile_load<kWeightTile>(weight, kStepBytes);
         tile_load<kWeightTile + 1>(weight + kRegisterBytes, kStepBytes);
         add_product<Product, 0>(x, x_stride);
         if constexpr (kBoth) add_product<Product, 1>(x, x_stride);
         x += p.product_steps * 4;
         weight += weight_bytes;
+        ahead += ahead_bytes;
     }
     store_sums<0>(p);
     if constexpr (kBoth) store_sums<1>(p);
@@ -192,6 +195,9 @@ constexpr int64_t kFewRows = 8;
 // so are four bits for few rows.
 class AmxTiles {
 public:
+    // See `VectorTiles`. Here it is the weights of a stretch that fit the first cache, and blocks of rows come
+    // from the second one.
+    static constexpr int64_t kStretchBytes = 1024;
     static int64_t block_rows(const linear_args& a) {
         return by_vectors(a) ? VectorTiles::block_rows(a) : 2 * kRegisterRows;
     }

@@ -15,7 +15,13 @@ if TYPE_CHECKING:
     from kvik.config.config import EngineConfig
     from kvik.core.sampling_params import SamplingParams
     from kvik.core.structured import Choice, Grammar, JsonSchema, Regex
-    from kvik.engine.output import CompletionOutput, EmbeddingOutput, RequestOutput, TextDelta
+    from kvik.engine.output import (
+        CompletionOutput,
+        EmbeddingOutput,
+        RequestOutput,
+        ScoreOutput,
+        TextDelta,
+    )
     from kvik.errors import CapacityError, ConfigError, KvikError, ModelError, ParamError
     from kvik.llm import LLM
 
@@ -36,6 +42,7 @@ __all__ = [
     "Regex",
     "RequestOutput",
     "SamplingParams",
+    "ScoreOutput",
     "TextDelta",
     "__version__",
 ]
@@ -57,6 +64,7 @@ _HOME: Final = {
     "Regex": "kvik.core.structured",
     "RequestOutput": "kvik.engine.output",
     "SamplingParams": "kvik.core.sampling_params",
+    "ScoreOutput": "kvik.engine.output",
     "TextDelta": "kvik.engine.output",
 }
 

@@ -21,14 +21,16 @@ from weakref import finalize
 from kvik.config.config import ResolvedConfig
 from kvik.core.config import SchedulerConfig
 from kvik.core.sampling_params import SamplingParams
-from kvik.core.types import EngineRequest, FinishReason, RequestDelta, RequestReport
+from kvik.core.types import SCORE, EngineRequest, FinishReason, RequestDelta, RequestReport
 from kvik.engine.output import (
     EmbeddingOutput,
     OutputProcessor,
     RequestOutput,
+    ScoreOutput,
     TextDelta,
     embedding_output,
     merged,
+    score_output,
 )
 from kvik.engine.remote import RemoteClient
 from kvik.engine.sources import ThreadSource
@@ -46,11 +48,21 @@ from kvik.llm import (
     engine_config,
     engine_request,
     tell_unenforced,
+    truncation,
 )
 from kvik.model_files import model_files
 from kvik.server.admission import Admission, Reservation
 from kvik.server.texts import Texts
 from kvik.text.chat_template import check_messages
+from kvik.text.pooled_inputs import (
+    check_dimensions,
+    default_pooling,
+    ids_input,
+    pair_input,
+    prompt_before,
+    scoring,
+    text_input,
+)
 
 PLACES = ("process", "thread")
 NUM_TEXTS = 4  # tokenised or rendered at once; others wait, so that the limits of `Texts` hold
@@ -80,7 +92,8 @@ class AsyncLLM:
         self.model = model
         self.default_params = model_files(Path(self.resolved.runner.model_path)).default_params()
         tokenizer = load_tokenizer(self.resolved)
-        self.texts = Texts(tokenizer, self.resolved.scheduler.max_model_len)
+        limit = self.resolved.scheduler.max_model_len
+        self.texts = Texts(tokenizer, limit, model=self.resolved.model)
         if engine == "process":
             self.client = engine_in_process(self.resolved, sys.stderr.write)
         else:
@@ -197,17 +210,61 @@ class AsyncLLM:
     async def embed(
         self,
         prompt: Prompt,
-        pooling: str = "mean",
+        pooling: str | None = None,
         *,
         normalize: bool = True,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        truncate_prompt_tokens: int | None = None,
         request_id: str | None = None,
     ) -> EmbeddingOutput:
         """Return a vector for one prompt; for the arguments see `LLM.embed`."""
+        check_one_prompt(prompt)
+        model = self.resolved.model
+        check_dimensions(model.pooling, model.hidden_size, dimensions)
+        before = prompt_before(model.pooling, prompt_name)
+        most = truncation(self.resolved, truncate_prompt_tokens)
         request = self._request(request_id, SamplingParams(), 0)  # of which nothing is read
-        request.pooling = pooling
+        request.pooling = pooling or default_pooling(model.pooling)
         request.prompt = prompt if isinstance(prompt, str) else None
-        stream = AsyncStream(self, request, partial(self._encode, prompt))
-        return embedding_output(await stream.result(), normalize=normalize)
+
+        async def encode() -> list[int]:
+            if not isinstance(prompt, str):
+                return ids_input(model.pooling, list(prompt), most).ids
+            if not prompt:
+                raise ParamError("prompt", "must not be empty")
+            make = partial(text_input, pooling=model.pooling, most=most)
+            async with self._text_places:
+                return (await self.texts.input(make, (before + prompt,), most)).ids
+
+        stream = AsyncStream(self, request, encode)
+        return embedding_output(await stream.result(), normalize=normalize, dimensions=dimensions)
+
+    async def score(
+        self,
+        text_1: str,
+        text_2: str,
+        *,
+        instruction: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        request_id: str | None = None,
+    ) -> ScoreOutput:
+        """Return how well two texts go together, as a reranker says; for the arguments see
+        `LLM.score`."""
+        pooling = scoring(self.resolved.model.pooling)
+        most = truncation(self.resolved, truncate_prompt_tokens)
+        request = self._request(request_id, SamplingParams(), 0)  # of which nothing is read
+        request.pooling = SCORE
+        make = partial(pair_input, pooling=pooling, instruction=instruction, most=most)
+
+        async def encode() -> list[int]:
+            async with self._text_places:
+                found = await self.texts.input(make, (text_1, text_2), most)
+            request.second_text = found.second_text
+            return found.ids
+
+        output = await AsyncStream(self, request, encode).result()
+        return score_output(output, pooling.function)
 
     async def abort(self, request_id: str) -> bool:
         """End a request; its stream ends with the finish reason "abort". Returns whether there was
@@ -270,6 +327,7 @@ class AsyncLLM:
             self.texts.tokenizer,
             priority=request.priority,
             pooling=request.pooling,
+            second_text=request.second_text,
         )
         made = await asyncio.to_thread(make) if params.words else make()
         self.client.check(made)
@@ -428,6 +486,7 @@ class AsyncRequest:
     params: SamplingParams
     priority: int
     pooling: str | None = None
+    second_text: int = 0
     prompt: str | None = None
     reservation: Reservation | None = None
     sent: bool = False

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvik.config.config import EngineConfig
-from kvik.config.model_source import DESCRIPTION
+from kvik.config.model_source import DESCRIPTION, MODULE
 from kvik.errors import ConfigError, shown
 from kvik.files import writing_whole_folder
 from kvik.launch import build_weights, resolve_config
@@ -46,6 +46,7 @@ def build_engine(
         with writing_whole_folder(output) as folder:
             facts: dict[str, FileFacts] = {}
             for name, data in files.items():
+                (folder / name).parent.mkdir(exist_ok=True)
                 (folder / name).write_bytes(data)
                 facts[name] = file_facts(folder / name)
             with (folder / WEIGHTS).open("wb") as file:
@@ -78,5 +79,7 @@ def check_output(output: Path) -> None:
 
 def _is_of_engine(path: Path) -> bool:
     """Return whether a file may stand in an engine folder, to go when that is replaced."""
+    if path.is_dir():
+        return all(inner.match(MODULE) for inner in path.iterdir())
     described = any(path.match(pattern) for pattern in DESCRIPTION)
     return path.is_file() and (described or path.name == WEIGHTS)

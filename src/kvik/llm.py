@@ -12,7 +12,7 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 from weakref import finalize
 
 from kvik.config.config import EngineConfig, ResolvedConfig
@@ -20,14 +20,32 @@ from kvik.config.env import environment_options
 from kvik.config.synonyms import SYNONYMS, translated
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.structured import JsonSchema
-from kvik.core.types import EngineRequest
-from kvik.engine.output import EmbeddingOutput, RequestOutput, TextDelta, embedding_output
+from kvik.core.types import SCORE, EngineRequest
+from kvik.engine.output import (
+    EmbeddingOutput,
+    RequestOutput,
+    ScoreOutput,
+    TextDelta,
+    embedding_output,
+    score_output,
+)
 from kvik.engine.stats import EngineStats
 from kvik.engine.thread import Call, EngineThread
 from kvik.errors import ConfigError, ParamError, shown
 from kvik.launch import resolve_config, start
 from kvik.model_files import model_files
 from kvik.options import options_of, unknown
+from kvik.text.pooled_inputs import (
+    PooledInput,
+    check_dimensions,
+    default_pooling,
+    ids_input,
+    pair_input,
+    paired,
+    prompt_before,
+    scoring,
+    text_input,
+)
 from kvik.text.tokenizer import Tokenizer, spelled
 
 if TYPE_CHECKING:
@@ -121,6 +139,7 @@ def engine_request(
     *,
     priority: int = 0,
     pooling: str | None = None,
+    second_text: int = 0,
 ) -> EngineRequest:
     """Return a request in the engine's terms: words as token ids.
 
@@ -135,6 +154,7 @@ def engine_request(
         spelled(params, tokenizer),
         priority=priority,
         pooling=pooling,
+        second_text=second_text,
     )
 
 
@@ -264,6 +284,7 @@ class LLM:
         priorities = self._priorities(len(prompts), priority)
         return self._run(prompts, params, progress, add_special_tokens=False, priorities=priorities)
 
+    @overload
     def score(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -271,14 +292,50 @@ class LLM:
         *,
         start: int = 0,
         progress: bool | None = None,
-    ) -> list[RequestOutput]:
-        """Log probabilities of the prompts' own tokens, in `prompt_logprobs` (None for the first).
+    ) -> list[RequestOutput]: ...
+
+    @overload
+    def score(
+        self,
+        prompts: str | Sequence[str],
+        top: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        progress: bool | None = None,
+    ) -> list[ScoreOutput]: ...
+
+    def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        top: int | str | Sequence[str] = 0,
+        *,
+        start: int = 0,
+        instruction: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        progress: bool | None = None,
+    ) -> list[RequestOutput] | list[ScoreOutput]:
+        """Score prompts by themselves, or pairs of texts by a reranker.
+
+        With one argument: log probabilities of the prompts' own tokens, in `prompt_logprobs` (None
+        for the first). With texts as the second one: how well each goes with the first, as a
+        reranker says; the scores are in `score`. One first text is paired with each of the others.
 
         Args:
-            top: how many of the likeliest alternatives to report at each position.
+            prompts: or the first texts of pairs: queries.
+            top: how many of the likeliest alternatives to report at each position; or the second
+                texts of pairs: documents.
             start: index of the first token to score. Those before it have None, and may come from
                 the prefix cache.
+            instruction: of a reranker that reads one: what makes a pair good.
+            truncate_prompt_tokens: tokens of a pair to keep, of the longer text the first ones; -1:
+                as many as fit. None: too long a pair is an error.
+
+        Raises:
+            ParamError, CapacityError: a prompt is impossible; nothing was computed.
         """
+        if not isinstance(top, int):
+            return self._score_pairs(prompts, top, instruction, truncate_prompt_tokens, progress)
         params = SamplingParams(
             temperature=0.0, max_tokens=0, prompt_logprobs=top, prompt_logprobs_start=start
         )
@@ -287,25 +344,49 @@ class LLM:
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],
-        pooling: str = "mean",
+        pooling: str | None = None,
         *,
         normalize: bool = True,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        truncate_prompt_tokens: int | None = None,
         progress: bool | None = None,
     ) -> list[EmbeddingOutput]:
-        """Return a vector for each prompt, from the last layer's hidden states after the last norm.
+        """Return a vector for each prompt, from the last layer's hidden states after the last norm,
+        and from the dense layers of the model if it has some.
 
         Args:
-            pooling: "mean" over all tokens, or that of the "last" token.
+            pooling: "mean" over all tokens, that of the "last" or first token ("cls"), or "max" in
+                each channel; None: what the model was trained with, as its files say, else "mean".
             normalize: scale vectors to length 1.
+            dimensions: cut vectors to this length, for models that were trained for it; None: they
+                are whole.
+            prompt_name: of the model's prompts that is put before each text; None: the one that it
+                has by default, if any.
+            truncate_prompt_tokens: tokens of a text to keep, from its beginning, special ones
+                included, or from its end if the model was not trained to embed; -1: as many as fit.
+                None: too long a text is an error.
 
         Raises:
             ParamError, CapacityError: a prompt is impossible; nothing was computed.
             RuntimeError: the engine failed to compute a vector.
         """
-        params = SamplingParams()  # of which nothing is read
-        listed = _as_prompts(prompts)
-        outputs = self._run(listed, params, progress, add_special_tokens=True, pooling=pooling)
-        return [embedding_output(output, normalize=normalize) for output in outputs]
+        listed, model = _as_prompts(prompts), self.resolved.model
+        check_dimensions(model.pooling, model.hidden_size, dimensions)
+        before = prompt_before(model.pooling, prompt_name)
+        most = truncation(self.resolved, truncate_prompt_tokens)
+        inputs = []
+        for prompt in listed:
+            if not isinstance(prompt, str):
+                inputs.append(ids_input(model.pooling, list(prompt), most))
+                continue
+            text = before + prompt
+            inputs.append(text_input(self.tokenizer, text, pooling=model.pooling, most=most))
+            if not prompt or not inputs[-1].ids:
+                raise ParamError("prompt", "must not be empty")
+        kind = pooling or default_pooling(model.pooling)
+        outputs = self._pooled(listed, inputs, kind, progress)
+        return [embedding_output(o, normalize=normalize, dimensions=dimensions) for o in outputs]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
         """Complete one prompt and iterate over the text as it comes."""
@@ -360,13 +441,52 @@ class LLM:
 
     # -- inside ----------------------------------------------------------------------------------
 
+    def _score_pairs(
+        self,
+        first: Any,
+        second: str | Sequence[str],
+        instruction: str | None,
+        truncate_prompt_tokens: int | None,
+        progress: bool | None,
+    ) -> list[ScoreOutput]:
+        pooling = scoring(self.resolved.model.pooling)
+        most = truncation(self.resolved, truncate_prompt_tokens)
+        texts = [[given] if isinstance(given, str) else list(given) for given in (first, second)]
+        make = partial(pair_input, pooling=pooling, instruction=instruction, most=most)
+        inputs = [make(self.tokenizer, *pair) for pair in paired(*texts)]
+        outputs = self._pooled([one.ids for one in inputs], inputs, SCORE, progress)
+        return [score_output(output, pooling.function) for output in outputs]
+
+    def _pooled(
+        self,
+        prompts: Sequence[Prompt],
+        inputs: Sequence[PooledInput],
+        pooling: str,
+        progress: bool | None,
+    ) -> list[RequestOutput]:
+        """Have the vectors or scores of some inputs computed."""
+        params = SamplingParams()  # of which nothing is read
+        requests = [
+            engine_request(
+                f"llm-{next(self._serial)}",
+                one.ids,
+                params,
+                self._tokenizer,
+                pooling=pooling,
+                second_text=one.second_text,
+            )
+            for one in inputs
+        ]
+        for request in requests:
+            self._client.check(request)
+        return self._collect(prompts, requests, progress)
+
     def _request(
         self,
         prompt: Prompt,
         params: SamplingParams,
         *,
         add_special_tokens: bool,
-        pooling: str | None = None,
         priority: int = 0,
     ) -> EngineRequest:
         if isinstance(prompt, str):
@@ -382,7 +502,6 @@ class LLM:
             params,
             self._tokenizer,
             priority=priority,
-            pooling=pooling,
         )
         self._client.check(request)
         return request
@@ -409,16 +528,20 @@ class LLM:
         progress: bool | None,
         *,
         add_special_tokens: bool,
-        pooling: str | None = None,
         priorities: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         requests = self._requests(
-            prompts,
-            params,
-            add_special_tokens=add_special_tokens,
-            pooling=pooling,
-            priorities=priorities,
+            prompts, params, add_special_tokens=add_special_tokens, priorities=priorities
         )
+        return self._collect(prompts, requests, progress)
+
+    def _collect(
+        self,
+        prompts: Sequence[Prompt],
+        requests: Sequence[EngineRequest],
+        progress: bool | None,
+    ) -> list[RequestOutput]:
+        """Run requests and return their outputs in order."""
         if not requests:
             return []
         outputs: dict[int, RequestOutput] = {}
@@ -435,7 +558,6 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         *,
         add_special_tokens: bool,
-        pooling: str | None = None,
         priorities: Sequence[int] | None = None,
     ) -> list[EngineRequest]:
         each = self._params_for(len(prompts), params)
@@ -445,7 +567,6 @@ class LLM:
                 prompt,
                 p,
                 add_special_tokens=add_special_tokens,
-                pooling=pooling,
                 priority=priority,
             )
             for prompt, p, priority in zip(prompts, each, urgency, strict=True)
@@ -574,6 +695,24 @@ def either(theirs: str, given: Any, ours: str, value: Any) -> Any:
     if given is not None and value is not None:
         raise ParamError(theirs, f"is {ours} here, which is given too")
     return value if given is None else given
+
+
+WHATEVER_FITS = -1  # of `truncate_prompt_tokens`
+
+
+def truncation(config: ResolvedConfig, asked: int | None) -> int | None:
+    """Return how many tokens of a prompt `truncate_prompt_tokens` keeps; None: all.
+
+    Raises:
+        ParamError: it keeps none, or more than the context has.
+    """
+    limit = config.scheduler.max_model_len
+    if asked == WHATEVER_FITS:
+        return limit
+    if asked is not None and not 1 <= asked <= limit:
+        allowed = f"must be {WHATEVER_FITS} or in [1, {limit}] (max_model_len), not {asked}"
+        raise ParamError("truncate_prompt_tokens", allowed)
+    return asked
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvik.config.model_source import DESCRIPTION
+from kvik.config.model_source import DESCRIPTION, MODULE
 from kvik.core.sampling_params import PARAMETERS, SamplingParams
 from kvik.errors import ModelError, ParamError
 from kvik.files import is_gguf
@@ -65,8 +65,9 @@ class Folder:
         return read_default_params(self._path)
 
     def descriptions(self) -> dict[str, bytes]:
-        found = {path for pattern in DESCRIPTION for path in self._path.glob(pattern)}
-        names = sorted(path.name for path in found if path.is_file())
+        patterns = (*DESCRIPTION, MODULE)
+        found = {path for pattern in patterns for path in self._path.glob(pattern)}
+        names = sorted(path.relative_to(self._path).as_posix() for path in found if path.is_file())
         try:
             return {
                 name: (self._path / name).read_bytes()

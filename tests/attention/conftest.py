@@ -63,7 +63,13 @@ class Step:
         ):
             context = len(keys)
             nodes = self.layout.nodes(start, new)
-            seen = [_seen(query, context - new, nodes, window) for query in range(new)]
+            reach = self.spec.bidirectional
+            seen = [
+                _seen(query, context - new, nodes, window)
+                if reach is None
+                else set(range(max(0, query - reach), min(new, query + reach + 1)))
+                for query in range(new)
+            ]
             visible = torch.tensor([[j in places for j in range(context)] for places in seen])
             rows = torch.empty(new, heads, keys.shape[2], dtype=torch.float64)
             for head in range(heads):

@@ -11,6 +11,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 from huggingface_hub import constants, errors
+from huggingface_hub.utils import filter_repo_objects
 
 from kvik.config.model_source import BUNDLED, find_config, find_model, model_name
 from kvik.errors import ConfigError, ModelError
@@ -49,7 +50,14 @@ def test_a_hub_id_fetches_only_data_files(hub: list[Any]) -> None:
     (call,) = hub
     assert call["repo_id"] == "owner/model-1.5B"
     assert "*.safetensors" in call["allow_patterns"]
-    assert "consolidated*" in call["ignore_patterns"]  # a second copy of the weights
+    names = ["config.json", "1_Pooling/config.json", "2_Dense/model.safetensors"]
+    others = ["consolidated.safetensors", "onnx/model.json", "1_a/b/config.json"]
+    taken = filter_repo_objects(
+        [*names, *others],
+        allow_patterns=call["allow_patterns"],
+        ignore_patterns=call["ignore_patterns"],
+    )
+    assert list(taken) == names  # and no second copy of the weights
     assert not any(".bin" in p or ".py" in p or ".pt" in p for p in call["allow_patterns"])
 
 

@@ -35,6 +35,35 @@ def test_a_prompt_is_computed_in_chunks_within_the_budget() -> None:
     assert rows[3] == ([1], [True])
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_whole_prompts_are_never_cut(policy: str, depth: int) -> None:
+    """A step has what fits, and one that does not fit is not overtaken; nothing is kept of them."""
+    setup = Setup(
+        budget=16,
+        max_num_seqs=4,
+        whole_prompts=True,
+        caching=False,
+        policy=policy,
+        depth=depth,
+        max_wait=0.0,
+        more_expected=False,
+    )
+    sim = Simulation(setup)
+    lengths = [16, 5, 7, 6, 1, 1, 1, 1, 2, 15, 3]
+    for length in lengths:
+        sim.add([7] * length, pooling="mean")
+    steps = []
+    while sim.scheduler.has_requests:
+        plan = sim.step()
+        if plan is not None:
+            steps.append(plan.num_scheduled_tokens)
+    assert sorted(n for step in steps for n in step) == sorted(lengths)
+    if policy == "fcfs":
+        assert steps == [[16], [5, 7], [6, 1, 1, 1], [1, 2], [15], [3]]
+    assert sim.scheduler.kv.pool.num_free == sim.scheduler.kv.pool.num_blocks
+
+
 def test_decodes_go_before_prefill_chunks() -> None:
     sim = Simulation(Setup(budget=5))
     late = sim.add([1] * 12, max_tokens=3, priority=0)[0]

@@ -34,7 +34,7 @@ REFUSED = [
     ("min_tokens", request(min_tokens=254, max_tokens=None)),
     ("n", request(n=5)),
     ("n", request(n=2, pooling="mean")),
-    ("pooling", request(pooling="max")),
+    ("pooling", request(pooling="median")),
 ]
 
 

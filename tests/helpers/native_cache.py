@@ -147,6 +147,7 @@ def attend(
     window: Seen = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    reach: int = 0,
 ) -> list[Tensor]:
     """One step of attention; the result of each part."""
     every = torch.cat([part.q for part in parts])  # [tokens, heads, head_dim]
@@ -181,6 +182,7 @@ def attend(
         heads=heads,
         window=seen.keys if seen else 0,
         chunked=int(seen is not None and seen.chunked),
+        reach=reach,
         tree=trees,
         scale=scale,
         softcap=softcap,

@@ -60,7 +60,7 @@ class PagedModel:
             quantization=quantization,
             stages=stages,
         )
-        self.model = load_model(self.spec, self.builder, seed=seed)
+        self.model, _ = load_model(self.spec, self.builder, seed=seed)
         self.cache = allocate_kv(self.groups, num_blocks, block_size, dtype, device)
         self.kv = self.cache.layers
         self.states = allocate_states(self.spec.states, MAX_SEQUENCES, device)

@@ -52,6 +52,7 @@ class Setup:
     pinned_share: float = 0.75
     tenant_pinned_share: float = 0.5
     checkpoints: int | None = None  # of states; None: no layer keeps one
+    whole_prompts: bool = False
 
     @property
     def cache(self) -> CacheConfig:
@@ -80,6 +81,7 @@ class Setup:
             max_queued_tokens=self.max_queued_tokens,
             num_lookahead_tokens=self.lookahead,
             stages=self.stages,
+            whole_prompts=self.whole_prompts,
         )
 
 

@@ -71,7 +71,7 @@ def story_site(
         files = model_files(Path(config.runner.model_path))
         tokenizer = files.tokenizer()
         tokenizer.chat_template = template or tokenizer.chat_template
-        texts = Texts(tokenizer, config.scheduler.max_model_len)
+        texts = Texts(tokenizer, config.scheduler.max_model_len, model=config.model)
         params = files.default_params()
         parts = assemble(ServerConfig(), engine.client, texts, params, keys, NAMES, observers)
         made.append(parts)

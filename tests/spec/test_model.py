@@ -266,12 +266,14 @@ OWN_KEYS: dict[str, dict[str, Any]] = {
     "GPTNeoForCausalLM": {"num_layers": 2, "num_heads": 4, "attention_layers": ["global"] * 2},
     "GraniteMoeHybridForCausalLM": {"layer_types": ["attention"] * 4},
     "Ernie4_5_MoeForCausalLM": {"moe_k": 2},
+    "Gemma3TextModel": {"use_bidirectional_attention": True},
 }
 
 
 def test_every_architecture_is_read() -> None:
     for name in ARCHITECTURES:
-        base = {**small(), **EXPERTS, **SHARED, **ONE_GROUP, **OWN_KEYS.get(name, {})}
+        labels = {"num_labels": 1} if name.endswith("Classification") else {}
+        base = {**small(), **EXPERTS, **SHARED, **ONE_GROUP, **labels, **OWN_KEYS.get(name, {})}
         assert ModelSpec.from_config({**base, "architectures": [name]}).architecture == name
 
 

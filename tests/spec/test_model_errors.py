@@ -18,7 +18,7 @@ from kvik.models.registry import ARCHITECTURES
 from kvik.spec.rope import ROPE_KINDS
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
-    ({"architectures": ["BertModel"]}, "architectures", "kvik models` lists them, not 'BertModel'"),
+    ({"architectures": ["T5Model"]}, "architectures", "kvik models` lists them, not 'T5Model'"),
     ({"architectures": ["Qwen3ForCausal"]}, "architectures", "Qwen3ForCausalLM"),
     ({"architectures": ...}, "architectures", "not nothing"),
     ({"architectures": "LlamaForCausalLM"}, "architectures", "list of strings"),

@@ -233,7 +233,7 @@ class Twins:
             quantization=config.runner.quantization,
         )
         with torch.inference_mode():
-            model = load_model(config.model, builder, seed=1)
+            model, _ = load_model(config.model, builder, seed=1)
             self.taped, self.eager = (
                 EngineNetwork(
                     model,

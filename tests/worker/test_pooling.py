@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -25,7 +28,8 @@ class Rig:
 
     def __init__(self) -> None:
         self.table = RequestTable(4, 256, 1, 16)
-        self.pooling = Pooling(AtOnce())
+        network: Any = SimpleNamespace(pooling=None, pooled=None)
+        self.pooling = Pooling(network, AtOnce())
 
     def enter(self, slot: int, pooling: str | None, length: int = LENGTH, computed: int = 0):
         blocks = [list(range(1, 17))]
@@ -69,6 +73,17 @@ def test_a_mean_has_the_same_bits_for_all_chunk_sizes(hidden, dtype):
     assert all(vector == found[0] for vector in found)
     wanted = hidden.double().mean(0).float()
     torch.testing.assert_close(torch.tensor(found[0]), wanted, atol=0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, LENGTH])
+def test_the_first_the_last_and_the_largest(hidden, chunk):
+    rig = Rig()
+    wanted = {"cls": hidden[0], "last": hidden[-1], "max": hidden.amax(0)}
+    for slot, kind in enumerate(wanted):
+        rig.enter(slot, kind)
+    for part in hidden.split(chunk):
+        found = rig.step(dict.fromkeys(range(3), part))
+    assert found == {row: vector.tolist() for row, vector in enumerate(wanted.values())}
 
 
 def test_rows_of_a_step_are_pooled_separately(hidden):

@@ -101,7 +101,13 @@ class HeadNorms:
     eps: float
 
 
-OPTIONS = frozenset({"softcap", "sinks"})  # fields of an `AttentionSpec`
+# Fields of an `AttentionSpec` that not every backend can do, as errors call them.
+NAMED_OPTIONS = {
+    "softcap": "softcap",
+    "sinks": "sinks",
+    "bidirectional": "bidirectional attention",
+}
+OPTIONS = frozenset(NAMED_OPTIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +123,8 @@ class AttentionSpec:
             value; None: none.
         apart: what reads the result reads heads of which a process may have some alone
             (`Between`).
+        bidirectional: how far from its own position, on either side, a query sees the keys of its
+            sequence, which are all in the step; None: it sees none behind it (causal).
     """
 
     scale: float
@@ -124,6 +132,7 @@ class AttentionSpec:
     softcap: float | None = None
     sinks: Tensor | None = None
     apart: bool = False
+    bidirectional: int | None = None
 
     @property
     def options(self) -> frozenset[str]:
@@ -266,7 +275,7 @@ class BackendCaps:
 
     def check(self, spec: AttentionSpec) -> None:
         """Raise `ConfigError` if the backend cannot do what a layer needs."""
-        missing = sorted(spec.options - self.options)
+        missing = sorted(NAMED_OPTIONS[name] for name in spec.options - self.options)
         if missing:
             reason = f"{self.name!r} has no {' and no '.join(missing)}, which the model needs"
             raise ConfigError("attention_backend", reason)

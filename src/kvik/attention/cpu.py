@@ -135,6 +135,7 @@ class CpuAttention:
             block_size=layout.block_size,
             window=window.keys if window else 0,
             chunked=int(window is not None and window.chunked),
+            reach=spec.bidirectional or 0,
             tree=pointer(layout.tree),
             scale=spec.scale,
             softcap=spec.softcap or 0.0,

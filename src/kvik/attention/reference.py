@@ -1,6 +1,7 @@
 """The normative backend: one sequence at a time, in fp32, as the definition reads.
 
-Query at position p sees key j iff j <= p and, with a window, `Window.first` of p <= j. Positions of
+Query at position p sees key j iff j <= p and, with a window, `Window.first` of p <= j; where
+attention is bidirectional, iff they are not further apart than that allows. Positions of
 a sequence's queries are the last ones of its context, so a chunk behind a cached prefix is aligned
 bottom-right. KV head h serves the query heads h * group .. h * group + group - 1. In a tree a query
 sees of this step's keys its ancestors and itself, and a node's position follows from its depth.
@@ -50,7 +51,10 @@ class ReferenceAttention:
         ):
             blocks = layout.block_table[i]
             rows = slice(start, start + length)
-            visible = _visible(layout.nodes(start, length), length, context, window)
+            if attend.spec.bidirectional is not None:
+                visible = near(attend.spec.bidirectional, length, context)
+            else:
+                visible = _visible(layout.nodes(start, length), length, context, window)
             out[rows] = _attend(q[rows], kv, blocks, visible.to(q.device), attend.spec)
             start += length
         return out
@@ -81,6 +85,12 @@ def _visible(nodes: tuple[int, ...], length: int, context: int, window: Window |
     if window is not None:
         visible &= position >= window.first(position[cached:, None])
     return visible
+
+
+def near(reach: int, length: int, context: int) -> Tensor:
+    """Return which keys queries see that see them on both sides, [length, context] bool."""
+    position = torch.arange(context)
+    return (position - position[context - length :, None]).abs() <= reach
 
 
 def _attend(q: Tensor, kv: LayerKV, blocks: Tensor, visible: Tensor, spec: AttentionSpec) -> Tensor:

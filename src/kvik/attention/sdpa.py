@@ -33,7 +33,7 @@ from kvik.attention.base import (
     move,
     read_both,
 )
-from kvik.attention.reference import ReferenceAttention
+from kvik.attention.reference import ReferenceAttention, near
 from kvik.kernels.ops import Ops
 from kvik.kernels.upload import upload
 from kvik.spec.kv import Window, first_visible
@@ -191,6 +191,8 @@ class SdpaAttention:
         return SdpaMetadata(layout, window, decode, tuple(prefill))
 
     def run(self, attend: Attend) -> Tensor:
+        if attend.spec.options == {"bidirectional"}:
+            return self._bidirectional(attend)
         if attend.spec.options:
             return self._reference.run(attend)
         q, k, v = attend.stored(self._ops)
@@ -214,6 +216,18 @@ class SdpaAttention:
             out[part] = self._prefill(q[part], *both, row.mask, scale)
         return out
 
+    def _bidirectional(self, attend: Attend) -> Tensor:
+        """Attend among the tokens of the step, which has whole sequences."""
+        (q, k), v, reach = attend.turned(self._ops), attend.v, attend.spec.bidirectional
+        assert k is not None and v is not None and reach is not None
+        parts, start = [], 0
+        for length in attend.metadata.layout.num_scheduled:
+            part = slice(start, start + length)
+            mask = near(reach, length, length).to(q.device) if reach < length - 1 else None
+            parts.append(self._prefill(q[part], k[part], v[part], mask, attend.spec.scale, False))
+            start += length
+        return torch.cat(parts)
+
     def run_latent(self, attend: AttendLatent) -> Tensor:
         means = self.run(attend.joined(self._ops))[..., : attend.up.rank]
         return attend.up.to_values(self._ops, means)
@@ -236,12 +250,19 @@ class SdpaAttention:
         return out.reshape(rows, heads, dim)
 
     def _prefill(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        causal: bool = True,
     ) -> Tensor:
         """q: [length, heads, head_dim] -> the same shape; k, v: [width, kv_heads, head_dim].
 
         Args:
             mask: of a `PrefillRow`.
+            causal: if there is no mask.
         """
         length, heads, dim = q.shape
         kv_heads = k.shape[1]
@@ -253,7 +274,7 @@ class SdpaAttention:
             _for_each_head(v, group),
             mask,
             scale,
-            causal=mask is None,
+            causal=causal and mask is None,
         )  # [kv_heads, group, length, head_dim]
         return out.permute(2, 0, 1, 3).reshape(length, heads, dim)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvik.attention.base import (
+    OPTIONS,
     Attend,
     AttendLatent,
     AttentionMetadata,
@@ -58,6 +59,7 @@ class TritonAttention:
         name="triton",
         devices=frozenset({"cuda"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        options=OPTIONS - {"bidirectional"},
     )
 
     def __init__(self, ops: Ops, prompts: FreshPrompts | None = None) -> None:

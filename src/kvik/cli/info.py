@@ -21,6 +21,8 @@ from kvik.model_files import model_files
 from kvik.models.model_spec import ModelSpec
 from kvik.spec.layers import LayerSpec
 from kvik.spec.model import DTYPE_BYTES
+from kvik.spec.pooling import PoolingSpec
+from kvik.spec.rope import MAX_POSITIONS
 from kvik.spec.weights import weight_bytes
 
 
@@ -73,9 +75,10 @@ def _as_text(folder: str, spec: ModelSpec, resolved: ResolvedConfig | None, refu
         ("parameters", f"{spec.num_parameters:,}"),
         ("checkpoint", _stored_as(spec)),
         ("weights", weights),
-        ("KV cache", f"{_kv_bytes(spec, resolved):,} bytes per token in {kv_dtype}"),
-        *(("", text) for text in _kv_rows(spec, resolved)),
+        *_kv_lines(spec, resolved, kv_dtype),
     ]
+    if spec.pooling is not None:
+        rows.insert(2, ("gives", _gives(spec, spec.pooling)))
     if spec.states:
         rows.append(("states", f"{spec.state_bytes:,} bytes per request in float32"))
     lines = [f"{name:14}{value}" for name, value in rows]
@@ -117,6 +120,8 @@ def _as_json(
         "weight_bytes": _weights(spec, dtype, resolved),
         "kv_bytes_per_token": _kv_bytes(spec, resolved),
         "state_bytes_per_request": spec.state_bytes,
+        "encoder": spec.encoder,
+        "pooling": None if spec.pooling is None else asdict(spec.pooling),
         "fits": resolved is not None,
     }
     if resolved is None:
@@ -174,6 +179,9 @@ def _kind(spec: ModelSpec, layer: LayerSpec) -> str:
 
 
 def _seen(layer: LayerSpec) -> str:
+    if layer.bidirectional is not None:
+        near = layer.bidirectional < MAX_POSITIONS
+        return f"tokens up to {layer.bidirectional:,} away" if near else "all tokens on both sides"
     if layer.window is None:
         return "all tokens"
     return f"{'chunks of ' if layer.window.chunked else ''}{layer.window.keys:,} tokens"
@@ -205,6 +213,29 @@ def _kind_cost(spec: ModelSpec, kind: LayerSpec, resolved: ResolvedConfig | None
     longest = spec.max_context if resolved is None else resolved.scheduler.max_model_len
     seen = longest if kind.window is None else min(longest, kind.window.keys)
     return KindCost(token, token * seen)
+
+
+def _kv_lines(
+    spec: ModelSpec, resolved: ResolvedConfig | None, dtype: str
+) -> list[tuple[str, str]]:
+    each = f"{_kv_bytes(spec, resolved):,} bytes per token"
+    if spec.encoder:
+        return [("KV cache", f"{each} of a step in {dtype}, which all layers use in turn")]
+    return [
+        ("KV cache", f"{each} in {dtype}"),
+        *(("", text) for text in _kv_rows(spec, resolved)),
+    ]
+
+
+def _gives(spec: ModelSpec, pooling: PoolingSpec) -> str:
+    """What becomes of hidden states."""
+    beside = "" if spec.encoder else ", and text"
+    if pooling.scores:
+        return f"scores of pairs of texts{beside}"
+    text = f"vectors of {pooling.width(spec.hidden_size):,}, by pooling {pooling.kind!r}{beside}"
+    if pooling.any_dimension or pooling.dimensions:
+        text += f"; dimensions {pooling.allowed(spec.hidden_size)}"
+    return text
 
 
 def _kv_rows(spec: ModelSpec, resolved: ResolvedConfig | None) -> list[str]:

@@ -167,7 +167,12 @@ async def _serve(
         engine_in_process(
             resolved, err.write, None if server.record is None else Path(server.record)
         ),
-        Texts(load_tokenizer(resolved), resolved.scheduler.max_model_len, server.tool_format),
+        Texts(
+            load_tokenizer(resolved),
+            resolved.scheduler.max_model_len,
+            server.tool_format,
+            resolved.model,
+        ),
         model_files(path).default_params(),
         keys,
         names,

@@ -261,6 +261,9 @@ def _triton_or_sdpa(
     config: EngineConfig, model: ModelSizes, kernels: str, dtype: str, gpu: Gpu | None, notes: Notes
 ) -> str:
     refusal = None
+    if model.encoder and config.attention_backend == "auto":
+        reason = "not triton, whose queries see no keys behind them"
+        return notes.add("attention_backend", "sdpa", reason)
     # Rotation and rounding work on halves of a head; with four bits a half must be whole bytes.
     multiple = 4 if config.kv_cache_dtype == "int4" else 2
     if kernels != "triton":

@@ -107,6 +107,9 @@ class Fit:
         each, drafts = (1, 0) if asked is None else (2, 2 * draft_tokens(asked))
         batch = config.batch_size if config.policy in ("static", "dynamic") else 0
         least = max(config.block_size, batch, (config.max_num_seqs or 0) + drafts)
+        if footprint.spec.encoder:  # a step has whole prompts
+            least = max(least, config.max_model_len or context)
+            self._check_encoder()
         size = StepSize(
             max_model_len=config.max_model_len or min(context, 4096),
             max_num_seqs=config.max_num_seqs
@@ -147,6 +150,25 @@ class Fit:
         notes.add("max_num_batched_tokens", size.max_num_batched_tokens, reason)
         return size
 
+    def _check_encoder(self) -> None:
+        """
+        Raises:
+            ConfigError: the options cannot be for a model whose steps compute whole prompts.
+        """
+        config = self.config
+        length, tokens = config.max_model_len, config.max_num_batched_tokens
+        if length is not None and tokens is not None and tokens < length:
+            raise ConfigError(
+                "max_num_batched_tokens",
+                f"must be at least max_model_len ({length}), as a step of an encoder has whole "
+                f"prompts, not {tokens}",
+            )
+        if config.kv_cache_dtype != AUTO:
+            raise ConfigError(
+                "kv_cache_dtype",
+                f"must be {AUTO}: an encoder keeps no keys and values behind a step",
+            )
+
     def _max_model_len(self, size: StepSize, notes: Notes) -> int:
         """Choose the context: the one of the options, else the longest that fits."""
         config = self.config
@@ -157,6 +179,10 @@ class Fit:
                 f"must be at most the model's context of {context}, not {config.max_model_len}",
             )
         wanted = config.max_model_len or context
+        if self.footprint.spec.encoder and wanted > size.max_num_batched_tokens:
+            wanted = size.max_num_batched_tokens
+            reason = "max_num_batched_tokens, as a step of an encoder has whole prompts"
+            return notes.add("max_model_len", wanted, reason)
         longest = self._longest(lambda length: replace(size, max_model_len=length), wanted)
         least = wanted
         if config.max_model_len is None:
@@ -208,6 +234,10 @@ class Fit:
         config, footprint = self.config, self.footprint
         if config.num_blocks is not None:
             return notes.add("num_blocks", config.num_blocks, ASKED)
+        if footprint.spec.encoder:
+            full = -(-size.max_num_batched_tokens // footprint.block_size)
+            count = full + size.max_num_seqs  # the last one of each is not full
+            return notes.add("num_blocks", count, "the prompts of one step, in one layer")
         per_request = footprint.blocks_per_request(size.max_model_len, size.max_num_batched_tokens)
         within = footprint.blocks_within
         if config.kv_cache_memory is not None:

@@ -92,6 +92,11 @@ class ModelSizes(Weighed, Protocol):
     def hidden_size(self) -> int: ...
 
     @property
+    def encoder(self) -> bool:
+        """Whether a step computes whole prompts, of which nothing is kept and no token is drawn."""
+        ...
+
+    @property
     def inner_width(self) -> int:
         """The most inner activations of a token in a layer."""
         ...
@@ -244,6 +249,8 @@ class StepMemory:
     def _logits(self, size: StepSize) -> int:
         """Logits of the rows that sample, and the larger of sampling and of reading logprobs of a
         prompt."""
+        if self.spec.encoder:
+            return 0
         vocab, tokens = self.spec.vocab_size, size.max_num_batched_tokens
         rows = min(size.max_num_seqs + size.max_draft_rows, tokens)
         row = vocab * (DRAW_BYTES + RULES_BYTES)
@@ -564,6 +571,7 @@ class Footprint:
         entries = -(-size.max_model_len // self.block_size) * len(self.groups)
         table = size.max_num_seqs * (size.max_model_len + 2 * entries) * 4
         seen = size.max_num_seqs * spec.vocab_size * SEEN_BYTES_PER_TOKEN
+        seen = 0 if spec.encoder else seen
         tables = _position_tables(spec, size.max_model_len)
         total = self.runtime + table + seen + tables + self._pooling(size) + self.graphs(size)
         total += (self._processes - 1) * RANK_BYTES

@@ -21,8 +21,10 @@ MAX_LISTED = 4  # files named in an error
 # Only what kvik reads. Pickles and code are never fetched.
 DESCRIPTION = ("*.json", "*.jinja", "merges.txt")
 WEIGHTS = ("*.safetensors",)
-# Subfolders, and Mistral's second copy of the weights under names of its own.
-IGNORED = ("*/*", "consolidated*")
+# Of a module of sentence-transformers, which has a folder of its own.
+MODULE = "[0-9]*_*/config.json"
+# Other subfolders, and Mistral's second copy of the weights under names of its own.
+IGNORED = ("[!0-9]*/*", "*/*/*", "consolidated*")
 HUB_ID = re.compile(r"[\w][\w.-]{0,95}(/[\w][\w.-]{0,95})?")
 
 

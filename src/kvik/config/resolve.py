@@ -68,6 +68,8 @@ def resolve(
         notes = Notes(dict.fromkeys(built_in(spec.built), BUILT_IN))
     compute, limit = choose_compute(config, spec, hardware, notes)
     asked = requested_speculation(config)
+    if spec.encoder:
+        config = _of_encoder(config, spec, asked is not None)
     check_group(config, spec, compute, hardware)
     if compute.gpu is not None and config.tensor_parallel_size > 1:
         gpus = group_gpus(compute.gpu, config.tensor_parallel_size, hardware)
@@ -128,6 +130,7 @@ def resolve(
             max_queued_tokens=config.max_queued_tokens,
             num_lookahead_tokens=speculation.num_lookahead_tokens if speculation else 0,
             stages=max(1, len(ends)),
+            whole_prompts=spec.encoder,
         ),
         runner=RunnerConfig(
             model_path=model_path,
@@ -158,6 +161,21 @@ def resolve(
         speculation=speculation,
         chat_template=config.chat_template,
     )
+
+
+def _of_encoder(config: EngineConfig, spec: ModelSpec, drafts: bool) -> EngineConfig:
+    """Return the options of an encoder, of whose prompts nothing is kept.
+
+    Raises:
+        ConfigError: one of them is for models that write text.
+    """
+    whole = f"{spec.architecture} is an encoder"
+    if drafts:
+        raise ConfigError("spec_method", f"must be left out: {whole}, which writes no text")
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if getattr(config, name) != 1:
+            raise ConfigError(name, f"must be 1: {whole}, which runs in one process")
+    return replace(config, enable_prefix_caching=False)
 
 
 def as_stored(config: EngineConfig, spec: ModelSpec) -> EngineConfig:

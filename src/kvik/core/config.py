@@ -56,6 +56,7 @@ class SchedulerConfig:
             if blocks are to spare.
         stages: of a pipeline, each of which computes a step of its own at a time.
         max_wait: seconds for which a batch waits to fill; None: as the policy has it.
+        whole_prompts: every request is a prompt alone, which one step computes as a whole.
     """
 
     max_num_seqs: int
@@ -69,3 +70,4 @@ class SchedulerConfig:
     max_queued_tokens: int = 4_194_304
     num_lookahead_tokens: int = 0
     stages: int = 1
+    whole_prompts: bool = False

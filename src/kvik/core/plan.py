@@ -28,6 +28,7 @@ class NewRequest:
     seed: int
     cache_salt: str = ""  # text that drafters learn from serves only the same salt
     pooling: str | None = None  # see `EngineRequest`
+    second_text: int = 0  # see `EngineRequest`
 
 
 @frozen

@@ -104,6 +104,7 @@ class Step:
                 seed=request.seed,
                 cache_salt=request.cache_salt,
                 pooling=request.pooling,
+                second_text=request.second_text,
             )
         )
 
@@ -312,6 +313,8 @@ class Scheduler:
             if request.status is RequestStatus.RUNNING:
                 budget -= self._schedule_prefill(request, step, budget)
             elif self._admits(step) and not self._must_wait(request):
+                if self.config.whole_prompts and len(request.token_ids) > budget:
+                    break  # the next step has room for it, and it is not overtaken
                 if step.made_room and request.status is RequestStatus.PREEMPTED:
                     continue  # perhaps in this step, for another tenant
                 match, tenant = self.kv.match(request), request.tenant

@@ -176,8 +176,12 @@ class FinishReason(StrEnum):
     ERROR = "error"  # per-request code failed; the message says how
 
 
-# One vector of a prompt: the mean of the hidden states of its tokens, or that of the last one.
-POOLINGS = ("mean", "last")
+# One vector of a prompt: the mean of the hidden states of its tokens, that of the last or of the
+# first one, or the largest number in each channel.
+POOLINGS = ("mean", "last", "cls", "max")
+SCORE = (
+    "score"  # in the place of a pooling: the result is the score that the model gives the prompt
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +204,8 @@ class EngineRequest:
     deadline: float | None = None  # engine-clock time after which the result is worthless
     tenant: str = ""  # tenants that share the engine get fair parts of it
     pins: tuple[Pin, ...] = ()  # in order of length
-    pooling: str | None = None  # one of `POOLINGS`: the result is a vector, not text
+    pooling: str | None = None  # one of `POOLINGS`, or `SCORE`: the result is a vector, not text
+    second_text: int = 0  # where the second text of a pair begins in the prompt; 0: it is one text
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +235,7 @@ class Request:
     cache_salt: str = ""
     deadline: float | None = None
     pooling: str | None = None  # see `EngineRequest`
+    second_text: int = 0  # see `EngineRequest`
     tenant: str = ""  # see `EngineRequest`
     pins: tuple[Pin, ...] = ()  # that are yet to be made; see `EngineRequest`
     leader: Request | None = None  # sibling 0, whose prompt blocks are shared
@@ -272,7 +278,7 @@ class Request:
     def num_cacheable_tokens(self) -> int:
         """Known tokens that may come from the prefix cache. The last one is always computed, since
         its logits are wanted, and so is what predicts a prompt token that is scored."""
-        if self.pooling == "mean":
+        if self.pooling in ("mean", "cls", "max"):
             return 0
         most = len(self.token_ids) - 1
         if self.params.prompt_logprobs is not None:

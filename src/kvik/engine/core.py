@@ -12,6 +12,7 @@ from kvik.core.plan import GraphCounts, ModelRunnerOutput, SchedulerOutput
 from kvik.core.scheduler import Scheduler
 from kvik.core.types import (
     POOLINGS,
+    SCORE,
     EngineRequest,
     FinishReason,
     Request,
@@ -21,6 +22,7 @@ from kvik.core.types import (
 )
 from kvik.engine.stats import EngineStats, PaceStats, SpeculationStats
 from kvik.errors import CapacityError, Overflow, ParamError
+from kvik.spec.model import ModelFacts
 
 
 def check_request(config: ResolvedConfig, request: EngineRequest) -> None:
@@ -35,7 +37,7 @@ def check_request(config: ResolvedConfig, request: EngineRequest) -> None:
     limit = scheduler.max_model_len
     if not prompt:
         raise ParamError("prompt", "must have at least one token")
-    _check_pooling(request)
+    _check_pooling(config, request)
     samples = request.pooling is None and params.max_tokens != 0
     if len(prompt) + samples > limit:
         room = ", which leaves no room for output in" if samples else ", which do not fit into"
@@ -82,11 +84,31 @@ def _check_tokens(prompt: Sequence[int], vocab_size: int) -> None:
             raise ParamError("prompt", f"token id {token!r} is outside 0..{vocab_size - 1}")
 
 
-def _check_pooling(request: EngineRequest) -> None:
-    if request.pooling not in (None, *POOLINGS):
-        raise ParamError(
-            "pooling", f"must be one of {', '.join(POOLINGS)}, not {request.pooling!r}"
-        )
+def check_writes(model: ModelFacts) -> None:
+    """
+    Raises:
+        ParamError: the model is an encoder.
+    """
+    if model.encoder:
+        scores = model.pooling is not None and model.pooling.scores
+        gives = "scores of pairs of texts" if scores else "vectors of texts"
+        raise ParamError("model", f"is an encoder, which writes no text; it gives {gives}")
+
+
+def _check_pooling(config: ResolvedConfig, request: EngineRequest) -> None:
+    model, pooling = config.model, request.pooling
+    scores = model.pooling is not None and model.pooling.scores
+    if pooling is None:
+        check_writes(model)
+    if pooling == SCORE:
+        if not scores:
+            raise ParamError("model", "gives no scores: it is no reranker")
+    elif pooling not in (None, *POOLINGS):
+        raise ParamError("pooling", f"must be one of {', '.join(POOLINGS)}, not {pooling!r}")
+    elif pooling is not None and scores and model.encoder:
+        raise ParamError("model", "gives scores of pairs of texts, and no vectors")
+    if not 0 <= request.second_text < len(request.prompt_token_ids):
+        raise ParamError("second_text", f"must be in the prompt, not {request.second_text}")
     if request.pooling is not None and request.params.n > 1:
         raise ParamError("n", f"must be 1 where hidden states are pooled, not {request.params.n}")
 
@@ -154,6 +176,7 @@ class EngineCore:
                     cache_salt=request.cache_salt,
                     deadline=request.deadline,
                     pooling=request.pooling,
+                    second_text=request.second_text,
                     tenant=request.tenant,
                     pins=request.pins,
                     leader=siblings[0] if siblings else None,

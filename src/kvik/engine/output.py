@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from math import fsum, sqrt
@@ -42,6 +42,34 @@ class EmbeddingOutput:
     embedding: list[float]
     num_cached_tokens: int
     num_preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreOutput:
+    """The score of a pair of texts.
+
+    Attributes:
+        prompt_token_ids: of both, as the model read them.
+        score: larger is better; in 0..1 unless the model's files name another function.
+        num_cached_tokens: of the prompt, found in the prefix cache.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    score: float
+    num_cached_tokens: int
+
+
+def _sigmoid(x: float) -> float:
+    return 1.0 / (1.0 + math.exp(-x)) if x >= 0 else math.exp(x) / (1.0 + math.exp(x))
+
+
+SCORE_FUNCTIONS: Mapping[str, Callable[[float], float]] = {
+    "none": lambda x: x,
+    "sigmoid": _sigmoid,
+    "tanh": math.tanh,
+    "relu": lambda x: max(0.0, x),
+}
 
 
 def normalise(vector: Sequence[float]) -> list[float]:
@@ -156,22 +184,51 @@ class RequestOutput:
         return sum(c.speculation.drafts.accepted for c in self.outputs if c.speculation)
 
 
-def embedding_output(output: RequestOutput, *, normalize: bool) -> EmbeddingOutput:
-    """Return the vector of a request, scaled to length 1 if wanted.
+def embedding_output(
+    output: RequestOutput, *, normalize: bool, dimensions: int | None = None
+) -> EmbeddingOutput:
+    """Return the vector of a request, cut to some dimensions and then scaled to length 1 if wanted.
 
     Raises:
         RuntimeError: the engine failed to compute it.
     """
-    if output.embedding is None:
-        raise RuntimeError(f"{output.request_id} has no vector: {output.outputs[0].error}")
+    vector = _pooled(output, "vector")[:dimensions]
     return EmbeddingOutput(
         request_id=output.request_id,
         prompt=output.prompt,
         prompt_token_ids=output.prompt_token_ids,
-        embedding=normalise(output.embedding) if normalize else output.embedding,
+        embedding=normalise(vector) if normalize else vector,
         num_cached_tokens=output.num_cached_tokens,
         num_preemptions=output.num_preemptions,
     )
+
+
+def score_output(output: RequestOutput, function: str) -> ScoreOutput:
+    """Return the score of a request.
+
+    Args:
+        function: of the score (`PoolingSpec.function`).
+
+    Raises:
+        RuntimeError: the engine failed to compute it.
+    """
+    return ScoreOutput(
+        request_id=output.request_id,
+        prompt_token_ids=output.prompt_token_ids,
+        score=finished_score(_pooled(output, "score"), function),
+        num_cached_tokens=output.num_cached_tokens,
+    )
+
+
+def finished_score(vector: Sequence[float], function: str) -> float:
+    """Return the score that a model gave, as its function makes it."""
+    return SCORE_FUNCTIONS[function](vector[0])
+
+
+def _pooled(output: RequestOutput, what: str) -> list[float]:
+    if output.embedding is None:
+        raise RuntimeError(f"{output.request_id} has no {what}: {output.outputs[0].error}")
+    return output.embedding
 
 
 @dataclass(slots=True)

@@ -163,6 +163,7 @@ _ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": _gelu_tanh,
     "gelu_tanh_and_mul": _gelu_tanh,
     "gelu": F.gelu,
+    "gelu_and_mul": F.gelu,
     "relu": F.relu,
     "relu_squared": relu_squared,
     "clamped_swiglu": clamped_gate,

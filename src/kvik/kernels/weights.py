@@ -20,12 +20,13 @@ Activation = Literal[
     "gelu_tanh",
     "gelu_tanh_and_mul",
     "gelu",
+    "gelu_and_mul",
     "relu",
     "relu_squared",
     "clamped_swiglu",
 ]
 PAIRED: frozenset[Activation | None] = frozenset(
-    {"silu_and_mul", "gelu_tanh_and_mul", "clamped_swiglu"}
+    {"silu_and_mul", "gelu_tanh_and_mul", "gelu_and_mul", "clamped_swiglu"}
 )
 SWIGLU_LIMIT, SWIGLU_SLOPE = 7.0, 1.702
 # As kernels number them: odd ones are paired.
@@ -35,6 +36,7 @@ ACTIVATIONS: Mapping[Activation | None, int] = {
     "gelu_tanh": 2,
     "gelu_tanh_and_mul": 3,
     "gelu": 4,
+    "gelu_and_mul": 5,
     "relu": 6,
     "relu_squared": 8,
     "clamped_swiglu": 9,

@@ -19,10 +19,14 @@ from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder, Norm
 from kvik.spec.fields import Fields
 from kvik.spec.layers import FULL, SLIDING, LayerSpec, layer_types, read_window
 from kvik.spec.model import ModelFacts, ModelScales
+from kvik.spec.pooling import PoolingSpec, mean_vectors
 from kvik.spec.rope import MAX_POSITIONS, RopeSpec, read_rope
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+GEGLU = "gelu_tanh_and_mul"
 
 
 class GemmaLayer:
@@ -35,7 +39,7 @@ class GemmaLayer:
         self.attention = LlamaAttention(spec, builder.at("self_attn"), layer)
         self.mlp_norm = norm("post_attention_layernorm", before="gate_up")
         mlp = builder.at("mlp")
-        self.mlp = mlp.gated_mlp(hidden, spec.intermediate_size, bias=False, gelu=True)
+        self.mlp = mlp.gated_mlp(hidden, spec.intermediate_size, bias=False, activation=GEGLU)
 
     def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
         """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
@@ -57,7 +61,13 @@ class Gemma3Attention:
         )
         q_norm = builder.rms_norm("q_norm", dim, spec.norm_eps, offset=1.0)
         k_norm = builder.rms_norm("k_norm", dim, spec.norm_eps, offset=1.0)
-        self.attend = builder.attention(layer, dim, spec.scales.attention, (q_norm, k_norm))
+        self.attend = builder.attention(
+            layer,
+            dim,
+            spec.scales.attention,
+            (q_norm, k_norm),
+            bidirectional=spec.layers[layer].bidirectional,
+        )
         self.o = builder.linear("o_proj", heads * dim, spec.hidden_size, bias=spec.o_bias, role="o")
 
     def __call__(
@@ -86,7 +96,7 @@ class Gemma2Layer:
         self.attended_norm = norm("post_attention_layernorm")
         self.mlp_norm = norm("pre_feedforward_layernorm", before="gate_up")
         mlp = builder.at("mlp")
-        self.mlp = mlp.gated_mlp(hidden, spec.intermediate_size, bias=False, gelu=True)
+        self.mlp = mlp.gated_mlp(hidden, spec.intermediate_size, bias=False, activation=GEGLU)
         self.fed_norm = norm("post_feedforward_layernorm")
 
     def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
@@ -149,6 +159,26 @@ def gemma3_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpe
             SLIDING: RopeSpec(theta=fast, original_max_position=positions),
         }
     return tuple(LayerSpec(window if kind == SLIDING else None, ropes[kind]) for kind in types)
+
+
+def embedding_gemma_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+    """The same, but queries see the keys behind them too, and of a window half on either side."""
+    if not fields.boolean("use_bidirectional_attention", False):
+        raise fields.error("use_bidirectional_attention", "must be true for a model without a head")
+    return tuple(
+        replace(
+            layer,
+            window=None,
+            bidirectional=layer.window.keys // 2 if layer.window else MAX_POSITIONS,
+        )
+        for layer in gemma3_layers(fields, layers, positions)
+    )
+
+
+def embedding_gemma_vectors(fields: Fields, hidden: int, eps: float) -> PoolingSpec:
+    """The mean of all tokens, where files do not say more. Vectors were trained to be cut (Vera et
+    al. 2025, arXiv 2509.20354, section 2.2)."""
+    return replace(mean_vectors(fields, hidden, eps), dimensions=(128, 256, 512))
 
 
 def implied_scale(fields: Fields, *, large: int) -> dict[str, object]:
@@ -238,4 +268,14 @@ GEMMA3_IMAGES = replace(
     models="Gemma 3, text of those that read images",
     make=partial(beside_images, make_layer=Gemma3Layer, make_norm=last_norm),
     inside="text_config",
+)
+# EmbeddingGemma (Vera et al. 2025), an encoder.
+EMBEDDING_GEMMA = replace(
+    GEMMA3,
+    name="Gemma3TextModel",
+    models="EmbeddingGemma",
+    layers=embedding_gemma_layers,
+    pooled=embedding_gemma_vectors,
+    fixed={},
+    gguf=None,
 )

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvik.errors import shown
-from kvik.models.gemma import GGUF_NAMES, gemma_scales, softcap
+from kvik.models.gemma import GEGLU, GGUF_NAMES, gemma_scales, softcap
 from kvik.models.llama import Llama
 from kvik.spec.declare import ALL, Architecture, ExpertNames, ForwardContext, LayerBuilder
 from kvik.spec.experts import SWITCH, ExpertsSpec, Router, expert_count
@@ -69,7 +69,7 @@ class Gemma4FeedForward:
         norm = partial(builder.rms_norm, dim=hidden, eps=eps)
         self.mlp_norm = norm("pre_feedforward_layernorm", before="gate_up")
         mlp = builder.at("mlp")
-        self.mlp = mlp.gated_mlp(hidden, spec.inner(facts), bias=False, gelu=True)
+        self.mlp = mlp.gated_mlp(hidden, spec.inner(facts), bias=False, activation=GEGLU)
         self.experts = None
         if facts.experts is not None:
             self.fed_norm = norm("post_feedforward_layernorm_1")

@@ -24,6 +24,7 @@ from kvik.spec.model import (
     ModelFacts,
     ModelScales,
 )
+from kvik.spec.pooling import JUDGE, MODULES, read_judge, read_modules
 from kvik.spec.rope import MAX_POSITIONS
 from kvik.spec.stored_weights import StoredScheme, read_stored_quantization, stored_alike
 
@@ -53,6 +54,10 @@ class ModelSpec(ModelFacts):
         layers = fields.integer(key["num_hidden_layers"], 1, MAX_LAYERS)
         heads = fields.integer(key["num_attention_heads"], 1, MAX_HEADS)
         positions = fields.integer(key["max_position_embeddings"], 1, MAX_POSITIONS)
+        skipped = (
+            fields.integer("pad_token_id", 0, positions - 2, 1) + 1 if known.skips_padding else 0
+        )
+        positions -= skipped
         vocab = fields.integer("vocab_size", 1, MAX_VOCAB)
         inner = None if known.gated_mlp else 4 * hidden
         for fixed, value in known.fixed.items():
@@ -67,6 +72,7 @@ class ModelSpec(ModelFacts):
             found = zip(rules, known.experts(fields, layers), strict=True)
             rules = tuple(replace(layer, experts=experts) for layer, experts in found)
         latent = rules[0].latent
+        eps = fields.number(key["rms_norm_eps"], 0.0, 1.0, 1e-6 if known.rms_norm else 1e-5)
         spec = cls(
             architecture=name,
             vocab_size=vocab,
@@ -88,7 +94,7 @@ class ModelSpec(ModelFacts):
                 else _head_dim(fields, hidden, heads, known, key["num_attention_heads"])
             ),
             max_position_embeddings=positions,
-            norm_eps=fields.number(key["rms_norm_eps"], 0.0, 1.0, 1e-6 if known.rms_norm else 1e-5),
+            norm_eps=eps,
             activation=fields.choice(key["hidden_act"], known.activations, known.activations[0]),
             qkv_bias=_flag(fields, known.qkv_bias),
             o_bias=_flag(fields, known.o_bias),
@@ -105,6 +111,9 @@ class ModelSpec(ModelFacts):
             gated_mlp=known.gated_mlp,
             scales=ModelScales() if known.scales is None else known.scales(fields),
             wiring="" if known.wiring is None else known.wiring(fields),
+            skipped_positions=skipped,
+            token_types=fields.integer("type_vocab_size", 1, MAX_TYPES, 1),
+            pooling=None if known.pooled is None else known.pooled(fields, hidden, eps),
         )
         for rope, width in spec.rotations:
             rope.check(fields, width)
@@ -175,7 +184,18 @@ def read_model_spec(folder: str | Path) -> ModelSpec:
     folder = Path(folder)
     if not folder.is_dir():
         raise ModelError("model", f"must be a folder with a config.json, not {str(folder)!r}")
-    spec = ModelSpec.from_config(read_json(folder / "config.json"))
+    config = read_json(folder / "config.json")
+    spec = ModelSpec.from_config(config)
+    if spec.pooling is None or not spec.pooling.scores:
+        told = read_modules(folder, spec.hidden_size, spec.vocab_size, Fields(config))
+        if told is None and spec.architecture == JUDGE:
+            told = read_judge(folder, spec.vocab_size, Fields(config))
+        named = any("qwen3-embedding" in part.lower() for part in folder.absolute().parts[-3:])
+        if told is not None and named:  # its card says so, its files do not
+            told = replace(told, dimensions=(32,), any_dimension=True)
+        if told is not None and told.score_tokens is not None and spec.architecture != JUDGE:
+            raise ModelError(MODULES, f"LogitScore needs {JUDGE}, not {spec.architecture}")
+        spec = spec if told is None else replace(spec, pooling=told)
     if (folder / "generation_config.json").exists():
         name = "generation_config.json"
         eos = Fields(read_json(folder / name), name).token_ids("eos_token_id", spec.vocab_size)
@@ -202,6 +222,7 @@ def text_config(config: Mapping[str, object], key: str = "text_config") -> dict[
     return outer | {name: value for name, value in inner.items() if value is not None}
 
 
+MAX_TYPES = 16  # of texts in a prompt; models have two
 EMBEDDING_SIZE = "embedding_size"  # a key of those architectures alone that name it
 _RENAMED = (
     "hidden_size",

@@ -3,14 +3,17 @@ the experts of Qwen 2."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from kvik.models.llama import Llama, LlamaLayer, feed_forward
 from kvik.spec.declare import Architecture, ExpertNames, ForwardContext, LayerBuilder
 from kvik.spec.experts import read_experts, softmax_router
+from kvik.spec.fields import Fields
 from kvik.spec.layers import switched_layers
 from kvik.spec.model import ModelFacts
+from kvik.spec.pooling import PooledLayer, PoolingSpec, one_label, score_function
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,6 +87,29 @@ QWEN3 = Architecture(
     layers=switched_layers,
     head_dim=128,
     gguf="qwen3",
+)
+
+
+def trunk(spec: ModelFacts, builder: LayerBuilder) -> Llama:
+    """Return the network of a classifier, which has no head of tokens."""
+    return qwen3(replace(spec, tie_word_embeddings=True), builder)
+
+
+def qwen3_scores(fields: Fields, hidden: int, eps: float) -> PoolingSpec:
+    one_label(fields)
+    layers = (PooledLayer("score", hidden, 1, bias=False),)
+    function = score_function(fields)
+    return PoolingSpec("last", layers, scores=True, function=function, template="qwen3")
+
+
+# Qwen3-Reranker (Zhang et al. 2025, arXiv 2506.05176), turned into a classifier of one label.
+QWEN3_SCORES = replace(
+    QWEN3,
+    name="Qwen3ForSequenceClassification",
+    models="Qwen3-Reranker as a classifier",
+    make=trunk,
+    pooled=qwen3_scores,
+    gguf=None,
 )
 # Qwen1.5 and Qwen2 with routed experts and a shared one behind a gate (Yang et al. 2024).
 SHARED = ExpertNames(shared="shared_expert")

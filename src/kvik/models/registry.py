@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from kvik.models.bert import (
+    BERT,
+    BERT_MASKED,
+    BERT_SCORES,
+    ROBERTA,
+    ROBERTA_SCORES,
+    XLM_ROBERTA,
+    XLM_ROBERTA_SCORES,
+)
 from kvik.models.cohere import COHERE, COHERE2
 from kvik.models.deepseek import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE
 from kvik.models.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from kvik.models.falcon import FALCON
-from kvik.models.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_IMAGES
+from kvik.models.gemma import EMBEDDING_GEMMA, GEMMA, GEMMA2, GEMMA3, GEMMA3_IMAGES
 from kvik.models.gemma4 import GEMMA4, GEMMA4_IMAGES
 from kvik.models.glm4 import GLM, GLM4, GLM4_MOE
 from kvik.models.gpt2 import GPT2_MODEL
@@ -30,13 +39,14 @@ from kvik.models.llama import (
 )
 from kvik.models.llama4 import LLAMA4, LLAMA4_IMAGES
 from kvik.models.mixtral import MINIMAX_M2, MIXTRAL
+from kvik.models.modernbert import MODERNBERT, MODERNBERT_MASKED, MODERNBERT_SCORES
 from kvik.models.nemotron import ARCEE, NEMOTRON
 from kvik.models.olmo2 import EXAONE4, OLMO2, OLMO3, OLMOE
 from kvik.models.opt import OPT
 from kvik.models.phi import PHI
 from kvik.models.phi3 import PHI3
 from kvik.models.phimoe import PHIMOE, PHIMOE_ORIGINAL
-from kvik.models.qwen3 import QWEN2_MOE, QWEN3, QWEN3_MOE
+from kvik.models.qwen3 import QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_SCORES
 from kvik.models.qwen3_5 import (
     QWEN3_5,
     QWEN3_5_IMAGES,
@@ -84,5 +94,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             QWEN3_5_IMAGES,
             GPT2_MODEL,
         ),
+        *(BERT, BERT_MASKED, BERT_SCORES, ROBERTA, ROBERTA_SCORES),
+        *(XLM_ROBERTA, XLM_ROBERTA_SCORES, MODERNBERT, MODERNBERT_MASKED, MODERNBERT_SCORES),
+        *(EMBEDDING_GEMMA, QWEN3_SCORES),
     )
 }

@@ -40,6 +40,7 @@ from kvik.nn.layers import (
     LearnedScale,
     Linear,
     MatrixEmbedding,
+    PooledHead,
     RMSNorm,
     ScaledQueries,
     ScaledSum,
@@ -59,6 +60,7 @@ from kvik.nn.storage import FreshStorage, Storage
 from kvik.spec.declare import (
     EXPERT_NAMES,
     GATE_UP,
+    NO_TYPES,
     SMALL,
     ExpertNames,
     LayerBuilder,
@@ -72,6 +74,7 @@ from kvik.spec.declare import (
 from kvik.spec.experts import ExpertsSpec
 from kvik.spec.kv import KVGroup
 from kvik.spec.layers import LatentSpec, QueryScale
+from kvik.spec.pooling import PoolingSpec
 from kvik.spec.rope import RopeSpec
 from kvik.spec.shares import TILE, Between, PipelineStage
 from kvik.spec.states import StateSpec
@@ -354,15 +357,13 @@ class Builder:
         bias: bool,
         names: tuple[str, ...] = GATE_UP,
         down: str = "down_proj",
-        gelu: bool = False,
+        activation: Activation = "silu_and_mul",
     ) -> GatedMLP:
         """Gate, up and down_proj of this scope.
 
         Args:
             names: of gate and up, or of one layer for both; down: of the third.
-            gelu: in its tanh form, in place of SiLU.
         """
-        activation: Activation = "gelu_tanh_and_mul" if gelu else "silu_and_mul"
         shapes = [LinearShape(hidden, 2 * inner // len(names))] * len(names)
         made = self._channels(inner, down)
         gate_up = self._linear(
@@ -508,12 +509,39 @@ class Builder:
             between=between,
         )
 
-    def embedding(self, name: str, rows: int, hidden: int, *, skipped: int = 0) -> PositionTable:
-        """Return a table [rows, hidden]; `skipped`: first rows that are never read."""
+    def embedding(
+        self,
+        name: str,
+        rows: int,
+        hidden: int,
+        *,
+        skipped: int = 0,
+        types: tuple[str, int] = NO_TYPES,
+    ) -> PositionTable:
+        """Return a table [rows, hidden].
+
+        Args:
+            skipped: first rows that are never read.
+            types: name and rows of a second table. Behind the sums of all rows with its first one
+                come those with the next, `ModelFacts.type_stride` rows later.
+        """
         if self._stage is not None and not self._stage.first:
             self.skip(name)
             return unbuilt().embedding(name, rows, hidden)
-        return self._table(name, rows, hidden, skipped)
+        kinds, count = types
+        if not kinds:
+            return self._table(name, rows, hidden, skipped)
+        full = self._name(f"{name}.weight")
+        table = self.storage.tensor(
+            full, (count * (skipped + rows), hidden), self.dtype, self.device
+        )
+        sums = table.view(count, skipped + rows, hidden)
+        if not self.storage.names:
+            sums.zero_()
+            self._declare(full, sums[0], "matrix", partial(_add_positions, sums))
+            other = self._name(f"{kinds}.weight")
+            self._declare(other, sums[:, 0], "matrix", partial(_add_types, sums))
+        return Embedding(self.ops, table[skipped:])
 
     def _table(self, name: str, rows: int, hidden: int, skipped: int = 0) -> Embedding:
         table = self._empty(f"{name}.weight", skipped + rows, hidden)
@@ -679,6 +707,7 @@ class Builder:
         sinks: int = 0,
         rope: RopeSpec | None = None,
         kv_from: int | None = None,
+        bidirectional: int | None = None,
     ) -> Attention:
         """
         Args:
@@ -688,7 +717,7 @@ class Builder:
             softcap: as in `AttentionSpec`.
             sinks: number of heads, each of which has a learned sink; 0: there are none.
             rope: how q and k turn; read only where it scales queries.
-            kv_from: as in `LayerSpec`.
+            kv_from, bidirectional: as in `LayerSpec`.
 
         Raises:
             ConfigError: the attention backend cannot do it.
@@ -706,7 +735,7 @@ class Builder:
             self._declare(name, learned, "bias")
         scale = head_dim**-0.5 if scale is None else scale
         apart = self._scope in self.declared.heads
-        spec = AttentionSpec(scale, head_norms, softcap, learned, apart)
+        spec = AttentionSpec(scale, head_norms, softcap, learned, apart, bidirectional)
         self.backend.caps.check(spec)
         q_rope = None
         if rope is not None and rope.query_beta:
@@ -717,6 +746,7 @@ class Builder:
                 )
             q_rope = self._q_ropes[key]
         owner = layer if kv_from is None else kv_from
+        owner = 0 if bidirectional is not None else owner  # in whose place all are kept
         position, group = self._position_of[owner], self._group_of[owner]
         return Attention(self.backend, position, group, spec, q_rope)
 
@@ -773,6 +803,20 @@ class Builder:
 
     def scaled_sum(self, factor: float) -> ScaledSum:
         return ScaledSum(self.ops, factor)
+
+    def pooled(self, spec: PoolingSpec) -> PooledHead:
+        """Return what a model makes of pooled vectors, by the whole names of the checkpoint, in
+        fp32: these layers see one vector of each prompt."""
+        layers = []
+        for layer in spec.layers:
+            made: list[Tensor] = []
+            for name, shape in layer.tensors.items():
+                made.append(self.storage.tensor(name, shape, torch.float32, self.device))
+                gain = layer.norm_eps is not None and not name.endswith(BIAS)
+                kind = "gain" if gain else "matrix" if len(shape) == 2 else "bias"
+                self._declare(name, made[-1], kind)
+            layers.append((layer, made[0], made[1] if layer.bias else None))
+        return PooledHead(layers)
 
     def learned_scale(self, name: str) -> LearnedScale:
         """Return x times a number of the checkpoint, [1]."""
@@ -995,6 +1039,16 @@ class Builder:
 
 def _fill_in(target: Tensor, first: int, values: Tensor) -> None:
     target[first : first + len(values)].copy_(values)
+
+
+def _add_positions(sums: Tensor, first: int, values: Tensor) -> None:
+    """sums: [types, positions, hidden]; values: [n, hidden], from position `first` on."""
+    sums[:, first : first + len(values)].add_(values.to(sums))
+
+
+def _add_types(sums: Tensor, first: int, values: Tensor) -> None:
+    """sums: [types, positions, hidden]; values: [n, hidden], from type `first` on."""
+    sums[first : first + len(values)].add_(values.to(sums)[:, None])
 
 
 def _fill_taps(target: Tensor, first: int, values: Tensor) -> None:

@@ -207,13 +207,25 @@ class FolderCheckpoint:
                     yield TensorRun(piece.entry.name, piece.first, piece.entry.values(data))
 
 
-def open_checkpoint(folder: str | Path) -> FolderCheckpoint:
+def open_checkpoint(folder: str | Path, modules: Sequence[str] = ()) -> FolderCheckpoint:
     """Find and validate the weights in a folder: one file, or several with an index.
+
+    Args:
+        modules: folders inside it with a file of their own, whose tensors get the folder's name
+            before theirs.
 
     Raises:
         ModelError: nothing that can be loaded, or a malformed header or index.
     """
     folder = Path(folder)
+    if modules:
+        files = list(open_checkpoint(folder).files)
+        for module in modules:
+            found = open_checkpoint(folder / module).files
+            for path, entries in found:
+                named = (replace(entry, name=f"{module}.{entry.name}") for entry in entries)
+                files.append((path, tuple(named)))
+        return FolderCheckpoint(tuple(files))
     if (folder / SINGLE).exists():
         entries = read_header(folder / SINGLE)
         return FolderCheckpoint(((folder / SINGLE, unstacked(entries, shapes_of(entries))),))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import lcm, prod
@@ -175,10 +175,13 @@ def _row_bytes(tensor: GgufTensor) -> int:
     return tensor.type.row_bytes(tensor.shape[-1])
 
 
-def open_weights(path: Path) -> Checkpoint:
+def open_weights(path: Path, modules: Sequence[str] = ()) -> Checkpoint:
     """Open a folder with safetensors files, or a GGUF file; only descriptions are read.
+
+    Args:
+        modules: as of `open_checkpoint`.
 
     Raises:
         ModelError: there is nothing that can be loaded, or a description is malformed.
     """
-    return open_gguf(path) if is_gguf(path) else open_checkpoint(path)
+    return open_gguf(path) if is_gguf(path) else open_checkpoint(path, modules)

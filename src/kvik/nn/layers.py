@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvik.attention.base import (
@@ -20,6 +21,7 @@ from kvik.kernels.weights import Activation, ExpertSet, Matrix
 from kvik.nn.rope import Rope
 from kvik.spec.declare import ForwardContext
 from kvik.spec.experts import Router
+from kvik.spec.pooling import PooledLayer
 
 # Embeddings at the bottom of a model.
 
@@ -482,6 +484,43 @@ class Linear:
         if self.activation is not None:
             y = self.ops.activate(y, self.activation)
         return y if residual is None else self.ops.add(y, residual)
+
+
+POOLED_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda x: x,
+    "tanh": torch.tanh,
+    "gelu": F.gelu,
+    "relu": torch.relu,
+    "sigmoid": torch.sigmoid,
+    "silu": F.silu,
+}
+
+
+class PooledHead:
+    """Layers over the one vector of a prompt (`PoolingSpec`), in fp32.
+
+    They are a handful of small products for each prompt, so torch computes them one prompt after
+    the other: no result depends on what else is in the step.
+    """
+
+    __slots__ = ("layers",)
+
+    def __init__(self, layers: Sequence[tuple[PooledLayer, Tensor, Tensor | None]]) -> None:
+        """
+        Args:
+            layers: each with its weight [outputs, inputs], or [outputs] of a norm, and bias.
+        """
+        self.layers = layers
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [hidden] fp32 -> [outputs] fp32."""
+        for layer, weight, bias in self.layers:
+            if layer.norm_eps is not None:
+                x = F.layer_norm(x, weight.shape, weight, bias, layer.norm_eps)
+            else:
+                x = F.linear(x, weight, bias)
+            x = POOLED_FUNCTIONS[layer.function](x)
+        return x
 
 
 class CappedHead:

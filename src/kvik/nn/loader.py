@@ -14,6 +14,7 @@ from kvik.errors import ModelError, shown
 from kvik.models.model_spec import ModelSpec
 from kvik.nn.builder import Builder, Declarations, DeclaredTensor
 from kvik.nn.checkpoint import Checkpoint, selected_bytes
+from kvik.nn.layers import PooledHead
 from kvik.nn.safetensors import TORCH_DTYPES
 from kvik.spec.declare import Network
 
@@ -26,8 +27,11 @@ FLOATS, INTEGERS = ("F32", "BF16", "F16", "F64"), ("I64", "I32")  # that stand f
 MAX_LISTED = 3  # names repeated in an error
 
 
-def load_model(spec: ModelSpec, builder: Builder, *, seed: int = 0) -> Network:
-    """Make the model that `spec` describes, with the weights of the builder's checkpoint.
+def load_model(
+    spec: ModelSpec, builder: Builder, *, seed: int = 0
+) -> tuple[Network, PooledHead | None]:
+    """Make the model that `spec` describes, with the weights of the builder's checkpoint, and what
+    comes behind it where a vector or score is wanted; None: nothing does.
 
     Without a checkpoint, what the builder's storage does not hold becomes random, from `seed`.
 
@@ -35,11 +39,13 @@ def load_model(spec: ModelSpec, builder: Builder, *, seed: int = 0) -> Network:
         ModelError: the checkpoint does not fit the spec, or cannot be quantised.
     """
     model = spec.family.make(spec, builder)
+    layered = spec.pooling is not None and spec.pooling.layers
+    pooled = builder.pooled(spec.pooling) if layered and spec.pooling is not None else None
     if builder.checkpoint is None:
         random_weights(builder.declared, seed)
     else:
         load_weights(builder.declared, builder.checkpoint)
-    return model
+    return model, pooled
 
 
 def load_weights(declared: Declarations, checkpoint: Checkpoint) -> None:

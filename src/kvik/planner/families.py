@@ -12,9 +12,9 @@ from kvik.errors import ModelError, shown
 from kvik.files import is_gguf
 from kvik.gguf.facts import METHOD, gguf_model_spec, model_config, usual_bits
 from kvik.gguf.reader import GgufFile, read_gguf
+from kvik.models import registry
 from kvik.models.model_spec import ModelSpec, text_config
 from kvik.models.public import public_configs, public_name
-from kvik.models.registry import ARCHITECTURES
 from kvik.planner.decoder import read_decoder, stored_format, uncounted
 from kvik.planner.family_table import FAMILIES, LLAMA_LIKE, ExpertFields, Family
 from kvik.planner.layers import attention_kind
@@ -42,6 +42,9 @@ FOREIGN_KEYS = (
     "state_size",
 )
 DECODER_ENDINGS = ("ForCausalLM", "LMHeadModel")
+
+# Those that write text: encoders and rerankers are not planned for.
+ARCHITECTURES = {name: row for name, row in registry.ARCHITECTURES.items() if row.pooled is None}
 
 
 def read_shape(model: str) -> ModelShape:

@@ -152,6 +152,7 @@ class StoredModel:
     state_bytes: int = 0
     state_width: int = 0
     query_scales: tuple[object, ...] = ()
+    encoder: bool = False
 
     @classmethod
     def of(

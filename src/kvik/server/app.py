@@ -37,6 +37,7 @@ from kvik.server.openai import (
     embeddings,
     invocations,
     models,
+    rerank,
     responses,
     tokenize,
 )
@@ -322,7 +323,7 @@ def without_version(table: Sequence[Route]) -> list[Route]:
 
 def openai_routes(server: Server) -> list[Route]:
     """Return the routes of the OpenAI API and of the tokenizer."""
-    endpoints = (chat, completions, responses, embeddings, invocations, models, tokenize)
+    endpoints = (chat, completions, responses, embeddings, rerank, invocations, models, tokenize)
     return [route for endpoint in endpoints for route in endpoint.routes(server)]
 
 

@@ -129,7 +129,7 @@ class GenerationRequest:
         cache_salt: prefix blocks are shared only under the same salt (and tenant).
         deadline_ms: milliseconds from now after which the result is worthless.
         pins: prefixes to keep in the prefix cache.
-        pooling: "mean" or "last" to get an embedding instead of text.
+        pooling, second_text: as of `EngineRequest`: to get a vector instead of text.
         marks: what is written for some tokens in texts.
         unenforced: parts of schemas that the answer need not satisfy.
         field: the name of the prompt in the caller's request, for errors.
@@ -142,6 +142,7 @@ class GenerationRequest:
     deadline_ms: int | None = None
     pins: tuple[Pin, ...] = ()
     pooling: str | None = None
+    second_text: int = 0
     marks: Mapping[int, str] = field(default_factory=lambda: NO_MARKS)
     unenforced: tuple[str, ...] = ()
     field: str = "prompt"
@@ -416,6 +417,7 @@ class Generations:
             tenant=tenant,
             pins=request.pins,
             pooling=request.pooling,
+            second_text=request.second_text,
         )
         return made, left_out
 

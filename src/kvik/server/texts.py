@@ -12,7 +12,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 
 from kvik.core.sampling_params import SamplingParams
+from kvik.engine.core import check_writes
 from kvik.errors import ModelError, Overflow, OverloadError, ParamError
+from kvik.spec.model import ModelFacts
 from kvik.text.answer_format import (
     AUTO,
     PLAIN_FORMAT,
@@ -22,6 +24,7 @@ from kvik.text.answer_format import (
 )
 from kvik.text.chat_template import ChatTemplate
 from kvik.text.grammar_check import GrammarCheck
+from kvik.text.pooled_inputs import PooledInput
 from kvik.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -180,15 +183,21 @@ class Texts:
         tokenizer: None if the model has none; then prompts must be token ids.
         max_model_len: tokens of prompt and output together.
         tool_format: one of `TOOL_FORMATS`: that of the model's tool calls.
+        model: for which the texts are; None: one that answers conversations.
 
     Raises:
         ConfigError: there is no such format, or the tokenizer lacks its markers.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, max_model_len: int, tool_format: str = AUTO
+        self,
+        tokenizer: Tokenizer | None,
+        max_model_len: int,
+        tool_format: str = AUTO,
+        model: ModelFacts | None = None,
     ) -> None:
         check_tool_format(tool_format)
+        self._model = model
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self._threads = ThreadPoolExecutor(THREADS, "tokenize")
@@ -278,6 +287,36 @@ class Texts:
                 raise self._too_long(len(first) - 1)
         return await loop.run_in_executor(self._threads, encode, text, add_special_tokens)
 
+    async def input(
+        self,
+        make: Callable[..., PooledInput],
+        texts: Sequence[str],
+        most: int | None = None,
+    ) -> PooledInput:
+        """Return a text or a pair of texts to embed or score, as the model reads it.
+
+        Args:
+            make: a function of `text.pooled_inputs`, which takes the tokenizer and the texts.
+            most: tokens that it keeps; None: all, and they must fit into the context.
+
+        Raises:
+            ParamError: the texts have certainly more tokens than fit, or there is no tokenizer.
+            OverloadError: too much text waits already.
+        """
+        tokenizer = self._known("input")
+        longest = self.max_model_len * MAX_BYTES_PER_TOKEN
+        if most is not None:
+            texts = [text[:longest] for text in texts]
+        num_chars = sum(map(len, texts))
+        if num_chars <= INLINE_CHARS:
+            return make(tokenizer, *texts)
+        if num_chars > longest and most is None:
+            raise self._too_long(num_chars // MAX_BYTES_PER_TOKEN)
+        loop = asyncio.get_running_loop()
+        with self._quota.reserve(self._tenant, num_chars):
+            async with self._places.acquire(self._tenant):
+                return await loop.run_in_executor(self._threads, make, tokenizer, *texts)
+
     async def render(
         self,
         messages: Sequence[Mapping[str, object]],
@@ -290,9 +329,11 @@ class Texts:
 
         Raises:
             ParamError: the messages are malformed, the template refuses them, takes too long or
-                fails; or the model has none.
+                fails; or the model has none, or writes no text.
             OverloadError: too much text waits already.
         """
+        if self._model is not None:
+            check_writes(self._model)
         self._known("messages")
         if self._templates is None:
             raise ParamError("messages", f"cannot be rendered: {self._no_template}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from kvik.spec.fields import Fields
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from kvik.spec.experts import ExpertsRule, ExpertsSpec, Router
     from kvik.spec.model import ModelFacts, ModelScales
+    from kvik.spec.pooling import PoolingSpec
     from kvik.spec.rope import RopeSpec
     from kvik.spec.states import StateSpec
 
@@ -110,6 +112,9 @@ class Architecture:
         rms_norm: RMSNorm, else LayerNorm with biases.
         gated_mlp: down(act(gate(x)) * up(x)), else down(act(up(x))).
         rotary: rotary positions, else learned ones.
+        pooled: reads how it makes vectors or scores, from the width of hidden states, their eps,
+            and the file; None: files beside config.json may say it.
+        skips_padding: rows of the table of positions up to that of `pad_token_id` are never read.
         defaults: what transformers takes for keys that are absent, where files leave some out.
         keys: usual name of a config.json key -> its name in this architecture.
         inside: the key whose object describes the text model, where the file is of more; "": none.
@@ -154,6 +159,8 @@ class Architecture:
     rms_norm: bool = True
     gated_mlp: bool = True
     rotary: bool = True
+    pooled: Callable[[Fields, int, float], PoolingSpec] | None = None
+    skips_padding: bool = False
     tied: bool = False
     scales: Callable[[Fields], ModelScales] | None = None
     kv_heads: Callable[[Fields], int] | None = None
@@ -405,6 +412,9 @@ class ExpertNames:
 EXPERT_NAMES = ExpertNames()
 
 
+NO_TYPES = ("", 1)  # of `LayerBuilder.embedding`
+
+
 def usual_scope(name: str, *others: str) -> str:
     """Return the scope that a model has without a checkpoint: the last one that is some."""
     return others[-1] if others and others[-1] else name
@@ -465,7 +475,7 @@ class LayerBuilder(Protocol):
         bias: bool,
         names: tuple[str, ...] = GATE_UP,
         down: str = "down_proj",
-        gelu: bool = False,
+        activation: Any = "silu_and_mul",
     ) -> FeedForward: ...
 
     def mlp(
@@ -491,7 +501,13 @@ class LayerBuilder(Protocol):
     ) -> RoutedExperts: ...
 
     def embedding(
-        self, name: str, rows: int, hidden: int, *, skipped: int = 0
+        self,
+        name: str,
+        rows: int,
+        hidden: int,
+        *,
+        skipped: int = 0,
+        types: tuple[str, int] = NO_TYPES,
     ) -> PositionTable: ...
 
     def token_embedding(
@@ -550,6 +566,7 @@ class LayerBuilder(Protocol):
         sinks: int = 0,
         rope: RopeSpec | None = None,
         kv_from: int | None = None,
+        bidirectional: int | None = None,
     ) -> AttentionLayer: ...
 
     def latent_attention(
@@ -705,9 +722,12 @@ class Declaration:
 
 
 def describe(make: Callable[[ModelFacts, LayerBuilder], Network], spec: ModelFacts) -> Declaration:
-    """Return what a network declares in its constructor."""
+    """Return what a network declares in its constructor, and the layers over what is pooled."""
     declaration = Declaration()
     make(spec, cast(LayerBuilder, _Describer(declaration)))
+    for layer in spec.pooling.layers if spec.pooling else ():
+        for name, shape in layer.tensors.items():
+            declaration.others.append(DeclaredOther(None, name, prod(shape), shape))
     return declaration
 
 
@@ -805,7 +825,7 @@ class _Describer:
         bias: bool,
         names: tuple[str, ...] = GATE_UP,
         down: str = "down_proj",
-        gelu: bool = False,
+        activation: Any = "silu_and_mul",
     ) -> _Described:
         widths = (2 * inner // len(names),) * len(names)
         self.linear(names, hidden, widths, bias=bias, role="gate_up")
@@ -863,9 +883,20 @@ class _Describer:
             shared.linear(names.shared_down, spec.shared, hidden, bias=bias, role="shared_down")
         return _DESCRIBED
 
-    def embedding(self, name: str, rows: int, hidden: int, *, skipped: int = 0) -> _Described:
+    def embedding(
+        self,
+        name: str,
+        rows: int,
+        hidden: int,
+        *,
+        skipped: int = 0,
+        types: tuple[str, int] = NO_TYPES,
+    ) -> _Described:
         table = DeclaredTable("positions", self._name(name), skipped + rows, hidden)
         self._found.tables.append(table)
+        kinds, count = types
+        if kinds:
+            self._other(f"{kinds}.weight", count * hidden, (count, hidden))
         return _DESCRIBED
 
     def token_embedding(
@@ -952,6 +983,7 @@ class _Describer:
         sinks: int = 0,
         rope: RopeSpec | None = None,
         kv_from: int | None = None,
+        bidirectional: int | None = None,
     ) -> _Described:
         if sinks:
             self._found.others.append(DeclaredOther(self._layer, self._name("sinks"), sinks))

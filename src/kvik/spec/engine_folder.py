@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import stat
 import sys
 from collections.abc import Mapping
@@ -175,10 +176,13 @@ def rebuild(folder: Path) -> str:
     return f"Build it again: kvik build MODEL -o {folder.name}"
 
 
+OF_MODULE = re.compile(r"[0-9]+_\w+/config\.json")  # of sentence-transformers
+
+
 def _files(fields: Fields) -> dict[str, FileFacts]:
     files = {}
     for name in fields.mapping("files") or {}:
-        plain = Path(name).name == name and name.isprintable()
+        plain = (Path(name).name == name and name.isprintable()) or OF_MODULE.fullmatch(name)
         if not plain or name in ("", ".", "..", MANIFEST):
             raise fields.error("files", f"must name files of its folder, not {shown(name)}")
         inner = fields.inside("files").inside(name)

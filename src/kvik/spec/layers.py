@@ -74,6 +74,8 @@ class LayerSpec:
         inner: width of its MLP, also of one beside experts; None: as of the model.
         token_input: channels of a vector of each token that this layer alone reads; 0: none.
         query_scale: of its queries, in layers that know no positions; None: 1.
+        bidirectional: how far on either side a query of an encoder sees keys, which all layers keep
+            in one place, for a step; None: it sees none behind it.
     """
 
     window: Window | None = None
@@ -88,6 +90,7 @@ class LayerSpec:
     inner: int | None = None
     token_input: int = 0
     query_scale: QueryScale | None = None
+    bidirectional: int | None = None
 
 
 # config.json, number of layers, trained positions -> the layers. Raises `ModelError`.
@@ -97,6 +100,11 @@ LayerRule = Callable[[Fields, int, int], tuple[LayerSpec, ...]]
 def unturned_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
     """Learned positions, as in GPT-2: layers know none."""
     return (LayerSpec(),) * layers
+
+
+def encoder_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+    """Learned positions, as in BERT: every query sees all keys."""
+    return (LayerSpec(bidirectional=MAX_POSITIONS),) * layers
 
 
 def equal_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:

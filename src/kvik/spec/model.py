@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from kvik.spec.engine_folder import Built
 from kvik.spec.kv import KVCacheSpec, Window
 from kvik.spec.layers import LatentSpec, LayerSpec, QueryScale
+from kvik.spec.pooling import PoolingSpec
 from kvik.spec.rope import RopeSpec
 from kvik.spec.states import STATE_BYTES, StateSpec
 from kvik.spec.stored_weights import (
@@ -105,6 +106,19 @@ class ModelFacts:
     scales: ModelScales = ModelScales()
     wiring: str = ""  # of the ways that its architecture has; "": the only or usual one
     built: Built | None = None  # set for an engine folder, whose weights are already packed
+    skipped_positions: int = 0  # first rows of a table of positions that are never read
+    token_types: int = 1  # kinds of texts in a prompt, as of pairs, that the model tells apart
+    pooling: PoolingSpec | None = None  # how it makes vectors or scores; None: it says nothing
+
+    @property
+    def encoder(self) -> bool:
+        """Whether queries see the keys behind them, so that it writes no text."""
+        return any(layer.bidirectional is not None for layer in self.layers)
+
+    @property
+    def type_stride(self) -> int:
+        """Rows from a position of one type of text to the same of the next (`token_types`)."""
+        return self.skipped_positions + self.max_position_embeddings
 
     @property
     def num_layers(self) -> int:
@@ -194,7 +208,9 @@ class ModelFacts:
             for rope in self.ropes
             if rope.kind in ("linear", "dynamic", "yarn")
         )
-        return max(self.max_position_embeddings, *stretched, 0)
+        longest = max(self.max_position_embeddings, *stretched, 0)
+        told = None if self.pooling is None else self.pooling.max_tokens
+        return longest if told is None else min(longest, told)
 
     @property
     def latent(self) -> LatentSpec | None:
@@ -206,6 +222,9 @@ class ModelFacts:
         """Return what each layer stores per token, at `dtype_bytes` for each number; None: it keeps
         a state, or reads what another layer stores."""
         readers = Counter(layer.kv_from for layer in self.layers)
+        if self.encoder:  # what a layer has stored no other one reads
+            first = self._kv_spec(self.layers[0], dtype_bytes, self.num_layers)
+            return [first, *[None] * (self.num_layers - 1)]
         return [
             self._kv_spec(layer, dtype_bytes, 1 + readers[index])
             for index, layer in enumerate(self.layers)

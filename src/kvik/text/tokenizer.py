@@ -106,14 +106,7 @@ class Tokenizer:
         Raises:
             ParamError: `text` is not a string of Unicode characters.
         """
-        if not isinstance(text, str):
-            raise ParamError("prompt", f"must be a string, not {type(text).__name__}")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ParamError(
-                "prompt", f"must be valid Unicode; character {error.start} is half a surrogate pair"
-            ) from None
+        _check_unicode(text)
         with panics_are_errors():
             if len(text) <= BRIEF_CHARS:
                 return self._library.encode(text, add_special_tokens=add_special_tokens).ids
@@ -122,6 +115,42 @@ class Tokenizer:
                 [text], add_special_tokens=add_special_tokens
             )
             return found.ids
+
+    def encode_texts(
+        self, texts: Sequence[str], most: int | None = None, *, special: bool = True
+    ) -> tuple[list[int], int]:
+        """Return the token ids of one text or of a pair, with the special tokens that the file puts
+        around them, and where those of the second type begin; 0: all are of one type.
+
+        Args:
+            most: tokens to keep. Special ones stay, and of a text the first ones; of a pair the
+                longer one is cut until it is no longer than the other. None: all.
+            special: add special tokens.
+
+        Raises:
+            ParamError: a text is no string of Unicode characters, or `most` leaves none of it.
+        """
+        for text in texts:
+            _check_unicode(text)
+        library = self._library
+        with panics_are_errors():
+            if most is None:
+                pair = texts[1] if len(texts) > 1 else None
+                found = library.encode(texts[0], pair, add_special_tokens=special)
+            else:
+                parts = library.encode_batch(list(texts), add_special_tokens=False)
+                added = library.num_special_tokens_to_add(len(parts) > 1) if special else 0
+                if most - added < len(parts):
+                    raise ParamError(
+                        "truncate_prompt_tokens", f"must be at least {added + len(parts)}"
+                    )
+                lengths = [len(part) for part in parts]
+                for part, length in zip(parts, _cut(lengths, most - added), strict=True):
+                    part.truncate(length)
+                second = parts[1] if len(parts) > 1 else None
+                found = library.post_process(parts[0], second, add_special_tokens=special)
+        types = found.type_ids
+        return found.ids, types.index(1) if 1 in types else 0
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the whole text of a sequence; equal to what a stream of it yields."""
@@ -159,6 +188,29 @@ class Tokenizer:
         """
         skipped = self.special_ids if skip_special_tokens else frozenset[int]()
         return Detokenizer(self._pieces, prompt_ids, skipped, marks)
+
+
+def _check_unicode(text: str) -> None:
+    if not isinstance(text, str):
+        raise ParamError("prompt", f"must be a string, not {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ParamError(
+            "prompt", f"must be valid Unicode; character {error.start} is half a surrogate pair"
+        ) from None
+
+
+def _cut(lengths: Sequence[int], most: int) -> list[int]:
+    """Return how much of one text or of two is kept, the longer one cut first."""
+    if sum(lengths) <= most:
+        return list(lengths)
+    if len(lengths) == 1:
+        return [most]
+    short = min(lengths)
+    if 2 * short <= most:
+        return [short if length == short else most - short for length in lengths]
+    return [most // 2, most - most // 2]
 
 
 def _why_missing(folder: Path) -> str:

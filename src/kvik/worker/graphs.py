@@ -21,8 +21,10 @@ from kvik.frozen import frozen
 from kvik.kernels.ops import Ops
 from kvik.kernels.upload import upload
 from kvik.nn.kv_formats import NO_STATES, KVCache, States
+from kvik.nn.layers import PooledHead
 from kvik.spec.declare import ForwardContext, Network
 from kvik.spec.kv import KVGroup
+from kvik.spec.pooling import PoolingSpec
 from kvik.spec.shares import PipelineStage
 from kvik.worker.captures import MAX_PADDING, Capturer, Captures, GraphMemory
 from kvik.worker.group import (
@@ -166,6 +168,9 @@ class EngineNetwork:
             None: there are none, or it is not for this process to tell them.
         stage: the layers that are computed here; None: all.
         earlier: of the last stage, those before it.
+        pooling, pooled: what becomes of hidden states where a vector or score is wanted; None: the
+            model says nothing of it, and nothing comes behind the pooling.
+        generates: it has logits of tokens.
     """
 
     model: Network
@@ -177,6 +182,9 @@ class EngineNetwork:
     others: Others | None = None
     stage: PipelineStage | None = None
     earlier: EarlierStages | None = None
+    pooling: PoolingSpec | None = None
+    pooled: PooledHead | None = None
+    generates: bool = True
 
     def forward(
         self,
@@ -206,6 +214,8 @@ class EngineNetwork:
             if not stage.last:
                 return StepOutput(x, x[:0], x[:0], x[:0])
             hidden = model.leave(x)
+        if not self.generates:
+            return StepOutput(hidden, hidden[:0], hidden[:0], hidden[:0])
         logits = self.model.logits(self.ops.gather_rows(hidden, logits_indices))
         return StepOutput(hidden, logits, *self.ops.largest(logits))
 

@@ -61,6 +61,8 @@ def build_input_batch(plan: SchedulerOutput, table: RequestTable, inputs: StepIn
     sampling_rows = np.array(plan.samples, np.bool_).nonzero()[0]
     logits_indices = starts[1:][sampling_rows] - 1
     positions, words, num_drafts = places, None, None
+    if table.type_stride:
+        positions = places + table.type_stride * (places >= table.second_text[token_slots])
     logit_tokens = logit_positions = None
     if total > len(slots) and any(plan.num_draft_tokens):
         drafts = np.array(plan.num_draft_tokens, np.int64)

@@ -17,6 +17,7 @@ from kvik.nn.checkpoint import Checkpoint
 from kvik.nn.engine_folder import MappedStorage, stored_bytes, write_weights
 from kvik.nn.gguf_checkpoint import open_weights
 from kvik.nn.kv_formats import allocate_kv, allocate_states
+from kvik.nn.layers import PooledHead
 from kvik.nn.loader import load_model
 from kvik.nn.storage import FreshStorage, Storage
 from kvik.spec.declare import Network
@@ -56,7 +57,8 @@ def _build_weights(
     runner = config.runner
     parts = platform(config).parts
     storage = FreshStorage(parts.ops)
-    checkpoint, groups = open_weights(Path(runner.model_path)), config.cache.groups
+    checkpoint = open_weights(Path(runner.model_path), modules_of(config.model))
+    groups = config.cache.groups
     builder = make_builder(
         config, parts, config.model, groups, runner.quantization, checkpoint, storage
     )
@@ -114,7 +116,7 @@ def load_network(
     parts, cache = platform.parts, config.cache
     platform.release_freed()  # what reading the tokenizer took
     with torch.inference_mode():
-        model = _load(config, parts, spec, path, groups, quantization, stage)
+        model, pooled = _load(config, parts, spec, path, groups, quantization, stage)
         platform.release_freed()
         kv = allocate_kv(
             groups,
@@ -130,7 +132,18 @@ def load_network(
         )
         kept = [layer.state for layer in layers if layer.state]
         states = allocate_states(kept, config.state_rows, parts.device, parts.kv_zeros)
-    return EngineNetwork(model, parts.ops, parts.backend, groups, kv, states, stage=stage)
+    return EngineNetwork(
+        model,
+        parts.ops,
+        parts.backend,
+        groups,
+        kv,
+        states,
+        stage=stage,
+        pooling=spec.pooling,
+        pooled=pooled,
+        generates=not spec.encoder,
+    )
 
 
 def load_share(
@@ -165,7 +178,7 @@ def _load(
     groups: tuple[KVGroup, ...],
     quantization: str,
     stage: PipelineStage | None = None,
-) -> Network:
+) -> tuple[Network, PooledHead | None]:
     """Load a model from an engine folder or from the cache of them, else from its files.
 
     Raises:
@@ -173,7 +186,9 @@ def _load(
     """
     runner = config.runner
 
-    def load(checkpoint: Checkpoint | None, storage: Storage | None) -> Network:
+    def load(
+        checkpoint: Checkpoint | None, storage: Storage | None
+    ) -> tuple[Network, PooledHead | None]:
         builder = make_builder(
             config, parts, spec, groups, quantization, checkpoint, storage, stage
         )
@@ -190,10 +205,15 @@ def _load(
         except ModelError as error:
             kept.is_bad(str(error))
     fresh = FreshStorage(parts.ops)
-    model = load(open_weights(path), fresh)
+    model = load(open_weights(path, modules_of(spec)), fresh)
     if kept is not None and not parts.packing.divided and stage is None:
         kept.keep(runner, quantization, fresh, parts.packing)
     return model
+
+
+def modules_of(spec: ModelSpec) -> tuple[str, ...]:
+    """Return the folders of modules that have weights of their own."""
+    return () if spec.pooling is None else spec.pooling.modules
 
 
 def make_builder(

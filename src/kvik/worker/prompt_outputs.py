@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvik.config.memory import POOLED_ROWS, PROMPT_COPIED_ROWS, PROMPT_ROWS
 from kvik.core.plan import NewRequest
-from kvik.core.types import TokenLogprobs
+from kvik.core.types import SCORE, TokenLogprobs
 from kvik.errors import describe
 from kvik.kernels.upload import upload
 from kvik.worker.graphs import EngineNetwork
@@ -24,11 +24,14 @@ from kvik.worker.step_inputs import Arrival, Copies
 @dataclass(slots=True)
 class _Pooled:
     """Attributes:
-    kind: as in `NewRequest.pooling`.
-    sums: [hidden] float64, of the chunks that were read; None: none was.
+    kind: one of `POOLINGS`.
+    scored: the result is a score.
+    sums: [hidden] float64, of the chunks that were read, or the largest numbers of them in fp32;
+        None: none was.
     """
 
     kind: str
+    scored: bool
     num_prompt: int
     sums: np.ndarray | None = None
 
@@ -41,7 +44,7 @@ class PooledChunk:
         row: of the step.
         pooled: what they belong to.
         arrival: of their bits: [tokens, hidden].
-        dtype: whose bits they are.
+        dtype: whose bits they are. device: where they were.
         ends: the prompt is through.
     """
 
@@ -49,24 +52,32 @@ class PooledChunk:
     pooled: _Pooled
     arrival: Arrival
     dtype: torch.dtype
+    device: torch.device
     ends: bool
 
 
 class Pooling(Participant[list[PooledChunk]]):
-    """The mean of a prompt's hidden states, or the last of them, for requests that embed.
+    """One vector of a prompt's hidden states, and what the model makes of it, for requests that
+    embed or score.
 
     Sums are taken in double precision, token after token. So a mean does not depend on how its
     prompt was cut into chunks, as far as the hidden states do not.
     """
 
-    def __init__(self, copies: Copies) -> None:
+    def __init__(self, network: EngineNetwork, copies: Copies) -> None:
+        self._network = network
         self._copies = copies
         self._wanted: dict[int, _Pooled] = {}  # by slot
 
     def enter(self, new: NewRequest) -> None:
         # A preempted request begins anew: nothing of a prompt whose mean is wanted is cached.
         if new.pooling is not None:
-            self._wanted[new.slot] = _Pooled(new.pooling, new.num_prompt_tokens)
+            pooling, kind = self._network.pooling, new.pooling
+            scored = kind == SCORE
+            if scored:
+                assert pooling is not None
+                kind = pooling.kind
+            self._wanted[new.slot] = _Pooled(kind, scored, new.num_prompt_tokens)
 
     def leave(self, slot: int) -> None:
         self._wanted.pop(slot, None)
@@ -83,15 +94,18 @@ class Pooling(Participant[list[PooledChunk]]):
                 continue
             start, end = int(batch.starts[row]), int(batch.starts[row + 1])
             ends = bool(batch.ends[row] == pooled.num_prompt)
+            first = int(batch.ends[row]) == end - start
             if pooled.kind == "last":
-                start = end - 1
-            if pooled.kind == "mean" or ends:
+                start = end - ends
+            elif pooled.kind == "cls":
+                end = start + first
+            if ends or end > start:
                 try:
                     arrival = self._copies.start([_bits(hidden[start:end])])
                 except Exception as error:
                     step.errors[row] = describe(error)
                     continue
-                chunks.append(PooledChunk(row, pooled, arrival, hidden.dtype, ends))
+                chunks.append(PooledChunk(row, pooled, arrival, hidden.dtype, hidden.device, ends))
         return chunks
 
     def read(self, step: RunningStep, launched: list[PooledChunk] | None) -> None:
@@ -103,13 +117,29 @@ class Pooling(Participant[list[PooledChunk]]):
                 hidden, pooled = torch.from_numpy(bits).view(chunk.dtype), chunk.pooled
                 if pooled.kind == "mean":
                     pooled.sums = _sum(pooled.sums, hidden)
-                    if chunk.ends:
-                        mean = pooled.sums / pooled.num_prompt
-                        step.embeddings[chunk.row] = mean.astype(np.float32).tolist()
-                else:
-                    step.embeddings[chunk.row] = hidden[-1].float().tolist()
+                elif len(hidden):
+                    most = hidden.float().amax(0).numpy()  # of one row, this row
+                    before = pooled.sums
+                    pooled.sums = most if before is None else np.maximum(before, most)
+                if chunk.ends and pooled.sums is not None:
+                    total = pooled.num_prompt if pooled.kind == "mean" else 1
+                    vector = torch.from_numpy((pooled.sums / total).astype(np.float32))
+                    step.embeddings[chunk.row] = self._finished(vector, chunk)
             except Exception as error:
                 step.errors[chunk.row] = describe(error)
+
+    def _finished(self, vector: Tensor, chunk: PooledChunk) -> list[float]:
+        """Return what the model makes of a pooled vector, [hidden] fp32."""
+        network, vector = self._network, vector.to(chunk.device)
+        tokens = network.pooling.score_tokens if network.pooling else None
+        if chunk.pooled.scored and tokens is not None:
+            yes, no = tokens
+            logits = network.logits(vector[None].to(chunk.dtype))[0]
+            return [float(logits[yes]) - (0.0 if no is None else float(logits[no]))]
+        if network.pooled is not None:
+            vector = network.pooled(vector)
+        found: list[float] = vector.tolist()
+        return found
 
 
 def _bits(numbers: Tensor) -> Tensor:

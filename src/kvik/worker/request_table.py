@@ -41,6 +41,9 @@ class RequestTable:
             follows the one before it.
         entered: how many requests ever entered a slot.
         states: layers keep a state of each request, in the row of its slot.
+        type_stride: how much further positions of the second text of a prompt are than those of the
+            first one (`ModelFacts.type_stride`); 0: the model does not tell them apart.
+        second_text: [slots] int32, where the second text begins.
     """
 
     def __init__(
@@ -51,11 +54,14 @@ class RequestTable:
         block_size: int,
         *,
         states: bool = False,
+        type_stride: int = 0,
         shares: Sequence[int] = (),
     ) -> None:
         max_blocks = -(-max_model_len // block_size)
         self.block_size = block_size
         self.states = states
+        self.type_stride = type_stride
+        self.second_text = np.zeros(max_num_seqs, np.int32)
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.num_tokens = np.zeros(max_num_seqs, np.int32)
         self.num_computed = np.zeros(max_num_seqs, np.int32)
@@ -78,6 +84,7 @@ class RequestTable:
         self.num_tokens[slot] = count
         self.num_computed[slot] = new.num_computed_tokens
         self.num_prompt[slot] = new.num_prompt_tokens
+        self.second_text[slot] = new.second_text or len(new.token_ids)
         self.tenants[slot] = new.cache_salt
         self.num_blocks[:, slot] = 0
         for group, ids in enumerate(new.block_ids):

@@ -112,6 +112,7 @@ class Worker:
             len(cache.groups),
             cache.block_size,
             states=bool(config.model.states),
+            type_stride=config.model.type_stride if config.model.token_types > 1 else 0,
             shares=[group.shares for group in cache.groups],
         )
         sampling = SamplingTable(
@@ -251,7 +252,7 @@ def step_participants(
     them are known."""
     participants: list[Participant[Any]] = [
         PromptLogprobs(network, table, copies),
-        Pooling(copies),
+        Pooling(network, copies),
         OutputTokens(network, table, sampling, device, copies, speculator),
     ]
     return participants if speculator is None else [*participants, speculator]

@@ -161,6 +161,7 @@ gelu_tanh = activation("gelu_tanh", expected_gelu_tanh)
 gelu = activation("gelu", expected_gelu)
 ACTIVATED = (
     *(silu_and_mul, gelu_tanh, activation("gelu_tanh_and_mul", expected_gelu_tanh), gelu),
+    activation("gelu_and_mul", expected_gelu),
     activation("relu", lambda x: x.double().relu()),
     activation("relu_squared", lambda x: x.double().relu().square()),
     activation("clamped_swiglu", expected_clamped_gate, lambda up: up.clamp(-7, 7) + 1),

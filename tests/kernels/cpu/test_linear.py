@@ -15,6 +15,7 @@ from helpers.native_matrix import (
     FP8,
     FP8_X,
     GELU,
+    GELU_AND_MUL,
     GELU_TANH,
     GELU_TANH_AND_MUL,
     I4,
@@ -93,7 +94,8 @@ def activated(y: Tensor, activation: int) -> Tensor:
         if activation == CLAMPED_SWIGLU:
             gate = gate.clamp(max=7)
             return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7, 7) + 1)
-        return activated(gate, GELU_TANH if activation == GELU_TANH_AND_MUL else SILU) * up
+        alone = {GELU_TANH_AND_MUL: GELU_TANH, GELU_AND_MUL: GELU}.get(activation, SILU)
+        return activated(gate, alone) * up
     if activation == SILU:
         return torch.nn.functional.silu(y)
     if activation == RELU:
@@ -147,7 +149,10 @@ def test_groups_that_are_no_whole_vectors(runtime: Runtime, kind: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "activation",
-    [NO_ACTIVATION, SILU_AND_MUL, GELU_TANH, GELU_TANH_AND_MUL, GELU, RELU, CLAMPED_SWIGLU],
+    [
+        *(NO_ACTIVATION, SILU_AND_MUL, GELU_TANH, GELU_TANH_AND_MUL, GELU, GELU_AND_MUL, RELU),
+        CLAMPED_SWIGLU,
+    ],
 )
 @pytest.mark.parametrize("kind", ONE_OF_EACH)
 @pytest.mark.parametrize("runtime", runtimes(threads=[2]))

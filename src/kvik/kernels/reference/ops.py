@@ -183,6 +183,7 @@ _ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": gelu_tanh,
     "gelu_tanh_and_mul": gelu_tanh,
     "gelu": gelu,
+    "gelu_and_mul": gelu,
     "relu": torch.relu,
     "relu_squared": relu_squared,
     "clamped_swiglu": clamped_gate,

@@ -53,7 +53,7 @@ def activated(x, ACTIVATION: tl.constexpr):
         x = x * sigmoid(x)
     elif ACTIVATION // 2 == 1:
         x = gelu(x)
-    elif ACTIVATION == 4:
+    elif ACTIVATION // 2 == 2:
         x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif ACTIVATION == 6:
         x = tl.maximum(x, 0.0)

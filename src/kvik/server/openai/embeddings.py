@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from base64 import b64encode
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Literal, cast
 
 from msgspec import Meta, Struct
@@ -14,6 +15,7 @@ from starlette.responses import Response
 from kvik.core.sampling_params import SamplingParams
 from kvik.engine.output import normalise
 from kvik.errors import ParamError
+from kvik.server.errors import rename_fields
 from kvik.server.generation import GenerationRequest
 from kvik.server.openai.requests import (
     DeadlineMs,
@@ -29,6 +31,13 @@ from kvik.server.responses import LazyList, encode_in_chunks, offload, wait_for_
 from kvik.server.route import caller_of, post, routes_of, trace_parent_of
 from kvik.server.server import Server
 from kvik.server.unhonoured import Table
+from kvik.text.pooled_inputs import (
+    check_dimensions,
+    default_pooling,
+    ids_input,
+    prompt_before,
+    text_input,
+)
 
 MAX_INPUTS = 2048
 
@@ -42,9 +51,13 @@ class EmbeddingRequest(Struct, kw_only=True):
     dimensions: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
     pooling: (
         Annotated[
-            Literal["mean", "last"], Meta(description="of the final hidden states; default mean")
+            Literal["mean", "last", "cls", "max"],
+            Meta(description="of the final hidden states; default: the model's own, else mean"),
         ]
         | None
+    ) = None
+    prompt_name: (
+        Annotated[str, Meta(description="of the model's prompts, which is put before texts")] | None
     ) = None
     priority: Priority | None = None
     deadline_ms: DeadlineMs | None = None
@@ -78,9 +91,6 @@ class EmbeddingList(Struct, kw_only=True):
     usage: EmbeddingUsage
 
 
-DEFAULT_POOLING = "mean"
-
-
 @post(
     "/v1/embeddings",
     EMBEDDING,
@@ -89,10 +99,10 @@ DEFAULT_POOLING = "mean"
 )
 async def embeddings(server: Server, request: Request, body: EmbeddingRequest) -> Response:
     """Return a vector of length 1 for each input, pooled from the last layer's hidden states."""
-    model = server.served_name(body.model)
-    hidden = server.engine.config.model.hidden_size
-    if body.dimensions not in (None, hidden):
-        raise ParamError("dimensions", f"must be {hidden}: this model's vectors cannot be cut")
+    model, facts = server.served_name(body.model), server.engine.config.model
+    hidden, pooling = facts.hidden_size, facts.pooling
+    check_dimensions(pooling, hidden, body.dimensions)
+    before = prompt_before(pooling, body.prompt_name)
     given = split_prompts("input", body.input)
     if len(given) > MAX_INPUTS:
         raise ParamError("input", f"at most {MAX_INPUTS} inputs, not {len(given)}")
@@ -100,14 +110,25 @@ async def embeddings(server: Server, request: Request, body: EmbeddingRequest) -
     server.generations.check_room(tenant, len(given))
     most = kept_tokens(server, body.truncate_prompt_tokens, num_output=0)
     texts = server.texts.of(tenant)
-    inputs = await all_prompt_ids(texts, given, body.add_special_tokens, most)
+    if pooling is None:
+        inputs = await all_prompt_ids(texts, given, body.add_special_tokens, most)
+    else:
+        special = body.add_special_tokens is not False
+        make = partial(text_input, pooling=pooling, most=most, special=special)
+        inputs = {}
+        for field, prompt in given.items():
+            with rename_fields(prompt=field):
+                if isinstance(prompt, str):
+                    inputs[field] = (await texts.input(make, (before + prompt,), most)).ids
+                else:
+                    inputs[field] = ids_input(pooling, prompt, most).ids
     requests = [
         GenerationRequest(
             prompt_token_ids=ids,
             params=SamplingParams(),
             priority=body.priority or 0,
             deadline_ms=body.deadline_ms,
-            pooling=body.pooling or DEFAULT_POOLING,
+            pooling=body.pooling or default_pooling(pooling),
             field=field,
         )
         for field, ids in inputs.items()
@@ -120,7 +141,7 @@ async def embeddings(server: Server, request: Request, body: EmbeddingRequest) -
     as_text = body.encoding_format == "base64"
 
     def embedding(index: int) -> EmbeddingItem:
-        vector = normalise(vectors[index])
+        vector = normalise(vectors[index][: body.dimensions])
         return EmbeddingItem(index, _base64(vector) if as_text else vector)
 
     answer = EmbeddingList(

@@ -1,0 +1,169 @@
+"""BERT (Devlin et al. 2018, arXiv 1810.04805), RoBERTa (Liu et al. 2019, arXiv 1907.11692) and
+XLM-RoBERTa (Conneau et al. 2019, arXiv 1911.02116): encoders with learned positions, which
+normalise behind attention and MLP.
+
+Positions of RoBERTa begin behind the row of the padding, and all its texts are of one type. Where a
+checkpoint is a classifier of one label, the vector of the first token goes through a dense layer to
+its score.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvik.spec.declare import ALL, Architecture, ForwardContext, LayerBuilder
+from kvik.spec.fields import Fields
+from kvik.spec.layers import encoder_layers
+from kvik.spec.model import ModelFacts
+from kvik.spec.pooling import (
+    PooledLayer,
+    PoolingSpec,
+    mean_vectors,
+    one_label,
+    score_function,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class BertLayer:
+    """Attention and MLP; each adds to the residual stream, and the sum is normalised."""
+
+    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
+        hidden, eps, dim = spec.hidden_size, spec.norm_eps, spec.head_dim
+        attention = builder.at("attention")
+        inner = attention.at("self")
+        heads = (spec.num_heads,) * 3
+        self.qkv = inner.heads(("query", "key", "value"), hidden, heads, dim, bias=True)
+        self.attend = inner.attention(layer, dim, bidirectional=spec.layers[layer].bidirectional)
+        behind = attention.at("output")
+        self.o = behind.linear("dense", hidden, hidden, bias=True, role="o")
+        self.attention_norm = behind.layer_norm("LayerNorm", hidden, eps)
+        self.mlp = builder.mlp(
+            "intermediate.dense",
+            "output.dense",
+            hidden,
+            spec.intermediate_size,
+            bias=True,
+            activation=spec.activation,
+        )
+        self.mlp_norm = builder.layer_norm("output.LayerNorm", hidden, eps)
+
+    def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """x [tokens, hidden] -> the same, one layer later."""
+        q, k, v = self.qkv(x, ctx)  # [tokens, heads, head_dim]
+        x = self.attention_norm(self.o(self.attend(q, k, v, ctx), ctx, x))
+        return self.mlp_norm(self.mlp(x, ctx, x))
+
+
+class Bert:
+    """The encoder.
+
+    Args:
+        scope: of all its names, in checkpoints that have one.
+    """
+
+    def __init__(self, spec: ModelFacts, builder: LayerBuilder, scope: str = "bert") -> None:
+        hidden = spec.hidden_size
+        builder.skip("cls", "lm_head", "classifier")  # of other uses than this one
+        trunk = builder.at(scope, "")
+        trunk.skip("pooler")
+        below = trunk.at("embeddings")
+        below.ignore("position_ids", "token_type_ids")
+        self.embed = below.token_embedding("word_embeddings", spec.vocab_size, hidden, tied=False)
+        self.embed_position = below.embedding(
+            "position_embeddings",
+            spec.max_position_embeddings,
+            hidden,
+            skipped=spec.skipped_positions,
+            types=("token_type_embeddings", spec.token_types),
+        )
+        self.norm = below.layer_norm("LayerNorm", hidden, spec.norm_eps)
+        layers = trunk.at("encoder").at("layer")
+        self.layers = [BertLayer(spec, layers.at(layer), layer) for layer in range(spec.num_layers)]
+
+    def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """ids [tokens] -> hidden [tokens, hidden]."""
+        return self.leave(self.blocks(self.enter(ids, ctx), ctx))
+
+    def enter(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """ids [tokens] -> the residual stream before the first layer, [tokens, hidden]."""
+        return self.norm(self.embed_position.add(ctx.positions, self.embed(ids)))
+
+    def token_inputs(self, ids: Tensor, x: Tensor, ctx: ForwardContext) -> None:
+        """Layers read nothing of tokens alone."""
+
+    def blocks(self, x: Tensor, ctx: ForwardContext, span: slice = ALL) -> Tensor:
+        """Return the residual stream x [tokens, hidden] -> the same behind the last layer."""
+        for layer in self.layers[span]:
+            x = layer(x, ctx)
+        return x
+
+    def leave(self, x: Tensor) -> Tensor:
+        """x [tokens, hidden] behind the last layer, which has normalised it."""
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """An encoder has none."""
+        raise NotImplementedError
+
+
+def bert_scores(fields: Fields, hidden: int, eps: float) -> PoolingSpec:
+    one_label(fields)
+    layers = (
+        PooledLayer("bert.pooler.dense", hidden, hidden, function="tanh"),
+        PooledLayer("classifier", hidden, 1),
+    )
+    return PoolingSpec("cls", layers, scores=True, function=score_function(fields))
+
+
+def roberta_scores(fields: Fields, hidden: int, eps: float) -> PoolingSpec:
+    one_label(fields)
+    layers = (
+        PooledLayer("classifier.dense", hidden, hidden, function="tanh"),
+        PooledLayer("classifier.out_proj", hidden, 1),
+    )
+    return PoolingSpec("cls", layers, scores=True, function=score_function(fields))
+
+
+_encoder = partial(
+    Architecture,
+    layers=encoder_layers,
+    activations=("gelu", "gelu_new", "gelu_pytorch_tanh", "relu"),
+    qkv_bias=True,
+    o_bias=True,
+    mlp_bias=True,
+    rms_norm=False,
+    gated_mlp=False,
+    rotary=False,
+    keys={"rms_norm_eps": "layer_norm_eps"},
+    fixed={"is_decoder": False, "add_cross_attention": False},
+)
+_bert = partial(_encoder, make=Bert, defaults={"layer_norm_eps": 1e-12, "type_vocab_size": 2})
+_roberta = partial(
+    _encoder,
+    make=partial(Bert, scope="roberta"),
+    skips_padding=True,
+    defaults={"layer_norm_eps": 1e-12, "type_vocab_size": 2},
+)
+BERT = _bert("BertModel", "bert", "BERT, to embed", pooled=mean_vectors)
+BERT_MASKED = _bert("BertForMaskedLM", "bert", "BERT, to embed", pooled=mean_vectors)
+BERT_SCORES = _bert("BertForSequenceClassification", "bert", "BERT, to rerank", pooled=bert_scores)
+ROBERTA = _roberta("RobertaModel", "roberta", "RoBERTa, to embed", pooled=mean_vectors)
+ROBERTA_SCORES = _roberta(
+    "RobertaForSequenceClassification",
+    "roberta",
+    "RoBERTa, to rerank",
+    pooled=roberta_scores,
+)
+XLM_ROBERTA = _roberta(
+    "XLMRobertaModel", "xlm-roberta", "XLM-RoBERTa, to embed", pooled=mean_vectors
+)
+XLM_ROBERTA_SCORES = _roberta(
+    "XLMRobertaForSequenceClassification",
+    "xlm-roberta",
+    "XLM-RoBERTa, to rerank",
+    pooled=roberta_scores,
+)

@@ -1,0 +1,206 @@
+"""POST /v1/rerank and /v1/score: how well texts go together, by a reranker."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvik.core.sampling_params import SamplingParams
+from kvik.core.types import SCORE
+from kvik.engine.output import finished_score
+from kvik.errors import ParamError
+from kvik.server.errors import rename_fields
+from kvik.server.generation import GenerationRequest
+from kvik.server.openai.embeddings import MAX_INPUTS, EmbeddingUsage
+from kvik.server.openai.requests import DeadlineMs, Name, Priority, Truncation, kept_tokens
+from kvik.server.responses import encode_in_chunks, offload, wait_for_outputs
+from kvik.server.route import caller_of, post, routes_of, trace_parent_of
+from kvik.server.server import Server
+from kvik.server.unhonoured import Table
+from kvik.text.pooled_inputs import pair_input, paired, scoring
+
+NUMBERS_EACH = 64  # what a result weighs when it is written, in numbers
+
+
+class PairFields(Struct, kw_only=True):
+    """What every body with pairs of texts may have."""
+
+    model: Name | None = None
+    instruction: (
+        Annotated[str, Meta(description="what makes a pair good, if the model reads it")] | None
+    ) = None
+    truncate_prompt_tokens: (
+        Annotated[
+            Truncation,
+            Meta(description="tokens of a pair to keep, the longer text cut first; -1: what fits"),
+        ]
+        | None
+    ) = None
+    priority: Priority | None = None
+    deadline_ms: DeadlineMs | None = None
+
+    user: str | None = None
+    metadata: Any = None
+
+
+class Document(Struct):
+    text: str
+
+
+class RerankRequest(PairFields, kw_only=True):
+    """A query and the documents to put in order."""
+
+    query: str
+    documents: Annotated[list[str | Document], Meta(min_length=1)]
+    top_n: Annotated[int, Meta(ge=1, le=1 << 31, description="how many results; default all")] | (
+        None
+    ) = None
+    return_documents: bool | None = None
+
+
+class ScoreRequest(PairFields, kw_only=True):
+    """Texts to score: one with each of the others, or each with the one at its place."""
+
+    text_1: str | list[str]
+    text_2: str | list[str]
+
+
+class RerankResult(Struct):
+    index: int
+    relevance_score: float
+    document: Document | None = None
+
+
+class RerankAnswer(Struct, kw_only=True):
+    """The best first."""
+
+    id: str
+    model: str
+    results: list[RerankResult]
+    usage: EmbeddingUsage
+
+
+class ScoreItem(Struct):
+    index: int
+    score: float
+    object: Literal["score"] = "score"
+
+
+class ScoreList(Struct, kw_only=True):
+    id: str
+    object: Literal["list"] = "list"
+    model: str
+    data: list[ScoreItem]
+    usage: EmbeddingUsage
+
+
+UNHONOURED: Table = {
+    "max_tokens_per_doc": ((), "give truncate_prompt_tokens"),
+    "max_chunks_per_doc": ((1,), "documents are not divided"),
+}
+
+
+@post("/v1/rerank", UNHONOURED, answer=RerankAnswer, note="Documents by how well they fit a query.")
+async def rerank(server: Server, request: Request, body: RerankRequest) -> Response:
+    """Return the documents that fit a query best, each with its score."""
+    return await _rerank(server, request, body)
+
+
+@post("/v2/rerank", UNHONOURED, answer=RerankAnswer, note="As /v1/rerank.")
+async def rerank_v2(server: Server, request: Request, body: RerankRequest) -> Response:
+    """Do as `rerank` does, where clients of a second version look for it."""
+    return await _rerank(server, request, body)
+
+
+async def _rerank(server: Server, request: Request, body: RerankRequest) -> Response:
+    texts = [one if isinstance(one, str) else one.text for one in body.documents]
+    pairs = {f"documents[{i}]": (body.query, text) for i, text in enumerate(texts)}
+    scores, usage = await _scores(server, request, body, pairs, "documents")
+    best = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: body.top_n]
+    shown = body.return_documents is not False
+    results = [RerankResult(i, scores[i], Document(texts[i]) if shown else None) for i in best]
+    answer = RerankAnswer(
+        id=f"rerank-{secrets.token_hex(16)}",
+        model=server.served_name(body.model),
+        results=results,
+        usage=usage,
+    )
+    return await _written(answer, len(results))
+
+
+@post("/v1/score", UNHONOURED, answer=ScoreList, note="Scores of pairs of texts.")
+async def score(server: Server, request: Request, body: ScoreRequest) -> Response:
+    """Return a score for each pair of texts."""
+    first, second = (
+        [given] if isinstance(given, str) else given for given in (body.text_1, body.text_2)
+    )
+    many = "text_2" if len(second) >= len(first) else "text_1"
+    pairs = {f"{many}[{i}]": pair for i, pair in enumerate(paired(first, second))}
+    scores, usage = await _scores(server, request, body, pairs, many)
+    answer = ScoreList(
+        id=f"score-{secrets.token_hex(16)}",
+        model=server.served_name(body.model),
+        data=[ScoreItem(i, found) for i, found in enumerate(scores)],
+        usage=usage,
+    )
+    return await _written(answer, len(scores))
+
+
+async def _scores(
+    server: Server,
+    request: Request,
+    body: PairFields,
+    pairs: Mapping[str, tuple[str, str]],
+    many: str,
+) -> tuple[list[float], EmbeddingUsage]:
+    """Return the score of each pair.
+
+    Args:
+        pairs: by their names in errors. many: the field that they came in.
+    """
+    server.served_name(body.model)
+    pooling = scoring(server.engine.config.model.pooling)
+    if not pairs:
+        raise ParamError(many, "must not be empty")
+    if len(pairs) > MAX_INPUTS:
+        raise ParamError(many, f"at most {MAX_INPUTS} texts, not {len(pairs)}")
+    tenant = caller_of(request).tenant
+    server.generations.check_room(tenant, len(pairs))
+    most = kept_tokens(server, body.truncate_prompt_tokens, num_output=0)
+    make = partial(pair_input, pooling=pooling, instruction=body.instruction, most=most)
+    texts, requests, num_tokens = server.texts.of(tenant), [], 0
+    for field, pair in pairs.items():
+        with rename_fields(prompt=field):
+            found = await texts.input(make, pair, most)
+        num_tokens += len(found.ids)
+        requests.append(
+            GenerationRequest(
+                prompt_token_ids=found.ids,
+                params=SamplingParams(),
+                priority=body.priority or 0,
+                deadline_ms=body.deadline_ms,
+                pooling=SCORE,
+                second_text=found.second_text,
+                field=field,
+            )
+        )
+    generations = await server.generations.start_all(
+        requests, tenant, streaming=False, trace_parent=trace_parent_of(request)
+    )
+    outputs = await wait_for_outputs(request, generations)
+    scores = [finished_score(output.embedding or [0.0], pooling.function) for output in outputs]
+    return scores, EmbeddingUsage(num_tokens, num_tokens)
+
+
+async def _written(answer: Struct, count: int) -> Response:
+    data = await offload(NUMBERS_EACH * count, lambda: encode_in_chunks(answer))
+    return Response(data, media_type="application/json")
+
+
+routes = routes_of(rerank, rerank_v2, score)

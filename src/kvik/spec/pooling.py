@@ -1,0 +1,326 @@
+"""What becomes of a prompt's hidden states where a vector or a score is wanted, as files say it.
+
+Vectors follow the modules of sentence-transformers (Reimers and Gurevych 2019): `modules.json`
+names the pooling, dense layers and normalisation that come behind the network. Scores come from the
+head of a `*ForSequenceClassification`, or from the logits of a token that means yes and one that
+means no.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kvik.errors import ModelError, shown
+from kvik.spec.fields import Fields, read_json
+
+MODULES = "modules.json"
+SENTENCES = "config_sentence_transformers.json"
+JUDGE = "Qwen3ForCausalLM"  # the architecture that scores by the logits of tokens
+JUDGE_TOKENS = 9693, 2152  # "yes" and "no" of its tokenizer
+LENGTHS = "sentence_bert_config.json"
+MODULE_CONFIG = "config.json"
+MAX_MODULES = 16
+MAX_WIDTH = 1 << 20
+
+# How files call the poolings, in `pooling_mode` or after "pooling_mode_", where true.
+MODES: Mapping[str, str] = {
+    "mean": "mean",
+    "mean_tokens": "mean",
+    "cls": "cls",
+    "cls_token": "cls",
+    "lasttoken": "last",
+    "max": "max",
+    "max_tokens": "max",
+}
+# Classes of torch, by the last word of their names -> functions of `PooledLayer`.
+FUNCTIONS: Mapping[str, str] = {
+    "Identity": "none",
+    "Tanh": "tanh",
+    "GELU": "gelu",
+    "ReLU": "relu",
+    "Sigmoid": "sigmoid",
+    "SiLU": "silu",
+}
+SCORE_FUNCTIONS = ("Identity", "Sigmoid", "Tanh", "ReLU")
+
+
+@dataclass(frozen=True, slots=True)
+class PooledLayer:
+    """A layer over pooled vectors: function(W x + b), or a norm.
+
+    Attributes:
+        name: in the checkpoint. Of a dense module it begins with the module's folder.
+        inputs, outputs: widths.
+        function: "none", or one of `FUNCTIONS`.
+        norm_eps: of a LayerNorm, which has no matrix; None: it is no norm.
+    """
+
+    name: str
+    inputs: int
+    outputs: int
+    bias: bool = True
+    function: str = "none"
+    norm_eps: float | None = None
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes in the checkpoint."""
+        norm = self.norm_eps is not None
+        found: dict[str, tuple[int, ...]] = {}
+        found[f"{self.name}.weight"] = (self.outputs,) if norm else (self.outputs, self.inputs)
+        if self.bias:
+            found[f"{self.name}.bias"] = (self.outputs,)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingSpec:
+    """How a model makes a vector or a score of a prompt.
+
+    Attributes:
+        kind: of `core.types.POOLINGS`, what the model was trained with.
+        layers: over the pooled vector, in order.
+        scores: what comes out is a score of the prompt, and no vector.
+        score_tokens: the score is the logit of the first token, less that of the second one if
+            there is one; None: it is what the last layer gives.
+        function: of the score, one of `FUNCTIONS`.
+        dimensions: lengths to which vectors can be cut (Kusupati et al. 2022). any_dimension: or to
+            any from the least of them on.
+        modules: folders of the modules whose weights stand in files of their own.
+        template: how a pair of texts is written to be scored: "pair", as the tokenizer does it; or
+            "qwen3", as Qwen3-Reranker reads it.
+        prompts: what is put before texts, by name. default_prompt: the one that is by default.
+        max_tokens: of a prompt, where it is less than the network could take; None: it is not.
+    """
+
+    kind: str
+    layers: tuple[PooledLayer, ...] = ()
+    scores: bool = False
+    score_tokens: tuple[int, int | None] | None = None
+    function: str = "none"
+    dimensions: tuple[int, ...] = ()
+    any_dimension: bool = False
+    modules: tuple[str, ...] = ()
+    template: str = "pair"
+    prompts: tuple[tuple[str, str], ...] = ()
+    default_prompt: str = ""
+    max_tokens: int | None = None
+
+    def width(self, hidden: int) -> int:
+        """Return the length of a vector, from that of hidden states."""
+        return self.layers[-1].outputs if self.layers else hidden
+
+    def allowed(self, hidden: int) -> str:
+        """Return in words which `dimensions` a request may have."""
+        whole = self.width(hidden)
+        if self.any_dimension:
+            return f"in {min(self.dimensions, default=1)}..{whole}"
+        if not self.dimensions:
+            return f"{whole}: this model's vectors cannot be cut"
+        return "one of " + ", ".join(map(str, sorted({*self.dimensions, whole})))
+
+    def can_cut(self, dimensions: int, hidden: int) -> bool:
+        """Return whether vectors can be cut to a length."""
+        whole = self.width(hidden)
+        if self.any_dimension:
+            return min(self.dimensions, default=1) <= dimensions <= whole
+        return dimensions == whole or dimensions in self.dimensions
+
+
+def one_label(fields: Fields) -> None:
+    """
+    Raises:
+        ModelError: a classifier has other than one label.
+    """
+    names = fields.mapping("id2label")
+    count = len(names) if names is not None else fields.integer("num_labels", 1, 1 << 20, 2)
+    if count != 1:
+        key = "id2label" if names is not None else "num_labels"
+        raise fields.error(key, f"must be of one label: classifiers that score run, not of {count}")
+
+
+def score_function(fields: Fields) -> str:
+    """Return the function of scores that config.json names; sigmoid if none."""
+    inside = fields.inside("sentence_transformers")
+    for where, key in ((inside, "activation_fn"), (fields, "sbert_ce_default_activation_function")):
+        if key in where:
+            return _function(where, key, SCORE_FUNCTIONS)
+    return "sigmoid"
+
+
+def cut_dimensions(fields: Fields) -> tuple[tuple[int, ...], bool]:
+    """Return `dimensions` and `any_dimension` as config.json has them."""
+    listed = fields.raw("matryoshka_dimensions")
+    if listed is not None:
+        return tuple(int(n) for n in fields.numbers("matryoshka_dimensions", 1, MAX_WIDTH)), False
+    return (), fields.boolean("is_matryoshka", False)
+
+
+def mean_vectors(fields: Fields, hidden: int, eps: float) -> PoolingSpec:
+    """The mean of all tokens, where files do not say more."""
+    dimensions, every = cut_dimensions(fields)
+    return PoolingSpec("mean", dimensions=dimensions, any_dimension=every)
+
+
+def read_modules(folder: Path, hidden: int, vocab: int, config: Fields) -> PoolingSpec | None:
+    """Return what the modules of a folder make of hidden states; None: it has no `modules.json`.
+
+    Args:
+        hidden, vocab: width of hidden states, and tokens of the network.
+        config: of the network.
+
+    Raises:
+        ModelError: a file that cannot be used, or a module that does not run here.
+    """
+    if not (folder / MODULES).exists():
+        return None
+    width, spec = hidden, PoolingSpec("")
+    for fields in _modules(folder):
+        kind = fields.text("type").rpartition(".")[2]
+        path = fields.text("path") if fields.raw("path") != "" else ""
+        if kind == "Transformer":
+            if path:
+                raise fields.error("path", f"must be empty for the network, not {shown(path)}")
+        elif kind == "Pooling" and not spec.kind:
+            spec = replace(spec, kind=_pooling(folder, path))
+        elif kind == "Dense" and spec.kind:
+            layer = _dense(folder, path, width)
+            width = layer.outputs
+            layers, modules = (*spec.layers, layer), (*spec.modules, path)
+            spec = replace(spec, layers=layers, modules=modules)
+        elif kind == "LogitScore" and not spec.kind:
+            tokens = _tokens(folder, path, vocab)
+            spec = replace(spec, kind="last", scores=True, score_tokens=tokens, template="qwen3")
+        elif kind not in ("Normalize", "Dropout"):  # requests say whether vectors are normalised
+            known = "Transformer, Pooling, Dense, Normalize and LogitScore"
+            raise fields.error("type", f"must be one of {known}, in order, not {shown(kind)}")
+    if not spec.kind:
+        return None
+    prompts, default = _prompts(folder)
+    spec = replace(
+        spec, prompts=tuple(prompts.items()), default_prompt=default, max_tokens=_length(folder)
+    )
+    if spec.scores:
+        return replace(spec, function=_sentence_function(folder))
+    dimensions, every = cut_dimensions(config)
+    return replace(spec, dimensions=dimensions, any_dimension=every)
+
+
+def read_judge(folder: Path, vocab: int, config: Fields) -> PoolingSpec | None:
+    """Return how Qwen3-Reranker scores, whose files say nothing of it: it is known by its name, or
+    by `classifier_from_token` of config.json. None: it is another model.
+
+    Raises:
+        ModelError: the tokens are others than its own.
+    """
+    named = any("qwen3-reranker" in part.lower() for part in folder.absolute().parts[-3:])
+    told = config.strings("classifier_from_token")
+    if told and told != ("no", "yes"):
+        raise config.error("classifier_from_token", f"must be ['no', 'yes'], not {list(told)}")
+    if not (named or told) or vocab <= max(JUDGE_TOKENS):
+        return None
+    return PoolingSpec(
+        "last", scores=True, score_tokens=JUDGE_TOKENS, function="sigmoid", template="qwen3"
+    )
+
+
+def _length(folder: Path) -> int | None:
+    if not (folder / LENGTHS).exists():
+        return None
+    fields = Fields(read_json(folder / LENGTHS), LENGTHS)
+    return fields.integer("max_seq_length", 1, MAX_WIDTH) if "max_seq_length" in fields else None
+
+
+def _prompts(folder: Path) -> tuple[dict[str, str], str]:
+    if not (folder / SENTENCES).exists():
+        return {}, ""
+    fields = Fields(read_json(folder / SENTENCES), SENTENCES)
+    prompts = dict(fields.mapping("prompts") or {})
+    for name, text in prompts.items():
+        if not isinstance(text, str):
+            raise fields.error("prompts", f"must hold texts, not {shown(text)} for {shown(name)}")
+    default = fields.text("default_prompt_name") if "default_prompt_name" in fields else ""
+    if default and default not in prompts:
+        raise fields.error("default_prompt_name", f"must be one of prompts, not {shown(default)}")
+    return {name: str(text) for name, text in prompts.items()}, default
+
+
+def _modules(folder: Path) -> list[Fields]:
+    path = folder / MODULES
+    try:
+        listed = json.loads(path.read_bytes()[: 1 << 20])
+    except (OSError, ValueError, RecursionError):
+        raise ModelError(MODULES, "is not valid JSON") from None
+    if not isinstance(listed, list) or len(listed) > MAX_MODULES:
+        raise ModelError(MODULES, f"must be a list of at most {MAX_MODULES} modules")
+    if not all(isinstance(each, dict) for each in listed):
+        raise ModelError(MODULES, "must hold objects")
+    return [Fields(each, f"{MODULES} {i}") for i, each in enumerate(listed)]
+
+
+def _module(folder: Path, path: str) -> Fields:
+    """Return the configuration of a module, which is in a folder of its own."""
+    if not path or Path(path).name != path or path.startswith("."):
+        raise ModelError(MODULES, f"path must name a folder of the model's, not {shown(path)}")
+    return Fields(read_json(folder / path / MODULE_CONFIG), f"{path}/{MODULE_CONFIG}")
+
+
+def _pooling(folder: Path, path: str) -> str:
+    fields = _module(folder, path)
+    if not fields.boolean("include_prompt", True):
+        raise fields.error("include_prompt", "must be true")
+    prefix = "pooling_mode_"
+    every = ("cls_token", "mean_tokens", "max_tokens", "lasttoken")
+    others = ("mean_sqrt_len_tokens", "weightedmean_tokens")
+    chosen = [m for m in (*every, *others) if fields.boolean(f"{prefix}{m}", False)]
+    key = prefix + (chosen[0] if chosen else "mean_tokens")
+    if "pooling_mode" in fields:
+        key, chosen = "pooling_mode", [fields.text("pooling_mode")]
+    if len(chosen) > 1:
+        raise fields.error(key, f"must be the only pooling, beside {', '.join(chosen[1:])}")
+    if not chosen:
+        raise fields.error(key, "must be true, or that of another pooling")
+    if chosen[0] not in MODES:
+        raise fields.error(key, f"must be cls, mean, max or lasttoken, not {shown(chosen[0])}")
+    return MODES[chosen[0]]
+
+
+def _dense(folder: Path, path: str, width: int) -> PooledLayer:
+    fields = _module(folder, path)
+    inputs = fields.integer("in_features", 1, MAX_WIDTH)
+    if inputs != width:
+        raise fields.error("in_features", f"must be {width}, as what comes before, not {inputs}")
+    function = _function(fields, "activation_function") if "activation_function" in fields else ""
+    return PooledLayer(
+        f"{path}.linear",
+        inputs,
+        fields.integer("out_features", 1, MAX_WIDTH),
+        bias=fields.boolean("bias", True),
+        function=function or "tanh",
+    )
+
+
+def _tokens(folder: Path, path: str, vocab: int) -> tuple[int, int | None]:
+    fields, last = _module(folder, path), vocab - 1
+    no = fields.integer("false_token_id", 0, last) if "false_token_id" in fields else None
+    return fields.integer("true_token_id", 0, last), no
+
+
+def _sentence_function(folder: Path) -> str:
+    """Return the function of scores that sentence-transformers' file names; sigmoid if none."""
+    if not (folder / SENTENCES).exists():
+        return "sigmoid"
+    fields = Fields(read_json(folder / SENTENCES), SENTENCES)
+    if "activation_fn" not in fields:
+        return "sigmoid"
+    return _function(fields, "activation_fn", SCORE_FUNCTIONS)
+
+
+def _function(fields: Fields, key: str, known: Collection[str] = tuple(FUNCTIONS)) -> str:
+    name = fields.text(key).rpartition(".")[2]
+    if name not in known:
+        raise fields.error(key, f"must be one of {', '.join(known)}, not {shown(name)}")
+    return FUNCTIONS[name]

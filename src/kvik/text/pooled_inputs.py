@@ -1,0 +1,157 @@
+"""Texts to embed and pairs of texts to score, as a model was trained to read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvik.errors import ParamError, shown
+from kvik.spec.pooling import PoolingSpec
+from kvik.text.tokenizer import Tokenizer
+
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+# Of Qwen3-Reranker (Zhang et al. 2025, arXiv 2506.05176), which answers with yes or no.
+QWEN3_TASK = "Judge whether the Document meets the requirements based on the Query"
+QWEN3_JUDGE = (
+    f"<|im_start|>system\n{QWEN3_TASK} and "
+    'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n"
+)
+QWEN3_PAIR = "<Instruct>: {}\n<Query>: {}\n<Document>: {}"
+QWEN3_END = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class PooledInput:
+    """A prompt that is embedded or scored.
+
+    Attributes:
+        ids: of its tokens.
+        second_text: as of `EngineRequest`.
+    """
+
+    ids: list[int]
+    second_text: int = 0
+
+
+def prompt_before(pooling: PoolingSpec | None, name: str | None) -> str:
+    """Return what is put before a text to embed.
+
+    Args:
+        name: of one of the model's prompts; None: the one that it has by default, if any.
+
+    Raises:
+        ParamError: it has no such prompt.
+    """
+    prompts = dict(pooling.prompts) if pooling is not None else {}
+    if name is None:
+        return prompts.get(pooling.default_prompt, "") if pooling is not None else ""
+    if name not in prompts:
+        known = f"one of {', '.join(prompts)}" if prompts else "left out: this model has none"
+        raise ParamError("prompt_name", f"must be {known}, not {shown(name)}")
+    return prompts[name]
+
+
+def text_input(
+    tokenizer: Tokenizer,
+    text: str,
+    *,
+    pooling: PoolingSpec | None,
+    most: int | None = None,
+    special: bool = True,
+) -> PooledInput:
+    """Return a text to embed.
+
+    Args:
+        most: tokens to keep: special ones and the beginning of the text, or of models that say
+            nothing of embedding the end, as where they go on with it; None: all.
+        special: add special tokens.
+    """
+    if pooling is None and most is not None:
+        return ids_input(pooling, tokenizer.encode(text, special), most)
+    return PooledInput(tokenizer.encode_texts((text,), most, special=special)[0])
+
+
+def ids_input(pooling: PoolingSpec | None, ids: list[int], most: int | None = None) -> PooledInput:
+    """Return token ids to embed; for `most` see `text_input`."""
+    if most is None:
+        return PooledInput(ids)
+    return PooledInput(ids[-most:] if pooling is None else ids[:most])
+
+
+def pair_input(
+    tokenizer: Tokenizer,
+    first: str,
+    second: str,
+    *,
+    pooling: PoolingSpec,
+    instruction: str | None = None,
+    most: int | None = None,
+) -> PooledInput:
+    """Return a pair of texts to score: a query and a document, say.
+
+    Args:
+        instruction: what makes a pair good, for models that read it; None: what they take by
+            default.
+        most: tokens to keep, of the longer text the first ones; None: all.
+
+    Raises:
+        ParamError: the model reads no instruction.
+    """
+    if pooling.template == "qwen3":
+        own = tokenizer.chat_template or ""
+        if "'document'" in own.replace('"', "'") and QWEN3_TASK not in own:
+            raise ParamError(
+                "model", "writes pairs by a chat template of its own, which is not run"
+            )
+        prompts = dict(pooling.prompts)
+        asked = instruction or prompts.get(pooling.default_prompt) or INSTRUCTION
+        start, end = tokenizer.encode(QWEN3_JUDGE, False), tokenizer.encode(QWEN3_END, False)
+        pair = tokenizer.encode(QWEN3_PAIR.format(asked, first, second), False)
+        if most is not None:
+            pair = pair[: max(1, most - len(start) - len(end))]
+        return PooledInput([*start, *pair, *end])
+    if instruction is not None:
+        raise ParamError("instruction", "must be left out: this model reads none")
+    return PooledInput(*tokenizer.encode_texts((first, second), most))
+
+
+def check_dimensions(pooling: PoolingSpec | None, hidden: int, dimensions: int | None) -> None:
+    """
+    Raises:
+        ParamError: vectors of the model cannot have that length.
+    """
+    spec = pooling or PoolingSpec("")
+    if dimensions is not None and not spec.can_cut(dimensions, hidden):
+        raise ParamError("dimensions", f"must be {spec.allowed(hidden)}, not {dimensions}")
+
+
+def default_pooling(pooling: PoolingSpec | None) -> str:
+    """Return the pooling of a request that names none."""
+    return pooling.kind if pooling is not None and not pooling.scores else "mean"
+
+
+def scoring(pooling: PoolingSpec | None) -> PoolingSpec:
+    """Return how a model scores pairs of texts.
+
+    Raises:
+        ParamError: it gives no scores.
+    """
+    if pooling is None or not pooling.scores:
+        raise ParamError("model", "gives no scores: it is no reranker")
+    return pooling
+
+
+def paired(first: Sequence[str], second: Sequence[str]) -> list[tuple[str, str]]:
+    """Return pairs of texts: one with each of the others, or each with the one at its place.
+
+    Raises:
+        ParamError: there are several of both, and not as many.
+    """
+    if len(first) == 1:
+        return [(first[0], text) for text in second]
+    if len(first) != len(second):
+        raise ParamError(
+            "text_2", f"must have as many texts as text_1 ({len(first)}), not {len(second)}"
+        )
+    return list(zip(first, second, strict=True))
