@@ -106,9 +106,9 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
     P(table) I(table_stride) P(ids) P(out) I(out_stride) I(rows) I(row_bytes)
 
 // out [rows, head_dim] fp32: of each position p (int64) row p / low_rows of high times row p % low_rows of
-// low, as complex numbers. All three: cosines, then sines.
+// low, as complex numbers; positions beyond `last` count as that. All three: cosines, then sines.
 #define KVIK_ARGS_rotations(P, I, F)                                                     \
-    P(high) P(low) I(low_rows) P(positions) P(out) I(rows) I(head_dim)
+    P(high) P(low) I(low_rows) P(positions) I(last) P(out) I(rows) I(head_dim)
 
 // q [rows, heads, head_dim] and k [rows, kv_heads, head_dim], rotated in place (element j with
 // element j + head_dim / 2). rotation [rows, head_dim] fp32: cosines, then sines. Heads are dense within a row.
@@ -151,13 +151,14 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 // are the first value_dim columns of the keys, and q has as many: the others are in q_rope [tokens, heads,
 // head_dim - value_dim]. A score s = scale * q k becomes softcap *
 // tanh(s / softcap), unless that is 0. sinks: null, or fp32 [heads]: a score that each head adds to those of
-// the keys, with no value. reach: 0, or a query sees the keys up to so far before and behind its own, of those
-// that are there, and there is neither window nor tree.
+// the keys, with no value. sink_keys: of a window, the first keys, which all queries see besides. sink_q: what
+// these are multiplied with, as q [tokens, heads, head_dim]; null: q itself. reach: 0, or a query sees the keys up to
+// so far before and behind its own, of those that are there, and there is neither window nor tree.
 #define KVIK_ARGS_attention(P, I, F)                                                     \
     P(q) I(q_stride) P(q_rope) I(q_rope_stride) I(value_dim) P(k_cache) P(v_cache) P(k_scales) P(v_scales) P(block_table)        \
     I(table_stride) P(query_start_loc) P(seq_lens) I(num_seqs) I(heads) I(kv_heads)      \
     I(head_dim) I(block_size) I(window) I(chunked) I(reach) P(tree) F(scale) F(softcap) P(sinks)  \
-    P(out) I(out_stride) I(dtype) I(kv_dtype)
+    I(sink_keys) P(sink_q) I(sink_q_stride) P(out) I(out_stride) I(dtype) I(kv_dtype)
 
 // y [rows, outputs] = act(x W^T + bias) + residual. weight, scales, zeros as `pack_matrix` laid them
 // out. group: inputs that share a scale, 0: all of them. order: null, or int32 [inputs]: input i of W

@@ -32,12 +32,18 @@ struct Cut {
     int64_t block_queries, query_blocks;
     int64_t head_parts;
     int64_t first_split, num_splits;
+    bool sinks;  // a split before these
     bool thin;
     bool by_split;  // a task has one split, and leaves parts that are combined at the end
     int64_t first_task, first_part;
-    int64_t num_tasks() const { return (by_split ? num_splits : 1) * query_blocks * head_parts; }
-    int64_t num_parts(int64_t heads) const { return by_split ? num_splits * queries.count * heads : 0; }
+    int64_t all_splits() const { return num_splits + sinks; }
+    int64_t num_tasks() const { return (by_split ? all_splits() : 1) * query_blocks * head_parts; }
+    int64_t num_parts(int64_t heads) const { return by_split ? all_splits() * queries.count * heads : 0; }
 };
+
+inline int64_t splits_of(const Queries::Range& range) {
+    return range.end > range.first ? (range.end - 1) / kSplit + 1 - range.first / kSplit : 0;
+}
 
 inline Cut cut_sequence(const attention_args& a, int64_t sequence) {
     const auto* starts = static_cast<const int32_t*>(a.query_start_loc);
@@ -47,7 +53,7 @@ inline Cut cut_sequence(const attention_args& a, int64_t sequence) {
     const int64_t count = starts[sequence + 1] - starts[sequence];
     const uint64_t* tree = a.tree && count > 0 ? static_cast<const uint64_t*>(a.tree) + cut.first_token : nullptr;
     cut.queries = {static_cast<const int32_t*>(a.seq_lens)[sequence] - count, count, a.window,
-                   a.chunked != 0, tree && *tree ? tree : nullptr, a.reach};
+                   a.chunked != 0, a.sink_keys, tree && *tree ? tree : nullptr, a.reach};
     cut.table = static_cast<const int32_t*>(a.block_table) + sequence * a.table_stride;
     if (count <= 0) return cut;
     cut.thin = count * group <= kThinRows;
@@ -56,7 +62,8 @@ inline Cut cut_sequence(const attention_args& a, int64_t sequence) {
     cut.head_parts = cut.thin ? 1 : a.kv_heads;
     const Queries::Range range = cut.queries.range(0, count);
     cut.first_split = range.first / kSplit;
-    cut.num_splits = (range.end - 1) / kSplit + 1 - cut.first_split;
+    cut.num_splits = splits_of(range);
+    cut.sinks = a.sink_keys > 0;
     cut.by_split = cut.thin && cut.num_splits > 1;
     return cut;
 }
@@ -107,7 +114,7 @@ inline Task task_of(const attention_args& a, const Cut& cut, int64_t index, floa
     task.num_queries = left < cut.block_queries ? left : cut.block_queries;
     if (cut.by_split) {
         const int64_t split = index / cut.query_blocks;
-        task.split = cut.first_split + split;
+        task.split = split < cut.sinks ? kSinks : cut.first_split + split - cut.sinks;
         task.num_splits = 1;
         task.part_rows = cut.queries.count * (a.heads / a.kv_heads);
         task.parts = parts + (cut.first_part + split * cut.queries.count * a.heads +
@@ -115,7 +122,8 @@ inline Task task_of(const attention_args& a, const Cut& cut, int64_t index, floa
     } else {
         const Queries::Range range = cut.queries.range(task.query, task.query + task.num_queries);
         task.split = range.first / kSplit;
-        task.num_splits = (range.end - 1) / kSplit + 1 - task.split;
+        task.num_splits = splits_of(range);
+        task.sinks = cut.sinks;
     }
     return task;
 }
@@ -125,7 +133,7 @@ inline void combine_row(const attention_args& a, const Cut& cut, int64_t row, fl
     const int64_t group = a.heads / a.kv_heads, size = Record::size(a.value_dim);
     const int64_t kv_head = row / (cut.queries.count * group), inner = row % (cut.queries.count * group);
     Record::reset(total, a.value_dim);
-    for (int64_t split = 0; split < cut.num_splits; split++)
+    for (int64_t split = 0; split < cut.all_splits(); split++)
         combine(total, parts + (cut.first_part + split * cut.queries.count * a.heads + row) * size, a.value_dim);
     write_out(a, total, cut.first_token + inner / group, kv_head * group + inner % group);
 }
@@ -156,7 +164,7 @@ void attend(const attention_args& a, Team& team) {
     for (const Cut* cut = cuts; plan.num_parts > 0 && cut < cuts + plan.num_cuts; cut++) {
         if (!cut->by_split) continue;
         const int64_t combined = cut->queries.count * a.heads;
-        const int64_t ranges = parts_for(team, combined, kCombinedPerThread / (cut->num_splits * a.value_dim));
+        const int64_t ranges = parts_for(team, combined, kCombinedPerThread / (cut->all_splits() * a.value_dim));
         together(team, ranges, [&](Member& member) {
             float* total = static_cast<float*>(member.scratch(record));
             for (int64_t piece; (piece = member.next()) >= 0;) {

@@ -2,7 +2,7 @@
 //
 // Keys are taken in splits of 512 at absolute positions. Each split starts from nothing, and splits
 // are combined in order. So a result does not depend on whether one thread walked all splits or many
-// threads one each. A node of a tree sees its path at the positions that the path would have in a plain
+// threads one each. Sinks of a window are a split of their own, before the others. A node of a tree sees its path at the positions that the path would have in a plain
 // sequence: where its nodes are stored elsewhere, their strips are first copied together.
 #pragma once
 
@@ -17,6 +17,7 @@ namespace {
 namespace paged {
 
 constexpr int64_t kSplit = 512;
+constexpr int64_t kSinks = -1;  // the split that they are
 // Up to this many rows of a kv head (queries x heads of its group), memory limits the speed.
 constexpr int64_t kThinRows = 16;
 
@@ -25,6 +26,7 @@ struct Task {
     int64_t first_token;  // of the sequence, in q and out
     const int32_t* table;
     int64_t query, num_queries, head, num_heads, split, num_splits;  // heads: kv heads
+    bool sinks;  // before these splits
     // Where to leave the records, for a single split: row r of head h at
     // (h * part_rows + r) * Record::size. Null: combine the splits and write the output.
     float* parts;
@@ -89,7 +91,7 @@ class Worker {
 public:
     // Bytes of scratch for tasks of `rows` rows, over all their heads.
     static int64_t scratch_bytes(const attention_args& a, int64_t rows) {
-        const int64_t packings = a.tree ? 2 : 1;
+        const int64_t packings = (a.tree ? 2 : 1) * (a.sink_q ? 2 : 1);
         const int64_t packed_rows = packings * rows + Format::kRows;
         const int64_t path_bytes = a.tree ? 2 * kTile * (a.head_dim * int64_t(sizeof(Stored)) + 2) : 0;
         return rows * (2 * Record::size(a.value_dim) * int64_t(sizeof(float)) +
@@ -109,12 +111,14 @@ public:
         keys = reinterpret_cast<Cache*>(totals + rows * record_size);
         values = keys + kTile * a.head_dim;
         factors = reinterpret_cast<Factor*>(values + kTile * a.head_dim);
-        visible = reinterpret_cast<uint64_t*>(factors + rows * a.head_dim);
+        sink_factors = a.sink_q ? factors + rows * a.head_dim : factors;
+        visible = reinterpret_cast<uint64_t*>(sink_factors + rows * a.head_dim);
         path_keys = reinterpret_cast<Stored*>(visible + rows);
         path_values = path_keys + kTile * a.head_dim;
         path_key_words = reinterpret_cast<uint16_t*>(path_values + kTile * a.head_dim);
         path_value_words = path_key_words + kTile;
         path_factors = reinterpret_cast<Factor*>(path_value_words + kTile);
+        sink_path_factors = a.sink_q ? path_factors + rows * a.head_dim : path_factors;
         if (latent) path_value_words = path_key_words;
     }
 
@@ -122,19 +126,20 @@ public:
         task = &given;
         rows = task->num_queries * group;
         range = task->queries.range(task->query, task->query + task->num_queries);
-        pack_queries(factors, rows);
-        if (task->queries.tree) pack_queries(path_factors, group);
+        pack_queries(a.q, a.q_stride, factors, rows);
+        if (task->queries.tree) pack_queries(a.q, a.q_stride, path_factors, group);
+        if (a.sink_q) {
+            pack_queries(a.sink_q, a.sink_q_stride, sink_factors, rows);
+            if (task->queries.tree) pack_queries(a.sink_q, a.sink_q_stride, sink_path_factors, group);
+        }
         if (task->parts) {
             walk_split(task->split, task->parts + task->head * task->part_rows * record_size,
                        task->part_rows * record_size);
             return;
         }
         for (int64_t r = 0; r < task->num_heads * rows; r++) Record::reset(totals + r * record_size, a.value_dim);
-        for (int64_t split = task->split; split < task->split + task->num_splits; split++) {
-            walk_split(split, records, rows * record_size);
-            for (int64_t r = 0; r < task->num_heads * rows; r++)
-                combine(totals + r * record_size, records + r * record_size, a.value_dim);
-        }
+        if (task->sinks) add_split(kSinks);
+        for (int64_t split = task->split; split < task->split + task->num_splits; split++) add_split(split);
         for (int64_t h = 0; h < task->num_heads; h++)
             for (int64_t r = 0; r < rows; r++)
                 write_out(a, totals + (h * rows + r) * record_size, task->first_token + task->query + r / group,
@@ -142,10 +147,16 @@ public:
     }
 
 private:
+    void add_split(int64_t split) {
+        walk_split(split, records, rows * record_size);
+        for (int64_t r = 0; r < task->num_heads * rows; r++)
+            combine(totals + r * record_size, records + r * record_size, a.value_dim);
+    }
+
     // Rows of a head are its queries times the heads of the group. Those of each `part` rows that follow
     // each other are packed by kRows, as the scores want them: [head_dim / pair][rows][pair]. Registers want
     // [rows][head_dim], and load rows behind the last one too.
-    void pack_queries(Factor* packed, int64_t part) {
+    void pack_queries(const void* q, int64_t stride, Factor* packed, int64_t part) {
         constexpr int P = Format::kPair;
         for (int64_t h = 0; h < task->num_heads; h++)
             for (int64_t r = 0; r < rows; r++) {
@@ -154,9 +165,9 @@ private:
                 Factor* to = packed + (h * rows + r - inner + first) * a.head_dim + (inner - first) * P;
                 const int64_t token = task->first_token + task->query + r / group;
                 const int64_t head = (task->head + h) * group + r % group;
-                const int64_t own = a.value_dim, at = token * a.q_stride + head * own;
+                const int64_t own = a.value_dim, at = token * stride + head * own;
                 for (int64_t i = 0; i < own / P; i++)
-                    for (int p = 0; p < P; p++) read_query(a.q, a.dtype, at + i * P + p, to + i * width * P + p);
+                    for (int p = 0; p < P; p++) read_query(q, a.dtype, at + i * P + p, to + i * width * P + p);
                 if (!latent) continue;
                 const int64_t rope_at = token * a.q_rope_stride + head * (a.head_dim - own) - own;
                 for (int64_t i = own / P; i < a.head_dim / P; i++)
@@ -171,12 +182,12 @@ private:
         int64_t token[kStrips];
         unsigned present;
     };
-    Strips find(int64_t tile) const {
+    Strips find(int64_t tile, const Queries::Range& seen) const {
         Strips strips{};
         int64_t any = 0;
         for (int s = kStrips - 1; s >= 0; s--) {
             const int64_t position = tile + s * kStrip;
-            if (position >= range.end || position + kStrip <= range.first) continue;
+            if (position >= seen.end || position + kStrip <= seen.first) continue;
             any = layout.token(task->table[position / a.block_size], 0, position % a.block_size);
             strips.token[s] = any;
             strips.present |= 1u << s;
@@ -189,16 +200,20 @@ private:
     void walk_split(int64_t split, float* to, int64_t head_stride) {
         for (int64_t h = 0; h < task->num_heads; h++)
             for (int64_t r = 0; r < rows; r++) Record::reset(to + h * head_stride + r * record_size, a.value_dim);
-        int64_t tile = split * kSplit, end = tile + kSplit;
-        if (tile < range.first) tile = range.first / kTile * kTile;
-        if (end > range.end) end = range.end;
+        const bool of_sinks = split == kSinks;
+        const Queries::Range seen = of_sinks ? task->queries.sinks_range(range) : range;
+        const Factor* own = of_sinks ? sink_factors : factors;
+        const Factor* own_paths = of_sinks ? sink_path_factors : path_factors;
+        int64_t tile = of_sinks ? 0 : split * kSplit, end = of_sinks ? seen.end : tile + kSplit;
+        if (tile < seen.first) tile = seen.first / kTile * kTile;
+        if (end > seen.end) end = seen.end;
         if (tile >= end) return;
-        Strips next = find(tile);
+        Strips next = find(tile, seen);
         for (; tile < end; tile += kTile) {
             const Strips strips = next;
-            if (tile + kTile < end) next = find(tile + kTile);
+            if (tile + kTile < end) next = find(tile + kTile, seen);
             for (int64_t i = 0; i < task->num_queries; i++) {
-                const uint64_t bits = task->queries.bits(task->query + i, tile);
+                const uint64_t bits = task->queries.bits(task->query + i, tile, of_sinks);
                 for (int64_t j = 0; j < group; j++) visible[i * group + j] = bits;
             }
             for (int64_t h = 0; h < task->num_heads; h++) {
@@ -206,13 +221,13 @@ private:
                 const Places places = places_of(strips, task->head + h);
                 const Places then = places_of(last ? next : strips, last ? task->head : task->head + h + 1);
                 if (task->queries.in_place(tile)) {
-                    walk_rows(places, then, factors + h * rows * a.head_dim, visible, to + h * head_stride, rows);
+                    walk_rows(places, then, own + h * rows * a.head_dim, visible, to + h * head_stride, rows);
                     continue;
                 }
                 for (int64_t i = 0; i < task->num_queries; i++) {
                     if (!visible[i * group]) continue;
                     walk_rows(along_path(places, i, tile, task->head + h), then,
-                              path_factors + (h * rows + i * group) * a.head_dim, visible + i * group,
+                              own_paths + (h * rows + i * group) * a.head_dim, visible + i * group,
                               to + h * head_stride + i * group * record_size, group);
                 }
             }
@@ -366,12 +381,12 @@ private:
     int64_t record_size;
     float *records, *totals;
     Cache *keys, *values;  // a tile, where the numbers of the cache are rounded; values of latents
-    Factor* factors;
+    Factor *factors, *sink_factors;
     uint64_t* visible;  // of each row in the current tile
     // Of a tree: a tile of the cache as a node finds it, and the rows packed node by node.
     Stored *path_keys, *path_values;
     uint16_t *path_key_words, *path_value_words;
-    Factor* path_factors;
+    Factor *path_factors, *sink_path_factors;
 
     const Task* task;
     int64_t rows;  // of one kv head

@@ -23,10 +23,11 @@ struct Queries {
     int64_t cached, count;
     int64_t window;        // the most visible keys, 0: all
     bool chunked;          // they begin at a multiple of the window
+    int64_t sinks;         // the first keys, which are visible besides, and apart from the others
     const uint64_t* tree;  // of each query the path to it, or null
     int64_t reach;         // keys up to so far on either side, 0: those up to the query's own
 
-    // A query sees the keys [first_key, end_key).
+    // A query sees the keys [first_key, end_key), and sinks up to sinks_end.
     int64_t end_key(int64_t query) const {
         if (reach) return query + 1 + reach < count ? cached + query + 1 + reach : cached + count;
         return cached + (tree ? __builtin_popcountll(tree[query]) : query + 1);
@@ -34,11 +35,13 @@ struct Queries {
     int64_t first_key(int64_t query) const {
         if (reach) return cached + query > reach ? cached + query - reach : 0;
         const int64_t end = end_key(query);
-        if (window <= 0 || end <= window) return 0;
-        return end - (chunked ? (end - 1) % window + 1 : window);
+        if (window <= 0 || end <= window) return sinks;
+        const int64_t first = end - (chunked ? (end - 1) % window + 1 : window);
+        return first > sinks ? first : sinks;
     }
+    int64_t sinks_end(int64_t query) const { return end_key(query) < sinks ? end_key(query) : sinks; }
 
-    // All keys that queries [begin, end) see are in [first, end).
+    // All keys that queries [begin, end) see are in [first, end), which may be empty, but for sinks.
     struct Range {
         int64_t first, end;
     };
@@ -52,8 +55,11 @@ struct Queries {
         return found;
     }
 
-    // Bit j: the query sees key tile + j.
-    uint64_t bits(int64_t query, int64_t tile) const {
+    Range sinks_range(const Range& found) const { return {0, found.end < sinks ? found.end : sinks}; }
+
+    // Bit j: the query sees key tile + j, among sinks or among the others.
+    uint64_t bits(int64_t query, int64_t tile, bool of_sinks) const {
+        if (of_sinks) return bits_between(-tile, sinks_end(query) - tile);
         return bits_between(first_key(query) - tile, end_key(query) - tile);
     }
 

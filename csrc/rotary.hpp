@@ -16,7 +16,8 @@ void rotations(const rotations_args& a, Team& team) {
     const int64_t half = a.head_dim / 2;
     const int64_t* positions = static_cast<const int64_t*>(a.positions);
     each_columns(team, a.rows, half, kTurnedPerThread / 2, [&](int64_t row, int64_t begin, int64_t end) {
-        const int64_t multiple = positions[row] / a.low_rows, rest = positions[row] % a.low_rows;
+        const int64_t position = positions[row] < a.last ? positions[row] : a.last;
+        const int64_t multiple = position / a.low_rows, rest = position % a.low_rows;
         const float* high = static_cast<const float*>(a.high) + multiple * a.head_dim;
         const float* low = static_cast<const float*>(a.low) + rest * a.head_dim;
         float* out = static_cast<float*>(a.out) + row * a.head_dim;

@@ -162,11 +162,14 @@ def _rotaries() -> list[Case]:
 
         return arguments
 
-    def angles(rows: int, low: int, dim: int, tokens: int) -> Callable[[Maker], tuple[Tensor, ...]]:
+    def angles(
+        rows: int, low: int, dim: int, tokens: int
+    ) -> Callable[[Maker], tuple[Argument, ...]]:
         return lambda m: (
             m.normal(rows, dim, dtype=torch.float32),
             m.normal(low, dim, dtype=torch.float32),
             m.integers(0, rows * low - 1, tokens, dtype=torch.int64),
+            rows * low // 2,
         )
 
     shapes = ((1, 8, 4, 32), (5, 3, 1, 2), (7, 4, 4, 64), (3, 14, 2, 10))

@@ -740,7 +740,7 @@ ROTARY = (
     Resources(
         rotary.rotations_kernel,
         "128 channels",
-        _types(p_fp32="high low out", p_i64="positions", i32="low_rows"),
+        _types(p_fp32="high low out", p_i64="positions", i32="last low_rows"),
         {"DIM": 128, "HALF": 64},
         num_warps=1,
         aligned=_aligned("low_rows"),

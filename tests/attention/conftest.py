@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from helpers.attention_backends import NAMES, make_backend
-from helpers.windows import Seen, as_window, first_seen
+from helpers.windows import Seen, as_window, num_sinks, seen
 from torch import Tensor
 
 from kvik.attention.base import Attend, AttentionBackend, AttentionSpec, LayerKV, StepLayout
@@ -35,6 +35,7 @@ class Step:
     keys: list[Tensor]
     values: list[Tensor]
     spec: AttentionSpec = SPEC
+    sink_rotation: Tensor | None = None
 
     def run(self, backend: AttentionBackend, window: Seen = None) -> Tensor:
         """On a copy of the cache, so that a step can be run many times."""
@@ -42,7 +43,8 @@ class Step:
 
     def attend(self, backend: AttentionBackend, window: Seen = None) -> Attend:
         metadata = backend.plan(self.layout, as_window(window))
-        return Attend(self.q, self.k, self.v, self.kv, metadata, self.spec)
+        inputs = self.q.clone(), self.k.clone(), self.v, self.kv
+        return Attend(*inputs, metadata, self.spec, sink_rotation=self.sink_rotation)
 
     def with_trees(self, *trees: tuple[int, ...]) -> Step:
         """Return the step with a tree, or none, for each of its sequences."""
@@ -57,6 +59,7 @@ class Step:
     def expected(self, window: Seen = None) -> Tensor:
         """The definition, as one dense matrix per sequence and head, in float64."""
         heads, kv_heads = self.q.shape[1], self.k.shape[1]
+        for_sinks = self.q if self.sink_rotation is None else turned(self.q, self.sink_rotation)
         out, start = [], 0
         for new, keys, values in zip(
             self.layout.num_scheduled, self.keys, self.values, strict=True
@@ -64,17 +67,23 @@ class Step:
             context = len(keys)
             nodes = self.layout.nodes(start, new)
             reach = self.spec.bidirectional
-            seen = [
+            places = [
                 _seen(query, context - new, nodes, window)
                 if reach is None
-                else set(range(max(0, query - reach), min(new, query + reach + 1)))
+                else (set(range(max(0, query - reach), min(new, query + reach + 1))), set[int]())
                 for query in range(new)
             ]
-            visible = torch.tensor([[j in places for j in range(context)] for places in seen])
+            visible, sunk = (
+                torch.tensor([[j in both[i] for j in range(context)] for both in places])
+                for i in range(2)
+            )
             rows = torch.empty(new, heads, keys.shape[2], dtype=torch.float64)
             for head in range(heads):
                 shared = head // (heads // kv_heads)
-                scores = self.q[start : start + new, head].double() @ keys[:, shared].double().T
+                of_head = keys[:, shared].double().T
+                scores = self.q[start : start + new, head].double() @ of_head
+                to_sinks = for_sinks[start : start + new, head].double() @ of_head
+                scores = torch.where(sunk, to_sinks, scores)
                 scores = scores * self.spec.scale
                 if (cap := self.spec.softcap) is not None:
                     scores = cap * torch.tanh(scores / cap)
@@ -88,14 +97,23 @@ class Step:
         return torch.cat(out)
 
 
-def _seen(query: int, cached: int, nodes: tuple[int, ...], window: Seen) -> set[int]:
-    """Keys that a query sees, by their places."""
+def turned(x: Tensor, rotation: Tensor) -> Tensor:
+    """x [tokens, heads, dim] by cosines and sines [tokens, dim]."""
+    (low, high), (cos, sin) = x.double().chunk(2, -1), rotation[:, None].double().chunk(2, -1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
+
+
+def _seen(
+    query: int, cached: int, nodes: tuple[int, ...], window: Seen
+) -> tuple[set[int], set[int]]:
+    """Keys that a query sees, and of these the sinks, by their places."""
     places = [*range(cached)]
     if nodes:
         places += [cached + j for j in range(len(nodes)) if nodes[query] >> j & 1]
     else:
         places += range(cached, cached + query + 1)
-    return set(places[first_seen(len(places) - 1, window) :])
+    last = len(places) - 1
+    return {places[i] for i in seen(last, window)}, set(places[: num_sinks(last, window)])
 
 
 MakeStep = Callable[..., Step]

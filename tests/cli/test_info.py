@@ -230,3 +230,13 @@ def test_no_line_is_wider_than_the_terminal(columns: int) -> None:
         code, written = terminal.finish()
     assert code == 0 and "max_num_batched_tokens" in written
     assert max(map(len, written.splitlines())) <= columns
+
+
+def test_a_window_with_sinks(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--device", "cpu", "--window", "252", "--attention-sinks", "4"]
+    assert main(["info", "--json", *words]) == 0
+    (layers,) = json.loads(capsys.readouterr().out)["layers"]
+    assert (layers["window"], layers["sinks"]) == (252, 4)
+    assert layers["kv_bytes_per_request"] == 256 * layers["kv_bytes_per_token"]
+    assert main(["info", *words]) == 0
+    assert "see the first 4 and the last 252 tokens" in capsys.readouterr().out

@@ -46,11 +46,13 @@ def test_it_has_few_flags() -> None:
 def test_flags_are_named_as_elsewhere() -> None:
     engine, server = configs(
         *("some/model", "--max-model-len", "4k", "--max-num-seqs", "8", "--kv-cache-dtype", "fp8"),
+        *("--attention-sinks", "4", "--window", "1k"),
         *("--max-num-batched-tokens", "512", "--gpu-memory-utilization", "0.5"),
         *("--host", "0.0.0.0", "--port", "80", "--api-key", "a", "--api-key", "b"),
         *("--served-model-name", "x", "--no-enable-prefix-caching", "--seed", "-7"),
     )
     assert (engine.model, engine.max_model_len, engine.max_num_seqs) == ("some/model", 4096, 8)
+    assert (engine.attention_sinks, engine.window) == (4, 1024)
     assert (engine.max_num_batched_tokens, engine.memory_utilization) == (512, 0.5)
     assert (engine.kv_cache_dtype, engine.enable_prefix_caching) == ("fp8", False)
     assert engine.seed == -7
@@ -83,17 +85,20 @@ def test_a_flag_goes_before_the_environment_and_that_before_the_file(
     file.write_text(
         "model = 'file'\nport = 1\nlog-level = 'debug'\nshutdown-timeout = 5\n"
         "max-num-seqs = 1\nblock-size = 1\nnum-blocks = 7\nageing = 2.5\n"
+        "any-model-name = true\npressure-max-tokens = 8\n"
     )
     monkeypatch.setenv("KVIK_PORT", "2")
     monkeypatch.setenv("KVIK_ALLOWED_HOST", "one.example,*")
     monkeypatch.setenv("KVIK_LOG_LEVEL", "error")
     monkeypatch.setenv("KVIK_MAX_NUM_SEQS", "2")
     monkeypatch.setenv("KVIK_BLOCK_SIZE", "2")
+    monkeypatch.setenv("KVIK_PRESSURE_MAX_TOKENS", "9")
     engine, server = configs("--config", str(file), "--port", "3", "--max-num-seqs", "3")
     assert (server.port, server.log_level, server.shutdown_timeout) == (3, "error", 5.0)
     assert server.allowed_host == ("one.example", "*")
     assert (engine.max_num_seqs, engine.block_size) == (3, 2)
     assert (engine.num_blocks, engine.ageing) == (7, 2.5)  # these are no flags here
+    assert (server.any_model_name, server.pressure_max_tokens) == (True, 9)  # nor these
     assert engine.model == "file"
     assert configs("flag", "--config", str(file))[0].model == "flag"
 

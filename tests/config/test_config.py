@@ -17,6 +17,8 @@ BAD: dict[str, list[Any]] = {
     "device": ["gpu", "cuda:", "cuda:x", "cuda:-1", "", None, 0],
     "max_model_len": [0, -1, 1 << 30, 2.0, "4k", True],
     "max_num_seqs": [0, -1, 1 << 20, 1.5, True],
+    "window": [0, -1, 1 << 32, 1.5, True],
+    "attention_sinks": [-1, None, 1.5, 4],
     "max_num_batched_tokens": [0, -8, 1 << 21, "many", False],
     "block_size": [0, -16, 4096, None, 16.0, True],
     "num_blocks": [0, -5, 1 << 31, 2.5],

@@ -462,6 +462,73 @@ def test_contradictions(options: dict[str, Any], field: str, part: str) -> None:
     assert part in error.value.message
 
 
+# What cannot see a window that the options ask for.
+UNFIT = {
+    "latent vectors": {
+        **PUBLIC["Llama-2-7B"],
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "first_k_dense_replace": 32,
+    },
+    "keep states": PUBLIC["Qwen3.5-9B"],
+    "windows of its own": PUBLIC["Gemma-3-1B"],
+    "learned positions": None,
+}
+
+
+@pytest.mark.parametrize(("reason", "facts"), UNFIT.items(), ids=UNFIT)
+def test_models_that_cannot_see_a_window_are_refused(
+    reason: str, facts: dict[str, Any] | None
+) -> None:
+    spec = LEARNED if facts is None else ModelSpec.from_config(facts)
+    with pytest.raises(ConfigError, match=f"window: must be left out: .* {reason}"):
+        plan(spec, window=64, attention_sinks=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "part"),
+    [
+        ({"attention_sinks": 4}, "attention_sinks", "needs a window: must be 0 without, not 4"),
+        ({"window": 509, "attention_sinks": 4}, "window", "at most 508 beside 4 sinks"),
+        ({"window": 513}, "window", "at most 512 beside 0 sinks"),
+    ],
+)
+def test_impossible_windows(options: dict[str, Any], field: str, part: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        plan(TINY, **options)
+    assert error.value.field == field
+    assert part in error.value.message
+
+
+def test_texts_beyond_a_window_take_blocks_of_the_window_alone() -> None:
+    """Though a request may be longer than the model was trained for, by far."""
+    options = {"window": 240, "attention_sinks": 4, "max_num_seqs": 8}
+    short = plan(TINY, max_num_batched_tokens=64, **options)
+    assert short.scheduler.max_model_len == 1 << 20
+    each = 1 + -(-(239 + 64) // 16) + 1
+    assert short.cache.num_blocks == 8 * each
+    longer = plan(TINY, max_num_batched_tokens=64, max_model_len=1 << 23, **options)
+    assert longer.cache.num_blocks == short.cache.num_blocks
+    assert longer.memory.activations == short.memory.activations
+    dense = plan(TINY, max_model_len=512, max_num_seqs=8, max_num_batched_tokens=64)
+    # of one request as long as may be, its tokens and its blocks twice
+    million = (1 << 20) * 4 + 2 * (1 << 20) // 16 * 4
+    assert short.memory.overhead - dense.memory.overhead < 1.2 * million
+    assert {rope.most_keys for rope in short.model.ropes} == {244}
+    plain = plan(TINY, window=240)
+    assert {w.sinks for w in plain.model.windows if w} == {0}
+
+
+def test_sinks_are_not_for_triton_nor_a_draft_model() -> None:
+    gpu = plan(SMALL, replace(SERVER, triton=True), window=1024, attention_sinks=4)
+    assert (gpu.runner.kernels, gpu.runner.attention_backend) == ("triton", "sdpa")
+    plain = plan(SMALL, replace(SERVER, triton=True), window=1024)
+    assert plain.runner.attention_backend == "triton"
+    source = DraftSource(spec=SMALL)
+    config = EngineConfig(spec_method="draft_model", spec_model="x", window=64, attention_sinks=4)
+    with pytest.raises(ConfigError, match="spec_method: draft_model needs .* see every key"):
+        resolve(config, SMALL, PC, "/models/x", source)
+
+
 def test_a_missing_device_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"CUDA devices: cuda:0"):
         plan(SMALL, SERVER, device="cuda:1")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from helpers.simulation import Setup, kv_spec
 from helpers.tiers import examples
-from helpers.windows import Seen, chunks, first_seen
+from helpers.windows import Seen, chunks, first_seen, num_sinks, sinks
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -20,6 +20,12 @@ from kvik.core.types import Request, RequestStatus
 from kvik.spec.kv import group_layers
 
 Content = tuple[int, str, tuple[int, ...]]  # KV group, salt, all tokens up to the block's end
+
+
+def holds_seen(block: int, size: int, position: int, window: Seen) -> bool:
+    """Return whether a block holds a sink, or a key that the query at a position sees."""
+    first, end = block * size, (block + 1) * size
+    return first < num_sinks(10**6, window) or end > first_seen(position, window)
 
 
 def new_request(tokens: list[int], salt: str = "", leader: Request | None = None) -> Request:
@@ -63,7 +69,10 @@ class CacheMachine(RuleBasedStateMachine):
         num_blocks=st.integers(7, 29),
         block_size=st.sampled_from([1, 2, 3]),
         windows=st.sampled_from(
-            [(None,), (3,), (None, 4), (2, None, 5), (chunks(5),), (chunks(4), None)]
+            [
+                *((None,), (3,), (None, 4), (2, None, 5), (chunks(5),), (chunks(4), None)),
+                *((sinks(2, 3),), (sinks(4, 2),)),
+            ]
         ),
     )
     def build(self, num_blocks: int, block_size: int, windows: tuple[Seen, ...]) -> None:
@@ -85,7 +94,7 @@ class CacheMachine(RuleBasedStateMachine):
                 self.content(request, group, i)
                 for group, window in enumerate(self.windows)
                 for i in range(length)
-                if (i + 1) * size > first_seen(length * size, window)
+                if holds_seen(i, size, length * size, window)
             ]
             if published.issuperset(needed):
                 return length * size
@@ -181,7 +190,7 @@ class CacheMachine(RuleBasedStateMachine):
             position = request.num_written_tokens
             for window, ids in zip(self.windows, request.block_ids, strict=True):
                 for i, block in enumerate(ids):
-                    if (i + 1) * size > first_seen(position, window):
+                    if holds_seen(i, size, position, window):
                         assert block != NULL_BLOCK
             most = self.kv.max_blocks(len(request.token_ids), 12)
             assert sum(len(ids) - ids.count(NULL_BLOCK) for ids in request.block_ids) <= most
@@ -241,7 +250,10 @@ def test_a_block_is_allocated_exactly_when_a_token_crosses_the_border() -> None:
     assert kv.pool.num_blocks - kv.pool.least_free == 3  # it was so once
 
 
-@pytest.mark.parametrize("window", [1, 3, 4, 5, 8, chunks(1), chunks(4), chunks(6), chunks(13)])
+@pytest.mark.parametrize(
+    "window",
+    [*(1, 3, 4, 5, 8), *map(chunks, (1, 4, 6, 13)), sinks(1, 4), sinks(4, 5), sinks(9, 1)],
+)
 def test_a_window_keeps_exactly_the_keys_it_sees(window: Seen) -> None:
     kv = manager(block_size=4, windows=(window,))
     request = new_request([1])
@@ -250,9 +262,9 @@ def test_a_window_keeps_exactly_the_keys_it_sees(window: Seen) -> None:
         request.token_ids.append(1)
         kv.extend(request, position + 1)
         ids = request.block_ids[0]
-        first = first_seen(position, window) // 4
-        assert NULL_BLOCK not in ids[first:]
-        assert set(ids[:first]) <= {NULL_BLOCK}
+        for i, block in enumerate(ids):
+            assert (block != NULL_BLOCK) == holds_seen(i, 4, position, window)
+        assert kv.num_held(request) == len(ids) - ids.count(NULL_BLOCK)
         assert kv.max_blocks(100, 1) >= len(ids) - ids.count(NULL_BLOCK)
         request.num_computed_tokens = request.num_written_tokens = position + 1
         kv.commit(request)

@@ -133,12 +133,12 @@ def breaks_salts(patch: pytest.MonkeyPatch) -> None:
 
 
 def breaks_windows(patch: pytest.MonkeyPatch) -> None:
-    first_visible_block = KVCacheSpec.first_visible_block
+    hidden_blocks = KVCacheSpec.hidden_blocks
 
-    def one_short(spec: KVCacheSpec, position: int, block_size: int) -> int:
-        return first_visible_block(spec, position + 1, block_size)
+    def one_short(spec: KVCacheSpec, position: int, block_size: int) -> range:
+        return hidden_blocks(spec, position + 1, block_size)
 
-    patch.setattr(KVCacheSpec, "first_visible_block", one_short)
+    patch.setattr(KVCacheSpec, "hidden_blocks", one_short)
 
 
 def publishes_promises(patch: pytest.MonkeyPatch) -> None:

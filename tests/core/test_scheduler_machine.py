@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from helpers.simulation import Setup, Simulation
 from helpers.tiers import examples
-from helpers.windows import Seen, chunks
+from helpers.windows import Seen, chunks, sinks
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -25,7 +25,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         policy=st.sampled_from(POLICIES),
         block_size=st.sampled_from([1, 2, 4, 8]),
-        windows=st.sampled_from([(None,), (4,), (None, 3), (5, None, 8), (chunks(6), None)]),
+        windows=st.sampled_from(
+            [
+                *((None,), (4,), (None, 3), (5, None, 8), (chunks(6), None)),
+                *((sinks(3, 4),), (sinks(1, 6),), (sinks(5, 2),)),
+            ]
+        ),
         spare_blocks=st.integers(0, 12),
         budget=st.sampled_from([4, 8, 32]),
         max_num_seqs=st.integers(1, 5),

@@ -6,7 +6,7 @@ import random
 
 import pytest
 from helpers.simulation import Setup, Simulation
-from helpers.windows import Seen, chunks, first_seen
+from helpers.windows import Seen, chunks, seen, sinks
 
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
@@ -211,14 +211,16 @@ class Counted(Simulation):
             self.tokens += tokens
             self.prompt_tokens += sum(q < by_slot[slot].num_prompt_tokens for q in queries)
             for window in self.setup.windows:
-                seen = [range(first_seen(q, window), q + 1) for q in queries]
-                self.pairs += sum(map(len, seen))
-                self.kv_bytes += BYTES * len(set().union(*seen))
+                keys = [seen(q, window) for q in queries]
+                self.pairs += sum(map(len, keys))
+                self.kv_bytes += BYTES * len(set().union(*keys))
         return plan
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("windows", [(None,), (5,), (None, 6, 6), (chunks(7), None)])
+@pytest.mark.parametrize(
+    "windows", [(None,), (5,), (None, 6, 6), (chunks(7), None), (sinks(5, 6),)]
+)
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_closed_forms_equal_counting(windows: tuple[Seen, ...], depth: int, drafts: int) -> None:
     rng = random.Random(depth + 1)

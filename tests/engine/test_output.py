@@ -68,6 +68,18 @@ def test_text_is_whole_at_the_end(tokenizer, streaming):
     assert output.metrics.tpot(1) is None
 
 
+def test_token_ids_may_need_more_than_sixteen_bits():
+    """Many of them, as they come, in deltas of one and of several."""
+    ids = [*range(9000), 65_535, 65_536, 200_000, *range(9000)]
+    processor = start(None, streaming=False)
+    for i in range(0, len(ids), 7):
+        processor.process([RequestDelta("a", 0, ids[i : i + 7])])
+    end = RequestDelta("a", 0, [7], finish_reason=FinishReason.LENGTH, report=REPORT)
+    (output,) = processor.process([end]).finished
+    assert output.outputs[0].token_ids == [*ids, 7]
+    assert output.text == ""
+
+
 def test_half_a_character_is_never_shown(tokenizer):
     processor = start(tokenizer)
     for token in tokenizer.encode("🦊")[:3]:

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from helpers.windows import first_seen
+from helpers.windows import seen
 
 from kvik.core.config import CacheConfig
 from kvik.core.plan import ModelRunnerOutput, NewRequest, SchedulerOutput
@@ -244,7 +244,7 @@ class FakeWorker:
             return
         for group, table in enumerate(row.tables):
             window = self.windows[group]
-            for p in range(first_seen(start, window), end):
+            for p in [*seen(start, window), *range(start + 1, end)]:
                 cell = self.cells[table[p // self.block_size]][p % self.block_size]
                 if cell != (group, states[p]):
                     raise ContentError(

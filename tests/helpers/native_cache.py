@@ -147,9 +147,15 @@ def attend(
     window: Seen = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    *,
     reach: int = 0,
+    negated: bool = False,
 ) -> list[Tensor]:
-    """One step of attention; the result of each part."""
+    """One step of attention; the result of each part.
+
+    Args:
+        negated: sinks of the window are met by queries times -1.
+    """
     every = torch.cat([part.q for part in parts])  # [tokens, heads, head_dim]
     value_dim, seen = cache.value_dim, as_window(window)
     q, q_rope = every[..., :value_dim].flatten(1), every[..., value_dim:].flatten(1)
@@ -187,6 +193,9 @@ def attend(
         scale=scale,
         softcap=softcap,
         sinks=sinks,
+        sink_keys=seen.sinks if seen else 0,
+        sink_q=-padded if negated else None,
+        sink_q_stride=padded.stride(0),
         out=out.view,
         out_stride=out.stride,
         dtype=q.dtype,

@@ -11,12 +11,29 @@ Seen = Window | int | None  # a number: of the last keys; None: all
 chunks = partial(Window, chunked=True)
 
 
+def sinks(count: int, keys: int) -> Window:
+    """Some of the first keys, and so many of the last."""
+    return Window(keys, sinks=count)
+
+
 def as_window(window: Seen) -> Window | None:
     return Window(window) if isinstance(window, int) else window
 
 
+def num_sinks(position: int, window: Seen) -> int:
+    """Return how many of the first keys are sinks to the query at a position."""
+    of = as_window(window)
+    return 0 if of is None else min(of.sinks, position + 1)
+
+
+def seen(position: int, window: Seen) -> list[int]:
+    """Return all keys that the query at a position sees, in order."""
+    first = max(first_seen(position, window), num_sinks(position, window))
+    return [*range(num_sinks(position, window)), *range(first, position + 1)]
+
+
 def first_seen(position: int, window: Seen) -> int:
-    """Return the first key that the query at a position sees."""
+    """Return the first key that the query at a position sees, but for sinks."""
     of = as_window(window)
     if of is None:
         return 0

@@ -12,6 +12,7 @@ from helpers.public_configs import config
 
 from kvik.cli.plan import as_object, build_parser, question_of
 from kvik.config.hardware import Gpu, Hardware
+from kvik.config.model_source import BUNDLED as STORIES
 from kvik.errors import ConfigError
 from kvik.planner.devices import Device, find_device
 from kvik.planner.families import read_shape, shape_from_config
@@ -429,3 +430,21 @@ def test_a_long_prompt_takes_longer_than_the_ceiling(
     assert found.speed.prefill[-1].floor == pytest.approx(planned, rel=0.005)
     assert planned < published < 1.3 * planned
     assert found.memory.fits == (pp > 1)  # one node has too little memory
+
+
+def test_a_window_with_sinks_bounds_a_request() -> None:
+    """4 + 1,020 keys and what a step adds, in blocks, however long its text becomes."""
+    seen = {"window": 1020, "attention_sinks": 4}
+    found = [
+        plan(Question(str(STORIES), hardware="a100-80g", context=context, **seen))
+        for context in (10_000, 100_000)
+    ]
+    assert found[0].memory.kv_per_request == found[1].memory.kv_per_request
+    step = found[0].memory.step_tokens
+    assert found[0].memory.kv_per_request <= (1024 + step + 48) * found[0].kv_bytes_per_token
+    assert found[0].flops_per_token == found[1].flops_per_token
+    assert found[0].flops_per_token > plan(Question(str(STORIES), context=512)).flops_per_token
+    with pytest.raises(ConfigError, match="window: must be at most 1020 beside 4 sinks"):
+        plan(Question(str(STORIES), window=1021, attention_sinks=4))
+    with pytest.raises(ConfigError, match="attention_sinks: needs a window"):
+        plan(Question(str(STORIES), attention_sinks=4))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from helpers.windows import Seen, as_window, chunks, first_seen
+from helpers.windows import Seen, as_window, chunks, num_sinks, seen, sinks
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvik.spec.kv import KVCacheSpec, group_layers, visible_pairs
+from kvik.spec.kv import KVCacheSpec, group_layers, keys_read, visible_pairs
 
 sizes = st.integers(1, 20)
-windows = st.one_of(st.none(), sizes, sizes.map(chunks))
+windows = st.one_of(
+    st.none(), sizes, sizes.map(chunks), st.builds(sinks, st.integers(1, 12), sizes)
+)
 block_sizes = st.integers(1, 9)
 
 
@@ -17,18 +19,25 @@ def spec(window: Seen) -> KVCacheSpec:
     return KVCacheSpec(1, 4, 16, as_window(window))
 
 
+def blocks_seen(position: int, window: Seen, block_size: int) -> set[int]:
+    """Blocks that the query at a position sees, those where sinks will be included."""
+    held = num_sinks(10**6, window)
+    return {key // block_size for key in [*range(held), *seen(position, window)]}
+
+
 @given(windows, st.integers(0, 80), block_sizes)
-def test_the_first_visible_block_holds_the_first_visible_key(
-    window: Seen, position: int, block_size: int
-) -> None:
-    found = spec(window).first_visible_block(position, block_size)
-    assert found == first_seen(position, window) // block_size
+def test_hidden_blocks_hold_no_visible_key(window: Seen, position: int, block_size: int) -> None:
+    hidden = spec(window).hidden_blocks(position, block_size)
+    shown = blocks_seen(position, window, block_size)
+    assert set(hidden) == set(range(position // block_size + 1)) - shown
 
 
 @given(windows, st.integers(0, 60), st.integers(0, 40))
 def test_pairs_are_those_a_mask_leaves(window: Seen, first: int, new: int) -> None:
-    mask = sum(q + 1 - first_seen(q, window) for q in range(first, first + new))
-    assert visible_pairs(first, first + new, as_window(window)) == mask
+    masks = [seen(q, window) for q in range(first, first + new)]
+    assert visible_pairs(first, first + new, as_window(window)) == sum(map(len, masks))
+    if new:
+        assert keys_read(first, first + new, as_window(window)) == len(set().union(*masks))
 
 
 @given(windows, st.integers(1, 60), st.integers(1, 20), block_sizes)
@@ -36,14 +45,16 @@ def test_the_most_blocks_are_what_the_worst_step_holds(
     window: Seen, num_tokens: int, chunk: int, block_size: int
 ) -> None:
     """Of all steps: what the first query sees and what the step adds; a sliding window may be
-    planned with a block more than any step needs."""
+    planned with a block more than any step needs, and sinks with a block of their own."""
     held = max(
-        -(-min(num_tokens, begin + chunk) // block_size) - first_seen(begin, window) // block_size
+        -(-min(num_tokens, begin + chunk) // block_size)
+        - len(spec(window).hidden_blocks(begin, block_size))
         for begin in range(num_tokens)
     )
     found = spec(window).max_blocks(num_tokens, chunk, block_size)
     of = as_window(window)
-    assert held <= found <= held + (1 if of is not None and not of.chunked else 0)
+    more = 0 if of is None or of.chunked else 2 if of.sinks else 1
+    assert held <= found <= held + more
 
 
 @given(windows, st.lists(st.booleans(), max_size=14), block_sizes)
@@ -51,7 +62,8 @@ def test_a_hit_is_the_longest_prefix_of_which_all_that_is_seen_is_cached(
     window: Seen, cached: list[bool], block_size: int
 ) -> None:
     def is_hit(length: int) -> bool:
-        return all(cached[first_seen(length * block_size, window) // block_size : length])
+        needed = blocks_seen(length * block_size, window, block_size)
+        return all(cached[i] for i in needed if i < length)
 
     longest = max(length for length in range(len(cached) + 1) if is_hit(length))
     found = spec(window).hit_length(cached.__getitem__, len(cached), block_size)

@@ -161,6 +161,9 @@ class Attend:
         rotation: [tokens, head_dim] fp32 for `Ops.rotary`; None: no rotation. The backend rotates,
             so that a kernel can do it while it writes k into the cache.
         q_rotation: the same for q alone, where that turns in its own way; None: as k.
+        sink_rotation: the same for what sinks of the window meet: keys are stored as their
+            positions turn them, so that q turns again, as at the position after all keys that it
+            sees; None: as for other keys.
     """
 
     q: Tensor
@@ -171,6 +174,19 @@ class Attend:
     spec: AttentionSpec
     rotation: Tensor | None = None
     q_rotation: Tensor | None = None
+    sink_rotation: Tensor | None = None
+
+    def for_sinks(self, ops: Ops) -> Tensor | None:
+        """Return q normalised and rotated for sinks of the window; None: it is as for other keys.
+        Before `turned`, which may overwrite q."""
+        if self.sink_rotation is None:
+            return None
+        q, norms = self.q, self.spec.norms
+        if norms is not None:
+            q = ops.rms_norm(q, norms.q, norms.eps)
+        else:
+            q = ops.scaled(q.flatten(1), 1.0).view(q.shape)
+        return ops.rotary(q, q[:, :0], self.sink_rotation)[0]
 
     def turned(self, ops: Ops) -> tuple[Tensor, Tensor | None]:
         """Return q and k normalised and rotated, for backends whose kernels do not do it."""

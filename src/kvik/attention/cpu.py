@@ -41,11 +41,12 @@ class CpuAttention:
 
     def run_into(self, attend: Attend, out: Tensor) -> Tensor:
         """Write the result to out, [tokens, heads, head_dim] with dense heads, and return it."""
+        for_sinks = attend.for_sinks(self._ops)
         (q, k), v = attend.turned(self._ops), attend.v
         if k is not None and v is not None:
             self._store(k, v, attend.kv, attend.metadata.layout)
         keys = attend.kv.k.shape[2], q.shape[2]
-        return self._attend(q, None, attend.kv, attend.metadata, attend.spec, keys, out)
+        return self._attend(q, None, attend.kv, attend.metadata, attend.spec, keys, out, for_sinks)
 
     def _store(self, k: Tensor, v: Tensor, kv: LayerKV, layout: StepLayout) -> None:
         self.native.launch(
@@ -105,10 +106,12 @@ class CpuAttention:
         spec: AttentionSpec,
         keys: tuple[int, int],
         out: Tensor,
+        for_sinks: Tensor | None = None,
     ) -> Tensor:
         """
         Args:
             q: [tokens, heads, value_dim]. q_rope: of latent vectors, what q has beyond that.
+            for_sinks: q as sinks of the window meet it; None: as all keys do.
             keys: kv heads, and channels of a key.
         """
         layout, window = metadata.layout, metadata.window
@@ -140,6 +143,9 @@ class CpuAttention:
             scale=spec.scale,
             softcap=spec.softcap or 0.0,
             sinks=pointer(spec.sinks),
+            sink_keys=window.sinks if window else 0,
+            sink_q=pointer(for_sinks),
+            sink_q_stride=0 if for_sinks is None else for_sinks.stride(0),
             out=out.data_ptr(),
             out_stride=out.stride(0),
             dtype=DTYPES[q.dtype],

@@ -1,7 +1,8 @@
 """The normative backend: one sequence at a time, in fp32, as the definition reads.
 
-Query at position p sees key j iff j <= p and, with a window, `Window.first` of p <= j; where
-attention is bidirectional, iff they are not further apart than that allows. Positions of
+Query at position p sees key j iff j <= p and, with a window, `Window.first` of p <= j or j is one
+of its sinks, whose scores are those of a query that is turned for them; where attention is
+bidirectional, iff they are not further apart than that allows. Positions of
 a sequence's queries are the last ones of its context, so a chunk behind a cached prefix is aligned
 bottom-right. KV head h serves the query heads h * group .. h * group + group - 1. In a tree a query
 sees of this step's keys its ancestors and itself, and a node's position follows from its depth.
@@ -25,7 +26,7 @@ from kvik.attention.base import (
     read_both,
 )
 from kvik.kernels.ops import Ops
-from kvik.spec.kv import Window
+from kvik.spec.kv import Window, first_visible
 
 
 class ReferenceAttention:
@@ -42,6 +43,7 @@ class ReferenceAttention:
         return AttentionMetadata(layout, window)
 
     def run(self, attend: Attend) -> Tensor:
+        for_sinks = attend.for_sinks(self._ops)
         q, _, _ = attend.stored(self._ops)
         kv, layout, window = attend.kv, attend.metadata.layout, attend.metadata.window
         out = torch.empty_like(q)
@@ -51,11 +53,11 @@ class ReferenceAttention:
         ):
             blocks = layout.block_table[i]
             rows = slice(start, start + length)
-            if attend.spec.bidirectional is not None:
-                visible = near(attend.spec.bidirectional, length, context)
-            else:
-                visible = _visible(layout.nodes(start, length), length, context, window)
-            out[rows] = _attend(q[rows], kv, blocks, visible.to(q.device), attend.spec)
+            nodes, reach = layout.nodes(start, length), attend.spec.bidirectional
+            which = _visible(nodes, length, context, window, reach)
+            keys, visible, sinks = (each.to(q.device) for each in which)
+            of = kv, blocks, keys, visible, sinks, attend.spec
+            out[rows] = _attend(q[rows], None if for_sinks is None else for_sinks[rows], *of)
             start += length
         return out
 
@@ -67,55 +69,78 @@ class ReferenceAttention:
         move(kv, source, target)
 
 
-def _visible(nodes: tuple[int, ...], length: int, context: int, window: Window | None) -> Tensor:
-    """[length, context] bool: which keys of a sequence each of its queries sees.
-
-    Args:
-        nodes: see `StepLayout.nodes`.
-    """
-    cached = context - length
-    position = torch.arange(context)
-    if not nodes:
-        visible = position <= position[cached:, None]
-    else:
-        words = torch.tensor(nodes)
-        position[cached:] = cached + torch.tensor([word.bit_count() - 1 for word in nodes])
-        among = (words[:, None] >> torch.arange(length) & 1).bool()  # [length, length]
-        visible = torch.cat((torch.ones(length, cached, dtype=torch.bool), among), 1)
-    if window is not None:
-        visible &= position >= window.first(position[cached:, None])
-    return visible
-
-
 def near(reach: int, length: int, context: int) -> Tensor:
     """Return which keys queries see that see them on both sides, [length, context] bool."""
     position = torch.arange(context)
     return (position - position[context - length :, None]).abs() <= reach
 
 
-def _attend(q: Tensor, kv: LayerKV, blocks: Tensor, visible: Tensor, spec: AttentionSpec) -> Tensor:
+def _visible(
+    nodes: tuple[int, ...], length: int, context: int, window: Window | None, reach: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return which keys of a sequence any of its queries sees, [keys], which of these each sees,
+    bool [length, keys], and which are sinks, bool [keys].
+
+    Args:
+        nodes: see `StepLayout.nodes`.
+        reach: see `AttentionSpec.bidirectional`.
+    """
+    if reach is not None:
+        keys = torch.arange(context)
+        return keys, near(reach, length, context), torch.zeros(context, dtype=torch.bool)
+    cached = context - length
+    first = first_visible(cached, window)
+    sinks = 0 if window is None else window.sinks
+    keys = torch.cat((torch.arange(min(sinks, first)), torch.arange(first, context)))
+    position, queries = keys.clone(), torch.arange(cached, context)[:, None]
+    if not nodes:
+        visible = position <= queries
+    else:
+        words, new = torch.tensor(nodes), len(keys) - length
+        position[new:] = cached + torch.tensor([word.bit_count() - 1 for word in nodes])
+        queries = position[new:, None]
+        among = (words[:, None] >> torch.arange(length) & 1).bool()  # [length, length]
+        visible = torch.cat((torch.ones(length, new, dtype=torch.bool), among), 1)
+    if window is not None:
+        visible &= (position >= window.first(queries)) | (position < sinks)
+    # Keys no query sees are not read at all: their blocks may be unwritten or no longer ours.
+    seen = visible.any(0)
+    return keys[seen], visible[:, seen], position[seen] < sinks
+
+
+def _attend(
+    q: Tensor,
+    for_sinks: Tensor | None,
+    kv: LayerKV,
+    blocks: Tensor,
+    keys: Tensor,
+    visible: Tensor,
+    sinks: Tensor,
+    spec: AttentionSpec,
+) -> Tensor:
     """Attention of one sequence.
 
     Args:
-        q: [length, heads, head_dim].
+        q, for_sinks: [length, heads, head_dim], for keys, and for sinks if these differ.
         blocks: [max_blocks], the sequence's block table.
-        visible: [length, context].
+        keys, visible, sinks: as of `_visible`.
     """
     heads = q.shape[1]
     block_size, kv_heads = kv.k.shape[1], kv.k.shape[2]
-    # Keys no query sees are not read at all: their blocks may be unwritten or no longer ours.
-    keys = visible.any(0).nonzero()[:, 0]
     at = blocks[keys // block_size].long() * block_size + keys % block_size
     # [keys, heads, head_dim]
     both = read_both(kv, at)
     k, v = (x.float().repeat_interleave(heads // kv_heads, dim=1) for x in both)
 
-    scores = torch.einsum("qhd,khd->hqk", q.float(), k) * spec.scale
+    scores = torch.einsum("qhd,khd->hqk", q.float(), k)
+    if for_sinks is not None:
+        scores[..., sinks] = torch.einsum("qhd,khd->hqk", for_sinks.float(), k[sinks])
+    scores *= spec.scale
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    scores = scores.masked_fill(~visible[:, keys], -torch.inf)
+    scores = scores.masked_fill(~visible, -torch.inf)
     if spec.sinks is not None:
-        sinks = spec.sinks[:, None, None].expand(heads, len(q), 1)
-        scores = torch.cat((scores, sinks), -1)
+        learned = spec.sinks[:, None, None].expand(heads, len(q), 1)
+        scores = torch.cat((scores, learned), -1)
     weights = scores.softmax(-1)[..., : len(keys)]
     return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)

@@ -7,7 +7,8 @@ of very different lengths are split into several batches (`split`). Prefilling s
 one by one. The nodes of a tree are decoding rows, each of which gathers the keys of its own path,
 so that it computes what a plain decode at its place would.
 
-torch's kernels neither cap scores nor know sinks: layers that have these are the reference's.
+torch's kernels neither cap scores nor know sinks, learned ones or those of a window: layers that
+have these are the reference's.
 
 All index tensors and masks depend on the step alone and are made in `plan`, not per layer.
 """
@@ -174,6 +175,8 @@ class SdpaAttention:
     def plan(self, layout: StepLayout, window: Window | None) -> SdpaMetadata:
         decoding: list[DecodeRow] = []
         prefill: list[PrefillRow] = []
+        if window is not None and window.sinks:
+            return SdpaMetadata(layout, window, (), ())
         start = 0
         for i, (length, context) in enumerate(
             zip(layout.num_scheduled, layout.contexts, strict=True)
@@ -191,9 +194,10 @@ class SdpaAttention:
         return SdpaMetadata(layout, window, decode, tuple(prefill))
 
     def run(self, attend: Attend) -> Tensor:
+        window = attend.metadata.window
         if attend.spec.options == {"bidirectional"}:
             return self._bidirectional(attend)
-        if attend.spec.options:
+        if attend.spec.options or (window is not None and window.sinks):
             return self._reference.run(attend)
         q, k, v = attend.stored(self._ops)
         kv, metadata, scale = attend.kv, attend.metadata, attend.spec.scale

@@ -65,7 +65,11 @@ def add_text_flags(parser: argparse.ArgumentParser) -> None:
         "(default: a story of some 1500 tokens that ships with kvik)",
     )
     group.add_argument(
-        "--window", type=int, metavar="N", help="tokens read at once (the context, at most 2048)"
+        "--window",
+        dest="reading_window",  # not the engine's option
+        type=int,
+        metavar="N",
+        help="tokens read at once (the context, at most 2048)",
     )
     group.add_argument(
         "--stride", type=int, metavar="N", help="tokens from window to window (the window)"
@@ -99,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
         quality = measure_quality(
             EngineConfig(**options),
             texts,
-            window=arguments.window,
+            window=arguments.reading_window,
             stride=arguments.stride,
             reference=reference_of(arguments, options),
             progress=progress,

@@ -44,6 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     resolved, refusal = None, ""
     try:
         resolved = resolve(config, spec, detect(gpus), str(path))
+        spec = replace(spec, layers=resolved.model.layers)  # with the window that was asked for
     except CapacityError as error:
         refusal = str(error)
     if arguments.json:
@@ -106,6 +107,7 @@ def _as_json(
                 "count": count,
                 **asdict(layer),
                 "window": layer.window.keys if layer.window else None,
+                "sinks": layer.window.sinks if layer.window else 0,
                 "chunked": layer.window is not None and layer.window.chunked,
                 **asdict(_kind_cost(spec, layer, resolved)),
             }
@@ -184,7 +186,8 @@ def _seen(layer: LayerSpec) -> str:
         return f"tokens up to {layer.bidirectional:,} away" if near else "all tokens on both sides"
     if layer.window is None:
         return "all tokens"
-    return f"{'chunks of ' if layer.window.chunked else ''}{layer.window.keys:,} tokens"
+    sinks = f"the first {layer.window.sinks:,} and the last " if layer.window.sinks else ""
+    return f"{sinks}{'chunks of ' if layer.window.chunked else ''}{layer.window.keys:,} tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +214,7 @@ def _kind_cost(spec: ModelSpec, kind: LayerSpec, resolved: ResolvedConfig | None
         }
     token = sum(each.get(i, 0) for i, layer in enumerate(spec.layers) if layer == kind)
     longest = spec.max_context if resolved is None else resolved.scheduler.max_model_len
-    seen = longest if kind.window is None else min(longest, kind.window.keys)
+    seen = longest if kind.window is None else min(longest, kind.window.most)
     return KindCost(token, token * seen)
 
 

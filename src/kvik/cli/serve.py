@@ -48,6 +48,8 @@ ENGINE_FLAGS = (
     "quantization",
     "device",
     "max_model_len",
+    "window",
+    "attention_sinks",
     "max_num_seqs",
     "max_num_batched_tokens",
     "memory_utilization",
@@ -69,6 +71,7 @@ ENGINE_FLAGS = (
     "spec_model",
     "spec_tokens",
 )
+NO_FLAGS = ("any_model_name", "pressure_max_tokens")  # likewise
 STDOUT, STDERR = 1, 2
 LAST_LINES_SECONDS = 1.0  # for the last lines to be read
 WILDCARDS = {"0.0.0.0": LOOPBACK, "::": "::1", "": LOOPBACK}
@@ -84,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_model(parser)
     parser.add_argument("--config", metavar="FILE", help="a TOML file: max-model-len = 4096")
-    add_option_flags(parser, "server options", ServerConfig)
+    add_option_flags(parser, "server options", ServerConfig, left_out=NO_FLAGS)
     add_engine_flags(parser, ENGINE_FLAGS)
     return parser
 

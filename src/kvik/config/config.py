@@ -32,6 +32,7 @@ from kvik.options import (
 )
 from kvik.spec.kv import AUTO, KV_FORMATS, SYNONYMS
 from kvik.spec.model import MAX_LAYERS
+from kvik.spec.rope import MAX_POSITIONS
 from kvik.spec.shares import MAX_RANKS, MAX_STAGES, PipelineStage
 from kvik.spec.stored_weights import METHODS as STORED_METHODS
 from kvik.spec.weights import SCHEMES
@@ -83,6 +84,18 @@ class EngineConfig:
     )
     max_model_len: int | None = option(
         None, Integer(1, 1 << 24), "longest prompt + output of a request, in tokens"
+    )
+    window: int | None = option(
+        None,
+        Integer(1, MAX_POSITIONS),
+        "most recent tokens that a token sees, its own included; with attention_sinks texts go on "
+        "without end; None: all, or as the model has it",
+    )
+    attention_sinks: int = option(
+        0,
+        Integer(0, MAX_POSITIONS),
+        "first tokens that a token sees beside those of the window; 4 are enough; 0: a plain "
+        "window, beyond which most models fail",
     )
     max_num_seqs: int | None = option(
         None, Integer(1, 65_536), "requests that run at the same time"
@@ -250,6 +263,10 @@ def check_config(config: EngineConfig) -> EngineConfig:
         text = f"must be at most max_num_batched_tokens ({tokens}), not {config.batch_size}"
         raise ConfigError("batch_size", text)
     requested_speculation(config)
+    if config.attention_sinks and config.window is None:
+        raise ConfigError(
+            "attention_sinks", f"needs a window: must be 0 without, not {config.attention_sinks}"
+        )
     if config.num_blocks is not None and config.kv_cache_memory is not None:
         raise ConfigError("kv_cache_memory", "must be left out when num_blocks is given")
     return config

@@ -37,6 +37,7 @@ CPU_BUDGET, GPU_BUDGET = 2048, 8192  # tokens of a step; larger steps are bound 
 CHUNKS_EACH = 2  # steps into which a pipeline divides as many tokens, for each stage
 MIN_BUDGET = 64  # smallest useful number of tokens in a step
 MIN_CONTEXT = 256  # shortest useful context
+STREAMED_CONTEXT = 1 << 20  # of a request whose tokens see a window, which no model limits
 # On a CPU, whose memory other programs use, the KV cache takes by default at most this share of
 # what is left, and at most this multiple of the weights.
 CPU_KV_SHARE = 0.5
@@ -98,7 +99,7 @@ class Fit:
         """Choose requests and tokens of a step, so that its tensors take at most a quarter of what
         the weights leave. `max_model_len` of the result is only a first estimate."""
         config, footprint = self.config, self.footprint
-        context = footprint.spec.max_context
+        context = self._context
         default = GPU_BUDGET if footprint.device == "cuda" else CPU_BUDGET
         if footprint.stage_ends:  # else most of them would wait for the one that has the prompt
             default //= CHUNKS_EACH * len(footprint.stage_ends)
@@ -172,8 +173,8 @@ class Fit:
     def _max_model_len(self, size: StepSize, notes: Notes) -> int:
         """Choose the context: the one of the options, else the longest that fits."""
         config = self.config
-        context = self.footprint.spec.max_context
-        if config.max_model_len is not None and config.max_model_len > context:
+        context, ends = self._context, config.window is None
+        if config.max_model_len is not None and config.max_model_len > context and ends:
             raise ConfigError(
                 "max_model_len",
                 f"must be at most the model's context of {context}, not {config.max_model_len}",
@@ -195,12 +196,21 @@ class Fit:
         if config.max_model_len is not None:
             return notes.add("max_model_len", wanted, ASKED)
         if longest == wanted:
-            return notes.add("max_model_len", wanted, "the model's context")
+            reason = "the model's context" if ends else "texts end nowhere; as long as may be asked"
+            return notes.add("max_model_len", wanted, reason)
         limiter = "the memory left"
         if config.num_blocks is not None or config.kv_cache_memory is not None:
             limiter = "the KV cache asked for"
-        reason = f"what {limiter} holds, of the model's context of {context}"
+        whole = f"the model's context of {context}" if ends else f"{context}"
+        reason = f"what {limiter} holds, of {whole}"
         return notes.add("max_model_len", longest, reason)
+
+    @property
+    def _context(self) -> int:
+        """The longest request unless the options ask for another."""
+        if self.config.window is not None:
+            return STREAMED_CONTEXT
+        return self.footprint.spec.max_context
 
     def _asked(self, length: int) -> StepSize:
         """Return the step if the options asked for a context of `length`."""

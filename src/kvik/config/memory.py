@@ -188,6 +188,7 @@ class StepMemory:
         quantized: whether any weights are, by the engine or in the checkpoint.
         converted: whether keys and values are stored in another format than the model's.
         num_groups: of layers that cache alike.
+        most_keys: that a query sees; None: all.
     """
 
     spec: ModelSizes
@@ -199,6 +200,13 @@ class StepMemory:
     quantized: bool
     converted: bool
     num_groups: int
+    most_keys: int | None = None
+
+    def _keys(self, size: StepSize) -> int:
+        """The most keys that the queries of a sequence read in a step."""
+        if self.most_keys is None:
+            return size.max_model_len
+        return min(size.max_model_len, self.most_keys + size.max_num_batched_tokens)
 
     @property
     def _qkv(self) -> int:
@@ -274,7 +282,7 @@ class StepMemory:
         spec, item = self.spec, self.item
         if self.attention_backend == "reference":
             # in fp32 for every query head, beside the gathered ones; scores, masked, softmax
-            gathered = 2 * size.max_model_len * spec.query_width * (4 + 4 + item)
+            gathered = 2 * self._keys(size) * spec.query_width * (4 + 4 + item)
             scores = self._pairs(size) * (3 * spec.num_heads * 4)
             return gathered + scores + self._converted_kv(size)
         if self.attention_backend == "triton":
@@ -287,9 +295,9 @@ class StepMemory:
             copies = (size.max_num_batched_tokens + PROMPT_PADDING) * width * item
             return TRITON_WORKSPACE + CUDNN_BYTES + copies
         if self.attention_backend == "cpu":  # partial results of the splits of long contexts
-            splits = size.max_num_seqs + LONG_CONTEXTS * -(-size.max_model_len // SPLIT_KEYS)
+            splits = size.max_num_seqs + LONG_CONTEXTS * -(-self._keys(size) // SPLIT_KEYS)
             return splits * (spec.query_width + 32 * spec.num_heads) * 5
-        keys = max(size.max_model_len + self.block_size, GATHERED_KEYS)
+        keys = max(self._keys(size) + self.block_size, GATHERED_KEYS)
         width = spec.key_width + (spec.query_width if self.device == "cuda" else 0)
         return 2 * keys * width * item + self._converted_kv(size)
 
@@ -298,7 +306,7 @@ class StepMemory:
         the model's."""
         if not self.converted:
             return 0
-        keys = max(size.max_model_len + self.block_size, GATHERED_KEYS)
+        keys = max(self._keys(size) + self.block_size, GATHERED_KEYS)
         numbers = 2 * self.spec.key_width
         copies = size.max_num_batched_tokens * STORED_COPIES + keys * GATHERED_COPIES
         return 4 * numbers * copies
@@ -311,7 +319,7 @@ class StepMemory:
 
     def _pairs(self, size: StepSize) -> int:
         """Largest number of (query, key) pairs of a step."""
-        return size.max_num_batched_tokens * size.max_model_len
+        return size.max_num_batched_tokens * self._keys(size)
 
 
 # Bytes of a logit while the most likely tokens are found (a value and an index), and rows at a
@@ -537,6 +545,14 @@ class Footprint:
         return DTYPE_BYTES[self.dtype]
 
     @property
+    def _most_keys(self) -> int | None:
+        """That a query sees where all layers have windows; None: some see all."""
+        windows = [group.spec.window for group in self.groups]
+        if not windows or None in windows:
+            return None
+        return max(window.most for window in windows if window is not None)
+
+    @property
     def _step(self) -> StepMemory:
         return StepMemory(
             spec=self.spec,
@@ -548,6 +564,7 @@ class Footprint:
             quantized=self.quantization != "none" or bool(self._stored) or self.mapped is not None,
             converted=self.kv_cache_dtype != AUTO,
             num_groups=len(self.groups),
+            most_keys=self._most_keys,
         )
 
     @property
@@ -568,8 +585,14 @@ class Footprint:
     def overhead(self, size: StepSize) -> int:
         """Runtime, tables of running requests and of rotary positions, loading."""
         spec = self.spec
-        entries = -(-size.max_model_len // self.block_size) * len(self.groups)
-        table = size.max_num_seqs * (size.max_model_len + 2 * entries) * 4
+        longest = size.max_model_len
+        entries = -(-longest // self.block_size) * len(self.groups)
+        # Tables are only as much memory as tokens come. Without an end to texts, one that is as
+        # long as may be is planned for, and others within what the model was trained on.
+        alike = size.max_num_seqs
+        if self._most_keys is not None and longest > spec.max_context:
+            alike = 1 + (size.max_num_seqs - 1) * spec.max_context // longest
+        table = alike * (longest + 2 * entries) * 4
         seen = size.max_num_seqs * spec.vocab_size * SEEN_BYTES_PER_TOKEN
         seen = 0 if spec.encoder else seen
         tables = _position_tables(spec, size.max_model_len)

@@ -36,6 +36,7 @@ from kvik.config.speculative import NO_SOURCE, DraftSource
 from kvik.core.config import CacheConfig, SchedulerConfig
 from kvik.errors import ConfigError
 from kvik.models.model_spec import ModelSpec
+from kvik.spec.kv import Window
 from kvik.spec.weights import SCHEMES
 
 
@@ -63,6 +64,7 @@ def resolve(
     if config.load_format == "random":
         spec = replace(spec, quantization=None, built=None)  # random weights are floats
     notes = Notes()
+    spec = as_streamed(config, spec, notes)
     if spec.built is not None:
         config = settled(config, spec.built, hardware)
         notes = Notes(dict.fromkeys(built_in(spec.built), BUILT_IN))
@@ -195,6 +197,44 @@ def as_stored(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
             f"become {', '.join(scheme for scheme in SCHEMES if scheme != 'none')}",
         )
     return config
+
+
+def as_streamed(config: EngineConfig, spec: ModelSpec, notes: Notes) -> ModelSpec:
+    """Return the model with the window that the options ask for in every layer.
+
+    Raises:
+        ConfigError: the model cannot be run so.
+    """
+    if config.window is None:
+        return spec
+    name = spec.architecture
+    for wrong, reason in (
+        (spec.latent is not None, "attends over latent vectors"),
+        (bool(spec.states), "has layers that keep states"),
+        (any(spec.windows), "has windows of its own"),
+        (not spec.ropes, "has learned positions, which end"),
+        (len(spec.rotations) > 1, "turns layers in several ways"),
+        (any(rope.query_beta for rope in spec.ropes), "scales queries by their positions"),
+        (bool(spec.query_scales), "scales queries by their positions"),
+    ):
+        if wrong:
+            raise ConfigError("window", f"must be left out: {name} {reason}")
+    window = Window(config.window, sinks=config.attention_sinks)
+    if window.most > spec.max_context:
+        raise ConfigError(
+            "window",
+            f"must be at most {spec.max_context - window.sinks} beside {window.sinks} sinks, as "
+            f"the model's context is {spec.max_context}, not {window.keys}",
+        )
+    notes.add("window", window.keys, ASKED)
+    reason = f"{ASKED}: of each request KV of at most {window.most} tokens and of a step is kept"
+    notes.add("attention_sinks", window.sinks, reason)
+    ropes = {rope: replace(rope, most_keys=window.most) for rope in spec.ropes}
+    layers = (
+        replace(layer, window=window, rope=layer.rope and ropes[layer.rope])
+        for layer in spec.layers
+    )
+    return replace(spec, layers=tuple(layers))
 
 
 def _choose_seed(config: EngineConfig, drawn_seed: int | None, notes: Notes) -> int:

@@ -37,6 +37,13 @@ class CacheConfig:
     checkpoints: int | None = None
 
     @property
+    def salt(self) -> str:
+        """What keys and values of a block depend on beside its tokens and those before it: which
+        keys layers see. Hashes of blocks cover it."""
+        windows = (group.spec.window for group in self.groups)
+        return "".join(f"{w.sinks}+{w.keys} " for w in windows if w is not None and w.sinks)
+
+    @property
     def pool_size(self) -> int:
         """Blocks in memory."""
         return self.num_blocks + RESERVED_BLOCKS

@@ -68,7 +68,8 @@ def _check_running(r: Request, scheduler: Scheduler) -> None:
     hashes: list[bytes] = []
     full = min(len(r.token_ids) // block_size, len(r.block_hashes))
     extend_hashes(hashes, r.token_ids, block_size, r.cache_salt, full)
-    _require(hashes == r.block_hashes[:full], f"{r.key}: block hashes do not fit its tokens")
+    fit = all(known in (b"", one) for known, one in zip(r.block_hashes, hashes, strict=False))
+    _require(fit, f"{r.key}: block hashes do not fit its tokens")
 
 
 def _check_in_flight(scheduler: Scheduler) -> None:
@@ -139,8 +140,10 @@ def _check_blocks(scheduler: Scheduler) -> None:
     for r in scheduler.running:
         at = r.num_written_tokens // block_size
         for group, ids in zip(scheduler.kv.groups, r.block_ids, strict=True):
-            seen = group.spec.first_visible_block(r.num_written_tokens, block_size)
-            _require(NULL_BLOCK not in ids[seen:], f"{r.key} lacks a block that it sees")
+            hidden = group.spec.hidden_blocks(r.num_written_tokens, block_size)
+            for i, block in enumerate(ids):
+                there = block != NULL_BLOCK or i in hidden
+                _require(there, f"{r.key} lacks a block that it sees")
             for block in ids[at:]:  # what is yet to be written must not be seen by anybody else
                 _require(pool.ref_counts[block] == 1, f"{r.key} writes into a shared block")
 

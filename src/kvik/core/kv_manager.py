@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,6 +12,7 @@ from kvik.core.checkpoints import CheckpointTable
 from kvik.core.config import CacheConfig
 from kvik.core.pins import PinTable
 from kvik.core.types import Request, RequestStatus
+from kvik.spec.kv import KVCacheSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,8 @@ class KVCacheManager:
         if config.checkpoints is not None:
             self.checkpoints = CheckpointTable(config.checkpoints, config.block_size)
         self._windowed = any(g.spec.windowed for g in config.groups)
+        # Layers with one window in common release all blocks of some tokens together.
+        self._releases_tokens = len({g.spec.window for g in config.groups}) == 1 and self._windowed
 
     @property
     def usage(self) -> float:
@@ -93,7 +97,15 @@ class KVCacheManager:
         """Blocks of a running request, shared ones included."""
         if not self._windowed:
             return len(self.groups) * len(request.block_ids[0])
-        return sum(len(ids) - ids.count(NULL_BLOCK) for ids in request.block_ids)
+        return sum(
+            len(ids) - self._num_released(group.spec, ids)
+            for group, ids in zip(self.groups, request.block_ids, strict=True)
+        )
+
+    def _num_released(self, spec: KVCacheSpec, ids: list[int]) -> int:
+        """Null blocks of a table. They follow each other, so none of the others is looked at."""
+        first = spec.hidden_blocks(0, self.block_size).start
+        return max(0, bisect(ids, False, first, key=lambda block: block != NULL_BLOCK) - first)
 
     def tokens(self, running: Iterable[Request]) -> tuple[int, int]:
         """Return the tokens that the blocks of running requests have room for, and those computed
@@ -211,6 +223,8 @@ class KVCacheManager:
             self.pins.forget(request.block_hashes[0])
             if self.checkpoints is not None:
                 self.checkpoints.forget(request.block_hashes)
+        if self._releases_tokens:  # some of these may be forgotten
+            del request.block_hashes[request.num_prompt_tokens // self.block_size :]
         request.block_ids = []
         request.num_committed_blocks = 0
         request.num_computed_tokens = request.num_written_tokens = 0
@@ -244,9 +258,12 @@ class KVCacheManager:
                 length = self._cached_length(hashes, hit)
         tables = []
         for g, group in enumerate(self.groups):
-            seen = group.spec.first_visible_block(length * self.block_size, self.block_size)
-            found = (self.pool.lookup((g, key)) for key in hashes[seen:length])
-            tables.append([NULL_BLOCK] * min(seen, length) + [b for b in found if b is not None])
+            hidden = group.spec.hidden_blocks(length * self.block_size, self.block_size)
+            found = (
+                NULL_BLOCK if i in hidden else self.pool.lookup((g, hashes[i]))
+                for i in range(length)
+            )
+            tables.append([b for b in found if b is not None])
         return PrefixMatch(length * self.block_size, tables, shared * self.block_size)
 
     def _cached_length(self, hashes: list[bytes], length: int) -> int:
@@ -281,20 +298,32 @@ class KVCacheManager:
         blocks = -(-length // self.block_size)
         tables = [list(ids[:blocks]) for ids in leader.block_ids]
         for group, ids in zip(self.groups, tables, strict=True):
-            seen = group.spec.first_visible_block(length, self.block_size)
-            if NULL_BLOCK in ids[seen:]:
-                return None  # the leader's window has moved on
-            ids[:seen] = [NULL_BLOCK] * min(seen, blocks)
+            hidden = group.spec.hidden_blocks(length, self.block_size)
+            for i, block in enumerate(ids):
+                if i in hidden:
+                    ids[i] = NULL_BLOCK
+                elif block == NULL_BLOCK:
+                    return None  # the leader's window has moved on
         return PrefixMatch(length, tables)
 
     def _release_unseen(self, request: Request) -> None:
         """Release blocks that slid out of the window of the first query that may still come."""
         position = request.num_written_tokens
         for group, ids in zip(self.groups, request.block_ids, strict=True):
-            gone = group.spec.first_visible_block(position, self.block_size) - 1
             unseen = []
-            while gone >= 0 and ids[gone] != NULL_BLOCK:
+            for gone in reversed(group.spec.hidden_blocks(position, self.block_size)):
+                if ids[gone] == NULL_BLOCK:
+                    break
                 unseen.append(ids[gone])
                 ids[gone] = NULL_BLOCK
-                gone -= 1
             self.pool.release(unseen)
+        if self._releases_tokens:
+            self._forget_hashes(request, len(unseen))
+
+    def _forget_hashes(self, request: Request, count: int) -> None:
+        """Forget the hashes of the last blocks that were released, `count` of each group: nothing
+        asks for those of an output before it starts again."""
+        gone = self.groups[0].spec.hidden_blocks(request.num_written_tokens, self.block_size)
+        first = max(gone.stop - count, request.num_prompt_tokens // self.block_size)
+        for i in range(first, min(gone.stop, len(request.block_hashes) - 1)):
+            request.block_hashes[i] = b""

@@ -174,8 +174,8 @@ class PinTable:
         """Blocks that the query after the prefix sees through windows; None if one is gone."""
         found = []
         for g, spec in self._windowed:
-            seen = spec.first_visible_block(len(hashes) * self._block_size, self._block_size)
-            found += [self.pool.lookup((g, key)) for key in hashes[seen:]]
+            hidden = spec.hidden_blocks(len(hashes) * self._block_size, self._block_size)
+            found += [self.pool.lookup((g, key)) for i, key in enumerate(hashes) if i not in hidden]
         blocks = tuple(block for block in found if block is not None)
         return blocks if len(blocks) == len(found) else None
 

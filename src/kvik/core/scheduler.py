@@ -95,7 +95,7 @@ class Step:
         self.plan.new_requests.append(
             NewRequest(
                 slot=request.slot,
-                token_ids=request.token_ids[:],
+                token_ids=list(request.token_ids),
                 num_prompt_tokens=request.num_prompt_tokens,
                 num_computed_tokens=request.num_computed_tokens,
                 block_ids=[ids[:] for ids in request.block_ids],
@@ -777,7 +777,7 @@ class Scheduler:
             known.append(token)
             reason = finish_reason(request, token)
             if reason is not None:
-                tokens = known[before:]
+                tokens = list(known[before:])
                 break
         complete = row in output.ended and reason is not FinishReason.STOP
         complete = complete and len(tokens) == len(output.token_ids[row])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from itertools import zip_longest
@@ -225,7 +225,7 @@ class Request:
     request_id: str
     index: int  # which of the n siblings
     params: SamplingParams
-    token_ids: list[int]  # prompt, then the delivered output
+    token_ids: MutableSequence[int]  # prompt, then the delivered output
     num_prompt_tokens: int
     max_length: int  # prompt + output never grow past this
     stop_ids: frozenset[int]
@@ -251,7 +251,8 @@ class Request:
     num_draft_tokens: int = 0  # proposed for the next step; only the worker knows the ids
     speculation: RequestSpeculation | None = None  # so far; None: no speculation
     block_ids: list[list[int]] = field(default_factory=list)  # one table per KV group
-    block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids
+    # Of the full blocks of token_ids; b"" of those that nothing of it will match any more.
+    block_hashes: list[bytes] = field(default_factory=list)
     num_metered_tokens: int = 0  # computed tokens whose work is counted
     num_charged_tokens: int = 0  # known tokens that its tenant was charged for or found cached
     num_lost_tokens: int = 0  # computed before a preemption

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import astuple, dataclass, replace
 
 from kvik.core.types import Request
-from kvik.spec.kv import KVGroup, Window, first_visible, visible_pairs
+from kvik.spec.kv import KVGroup, Window, keys_read, visible_pairs
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ class WorkMeter:
             self.total.logit_rows += max(0, last - scored)
         for window, layers, size in self._kinds:
             self.total.prefill_pairs += layers * visible_pairs(first, first + tokens, window)
-            self.total.prefill_kv_bytes += size * _read(first, tokens, window)
+            self.total.prefill_kv_bytes += size * keys_read(first, first + tokens, window)
 
     def drafts(self, request: Request, tokens: int) -> None:
         """A row of one known token and its drafts, already in `num_computed_tokens`."""
@@ -97,7 +97,7 @@ class WorkMeter:
         self.total.logit_rows += tokens - 1
         for window, layers, size in self._kinds:
             self.total.decode_pairs += layers * visible_pairs(first, first + tokens, window)
-            self.total.decode_kv_bytes += size * _read(first, tokens, window)
+            self.total.decode_kv_bytes += size * keys_read(first, first + tokens, window)
 
     def step(self, tokens: int, chunks: int, samples: list[bool]) -> None:
         """The rows of a step are complete."""
@@ -162,8 +162,3 @@ class WorkMeter:
             total.prefill_kv_bytes += size * prompt
             total.decode_pairs += layers * output
             total.decode_kv_bytes += size * output
-
-
-def _read(first: int, tokens: int, window: Window | None) -> int:
-    """Keys that at least one of a chunk's queries sees, the chunk's own included."""
-    return first + tokens - first_visible(first, window)

@@ -5,6 +5,7 @@ The same object runs under the offline API, the server and the simulator's virtu
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 from kvik.config.config import ResolvedConfig
@@ -138,6 +139,10 @@ class EngineCore:
         self._graphs: GraphCounts | None = None
         self._threads: int | None = None
 
+    def _array(self, ids: Sequence[int]) -> array[int]:
+        """Tokens in as little memory as can be, because texts may have no end."""
+        return array("H" if self.config.model.vocab_size <= 1 << 16 else "I", ids)
+
     def add(self, request: EngineRequest, now: float) -> int:
         """Queue a request.
 
@@ -166,14 +171,14 @@ class EngineCore:
                     request_id=request.request_id,
                     index=index,
                     params=params.without_prompt_logprobs() if index else params,
-                    token_ids=prompt[:],
+                    token_ids=self._array(prompt),
                     num_prompt_tokens=len(prompt),
                     max_length=longest,
                     stop_ids=frozenset(params.stop_token_ids).union(eos),
                     seed=derive_seed(seed, index),
                     arrival=now,
                     priority=request.priority,
-                    cache_salt=request.cache_salt,
+                    cache_salt=self.config.cache.salt + request.cache_salt,
                     deadline=request.deadline,
                     pooling=request.pooling,
                     second_text=request.second_text,

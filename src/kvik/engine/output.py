@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import operator
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from math import fsum, sqrt
 from weakref import WeakValueDictionary
 
@@ -231,14 +232,43 @@ def _pooled(output: RequestOutput, what: str) -> list[float]:
     return output.embedding
 
 
+PIECE = 4096  # tokens; one array for all would leave holes as it grows, as large as it is
+
+
+class _Tokens:
+    """Token ids in as little memory as they need, since texts may have no end."""
+
+    def __init__(self) -> None:
+        self._code = "H"  # of 16 bits, until there is an id that needs more
+        self._pieces: list[array[int]] = []
+        self.count = 0
+
+    def extend(self, ids: Sequence[int]) -> None:
+        try:
+            new = array(self._code, ids)
+        except OverflowError:
+            self._code = "I"
+            new = array(self._code, ids)
+        last = self._pieces[-1] if self._pieces else None
+        if last is None or len(last) >= PIECE or last.typecode != new.typecode:
+            self._pieces.append(new)
+        else:
+            last.extend(new)
+        self.count += len(new)
+
+    def to_list(self) -> list[int]:
+        return [token for piece in self._pieces for token in piece]
+
+
 @dataclass(slots=True)
 class _Completion:
     """A completion as it grows."""
 
     detokenizer: Detokenizer | None
     stops: StopStrings | None
-    text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
+    text: str = ""  # if it is made at the end
+    shown: int = 0  # characters that were, else: the text is made again of its tokens
+    token_ids: _Tokens = field(default_factory=_Tokens)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     matched: str | None = None  # the stop string; tokens after it are dropped
     result: CompletionOutput | None = None
@@ -250,6 +280,7 @@ class _Entry:
     request: EngineRequest
     prompt: str | None
     streaming: bool
+    new_detokenizer: Callable[[], Detokenizer] | None
     completions: list[_Completion]
     prompt_logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs_sent: bool = False  # in a delta
@@ -290,18 +321,20 @@ class OutputProcessor:
         """
         params = request.params
         table = self._stop_table(params.stop) if params.stop else None
-        completions = []
+        completions, new_stream = [], None
+        if self.tokenizer is not None:
+            skipped = params.skip_special_tokens
+            new_stream = partial(
+                self.tokenizer.new_stream, request.prompt_token_ids, skipped, marks
+            )
         for _ in range(params.n):
-            detokenizer = None
-            if self.tokenizer is not None:
-                detokenizer = self.tokenizer.new_stream(
-                    request.prompt_token_ids, params.skip_special_tokens, marks
-                )
+            detokenizer = None if new_stream is None else new_stream()
             stops = None
             if table is not None:
                 stops = StopStrings(table, params.include_stop_str_in_output)
             completions.append(_Completion(detokenizer, stops))
-        self._entries[request.request_id] = _Entry(request, prompt, streaming, completions)
+        entry = _Entry(request, prompt, streaming, new_stream, completions)
+        self._entries[request.request_id] = entry
 
     def _stop_table(self, stop: tuple[str, ...]) -> StopTable:
         table = self._stop_tables.get(stop)
@@ -328,7 +361,7 @@ class OutputProcessor:
             completion = entry.completions[delta.index]
             if completion.result is not None:
                 continue  # it has ended
-            text, first = "", len(completion.token_ids)
+            text, first = "", completion.token_ids.count
             if completion.matched is None and completion.error is None:
                 try:
                     for part in _by_token(completion, delta):
@@ -341,7 +374,8 @@ class OutputProcessor:
                     self._ask_to_end(entry, completion, delta.index, out)
             if delta.finish_reason is not None:
                 self._finish(entry, completion, delta, out)
-            tokens = completion.token_ids[first:]
+            # what came behind a stop string is dropped
+            tokens = delta.token_ids[: completion.token_ids.count - first]
             if entry.streaming and (text or tokens or delta.finish_reason):
                 result = completion.result
                 out.deltas.append(
@@ -364,7 +398,7 @@ class OutputProcessor:
     @staticmethod
     def _grow(entry: _Entry, completion: _Completion, delta: RequestDelta) -> str:
         """Append the delta's tokens; returns the text that may be shown now."""
-        completion.token_ids += delta.token_ids
+        completion.token_ids.extend(delta.token_ids)
         if delta.logprobs is not None:
             completion.logprobs += delta.logprobs
         last = delta.finish_reason is not None
@@ -373,7 +407,7 @@ class OutputProcessor:
         if not (entry.streaming or completion.stops or last):
             return ""
         late = not (entry.streaming or completion.stops)  # all at once, at the end
-        ids = completion.token_ids if late else delta.token_ids
+        ids = completion.token_ids.to_list() if late else delta.token_ids
         if delta.finish_reason is FinishReason.STOP and ids:
             shown = delta.complete or entry.request.params.include_stop_str_in_output
             ids = ids if shown else ids[:-1]
@@ -381,11 +415,14 @@ class OutputProcessor:
         if last:
             text += completion.detokenizer.flush()
         if completion.stops is not None:
-            enough = len(completion.token_ids) > entry.request.params.min_tokens
+            enough = completion.token_ids.count > entry.request.params.min_tokens
             text, completion.matched = completion.stops.push(text, may_end=enough)
             if last and completion.matched is None:
                 text += completion.stops.flush()
-        completion.text.append(text)
+        if late:
+            completion.text = text
+        else:
+            completion.shown += len(text)
         return text
 
     @staticmethod
@@ -408,8 +445,8 @@ class OutputProcessor:
             reason, stop_reason = FinishReason.STOP, completion.matched
         completion.result = CompletionOutput(
             index=delta.index,
-            text="".join(completion.text),
-            token_ids=completion.token_ids,
+            text=completion.text or _text_again(entry, completion),
+            token_ids=completion.token_ids.to_list(),
             finish_reason=reason.value,
             stop_reason=stop_reason,
             logprobs=completion.logprobs if entry.request.params.logprobs is not None else None,
@@ -421,6 +458,22 @@ class OutputProcessor:
         if all(c.result is not None for c in entry.completions):
             del self._entries[delta.request_id]
             out.finished.append(_output(entry))
+
+
+def _text_again(entry: _Entry, completion: _Completion) -> str:
+    """Return the text that was shown. Kept, a text without an end would take more memory than its
+    tokens do."""
+    if entry.new_detokenizer is None or not completion.shown:
+        return ""
+    again = entry.new_detokenizer()
+    if completion.error is None:
+        return (again.push(completion.token_ids.to_list()) + again.flush())[: completion.shown]
+    text = ""  # one of the tokens has none
+    for token in completion.token_ids.to_list():
+        if len(text) >= completion.shown:
+            break
+        text += again.push([token])
+    return text[: completion.shown]
 
 
 def merged(deltas: Sequence[TextDelta]) -> list[TextDelta]:

@@ -202,9 +202,10 @@ class Ops:
     rms_norm(x [..., dim], weight [dim] of the dtype of x or fp32, eps) -> [..., dim]
     layer_norm(x [..., dim], weight, bias, eps) -> [..., dim]; weight and bias are [dim], or [heads,
         dim] of x [tokens, heads, dim]
-    rotations(high [multiples, head_dim], low [n, head_dim], positions [tokens] int64) -> [tokens,
-        head_dim] fp32, cosines and then sines of sums of angles: that of row p // n of high and
-        that of row p % n of low, as complex numbers multiplied
+    rotations(high [multiples, head_dim], low [n, head_dim], positions [tokens] int64, last) ->
+        [tokens, head_dim] fp32, cosines and then sines of sums of angles: that of row p // n of
+        high and that of row p % n of low, as complex numbers multiplied. Positions beyond `last`
+        count as that
     rotary(q [tokens, heads, head_dim], k [tokens, kv_heads, head_dim], rotation [tokens, head_dim]
         fp32: cosines, then sines) -> (q, k), rotated in halves (not interleaved); may overwrite
         and return its arguments, so the caller uses only what it gets back
@@ -248,7 +249,7 @@ class Ops:
     probabilities: Callable[[Tensor, Tensor, Truncation], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     layer_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
-    rotations: Callable[[Tensor, Tensor, Tensor], Tensor]
+    rotations: Callable[[Tensor, Tensor, Tensor, int], Tensor]
     rotary: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     activate: Callable[[Tensor, Activation], Tensor]
     scaled: Callable[[Tensor, float], Tensor]

@@ -185,6 +185,8 @@ class Builder:
         self._stage = stage
         self.declared = Declarations(device)
         self._scope = ""
+        self._groups = groups
+        self._ropes: list[Rope] = []  # in order of the calls of `rope`
         self._group_of = {layer: i for i, group in enumerate(groups) for layer in group.layers}
         self._q_ropes: dict[tuple[RopeSpec, int], Rope] = {}  # which layers share
         self._query_scales: dict[QueryScale, Tensor] = {}  # tables that layers share
@@ -695,7 +697,8 @@ class Builder:
         return ScaledQueries(self.ops, self._query_scales[spec])
 
     def rope(self, spec: RopeSpec, head_dim: int) -> Rope:
-        return Rope(self.ops, spec, head_dim, self.max_model_len, self.device)
+        self._ropes.append(Rope(self.ops, spec, head_dim, self.max_model_len, self.device))
+        return self._ropes[-1]
 
     def attention(
         self,
@@ -748,7 +751,10 @@ class Builder:
         owner = layer if kv_from is None else kv_from
         owner = 0 if bidirectional is not None else owner  # in whose place all are kept
         position, group = self._position_of[owner], self._group_of[owner]
-        return Attention(self.backend, position, group, spec, q_rope)
+        window = self._groups[group].spec.window
+        # Where windows have sinks, all layers that turn do it alike.
+        sink_rope = self._ropes[0] if window is not None and window.sinks else None
+        return Attention(self.backend, position, group, spec, q_rope, sink_rope)
 
     def latent_attention(
         self,

@@ -144,7 +144,7 @@ class ScaledSum:
 class Attention:
     """softmax(q k^T * scale) v of one layer, causal, over everything cached."""
 
-    __slots__ = ("backend", "group", "position", "q_rope", "spec")
+    __slots__ = ("backend", "group", "position", "q_rope", "sink_rope", "spec")
 
     def __init__(
         self,
@@ -153,12 +153,14 @@ class Attention:
         group: int,
         spec: AttentionSpec,
         q_rope: Rope | None = None,
+        sink_rope: Rope | None = None,
     ) -> None:
         self.backend = backend
         self.position = position  # of the layer that stores its keys, among those that store any
         self.group = group  # KV group of that layer
         self.spec = spec
         self.q_rope = q_rope  # how q turns, where not as k does
+        self.sink_rope = sink_rope  # how all turn, where the window has sinks
 
     def __call__(
         self,
@@ -180,7 +182,10 @@ class Attention:
         """
         kv, metadata = ctx.kv[self.position], ctx.metadata[self.group]
         q_rotation = None if self.q_rope is None else self.q_rope.at(ctx.positions)
-        attend = Attend(q, k, v, kv, metadata, self.spec, rotation, q_rotation)
+        for_sinks = None
+        if self.sink_rope is not None and rotation is not None:
+            for_sinks = self.sink_rope.after_keys(ctx.positions)
+        attend = Attend(q, k, v, kv, metadata, self.spec, rotation, q_rotation, for_sinks)
         return self.backend.run(attend).flatten(1)
 
 

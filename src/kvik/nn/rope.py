@@ -29,10 +29,12 @@ class Rope:
             of_queries: rotations multiply by what `RopeSpec.query_beta` says.
         """
         self.ops = ops
+        self._end = max_model_len - 1
+        self._last = min(spec.most_keys or max_model_len, max_model_len) - 1
         # The tables of `Ops.rotations`. Made in fp64: an angle of a million radians has no digits
         # left behind the point in fp32.
         highs, lows = spec.split(max_model_len, of_queries=of_queries)
-        angle = frequencies(spec, head_dim, max_model_len).to(device)
+        angle = frequencies(spec, head_dim, self._last + 1).to(device)
         multiples = torch.arange(highs, device=device) * lows
         self.high = _table(multiples, angle, head_dim, 1.0)
         rests = torch.arange(lows, device=device)
@@ -47,7 +49,11 @@ class Rope:
         Args:
             positions: [tokens] int64, below max_model_len.
         """
-        return self.ops.rotations(self.high, self.low, positions)
+        return self.ops.rotations(self.high, self.low, positions, self._end)
+
+    def after_keys(self, positions: Tensor) -> Tensor:
+        """The same at positions that count the keys that a query sees (`RopeSpec.most_keys`)."""
+        return self.ops.rotations(self.high, self.low, positions, self._last)
 
 
 def _table(positions: Tensor, angle: Tensor, head_dim: int, factor: float) -> Tensor:

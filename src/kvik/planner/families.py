@@ -7,8 +7,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
+from kvik.config.config import EngineConfig, Notes, check_config
+from kvik.config.fit import STREAMED_CONTEXT
 from kvik.config.model_source import CONFIG, find_config
-from kvik.errors import ModelError, shown
+from kvik.config.resolve import as_streamed
+from kvik.errors import ConfigError, ModelError, shown
 from kvik.files import is_gguf
 from kvik.gguf.facts import METHOD, gguf_model_spec, model_config, usual_bits
 from kvik.gguf.reader import GgufFile, read_gguf
@@ -212,6 +215,28 @@ def _from_spec(spec: ModelSpec, fields: Fields, name: str) -> ModelShape:
         spec=spec,
         notes=(*notes, *uncounted(fields)),
     )
+
+
+def windowed(shape: ModelShape, window: int | None, sinks: int) -> ModelShape:
+    """Return a model whose tokens see a window and sinks, as the options of an engine say.
+
+    Raises:
+        ConfigError: it cannot be run so, or sinks have no window.
+    """
+    asked = check_config(EngineConfig(window=window, attention_sinks=sinks))
+    if window is None:
+        return shape
+    if shape.spec is None:
+        raise ConfigError("window", f"must be left out: kvik does not run {shape.architecture}")
+    spec = as_streamed(asked, shape.spec, Notes())
+    seen = spec.windows[0]
+    layers = tuple(
+        replace(layer, cache=layer.cache and replace(layer.cache, window=seen))
+        for layer in shape.layers
+    )
+    caches = tuple(replace(cache, window=seen) for cache in shape.caches)
+    longest = max(shape.max_context, STREAMED_CONTEXT)
+    return replace(shape, spec=spec, layers=layers, caches=caches, max_context=longest)
 
 
 def _layers(spec: ModelSpec) -> tuple[LayerShape, ...]:

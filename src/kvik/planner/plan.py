@@ -15,7 +15,7 @@ from kvik.planner.calibration import calibration_path
 from kvik.planner.cost import Cost, DailyLoad, TokenRates, cost, parse_load
 from kvik.planner.devices import UTILIZATION, Device, Setting, find_device, this_device
 from kvik.planner.division import Division, division_of
-from kvik.planner.families import read_shape
+from kvik.planner.families import read_shape, windowed
 from kvik.planner.formats import WEIGHT_FORMATS, arithmetic, kv_facts, weight_facts, weight_format
 from kvik.planner.memory import (
     MOST_REQUESTS,
@@ -51,6 +51,7 @@ from kvik.planner.variants import (
 )
 from kvik.spec.kv import KV_FORMATS
 from kvik.spec.model import SHORT_DTYPES
+from kvik.spec.rope import MAX_POSITIONS
 
 # The question that `kvik plan` answers, checked.
 
@@ -68,6 +69,14 @@ class Question:
         None,
         Integer(1, 1 << 24),
         f"tokens of a request, prompt and output; None: the model's, up to {USUAL_CONTEXT}",
+    )
+    window: int | None = option(
+        None,
+        Integer(1, MAX_POSITIONS),
+        "most recent tokens that a token sees; None: all, or the model's",
+    )
+    attention_sinks: int = option(
+        0, Integer(0, MAX_POSITIONS), "first tokens that a token sees beside those of the window"
     )
     batch: int = option(1, Integer(1, MOST_REQUESTS), "requests that run together")
     dtype: str | None = option(
@@ -494,7 +503,7 @@ def plan(question: Question) -> Plan:
         ConfigError: a field that is out of range or contradicts model or device.
         ModelError: the model is not found or cannot be read.
     """
-    shape = read_shape(question.model)
+    shape = windowed(read_shape(question.model), question.window, question.attention_sinks)
     device, hardware = find_machine(question.hardware)
     return plan_shape(shape, device, question, hardware)
 

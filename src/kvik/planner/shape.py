@@ -94,7 +94,7 @@ class CacheShape:
 
     def most_keys(self, context: int) -> int:
         """Return the most keys that the last query of a `context` sees."""
-        return context if self.window is None else min(context, self.window.keys)
+        return context if self.window is None else min(context, self.window.most)
 
     def token_bytes(self, kv_format: str) -> int:
         """Return bytes of one token in one of the layers, scales and all copies included."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import gcd
 from typing import TYPE_CHECKING, overload
 
@@ -58,17 +59,27 @@ class Window:
         keys: the most that a query sees, its own included.
         chunked: a query sees those from the last multiple of `keys` on (Llama 4); else the last
             `keys` ones.
+        sinks: the first keys of all, which a query sees besides, as if they stood just before the
+            others that it sees ("attention sinks"; StreamingLLM, Xiao et al. 2023, section 3.2).
+            Not in chunks.
     """
 
     keys: int
     chunked: bool = False
+    sinks: int = 0
+
+    @property
+    def most(self) -> int:
+        """The most keys that a query sees."""
+        return self.keys + self.sinks
 
     @overload
     def first(self, position: int) -> int: ...
     @overload
     def first(self, position: Tensor) -> Tensor: ...
     def first(self, position: int | Tensor) -> int | Tensor:
-        """Return the first key that the query at `position` sees; below 0: it sees all."""
+        """Return the first key that the query at `position` sees, but for sinks; below 0: it sees
+        all."""
         return position - (position % self.keys if self.chunked else self.keys - 1)
 
     def pairs(self, end: int) -> int:
@@ -76,16 +87,22 @@ class Window:
         if self.chunked:
             chunks, rest = divmod(end, self.keys)
             return chunks * _triangle(self.keys) + _triangle(rest)
-        return _triangle(min(end, self.keys)) + max(0, end - self.keys) * self.keys
+        return _triangle(min(end, self.most)) + max(0, end - self.most) * self.most
 
 
 def first_visible(position: int, window: Window | None) -> int:
-    """Return the first key that the query at `position` sees.
+    """Return the first key that the query at `position` sees, but for sinks.
 
     Args:
         window: None: it sees all.
     """
     return 0 if window is None else max(0, window.first(position))
+
+
+def keys_read(first: int, end: int, window: Window | None) -> int:
+    """Return how many keys any of the queries at positions first .. end - 1 sees."""
+    seen = first_visible(first, window)
+    return end - seen + (0 if window is None else min(seen, window.sinks))
 
 
 def visible_pairs(first: int, end: int, window: Window | None) -> int:
@@ -144,10 +161,11 @@ class KVCacheSpec:
         """Whether blocks get out of sight while a request goes on."""
         return self.window is not None
 
-    def first_visible_block(self, position: int, block_size: int) -> int:
-        """Return the first block that holds a key visible to the query at `position`. It never
-        falls as the position grows."""
-        return first_visible(position, self.window) // block_size
+    def hidden_blocks(self, position: int, block_size: int) -> range:
+        """Return the blocks that hold no key visible to the query at `position`, but for those
+        behind it. No later query sees them either; where they begin never changes."""
+        sinks = 0 if self.window is None else -(-self.window.sinks // block_size)
+        return range(sinks, first_visible(position, self.window) // block_size)
 
     def max_blocks(self, num_tokens: int, chunk: int, block_size: int) -> int:
         """Return the most blocks that a request of `num_tokens` ever holds when a step adds at most
@@ -157,7 +175,8 @@ class KVCacheSpec:
             return blocks
         if not window.chunked:
             # keys - 1 keys before the step's and these, both cut by block borders
-            return min(blocks, -(-(window.keys - 1 + chunk) // block_size) + 1)
+            seen = -(-(window.keys - 1 + chunk) // block_size) + 1
+            return min(blocks, -(-window.sinks // block_size) + seen)
         # Worst is a step that begins with the last query of its window. How windows lie on blocks
         # repeats after a few of them.
         most, apart = 0, block_size // gcd(window.keys, block_size)
@@ -176,8 +195,10 @@ class KVCacheSpec:
         if self.window is None:
             return next((i for i in range(length) if not cached(i)), length)
         while length:
-            seen = range(self.first_visible_block(length * block_size, block_size), length)
-            missing = next((i for i in reversed(seen) if not cached(i)), None)
+            hidden = self.hidden_blocks(length * block_size, block_size)
+            sinks = range(min(hidden.start, length))
+            seen = chain(reversed(range(max(len(sinks), hidden.stop), length)), reversed(sinks))
+            missing = next((i for i in seen if not cached(i)), None)
             if missing is None:
                 break
             length = missing  # every longer prefix up to here needs this block

@@ -47,6 +47,7 @@ class RopeSpec:
     truncate: bool = True  # yarn: round the correction range to integers
     # Queries at position p are multiplied by 1 + query_beta * log(1 + p // original_max_position).
     query_beta: float = 0.0
+    most_keys: int = 0  # that a query sees, if less than max_model_len; 0: all
 
     @property
     def of_token(self) -> int:

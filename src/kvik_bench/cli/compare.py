@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     comparison = ModelComparison.of(
         list(_contenders(arguments)),
         texts_of(arguments),
-        arguments.window,
+        arguments.reading_window,
         arguments.stride,
         decoding if arguments.speed else None,
     )

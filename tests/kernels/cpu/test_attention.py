@@ -10,7 +10,7 @@ import torch
 from helpers.attention_backends import OPTIONS
 from helpers.native import normal, runtimes
 from helpers.native_cache import NativeCache, Part, attend
-from helpers.windows import Seen, chunks, first_seen
+from helpers.windows import Seen, chunks, seen, sinks
 from torch import Tensor
 
 F32, BF16, I8 = torch.float32, torch.bfloat16, torch.int8
@@ -94,11 +94,14 @@ class Sequences:
         visible: Tensor,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
+        negated: int = 0,
     ) -> Tensor:
-        """[queries, heads, head_dim] in float64; visible: [queries, end]."""
+        """[queries, heads, head_dim] in float64; visible: [queries, end]; negated: scores of the
+        first keys, times -1."""
         k, v = cache.load(runtime, self.slots(i, 0, end), F32)
         k, v = (x.double().repeat_interleave(self.heads // self.kv_heads, 1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", self.q[i][begin:end].double(), k) * self.scale
+        scores[..., :negated] *= -1
         if softcap:
             scores = softcap * (scores / softcap).tanh()
         scores = scores.masked_fill(~visible, -torch.inf)
@@ -116,9 +119,10 @@ def of_each_kind(runtimes: list) -> list:
 
 def causal(begin: int, end: int, window: Seen = None) -> Tensor:
     """[end - begin, end] bool."""
-    query, key = torch.arange(begin, end)[:, None], torch.arange(end)
-    first = torch.tensor([first_seen(position, window) for position in range(begin, end)])
-    return (key <= query) & (key >= first[:, None])
+    visible = torch.zeros(end - begin, end, dtype=torch.bool)
+    for position in range(begin, end):
+        visible[position - begin, seen(position, window)] = True
+    return visible
 
 
 def random_tree(size: int, seed: int) -> Tensor:
@@ -168,6 +172,19 @@ CASES = {
     ),
     "chunk of one": (4, 2, 32, 16, [(70, 70), (70, 1)], chunks(1)),
     "chunk of tiles": (4, 2, 32, 16, [(130, 130), (190, 70), (129, 1)], chunks(64)),
+    "sinks": (
+        *(4, 2, 32, 16),
+        [(n, 1) for n in (1, 4, 5, 24, 25, 64, 65, 85)] + [(150, 150), (90, 20)],
+        sinks(4, 20),
+    ),
+    "sinks over splits": (
+        2,
+        1,
+        16,
+        16,
+        [(1300, 1), (1300, 40), (700, 700), (3, 1)],
+        sinks(520, 90),
+    ),
     "chunk over splits": (2, 1, 16, 16, [(1300, 1), (1240, 40), (1200, 1)], chunks(600)),
 }
 
@@ -188,7 +205,24 @@ def test_against_float64(runtime, case: str, dtype, kv_dtype) -> None:
 
 
 @dtypes
-@pytest.mark.parametrize("window", [None, 30, chunks(40)])
+@pytest.mark.parametrize("reach", [1, 40, 1000])
+@pytest.mark.parametrize("runtime", of_each_kind(runtimes((1, 5))))
+def test_queries_see_keys_on_both_sides(runtime, reach: int, dtype, kv_dtype) -> None:
+    contexts = [1, 37, 150, 600]
+    s = Sequences(contexts, dtype=dtype, kv_dtype=kv_dtype)
+    cache = s.filled(runtime)
+    parts = [s.part(i, 0, context) for i, context in enumerate(contexts)]
+    found = attend(runtime, cache, parts, s.scale, reach=reach)
+    for i, context in enumerate(contexts):
+        at = torch.arange(context)
+        visible = (at[:, None] - at).abs() <= reach
+        assert_near(found[i], s.expected(runtime, cache, i, 0, context, visible))
+        (alone,) = attend(runtime, cache, parts[i : i + 1], s.scale, reach=reach)
+        assert_same_bits(alone, found[i])
+
+
+@dtypes
+@pytest.mark.parametrize("window", [None, 30, chunks(40), sinks(17, 30)])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3), (7, 1)])
 @pytest.mark.parametrize("runtime", of_each_kind(runtimes((1, 5))))
 def test_no_bit_depends_on_the_cut(runtime, heads, kv_heads, window, dtype, kv_dtype) -> None:
@@ -227,7 +261,7 @@ def test_results_do_not_depend_on_other_sequences_or_threads(isa, dtype, kv_dtyp
 
 
 @dtypes
-@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("window", [None, 40, sinks(20, 33)])
 @pytest.mark.parametrize("runtime", of_each_kind(runtimes((1,))))
 def test_no_bit_depends_on_the_block_size(runtime, window, dtype, kv_dtype) -> None:
     spans = [(0, 99, 100), (1, 0, 70), (2, 520, 530)]
@@ -261,6 +295,28 @@ def test_capped_scores_and_sinks(runtime, option: str, dtype, kv_dtype) -> None:
         chain = [s.part(0, 1080, 1100, torch.ones(20, 20, dtype=torch.bool).tril())]
         (tree,) = attend(runtime, cache, chain, s.scale, window, **options)
         assert_same_bits(tree, chunk[50:])
+
+
+@dtypes
+@pytest.mark.parametrize("window", [sinks(4, 90), sinks(70, 500)], ids=str)
+@pytest.mark.parametrize("runtime", of_each_kind(runtimes((1, 5))))
+def test_sinks_are_met_by_queries_of_their_own(runtime, window, dtype, kv_dtype) -> None:
+    """As it is defined, and the same bits for a chunk, its decodes and a tree over splits."""
+    s = Sequences([1100, 80], dtype=dtype, kv_dtype=kv_dtype, head_dim=16)
+    cache, options = s.filled(runtime), {"window": window, "negated": True}
+    parts = [s.part(0, 1030, 1100), s.part(1, 0, 80)]
+    chunk, fresh = attend(runtime, cache, parts, s.scale, **options)
+    for found, i, begin, end in ((chunk, 0, 1030, 1100), (fresh, 1, 0, 80)):
+        visible = causal(begin, end, window)
+        of = s.expected(runtime, cache, i, begin, end, visible, negated=window.sinks)
+        assert_near(found, of)
+    for at in (1030, 1099):
+        (found,) = attend(runtime, cache, [s.part(0, at, at + 1)], s.scale, **options)
+        assert_same_bits(found[0], chunk[at - 1030])
+    tree = torch.ones(20, 20, dtype=torch.bool).tril()
+    for i, begin, end, rows in ((0, 1080, 1100, chunk[50:]), (1, 0, 20, fresh[:20])):
+        (found,) = attend(runtime, cache, [s.part(i, begin, end, tree)], s.scale, **options)
+        assert_same_bits(found, rows)
 
 
 @dtypes

@@ -283,7 +283,7 @@ class _Rows:
         )
         return y
 
-    def rotations(self, high: Tensor, low: Tensor, positions: Tensor) -> Tensor:
+    def rotations(self, high: Tensor, low: Tensor, positions: Tensor, last: int) -> Tensor:
         out = self.native.empty(positions.shape[0], low.shape[1], dtype=torch.float32)
         self.native.launch(
             "rotations",
@@ -291,6 +291,7 @@ class _Rows:
             low=low.data_ptr(),
             low_rows=low.shape[0],
             positions=positions.data_ptr(),
+            last=last,
             out=out.data_ptr(),
             rows=self.native.rows(positions),
             head_dim=low.shape[1],

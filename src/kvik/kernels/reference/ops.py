@@ -54,14 +54,16 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 # Rotary position embedding, applied to queries and keys.
 
 
-def rotations(high: Tensor, low: Tensor, positions: Tensor) -> Tensor:
+def rotations(high: Tensor, low: Tensor, positions: Tensor, last: int) -> Tensor:
     """Cosines and sines of the angles at some positions, by the angle addition theorems.
 
     Args:
         high: [multiples, head_dim] fp32, cosines and then sines at multiples of n.
         low: [n, head_dim], those at 0..n - 1.
         positions: [tokens].
+        last: further positions count as this one.
     """
+    positions = positions.clamp(max=last)
     cos, sin = high[positions // len(low)].chunk(2, dim=-1)
     low_cos, low_sin = low[positions % len(low)].chunk(2, dim=-1)
     return torch.cat((cos * low_cos - sin * low_sin, cos * low_sin + sin * low_cos), dim=-1)

@@ -29,12 +29,12 @@ _KINDS: dict[torch.dtype, Kind] = {
 
 @triton.jit
 def rotations_kernel(
-    high, low, positions, out, low_rows, DIM: tl.constexpr, HALF: tl.constexpr
+    high, low, positions, last, out, low_rows, DIM: tl.constexpr, HALF: tl.constexpr
 ):  # fmt: skip
     """grid [tokens]; high [multiples, DIM], low [low_rows, DIM], positions [tokens], out [tokens,
     DIM]"""
     token = tl.program_id(0).to(tl.int64)
-    position = tl.load(positions + token)
+    position = tl.minimum(tl.load(positions + token), last)
     at = tl.arange(0, HALF)
     inside = at < DIM // 2
     high += position // low_rows * DIM + at
@@ -195,12 +195,12 @@ def store_kernel(
         )  # fmt: skip
 
 
-def rotations(high: Tensor, low: Tensor, positions: Tensor) -> Tensor:
+def rotations(high: Tensor, low: Tensor, positions: Tensor, last: int) -> Tensor:
     """See `Ops`."""
     tokens, (rows, dim) = len(positions), low.shape
     out = torch.empty(tokens, dim, dtype=torch.float32, device=low.device)
     rotations_kernel[(tokens,)](
-        high, low, positions.contiguous(), out, rows, dim, power_of_two(max(2, dim // 2)),
+        high, low, positions.contiguous(), last, out, rows, dim, power_of_two(max(2, dim // 2)),
         num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return out

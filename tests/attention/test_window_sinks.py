@@ -1,0 +1,159 @@
+"""Every backend over windows with sinks: what they see, and how queries turn for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.attention_backends import KV_FORMATS, NAMES, OPTIONS, STEPS
+from helpers.windows import as_window, seen, sinks
+
+from kvik.attention.base import Attend, AttentionSpec, HeadNorms, LayerKV
+
+WINDOWS = [
+    sinks(*pair) for pair in ((1, 1), (4, 20), (15, 2), (16, 16), (17, 40), (70, 9), (3, 600))
+]
+PARENTS = (-1, 0, 0, 1, 1, 3, 2, 0, 6, 5, 9, 4)
+
+
+def tree() -> tuple[int, ...]:
+    found: list[int] = []
+    for node, parent in enumerate(PARENTS):
+        found.append(1 << node | (found[parent] if node else 0))
+    return tuple(found)
+
+
+def with_rotation(step, seed: int = 5):
+    """The step with a random angle of each token and pair for sinks."""
+    tokens, _, dim = step.q.shape
+    angles = torch.rand(tokens, dim // 2, generator=torch.Generator().manual_seed(seed)) * 6
+    return replace(step, sink_rotation=torch.cat((angles.cos(), angles.sin()), 1))
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("name", STEPS)
+def test_matches_the_definition(backend, make_step, name, window):
+    step = with_rotation(make_step(STEPS[name]))
+    for each in (step, replace(step, sink_rotation=None)):
+        torch.testing.assert_close(
+            each.run(backend, window).double(), each.expected(window), rtol=1e-4, atol=2e-6
+        )
+
+
+@pytest.mark.parametrize(("cached", "new"), [(0, 1), (0, 640), (1023, 1), (1500, 40), (1090, 3)])
+@pytest.mark.parametrize("window", [sinks(4, 252), sinks(600, 30), sinks(520, 520)], ids=str)
+def test_many_splits(backend, make_step, cached, new, window):
+    step = with_rotation(make_step([(cached, new)], heads=2, kv_heads=1))
+    torch.testing.assert_close(
+        step.run(backend, window).double(), step.expected(window), rtol=1e-4, atol=2e-6
+    )
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_with_capped_scores_and_learned_sinks(backend, make_step, options):
+    step = with_rotation(replace(make_step(STEPS["mixed"]), spec=AttentionSpec(0.3, **options)))
+    window = sinks(4, 17)
+    torch.testing.assert_close(
+        step.run(backend, window).double(), step.expected(window), rtol=1e-4, atol=2e-6
+    )
+
+
+def test_queries_are_normalised_before_they_turn_for_sinks(backend, make_step):
+    plain, window = with_rotation(make_step(STEPS["mixed"])), sinks(5, 9)
+    dim = plain.q.shape[2]
+    ones = HeadNorms(torch.ones(dim), torch.ones(dim), 1e-6)
+    step = replace(plain, spec=AttentionSpec(0.3, ones))
+    normal = plain.q * torch.rsqrt(plain.q.square().mean(-1, keepdim=True) + 1e-6)
+    keys = []
+    for all_keys, (cached, _) in zip(plain.keys, STEPS["mixed"], strict=True):
+        new = all_keys[cached:]
+        new = new * torch.rsqrt(new.square().mean(-1, keepdim=True) + 1e-6)
+        keys.append(torch.cat((all_keys[:cached], new)))
+    expected = replace(plain, q=normal, keys=keys).expected(window)
+    torch.testing.assert_close(step.run(backend, window).double(), expected, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("window", [sinks(2, 5), sinks(4, 16), sinks(40, 3)], ids=str)
+@pytest.mark.parametrize(("cached", "new"), [(29, 1), (0, 30), (18, 12)])
+def test_exactly_the_visible_keys_count(backend, make_step, cached, new, window):
+    """With equal scores and one-hot values a query's output spells out which keys it saw."""
+    context = cached + new
+    one_hot = torch.eye(context, 32)[:, None]
+    step = make_step([(cached, new)], 16, heads=1, kv_heads=1, dim=32, value=one_hot)
+    step.q.zero_()
+    step = with_rotation(step)
+    for row, position in zip(step.run(backend, window)[:, 0], range(cached, context), strict=True):
+        found = row.nonzero()[:, 0].tolist()
+        assert found == seen(position, window)
+        assert row[found].tolist() == pytest.approx([1 / len(found)] * len(found))
+
+
+def test_garbage_between_sinks_and_window_is_never_read(backend, make_step):
+    step, window = with_rotation(make_step([(116, 1), (100, 12)])), sinks(17, 5)
+    clean = step.run(backend, window)
+    table = step.layout.block_table.clone()
+    table[0, 2:7] = 0  # positions 32..111; the window begins at 112, and sinks end at 17
+    table[1, 2:6] = 0
+    dirty = replace(step, layout=replace(step.layout, block_table=table))
+    assert torch.equal(dirty.run(backend, window), clean)
+
+
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+@pytest.mark.parametrize("window", [sinks(3, 20), sinks(18, 40)], ids=str)
+def test_chunks_are_one_prefill_to_the_bit(make_step, backend, window, kv_format):
+    """Also in company, where the work is divided otherwise. "reference" and "sdpa" sum in another
+    order."""
+    dtype, kv_dtype = torch.bfloat16, KV_FORMATS[kv_format]
+    total = 70
+    whole = with_rotation(make_step([(0, total)], dtype=dtype, kv_dtype=kv_dtype, dim=32))
+    expected = whole.run(backend, window)
+    bound = 0 if backend.caps.name == "cpu" else 4e-2
+    for chunk in (1, 13, 16, 33):
+        kv = LayerKV(
+            *(t if t is None else t.clone() for t in (whole.kv.k, whole.kv.v)),
+            *(t if t is None else t.clone() for t in (whole.kv.k_scales, whole.kv.v_scales)),
+        )
+        for start in range(0, total, chunk):
+            end = min(start + chunk, total)
+            layout = replace(
+                whole.layout,
+                query_start_loc=torch.tensor([0, end - start], dtype=torch.int32),
+                seq_lens=torch.tensor([end], dtype=torch.int32),
+                slot_mapping=whole.layout.slot_mapping[start:end],
+                num_scheduled=(end - start,),
+                contexts=(end,),
+            )
+            part = slice(start, end)
+            of = whole.q[part].clone(), whole.k[part].clone(), whole.v[part]
+            metadata = backend.plan(layout, as_window(window))
+            rotation = whole.sink_rotation[part].contiguous()
+            found = backend.run(Attend(*of, kv, metadata, whole.spec, sink_rotation=rotation))
+            torch.testing.assert_close(found, expected[part], rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize(
+    "window", [sinks(1, 3), sinks(4, 20), sinks(64, 4), sinks(9, 400)], ids=str
+)
+@pytest.mark.parametrize("cached", [0, 2, 5, 60, 300])
+def test_a_node_of_a_tree_sees_its_path(backend, make_step, cached, window):
+    step = make_step([(12, 1), (cached, len(PARENTS)), (30, 20)])
+    step = with_rotation(step.with_trees((), tree(), ()))
+    torch.testing.assert_close(
+        step.run(backend, window).double(), step.expected(window), rtol=1e-4, atol=2e-6
+    )
+
+
+@pytest.mark.parametrize("backend", [n for n in NAMES if n == "cpu"], indirect=True)
+@pytest.mark.parametrize("window", [sinks(4, 33), sinks(33, 600)], ids=str)
+def test_a_sequence_does_not_notice_its_companions(backend, make_step, window):
+    companions = [(0, 1), (900, 1), (14, 1), (0, 25), (1300, 1), (40, 7), (77, 1)]
+    for cached, new in [(0, 1), (37, 1), (1150, 1), (511, 1), (20, 13), (1023, 33)]:
+        step = make_step([(cached, new)], dtype=torch.bfloat16)
+        angles = torch.ones(new, 8)
+        rotation = torch.cat((angles.cos(), angles.sin()), 1)
+        alone = replace(step, sink_rotation=rotation).run(backend, window)
+        crowd = make_step([*companions, (cached, new)], dtype=torch.bfloat16)
+        rows = rotation[:1].repeat(len(crowd.q), 1)
+        found = replace(crowd, sink_rotation=rows).run(backend, window)
+        assert torch.equal(found[-new:], alone)

@@ -1,0 +1,121 @@
+"""The matrix for a window with sinks: what is between them is gone, and a hit needs the rest alone.
+Log probabilities are the same to the bit, also with drafts and with keys and values in few bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from helpers.matrix import (
+    ALL_OF_IT,
+    BITS,
+    COLUMNS,
+    CONTEXT,
+    FORMATS,
+    SERVED,
+    Column,
+    params,
+    params_with_logprobs,
+    reference_tokens,
+    run,
+    run_column,
+)
+from helpers.optional_native import needs_native
+
+from kvik import LLM
+from kvik.config.model_source import BUNDLED
+from kvik.engine.output import RequestOutput
+
+MODEL: dict[str, object] = {"model": "", "window": 36, "attention_sinks": 3}
+NAMES = (
+    *("batch", "torch", "reference attention", "sdpa", "chunks of 5", "chunks of 33"),
+    *("prefix hits", "prefix hits, chunks", "no prefix cache", "preemption", "preemption, chunks"),
+    *("blocks of 1", "blocks of 8", "blocks of 64", "two threads", "siblings"),
+    *("siblings, preemption", "three steps in flight, siblings", "recorded", "wire, preemption"),
+    *("pins", ALL_OF_IT.name),
+)
+
+
+def fewer_blocks(column: Column) -> Column:
+    """As requests hold no more than what they see."""
+    config = dict(column.config)
+    if "num_blocks" in config:
+        config["num_blocks"] = 7 if "max_num_batched_tokens" in config else 10
+    return replace(column, config=config)
+
+
+EVERY = [fewer_blocks(c) for c in [*COLUMNS, *SERVED, ALL_OF_IT] if c.name in NAMES]
+SOME = [c for c in EVERY if c.name in ("prefix hits, chunks", "preemption, chunks", "siblings")]
+EAGER = {"speculative_config": {"adaptive": False}}
+MEDUSA = {**EAGER, "spec_method": "medusa", "spec_model": str(BUNDLED.parent / "stories-medusa")}
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    return reference_tokens(MODEL)
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[dict[str, list[RequestOutput]]]:
+    """Outputs with logprobs of one request at a time, in each of some formats."""
+    found: dict[str, list[RequestOutput]] = {}
+    for name in ("bfloat16", "KV in int8", "KV in int4", "KV in fp8"):
+        common = {"device": "cpu", "threads": 1, "max_model_len": CONTEXT, **FORMATS[name]}
+        with LLM(**MODEL, **common, enable_prefix_caching=False, max_num_seqs=1) as llm:
+            assert llm.resolved.runner.attention_backend == "cpu"
+            found[name] = run(llm, Column("reference", alone=True), params_with_logprobs())
+    yield found
+
+
+@pytest.mark.parametrize(
+    "column",
+    [c if c in SOME else pytest.param(c, marks=pytest.mark.full) for c in EVERY],
+    ids=lambda column: column.name,
+)
+def test_tokens_do_not_depend_on_how_they_are_made(expected, column):
+    outputs = run_column(column, params(column.siblings), MODEL, dtype="float32")
+    for output, right, sampling in zip(outputs, expected, params(), strict=True):
+        tokens = [completion.token_ids for completion in output.outputs]
+        assert tokens[0] == right
+        assert not sampling.greedy or all(one == right for one in tokens)
+
+
+def check_bits(column, alone, **options):
+    sampling = params_with_logprobs(column.siblings)
+    found = run_column(column, sampling, MODEL, **options)
+    for i, (output, right) in enumerate(zip(found, alone, strict=True)):
+        assert output.prompt_logprobs == right.prompt_logprobs, f"prompt {i}"
+        for completion in output.outputs if sampling[i].greedy else output.outputs[:1]:
+            assert completion.token_ids == right.outputs[0].token_ids, f"prompt {i}"
+            assert completion.logprobs == right.outputs[0].logprobs, f"prompt {i}"
+    return found
+
+
+BIT_COLUMNS = [c for c in EVERY if c.name in {b.name for b in BITS}]
+CASES = [(c, "bfloat16") for c in BIT_COLUMNS]
+CASES += [(c, name) for c in SOME for name in ("KV in int8", "KV in int4", "KV in fp8")]
+
+
+@needs_native
+@pytest.mark.full
+@pytest.mark.parametrize(("column", "weights"), CASES, ids=lambda c: getattr(c, "name", c))
+def test_native_logprobs_are_the_same_to_the_bit(alone, column, weights, caplog):
+    check_bits(column, alone[weights], **FORMATS[weights])
+    assert not caplog.records  # every step was replayed
+
+
+@needs_native
+@pytest.mark.full
+@pytest.mark.parametrize("column", SOME, ids=lambda column: column.name)
+@pytest.mark.parametrize(
+    "options", [{**EAGER, "spec_method": "ngram"}, MEDUSA], ids=["ngram", "medusa"]
+)
+def test_native_logprobs_have_the_same_bits_with_drafts(alone, column, options, caplog):
+    found = check_bits(roomy(column), alone["bfloat16"], dtype="bfloat16", **options)
+    assert not caplog.records
+    assert sum(output.num_drafted_tokens for output in found)
+
+
+def roomy(column: Column) -> Column:
+    return replace(column, config={**column.config, "max_num_seqs": 6})

@@ -1,0 +1,131 @@
+"""Attention sinks against the positions of the paper: keys are cached before they turn, and turn by
+their places within the cache (StreamingLLM, Xiao et al. 2023, section 3.2)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.attention_backends import NAMES, make_backend
+from helpers.paged_model import PagedModel
+from helpers.tiny_models import save_tiny, tokens
+from torch import Tensor
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from kvik.config.config import EngineConfig, Notes
+from kvik.config.resolve import as_streamed
+from kvik.kernels.ops import Ops
+from kvik.kernels.reference.ops import REFERENCE
+from kvik.model_files import model_files
+from kvik.nn.rope import Rope
+
+SINKS, WINDOW = 3, 14
+LENGTH = 5 * (SINKS + WINDOW)
+HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": HEADS,
+    "Qwen3": HEADS,  # heads are normalised
+    "SmolLM3": {**HEADS, "no_rope_layer_interval": 2},  # half of the layers do not turn
+    "yarn": {
+        **HEADS,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+}
+
+
+def in_cache_logits(model: Any, ids: list[int], sinks: int, window: int) -> Tensor:
+    """[tokens, vocab]: token by token, with the keys of each layer in a list that keeps the first
+    and the last ones."""
+    decoder, dim = model.model, model.config.head_dim
+    cache: list[list[tuple[Tensor, Tensor]]] = [[] for _ in decoder.layers]
+    rows = []
+    for token in ids:
+        x = decoder.embed_tokens(torch.tensor([[token]]))
+        for layer, kept in zip(decoder.layers, cache, strict=True):
+            attention, residual = layer.self_attn, x
+            x = layer.input_layernorm(x)
+            q, k, v = (
+                project(x).view(1, -1, dim)
+                for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+            )
+            if hasattr(attention, "q_norm"):
+                q, k = attention.q_norm(q), attention.k_norm(k)
+            if len(kept) == sinks + window:
+                del kept[sinks]
+            kept.append((k, v))
+            keys = torch.cat([key for key, _ in kept]).transpose(0, 1)[None]  # [1, heads, n, dim]
+            values = torch.cat([value for _, value in kept]).transpose(0, 1)[None]
+            queries = q.transpose(0, 1)[None]
+            if getattr(attention, "use_rope", True):
+                places = torch.arange(len(kept))[None]
+                cos, sin = decoder.rotary_emb(x, places)
+                _, keys = apply_rotary_pos_emb(keys, keys, cos, sin)
+                queries, _ = apply_rotary_pos_emb(queries, queries, cos[:, -1:], sin[:, -1:])
+            group = queries.shape[1] // keys.shape[1]
+            keys, values = (t.repeat_interleave(group, 1) for t in (keys, values))
+            weights = (queries @ keys.transpose(2, 3) * attention.scaling).softmax(-1)
+            heads = (weights @ values).transpose(1, 2).reshape(1, 1, -1)
+            x = residual + attention.o_proj(heads)
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        rows.append(model.lm_head(decoder.norm(x))[0, 0])
+    return torch.stack(rows)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: Any) -> tuple[Path, list[int], Tensor]:
+    """A model, a text, and what the paper's cache makes of it."""
+    folder = tmp_path_factory.mktemp(request.param)
+    family = "Llama" if request.param == "yarn" else request.param
+    options = {"max_position_embeddings": 64, "num_hidden_layers": 4, **FAMILIES[request.param]}
+    model = save_tiny(folder, family, **options).float().eval()
+    ids = tokens(LENGTH)
+    with torch.inference_mode():
+        return folder, ids, in_cache_logits(model, ids, SINKS, WINDOW)
+
+
+def streamed(folder: Path, name: str, **options: Any) -> PagedModel:
+    config = EngineConfig(window=WINDOW, attention_sinks=SINKS)
+    spec = as_streamed(config, model_files(folder).spec(), Notes())
+    backend = make_backend(name)
+    ops: Ops = REFERENCE if name == "reference" else backend._ops
+    return PagedModel(folder, spec=spec, ops=ops, backend=backend, max_model_len=1 << 20, **options)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("chunk", [0, 1, 7, 16, 33])
+def test_logits_are_those_of_positions_within_the_cache(case, name, chunk) -> None:
+    """Also far beyond the trained length of 64."""
+    folder, ids, expected = case
+    model = streamed(folder, name, block_size=16)
+    torch.testing.assert_close(model.logits(ids, chunk), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_without_sinks_or_turning_again_logits_are_others(case) -> None:
+    folder, ids, expected = case
+    plain = EngineConfig(window=WINDOW)
+    spec = as_streamed(plain, model_files(folder).spec(), Notes())
+    found = PagedModel(folder, spec=spec, max_model_len=4096).logits(ids)
+    torch.testing.assert_close(found[:WINDOW], expected[:WINDOW], rtol=1e-4, atol=1e-4)
+    assert (found[-1] - expected[-1]).abs().max() > 1e-2
+    model = streamed(folder, "reference")
+    for layer in model.model.layers:
+        layer.attention.attend.sink_rope = None
+    assert (model.logits(ids)[-1] - expected[-1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_positions_may_be_large(case, name, monkeypatch) -> None:
+    """Nothing but differences of positions counts, a million from the start as exactly."""
+    folder, ids, expected = case
+    shift, most, at = (1 << 20) - LENGTH, SINKS + WINDOW, Rope.at
+    monkeypatch.setattr(Rope, "at", lambda rope, p: at(rope, p + shift))
+    monkeypatch.setattr(Rope, "after_keys", lambda rope, p: at(rope, p.clamp(max=most - 1) + shift))
+    found = streamed(folder, name, block_size=16).logits(ids)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
