@@ -100,9 +100,11 @@ LAYERS = {
 
 
 def words(kernel: str, arguments: dict[str, Value]) -> tuple[int, list[int | float]]:
-    """A kernel's id and its arguments in order: addresses of tensors, numbers of dtypes."""
+    """A kernel's id and its arguments in order: addresses of tensors, numbers of dtypes. What is
+    left out is 0: none."""
     kernel_id, names = KERNELS[kernel]
-    return kernel_id, [_word(arguments[name]) for name in names]
+    assert arguments.keys() <= set(names), arguments.keys() - set(names)
+    return kernel_id, [_word(arguments.get(name, 0)) for name in names]
 
 
 def _word(value: Value) -> int | float:
@@ -219,8 +221,8 @@ def attentions(batches: tuple[int, ...], budget: int, wanted: Wanted) -> Iterato
                     v_scales=scales, block_table=order[at], table_stride=context // BLOCK_SIZE,
                     query_start_loc=torch.arange(0, tokens + 1, queries, dtype=torch.int32),
                     seq_lens=torch.full((batch,), context, dtype=torch.int32), num_seqs=batch,
-                    heads=32, kv_heads=8, head_dim=head_dim, block_size=BLOCK_SIZE, window=0,
-                    chunked=0, tree=0, scale=head_dim**-0.5, out=torch.empty_like(q),
+                    heads=32, kv_heads=8, head_dim=head_dim, value_dim=head_dim,
+                    block_size=BLOCK_SIZE, scale=head_dim**-0.5, out=torch.empty_like(q),
                     out_stride=32 * head_dim, dtype=q.dtype, kv_dtype=CACHES[stored],
                 )  # fmt: skip
             yield work

@@ -109,6 +109,7 @@ class NativeStage:
                 block_size=work.block_size,
                 window=0,
                 chunked=0,
+                reach=0,
                 tree=0,
                 scale=work.head_dim**-0.5,
                 softcap=0.0,
