@@ -38,7 +38,7 @@ BUDGETS = {
     ),
     "from kvik import LLM\nwith LLM() as llm: llm.generate('Once')": (
         {"tokenizers", "numpy", "torch", "torchgen", "tqdm", "typing_extensions"},
-        205,
+        212,
     ),
 }
 SHOW = """

@@ -205,7 +205,7 @@ def _activations() -> list[Case]:
         cases.append(Case("scaled", name, times(rows, dim, scale)))
         cases.append(Case("softcap", name, capped(rows, dim, scale), written=(0,)))
         for one in every:
-            size = min(scale, 1.0) if one == "gelu_tanh_and_mul" else scale
+            size = min(scale, 1.0) if one in ("gelu_tanh_and_mul", "gelu_and_mul") else scale
             cases.append(Case("activate", f"{one}-{name}", made(rows, dim, size, one)))
     return cases
 

@@ -59,7 +59,7 @@ def test_whole_prompts_are_never_cut(policy: str, depth: int) -> None:
         if plan is not None:
             steps.append(plan.num_scheduled_tokens)
     assert sorted(n for step in steps for n in step) == sorted(lengths)
-    if policy == "fcfs":
+    if policy == "fcfs" and depth == 1:  # steps in flight hold rows
         assert steps == [[16], [5, 7], [6, 1, 1, 1], [1, 2], [15], [3]]
     assert sim.scheduler.kv.pool.num_free == sim.scheduler.kv.pool.num_blocks
 

@@ -234,6 +234,8 @@ def repeated_bytes(config: EngineConfig, spec: ModelSpec, compute: Compute) -> i
     """Return the bytes of weights that several processes have, without those of one: tables of
     tokens, where the head has a matrix of its own, and of positions are whole in each process; a
     table that is the head, too, is in the first stage and in the last."""
+    if config.tensor_parallel_size * config.pipeline_parallel_size == 1:
+        return 0
     item = DTYPE_BYTES[compute.dtype]
     tables = (
         table
