@@ -2,8 +2,9 @@
 //
 // Keys are taken in splits of 512 at absolute positions. Each split starts from nothing, and splits
 // are combined in order. So a result does not depend on whether one thread walked all splits or many
-// threads one each. Sinks of a window are a split of their own, before the others. A node of a tree sees its path at the positions that the path would have in a plain
-// sequence: where its nodes are stored elsewhere, their strips are first copied together.
+// threads one each. Sinks of a window are a split of their own, before the others. A node of a tree sees its
+// path at the positions that the path would have in a plain sequence: where its nodes are stored elsewhere, their
+// strips are first copied together.
 #pragma once
 
 #include "attention_tile.hpp"

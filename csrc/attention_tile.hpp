@@ -19,21 +19,23 @@ constexpr int kStrips = kTile / kStrip;
 constexpr int kRows = 4;                        // rows that share a load of the cache by vectors
 constexpr int kVectors = kLanes == 16 ? 4 : 2;  // kRows x kVectors sums fit the registers
 
+// What formats multiplied by vectors have in common.
+struct ByVectors {
+    static constexpr int kRows = paged::kRows;
+    static constexpr bool kRegisters = false;
+    struct Shapes {
+        explicit Shapes(int64_t) {}
+    };
+};
+
 // How elements of the cache are multiplied by q (scores) or by the weights (values): Cache is the type of a
 // tile, Factor that of q and the weights when packed, kPair the number of tokens or columns of a lane. Rows are
 // packed kRows at a time.
-struct NoShapes {
-    explicit NoShapes(int64_t) {}
-};
-
-struct Floats {
+struct Floats : ByVectors {
     using Cache = float;
     using Factor = float;
     using Vector = F32;
     static constexpr int kPair = 1;
-    static constexpr int kRows = paged::kRows;
-    static constexpr bool kRegisters = false;
-    using Shapes = NoShapes;
     KVIK_INLINE Vector load(const float* p) { return kvik::load(p); }
     KVIK_INLINE Vector visible(Vector v, unsigned bits) { return bits & 1 ? v : zero(); }
     KVIK_INLINE F32 dot(F32 sum, Vector v, const float* factor) { return fma(v, broadcast(*factor), sum); }
@@ -41,16 +43,13 @@ struct Floats {
 
 // bf16 in the cache, q and weights in fp32: exact products, and also the faster way without an
 // instruction for bf16 pairs.
-struct SplitPairs {
+struct SplitPairs : ByVectors {
     using Cache = bf16;
     using Factor = float;
     struct Vector {
         F32 even, odd;
     };
     static constexpr int kPair = 2;
-    static constexpr int kRows = paged::kRows;
-    static constexpr bool kRegisters = false;
-    using Shapes = NoShapes;
     KVIK_INLINE Vector load(const bf16* p) {
         const I32 pairs = iload(p);
         return {even_bf16(pairs), odd_bf16(pairs)};
@@ -63,14 +62,11 @@ struct SplitPairs {
     }
 };
 
-struct DotPairs {
+struct DotPairs : ByVectors {
     using Cache = bf16;
     using Factor = bf16;
     using Vector = I32;
     static constexpr int kPair = 2;
-    static constexpr int kRows = paged::kRows;
-    static constexpr bool kRegisters = false;
-    using Shapes = NoShapes;
     KVIK_INLINE Vector load(const bf16* p) { return iload(p); }
     KVIK_INLINE Vector visible(Vector v, unsigned bits) {
         return iand(v, ibroadcast(int32_t((bits & 1 ? 0xffffu : 0u) | (bits & 2 ? 0xffff0000u : 0u))));

@@ -47,9 +47,9 @@ bool may_use_amx() {
 #endif
 
 #if defined(KVIK_HAS_AVX512_BF16)
-// What an instruction set runs that has only products of its own, and limits of these.
-[[maybe_unused]] Table with_products(const char* name, Kernel linear, Kernel experts, Kernel attention,
-                                     Kernel peak_bf16, Kernel peak_i8) {
+// What an instruction set runs that has only products and attention of its own, and limits of products.
+[[maybe_unused]] Table with_registers(const char* name, Kernel linear, Kernel experts, Kernel attention,
+                                      Kernel peak_bf16, Kernel peak_i8) {
     Table table = table_avx512_bf16;
     table.name = name;
     table.linear = linear;
@@ -77,7 +77,7 @@ Tables find_tables() {
         avx512 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16") &&
         __builtin_cpu_supports("avx512vbmi");
 #if defined(KVIK_HAS_AMX)
-    static const Table amx = with_products("amx", linear_amx, experts_amx, attention_amx, peak_bf16_amx, peak_i8_amx);
+    static const Table amx = with_registers("amx", linear_amx, experts_amx, attention_amx, peak_bf16_amx, peak_i8_amx);
     if (avx512_bf16 && may_use_amx()) add_if_right(amx, found);
 #endif
 #if defined(KVIK_HAS_AVX512_BF16)
@@ -96,8 +96,8 @@ Tables find_tables() {
     found.available.push_back(&table_portable);
 #if defined(KVIK_HAS_AMX_EMULATED)
     const auto emulated = [](const char* name, Kernel linear) {
-        return with_products(name, linear, experts_amx_emulated, attention_amx_emulated, peak_bf16_amx_emulated,
-                             peak_i8_amx_emulated);
+        return with_registers(name, linear, experts_amx_emulated, attention_amx_emulated, peak_bf16_amx_emulated,
+                              peak_i8_amx_emulated);
     };
     static const Table emulations[] = {emulated("amx_emulated", linear_amx_emulated),
                                        emulated("wrong_bf16", linear_wrong_bf16),

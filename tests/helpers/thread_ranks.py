@@ -53,7 +53,7 @@ class ThreadGroup(TorchGroup):
         board.parts[self.rank] = own
         board.barrier.wait()
         parts = list(board.parts)
-        board.barrier.wait()  # nobody puts the next one before all have these
+        board.barrier.wait()  # all have these before any puts the next one
         return parts
 
 

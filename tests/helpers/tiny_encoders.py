@@ -116,7 +116,7 @@ def save_tokenizer(folder: Path, *, typed: bool = True) -> None:
 
 
 def words(length: int, seed: int = 0) -> str:
-    """A text of so many tokens."""
+    """Return a text of `length` tokens."""
     generator = torch.Generator().manual_seed(seed)
     return " ".join(WORDS[i] for i in torch.randint(0, 90, (length,), generator=generator).tolist())
 

@@ -12,7 +12,7 @@ chunks = partial(Window, chunked=True)
 
 
 def sinks(count: int, keys: int) -> Window:
-    """Some of the first keys, and so many of the last."""
+    """Return a window of the first `count` keys and the last `keys`."""
     return Window(keys, sinks=count)
 
 

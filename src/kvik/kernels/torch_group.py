@@ -19,9 +19,9 @@ from torch import Tensor
 
 from kvik.kernels.cpu.meeting import BrokenGroup
 
-# Until all have come to an exchange. A process that is gone is found long before by whoever watches
-# it; this ends what lives and does not come. The first process of GPUs waits longer: there torch
-# ends a process that has waited for so long, and the first one is the caller's.
+# Until all have come to an exchange. The watch of the group finds a process that is gone long
+# before; this ends the wait for one that lives and does not come. The first process of GPUs waits
+# longer: there torch ends a process that has waited this long, and the first one is the caller's.
 EXCHANGE_SECONDS = 180.0
 FIRST_TIMES = 10
 JOIN_SECONDS = 60.0  # between the begins of two processes that have both come

@@ -117,12 +117,8 @@ class Rank:
         match message:
             case RunStep(tokens, seqs, samples):
                 self._tape.native.replay(self._tape.recording, (tokens, seqs, samples))
-            case CopyBlocks(pairs):
-                self._network.copy_blocks(pairs)
-            case CopyStates(pairs):
-                self._network.copy_states(pairs)
-            case MoveTokens(group, places):
-                self._network.move(group, np.array(places, np.int64))
+            case CopyBlocks() | CopyStates() | MoveTokens():
+                _change_caches(self._network, message)
             case ReadLogits(rows):
                 width, dtype = self._hidden
                 self._group.begin()
@@ -238,12 +234,8 @@ class TorchRank:
         match message:
             case StageStep(inputs):
                 self._run(inputs)
-            case CopyBlocks(pairs):
-                self._network.copy_blocks(pairs)
-            case CopyStates(pairs):
-                self._network.copy_states(pairs)
-            case MoveTokens(group, places):
-                self._network.move(group, np.array(places, np.int64))
+            case CopyBlocks() | CopyStates() | MoveTokens():
+                _change_caches(self._network, message)
             case ReadLogits(rows):
                 width, dtype = self._hidden
                 hidden = torch.empty(rows, width, dtype=dtype, device=self._device)
@@ -277,6 +269,17 @@ class TorchRank:
         )
         ids = self._group.spread(there["input_ids"])
         self._network.forward(ids, there["positions"], layouts, there["logits_indices"])
+
+
+def _change_caches(network: EngineNetwork, message: CopyBlocks | CopyStates | MoveTokens) -> None:
+    """Do in this process' share what the first one does in its own."""
+    match message:
+        case CopyBlocks(pairs):
+            network.copy_blocks(pairs)
+        case CopyStates(pairs):
+            network.copy_states(pairs)
+        case MoveTokens(group, places):
+            network.move(group, np.array(places, np.int64))
 
 
 _NARROW = ("query_start_loc", "seq_lens", "state_rows", "block_table")

@@ -169,7 +169,7 @@ class Worker:
         runner = self._ready()
         with self._inference():
             output = runner.finish(handle)
-        if self._device.type != "cpu" and self.lost:  # a GPU was let go on in vain
+        if self._device.type != "cpu" and self.lost:  # its kernels ended without the others
             raise GroupLost("tensor_parallel_size", self.lost)
         graphs = None if self._graphs is None else self._graphs.changes()
         threads = None if self._team is None else self._team.changes()
