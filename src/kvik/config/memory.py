@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 from kvik.config.draft_heads import MEDUSA, HeadsSpec
@@ -423,7 +424,7 @@ def _position_tables(spec: ModelSizes, max_model_len: int) -> int:
     return 4 * (numbers + len(spec.query_scales) * max_model_len)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: what all sizes of a step share is computed once
 class Footprint:
     """Bytes as functions of the step size, for one model in one dtype on one kind of device."""
 
@@ -449,12 +450,12 @@ class Footprint:
     # Weights of each stage, if they are on machines of their own, which are all planned alike.
     apart: tuple[int, ...] = ()
 
-    @property
+    @cached_property
     def groups(self) -> tuple[KVGroup, ...]:
         specs = self.spec.kv_specs(DTYPE_BYTES[self.dtype])
         return group_layers(stored_as(specs, self.kv_cache_dtype, self.kv_cache_dtype_skip_layers))
 
-    @property
+    @cached_property
     def weights(self) -> int:
         drafting = self.draft.weights if self.draft else 0
         drafting += self.heads.weights if self.heads else 0
