@@ -2,6 +2,8 @@
 // registers, and as kernels. Computed in fp32 and rounded once.
 #pragma once
 
+#include <utility>
+
 #include "arguments.hpp"
 #include "share.hpp"
 #include "simd.hpp"
@@ -54,7 +56,17 @@ KVIK_INLINE F32 clamped_up(F32 x) {
 }
 
 // Odd ones multiply gate and up.
-KVIK_INLINE bool is_paired(int64_t activation) { return activation & 1; }
+KVIK_INLINE constexpr bool is_paired(int64_t activation) { return activation & 1; }
+
+// Calls `use` with the activation as a constant.
+template <class Use, int64_t... kEach>
+KVIK_INLINE void with_activation(int64_t activation, const Use& use, std::integer_sequence<int64_t, kEach...>) {
+    (void)((activation == kEach && (use(std::integral_constant<int64_t, kEach>{}), true)) || ...);
+}
+template <class Use>
+KVIK_INLINE void with_activation(int64_t activation, const Use& use) {
+    with_activation(activation, use, std::make_integer_sequence<int64_t, kClampedSwiglu + 1>{});
+}
 
 KVIK_INLINE F32 activated(int64_t activation, F32 x) {
     switch (activation) {

@@ -28,7 +28,7 @@ constexpr int64_t kPieceRows = 512;
 // Bytes of x of the rows of a piece: they stay in the second cache while one tile after the other is
 // multiplied with them. At twice as much they share it with nothing, at half of it weights are read more often.
 constexpr int64_t kPieceXBytes = 1 << 20;
-constexpr int64_t kLeastPieceBlocks = 4;
+constexpr int64_t kLeastPieceBlocks = 2;
 // Bytes of weights that are unpacked at a time for a single block of rows: they stay in the first cache.
 // With both, stretches are whole products of AMX.
 constexpr int64_t kUnpackedBytes = 16384;
@@ -115,7 +115,7 @@ KVIK_INLINE void store_some(T* p, F32 v, int n) {
 struct TileEnd {
     F32 scale[kTileVectors], bias[kTileVectors];
     int64_t column;  // the first of y
-    int valid, vectors;
+    int valid;
     bool scaled, x_scaled;
 
     // Inlined, so that the arrays stay in registers.
@@ -124,7 +124,7 @@ struct TileEnd {
         const int64_t width = paired ? kHalfTile : kTile, columns = paired ? a.outputs / 2 : a.outputs;
         column = tile * width;
         valid = int(smaller(width, columns - column));
-        vectors = int(width / kLanes);
+        const int vectors = int(width / kLanes);
         scaled = has_scales(a.kind);
         x_scaled = scales_rows(a);
         const int64_t scale_bytes = scaled ? tile_scale_bytes(a.kind, count_groups(a.inputs, a.group)) : 0;
@@ -139,6 +139,7 @@ struct TileEnd {
 
     // x W^T + b of one row.
     inline __attribute__((always_inline)) void values(const float* sums, F32 x_scale, F32* value) const {
+#pragma GCC unroll 8
         for (int v = 0; v < kTileVectors; v++) {
             value[v] = load(sums + v * kLanes);
             if (scaled) value[v] = mul(value[v], mul(scale[v], x_scale));
@@ -147,28 +148,43 @@ struct TileEnd {
     }
 };
 
-// From the sums of a tile to its columns of y.
+// From the sums of a tile to its columns of y. The activation, and whether the tile has all of its columns, are
+// constants in the loop, and the rest is in registers: the next block waits for it.
 template <class X, class Y>
 void finish(const linear_args& a, const PreparedRows& x, int64_t tile, int64_t first, int64_t rows, const float* sums) {
     const TileEnd end(a, tile);
-    const bool paired = is_paired(a.activation);
-    for (int64_t row = first; row < first + rows; row++, sums += kTile) {
-        F32 value[kTileVectors];
-        // The next block of rows writes here: its lines come while it is multiplied.
-        if (row + rows < a.rows) __builtin_prefetch((const Y*)a.y + (row + rows) * a.y_stride + end.column, 1, 2);
-        end.values(sums, broadcast(end.x_scaled ? x.scales[row] : 1.0f), value);
-        for (int v = 0; v < end.vectors; v++) {
-            F32 result = activated(a.activation, value[v]);
-            if (paired) result = mul(result, factor_of(a.activation, value[v + kTileVectors / 2]));
-            const int n = end.valid - v * kLanes;
-            if (n <= 0) break;
-            if (a.residual) {
-                const X* residual = (const X*)a.residual + row * a.residual_stride + end.column + v * kLanes;
-                result = add(result, load_some(residual, n));
+    const int64_t y_stride = a.y_stride, residual_stride = a.residual_stride, ahead = rows * y_stride;
+    const float* x_scales = end.x_scaled ? x.scales + first : nullptr;
+    Y* y = (Y*)a.y + first * y_stride + end.column;
+    const X* residual = a.residual ? (const X*)a.residual + first * residual_stride + end.column : nullptr;
+    const int64_t more = a.rows - first - rows;
+    const auto each_row = [&](auto activation, auto whole) __attribute__((always_inline)) {
+        constexpr int kVectors = is_paired(activation) ? kTileVectors / 2 : kTileVectors;
+        for (int64_t row = 0; row < rows; row++) {
+            F32 value[kTileVectors];
+            // The next block of rows writes here: its lines come while it is multiplied.
+            if (row < more) __builtin_prefetch(y + ahead, 1, 2);
+            end.values(sums, broadcast(x_scales ? x_scales[row] : 1.0f), value);
+#pragma GCC unroll 8
+            for (int v = 0; v < kVectors; v++) {
+                F32 result = activated(activation, value[v]);
+                if (is_paired(activation)) result = mul(result, factor_of(activation, value[v + kTileVectors / 2]));
+                const int n = whole ? kLanes : end.valid - v * kLanes;
+                if (n <= 0) break;
+                if (residual) result = add(result, load_some(residual + v * kLanes, n));
+                store_some(y + v * kLanes, result, n);
             }
-            store_some((Y*)a.y + row * a.y_stride + end.column + v * kLanes, result, n);
+            sums += kTile;
+            y += y_stride;
+            if (residual) residual += residual_stride;
         }
-    }
+    };
+    with_activation(a.activation, [&](auto activation) __attribute__((always_inline)) {
+        if (end.valid == (is_paired(activation) ? kHalfTile : kTile))
+            each_row(activation, std::true_type{});
+        else
+            each_row(activation, std::false_type{});
+    });
 }
 
 using Finish = void (*)(const linear_args&, const PreparedRows&, int64_t, int64_t, int64_t, const float*);
@@ -208,25 +224,27 @@ struct TileWork {
             const char* behind = weight + (step + steps) * kStepBytes;
             if (step + steps >= plan.steps) behind = next;
             for (int64_t block = first_block; block < last_block; block++) {
-                Stretch s = {};
-                s.ahead = weight + step * kStepBytes + kAhead;
-                s.ahead_stride = kStepBytes;
+                const char* ahead = weight + step * kStepBytes + kAhead;
+                int64_t ahead_stride = kStepBytes;
                 if (turns && plan.turn && step >= plan.turn) {
-                    s.ahead = next ? next : weight + step * kStepBytes;
+                    ahead = next ? next : weight + step * kStepBytes;
                 } else if (blocks > 1 && behind) {
-                    s.ahead = behind + (block - first_block) * steps * stride;
-                    s.ahead_stride = stride;
+                    ahead = behind + (block - first_block) * steps * stride;
+                    ahead_stride = stride;
                 }
-                run_block(tile, weight, block, first_block, step, steps, s);
+                run_block(tile, weight, block, first_block, step, steps, ahead, ahead_stride);
             }
             step += steps;
         } while (step < plan.steps);
     }
 
     void run_block(int64_t tile, const char* weight, int64_t block, int64_t first_block, int64_t step, int64_t steps,
-                   Stretch s) const {
+                   const char* ahead, int64_t ahead_stride) const {
         const int64_t row = block_start(block), rows = block_start(block + 1) - row;
         const bool last = step + steps >= plan.steps, once = steps >= plan.steps, unpacked = plan.unpack != nullptr;
+        Stretch s = {};
+        s.ahead = ahead;
+        s.ahead_stride = ahead_stride;
         s.rows = int(rows);
         s.weight = unpacked ? wide : weight + step * kStepBytes;
         s.steps = unpacked ? 2 * steps : steps;

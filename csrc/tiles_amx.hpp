@@ -106,17 +106,24 @@ KVIK_INLINE void add_product(const char* x, int64_t x_stride) {
     Product::template add<kLeft + 1, kXTile + kHalf, kWeightTile + 1>();
 }
 
-// kBoth: more than 16 rows. `p` is a copy, since the compiler takes memory as changed by every instruction.
+// kBoth: more than 16 rows; then there may be several blocks, and what is prefetched is shared out among them.
+// `p` is copied, since the compiler takes memory as changed by every instruction: here and not by the caller,
+// whose copy would be read in longer words than it was written, and so wait for all stores of the block before.
 template <class Product, bool kBoth>
-void add_part(const Stretch& s, const Part p) {
+void add_part(const Stretch& s, const Part& part) {
+    const Part p = part;
     open_sums<0>(p);
     if constexpr (kBoth) open_sums<1>(p);
     const char* x = s.x + p.first * 4;
     const char* weight = s.weight + p.first * kStepBytes;
     const int64_t x_stride = s.x_stride, weight_bytes = p.product_steps * kStepBytes;
     for (int64_t step = 0; step < p.steps; step += p.product_steps) {
-        if (p.streamed)
+        if (kBoth && p.streamed) {
+            const char* ahead = s.ahead + (p.first + step) * s.ahead_stride;
+            for (int64_t line = 0; line < p.product_steps * s.ahead_stride; line += 64) prefetch(ahead + line);
+        } else if (p.streamed) {
             for (int64_t line = 0; line < weight_bytes; line += 64) prefetch(weight + kAhead + line);
+        }
         tile_load<kWeightTile>(weight, kStepBytes);
         tile_load<kWeightTile + 1>(weight + kRegisterBytes, kStepBytes);
         add_product<Product, 0>(x, x_stride);
@@ -192,9 +199,9 @@ constexpr int64_t kFewRows = 8;
 // so are four bits for few rows.
 class AmxTiles {
 public:
-    // See `VectorTiles`. Here it is the weights of a stretch that fit the first cache, and blocks of rows come
-    // from the second one.
-    static constexpr int64_t kStretchBytes = 1024;
+    // See `VectorTiles`. Here it is the weights of a stretch that fit the first cache, beside a block of rows,
+    // which comes from the second one: twice as many cost a sixth of the speed.
+    static constexpr int64_t kStretchBytes = 512;
     static int64_t block_rows(const linear_args& a) {
         return by_vectors(a) ? VectorTiles::block_rows(a) : 2 * kRegisterRows;
     }

@@ -140,7 +140,7 @@ def onnxruntime(folder: Path, format: str, threads: int, batch: int, length: int
     path = folder / "model.onnx"
     if not path.exists():
         ids = torch.tensor(texts(batch, length))
-        exported = {"input_names": ["input_ids"], "output_names": ["vectors"]}
+        exported = {"input_names": ["input_ids"], "output_names": ["vectors"], "verbose": False}
         with torch.no_grad():
             torch.onnx.export(_meaned(folder, threads), (ids,), path, dynamo=True, **exported)
     if format == "int8":
