@@ -122,7 +122,7 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
     P(k) I(k_stride) P(v) I(v_stride) P(k_cache) P(v_cache) P(k_scales) P(v_scales)      \
     P(slot_mapping) I(rows) I(kv_heads) I(head_dim) I(block_size) I(dtype) I(kv_dtype)
 
-// Keys and values back from the cache, for tests and tools: k and v [rows, kv_heads, head_dim] of the
+// Keys and values back from the cache: k and v [rows, kv_heads, head_dim] of the
 // positions in slot_mapping. Without v_cache, keys alone.
 #define KVIK_ARGS_load_kv(P, I, F)                                                       \
     P(k) I(k_stride) P(v) I(v_stride) P(k_cache) P(v_cache) P(k_scales) P(v_scales)      \
@@ -140,6 +140,12 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
     P(k_cache) P(v_cache) P(k_scales) P(v_scales) P(source) P(target) I(rows)            \
     I(kv_heads) I(head_dim) I(block_size) I(kv_dtype)
 
+// The last queries of each sequence of a step, times scale, to its row of ring [rows, last, dim] fp32, where that at
+// position p goes to p % last. starts, lengths and state_rows as of causal_conv.
+#define KVIK_ARGS_keep_queries(P, I, F)                                                  \
+    P(q) I(q_stride) P(starts) P(lengths) P(state_rows) I(num_seqs) I(dim) I(last)       \
+    F(scale) P(ring) I(dtype)
+
 // Attention of all sequences of a step over the paged cache. q, out [tokens, heads, head_dim], heads
 // dense; sequence s owns tokens query_start_loc[s] .. [s + 1] (int32), which are the last ones of its
 // seq_lens[s] (int32) keys. block_table [num_seqs, table_stride] int32. window: the most visible keys, the own
@@ -153,12 +159,14 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 // tanh(s / softcap), unless that is 0. sinks: null, or fp32 [heads]: a score that each head adds to those of
 // the keys, with no value. sink_keys: of a window, the first keys, which all queries see besides. sink_q: what
 // these are multiplied with, as q [tokens, heads, head_dim]; null: q itself. reach: 0, or a query sees the keys up to
-// so far before and behind its own, of those that are there, and there is neither window nor tree.
+// so far before and behind its own, of those that are there, and there is neither window nor tree. first_keys: null,
+// or int32 [num_seqs]: the first key of each sequence that any of its queries sees; then there is no window.
 #define KVIK_ARGS_attention(P, I, F)                                                     \
     P(q) I(q_stride) P(q_rope) I(q_rope_stride) I(value_dim) P(k_cache) P(v_cache) P(k_scales) P(v_scales) P(block_table)        \
     I(table_stride) P(query_start_loc) P(seq_lens) I(num_seqs) I(heads) I(kv_heads)      \
     I(head_dim) I(block_size) I(window) I(chunked) I(reach) P(tree) F(scale) F(softcap) P(sinks)  \
-    I(sink_keys) P(sink_q) I(sink_q_stride) P(out) I(out_stride) I(dtype) I(kv_dtype)
+    I(sink_keys) P(sink_q) I(sink_q_stride) P(first_keys) P(out) I(out_stride)    \
+    I(dtype) I(kv_dtype)
 
 // y [rows, outputs] = act(x W^T + bias) + residual. weight, scales, zeros as `pack_matrix` laid them
 // out. group: inputs that share a scale, 0: all of them. order: null, or int32 [inputs]: input i of W
@@ -261,8 +269,8 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 #define KVIK_KERNELS(K)                                                                  \
     K(rms_norm) K(layer_norm) K(activate) K(scaled) K(softcap) K(add) K(gather_rows)     \
     K(rotations) K(rotary) K(gated) K(causal_conv) K(gated_delta)                        \
-    K(store_kv) K(store_latent) K(load_kv) K(move_kv) K(attention) K(linear)             \
-    K(linear_each) K(route) K(experts) K(pack_matrix) K(matrix_rows) K(largest) K(top_k) \
+    K(store_kv) K(store_latent) K(load_kv) K(move_kv) K(keep_queries) K(attention)       \
+    K(linear) K(linear_each) K(route) K(experts) K(pack_matrix) K(matrix_rows) K(largest) K(top_k) \
     K(penalize) K(mask) K(draw) K(probabilities) K(exchange)                             \
     K(read_memory) K(peak_f32) K(peak_bf16) K(peak_i8)
 

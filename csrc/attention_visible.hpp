@@ -26,6 +26,7 @@ struct Queries {
     int64_t sinks;         // the first keys, which are visible besides, and apart from the others
     const uint64_t* tree;  // of each query the path to it, or null
     int64_t reach;         // keys up to so far on either side, 0: those up to the query's own
+    int64_t least;         // the first key that any query sees, but for sinks
 
     // A query sees the keys [first_key, end_key), and sinks up to sinks_end.
     int64_t end_key(int64_t query) const {
@@ -35,9 +36,9 @@ struct Queries {
     int64_t first_key(int64_t query) const {
         if (reach) return cached + query > reach ? cached + query - reach : 0;
         const int64_t end = end_key(query);
-        if (window <= 0 || end <= window) return sinks;
+        if (window <= 0 || end <= window) return least;
         const int64_t first = end - (chunked ? (end - 1) % window + 1 : window);
-        return first > sinks ? first : sinks;
+        return first > least ? first : least;
     }
     int64_t sinks_end(int64_t query) const { return end_key(query) < sinks ? end_key(query) : sinks; }
 

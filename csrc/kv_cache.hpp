@@ -162,6 +162,22 @@ void store_latent(const store_latent_args& a, Team& team) {
     if (a.kv_dtype == kFP8) cache::store_latent_as<cache::Fp8>(a, team);
 }
 
+void keep_queries(const keep_queries_args& a, Team& team) {
+    const auto* starts = static_cast<const int32_t*>(a.starts);
+    const F32 scale = broadcast(float(a.scale));
+    each_range(team, a.num_seqs, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t s = begin; s < end; s++) {
+            const int64_t count = starts[s + 1] - starts[s], row = static_cast<const int32_t*>(a.state_rows)[s];
+            const int64_t cached = static_cast<const int32_t*>(a.lengths)[s] - count;
+            for (int64_t i = count > a.last ? count - a.last : 0; i < count; i++) {
+                float* to = static_cast<float*>(a.ring) + (row * a.last + (cached + i) % a.last) * a.dim;
+                cache::read_head(to, a.q, (starts[s] + i) * a.q_stride, a.dim, a.dtype);
+                for (int64_t d = 0; d < a.dim; d += kLanes) store(to + d, mul(load(to + d), scale));
+            }
+        }
+    });
+}
+
 void load_kv(const load_kv_args& a, Team& team) {
     if (a.kv_dtype == kF32) cache::load_as<float>(a, team);
     if (a.kv_dtype == kBF16) cache::load_as<bf16>(a, team);

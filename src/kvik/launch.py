@@ -25,6 +25,7 @@ from kvik.config.config import (
 from kvik.config.draft_heads import KINDS, heads_for, shipped_heads
 from kvik.config.env import draw_seed
 from kvik.config.hardware import detect, find_gpus
+from kvik.config.kv_budget import asked_budgets
 from kvik.config.model_source import find_model, model_name
 from kvik.config.resolve import resolve
 from kvik.config.speculative import MODEL_METHODS, NO_SOURCE, DraftSource, SpeculativeConfig
@@ -343,6 +344,8 @@ def _tell_what_matters(resolved: ResolvedConfig) -> None:
             log.warning("running on torch's kernels, which are slower: %s", decision.reason)
         elif decision.name == "typical_acceptance":
             log.warning("speculation with typical_acceptance is %s", decision.reason)
+        elif decision.name == "kv_budget":
+            log.warning("a kv_budget of %s is %s", decision.value, decision.reason)
 
 
 def resolve_config(config: EngineConfig) -> ResolvedConfig:
@@ -353,7 +356,8 @@ def resolve_config(config: EngineConfig) -> ResolvedConfig:
     gpus = () if config.device == "cpu" else find_gpus()
     asked = requested_speculation(config)
     source = _draft_source(asked, path, spec)
-    return resolve(config, spec, detect(gpus), str(path), source, draw_seed())
+    budgets = asked_budgets(config.kv_budget, spec)
+    return resolve(config, spec, detect(gpus), str(path), source, draw_seed(), budgets)
 
 
 def find_device(device: str) -> str:

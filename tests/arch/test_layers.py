@@ -93,7 +93,10 @@ ALLOWED: dict[str, set[str]] = {
         "server",
     },
     # Makes plans for a worker itself, so it stands beside the engine's own way of doing so.
-    "evaluate": {"config", "text", "model_files", "launch", *BRIDGE},
+    "evaluate": {
+        *("config", "text", "model_files", "launch", "attention", "kernels"),
+        *("worker.graphs", "worker.loading", "worker.platforms", *BRIDGE),
+    },
     # Heads that guess ahead, from a model that reads.
     "training": {"config", "text", "nn", "evaluate"},
     # From a model to an engine folder.

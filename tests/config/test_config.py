@@ -30,6 +30,7 @@ BAD: dict[str, list[Any]] = {
     "enable_prefix_caching": [None, 1, "yes"],
     "policy": ["random", "", None, "FCFS"],
     "revision": ["", 3],
+    "kv_budget": ["", 3, "a\0b"],
     "chat_template": ["", 3],
     "engine_cache": ["", 3, "a\0b"],
     "batch_size": [0, None, 1 << 20, 2.0],

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.hardware import Gpu, Hardware
+from kvik.config.kv_budget import KVBudgets
 from kvik.config.memory import CUDA_BUILD_BYTES
 from kvik.config.resolve import resolve
 from kvik.config.speculative import DraftSource
@@ -527,6 +528,33 @@ def test_sinks_are_not_for_triton_nor_a_draft_model() -> None:
     config = EngineConfig(spec_method="draft_model", spec_model="x", window=64, attention_sinks=4)
     with pytest.raises(ConfigError, match="spec_method: draft_model needs .* see every key"):
         resolve(config, SMALL, PC, "/models/x", source)
+
+
+def budgets(*tokens: int) -> KVBudgets:
+    facts = TINY.architecture, "", "entropy", 0.25, 512, "", 0
+    return KVBudgets(*facts, scores=(1.0,) * len(tokens), budgets=tokens)
+
+
+def test_budgets_make_groups_and_their_prompts_are_planned_whole() -> None:
+    options = EngineConfig(max_model_len=512, max_num_seqs=4, max_num_batched_tokens=64)
+    dense = resolve(options, TINY, PC, "/models/x")
+    found = resolve(options, TINY, PC, "/models/x", budgets=budgets(64, 128))
+    assert [g.spec.budget and g.spec.budget.tokens for g in found.cache.groups] == [64, 128]
+    whole = 512 // 16
+    assert found.cache.max_blocks(512, 64) == whole + 4 + 1 + whole + 8 + 1
+    assert found.cache.max_blocks(60, 64) == 2 * 4
+    ring = 4 * TINY.query_width * 32 * 4 * 2  # of four requests in two layers
+    assert found.memory.kv_cache > ring
+    assert found.memory.activations > dense.memory.activations
+
+
+def test_budgets_are_not_for_gpus_nor_every_model() -> None:
+    gpu = replace(SERVER, triton=True)
+    with pytest.raises(ConfigError, match="kv_budget: must be left out on cuda"):
+        resolve(EngineConfig(), TINY, gpu, "/models/x", budgets=budgets(64, 64))
+    windowed = ModelSpec.from_config(PUBLIC["Gemma-3-1B"])
+    with pytest.raises(ConfigError, match="kv_budget: must be left out: .* windows"):
+        resolve(EngineConfig(), windowed, PC, "/models/x", budgets=budgets(*[64] * 26))
 
 
 def test_a_missing_device_is_refused() -> None:

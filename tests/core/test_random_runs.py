@@ -25,8 +25,8 @@ from kvik.core.block_pool import (
 from kvik.core.config import POLICIES
 from kvik.core.kv_manager import KVCacheManager
 from kvik.core.scheduler import Scheduler
-from kvik.core.types import FinishReason, Request
-from kvik.spec.kv import KVCacheSpec
+from kvik.core.types import NEVER, FinishReason, Request
+from kvik.spec.kv import Budget, KVCacheSpec
 
 WINDOWS: list[tuple[Seen, ...]] = [
     (None,),
@@ -36,6 +36,10 @@ WINDOWS: list[tuple[Seen, ...]] = [
     (chunks(12), None),
     (chunks(5),),
 ]
+BUDGETS: list[tuple[Seen, ...]] = [
+    (Budget(3, 1, 2, 4),),
+    (Budget(9, 2, 4, 3), Budget(12, 2, 4, 3)),
+]
 
 
 def run(seed: int, policy: str, windows: tuple[Seen, ...], depth: int) -> Simulation:
@@ -43,23 +47,25 @@ def run(seed: int, policy: str, windows: tuple[Seen, ...], depth: int) -> Simula
     block_size = rng.choice([1, 2, 4, 8])
     budget = rng.choice([6, 16, 64])
     longest = 52  # 30 prompt + 20 output + room
+    plain = windows in BUDGETS  # without drafts and stages
     setup = Setup(
         policy=policy,
         block_size=block_size,
-        num_blocks=(longest // block_size + 2) * len(windows) + rng.randint(0, 11),
+        num_blocks=(longest // block_size + 2 + plain * (12 // block_size + 2)) * len(windows)
+        + rng.randint(0, 11),
         windows=windows,
         budget=budget,
         max_num_seqs=rng.choice([3, 6]),
         depth=depth,
-        stages=depth if seed % 2 else 1,
+        stages=depth if seed % 2 and not plain else 1,
         caching=rng.random() < 0.8,
-        lookahead=seed % 3 * 4,
+        lookahead=0 if plain else seed % 3 * 4,
     )
     sim = Simulation(setup)
     heads = [[rng.randint(0, 2) for _ in range(20)] for _ in range(3)]
     for _ in range(60):
         sim.now += 0.1
-        sim.worker.num_drafts = rng.choice([0, 0, 2, 5])
+        sim.worker.num_drafts = rng.choice([0, 0, 2, 5]) * (not plain)
         if rng.random() < 0.4:
             head = rng.choice(heads)[: rng.randint(1, 20)]
             sim.add(
@@ -88,7 +94,7 @@ def run(seed: int, policy: str, windows: tuple[Seen, ...], depth: int) -> Simula
 def test_every_request_gets_its_own_tokens(policy: str, depth: int) -> None:
     reasons: set[FinishReason | None] = set()
     preemptions = hits = 0
-    for seed, windows in product(range(5), WINDOWS):
+    for seed, windows in product(range(5), WINDOWS + BUDGETS):
         sim = run(seed, policy, windows, depth)
         reasons |= {delta.finish_reason for delta in sim.ended.values()}
         preemptions += sim.scheduler.counters.preemptions
@@ -135,8 +141,10 @@ def breaks_salts(patch: pytest.MonkeyPatch) -> None:
 def breaks_windows(patch: pytest.MonkeyPatch) -> None:
     hidden_blocks = KVCacheSpec.hidden_blocks
 
-    def one_short(spec: KVCacheSpec, position: int, block_size: int) -> range:
-        return hidden_blocks(spec, position + 1, block_size)
+    def one_short(
+        spec: KVCacheSpec, position: int, block_size: int, prompt: int | None = None
+    ) -> range:
+        return hidden_blocks(spec, position + 1, block_size, prompt)
 
     patch.setattr(KVCacheSpec, "hidden_blocks", one_short)
 
@@ -198,3 +206,63 @@ def test_a_broken_core_is_found_out(bug: Patch, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(AssertionError):
         for seed, windows, depth in product(range(12), WINDOWS, (1, 2)):
             run(seed, "fcfs", windows, depth)
+
+
+def straddles_cuts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Scheduler, "_up_to_cut", lambda self, request, start, chunk: chunk)
+
+
+def hits_all_that_is_cached(patch: pytest.MonkeyPatch) -> None:
+    """The queries that choose what is kept are not computed."""
+    patch.setattr(
+        KVCacheManager, "num_cacheable", lambda self, request: request.num_cacheable_tokens
+    )
+
+
+def publishes_what_was_made_of_the_kept(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KVCacheManager, "num_public", lambda self, request, blocks: blocks)
+
+
+def cuts_too_early(patch: pytest.MonkeyPatch) -> None:
+    """Some of what is dropped is not published yet."""
+    patch.setattr(Scheduler, "_waits_to_cut", lambda self, request: False)
+
+
+def writes_to_shared_blocks(patch: pytest.MonkeyPatch) -> None:
+    cut = KVCacheManager._cut
+
+    def in_place(self: KVCacheManager, request: Request) -> None:
+        before = [ids[:] for ids in request.block_ids]
+        cut(self, request)
+        for made, old in zip(self._cuts, before, strict=False):
+            first = made.first_key // self.block_size
+            made.block_ids[:] = old[first : first + len(made.block_ids)]
+
+    patch.setattr(KVCacheManager, "_cut", in_place)
+
+
+def forgets_to_cut_again(patch: pytest.MonkeyPatch) -> None:
+    after = KVCacheManager.cut_after
+
+    def once(self: KVCacheManager, request: Request, num_tokens: int) -> int:
+        return NEVER if request.num_cut_tokens else after(self, request, num_tokens)
+
+    patch.setattr(KVCacheManager, "cut_after", once)
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        straddles_cuts,
+        hits_all_that_is_cached,
+        publishes_what_was_made_of_the_kept,
+        cuts_too_early,
+        writes_to_shared_blocks,
+        forgets_to_cut_again,
+    ],
+)
+def test_broken_budgets_are_found_out(bug: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+    bug(monkeypatch)
+    with pytest.raises(AssertionError):
+        for seed, budgets, depth in product(range(12), BUDGETS, (1, 2)):
+            run(seed, "fcfs", budgets, depth)

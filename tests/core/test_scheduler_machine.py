@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from kvik.core.config import POLICIES
 from kvik.core.types import FinishReason, Pin
+from kvik.spec.kv import Budget
 
 LONGEST = 24  # tokens of a request at most
 
@@ -29,6 +30,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             [
                 *((None,), (4,), (None, 3), (5, None, 8), (chunks(6), None)),
                 *((sinks(3, 4),), (sinks(1, 6),), (sinks(5, 2),)),
+                *((Budget(3, 1, 2, 4),), (Budget(6, 2, 2, 1), Budget(4, 1, 3, 5))),
+                (Budget(9, 2, 4, 3),) * 2,
             ]
         ),
         spare_blocks=st.integers(0, 12),
@@ -56,6 +59,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         lookahead: int,
         checkpoints: int | None,
     ) -> None:
+        if any(isinstance(window, Budget) for window in windows):
+            stages, lookahead, checkpoints = 1, 0, None
         setup = Setup(
             policy=policy,
             block_size=block_size,
@@ -121,7 +126,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 4), drafts=st.sampled_from([0, 0, 1, 4]))
     def step(self, count: int, drafts: int) -> None:
-        self.sim.worker.num_drafts = drafts if self.sim.setup.checkpoints is None else 0
+        plain = self.sim.setup.checkpoints is not None or self.sim.worker.budgets
+        self.sim.worker.num_drafts = 0 if plain else drafts
         for _ in range(count):
             self.sim.step()
             self.sim.now += 0.05

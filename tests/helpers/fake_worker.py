@@ -13,11 +13,12 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from helpers.windows import seen
+from helpers.windows import cut_points, seen
 
 from kvik.core.config import CacheConfig
-from kvik.core.plan import ModelRunnerOutput, NewRequest, SchedulerOutput
+from kvik.core.plan import BudgetCut, ModelRunnerOutput, NewRequest, SchedulerOutput
 from kvik.core.types import TokenLogprobs
+from kvik.spec.kv import Budget
 
 EOS = 7
 Cell = tuple[int, int]  # KV group, identity of the sequence up to the token
@@ -75,6 +76,32 @@ def expected_prompt_logprobs(prompt: list[int], salt: str, first: int) -> list[T
     return found[max(1, first) :]  # nothing predicts that at 0
 
 
+def kept_of(tokens: list[int], budget: Budget, queries: list[int], states: list[int]) -> list[int]:
+    """What a budget keeps of some tokens: the first, the last, and of the others those that the
+    last queries say.
+
+    Args:
+        states: of all tokens. queries: those of the last ones.
+    """
+    first, others, last = (
+        tokens[: budget.first],
+        tokens[budget.first : len(tokens) - budget.last],
+        tokens[len(tokens) - budget.last :],
+    )
+    chosen = sorted(others, key=lambda t: hash((*queries, states[t])))
+    return first + sorted(chosen[: budget.tokens - budget.least]) + last
+
+
+def expected_kept(budget: Budget, prompt: int, end: int, states: list[int]) -> list[int]:
+    """What it keeps after `end` tokens, by definition: tokens of the places before the next one."""
+    tokens, before = [], 0
+    for cut in cut_points(budget, prompt, end):
+        tokens += range(before, cut)
+        tokens = kept_of(tokens, budget, states[cut - budget.last : cut], states)
+        before = cut
+    return tokens + list(range(before, end))
+
+
 def _pool(states: list[int]) -> list[float]:
     return [float(sum(state % 1009 for state in states)), float(len(states))]
 
@@ -96,6 +123,9 @@ class Row:
     scored: list[TokenLogprobs] | None = None  # of the same tokens; None: not wanted
     first_scored: int = 0
     only_prompt: bool = False  # nothing is sampled
+    first_keys: list[int] = field(default_factory=list)  # by group
+    held: list[list[int]] = field(default_factory=list)  # by group, tokens of places from there on
+    queries: dict[int, int] = field(default_factory=dict)  # states of tokens computed in this slot
 
     def state(self, count: int) -> int:
         """Identity of the first `count` tokens."""
@@ -109,6 +139,7 @@ class FakeWorker:
     def __init__(self, cache: CacheConfig, salt_of: Callable[[NewRequest], str]) -> None:
         self.block_size = cache.block_size
         self.windows = [group.spec.window for group in cache.groups]
+        self.budgets = [group.spec.budget for group in cache.groups if group.spec.budget]
         self.cells: list[list[Cell | None]] = [
             [None] * cache.block_size for _ in range(cache.pool_size)
         ]
@@ -127,6 +158,9 @@ class FakeWorker:
             for slot in plan.slots:
                 self.rows[slot].broken = True
                 self.pool[slot] = None
+        for cut in plan.budget_cuts:
+            self._cut(cut)
+        if fails:
             return None
         for source, target in plan.block_copies:
             self.cells[target] = self.cells[source][:]
@@ -168,9 +202,48 @@ class FakeWorker:
                 scored=None if new.params.prompt_logprobs is None else [],
                 first_scored=new.params.prompt_logprobs_start,
                 only_prompt=new.pooling is not None or new.params.max_tokens == 0,
+                first_keys=[0] * len(new.block_ids),
+                held=[list(range(new.num_computed_tokens)) for _ in new.block_ids],
             )
         for slot, group, ids in plan.new_blocks:
             self.rows[slot].tables[group] += ids
+
+    def _cut(self, cut: BudgetCut) -> None:
+        """Move what a budget keeps; all of it must be what it should be."""
+        row, budget, size = self.rows[cut.slot], self.budgets[cut.group], self.block_size
+        table, first = row.tables[cut.group], row.first_keys[cut.group]
+        if row.num_computed != cut.end:
+            raise ContentError(f"a cut after {cut.end} of {row.num_computed} tokens")
+        found = [self.cells[table[p // size]][p % size] for p in range(first, cut.end)]
+        where = range(cut.first_key // size, -(-cut.end // size))
+        if len(where) != len(cut.block_ids):
+            raise ContentError(f"{len(cut.block_ids)} blocks for {where}")
+        table[where.start : where.stop] = cut.block_ids
+        held = row.held[cut.group]
+        if row.broken:
+            held[:] = held[-(cut.end - cut.first_key) :]
+            row.first_keys[cut.group] = cut.first_key
+            return
+        states = [row.state(p + 1) for p in range(cut.end)]
+        right = [self._cell(row, cut.group, p, states[p]) for p in held]
+        if found != right:
+            raise ContentError(f"slot {cut.slot}, group {cut.group}: keeps of {found}")
+        last = range(cut.end - budget.last, cut.end)
+        if any(p not in row.queries for p in last):
+            raise ContentError(f"queries are missing that choose what is kept: {last}")
+        kept = kept_of(held, budget, [row.queries[p] for p in last], states)
+        if kept != expected_kept(budget, row.num_prompt, cut.end, states):
+            raise ContentError(f"slot {cut.slot}, group {cut.group} keeps {kept}")
+        row.held[cut.group], row.first_keys[cut.group] = kept, cut.first_key
+        for place, p in enumerate(kept, cut.first_key):
+            cell = self._cell(row, cut.group, p, states[p])
+            self.cells[table[place // size]][place % size] = cell
+
+    def _cell(self, row: Row, group: int, position: int, state: int) -> Cell:
+        """What a token's cell must hold: with budgets, what was computed after some tokens were
+        dropped depends on the length of the prompt."""
+        cuts = [cut_points(b, row.num_prompt, position)[:1] for b in self.budgets]
+        return (group, hash((state, row.num_prompt))) if any(cuts) else (group, state)
 
     def _embed(self, plan: SchedulerOutput, states: list[list[int]]) -> dict[int, list[float]]:
         """By row, the vectors of prompts that are through."""
@@ -235,7 +308,10 @@ class FakeWorker:
                 if (block, offset) in written:
                     raise ContentError(f"two rows write into block {block}")
                 written.add((block, offset))
-                self.cells[block][offset] = None if row.broken else (group, states[p])
+                cell = None if row.broken else self._cell(row, group, p, states[p])
+                self.cells[block][offset] = cell
+            row.held[group] += range(start, end)
+        row.queries.update({p: states[p] for p in range(start, end) if not row.broken})
         return states
 
     def _read(self, plan: SchedulerOutput, i: int, states: list[int]) -> None:
@@ -243,10 +319,16 @@ class FakeWorker:
         if row.broken:
             return
         for group, table in enumerate(row.tables):
-            window = self.windows[group]
-            for p in [*seen(start, window), *range(start + 1, end)]:
+            window, first = self.windows[group], row.first_keys[group]
+            if self.budgets and start:
+                right = expected_kept(self.budgets[group], row.num_prompt, start, states)
+                if row.held[group][: start - first] != right:
+                    raise ContentError(f"slot {plan.slots[i]}, group {group} has {row.held[group]}")
+            before = range(first, start + 1) if self.budgets else seen(start, window)
+            for p in [*before, *range(start + 1, end)]:
                 cell = self.cells[table[p // self.block_size]][p % self.block_size]
-                if cell != (group, states[p]):
+                token = row.held[group][p - first] if self.budgets else p
+                if cell != self._cell(row, group, token, states[token]):
                     raise ContentError(
                         f"slot {plan.slots[i]}, group {group}: position {p} holds {cell}"
                     )

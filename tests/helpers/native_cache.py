@@ -137,6 +137,7 @@ class Part:
     context: int
     blocks: Tensor
     tree: Tensor | None = None
+    first_key: int = 0  # that any query sees
 
 
 def attend(
@@ -171,6 +172,9 @@ def attend(
     trees = None
     if any(part.tree is not None for part in parts):
         trees = torch.cat([pack_bits(part.tree, len(part.q)) for part in parts])
+    firsts = None
+    if any(part.first_key for part in parts):
+        firsts = torch.tensor([part.first_key for part in parts], dtype=torch.int32)
     out = Poisoned(max(tokens, 1), heads, value_dim, dtype=q.dtype, gap=3)
     call(
         runtime,
@@ -196,6 +200,7 @@ def attend(
         sink_keys=seen.sinks if seen else 0,
         sink_q=-padded if negated else None,
         sink_q_stride=padded.stride(0),
+        first_keys=firsts,
         out=out.view,
         out_stride=out.stride,
         dtype=q.dtype,

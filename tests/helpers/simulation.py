@@ -20,11 +20,13 @@ from kvik.core.plan import ModelRunnerOutput, NewRequest, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.scheduler import Scheduler
 from kvik.core.types import FinishReason, Pin, Request, RequestDelta
-from kvik.spec.kv import KVCacheSpec, group_layers
+from kvik.spec.kv import Budget, KVCacheSpec, group_layers
 
 
 def kv_spec(window: Seen = None, readers: int = 1) -> KVCacheSpec:
-    return KVCacheSpec(1, 4, bytes_per_token=16, window=as_window(window), readers=readers)
+    budget = window if isinstance(window, Budget) else None
+    seen = as_window(window)
+    return KVCacheSpec(1, 4, bytes_per_token=16, window=seen, readers=readers, budget=budget)
 
 
 @dataclass(frozen=True)

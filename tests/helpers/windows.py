@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from kvik.spec.kv import Window
+from kvik.spec.kv import Budget, Window
 
-Seen = Window | int | None  # a number: of the last keys; None: all
+Seen = Window | Budget | int | None  # a number: of the last keys; None: all
 
 chunks = partial(Window, chunked=True)
 
@@ -17,7 +17,16 @@ def sinks(count: int, keys: int) -> Window:
 
 
 def as_window(window: Seen) -> Window | None:
+    if isinstance(window, Budget):
+        return None
     return Window(window) if isinstance(window, int) else window
+
+
+def cut_points(budget: Budget, prompt: int, most: int) -> list[int]:
+    """Return after how many tokens of a request, up to `most`, some are dropped."""
+    if prompt > budget.tokens:
+        return list(range(prompt, most + 1, budget.every))
+    return list(range(budget.tokens + budget.every, most + 1, budget.every))
 
 
 def num_sinks(position: int, window: Seen) -> int:

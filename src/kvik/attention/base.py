@@ -33,7 +33,10 @@ class StepLayout:
             the tree) attends as if only its path followed the cached keys: its position is that of
             the first node plus d, and a window counts from there.
         tree_words: tree on the host.
-        state_rows: [num_seqs] int32, the state of each sequence; None: no layer keeps one.
+        state_rows: [num_seqs] int32, the state of each sequence, or its row of last queries;
+            None: no layer keeps any.
+        first_keys: [num_seqs] int32 on the CPU, the first key of each sequence that its queries
+            see; None: that at 0, or as a window says.
     """
 
     query_start_loc: Tensor
@@ -46,6 +49,11 @@ class StepLayout:
     tree: Tensor | None = None
     tree_words: tuple[int, ...] = ()
     state_rows: Tensor | None = None
+    first_keys: Tensor | None = None
+
+    def first_key(self, sequence: int) -> int:
+        """Return the first key that the queries of a sequence see, but for windows."""
+        return 0 if self.first_keys is None else int(self.first_keys[sequence])
 
     @property
     def sequences(self) -> Sequences:
@@ -68,12 +76,15 @@ class LayerKV:
             latent vectors v has no columns: a value is the first channels of its key.
         k_scales, v_scales: [num_blocks, block_size, kv_heads], where k and v are rounded
             (kernels/kv_rounding.py); None where they are floats, of any dtype.
+        queries: [slots, last, heads, head_dim] fp32, the last queries of each request, scaled, that
+            of position p in row p % last; None: the layer keeps all tokens, and none of these.
     """
 
     k: Tensor
     v: Tensor
     k_scales: Tensor | None = None
     v_scales: Tensor | None = None
+    queries: Tensor | None = None
 
     @property
     def latent(self) -> bool:
@@ -210,6 +221,8 @@ class Attend:
         """Write k and v, if any, by torch's operations. Returns q as of `turned`, and k and v as
         `store` does."""
         (q, k), v = self.turned(ops), self.v
+        if self.kv.queries is not None:
+            keep_queries(q, self.kv.queries, self.metadata.layout, self.spec.scale)
         if k is None or v is None:
             return q, None, None
         return q, *store(ops, k, v, self.kv, self.metadata.layout.slot_mapping)
@@ -335,6 +348,14 @@ class AttentionBackend(Protocol):
         """
         ...
 
+    def keys(self, kv: LayerKV, at: Tensor) -> Tensor:
+        """Return the cached keys of some tokens, [n, kv_heads, head_dim] fp32.
+
+        Args:
+            at: [n] int64, KV positions.
+        """
+        ...
+
 
 # Writing and reading the cache in any of its formats, by torch's operations.
 
@@ -391,6 +412,28 @@ def read_both(kv: LayerKV, at: Tensor) -> tuple[Tensor, Tensor]:
     """Read keys and values, each as `read` does; of latent vectors these are the same."""
     k = read(kv.k, kv.k_scales, at)
     return k, k if kv.latent else read(kv.v, kv.v_scales, at)
+
+
+def keep_queries(q: Tensor, ring: Tensor, layout: StepLayout, scale: float) -> None:
+    """Write the last queries of each sequence of a step to `LayerKV.queries`.
+
+    Args:
+        q: [tokens, heads, head_dim], turned. scale: of scores.
+    """
+    assert layout.state_rows is not None
+    start, last = 0, ring.shape[1]
+    for row, length, context in zip(
+        layout.state_rows.tolist(), layout.num_scheduled, layout.contexts, strict=True
+    ):
+        count = min(length, last)
+        places = torch.arange(context - count, context) % last
+        ring[row, places] = q[start + length - count : start + length].float() * scale
+        start += length
+
+
+def cached_keys(kv: LayerKV, at: Tensor) -> Tensor:
+    """Return cached keys; see `AttentionBackend.keys`."""
+    return read(kv.k, kv.k_scales, at).float()
 
 
 def move(kv: LayerKV, source: Tensor, target: Tensor) -> None:

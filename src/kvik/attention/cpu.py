@@ -45,6 +45,8 @@ class CpuAttention:
         (q, k), v = attend.turned(self._ops), attend.v
         if k is not None and v is not None:
             self._store(k, v, attend.kv, attend.metadata.layout)
+        if attend.kv.queries is not None:
+            self._keep_queries(q, attend.kv.queries, attend.metadata.layout, attend.spec.scale)
         keys = attend.kv.k.shape[2], q.shape[2]
         return self._attend(q, None, attend.kv, attend.metadata, attend.spec, keys, out, for_sinks)
 
@@ -66,6 +68,23 @@ class CpuAttention:
             block_size=layout.block_size,
             dtype=DTYPES[k.dtype],
             kv_dtype=DTYPES[kv.k.dtype],
+        )
+
+    def _keep_queries(self, q: Tensor, ring: Tensor, layout: StepLayout, scale: float) -> None:
+        assert layout.state_rows is not None
+        self.native.launch(
+            "keep_queries",
+            q=q.data_ptr(),
+            q_stride=q.stride(0),
+            starts=layout.query_start_loc.data_ptr(),
+            lengths=layout.seq_lens.data_ptr(),
+            state_rows=layout.state_rows.data_ptr(),
+            num_seqs=self.native.rows(layout.seq_lens),
+            dim=ring.shape[2] * ring.shape[3],
+            last=ring.shape[1],
+            scale=scale,
+            ring=ring.data_ptr(),
+            dtype=DTYPES[q.dtype],
         )
 
     def run_latent(self, attend: AttendLatent) -> Tensor:
@@ -146,6 +165,7 @@ class CpuAttention:
             sink_keys=window.sinks if window else 0,
             sink_q=pointer(for_sinks),
             sink_q_stride=0 if for_sinks is None else for_sinks.stride(0),
+            first_keys=pointer(layout.first_keys),
             out=out.data_ptr(),
             out_stride=out.stride(0),
             dtype=DTYPES[q.dtype],
@@ -168,3 +188,26 @@ class CpuAttention:
             block_size=kv.k.shape[1],
             kv_dtype=DTYPES[kv.k.dtype],
         )
+
+    def keys(self, kv: LayerKV, at: Tensor) -> Tensor:
+        heads, width = kv.k.shape[2], kv.k.shape[3] * (2 if kv.k.dtype == torch.uint8 else 1)
+        found = torch.empty(len(at), heads, width)
+        self.native.launch(
+            "load_kv",
+            k=found.data_ptr(),
+            k_stride=found.stride(0),
+            v=0,
+            v_stride=0,
+            k_cache=kv.k.data_ptr(),
+            v_cache=0,
+            k_scales=pointer(kv.k_scales),
+            v_scales=0,
+            slot_mapping=at.data_ptr(),
+            rows=len(at),
+            kv_heads=heads,
+            head_dim=width,
+            block_size=kv.k.shape[1],
+            dtype=DTYPES[found.dtype],
+            kv_dtype=DTYPES[kv.k.dtype],
+        )
+        return found

@@ -68,3 +68,6 @@ class GroupAttention:
 
     def move(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
         self._backend.move(kv, source, target)
+
+    def keys(self, kv: LayerKV, at: Tensor) -> Tensor:
+        return self._backend.keys(kv, at)

@@ -74,3 +74,6 @@ class SharedHeads:
 
     def move(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
         self._backend.move(kv, source, target)
+
+    def keys(self, kv: LayerKV, at: Tensor) -> Tensor:
+        return self._backend.keys(kv, at)

@@ -2,7 +2,8 @@
 
 Query at position p sees key j iff j <= p and, with a window, `Window.first` of p <= j or j is one
 of its sinks, whose scores are those of a query that is turned for them; where attention is
-bidirectional, iff they are not further apart than that allows. Positions of
+bidirectional, iff they are not further apart than that allows. It sees none before
+`StepLayout.first_keys`. Positions of
 a sequence's queries are the last ones of its context, so a chunk behind a cached prefix is aligned
 bottom-right. KV head h serves the query heads h * group .. h * group + group - 1. In a tree a query
 sees of this step's keys its ancestors and itself, and a node's position follows from its depth.
@@ -22,6 +23,7 @@ from kvik.attention.base import (
     BackendCaps,
     LayerKV,
     StepLayout,
+    cached_keys,
     move,
     read_both,
 )
@@ -54,10 +56,10 @@ class ReferenceAttention:
             blocks = layout.block_table[i]
             rows = slice(start, start + length)
             nodes, reach = layout.nodes(start, length), attend.spec.bidirectional
-            which = _visible(nodes, length, context, window, reach)
+            which = _visible(nodes, length, context, window, reach, layout.first_key(i))
             keys, visible, sinks = (each.to(q.device) for each in which)
             of = kv, blocks, keys, visible, sinks, attend.spec
-            out[rows] = _attend(q[rows], None if for_sinks is None else for_sinks[rows], *of)
+            out[rows] = self._attend(q[rows], None if for_sinks is None else for_sinks[rows], *of)
             start += length
         return out
 
@@ -68,6 +70,55 @@ class ReferenceAttention:
     def move(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
         move(kv, source, target)
 
+    def keys(self, kv: LayerKV, at: Tensor) -> Tensor:
+        return cached_keys(kv, at)
+
+    def _attend(
+        self,
+        q: Tensor,
+        for_sinks: Tensor | None,
+        kv: LayerKV,
+        blocks: Tensor,
+        keys: Tensor,
+        visible: Tensor,
+        sinks: Tensor,
+        spec: AttentionSpec,
+    ) -> Tensor:
+        """Attention of one sequence.
+
+        Args:
+            q, for_sinks: [length, heads, head_dim], for keys, and for sinks if these differ.
+            blocks: [max_blocks], the sequence's block table.
+            keys, visible, sinks: as of `_visible`.
+        """
+        heads = q.shape[1]
+        block_size, kv_heads = kv.k.shape[1], kv.k.shape[2]
+        at = blocks[keys // block_size].long() * block_size + keys % block_size
+        # [keys, heads, head_dim]
+        both = read_both(kv, at)
+        k, v = (x.float().repeat_interleave(heads // kv_heads, dim=1) for x in both)
+
+        scores = torch.einsum("qhd,khd->hqk", q.float(), k)
+        if for_sinks is not None:
+            scores[..., sinks] = torch.einsum("qhd,khd->hqk", for_sinks.float(), k[sinks])
+        scores *= spec.scale
+        if spec.softcap is not None:
+            scores = spec.softcap * torch.tanh(scores / spec.softcap)
+        scores = scores.masked_fill(~visible, -torch.inf)
+        if spec.sinks is not None:
+            learned = spec.sinks[:, None, None].expand(heads, len(q), 1)
+            scores = torch.cat((scores, learned), -1)
+        weights = scores.softmax(-1)[..., : len(keys)]
+        self.see(kv, weights, visible)
+        return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
+
+    def see(self, kv: LayerKV, weights: Tensor, visible: Tensor) -> None:
+        """For those who measure: the weights of a sequence in a layer.
+
+        Args:
+            weights: [heads, queries, keys]. visible: [queries, keys] bool.
+        """
+
 
 def near(reach: int, length: int, context: int) -> Tensor:
     """Return which keys queries see that see them on both sides, [length, context] bool."""
@@ -76,7 +127,12 @@ def near(reach: int, length: int, context: int) -> Tensor:
 
 
 def _visible(
-    nodes: tuple[int, ...], length: int, context: int, window: Window | None, reach: int | None
+    nodes: tuple[int, ...],
+    length: int,
+    context: int,
+    window: Window | None,
+    reach: int | None,
+    least: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return which keys of a sequence any of its queries sees, [keys], which of these each sees,
     bool [length, keys], and which are sinks, bool [keys].
@@ -84,12 +140,13 @@ def _visible(
     Args:
         nodes: see `StepLayout.nodes`.
         reach: see `AttentionSpec.bidirectional`.
+        least: the first key that is seen, but for windows.
     """
     if reach is not None:
         keys = torch.arange(context)
         return keys, near(reach, length, context), torch.zeros(context, dtype=torch.bool)
     cached = context - length
-    first = first_visible(cached, window)
+    first = max(least, first_visible(cached, window))
     sinks = 0 if window is None else window.sinks
     keys = torch.cat((torch.arange(min(sinks, first)), torch.arange(first, context)))
     position, queries = keys.clone(), torch.arange(cached, context)[:, None]
@@ -106,41 +163,3 @@ def _visible(
     # Keys no query sees are not read at all: their blocks may be unwritten or no longer ours.
     seen = visible.any(0)
     return keys[seen], visible[:, seen], position[seen] < sinks
-
-
-def _attend(
-    q: Tensor,
-    for_sinks: Tensor | None,
-    kv: LayerKV,
-    blocks: Tensor,
-    keys: Tensor,
-    visible: Tensor,
-    sinks: Tensor,
-    spec: AttentionSpec,
-) -> Tensor:
-    """Attention of one sequence.
-
-    Args:
-        q, for_sinks: [length, heads, head_dim], for keys, and for sinks if these differ.
-        blocks: [max_blocks], the sequence's block table.
-        keys, visible, sinks: as of `_visible`.
-    """
-    heads = q.shape[1]
-    block_size, kv_heads = kv.k.shape[1], kv.k.shape[2]
-    at = blocks[keys // block_size].long() * block_size + keys % block_size
-    # [keys, heads, head_dim]
-    both = read_both(kv, at)
-    k, v = (x.float().repeat_interleave(heads // kv_heads, dim=1) for x in both)
-
-    scores = torch.einsum("qhd,khd->hqk", q.float(), k)
-    if for_sinks is not None:
-        scores[..., sinks] = torch.einsum("qhd,khd->hqk", for_sinks.float(), k[sinks])
-    scores *= spec.scale
-    if spec.softcap is not None:
-        scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    scores = scores.masked_fill(~visible, -torch.inf)
-    if spec.sinks is not None:
-        learned = spec.sinks[:, None, None].expand(heads, len(q), 1)
-        scores = torch.cat((scores, learned), -1)
-    weights = scores.softmax(-1)[..., : len(keys)]
-    return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)

@@ -31,6 +31,7 @@ from kvik.attention.base import (
     BackendCaps,
     LayerKV,
     StepLayout,
+    cached_keys,
     move,
     read_both,
 )
@@ -185,7 +186,7 @@ class SdpaAttention:
             if nodes:
                 decoding += _tree_rows(i, start, context - length, nodes, window)
             elif length == 1:
-                first = first_visible(context - 1, window)
+                first = max(layout.first_key(i), first_visible(context - 1, window))
                 decoding.append(DecodeRow(i, start, first, context - first))
             else:
                 prefill.append(_plan_prefill(layout, i, start, window))
@@ -238,6 +239,9 @@ class SdpaAttention:
 
     def move(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
         move(kv, source, target)
+
+    def keys(self, kv: LayerKV, at: Tensor) -> Tensor:
+        return cached_keys(kv, at)
 
     def _decode(self, q: Tensor, kv: LayerKV, batch: DecodeBatch, scale: float) -> Tensor:
         """q: [rows, heads, head_dim] -> the same shape."""
@@ -371,7 +375,7 @@ def _plan_prefill(layout: StepLayout, seq: int, start: int, window: Window | Non
     if length == context and first_visible(length - 1, window) == 0:
         return PrefillRow(start, end, None, None)
     cached = context - length
-    first = first_visible(cached, window)
+    first = max(layout.first_key(seq), first_visible(cached, window))
     key = torch.arange(first, context, device=device)
     query = torch.arange(cached, context, device=device)[:, None]
     visible = key <= query

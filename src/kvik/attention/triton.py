@@ -22,6 +22,7 @@ from kvik.attention.base import (
     BackendCaps,
     LayerKV,
     StepLayout,
+    cached_keys,
     move,
     store,
 )
@@ -144,6 +145,9 @@ class TritonAttention:
 
     def move(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
         move(kv, source, target)
+
+    def keys(self, kv: LayerKV, at: Tensor) -> Tensor:
+        return cached_keys(kv, at)
 
 
 def _steps_between(

@@ -13,6 +13,7 @@ from kvik.cli.report import kv_format
 from kvik.cli.terminal import say, say_report
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.hardware import detect, find_gpus
+from kvik.config.kv_budget import asked_budgets
 from kvik.config.model_source import find_model
 from kvik.config.resolve import resolve
 from kvik.config.units import show_bytes
@@ -41,9 +42,10 @@ def run(arguments: argparse.Namespace) -> int:
     path = find_model(config.model, weights=False, revision=config.revision)
     spec = model_files(path).spec()
     gpus = () if config.device == "cpu" else find_gpus()
+    budgets = asked_budgets(config.kv_budget, spec)
     resolved, refusal = None, ""
     try:
-        resolved = resolve(config, spec, detect(gpus), str(path))
+        resolved = resolve(config, spec, detect(gpus), str(path), budgets=budgets)
         spec = replace(spec, layers=resolved.model.layers)  # with the window that was asked for
     except CapacityError as error:
         refusal = str(error)
@@ -184,6 +186,8 @@ def _seen(layer: LayerSpec) -> str:
     if layer.bidirectional is not None:
         near = layer.bidirectional < MAX_POSITIONS
         return f"tokens up to {layer.bidirectional:,} away" if near else "all tokens on both sides"
+    if layer.budget is not None:
+        return f"all tokens of a prompt, and then keep {layer.budget.tokens:,}"
     if layer.window is None:
         return "all tokens"
     sinks = f"the first {layer.window.sinks:,} and the last " if layer.window.sinks else ""

@@ -28,6 +28,7 @@ VERBS: Mapping[str, tuple[str, str]] = {
     "eval": ("kvik.cli.eval", "how well a model reads a text, and how far from another"),
     "quantize": ("kvik.cli.quantize", "the same model in fewer bits"),
     "build": ("kvik.cli.build", "a folder that is ready to run sooner"),
+    "kv-budget": ("kvik.cli.kv_budget", "how many tokens each layer keeps in the KV cache"),
     "train-heads": ("kvik.cli.train_heads", "small networks that guess ahead of a model"),
     "replay": ("kvik.cli.replay", "play a recording of a server again, and compare"),
     "plan": ("kvik.cli.plan", "what a model takes and gives on some hardware, and costs"),

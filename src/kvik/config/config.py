@@ -97,6 +97,12 @@ class EngineConfig:
         "first tokens that a token sees beside those of the window; 4 are enough; 0: a plain "
         "window, beyond which most models fail",
     )
+    kv_budget: str | None = option(
+        None,
+        Text("a file", r"[^\0]+", "FILE"),
+        "file that kvik kv-budget saved: each layer keeps only so many tokens of a request as it "
+        "says, which changes answers; None: all",
+    )
     max_num_seqs: int | None = option(
         None, Integer(1, 65_536), "requests that run at the same time"
     )
@@ -267,6 +273,15 @@ def check_config(config: EngineConfig) -> EngineConfig:
         raise ConfigError(
             "attention_sinks", f"needs a window: must be 0 without, not {config.attention_sinks}"
         )
+    if config.kv_budget is not None:
+        for name, plain in (
+            *(("window", None), ("tensor_parallel_size", 1), ("pipeline_parallel_size", 1)),
+        ):
+            if getattr(config, name) != plain:
+                allowed = "left out" if plain is None else plain
+                raise ConfigError(name, f"must be {allowed} with kv_budget")
+        if requested_speculation(config) is not None:
+            raise ConfigError("spec_method", "must be left out with kv_budget")
     if config.num_blocks is not None and config.kv_cache_memory is not None:
         raise ConfigError("kv_cache_memory", "must be left out when num_blocks is given")
     return config

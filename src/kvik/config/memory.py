@@ -76,6 +76,8 @@ CUDNN_BYTES = 256 * MIB
 EXPERT_ROW_BYTES = 24
 # Keys of a split in the cpu backend, and requests of the longest context that decode together.
 SPLIT_KEYS, LONG_CONTEXTS = 512, 8
+# Of a key while layers with a budget choose: sums, means, their order, places.
+CHOOSING_NUMBERS = 16
 CHECKPOINTS_EACH = 2  # checkpoints of states, for each request of the largest step
 
 
@@ -576,6 +578,7 @@ class Footprint:
     def activations(self, size: StepSize) -> int:
         """Peak of one step."""
         own = self._step.tape(size) if self._taped else self._step.eager(size)
+        own += self._choosing(size)
         own *= self._processes  # what they share is not told from what each has
         own += size.max_num_batched_tokens * self.given
         drafting = self._drafting(size, self.draft) if self.draft else 0
@@ -693,10 +696,31 @@ class Footprint:
         return CHECKPOINTS_EACH * size.max_num_seqs if self.checkpoints else 0
 
     def states(self, size: StepSize) -> int:
-        """Return bytes of the states of running requests, and of all checkpoints."""
+        """Return bytes of the states of running requests, and of all checkpoints; of layers with a
+        budget their recent queries."""
         rows = size.max_num_seqs + self.num_checkpoints(size)
         here = 1 if self._one_of_several else self.ranks
-        return here * self.spec.state_bytes * rows  # each process has all of them
+        states = here * self.spec.state_bytes * rows  # each process has all of them
+        return states + size.max_num_seqs * self._recent_queries
+
+    @property
+    def _recent_queries(self) -> int:
+        """Bytes of the last queries of a request, in all layers with a budget (`LayerKV`)."""
+        every = (spec for group in self.groups for spec in group.specs)
+        heads = self.spec.num_heads
+        return sum(4 * heads * s.head_dim * s.budget.last for s in every if s.budget)
+
+    def _choosing(self, size: StepSize) -> int:
+        """Bytes while a layer with a budget chooses what it keeps: all its keys of a request, and
+        the scores of one of their heads, with what softmax makes of them (attention/budget.py)."""
+        found = 0
+        for group in self.groups:
+            budget, heads = group.spec.budget, group.spec.num_kv_heads
+            if budget is not None:
+                each = self.spec.num_heads // heads * budget.last
+                width = heads * group.spec.head_dim + 2 * each
+                found = max(found, 4 * size.max_model_len * (width + CHOOSING_NUMBERS))
+        return found
 
     def fixed(self, size: StepSize) -> int:
         """Everything but the blocks of the KV cache."""

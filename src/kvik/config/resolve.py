@@ -21,6 +21,7 @@ from kvik.config.config import (
 from kvik.config.draft_heads import EAGLE
 from kvik.config.fit import Fit, choose_speculation, footprint_of, with_drafter
 from kvik.config.hardware import Hardware
+from kvik.config.kv_budget import KVBudgets, check_model
 from kvik.config.parallel import (
     check_group,
     given_bytes,
@@ -36,7 +37,7 @@ from kvik.config.speculative import NO_SOURCE, DraftSource
 from kvik.core.config import CacheConfig, SchedulerConfig
 from kvik.errors import ConfigError
 from kvik.models.model_spec import ModelSpec
-from kvik.spec.kv import Window
+from kvik.spec.kv import Budget, Window
 from kvik.spec.weights import SCHEMES
 
 
@@ -47,12 +48,14 @@ def resolve(
     model_path: str,
     source: DraftSource = NO_SOURCE,
     drawn_seed: int | None = None,
+    budgets: KVBudgets | None = None,
 ) -> ResolvedConfig:
     """Decide every setting of an engine.
 
     Args:
         source: where drafts come from.
         drawn_seed: seed of the engine if the options give none; None: no engine is started.
+        budgets: tokens that layers keep, as the options' `kv_budget` says.
 
     Raises:
         ConfigError: a field that is out of range, or contradicts the model or another field.
@@ -64,11 +67,13 @@ def resolve(
     if config.load_format == "random":
         spec = replace(spec, quantization=None, built=None)  # random weights are floats
     notes = Notes()
-    spec = as_streamed(config, spec, notes)
+    spec = as_budgeted(as_streamed(config, spec, notes), budgets, notes)
     if spec.built is not None:
         config = settled(config, spec.built, hardware)
         notes = Notes(dict.fromkeys(built_in(spec.built), BUILT_IN))
     compute, limit = choose_compute(config, spec, hardware, notes)
+    if budgets is not None and compute.kind != "cpu":
+        raise ConfigError("kv_budget", f"must be left out on {compute.device}: it is for CPUs")
     asked = requested_speculation(config)
     if spec.encoder:
         config = _of_encoder(config, spec, asked is not None)
@@ -233,6 +238,26 @@ def as_streamed(config: EngineConfig, spec: ModelSpec, notes: Notes) -> ModelSpe
     layers = (
         replace(layer, window=window, rope=layer.rope and ropes[layer.rope])
         for layer in spec.layers
+    )
+    return replace(spec, layers=tuple(layers))
+
+
+def as_budgeted(spec: ModelSpec, budgets: KVBudgets | None, notes: Notes) -> ModelSpec:
+    """Return the model whose layers keep as many tokens as a file says.
+
+    Raises:
+        ConfigError: its layers cannot.
+    """
+    if budgets is None:
+        return spec
+    check_model(spec)
+    least, most = min(budgets.budgets), max(budgets.budgets)
+    value = f"{least} tokens" if least == most else f"{least} to {most} tokens"
+    reason = "lossy: answers to long prompts are not those of the model"
+    notes.add("kv_budget", value, f"{reason}; by {budgets.by}, {ASKED}")
+    layers = (
+        replace(layer, budget=Budget(tokens))
+        for layer, tokens in zip(spec.layers, budgets.budgets, strict=True)
     )
     return replace(spec, layers=tuple(layers))
 

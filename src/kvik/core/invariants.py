@@ -23,6 +23,7 @@ def check(scheduler: Scheduler) -> None:
     _check_pins(scheduler.kv)
     _check_prefix_index(scheduler)
     _check_checkpoints(scheduler)
+    _check_budgets(scheduler)
 
 
 def _require(condition: bool, message: str) -> None:
@@ -140,7 +141,8 @@ def _check_blocks(scheduler: Scheduler) -> None:
     for r in scheduler.running:
         at = r.num_written_tokens // block_size
         for group, ids in zip(scheduler.kv.groups, r.block_ids, strict=True):
-            hidden = group.spec.hidden_blocks(r.num_written_tokens, block_size)
+            prompt = r.num_prompt_tokens
+            hidden = group.spec.hidden_blocks(r.num_written_tokens, block_size, prompt)
             for i, block in enumerate(ids):
                 there = block != NULL_BLOCK or i in hidden
                 _require(there, f"{r.key} lacks a block that it sees")
@@ -226,3 +228,32 @@ def _check_checkpoints(scheduler: Scheduler) -> None:
     for one in made:
         blocks, rest = divmod(one.num_tokens, checkpoints.block_size)
         _require(rest == 0 < blocks, "a checkpoint within a block")
+
+
+def _check_budgets(scheduler: Scheduler) -> None:
+    """No step computes past a cut that is due; what was dropped is gone, and what is kept of it is
+    the request's alone and cannot be matched."""
+    kv = scheduler.kv
+    public = {block for _, block in kv.pool.index_items()} | kv.pool.copies().keys()
+    for r in scheduler.running:
+        due = kv.cut_after(r, r.num_cut_tokens + 1 if r.num_cut_tokens else 0)
+        _require(r.next_cut == due, f"{r.key} does not know when it drops tokens")
+        _require(r.num_computed_tokens <= r.next_cut, f"{r.key} computed past a cut")
+        if not r.num_cut_tokens:
+            continue
+        for group, ids in zip(kv.groups, r.block_ids, strict=True):
+            budget, prompt = group.spec.budget, r.num_prompt_tokens
+            _require(budget is not None, f"{r.key} drops tokens that all layers keep")
+            hidden = group.spec.hidden_blocks(r.num_cut_tokens, kv.block_size, prompt)
+            gone = all(ids[i] == NULL_BLOCK for i in hidden)
+            _require(gone, f"{r.key} holds blocks of what it dropped")
+            if budget is None or budget.first_key(r.num_cut_tokens, prompt) == 0:
+                continue
+            own = [ids[i] for i in range(hidden.stop, len(ids))]
+            alone = all(kv.pool.ref_counts[block] == 1 for block in own)
+            _require(alone, f"{r.key} shares blocks of what it keeps")
+            _require(public.isdisjoint(own), f"{r.key}: what it keeps can be matched")
+        first = min(g.spec.budget.first_cut(prompt) for g in kv.groups if g.spec.budget)
+        for ids in r.block_ids:
+            later = ids[first // kv.block_size :]
+            _require(public.isdisjoint(later), f"{r.key}: what it made of the kept can be matched")

@@ -11,8 +11,9 @@ from kvik.core.block_pool import NULL_BLOCK, BlockPool, extend_hashes
 from kvik.core.checkpoints import CheckpointTable
 from kvik.core.config import CacheConfig
 from kvik.core.pins import PinTable
-from kvik.core.types import Request, RequestStatus
-from kvik.spec.kv import KVCacheSpec
+from kvik.core.plan import BudgetCut
+from kvik.core.types import NEVER, Request, RequestStatus
+from kvik.spec.kv import Budget, KVCacheSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class KVCacheManager:
     """Gives requests blocks of the shared pool, and indexes the contents of full blocks.
 
     All tables of a request have the same length, one entry per `block_size` tokens; entries that
-    slid out of a window are the null block.
+    slid out of a window, or that a budget dropped, are the null block.
     """
 
     def __init__(self, config: CacheConfig) -> None:
@@ -48,6 +49,11 @@ class KVCacheManager:
         if config.checkpoints is not None:
             self.checkpoints = CheckpointTable(config.checkpoints, config.block_size)
         self._windowed = any(g.spec.windowed for g in config.groups)
+        budgets = [g.spec.budget for g in config.groups]
+        # Of each group; (): all layers keep all tokens.
+        self._budgets = [b for b in budgets if b is not None]
+        assert len(self._budgets) in (0, len(budgets))
+        self._cuts: list[BudgetCut] = []  # since they were taken
         # Layers with one window in common release all blocks of some tokens together.
         self._releases_tokens = len({g.spec.window for g in config.groups}) == 1 and self._windowed
 
@@ -68,12 +74,20 @@ class KVCacheManager:
             extend_hashes(
                 request.block_hashes, request.token_ids, self.block_size, request.cache_salt, usable
             )
-        usable = min(usable, request.num_cacheable_tokens // self.block_size)
+        usable = min(usable, self.num_cacheable(request) // self.block_size)
         if not self.caching or usable == 0:
             return self._fork(request) or PrefixMatch(0, [[] for _ in self.groups])
         found = self._longest_cached(request.block_hashes[:usable])
         forked = self._fork(request)
         return forked if forked and forked.num_tokens > found.num_tokens else found
+
+    def num_cacheable(self, request: Request) -> int:
+        """Return the known tokens of a request that may come from the prefix cache."""
+        most = request.num_cacheable_tokens
+        for budget in self._budgets:
+            # The last queries before it choose what is kept.
+            most = min(most, max(0, budget.first_cut(request.num_prompt_tokens) - budget.last))
+        return most
 
     def demand(self, match: PrefixMatch, num_tokens: int, chunk: int) -> int:
         """Free blocks that a request with this match takes until it has `num_tokens` tokens."""
@@ -91,11 +105,14 @@ class KVCacheManager:
     def num_missing(self, request: Request, num_tokens: int) -> int:
         """Blocks that `extend` would allocate."""
         missing = -(-num_tokens // self.block_size) - len(request.block_ids[0])
-        return max(0, missing) * len(self.groups)
+        return max(0, missing) * len(self.groups) + sum(
+            len(budget.cut_blocks(request.num_computed_tokens, self.block_size))
+            for _, budget in self._due(request)
+        )
 
     def num_held(self, request: Request) -> int:
         """Blocks of a running request, shared ones included."""
-        if not self._windowed:
+        if not (self._windowed or request.num_cut_tokens):
             return len(self.groups) * len(request.block_ids[0])
         return sum(
             len(ids) - self._num_released(group.spec, ids)
@@ -149,15 +166,21 @@ class KVCacheManager:
         request.num_computed_tokens = request.num_written_tokens = match.num_tokens
         request.num_shared_tokens = match.num_shared
         request.num_committed_blocks = match.num_tokens // self.block_size
+        request.next_cut = self.cut_after(request, match.num_tokens)
         return copies
 
     def extend(self, request: Request, num_tokens: int) -> list[list[int]] | None:
-        """Allocate blocks for `num_tokens` tokens in all. Returns new ids per group, or None."""
+        """Allocate blocks for `num_tokens` tokens in all. Returns new ids per group, or None.
+
+        Where a budget drops tokens, first move those that it keeps (`take_cuts`).
+        """
         if self._windowed:
             self._release_unseen(request)
-        missing = -(-num_tokens // self.block_size) - len(request.block_ids[0])
-        if missing * len(self.groups) > self.pool.num_free:
+        if self.num_missing(request, num_tokens) > self.pool.num_free:
             return None
+        if request.next_cut == request.num_computed_tokens:
+            self._cut(request)
+        missing = max(0, -(-num_tokens // self.block_size) - len(request.block_ids[0]))
         new = [self._allocate(missing) for _ in self.groups]
         for ids, more in zip(request.block_ids, new, strict=True):
             ids.extend(more)
@@ -169,13 +192,13 @@ class KVCacheManager:
         Blocks that a step in flight is to write are not published: the step may fail.
         """
         full = min(request.num_written_tokens, len(request.token_ids)) // self.block_size
-        first = request.num_committed_blocks
-        if self.caching and full > first:
+        first, public = request.num_committed_blocks, self.num_public(request, full)
+        if self.caching and public > first:
             extend_hashes(
-                request.block_hashes, request.token_ids, self.block_size, request.cache_salt, full
+                request.block_hashes, request.token_ids, self.block_size, request.cache_salt, public
             )
             for group, ids in enumerate(request.block_ids):
-                for i in range(first, full):
+                for i in range(first, public):
                     if ids[i] != NULL_BLOCK:
                         self.pool.commit(ids[i], (group, request.block_hashes[i]))
         request.num_committed_blocks = max(first, full)
@@ -226,8 +249,56 @@ class KVCacheManager:
         if self._releases_tokens:  # some of these may be forgotten
             del request.block_hashes[request.num_prompt_tokens // self.block_size :]
         request.block_ids = []
+        request.num_cut_tokens, request.next_cut = 0, NEVER
         request.num_committed_blocks = 0
         request.num_computed_tokens = request.num_written_tokens = 0
+
+    # Budgets: where layers drop tokens.
+    #
+    # Each group keeps as many as its own budget says, and so drops some after numbers of tokens of
+    # its own. The kept of a request move to private blocks behind what was dropped, where they are
+    # the last before the next token: places of later tokens are their positions, and tables of all
+    # groups have the same length. Blocks that others may share are read, and never written.
+
+    def cut_after(self, request: Request, num_tokens: int) -> int:
+        """Return after how many tokens, at least `num_tokens`, some group drops some."""
+        prompt = request.num_prompt_tokens
+        return min((b.next_cut(num_tokens, prompt) for b in self._budgets), default=NEVER)
+
+    def take_cuts(self) -> list[BudgetCut]:
+        """Return what is to be moved before the next forward, since the last call."""
+        cuts, self._cuts = self._cuts, []
+        return cuts
+
+    def num_public(self, request: Request, blocks: int) -> int:
+        """Return how many of its first blocks others may share, once they are computed: what comes
+        behind the first cut depends on what was kept."""
+        prompt = request.num_prompt_tokens
+        return min([blocks, *(b.first_cut(prompt) // self.block_size for b in self._budgets)])
+
+    def _due(self, request: Request) -> list[tuple[int, Budget]]:
+        """Return the groups that drop tokens before the next one, and their budgets."""
+        at = request.num_computed_tokens
+        if request.next_cut != at:
+            return []
+        prompt = request.num_prompt_tokens
+        return [(g, b) for g, b in enumerate(self._budgets) if b.next_cut(at, prompt) == at]
+
+    def _cut(self, request: Request) -> None:
+        """Give the groups that are due blocks for what they keep, and release what they had."""
+        end = request.num_computed_tokens
+        released: list[int] = []
+        for group, budget in self._due(request):
+            ids, where = request.block_ids[group], budget.cut_blocks(end, self.block_size)
+            new = self._allocate(len(where))
+            first_key = end - budget.tokens
+            self._cuts.append(BudgetCut(request.slot, group, end, first_key, new))
+            released += [block for block in reversed(ids[: where.stop]) if block != NULL_BLOCK]
+            kept = ids[where.stop :]  # places for tokens to come
+            ids[:] = [NULL_BLOCK] * where.start + new + kept
+        self.pool.release(released)
+        request.num_cut_tokens = end
+        request.next_cut = self.cut_after(request, end + 1)
 
     def reset(self) -> int:
         """Forget the contents of all blocks, also pinned ones; requests go on. Returns how many
@@ -287,13 +358,15 @@ class KVCacheManager:
         leader = request.leader
         if self.checkpoints is not None:
             return None  # the leader's state has moved on; its checkpoint is found by its prefix
-        if leader is None or leader.status is not RequestStatus.RUNNING:
+        if leader is None or leader.status is not RequestStatus.RUNNING or leader.num_cut_tokens:
             return None
         # Its first token proves that the prompt's K/V were written by an earlier step. After a
         # preemption of either the prefix cache serves as well.
         fresh = leader.first_token is not None and not leader.num_preemptions
         length = request.num_prompt_tokens - 1
         if not fresh or request.num_preemptions or length == 0:
+            return None
+        if self.num_cacheable(request) < length:
             return None
         blocks = -(-length // self.block_size)
         tables = [list(ids[:blocks]) for ids in leader.block_ids]

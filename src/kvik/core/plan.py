@@ -32,11 +32,30 @@ class NewRequest:
 
 
 @frozen
+class BudgetCut:
+    """What a request has computed is more than the layers of a group keep (`spec.kv.Budget`): the
+    kept move to other blocks.
+
+    Attributes:
+        end: tokens that are computed.
+        first_key: where the kept go from; up to `end`.
+        block_ids: from block `first_key // block_size` of the table on, in place of what was there.
+    """
+
+    slot: int
+    group: int
+    end: int
+    first_key: int
+    block_ids: list[int]
+
+
+@frozen
 class SchedulerOutput:
     """One step. Row i of the step is the request in `slots[i]`.
 
     Order of application: `freed_slots`, `state_copies`, `new_requests`, `new_blocks`,
-    `block_copies`, forward.
+    `budget_cuts`, `block_copies`, forward. A cut reads blocks that later ones, copies and the
+    forward may write.
 
     Attributes:
         state_copies: source and target rows of the pool of states, in order. The row of a running
@@ -53,6 +72,7 @@ class SchedulerOutput:
     freed_slots: list[int] = field(default_factory=list)
     block_copies: list[tuple[int, int]] = field(default_factory=list)  # source id, target id
     state_copies: list[tuple[int, int]] = field(default_factory=list)
+    budget_cuts: list[BudgetCut] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

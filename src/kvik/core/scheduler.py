@@ -209,6 +209,7 @@ class Scheduler:
                 blocks_short=step.preempted or step.short, slots_short=not self._free_slots
             )
         step.num_tokens = plan.num_tokens
+        plan.budget_cuts.extend(self.kv.take_cuts())
         self._freed_slots = []
         self._state_copies = []
         self.in_flight.append(step)
@@ -256,11 +257,12 @@ class Scheduler:
                     prefilling.append(request)
                 continue
             unknown = pending and (request.num_draft_tokens or self.config.stages > 1)
-            if unknown or len(decoding) == most:
+            waits = computed == request.next_cut and self._waits_to_cut(request)
+            if unknown or waits or len(decoding) == most:
                 # Where the next token stands depends on how many drafts are accepted; and the first
                 # stage of a pipeline needs to know it.
                 continue
-            if computed == len(request.block_ids[0]) * block_size:
+            if computed == len(request.block_ids[0]) * block_size or computed == request.next_cut:
                 while (new := self.kv.extend(request, computed + 1)) is None:
                     if len(running) == 1 and self.in_flight:
                         break  # their results free what slides out of its windows
@@ -456,10 +458,14 @@ class Scheduler:
         preempted when blocks run out; if there are none, it waits for others to finish. Returns its
         tokens."""
         chunk = self.policy.chunk(request, request.num_unscheduled_tokens, budget)
+        start = request.num_computed_tokens
+        if self._waits_to_cut(request):
+            return 0
+        chunk = self._up_to_cut(request, start, chunk)
         if self.kv.checkpoints is not None:
-            chunk = self.kv.checkpoints.cut(request, request.num_computed_tokens, chunk)
-        target = request.num_computed_tokens + chunk
-        if target > len(request.block_ids[0]) * self.kv.block_size:
+            chunk = self.kv.checkpoints.cut(request, start, chunk)
+        target = start + chunk
+        if start == request.next_cut or target > len(request.block_ids[0]) * self.kv.block_size:
             while (new := self.kv.extend(request, target)) is None:
                 number, place = step.plan.step, self.shares.place(request)
                 behind = [
@@ -482,6 +488,7 @@ class Scheduler:
         and then the step admits no others, so that large requests are not overtaken for ever."""
         known = len(request.token_ids)
         chunk = self.policy.chunk(request, known - match.num_tokens, budget)
+        chunk = self._up_to_cut(request, match.num_tokens, chunk)
         checkpoints = self.kv.checkpoints
         if checkpoints is not None:
             request.num_shared_tokens = match.num_shared
@@ -506,6 +513,18 @@ class Scheduler:
         step.start(request)
         self._add_chunk(step, request, chunk)
         return chunk
+
+    def _up_to_cut(self, request: Request, start: int, chunk: int) -> int:
+        """Return how many of `chunk` tokens from `start` on are computed before a budget drops
+        some: those behind them see less."""
+        return min(chunk, self.kv.cut_after(request, start + 1) - start)
+
+    @staticmethod
+    def _waits_to_cut(request: Request) -> bool:
+        """Return whether a budget drops tokens of a request before the next one, and some of these
+        are under way: they are published first."""
+        computed = request.num_computed_tokens
+        return request.next_cut == computed > request.num_written_tokens
 
     def _must_wait(self, request: Request) -> bool:
         """Return whether a waiting request must wait for a result: a step in flight has a row of
@@ -550,7 +569,7 @@ class Scheduler:
             return 0  # there may be no checkpoint where the prefixes part
         steps = [step.prefixes for step in (*self.in_flight, planned) if step and step.prefixes]
         first = match.num_tokens // self.kv.block_size
-        usable = request.num_cacheable_tokens // self.kv.block_size
+        usable = self.kv.num_cacheable(request) // self.kv.block_size
         missing = request.block_hashes[first:usable] if steps else []
         computed = takewhile(lambda key: any(key in prefixes for prefixes in steps), missing)
         return sum(1 for _ in computed) * self.kv.block_size
@@ -577,6 +596,7 @@ class Scheduler:
         request.num_computed_tokens += chunk
         if self.kv.caching:
             full = request.num_computed_tokens // self.kv.block_size
+            full = self.kv.num_public(request, full)
             step.prefixes.update(request.block_hashes[first:full])
         self.meter.chunk(request, chunk)
         request.last_step = step.plan.step

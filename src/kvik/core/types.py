@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
@@ -43,6 +44,7 @@ def finish_reason(request: Request, token: int) -> FinishReason | None:
 
 
 MAX_SIZES = 32
+NEVER = sys.maxsize  # a number of tokens that no request has
 
 
 @dataclass(slots=True)
@@ -253,6 +255,8 @@ class Request:
     block_ids: list[list[int]] = field(default_factory=list)  # one table per KV group
     # Of the full blocks of token_ids; b"" of those that nothing of it will match any more.
     block_hashes: list[bytes] = field(default_factory=list)
+    num_cut_tokens: int = 0  # of which layers with a budget have dropped some
+    next_cut: int = NEVER  # computed tokens after which they drop some again
     num_metered_tokens: int = 0  # computed tokens whose work is counted
     num_charged_tokens: int = 0  # known tokens that its tenant was charged for or found cached
     num_lost_tokens: int = 0  # computed before a preemption

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import astuple, dataclass, replace
 
 from kvik.core.types import Request
-from kvik.spec.kv import KVGroup, Window, keys_read, visible_pairs
+from kvik.spec.kv import Budget, KVGroup, Window, keys_read, visible_pairs
 
 
 @dataclass(slots=True)
@@ -61,15 +61,13 @@ class WorkMeter:
 
     def __init__(self, groups: Iterable[KVGroup]) -> None:
         self.total = Work()
-        by_window: dict[Window | None, tuple[int, int]] = {}
+        by_sight: dict[Window | Budget | None, tuple[int, int]] = {}
         for group in groups:
-            layers, size = by_window.get(group.spec.window, (0, 0))
-            by_window[group.spec.window] = (
-                layers + group.readers,
-                size + group.read_bytes_per_token,
-            )
-        # window, layers that have it, bytes of a token that all of them read
-        self._kinds = [(window, *sums) for window, sums in by_window.items()]
+            sight = group.spec.budget or group.spec.window
+            layers, size = by_sight.get(sight, (0, 0))
+            by_sight[sight] = layers + group.readers, size + group.read_bytes_per_token
+        # which keys queries see, layers that have it, bytes of a token that all of them read
+        self._kinds = [(sight, *sums) for sight, sums in by_sight.items()]
 
     def start(self, request: Request) -> None:
         """A request starts or resumes with a cached prefix."""
@@ -86,18 +84,18 @@ class WorkMeter:
             last = min(first + tokens, request.num_prompt_tokens - 1)
             scored = max(first, request.params.prompt_logprobs_start - 1)
             self.total.logit_rows += max(0, last - scored)
-        for window, layers, size in self._kinds:
-            self.total.prefill_pairs += layers * visible_pairs(first, first + tokens, window)
-            self.total.prefill_kv_bytes += size * keys_read(first, first + tokens, window)
+        for sight, layers, size in self._kinds:
+            self.total.prefill_pairs += layers * _pairs(request, first, first + tokens, sight)
+            self.total.prefill_kv_bytes += size * _read(request, first, first + tokens, sight)
 
     def drafts(self, request: Request, tokens: int) -> None:
         """A row of one known token and its drafts, already in `num_computed_tokens`."""
         first = self._begin(request, tokens)
         self.total.decode_tokens += tokens
         self.total.logit_rows += tokens - 1
-        for window, layers, size in self._kinds:
-            self.total.decode_pairs += layers * visible_pairs(first, first + tokens, window)
-            self.total.decode_kv_bytes += size * keys_read(first, first + tokens, window)
+        for sight, layers, size in self._kinds:
+            self.total.decode_pairs += layers * _pairs(request, first, first + tokens, sight)
+            self.total.decode_kv_bytes += size * _read(request, first, first + tokens, sight)
 
     def step(self, tokens: int, chunks: int, samples: list[bool]) -> None:
         """The rows of a step are complete."""
@@ -155,10 +153,25 @@ class WorkMeter:
         total.prefill_tokens += middle - first
         total.recomputed_tokens += max(0, min(end, lost) - first)
         total.decode_tokens += end - middle
-        for window, layers, size in self._kinds:
-            prompt = visible_pairs(first, middle, window)
-            output = visible_pairs(middle, end, window)
+        for sight, layers, size in self._kinds:
+            prompt = _pairs(request, first, middle, sight)
+            output = _pairs(request, middle, end, sight)
             total.prefill_pairs += layers * prompt
             total.prefill_kv_bytes += size * prompt
             total.decode_pairs += layers * output
             total.decode_kv_bytes += size * output
+
+
+def _pairs(request: Request, first: int, end: int, sight: Window | Budget | None) -> int:
+    """Return how many keys the queries at positions first .. end - 1 see, all together."""
+    if isinstance(sight, Budget):
+        prompt = request.num_prompt_tokens
+        return sight.pairs(end, prompt) - sight.pairs(first, prompt)
+    return visible_pairs(first, end, sight)
+
+
+def _read(request: Request, first: int, end: int, sight: Window | Budget | None) -> int:
+    """Return how many keys any of these queries sees."""
+    if isinstance(sight, Budget):
+        return end - sight.first_key(first, request.num_prompt_tokens)
+    return keys_read(first, end, sight)

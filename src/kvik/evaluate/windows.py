@@ -181,6 +181,7 @@ def _for_one(config: EngineConfig) -> EngineConfig:
         spec_method=None,
         spec_model=None,
         spec_tokens=None,
+        kv_budget=None,  # prompts are read whole
     )
 
 

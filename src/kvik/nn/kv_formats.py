@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -62,6 +62,7 @@ def allocate_kv(
     zeros: Zeros = torch.zeros,
     *,
     apart: bool = False,
+    queries: tuple[int, int] = (0, 0),
 ) -> KVCache:
     """Return zeros for the cache of every layer: a masked key has weight 0, and 0 times garbage may
     be NaN.
@@ -73,6 +74,7 @@ def allocate_kv(
         dtype: of the model, for layers of the format "auto".
         zeros: where the memory comes from.
         apart: a block belongs to all groups at once, so that no two layers can share.
+        queries: slots of requests, and heads of queries, for layers with a budget.
     """
     storages: dict[object, torch.Tensor] = {}
 
@@ -106,7 +108,12 @@ def allocate_kv(
             if spec.latent:
                 numbers.append(numbers[0][..., :0])
                 scales += [each[..., :0] for each in scales]
-            by_layer[layer] = LayerKV(*numbers, *scales)
+            recent = None
+            if spec.budget is not None:
+                ring = queries[0], spec.budget.last, queries[1], spec.head_dim
+                recent = zeros(*ring, dtype=torch.float32, device=device)
+            stored_layer = LayerKV(*numbers, *scales)
+            by_layer[layer] = replace(stored_layer, queries=recent)
     order = sorted(by_layer)
     return KVCache(
         tuple(by_layer[layer] for layer in order),

@@ -90,6 +90,69 @@ class Window:
         return _triangle(min(end, self.most)) + max(0, end - self.most) * self.most
 
 
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How many tokens of a request a layer keeps, where these are not all.
+
+    A prompt is computed whole. Where it ends, if it is longer, and again after each `every` further
+    tokens, `tokens` of those that the layer has are kept: the first, the last, and of the others
+    those that the last queries look at most (SnapKV, Li et al. 2024, arXiv 2404.14469, section 4).
+    They move to the places before the next token, and no query sees what is before them. At which
+    tokens this happens depends on the length of the prompt alone.
+
+    Attributes:
+        tokens: that are kept.
+        first, last: of them those that are kept in any case; `last` queries choose the others.
+        every: further tokens that are stored before some are dropped again.
+    """
+
+    tokens: int
+    first: int = 4
+    last: int = 32
+    every: int = 256
+
+    @property
+    def least(self) -> int:
+        """The fewest `tokens` that can be."""
+        return self.first + self.last
+
+    def first_cut(self, prompt: int) -> int:
+        """Return after how many tokens of a request some are dropped for the first time.
+
+        Args:
+            prompt: its length.
+        """
+        return prompt if prompt > self.tokens else self.tokens + self.every
+
+    def next_cut(self, position: int, prompt: int) -> int:
+        """Return the same for the first time after at least `position` tokens."""
+        first = self.first_cut(prompt)
+        return first + max(0, -(-(position - first) // self.every)) * self.every
+
+    def first_key(self, position: int, prompt: int) -> int:
+        """Return the place of the first key that the query at `position` sees."""
+        first = self.first_cut(prompt)
+        if position < first:
+            return 0
+        return position - (position - first) % self.every - self.tokens
+
+    def cut_blocks(self, end: int, block_size: int) -> range:
+        """Return the blocks to which the kept of the first `end` tokens move."""
+        return range((end - self.tokens) // block_size, -(-end // block_size))
+
+    def most_blocks(self, block_size: int) -> int:
+        """Return the most that `cut_blocks` are."""
+        return -(-(self.tokens - 1) // block_size) + 1
+
+    def pairs(self, end: int, prompt: int) -> int:
+        """Return how many keys the queries at positions 0 .. end - 1 see, all together."""
+        first = self.first_cut(prompt)
+        total = _triangle(min(end, first))
+        whole, rest = divmod(max(0, end - first), self.every)
+        total += whole * (_triangle(self.every) + self.tokens * self.every)
+        return total + _triangle(rest) + self.tokens * rest
+
+
 def first_visible(position: int, window: Window | None) -> int:
     """Return the first key that the query at `position` sees, but for sinks.
 
@@ -128,6 +191,7 @@ class KVCacheSpec:
         num_kv_heads, head_dim: shape of one token's K (and V).
         bytes_per_token: K and V of one layer, scales included.
         window: which keys a query sees; None: all.
+        budget: how many tokens of a request it keeps; None: all.
         format: of the numbers, as in `KV_FORMATS`, or "auto".
         latent: a token has one vector, whose first channels are its value.
         readers: how many layers read it, its own among them.
@@ -140,6 +204,7 @@ class KVCacheSpec:
     format: str = AUTO
     latent: bool = False
     readers: int = 1
+    budget: Budget | None = None
 
     @property
     def vectors(self) -> int:
@@ -161,9 +226,16 @@ class KVCacheSpec:
         """Whether blocks get out of sight while a request goes on."""
         return self.window is not None
 
-    def hidden_blocks(self, position: int, block_size: int) -> range:
+    def hidden_blocks(self, position: int, block_size: int, prompt: int | None = None) -> range:
         """Return the blocks that hold no key visible to the query at `position`, but for those
-        behind it. No later query sees them either; where they begin never changes."""
+        behind it. No later query sees them either; where they begin never changes.
+
+        Args:
+            prompt: its length, on which it depends what a budget drops; None: as long as nothing is
+                dropped.
+        """
+        if self.budget is not None and prompt is not None:
+            return range(self.budget.first_key(position, prompt) // block_size)
         sinks = 0 if self.window is None else -(-self.window.sinks // block_size)
         return range(sinks, first_visible(position, self.window) // block_size)
 
@@ -171,6 +243,9 @@ class KVCacheSpec:
         """Return the most blocks that a request of `num_tokens` ever holds when a step adds at most
         `chunk`."""
         blocks, window = -(-num_tokens // block_size), self.window
+        if self.budget is not None and num_tokens > self.budget.tokens:
+            # A prompt is computed whole, and what is kept of it is copied before the rest is free.
+            return blocks + self.budget.most_blocks(block_size)
         if window is None:
             return blocks
         if not window.chunked:
@@ -260,6 +335,11 @@ class KVGroup:
         """What a token is read for, by all layers that see it."""
         return sum(spec.bytes_per_token * spec.readers for spec in self.specs)
 
+    @property
+    def budgeted(self) -> bool:
+        """Whether its layers drop tokens."""
+        return bool(self.specs) and self.spec.budget is not None
+
     def layers_in(self, format: str) -> tuple[int, ...]:
         pairs = zip(self.layers, self.specs, strict=True)
         return tuple(layer for layer, spec in pairs if spec.format == format)
@@ -286,7 +366,8 @@ def group_layers(
     alike: dict[object, list[int]] = defaultdict(list)
     stored = {layer: spec for layer, spec in enumerate(specs) if spec is not None}
     for layer, spec in stored.items():
-        alike[spec.window, spec.num_kv_heads, spec.head_dim, spec.latent].append(layer)
+        shape = spec.num_kv_heads, spec.head_dim, spec.latent
+        alike[spec.window, spec.budget, *shape].append(layer)
     if not stored:
         return ()
     largest = max(spec.numbers for spec in stored.values())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvik.errors import shown
 from kvik.spec.experts import ExpertsSpec
 from kvik.spec.fields import Fields
-from kvik.spec.kv import Window
+from kvik.spec.kv import Budget, Window
 from kvik.spec.rope import MAX_POSITIONS, RopeSpec, read_rope
 from kvik.spec.states import StateSpec
 
@@ -74,6 +74,7 @@ class LayerSpec:
         inner: width of its MLP, also of one beside experts; None: as of the model.
         token_input: channels of a vector of each token that this layer alone reads; 0: none.
         query_scale: of its queries, in layers that know no positions; None: 1.
+        budget: how many tokens of a request it keeps; None: all.
         bidirectional: how far on either side a query of an encoder sees keys, which all layers keep
             in one place, for a step; None: it sees none behind it.
     """
@@ -91,6 +92,7 @@ class LayerSpec:
     token_input: int = 0
     query_scale: QueryScale | None = None
     bidirectional: int | None = None
+    budget: Budget | None = None
 
 
 # config.json, number of layers, trained positions -> the layers. Raises `ModelError`.

@@ -242,6 +242,7 @@ class ModelFacts:
             window=layer.window,
             latent=layer.latent is not None,
             readers=readers,
+            budget=layer.budget,
         )
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:

@@ -56,8 +56,9 @@ class CpuTape:
                 block_size=block_size,
                 tree=inputs.whole("tree") if inputs.trees else None,
                 state_rows=inputs.whole("state_rows"),
+                first_keys=inputs.whole(f"first_keys {group}") if of.budgeted else None,
             )
-            for group in range(len(network.groups))
+            for group, of in enumerate(network.groups)
         ]
         with native.record({sizes.tokens: 0, sizes.seqs: 1, sizes.samples: 2}) as recording:
             output = network.forward(

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from kvik.attention.base import AttentionBackend, StepLayout
+from kvik.attention.budget import kept
+from kvik.core.plan import BudgetCut
 from kvik.frozen import frozen
 from kvik.kernels.ops import Ops
 from kvik.kernels.upload import upload
@@ -264,6 +266,23 @@ class EngineNetwork:
         for layer in self.groups[group].layers:
             kv = self.kv.of(layer)
             self.backend.move(kv, *upload(places, kv.k.device))
+
+    def cut(self, cut: BudgetCut, source: np.ndarray, target: np.ndarray) -> None:
+        """Let the layers of a KV group keep as many tokens of a request as their budget says.
+
+        Args:
+            source: [keys] int64, KV positions of all that they have of it. target: [tokens] int64,
+                of where the kept go.
+        """
+        budget = self.groups[cut.group].spec.budget
+        assert budget is not None
+        at, to = torch.from_numpy(source), torch.from_numpy(target)
+        order = torch.arange(cut.end - budget.last, cut.end) % budget.last
+        for layer in self.groups[cut.group].layers:
+            kv = self.kv.of(layer)
+            assert kv.queries is not None
+            which = kept(kv.queries[cut.slot, order], self.backend.keys(kv, at), budget)
+            self.backend.move(kv, at[which], to)
 
 
 class Eager:

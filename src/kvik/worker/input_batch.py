@@ -84,7 +84,9 @@ def build_input_batch(plan: SchedulerOutput, table: RequestTable, inputs: StepIn
     num_scheduled, contexts = tuple(plan.num_scheduled_tokens), tuple(seq_lens.tolist())
     tree_tensor = None if words is None else inputs.put("tree", words)
     tree_words = () if words is None else tuple(words.tolist())
-    state_rows = inputs.put("state_rows", slots.astype(np.int32)) if table.states else None
+    state_rows = None
+    if table.states or table.first_keys is not None:
+        state_rows = inputs.put("state_rows", slots.astype(np.int32))
     layouts = tuple(
         StepLayout(
             query_start_loc=query_start_loc,
@@ -99,6 +101,11 @@ def build_input_batch(plan: SchedulerOutput, table: RequestTable, inputs: StepIn
             tree=tree_tensor,
             tree_words=tree_words,
             state_rows=state_rows,
+            first_keys=(
+                None
+                if table.first_keys is None
+                else inputs.put(f"first_keys {group}", table.first_keys[group, slots])
+            ),
         )
         for group in range(len(table.block_tables))
     )

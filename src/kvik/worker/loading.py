@@ -9,6 +9,7 @@ from typing import BinaryIO
 
 import torch
 
+from kvik.attention.base import AttentionBackend
 from kvik.config.config import ResolvedConfig
 from kvik.errors import ModelError
 from kvik.models.model_spec import ModelSpec
@@ -101,6 +102,7 @@ def load_network(
     *,
     drafts: bool = False,
     stage: PipelineStage | None = None,
+    backend: AttentionBackend | None = None,
 ) -> EngineNetwork:
     """Return the model, or one that drafts for it in the same blocks.
 
@@ -109,11 +111,14 @@ def load_network(
         path: of the weights, unless they are drawn.
         drafts: the model drafts, and all of its KV groups have the same block tables.
         stage: what is computed here of the model, whose layers alone `groups` have; None: all.
+        backend: what attends; None: that of the platform.
 
     Raises:
         ModelError: the weights do not fit the spec.
     """
     parts, cache = platform.parts, config.cache
+    if backend is not None:
+        parts = replace(parts, backend=backend)
     platform.release_freed()  # what reading the tokenizer took
     with torch.inference_mode():
         model, pooled = _load(config, parts, spec, path, groups, quantization, stage)
@@ -126,6 +131,7 @@ def load_network(
             parts.device,
             parts.kv_zeros,
             apart=drafts,
+            queries=(config.scheduler.max_num_seqs, spec.num_heads),
         )
         layers = (
             spec.layers if stage is None else spec.layers[stage.layers.start : stage.layers.stop]

@@ -176,7 +176,8 @@ class ModelRunner:
             self.network.copy_blocks(plan.block_copies)
 
     def _apply(self, plan: SchedulerOutput) -> dict[int, str]:
-        """Bring the tables up to date. Returns slots whose request could not be set up, and why."""
+        """Bring the tables up to date, and drop what budgets drop. Returns slots whose request
+        could not be set up, or not go on, and why."""
         refused: dict[int, str] = {}
         for slot in plan.freed_slots:
             for participant in self.participants:
@@ -191,4 +192,10 @@ class ModelRunner:
                     refused.setdefault(new.slot, describe(error))
         for slot, group, ids in plan.new_blocks:
             self.table.add_blocks(slot, group, ids)
+        for cut in plan.budget_cuts:
+            source, target = self.table.cut(cut)
+            try:
+                self.network.cut(cut, source, target)
+            except Exception as error:  # what the request has kept is garbage, and nobody else's
+                refused.setdefault(cut.slot, describe(error))
         return refused

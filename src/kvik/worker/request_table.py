@@ -7,7 +7,7 @@ from copy import copy
 
 import numpy as np
 
-from kvik.core.plan import NewRequest
+from kvik.core.plan import BudgetCut, NewRequest
 from kvik.frozen import frozen
 from kvik.worker.draft_tree import DraftTree
 
@@ -41,6 +41,8 @@ class RequestTable:
             follows the one before it.
         entered: how many requests ever entered a slot.
         states: layers keep a state of each request, in the row of its slot.
+        first_keys: [groups, slots] int32, where the keys begin that layers with a budget have kept
+            of each request; None: all layers keep all.
         type_stride: how much further positions of the second text of a prompt are than those of the
             first one (`ModelFacts.type_stride`); 0: the model does not tell them apart.
         second_text: [slots] int32, where the second text begins.
@@ -56,6 +58,7 @@ class RequestTable:
         states: bool = False,
         type_stride: int = 0,
         shares: Sequence[int] = (),
+        budgets: bool = False,
     ) -> None:
         max_blocks = -(-max_model_len // block_size)
         self.block_size = block_size
@@ -72,6 +75,9 @@ class RequestTable:
             np.zeros((max_num_seqs, max_blocks), np.int32) for _ in range(num_groups)
         ]
         self.num_blocks = np.zeros((num_groups, max_num_seqs), np.int32)
+        self.first_keys: np.ndarray | None = None
+        if budgets:
+            self.first_keys = np.zeros((num_groups, max_num_seqs), np.int32)
         self.draft_tree: DraftTree | None = None
         self.entered = 0
         self._entry_number = np.zeros(max_num_seqs, np.int64)  # [slots], running number
@@ -87,6 +93,8 @@ class RequestTable:
         self.second_text[slot] = new.second_text or len(new.token_ids)
         self.tenants[slot] = new.cache_salt
         self.num_blocks[:, slot] = 0
+        if self.first_keys is not None:
+            self.first_keys[:, slot] = 0
         for group, ids in enumerate(new.block_ids):
             self.add_blocks(slot, group, ids)
 
@@ -94,6 +102,27 @@ class RequestTable:
         first = self.num_blocks[group, slot]
         self.block_tables[group][slot, first : first + len(ids)] = ids
         self.num_blocks[group, slot] = first + len(ids)
+
+    def cut(self, cut: BudgetCut) -> tuple[np.ndarray, np.ndarray]:
+        """Put other blocks in place of those of what a group has of a request.
+
+        Returns:
+            KV positions [keys] int64 of what it has, and [tokens] of where the kept go.
+        """
+        assert self.first_keys is not None
+        before = int(self.first_keys[cut.group, cut.slot])
+        source = self._positions(cut.group, cut.slot, np.arange(before, cut.end))
+        first = cut.first_key // self.block_size
+        table = self.block_tables[cut.group][cut.slot]
+        table[first : first + len(cut.block_ids)] = cut.block_ids
+        self.first_keys[cut.group, cut.slot] = cut.first_key
+        return source, self._positions(cut.group, cut.slot, np.arange(cut.first_key, cut.end))
+
+    def _positions(self, group: int, slot: int, places: np.ndarray) -> np.ndarray:
+        """Return the KV positions of some places of a request: [places] int64."""
+        block, offset = np.divmod(places, self.block_size)
+        found = self.blocks(group, (np.full_like(block, slot), block))
+        return found.astype(np.int64) * self.block_size + offset
 
     def blocks(self, group: int, where: tuple[np.ndarray, np.ndarray | slice]) -> np.ndarray:
         """Return some blocks of a group, in the numbers by which its layers know them."""

@@ -351,6 +351,7 @@ class FixedInputs:
         for group in range(num_groups):
             self._arrays[f"slot_mapping {group}"] = zeros((sizes.tokens,), np.int64)
             self._arrays[f"block_table {group}"] = zeros((sizes.seqs, max_blocks), np.int32)
+            self._arrays[f"first_keys {group}"] = zeros((sizes.seqs,), np.int32)
         self._tensors = {name: torch.from_numpy(array) for name, array in self._arrays.items()}
         self.entered: Tensor | None = None  # [tokens, hidden]
         if entered is not None:

@@ -117,6 +117,7 @@ class NativeStage:
                 sink_keys=0,
                 sink_q=0,
                 sink_q_stride=0,
+                first_keys=0,
                 out=out.data_ptr(),
                 out_stride=out.stride(0),
                 dtype=DTYPES[work.q.dtype],

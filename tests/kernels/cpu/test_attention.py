@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 from helpers.attention_backends import OPTIONS
-from helpers.native import normal, runtimes
+from helpers.native import call, normal, runtimes
 from helpers.native_cache import NativeCache, Part, attend
 from helpers.windows import Seen, chunks, seen, sinks
 from torch import Tensor
@@ -445,6 +445,58 @@ def test_released_blocks_before_the_window_are_not_looked_up(runtime) -> None:
     part.blocks[:5] = -(2**20)  # positions below 80
     for window, expected in zip((20, chunks(40)), before, strict=True):
         assert_same_bits(attend(runtime, cache, [part], s.scale, window)[0], expected)
+
+
+@dtypes
+@pytest.mark.parametrize("runtime", of_each_kind(runtimes((1, 5))))
+def test_sequences_may_begin_behind_what_was_dropped(runtime, dtype, kv_dtype) -> None:
+    """Each at a key of its own; blocks before it are not looked up."""
+    spans = [(0, 69, 70, 33), (1, 0, 1, 0), (2, 1099, 1100, 530), (3, 20, 90, 20), (4, 90, 97, 64)]
+    s = Sequences([70, 1, 1100, 90, 97], dtype=dtype, kv_dtype=kv_dtype)
+    cache = s.filled(runtime)
+    parts = [replace(s.part(i, begin, end), first_key=first) for i, begin, end, first in spans]
+    right = []
+    for i, begin, end, first in spans:
+        visible = causal(begin, end)
+        visible[:, :first] = False
+        right.append(s.expected(runtime, cache, i, begin, end, visible))
+        s.blocks[i][: first // 16] = -(2**20)
+    found = attend(runtime, cache, parts, s.scale)
+    for i, expected in enumerate(right):
+        assert_near(found[i], expected)
+        (alone,) = attend(runtime, cache, parts[i : i + 1], s.scale)
+        assert_same_bits(alone, found[i])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("runtime", runtimes((1, 5)))
+def test_the_last_queries_are_kept(runtime, dtype) -> None:
+    """Of each sequence in its row, at the remainder of the position."""
+    last, dim, lengths = 4, 48, [(1, 1), (1, 9), (3, 7), (11, 11), (0, 5), (4, 4)]
+    q = normal(sum(count for count, _ in lengths), dim, dtype=dtype)
+    rows = torch.tensor([5, 0, 3, 6, 1, 2], dtype=torch.int32)
+    ring = torch.full((7, last, dim), 7.0)
+    right, start = ring.clone(), 0
+    for row, (count, context) in zip(rows.tolist(), lengths, strict=True):
+        for i in range(count):
+            right[row, (context - count + i) % last] = q[start + i].float() * 0.5
+        start += count
+    call(
+        runtime,
+        "keep_queries",
+        q=q,
+        q_stride=q.stride(0),
+        starts=torch.tensor([0, *(count for count, _ in lengths)]).cumsum(0).int(),
+        lengths=torch.tensor([context for _, context in lengths]).int(),
+        state_rows=rows,
+        num_seqs=len(rows),
+        dim=dim,
+        last=last,
+        scale=0.5,
+        ring=ring,
+        dtype=dtype,
+    )
+    assert torch.equal(ring, right)
 
 
 @pytest.mark.parametrize("runtime", runtimes((1, 2)))

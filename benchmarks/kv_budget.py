@@ -1,0 +1,240 @@
+"""What budgets of layers cost in perplexity, and what they bring in tokens per second.
+
+    python benchmarks/kv_budget.py perplexity FILE ... [--prompt 512] [--length 1024]
+    python benchmarks/kv_budget.py speed [--context 16384] [--batch 8] [--bytes 0.25] [--repeats 3]
+
+"perplexity" reads texts whose first tokens are a prompt, and scores those behind it: with all keys,
+and with each FILE of `kvik kv-budget`. "speed" decodes a batch behind long contexts, with all keys
+and with budgets, in turn: weights of the shape of Llama-3.2-1B and contents of the cache are drawn,
+as no time depends on them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from kvik.config.config import EngineConfig, ResolvedConfig
+from kvik.config.kv_budget import KVBudgets, allot, fingerprint_of, save_budgets
+from kvik.config.model_source import BUNDLED
+from kvik.core.plan import BudgetCut, ModelRunnerOutput, NewRequest, SchedulerOutput
+from kvik.core.sampling_params import SamplingParams
+from kvik.core.scheduler import Scheduler
+from kvik.core.types import FinishReason, Request
+from kvik.launch import load_tokenizer, load_worker, resolve_config
+from kvik.model_files import model_files
+from kvik.worker.worker import Worker
+
+ONE_BILLION = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128_256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+WARM, STEPS = 3, 16  # steps that are not counted, and that are
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("perplexity", "speed"))
+    parser.add_argument("files", nargs="*")
+    parser.add_argument("--model", default="")
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--data", type=Path, default=BUNDLED.parent / "calibration" / "text.txt")
+    parser.add_argument("--context", type=int, default=16_384)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--bytes", type=float, default=0.25)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int)
+    options = parser.parse_args()
+    {"perplexity": perplexity, "speed": speed}[options.what](options)
+
+
+@contextmanager
+def loaded(config: EngineConfig) -> Iterator[tuple[ResolvedConfig, Worker]]:
+    resolved = resolve_config(config)
+    worker = load_worker(resolved)
+    try:
+        yield resolved, worker
+    finally:
+        worker.stop()
+
+
+def perplexity(options: argparse.Namespace) -> None:
+    for file in (None, *options.files):
+        config = EngineConfig(
+            model=options.model,
+            device="cpu",
+            threads=options.threads,
+            max_num_seqs=1,
+            kv_budget=file,
+        )
+        with loaded(config) as (resolved, worker):
+            tokenizer = load_tokenizer(resolved)
+            assert tokenizer is not None
+            ids = tokenizer.encode(options.data.read_text(encoding="utf-8"))
+            length = options.length
+            texts = [ids[i : i + length] for i in range(0, len(ids) - length + 1, length)]
+            scheduler = Scheduler(resolved.scheduler, resolved.cache)
+            losses = [
+                loss(scheduler, worker, f"{i}", text, options.prompt)
+                for i, text in enumerate(texts)
+            ]
+        found = math.exp(sum(losses) / len(losses))
+        print(f"{file or 'all keys'} | {len(texts)} texts | perplexity {found:.3f}", flush=True)
+
+
+def loss(scheduler: Scheduler, worker: Worker, name: str, ids: Sequence[int], prompt: int) -> float:
+    """Return the mean loss of the tokens behind the prompt. They are computed as those of a request
+    that was preempted, so that the scheduler itself says what is dropped where."""
+    end = len(ids) + 1
+    request = Request(name, 0, GREEDY, list(ids), prompt, end, frozenset(), 0, 0.0)
+    scheduler.add(request, 0.0)
+    total, at = 0.0, 0
+    while at < len(ids) - 1:
+        plan = scheduler.schedule(0.0)
+        assert plan is not None
+        hidden, count = worker.read(plan), plan.num_scheduled_tokens[0]
+        at = request.num_computed_tokens - count
+        first, last = max(at, prompt - 1), min(at + count, len(ids) - 1)
+        for row in range(first, last, 64):
+            stop = min(row + 64, last)
+            logits = worker.logits(hidden[row - at : stop - at])
+            right = torch.tensor(ids[row + 1 : stop + 1])
+            total += float(torch.nn.functional.cross_entropy(logits, right, reduction="sum"))
+        at += count
+        scheduler.update(ModelRunnerOutput(plan.step, [[0] if plan.samples[0] else []]), 0.0)
+    scheduler.end(request, FinishReason.ABORT, 0.0)
+    scheduler.take_ended()
+    return total / (len(ids) - prompt)
+
+
+def speed(options: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps(ONE_BILLION))
+        spec = model_files(folder).spec()
+        layers, context = spec.num_layers, options.context
+        sizes = [each.bytes_per_token for each in spec.kv_specs(2) if each]
+        scores = [1.0 + i // (layers // 4) for i in range(layers)]  # four classes
+        budgets = allot(scores, sizes, options.bytes, context)
+        facts = spec.architecture, fingerprint_of(spec), "entropy", options.bytes, context, "", 0
+        save_budgets(KVBudgets(*facts, scores=tuple(scores), budgets=budgets), folder / "b.json")
+        rates: dict[str, list[float]] = {"all keys": [], "budgets": []}
+        for turn in range(2 * options.repeats):
+            way = list(rates)[turn % 2]
+            file = str(folder / "b.json") if way == "budgets" else None
+            seconds = decode(str(folder), file, options)
+            rates[way].append(options.batch / statistics.median(seconds))
+            print(
+                f"{way} | {rates[way][-1]:.2f} tokens/s | steps of "
+                f"{min(seconds) * 1e3:.0f} to {max(seconds) * 1e3:.0f} ms",
+                flush=True,
+            )
+        ratios = [b / a for a, b in zip(rates["all keys"], rates["budgets"], strict=True)]
+        print(
+            f"budgets of {min(budgets)} to {max(budgets)} tokens | {context} tokens, batch "
+            f"{options.batch} | ratio {statistics.median(ratios):.2f} "
+            f"({min(ratios):.2f} to {max(ratios):.2f})"
+        )
+
+
+def decode(model: str, file: str | None, options: argparse.Namespace) -> list[float]:
+    """Return the seconds of steps that decode behind a context."""
+    batch, context, size = options.batch, options.context, 16
+    config = EngineConfig(
+        model=model,
+        load_format="random",
+        device="cpu",
+        threads=options.threads,
+        kv_budget=file,
+        max_num_seqs=batch,
+        max_num_batched_tokens=64,
+        max_model_len=context + 64,
+        num_blocks=1,
+    )
+    each = -(-(context + 64) // size)
+    groups = len(resolve_groups(config))
+    kept = 0 if file is None else json.loads(Path(file).read_text())["budgets"]
+    spare = 0 if file is None else -(-max(kept) // size) + 2
+    config = EngineConfig(
+        **{
+            **{name: getattr(config, name) for name in EngineConfig.__dataclass_fields__},
+            "num_blocks": batch * groups * (each + spare) + 1,
+        }
+    )
+    with loaded(config) as (resolved, worker):
+        draw_cache(worker)
+        free = iter(range(1, resolved.cache.pool_size))
+        tables = [[[next(free) for _ in range(each)] for _ in range(groups)] for _ in range(batch)]
+        prompt = [5 + i % 1000 for i in range(context)]
+        cuts = []
+        for slot in range(batch):
+            for group, of in enumerate(resolved.cache.groups):
+                budget = of.spec.budget
+                if budget is not None:
+                    where = budget.cut_blocks(context, size)
+                    ids = [next(free) for _ in where]
+                    cuts.append(BudgetCut(slot, group, context, context - budget.tokens, ids))
+        seconds = []
+        for step in range(WARM + STEPS):
+            new = [
+                NewRequest(
+                    *(slot, [*prompt, 7], context, context, tables[slot]),
+                    *(GREEDY, frozenset(), 0),
+                )
+                for slot in range(batch if step == 0 else 0)
+            ]
+            plan = SchedulerOutput(
+                *(step, list(range(batch)), [1] * batch, [0] * batch, [True] * batch),
+                new_requests=new,
+                budget_cuts=cuts if step == 0 else [],
+            )
+            started = time.perf_counter()
+            worker.result(worker.submit(plan))
+            seconds.append(time.perf_counter() - started)
+    return seconds[WARM:]
+
+
+def resolve_groups(config: EngineConfig) -> Sequence[object]:
+    """Return the KV groups of an engine, however many blocks it has."""
+    fields = {name: getattr(config, name) for name in EngineConfig.__dataclass_fields__}
+    return resolve_config(EngineConfig(**{**fields, "num_blocks": None})).cache.groups
+
+
+def draw_cache(worker: Worker) -> None:
+    """Fill the cache: pages that were never written are all the same one."""
+    runner = worker._runner
+    assert runner is not None
+    for storage in runner.network.kv.storages:
+        with torch.inference_mode():
+            flat = storage.flatten()
+            part = torch.randn(1 << 20).to(flat.dtype)
+            for first in range(0, len(flat), len(part)):
+                flat[first : first + len(part)] = part[: len(flat) - first]
+
+
+if __name__ == "__main__":
+    main()

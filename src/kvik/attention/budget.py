@@ -1,0 +1,60 @@
+"""Which tokens a layer with a budget keeps (`spec.kv.Budget`).
+
+Of the keys that a layer has of a request, the last queries choose: the weights of their attention
+are added up over queries and heads, and averaged over neighbours, so that what is kept are runs of
+tokens rather than single ones (SnapKV, Li et al. 2024, arXiv 2404.14469, section 4.2). All heads of
+a layer keep the same tokens (Kim and Jung, Mathematics 2025, 13(15), 2366, section 3), as a block
+holds whole tokens.
+
+The queries are those of the forward itself, kept in a ring for each slot. So what is chosen depends
+on the last tokens before a cut and on the cache, and not on how these came to be computed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool1d
+
+from kvik.spec.kv import Budget
+
+NEIGHBOURS = 5  # whose weights are averaged
+
+
+def weights_of(queries: Tensor, k: Tensor) -> Tensor:
+    """Return how much the last queries look at each key, summed over heads and queries: [keys].
+
+    Args:
+        queries: [queries, heads, head_dim] fp32, scaled, of the last keys.
+        k: [keys, kv_heads, head_dim] fp32.
+    """
+    last, heads, _ = queries.shape
+    count, kv_heads, _ = k.shape
+    # The queries of a kv head, one after another, each with the heads of its group.
+    grouped = queries.unflatten(1, (kv_heads, heads // kv_heads)).transpose(0, 1)
+    hidden = torch.ones(last, last, dtype=torch.bool).triu(1)  # [queries, last keys]
+    total = torch.zeros(count)
+    for head in range(kv_heads):
+        scores = torch.matmul(grouped[head], k[:, head].t())  # [queries, group, keys]
+        scores[..., count - last :].masked_fill_(hidden[:, None], -torch.inf)
+        total += scores.softmax(-1).sum((0, 1))
+    return total
+
+
+def kept(queries: Tensor, k: Tensor, budget: Budget) -> Tensor:
+    """Return which keys are kept: [tokens] int64, ascending. Of equals the earlier ones are.
+
+    Args:
+        queries, k: as of `weights_of`; more keys than are kept.
+    """
+    count, last = len(k), budget.last
+    others = weights_of(queries, k)[budget.first : count - last]
+    means = avg_pool1d(others[None], NEIGHBOURS, stride=1, padding=NEIGHBOURS // 2)[0]
+    best = means.sort(descending=True, stable=True).indices[: budget.tokens - budget.least]
+    return torch.cat(
+        (
+            torch.arange(budget.first),
+            best.sort().values + budget.first,
+            torch.arange(count - last, count),
+        )
+    )

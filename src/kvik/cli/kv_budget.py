@@ -1,0 +1,127 @@
+"""`kvik kv-budget [MODEL] --data FILE --save FILE`: how many tokens each layer keeps of a text."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from kvik.cli.flags import (
+    Parser,
+    add_engine_flags,
+    add_force_flag,
+    add_model,
+    add_option_flags,
+    engine_options,
+    given_options,
+)
+from kvik.cli.terminal import say, say_report, share_bar
+from kvik.config.config import EngineConfig
+from kvik.config.kv_budget import (
+    ENTROPY,
+    USUAL_CONTEXT,
+    BudgetOptions,
+    KVBudgets,
+    allot,
+    check_model,
+    fingerprint_of,
+    save_budgets,
+    scores_of,
+)
+from kvik.errors import ConfigError
+from kvik.options import normalised
+
+READING = ("dtype", "quantization", "threads", "memory_utilization")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        "kv-budget",
+        "[MODEL] --data FILE --save FILE",
+        "Give the bytes of the KV cache to the layers that need them: measure how far the "
+        "attention of each layer is spread, and save how many tokens of a request each keeps. "
+        "Engines that are started with --kv-budget FILE then keep no more, which changes answers.",
+    )
+    add_model(parser)
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="FILE",
+        help='plain text, or .jsonl with a field "text" in each line (default: a story of some '
+        "1500 tokens that ships with kvik)",
+    )
+    parser.add_argument(
+        "--save", type=Path, required=True, metavar="FILE", help="where the budgets go, as JSON"
+    )
+    add_force_flag(parser)
+    add_option_flags(parser, "budgets", BudgetOptions)
+    parser.add_argument("--json", action="store_true", help="one JSON object in place of text")
+    add_engine_flags(parser, READING)
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from kvik.launch import resolve_config
+
+    config = EngineConfig(**engine_options(arguments, arguments.model) | {"kv_budget": None})
+    asked = BudgetOptions(**given_options(BudgetOptions, arguments))
+    normalised(asked, ConfigError)
+    if arguments.save.exists() and not arguments.force:
+        raise ConfigError("save", f"{str(arguments.save)!r} exists; --force replaces it")
+    spec = resolve_config(config).model
+    check_model(spec, "model")
+    context = asked.context or min(spec.max_context, USUAL_CONTEXT)
+    entropies: tuple[float, ...] = ()
+    data, tokens = "", 0
+    if asked.by == ENTROPY:
+        entropies, data, tokens = _measured(arguments, config)
+    scores = scores_of(asked.by, entropies, spec.num_layers)
+    sizes = [each.bytes_per_token for each in spec.kv_specs(1) if each]
+    found = KVBudgets(
+        architecture=spec.architecture,
+        fingerprint=fingerprint_of(spec),
+        by=asked.by,
+        bytes=asked.bytes,
+        context=context,
+        data=data,
+        tokens=tokens,
+        scores=tuple(round(score, 6) for score in scores),
+        budgets=allot(scores, sizes, asked.bytes, context),
+    )
+    save_budgets(found, arguments.save)
+    if arguments.json:
+        say(json.dumps(asdict(found)))
+    else:
+        say_report(_as_text(found, sizes))
+    say(f"\nsaved in {arguments.save}", error=True)
+    return 0
+
+
+def _measured(
+    arguments: argparse.Namespace, config: EngineConfig
+) -> tuple[tuple[float, ...], str, int]:
+    """Return the scores of layers, the name of the text, and how much of it was read."""
+    from kvik.evaluate.entropy import TOKENS, measure_entropy
+    from kvik.evaluate.windows import held_out_texts, read_texts
+
+    texts = held_out_texts() if arguments.data is None else read_texts(arguments.data)
+    with share_bar() as progress:
+        scores, tokens = measure_entropy(config, texts, TOKENS, progress)
+    return scores, "" if arguments.data is None else arguments.data.name, tokens
+
+
+def _as_text(found: KVBudgets, sizes: list[int]) -> str:
+    kept = sum(a * b for a, b in zip(found.budgets, sizes, strict=True))
+    share = kept / (found.context * sum(sizes))
+    read = f", measured on {found.tokens:,} tokens" if found.tokens else ""
+    lines = [
+        f"{found.by}{read}: {share:.1%} of the bytes of {found.context:,} tokens",
+        "",
+        "layer   score   tokens",
+    ]
+    lines += [
+        f"{i:5}   {score:5.3f}   {tokens:6,}"
+        for i, (score, tokens) in enumerate(zip(found.scores, found.budgets, strict=True))
+    ]
+    return "\n".join(lines)

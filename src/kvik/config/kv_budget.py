@@ -1,0 +1,267 @@
+"""How many tokens each layer keeps in the KV cache, as a file says and `kvik kv-budget` decides.
+
+Layers whose attention is spread over many keys lose more by a small cache than those that look at a
+few ("entropy-guided KV caching", Kim and Jung, Mathematics 2025, 13(15), 2366). So each layer gets
+tokens in proportion to the entropy of its attention. Two baselines take as many bytes: the same for
+all layers, and fewer from layer to layer (PyramidKV, Cai et al. 2024, arXiv 2406.02069).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvik.errors import ConfigError, shown
+from kvik.files import write_whole
+from kvik.options import Integer, Number, OneOf, option
+from kvik.spec.kv import Budget
+
+if TYPE_CHECKING:
+    from kvik.models.model_spec import ModelSpec
+
+ENTROPY, UNIFORM, PYRAMID = "entropy", "uniform", "pyramid"
+FIELD = "kv_budget"  # of errors
+VERSION = 1  # of the file
+MAX_BYTES = 1 << 22  # of the file
+MAX_CLASSES = 4  # of layers that keep as many tokens
+ROUND = 16  # tokens to which budgets are rounded down, as blocks are
+LEAST_TOKENS = Budget(0).least
+LEAST = -(-LEAST_TOKENS // ROUND) * ROUND
+BETA = 20  # PyramidKV: a layer has on average as many times what the last one has
+MAX_CONTEXT = 1 << 24
+USUAL_CONTEXT = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetOptions:
+    """What `kvik kv-budget` decides by."""
+
+    bytes: float = option(
+        0.25, Number(0, 1, above=True), "share of the bytes that all tokens of a context would take"
+    )
+    context: int | None = option(
+        None,
+        Integer(LEAST, MAX_CONTEXT),
+        f"tokens of that context; None: the model's, up to {USUAL_CONTEXT}",
+    )
+    by: str = option(
+        ENTROPY,
+        OneOf((ENTROPY, UNIFORM, PYRAMID)),
+        "entropy: in proportion to how far the attention of a layer is spread; uniform: the same "
+        "for all; pyramid: fewer from layer to layer",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class KVBudgets:
+    """The contents of a file of budgets.
+
+    Attributes:
+        architecture, fingerprint: of the model; see `fingerprint_of`.
+        by, bytes, context: what they were made by, as in `BudgetOptions`.
+        data, tokens: the text that was measured on, and how much of it; "" and 0: none.
+        scores: of each layer, what its tokens are in proportion to.
+        budgets: tokens of each layer.
+    """
+
+    architecture: str
+    fingerprint: str
+    by: str
+    bytes: float
+    context: int
+    data: str
+    tokens: int
+    scores: tuple[float, ...]
+    budgets: tuple[int, ...]
+
+
+def fingerprint_of(spec: ModelSpec) -> str:
+    """Return what tells models of different shapes apart. Those that differ in their weights alone,
+    as a model and its quantised self, have the same."""
+    ropes = [(layer.rope.theta if layer.rope else 0) for layer in spec.layers]
+    shape = (
+        *(spec.architecture, spec.vocab_size, spec.hidden_size, spec.num_heads),
+        *((spec.heads(layer), base) for layer, base in zip(spec.layers, ropes, strict=True)),
+    )
+    return blake2b(repr(shape).encode(), digest_size=16).hexdigest()
+
+
+def check_model(spec: ModelSpec, field: str = FIELD) -> None:
+    """
+    Raises:
+        ConfigError: layers of the model cannot keep some tokens and drop others.
+    """
+    for wrong, reason in (
+        (spec.encoder, "is an encoder, which keeps nothing"),
+        (spec.latent is not None, "attends over latent vectors"),
+        (bool(spec.states), "has layers that keep states"),
+        (any(spec.windows), "has windows of its own"),
+        (any(layer.kv_from is not None for layer in spec.layers), "has layers that share keys"),
+        (spec.scales.attention_cap is not None, "caps the scores of its attention"),
+    ):
+        if wrong:
+            raise ConfigError(field, f"must be left out: {spec.architecture} {reason}")
+
+
+def scores_of(by: str, entropies: Sequence[float], layers: int) -> tuple[float, ...]:
+    """Return what tokens of layers are in proportion to.
+
+    Args:
+        entropies: of each layer, for "entropy" alone.
+    """
+    if by == ENTROPY:
+        return tuple(entropies)
+    if by == UNIFORM or layers == 1:
+        return (1.0,) * layers
+    least = 1 / BETA
+    most = 2 - least
+    return tuple(most - (most - least) * i / (layers - 1) for i in range(layers))
+
+
+def allot(
+    scores: Sequence[float], sizes: Sequence[int], share: float, context: int
+) -> tuple[int, ...]:
+    """Return the tokens of each layer: in proportion to the scores as far as none is below `LEAST`
+    or above the context, and together no more bytes than `share` of what all tokens of the context
+    take. They are at most `MAX_CLASSES` different numbers.
+
+    Args:
+        sizes: bytes of a token in each layer.
+
+    Raises:
+        ConfigError: the share is too small.
+    """
+    cap = share * context * sum(sizes)
+    if cap < LEAST * sum(sizes):
+        least = LEAST / context
+        raise ConfigError(
+            "bytes", f"must be at least {least:.3g}, {LEAST} of {context} tokens, not {share:g}"
+        )
+    classes = _classes(scores)
+    weights = [sum(sizes[i] for i in layers) for layers in classes]
+    means = [sum(scores[i] for i in layers) / len(layers) for layers in classes]
+    wanted = _filled(means, weights, cap, context)
+    given = [int(tokens) // ROUND * ROUND for tokens in wanted]
+    spare = cap - sum(a * b for a, b in zip(given, weights, strict=True))
+    # What rounding left goes to those that lost most by it.
+    for c in sorted(range(len(classes)), key=lambda c: given[c] - wanted[c]):
+        if ROUND * weights[c] <= spare and given[c] + ROUND <= context:
+            given[c] += ROUND
+            spare -= ROUND * weights[c]
+    budgets = dict(zip(classes, given, strict=True))
+    return tuple(next(n for layers, n in budgets.items() if i in layers) for i in range(len(sizes)))
+
+
+def _classes(scores: Sequence[float]) -> list[tuple[int, ...]]:
+    """Return the layers by classes of like scores. They have as many layers each where that is
+    possible, because a block has room for the layers of the largest class."""
+    order = sorted(range(len(scores)), key=lambda i: scores[i])
+    if len(set(scores)) == 1:
+        return [tuple(order)]
+    counts = [n for n in range(MAX_CLASSES, 1, -1) if len(order) % n == 0]
+    count = counts[0] if counts else min(MAX_CLASSES, len(order))
+    ends = [len(order) * i // count for i in range(count + 1)]
+    return [tuple(order[a:b]) for a, b in pairwise(ends)]
+
+
+def _filled(
+    scores: Sequence[float], weights: Sequence[int], cap: float, most: int
+) -> Sequence[float]:
+    """Return tokens in proportion to scores, within `LEAST` and `most`, that take `cap` bytes."""
+
+    def at(level: float) -> list[float]:
+        return [min(max(level * score, LEAST), most) for score in scores]
+
+    low, high = 0.0, most / max(min(scores), 1e-9)
+    for _ in range(200):
+        middle = (low + high) / 2
+        taken = sum(a * b for a, b in zip(at(middle), weights, strict=True))
+        low, high = (middle, high) if taken <= cap else (low, middle)
+    return at(low)
+
+
+def save_budgets(budgets: KVBudgets, path: Path) -> None:
+    """Write the file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    text = json.dumps({"kv_budget": VERSION, **asdict(budgets)}, indent=1)
+    write_whole(path, (text + "\n").encode())
+
+
+def asked_budgets(file: str | None, spec: ModelSpec) -> KVBudgets | None:
+    """Return what the file of the options says; None: there is none. Errors as of `read_budgets`,
+    and as of `check_model`."""
+    if file is None:
+        return None
+    check_model(spec)
+    return read_budgets(Path(file), spec)
+
+
+def read_budgets(path: Path, spec: ModelSpec) -> KVBudgets:
+    """Read a file for a model.
+
+    Raises:
+        ConfigError: of `kv_budget`: it cannot be read, is of another model, or what it says cannot
+            be.
+    """
+    values = _read(path)
+    if values.get("kv_budget") != VERSION:
+        raise ConfigError(FIELD, f"must be a file of `kvik kv-budget`, not {shown(str(path))}")
+    found = {name: values.get(name) for name in KVBudgets.__dataclass_fields__}
+    if found["fingerprint"] != fingerprint_of(spec):
+        raise ConfigError(
+            FIELD,
+            f"must be made of {spec.architecture} in this shape; {shown(str(path))} is of another "
+            f"model ({shown(found['architecture'])})",
+        )
+    kinds = (
+        *(("architecture", str), ("fingerprint", str), ("by", str), ("data", str)),
+        *(("bytes", int | float), ("context", int), ("tokens", int)),
+    )
+    for name, kind in kinds:
+        if not isinstance(found[name], kind) or isinstance(found[name], bool):
+            raise ConfigError(FIELD, f"{name} is wrong in {shown(str(path))}")
+    for name, least in (("scores", 0), ("budgets", LEAST_TOKENS)):
+        numbers, count = found[name], spec.num_layers
+        if not (
+            isinstance(numbers, list)
+            and len(numbers) == count
+            and all(isinstance(n, int | float) and not isinstance(n, bool) for n in numbers)
+        ):
+            raise ConfigError(FIELD, f"{name} must be {count} numbers in {shown(str(path))}")
+        if any(not least <= n <= MAX_CONTEXT for n in numbers):
+            raise ConfigError(
+                FIELD, f"{name} must be {least} to {MAX_CONTEXT} each, not {min(numbers)}"
+            )
+    budgets = found["budgets"]
+    assert isinstance(budgets, list)
+    if any(not isinstance(n, int) for n in budgets):
+        raise ConfigError(FIELD, "budgets must be whole numbers")
+    if len(set(budgets)) > MAX_CLASSES:
+        raise ConfigError(
+            FIELD, f"budgets must be at most {MAX_CLASSES} different ones, not {len(set(budgets))}"
+        )
+    lists = {name: tuple(value) for name, value in found.items() if isinstance(value, list)}
+    return KVBudgets(**{**found, **lists})  # type: ignore[arg-type]
+
+
+def _read(path: Path) -> dict[str, object]:
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(FIELD, f"{shown(str(path))} cannot be read ({error.strerror})") from None
+    try:
+        values = json.loads(content) if len(content) <= MAX_BYTES else None
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise ConfigError(FIELD, f"must be a file of `kvik kv-budget`, not {shown(str(path))}")
+    return values

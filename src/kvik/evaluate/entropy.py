@@ -1,0 +1,136 @@
+"""How far the attention of each layer is spread, measured on a text.
+
+Of each head and query the entropy of its weights, divided by the logarithm of the number of keys it
+sees: 0 where it looks at one key, 1 where it looks at all alike. A layer's score is the mean over
+heads and queries (Kim and Jung, Mathematics 2025, 13(15), 2366, section 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvik.attention.base import LayerKV, StepLayout
+from kvik.attention.reference import ReferenceAttention
+from kvik.config.config import EngineConfig
+from kvik.config.kv_budget import check_model
+from kvik.errors import ConfigError
+from kvik.evaluate.windows import cut, longest_window, prompt_prefix, resolve_reader
+from kvik.kernels.ops import Ops
+from kvik.launch import load_tokenizer, resolve_config
+from kvik.text.tokenizer import Tokenizer
+from kvik.worker.graphs import EngineNetwork
+from kvik.worker.loading import load_network
+from kvik.worker.platforms import inference_on, platform
+
+WINDOW = 1024  # tokens that are read at once
+TOKENS = 16_384  # of the text that are read
+LEAST_KEYS = 2  # of a query that counts: one key has no entropy
+
+Progress = Callable[[str, float], None]
+
+
+class EntropyAttention(ReferenceAttention):
+    """The reference, which also adds up the entropies of each layer.
+
+    Attributes:
+        sums, counts: by the place of a layer's keys in memory; queries times heads.
+    """
+
+    def __init__(self, ops: Ops) -> None:
+        super().__init__(ops)
+        self.sums: dict[int, float] = {}
+        self.counts: dict[int, int] = {}
+
+    def see(self, kv: LayerKV, weights: Tensor, visible: Tensor) -> None:
+        seen = visible.sum(-1)  # [queries]
+        counted = seen >= LEAST_KEYS
+        entropy = -torch.special.xlogy(weights, weights).sum(-1)[:, counted]  # [heads, queries]
+        shares = entropy.double() / seen[counted].double().log()
+        layer = kv.k.data_ptr()
+        self.sums[layer] = self.sums.get(layer, 0.0) + float(shares.sum())
+        self.counts[layer] = self.counts.get(layer, 0) + shares.numel()
+
+
+def measure_entropy(
+    config: EngineConfig, texts: Sequence[str], tokens: int, progress: Progress
+) -> tuple[tuple[float, ...], int]:
+    """Read texts in windows and measure each layer.
+
+    Args:
+        tokens: of the texts that are read at most.
+        progress: called with what is being done and the share of it that is done.
+
+    Returns:
+        The score of each layer, 0 to 1, and how many tokens were read.
+
+    Raises:
+        KvikError: the model cannot be used, or the texts are too short.
+    """
+    config = replace(config, kernels="torch", attention_backend="reference", device="cpu")
+    check_model(resolve_config(config).model, "model")
+    window = min(WINDOW, longest_window(config))
+    resolved = resolve_reader(config, window)
+    tokenizer = load_tokenizer(resolved)
+    if tokenizer is None:
+        raise ConfigError("model", "has no tokenizer, and the data is text")
+    windows = list(_windows(texts, tokenizer, window, tokens))
+    with torch.inference_mode():
+        torch.set_num_threads(resolved.runner.threads)
+        chosen = platform(resolved)
+        probe = EntropyAttention(chosen.parts.ops)
+        path = Path(resolved.runner.model_path)
+        groups, quantization = resolved.cache.groups, resolved.runner.quantization
+        model = resolved.model
+        network = load_network(resolved, chosen, model, path, groups, quantization, backend=probe)
+    with inference_on(torch.device("cpu"))():
+        for i, ids in enumerate(windows):
+            progress("reading", i / len(windows))
+            _read(network, ids, resolved.cache.block_size)
+    layers = [network.kv.of(i).k.data_ptr() for i in range(model.num_layers)]
+    scores = tuple(probe.sums[layer] / probe.counts[layer] for layer in layers)
+    return scores, sum(map(len, windows))
+
+
+def _windows(
+    texts: Sequence[str], tokenizer: Tokenizer, window: int, tokens: int
+) -> Iterator[tuple[int, ...]]:
+    """Yield windows of at most `tokens` tokens together.
+
+    Raises:
+        ConfigError: none has two tokens.
+    """
+    prefix, left = prompt_prefix(tokenizer), tokens
+    for text in texts:
+        for one in cut(tokenizer.encode(text, add_special_tokens=False), prefix, window, window):
+            ids = one.token_ids[:left]
+            if len(ids) >= LEAST_KEYS:
+                yield ids
+            left -= len(ids)
+    if left == tokens:
+        raise ConfigError("data", f"must have {LEAST_KEYS} tokens or more")
+
+
+def _read(network: EngineNetwork, ids: Sequence[int], block_size: int) -> None:
+    """Compute a window; its blocks are the first ones of each group."""
+    count = -(-len(ids) // block_size)
+    layouts = []
+    for group in range(len(network.groups)):
+        first = 1 + group * count
+        layouts.append(
+            StepLayout(
+                query_start_loc=torch.tensor([0, len(ids)], dtype=torch.int32),
+                seq_lens=torch.tensor([len(ids)], dtype=torch.int32),
+                block_table=torch.arange(first, first + count, dtype=torch.int32)[None],
+                slot_mapping=first * block_size + torch.arange(len(ids)),
+                num_scheduled=(len(ids),),
+                contexts=(len(ids),),
+                block_size=block_size,
+            )
+        )
+    none = torch.empty(0, dtype=torch.int64)
+    network.forward(torch.tensor(ids), torch.arange(len(ids)), layouts, none)

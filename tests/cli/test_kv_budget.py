@@ -1,0 +1,52 @@
+"""`kvik kv-budget`: from a text to a file of budgets."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvik.cli.main import main
+
+
+@pytest.mark.full
+def test_it_measures_and_saves(tmp_path, capsys):
+    text, file = tmp_path / "a.txt", tmp_path / "b.json"
+    text.write_text("Once upon a time there was a small dog. " * 20)
+    words = ["kv-budget", "--data", str(text), "--save", str(file), "--context", "512"]
+    assert main([*words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    saved = json.loads(file.read_text())
+    assert saved == {"kv_budget": 1, **told}
+    assert told["data"] == "a.txt" and told["tokens"] > 100
+    assert sum(told["budgets"]) <= 0.25 * 512 * len(told["budgets"])
+    assert len(set(told["budgets"])) > 1
+    assert main(words) == 2 and "--force" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("by", ["uniform", "pyramid"])
+def test_baselines_need_no_text(tmp_path, capsys, by):
+    file = tmp_path / "b.json"
+    words = ["--save", str(file), "--by", by, "--bytes", "0.5", "--context", "1024"]
+    assert main(["kv-budget", *words]) == 0
+    out = capsys.readouterr().out.split("\n")
+    budgets = json.loads(file.read_text())["budgets"]
+    rows = [line.split() for line in out if line[:5].strip().isdigit()]
+    assert [int(row[-1].replace(",", "")) for row in rows] == budgets
+    assert sum(budgets) == 512 * len(budgets)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--bytes", "0"], "--bytes"),
+        (["--bytes", "0.001"], "--bytes"),
+        (["--context", "10"], "--context"),
+        (["--by", "luck"], "--by"),
+        (["--by", "uniform", "--context", "1024", "--bytes", "0.02"], "--bytes"),
+    ],
+)
+def test_wrong_options(tmp_path, capsys, words, named):
+    assert main(["kv-budget", "--save", str(tmp_path / "b.json"), "--by", "uniform", *words]) == 2
+    assert named in capsys.readouterr().err
+    assert not (tmp_path / "b.json").exists()

@@ -1,0 +1,152 @@
+"""Tokens of layers by their scores, and the file that says so."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.configs import PUBLIC
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvik.config.kv_budget import (
+    ENTROPY,
+    LEAST,
+    MAX_CLASSES,
+    PYRAMID,
+    ROUND,
+    UNIFORM,
+    KVBudgets,
+    allot,
+    check_model,
+    fingerprint_of,
+    read_budgets,
+    save_budgets,
+    scores_of,
+)
+from kvik.errors import ConfigError
+from kvik.models.model_spec import ModelSpec
+
+SPEC = ModelSpec.from_config(PUBLIC["Llama-3.2-1B"])
+LAYERS = SPEC.num_layers
+MADE = KVBudgets(
+    architecture=SPEC.architecture,
+    fingerprint=fingerprint_of(SPEC),
+    by=UNIFORM,
+    bytes=0.25,
+    context=1024,
+    data="a.txt",
+    tokens=100,
+    scores=(0.5,) * LAYERS,
+    budgets=(256,) * LAYERS,
+)
+
+
+@given(
+    scores=st.lists(st.floats(0.01, 1), min_size=1, max_size=40),
+    share=st.floats(0.05, 1),
+    context=st.integers(1024, 20_000),
+    wide=st.booleans(),
+)
+@settings(max_examples=100)
+def test_budgets_take_the_bytes_they_may_and_follow_the_scores(scores, share, context, wide):
+    sizes = [2 + wide * (i % 2) for i in range(len(scores))]
+    found = allot(scores, sizes, share, context)
+    cap = share * context * sum(sizes)
+    taken = sum(a * b for a, b in zip(found, sizes, strict=True))
+    assert taken <= cap
+    full = all(tokens > context - ROUND for tokens in found)
+    assert full or taken > cap - ROUND * sum(sizes)
+    assert all(LEAST <= tokens <= context and tokens % ROUND == 0 for tokens in found)
+    assert len(set(found)) <= MAX_CLASSES
+    ranked = [tokens for _, tokens in sorted(zip(scores, found, strict=True))]
+    assert all(b >= a - ROUND for a, b in pairwise(ranked))
+
+
+def test_what_baselines_give():
+    even = allot(scores_of(UNIFORM, (), 8), [4] * 8, 0.25, 1024)
+    falling = allot(scores_of(PYRAMID, (), 8), [4] * 8, 0.25, 1024)
+    assert even == (256,) * 8
+    assert list(falling) == sorted(falling, reverse=True) and len(set(falling)) == 4
+    assert sum(falling) == sum(even)
+    assert scores_of(ENTROPY, (0.1, 0.2), 2) == (0.1, 0.2)
+
+
+def test_layers_are_in_classes_of_one_size():
+    found = allot([0.1, 0.9, 0.2, 0.8, 0.4, 0.5], [1] * 6, 0.5, 1024)
+    assert [found.count(tokens) for tokens in found] == [2] * 6
+
+
+def test_too_few_bytes():
+    with pytest.raises(ConfigError) as caught:
+        allot([1.0], [1], 0.01, 1024)
+    assert caught.value.field == "bytes"
+
+
+def test_a_file_comes_back(tmp_path):
+    save_budgets(MADE, tmp_path / "b.json")
+    assert read_budgets(tmp_path / "b.json", SPEC) == MADE
+
+
+WRONG: list[dict[str, Any]] = [
+    {"kv_budget": 2},
+    {"fingerprint": "0" * 32},
+    {"by": 3},
+    {"budgets": [256] * (LAYERS + 1)},
+    {"budgets": [35] + [256] * (LAYERS - 1)},
+    {"budgets": [36.5] + [256] * (LAYERS - 1)},
+    {"budgets": [True] * LAYERS},
+    {"budgets": "256"},
+    {"scores": [-1.0] * LAYERS},
+    {"bytes": None},
+]
+
+
+@pytest.mark.parametrize("change", WRONG, ids=str)
+def test_a_wrong_file_is_refused_in_one_line(tmp_path, change):
+    file = tmp_path / "b.json"
+    file.write_text(json.dumps({"kv_budget": 1, **asdict(MADE), **change}))
+    with pytest.raises(ConfigError) as caught:
+        read_budgets(file, SPEC)
+    assert caught.value.field == "kv_budget" and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b"[" * 100_000, b"{}"])
+def test_what_is_no_file_of_budgets(tmp_path, content):
+    (tmp_path / "b.json").write_bytes(content)
+    for path in (tmp_path / "b.json", tmp_path / "none", tmp_path):
+        with pytest.raises(ConfigError):
+            read_budgets(Path(path), SPEC)
+
+
+def test_another_shape_is_another_model():
+    layer = replace(SPEC.layers[0], kv_heads=7)
+    for other in (
+        replace(SPEC, hidden_size=7),
+        replace(SPEC, layers=SPEC.layers[1:]),
+        replace(SPEC, layers=(layer, *SPEC.layers[1:])),
+    ):
+        assert fingerprint_of(other) != fingerprint_of(SPEC)
+    assert fingerprint_of(replace(SPEC, dtype="float16")) == fingerprint_of(SPEC)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        *(PUBLIC[name] for name in ("Mistral-7B-v0.1", "Qwen3.5-9B", "Gemma-2-2B", "Gemma-4-E2B")),
+        {
+            **PUBLIC["Llama-2-7B"],
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "first_k_dense_replace": 32,
+        },
+    ],
+    ids=lambda facts: facts["architectures"][0],
+)
+def test_models_that_cannot(facts):
+    with pytest.raises(ConfigError) as caught:
+        check_model(ModelSpec.from_config(facts))
+    assert caught.value.field == "kv_budget"

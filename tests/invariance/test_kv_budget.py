@@ -1,0 +1,123 @@
+"""The matrix for layers with budgets: they keep the same, however a request is computed. Log
+probabilities are the same to the bit, also with keys and values in few bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+from helpers.matrix import (
+    ALL_OF_IT,
+    BITS,
+    COLUMNS,
+    CONTEXT,
+    FORMATS,
+    SERVED,
+    Column,
+    params,
+    params_with_logprobs,
+    reference_tokens,
+    run,
+    run_column,
+)
+from helpers.optional_native import needs_native
+
+from kvik import LLM
+from kvik.config import resolve
+from kvik.config.kv_budget import KVBudgets, fingerprint_of, save_budgets
+from kvik.config.model_source import BUNDLED
+from kvik.engine.output import RequestOutput
+from kvik.model_files import model_files
+from kvik.spec.kv import Budget
+
+TOKENS = (36, 36, 40, 40, 44, 44)  # of each layer: three KV groups
+EVERY = 6  # further tokens, so that each request drops some, and most several times
+NAMES = (
+    *("batch", "torch", "reference attention", "sdpa", "chunks of 5", "chunks of 33"),
+    *("prefix hits", "prefix hits, chunks", "no prefix cache"),
+    *("preemption", "preemption, chunks", "blocks of 1", "blocks of 8", "blocks of 64"),
+    *("two threads", "siblings", "siblings, preemption", "three steps in flight, siblings"),
+    *("two steps in flight, preemption, chunks", "recorded", "wire, preemption", "pins"),
+    *("tenants, preemption", "shuffled arrival", ALL_OF_IT.name),
+)
+
+
+def roomy(column: Column) -> Column:
+    """With blocks for one request of the longest context, and what is kept of it."""
+    config = dict(column.config)
+    if "num_blocks" in config:
+        config["num_blocks"] = 3 * (CONTEXT // 16 + 4)
+    # The last queries before a cut are computed, so that no block of 64 is found.
+    must = "" if config.get("block_size") == 64 else column.must
+    return replace(column, config=config, must=must)
+
+
+ALL = [roomy(c) for c in [*COLUMNS, *SERVED, ALL_OF_IT] if c.name in NAMES]
+SOME = [c for c in ALL if c.name in ("prefix hits, chunks", "preemption, chunks", "siblings")]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, object]]:
+    spec = model_files(Path(BUNDLED)).spec()
+    file = tmp_path_factory.mktemp("budgets") / "b.json"
+    facts = spec.architecture, fingerprint_of(spec), "entropy", 0.25, CONTEXT, "", 0
+    save_budgets(KVBudgets(*facts, scores=(1.0,) * len(TOKENS), budgets=TOKENS), file)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resolve, "Budget", partial(Budget, every=EVERY))
+        yield {"model": "", "kv_budget": str(file)}
+
+
+@pytest.fixture(scope="module")
+def expected(model) -> list[list[int]]:
+    return reference_tokens(model)
+
+
+@pytest.fixture(scope="module")
+def alone(model) -> dict[str, list[RequestOutput]]:
+    """Outputs with logprobs of one request at a time, in each of some formats."""
+    found: dict[str, list[RequestOutput]] = {}
+    for name in ("bfloat16", "KV in int8", "KV in int4"):
+        common = {"device": "cpu", "threads": 1, "max_model_len": CONTEXT, **FORMATS[name]}
+        with LLM(**model, **common, enable_prefix_caching=False, max_num_seqs=1) as llm:
+            assert llm.resolved.runner.attention_backend == "cpu"
+            found[name] = run(llm, Column("reference", alone=True), params_with_logprobs())
+    return found
+
+
+def test_what_is_dropped_changes_answers(expected):
+    assert expected != reference_tokens({"model": ""})
+
+
+@pytest.mark.parametrize(
+    "column",
+    [c if c in SOME else pytest.param(c, marks=pytest.mark.full) for c in ALL],
+    ids=lambda column: column.name,
+)
+def test_tokens_do_not_depend_on_how_they_are_made(model, expected, column):
+    outputs = run_column(column, params(column.siblings), model, dtype="float32")
+    for output, right, sampling in zip(outputs, expected, params(), strict=True):
+        tokens = [completion.token_ids for completion in output.outputs]
+        assert tokens[0] == right
+        assert not sampling.greedy or all(one == right for one in tokens)
+
+
+BIT_COLUMNS = [c for c in ALL if c.name in {b.name for b in BITS}]
+CASES = [(c, "bfloat16") for c in BIT_COLUMNS]
+CASES += [(c, name) for c in SOME for name in ("KV in int8", "KV in int4")]
+
+
+@needs_native
+@pytest.mark.full
+@pytest.mark.parametrize(("column", "weights"), CASES, ids=lambda c: getattr(c, "name", c))
+def test_native_logprobs_are_the_same_to_the_bit(model, alone, column, weights, caplog):
+    sampling = params_with_logprobs(column.siblings)
+    found = run_column(column, sampling, model, **FORMATS[weights])
+    for i, (output, right) in enumerate(zip(found, alone[weights], strict=True)):
+        assert output.prompt_logprobs == right.prompt_logprobs, f"prompt {i}"
+        for completion in output.outputs if sampling[i].greedy else output.outputs[:1]:
+            assert completion.token_ids == right.outputs[0].token_ids, f"prompt {i}"
+            assert completion.logprobs == right.outputs[0].logprobs, f"prompt {i}"
+    assert not [r for r in caplog.records if "lossy" not in r.getMessage()]  # all were replayed
