@@ -35,7 +35,9 @@ def weights_of(queries: Tensor, k: Tensor) -> Tensor:
     hidden = torch.ones(last, last, dtype=torch.bool).triu(1)  # [queries, last keys]
     total = torch.zeros(count)
     for head in range(kv_heads):
-        scores = torch.matmul(grouped[head], k[:, head].t())  # [queries, group, keys]
+        rows = grouped[head].flatten(0, 1)
+        scores = torch.matmul(rows, k[:, head].t().contiguous())
+        scores = scores.unflatten(0, (last, -1))  # [queries, group, keys]
         scores[..., count - last :].masked_fill_(hidden[:, None], -torch.inf)
         total += scores.softmax(-1).sum((0, 1))
     return total
