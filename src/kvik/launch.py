@@ -342,6 +342,8 @@ def _tell_what_matters(resolved: ResolvedConfig) -> None:
         slow = decision.name == "kernels" and decision.value == "torch"
         if slow and decision.reason != ASKED:
             log.warning("running on torch's kernels, which are slower: %s", decision.reason)
+        elif decision.name == "fallback" and resolved.model.fallback is not None:
+            log.warning("running through transformers, which is much slower: %s", decision.reason)
         elif decision.name == "typical_acceptance":
             log.warning("speculation with typical_acceptance is %s", decision.reason)
         elif decision.name == "kv_budget":
@@ -352,12 +354,20 @@ def resolve_config(config: EngineConfig) -> ResolvedConfig:
     """Every decision with its reason, before anything is loaded."""
     check_config(config)  # before a model is downloaded in vain
     path = find_model(config.model, revision=config.revision)
-    spec = model_files(path).spec()
+    spec = _read_spec(path, config.fallback)
     gpus = () if config.device == "cpu" else find_gpus()
     asked = requested_speculation(config)
     source = _draft_source(asked, path, spec)
     budgets = asked_budgets(config.kv_budget, spec)
     return resolve(config, spec, detect(gpus), str(path), source, draw_seed(), budgets)
+
+
+def _read_spec(path: Path, fallback: str) -> ModelSpec:
+    if fallback == "none":
+        return model_files(path).spec()
+    from kvik.fallback import read_spec  # few models need it
+
+    return read_spec(path, fallback)
 
 
 def find_device(device: str) -> str:

@@ -47,6 +47,7 @@ BAD: dict[str, list[Any]] = {
     "attention_backend": ["flash", None, ""],
     "threads": [0, -1, 100_000, 1.0],
     "load_format": ["pickle", None],
+    "fallback": ["vllm", None, True],
     "seed": [1 << 64, 0.5, "x"],
     "speculative_config": [
         "ngram",

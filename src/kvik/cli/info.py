@@ -18,7 +18,7 @@ from kvik.config.model_source import find_model
 from kvik.config.resolve import resolve
 from kvik.config.units import show_bytes
 from kvik.errors import CapacityError
-from kvik.model_files import model_files
+from kvik.fallback import read_spec
 from kvik.models.model_spec import ModelSpec
 from kvik.spec.layers import LayerSpec
 from kvik.spec.model import DTYPE_BYTES
@@ -40,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> int:
     config = EngineConfig(**engine_options(arguments, arguments.model))
     path = find_model(config.model, weights=False, revision=config.revision)
-    spec = model_files(path).spec()
+    spec = read_spec(path, config.fallback)
     gpus = () if config.device == "cpu" else find_gpus()
     budgets = asked_budgets(config.kv_budget, spec)
     resolved, refusal = None, ""
@@ -71,7 +71,11 @@ def _as_text(folder: str, spec: ModelSpec, resolved: ResolvedConfig | None, refu
             "layers",
             f"{spec.num_layers} of width {spec.hidden_size}, inner {spec.intermediate_size}",
         ),
-        *(("", f"{count} {_kind(spec, layer)}") for layer, count in _kinds(spec)),
+        *(
+            ("", f"{count} {_kind(spec, layer)}")
+            for layer, count in _kinds(spec)
+            if spec.fallback is None
+        ),
         ("heads", _heads(spec)),
         ("vocabulary", f"{spec.vocab_size:,} tokens"),
         ("context", f"{spec.max_context:,} tokens"),
@@ -82,13 +86,16 @@ def _as_text(folder: str, spec: ModelSpec, resolved: ResolvedConfig | None, refu
     ]
     if spec.pooling is not None:
         rows.insert(2, ("gives", _gives(spec, spec.pooling)))
-    if spec.states:
-        rows.append(("states", f"{spec.state_bytes:,} bytes per request in float32"))
+    if spec.fallback is not None:
+        rows.insert(2, ("runs", "through transformers, in caches of its own"))
+    if spec.state_bytes:
+        kind = " in float32" if spec.states else ""
+        rows.append(("states", f"{spec.state_bytes:,} bytes per request{kind}"))
     lines = [f"{name:14}{value}" for name, value in rows]
     if resolved is None:
         return "\n".join([*lines, "", f"does not fit: {refusal}"])
     lines += ["", "decided"]
-    lines += [f"  {d.name:24}{d.value:12}{d.reason}" for d in resolved.decisions]
+    lines += [f"  {d.name:24}{d.value:11} {d.reason}" for d in resolved.decisions]
     memory = resolved.memory
     lines += ["", f"memory, of {show_bytes(memory.limit)} allowed"]
     for part in ("weights", "activations", "kv_cache", "overhead", "total"):
@@ -125,6 +132,7 @@ def _as_json(
         "kv_bytes_per_token": _kv_bytes(spec, resolved),
         "state_bytes_per_request": spec.state_bytes,
         "encoder": spec.encoder,
+        "fallback": None if spec.fallback is None else asdict(spec.fallback),
         "pooling": None if spec.pooling is None else asdict(spec.pooling),
         "fits": resolved is not None,
     }
@@ -226,6 +234,8 @@ def _kv_lines(
     spec: ModelSpec, resolved: ResolvedConfig | None, dtype: str
 ) -> list[tuple[str, str]]:
     each = f"{_kv_bytes(spec, resolved):,} bytes per token"
+    if spec.fallback is not None:
+        return [("KV cache", f"{each} in {dtype}, as measured without weights")]
     if spec.encoder:
         return [("KV cache", f"{each} of a step in {dtype}, which all layers use in turn")]
     return [

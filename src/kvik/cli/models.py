@@ -38,4 +38,5 @@ def run(arguments: argparse.Namespace) -> int:
     for row in table:
         cells = (str(cell).ljust(width) for cell, width in zip(row, widths, strict=True))
         say("  ".join(cells).rstrip())
+    say("\nOther causal models of transformers run through it, slowly: --fallback transformers")
     return 0

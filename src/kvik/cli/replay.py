@@ -87,9 +87,10 @@ def _at(config: ResolvedConfig, model: str | None) -> ResolvedConfig:
             where = config.runner.model_path
             raise ModelError("model", f"is not at {where} any more: say where with --model")
         return config
-    from kvik.model_files import model_files
+    from kvik.fallback import read_spec
 
     path = find_model(model)
-    if model_files(path).spec() != config.model:
+    fallback = "none" if config.model.fallback is None else "transformers"
+    if read_spec(path, fallback) != config.model:
         raise ModelError("model", f"{path} is another model than the one of the recording")
     return replace(config, runner=replace(config.runner, model_path=str(path)))

@@ -65,7 +65,7 @@ ENGINE_FLAGS = (
     "expert_parallel",
     "distributed_executor_backend",
     "seed",
-    "load_format",
+    "fallback",
     "speculative_config",
     "spec_method",
     "spec_model",

@@ -107,6 +107,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_place(arguments.output)
     texts = read_texts(arguments.data)
     resolved = resolve_config(config)
+    if resolved.model.fallback is not None:
+        raise ConfigError("fallback", "must be none: heads read what kvik alone computes")
     tokenizer = load_tokenizer(resolved)
     if tokenizer is None:
         raise ConfigError("model", "has no tokenizer, and the data is text")

@@ -17,6 +17,7 @@ from kvik.spec.kv import AUTO, KV_FORMATS
 from kvik.spec.model import SHORT_DTYPES
 from kvik.spec.weights import SCHEMES, matrix_kind, weight_bytes
 
+TRANSFORMERS = "transformers"  # the kernels of a model that kvik does not know
 NATIVE_DTYPES = ("float32", "bfloat16")
 LANES = 16  # keys of a block and elements of a head come in multiples of this
 MAX_HEAD_DIM, MAX_TRITON_HEAD_DIM = 512, 256
@@ -35,7 +36,7 @@ class Compute:
     Attributes:
         device: "cpu" or "cuda:N". gpu: what that is; None: the CPU.
         dtype: "float32", "bfloat16" or "float16".
-        kernels: "native", "triton" or "torch".
+        kernels: "native", "triton" or "torch"; `TRANSFORMERS`.
         attention: the backend.
     """
 
@@ -61,6 +62,12 @@ def choose_compute(
     """
     device, gpu = choose_device(config, hardware, notes)
     limit = _memory_limit(config, hardware, gpu, notes)
+    if spec.fallback is not None:
+        plain = replace(config, kernels="torch")  # the kernels of the library
+        dtype = choose_dtype(plain, spec, hardware, gpu, limit, notes)
+        notes.add("quantization", "none", SCHEMES["none"])
+        attention = "reference" if spec.fallback.scores else "sdpa"  # it takes as much memory
+        return Compute(device, gpu, dtype, TRANSFORMERS, attention), limit
     dtype = choose_dtype(config, spec, hardware, gpu, limit, notes)
     compute = computing_in(dtype, config, spec, hardware, device, gpu, notes)
     _choose_kv_format(config, spec, dtype, notes)

@@ -221,6 +221,11 @@ class EngineConfig:
         OneOf(("safetensors", "random"), {"auto": "safetensors", "dummy": "random"}),
         "random: weights drawn from `seed`, or from 0 without it, for benchmarks",
     )
+    fallback: str = option(
+        "none",
+        OneOf(("none", "transformers")),
+        "transformers: a model that kvik does not know runs through that library, slowly",
+    )
     seed: int | None = option(
         None,
         Integer(-(1 << 63), (1 << 63) - 1),

@@ -6,13 +6,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from kvik.config.compute import LANES, MAX_HEAD_DIM, MAX_TRITON_HEAD_DIM, Compute, check_draft
+from kvik.config.compute import (
+    LANES,
+    MAX_HEAD_DIM,
+    MAX_TRITON_HEAD_DIM,
+    TRANSFORMERS,
+    Compute,
+    check_draft,
+)
 from kvik.config.config import ASKED, EngineConfig, Notes, requested_speculation
 from kvik.config.hardware import Hardware
 from kvik.config.memory import (
     CUDA_BUILD_BYTES,
     RUNTIME_BYTES,
     THREAD_BYTES,
+    TRANSFORMERS_BYTES,
     TRITON_BACKENDS,
     Footprint,
     HeadsFootprint,
@@ -410,6 +418,7 @@ def footprint_of(
     if compute.kind == "cpu":
         runtime += THREAD_BYTES * (config.threads or hardware.threads)
         runtime += CUDA_BUILD_BYTES if hardware.cuda_build else 0
+        runtime += TRANSFORMERS_BYTES if compute.kernels == TRANSFORMERS else 0
     return Footprint(
         model,
         compute.dtype,

@@ -376,6 +376,7 @@ class HeadsFootprint:
 # Interpreter, torch, kvik and the pages of libraries that loading and a step touch: 250 to 275 MiB
 # with Python 3.11 and torch 2.13, and a tenth more for other versions. On a GPU the CUDA context
 # and the workspaces of cuBLAS.
+TRANSFORMERS_BYTES = 128 * MIB  # its modules, where a model runs through it
 RUNTIME_BYTES: Mapping[str, int] = {"cpu": 300 * MIB, "cuda": 768 * MIB}
 CUDA_BUILD_BYTES = 320 * MIB  # host memory that a CUDA build of torch takes more, GPU or not
 RANK_BYTES = 350 * MIB  # of each further process that computes a share of a model
@@ -447,7 +448,9 @@ class Footprint:
     checkpoints: bool = True  # states are kept for prefix hits
     ranks: int = 1  # processes that compute layers together
     repeated: int = 0  # bytes of weights that several of them have, but once
-    given: int = 0  # bytes of a token that experts of other processes give, until they are summed
+    # Bytes of a token beside those of the network: what experts of other processes give, until it
+    # is summed; all logits, where prompts are scored through transformers.
+    given: int = 0
     stage_ends: tuple[int, ...] = ()  # see `RunnerConfig`
     # Weights of each stage, if they are on machines of their own, which are all planned alike.
     apart: tuple[int, ...] = ()

@@ -225,7 +225,9 @@ def share_reason(
 
 def given_bytes(config: EngineConfig, spec: ModelSpec) -> int:
     """Return the bytes, in fp32, of what the experts of a token give, where each expert is one
-    process'."""
+    process', or of its logits, where transformers gives those of whole prompts."""
+    if spec.fallback is not None:
+        return 4 * spec.vocab_size
     experts = (layer.experts for layer in spec.layers if layer.experts and config.expert_parallel)
     return 4 * spec.hidden_size * max((one.router.active for one in experts), default=0)
 

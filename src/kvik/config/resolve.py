@@ -6,6 +6,7 @@ weights is read, and a model that cannot fit is an error that says what would.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from kvik.config.compute import BUILT_IN, built_in, choose_compute, settled, torch_prompts
@@ -37,7 +38,7 @@ from kvik.config.speculative import NO_SOURCE, DraftSource
 from kvik.core.config import CacheConfig, SchedulerConfig
 from kvik.errors import ConfigError
 from kvik.models.model_spec import ModelSpec
-from kvik.spec.kv import Budget, Window
+from kvik.spec.kv import AUTO, Budget, Window
 from kvik.spec.weights import SCHEMES
 
 
@@ -67,6 +68,10 @@ def resolve(
     if config.load_format == "random":
         spec = replace(spec, quantization=None, built=None)  # random weights are floats
     notes = Notes()
+    if spec.fallback is not None:
+        config = _of_fallback(config, spec, notes)
+    elif config.fallback != "none":
+        notes.add("fallback", "not needed", f"kvik runs {spec.architecture} itself")
     spec = as_budgeted(as_streamed(config, spec, notes), budgets, notes)
     if spec.built is not None:
         config = settled(config, spec.built, hardware)
@@ -124,6 +129,7 @@ def resolve(
             footprint.groups,
             config.enable_prefix_caching,
             checkpoints=footprint.num_checkpoints(size) if spec.states else None,
+            private=spec.fallback is not None,
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=size.max_num_seqs,
@@ -182,6 +188,42 @@ def _of_encoder(config: EngineConfig, spec: ModelSpec, drafts: bool) -> EngineCo
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         if getattr(config, name) != 1:
             raise ConfigError(name, f"must be 1: {whole}, which runs in one process")
+    return replace(config, enable_prefix_caching=False)
+
+
+# What a model that runs through transformers cannot be asked for, and what it gets.
+FALLBACK_ALONE: Mapping[str, object] = {
+    "quantization": "none",
+    "kv_cache_dtype": AUTO,
+    "kv_cache_dtype_skip_layers": (),
+    "window": None,
+    "kernels": "auto",
+    "attention_backend": "auto",
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "engine_cache": None,
+}
+
+
+def _of_fallback(config: EngineConfig, spec: ModelSpec, notes: Notes) -> EngineConfig:
+    """Return the options of a model that runs through transformers.
+
+    Raises:
+        ConfigError: one of them is for models that kvik runs itself.
+    """
+    why = f"{spec.architecture} runs through transformers"
+    for name, only in FALLBACK_ALONE.items():
+        if getattr(config, name) != only:
+            value = "left out" if only in (None, ()) else str(only)
+            raise ConfigError(name, f"must be {value}: {why}")
+    if requested_speculation(config) is not None:
+        raise ConfigError("spec_method", f"must be left out: {why}")
+    notes.add(
+        "fallback",
+        config.fallback,
+        f"kvik does not know {spec.architecture}: requests are computed one after the other, "
+        "without prefix caching, quantised weights or keys, speculation and parallelism",
+    )
     return replace(config, enable_prefix_caching=False)
 
 

@@ -26,6 +26,8 @@ class CacheConfig:
         pinned_share: share of the blocks that all tenants together may pin.
         tenant_pinned_share: share of the blocks that one tenant may pin.
         checkpoints: of states, beside those of running requests; None: no layer keeps a state.
+        private: what is kept of a request lies outside of its blocks, which only count it, so that
+            no other one can have it.
     """
 
     block_size: int
@@ -35,6 +37,7 @@ class CacheConfig:
     pinned_share: float = 0.75
     tenant_pinned_share: float = 0.5
     checkpoints: int | None = None
+    private: bool = False
 
     @property
     def salt(self) -> str:

@@ -358,6 +358,8 @@ class KVCacheManager:
         leader = request.leader
         if self.checkpoints is not None:
             return None  # the leader's state has moved on; its checkpoint is found by its prefix
+        if self.config.private:
+            return None
         if leader is None or leader.status is not RequestStatus.RUNNING or leader.num_cut_tokens:
             return None
         # Its first token proves that the prompt's K/V were written by an earlier step. After a

@@ -101,6 +101,8 @@ def _check_pooling(config: ResolvedConfig, request: EngineRequest) -> None:
     scores = model.pooling is not None and model.pooling.scores
     if pooling is None:
         check_writes(model)
+    elif model.fallback is not None:
+        raise ParamError("model", "gives no vectors: it runs through transformers, as text alone")
     if pooling == SCORE:
         if not scores:
             raise ParamError("model", "gives no scores: it is no reranker")

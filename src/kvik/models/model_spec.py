@@ -132,6 +132,8 @@ class ModelSpec(ModelFacts):
 
     @cached_property
     def num_parameters(self) -> int:
+        if self.fallback is not None:
+            return self.fallback.parameters
         return self.declaration.num_parameters
 
     def weight_bytes(self, dtype: str) -> int:
@@ -148,6 +150,8 @@ class ModelSpec(ModelFacts):
 
     @cached_property  # planning asks for them many times
     def _linear_layers(self) -> tuple[LinearLayers, ...]:
+        if self.fallback is not None:
+            return ()  # they are not kvik's
         declaration, stored_as = self.declaration, self.quantization
         found: Counter[LinearLayers] = Counter()
         embedding = declaration.embedding
@@ -248,6 +252,8 @@ def _architecture(fields: Fields) -> str:
     hint = did_you_mean(names[0], ARCHITECTURES) if names else ""
     found = shown(names[0]) if names else "nothing"
     reason = f"must name one that runs here, as `kvik models` lists them, not {found}"
+    if names:
+        reason += "; fallback=transformers runs others"
     raise fields.error("architectures", f"{reason}; {hint}" if hint else reason)
 
 

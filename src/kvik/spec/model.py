@@ -76,6 +76,23 @@ class ModelScales:
 
 
 @dataclass(frozen=True, slots=True)
+class FallbackFacts:
+    """What a model takes that runs through transformers, as its classes say without weights.
+
+    Attributes:
+        parameters: numbers of the weights, shared ones once.
+        cache_numbers: by which the cache of a request grows with a token.
+        state_bytes: of what the cache keeps of a request beside them, whatever its length.
+        scores: attention holds the scores of all pairs of a chunk, as its "eager" form does.
+    """
+
+    parameters: int
+    cache_numbers: int
+    state_bytes: int
+    scores: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ModelFacts:
     """Everything the engine needs to know about a model before it loads weights."""
 
@@ -109,6 +126,7 @@ class ModelFacts:
     skipped_positions: int = 0  # first rows of a table of positions that are never read
     token_types: int = 1  # kinds of texts in a prompt, as of pairs, that the model tells apart
     pooling: PoolingSpec | None = None  # how it makes vectors or scores; None: it says nothing
+    fallback: FallbackFacts | None = None  # of a model that transformers runs; None: kvik does
 
     @property
     def encoder(self) -> bool:
@@ -221,6 +239,8 @@ class ModelFacts:
     def kv_specs(self, dtype_bytes: int) -> list[KVCacheSpec | None]:
         """Return what each layer stores per token, at `dtype_bytes` for each number; None: it keeps
         a state, or reads what another layer stores."""
+        if self.fallback is not None:  # the first layer stands for all
+            return [_counted(self.fallback, dtype_bytes), *[None] * (self.num_layers - 1)]
         readers = Counter(layer.kv_from for layer in self.layers)
         if self.encoder:  # what a layer has stored no other one reads
             first = self._kv_spec(self.layers[0], dtype_bytes, self.num_layers)
@@ -257,9 +277,17 @@ class ModelFacts:
     @property
     def state_bytes(self) -> int:
         """Bytes of the states of one request, over all layers; 0: no layer keeps one."""
+        if self.fallback is not None:
+            return self.fallback.state_bytes
         return STATE_BYTES * sum(state.size for state in self.states)
 
     @property
     def state_width(self) -> int:
         """See `StateSpec.step_width`: the largest of all layers."""
         return max((state.step_width for state in self.states), default=0)
+
+
+def _counted(facts: FallbackFacts, dtype_bytes: int) -> KVCacheSpec:
+    """Return how blocks count a cache that lies outside of them."""
+    vector = max(1, -(-facts.cache_numbers // 2))  # of K, and of V
+    return KVCacheSpec(num_kv_heads=1, head_dim=vector, bytes_per_token=2 * vector * dtype_bytes)

@@ -15,6 +15,8 @@ Drafts: `drafters/` make them, `speculator.py` says how many each request gets, 
 `acceptance.py` and `step_costs.py`; `draft_tree.py` how they may branch; `rejection.py` which are
 right.
 
+`transformers_model.py` is another forward, for models that kvik does not know.
+
 `worker.py` is the executor of this process; `platforms.py` what it computes with and on which
 device, `team.py` on how many threads, `loading.py` the model with its cache, `engine_cache.py`
 the weights it keeps for the next start, `ahead.py` what is begun before torch is imported.

@@ -17,7 +17,7 @@ from kvik.nn.builder import Builder
 from kvik.nn.checkpoint import Checkpoint
 from kvik.nn.engine_folder import MappedStorage, stored_bytes, write_weights
 from kvik.nn.gguf_checkpoint import open_weights
-from kvik.nn.kv_formats import allocate_kv, allocate_states
+from kvik.nn.kv_formats import KVCache, allocate_kv, allocate_states
 from kvik.nn.layers import PooledHead
 from kvik.nn.loader import load_model
 from kvik.nn.storage import FreshStorage, Storage
@@ -165,6 +165,13 @@ def load_share(
         ModelError: as `load_network`.
     """
     runner, groups = config.runner, config.cache.groups
+    if config.model.fallback is not None:
+        from kvik.worker.transformers_model import load_transformers  # few models need it
+
+        parts = platform.parts
+        model = load_transformers(config, parts.dtype, parts.device)
+        nothing = KVCache((), (), {})  # each request has a cache of its own
+        return EngineNetwork(model, parts.ops, parts.backend, groups, nothing)
     if stage is not None:
         groups = stage_groups(groups, stage.layers)
     if seat is not None:

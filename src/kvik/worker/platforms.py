@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kvik.attention.base import AttentionBackend
 from kvik.attention.select import select as select_backend
+from kvik.config.compute import TRANSFORMERS
 from kvik.config.config import ResolvedConfig
 from kvik.config.memory import DRAW_BYTES
 from kvik.errors import ConfigError
@@ -207,6 +208,7 @@ class TorchPlatform:
         if self.joined is not None:
             backend = self.joined.attention(backend)
         self.parts = PlatformParts(device, dtype, ops, PLAIN, DRAW_BYTES, backend, torch.zeros)
+        self._vocab_size = config.model.vocab_size
 
     def graph(
         self, network: EngineNetwork, sizes: StepSizes, *, trees: bool = False, drafts: bool = False
@@ -224,6 +226,20 @@ class TorchPlatform:
     @staticmethod
     def release_freed() -> None:
         torch.cuda.empty_cache()  # does nothing where no GPU was used
+
+
+class TransformersPlatform(TorchPlatform):
+    """torch's own kernels, with forwards by transformers."""
+
+    def graph(
+        self, network: EngineNetwork, sizes: StepSizes, *, trees: bool = False, drafts: bool = False
+    ) -> tuple[Graph, StepInputs]:
+        from kvik.worker.transformers_model import TransformersModel, TransformersSteps
+
+        model = network.model
+        assert isinstance(model, TransformersModel)
+        steps = TransformersSteps(model, self._vocab_size, self.parts.ops)
+        return steps, FreshInputs(self.parts.device)
 
 
 class NativePlatform:
@@ -428,5 +444,6 @@ def platform(
         "native": partial(NativePlatform, memory=memory, seat=seat),
         "triton": partial(TritonPlatform, seat=seat),
         "torch": partial(TorchPlatform, seat=seat),
+        TRANSFORMERS: TransformersPlatform,
     }
     return makers[config.runner.kernels](config)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,6 +33,9 @@ from kvik.worker.sampling_table import SamplingTable
 from kvik.worker.speculator import Speculator
 from kvik.worker.step_inputs import AtOnce, Copies, FixedInputs, PinnedCopies, StepSizes
 from kvik.worker.warm_up import Resting
+
+if TYPE_CHECKING:
+    from kvik.worker.transformers_model import RequestCaches
 
 
 class Worker:
@@ -135,6 +138,13 @@ class Worker:
         self.depth = max(copies.depth, len(runner.stages))
         self.in_turn = speculation is not None
         participants = step_participants(network, table, sampling, device, copies, speculator)
+        self._caches: RequestCaches | None = None
+        if config.model.fallback is not None:
+            from kvik.worker.transformers_model import TransformersSteps  # few models need it
+
+            assert isinstance(graph, TransformersSteps)
+            self._caches = graph.caches
+            participants.insert(0, graph.caches)
         self._runner: ModelRunner | None = ModelRunner(
             network,
             graph,
@@ -202,6 +212,8 @@ class Worker:
     def read(self, plan: SchedulerOutput) -> Tensor:
         """See `ModelRunner.read`."""
         runner = self._ready()
+        if self._caches is not None:
+            self._caches.all_scored = True
         with self._inference():
             return runner.read(plan)
 

@@ -1,0 +1,128 @@
+"""The facts of any model: read by kvik, or by transformers where kvik does not know the model.
+
+transformers needs torch, so a process of its own looks at the model, without its weights, and says
+what it found. Code that lies in the model's folder is run by neither.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvik.child_process import python_command
+from kvik.config.model_source import CONFIG
+from kvik.errors import ConfigError, ModelError
+from kvik.files import is_gguf
+from kvik.model_files import GENERATION_CONFIG, model_files
+from kvik.models.model_spec import ModelSpec
+from kvik.models.registry import ARCHITECTURES
+from kvik.spec.fields import Fields, read_json
+from kvik.spec.layers import LayerSpec
+from kvik.spec.model import MAX_HEADS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, FallbackFacts
+from kvik.spec.rope import MAX_POSITIONS
+
+SECONDS = 300.0  # to import transformers and to make a model without memory, on a busy machine
+MAX_BYTES = 1 << 62
+
+
+def read_spec(path: Path, fallback: str) -> ModelSpec:
+    """Return the facts of a model at a path that `find_model` gave.
+
+    Args:
+        fallback: see `EngineConfig`.
+
+    Raises:
+        ModelError: the files cannot be used, or no one knows the model.
+        ConfigError: transformers is wanted, and is not installed.
+    """
+    try:
+        return model_files(path).spec()
+    except ModelError:
+        if fallback == "none" or is_gguf(path) or not (path / CONFIG).exists():
+            raise
+        names = Fields(read_json(path / CONFIG)).strings("architectures")
+        known = not ARCHITECTURES.keys().isdisjoint(names)
+        try:
+            return fallback_spec(path, ask(path))
+        except ModelError:
+            if not known:
+                raise
+        raise  # what kvik misses in a model that it knows
+
+
+def ask(folder: Path) -> dict[str, Any]:
+    """Return what the library finds in a folder: `transformers_model.model_facts`.
+
+    Raises:
+        ModelError: it cannot run the model.
+        ConfigError: it is not installed.
+    """
+    command = python_command("kvik.worker.transformers_model", str(folder.absolute()))
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise ModelError("model", f"transformers did not read it in {SECONDS:.0f} s") from None
+    line = (done.stdout.splitlines() or [""])[-1]
+    if done.returncode or not line:
+        told = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise ModelError("model", f"transformers cannot read it: {told}")
+    found: dict[str, Any] = json.loads(line)
+    if "field" in found:
+        kind = ConfigError if found["field"] == "fallback" else ModelError
+        raise kind(found["field"], found["message"])
+    return found
+
+
+def fallback_spec(folder: Path, facts: Mapping[str, Any]) -> ModelSpec:
+    """Return the facts of a model that runs through transformers.
+
+    Args:
+        facts: as `ask` returns them.
+
+    Raises:
+        ModelError: they cannot be.
+    """
+    config = read_json(folder / CONFIG)
+    names = Fields(config).strings("architectures")
+    told = Fields(facts, "transformers")
+    vocab = told.integer("vocab_size", 1, MAX_VOCAB)
+    heads = told.integer("num_heads", 1, MAX_HEADS)
+    eos = told.token_ids("eos_token_id", vocab)
+    bos = told.token_ids("bos_token_id", vocab)
+    spec = ModelSpec(
+        architecture=names[0] if names else str(config.get("model_type")),
+        vocab_size=vocab,
+        hidden_size=told.integer("hidden_size", 1, MAX_WIDTH),
+        embedding_size=told.integer("hidden_size", 1, MAX_WIDTH),
+        intermediate_size=told.integer("intermediate_size", 1, MAX_WIDTH),
+        layers=(LayerSpec(),) * told.integer("num_layers", 1, MAX_LAYERS),
+        num_heads=heads,
+        num_kv_heads=told.integer("num_kv_heads", 1, MAX_HEADS),
+        head_dim=told.integer("head_dim", 1, MAX_WIDTH),
+        max_position_embeddings=told.integer("max_position_embeddings", 1, MAX_POSITIONS),
+        norm_eps=0.0,
+        activation="",
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        head_bias=False,
+        qk_norm=False,
+        tie_word_embeddings=told.boolean("tie_word_embeddings", False),
+        dtype=str(facts["dtype"]),
+        bos_token_id=bos[0] if bos else None,
+        eos_token_ids=eos,
+        fallback=FallbackFacts(
+            parameters=told.integer("parameters", 1, MAX_BYTES),
+            cache_numbers=told.integer("cache_numbers", 0, MAX_BYTES),
+            state_bytes=told.integer("state_bytes", 0, MAX_BYTES),
+            scores=told.boolean("scores", True),
+        ),
+    )
+    if (folder / GENERATION_CONFIG).exists():
+        stored = Fields(read_json(folder / GENERATION_CONFIG), GENERATION_CONFIG)
+        spec = replace(spec, eos_token_ids=stored.token_ids("eos_token_id", vocab) or eos)
+    return spec

@@ -1,0 +1,433 @@
+"""Models that kvik does not know, as transformers computes them: one more forward behind the same
+scheduler and the same sampler.
+
+transformers keeps the keys and values, or states, of each request in a cache of its own, which
+grows as the request does. The scheduler's blocks only count that memory; so a request that is
+preempted gives its blocks up, and its cache is computed again. Requests of a step are computed one
+after the other, without padding, so that an answer does not depend on what shares a step.
+
+As a program (`python -m kvik.worker.transformers_model FOLDER`) it prints what a model takes, for
+the plan of a process that does without torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvik.config.config import ResolvedConfig
+from kvik.core.plan import NewRequest
+from kvik.errors import ConfigError, KvikError, ModelError, shown
+from kvik.kernels.ops import Ops
+from kvik.spec.declare import ALL, ForwardContext
+from kvik.spec.fields import read_json
+from kvik.spec.model import DTYPE_BYTES
+from kvik.spec.rope import MAX_POSITIONS
+from kvik.worker.graphs import StepOutput
+from kvik.worker.input_batch import InputBatch
+from kvik.worker.participant import Participant
+
+CACHES = ("past_key_values", "cache_params")  # arguments that hold the cache of a request
+# Where configurations say how long a text may be.
+LENGTHS = (
+    *("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length"),
+    *("max_seq_length", "max_sequence_length", "context_length"),
+)
+MEASURED = (1, 2, 64, 128)  # tokens of the caches that are measured
+PROBE, FIRST = 12, 5  # tokens of a text that is computed in two chunks, and of the first of them
+# By which logits of chunks may differ, relative to their spread. States that are lost differ by 1.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
+
+
+# What a model takes, from its configuration and its classes alone.
+
+
+def model_facts(folder: Path) -> dict[str, Any]:
+    """Return what `ModelSpec` needs to know of a model, as JSON has it. Its weights are not read.
+
+    Raises:
+        ModelError: it is no causal model of transformers, or one that needs code of its folder.
+    """
+    config = read_config(folder)
+    text = config.get_text_config(decoder=True)
+    dtype = str(text.dtype or config.dtype).removeprefix("torch.")
+    model = _empty(config)  # whose dtype it writes into the configuration
+    kept = {id(one): one.numel() for one in (*model.parameters(), *model.buffers())}
+    heads = _whole(text, "num_attention_heads") or 1
+    hidden = _whole(text, "hidden_size") or heads
+    layers = _whole(text, "num_hidden_layers") or 1
+    kv_heads = _whole(text, "num_key_value_heads") or heads
+    head_dim = _whole(text, "head_dim") or max(1, hidden // heads)
+    sizes = _cache_bytes(model)
+    if sizes:
+        steps = (sizes[2] - sizes[1], -(-(sizes[128] - sizes[64]) // 64))
+        each = max(0, *steps)  # windows end growing, and caches that are compressed do so in steps
+        state = max(0, *(size - each * n for n, size in sizes.items()))
+    else:
+        each, state = 2 * layers * kv_heads * head_dim * 2, 0
+    lengths = (_whole(text, name) for name in LENGTHS)
+    return {
+        "vocab_size": _whole(text, "vocab_size"),
+        "hidden_size": hidden,
+        "intermediate_size": _whole(text, "intermediate_size") or 4 * hidden,
+        "num_layers": layers,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": next(filter(None, lengths), MAX_POSITIONS),
+        "dtype": dtype if dtype in DTYPE_BYTES else "float32",
+        "bos_token_id": text.bos_token_id,
+        "eos_token_id": text.eos_token_id,
+        "tie_word_embeddings": bool(config.tie_word_embeddings),
+        "parameters": sum(kept.values()),
+        "cache_numbers": -(-each // 2),
+        "state_bytes": state,
+        "scores": config._attn_implementation == "eager",
+    }
+
+
+def read_config(folder: Path) -> Any:
+    """Return the configuration of a folder, by transformers' own class for it.
+
+    Raises:
+        ModelError: as `model_facts`.
+    """
+    transformers = library()
+    from transformers.models.auto import modeling_auto
+
+    stored = read_json(folder / "config.json")
+    kind, names = stored.get("model_type"), stored.get("architectures") or []
+    known = f"transformers {transformers.__version__}"
+    if kind not in transformers.CONFIG_MAPPING:
+        if stored.get("auto_map"):
+            what = f"must be absent unless {known} knows the model_type, and not {shown(kind)}: "
+            raise ModelError("config.json auto_map", f"{what}code of a model's folder is never run")
+        raise ModelError(
+            "config.json model_type", f"must be one that kvik or {known} knows, not {shown(kind)}"
+        )
+    causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, ())
+    causal = (causal,) if isinstance(causal, str) else tuple(causal)
+    if not isinstance(names, list) or not causal or (names and not set(names) & set(causal)):
+        allowed = f"must be {' or '.join(causal)}" if causal else f"must write text in {known}"
+        raise ModelError("config.json architectures", f"{allowed}, not {shown(names)}")
+    if stored.get("quantization_config"):
+        what = "must be absent: through transformers only plain floats run"
+        raise ModelError("config.json quantization_config", what)
+    try:
+        return transformers.AutoConfig.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        )
+    except Exception as error:
+        raise ModelError("config.json", f"transformers cannot read it: {_line(error)}") from None
+
+
+def library() -> Any:
+    """Return the module `transformers`, quiet.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import transformers
+    except ImportError:
+        what = "needs the library transformers: pip install 'kvik[transformers]'"
+        raise ConfigError("fallback", what) from None
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+def _empty(config: Any) -> Any:
+    """Return the model without memory for its weights."""
+    transformers = library()
+    try:
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=torch.bfloat16, trust_remote_code=False
+            )
+    except Exception as error:
+        raise ModelError("config.json", f"transformers cannot make it: {_line(error)}") from None
+    _cache_name(model)
+    return model.eval()
+
+
+def _cache_name(model: Any) -> str:
+    """Return the argument that holds the cache of a request.
+
+    Raises:
+        ModelError: there is none.
+    """
+    arguments = inspect.signature(model.forward).parameters
+    found = next((name for name in CACHES if name in arguments), None)
+    if found is None or "use_cache" not in arguments:
+        raise _no_cache(model)
+    return found
+
+
+def _no_cache(model: Any) -> ModelError:
+    what = "must be of a causal model that keeps keys and values in a cache of transformers"
+    return ModelError("config.json architectures", f"{what}, not {type(model).__name__}")
+
+
+def _cache_bytes(model: Any) -> dict[int, int]:
+    """Return the bytes of caches of some lengths, in bfloat16; {}: the model cannot be computed
+    without numbers.
+
+    Raises:
+        ModelError: it keeps none.
+    """
+    name, found = _cache_name(model), {}
+    for length in MEASURED:
+        ids = torch.zeros(1, length, dtype=torch.long, device="meta")
+        try:
+            with torch.inference_mode():
+                output = model(input_ids=ids, use_cache=True)
+        except Exception:
+            return {}
+        cache = getattr(output, name, None)
+        if cache is None:
+            raise _no_cache(model)
+        found[length] = sum(tensor.nbytes for tensor in _tensors(cache))
+    return found
+
+
+def _tensors(cache: Any) -> list[Tensor]:
+    """Return all tensors of a cache, whatever class it is of."""
+    found: dict[int, Tensor] = {}
+    seen: set[int] = set()
+    left = [cache]
+    while left:
+        one = left.pop()
+        if isinstance(one, Tensor):
+            found[id(one)] = one
+        elif isinstance(one, (dict, list, tuple)):
+            left += one.values() if isinstance(one, dict) else one
+        elif id(one) not in seen and type(one).__module__.startswith("transformers."):
+            seen.add(id(one))
+            left += vars(one).values()
+    return list(found.values())
+
+
+def _whole(config: Any, name: str) -> int | None:
+    """Return a positive whole number of a configuration, by any of the names that it may have."""
+    value = getattr(config, name, None)
+    return value if type(value) is int and value > 0 else None
+
+
+def _line(error: Exception) -> str:
+    """Return what an error of transformers says, in one line."""
+    return shown(" ".join(str(error).split()) or type(error).__name__)
+
+
+# Running it.
+
+
+class TransformersModel:
+    """A model of transformers, as one that has no layers of kvik.
+
+    Attributes:
+        module: the model itself.
+        cache: see `CACHES`.
+        in_chunks: a text may be computed in chunks of many tokens; else, behind its first chunk,
+            token by token.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.cache = _cache_name(module)
+        arguments = inspect.signature(module.forward).parameters
+        self._keeps = "logits_to_keep" in arguments
+        self.in_chunks = self._goes_on_in_chunks()
+
+    def step(self, ids: Tensor, cache: Any, *, last: bool) -> tuple[Tensor, Any]:
+        """Compute the next tokens of a text.
+
+        Args:
+            ids: [tokens] int64.
+            cache: of the text before them; None: they begin it.
+            last: only the logits of the last token are wanted.
+
+        Returns:
+            [tokens or 1, vocab] fp32, and the cache with these tokens.
+        """
+        if cache is not None and len(ids) > 1 and not self.in_chunks:
+            found = []
+            for token in ids.split(1):
+                logits, cache = self.step(token, cache, last=True)
+                found.append(logits)
+            return found[-1] if last else torch.cat(found), cache
+        options: dict[str, Any] = {self.cache: cache} if cache is not None else {}
+        if last and self._keeps:
+            options["logits_to_keep"] = 1
+        output = self.module(input_ids=ids[None], use_cache=True, **options)
+        cache = getattr(output, self.cache, None)
+        if cache is None:
+            raise _no_cache(self.module)
+        logits = output.logits[0]
+        return (logits[-1:] if last else logits).float(), cache
+
+    def _goes_on_in_chunks(self) -> bool:
+        """Return whether a text in two chunks is computed as if it were one. Some models that keep
+        states begin anew with each chunk of several tokens."""
+        first = next(self.module.parameters())
+        self.in_chunks = True
+        with torch.inference_mode():
+            ids = torch.arange(PROBE, device=first.device) % self.module.config.vocab_size
+            whole, _ = self.step(ids, None, last=True)
+            try:
+                _, cache = self.step(ids[:FIRST], None, last=True)
+                chunked, _ = self.step(ids[FIRST:], cache, last=True)
+            except Exception:
+                return False
+        far = float((whole - chunked).abs().max())
+        return far <= TOLERANCE[first.dtype] * float(whole.std())
+
+    # What else a `Network` does.
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Of rows of `StepOutput.hidden`, which are logits already."""
+        return hidden
+
+    def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
+        raise self._no_layers()
+
+    def enter(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
+        raise self._no_layers()
+
+    def token_inputs(self, ids: Tensor, x: Tensor, ctx: ForwardContext) -> Tensor | None:
+        raise self._no_layers()
+
+    def blocks(self, x: Tensor, ctx: ForwardContext, span: slice = ALL) -> Tensor:
+        raise self._no_layers()
+
+    def leave(self, x: Tensor) -> Tensor:
+        raise self._no_layers()
+
+    @staticmethod
+    def _no_layers() -> ConfigError:
+        return ConfigError("fallback", "must be none where more than tokens of a model is wanted")
+
+
+def load_transformers(
+    config: ResolvedConfig, dtype: torch.dtype, device: torch.device
+) -> TransformersModel:
+    """Load a model, or draw its weights.
+
+    Raises:
+        ModelError: its weights do not fit its configuration.
+    """
+    transformers, runner = library(), config.runner
+    folder = Path(runner.model_path)
+    made, auto = read_config(folder), transformers.AutoModelForCausalLM
+    if runner.load_format == "random":
+        torch.manual_seed(runner.seed)
+        model = auto.from_config(made, dtype=dtype, trust_remote_code=False)
+        return TransformersModel(model.eval().to(device))
+    try:
+        model, found = auto.from_pretrained(
+            folder,
+            config=made,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except Exception as error:
+        raise ModelError("model", f"transformers cannot load it: {_line(error)}") from None
+    if found["missing_keys"]:
+        raise ModelError("model", f"its weights lack {shown(sorted(found['missing_keys'])[0])}")
+    return TransformersModel(model.eval().to(device))
+
+
+class RequestCaches(Participant[None]):
+    """The caches of running requests. Those of requests that ended go with the next step, or when
+    there is nothing to do.
+
+    Attributes:
+        by_slot: of those that have begun.
+        scored: slots that want log probabilities of their prompts.
+        all_scored: every token's logits are wanted.
+    """
+
+    def __init__(self) -> None:
+        self.all_scored = False
+        self.by_slot: dict[int, Any] = {}
+        self.scored: set[int] = set()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in _tensors(list(self.by_slot.values())))
+
+    def enter(self, new: NewRequest) -> None:
+        if new.params.prompt_logprobs is not None:
+            self.scored.add(new.slot)
+
+    def leave(self, slot: int) -> None:
+        self.by_slot.pop(slot, None)
+        self.scored.discard(slot)
+
+
+class TransformersSteps:
+    """The forward of each step, as a `Graph`."""
+
+    def __init__(self, model: TransformersModel, vocab_size: int, ops: Ops) -> None:
+        self._model = model
+        self._vocab_size = vocab_size
+        self._ops = ops
+        self.caches = RequestCaches()
+
+    def prepare(self) -> None:
+        pass
+
+    def rest(self) -> bool:
+        """No request is running, so no cache is wanted any more."""
+        self.caches.by_slot.clear()
+        return False
+
+    def run(self, batch: InputBatch) -> StepOutput:
+        """`hidden` of the output is [tokens, vocab], logits, where a prompt's log probabilities are
+        wanted, else without columns."""
+        slots, starts = batch.slots.tolist(), batch.starts.tolist()
+        rows = {row: index for index, row in enumerate(batch.sampling_rows.tolist())}
+        caches, scored, device = self.caches.by_slot, self.caches.scored, batch.input_ids.device
+        if self.caches.all_scored:
+            scored = set(slots)
+        width = 0 if scored.isdisjoint(slots) else self._vocab_size
+        hidden = torch.empty(starts[-1], width, device=device)
+        logits = torch.empty(len(rows), self._vocab_size, device=device)
+        try:
+            for row, slot in enumerate(slots):
+                start, end = starts[row], starts[row + 1]
+                begins = int(batch.ends[row]) == end - start
+                cache, every = None if begins else caches[slot], slot in scored
+                ids = batch.input_ids[start:end]
+                found, caches[slot] = self._model.step(ids, cache, last=not every)
+                if every:
+                    hidden[start:end] = found
+                if row in rows:
+                    logits[rows[row]] = found[-1]
+        except BaseException:
+            for slot in slots:  # of some layers they may have more tokens than of others
+                caches.pop(slot, None)
+            raise
+        return StepOutput(hidden, logits, *self._ops.largest(logits))
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        facts = model_facts(Path(arguments[0]))
+    except KvikError as error:
+        facts = {"field": error.field, "message": error.message}
+    print(json.dumps(facts))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
