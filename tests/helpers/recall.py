@@ -1,0 +1,81 @@
+"""Texts that hide pairs of a key and a value in filler and ask for one of them at the end, and the
+small model that answers (`tests/data/recall`, trained by `tools/train_recall.py`).
+
+What a cache forgets cannot be answered: `recall(llm, ...)` is the share of right answers. Tokens
+are ids; there is no tokenizer.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvik import LLM
+
+MODEL = Path(__file__).parents[1] / "data" / "recall"
+BEGIN, ASK = 0, 1
+FILLER, KEYS, VALUES = range(2, 64), range(64, 96), range(96, 128)
+VOCAB, CONTEXT = 128, 1024
+QUESTION = 2  # tokens at the end of a text: ASK and a key
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A text that ends with a question.
+
+    Attributes:
+        token_ids: begin with BEGIN and end with ASK and a key.
+        answer: the token that should come next.
+        distance: tokens from the value that is asked for to the end of the text, both included.
+    """
+
+    token_ids: tuple[int, ...]
+    answer: int
+    distance: int
+
+
+def hide(dice: random.Random, length: int, pairs: int, distance: range | None = None) -> Question:
+    """Return a text of `length` tokens with `pairs` pairs, of which one is asked for.
+
+    Args:
+        distance: where the value that is asked for may stand, see `Question`; None: anywhere.
+    """
+    free = range(1, length - QUESTION - 1)  # where a key may stand, its value behind it
+    wanted = free if distance is None else range(length - distance[-1] - 1, length - distance[0])
+    wanted = range(max(wanted.start, free.start), min(wanted.stop, free.stop))
+    places = [dice.choice(wanted)]
+    while len(places) < pairs:
+        place = dice.choice(free)
+        if all(abs(place - other) > 1 for other in places):
+            places.append(place)
+    text = [BEGIN, *dice.choices(FILLER, k=length - 1)]
+    keys, values = dice.sample(KEYS, pairs), dice.choices(VALUES, k=pairs)
+    for place, key, value in zip(places, keys, values, strict=True):
+        text[place : place + 2] = key, value
+    text[-QUESTION:] = ASK, keys[0]
+    return Question(tuple(text), values[0], length - 1 - places[0])
+
+
+def questions(
+    count: int, length: int, pairs: int = 16, distance: range | None = None, seed: int = 0
+) -> list[Question]:
+    """Return texts that are the same in each run. For the arguments see `hide`."""
+    dice = random.Random(f"{seed} {length} {pairs} {distance}")
+    return [hide(dice, length, pairs, distance) for _ in range(count)]
+
+
+def recall(llm: LLM, asked: Sequence[Question]) -> float:
+    """Return the share of questions that a model answers, by its most likely token."""
+    from kvik import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    outputs = llm.generate([list(one.token_ids) for one in asked], params)
+    right = [
+        output.outputs[0].token_ids == [one.answer]
+        for one, output in zip(asked, outputs, strict=True)
+    ]
+    return sum(right) / len(right)
