@@ -120,6 +120,14 @@ def plain_of(width: int) -> torch.Tensor:
 
 YARN = RopeSpec("yarn", 1e4, 32.0, 4096)
 LLAMA3 = RopeSpec("llama3", 5e5, 8.0, 8192)
+LONGROPE = RopeSpec(
+    "longrope",
+    1e4,
+    32.0,
+    4096,
+    short_factors=(1.0,) * 48,
+    long_factors=tuple(1.0 + i / 0.75 for i in range(48)),
+)
 QUERIES = RopeSpec("yarn", 1e6, 16.0, 16_384, mscale=1.0, mscale_all_dim=1.0, query_beta=0.1)
 
 
@@ -130,7 +138,10 @@ QUERIES = RopeSpec("yarn", 1e6, 16.0, 16_384, mscale=1.0, mscale_all_dim=1.0, qu
         (RopeSpec(theta=5e6), 128, 1 << 20, False),
         (RopeSpec(theta=1e4), 128, 4_000_000, False),
         (LLAMA3, 128, 4_000_000, False),
+        (YARN, 128, 131_072, False),
         (YARN, 128, 4_000_000, False),
+        (LONGROPE, 96, 131_072, False),
+        (LONGROPE, 96, 1 << 20, False),
         (QUERIES, 128, 4_000_000, True),
         (replace(QUERIES, original_max_position=48), 8, 5000, True),  # tables of 16 rests
         (RopeSpec(theta=1e4), 4, 1 << 30, False),

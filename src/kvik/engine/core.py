@@ -156,7 +156,7 @@ class EngineCore:
             CapacityError: it can never fit, or the queue is full.
         """
         self.check(request)
-        params, prompt = request.params, list(request.prompt_token_ids)
+        params, prompt = request.params, request.prompt_token_ids
         self.scheduler.waiting.check_room(params.n, params.n * len(prompt))
         seed = params.seed
         if seed is None:

@@ -186,8 +186,9 @@ class OutputTokens(Participant[LaunchedTokens]):
             self.newest = NewestTokens(len(table.num_tokens), device)
 
     def enter(self, new: NewRequest) -> None:
-        prompt = new.token_ids[: new.num_prompt_tokens]
-        output = new.token_ids[new.num_prompt_tokens :]
+        prompt, output = new.token_ids, new.token_ids[new.num_prompt_tokens :]
+        if output:  # else the prompt, which may be long, is not copied
+            prompt = prompt[: new.num_prompt_tokens]
         self.sampling.set(new.slot, new.params, new.seed, prompt, output, new.stop_ids)
 
     def leave(self, slot: int) -> None:

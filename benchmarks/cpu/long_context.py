@@ -1,0 +1,254 @@
+"""What a context of 128k costs: memory while a prompt of 100,000 tokens is read in chunks, and
+tokens a second of prompts and of decoding at each context, beside what the planner predicts.
+
+    python benchmarks/cpu/long_context.py [--scalings yarn longrope llama3]
+        [--contexts 4096 8192 16384 32768 65536 100000] [--threads N] [--rounds 1]
+        [--calibration FILE] [--json FILE]
+
+The model has random weights (2 layers of width 512, 8 query and 2 key/value heads of 64, bf16) and
+a trained context stretched to 131,072 positions in each of three ways, one process for each. One
+text is read as far as each context in turn: what was read before is in the prefix cache, so each
+token is computed once, in chunks as the engine plans them; at each context it decodes 32 tokens. A
+step's time is the engine's own. Predictions are those of `kvik plan`, with the calibration of this
+machine and its peak and read rates just before and after; the calibration's own with `--threads 1`,
+where times are those of the processor, so that other programs on the machine disturb less.
+
+Columns: tokens a second of the chunks before each context, and of decoding there, each with
+predicted over measured in brackets; resident memory, its peak since the context before, and what is
+left of the peak without keys and values. "!": other processes took more than 5 % of the cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+POSITIONS, CONTEXTS, STEPS = 131_072, (4096, 8192, 16_384, 32_768, 65_536, 100_000), 32
+SIZES = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 8192,
+    "max_position_embeddings": POSITIONS,
+    "dtype": "bfloat16",
+}
+PAIRS = SIZES["head_dim"] // 2
+SCALINGS: dict[str, dict[str, Any]] = {
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768},
+    "longrope": {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * PAIRS,
+        "long_factor": [1.0 + 31.0 * i / (PAIRS - 1) for i in range(PAIRS)],
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+    },
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 16.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--scalings", nargs="+", choices=SCALINGS, default=list(SCALINGS))
+    parser.add_argument("--contexts", nargs="+", type=int, default=CONTEXTS)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--calibration", type=Path, help="a saved one, in place of a new one")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(measure(args.one, args.contexts, args.calibration)))
+        return
+    found: dict[str, list[dict[str, Any]]] = {}
+    with tempfile.TemporaryDirectory() as work:
+        calibration = args.calibration or Path(work) / "calibration.json"
+        if not args.calibration:
+            calibrate(args.threads, calibration)
+        for _ in range(args.rounds):
+            for scaling in args.scalings:
+                folder = Path(work) / scaling
+                folder.mkdir(exist_ok=True)
+                rope = {"rope_theta": 500_000.0, **SCALINGS[scaling]}
+                config = json.dumps({**SIZES, "rope_parameters": rope})
+                (folder / "config.json").write_text(config)
+                command = [sys.executable, __file__, "--one", str(folder)]
+                command += ["--calibration", str(calibration), "--contexts"]
+                command += map(str, args.contexts)
+                done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+                rows = json.loads(done.stdout.splitlines()[-1])
+                found.setdefault(scaling, []).extend(rows)
+                report(scaling, rows)
+        if args.rounds > 1:
+            for scaling, rows in found.items():
+                report(f"{scaling}, medians of {args.rounds} rounds", medians(rows))
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1))
+
+
+def calibrate(threads: int | None, path: Path) -> None:
+    from kvik.config.hardware import detect
+    from kvik.planner.calibration import save
+    from kvik_bench.machine.calibrate import calibrate
+    from kvik_bench.machine.stage import FULL
+
+    hardware = detect()
+    found, remarks = calibrate(hardware, threads or hardware.cores, FULL, lambda share, what: None)
+    print(f"calibrated: {found.bandwidth / 1e9:.1f} GB/s", *remarks, sep="\n  ", flush=True)
+    save(found, path)
+
+
+def medians(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one row for each context."""
+    found = []
+    for context in dict.fromkeys(row["context"] for row in rows):
+        alike = [row for row in rows if row["context"] == context]
+        found.append({name: median(row[name] for row in alike) for name in alike[0]})
+    return found
+
+
+def report(title: str, rows: list[dict[str, Any]]) -> None:
+    print(f"\n{title}\n{'context':>8}{'prompt tok/s':>18}{'decode tok/s':>18}{'MiB':>8}{'peak':>8}")
+    for row in rows:
+        ratios = [row[f"{kind}_predicted"] / row[kind] for kind in ("prompt", "decode")]
+        print(
+            f"{row['context']:8}{row['prompt']:11.0f} ({ratios[0]:.2f})"
+            f"{row['decode']:11.1f} ({ratios[1]:.2f}){row['resident'] / 2**20:8.1f}"
+            f"{row['peak'] / 2**20:8.1f}{(row['peak'] - row['kv']) / 2**20:8.1f}"
+            f"{' !' if row['others'] > 0.05 else ''}",
+            flush=True,
+        )
+
+
+def measure(folder: Path, contexts: list[int], calibration: Path) -> list[dict[str, Any]]:
+    """In a process of its own: a row for each context."""
+    from kvik.config.config import EngineConfig
+    from kvik.config.hardware import detect
+    from kvik.core.sampling_params import SamplingParams
+    from kvik.core.types import EngineRequest
+    from kvik.engine.loop import LoopObserver
+    from kvik.launch import load_loop, resolve_config
+    from kvik.planner.calibration import ReadRate, load
+    from kvik.planner.devices import Setting, cpu_device
+    from kvik.planner.families import read_shape
+    from kvik.planner.formats import weight_format
+    from kvik.planner.roofline import decode, prefill, step_time
+    from kvik_bench.inprocess.rounds import Watch
+    from kvik_bench.machine.calibrate import make_stage
+    from kvik_bench.machine.stage import FULL
+
+    facts = load(calibration)
+    threads = facts.machine.threads
+    kernels = "torch" if facts.machine.kernels == "torch" else "native"
+    shape = replace(read_shape(str(folder)), kernels=kernels)
+    resolved = resolve_config(
+        EngineConfig(
+            str(folder),
+            load_format="random",
+            device="cpu",
+            dtype="bfloat16",
+            threads=threads,
+            max_num_seqs=1,
+            max_model_len=POSITIONS,
+        )
+    )
+    limits = make_stage(detect(), threads, FULL).limits
+    form = weight_format(resolved.runner.dtype, "none")
+    loop = load_loop(resolved)
+    steps: list[tuple[int, float]] = []  # tokens and seconds of each
+
+    class Times(LoopObserver):
+        def planned(self, plan: Any, now: float) -> None:
+            if plan is not None:
+                self.tokens, self.began = plan.num_tokens, time.process_time()
+
+        def finished(self, output: Any, now: float) -> None:
+            taken = time.process_time() - self.began if threads == 1 else output.seconds
+            steps.append((self.tokens, taken))
+
+    loop.watch(Times())
+    dice = random.Random(0)
+    text = [dice.randrange(3, 8192) for _ in range(max(contexts))]
+
+    def run(length: int, output: int) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+        loop.add(EngineRequest(f"{length} {output}", text[:length], params))
+        while loop.has_work:
+            loop.step()
+
+    def speeds() -> list[float]:
+        """Read rates, and the cores' speed."""
+        peak = sum(limits.peak("bf16") for _ in range(3)) / 3
+        return [*(limits.read_rate(r.bytes) for r in facts.reads), peak / facts.peaks["bf16"]]
+
+    run(256, 8)
+    speeds()
+    rows = []
+    each = sum(group.bytes_per_token for group in resolved.cache.groups)
+    for context in contexts:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        steps.clear()
+        before, watch = speeds(), Watch()
+        run(context, STEPS + 1)
+        others = watch.others()
+        *rates, speed = (sum(pair) / 2 for pair in zip(before, speeds(), strict=True))
+        reads = tuple(ReadRate(r.bytes, rate) for r, rate in zip(facts.reads, rates, strict=True))
+        now = facts if threads == 1 else facts.at(reads, speed)
+        at = Setting(cpu_device(now, facts.machine, 0), form, "bf16")
+        chunks = [step for step in steps if step[0] > 1]
+        decoding = [seconds for tokens, seconds in steps if tokens == 1]
+        new = sum(tokens for tokens, _ in chunks)
+        cached, expected = context - new, 0.0
+        for tokens, _ in chunks:
+            expected += step_time(shape, at, prefill(tokens, cached)).expected
+            cached += tokens
+        status = dict(
+            line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines()
+        )
+        step = decode(1, context + STEPS // 2)
+        rows.append(
+            {
+                "context": context,
+                "prompt": new / sum(seconds for _, seconds in chunks),
+                "prompt_predicted": new / expected,
+                "decode": 1 / median(decoding),
+                "decode_predicted": 1 / step_time(shape, at, step).expected,
+                "resident": int(status["VmRSS"].split()[0]) * 1024,
+                "peak": int(status["VmHWM"].split()[0]) * 1024,
+                "kv": each * (context + STEPS),
+                "others": others,
+                "speed": speed,
+                "parts": {
+                    part.name: part.expected
+                    for part in step_time(shape, at, prefill(chunks[-1][0], cached)).parts
+                },
+                "last_chunk": chunks[-1],
+            }
+        )
+    loop.close()
+    return rows
+
+
+if __name__ == "__main__":
+    main()
