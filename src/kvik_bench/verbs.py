@@ -5,6 +5,7 @@ VERBS = {
     "compare": ("kvik_bench.cli.compare", "models and formats: size, quality and speed"),
     "spec-report": ("kvik_bench.inprocess.speculation", "what guessing ahead gains a model here"),
     "calibrate": ("kvik_bench.cli.calibrate", "measure what this machine can do"),
+    "simulate": ("kvik_bench.cli.simulate", "what replicas do with a load, computing nothing"),
     "bench latency": ("kvik_bench.inprocess.latency", "time one batch at a time"),
     "bench throughput": ("kvik_bench.inprocess.throughput", "tokens a second of many requests"),
     "bench serve": ("kvik_bench.cli.serve", "put a load on a server by its URL"),

@@ -6,5 +6,5 @@
 (service, slots and blocks between tenants) and `kv_manager.py` (block tables), which draws on
 `block_pool.py` (blocks and the prefix cache), `pins.py` (pinned prefixes) and `checkpoints.py`
 (copies of states). `step_clock.py` says how long steps take, `work.py` what they compute;
-`invariants.py` audits all that.
+`invariants.py` audits all that. `routing.py` chooses among several engines.
 """

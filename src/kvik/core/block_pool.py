@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 
 from kvik.core.config import RESERVED_BLOCKS
@@ -42,6 +43,57 @@ NULL_BLOCK = 0  # never allocated: stands for "no block" in tables and absorbs p
 BlockKey = tuple[int, bytes]  # KV group, chained hash of the tokens up to the block's end
 
 
+# What a router has to know of a prefix cache.
+
+
+@dataclass(frozen=True, slots=True)
+class ContentChanges:
+    """What became of the contents of a pool since the changes before.
+
+    Attributes:
+        number: of these changes, one more than that of those before.
+        stored, removed: hashes of blocks that can be matched now, and of those that cannot.
+        cleared: nothing of what was told before holds.
+    """
+
+    number: int
+    stored: list[bytes]
+    removed: list[bytes]
+    cleared: bool = False
+
+
+class ContentLog:
+    """Collects the changes of one KV group's contents. Of each hash only the last one counts."""
+
+    def __init__(self, group: int = 0) -> None:
+        self.group = group
+        self._number = 0
+        self._changes: dict[bytes, bool] = {}  # whether it can be matched
+        self._cleared = True
+
+    def note(self, key: BlockKey, *, stored: bool) -> None:
+        """A content was published or withdrawn."""
+        group, content = key
+        if group == self.group:
+            self._changes[content] = stored
+
+    def restart(self, contents: Iterable[BlockKey] = ()) -> None:
+        """Forget what was told, and collect all that there is."""
+        self._cleared = True
+        self._changes = {content: True for group, content in contents if group == self.group}
+
+    def take(self) -> ContentChanges | None:
+        """Return the changes since the last call; None: there are none."""
+        if not self._changes and not self._cleared:
+            return None
+        changes, cleared = self._changes, self._cleared
+        self._changes, self._cleared = {}, False
+        self._number += 1
+        stored = [content for content, there in changes.items() if there]
+        removed = [content for content, there in changes.items() if not there]
+        return ContentChanges(self._number, stored, [] if cleared else removed, cleared)
+
+
 class BlockPool:
     """Owns every block id of one KV cache.
 
@@ -77,6 +129,13 @@ class BlockPool:
         self._touched = bytearray(size)
         self.num_touched = 0
         self.num_given_back = 0  # since the start
+        self._log: ContentLog | None = None
+
+    def log_to(self, log: ContentLog | None) -> None:
+        """Note all changes of contents in a log from now on, which begins with all there are."""
+        self._log = log
+        if log is not None:
+            log.restart(self._index)
 
     def allocate(self, count: int) -> list[int]:
         """Allocate `count` blocks with one reference each, forgetting their contents."""
@@ -162,6 +221,8 @@ class BlockPool:
         else:
             self._keys[block] = key
             self._index[key] = block
+            if self._log is not None:
+                self._log.note(key, stored=True)
 
     def forget(self, block: int) -> None:
         """Withdraw a block's content from the index: it must not be matched any more."""
@@ -177,6 +238,8 @@ class BlockPool:
         for block in self._index.values():
             self._keys[block] = None
         self._index.clear()
+        if self._log is not None:
+            self._log.restart()
         self._copies.clear()
         self._copies_of.clear()
         return count
@@ -248,6 +311,8 @@ class BlockPool:
         copies = self._copies_of.get(key)
         if copies is None:
             del self._index[key]
+            if self._log is not None:
+                self._log.note(key, stored=False)
             return
         copy = next(iter(copies))
         self._drop_copy(copy)

@@ -1,0 +1,158 @@
+"""`kvik simulate [MODEL]`: what replicas do with a load, without computing anything.
+
+The scheduler, the prefix cache and the router are the real ones; how long a step takes comes from
+the planner's roofline of the model on the hardware.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict, dataclass, replace
+
+from kvik.cli.flags import Parser, add_model, add_option_flags, given_options
+from kvik.cli.terminal import say, say_report
+from kvik.errors import ConfigError
+from kvik.options import Integer, Text, normalised, option
+from kvik.planner.cost import columns, count, seconds
+from kvik.planner.families import read_shape
+from kvik.planner.memory import laid_out, memory_of
+from kvik.planner.plan import Question, check_question, find_machine, setting_of
+from kvik.planner.roofline import decode, prefill, step_time
+from kvik_bench.simulation import Outcome, SimulatedEngine, StepCost, Traffic, simulate
+
+POLICIES = ("prefix", "round-robin")
+CONTEXT, BATCH, CHUNK = 4096, 32, 2048  # of the steps whose times are asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """What answers in `kvik simulate`."""
+
+    hardware: str = option("this", Text(), "h200, a100-80g, rtx4090, ..., this, or a file")
+    replicas: int = option(8, Integer(1, 4096), "engines, each with all of the model")
+    num_blocks: int | None = option(
+        None, Integer(1, 1 << 31), "KV blocks of each; None: what its memory holds"
+    )
+    block_size: int = option(16, Integer(1, 1024), "tokens per KV block")
+    max_num_seqs: int = option(64, Integer(1, 65_536), "requests that each runs at the same time")
+    max_num_batched_tokens: int = option(2048, Integer(1, 1 << 20), "token budget of a step")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        "simulate",
+        "[MODEL]",
+        "Run a load of conversations on simulated replicas, and compare routing by prefixes with "
+        "routing in turn. Loads nothing.",
+    )
+    add_model(parser, "a folder, hub id or config.json")
+    add_option_flags(parser, "the engines", Replicas)
+    add_option_flags(parser, "the load", Traffic)
+    parser.add_argument("--json", action="store_true", help="one JSON object in place of text")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    asked = Replicas(**given_options(Replicas, arguments))
+    asked = replace(asked, **normalised(asked, ConfigError))
+    traffic = Traffic(**given_options(Traffic, arguments))
+    traffic = replace(traffic, **normalised(traffic, ConfigError))
+    engine = simulated(arguments.model, asked)
+    found: list[tuple[Outcome, float]] = []
+    for policy in POLICIES:
+        began = time.perf_counter()
+        outcome = simulate(traffic, engine, asked.replicas, policy, time.perf_counter)
+        found.append((outcome, time.perf_counter() - began))
+    if arguments.json:
+        say(json.dumps([{**_figures(outcome), "simulated_in": took} for outcome, took in found]))
+    else:
+        say_report(as_text(asked, traffic, engine, found))
+    return 0
+
+
+def simulated(model: str, asked: Replicas) -> SimulatedEngine:
+    """Return an engine of a model on some hardware, whose steps take what the planner expects.
+
+    Raises:
+        ConfigError: the speed of the hardware is not known, or the model does not fit.
+    """
+    shape = read_shape(model)
+    device, hardware = find_machine(asked.hardware)
+    question = Question(model, asked.hardware, context=min(CONTEXT, shape.max_context))
+    at = setting_of(
+        shape, device, check_question(question, shape, exact=device.kind == "cpu"), hardware
+    )
+    shape = laid_out(shape, at)
+    step = step_time(shape, at, decode(1, 1)).expected
+    token = (step_time(shape, at, prefill(CHUNK)).expected - step) / CHUNK
+    context = at.context
+    longer, shorter = (
+        step_time(shape, at, decode(BATCH, size)).expected
+        for size in (context, max(1, context // 4))
+    )
+    key = max(0.0, longer - shorter) / (BATCH * max(1, context - context // 4))
+    memory = memory_of(shape, at)
+    left = memory.limit - memory.weights - memory.activations - memory.runtime
+    blocks = asked.num_blocks or left // max(1, memory.kv_per_token * asked.block_size)
+    if blocks < 1:
+        raise ConfigError("hardware", f"{device.name} holds the weights and no KV block beside")
+    return SimulatedEngine(
+        blocks,
+        asked.block_size,
+        asked.max_num_seqs,
+        asked.max_num_batched_tokens,
+        StepCost(step, max(token, 0.0), key),
+    )
+
+
+def _figures(outcome: Outcome) -> dict[str, object]:
+    figures = asdict(outcome)
+    chosen = sorted(figures.pop("chosen"))
+    del figures["first_tokens"]
+    return {
+        **figures,
+        "imbalance": outcome.imbalance,
+        "ttft_p50": outcome.ttft(0.5),
+        "ttft_p99": outcome.ttft(0.99),
+        "choice_p50": chosen[len(chosen) // 2] if chosen else None,
+        "choice_p99": chosen[len(chosen) * 99 // 100] if chosen else None,
+    }
+
+
+def as_text(
+    asked: Replicas, traffic: Traffic, engine: SimulatedEngine, found: list[tuple[Outcome, float]]
+) -> str:
+    """Return the outcomes for people."""
+    cost = engine.cost
+    head = (
+        f"{asked.replicas} replicas of {count(engine.blocks)} blocks, {count(traffic.requests)} "
+        f"turns at {traffic.rate:g}/s; a step takes {seconds(cost.step)} + {seconds(cost.token)} a "
+        f"token + {seconds(cost.key)} a key"
+    )
+    ideal = found[0][0].ideal_tokens / max(1, found[0][0].prompt_tokens)
+    rows = [
+        ["", "prefix hits", "of one cache", "busiest", "busy", "TTFT p50", "p99", "preempted", "in"]
+    ]
+    for outcome, took in found:
+        rows.append(
+            [
+                outcome.policy,
+                f"{outcome.hit_rate:.1%}",
+                f"{outcome.hit_tokens / max(1, outcome.ideal_tokens):.2f}",
+                f"{outcome.imbalance:.2f} x mean",
+                f"{sum(outcome.busy) / len(outcome.busy) / max(outcome.seconds, 1e-9):.0%}",
+                seconds(outcome.ttft(0.5)),
+                seconds(outcome.ttft(0.99)),
+                str(outcome.preemptions),
+                f"{took:.1f} s",
+            ]
+        )
+    rows.append(["one cache", f"{ideal:.1%}", "1.00", "", "", "", "", "", ""])
+    lines = [head, *columns(rows, "<" + ">" * 8)]
+    chosen = sorted(found[0][0].chosen)
+    if chosen:
+        p50, p99 = chosen[len(chosen) // 2], chosen[len(chosen) * 99 // 100]
+        lines.append(f"a choice took {seconds(p50)} (p50), {seconds(p99)} (p99)")
+    return "\n".join(lines)
