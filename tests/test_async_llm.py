@@ -383,7 +383,7 @@ async def test_closing_ends_what_runs_and_what_waits(faked):
 @pytest.mark.full
 async def test_a_killed_process_is_started_again_and_takes_what_had_not_begun():
     async with engine_of("process", max_num_seqs=1) as engine:
-        pid = engine.client._source.pid
+        pid = engine.client.source.pid
         stream = engine.generate("Once", LONG)
         await anext(stream)
         waiting = asyncio.create_task(engine.generate("The king", GREEDY).result())
@@ -393,5 +393,5 @@ async def test_a_killed_process_is_started_again_and_takes_what_had_not_begun():
         with pytest.raises(RuntimeError):
             await stream.result()
         assert (await waiting).num_output_tokens == 8
-        assert engine.client._source.pid != pid
+        assert engine.client.source.pid != pid
         await at_rest(engine)

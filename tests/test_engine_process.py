@@ -109,7 +109,7 @@ def test_a_recording_that_cannot_be_made_fails_with_the_reason(resolved, tmp_pat
 @pytest.mark.full
 def test_ctrl_c_and_a_hang_up_do_not_end_the_engine_process(resolved):
     async def test(client, deltas):
-        pid = client._source.pid
+        pid = client.source.pid
         await until(client, EngineState.READY)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             subprocess.run(["kill", f"-{number}", str(pid)], check=True)
@@ -117,7 +117,7 @@ def test_ctrl_c_and_a_hang_up_do_not_end_the_engine_process(resolved):
         while client.num_unfinished:
             await asyncio.sleep(0.005)
         assert deltas[-1].finish_reason is FinishReason.LENGTH
-        assert client._source.pid == pid
+        assert client.source.pid == pid
 
     in_process(resolved, test)
 

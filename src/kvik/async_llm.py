@@ -32,13 +32,13 @@ from kvik.engine.output import (
     merged,
     score_output,
 )
-from kvik.engine.remote import RemoteClient
+from kvik.engine.remote import EngineClient, RemoteClient
 from kvik.engine.sources import ThreadSource
 from kvik.engine.stats import EngineStats
 from kvik.engine.thread import LOOKAHEAD
 from kvik.engine_process import engine_in_process
 from kvik.errors import ConfigError, OverloadError, ParamError, shown
-from kvik.launch import load_loop, load_tokenizer, resolve_config
+from kvik.launch import check_one_engine, load_loop, load_tokenizer, resolve_config
 from kvik.llm import (
     Message,
     Prompt,
@@ -95,8 +95,9 @@ class AsyncLLM:
         limit = self.resolved.scheduler.max_model_len
         self.texts = Texts(tokenizer, limit, model=self.resolved.model)
         if engine == "process":
-            self.client = engine_in_process(self.resolved, sys.stderr.write)
+            self.client: EngineClient = engine_in_process(self.resolved, sys.stderr.write)
         else:
+            check_one_engine(self.resolved)
             source = ThreadSource(partial(load_loop, self.resolved))
             self.client = RemoteClient(self.resolved, source)
         self._processor = OutputProcessor(tokenizer)

@@ -12,13 +12,17 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from mmap import mmap
 from pathlib import Path
 
 from kvik.child_process import live_with_parent, python_command
 from kvik.config.config import ResolvedConfig
+from kvik.core.types import derive_seed
 from kvik.engine.host import host_engine
-from kvik.engine.remote import RemoteClient
+from kvik.engine.remote import EngineClient, RemoteClient
 from kvik.engine.sources import Supervisor, restart_policy
 from kvik.engine.wire import EngineStart, HostSocket, to_start
 from kvik.launch import load_loop
@@ -28,17 +32,47 @@ log = logging.getLogger(__name__)
 
 def engine_in_process(
     resolved: ResolvedConfig, relay: Callable[[str], object], record: Path | None = None
-) -> RemoteClient:
-    """For an event loop. Nothing is loaded before the client is started; what does not load then
+) -> EngineClient:
+    """Return a client of an engine, or of as many as `data_parallel_size` says.
+
+    It is for an event loop. Nothing is loaded before the client is started; what does not load then
     makes it fail.
 
     Args:
         relay: takes what the child prints. It is called in the event loop, and must not block.
         record: file that what happens is written to, for `kvik replay`.
     """
-    command = python_command(__name__)
-    start = EngineStart(resolved, None if record is None else str(record))
-    return RemoteClient(resolved, Supervisor(command, start, restart_policy(resolved), relay))
+    command, policy = python_command(__name__), restart_policy(resolved)
+    count = resolved.runner.replicas
+    if count == 1:
+        start = EngineStart(resolved, None if record is None else str(record))
+        return RemoteClient(resolved, Supervisor(command, start, policy, relay))
+    from kvik.engine.replicas import Replicas
+
+    clients = []
+    for i, cores in enumerate(_cores(count)):
+        file = None if record is None else str(record.with_name(f"{record.name}.{i}"))
+        start = EngineStart(_replica(resolved, i), file, cores, reports=True)
+        source = Supervisor(command, start, policy, relay)
+        clients.append(RemoteClient(start.config, source, name=f"replica {i}"))
+    return Replicas(resolved, clients)
+
+
+def _replica(resolved: ResolvedConfig, number: int) -> ResolvedConfig:
+    """Return the settings of one replica: seeds and GPUs of its own."""
+    runner = resolved.runner
+    device = runner.device_of(number * runner.ranks)
+    seed = derive_seed(resolved.seed, number)
+    return replace(resolved, seed=seed, runner=replace(runner, device=device))
+
+
+def _cores(count: int) -> list[tuple[int, ...]]:
+    """Return the cores of each replica; () where there are too few, or it cannot be said."""
+    cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
+    if len(cores) < count:
+        return [()] * count
+    edges = [len(cores) * i // count for i in range(count + 1)]
+    return [tuple(cores[low:high]) for low, high in pairwise(edges)]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -70,7 +104,10 @@ def beat(file: int) -> object:
 def _serve(line: HostSocket) -> int:
     start = _first_message(line)
     record = None if start.record is None else Path(start.record)
-    return 0 if host_engine(lambda: load_loop(start.config, record), line) else 1
+    if start.cores and sys.platform == "linux":
+        os.sched_setaffinity(0, start.cores)
+    load = partial(load_loop, start.config, record)
+    return 0 if host_engine(load, line, reports=start.reports) else 1
 
 
 def _first_message(line: HostSocket) -> EngineStart:

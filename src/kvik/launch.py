@@ -165,6 +165,7 @@ def start(
     Raises:
         KvikError: the model cannot be used, or the file not be written.
     """
+    check_one_engine(resolved)
     default_params = model_files(Path(resolved.runner.model_path)).default_params()
     runner = resolved.runner
     # The tokenizer's library keeps Python's lock, so no other Python runs meanwhile. That delays
@@ -187,6 +188,16 @@ def start(
             raise
     client = InprocClient(loop, sleep)
     return Engine(resolved, client, tokenizer, default_params, loop.executor)
+
+
+def check_one_engine(resolved: ResolvedConfig) -> None:
+    """
+    Raises:
+        ConfigError: several engines are asked for where one computes in this process.
+    """
+    if resolved.runner.replicas > 1:
+        told = "kvik serve and AsyncLLM have several, each in a process of its own"
+        raise ConfigError("data_parallel_size", f"must be 1 for an engine in this process: {told}")
 
 
 def load_loop(

@@ -71,7 +71,14 @@ ALLOWED: dict[str, set[str]] = {
     "ray_launcher": {"config", "rank_process", "stage_process"},
     "links": {"version"},
     # The engine in a process of its own, behind a socket: both ends.
-    "engine_process": {"config", "child_process", "engine", "launch", "kernels.cpu._native"},
+    "engine_process": {
+        "config",
+        "core",
+        "child_process",
+        "engine",
+        "launch",
+        "kernels.cpu._native",
+    },
     "llm": {
         "config",
         "core",

@@ -244,6 +244,22 @@ def test_the_picture_has_all_figures() -> None:
     assert row.split()[:9] == ["7", "decode", "17+5", "2.0", "s", "3.0", "s", "5.0", "s"]
 
 
+def test_several_engines_have_a_row_each() -> None:
+    frame = engine_frame()
+    stats, rates = frame["live"]["stats"], frame["live"]["rates"]
+    one = {"number": 0, "state": "ready", "reason": "", "draining": False, "starts": 1}
+    away = {"number": 1, "state": "restarting", "stats": None, "rates": None}
+    frame["replicas"] = [
+        {**one, "unfinished": 1, "stats": stats, "rates": rates},
+        {**one, "unfinished": 0, **away},
+        {**one, "number": 2, "draining": True, "stats": stats, "rates": rates},
+    ]
+    rows = [line.split() for line in shown(picture(frame, 120)).splitlines()]
+    assert ["0", "ready", "1", "0", "50%", "25%", "321/s", "2,048/s"] in rows
+    assert ["1", "restarting", "-", "-", "-", "-", "-", "-"] in rows
+    assert ["2", "draining", "1", "0", "50%", "25%", "321/s", "2,048/s"] in rows
+
+
 @pytest.mark.parametrize("width", [20, 80, 200])
 def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     frame = engine_frame(steps={"prefill_tokens": [9] * 200, "decode_tokens": [1] * 200})

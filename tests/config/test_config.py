@@ -39,6 +39,7 @@ BAD: dict[str, list[Any]] = {
     "max_queued_requests": [0, -1, None, 1.0],
     "max_queued_tokens": [0, None, 1 << 50],
     "tensor_parallel_size": [0, None, 65, "two"],
+    "data_parallel_size": [0, None, 65, "two"],
     "pipeline_parallel_size": [0, None, 65, "two"],
     "expert_parallel": [None, 1, "yes"],
     "tensor_parallel_cut": ["half", None, ""],

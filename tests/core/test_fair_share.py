@@ -410,3 +410,29 @@ def test_the_quick_check_of_tenants_changes_no_plan(
         monkeypatch.setattr(TenantUsage, "uneven", lambda *_: True)
         assert quick == plans(seed)
     assert {True, False} == set(looks)
+
+
+@pytest.mark.parametrize("credited", [False, True])
+def test_what_a_tenant_got_elsewhere_counts(credited: bool):
+    sim = Simulation(Setup(max_num_seqs=1))
+    sim.add([1] * 8, tenant="a")
+    sim.step()
+    if credited:
+        sim.scheduler.shares.credit("b", 10_000)
+        sim.scheduler.shares.credit("nobody here", 5)
+    (second,) = sim.add([2] * 8, tenant="a")
+    (other,) = sim.add([3] * 8, tenant="b")
+    sim.drain()
+    ends = list(sim.ended)
+    assert (ends.index(second.key) < ends.index(other.key)) == credited
+
+
+def test_service_is_taken_once():
+    sim = Simulation(Setup())
+    assert sim.scheduler.shares.take_service(sim.scheduler.running) == {}
+    sim.add([1] * 8, 4, tenant="a", stop_ids=frozenset())
+    sim.add([2] * 6, 1, tenant="b", stop_ids=frozenset())
+    sim.drain()
+    taken = sim.scheduler.shares.take_service(sim.scheduler.running)
+    assert taken == {"a": 8 + 2 * 3, "b": 6}
+    assert sim.scheduler.shares.take_service([]) == {}

@@ -47,7 +47,7 @@ if __name__ == "__main__":
     line = HostSocket(socket.socket(fileno=int(fd)))
     while not (bodies := line.receive(None)):
         pass
-    config = to_start.decode(bodies[0]).config
+    start = to_start.decode(bodies[0])
     marker = Path(mode.removeprefix("once:"))
     if mode == "unusable" or (mode.startswith("once:") and marker.exists()):
         line.send(frame(Unusable("model", "has no weights")))
@@ -58,9 +58,8 @@ if __name__ == "__main__":
     if mode == "deaf":
         time.sleep(1000)
     beating = beat(int(beats)) if mode == "beats" else None
-    EngineHost(
-        EngineLoop(EngineCore(config), Misbehaving(seconds=0.002), time.monotonic), line
-    ).run()
+    loop = EngineLoop(EngineCore(start.config), Misbehaving(seconds=0.002), time.monotonic)
+    EngineHost(loop, line, reports=start.reports).run()
 
 
 def ranks_of(engine: int) -> list[int]:

@@ -12,6 +12,7 @@ import pytest
 from helpers.overlapping import steps_in_flight
 from helpers.served_columns import (
     make_requests,
+    serve_by_replicas,
     serve_here,
     serve_over_the_wire,
     serve_recorded,
@@ -37,7 +38,8 @@ class Column:
     order: "given", "reversed" or "shuffled" arrival.
     alone: one request at a time.
     siblings: n > 1; every sibling of a greedy request must agree.
-    way: by `LLM`, or as servers do: "requests" in this thread, over the "wire", or "recorded".
+    way: by `LLM`, or as servers do: "requests" in this thread, over the "wire",
+        by two "replicas", or "recorded".
     tenants: who share the engine, and pinned: whether they pin their prompts; not by `LLM`.
     in_flight: steps at a time, though a CPU computes one after the other.
     must: what the last round must have shown, so that no column passes without its feature.
@@ -119,7 +121,9 @@ LATENT_COLUMNS = [
     ),
 ]
 
+REPLICA = Column("replica", rounds=2, way="replicas", tenants=2, must="hits")
 SERVED = [
+    REPLICA,
     Column("wire", way="wire"),
     Column("wire, preemption", SQUEEZED, way="wire", must="preemptions"),
     Column("tenants", {"max_num_seqs": 3}, way="requests", tenants=3),
@@ -340,7 +344,9 @@ def _serve(
         tenants=column.tenants,
         pinned=column.pinned,
     )
-    if column.way == "wire":
+    if column.way == "replicas":
+        found, stats = serve_by_replicas(config, rounds)
+    elif column.way == "wire":
         found, stats = serve_over_the_wire(config, rounds)
     elif column.way == "recorded":
         with TemporaryDirectory() as folder:
@@ -384,7 +390,7 @@ FORMATS = {
     "KV in int4": {"dtype": "bfloat16", "quantization": "int4", "kv_cache_dtype": "int4"},
 }
 # Policies only reorder.
-BITS = [c for c in [*COLUMNS, ALL_OF_IT] if c.native and "policy" not in c.config]
+BITS = [c for c in [*COLUMNS, REPLICA, ALL_OF_IT] if c.native and "policy" not in c.config]
 
 
 def params_with_logprobs(siblings: int = 1) -> list[SamplingParams]:

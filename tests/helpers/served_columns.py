@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from helpers.served_engine import engine_in_thread
@@ -18,6 +19,7 @@ from kvik.core.types import EngineRequest, Pin, RequestDelta
 from kvik.engine.loop import Engine, Executor
 from kvik.engine.output import OutputProcessor, RequestOutput
 from kvik.engine.recorder import RecordReader, open_recording
+from kvik.engine.replicas import Replicas
 from kvik.engine.stats import EngineStats
 from kvik.launch import launch, play, resolve_config, start
 
@@ -73,6 +75,54 @@ def serve_over_the_wire(config: EngineConfig, rounds: Rounds) -> Served:
         return asyncio.run(_over_the_wire(engine, rounds))
     finally:
         engine.client.close()
+
+
+def serve_by_replicas(config: EngineConfig, rounds: Rounds) -> Served:
+    """By two engines in threads, between which requests are routed."""
+    engines = [launch(config), launch(config)]
+    try:
+        return asyncio.run(_by_replicas(engines, rounds))
+    finally:
+        for engine in engines:
+            engine.client.close()
+
+
+async def _by_replicas(engines: Sequence[Engine], rounds: Rounds) -> Served:
+    outputs = OutputProcessor(None)
+    found: dict[str, RequestOutput] = {}
+
+    def take(deltas: list[RequestDelta]) -> None:
+        processed = outputs.process(deltas)
+        found.update({output.request_id: output for output in processed.finished})
+
+    held = [_Held(engine.executor) for engine in engines]
+    async with AsyncExitStack() as stack:
+        served = []
+        for engine, one in zip(engines, held, strict=True):
+            context = engine_in_thread(engine.resolved, one, reports=True)
+            served.append(await stack.enter_async_context(context))
+        both = Replicas(engines[0].resolved, [one.client for one in served])
+        both.start(take)
+        for one in served:
+            await one.ready()
+        for batch in rounds:
+            for one in held:
+                one.sent.clear()
+            for request in batch:
+                outputs.add(request, None, streaming=False)
+                both.add(request)
+            for one in held:
+                one.sent.set()
+            async with asyncio.timeout(60):
+                while not all(request.request_id in found for request in batch):
+                    await asyncio.sleep(0.001)
+        for one in served:
+            await one.at_rest()
+        stats = await both.stats()
+        parts = await asyncio.gather(*(one.client.stats() for one in served))
+        assert all(part.delivered_tokens for part in parts)  # none did all of it
+        await both.close()
+        return [found[request.request_id] for request in rounds[-1]], stats
 
 
 def _by_steps(engine: Engine, rounds: Rounds) -> Served:

@@ -193,12 +193,17 @@ class ServedEngine:
 
 
 def make_engine(
-    config: ResolvedConfig | None = None, executor: Executor | None = None, **scheduler: object
+    config: ResolvedConfig | None = None,
+    executor: Executor | None = None,
+    *,
+    reports: bool = False,
+    **scheduler: object,
 ) -> ServedEngine:
     """Not yet started; `await served.client.close()` ends it.
 
     Args:
         config, executor: `bundled()`, or a tiny model that does not exist and a `FakeExecutor`.
+        reports: it is one of several engines.
         scheduler: fields of `SchedulerConfig` to change.
     """
     if config is None:
@@ -207,15 +212,21 @@ def make_engine(
         config = replace(config, scheduler=replace(config.scheduler, **scheduler))
     executor = executor or FakeExecutor()
     loop = KeptLoop(EngineCore(config), executor, time.monotonic)
-    return ServedEngine(RemoteClient(config, ThreadSource(lambda: loop)), loop.core, executor)
+    return ServedEngine(
+        RemoteClient(config, ThreadSource(lambda: loop, reports=reports)), loop.core, executor
+    )
 
 
 @asynccontextmanager
 async def engine_in_thread(
-    config: ResolvedConfig | None = None, executor: Executor | None = None, **scheduler: object
+    config: ResolvedConfig | None = None,
+    executor: Executor | None = None,
+    *,
+    reports: bool = False,
+    **scheduler: object,
 ) -> AsyncIterator[ServedEngine]:
     """See `make_engine`. It is closed at the end."""
-    served = make_engine(config, executor, **scheduler)
+    served = make_engine(config, executor, reports=reports, **scheduler)
     try:
         yield served
     finally:

@@ -12,6 +12,7 @@ from helpers.http_server import HttpServer, ask, http_server
 
 from kvik.config.server_config import ServerConfig
 from kvik.engine.remote import EngineState
+from kvik.errors import ParamError
 from kvik.server.access import read_keys
 from kvik.server.admin import make_admin_app
 from kvik.server.app import App
@@ -37,6 +38,11 @@ class Stubs:
     async def stats(self) -> dict[str, int]:
         return {"steps": 3}
 
+    def drain_replica(self, replica: int, *, drain: bool) -> int:
+        if replica > 1:
+            raise ParamError("replica", f"must be 0 to 1, not {replica}")
+        return 5 if drain else 0
+
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Server:
@@ -56,7 +62,13 @@ def server(parts: Server) -> Iterator[HttpServer]:
         yield running
 
 
-PATHS = ["/admin/abort", "/admin/reset_prefix_cache", "/admin/drain", "/admin/stats"]
+PATHS = [
+    "/admin/replicas/0/drain",
+    "/admin/abort",
+    "/admin/reset_prefix_cache",
+    "/admin/drain",
+    "/admin/stats",
+]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -74,6 +86,15 @@ def test_what_an_administrator_does(server: HttpServer, parts: Server) -> None:
     assert (reply.status, reply.error["code"]) == (404, "request_not_found")
     assert ask(server, "POST", "/admin/reset_prefix_cache", {}, **ADMIN).json == {"num_blocks": 7}
     assert ask(server, "GET", "/admin/stats", **ADMIN).json == {"steps": 3}
+
+
+def test_draining_one_replica(server: HttpServer) -> None:
+    for drain, left in ((True, 5), (False, 0)):
+        found = ask(server, "POST", "/admin/replicas/1/drain", {"drain": drain}, **ADMIN)
+        assert (found.status, found.json) == (200, {"unfinished": left})
+    found = ask(server, "POST", "/admin/replicas/2/drain", {"drain": True}, **ADMIN)
+    assert found.status == 400 and found.json["error"]["param"] == "replica"
+    assert ask(server, "POST", "/admin/replicas/x/drain", {"drain": True}, **ADMIN).status == 404
 
 
 def test_draining_and_back(server: HttpServer, parts: Server) -> None:

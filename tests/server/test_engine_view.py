@@ -120,7 +120,7 @@ def test_facts(site: Site) -> None:
     generate(site)
     facts = facts_of(site)
     assert list(facts) == [
-        "model", "state", "reason", "decisions", "memory", "total", "scheduler", "live",
+        "model", "state", "reason", "decisions", "memory", "total", "scheduler", "live", "replicas",
     ]  # fmt: skip
     assert (facts["model"], facts["state"], facts["reason"]) == ("stories", "ready", "")
     assert facts["decisions"] and set(facts["decisions"][0]) == {"name", "value", "reason"}
@@ -166,7 +166,7 @@ def test_a_stream_of_frames(site: Site) -> None:
         assert stream.getheader("content-type", "").startswith("text/event-stream")
         assert stream.getheader("cache-control") == "no-store"
         first = next_frame(stream)
-        assert list(first) == ["state", "reason", "view"] and first["state"] == "ready"
+        assert list(first) == ["state", "reason", "view", "replicas"] and first["state"] == "ready"
         seen = first["view"]["steps"]["first"] + len(first["view"]["steps"]["ended"])
         last = max((request["number"] for request in first["view"]["finished"]), default=-1)
 

@@ -38,6 +38,7 @@ def picture(frame: Frame, width: int, rows: int = MAX_ROWS, trouble: str = "") -
         header(frame, trouble),
         figures(live),
         kv_use(live),
+        *replicas(frame.get("replicas", ())),
         *steps(live["steps"], width),
         requests(live, rows),
         queue(live),
@@ -85,6 +86,31 @@ def kv_use(live: Frame) -> Text:
         f" {blocks['num_blocks']:,} blocks, {blocks['num_cached']:,} cached"
         + (f", {given:,} given back" if given else ""),
     )  # fmt: skip
+
+
+def replicas(found: Sequence[Frame]) -> Iterator[Table]:
+    """Yield a table of several engines; none where there is one."""
+    if not found:
+        return
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
+    for title in ("replica", "state", "running", "waiting", "KV", "hits", "decode", "prefill"):
+        table.add_column(title, justify="left" if title == "state" else "right", no_wrap=True)
+    for one in found:
+        state, stats, rates = plain(one["state"]), one["stats"], one["rates"]
+        shown = "draining" if one["draining"] and state == "ready" else state
+        cells = ["-"] * 6
+        if stats is not None:
+            looked_up = stats["prefix_queries"]
+            cells = [
+                str(stats["num_running"]),
+                str(stats["num_waiting"]),
+                f"{stats['kv_usage']:.0%}",
+                f"{stats['prefix_hits'] / looked_up:.0%}" if looked_up else "-",
+                f"{rates['decode_tokens']:,.0f}/s",
+                f"{rates['prefill_tokens']:,.0f}/s",
+            ]
+        table.add_row(str(one["number"]), Text(shown, STYLES.get(state, "bold red")), *cells)
+    yield table
 
 
 def steps(columns: Frame, width: int) -> tuple[Text, Text]:

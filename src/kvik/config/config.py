@@ -33,7 +33,7 @@ from kvik.options import (
 from kvik.spec.kv import AUTO, KV_FORMATS, SYNONYMS
 from kvik.spec.model import MAX_LAYERS
 from kvik.spec.rope import MAX_POSITIONS
-from kvik.spec.shares import MAX_RANKS, MAX_STAGES, PipelineStage
+from kvik.spec.shares import MAX_RANKS, MAX_REPLICAS, MAX_STAGES, PipelineStage
 from kvik.spec.stored_weights import METHODS as STORED_METHODS
 from kvik.spec.weights import SCHEMES
 
@@ -201,6 +201,12 @@ class EngineConfig:
         Integer(1, MAX_STAGES),
         "stages among which layers are divided, each of tensor_parallel_size processes",
     )
+    data_parallel_size: int = option(
+        1,
+        Integer(1, MAX_REPLICAS),
+        "engines of a server, each with all of the model, in processes of their own; on a CPU they "
+        "share out threads and memory, on GPUs each has its own",
+    )
     expert_parallel: bool = option(
         False,
         Flag(),
@@ -321,6 +327,7 @@ class RunnerConfig:
         backend: see `distributed_executor_backend`.
         expert_parallel: see `EngineConfig`.
         fast_cut: see `tensor_parallel_cut`.
+        replicas: engines with these settings that a server has.
     """
 
     model_path: str
@@ -344,6 +351,7 @@ class RunnerConfig:
     backend: str = "mp"
     expert_parallel: bool = False
     fast_cut: bool = False
+    replicas: int = 1
 
     def device_of(self, rank: int) -> str:
         """Return the device of a process: on GPUs each has its own, one after another."""

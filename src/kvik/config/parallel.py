@@ -1,4 +1,4 @@
-"""What a model must be like to be divided among processes."""
+"""What a model must be like to be divided among processes, and what several engines of it share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from dataclasses import replace
 from kvik.config.compute import Compute
 from kvik.config.config import ASKED, EngineConfig, ResolvedConfig
 from kvik.config.hardware import Gpu, Hardware, detect
-from kvik.errors import ConfigError
+from kvik.config.memory import Limit
+from kvik.config.units import show_bytes
+from kvik.errors import CapacityError, ConfigError
 from kvik.models.model_spec import ModelSpec
 from kvik.spec.declare import SMALL
 from kvik.spec.kv import stored_as
@@ -19,6 +21,7 @@ from kvik.spec.weights import matrix_kind, weight_bytes
 OPTION = "tensor_parallel_size"
 STAGES = "pipeline_parallel_size"
 CUT = "tensor_parallel_cut"
+REPLICAS = "data_parallel_size"
 
 
 def check_group(
@@ -266,3 +269,84 @@ def _head_bytes(config: EngineConfig, spec: ModelSpec, compute: Compute) -> int:
 
 def _some(counts: list[int]) -> str:
     return " or ".join(map(str, counts))
+
+
+# Several engines, each with all of the model: what each has of threads and memory, or its GPUs.
+
+
+def check_replicas(config: EngineConfig, compute: Compute, hardware: Hardware) -> None:
+    """Check that each engine has something to compute with.
+
+    Raises:
+        ConfigError: there are too few threads or GPUs.
+    """
+    replicas, ranks = config.data_parallel_size, config.tensor_parallel_size
+    if replicas == 1:
+        return
+    if config.distributed_executor_backend == "ray":
+        raise ConfigError(
+            REPLICAS, "must be 1 with ray: start a server on each machine, and kvik route"
+        )
+    if compute.gpu is not None:
+        found = len(_gpus(compute.gpu, hardware))
+        if replicas * ranks > found:
+            told = f"must be at most {found // ranks}, as there are {found} GPUs like the first one"
+            raise ConfigError(REPLICAS, f"{told}, {ranks} for each engine, not {replicas}")
+        return
+    threads = config.threads or hardware.threads
+    each = ranks * config.pipeline_parallel_size
+    if replicas * each > threads:
+        beside = f", {each} for each engine" if each > 1 else ""
+        told = f"must be at most {max(1, threads // each)}, as there are {threads} threads{beside}"
+        raise ConfigError(REPLICAS, f"{told}, not {replicas}")
+
+
+def replica_limit(
+    limit: Limit, replicas: int, compute: Compute, hardware: Hardware, mapped: int | None
+) -> Limit:
+    """Return the memory that one engine may plan with.
+
+    Args:
+        mapped: bytes of weights that all engines map from one file; None: each has its own.
+
+    Raises:
+        CapacityError: the mapped weights leave nothing to share out.
+    """
+    if compute.gpu is not None:
+        gpus = _gpus(compute.gpu, hardware)[:replicas]
+        least = min(gpu.free_memory for gpu in gpus)
+        return replace(limit, size=limit.size * least // max(1, compute.gpu.free_memory))
+    shared = mapped or 0
+    if shared >= limit.size:
+        raise CapacityError(
+            REPLICAS,
+            f"the weights take {show_bytes(shared)} of {show_bytes(limit.size)}: {limit.source}",
+        )
+    size = shared + (limit.size - shared) // replicas
+    return Limit(size, f"{limit.source}, shared out among {replicas} engines")
+
+
+def replicas_reason(
+    threads: int,
+    replicas: int,
+    compute: Compute,
+    whole: Limit,
+    each: Limit,
+    mapped: int | None,
+) -> str:
+    """Return what each engine has, and why."""
+    if compute.gpu is not None:
+        return "engines with all of the model, each on GPUs of its own"
+    has = f"each has {threads // replicas} of {threads} threads"
+    if mapped is None:
+        return (
+            f"{has} and {show_bytes(each.size)} of {show_bytes(whole.size)}, with its own weights"
+        )
+    left, share = show_bytes(whole.size - mapped), show_bytes(each.size - mapped)
+    return f"{has} and {share} of {left}; {show_bytes(mapped)} of weights are mapped once for all"
+
+
+def _gpus(first: Gpu, hardware: Hardware) -> list[Gpu]:
+    """Return the GPUs like the first one, from that one on."""
+    alike = [gpu for gpu in hardware.gpus if gpu.index >= first.index and gpu.name == first.name]
+    return sorted(alike, key=lambda gpu: gpu.index)

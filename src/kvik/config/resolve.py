@@ -25,10 +25,13 @@ from kvik.config.hardware import Hardware
 from kvik.config.kv_budget import KVBudgets, check_model
 from kvik.config.parallel import (
     check_group,
+    check_replicas,
     given_bytes,
     group_gpus,
     is_fast,
     repeated_bytes,
+    replica_limit,
+    replicas_reason,
     share_reason,
     stage_ends,
     stage_weights,
@@ -83,11 +86,17 @@ def resolve(
     if spec.encoder:
         config = _of_encoder(config, spec, asked is not None)
     check_group(config, spec, compute, hardware)
+    mapped = None if spec.built is None else spec.built.weight_bytes
     if compute.gpu is not None and config.tensor_parallel_size > 1:
         gpus = group_gpus(compute.gpu, config.tensor_parallel_size, hardware)
         least = min(gpu.free_memory for gpu in gpus)
         if least < compute.gpu.free_memory:  # all have as much of the model
             limit = replace(limit, size=int(least * config.memory_utilization))
+    replicas = config.data_parallel_size
+    check_replicas(config, compute, hardware)
+    whole = limit
+    if replicas > 1:
+        limit = replica_limit(limit, replicas, compute, hardware, mapped)
     ends = stage_ends(config, spec, compute)
     if asked is not None and spec.states:
         raise ConfigError(
@@ -96,7 +105,6 @@ def resolve(
         )
     if ends and asked is not None and asked.method == EAGLE:
         raise ConfigError("pipeline_parallel_size", f"must be 1 with {EAGLE}: it reads embeddings")
-    mapped = None if spec.built is None else spec.built.weight_bytes
     footprint = footprint_of(config, spec, hardware, compute, mapped)
     # Processes share the pages of a folder that is mapped.
     repeated = repeated_bytes(config, spec, compute) if mapped is None else 0
@@ -114,7 +122,10 @@ def resolve(
         reason = f"a cgroup grants {quota:g} cores' worth of time: {hardware.cpu_name}"
     ranks, fast = config.tensor_parallel_size, is_fast(config, compute)
     notes.add("threads", threads, reason)
-    each = threads // (ranks * max(1, len(ends)))
+    each = threads // (ranks * max(1, len(ends)) * replicas)
+    if replicas > 1:
+        told = replicas_reason(threads, replicas, compute, whole, limit, mapped)
+        notes.add("data_parallel_size", replicas, told)
     if ends:
         notes.add("pipeline_parallel_size", len(ends), stages_reason(ends, ranks))
     if ranks > 1:
@@ -153,7 +164,7 @@ def resolve(
             torch_prompts=torch_prompts(compute.attention, spec, compute.gpu),
             threads=each,
             adapt_threads=config.threads is None and ranks == 1 and not ends,
-            cpu_quota=quota,
+            cpu_quota=quota and quota / replicas,
             kernels=compute.kernels,
             load_format=config.load_format,
             engine_cache=config.engine_cache,
@@ -167,6 +178,7 @@ def resolve(
             backend=config.distributed_executor_backend,
             expert_parallel=config.expert_parallel,
             fast_cut=fast,
+            replicas=replicas,
         ),
         memory=footprint.plan(size, num_blocks, limit),
         seed=seed,

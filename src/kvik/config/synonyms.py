@@ -50,7 +50,6 @@ SYNONYMS: Mapping[str, Synonym] = {
         kind=SWITCH,
     ),
     "enable_expert_parallel": Synonym("expert_parallel"),
-    "data_parallel_size": Synonym(meaningless=(1,), why=_RANKS, kind=COUNT),
     "swap_space": Synonym(meaningless=ANY, why=_RECOMPUTED, kind=SHARE),
     "cpu_offload_gb": Synonym(meaningless=(0,), why=_OFFLOAD, kind=SHARE),
     "trust_remote_code": Synonym(meaningless=ANY, why=_OWN_CODE, kind=SWITCH),

@@ -63,6 +63,7 @@ class FairShare:
         self.num_active = 0
         self.virtual_time = 0
         self._num_lifts = 0
+        self._given: Counter[str] | None = None  # service since `take_service`; None: not counted
 
     @property
     def contended(self) -> bool:
@@ -150,6 +151,24 @@ class FairShare:
 
     # -- service ---------------------------------------------------------------------------------
 
+    def take_service(self, running: list[Request]) -> dict[str, int]:
+        """Return what each tenant got since the last call, which the first call begins to count."""
+        if self._given is None:
+            self._given = Counter()
+        self.settle(running)
+        given, self._given = self._given, Counter()
+        return dict(given)
+
+    def credit(self, tenant: str, service: int) -> None:
+        """Count what a tenant got from another engine, with which it shares its callers."""
+        if not self.num_active:
+            return  # there is nobody to compare with
+        account = self.accounts.get(tenant)
+        if account is None:
+            account = self.accounts[tenant] = Account()
+            account.served = self.virtual_time
+        account.served += service
+
     def settle(self, running: list[Request]) -> None:
         """Charge what running requests computed since the last call. Decoding is charged only here,
         so it costs nothing while no tenants have to be compared."""
@@ -164,6 +183,8 @@ class FairShare:
             output = max(0, end - max(first, request.num_prompt_tokens))
             cost = end - first + (OUTPUT_WEIGHT - 1) * output
             self.accounts[request.tenant].served += cost
+            if self._given is not None:
+                self._given[request.tenant] += cost
             request.num_charged_tokens = end
 
     def left_over(self, budget: int, waiting: Iterable[str]) -> None:

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
+from kvik.core.block_pool import ContentLog
 from kvik.core.plan import SchedulerOutput
+from kvik.core.routing import ReplicaReport
 from kvik.core.scheduler import Scheduler
 from kvik.core.types import FinishReason, RequestDelta, failed_request
 from kvik.engine.live import LiveCollector
@@ -20,6 +22,7 @@ from kvik.engine.loop import EngineLoop, LoopObserver
 from kvik.engine.memory_watch import LOOK_SECONDS
 from kvik.engine.wire import (
     Add,
+    Credit,
     End,
     HostSocket,
     Lost,
@@ -27,6 +30,7 @@ from kvik.engine.wire import (
     Ready,
     Reply,
     StepLimit,
+    Told,
     Unusable,
     WireError,
     encode,
@@ -154,6 +158,50 @@ class StepWatch(LoopObserver):
             self._announce(limit)
 
 
+# What a router of several engines has to know.
+
+REPORT_SECONDS = 0.02  # between reports while steps are computed
+SERVED_SECONDS = 0.5  # between those that say what tenants got
+
+
+class Reporter:
+    """Makes reports of a scheduler: what its prefix cache holds, and how busy it is."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        groups = scheduler.kv.groups
+        # Layers that see all tokens keep all blocks of a prefix.
+        whole = (g for g, group in enumerate(groups) if group.spec.window is None)
+        self._log = ContentLog(next(whole, 0))
+        self._told = self._told_served = float("-inf")
+        self.restart()
+
+    def restart(self) -> None:
+        """Report everything again."""
+        self._scheduler.kv.pool.log_to(self._log)
+        self._told = float("-inf")
+
+    def look(self, now: float, *, idle: bool) -> ReplicaReport | None:
+        """Return the next report; None: it is too early, or there is nothing to say.
+
+        Args:
+            idle: no step follows soon.
+        """
+        if now - self._told < REPORT_SECONDS and not idle:
+            return None
+        scheduler, served = self._scheduler, dict[str, int]()
+        if now - self._told_served >= SERVED_SECONDS:
+            self._told_served = now
+            served = scheduler.shares.take_service(scheduler.running)
+        changes = self._log.take()
+        if changes is None and not served and not idle:
+            return None
+        self._told = now
+        return ReplicaReport(
+            changes, scheduler.kv.usage, scheduler.clock.prefill_tokens_per_second, served
+        )
+
+
 log = logging.getLogger(__name__)
 
 BEAT_SECONDS = 0.5  # between messages while there is work and no delta
@@ -164,7 +212,11 @@ _NOTHING = msgspec.Raw(encode(None))
 class EngineHost:
     """Serves the one client at the other end of a socket."""
 
-    def __init__(self, loop: EngineLoop, socket: HostSocket) -> None:
+    def __init__(self, loop: EngineLoop, socket: HostSocket, *, reports: bool = False) -> None:
+        """
+        Args:
+            reports: see `EngineStart`.
+        """
         self._loop = loop
         self._socket = socket
         self._live = LiveCollector(loop.core)
@@ -179,7 +231,9 @@ class EngineHost:
             "stats": loop.stats,
             "live": lambda: self._live.view(loop.clock(), loop.stats()),
             "reset_prefix_cache": loop.reset_prefix_cache,
+            "report_all": self._report_all,
         }
+        self._reporter = Reporter(scheduler) if reports else None
 
     def run(self) -> None:
         """Serve until the client closes the connection, or no further step can be computed.
@@ -224,8 +278,21 @@ class EngineHost:
             ready += self._buffer.release(now)
         if ready or (loop.has_work and now - self._last_sent >= BEAT_SECONDS):
             self._send(ready, waits)
+        if self._reporter is not None:
+            self._report(now, idle=idle is None)
         if loop.failed_in_a_row >= MAX_FAILED_STEPS:  # a device that is lost does not come back
             raise RuntimeError(f"{loop.failed_in_a_row} steps in a row could not be computed")
+
+    def _report(self, now: float, *, idle: bool) -> None:
+        assert self._reporter is not None
+        report = self._reporter.look(now, idle=idle)
+        if report is not None:
+            self._socket.send(frame(Told(report)))
+
+    def _report_all(self) -> None:
+        if self._reporter is not None:
+            self._reporter.restart()
+            self._report(self._loop.clock(), idle=False)
 
     # -- frames in -------------------------------------------------------------------------------
 
@@ -241,6 +308,9 @@ class EngineHost:
             self._end(message.request_id, message.index, message.reason, message.error)
         elif isinstance(message, Query):
             self._answer(message)
+        elif isinstance(message, Credit):
+            for tenant, service in message.served.items():
+                self._loop.core.scheduler.shares.credit(tenant, service)
 
     def _add(self, message: Add) -> None:
         try:
@@ -303,8 +373,11 @@ class EngineHost:
             return frame(stepped(steps, waits, [last]))
 
 
-def host_engine(load: Callable[[], EngineLoop], line: HostSocket) -> bool:
+def host_engine(load: Callable[[], EngineLoop], line: HostSocket, *, reports: bool = False) -> bool:
     """Load an engine and serve the client at the other end of a socket until that closes it.
+
+    Args:
+        reports: see `EngineStart`.
 
     Returns:
         Whether the client closed it. If not, that knows why: it could not be loaded, or was lost.
@@ -319,7 +392,7 @@ def host_engine(load: Callable[[], EngineLoop], line: HostSocket) -> bool:
         line.send(frame(Unusable(error.field, error.message)))
         return False
     try:
-        EngineHost(loop, line).run()
+        EngineHost(loop, line, reports=reports).run()
         return not loop.lost
     finally:
         loop.close()

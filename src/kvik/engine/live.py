@@ -15,7 +15,7 @@ from enum import IntEnum, StrEnum
 from kvik.core.block_pool import BlockPool
 from kvik.core.types import Request, RequestDelta, RequestReport
 from kvik.engine.core import EngineCore
-from kvik.engine.stats import EngineStats
+from kvik.engine.stats import EngineStats, sum_stats
 
 MAX_CELLS = 4096  # of the map of blocks
 MAX_LOOKED_AT = 1 << 16  # blocks of requests, to draw it
@@ -153,6 +153,95 @@ class LiveView:
             steps=self.steps.after(seen),
             finished=tuple(r for r in self.finished if r.number not in told),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaView:
+    """The state of one of several engines.
+
+    Attributes:
+        number: counted from 0.
+        state, reason: see `EngineState`; the latter is "" if it is ready.
+        draining: it gets no more requests.
+        starts: how often it became ready.
+        unfinished: requests that were sent to it.
+        stats, rates: None: it does not answer now.
+    """
+
+    number: int
+    state: str
+    reason: str
+    draining: bool
+    starts: int
+    unfinished: int
+    stats: EngineStats | None = None
+    rates: Rates | None = None
+
+
+def merge_views(views: Sequence[LiveView]) -> LiveView:
+    """Return the state of several engines as if it were that of one.
+
+    Requests are numbered anew, steps stand in the order in which they ended.
+    """
+    if len(views) == 1:
+        return views[0]
+    count = len(views)
+    rows = [
+        row
+        for view in views
+        for row in zip(*(getattr(view.steps, field.name) for field in _COLUMNS), strict=True)
+    ]
+    rows = sorted(rows)[-MAX_STEPS:]
+    total = sum(view.steps.first + len(view.steps.ended) for view in views)
+    lists = {"running": MAX_RUNNING, "waiting": MAX_WAITING, "finished": MAX_FINISHED}
+    requests = {
+        name: [
+            replace(request, number=request.number * count + i)
+            for i, view in enumerate(views)
+            for request in getattr(view, name)
+        ]
+        for name in lists
+    }
+    requests["finished"].sort(key=lambda request: request.finished or 0.0)
+    return LiveView(
+        now=max(view.now for view in views),
+        stats=sum_stats([view.stats for view in views]),
+        rates=Rates(
+            *(sum(getattr(view.rates, field.name) for view in views) for field in fields(Rates))
+        ),
+        blocks=_merge_maps(views),
+        steps=Steps(total - len(rows), *(zip(*rows, strict=True) if rows else ())),
+        running=tuple(requests["running"]),
+        waiting=tuple(requests["waiting"][:MAX_WAITING]),
+        finished=tuple(requests["finished"][-MAX_FINISHED:]),
+    )
+
+
+def _merge_maps(views: Sequence[LiveView]) -> BlockMap:
+    """Return one map of all blocks, with as many cells as one engine may have."""
+    cells, owners = array("H"), 0
+    for view in views:
+        mine = array("H")
+        mine.frombytes(view.blocks.cells)
+        if sys.byteorder == "big":
+            mine.byteswap()
+        cells.extend(cell + owners if cell >= BlockState.OWNED else cell for cell in mine)
+        owners += len(view.running)
+    every = max(1, -(-len(cells) // MAX_CELLS))
+    cells = cells[::every]
+    if sys.byteorder == "big":
+        cells.byteswap()
+    maps = [view.blocks for view in views]
+    return BlockMap(
+        sum(one.num_blocks for one in maps),
+        every * max(one.blocks_per_cell for one in maps),
+        sum(one.num_free for one in maps),
+        sum(one.num_cached for one in maps),
+        cells.tobytes(),
+    )
+
+
+_COLUMNS = fields(Steps)[1:]
 
 
 class LiveCollector:

@@ -18,13 +18,15 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from kvik.config.config import ResolvedConfig
+from kvik.core.routing import ReplicaReport
 from kvik.core.types import EngineRequest, FinishReason, RequestDelta, RequestReport
 from kvik.engine.core import check_request
-from kvik.engine.live import LiveView
+from kvik.engine.live import LiveView, ReplicaView
 from kvik.engine.stats import EngineStats
 from kvik.engine.wire import (
     Add,
     ClientSocket,
+    Credit,
     End,
     EngineStart,
     FromEngine,
@@ -34,6 +36,7 @@ from kvik.engine.wire import (
     Reply,
     StepLimit,
     Stepped,
+    Told,
     encode,
     frame,
 )
@@ -49,6 +52,14 @@ T = TypeVar("T")
 
 
 Sink = Callable[[list[RequestDelta]], None]  # called in the event loop, once for many deltas
+
+
+def _ignore(report: ReplicaReport) -> None:
+    """Nobody wants reports."""
+
+
+def _nothing() -> None:
+    """Nobody wants to know of the state."""
 
 
 class EngineState(StrEnum):
@@ -80,6 +91,63 @@ class EngineSource(Protocol):
     async def close(self) -> None:
         """End the engine; returns when its process is gone."""
         ...
+
+
+class EngineClient(Protocol):
+    """What a server knows of its engine, or of several that it has for one model.
+
+    `RemoteClient` is one engine, `Replicas` are several; see there.
+    """
+
+    @property
+    def config(self) -> ResolvedConfig: ...
+
+    @property
+    def state(self) -> EngineState: ...
+
+    @property
+    def reason(self) -> str: ...
+
+    @property
+    def num_starts(self) -> int: ...
+
+    def start(self, sink: Sink) -> None: ...
+
+    def add_sink(self, sink: Sink) -> None: ...
+
+    async def ready(self) -> None: ...
+
+    def check(self, request: EngineRequest) -> None: ...
+
+    def add(self, request: EngineRequest) -> None: ...
+
+    def end(
+        self,
+        request_id: str,
+        index: int | None = None,
+        reason: FinishReason = FinishReason.ABORT,
+        error: str | None = None,
+    ) -> None: ...
+
+    async def stats(self) -> EngineStats: ...
+
+    async def live(self) -> LiveView: ...
+
+    async def replicas(self) -> tuple[ReplicaView, ...]:
+        """The state of each of several engines; (): there is one."""
+        ...
+
+    def drain_replica(self, replica: int, *, drain: bool) -> int:
+        """Send a replica no more requests, or send it some again. Returns how many it still has.
+
+        Raises:
+            ParamError: there is no such replica.
+        """
+        ...
+
+    async def reset_prefix_cache(self) -> int: ...
+
+    async def close(self) -> None: ...
 
 
 class SentRequest:
@@ -140,6 +208,9 @@ class ResendQueue:
         self._requests: dict[str, SentRequest] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
+    def __len__(self) -> int:
+        return len(self._requests)
+
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
@@ -192,6 +263,8 @@ class RemoteClient:
         config: of every engine.
         source: connects engines.
         clock: equal to the engine's, as both count from the start of the machine.
+        name: of one of several engines, which errors then begin with; "": it is the only one. What
+            one of several loses may go to another, so its requests do not wait for the next one.
     """
 
     def __init__(
@@ -199,10 +272,14 @@ class RemoteClient:
         config: ResolvedConfig,
         source: EngineSource,
         clock: Callable[[], float] = time.monotonic,
+        name: str = "",
     ) -> None:
         self._config = config
-        self._source = source
+        self.source = source
         self._clock = clock
+        self.name = name
+        self._told: Callable[[ReplicaReport], None] = _ignore
+        self._state_changed: Callable[[], None] = _nothing
         self._sinks: list[Sink] = []
         self._changed = asyncio.Event()  # the state
         self._state, self._reason = EngineState.STARTING, "the engine has not been started"
@@ -241,12 +318,18 @@ class RemoteClient:
         """Begin to start an engine; to be called once, in the event loop."""
         self.add_sink(sink)
         self._reason = "the engine is being started"
-        self._source.start(self)
+        self.source.start(self)
 
     def add_sink(self, sink: Sink) -> None:
         """Hand all deltas to this sink too, which passes over those of requests it does not
         know."""
         self._sinks.append(sink)
+
+    def watch(
+        self, told: Callable[[ReplicaReport], None], state_changed: Callable[[], None]
+    ) -> None:
+        """Hand reports on, and call back when the state has changed. Neither may raise."""
+        self._told, self._state_changed = told, state_changed
 
     async def ready(self) -> None:
         """Wait until the engine takes requests.
@@ -318,6 +401,23 @@ class RemoteClient:
         """
         return await self._ask("live", LiveView)
 
+    async def replicas(self) -> tuple[ReplicaView, ...]:
+        """There is one engine: ()."""
+        return ()
+
+    def drain_replica(self, replica: int, *, drain: bool) -> int:
+        """Raise `ParamError`: there is one engine."""
+        raise ParamError("replica", "cannot be drained alone: this server has one engine")
+
+    def credit(self, served: dict[str, int]) -> None:
+        """Tell the engine what its tenants got from others."""
+        if self._socket is not None and self._state is EngineState.READY:
+            self._socket.send(frame(Credit(served)))
+
+    async def report_all(self) -> None:
+        """Ask for a report of everything. Raises as `live`."""
+        await self._ask("report_all", type(None))
+
     async def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes, also pinned ones; requests go on. Returns the number of
         blocks that held one. Raises as `live`."""
@@ -326,7 +426,7 @@ class RemoteClient:
     async def close(self) -> None:
         """End the engine, and its requests with an error."""
         self.disconnect(EngineState.CLOSED, "the engine was closed")
-        await self._source.close()
+        await self.source.close()
 
     # -- for the source --------------------------------------------------------------------------
 
@@ -373,6 +473,7 @@ class RemoteClient:
         if self._state is not EngineState.CLOSED:
             self._state, self._reason = state, reason
             self._changed.set()
+            self._state_changed()
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -401,7 +502,7 @@ class RemoteClient:
         # A model that was loaded before is loaded again.
         last = for_good and not self._signs
         self.disconnect(EngineState.FAILED if last else EngineState.RESTARTING, why)
-        self._source.lost(why, for_good=for_good)
+        self.source.lost(why, for_good=for_good)
 
     def _take(self, messages: list[FromEngine]) -> None:
         """Take in the messages that were read at once."""
@@ -413,6 +514,8 @@ class RemoteClient:
                     self._steps = message.steps
                     self._signs += 1
                 deltas += message.deltas()
+            elif isinstance(message, Told):
+                self._told(message.report)
             elif isinstance(message, StepLimit):
                 self._step_limit = message.seconds
             elif isinstance(message, Reply):
@@ -472,7 +575,9 @@ class RemoteClient:
             state: the new state.
         """
         lost, self._unfinished = list(self._unfinished.values()), {}
-        if state in (EngineState.FAILED, EngineState.CLOSED):  # there will be no other
+        if self.name:
+            error = f"{self.name}: {error}"
+        elif state in (EngineState.FAILED, EngineState.CLOSED):  # there will be no other
             lost += self._waiting.take()
         else:
             for request in lost:

@@ -323,10 +323,12 @@ class ThreadSource:
 
     Args:
         load: makes the engine, in the thread, since some of what it sets is per thread.
+        reports: see `EngineStart`.
     """
 
-    def __init__(self, load: Callable[[], EngineLoop]) -> None:
+    def __init__(self, load: Callable[[], EngineLoop], *, reports: bool = False) -> None:
         self._load = load
+        self._reports = reports
         self._loading = False
         self._lock = threading.Lock()  # of `_loading`: what has loaded is not interrupted any more
         self._failure = ""
@@ -360,7 +362,7 @@ class ThreadSource:
     def _run(self, sock: socket.socket) -> None:
         line = HostSocket(sock)
         try:
-            host_engine(self._begin, line)
+            host_engine(self._begin, line, reports=self._reports)
         except (EOFError, KeyboardInterrupt):
             pass
         except BaseException as error:

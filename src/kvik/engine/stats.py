@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import zip_longest
+from typing import Any, TypeVar
 
 from kvik.core.plan import GraphCounts
 from kvik.core.types import DraftCounts
 from kvik.core.work import Work
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,3 +112,77 @@ class EngineStats:
     @property
     def prefix_hit_rate(self) -> float:
         return self.prefix_hits / self.prefix_queries if self.prefix_queries else 0.0
+
+
+def sum_stats(all_stats: Sequence[EngineStats]) -> EngineStats:
+    """Return the statistics of several engines as if they were one: sums, means of shares by their
+    blocks, and of paces by their steps."""
+    if len(all_stats) == 1:
+        return all_stats[0]
+    blocks = max(1, sum(stats.num_blocks for stats in all_stats))
+    steps = max(1, sum(stats.steps for stats in all_stats))
+    sums = {
+        field.name: sum(getattr(stats, field.name) for stats in all_stats)
+        for field in fields(EngineStats)
+        if field.type == "int"
+    }
+    sizes = zip_longest(*(stats.step_sizes for stats in all_stats), fillvalue=0)
+    works = [stats.work for stats in all_stats]
+    times = [stats.time for stats in all_stats]
+    drafting = [stats.speculation for stats in all_stats if stats.speculation is not None]
+    graphs = [stats.graphs for stats in all_stats if stats.graphs is not None]
+    threads = [stats.threads for stats in all_stats if stats.threads is not None]
+    seconds = [
+        (stats.pace.seconds_per_step, stats.steps)
+        for stats in all_stats
+        if stats.pace.seconds_per_step is not None
+    ]
+    rates = [
+        stats.pace.prefill_tokens_per_second
+        for stats in all_stats
+        if stats.pace.prefill_tokens_per_second is not None
+    ]
+    return replace(
+        all_stats[0],
+        **sums,
+        kv_usage=sum(stats.kv_usage * stats.num_blocks for stats in all_stats) / blocks,
+        step_sizes=tuple(map(sum, sizes)),
+        work=_sum(works),
+        time=_sum(times),
+        speculation=_sum_speculation(drafting),
+        pace=PaceStats(
+            sum(one * count for one, count in seconds) / steps if seconds else None,
+            sum(rates) if rates else None,
+        ),
+        graphs=_sum(graphs) if graphs else None,
+        threads=sum(threads) if threads else None,
+    )
+
+
+def _sum(parts: Sequence[T]) -> T:
+    """Add dataclasses of numbers, field by field."""
+    kind = type(parts[0])
+    names = [one.name for one in fields(kind)]  # type: ignore[arg-type]
+    return kind(*(_add(getattr(part, name) for part in parts) for name in names))
+
+
+def _add(values: Iterable[Any]) -> Any:
+    """Add numbers, or tuples and lists of numbers place by place."""
+    found = list(values)
+    if isinstance(found[0], (list, tuple)):
+        return type(found[0])(map(sum, zip_longest(*found, fillvalue=0)))
+    return sum(found)
+
+
+def _sum_speculation(parts: Sequence[SpeculationStats]) -> SpeculationStats | None:
+    if not parts:
+        return None
+    drafts = DraftCounts()
+    for part in parts:
+        drafts += part.drafts
+    return SpeculationStats(
+        drafts,
+        sum(part.proposing for part in parts),
+        sum(part.seconds for part in parts),
+        sum(part.plain_seconds for part in parts),
+    )

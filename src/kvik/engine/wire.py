@@ -19,6 +19,7 @@ from dataclasses import replace
 import msgspec
 
 from kvik.config.config import ResolvedConfig
+from kvik.core.routing import ReplicaReport
 from kvik.core.types import EngineRequest, FinishReason, RequestDelta
 
 log = logging.getLogger(__name__)
@@ -42,10 +43,14 @@ class EngineStart(msgspec.Struct, frozen=True, array_like=True, tag="start"):
 
     Attributes:
         record: file of the flight recorder; None: nothing is recorded.
+        cores: that the engine keeps to; (): those that its parent may use.
+        reports: the client is to get `Told` after steps.
     """
 
     config: ResolvedConfig
     record: str | None = None
+    cores: tuple[int, ...] = ()
+    reports: bool = False
 
 
 class Add(msgspec.Struct, frozen=True, array_like=True, tag="add"):
@@ -78,7 +83,13 @@ class Query(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     question: str
 
 
-ToEngine = Add | End | Query  # after `EngineStart`
+class Credit(msgspec.Struct, frozen=True, array_like=True, tag="credit"):
+    """Tenants got this service from other engines with the same callers (`FairShare.credit`)."""
+
+    served: dict[str, int]
+
+
+ToEngine = Add | End | Query | Credit  # after `EngineStart`
 
 
 # -- from the engine -------------------------------------------------------------------------------
@@ -149,7 +160,13 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     error: str | None = None
 
 
-FromEngine = Ready | Unusable | Lost | Stepped | StepLimit | Reply
+class Told(msgspec.Struct, frozen=True, array_like=True, tag="told"):
+    """What a router has to know, if the client wants reports."""
+
+    report: ReplicaReport
+
+
+FromEngine = Ready | Unusable | Lost | Stepped | StepLimit | Reply | Told
 
 to_start = msgspec.msgpack.Decoder(EngineStart)
 to_engine = msgspec.msgpack.Decoder(ToEngine)

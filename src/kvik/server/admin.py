@@ -28,6 +28,12 @@ class DrainRequest(msgspec.Struct):
     drain: bool
 
 
+class Drained(msgspec.Struct):
+    """`unfinished`: requests that the replica still has."""
+
+    unfinished: int
+
+
 class Nothing(msgspec.Struct):
     """An empty object."""
 
@@ -69,6 +75,16 @@ async def drain(server: Server, request: Request, body: DrainRequest) -> Respons
     return json_response(Done())
 
 
+@post(
+    "/admin/replicas/{replica:int}/drain",
+    answer=Drained,
+    note="Send one of several engines no more requests, or send it some again.",
+)
+async def drain_replica(server: Server, request: Request, body: DrainRequest) -> Response:
+    replica: int = request.path_params["replica"]
+    return json_response(Drained(server.engine.drain_replica(replica, drain=body.drain)))
+
+
 @get("/admin/stats", note="Gauges and counters of the engine.")
 async def stats(server: Server, request: Request) -> Response:
     return json_response(await server.engine.stats())
@@ -79,4 +95,4 @@ def make_admin_app(server: Server) -> App:
     return App(routes(server), server.keys, Drain(), AppConfig(LOOPBACK, admin=True))
 
 
-routes = routes_of(*HEALTH, abort, reset_prefix_cache, drain, stats)
+routes = routes_of(*HEALTH, abort, reset_prefix_cache, drain, drain_replica, stats)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvik.core.sampling_params import SamplingParams
-from kvik.engine.remote import RemoteClient
+from kvik.engine.remote import EngineClient
 from kvik.errors import CapacityError, OverloadError
 
 FREE_MULTIPLE = 8  # a tenant may take this many times the free part of the queue
@@ -244,7 +244,7 @@ def pressure(queue_fill: float, kv_usage: float, *, waiting: bool) -> float:
 class KVUsage:
     """The share of KV blocks in use, read from the engine at most once a second."""
 
-    def __init__(self, engine: RemoteClient, clock: Callable[[], float]) -> None:
+    def __init__(self, engine: EngineClient, clock: Callable[[], float]) -> None:
         self._engine = engine
         self._clock = clock
         self._asked_at = float("-inf")

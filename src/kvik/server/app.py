@@ -23,7 +23,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kvik.config.server_config import ServerConfig
 from kvik.core.sampling_params import SamplingParams
-from kvik.engine.remote import RemoteClient
+from kvik.engine.remote import EngineClient
 from kvik.errors import KvikError, UnavailableError
 from kvik.options import did_you_mean
 from kvik.server import anthropic, engine_view, health, llama_server, native, pages
@@ -329,7 +329,7 @@ def openai_routes(server: Server) -> list[Route]:
 
 def complete_app(
     config: ServerConfig,
-    engine: RemoteClient,
+    engine: EngineClient,
     texts: Texts,
     default_params: SamplingParams,
     keys: Keys,

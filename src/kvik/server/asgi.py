@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 from kvik.config.config import ResolvedConfig
 from kvik.config.server_config import ServerConfig, check_server_config
 from kvik.core.sampling_params import SamplingParams
-from kvik.engine.remote import RemoteClient
+from kvik.engine.remote import EngineClient
 from kvik.errors import ConfigError
 from kvik.options import options_of, unknown
 from kvik.server.access import read_keys
@@ -39,7 +39,7 @@ class LoadedEngine(Protocol):
 
     model: str
     resolved: ResolvedConfig
-    client: RemoteClient
+    client: EngineClient
     texts: Texts
     default_params: SamplingParams
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 from starlette.requests import Request
@@ -18,8 +18,8 @@ from starlette.types import Receive, Scope, Send
 from kvik.config.config import Decision
 from kvik.config.memory import MemoryPlan
 from kvik.core.config import SchedulerConfig
-from kvik.engine.live import LiveView
-from kvik.engine.remote import EngineState, RemoteClient
+from kvik.engine.live import LiveView, ReplicaView
+from kvik.engine.remote import EngineClient, EngineState
 from kvik.errors import OverloadError, UnavailableError
 from kvik.server.responses import CONTENT_TYPE, json_event
 from kvik.server.route import Route, limit_unread
@@ -38,12 +38,14 @@ class EngineFrame:
     Attributes:
         reason: why the engine is not ready; "" if it is.
         view: complete in the first event, then without the steps and finished requests that were
-            sent already; None: the engine does not answer now.
+            sent already; None: the engine does not answer now. Of several engines it shows all.
+        replicas: each of several engines; (): there is one.
     """
 
     state: EngineState
     reason: str
     view: LiveView | None
+    replicas: tuple[ReplicaView, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +64,13 @@ class EngineFacts:
     total: int
     scheduler: SchedulerConfig
     live: LiveView | None
+    replicas: tuple[ReplicaView, ...] = ()
 
 
 class EngineFeed:
     """Reads the engine at most once in `interval` seconds, whatever the number of watchers."""
 
-    def __init__(self, engine: RemoteClient, interval: float = INTERVAL) -> None:
+    def __init__(self, engine: EngineClient, interval: float = INTERVAL) -> None:
         self._engine = engine
         self._interval = interval
         self._lock = asyncio.Lock()
@@ -92,7 +95,8 @@ class EngineFeed:
         if self._engine.state is EngineState.READY:
             with suppress(UnavailableError):  # it is busy, or stopped just now
                 view = await self._engine.live()
-        return EngineFrame(self._engine.state, self._engine.reason, view)
+        replicas = await self._engine.replicas()
+        return EngineFrame(self._engine.state, self._engine.reason, view, replicas)
 
 
 class EngineView:
@@ -105,7 +109,7 @@ class EngineView:
 
     def __init__(
         self,
-        engine: RemoteClient,
+        engine: EngineClient,
         drain: Drain,
         model_name: str,
         *,
@@ -131,6 +135,7 @@ class EngineView:
             total=config.memory.total,
             scheduler=config.scheduler,
             live=frame.view,
+            replicas=frame.replicas,
         )
         return Response(msgspec.json.encode(facts), media_type="application/json", headers=HEADERS)
 
@@ -155,7 +160,7 @@ class EngineView:
             view = seen.view
             if view is not None and sent is not None and view.stats.steps >= sent.stats.steps:
                 view = view.after(sent)
-            yield json_event(EngineFrame(seen.state, seen.reason, view))
+            yield json_event(replace(seen, view=view))
             sent = seen.view or sent
 
 

@@ -14,7 +14,7 @@ from typing import Protocol
 from kvik.core.sampling_params import NOTHING_ALLOWED, PARAMETERS, SamplingParams
 from kvik.core.types import EngineRequest, FinishReason, Pin, PromptUse, RequestDelta
 from kvik.engine.output import OutputProcessor, RequestOutput, TextDelta, merged
-from kvik.engine.remote import EngineState, RemoteClient
+from kvik.engine.remote import EngineClient, EngineState
 from kvik.errors import GroupLost, KvikError, OverloadError, ParamError, UnavailableError
 from kvik.server.admission import Admission, Degradation, KVUsage, Reservation, pressure
 from kvik.server.errors import (
@@ -259,7 +259,7 @@ class Generations:
 
     def __init__(
         self,
-        engine: RemoteClient,
+        engine: EngineClient,
         texts: Texts,
         admission: Admission,
         observer: Observer,

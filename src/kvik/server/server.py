@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvik.config.server_config import ServerConfig
 from kvik.core.sampling_params import SamplingParams
-from kvik.engine.remote import RemoteClient
+from kvik.engine.remote import EngineClient
 from kvik.server.access import Keys
 from kvik.server.admission import Admission, Degradation
 from kvik.server.errors import model_not_found
@@ -72,7 +72,7 @@ class Server:
 
     config: ServerConfig
     model_names: tuple[str, ...]
-    engine: RemoteClient
+    engine: EngineClient
     texts: Texts
     generations: Generations
     admission: Admission
@@ -105,7 +105,7 @@ class Server:
 
 def assemble(
     config: ServerConfig,
-    engine: RemoteClient,
+    engine: EngineClient,
     texts: Texts,
     default_params: SamplingParams,
     keys: Keys,

@@ -10,6 +10,7 @@ from kvik.spec.kv import KVCacheSpec, KVGroup
 
 MAX_RANKS = 64  # csrc/group.hpp
 MAX_STAGES = 64
+MAX_REPLICAS = 64  # engines of one server, whose process hands out all tokens
 TILE = 32  # outputs of a matrix that stay together
 
 

@@ -42,9 +42,10 @@ export class Engine {
     }
   }
 
-  #take({ state, reason, view }) {
+  #take({ state, reason, view, replicas }) {
     this.#state(state, state === "ready" ? "ready" : state === "starting" ? "" : "bad");
     this.#note(reason);
+    table(replicas ?? []);
     if (!view) return;
     if (view.stats.steps < this.#steps) for (const picture of this.#pictures) picture.clear?.(); // started anew
     this.#steps = view.stats.steps;
@@ -89,4 +90,21 @@ function gauges(view) {
   }
   shown.forEach(([, value], i) => setText(list.children[i].lastChild, value));
   if (step !== undefined) list.title = `the last step took ${seconds(step)}`;
+}
+
+// A row for each of several engines.
+function table(replicas) {
+  const shown = byId("replicas");
+  shown.hidden = !replicas.length;
+  if (!replicas.length) return;
+  const row = ({ number, state, draining, stats, rates }) => {
+    const cells = [`${number}`, draining && state === "ready" ? "draining" : state];
+    const hits = stats?.prefix_queries ? `${((100 * stats.prefix_hits) / stats.prefix_queries).toFixed(0)} %` : "–";
+    if (!stats) return [...cells, "–", "–", "–", "–", "–"];
+    const held = `${(100 * stats.kv_usage).toFixed(0)} %`;
+    return [...cells, count(stats.num_running), count(stats.num_waiting), held, hits, count(rates.decode_tokens)];
+  };
+  const cells = (tag, texts) => make("tr", {}, ...texts.map((textContent) => make(tag, { textContent })));
+  const titles = ["replica", "state", "running", "waiting", "KV held", "hits", "decode tok/s"];
+  shown.replaceChildren(cells("th", titles), ...replicas.map((one) => cells("td", row(one))));
 }

@@ -1,0 +1,369 @@
+"""Several engines behind the interface of one: requests are routed by what caches hold.
+
+Each replica is a `RemoteClient` with a supervised process. One that ends takes its running requests
+with it, with an error that names it; those of which nothing was delivered go once to another one.
+Prompts are tokenised and hashed here, so hits are exact.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+
+from kvik.config.config import ResolvedConfig
+from kvik.core.block_pool import extend_hashes
+from kvik.core.routing import ReplicaReport, ReplicaRouter
+from kvik.core.types import EngineRequest, FinishReason, RequestDelta
+from kvik.engine.core import check_request
+from kvik.engine.live import LiveView, ReplicaView, merge_views
+from kvik.engine.remote import EngineState, RemoteClient, ResendQueue, SentRequest, Sink
+from kvik.engine.stats import EngineStats, sum_stats
+from kvik.errors import ParamError, UnavailableError
+
+log = logging.getLogger(__name__)
+
+CREDIT_SECONDS = 0.5  # between two messages of what tenants got from other replicas
+MAX_HASHED = 1024  # blocks of a prompt: about a millisecond, and enough to tell replicas apart
+# The state of all is the first of these that one of them has.
+ORDER = (
+    EngineState.READY,
+    EngineState.STALLED,
+    EngineState.RESTARTING,
+    EngineState.STARTING,
+    EngineState.FAILED,
+    EngineState.CLOSED,
+)
+
+
+class RoutedRequest(SentRequest):
+    """A request whose last delta has not come, and the replica that has it.
+
+    Attributes:
+        hashes: of the blocks of its prompt.
+        replica: number; None: it waits for one that is ready.
+    """
+
+    def __init__(self, request: EngineRequest, hashes: list[bytes], arrival: float) -> None:
+        super().__init__(request, b"", arrival)
+        self.request = request
+        self.hashes = hashes
+        self.replica: int | None = None
+
+
+class Replicas:
+    """Takes requests and hands their deltas to its sinks, as one `RemoteClient` does.
+
+    It is ready if one replica is. Limits of queues and rates are the server's, so they hold for all
+    together; and each engine counts what tenants got from the others, so shares are fair across
+    them.
+
+    Args:
+        config: of each, but for what differs.
+        clients: of the replicas, not started.
+        clock: of the engines.
+    """
+
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        clients: Sequence[RemoteClient],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._clients = tuple(clients)
+        self._clock = clock
+        self._block_size = config.cache.block_size
+        self._router = ReplicaRouter(
+            [client.name for client in clients], self._block_size, config.scheduler.max_num_seqs
+        )
+        self._sinks: list[Sink] = []
+        self._changed = asyncio.Event()
+        self._unfinished: dict[str, RoutedRequest] = {}
+        self._waiting = ResendQueue(clock, self._give)
+        self._draining: set[int] = set()
+        self._served = [Counter[str]() for _ in clients]  # since the last credit
+        self._crediting: asyncio.Task[None] | None = None
+        self._asking: set[asyncio.Task[None]] = set()
+        self._closing = False
+        for i, client in enumerate(clients):
+            client.watch(partial(self._told, i), partial(self._state_changed, i))
+
+    # -- for the server --------------------------------------------------------------------------
+
+    @property
+    def config(self) -> ResolvedConfig:
+        return self._config
+
+    @property
+    def state(self) -> EngineState:
+        """READY if a replica is."""
+        return min((client.state for client in self._clients), key=ORDER.index)
+
+    @property
+    def reason(self) -> str:
+        """Why none is ready; "" if one is."""
+        if self.state is EngineState.READY:
+            return ""
+        return "; ".join(f"{client.name}: {client.reason}" for client in self._clients)
+
+    @property
+    def num_starts(self) -> int:
+        """How often an engine became ready, all replicas together."""
+        return sum(client.num_starts for client in self._clients)
+
+    @property
+    def clients(self) -> tuple[RemoteClient, ...]:
+        """The replicas."""
+        return self._clients
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._unfinished) + len(self._waiting)
+
+    def start(self, sink: Sink) -> None:
+        """Begin to start all engines; to be called once, in the event loop."""
+        self.add_sink(sink)
+        self._crediting = asyncio.get_running_loop().create_task(self._credit())
+        for i, client in enumerate(self._clients):
+            client.start(partial(self._take, i))
+
+    def add_sink(self, sink: Sink) -> None:
+        """See `RemoteClient.add_sink`."""
+        self._sinks.append(sink)
+
+    async def ready(self) -> None:
+        """Wait until one takes requests.
+
+        Raises:
+            UnavailableError: none ever will.
+        """
+        while (state := self.state) is not EngineState.READY:
+            if state in (EngineState.FAILED, EngineState.CLOSED):
+                raise UnavailableError("engine", self.reason)
+            self._changed.clear()
+            await self._changed.wait()
+
+    def check(self, request: EngineRequest) -> None:
+        """Raise `ParamError` or `CapacityError` if the request can never be served."""
+        self._check_id(request)
+        check_request(self._config, request)
+
+    def add(self, request: EngineRequest) -> None:
+        """Send a request that passed `check` to the replica where it costs least.
+
+        Raises:
+            ParamError: its id is in use, or it cannot be encoded.
+            UnavailableError: no replica takes it.
+        """
+        self._check_id(request)
+        self._send(RoutedRequest(request, self._hashes(request), self._clock()), set())
+
+    def end(
+        self,
+        request_id: str,
+        index: int | None = None,
+        reason: FinishReason = FinishReason.ABORT,
+        error: str | None = None,
+    ) -> None:
+        """See `RemoteClient.end`."""
+        if request_id in self._waiting:
+            self._waiting.end(request_id, index, reason, error)
+            return
+        sent = self._unfinished.get(request_id)
+        if sent is not None and sent.replica is not None:
+            sent.ended = True
+            self._clients[sent.replica].end(request_id, index, reason, error)
+
+    async def stats(self) -> EngineStats:
+        """The statistics of all replicas, summed; the last known ones of those that do not
+        answer."""
+        return sum_stats(await asyncio.gather(*(client.stats() for client in self._clients)))
+
+    async def live(self) -> LiveView:
+        """Return the state of all that answer as one view.
+
+        Raises:
+            UnavailableError: none answers within a second.
+        """
+        views = [view for view in await self._views() if view is not None]
+        if not views:
+            raise UnavailableError("engine", self.reason or "no replica answers in time")
+        return merge_views(views)
+
+    async def replicas(self) -> tuple[ReplicaView, ...]:
+        """The state of each."""
+        views = await self._views()
+        return tuple(
+            ReplicaView(
+                i,
+                client.state.value,
+                client.reason,
+                i in self._draining,
+                client.num_starts,
+                client.num_unfinished,
+                None if view is None else view.stats,
+                None if view is None else view.rates,
+            )
+            for i, (client, view) in enumerate(zip(self._clients, views, strict=True))
+        )
+
+    def drain_replica(self, replica: int, *, drain: bool) -> int:
+        """See `EngineClient.drain_replica`."""
+        if not 0 <= replica < len(self._clients):
+            most = len(self._clients) - 1
+            raise ParamError("replica", f"must be 0 to {most}, not {replica}")
+        (self._draining.add if drain else self._draining.discard)(replica)
+        self._state_changed(replica)
+        return self._clients[replica].num_unfinished
+
+    async def reset_prefix_cache(self) -> int:
+        """Forget the cached prefixes of all replicas. See `RemoteClient.reset_prefix_cache`."""
+        ready = [client for client in self._clients if client.state is EngineState.READY]
+        if not ready:
+            raise UnavailableError("engine", self.reason)
+        return sum(await asyncio.gather(*(client.reset_prefix_cache() for client in ready)))
+
+    async def close(self) -> None:
+        """End all engines, and their requests with an error."""
+        self._closing = True
+        if self._crediting is not None:
+            self._crediting.cancel()
+        for sent in self._waiting.take():
+            self._fail(sent, "the engine was closed")
+        await asyncio.gather(*(client.close() for client in self._clients))
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _check_id(self, request: EngineRequest) -> None:
+        if request.request_id in self._unfinished or request.request_id in self._waiting:
+            raise ParamError("request_id", f"{request.request_id!r} is already being served")
+
+    def _hashes(self, request: EngineRequest) -> list[bytes]:
+        """Return the hashes under which engines know the blocks of a prompt."""
+        cache, tokens = self._config.cache, request.prompt_token_ids
+        hashes: list[bytes] = []
+        if cache.enable_prefix_caching:
+            blocks = min(len(tokens) // self._block_size, MAX_HASHED)
+            salt = cache.salt + request.cache_salt
+            extend_hashes(hashes, tokens, self._block_size, salt, blocks)
+        return hashes
+
+    def _send(self, sent: RoutedRequest, avoid: set[int]) -> None:
+        """Send a request to the best replica that takes it. Raises as `add`."""
+        request, now = sent.request, self._clock()
+        size = len(request.prompt_token_ids)
+        while True:
+            choice = self._router.choose(sent.hashes, size, now, avoid=avoid)
+            if choice is None:
+                raise UnavailableError("engine", self.reason or "no other replica is ready")
+            try:
+                self._clients[choice.replica].add(request)
+            except UnavailableError:
+                avoid = {*avoid, choice.replica}
+                continue
+            sent.replica = choice.replica
+            self._unfinished[request.request_id] = sent
+            self._router.sent(request.request_id, choice, sent.hashes, size, now)
+            return
+
+    def _take(self, replica: int, deltas: list[RequestDelta]) -> None:
+        """Take in the deltas of a replica."""
+        now = self._clock()
+        given: list[RequestDelta] = []
+        lost: dict[str, RoutedRequest] = {}
+        for delta in deltas:
+            sent = self._unfinished.get(delta.request_id)
+            if sent is None or sent.replica != replica or delta.index not in sent.indexes:
+                continue
+            if delta.again and sent.may_be_sent_again and not self._closing:
+                lost[delta.request_id] = sent
+                continue
+            if not sent.begun and delta.finish_reason is not FinishReason.ERROR:
+                self._router.began(delta.request_id, now)
+            sent.begun = True
+            if delta.finish_reason is not None:
+                sent.indexes.discard(delta.index)
+                if not sent.indexes:
+                    del self._unfinished[delta.request_id]
+                    self._router.ended(delta.request_id, now)
+            given.append(delta)
+        self._give(given)
+        for sent in lost.values():
+            self._send_again(sent, replica)
+
+    def _send_again(self, sent: RoutedRequest, lost_with: int | None = None) -> None:
+        """Send a request of which nothing was delivered once more, or let it wait for a replica."""
+        request_id = sent.request_id
+        self._unfinished.pop(request_id, None)
+        self._router.ended(request_id, self._clock())
+        sent.replica = None
+        try:
+            self._send(sent, set() if lost_with is None else {lost_with})
+            sent.sends += 1
+            assert sent.replica is not None
+            for index in set(range(sent.n)) - sent.indexes:  # ended while it waited
+                self._clients[sent.replica].end(request_id, index)
+        except UnavailableError as error:
+            if self.state in (EngineState.FAILED, EngineState.CLOSED) or self._closing:
+                self._fail(sent, str(error))
+            else:
+                self._waiting.add(sent)
+
+    def _fail(self, sent: SentRequest, why: str) -> None:
+        self._give(sent.last_deltas(sent.indexes, self._clock(), FinishReason.ERROR, why))
+
+    def _state_changed(self, replica: int) -> None:
+        client = self._clients[replica]
+        ready = client.state is EngineState.READY
+        self._router.set_available(replica, ready and replica not in self._draining)
+        if not ready and client.state is not EngineState.STALLED:
+            self._router.forget(replica)
+        self._changed.set()
+        if not self._closing and (ready or self.state is EngineState.FAILED):
+            for sent in self._waiting.take():
+                assert isinstance(sent, RoutedRequest)
+                self._send_again(sent)
+
+    def _told(self, replica: int, report: ReplicaReport) -> None:
+        self._served[replica].update(report.served)
+        if not self._router.report(replica, report):
+            task = asyncio.get_running_loop().create_task(self._ask_all(replica))
+            self._asking.add(task)
+            task.add_done_callback(self._asking.discard)
+
+    async def _ask_all(self, replica: int) -> None:
+        with suppress(UnavailableError):  # it begins anew when it is back
+            await self._clients[replica].report_all()
+
+    async def _views(self) -> list[LiveView | None]:
+        async def view(client: RemoteClient) -> LiveView | None:
+            with suppress(UnavailableError):
+                return await client.live()
+            return None
+
+        return await asyncio.gather(*map(view, self._clients))
+
+    async def _credit(self) -> None:
+        """Tell each engine what tenants got from the others."""
+        while True:
+            await asyncio.sleep(CREDIT_SECONDS)
+            served, self._served = self._served, [Counter[str]() for _ in self._clients]
+            total = sum(served, Counter[str]())
+            for client, own in zip(self._clients, served, strict=True):
+                others = total - own
+                if others:
+                    client.credit(dict(others))
+
+    def _give(self, deltas: list[RequestDelta]) -> None:
+        if not deltas:
+            return
+        for sink in self._sinks:
+            try:
+                sink(deltas)
+            except Exception:  # the requests of others go on
+                log.exception("deltas were not taken")

@@ -1,0 +1,367 @@
+"""Several engines behind one client: what is routed, summed, lost and sent again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from helpers import engine_child
+from helpers.scripted_engine import Scripted, end, token
+from helpers.served_engine import engine_in_thread, engine_request, tiny_config
+
+from kvik.core.block_pool import ContentChanges, extend_hashes
+from kvik.core.routing import ReplicaReport
+from kvik.core.sampling_params import SamplingParams
+from kvik.core.types import EngineRequest, FinishReason, RequestDelta
+from kvik.engine.host import Reporter
+from kvik.engine.remote import EngineState, RemoteClient
+from kvik.engine.replicas import Replicas
+from kvik.engine.sources import RestartPolicy, Supervisor
+from kvik.engine.wire import Add, Credit, End, EngineStart, Query, Ready, Told, Unusable
+from kvik.errors import ParamError, UnavailableError
+
+PROMPT = list(range(1, 41))  # ten blocks
+
+
+class Cluster:
+    """Replicas whose engines are the test."""
+
+    def __init__(self, count: int = 2) -> None:
+        self.sources = [Scripted() for _ in range(count)]
+        config = tiny_config()
+        clients = [
+            RemoteClient(config, source, name=f"replica {i}")
+            for i, source in enumerate(self.sources)
+        ]
+        self.all = Replicas(config, clients)
+        self.deltas: list[RequestDelta] = []
+
+    async def __aenter__(self) -> Cluster:
+        self.all.start(self.deltas.extend)
+        assert self.all.state is EngineState.STARTING
+        for source in self.sources:
+            source.say(Ready())
+        await self.settle()
+        assert (self.all.state, self.all.reason) == (EngineState.READY, "")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.all.close()
+        for source in self.sources:
+            source.sock.close()
+
+    async def settle(self) -> None:
+        for _ in range(5):
+            await asyncio.sleep(0.002)
+
+    def holds(self, replica: int, prompt: list[int]) -> None:
+        hashes: list[bytes] = []
+        extend_hashes(hashes, prompt, 4, "", len(prompt) // 4)
+        report = ReplicaReport(ContentChanges(1, hashes, [], cleared=True), 0.0, 1000.0)
+        self.sources[replica].say(Told(report))
+
+    def added(self) -> list[list[str]]:
+        """Ids of the requests that each engine got since the last call."""
+        return [[m.request_id for m in s.heard() if isinstance(m, Add)] for s in self.sources]
+
+    def lose(self, replica: int) -> None:
+        self.sources[replica].sock.close()
+
+    async def again(self, replica: int) -> None:
+        self.sources[replica].connect()
+        self.sources[replica].say(Ready())
+        await self.settle()
+
+    @property
+    def ends(self) -> list[tuple[str, FinishReason]]:
+        return [(d.request_id, d.finish_reason) for d in self.deltas if d.finish_reason]
+
+
+async def test_requests_go_where_their_prefix_is():
+    async with Cluster(3) as cluster:
+        cluster.holds(2, PROMPT)
+        for i in (0, 1):
+            cluster.holds(i, [9] * 4)
+        await cluster.settle()
+        cluster.all.add(engine_request("a", [*PROMPT, 50]))
+        assert cluster.added() == [[], [], ["a"]]
+        cluster.sources[2].step(token("a"), end("a"))
+        await cluster.settle()
+        assert cluster.ends == [("a", FinishReason.LENGTH)]
+        assert cluster.all.num_unfinished == 0
+
+
+async def test_tenants_under_other_salts_share_no_hits():
+    async with Cluster(2) as cluster:
+        cluster.holds(0, PROMPT)
+        cluster.holds(1, [9] * 4)
+        await cluster.settle()
+        chosen = set()
+        for i in range(20):
+            params = SamplingParams(max_tokens=2)
+            cluster.all.add(EngineRequest(f"{i}", PROMPT, params, cache_salt=f"s{i}"))
+            chosen.update(i for i, ids in enumerate(cluster.added()) if ids)
+        assert chosen == {0, 1}
+
+
+async def test_what_one_loses_before_its_first_token_goes_to_another_once():
+    async with Cluster(2) as cluster:
+        cluster.all.add(engine_request("a", PROMPT))
+        first = 0 if cluster.added()[0] else 1
+        cluster.lose(first)
+        await cluster.settle()
+        assert cluster.all.state is EngineState.READY
+        assert cluster.added() == ([[], ["a"]] if first == 0 else [["a"], []])[::1]
+        assert cluster.deltas == []
+        await cluster.again(first)
+        cluster.lose(1 - first)
+        await cluster.settle()
+        ((name, reason),) = cluster.ends
+        assert (name, reason) == ("a", FinishReason.ERROR)
+        assert f"replica {1 - first}" in cluster.deltas[-1].error
+        assert cluster.added()[first] == []
+
+
+async def test_what_has_begun_ends_with_an_error_that_names_the_replica():
+    async with Cluster(2) as cluster:
+        cluster.all.add(engine_request("a", PROMPT))
+        first = 0 if cluster.added()[0] else 1
+        cluster.sources[first].step(token("a"))
+        await cluster.settle()
+        cluster.lose(first)
+        await cluster.settle()
+        assert cluster.ends == [("a", FinishReason.ERROR)]
+        assert cluster.deltas[-1].error.startswith(f"replica {first}: ")
+        assert cluster.added()[1 - first] == []
+
+
+async def test_siblings_are_lost_and_sent_again_together():
+    async with Cluster(2) as cluster:
+        cluster.all.add(engine_request("a", PROMPT, n=3))
+        first = 0 if cluster.added()[0] else 1
+        cluster.lose(first)
+        await cluster.settle()
+        cluster.sources[1 - first].step(*(end("a", i) for i in range(3)))
+        await cluster.settle()
+        assert [(d.index, d.finish_reason) for d in cluster.deltas] == [
+            (i, FinishReason.LENGTH) for i in range(3)
+        ]
+
+
+async def test_what_was_ended_is_not_sent_again():
+    async with Cluster(2) as cluster:
+        cluster.all.add(engine_request("a", PROMPT))
+        first = 0 if cluster.added()[0] else 1
+        cluster.all.end("a")
+        assert [type(m) for m in cluster.sources[first].heard()] == [End]
+        cluster.lose(first)
+        await cluster.settle()
+        assert len(cluster.ends) == 1
+        assert cluster.added()[1 - first] == []
+
+
+async def test_with_none_ready_requests_wait_for_the_first_that_is():
+    async with Cluster(1) as cluster:
+        cluster.all.add(engine_request("a", PROMPT))
+        cluster.all.add(engine_request("b", PROMPT, n=2))
+        assert cluster.added() == [["a", "b"]]
+        cluster.lose(0)
+        await cluster.settle()
+        assert cluster.all.state is EngineState.RESTARTING
+        assert "replica 0" in cluster.all.reason
+        assert cluster.all.num_unfinished == 2
+        with pytest.raises(UnavailableError):
+            cluster.all.add(engine_request("c"))
+        with pytest.raises(ParamError):
+            cluster.all.add(engine_request("a"))
+        cluster.all.end("b", 0)
+        await cluster.again(0)
+        heard = cluster.sources[0].heard()
+        assert [m.request_id for m in heard if isinstance(m, Add)] == ["a", "b"]
+        assert [(m.request_id, m.index) for m in heard if isinstance(m, End)] == [("b", 0)]
+        cluster.sources[0].step(end("a"), end("b", 0), end("b", 1))
+        await cluster.settle()
+        ends = [(d.request_id, d.index, d.finish_reason.value) for d in cluster.deltas]
+        assert sorted(ends) == [("a", 0, "length"), ("b", 0, "abort"), ("b", 1, "length")]
+
+
+async def test_what_waits_ends_when_it_is_closed():
+    async with Cluster(1) as cluster:
+        cluster.all.add(engine_request("a", PROMPT))
+        cluster.lose(0)
+        await cluster.settle()
+    assert cluster.ends == [("a", FinishReason.ERROR)]
+
+
+async def test_a_replica_that_cannot_be_loaded_leaves_the_others():
+    cluster = Cluster(2)
+    cluster.all.start(cluster.deltas.extend)
+    cluster.sources[0].say(Unusable("model", "has no weights"))
+    await cluster.settle()
+    assert cluster.all.state is EngineState.STARTING
+    cluster.sources[1].say(Ready())
+    await cluster.all.ready()
+    cluster.all.add(engine_request("a"))
+    assert cluster.added()[1] == ["a"]
+    await cluster.__aexit__()
+
+
+async def test_it_fails_when_all_have():
+    cluster = Cluster(2)
+    cluster.all.start(cluster.deltas.extend)
+    for source in cluster.sources:
+        source.say(Unusable("model", "has no weights"))
+    with pytest.raises(UnavailableError, match="no weights"):
+        await cluster.all.ready()
+    assert cluster.all.state is EngineState.FAILED
+    await cluster.__aexit__()
+
+
+async def test_a_draining_replica_gets_nothing_new():
+    async with Cluster(2) as cluster:
+        cluster.holds(1, PROMPT)
+        cluster.holds(0, [9] * 4)
+        await cluster.settle()
+        cluster.all.add(engine_request("a", [*PROMPT, 7]))
+        assert cluster.all.drain_replica(1, drain=True) == 1
+        for i in range(5):
+            cluster.all.add(engine_request(f"b{i}", [*PROMPT, 7]))
+        assert cluster.added() == [[f"b{i}" for i in range(5)], ["a"]]
+        cluster.sources[1].step(token("a"), end("a"))
+        await cluster.settle()
+        assert cluster.ends == [("a", FinishReason.LENGTH)]
+        assert cluster.all.drain_replica(1, drain=False) == 0
+        cluster.all.add(engine_request("c", [*PROMPT, 7]))
+        assert cluster.added()[1] == ["c"]
+        with pytest.raises(ParamError, match="0 to 1") as raised:
+            cluster.all.drain_replica(2, drain=True)
+        assert raised.value.field == "replica"
+
+
+async def test_a_gap_in_the_reports_is_asked_for():
+    async with Cluster(1) as cluster:
+        cluster.holds(0, PROMPT)
+        cluster.sources[0].say(Told(ReplicaReport(ContentChanges(3, [], []))))
+        await cluster.settle()
+        asked = [m.question for m in cluster.sources[0].heard() if isinstance(m, Query)]
+        assert asked == ["report_all"]
+
+
+async def test_each_engine_is_credited_with_what_others_served(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvik.engine.replicas.CREDIT_SECONDS", 0.01)
+    async with Cluster(3) as cluster:
+        cluster.sources[0].say(Told(ReplicaReport(served={"a": 5, "b": 2})))
+        cluster.sources[1].say(Told(ReplicaReport(served={"a": 10})))
+        credits: list[Counter[str]] = [Counter() for _ in range(3)]
+        async with asyncio.timeout(10):
+            while credits != [{"a": 10}, {"a": 5, "b": 2}, {"a": 15, "b": 2}]:
+                await asyncio.sleep(0.01)
+                for count, source in zip(credits, cluster.sources, strict=True):
+                    for message in source.heard():
+                        if isinstance(message, Credit):
+                            count.update(message.served)
+
+
+async def test_statistics_are_summed_and_views_merged():
+    async with engine_in_thread() as one, engine_in_thread() as other:
+        clients = [one.client, other.client]
+        both = Replicas(one.client.config, clients)
+        deltas: list[RequestDelta] = []
+        both.start(deltas.extend)
+        await one.ready()
+        await other.ready()
+        for i in range(12):
+            both.add(engine_request(f"{i}", [i, i + 1, i + 2]))
+        async with asyncio.timeout(20):
+            while sum(d.finish_reason is not None for d in deltas) < 12:
+                await asyncio.sleep(0.005)
+        stats, view, parts = await both.stats(), await both.live(), await both.replicas()
+        assert stats.delivered_tokens == 60 == view.stats.delivered_tokens
+        assert stats.num_blocks == 1024 == view.blocks.num_blocks
+        assert [part.stats.delivered_tokens > 0 for part in parts] == [True, True]
+        assert sum(part.stats.steps for part in parts) == stats.steps
+        assert stats.work.decode_tokens == sum(p.stats.work.decode_tokens for p in parts)
+        assert len({r.number for r in view.finished}) == len(view.finished) == 12
+        assert list(view.steps.ended) == sorted(view.steps.ended)
+        assert view.steps.first + len(view.steps.ended) == stats.steps
+        assert await both.reset_prefix_cache() == stats.cached_blocks > 0
+        await both.close()
+
+
+async def test_an_engine_reports_what_its_cache_holds():
+    async with engine_in_thread() as served:
+        reporter = Reporter(served.core.scheduler)
+        first = reporter.look(0.0, idle=False)
+        assert first is not None and first.changes is not None and first.changes.cleared
+        deltas: list[RequestDelta] = []
+        served.client.start(deltas.extend)
+        await served.ready()
+        served.client.add(engine_request("a", range(1, 13), max_tokens=2))
+        await served.at_rest()
+        assert reporter.look(0.001, idle=False) is None  # too soon
+        second = reporter.look(1.0, idle=False)
+        hashes: list[bytes] = []
+        extend_hashes(hashes, list(range(1, 13)), 4, "", 3)
+        assert second.changes.stored == hashes
+        assert second.served == {"": 12 + 2}  # a token of output computed, which counts twice
+
+
+QUICK = RestartPolicy(
+    stall=5.0, kill=30.0, exit=1.0, pause=0.01, longest_pause=0.05, crashes=99, window=60.0
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_replica_may_be_killed_at_any_moment(seed: int, tmp_path: Path):
+    """Every request ends exactly once: what had begun with an error, the rest as usual."""
+    drawn = random.Random(seed)
+    config = tiny_config()
+    command = [sys.executable, str(Path(engine_child.__file__)), "plain"]
+    sources = [
+        Supervisor(command, EngineStart(config, reports=True), QUICK, lambda text: None)
+        for _ in range(2)
+    ]
+    clients = [RemoteClient(config, s, name=f"replica {i}") for i, s in enumerate(sources)]
+    both, deltas = Replicas(config, clients), list[RequestDelta]()
+    before = set(os.listdir("/dev/shm"))
+    both.start(deltas.extend)
+    pids = set()
+    async with asyncio.timeout(120):
+        names = set()
+        for turn in range(12):
+            while not all(client.state is EngineState.READY for client in clients):
+                await asyncio.sleep(0.002)
+            pids.update(source.pid for source in sources)
+            for i in range(10):
+                name = f"{turn}-{i}"
+                tokens = [drawn.randrange(1, 50) for _ in range(drawn.randrange(1, 40))]
+                both.add(engine_request(name, tokens, max_tokens=drawn.randrange(1, 20)))
+                names.add(name)
+            await asyncio.sleep(drawn.random() * 0.03)
+            pid = sources[drawn.randrange(2)].pid
+            if pid is not None:
+                os.kill(pid, signal.SIGKILL)
+        while both.num_unfinished:
+            await asyncio.sleep(0.002)
+    ends = Counter(d.request_id for d in deltas if d.finish_reason is not None)
+    assert ends == dict.fromkeys(names, 1)
+    begun = set()
+    for delta in deltas:
+        if delta.finish_reason is FinishReason.ERROR:
+            assert delta.error.startswith("replica ")
+        if delta.token_ids:
+            begun.add(delta.request_id)
+    lost = {d.request_id for d in deltas if d.finish_reason is FinishReason.ERROR}
+    assert len(lost) < len(names) / 2
+    await both.close()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert set(os.listdir("/dev/shm")) <= before
