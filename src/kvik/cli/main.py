@@ -21,6 +21,7 @@ VERBS: Mapping[str, tuple[str, str]] = {
     "generate": ("kvik.cli.generate", "complete a prompt"),
     "chat": ("kvik.cli.chat", "talk to a model"),
     "serve": ("kvik.cli.serve", "an HTTP server for OpenAI's and Anthropic's clients"),
+    "route": ("kvik.cli.route", "one address in front of several servers, by their caches"),
     "top": ("kvik.cli.top", "what a running server does now"),
     "export": ("kvik.cli.export", "write a model as a GGUF file"),
     "models": ("kvik.cli.models", "which models run"),

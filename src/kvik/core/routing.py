@@ -28,6 +28,7 @@ from kvik.core.block_pool import ContentChanges
 from kvik.core.types import derive_seed
 
 NEAR = 1.1  # costs up to this factor above the least count as equal
+ALIKE = 2.0  # paces that differ by less than this factor are those of equal replicas
 EXPECTED_SECONDS = 60.0  # until what a request should have left in a cache is no longer believed
 MOST_EXPECTED = 200_000  # pieces of prompts believed of a replica that reports nothing
 FIRST_PACE = 1000.0  # tokens a second, until a replica was measured
@@ -110,7 +111,8 @@ class _Replica:
         backlog: tokens of prompts sent whose first token has not come.
         unfinished: requests.
         seconds: what waits there, and how full it is, as costs.
-        per_token: seconds of a prompt's token.
+        rate: tokens a second, as told or measured; None: neither.
+        per_token: seconds of a prompt's token, as a cost.
         trust: tokens that were in its cache, per token that was believed to be.
     """
 
@@ -125,6 +127,7 @@ class _Replica:
         self.unfinished = 0
         self.kv_usage = 0.0
         self.told_rate: float | None = None
+        self.rate: float | None = None
         self.measured = _Mean()
         self.last_begun = float("-inf")
         self.seconds = 0.0
@@ -158,7 +161,8 @@ class ReplicaRouter:
         self._available = 0  # the same bits
         self._sent: dict[str, _Sent] = {}
         self._deadlines: deque[tuple[float, int, bytes]] = deque()
-        self._decoding = FIRST_DECODING
+        self._decoding = _Mean()
+        self._common_rate = FIRST_PACE
         self._num_chosen = 0
 
     # -- what happens ----------------------------------------------------------------------------
@@ -258,7 +262,7 @@ class ReplicaRouter:
         if sent.begun is None:
             one.backlog = max(0.0, one.backlog - sent.tokens)
         else:
-            self._decoding += (1 - DECAY) * (now - sent.begun - self._decoding)
+            self._decoding.note(now - sent.begun, 1.0)
         if not one.reports and sent.begun is not None:
             believed = sent.choice.hit * self.piece
             if cached is not None and believed:
@@ -353,20 +357,27 @@ class ReplicaRouter:
 
     def _weigh(self, one: _Replica) -> None:
         """Compute what a replica costs anew."""
-        rate = one.told_rate or one.measured.ratio or self._common_pace()
-        one.per_token = 1 / rate
+        one.rate = one.told_rate or one.measured.ratio
+        rates = [other.rate for other in self._replicas if other.rate]
+        common = sum(rates) / len(rates) if rates else FIRST_PACE
+        if not self._common_rate / NEAR < common < self._common_rate * NEAR:
+            self._common_rate = common
+            for other in self._replicas:
+                self._weigh_at(other, common)
+        else:
+            self._weigh_at(one, self._common_rate)
+
+    def _weigh_at(self, one: _Replica, common: float) -> None:
+        """Weigh a replica. Its pace is that of all, unless it is one of another kind: else the one
+        that was quickest by chance would get everything."""
+        rate = one.rate or common
+        one.per_token = 1 / (common if common / ALIKE < rate < common * ALIKE else rate)
         trust = one.trust.ratio
         one.trusted = 1.0 if trust is None else trust
         full = max(one.kv_usage, one.unfinished / self._rows)
-        one.seconds = one.backlog * one.per_token + self._decoding * full * full
-
-    def _common_pace(self) -> float:
-        """Return a pace for replicas that were not measured: that of one that was."""
-        for other in self._replicas:
-            rate = other.told_rate or other.measured.ratio
-            if rate:
-                return rate
-        return FIRST_PACE
+        decoding = self._decoding.ratio
+        decoding = FIRST_DECODING if decoding is None else decoding
+        one.seconds = one.backlog * one.per_token + decoding * full * full
 
     def _expect(self, replica: int, hashes: Sequence[bytes], first: int, now: float) -> None:
         """Expect the pieces from the first on in a replica's cache."""

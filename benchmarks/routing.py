@@ -1,0 +1,130 @@
+"""What routing costs: a choice among replicas, and the way through `kvik route`.
+
+    python benchmarks/routing.py [--blocks 100000] [--requests 2000]
+
+A choice: prompts of 64 to 4,096 blocks, half of whose pieces a replica holds, among 8 and 64
+replicas. The way: a POST of 2 KB to a server that answers at once, on one connection, directly and
+through `kvik route`, in turns; the difference of the medians is what the proxy adds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from http.client import HTTPConnection
+from random import Random
+
+from kvik.core.block_pool import ContentChanges
+from kvik.core.routing import ReplicaReport, ReplicaRouter
+
+SERVER = """
+import asyncio, sys, uvloop
+from kvik.server.run import Listener, bind
+
+async def app(scope, receive, send):
+    while (await receive()).get("more_body"):
+        pass
+    body = b'{"object": "list"}'
+    head = [(b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": head})
+    await send({"type": "http.response.body", "body": body})
+
+async def main():
+    await Listener(app, bind("127.0.0.1", int(sys.argv[1]))).start()
+    await asyncio.Event().wait()
+
+uvloop.run(main())
+"""
+
+
+def choices(replicas: int, blocks: int, rounds: int = 2000) -> tuple[float, float]:
+    """Return the median and the 99th percentile of the seconds of a choice."""
+    random = Random(0)
+    router = ReplicaRouter([f"replica {i}" for i in range(replicas)], 16, 64)
+    held = []
+    for i in range(replicas):
+        held.append([random.randbytes(16) for _ in range(blocks)])
+        changes = ContentChanges(1, held[i], [], cleared=True)
+        router.report(i, ReplicaReport(changes, random.random() / 2, 1000.0 + i))
+        router.set_available(i, True)
+    prompts = []
+    for i in range(rounds):
+        length = random.choice((64, 256, 1024, 4096))
+        own = held[i % replicas]
+        start = random.randrange(len(own) - length)
+        fresh = [random.randbytes(16) for _ in range(length // 2)]
+        prompts.append(own[start : start + length // 2] + fresh)
+    seconds = []
+    for i, prompt in enumerate(prompts):
+        began = time.perf_counter()
+        choice = router.choose(prompt, len(prompt) * 16, i * 0.001)
+        seconds.append(time.perf_counter() - began)
+        assert choice is not None and choice.hit in (0, len(prompt) // 2)
+    seconds.sort()
+    return seconds[rounds // 2], seconds[rounds * 99 // 100]
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+def way(requests: int) -> tuple[float, float]:
+    """Return the medians of the seconds of a request: directly, and through the proxy."""
+    direct, front = free_port(), free_port()
+    command = [sys.executable, "-c", SERVER, str(direct)]
+    with subprocess.Popen(command) as server:
+        wait(direct)
+        route = [sys.executable, "-m", "kvik", "route", f"http://127.0.0.1:{direct}"]
+        with subprocess.Popen([*route, "--port", str(front)], stdout=subprocess.DEVNULL) as proxy:
+            wait(front)
+            body = json.dumps({"messages": [{"role": "user", "content": "x" * 2000}]}).encode()
+            both = [HTTPConnection("127.0.0.1", port) for port in (direct, front)]
+            found: list[list[float]] = [[], []]
+            for i in range(2 * requests):
+                connection = both[i % 2]
+                began = time.perf_counter()
+                connection.request("POST", "/v1/chat/completions", body)
+                connection.getresponse().read()
+                found[i % 2].append(time.perf_counter() - began)
+            proxy.terminate()
+        server.terminate()
+    return statistics.median(found[0]), statistics.median(found[1])
+
+
+def wait(port: int) -> None:
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        with socket.socket() as one:
+            if one.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.05)
+    raise SystemExit(f"nobody listens on port {port}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--blocks", type=int, default=100_000)
+    parser.add_argument("--requests", type=int, default=2000)
+    arguments = parser.parse_args()
+    print(f"{os.cpu_count()} cores")
+    for replicas in (8, 64):
+        blocks = arguments.blocks if replicas == 8 else arguments.blocks // 8
+        p50, p99 = choices(replicas, blocks)
+        times = f"{p50 * 1e6:.1f} us, p99 {p99 * 1e6:.1f} us"
+        print(f"a choice of {replicas} with {blocks} blocks each: {times}")
+    direct, through = way(arguments.requests)
+    print(f"a request directly {direct * 1e3:.3f} ms, through kvik route {through * 1e3:.3f} ms")
+    print(f"added at the median: {(through - direct) * 1e3:.3f} ms")
+
+
+if __name__ == "__main__":
+    main()

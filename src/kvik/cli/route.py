@@ -1,0 +1,80 @@
+"""`kvik route URL...`: one address in front of several servers."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import socket
+
+from kvik.cli.flags import Parser, number
+from kvik.cli.terminal import say
+from kvik.errors import ConfigError
+from kvik.remote_server import RemoteServer
+from kvik.server.proxy import Proxy
+from kvik.server.run import SIGNALS, Listener, StopSignal, bind
+
+MAX_TIMEOUT = 86_400.0
+SHUTDOWN_SECONDS = 30.0  # for answers under way
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        "route",
+        "URL...",
+        "Pass requests on to servers of kvik, or of others with OpenAI's API, each to the one that "
+        "has its prefix cached and little to do. Keys and bodies pass through unchanged.",
+    )
+    parser.add_argument("url", nargs="+", metavar="URL", help="of a server, such as http://a:8000")
+    parser.add_argument("--host", default="127.0.0.1", help="to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8080, help="likewise (default: %(default)s)")
+    parser.add_argument(
+        "--timeout",
+        type=number,
+        default=600.0,
+        metavar="S",
+        help="seconds for which a server may be silent within a request (default: %(default)s)",
+    )
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import uvloop
+
+    urls = [RemoteServer.at(url, "").url for url in arguments.url]
+    twice = next((url for i, url in enumerate(urls) if url in urls[:i]), None)
+    if twice is not None:
+        raise ConfigError("url", f"must be of different servers: {twice} is there twice")
+    timeout: float = arguments.timeout
+    if not 0 < timeout <= MAX_TIMEOUT:
+        raise ConfigError("timeout", f"must be above 0 and at most {MAX_TIMEOUT:.0f} seconds")
+    if not 0 <= arguments.port <= 65_535:
+        raise ConfigError("port", f"must be 0 to 65535, not {arguments.port}")
+    line = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=logging.INFO, format=line)
+    with bind(arguments.host, arguments.port) as listening:
+        return uvloop.run(_route(Proxy(urls, timeout), listening))
+
+
+async def _route(proxy: Proxy, listening: socket.socket) -> int:
+    """Pass requests on until a signal comes; a second one does not wait for answers under way."""
+    stop, loop = StopSignal(), asyncio.get_running_loop()
+    for one in SIGNALS:
+        loop.add_signal_handler(one, stop.ask)
+    await proxy.start()
+    listener = Listener(proxy, listening)
+    try:
+        await listener.start()
+        host, port = listening.getsockname()[:2]
+        name = f"[{host}]" if ":" in host else host
+        say(f"http://{name}:{port}/v1 in front of {len(proxy.upstreams)} servers", flush=True)
+        await stop.asked.wait()
+        closing = asyncio.ensure_future(listener.close(SHUTDOWN_SECONDS))
+        again = asyncio.ensure_future(stop.again.wait())
+        await asyncio.wait((closing, again), return_when=asyncio.FIRST_COMPLETED)
+        for task in (closing, again):
+            task.cancel()
+        await asyncio.gather(closing, again, return_exceptions=True)
+    finally:
+        await proxy.close()
+    return 0

@@ -1,0 +1,542 @@
+"""A proxy in front of several servers, which sends equal prefixes to the same one.
+
+It knows neither the tokenizer nor the cache of a server. So a prompt is what its body says, in
+canonical form and in pieces of characters, and a server is believed to hold the prompts that it has
+answered, as far as the usage in its answers agrees. Bytes pass through unchanged, as fast as the
+client reads them. A request is sent a second time only if no byte of an answer has come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from kvik.core.block_pool import HASH_BYTES
+from kvik.core.routing import ReplicaChoice, ReplicaRouter
+from kvik.errors import KvikError
+from kvik.server.route import break_connection, limit_unread
+
+if TYPE_CHECKING:
+    import aiohttp
+
+log = logging.getLogger(__name__)
+
+PIECE = 256  # characters of a prompt that a hash covers
+MAX_PIECES = 2048  # of a prompt that are hashed
+LIFETIME = 600.0  # seconds for which a server is believed to hold a prompt
+ROWS = 64  # requests that a server is thought to compute at a time
+MAX_BODY = 64 << 20  # bytes of a request
+TAIL = 4096  # bytes of the end of an answer in which its usage is looked for
+HEALTH_SECONDS, HEALTH_TIMEOUT = 1.0, 2.0
+CONNECT_SECONDS = 5.0
+BODY_SECONDS = 60.0  # for the next part of a request's body, or for a client to read the answer's
+# Of one connection, so not of the message (RFC 9110, section 7.6.1).
+HOP_BY_HOP = frozenset(
+    b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer "
+    b"transfer-encoding upgrade".split()
+)
+NOT_PASSED_ON = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
+RETRIED = (502, 503, 504)  # another server may do better
+SAFE_ID = re.compile(rb"[A-Za-z0-9_.-]{1,128}")
+_PROMPT_TOKENS = re.compile(rb'"(?:prompt_tokens|input_tokens)"\s*:\s*(\d{1,12})')
+_CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,12})')
+_canonical = msgspec.json.Encoder(order="deterministic").encode
+
+
+# -- what a body asks ------------------------------------------------------------------------------
+
+
+def rendered(body: Mapping[str, Any]) -> bytes:
+    """Return a request's prompt in one form for equal prompts: what comes first in the model's
+    input comes first here, so that conversations that go on share a prefix."""
+    first = [body.get(name) for name in ("model", "cache_salt", "tools", "system", "instructions")]
+    parts = [_canonical(first)]
+    for name in ("messages", "prompt", "input", "query", "text"):
+        value = body.get(name)
+        if value is not None:
+            entries = value if isinstance(value, list) else [value]
+            if entries and isinstance(entries[0], int):
+                entries = [entries]  # token ids
+            parts += [_canonical(entry).strip(b'"[]') for entry in entries]
+    return b"\n".join(parts)
+
+
+def piece_hashes(text: bytes) -> list[bytes]:
+    """Return the chained hashes of a prompt's full pieces."""
+    hashes: list[bytes] = []
+    parent = b""
+    for start in range(0, min(len(text) - PIECE + 1, MAX_PIECES * PIECE), PIECE):
+        piece = text[start : start + PIECE]
+        parent = blake2b(parent + piece, digest_size=HASH_BYTES).digest()
+        hashes.append(parent)
+    return hashes
+
+
+def cached_share(tail: bytes) -> float | None:
+    """Return the share of a prompt that was in the server's cache, by the end of its answer; None:
+    it does not say."""
+    cached, prompt = _CACHED_TOKENS.findall(tail), _PROMPT_TOKENS.findall(tail)
+    if not cached or not prompt or not int(prompt[-1]):
+        return None
+    return min(1.0, int(cached[-1]) / int(prompt[-1]))
+
+
+def passed_on(
+    headers: Iterable[tuple[bytes, bytes]], dropped: frozenset[bytes]
+) -> list[tuple[bytes, bytes]]:
+    """Return the headers that belong to the message, without those that `Connection` names."""
+    found = [(name.lower(), value) for name, value in headers]
+    named = {
+        token.strip().lower()
+        for name, value in found
+        if name == b"connection"
+        for token in value.split(b",")
+    }
+    return [(name, value) for name, value in found if name not in dropped and name not in named]
+
+
+# -- the servers -----------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Upstream:
+    """A server behind the proxy.
+
+    Attributes:
+        reason: why it gets nothing; "" if it may.
+        requests, errors: sent to it, and of these lost.
+    """
+
+    url: str
+    reason: str = "it was not asked yet"
+    unfinished: int = 0
+    requests: int = 0
+    errors: int = 0
+
+    @property
+    def healthy(self) -> bool:
+        return not self.reason
+
+
+class UpstreamError(Exception):
+    """A server gave no answer, or broke it off.
+
+    Attributes:
+        closed: the connection was closed before an answer, as a server may do with one that was not
+            used for a while: that says nothing of the server.
+    """
+
+    def __init__(self, error: Exception, *, closed: bool = False) -> None:
+        super().__init__(_described(error))
+        self.closed = closed
+
+
+class Proxy:
+    """An ASGI application in front of servers that speak the API of OpenAI.
+
+    Args:
+        urls: of the servers, without a slash or /v1 at their end.
+        timeout: seconds for which a server may be silent within a request.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        timeout: float = 600.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.upstreams = [Upstream(url) for url in urls]
+        self.retries = 0
+        self._timeout = timeout
+        self._clock = clock
+        self._router = ReplicaRouter(urls, PIECE, ROWS, LIFETIME)
+        self._session: aiohttp.ClientSession | None = None
+        self._watching: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Begin to watch the servers; returns when each was asked once.
+
+        Raises:
+            KvikError: aiohttp is not installed, a URL is that of something else, or no server
+                answers.
+        """
+        try:
+            import aiohttp
+        except ImportError:
+            raise KvikError(
+                "route", "needs aiohttp to talk to servers: pip install 'kvik[route]'"
+            ) from None
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(
+                total=None, sock_connect=CONNECT_SECONDS, sock_read=self._timeout
+            ),
+            auto_decompress=False,
+            skip_auto_headers=("accept", "accept-encoding", "user-agent", "content-type"),
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+        try:
+            await asyncio.gather(*map(self._look, range(len(self.upstreams))))
+            await asyncio.gather(*(self._check_api(one) for one in self.upstreams if one.healthy))
+            if not any(one.healthy for one in self.upstreams):
+                raise KvikError(
+                    "url", f"no server answers: {self._reasons()}; start one, or correct its URL"
+                )
+        except BaseException:
+            await self.close()
+            raise
+        for one in self.upstreams:
+            if not one.healthy:
+                log.warning("%s gets no requests yet: %s", one.url, one.reason)
+        loop = asyncio.get_running_loop()
+        self._watching = [loop.create_task(self._watch(i)) for i in range(len(self.upstreams))]
+
+    async def close(self) -> None:
+        """Close all connections to servers."""
+        for task in self._watching:
+            task.cancel()
+        if self._session is not None:
+            await self._session.close()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        assert scope["type"] == "http"
+        own = {"/health": self._health, "/ready": self._health, "/ping": self._health}
+        own |= {"/replicas": self._state, "/metrics": self._metrics}
+        if scope["method"] in ("GET", "HEAD") and scope["path"] in own:
+            await own[scope["path"]]()(scope, receive, send)
+            return
+        with suppress(ClientDisconnect):
+            await _Passing(self, scope, receive, send).run()
+
+    # -- for one request -------------------------------------------------------------------------
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        assert self._session is not None, "start was not called"
+        return self._session
+
+    def choose(
+        self, hashes: Sequence[bytes], size: int, session: str, avoid: Sequence[int]
+    ) -> ReplicaChoice | None:
+        """Choose a server for a prompt of `size` characters; None: there is none."""
+        return self._router.choose(hashes, size, self._clock(), session, avoid)
+
+    def sent(self, name: str, choice: ReplicaChoice, hashes: Sequence[bytes], size: int) -> None:
+        upstream = self.upstreams[choice.replica]
+        upstream.unfinished += 1
+        upstream.requests += 1
+        self._router.sent(name, choice, hashes, size, self._clock())
+
+    def began(self, name: str) -> None:
+        self._router.began(name, self._clock())
+
+    def ended(self, name: str, choice: ReplicaChoice, cached: float | None) -> None:
+        self.upstreams[choice.replica].unfinished -= 1
+        self._router.ended(name, self._clock(), cached)
+
+    def failed(self, number: int, why: str) -> None:
+        """A server failed: it gets nothing until it says that it is well."""
+        self.upstreams[number].errors += 1
+        self._set(number, why)
+
+    def unavailable(self) -> Response:
+        """Return the answer when there is no server to ask."""
+        message = f"no server is there to answer: {self._reasons()}"
+        error = {"message": message, "type": "server_error", "param": None, "code": "unavailable"}
+        return _json(503, {"error": error}, {"retry-after": "1"})
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _reasons(self) -> str:
+        return "; ".join(f"{one.url}: {one.reason or 'it failed'}" for one in self.upstreams)
+
+    def _set(self, number: int, reason: str) -> None:
+        one = self.upstreams[number]
+        if bool(one.reason) != bool(reason):
+            log.log(logging.WARNING if reason else logging.INFO, "%s: %s", one.url, reason or "up")
+        one.reason = reason
+        self._router.set_available(number, not reason)
+
+    async def _watch(self, number: int) -> None:
+        while True:
+            await asyncio.sleep(HEALTH_SECONDS)
+            await self._look(number)
+
+    async def _look(self, number: int) -> None:
+        """Ask a server how it is."""
+        try:
+            status, body = await self._get(self.upstreams[number].url + "/health")
+        except UpstreamError as error:
+            self._set(number, str(error))
+            return
+        # Servers without this path are there, too.
+        self._set(number, "" if status < 500 else _why(status, body))
+
+    async def _check_api(self, one: Upstream) -> None:
+        """Raise `KvikError` if a server does not speak the API."""
+        with suppress(UpstreamError):
+            status, body = await self._get(one.url + "/v1/models")
+            try:
+                found = msgspec.json.decode(body)
+            except msgspec.DecodeError:
+                found = None
+            if not isinstance(found, dict) or not found.keys() & {"data", "error", "object"}:
+                told = f"status {status} for /v1/models"
+                raise KvikError(
+                    "url",
+                    f"{one.url} answers, but not as a server of the OpenAI API ({told}): "
+                    "name the URL that clients use, without /v1",
+                )
+
+    async def _get(self, url: str) -> tuple[int, bytes]:
+        import aiohttp
+
+        timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT)
+        try:
+            async with self.session.get(url, timeout=timeout, allow_redirects=False) as answer:
+                return answer.status, await answer.content.read(1 << 20)
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise UpstreamError(error) from None
+
+    def _health(self) -> Response:
+        if any(one.healthy for one in self.upstreams):
+            return _json(200, {"status": "ok"})
+        return _json(503, {"status": "unavailable", "reason": self._reasons()})
+
+    def _state(self) -> Response:
+        return _json(200, {"replicas": self.upstreams, "retries": self.retries})
+
+    def _metrics(self) -> Response:
+        lines = ["# TYPE kvik_route_retries_total counter"]
+        lines.append(f"kvik_route_retries_total {self.retries}")
+        for name, kind, of in (
+            ("up", "gauge", lambda one: int(one.healthy)),
+            ("unfinished_requests", "gauge", lambda one: one.unfinished),
+            ("requests_total", "counter", lambda one: one.requests),
+            ("errors_total", "counter", lambda one: one.errors),
+        ):
+            lines.append(f"# TYPE kvik_route_{name} {kind}")
+            lines += [f'kvik_route_{name}{{url="{o.url}"}} {of(o)}' for o in self.upstreams]
+        return Response("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
+
+
+class _Passing:
+    """One request on its way through."""
+
+    def __init__(self, proxy: Proxy, scope: Scope, receive: Receive, send: Send) -> None:
+        self._proxy = proxy
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._begun = False  # a byte of the answer was sent on
+
+    async def run(self) -> None:
+        body = await self._body()
+        if body is None:
+            return
+        headers = passed_on(self._scope["headers"], NOT_PASSED_ON)
+        if not any(name == b"x-request-id" and SAFE_ID.fullmatch(v) for name, v in headers):
+            headers = [(name, value) for name, value in headers if name != b"x-request-id"]
+            headers.append((b"x-request-id", secrets.token_hex(16).encode()))
+        client = self._scope.get("client")
+        if client is not None:
+            headers.append((b"x-forwarded-for", str(client[0]).encode()))
+        hashes, size, session = self._prompt(body)
+        tried: list[int] = []
+        while True:
+            choice = self._proxy.choose(hashes, size, session, tried)
+            if choice is None and tried:  # the same one, if it only closed a connection
+                choice = self._proxy.choose(hashes, size, session, ())
+            if choice is None:
+                await self._proxy.unavailable()(self._scope, self._receive, self._send)
+                return
+            if await self._ask(choice, headers, body, hashes, size, again=not tried):
+                return
+            tried.append(choice.replica)
+            self._proxy.retries += 1
+
+    async def _body(self) -> bytes | None:
+        """Return the body; None: the client was told why not."""
+        parts, size = list[bytes](), 0
+        request = Request(self._scope, self._receive)
+        stream = request.stream()
+        while True:
+            try:
+                async with asyncio.timeout(BODY_SECONDS):
+                    part = await anext(stream, None)
+            except TimeoutError:
+                await self._refuse(408, "the body does not come")
+                return None
+            if part is None:
+                return b"".join(parts)
+            parts.append(part)
+            size += len(part)
+            if size > MAX_BODY:
+                await self._refuse(413, f"the body is longer than {MAX_BODY} bytes")
+                return None
+
+    async def _refuse(self, status: int, message: str) -> None:
+        error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+        response = _json(status, {"error": error}, {"connection": "close"})
+        await response(self._scope, self._receive, self._send)
+
+    def _prompt(self, body: bytes) -> tuple[list[bytes], int, str]:
+        """Return hashes and size of the prompt, and the session that it is part of."""
+        if self._scope["method"] != "POST" or body.lstrip()[:1] != b"{":
+            return [], 0, ""
+        try:
+            found = msgspec.json.decode(body)
+            text = rendered(found)
+        except (msgspec.DecodeError, RecursionError):  # the server says what is wrong with it
+            return [], 0, ""
+        session = found.get("session_id") or found.get("prompt_cache_key")
+        return piece_hashes(text), len(text), session if isinstance(session, str) else ""
+
+    async def _ask(
+        self,
+        choice: ReplicaChoice,
+        headers: list[tuple[bytes, bytes]],
+        body: bytes,
+        hashes: Sequence[bytes],
+        size: int,
+        *,
+        again: bool,
+    ) -> bool:
+        """Ask a server and pass its answer on. Returns whether the client has one.
+
+        Args:
+            again: a server may be asked once more if this one has no answer.
+        """
+        proxy, name = self._proxy, secrets.token_hex(8)
+        others = proxy.choose((), 0, "", [choice.replica]) is not None
+        proxy.sent(name, choice, hashes, size)
+        tail: bytes | None = b""
+        passing = asyncio.ensure_future(
+            self._pass(choice, headers, body, name, again=again and others)
+        )
+        gone = asyncio.ensure_future(self._gone())
+        try:
+            await asyncio.wait((passing, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not passing.done():
+                raise ClientDisconnect
+            tail = passing.result()
+            return tail is not None
+        except UpstreamError as error:
+            if not error.closed or not again:
+                proxy.failed(choice.replica, str(error))
+            if self._begun:  # the client must not take what was sent for a complete answer
+                if not break_connection(self._scope):
+                    raise
+                return True
+            if again:
+                return False
+            await proxy.unavailable()(self._scope, self._receive, self._send)
+            return True
+        finally:
+            for task in (gone, passing):
+                task.cancel()
+            await asyncio.gather(gone, passing, return_exceptions=True)
+            share = cached_share(tail or b"")
+            proxy.ended(name, choice, None if share is None else share * size)
+
+    async def _gone(self) -> None:
+        """Wait until the client is gone."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def _pass(
+        self,
+        choice: ReplicaChoice,
+        headers: list[tuple[bytes, bytes]],
+        body: bytes,
+        name: str,
+        *,
+        again: bool,
+    ) -> bytes | None:
+        """Send the request and pass the answer on. Returns its end; None: another server is to be
+        asked."""
+        import aiohttp
+        from yarl import URL
+
+        scope, proxy = self._scope, self._proxy
+        query = scope["query_string"].decode("latin-1")
+        target = scope.get("raw_path") or scope["path"].encode()
+        url = proxy.upstreams[choice.replica].url + target.decode("latin-1")
+        whole = URL(f"{url}?{query}" if query else url, encoded=True)
+        pairs = [(key.decode("latin-1"), value.decode("latin-1")) for key, value in headers]
+        tail = b""
+        try:
+            async with proxy.session.request(
+                scope["method"], whole, headers=pairs, data=body or None, allow_redirects=False
+            ) as answer:
+                if answer.status in RETRIED and again:
+                    return None
+                passed = passed_on(answer.raw_headers, HOP_BY_HOP)
+                limit_unread(scope, BODY_SECONDS)
+                start = {"type": "http.response.start", "status": answer.status}
+                first = True
+                async for part in answer.content.iter_any():
+                    if first:
+                        proxy.began(name)
+                        await self._out({**start, "headers": passed})
+                        first = False
+                    tail = (tail + part)[-TAIL:]
+                    await self._out({"type": "http.response.body", "body": part, "more_body": True})
+                if first:
+                    proxy.began(name)
+                    await self._out({**start, "headers": passed})
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            closed = isinstance(error, aiohttp.ServerDisconnectedError) and not self._begun
+            raise UpstreamError(error, closed=closed) from None
+        await self._out({"type": "http.response.body", "body": b"", "more_body": False})
+        return tail
+
+    async def _out(self, message: dict[str, Any]) -> None:
+        self._begun = True
+        try:
+            await self._send(message)
+        except OSError:
+            raise ClientDisconnect from None
+
+
+def _json(status: int, body: object, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(
+        msgspec.json.encode(body),
+        status,
+        {"cache-control": "no-store", **(headers or {})},
+        "application/json",
+    )
+
+
+def _described(error: Exception) -> str:
+    """Return what is wrong with a server, for people."""
+    if isinstance(error, TimeoutError):
+        return "it does not answer in time"
+    cause = getattr(error, "os_error", None)
+    text = getattr(cause, "strerror", None) or str(error) or type(error).__name__
+    return f"it cannot be reached ({text})" if cause is not None else f"it failed ({text})"
+
+
+def _why(status: int, body: bytes) -> str:
+    """Return why a server is not well, by its answer."""
+    with suppress(msgspec.DecodeError, AttributeError):
+        reason = msgspec.json.decode(body).get("reason")
+        if isinstance(reason, str):
+            return reason[:200]
+    return f"/health answers with status {status}"

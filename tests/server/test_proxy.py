@@ -1,0 +1,442 @@
+"""`kvik route`: what passes through, where it goes, and what becomes of it when servers fail."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from http.client import HTTPConnection
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from helpers.http_server import HttpServer, ask, http_server, until
+from helpers.serving import served
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from kvik.cli.main import main
+from kvik.server import health, proxy
+from kvik.server.app import openai_routes
+from kvik.server.proxy import Proxy, cached_share, passed_on, piece_hashes, rendered
+
+CHAT = "/v1/chat/completions"
+
+
+@dataclass
+class Backend:
+    """A server that notes its requests and answers as told."""
+
+    name: str
+    answer: Callable[[Backend, Scope, bytes, Send], Any] | None = None
+    healthy: bool = True
+    requests: list[tuple[Scope, bytes]] = field(default_factory=list)
+    gone: int = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = b"".join([part async for part in Request(scope, receive).stream()])
+        if scope["path"] in ("/health", "/v1/models"):
+            status = 200 if self.healthy else 503
+            await respond(send, status, b'{"object": "list", "reason": "it rests"}')
+            return
+        self.requests.append((scope, body))
+        if self.answer is None:
+            await respond(send, 200, json.dumps({"from": self.name}).encode())
+        else:
+            await self.answer(self, scope, body, send)
+
+
+async def respond(send: Send, status: int, body: bytes, *headers: tuple[bytes, bytes]) -> None:
+    length = (b"content-length", str(len(body)).encode())
+    await send({"type": "http.response.start", "status": status, "headers": [length, *headers]})
+    await send({"type": "http.response.body", "body": body})
+
+
+@dataclass
+class Site:
+    front: HttpServer
+    proxy: Proxy
+    backends: list[Backend]
+    servers: list[HttpServer]
+
+    def post(self, prompt: str, **more: Any) -> Any:
+        body = {"model": "m", "messages": [{"role": "user", "content": prompt}], **more}
+        return ask(self.front, "POST", CHAT, body)
+
+
+@contextmanager
+def site(*backends: Backend, timeout: float = 30.0) -> Iterator[Site]:
+    async def of(app: Any) -> Any:
+        return app
+
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(http_server(lambda app=app: of(app)))  # type: ignore[misc]
+            for app in backends
+        ]
+        with in_front([server.url for server in servers], timeout) as (front, made):
+            yield Site(front, made, list(backends), servers)
+
+
+@contextmanager
+def in_front(urls: list[str], timeout: float = 30.0) -> Iterator[tuple[HttpServer, Proxy]]:
+    made = Proxy(urls, timeout)
+
+    async def start() -> Proxy:
+        await made.start()
+        return made
+
+    with http_server(start, close=made.close) as front:
+        yield front, made
+
+
+# -- what passes through -------------------------------------------------------------------------
+
+
+def test_a_request_and_its_answer_pass_through_unchanged():
+    async def answer(backend: Backend, scope: Scope, body: bytes, send: Send) -> None:
+        await respond(send, 418, b"\x00\xff" + body, (b"x-request-id", b"r1"), (b"x-a", b"b"))
+
+    with site(Backend("a", answer)) as made:
+        connection = HTTPConnection("127.0.0.1", made.front.port, timeout=10)
+        headers = {
+            "X-Request-Id": "r1",
+            "Authorization": "Bearer k",
+            "Connection": "x-own, keep-alive",
+            "X-Own": "1",
+            "TE": "trailers",
+        }
+        connection.request("PUT", "/v1/x%20y?a=%2F&b", b"body", headers)
+        found = connection.getresponse()
+        assert (found.status, found.read()) == (418, b"\x00\xffbody")
+        assert found.headers["x-request-id"] == "r1" and found.headers["x-a"] == "b"
+        connection.close()
+        ((scope, body),) = made.backends[0].requests
+        sent = dict(scope["headers"])
+        assert (scope["method"], scope["raw_path"]) == ("PUT", b"/v1/x%20y")
+        assert (scope["query_string"], body) == (b"a=%2F&b", b"body")
+        assert sent[b"x-request-id"] == b"r1" and sent[b"authorization"] == b"Bearer k"
+        assert sent[b"x-forwarded-for"] == b"127.0.0.1"
+        assert not sent.keys() & {b"x-own", b"te"}
+        assert sent[b"host"] == made.servers[0].url.removeprefix("http://").encode()
+
+
+def test_a_request_without_an_id_gets_one():
+    with site(Backend("a")) as made:
+        made.post("x")
+        ((scope, _),) = made.backends[0].requests
+        assert len(dict(scope["headers"])[b"x-request-id"]) == 32
+
+
+def test_events_come_as_they_are_sent():
+    gate: list[asyncio.Event] = []
+
+    async def answer(backend: Backend, scope: Scope, body: bytes, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
+        gate.append(asyncio.Event())
+        await gate[0].wait()
+        await send({"type": "http.response.body", "body": b"data: 2\n\n"})
+
+    with site(Backend("a", answer)) as made:
+        connection = HTTPConnection("127.0.0.1", made.front.port, timeout=10)
+        connection.request("POST", CHAT, b"{}")
+        found = connection.getresponse()
+        assert found.read(9) == b"data: 1\n\n"
+
+        async def release() -> None:
+            gate[0].set()
+
+        until(lambda: gate)
+        made.servers[0].call(release())
+        assert found.read() == b"data: 2\n\n"
+        connection.close()
+
+
+def test_a_slow_client_slows_the_server_down():
+    sent: list[int] = []
+
+    async def answer(backend: Backend, scope: Scope, body: bytes, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(2000):
+            part = b"x" * 65536
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+            sent.append(len(part))
+        await send({"type": "http.response.body", "body": b""})
+
+    with site(Backend("a", answer)) as made, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        client.connect(("127.0.0.1", made.front.port))
+        client.sendall(b"GET /v1/large HTTP/1.1\r\nhost: a\r\n\r\n")
+        until(lambda: sent)
+        still, before = 0, -1
+        while still < 10:  # until nothing moves any more
+            still, before = (still + 1 if len(sent) == before else 0), len(sent)
+            time.sleep(0.02)
+        assert sum(sent) < 24 << 20  # of 125 MiB: the buffers of sockets
+
+
+def test_the_server_hears_of_a_client_that_leaves():
+    async def answer(backend: Backend, scope: Scope, body: bytes, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        try:
+            while True:
+                await send({"type": "http.response.body", "body": b"x", "more_body": True})
+                await asyncio.sleep(0.01)
+        finally:
+            backend.gone += 1
+
+    with site(Backend("a", answer)) as made:
+        with socket.create_connection(("127.0.0.1", made.front.port)) as client:
+            client.sendall(b"GET /v1/endless HTTP/1.1\r\nhost: a\r\n\r\n")
+            assert client.recv(10)
+        until(lambda: made.servers[0].listener.num_connections <= 1)
+        until(lambda: made.proxy.upstreams[0].unfinished == 0)
+
+
+# -- where it goes -------------------------------------------------------------------------------
+
+
+def test_a_conversation_stays_where_it_is_and_others_spread():
+    with site(Backend("a"), Backend("b"), Backend("c")) as made:
+        seen = set()
+        for number in range(12):
+            long, places = f"story {number} " * 2000, set()
+            for turn in range(3):
+                places.add(made.post(long + "x" * turn).json["from"])
+                until(lambda: not any(one.unfinished for one in made.proxy.upstreams))
+            assert len(places) == 1
+            seen |= places
+        assert seen == {"a", "b", "c"}
+
+
+def test_prompts_are_tried_once_more_where_a_server_refuses():
+    async def refuse(backend: Backend, scope: Scope, body: bytes, send: Send) -> None:
+        await respond(send, 503, b"{}")
+
+    with site(Backend("a", refuse), Backend("b")) as made:
+        answers = [made.post(f"{i}" * 600) for i in range(12)]
+        assert {(a.status, a.json["from"]) for a in answers} == {(200, "b")}
+        assert made.proxy.retries == len(made.backends[0].requests) > 0
+    with site(Backend("a", refuse), Backend("b", refuse)) as made:
+        assert made.post("x").status == 503  # the answer of the second
+        assert sum(len(b.requests) for b in made.backends) == 2
+
+
+def test_what_is_lost_before_the_first_byte_is_asked_once_more():
+    async def die(backend: Backend, scope: Scope, body: bytes, send: Send) -> None:
+        scope["extensions"][proxy_close()]()
+
+    with site(Backend("a", die), Backend("b")) as made:
+        answers = [made.post(f"{i}" * 600) for i in range(12)]
+        assert {(a.status, a.json["from"]) for a in answers} == {(200, "b")}
+        assert made.backends[0].requests
+    with site(Backend("a", die)) as made:
+        found = made.post("x")
+        assert found.status == 503 and made.servers[0].url in found.error["message"]
+        assert len(made.backends[0].requests) == 2
+
+
+def test_what_is_lost_later_ends_and_is_not_asked_again():
+    async def die(backend: Backend, scope: Scope, body: bytes, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
+        scope["extensions"][proxy_close()]()
+
+    with site(Backend("a", die), Backend("b", die)) as made:
+        with socket.create_connection(("127.0.0.1", made.front.port), timeout=10) as client:
+            client.sendall(b"GET /v1/x HTTP/1.1\r\nhost: a\r\n\r\n")
+            data = b""
+            while part := client.recv(1000):
+                data += part
+        assert b"data: 1" in data and not data.endswith(b"0\r\n\r\n")
+        assert sum(len(b.requests) for b in made.backends) == 1
+
+
+def proxy_close() -> str:
+    from kvik.server.route import CLOSE_EXTENSION
+
+    return CLOSE_EXTENSION
+
+
+def test_with_nobody_there_it_says_why_and_comes_back(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(proxy, "HEALTH_SECONDS", 0.02)
+    with site(Backend("a"), Backend("b")) as made:
+        assert ask(made.front, "GET", "/health").status == 200
+        made.backends[0].healthy = False
+        until(lambda: not made.proxy.upstreams[0].healthy)
+        assert {made.post(f"{i}" * 600).json["from"] for i in range(8)} == {"b"}
+        made.backends[1].healthy = False
+        until(lambda: not made.proxy.upstreams[1].healthy)
+        found = made.post("x")
+        assert found.status == 503 and "it rests" in found.error["message"]
+        assert ask(made.front, "GET", "/health").status == 503
+        made.backends[0].healthy = True
+        until(lambda: made.proxy.upstreams[0].healthy)
+        assert made.post("x").json["from"] == "a"
+        state = ask(made.front, "GET", "/replicas").json["replicas"]
+        assert [one["reason"] for one in state] == ["", "it rests"]
+        metrics = ask(made.front, "GET", "/metrics").body.decode()
+        assert f'kvik_route_up{{url="{made.servers[1].url}"}} 0' in metrics
+
+
+def test_a_silent_server_is_given_up():
+    async def wait(backend: Backend, scope: Scope, body: bytes, send: Send) -> None:
+        await asyncio.sleep(30)
+
+    with site(Backend("a", wait), timeout=0.2) as made:
+        began = time.monotonic()
+        assert made.post("x").status == 503
+        assert time.monotonic() - began < 10
+
+
+# -- over servers of kvik ------------------------------------------------------------------------
+
+
+def test_over_two_servers_of_kvik():
+    def routes(server: Any) -> Any:
+        return [*openai_routes(server), *health.routes(server)]
+
+    with (
+        served(routes) as one,
+        served(routes) as other,
+        in_front([one.http.url, other.http.url]) as (front, made),
+    ):
+        body = {"model": "m", "prompt": "a" * 40, "max_tokens": 5, "stream": True}
+        model = ask(front, "GET", "/v1/models").json["data"][0]["id"]
+        alone = ask(one.http, "POST", "/v1/completions", {**body, "model": model, "stream": False})
+        assert alone.status == 200
+        for _ in range(4):
+            found = ask(front, "POST", "/v1/completions", {**body, "model": model})
+            assert found.status == 200 and found.body.endswith(b"data: [DONE]\n\n")
+        assert ask(front, "POST", "/v1/completions", {"prompt": 5, "model": model}).status == 400
+        assert [u.errors for u in made.upstreams] == [0, 0]
+        assert sum(u.requests for u in made.upstreams) == 6
+
+
+# -- the parts -----------------------------------------------------------------------------------
+
+
+def hashes_of(body: dict[str, Any]) -> list[bytes]:
+    return piece_hashes(rendered(body))
+
+
+def test_turns_of_a_conversation_share_their_first_pieces():
+    system = {"role": "system", "content": "s" * 600}
+    first = [system, {"role": "user", "content": "u" * 600}]
+    longer = [*first, {"content": "b" * 600, "role": "assistant"}]
+    one, other = (
+        hashes_of({"model": "m", "messages": first}),
+        hashes_of({"messages": longer, "model": "m", "temperature": 0.5}),
+    )
+    assert one == other[: len(one)] and len(one) >= 4
+    for changed in (
+        {"model": "n", "messages": longer},
+        {"model": "m", "messages": longer, "tools": [{"type": "function"}]},
+        {"model": "m", "messages": longer, "cache_salt": "x"},
+        {"model": "m", "messages": [{"role": "system", "content": "t" * 600}]},
+    ):
+        assert hashes_of(changed)[0] != one[0]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "p" * 900},
+        {"prompt": list(range(900))},
+        {"prompt": ["p" * 900, "q"]},
+        {"input": "p" * 900},
+        {"input": [{"role": "user", "content": "p" * 900}]},
+        {"system": "s" * 900, "messages": [{"role": "user", "content": [{"text": "x"}]}]},
+        {"messages": "p" * 900},
+        {"messages": [None, 5] * 200},
+    ],
+)
+def test_any_body_has_a_prompt(body: dict[str, Any]):
+    assert len(hashes_of(body)) >= 3
+    assert hashes_of(body) == hashes_of(json.loads(json.dumps(body)))
+
+
+@pytest.mark.parametrize(
+    ("tail", "share"),
+    [
+        (b'{"usage":{"prompt_tokens":40,"prompt_tokens_details":{"cached_tokens":10}}}', 0.25),
+        (b'"input_tokens": 8, "input_tokens_details": {"cached_tokens": 8}', 1.0),
+        (b'"prompt_tokens":0,"cached_tokens":0', None),
+        (b'"prompt_tokens":7', None),
+        (b"data: [DONE]", None),
+        (b"", None),
+    ],
+)
+def test_the_cached_share_of_an_answer(tail: bytes, share: float | None):
+    assert cached_share(tail) == share
+
+
+def test_headers_of_a_connection_are_dropped():
+    headers = [(b"Connection", b"close, X-One"), (b"X-One", b"1"), (b"X-Two", b"2")]
+    headers += [(b"Transfer-Encoding", b"chunked"), (b"Set-Cookie", b"a"), (b"Set-Cookie", b"b")]
+    left = passed_on(headers, proxy.HOP_BY_HOP)
+    assert left == [(b"x-two", b"2"), (b"set-cookie", b"a"), (b"set-cookie", b"b")]
+
+
+# -- the command ---------------------------------------------------------------------------------
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["route", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["ftp://a"], "http://127.0.0.1:8000"),
+        (["http://a:99999"], "http://127.0.0.1:8000"),
+        (["http://a/", "http://a"], "twice"),
+        (["http://a", "--timeout", "0"], "timeout"),
+        (["http://a", "--port", "70000"], "port"),
+        ([], "url"),
+    ],
+)
+def test_bad_words_are_one_error(capsys: pytest.CaptureFixture[str], words: list[str], part: str):
+    assert part in error_of(capsys, *words).lower()
+
+
+def test_no_server_and_no_api_are_one_error(capsys: pytest.CaptureFixture[str]):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        line = error_of(capsys, url, "--port", "0")
+        assert url in line and "url" in line and "start one" in line
+
+    async def page(scope: Scope, receive: Receive, send: Send) -> None:
+        await respond(send, 200, b"<html>")
+
+    async def make() -> Any:
+        return page
+
+    with http_server(make) as other:
+        line = error_of(capsys, other.url, "--port", "0")
+        assert other.url in line and "OpenAI" in line
+
+
+@pytest.mark.full
+def test_the_command_runs_until_it_is_stopped():
+    with site(Backend("a"), Backend("b")) as made:
+        urls = [server.url for server in made.servers]
+        command = [sys.executable, "-m", "kvik", "route", *urls, "--port", "0"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+            assert running.stdout is not None
+            line = running.stdout.readline()
+            assert "2 servers" in line
+            front = SimpleNamespace(port=int(line.split("/v1")[0].rpartition(":")[2]))
+            assert ask(front, "POST", CHAT, {"messages": []}).json["from"] in ("a", "b")
+            running.terminate()
+            assert running.wait(30) == 0
