@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
 
 import pytest
+from helpers.optional_native import needs_native
+from helpers.server_process import ServerProcess, children, command, server_process
 
 from kvik import AsyncLLM, SamplingParams
+from kvik.cli.main import main
 from kvik.engine.remote import EngineState
 from kvik.engine.replicas import Replicas
 
@@ -61,4 +71,85 @@ async def test_answers_do_not_depend_on_the_replica_nor_on_one_that_is_killed() 
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+    assert set(os.listdir("/dev/shm")) <= shm
+
+
+def engines_of(server: ServerProcess) -> list[int]:
+    found = [pid for pid in children(server.process.pid) if "engine_process" in command(pid)]
+    return sorted(found)
+
+
+def mapped(pid: int, file: str) -> tuple[int, int]:
+    """Bytes of a file in a process: all, and its part of them (Rss and Pss)."""
+    resident = part = 0
+    inside = False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            inside = line.endswith(file)
+        elif inside and line.startswith(("Rss:", "Pss:")):
+            size = int(line.split()[1]) * 1024
+            resident, part = (resident + size, part) if line[0] == "R" else (resident, part + size)
+    return resident, part
+
+
+@needs_native
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_weights_of_an_engine_folder_are_in_memory_once(tmp_path: Path) -> None:
+    folder = tmp_path / "engine"
+    assert main(["build", "-o", str(folder), "--device", "cpu"]) == 0
+    size = (folder / "weights.bin").stat().st_size
+    flags = ("--data-parallel-size", "2", "--threads", "2", "--max-num-seqs", "4")
+    with server_process("--model", str(folder), *flags) as server:
+        wait_for_both(server)
+        pids = engines_of(server)
+        for i in range(8):
+            body = {"prompt": f"{i} kings and a fox " * 4, "max_tokens": 8}
+            assert server.post("/v1/completions", body)[0] == 200
+        found = [mapped(pid, "weights.bin") for pid in pids]
+        assert all(resident > 0.8 * size for resident, _ in found)
+        assert sum(part for _, part in found) < 1.05 * size
+
+
+def wait_for_both(server: ServerProcess) -> None:
+    end = time.monotonic() + 120
+    while time.monotonic() < end:
+        replicas = json.loads(server.get("/v1/engine")[1])["replicas"]
+        if all(one["state"] == "ready" for one in replicas):
+            return
+        time.sleep(0.05)
+    raise TimeoutError("not all replicas are ready")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_server_loses_one_of_two_engines_and_goes_on() -> None:
+    shm = set(os.listdir("/dev/shm"))
+    flags = ("--data-parallel-size", "2", "--threads", "2", "--max-model-len", "256")
+    with server_process(*flags) as server:
+        wait_for_both(server)
+        pids = engines_of(server)
+        assert len(pids) == 2
+        answers: list[tuple[int, Any]] = []
+
+        def client(number: int) -> None:
+            body = {"prompt": f"The {number}. bear", "max_tokens": 60, "ignore_eos": True}
+            answers.append(server.post("/v1/completions", body))
+
+        threads = [threading.Thread(target=client, args=(i,)) for i in range(12)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.15)
+        os.kill(pids[1], signal.SIGKILL)
+        assert server.get("/health")[0] == 200
+        for thread in threads:
+            thread.join(60)
+        assert len(answers) == 12
+        for status, answer in answers:
+            if status == 200:
+                assert answer["usage"]["completion_tokens"] == 60
+            else:
+                assert status >= 500 and "replica " in answer["error"]["message"]
+        assert sum(status == 200 for status, _ in answers) >= 4
+        wait_for_both(server)
+        pids += engines_of(server)
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     assert set(os.listdir("/dev/shm")) <= shm
