@@ -2,7 +2,7 @@
 
     python benchmarks/routing.py [--blocks 100000] [--requests 2000]
 
-A choice: prompts of 64 to 4,096 blocks, half of whose pieces a replica holds, among 8 and 64
+A choice: prompts of 64 to 4,096 blocks, half of whose pieces a replica holds, among 8, 64 and 1,000
 replicas. The way: a POST of 2 KB to a server that answers at once, on one connection, directly and
 through `kvik route`, in turns; the difference of the medians is what the proxy adds.
 """
@@ -17,10 +17,11 @@ import statistics
 import subprocess
 import sys
 import time
+import tracemalloc
 from http.client import HTTPConnection
 from random import Random
 
-from kvik.core.block_pool import ContentChanges
+from kvik.core.block_pool import ContentChanges, extend_hashes
 from kvik.core.routing import ReplicaReport, ReplicaRouter
 
 SERVER = """
@@ -70,6 +71,37 @@ def choices(replicas: int, blocks: int, rounds: int = 2000) -> tuple[float, floa
     return seconds[rounds // 2], seconds[rounds * 99 // 100]
 
 
+def work(blocks: int = 100_000) -> tuple[float, float]:
+    """Return the seconds of hashing a prompt of 64 blocks, and of taking in a change of a block."""
+    random, times = Random(0), []
+    for _ in range(200):
+        prompt = [random.randrange(1 << 15) for _ in range(1024)]
+        began = time.perf_counter()
+        extend_hashes([], prompt, 16, "", 64)
+        times.append(time.perf_counter() - began)
+    router = ReplicaRouter(["a"], 16, 64)
+    pieces = [random.randbytes(16) for _ in range(blocks)]
+    began = time.perf_counter()
+    for i in range(0, blocks, 100):
+        gone = pieces[i - 50_000 : i - 49_900] if i >= 50_000 else []
+        changes = ContentChanges(1 + i // 100, pieces[i : i + 100], gone, cleared=i == 0)
+        router.report(0, ReplicaReport(changes, 0.5, 1000.0))
+    return statistics.median(times), (time.perf_counter() - began) / (blocks * 1.5)
+
+
+def held(blocks: int = 100_000) -> int:
+    """Return the bytes that a router keeps for a block of one replica."""
+    random = Random(0)
+    tracemalloc.start()
+    router = ReplicaRouter(["a"], 16, 64)
+    pieces = [random.randbytes(16) for _ in range(blocks)]
+    router.report(0, ReplicaReport(ContentChanges(1, pieces, [], cleared=True), 0.0, 1.0))
+    del pieces
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return taken // blocks
+
+
 def free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
@@ -116,11 +148,14 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000)
     arguments = parser.parse_args()
     print(f"{os.cpu_count()} cores")
-    for replicas in (8, 64):
-        blocks = arguments.blocks if replicas == 8 else arguments.blocks // 8
+    for replicas in (8, 64, 1000):
+        blocks = max(5000, arguments.blocks * 8 // replicas)
         p50, p99 = choices(replicas, blocks)
         times = f"{p50 * 1e6:.1f} us, p99 {p99 * 1e6:.1f} us"
         print(f"a choice of {replicas} with {blocks} blocks each: {times}")
+    hashed, applied = work()
+    print(f"a prompt of 1,024 tokens is hashed in {hashed * 1e6:.0f} us")
+    print(f"a stored or removed block takes a router {applied * 1e6:.2f} us, and memory {held()} B")
     direct, through = way(arguments.requests)
     print(f"a request directly {direct * 1e3:.3f} ms, through kvik route {through * 1e3:.3f} ms")
     print(f"added at the median: {(through - direct) * 1e3:.3f} ms")

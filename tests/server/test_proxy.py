@@ -416,15 +416,29 @@ def test_no_server_and_no_api_are_one_error(capsys: pytest.CaptureFixture[str]):
         line = error_of(capsys, url, "--port", "0")
         assert url in line and "url" in line and "start one" in line
 
+    async def errors(scope: Scope, receive: Receive, send: Send) -> None:
+        await respond(send, 404, b'{"error": {}}')
+
     async def page(scope: Scope, receive: Receive, send: Send) -> None:
         await respond(send, 200, b"<html>")
 
-    async def make() -> Any:
-        return page
+    for app in (errors, page):
 
-    with http_server(make) as other:
-        line = error_of(capsys, other.url, "--port", "0")
-        assert other.url in line and "OpenAI" in line
+        async def make(app: Any = app) -> Any:
+            return app
+
+        with http_server(make) as other:
+            line = error_of(capsys, other.url, "--port", "0")
+            assert other.url in line and "OpenAI" in line
+
+
+def test_a_server_that_loads_its_model_is_waited_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(proxy, "HEALTH_SECONDS", 0.02)
+    with site(Backend("a", healthy=False)) as made:
+        assert made.post("x").status == 503
+        made.backends[0].healthy = True
+        until(lambda: made.proxy.upstreams[0].healthy)
+        assert made.post("x").status == 200
 
 
 @pytest.mark.full

@@ -189,9 +189,9 @@ class Proxy:
             cookie_jar=aiohttp.DummyCookieJar(),
         )
         try:
-            await asyncio.gather(*map(self._look, range(len(self.upstreams))))
+            found = await asyncio.gather(*map(self._look, range(len(self.upstreams))))
             await asyncio.gather(*(self._check_api(one) for one in self.upstreams if one.healthy))
-            if not any(one.healthy for one in self.upstreams):
+            if not any(found):  # those that load a model are there
                 raise KvikError(
                     "url", f"no server answers: {self._reasons()}; start one, or correct its URL"
                 )
@@ -278,15 +278,16 @@ class Proxy:
             await asyncio.sleep(HEALTH_SECONDS)
             await self._look(number)
 
-    async def _look(self, number: int) -> None:
-        """Ask a server how it is."""
+    async def _look(self, number: int) -> bool:
+        """Ask a server how it is. Returns whether it answered."""
         try:
             status, body = await self._get(self.upstreams[number].url + "/health")
         except UpstreamError as error:
             self._set(number, str(error))
-            return
+            return False
         # Servers without this path are there, too.
         self._set(number, "" if status < 500 else _why(status, body))
+        return True
 
     async def _check_api(self, one: Upstream) -> None:
         """Raise `KvikError` if a server does not speak the API."""
@@ -296,7 +297,9 @@ class Proxy:
                 found = msgspec.json.decode(body)
             except msgspec.DecodeError:
                 found = None
-            if not isinstance(found, dict) or not found.keys() & {"data", "error", "object"}:
+            lists = isinstance(found, dict) and found.keys() & {"data", "object", "models"}
+            # One with keys shows nothing, and one that loads is not known yet.
+            if not (status == 200 and lists) and status not in (401, 403) and status < 500:
                 told = f"status {status} for /v1/models"
                 raise KvikError(
                     "url",
