@@ -24,9 +24,9 @@ BUDGETS = {
     "import kvik": (set[str](), 3),
     "import kvik.cli.main as m; m._help(m.VERBS)": (set[str](), 12),
     "import kvik.cli.generate as v; v.build_parser()": ({"tokenizers"}, 85),
-    "import kvik.launch": ({"tokenizers"}, 110),
-    "import kvik.llm": ({"tokenizers"}, 115),
-    "import kvik.engine_process": ({"tokenizers", "msgspec", "typing_extensions"}, 120),
+    "import kvik.launch": ({"tokenizers"}, 115),
+    "import kvik.llm": ({"tokenizers"}, 120),
+    "import kvik.engine_process": ({"tokenizers", "msgspec", "typing_extensions"}, 126),
     "import kvik.cli.serve as v; v.build_parser()": (
         {
             *("tokenizers", "msgspec", "typing_extensions", "prometheus_client", "starlette"),
@@ -34,11 +34,11 @@ BUDGETS = {
             *("uvloop", "cython_runtime"),
             "watchfiles",  # uvicorn takes it where it is, as it is with Ray's server
         },
-        185,
+        195,
     ),
     "from kvik import LLM\nwith LLM() as llm: llm.generate('Once')": (
         {"tokenizers", "numpy", "torch", "torchgen", "tqdm", "typing_extensions"},
-        212,
+        226,
     ),
 }
 SHOW = """

@@ -218,7 +218,10 @@ def load_loop(
     memory = MemoryWatch(resolved.memory.limit) if runner.kernels == "native" else None
     core = EngineCore(resolved)
     if record is None:
-        return EngineLoop(core, load_worker(resolved, ahead=ahead), time.monotonic, memory=memory)
+        worker = load_worker(resolved, ahead=ahead)
+        loop = EngineLoop(core, worker, time.monotonic, memory=memory)
+        loop.find_pages()
+        return loop
 
     from kvik.engine.recorder import ClockTape, Recorder  # its files are msgspec's
 
@@ -229,7 +232,9 @@ def load_loop(
     except BaseException:
         worker.stop()
         raise
-    return EngineLoop(core, worker, time.monotonic, [recorder], memory)
+    loop = EngineLoop(core, worker, time.monotonic, [recorder], memory)
+    loop.find_pages()
+    return loop
 
 
 def load_tokenizer(resolved: ResolvedConfig) -> Tokenizer | None:
@@ -269,8 +274,11 @@ def load_worker(
     resolved: ResolvedConfig,
     clock: Callable[[], float] = time.monotonic,
     ahead: EarlyStart | None = None,
+    *,
+    replays: bool = False,
 ) -> Worker:
-    """The model alone, for a caller that makes the plans itself. For `ahead` see `load_loop`."""
+    """The model alone, for a caller that makes the plans itself. For `ahead` see `load_loop`, for
+    `replays` see `Worker`."""
     with uncollected(), ahead or EarlyStart(resolved) as begun:
         from kvik.worker.loading import fill_cache
         from kvik.worker.worker import Worker
@@ -284,7 +292,13 @@ def load_worker(
         memory, grammars = begun.memory(), grammars_of(resolved)
         with nullcontext() if others is None else others.loading() as seat:
             worker = Worker(
-                resolved, clock, memory=memory, grammars=grammars, seat=seat, stages=stages
+                resolved,
+                clock,
+                memory=memory,
+                grammars=grammars,
+                seat=seat,
+                stages=stages,
+                replays=replays,
             )
         begun.stages = begun.others = None  # the worker stops them
         return worker
@@ -317,7 +331,7 @@ def play(
     from kvik.engine.replay import RecordedClock, Replay
 
     clock = RecordedClock(readings)
-    worker = load_worker(resolved, clock)
+    worker = load_worker(resolved, clock, replays=True)
     try:
         return Replay(EngineCore(resolved), worker, clock).run(events, progress)
     finally:
@@ -343,6 +357,7 @@ def reschedule(engine: Engine, scheduler: SchedulerConfig, cache: CacheConfig) -
     """
     resolved = replace(engine.resolved, scheduler=scheduler, cache=cache)
     loop = EngineLoop(EngineCore(resolved), engine.executor, time.monotonic)
+    loop.find_pages()
     return replace(engine, resolved=resolved, client=InprocClient(loop, time.sleep))
 
 

@@ -12,6 +12,7 @@ from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from helpers.engine_frames import engine_frame, live_request
 from helpers.fake_server import FakeServer, Received, Reply
@@ -27,6 +28,7 @@ from kvik.cli.top import (
     frames,
     header,
     kv_use,
+    moves,
     picture,
     plain,
     queue,
@@ -36,6 +38,8 @@ from kvik.cli.top import (
     waterfall,
 )
 from kvik.config.env import server_environment
+from kvik.core.moves import MoveCounters
+from kvik.engine.stats import MoveStats, TierStats
 from kvik.errors import KvikError
 from kvik.server import engine_view, native
 from kvik.server.access import read_keys
@@ -345,6 +349,17 @@ def test_a_bar_of_the_cache(usage: float, full: int) -> None:
     live["stats"]["kv_usage"] = usage
     text = kv_use(live).plain
     assert (text.count("█"), text.count("░")) == (full, BAR_WIDTH - full)
+
+
+def test_a_line_of_tiers() -> None:
+    live = engine_frame()["live"]
+    assert not moves(live)
+    memory = TierStats("memory", 2, 1 << 30, 4 << 30, 3, 2, 0, 1, 2.5e9)
+    totals = MoveCounters(loaded_tokens=1234, swapped_in=7)
+    live["stats"]["moves"] = msgspec.to_builtins(MoveStats((memory,), totals, "no space is left"))
+    (line,) = moves(live)
+    for part in ("1.0 GiB of 4.0 GiB at 2.5 GB/s", "no space is left", "1,234 tokens", "0, 7"):
+        assert part in line.plain
 
 
 def test_times_are_short() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from helpers.fake_worker import FAULTS
 from helpers.simulation import Setup, Simulation
 from helpers.tiers import examples
 from helpers.windows import Seen, chunks, sinks
@@ -43,6 +44,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         pinned=st.sampled_from([(0.75, 0.5), (1.0, 1.0), (0.4, 0.2)]),
         lookahead=st.sampled_from([0, 0, 3]),
         checkpoints=st.sampled_from([None, None, 0, 1, 3, 12]),
+        tiers=st.sampled_from([(0, 0), (3, 0), (40, 0), (0, 4), (0, 100), (5, 12), (40, 100)]),
     )
     def build(
         self,
@@ -58,6 +60,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         pinned: tuple[float, float],
         lookahead: int,
         checkpoints: int | None,
+        tiers: tuple[int, int],
     ) -> None:
         if any(isinstance(window, Budget) for window in windows):
             stages, lookahead, checkpoints = 1, 0, None
@@ -77,6 +80,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             checkpoints=checkpoints,
             pinned_share=pinned[0],
             tenant_pinned_share=pinned[1],
+            tiers=tiers if caching and checkpoints is None else (0, 0),
         )
         # just enough for the longest request, so that two of them fight for blocks
         needed = Simulation(setup).scheduler.kv.max_blocks(LONGEST, budget)
@@ -165,9 +169,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.sim.step_fails = True
         self.sim.step()
 
+    @precondition(lambda self: self.sim.worker.tiers is not None)
+    @rule(at_once=st.booleans())
+    def let_loads_take(self, at_once: bool) -> None:
+        self.sim.worker.tiers.at_once = at_once
+
+    @precondition(lambda self: self.sim.worker.tiers is not None)
+    @rule(which=st.sampled_from(FAULTS), number=st.integers(0, 9))
+    def let_a_tier_fail(self, which: str, number: int) -> None:
+        self.sim.worker.tiers.fail(which, number)
+
     @rule()
     def reset_the_cache(self) -> None:
-        self.sim.scheduler.kv.reset()
+        self.sim.scheduler.reset_cache()
         self.sim.check()
         assert self.sim.scheduler.kv.pool.num_cached == 0
 
@@ -175,6 +189,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         """All that is left is served in a number of steps that its tokens bound."""
         sim = self.sim
         sim.failing_row, sim.step_fails = None, False
+        if sim.worker.tiers is not None:
+            sim.worker.tiers.at_once = True
         left = [r for r in sim.requests.values() if not r.finished]
         sim.drain(max_steps=20 + 2 * sum(r.max_length for r in left))
         sim.outlive_pins()

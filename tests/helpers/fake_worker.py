@@ -16,7 +16,15 @@ from dataclasses import dataclass, field
 from helpers.windows import cut_points, seen
 
 from kvik.core.config import CacheConfig
-from kvik.core.plan import BudgetCut, ModelRunnerOutput, NewRequest, SchedulerOutput
+from kvik.core.plan import (
+    BudgetCut,
+    ModelRunnerOutput,
+    Moved,
+    NewRequest,
+    PageKey,
+    PageLoad,
+    SchedulerOutput,
+)
 from kvik.core.types import TokenLogprobs
 from kvik.spec.kv import Budget
 
@@ -135,6 +143,85 @@ class Row:
         return self.states[count - 1] if count else start_state(self.salt)
 
 
+class FakeTiers:
+    """Pages, kept as plans say, and whatever goes wrong with them."""
+
+    def __init__(self, memory: int) -> None:
+        self.memory: list[tuple[PageKey, list[Cell | None]] | None] = [None] * memory
+        self.disk: dict[PageKey, list[Cell | None]] = {}
+        self.under_way: list[PageLoad] = []
+        self.at_once = True  # loads are done in the step that begins them
+        self._seen: set[int] = set()
+        self._bad: set[int] = set()  # of the next loads, which fail
+        self._num_loads = 0
+        self._moved = Moved(scanned=True)
+        self._off = False
+
+    def begin(self, plan: SchedulerOutput, cells: list[list[Cell | None]]) -> None:
+        for key in plan.drops:
+            self.disk.pop(key, None)
+        for store in plan.stores:
+            content = cells[store.block][:]
+            if store.place >= 0:
+                self.memory[store.place] = (store.key, content)
+            if store.on_disk:
+                if self._off:
+                    self._moved.lost.append(store.key)
+                else:
+                    self.disk[store.key] = content
+                    self._moved.stored.append(store.key)
+        for load in plan.loads:
+            if load.ticket not in self._seen:
+                self._seen.add(load.ticket)
+                self.under_way.append(load)
+                for _, block, _ in load.pages:
+                    cells[block] = [None] * len(cells[block])
+
+    def end(self, cells: list[list[Cell | None]], *, wait: bool) -> Moved | None:
+        """Finish what is done by now; at least one load if the step waits for it."""
+        count = len(self.under_way) if self.at_once else int(wait)
+        done, self.under_way = self.under_way[:count], self.under_way[count:]
+        for load in done:
+            failed = []
+            for i, (key, block, place) in enumerate(load.pages):
+                content = self.disk.get(key)
+                if place >= 0:
+                    found = self.memory[place]
+                    if found is None or found[0] != key:
+                        raise ContentError(f"place {place} does not hold {key} any more")
+                    content = found[1]
+                self._num_loads += 1
+                if content is None or self._num_loads in self._bad:
+                    failed.append(i)
+                else:
+                    cells[block] = content[:]
+            self._moved.loaded.append((load.ticket, failed))
+            self._moved.rates.append(("memory", 100 * len(load.pages), 0.001))
+        moved, self._moved = self._moved, Moved()
+        return moved
+
+    def fail(self, which: str, number: int) -> None:
+        keys = list(self.disk)
+        if which == "load":
+            self._bad.add(self._num_loads + 1 + number)
+        elif which == "slow":
+            self._moved.rates.append((("memory", "disk")[number % 2], 1, 10.0**number))
+        elif which == "gone" and keys:
+            del self.disk[keys[number % len(keys)]]
+        elif which == "lost" and keys:
+            key = keys[number % len(keys)]
+            del self.disk[key]
+            self._moved.lost.append(key)
+        elif which == "found" and keys:  # as another engine would have written them
+            self._moved.found.extend(keys[: number + 1])
+        elif which == "off" and number == 0:
+            self._off, self._moved.off = True, "no space is left"
+
+
+FAULTS = ("load", "load", "slow", "gone", "lost", "found", "off")
+PAGE = 1000  # bytes of a page
+
+
 class FakeWorker:
     def __init__(self, cache: CacheConfig, salt_of: Callable[[NewRequest], str]) -> None:
         self.block_size = cache.block_size
@@ -148,11 +235,23 @@ class FakeWorker:
         self.stateful = cache.checkpoints is not None
         self.pool: dict[int, tuple[int, int] | None] = {}  # row -> tokens and identity of a state
         self.num_drafts = 0  # proposed after each step
+        self.tiers = None if cache.tiers is None else FakeTiers(cache.tiers.memory)
+
+    def move(self, plan: SchedulerOutput, *, fails: bool) -> ModelRunnerOutput | None:
+        """Run a step without rows; None if it fails, before or after its moves were begun."""
+        assert self.tiers is not None
+        if fails:
+            return None
+        self.tiers.begin(plan, self.cells)
+        moved = self.tiers.end(self.cells, wait=True)
+        return ModelRunnerOutput(plan.step, [], moved=moved)
 
     def execute(
         self, plan: SchedulerOutput, *, failing_row: int | None = None, fails: bool = False
     ) -> ModelRunnerOutput | None:
         """Run a step; None if it fails as a whole."""
+        if self.tiers is not None and not (fails and plan.step % 2):  # moves may have begun
+            self.tiers.begin(plan, self.cells)
         self._apply(plan)
         if fails:
             for slot in plan.slots:
@@ -182,6 +281,7 @@ class FakeWorker:
             prompt_logprobs=self._score(plan, states),
             embeddings=self._embed(plan, states),
             errors=errors,
+            moved=None if self.tiers is None else self.tiers.end(self.cells, wait=False),
         )
 
     def _apply(self, plan: SchedulerOutput) -> None:

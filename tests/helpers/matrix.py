@@ -65,6 +65,9 @@ class Column:
 
 
 SQUEEZED = {"num_blocks": 13, "block_size": 16}  # blocks of each KV group
+MEMORY_TIER = {"kv_tiers": "memory:64MiB"}
+DISK_TIER = {"kv_tiers": "disk:{folder}:1GiB"}
+TIGHT = {**SQUEEZED, **MEMORY_TIER, "max_num_seqs": 2}  # prompts leave the cache between rounds
 COLUMNS = [
     Column("batch"),
     Column("prefixes that arrive together", must="hits"),
@@ -86,6 +89,31 @@ COLUMNS = [
         "preemption, chunks",
         {**SQUEEZED, "num_blocks": 12, "max_num_batched_tokens": 16},
         must="preemptions",
+    ),
+    Column("memory tier", TIGHT, rounds=2, must="loads"),
+    Column(
+        "memory tier, chunks, two steps in flight",
+        {**TIGHT, "max_num_batched_tokens": 16},
+        rounds=2,
+        in_flight=2,
+        must="loads",
+    ),
+    Column("disk tier", {**TIGHT, **DISK_TIER}, rounds=2, must="loads"),
+    Column(
+        "memory and disk tiers, chunks, siblings",
+        {**TIGHT, "kv_tiers": "memory:1MiB,disk:{folder}:1GiB", "max_num_batched_tokens": 33},
+        rounds=2,
+        siblings=2,
+        must="loads",
+    ),
+    Column("swap to the disk", {**SQUEEZED, **DISK_TIER}, must="swaps"),
+    Column("swap", {**SQUEEZED, **MEMORY_TIER}, must="swaps"),
+    Column(
+        "swap, siblings, three steps in flight",
+        {**SQUEEZED, **MEMORY_TIER, "num_blocks": 15},
+        siblings=2,
+        in_flight=3,
+        must="swaps",
     ),
     Column("two at a time", {"max_num_seqs": 2}),
     Column("blocks of 1", {"block_size": 1}, rounds=2, must="hits"),
@@ -113,6 +141,9 @@ COLUMNS = [
 ]
 LATENT_COLUMNS = [
     Column("batch", {"threads": 2}),
+    Column(
+        "swap to the disk", {**SQUEEZED, **DISK_TIER, "num_blocks": 7}, must="swaps"
+    ),  # twice as many
     Column("prefix hits, chunks", {"max_num_batched_tokens": 16}, rounds=2, must="hits"),
     Column(
         "preemption, chunks",
@@ -307,7 +338,9 @@ def run_column(
         config["num_blocks"] *= 2
     config = {**model, "device": "cpu", **config, **options}
     sampling = possible(sampling, model)
-    with steps_in_flight(column.in_flight) as copies:
+    with TemporaryDirectory() as folder, steps_in_flight(column.in_flight) as copies:
+        if "kv_tiers" in config:
+            config["kv_tiers"] = config["kv_tiers"].format(folder=folder)
         if column.way == "LLM":
             with LLM(**config) as llm:
                 found = run(llm, column, sampling)
@@ -323,7 +356,11 @@ def run_column(
         assert stats.pinned_blocks and any(output.num_cached_tokens for output in found)
     if column.must == "hits":
         assert any(output.num_cached_tokens for output in found)
-    if column.must == "preemptions":
+    if column.must == "loads":
+        assert stats.moves.totals.loaded_tokens
+    if column.must == "swaps":
+        assert stats.moves.totals.swapped_in and stats.moves.totals.swapped_out
+    if column.must in ("preemptions", "swaps"):
         assert any(output.num_preemptions for output in found)
     if "max_num_batched_tokens" in column.config:
         assert budget < max(len(output.prompt_token_ids) for output in found)

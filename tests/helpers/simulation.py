@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from helpers.fake_worker import (
     EOS,
+    PAGE,
     FakeWorker,
     expected_embedding,
     expected_output,
@@ -15,7 +16,7 @@ from helpers.fake_worker import (
 from helpers.windows import Seen, as_window
 
 from kvik.core import invariants
-from kvik.core.config import CacheConfig, SchedulerConfig
+from kvik.core.config import CacheConfig, SchedulerConfig, TierSizes
 from kvik.core.plan import ModelRunnerOutput, NewRequest, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.scheduler import Scheduler
@@ -55,6 +56,7 @@ class Setup:
     tenant_pinned_share: float = 0.5
     checkpoints: int | None = None  # of states; None: no layer keeps one
     whole_prompts: bool = False
+    tiers: tuple[int, int] = (0, 0)  # pages in memory and on disk
 
     @property
     def cache(self) -> CacheConfig:
@@ -67,7 +69,12 @@ class Setup:
             self.pinned_share,
             self.tenant_pinned_share,
             self.checkpoints,
+            tiers=self._tier_sizes(len(groups)),
         )
+
+    def _tier_sizes(self, groups: int) -> TierSizes | None:
+        memory, disk = self.tiers
+        return TierSizes((PAGE,) * groups, memory, disk * PAGE) if memory or disk else None
 
     @property
     def scheduler(self) -> SchedulerConfig:
@@ -174,7 +181,11 @@ class Simulation:
             return None
         assert plan.num_tokens <= self.setup.budget
         assert len(set(plan.slots)) == len(plan.slots)
-        assert min(plan.num_scheduled_tokens) > 0
+        assert min(plan.num_scheduled_tokens, default=1) > 0
+        if not plan.slots:  # moves alone
+            fails, self.step_fails = self.step_fails, False
+            self.in_flight.append((plan, self.worker.move(plan, fails=fails)))
+            return plan
         output = self.worker.execute(plan, failing_row=self.failing_row, fails=self.step_fails)
         self.failing_row, self.step_fails = None, False
         self.in_flight.append((plan, output))
@@ -221,7 +232,7 @@ class Simulation:
         """Step until nothing is left; everything must be given back. Returns the steps taken."""
         steps = 0
         self._note(self.scheduler.take_ended())
-        while self.scheduler.has_requests or self.in_flight:
+        while self.scheduler.has_requests or self.in_flight or self.moving:
             steps += 1
             assert steps <= max_steps, "no progress"
             self.step()
@@ -240,6 +251,10 @@ class Simulation:
         pool = self.scheduler.kv.pool
         assert pool.num_pinned == pool.num_kept == 0
         assert len(pool.free_blocks()) == pool.num_blocks
+
+    @property
+    def moving(self) -> bool:
+        return self.scheduler.has_moves
 
     def check(self) -> None:
         invariants.check(self.scheduler)

@@ -157,7 +157,7 @@ def test_every_method_of_a_worker_enters_its_device(
     worker: Worker = load_worker(resolve_config(EngineConfig(device="cpu", max_model_len=64)))
 
     def use() -> None:
-        plan: Any = None
+        plan: Any = type("Plan", (), {"slots": (0,)})()
         worker.submit(plan)
         worker.result(RunningStep.__new__(RunningStep))
         worker.read(plan)

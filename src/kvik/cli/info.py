@@ -98,7 +98,10 @@ def _as_text(folder: str, spec: ModelSpec, resolved: ResolvedConfig | None, refu
     lines += [f"  {d.name:24}{d.value:11} {d.reason}" for d in resolved.decisions]
     memory = resolved.memory
     lines += ["", f"memory, of {show_bytes(memory.limit)} allowed"]
-    for part in ("weights", "activations", "kv_cache", "overhead", "total"):
+    parts = ["weights", "activations", "kv_cache", "overhead", "total"]
+    if memory.kv_tiers:
+        parts.insert(3, "kv_tiers")
+    for part in parts:
         lines.append(f"  {part:24}{show_bytes(getattr(memory, part))}")
     return "\n".join(lines)
 

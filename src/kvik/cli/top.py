@@ -17,6 +17,7 @@ from rich.text import Text
 
 from kvik.cli.flags import Parser, number
 from kvik.cli.terminal import visible
+from kvik.config.units import show_bytes
 from kvik.errors import KvikError
 from kvik.remote_server import RemoteServer, add_key_flag
 
@@ -39,6 +40,7 @@ def picture(frame: Frame, width: int, rows: int = MAX_ROWS, trouble: str = "") -
         figures(live),
         kv_use(live),
         *replicas(frame.get("replicas", ())),
+        *moves(live),
         *steps(live["steps"], width),
         requests(live, rows),
         queue(live),
@@ -111,6 +113,30 @@ def replicas(found: Sequence[Frame]) -> Iterator[Table]:
             ]
         table.add_row(str(one["number"]), Text(shown, STYLES.get(state, "bold red")), *cells)
     yield table
+
+
+def moves(live: Frame) -> list[Text]:
+    """Return a line of the tiers of the KV cache, if there are any."""
+    told = live["stats"].get("moves")  # a server may be older
+    if not told:
+        return []
+    totals = told["totals"]
+    tiers = [
+        f"{plain(tier['name'])} {show_bytes(tier['bytes'])} of {show_bytes(tier['capacity'])}"
+        + (f" at {tier['bytes_per_second'] / 1e9:.1f} GB/s" if tier["bytes_per_second"] else "")
+        for tier in told["tiers"]
+    ]
+    if told["off"]:
+        tiers.append(f"disk off: {plain(told['off'])}")
+    return [
+        Text.assemble(
+            ("tiers ", "dim"), f"{', '.join(tiers)}  ",
+            ("loaded ", "dim"), f"{totals['loaded_tokens']:,} tokens  ",
+            ("load or compute ", "dim"),
+            f"{totals['load_choices']:,}/{totals['compute_choices']:,}  ",
+            ("swapped out, in ", "dim"), f"{totals['swapped_out']:,}, {totals['swapped_in']:,}",
+        )
+    ]  # fmt: skip
 
 
 def steps(columns: Frame, width: int) -> tuple[Text, Text]:

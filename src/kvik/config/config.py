@@ -16,6 +16,7 @@ from kvik.config.speculative import (
     SpeculativeConfig,
     merge_speculation,
 )
+from kvik.config.tiers import Tiers
 from kvik.core.config import POLICIES, CacheConfig, SchedulerConfig
 from kvik.errors import ConfigError
 from kvik.models.model_spec import ModelSpec
@@ -145,6 +146,12 @@ class EngineConfig:
         (),
         Integers(Integer(0, MAX_LAYERS - 1), "layers"),
         "layers, counted from 0, that keep the model's dtype",
+    )
+    kv_tiers: str | None = option(
+        None,
+        Tiers(),
+        "where blocks are kept beyond the KV cache, such as memory:4GiB,disk:DIR:200GiB; none: "
+        "what leaves it is computed again",
     )
     enable_prefix_caching: bool = option(
         True, Flag(), "keep full blocks of finished requests for equal prefixes"
@@ -322,6 +329,7 @@ class RunnerConfig:
         graph_sizes: sizes of forwards that may be captured on a GPU.
         draft_graph_sizes: the same for the draft model or the draft heads.
         graph_memory: bytes that all captured forwards together may take.
+        kv_folder: of the disk tier; None: there is none.
         ranks: processes that compute layers together, of `threads` each.
         stage_ends: where the layers of each stage end; (): there is one stage.
         backend: see `distributed_executor_backend`.
@@ -346,6 +354,7 @@ class RunnerConfig:
     draft_graph_sizes: tuple[GraphSize, ...] = ()
     graph_memory: int = 0
     engine_cache: str | None = None
+    kv_folder: str | None = None
     ranks: int = 1
     stage_ends: tuple[int, ...] = ()
     backend: str = "mp"

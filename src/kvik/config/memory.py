@@ -415,10 +415,11 @@ class MemoryPlan:
     activations: int  # peak of one step
     kv_cache: int  # and states
     overhead: int  # runtime, tables
+    kv_tiers: int = 0  # the memory tier
 
     @property
     def total(self) -> int:
-        return self.weights + self.activations + self.kv_cache + self.overhead
+        return self.weights + self.activations + self.kv_cache + self.overhead + self.kv_tiers
 
 
 def _position_tables(spec: ModelSizes, max_model_len: int) -> int:

@@ -6,10 +6,10 @@ weights is read, and a model that cannot fit is an error that says what would.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from kvik.config.compute import BUILT_IN, built_in, choose_compute, settled, torch_prompts
+from kvik.config.compute import BUILT_IN, Compute, built_in, choose_compute, settled, torch_prompts
 from kvik.config.config import (
     ASKED,
     EngineConfig,
@@ -23,6 +23,7 @@ from kvik.config.draft_heads import EAGLE
 from kvik.config.fit import Fit, choose_speculation, footprint_of, with_drafter
 from kvik.config.hardware import Hardware
 from kvik.config.kv_budget import KVBudgets, check_model
+from kvik.config.memory import Limit
 from kvik.config.parallel import (
     check_group,
     check_replicas,
@@ -37,12 +38,17 @@ from kvik.config.parallel import (
     stage_weights,
     stages_reason,
 )
-from kvik.config.speculative import NO_SOURCE, DraftSource
-from kvik.core.config import CacheConfig, SchedulerConfig
-from kvik.errors import ConfigError
+from kvik.config.speculative import NO_SOURCE, DraftSource, SpeculativeConfig
+from kvik.config.tiers import TierOptions, read_tiers
+from kvik.config.units import show_bytes
+from kvik.core.config import CacheConfig, SchedulerConfig, TierSizes
+from kvik.errors import CapacityError, ConfigError
 from kvik.models.model_spec import ModelSpec
-from kvik.spec.kv import AUTO, Budget, Window
+from kvik.spec.kv import AUTO, Budget, KVGroup, Window
 from kvik.spec.weights import SCHEMES
+
+TIERS = "kv_tiers"
+PAGE_HEAD = 64  # bytes of a page before those of its block; see nn/pages.py
 
 
 def resolve(
@@ -70,41 +76,26 @@ def resolve(
         config = as_stored(config, spec)
     if config.load_format == "random":
         spec = replace(spec, quantization=None, built=None)  # random weights are floats
-    notes = Notes()
-    if spec.fallback is not None:
-        config = _of_fallback(config, spec, notes)
-    elif config.fallback != "none":
-        notes.add("fallback", "not needed", f"kvik runs {spec.architecture} itself")
-    spec = as_budgeted(as_streamed(config, spec, notes), budgets, notes)
-    if spec.built is not None:
-        config = settled(config, spec.built, hardware)
-        notes = Notes(dict.fromkeys(built_in(spec.built), BUILT_IN))
+    built = spec.built
+    notes = Notes() if built is None else Notes(dict.fromkeys(built_in(built), BUILT_IN))
+    config, spec = _with_options(config, spec, budgets, notes)
+    if built is not None:
+        config = settled(config, built, hardware)
     compute, limit = choose_compute(config, spec, hardware, notes)
-    if budgets is not None and compute.kind != "cpu":
-        raise ConfigError("kv_budget", f"must be left out on {compute.device}: it is for CPUs")
     asked = requested_speculation(config)
     if spec.encoder:
         config = _of_encoder(config, spec, asked is not None)
     check_group(config, spec, compute, hardware)
-    mapped = None if spec.built is None else spec.built.weight_bytes
-    if compute.gpu is not None and config.tensor_parallel_size > 1:
-        gpus = group_gpus(compute.gpu, config.tensor_parallel_size, hardware)
-        least = min(gpu.free_memory for gpu in gpus)
-        if least < compute.gpu.free_memory:  # all have as much of the model
-            limit = replace(limit, size=int(least * config.memory_utilization))
-    replicas = config.data_parallel_size
     check_replicas(config, compute, hardware)
-    whole = limit
-    if replicas > 1:
-        limit = replica_limit(limit, replicas, compute, hardware, mapped)
+    tiers = check_tiers(config, spec, compute)
+    if budgets is not None and compute.kind != "cpu":
+        raise ConfigError("kv_budget", f"must be left out on {compute.device}: it is for CPUs")
+    mapped = None if built is None else built.weight_bytes
+    replicas, whole = config.data_parallel_size, _of_fullest(limit, config, compute, hardware)
+    limit = replica_limit(whole, replicas, compute, hardware, mapped) if replicas > 1 else whole
     ends = stage_ends(config, spec, compute)
-    if asked is not None and spec.states:
-        raise ConfigError(
-            "spec_method",
-            f"must be left out: {spec.architecture} keeps states, which cannot take back drafts",
-        )
-    if ends and asked is not None and asked.method == EAGLE:
-        raise ConfigError("pipeline_parallel_size", f"must be 1 with {EAGLE}: it reads embeddings")
+    if asked is not None:
+        _check_drafts(asked, spec, ends)
     footprint = footprint_of(config, spec, hardware, compute, mapped)
     # Processes share the pages of a folder that is mapped.
     repeated = repeated_bytes(config, spec, compute) if mapped is None else 0
@@ -112,16 +103,13 @@ def resolve(
     given = given_bytes(config, spec)
     footprint = replace(footprint, repeated=repeated, stage_ends=ends, apart=apart, given=given)
     footprint = with_drafter(footprint, asked, source)
-    footprint, size, num_blocks = Fit(config, footprint, limit).decide(notes)
+    rest = less_memory_tier(limit, tiers)
+    footprint, size, num_blocks = Fit(config, footprint, rest).decide(notes)
     speculation = choose_speculation(asked, size, footprint.groups, source, notes)
-    threads, reason = config.threads or hardware.threads, ASKED
+    threads = config.threads or hardware.threads
     quota = hardware.cpu_quota if config.threads is None else None
-    if config.threads is None:
-        reason = f"cores this process may use: {hardware.cpu_name}"
-    if quota is not None:
-        reason = f"a cgroup grants {quota:g} cores' worth of time: {hardware.cpu_name}"
+    notes.add("threads", threads, _threads_reason(config, hardware))
     ranks, fast = config.tensor_parallel_size, is_fast(config, compute)
-    notes.add("threads", threads, reason)
     each = threads // (ranks * max(1, len(ends)) * replicas)
     if replicas > 1:
         told = replicas_reason(threads, replicas, compute, whole, limit, mapped)
@@ -141,6 +129,7 @@ def resolve(
             config.enable_prefix_caching,
             checkpoints=footprint.num_checkpoints(size) if spec.states else None,
             private=spec.fallback is not None,
+            tiers=tier_sizes(tiers, footprint.groups, config.block_size, notes),
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=size.max_num_seqs,
@@ -168,6 +157,7 @@ def resolve(
             kernels=compute.kernels,
             load_format=config.load_format,
             engine_cache=config.engine_cache,
+            kv_folder=None if tiers is None else tiers.folder,
             quantization=config.quantization,
             seed=config.seed or 0,
             graph_sizes=footprint.graph_sizes(size),
@@ -180,12 +170,60 @@ def resolve(
             fast_cut=fast,
             replicas=replicas,
         ),
-        memory=footprint.plan(size, num_blocks, limit),
+        memory=replace(
+            footprint.plan(size, num_blocks, limit), kv_tiers=0 if tiers is None else tiers.memory
+        ),
         seed=seed,
         decisions=tuple(notes.decisions),
         speculation=speculation,
         chat_template=config.chat_template,
     )
+
+
+def _with_options(
+    config: EngineConfig, spec: ModelSpec, budgets: KVBudgets | None, notes: Notes
+) -> tuple[EngineConfig, ModelSpec]:
+    """Return the options that fit a model, and the model as they change it.
+
+    Raises:
+        ConfigError: it cannot be changed so.
+    """
+    if spec.fallback is not None:
+        config = _of_fallback(config, spec, notes)
+    elif config.fallback != "none":
+        notes.add("fallback", "not needed", f"kvik runs {spec.architecture} itself")
+    return config, as_budgeted(as_streamed(config, spec, notes), budgets, notes)
+
+
+def _of_fullest(limit: Limit, config: EngineConfig, compute: Compute, hardware: Hardware) -> Limit:
+    """Return the limit of the GPU that has the least memory: all have as much of the model."""
+    if compute.gpu is None or config.tensor_parallel_size == 1:
+        return limit
+    gpus = group_gpus(compute.gpu, config.tensor_parallel_size, hardware)
+    least = min(gpu.free_memory for gpu in gpus)
+    if least >= compute.gpu.free_memory:
+        return limit
+    return replace(limit, size=int(least * config.memory_utilization))
+
+
+def _check_drafts(asked: SpeculativeConfig, spec: ModelSpec, ends: tuple[int, ...]) -> None:
+    """Raise ConfigError if a model cannot be asked about drafts."""
+    if spec.states:
+        raise ConfigError(
+            "spec_method",
+            f"must be left out: {spec.architecture} keeps states, which cannot take back drafts",
+        )
+    if ends and asked.method == EAGLE:
+        raise ConfigError("pipeline_parallel_size", f"must be 1 with {EAGLE}: it reads embeddings")
+
+
+def _threads_reason(config: EngineConfig, hardware: Hardware) -> str:
+    if config.threads is not None:
+        return ASKED
+    if hardware.cpu_quota is not None:
+        quota = f"a cgroup grants {hardware.cpu_quota:g} cores' worth of time"
+        return f"{quota}: {hardware.cpu_name}"
+    return f"cores this process may use: {hardware.cpu_name}"
 
 
 def _of_encoder(config: EngineConfig, spec: ModelSpec, drafts: bool) -> EngineConfig:
@@ -214,6 +252,8 @@ FALLBACK_ALONE: Mapping[str, object] = {
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
     "engine_cache": None,
+    "kv_tiers": None,
+    "kv_budget": None,
 }
 
 
@@ -314,6 +354,72 @@ def as_budgeted(spec: ModelSpec, budgets: KVBudgets | None, notes: Notes) -> Mod
         for layer, tokens in zip(spec.layers, budgets.budgets, strict=True)
     )
     return replace(spec, layers=tuple(layers))
+
+
+def check_tiers(config: EngineConfig, spec: ModelSpec, compute: Compute) -> TierOptions | None:
+    """Return the tiers that an engine has.
+
+    Raises:
+        ConfigError: it can have none.
+    """
+    if config.kv_tiers is None:
+        return None
+    asked = read_tiers(config.kv_tiers)
+    for wrong, reason in (
+        (spec.encoder, f"{spec.architecture} is an encoder, of whose prompts nothing is kept"),
+        (bool(spec.states), f"{spec.architecture} keeps states, which no page holds"),
+        (compute.gpu is not None, "blocks of a GPU are not moved yet; use device cpu"),
+        (config.tensor_parallel_size > 1, "it needs tensor_parallel_size 1"),
+        (config.pipeline_parallel_size > 1, "it needs pipeline_parallel_size 1"),
+        (not config.enable_prefix_caching, "it needs enable_prefix_caching"),
+        (config.kv_budget is not None, "blocks behind a cut of kv_budget are not kept"),
+    ):
+        if wrong:
+            raise ConfigError(TIERS, f"must be left out: {reason}")
+    return asked
+
+
+def less_memory_tier(limit: Limit, tiers: TierOptions | None) -> Limit:
+    """Return the limit for all that is not the memory tier.
+
+    Raises:
+        CapacityError: the tier leaves nothing.
+    """
+    if tiers is None or not tiers.memory:
+        return limit
+    size = show_bytes(tiers.memory)
+    if tiers.memory >= limit.size:
+        told = f"must leave memory for the model: memory:{size} of {show_bytes(limit.size)} allowed"
+        raise CapacityError(TIERS, f"{told} ({limit.source})")
+    return Limit(limit.size - tiers.memory, f"{limit.source}, less the {size} of kv_tiers")
+
+
+def tier_sizes(
+    tiers: TierOptions | None, groups: Sequence[KVGroup], block_size: int, notes: Notes
+) -> TierSizes | None:
+    """Return the sizes of the tiers in pages.
+
+    Raises:
+        CapacityError: one is smaller than a page.
+    """
+    if tiers is None:
+        return None
+    pages = tuple(PAGE_HEAD + group.bytes_per_token * block_size for group in groups)
+    largest = max(pages)
+    for name, size in (("memory", tiers.memory), ("disk", tiers.disk)):
+        if 0 < size < largest:
+            told = f"must have at least {largest} bytes for one page of {block_size} tokens"
+            raise CapacityError(TIERS, f"{told}; {name} has {size}")
+    found = [
+        f"{name} {show_bytes(size)} (about {size // sum(pages) * block_size:,} tokens)"
+        for name, size in (("memory", tiers.memory), ("disk", tiers.disk))
+        if size
+    ]
+    reason = f"{ASKED}: pages of {block_size} tokens; what is met again is loaded where that is"
+    notes.add(
+        TIERS, "+".join(name.split()[0] for name in found), f"{reason} faster; " + ", ".join(found)
+    )
+    return TierSizes(pages, tiers.memory // largest, tiers.disk)
 
 
 def _choose_seed(config: EngineConfig, drawn_seed: int | None, notes: Notes) -> int:

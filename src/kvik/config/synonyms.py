@@ -32,7 +32,7 @@ COUNT, SHARE, SWITCH, WORD = Integer(0, 1 << 40), Number(0, 1e9), Flag(), Text()
 _RANKS = "kvik divides a model by --tensor-parallel-size and --pipeline-parallel-size"
 _OFFLOAD = "all weights lie in the memory of one device; --quantization makes them smaller"
 _OWN_CODE = "kvik runs no code from a model's folder"
-_RECOMPUTED = "requests that lose their blocks are computed again, so nothing is swapped"
+_RECOMPUTED = "what requests lose is kept if --kv-tiers says where, as memory:4GiB"
 
 SYNONYMS: Mapping[str, Synonym] = {
     # vLLM

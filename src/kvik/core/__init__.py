@@ -5,6 +5,7 @@
 `queue.py` (waiting requests, deadlines), `policy.py` (order, chunks, victims), `fair_share.py`
 (service, slots and blocks between tenants) and `kv_manager.py` (block tables), which draws on
 `block_pool.py` (blocks and the prefix cache), `pins.py` (pinned prefixes) and `checkpoints.py`
-(copies of states). `step_clock.py` says how long steps take, `work.py` what they compute;
+(copies of states). `moves.py` decides what is kept of the cache and loaded again, by what
+`tier_index.py` knows. `step_clock.py` says how long steps take, `work.py` what they compute;
 `invariants.py` audits all that. `routing.py` chooses among several engines.
 """

@@ -210,6 +210,10 @@ class BlockPool:
         """Return the block that holds this content, free or not."""
         return self._index.get(key)
 
+    def has(self, block: int, key: BlockKey) -> bool:
+        """Return whether a block has this content, and it can be matched."""
+        return self._keys[block] == key or self._copies.get(block) == key
+
     def commit(self, block: int, key: BlockKey) -> None:
         """Publish the content of a full, referenced block. The first block with a content keeps the
         entry, and others are its copies."""

@@ -18,6 +18,21 @@ POLICIES = (
 
 
 @dataclass(frozen=True, slots=True)
+class TierSizes:
+    """Where blocks are kept beyond the KV cache.
+
+    Attributes:
+        page_bytes: of one block of each KV group, header included.
+        memory: pages in the memory tier; 0: there is none.
+        disk: bytes of the disk tier; 0: there is none.
+    """
+
+    page_bytes: tuple[int, ...]
+    memory: int = 0
+    disk: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class CacheConfig:
     """The KV cache: one pool of blocks shared by all groups.
 
@@ -28,6 +43,7 @@ class CacheConfig:
         checkpoints: of states, beside those of running requests; None: no layer keeps a state.
         private: what is kept of a request lies outside of its blocks, which only count it, so that
             no other one can have it.
+        tiers: None: what leaves the KV cache is computed again.
     """
 
     block_size: int
@@ -38,6 +54,7 @@ class CacheConfig:
     tenant_pinned_share: float = 0.5
     checkpoints: int | None = None
     private: bool = False
+    tiers: TierSizes | None = None
 
     @property
     def salt(self) -> str:

@@ -6,7 +6,9 @@ from collections import Counter
 
 from kvik.core.block_pool import NULL_BLOCK, extend_hashes
 from kvik.core.kv_manager import KVCacheManager
+from kvik.core.moves import Moves
 from kvik.core.scheduler import Scheduler
+from kvik.core.tier_index import MEMORY
 from kvik.core.types import Request, RequestStatus
 
 
@@ -24,6 +26,8 @@ def check(scheduler: Scheduler) -> None:
     _check_prefix_index(scheduler)
     _check_checkpoints(scheduler)
     _check_budgets(scheduler)
+    if scheduler.moves is not None:
+        _check_moves(scheduler.moves, scheduler)
 
 
 def _require(condition: bool, message: str) -> None:
@@ -46,7 +50,8 @@ def _check_requests(scheduler: Scheduler) -> None:
         "the queue miscounts its tokens",
     )
     for r in waiting:
-        _require(r.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED), f"{r.key}: status")
+        statuses = RequestStatus.WAITING, RequestStatus.PREEMPTED, RequestStatus.LOADING
+        _require(r.status in statuses, f"{r.key}: status")
         _require(not r.block_ids and r.slot == -1, f"{r.key} waits but holds blocks or a slot")
         computed = max(r.num_computed_tokens, r.num_written_tokens)
         _require(computed == 0, f"{r.key} waits with computed tokens")
@@ -123,6 +128,8 @@ def _check_blocks(scheduler: Scheduler) -> None:
         for block in ids
         if block != NULL_BLOCK
     )
+    if scheduler.moves is not None:
+        held.update(block for load in scheduler.moves.loads.values() for block in load.blocks)
     free = pool.free_blocks()
     pinned = pool.pin_counts()
     kept = {b for b in pinned if pool.ref_counts[b] == 0}
@@ -257,3 +264,28 @@ def _check_budgets(scheduler: Scheduler) -> None:
         for ids in r.block_ids:
             later = ids[first // kv.block_size :]
             _require(public.isdisjoint(later), f"{r.key}: what it made of the kept can be matched")
+
+
+def _check_moves(moves: Moves, scheduler: Scheduler) -> None:
+    """Tiers are within their sizes, each page has its place, and who waits is waited for."""
+    index, refs = moves.index, scheduler.kv.pool.ref_counts
+    for name, tier in index.tiers.items():
+        both = [*tier.pages.values(), *tier.under_way.values()]
+        _require(not tier.pages.keys() & tier.under_way.keys(), f"{name}: a page is there twice")
+        _require(tier.size == sum(both) <= tier.capacity, f"{name}: bytes are miscounted")
+        reads = Counter(k for load in moves.loads.values() for k, _, t in load.pages if t == name)
+        _require(tier.busy == reads, f"{name}: pages that are read are miscounted")
+    places, free, held = index.places()
+    memory = index.tiers.get(MEMORY)
+    if memory is not None:
+        used = [*places.values(), *free, *held.values()]
+        _require(sorted(used) == list(range(index.sizes.memory)), "places are lost or used twice")
+        _require(places.keys() == memory.pages.keys() | memory.under_way.keys(), "lost places")
+    for load in moves.loads.values():
+        for _, block, _ in load.pages:
+            _require(refs[block] == 1, f"block {block} is loaded and used")
+        for request, _ in load.waiting:
+            _require(request.status is RequestStatus.LOADING, f"{request.key} does not load")
+    waited = [request for load in moves.loads.values() for request, _ in load.waiting]
+    loading = [r for r in scheduler.waiting if r.status is RequestStatus.LOADING]
+    _require(Counter(map(id, waited)) == Counter(map(id, loading)), "a request loads nothing")

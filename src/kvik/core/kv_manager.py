@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
 
-from kvik.core.block_pool import NULL_BLOCK, BlockPool, extend_hashes
+from kvik.core.block_pool import (
+    NULL_BLOCK,
+    BlockKey,
+    BlockPool,
+    block_hash,
+    extend_hashes,
+    root_hash,
+)
 from kvik.core.checkpoints import CheckpointTable
 from kvik.core.config import CacheConfig
 from kvik.core.pins import PinTable
@@ -35,6 +41,10 @@ class KVCacheManager:
 
     All tables of a request have the same length, one entry per `block_size` tokens; entries that
     slid out of a window, or that a budget dropped, are the null block.
+
+    Attributes:
+        committed: key, hash of the block before it, and block of what was published since the list
+            was last emptied; None: nobody asks.
     """
 
     def __init__(self, config: CacheConfig) -> None:
@@ -43,6 +53,7 @@ class KVCacheManager:
         self.groups = config.groups
         self.caching = config.enable_prefix_caching
         self.pool = BlockPool(config.num_blocks)
+        self.committed: list[tuple[BlockKey, bytes, int]] | None = None
         self.pins = PinTable(self.pool, config)
         # None: no layer keeps a state.
         self.checkpoints: CheckpointTable | None = None
@@ -76,8 +87,11 @@ class KVCacheManager:
             )
         usable = min(usable, self.num_cacheable(request) // self.block_size)
         if not self.caching or usable == 0:
-            return self._fork(request) or PrefixMatch(0, [[] for _ in self.groups])
-        found = self._longest_cached(request.block_hashes[:usable])
+            found = PrefixMatch(0, [[] for _ in self.groups])
+        else:
+            found = self._longest_cached(request.block_hashes[:usable])
+        if request.num_swapped_tokens:
+            found = self._with_swapped(request, found)
         forked = self._fork(request)
         return forked if forked and forked.num_tokens > found.num_tokens else found
 
@@ -201,6 +215,8 @@ class KVCacheManager:
                 for i in range(first, public):
                     if ids[i] != NULL_BLOCK:
                         self.pool.commit(ids[i], (group, request.block_hashes[i]))
+            if self.committed is not None:
+                self.committed += self._new_contents(request, first, public)
         request.num_committed_blocks = max(first, full)
         if self._windowed:
             self._release_unseen(request)
@@ -304,6 +320,8 @@ class KVCacheManager:
         """Forget the contents of all blocks, also pinned ones; requests go on. Returns how many
         blocks had any."""
         self.pins.clear()
+        if self.committed:
+            self.committed.clear()
         if self.checkpoints is not None:
             self.checkpoints.clear()
         return self.pool.forget_all()
@@ -319,6 +337,49 @@ class KVCacheManager:
         """Free blocks that the match would take out of the free list."""
         refs = self.pool.ref_counts
         return sum(refs[b] == 0 for ids in match.block_ids for b in ids if b != NULL_BLOCK)
+
+    def _new_contents(
+        self, request: Request, first: int, end: int
+    ) -> Iterable[tuple[BlockKey, bytes, int]]:
+        hashes = request.block_hashes
+        for i in range(first, end):
+            parent = hashes[i - 1] if i else root_hash(request.cache_salt)
+            for group, ids in enumerate(request.block_ids):
+                if ids[i] != NULL_BLOCK:
+                    yield (group, hashes[i]), parent, ids[i]
+
+    def hold(self, blocks: Iterable[int], count: int) -> list[int] | None:
+        """Acquire blocks, and allocate `count` others. Returns these, or None if blocks are short,
+        in which case nothing changed."""
+        held = list(blocks)
+        revived = sum(self.pool.ref_counts[block] == 0 for block in held)
+        if revived + count > self.pool.num_free:
+            return None
+        for block in held:
+            self.pool.acquire(block)
+        return self._allocate(count)
+
+    def reach(self, hashes: list[bytes], is_there: Callable[[BlockKey], bool]) -> int:
+        """Return the most blocks of a prefix that a request can take, if it can take those of which
+        `is_there` says so."""
+        return self._usable_length(hashes, len(hashes), is_there)
+
+    def _with_swapped(self, request: Request, found: PrefixMatch) -> PrefixMatch:
+        """Return the match with the partly filled block that the request had when it was preempted,
+        if it was loaded."""
+        tokens, length = request.num_swapped_tokens, found.num_tokens // self.block_size
+        if tokens // self.block_size != length or not (
+            found.num_tokens < tokens <= request.num_cacheable_tokens
+        ):
+            return found
+        key = partial_hash(request, length, tokens, self.block_size)
+        blocks = [self.pool.lookup((group, key)) for group in range(len(self.groups))]
+        tables = [
+            [*ids, block]
+            for ids, block in zip(found.block_ids, blocks, strict=True)
+            if block is not None
+        ]
+        return PrefixMatch(tokens, tables) if len(tables) == len(blocks) else found
 
     def _longest_cached(self, hashes: list[bytes]) -> PrefixMatch:
         """Match the longest prefix of which every group has the blocks it needs, and states have a
@@ -339,18 +400,23 @@ class KVCacheManager:
 
     def _cached_length(self, hashes: list[bytes], length: int) -> int:
         """Walk the chain of hashes, up to `length`, as far as every group has its blocks."""
+        return self._usable_length(hashes, length, lambda key: self.pool.lookup(key) is not None)
+
+    def _usable_length(
+        self, hashes: list[bytes], length: int, is_there: Callable[[BlockKey], bool]
+    ) -> int:
         before = -1
         while length != before:  # where one group stops short, others may see what they lack
             before = length
             for g, group in enumerate(self.groups):
-                cached = partial(self._is_cached, g, hashes)
-                length = group.spec.hit_length(cached, length, self.block_size)
+                length = group.spec.hit_length(
+                    lambda block, g=g: is_there((g, hashes[block])),  # type: ignore[misc]
+                    length,
+                    self.block_size,
+                )
             if not self._windowed:
                 break
         return length
-
-    def _is_cached(self, group: int, hashes: list[bytes], block: int) -> bool:
-        return self.pool.lookup((group, hashes[block])) is not None
 
     def _fork(self, request: Request) -> PrefixMatch | None:
         """Match the prompt of a sibling: it shares the prompt's blocks of its leader, a partly
@@ -402,3 +468,10 @@ class KVCacheManager:
         first = max(gone.stop - count, request.num_prompt_tokens // self.block_size)
         for i in range(first, min(gone.stop, len(request.block_hashes) - 1)):
             request.block_hashes[i] = b""
+
+
+def partial_hash(request: Request, full: int, num_tokens: int, block_size: int) -> bytes:
+    """Return the hash of a partly filled block behind `full` full ones. No full block has it, as it
+    covers fewer tokens."""
+    parent = request.block_hashes[full - 1] if full else root_hash(request.cache_salt)
+    return block_hash(parent, request.token_ids[full * block_size : num_tokens])

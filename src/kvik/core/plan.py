@@ -31,6 +31,65 @@ class NewRequest:
     second_text: int = 0  # see `EngineRequest`
 
 
+# Moves: copies of blocks between the KV cache and its tiers (`core/moves.py`).
+
+PageKey = tuple[int, bytes]  # KV group, hash of the tokens up to the end of what the page holds
+NOWHERE = -1  # as a place: not in the memory tier
+
+
+@frozen
+class PageStore:
+    """A block whose content is to be kept as a page.
+
+    Attributes:
+        parent: hash of the block before it.
+        place: in the memory tier; `NOWHERE`: it is not kept there.
+        on_disk: whether it is to be kept in the disk tier.
+    """
+
+    key: PageKey
+    parent: bytes
+    block: int
+    place: int
+    on_disk: bool
+
+
+@frozen
+class PageLoad:
+    """Pages to copy into blocks that nobody else uses until that is done.
+
+    Attributes:
+        ticket: a number of its own. A load that comes again with it is the same one.
+        pages: key, block, and place in the memory tier; `NOWHERE`: it is read from the disk tier.
+    """
+
+    ticket: int
+    pages: list[tuple[PageKey, int, int]]
+
+
+@frozen
+class Moved:
+    """What became of moves since the last result.
+
+    Attributes:
+        loaded: tickets of loads that are done, each with the indices of pages that failed.
+        stored: pages that the disk tier has from now on.
+        lost: pages that the disk tier has not, or no more.
+        found: pages that were found in the disk tier, least recently used first.
+        rates: of loads: tier, bytes, seconds.
+        off: why the disk tier was turned off; "": it was not.
+        scanned: all that the disk tier had at the start was found.
+    """
+
+    loaded: list[tuple[int, list[int]]] = field(default_factory=list)
+    stored: list[PageKey] = field(default_factory=list)
+    lost: list[PageKey] = field(default_factory=list)
+    found: list[PageKey] = field(default_factory=list)
+    rates: list[tuple[str, int, float]] = field(default_factory=list)
+    off: str = ""
+    scanned: bool = False
+
+
 @frozen
 class BudgetCut:
     """What a request has computed is more than the layers of a group keep (`spec.kv.Budget`): the
@@ -53,9 +112,10 @@ class BudgetCut:
 class SchedulerOutput:
     """One step. Row i of the step is the request in `slots[i]`.
 
-    Order of application: `freed_slots`, `state_copies`, `new_requests`, `new_blocks`,
-    `budget_cuts`, `block_copies`, forward. A cut reads blocks that later ones, copies and the
-    forward may write.
+    Order of application: `drops`, `stores`, `loads` (which go on while steps run), `freed_slots`,
+    `state_copies`, `new_requests`, `new_blocks`, `budget_cuts`, `block_copies`, forward. A cut
+    reads blocks that later ones, copies and the forward may write. A plan without rows has moves
+    alone, and its result waits for loads.
 
     Attributes:
         state_copies: source and target rows of the pool of states, in order. The row of a running
@@ -73,6 +133,9 @@ class SchedulerOutput:
     block_copies: list[tuple[int, int]] = field(default_factory=list)  # source id, target id
     state_copies: list[tuple[int, int]] = field(default_factory=list)
     budget_cuts: list[BudgetCut] = field(default_factory=list)
+    drops: list[PageKey] = field(default_factory=list)  # pages of the disk tier to delete
+    stores: list[PageStore] = field(default_factory=list)
+    loads: list[PageLoad] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -123,6 +186,7 @@ class ModelRunnerOutput:
             follows the one before it.
         graphs: None: unchanged, or nothing is captured on this device.
         threads: that compute from now on; None: unchanged, or not of the native kernels.
+        moved: None: nothing.
     """
 
     step: int
@@ -139,3 +203,4 @@ class ModelRunnerOutput:
     draft_places: Sequence[int] | None = None
     graphs: GraphCounts | None = None
     threads: int | None = None
+    moved: Moved | None = None

@@ -12,13 +12,14 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from kvik.core.checkpoints import StateCheckpoint
 from kvik.core.config import CacheConfig, SchedulerConfig
 from kvik.core.fair_share import FairShare, FreeResources
 from kvik.core.kv_manager import KVCacheManager, PrefixMatch
+from kvik.core.moves import Moves
 from kvik.core.plan import ModelRunnerOutput, NewRequest, SchedulerOutput
 from kvik.core.policy import make_policy, rejoins
 from kvik.core.queue import Deadlines, WaitingQueue
@@ -117,6 +118,7 @@ class Scheduler:
         drafts: what became of all drafts.
         shares: the service of each tenant.
         clock: how long steps take.
+        moves: between the cache and its tiers; None: it has none.
         in_flight: planned steps without a result, oldest first.
         more_expected: requests may still come, so that a batch may wait for them.
     """
@@ -133,6 +135,7 @@ class Scheduler:
         self.clock = StepClock()
         self.deadlines = Deadlines()
         self.meter = WorkMeter(cache.groups)
+        self.moves = Moves(self.kv) if cache.tiers is not None else None
         self.in_flight: deque[Step] = deque()
         self.more_expected = True
         self._num_added = 0
@@ -164,9 +167,26 @@ class Scheduler:
         ended, self._ended = self._ended, []
         return ended
 
+    def reset_cache(self) -> int:
+        """Forget all cached prefixes, in tiers too; requests go on. Returns the number of blocks
+        that held one."""
+        if self.moves is not None:
+            self.moves.clear()
+        return self.kv.reset()
+
     @property
     def has_requests(self) -> bool:
         return bool(self.running) or len(self.waiting) > 0
+
+    @property
+    def has_stores(self) -> bool:
+        """Whether the next plan keeps or deletes something, with requests or without."""
+        return self.moves is not None and self.moves.begins
+
+    @property
+    def has_moves(self) -> bool:
+        """Whether there are moves to begin or to wait for, with requests or without."""
+        return self.moves is not None and (self.moves.begins or self.moves.under_way)
 
     def wakeup(self, now: float) -> float | None:
         """Return when `schedule` may have something to do although nothing happens until then."""
@@ -180,8 +200,10 @@ class Scheduler:
     # -- planning --------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> SchedulerOutput | None:
-        """Plan the next step, or None when there is nothing to compute."""
+        """Plan the next step, or None when there is nothing to compute and to move."""
         self._expire(now)
+        if self.moves is not None:
+            self.moves.begin(now)
         plan = SchedulerOutput(
             self.counters.steps,
             [],
@@ -196,8 +218,10 @@ class Scheduler:
         budget, prefilling = self._schedule_decodes(step, kept)
         if budget:
             budget = self._schedule_prompts(step, prefilling, budget, now)
+        if self.moves is not None:
+            self.moves.add_to(plan)
         if not plan.slots:
-            return None
+            return self._moves_alone(step)
         if budget and len(self.waiting) and not self.policy.batches:
             self.shares.left_over(budget, self.waiting.by_tenant)
         if any(plan.num_draft_tokens):
@@ -219,6 +243,17 @@ class Scheduler:
         self.counters.step_sizes[(step.num_tokens - 1).bit_length()] += 1
         self.meter.step(step.num_tokens, step.num_chunks, plan.samples)
         return plan
+
+    def _moves_alone(self, step: Step) -> SchedulerOutput | None:
+        """Return a plan without rows if there are moves to begin or to wait for."""
+        plan, moves = step.plan, self.moves
+        begins = plan.drops or plan.stores or plan.loads
+        if moves is None or not (begins or (moves.under_way and not self.in_flight)):
+            return None
+        step.plan = replace(plan, freed_slots=[], state_copies=[])  # a later one has these
+        self.in_flight.append(step)
+        self.counters.steps += 1
+        return step.plan
 
     def _schedule_decodes(self, step: Step, kept: int) -> tuple[int, list[Request]]:
         """Give decoding requests their next token, then drafts from what is left of the budget.
@@ -320,6 +355,8 @@ class Scheduler:
                 if step.made_room and request.status is RequestStatus.PREEMPTED:
                     continue  # perhaps in this step, for another tenant
                 match, tenant = self.kv.match(request), request.tenant
+                if self.moves is not None and self._waits_for_pages(request, match, step, now):
+                    continue
                 saved = self._worth_waiting_for(request, match, step)
                 if saved:
                     request.awaits_prefix = True
@@ -526,9 +563,22 @@ class Scheduler:
         computed = request.num_computed_tokens
         return request.next_cut == computed > request.num_written_tokens
 
+    def _waits_for_pages(
+        self, request: Request, match: PrefixMatch, step: Step, now: float
+    ) -> bool:
+        """Return whether a waiting request that could start waits for what lies in tiers."""
+        assert self.moves is not None
+        needed = self.kv.demand(match, len(request.token_ids), self.config.max_num_batched_tokens)
+        fits = not self.running or needed <= self.kv.pool.num_free
+        rate = self.clock.prefill_tokens_per_second
+        copied = [source for source, _ in step.plan.block_copies]
+        return self.moves.waits(request, match, rate, now, fits=fits, copied=copied)
+
     def _must_wait(self, request: Request) -> bool:
         """Return whether a waiting request must wait for a result: a step in flight has a row of
-        it, or its leader computes the prompt that both will share."""
+        it, its leader computes the prompt that both will share, or its pages are being loaded."""
+        if request.status is RequestStatus.LOADING:
+            return True
         return request.last_step >= self._oldest_step or self._leader_is_busy(request)
 
     @property
@@ -577,6 +627,8 @@ class Scheduler:
     def _start(self, request: Request, matched: int, now: float) -> None:
         self.waiting.remove(request)
         request.awaits_prefix = False
+        if self.moves is not None:
+            self.moves.started(request)
         self.meter.start(request)
         request.status = RequestStatus.RUNNING
         request.slot = self._free_slots.pop()
@@ -666,6 +718,8 @@ class Scheduler:
         stay in the prefix cache until someone needs them, so that often little is lost."""
         self.meter.lose(request)
         self.shares.lose(request)
+        if self.moves is not None:
+            self.moves.preempt(request)
         self._leave(request)
         request.status = RequestStatus.PREEMPTED
         request.num_draft_tokens = 0
@@ -699,7 +753,11 @@ class Scheduler:
         if self._leader_is_busy(request):
             return 1  # it will share all the others
         match = self.kv.match(request)
-        return len(request.token_ids) - match.num_tokens - self._num_under_way(request, match)
+        missing = len(request.token_ids) - match.num_tokens - self._num_under_way(request, match)
+        if self.moves is not None:
+            reach = self.moves.num_reachable(request, match)
+            missing = min(missing, len(request.token_ids) - reach)
+        return missing
 
     # -- results ---------------------------------------------------------------------------------
 
@@ -709,9 +767,17 @@ class Scheduler:
         What goes wrong with one row ends its request and no other.
         """
         step = self.in_flight.popleft()
+        if step.plan.step != output.step:
+            raise RuntimeError(f"result of step {output.step} while {step.plan.step} is due")
+        if self.moves is not None:
+            self.moves.computed(step.plan, output)
+        if step.requests:
+            return self._take_rows(step, output, now)
+        self.clock.skip(now)
+        return []
+
+    def _take_rows(self, step: Step, output: ModelRunnerOutput, now: float) -> list[RequestDelta]:
         plan, prefill = step.plan, step.num_chunks > 0
-        if plan.step != output.step:
-            raise RuntimeError(f"result of step {output.step} while {plan.step} is due")
         self.clock.note(step.planned, now, step.num_tokens, prefill=prefill)
         deltas: list[RequestDelta] = []
         rows = zip(
@@ -826,6 +892,8 @@ class Scheduler:
         step = self.in_flight.popleft()
         self.clock.skip(now)
         plan, deltas = step.plan, []
+        if self.moves is not None:
+            self.moves.failed(plan.stores, plan.loads)
         for request, samples, drafts in zip(
             step.requests, plan.samples, plan.num_draft_tokens, strict=True
         ):
@@ -874,7 +942,11 @@ class Scheduler:
                 self._take_checkpoint(request)
         # Had one of these raised, nothing would have changed: it could still end with an error.
         self.shares.leave(request)
+        if self.moves is not None:
+            self.moves.left(request)
         if running:
+            if error is not None and self.moves is not None:
+                self.moves.forget(request.block_hashes)
             self._leave(request, forget=error is not None)
         else:
             self.waiting.remove(request)

@@ -168,6 +168,7 @@ class RequestStatus(IntEnum):
     RUNNING = 1  # holds a slot and blocks
     PREEMPTED = 2  # back in the queue after losing its blocks
     FINISHED = 3
+    LOADING = 4  # in the queue, waits for pages of its prefix
 
 
 class FinishReason(StrEnum):
@@ -266,6 +267,7 @@ class Request:
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first scheduling
     num_pinned_tokens: int = 0  # prompt tokens written by this request, and pinned
     num_preemptions: int = 0
+    num_swapped_tokens: int = 0  # computed when it was last preempted, and perhaps kept in a tier
     first_scheduled: float | None = None
     first_token: float | None = None
     finish_reason: FinishReason | None = None

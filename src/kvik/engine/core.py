@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvik.config.config import ResolvedConfig
 from kvik.core.plan import GraphCounts, ModelRunnerOutput, SchedulerOutput
@@ -21,7 +22,7 @@ from kvik.core.types import (
     RequestSpeculation,
     derive_seed,
 )
-from kvik.engine.stats import EngineStats, PaceStats, SpeculationStats
+from kvik.engine.stats import EngineStats, MoveStats, PaceStats, SpeculationStats, TierStats
 from kvik.errors import CapacityError, Overflow, ParamError
 from kvik.spec.model import ModelFacts
 
@@ -240,7 +241,7 @@ class EngineCore:
     def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes, also pinned ones; requests go on. Returns the number of
         blocks that held one."""
-        return self.scheduler.kv.reset()
+        return self.scheduler.reset_cache()
 
     def give_back(self, count: int) -> list[int]:
         """Let go of the memory of up to `count` KV blocks that no request refers to. Returns
@@ -297,7 +298,28 @@ class EngineCore:
             pace=PaceStats(
                 scheduler.clock.seconds_per_step, scheduler.clock.prefill_tokens_per_second
             ),
+            moves=self._moves(),
         )
+
+    def _moves(self) -> MoveStats | None:
+        moves = self.scheduler.moves
+        if moves is None:
+            return None
+        tiers = tuple(
+            TierStats(
+                name,
+                len(tier.pages),
+                tier.size,
+                tier.capacity,
+                tier.counters.stored,
+                tier.counters.loaded,
+                tier.counters.failed,
+                tier.counters.evicted,
+                tier.rate.bytes_per_second,
+            )
+            for name, tier in moves.index.tiers.items()
+        )
+        return MoveStats(tiers, replace(moves.counters), moves.index.off)
 
     def _speculation(self) -> SpeculationStats | None:
         if self.config.speculation is None:

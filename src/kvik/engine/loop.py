@@ -24,6 +24,7 @@ from kvik.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+FIND_SECONDS = 0.25  # for pages of the disk to be found before the first request
 BUILT_SECONDS = 0.002  # between looks whether a grammar is built, while there is nothing else to do
 
 # The interface between the trunks: how plans reach what computes them.
@@ -295,6 +296,13 @@ class EngineLoop:
                 observer.gave_back(count, now)
         return LOOK_SECONDS
 
+    def find_pages(self) -> None:
+        """Give the tiers of the KV cache a moment to say what they have, before the first request
+        comes. What takes longer is found while there are requests."""
+        until = self.clock() + FIND_SECONDS
+        while self.core.scheduler.has_moves and self.clock() < until:
+            self._found += self.step()
+
     def rest(self) -> bool:
         """While there is no work, let the executor prepare for later steps, for a moment. Returns
         whether it has more to prepare."""
@@ -322,7 +330,11 @@ class EngineLoop:
 
     @property
     def has_work(self) -> bool:
-        return self.core.has_requests or bool(self._in_flight or self._found or self._building)
+        # Not moves under way alone: a disk may never answer.
+        stores = self.core.scheduler.has_stores
+        return self.core.has_requests or bool(
+            stores or self._in_flight or self._found or self._building
+        )
 
     def idle_seconds(self) -> float | None:
         """Return how long `step` will have nothing to do; None if until a request comes."""
@@ -333,7 +345,7 @@ class EngineLoop:
 
     def _core_idle_seconds(self) -> float | None:
         scheduler = self.core.scheduler
-        if self._in_flight or self._found or scheduler.running:
+        if self._in_flight or self._found or scheduler.running or scheduler.has_moves:
             return 0.0
         if not scheduler.has_requests:
             return 0.0 if self.core.has_requests else None

@@ -20,7 +20,7 @@ from zlib import crc32
 import msgspec
 
 from kvik.config.config import ResolvedConfig
-from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
+from kvik.core.plan import ModelRunnerOutput, Moved, SchedulerOutput
 from kvik.core.types import EngineRequest, FinishReason
 from kvik.engine.loop import LoopObserver
 from kvik.errors import ConfigError, KvikError
@@ -109,6 +109,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag=6):
         token_ids, num_draft_tokens, errors: see `ModelRunnerOutput`.
         digest: of log probabilities and vectors; empty if there were none.
         readings: of the worker's clock, in order.
+        moved: see `ModelRunnerOutput`.
     """
 
     now: float
@@ -118,6 +119,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag=6):
     errors: dict[int, str]
     digest: bytes
     readings: list[float]
+    moved: Moved | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag=7):
@@ -347,6 +349,7 @@ class Recorder(LoopObserver):
                 output.errors,
                 output_digest(output),
                 self._tape.take(),
+                output.moved,
             )
         )
 

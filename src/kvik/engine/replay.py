@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.types import RequestDelta
@@ -119,6 +119,7 @@ class Replay:
         """
         self._core, self._executor, self._clock = core, executor, clock
         self._in_flight: deque[_Step] = deque()
+        self._failed_pages: dict[int, list[int]] = {}  # by ticket
         self.result = Replayed()
 
     def run(self, events: Iterable[Event], progress: Callable[[int], None]) -> Replayed:
@@ -210,8 +211,18 @@ class Replay:
                 None, f"it fails, and did not: {type(error).__name__}: {error}"
             ) from error
         _compare(step, output, event)
+        self._compare_moves(output, event)
         self._in_flight.popleft()
+        output = replace(output, moved=event.moved)  # also when something was moved
         self._take(self._core.finish_step(output, event.now))
+
+    def _compare_moves(self, output: ModelRunnerOutput, event: Finished) -> None:
+        """Loads are done at once in a replay; what came then must have come again."""
+        failed = self._failed_pages
+        failed.update(output.moved.loaded if output.moved is not None else ())
+        for ticket, recorded in () if event.moved is None else event.moved.loaded:
+            if not set(failed.pop(ticket, ())) <= set(recorded):
+                raise _Differs(None, "a page cannot be loaded that could then: its tier lost it")
 
     def _fail(self, event: Failed) -> None:
         """Why it failed may lie outside, so it need not fail again."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import zip_longest
 from typing import Any, TypeVar
 
+from kvik.core.moves import MoveCounters
 from kvik.core.plan import GraphCounts
 from kvik.core.types import DraftCounts
 from kvik.core.work import Work
@@ -76,6 +77,42 @@ class PaceStats:
 
 
 @dataclass(frozen=True, slots=True)
+class TierStats:
+    """One tier, in pages unless said.
+
+    Attributes:
+        name: memory or disk.
+        pages: that can be loaded, and bytes: that they take, of `capacity`.
+        stored, loaded, failed, evicted: totals since the start; failed: loads that brought nothing.
+        bytes_per_second: of loads, as measured lately; None: there was none.
+    """
+
+    name: str
+    pages: int
+    bytes: int
+    capacity: int
+    stored: int
+    loaded: int
+    failed: int
+    evicted: int
+    bytes_per_second: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class MoveStats:
+    """Moves between the KV cache and its tiers, as totals since the start.
+
+    Attributes:
+        totals: see `MoveCounters`.
+        off: why the disk tier was turned off; "": it was not.
+    """
+
+    tiers: tuple[TierStats, ...]
+    totals: MoveCounters
+    off: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """Gauges hold at the time of the call, counters since the start; tokens unless said."""
 
@@ -108,6 +145,7 @@ class EngineStats:
     graphs: GraphCounts | None = None
     # That the native kernels compute on; None: other kernels, or no step was computed yet.
     threads: int | None = None
+    moves: MoveStats | None = None  # None: the KV cache has no tiers
 
     @property
     def prefix_hit_rate(self) -> float:

@@ -100,6 +100,9 @@ ONLY_OURS = frozenset((
     "engine_step_requests", "engine_memory_bytes", "engine_seconds", "cuda_graphs",
     "cuda_graph_bytes", "working_threads", "given_back_blocks",
     "cached_blocks", "pinned_blocks", "kv_cache_tokens",
+    "kv_tier_pages", "kv_tier_bytes", "kv_tier_capacity_bytes", "kv_tier_stored_pages",
+    "kv_tier_loaded_pages", "kv_tier_failed_pages", "kv_tier_evicted_pages",
+    "kv_tier_bytes_per_second", "kv_tier_loaded_tokens", "kv_tier_choices", "kv_swaps",
     "speculation_drafts_per_pos", "speculation_accepted_length", "speculation_speedup",
     "memory_bytes_per_second", "flops_per_second", "memory_bytes_ceiling", "flops_ceiling",
     "memory_bandwidth_share", "compute_share", "bottleneck",
@@ -322,6 +325,7 @@ class Metrics:
         shown.add(_cache(server.engine.config, stats))
         shown.add(self._requests.registry.collect())
         shown.add(_speculation(stats))
+        shown.add(_moves(stats))
         shown.add(self._more(stats, now))
         return generate_latest(self._process) + generate_latest(shown)
 
@@ -354,6 +358,7 @@ def _memory(config: ResolvedConfig) -> dict[str, int]:
         "activations": plan.activations,
         "kv_cache": plan.kv_cache,
         "overhead": plan.overhead,
+        **({"kv_tiers": plan.kv_tiers} if plan.kv_tiers else {}),
     }
 
 
@@ -427,6 +432,30 @@ def _cache(config: ResolvedConfig, stats: EngineStats) -> Iterator[Metric]:
     family = GaugeMetricFamily("cache_config_info", "How the KV cache is made.", labels=[*labels])
     family.add_metric([*labels.values()], 1.0)
     yield family
+
+
+def _moves(stats: EngineStats) -> Iterator[Metric]:
+    if stats.moves is None:
+        return
+    tiers, totals = stats.moves.tiers, stats.moves.totals
+    for kind, name, note, field in (
+        (gauge, "kv_tier_pages", "Pages that can be loaded.", "pages"),
+        (gauge, "kv_tier_bytes", "Bytes of a tier that are taken.", "bytes"),
+        (gauge, "kv_tier_capacity_bytes", "Bytes that a tier may take.", "capacity"),
+        (counter, "kv_tier_stored_pages", "Pages stored.", "stored"),
+        (counter, "kv_tier_loaded_pages", "Pages loaded.", "loaded"),
+        (counter, "kv_tier_failed_pages", "Pages that could not be loaded.", "failed"),
+        (counter, "kv_tier_evicted_pages", "Pages that made room for others.", "evicted"),
+    ):
+        yield kind(name, note, {tier.name: getattr(tier, field) for tier in tiers}, "tier")
+    rates = {tier.name: tier.bytes_per_second for tier in tiers if tier.bytes_per_second}
+    if rates:
+        yield gauge("kv_tier_bytes_per_second", "Of loads, as measured lately.", rates, "tier")
+    yield counter("kv_tier_loaded_tokens", "Tokens loaded, not computed.", totals.loaded_tokens)
+    choices = {"load": totals.load_choices, "compute": totals.compute_choices}
+    yield counter("kv_tier_choices", "Whether to load a prefix, or compute it.", choices, "choice")
+    swaps = {"out": totals.swapped_out, "in": totals.swapped_in}
+    yield counter("kv_swaps", "Preempted requests kept whole, and loaded again.", swaps, "way")
 
 
 def _speculation(stats: EngineStats) -> Iterator[Metric]:

@@ -20,4 +20,5 @@ right.
 `worker.py` is the executor of this process; `platforms.py` what it computes with and on which
 device, `team.py` on how many threads, `loading.py` the model with its cache, `engine_cache.py`
 the weights it keeps for the next start, `ahead.py` what is begun before torch is imported.
+`page_mover.py` moves blocks between the cache and its tiers, `disk_tier.py` keeps them in files.
 """

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,15 +18,22 @@ from torch import Tensor
 
 from kvik.attention.select import NATIVE
 from kvik.config.config import ResolvedConfig
+from kvik.config.hardware import detect
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.structured import Constraint, Grammars
 from kvik.errors import ConfigError, GroupLost, ParamError
+from kvik.nn.pages import FINGERPRINT_BYTES, VERSION, group_pages
+from kvik.spec.engine_folder import read_manifest
+from kvik.version import __version__
+from kvik.worker.disk_tier import DiskTier, ReplayTier
 from kvik.worker.drafters.registry import DrafterParts, build_drafter
+from kvik.worker.engine_cache import fingerprints
 from kvik.worker.graphs import EngineNetwork
 from kvik.worker.group import EarlierStages, GiveBack, Seat
 from kvik.worker.loading import load_share
 from kvik.worker.model_runner import ModelRunner
 from kvik.worker.output_tokens import OutputTokens
+from kvik.worker.page_mover import PageFolder, PageMover
 from kvik.worker.participant import Participant, RunningStep
 from kvik.worker.pipeline import Pipeline, StageTape, Tape
 from kvik.worker.platforms import inference_on, on_device, platform
@@ -57,9 +67,12 @@ class Worker:
         grammars: Grammars | None = None,
         seat: Seat | None = None,
         stages: EarlierStages | None = None,
+        *,
+        replays: bool = False,
     ) -> None:
         """
         Args:
+            replays: the plans were made before: loads are done at once, and no folder is changed.
             seat: of the first of several processes that compute the model's layers together; None:
                 it is alone.
             stages: those before this one, which is the last; None: there are none.
@@ -76,7 +89,7 @@ class Worker:
         self._device = torch.device(runner.device)
         self._inference = inference_on(self._device)
         with on_device(self._device):
-            self._build(config, clock, copies, memory, seat, stages)
+            self._build(config, clock, copies, memory, seat, stages, replays=replays)
         if runner.attention_backend == NATIVE:
             # What is torch's in a step is little, and its threads wait busily, and for each other.
             self._threads = 1
@@ -89,6 +102,8 @@ class Worker:
         memory: np.ndarray | None,
         seat: Seat | None,
         stages: EarlierStages | None,
+        *,
+        replays: bool,
     ) -> None:
         runner, cache, scheduler = config.runner, config.cache, config.scheduler
         self._stages = stages
@@ -109,6 +124,9 @@ class Worker:
             stages.meet()
         device, draw_bytes = chosen.parts.device, chosen.parts.draw_bytes
         vocab_size = config.model.vocab_size
+        self._mover = None
+        if cache.tiers is not None:
+            self._mover = page_mover(config, network, replays=replays)
         table = RequestTable(
             scheduler.max_num_seqs,
             scheduler.max_model_len,
@@ -166,9 +184,14 @@ class Worker:
         found = (processes.lost for processes in (network.others, network.earlier) if processes)
         return next(filter(None, found), "")
 
-    def submit(self, plan: SchedulerOutput) -> RunningStep:
-        """Begin a step; see `ModelRunner.begin`."""
+    def submit(self, plan: SchedulerOutput) -> RunningStep | SchedulerOutput:
+        """Begin a step and its moves; see `ModelRunner.begin`. The handle of a plan that has moves
+        alone is the plan."""
         runner = self._ready()
+        if self._mover is not None:
+            self._mover.begin(plan)
+        if not plan.slots:
+            return plan
         if self._team is not None:
             self._team.begin_step()
         with self._inference():
@@ -176,10 +199,15 @@ class Worker:
 
     def result(self, handle: object) -> ModelRunnerOutput:
         """Wait for a step; see `ModelRunner.finish`."""
-        assert isinstance(handle, RunningStep)
         runner = self._ready()
+        if isinstance(handle, SchedulerOutput):
+            moved = None if self._mover is None else self._mover.wait()
+            return ModelRunnerOutput(handle.step, [], moved=moved)
+        assert isinstance(handle, RunningStep)
         with self._inference():
             output = runner.finish(handle)
+        if self._mover is not None and (moved := self._mover.take()) is not None:
+            output = replace(output, moved=moved)
         if self._device.type != "cpu" and self.lost:  # its kernels ended without the others
             raise GroupLost("tensor_parallel_size", self.lost)
         graphs = None if self._graphs is None else self._graphs.changes()
@@ -246,11 +274,59 @@ class Worker:
             self._stages.stop()
         if self._runner is not None and self._runner.network.others is not None:
             self._runner.network.others.stop()
+        if self._mover is not None:
+            self._mover.close()
+            self._mover = None
         self._runner = self._team = None
         self._resting = ()
         # a GPU that failed has nothing to give back
         with suppress(RuntimeError), on_device(self._device):
             self._release_freed()  # the next engine of this process plans with what is free
+
+
+def page_mover(config: ResolvedConfig, network: EngineNetwork, *, replays: bool) -> PageMover:
+    """Return what moves pages of the tiers that an engine has.
+
+    Raises:
+        ConfigError: a tier cannot be used.
+    """
+    tiers, runner = config.cache.tiers, config.runner
+    assert tiers is not None
+    native = runner.attention_backend == NATIVE
+    pages = group_pages(network.groups, network.kv, heads_first=native)
+    assert tuple(each.num_bytes for each in pages) == tiers.page_bytes
+    folder: PageFolder | None = None
+    if runner.kv_folder is not None:
+        fingerprint = cache_fingerprint(config)
+        if replays:
+            folder = ReplayTier(runner.kv_folder, fingerprint)
+        else:
+            folder = DiskTier(runner.kv_folder, fingerprint, tiers.disk)
+    return PageMover(pages, tiers.memory, folder, at_once=replays)
+
+
+def cache_fingerprint(config: ResolvedConfig) -> bytes:
+    """Return a digest of all that keys and values depend on beside tokens: the weights, the model's
+    layers and their formats, the kernels, and how a block is laid out. Not of how many blocks there
+    are.
+
+    Raises:
+        ModelError: a file of the model cannot be read.
+    """
+    model, runner, cache = config.model, config.runner, config.cache
+    weights = fingerprints(runner)
+    if model.built is not None:
+        weights = read_manifest(Path(runner.model_path)).seal
+    dynamic = any(rope.kind == "dynamic" for rope in model.ropes)
+    facts = (
+        (VERSION, __version__, torch.__version__, weights, runner.load_format),
+        runner.seed if runner.load_format == "random" else 0,
+        (runner.dtype, runner.quantization, runner.kernels, runner.attention_backend),
+        (detect().native_isa, sys.byteorder),
+        (model.architecture, model.layers, cache.groups, cache.block_size),
+        config.scheduler.max_model_len if dynamic else 0,
+    )
+    return hashlib.blake2b(repr(facts).encode(), digest_size=FINGERPRINT_BYTES).digest()
 
 
 def step_participants(

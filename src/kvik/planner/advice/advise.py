@@ -53,6 +53,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
         "tensor_parallel_cut",
         "pipeline_parallel_size",
         "expert_parallel",
+        "data_parallel_size",
     ),
 }
 NOT_ON_GPUS = frozenset({"parallelism"})  # where groups have not run yet, and there are no stages

@@ -1,0 +1,217 @@
+"""What tiers of the KV cache gain and cost.
+
+    python benchmarks/kv_tiers.py first [--model FOLDER] [--tokens 4096] [--repeats 3]
+    python benchmarks/kv_tiers.py unique [--model FOLDER] [--repeats 5]
+    python benchmarks/kv_tiers.py lengths [--model FOLDER] [--tokens 16384] [--repeats 3]
+    python benchmarks/kv_tiers.py load [--model FOLDER] [--repeats 3]
+
+"first": time to the first token of a prompt that is computed, and of one that left the cache and is
+loaded from memory, from the disk, and from the disk after the engine was killed. "unique": tokens
+per second of prompts that share nothing, with tiers and without. "lengths": the same prompt
+computed, and in the way that was chosen. "load": tokens per second where twice as many requests
+come as fit, with requests that are swapped, and computed again.
+
+What is compared is measured in turn, in one run; ratios are those of neighbours, with their spread.
+FOLDER needs a config.json alone: weights are drawn. Without it the bundled model runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from kvik import LLM, SamplingParams
+
+ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+BLOCK = 16
+PAGE = 1 << 21  # bytes, more than any page here has
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("first", "unique", "lengths", "load", "child"))
+    parser.add_argument("--model", default="")
+    parser.add_argument("--quantization", default="int8")
+    parser.add_argument("--tokens", type=int)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="of the disk tier; none: a temporary one")
+    parser.add_argument("--prompt", type=int, default=2048, help="tokens of a prompt under load")
+    parser.add_argument("--output", type=int, default=160, help="tokens of an answer under load")
+    parser.add_argument("--requests", type=int, default=6)
+    parser.add_argument("--only", help="one of the tiers of unique")
+    options = parser.parse_args()
+    ways = {"first": first, "unique": unique, "lengths": lengths, "load": load, "child": child}
+    with tempfile.TemporaryDirectory() as folder:
+        options.folder = options.folder or Path(folder) / "kv"
+        ways[options.what](options)
+
+
+def engine(options: argparse.Namespace, blocks: int, context: int, **more: Any) -> LLM:
+    common: dict[str, Any] = {"device": "cpu", "num_blocks": blocks, "max_model_len": context}
+    if options.model:
+        common |= {"load_format": "random", "seed": 1, "quantization": options.quantization}
+    return LLM(options.model, **common, **more)
+
+
+def prompt(tokens: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(10, 1000) for _ in range(tokens)]
+
+
+def seconds_to_first(llm: LLM, tokens: Sequence[int], cached: int | None = None) -> float:
+    """Time to the first token; `cached`: how many tokens must have been found, or loaded."""
+    (output,) = llm.generate([list(tokens)], ONE)
+    assert cached is None or output.num_cached_tokens == cached, output.num_cached_tokens
+    assert output.metrics.first_token is not None
+    return output.metrics.first_token - output.metrics.arrival
+
+
+def tell(name: str, ratios: Sequence[float], **more: object) -> None:
+    ordered = sorted(ratios)
+    median = ordered[len(ordered) // 2]
+    spread = f"{median:.3g} ({ordered[0]:.3g} to {ordered[-1]:.3g})"
+    print(f"{name}: {spread}", json.dumps(more), flush=True)
+
+
+def first(options: argparse.Namespace) -> None:
+    tokens = options.tokens or 4096
+    found = (tokens - 1) // BLOCK * BLOCK
+    blocks = tokens // BLOCK + 8  # one prompt fits
+    disk = f"disk:{options.folder}:8GiB"
+    for name, tiers in (("memory", "memory:1GiB"), ("disk", disk)):
+        cold, warm = [], []
+        with engine(options, blocks, tokens + 16, kv_tiers=tiers) as llm:
+            seconds_to_first(llm, prompt(tokens // 4, 99))
+            seconds_to_first(llm, prompt(tokens, 0), 0)
+            for i in range(1, options.repeats + 1):
+                cold.append(seconds_to_first(llm, prompt(tokens, i), 0))
+                warm.append(seconds_to_first(llm, prompt(tokens, i - 1), found))
+        ratios = [c / w for c, w in zip(cold, warm, strict=True)]
+        tell(f"{name}, cold over loaded", ratios, cold=cold, loaded=warm)
+    ratios, cold, warm = [], [], []
+    for i in range(options.repeats):
+        words = [sys.executable, __file__, "child", "--model", options.model]
+        words += ["--quantization", options.quantization, "--tokens", str(tokens)]
+        words += ["--folder", str(options.folder), "--repeats", str(1000 + i)]
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            cold.append(float(process.stdout.readline()))
+            time.sleep(1.0)
+            process.kill()
+        with engine(options, blocks, tokens + 16, kv_tiers=disk) as llm:
+            seconds_to_first(llm, prompt(64, 99))
+            warm.append(seconds_to_first(llm, prompt(tokens, 1000 + i), found))
+        ratios.append(cold[-1] / warm[-1])
+    tell("disk after a kill, cold over loaded", ratios, cold=cold, loaded=warm)
+
+
+def child(options: argparse.Namespace) -> None:
+    """An engine that is killed."""
+    tokens = options.tokens
+    tiers = f"disk:{options.folder}:8GiB"
+    with engine(options, tokens // BLOCK + 8, tokens + 16, kv_tiers=tiers) as llm:
+        seconds_to_first(llm, prompt(tokens // 4, 99))
+        print(seconds_to_first(llm, prompt(tokens, options.repeats)), flush=True)
+        while True:
+            time.sleep(1.0)
+
+
+def unique(options: argparse.Namespace) -> None:
+    tiers = {
+        "none": None,  # what differs here is noise
+        "memory": "memory:1GiB",
+        "disk": f"disk:{options.folder}:4GiB",
+        "memory and disk": f"memory:1GiB,disk:{options.folder}:4GiB",
+    }
+    params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
+    for name, how in tiers.items():
+        if options.only not in (None, name):
+            continue
+        with ExitStack() as stack:
+            sides = [
+                stack.enter_context(engine(options, 4 * 36 + 8, 1024, kv_tiers=each))
+                for each in (None, how)
+            ]
+            seed, ratios = 0, []
+            for i in range(options.repeats + 1):
+                seconds = [0.0, 0.0]
+                for side in (0, 1) if i % 2 else (1, 0):
+                    asked = [prompt(512, (seed := seed + 1)) for _ in range(4)]
+                    began = time.monotonic()
+                    sides[side].generate(asked, params)
+                    seconds[side] = time.monotonic() - began
+                if i:  # the first round warms up
+                    ratios.append(seconds[0] / seconds[1])
+        tell(f"unique prompts with {name}, throughput over none", ratios)
+
+
+def lengths(options: argparse.Namespace) -> None:
+    most = options.tokens or 16384
+    length = 64
+    while length <= most:
+        repeats = options.repeats if length < most else 1
+        # One prompt fits, so each takes the blocks of the one before.
+        with engine(options, length // BLOCK + 1, length + 16, kv_tiers="memory:2GiB") as llm:
+            seconds_to_first(llm, prompt(64, 99))
+            seconds_to_first(llm, prompt(length + 1, 0), 0)
+            computed, chosen = [], []
+            for i in range(1, repeats + 1):
+                computed.append(seconds_to_first(llm, prompt(length + 1, i), 0))
+                chosen.append(seconds_to_first(llm, prompt(length + 1, i - 1)))
+            totals = llm.stats().moves.totals
+        tell(
+            f"{length} tokens, computed over chosen",
+            [a / b for a, b in zip(computed, chosen, strict=True)],
+            chosen=chosen,
+            loaded=totals.load_choices,
+            not_loaded=totals.compute_choices,
+        )
+        length *= 4
+
+
+def load(options: argparse.Namespace) -> None:
+    half, rng = options.prompt // 2, random.Random(0)
+    drawn = [rng.randrange(half, 3 * half) for _ in range(options.requests)]  # in both sides
+    blocks = sum(-(-(tokens + options.output) // BLOCK) for tokens in drawn) // 2
+    params = SamplingParams(temperature=0.0, max_tokens=options.output, ignore_eos=True)
+    with ExitStack() as stack:
+        sides = [
+            stack.enter_context(
+                engine(options, blocks, 3 * half + options.output + 16, kv_tiers=tiers)
+            )
+            for tiers in (None, "memory:2GiB")
+        ]
+        ratios, seconds, seed = [], [], 0
+        for i in range(options.repeats):
+            pair = [0.0, 0.0]
+            for side in (0, 1) if i % 2 else (1, 0):
+                seed += 1
+                asked = [prompt(each, 100 * seed + j) for j, each in enumerate(drawn)]
+                began = time.monotonic()
+                sides[side].generate(asked, params)
+                pair[side] = time.monotonic() - began
+            seconds.append(pair)
+            ratios.append(pair[0] / pair[1])
+        stats = [side.stats() for side in sides]
+        tell(
+            "twice the load that fits, goodput over recomputing",
+            ratios,
+            seconds=seconds,
+            preemptions=[each.preemptions for each in stats],
+            recomputed_tokens=[each.work.recomputed_tokens for each in stats],
+        )
+
+
+if __name__ == "__main__":
+    main()

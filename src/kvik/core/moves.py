@@ -1,0 +1,399 @@
+"""Moves of blocks between the KV cache and its tiers: what is kept, what is loaded, and for whom.
+
+Blocks are kept as soon as they are full and their content is confirmed, and the last block of a
+preempted request also if it is partly filled. A copy is made before a step writes to any block, so
+that a block may be taken by others in the very plan that keeps it.
+
+A waiting request whose prefix goes on in a tier waits for its pages, if loading them is expected to
+be faster than computing their tokens. It holds blocks meanwhile, and no row. Pages come into blocks
+that nobody else uses, and are then published in the prefix cache, where the request finds them as
+any other does. So what fails to load is computed, and nothing else differs. A block that is being
+loaded is referenced until the move is done, whatever becomes of the request.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvik.core.block_pool import NULL_BLOCK, root_hash
+from kvik.core.kv_manager import KVCacheManager, PrefixMatch, partial_hash
+from kvik.core.plan import (
+    ModelRunnerOutput,
+    Moved,
+    PageKey,
+    PageLoad,
+    PageStore,
+    SchedulerOutput,
+)
+from kvik.core.tier_index import DISK, MEMORY, TierIndex
+from kvik.core.types import Request, RequestStatus
+
+MAX_LOADS = 8  # at a time
+MAX_TRIES = 2  # loads for one start of a request; then it computes what is still missing
+LOAD_SECONDS = 30.0  # for which a request waits for a load
+
+
+@dataclass(slots=True)
+class MoveCounters:
+    """Totals since the start.
+
+    Attributes:
+        loaded_tokens: that were loaded and not computed.
+        load_choices, compute_choices: how often a request could load, and did, or did not as
+            computing was expected to be faster.
+        swapped_out: preemptions after which all that was computed lies in a tier.
+        swapped_in: preempted requests that went on with pages of a tier.
+        given_up: loads that took longer than `LOAD_SECONDS`.
+    """
+
+    loaded_tokens: int = 0
+    load_choices: int = 0
+    compute_choices: int = 0
+    swapped_out: int = 0
+    swapped_in: int = 0
+    given_up: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """A load under way.
+
+    Attributes:
+        pages: key, block that it is loaded into, tier.
+        held: blocks of the prefix that were cached already.
+        waiting: requests that wait for it, each with its status without it.
+        num_tokens: that its first request finds more than without it.
+        since: when it began.
+    """
+
+    ticket: int
+    pages: list[tuple[PageKey, int, str]]
+    held: list[int]
+    num_tokens: int
+    since: float
+    waiting: list[tuple[Request, RequestStatus]] = field(default_factory=list)
+
+    @property
+    def blocks(self) -> list[int]:
+        """All that it holds, the end of the prefix first."""
+        return [*(block for _, block, _ in reversed(self.pages)), *reversed(self.held)]
+
+
+@dataclass(slots=True)
+class Reach:
+    """A prefix that is in the KV cache or in tiers.
+
+    Attributes:
+        missing: pages that are in a tier alone, and where.
+        held: blocks of the others.
+    """
+
+    num_tokens: int
+    missing: list[tuple[PageKey, str]]
+    held: list[int]
+
+
+class Moves:
+    """The moves of one scheduler."""
+
+    def __init__(self, kv: KVCacheManager) -> None:
+        sizes = kv.config.tiers
+        assert sizes is not None
+        self.kv = kv
+        self.index = TierIndex(sizes)
+        self.counters = MoveCounters()
+        self.loads: dict[int, Load] = {}  # under way, by ticket
+        self._loading: dict[PageKey, Load] = {}
+        self._again: list[int] = []  # tickets that a plan which failed may not have begun
+        self._new: list[PageLoad] = []
+        self._stores: list[PageStore] = []
+        self._backlog: list[tuple[PageKey, bytes, int]] = []  # to be written when the disk is free
+        self._tries: dict[tuple[str, int], int] = {}  # loads since the request last started
+        self._num_tickets = 0
+        self._scanning = sizes.disk > 0  # the disk tier tells what it had at the start
+        kv.committed = []
+
+    # -- planning --------------------------------------------------------------------------------
+
+    def begin(self, now: float) -> None:
+        """A plan begins: keep what was confirmed since the last one. No longer wait for what takes
+        too long."""
+        committed, self.kv.committed = self.kv.committed or [], []
+        backlog, self._backlog = self._backlog, []
+        for key, parent, block in (*backlog, *committed):
+            if self.kv.pool.has(block, key):
+                self._store(key, parent, block)
+        for load in self.loads.values():
+            if load.waiting and now - load.since > LOAD_SECONDS:
+                self.counters.given_up += 1
+                for request, status in load.waiting:
+                    request.status = status
+                    self._tries[request.key] = MAX_TRIES
+                load.waiting = []
+
+    def waits(
+        self,
+        request: Request,
+        match: PrefixMatch,
+        rate: float | None,
+        now: float,
+        *,
+        fits: bool,
+        copied: Iterable[int],
+    ) -> bool:
+        """Return whether a waiting request waits for pages, from now on perhaps.
+
+        Args:
+            match: its prefix in the KV cache.
+            rate: tokens per second of prompts, as measured.
+            fits: whether it could start with the blocks that are free.
+            copied: blocks that the plan copies, which may be free already.
+        """
+        if not fits or self._tries.get(request.key, 0) >= MAX_TRIES:
+            return False
+        reach = self._reach(request, match)
+        if reach is None:
+            return False
+        for key, _ in reach.missing:
+            load = self._loading.get(key)
+            if load is not None:
+                self._wait_for(load, request)
+                return True
+        if len(self.loads) >= MAX_LOADS:
+            return False
+        page_bytes = self.index.sizes.page_bytes
+        sizes: Counter[str] = Counter()
+        for (group, _), tier in reach.missing:
+            sizes[tier] += page_bytes[group]
+        tokens = reach.num_tokens - match.num_tokens
+        if not self.index.is_faster(sizes, tokens, rate):
+            self.counters.compute_choices += 1
+            self._tries[request.key] = MAX_TRIES  # until it starts
+            return False
+        blocks = self.kv.hold(reach.held, len(reach.missing))
+        if blocks is None:
+            return False
+        if not set(copied).isdisjoint(blocks):  # the load might come before the copy
+            self.kv.pool.release([*blocks, *reach.held])
+            return False
+        self.counters.load_choices += 1
+        pairs = list(zip(reach.missing, blocks, strict=True))
+        load = Load(
+            self._num_tickets,
+            [(key, block, tier) for (key, tier), block in pairs],
+            reach.held,
+            tokens,
+            now,
+        )
+        self._num_tickets += 1
+        pages = [(key, block, self.index.hold(key, tier)) for (key, tier), block in pairs]
+        self._new.append(PageLoad(load.ticket, pages))
+        self.loads[load.ticket] = load
+        self._loading.update((key, load) for key, _ in reach.missing)
+        self._wait_for(load, request)
+        return True
+
+    def num_reachable(self, request: Request, match: PrefixMatch) -> int:
+        """Return how many tokens a request need not compute if it loads what it can."""
+        reach = self._reach(request, match)
+        return match.num_tokens if reach is None else max(match.num_tokens, reach.num_tokens)
+
+    def preempt(self, request: Request) -> None:
+        """A request loses its blocks: keep the last one too, if it is partly filled."""
+        kv, written = self.kv, min(request.num_written_tokens, len(request.token_ids))
+        full, rest = divmod(written, kv.block_size)
+        request.num_swapped_tokens = written
+        hashes = request.block_hashes[:full]
+        stored = len(hashes) == full
+        for i, key in enumerate(hashes):  # some may wait for the disk
+            parent = hashes[i - 1] if i else root_hash(request.cache_salt)
+            for group, ids in enumerate(request.block_ids):
+                page = group, key
+                if ids[i] != NULL_BLOCK and kv.pool.has(ids[i], page) and not self._is_kept(page):
+                    self._store(page, parent, ids[i], now=True)
+        if rest and stored:
+            key = partial_hash(request, full, written, kv.block_size)
+            parent = hashes[-1] if hashes else root_hash(request.cache_salt)
+            for group, ids in enumerate(request.block_ids):
+                if ids[full] != NULL_BLOCK:
+                    self._store((group, key), parent, ids[full], now=True, lasts=False)
+        keys = self._visible(hashes, written)
+        self.index.use(keys)
+        self.counters.swapped_out += stored and all(map(self._is_kept, keys))
+
+    def started(self, request: Request) -> None:
+        """A request has its blocks and a row."""
+        self._tries.pop(request.key, None)
+
+    def left(self, request: Request) -> None:
+        """A request gives its blocks back, or does not wait any more."""
+        self._tries.pop(request.key, None)
+        if request.status is RequestStatus.LOADING:
+            for load in self.loads.values():
+                load.waiting = [pair for pair in load.waiting if pair[0] is not request]
+        hashes = request.block_hashes[: request.num_committed_blocks]
+        groups = range(len(self.kv.groups))
+        self.index.use([(group, key) for key in hashes if key for group in groups])
+
+    def add_to(self, plan: SchedulerOutput) -> None:
+        """The plan is complete but for its moves."""
+        again = [self.loads[ticket] for ticket in self._again if ticket in self.loads]
+        plan.loads.extend([*map(self._page_load, again), *self._new])
+        plan.drops.extend(self.index.drops)
+        plan.stores.extend(self._stores)
+        for told in (self.index.drops, self._stores, self._again, self._new):
+            told.clear()
+
+    @property
+    def begins(self) -> bool:
+        """Whether something is to be kept or deleted that no plan says yet."""
+        return bool(self._stores or self.kv.committed or self.index.drops or self._again)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether results of moves are awaited."""
+        return bool(self.loads or self._backlog) or self._scanning
+
+    # -- results ---------------------------------------------------------------------------------
+
+    def computed(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """A plan was computed: the memory tier has its pages."""
+        for store in plan.stores:
+            self.index.finish(store.key, MEMORY)
+        if output.moved is not None:
+            self._take(output.moved)
+
+    def failed(self, stores: Sequence[PageStore], loads: Sequence[PageLoad]) -> None:
+        """A plan failed: nobody knows which of its moves were begun. Loads are asked for again."""
+        for store in stores:
+            self.index.lose(store.key, MEMORY)
+            self.index.lose(store.key, DISK)
+            if store.on_disk:
+                self.index.drops.append(store.key)
+        self._again += [load.ticket for load in loads]
+
+    def _take(self, moved: Moved) -> None:
+        """Take in what became of moves."""
+        index = self.index
+        for tier, size, seconds in moved.rates:
+            if tier in index.tiers:
+                index.tiers[tier].rate.note(size, seconds)
+        if moved.off:
+            index.turn_off(moved.off)
+        self._scanning = self._scanning and not (moved.scanned or moved.off)
+        index.find(moved.found)
+        for key in moved.lost:
+            index.lose(key, DISK)
+        for key in moved.stored:
+            index.finish(key, DISK)
+        for ticket, failed in moved.loaded:
+            if ticket in self.loads:
+                self._finish(self.loads.pop(ticket), set(failed))
+
+    def forget(self, hashes: Sequence[bytes]) -> None:
+        """Nothing may be loaded from these blocks: their contents are in doubt."""
+        groups = range(len(self.kv.groups))
+        self.index.forget([(group, key) for key in hashes if key for group in groups])
+
+    def clear(self) -> None:
+        """Nothing may be loaded that was kept until now."""
+        self.kv.committed = []
+        self._backlog.clear()
+        for load in self.loads.values():
+            load.num_tokens = -1  # what comes is not published
+        self.index.clear()
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _wait_for(self, load: Load, request: Request) -> None:
+        load.waiting.append((request, request.status))
+        request.status = RequestStatus.LOADING
+        self._tries[request.key] = self._tries.get(request.key, 0) + 1
+
+    def _store(
+        self, key: PageKey, parent: bytes, block: int, *, now: bool = False, lasts: bool = True
+    ) -> None:
+        """Keep a block.
+
+        Args:
+            now: its content is lost soon, so a disk that is busy must take it too.
+            lasts: it may be of use to other requests, now or after the next start.
+        """
+        on_disk = lasts or MEMORY not in self.index.tiers
+        if on_disk and not now and self.index.disk_is_busy:
+            on_disk = False
+            if self.index.lacks(key):
+                self._backlog.append((key, parent, block))
+        place, on_disk = self.index.store(key, on_disk=on_disk)
+        if place >= 0 or on_disk:
+            self._stores.append(PageStore(key, parent, block, place, on_disk))
+
+    def _is_kept(self, key: PageKey) -> bool:
+        tiers = self.index.tiers.values()
+        return any(key in tier.pages or key in tier.under_way for tier in tiers)
+
+    def _visible(self, hashes: Sequence[bytes], num_tokens: int) -> list[PageKey]:
+        """Return the pages of full blocks that a request sees which has `num_tokens` tokens."""
+        size = self.kv.block_size
+        hidden = [group.spec.hidden_blocks(num_tokens, size) for group in self.kv.groups]
+        return [
+            (group, key)
+            for i, key in enumerate(hashes)
+            for group in range(len(hidden))
+            if i not in hidden[group]
+        ]
+
+    def _reach(self, request: Request, match: PrefixMatch) -> Reach | None:
+        """Return the longest prefix of a waiting request with what is in tiers; None: it is no
+        longer than the match."""
+        kv, size = self.kv, self.kv.block_size
+        usable = min(request.num_cacheable_tokens // size, len(request.block_hashes))
+        hashes = request.block_hashes[:usable]
+        lookup, where = kv.pool.lookup, self.index.where
+
+        def is_there(key: PageKey) -> bool:
+            return lookup(key) is not None or where(key) is not None or key in self._loading
+
+        length = kv.reach(hashes, is_there)
+        keys = self._visible(hashes[:length], length * size)
+        tokens = length * size
+        swapped = request.num_swapped_tokens
+        if swapped // size == length and tokens < swapped <= request.num_cacheable_tokens:
+            partial = partial_hash(request, length, swapped, size)
+            rest = [(group, partial) for group in range(len(kv.groups))]
+            if all(map(is_there, rest)):
+                keys, tokens = keys + rest, swapped
+        if tokens <= match.num_tokens:
+            return None
+        missing = [(key, where(key) or MEMORY) for key in keys if lookup(key) is None]
+        held = [block for key in keys if (block := lookup(key)) is not None]
+        return Reach(tokens, missing, held) if missing else None
+
+    def _page_load(self, load: Load) -> PageLoad:
+        places = self.index.place_of
+        return PageLoad(load.ticket, [(key, block, places(key, t)) for key, block, t in load.pages])
+
+    def _finish(self, load: Load, failed: set[int]) -> None:
+        """A load is done: publish its blocks, and let those go on that wait for it."""
+        for i, (key, block, tier) in enumerate(load.pages):
+            del self._loading[key]
+            self.index.let_go(key, tier)
+            counters = self.index.tiers[tier].counters if tier in self.index.tiers else None
+            if i in failed:
+                if counters is not None:
+                    counters.failed += 1
+                self.index.lose(key, tier)
+            elif load.num_tokens >= 0:
+                self.kv.pool.commit(block, key)
+                if counters is not None:
+                    counters.loaded += 1
+                    counters.loaded_bytes += self.index.sizes.page_bytes[key[0]]
+        if not failed:
+            self.counters.loaded_tokens += max(0, load.num_tokens)
+        self.index.use([key for key, _, _ in load.pages])
+        for request, status in load.waiting:
+            request.status = status
+            self.counters.swapped_in += status is RequestStatus.PREEMPTED and not failed
+        self.kv.pool.release(load.blocks)  # the last that others take

@@ -1,0 +1,293 @@
+"""Which pages lie in which tier, which of them make room for others, and how fast tiers are.
+
+A tier keeps copies of blocks beyond the KV cache, as pages. This is what the engine believes of
+them: a page may be gone or damaged all the same, and then its load fails. Nothing here does I/O.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvik.core.config import TierSizes
+from kvik.core.plan import NOWHERE, PageKey
+
+MEMORY, DISK = "memory", "disk"
+MARGIN = 1.1  # a load must be expected to be faster than computing by this factor
+DECAY = 0.8  # weight of a load relative to the next newer one in the measured rates
+# An estimate that speaks against loading shrinks with each decision, so that it is measured again:
+# one that was too large by ten times is after some hundred decisions.
+FORGET = 0.98
+# Bytes that are being written to the disk at a time. Until they are written they take memory, and a
+# killed engine loses them; at a tenth a disk would wait for the next step.
+MAX_WRITING = 64 << 20
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """Totals of one tier since the start, in pages unless said."""
+
+    stored: int = 0
+    loaded: int = 0
+    failed: int = 0  # loads that brought nothing
+    evicted: int = 0
+    loaded_bytes: int = 0
+
+
+class Rate:
+    """Bytes per second of loads, as measured."""
+
+    def __init__(self) -> None:
+        self._bytes = self._seconds = 0.0
+
+    def note(self, size: int, seconds: float) -> None:
+        self._bytes = self._bytes * DECAY + size
+        self._seconds = self._seconds * DECAY + max(0.0, seconds)
+
+    def seconds(self, size: int) -> float:
+        """Return how long a load takes; 0.0 before the first, which is to be tried."""
+        return size * self._seconds / self._bytes if self._bytes else 0.0
+
+    def forget(self) -> None:
+        """Believe a little less that it is slow."""
+        self._seconds *= FORGET
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        """None before the first load."""
+        return self._bytes / self._seconds if self._seconds else None
+
+
+class Tier:
+    """The pages of one tier, least recently used first.
+
+    Attributes:
+        capacity: bytes.
+        size: bytes of all pages, those under way included.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.size = 0
+        self.pages: dict[PageKey, int] = {}  # that can be loaded -> bytes
+        self.under_way: dict[PageKey, int] = {}  # that are being stored -> bytes
+        self.busy: Counter[PageKey] = Counter()  # how many loads read them
+        self.counters = TierCounters()
+        self.rate = Rate()
+
+    def begin(self, key: PageKey, size: int) -> list[PageKey] | None:
+        """A page is going to be stored. Returns those that make room for it, which are gone now;
+        None: it is there already, or there is no room."""
+        if key in self.pages or key in self.under_way:
+            return None
+        gone: list[PageKey] = []
+        missing = self.size + size - self.capacity
+        if missing > 0:
+            for old, old_size in self.pages.items():
+                if old not in self.busy:
+                    gone.append(old)
+                    missing -= old_size
+                    if missing <= 0:
+                        break
+            else:
+                return None
+        for old in gone:
+            self.remove(old)
+        self.counters.evicted += len(gone)
+        self.under_way[key] = size
+        self.size += size
+        return gone
+
+    def finish(self, key: PageKey) -> None:
+        """It is stored and can be loaded."""
+        size = self.under_way.pop(key, None)
+        if size is not None:
+            self.pages[key] = size
+            self.counters.stored += 1
+
+    def add(self, key: PageKey, size: int) -> None:
+        """It was found there."""
+        if key not in self.pages and key not in self.under_way:
+            self.pages[key] = size
+            self.size += size
+
+    def remove(self, key: PageKey) -> bool:
+        """It is not there, or no more. Returns whether it was believed to be."""
+        size = self.pages.pop(key, None)
+        if size is None:
+            size = self.under_way.pop(key, None)
+        if size is not None:
+            self.size -= size
+        return size is not None
+
+    def use(self, key: PageKey) -> None:
+        """It is the last to make room."""
+        size = self.pages.pop(key, None)
+        if size is not None:
+            self.pages[key] = size
+
+    def release(self, key: PageKey) -> None:
+        """A load reads it no more."""
+        self.busy[key] -= 1
+        if not self.busy[key]:
+            del self.busy[key]
+
+
+class TierIndex:
+    """The pages of all tiers.
+
+    Attributes:
+        tiers: memory and disk, as far as there are any, the faster one first.
+        drops: pages of the disk tier that are to be deleted.
+        off: why the disk tier is turned off; "": it is not.
+    """
+
+    def __init__(self, sizes: TierSizes) -> None:
+        self.sizes = sizes
+        largest = max(sizes.page_bytes)
+        self.tiers: dict[str, Tier] = {}
+        if sizes.memory:  # a place for each page, however small it is
+            self.tiers[MEMORY] = Tier(sizes.memory * largest)
+        if sizes.disk:
+            self.tiers[DISK] = Tier(sizes.disk)
+        self._largest = largest
+        self._free = list(range(sizes.memory - 1, -1, -1))
+        self._places: dict[PageKey, int] = {}
+        self._held: dict[PageKey, int] = {}  # places that loads read of pages that are gone
+        self.drops: list[PageKey] = []
+        self.off = ""
+
+    def where(self, key: PageKey) -> str | None:
+        """Return the fastest tier that a page can be loaded from; None: there is none."""
+        return next((name for name, tier in self.tiers.items() if key in tier.pages), None)
+
+    def store(self, key: PageKey, *, on_disk: bool) -> tuple[int, bool]:
+        """A page is going to be stored. Returns its place in the memory tier, if it is to be kept
+        there, and whether it is to be written to the disk tier, if `on_disk` allows it."""
+        return self._store_in_memory(key), on_disk and self._store_on_disk(key)
+
+    def lacks(self, key: PageKey) -> bool:
+        """Return whether the disk tier has not this page and could be given it."""
+        disk = self.tiers.get(DISK)
+        return disk is not None and key not in disk.pages and key not in disk.under_way
+
+    @property
+    def disk_is_busy(self) -> bool:
+        """Whether so much is being written that more should wait."""
+        disk = self.tiers.get(DISK)
+        return disk is not None and sum(disk.under_way.values()) >= MAX_WRITING
+
+    def _store_in_memory(self, key: PageKey) -> int:
+        memory = self.tiers.get(MEMORY)
+        gone = None if memory is None else memory.begin(key, self._largest)
+        if memory is None or gone is None:
+            return NOWHERE
+        self._free += [self._places.pop(old) for old in gone]
+        if not self._free:  # loads still read what was dropped
+            memory.remove(key)
+            return NOWHERE
+        self._places[key] = self._free.pop()
+        return self._places[key]
+
+    def _store_on_disk(self, key: PageKey) -> bool:
+        disk = self.tiers.get(DISK)
+        gone = None if disk is None else disk.begin(key, self.sizes.page_bytes[key[0]])
+        self.drops += gone or ()
+        return gone is not None
+
+    def hold(self, key: PageKey, tier: str) -> int:
+        """A load reads a page, which stays until `let_go`. Returns its place in memory."""
+        self.tiers[tier].busy[key] += 1
+        return self._places[key] if tier == MEMORY else NOWHERE
+
+    def place_of(self, key: PageKey, tier: str) -> int:
+        """Return the place in memory of a page that a load reads."""
+        return self._held.get(key, self._places.get(key, NOWHERE)) if tier == MEMORY else NOWHERE
+
+    def let_go(self, key: PageKey, tier: str) -> None:
+        """A load is done with a page."""
+        if tier not in self.tiers:
+            return  # it was turned off meanwhile
+        self.tiers[tier].release(key)
+        if tier == MEMORY and key in self._held and key not in self.tiers[tier].busy:
+            self._free.append(self._held.pop(key))
+
+    def finish(self, key: PageKey, tier: str) -> None:
+        """A page was stored."""
+        if tier in self.tiers:
+            self.tiers[tier].finish(key)
+
+    def find(self, keys: Iterable[PageKey]) -> None:
+        """Pages lie in the disk tier. What is more than may be is deleted, the first ones first."""
+        disk = self.tiers.get(DISK)
+        if disk is None:
+            return
+        for key in keys:
+            if key[0] < len(self.sizes.page_bytes):
+                disk.add(key, self.sizes.page_bytes[key[0]])
+        if disk.size > disk.capacity:
+            for key in list(disk.pages):
+                if disk.size <= disk.capacity:
+                    break
+                if key not in disk.busy:
+                    disk.remove(key)
+                    disk.counters.evicted += 1
+                    self.drops.append(key)
+
+    def lose(self, key: PageKey, tier: str) -> None:
+        """A page is not there, or cannot be used."""
+        if tier not in self.tiers or not self.tiers[tier].remove(key):
+            return
+        if tier == MEMORY:
+            place = self._places.pop(key)
+            if key in self.tiers[tier].busy and key not in self._held:
+                self._held[key] = place
+            else:
+                self._free.append(place)
+
+    def forget(self, keys: Iterable[PageKey]) -> None:
+        """Nothing may be loaded from these pages any more."""
+        disk = self.tiers.get(DISK)
+        for key in keys:
+            if disk is not None and (key in disk.pages or key in disk.under_way):
+                self.drops.append(key)
+            for name in tuple(self.tiers):
+                self.lose(key, name)
+
+    def clear(self) -> None:
+        """Nothing may be loaded that was stored until now."""
+        self.forget([key for tier in self.tiers.values() for key in (*tier.pages, *tier.under_way)])
+
+    def use(self, keys: Sequence[PageKey]) -> None:
+        """Pages of one prefix were used or made; its beginning is the last to make room."""
+        for key in reversed(keys):
+            for tier in self.tiers.values():
+                tier.use(key)
+
+    def turn_off(self, why: str) -> None:
+        """The disk tier cannot be used any more."""
+        self.off = why
+        disk = self.tiers.pop(DISK, None)
+        if disk is not None:
+            self.drops.clear()
+
+    def is_faster(self, sizes: Counter[str], tokens: int, rate: float | None) -> bool:
+        """Return whether loading pages is faster than computing their tokens.
+
+        Args:
+            sizes: bytes of the pages in each tier.
+            rate: tokens per second of prompts; None: nothing was measured.
+        """
+        if rate is None:
+            return True
+        seconds = sum(self.tiers[name].rate.seconds(size) for name, size in sizes.items())
+        if seconds * MARGIN < tokens / rate:
+            return True
+        for name in sizes:
+            self.tiers[name].rate.forget()
+        return False
+
+    def places(self) -> tuple[dict[PageKey, int], list[int], dict[PageKey, int]]:
+        """Return places of pages, free ones, and those that only loads read (for audits)."""
+        return dict(self._places), list(self._free), dict(self._held)

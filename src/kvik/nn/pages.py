@@ -1,0 +1,124 @@
+"""Pages: blocks of the KV cache as bytes that do not depend on where they lie.
+
+A page is a head of 64 bytes and one block's bytes of one KV group: of each layer of the group each
+of its tensors (K, V, then their scales), of each the KV heads one after another. So a share of the
+heads is a run of each tensor's bytes, and a page is the same for every number of processes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from zlib import crc32
+
+import numpy as np
+import torch
+
+from kvik.nn.kv_formats import KVCache
+from kvik.spec.kv import KVGroup
+
+# Magic, version, KV group, fingerprint, hash, hash of the block before, bytes behind the head, and
+# CRC-32 of all but itself.
+_HEAD = struct.Struct("<4sHH16s16s16sII")
+_CHECKED = _HEAD.size - 4
+HEAD_BYTES = _HEAD.size  # 64
+MAGIC, VERSION = b"kvik", 1
+FINGERPRINT_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PageName:
+    """Whose content a page has.
+
+    Attributes:
+        fingerprint: of all that keys and values depend on beside tokens: `FINGERPRINT_BYTES`.
+    """
+
+    fingerprint: bytes
+    group: int
+    hash: bytes
+
+
+def seal(page: np.ndarray, name: PageName, parent: bytes) -> None:
+    """Write the head of a page whose bytes are there.
+
+    Args:
+        page: [bytes] uint8, the head included.
+    """
+    size = len(page) - HEAD_BYTES
+    head = _HEAD.pack(MAGIC, VERSION, name.group, name.fingerprint, name.hash, parent, size, 0)
+    checksum = crc32(page[HEAD_BYTES:].data, crc32(head[:_CHECKED]))
+    page[:HEAD_BYTES] = np.frombuffer(head[:_CHECKED] + struct.pack("<I", checksum), np.uint8)
+
+
+def is_good(page: np.ndarray, name: PageName) -> bool:
+    """Return whether a page is whole, and has this content.
+
+    Args:
+        page: [bytes] uint8, as read.
+    """
+    if len(page) < HEAD_BYTES:
+        return False
+    head = page[:HEAD_BYTES].tobytes()
+    magic, version, group, fingerprint, key, _, size, checksum = _HEAD.unpack(head)
+    found = (magic, version, size) == (MAGIC, VERSION, len(page) - HEAD_BYTES)
+    if not found or (fingerprint, group, key) != (name.fingerprint, name.group, name.hash):
+        return False
+    return crc32(page[HEAD_BYTES:].data, crc32(head[:_CHECKED])) == checksum
+
+
+class GroupPages:
+    """Copies blocks of one KV group of a cache on a CPU from and to pages.
+
+    Attributes:
+        num_bytes: of a page, the head included.
+    """
+
+    def __init__(self, group: KVGroup, cache: KVCache, *, heads_first: bool) -> None:
+        """
+        Args:
+            heads_first: a block's bytes are ordered by heads, as the native kernels have them; else
+                they are [block_size, kv_heads, ...].
+        """
+        self._shares = group.shares
+        self._parts: list[tuple[np.ndarray, int, int]] = []  # [blocks, ...] uint8, first, end
+        first = HEAD_BYTES
+        for layer in group.layers:
+            for tensor in cache.of(layer).tensors:
+                blocks = _bytes_of(tensor, heads_first=heads_first)
+                end = first + blocks[0].size
+                self._parts.append((blocks, first, end))
+                first = end
+        self.num_bytes = first
+
+    def copy_out(self, blocks: Sequence[int], pages: np.ndarray, rows: Sequence[int]) -> None:
+        """Copy blocks to rows of pages: [pages, at least num_bytes] uint8. Heads are left as they
+        are."""
+        at, to = np.array(blocks) * self._shares, np.array(rows)
+        for part, first, end in self._parts:  # all blocks at once, as numpy's calls take long
+            pages[to, first:end] = part[at].reshape(len(at), -1)
+
+    def copy_in(self, page: np.ndarray, block: int) -> None:
+        """Copy the bytes of a page to a block."""
+        at = block * self._shares
+        for blocks, first, end in self._parts:
+            target = blocks[at]
+            target[...] = page[first:end].reshape(target.shape)
+
+
+def group_pages(
+    groups: Sequence[KVGroup], cache: KVCache, *, heads_first: bool
+) -> tuple[GroupPages, ...]:
+    """Return what copies the blocks of each KV group. `heads_first` as for `GroupPages`."""
+    return tuple(GroupPages(group, cache, heads_first=heads_first) for group in groups)
+
+
+def _bytes_of(tensor: torch.Tensor, *, heads_first: bool) -> np.ndarray:
+    """[num_blocks, block_size, kv_heads, ...] -> its memory, [num_blocks, kv_heads, block_size,
+    bytes] uint8, or [num_blocks, bytes] where a block has that order already."""
+    if heads_first:
+        return tensor.flatten(1).view(torch.uint8).numpy()
+    if tensor.dim() == 3:
+        tensor = tensor[..., None]
+    return tensor.view(torch.uint8).permute(0, 2, 1, 3).numpy()

@@ -1,0 +1,471 @@
+"""The disk tier: pages as files, which outlive the engine and are shared by engines alike.
+
+    <folder>/<fingerprint>/<hh>/<hash>-<group>.kv
+
+The fingerprint is of all that keys and values depend on beside tokens, so engines with another one
+do not see each other's pages, but share the quota. A file is written under a name that begins with
+a dot, and renamed; nothing is synchronised, as a torn page fails its checksum. What is short,
+foreign or changed is a page that is not there, and is deleted.
+
+One thread scans the names, writes and deletes; loads read in threads of their own. `usage` holds
+the bytes of all files of the folder, those being written included. Who changes it locks it, so that
+several engines together stay within the quota. An engine that is alone counts anew when it starts,
+and others wait for that before they write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import re
+import stat
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from queue import Empty, Queue
+
+import numpy as np
+
+from kvik.core.plan import Moved, PageKey
+from kvik.errors import ConfigError
+from kvik.files import regular
+from kvik.nn.pages import PageName, is_good, seal
+
+log = logging.getLogger(__name__)
+
+OPTION = "kv_tiers"
+MAX_WAITING = 256 << 20  # bytes that wait to be written, those of preempted requests included
+CLOSE_SECONDS = 10.0  # for what is still to be written at the end
+LOOK_SECONDS = 5.0  # between looks for pages of other engines
+LOCK_SECONDS = 5.0  # for `usage`, which others hold for two calls of the system
+COUNT_SECONDS = 120.0  # for another engine that counts
+OLD_SECONDS = 3600.0  # since a page was used: then its time is set anew when it is read
+USAGE, USERS = "usage", "users"
+_NAME = re.compile(r"([0-9a-f]{32})-(\d{1,4})\.kv")
+_FINGERPRINT = re.compile(r"[0-9a-f]{32}")
+_BYTES = struct.Struct("<q")
+
+
+class DiskTier:
+    """The pages of one fingerprint. See `PageFolder`."""
+
+    def __init__(self, folder: str, fingerprint: bytes, quota: int) -> None:
+        """
+        Args:
+            quota: bytes of all files of the folder.
+
+        Raises:
+            ConfigError: the folder cannot be used.
+        """
+        self._root = Path(folder).expanduser().absolute()
+        self._fingerprint = fingerprint
+        self._quota = quota
+        self._own = self._root / fingerprint.hex()
+        try:
+            for path in (self._root, self._own):
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                _check_ours(path)
+            self._usage = os.open(self._root / USAGE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._users = os.open(self._root / USERS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            told = f"cannot keep pages in {str(self._root)!r}: {error.strerror or error}"
+            raise ConfigError(OPTION, f"{told}; name a folder that this user may write") from None
+        self._files = [self._usage, self._users]  # to be closed
+        self._lock = threading.Lock()
+        self._usage_lock = threading.Lock()  # of the file, among the threads of this engine
+        self._stored: list[PageKey] = []
+        self._lost: list[PageKey] = []
+        self._found: list[PageKey] = []
+        self._scanned = False
+        self._off = ""
+        self._told = self._told_off = False
+        self._foreign: deque[tuple[Path, int]] = deque()  # of other fingerprints, oldest first
+        self._looked: dict[str, int] = {}  # folder -> its time of change when it was listed
+        self._listed: dict[str, set[PageKey]] = {}  # the same -> pages
+        self._end = threading.Event()
+        # In order: what is stored after it was dropped stays. A page with its parent is written.
+        # None: tell of all pages.
+        self._jobs: Queue[tuple[PageKey, tuple[bytes, np.ndarray] | None] | None] = Queue()
+        self._waiting = 0  # bytes that wait to be written
+        self._news = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="pages-disk", daemon=True)
+        self._thread.start()
+
+    # -- the engine's thread ---------------------------------------------------------------------
+
+    def store(self, key: PageKey, parent: bytes, page: np.ndarray) -> bool:
+        """See `PageFolder.store`."""
+        if self._off or self._waiting + len(page) > MAX_WAITING:
+            return False
+        with self._lock:
+            self._waiting += len(page)
+        self._jobs.put((key, (parent, page.copy())))
+        return True
+
+    def drop(self, key: PageKey) -> None:
+        """See `PageFolder.drop`."""
+        if not self._off:
+            self._jobs.put((key, None))
+
+    def read(self, key: PageKey, page: np.ndarray) -> bool:
+        """See `PageFolder.read`."""
+        path = self._path(key)
+        try:
+            file = regular(str(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            facts = os.fstat(file)
+            whole = facts.st_size == len(page) and _read(file, page)
+            if whole and abs(time.time() - facts.st_mtime) > OLD_SECONDS:
+                os.utime(file)
+        except OSError as error:
+            self._turn_off(error)
+            return False
+        finally:
+            os.close(file)
+        if whole and is_good(page, PageName(self._fingerprint, *key)):
+            return True
+        log.warning("%s: %s is no page of this engine, and is deleted", OPTION, path.name)
+        self._remove(path)
+        return False
+
+    def take(self) -> Moved:
+        """See `PageFolder.take`."""
+        self._news.clear()
+        with self._lock:
+            moved = Moved(
+                stored=self._stored,
+                lost=self._lost,
+                found=self._found,
+                scanned=self._scanned,
+                off="" if self._told_off else self._off,
+            )
+            self._stored, self._lost, self._found = [], [], []
+            self._told = self._told or self._scanned
+            self._scanned, self._told_off = False, bool(self._off)
+        return moved
+
+    def tell_again(self) -> None:
+        """See `PageFolder.tell_again`."""
+        with self._lock:
+            if self._told:
+                self._told, self._told_off = False, False
+                self._jobs.put(None)
+
+    def wait(self, seconds: float) -> None:
+        """See `PageFolder.wait`."""
+        self._news.wait(seconds)
+
+    def close(self) -> None:
+        """See `PageFolder.close`."""
+        self._end.set()
+        self._thread.join(CLOSE_SECONDS)
+        while self._files and not self._thread.is_alive():
+            os.close(self._files.pop())
+
+    # -- its own thread --------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        try:
+            self._scan()
+        except OSError as error:
+            self._turn_off(error)
+        with self._lock:
+            self._scanned = True
+        self._news.set()
+        looked = time.monotonic()
+        while not (self._off or (self._end.is_set() and self._jobs.empty())):
+            try:
+                with contextlib.suppress(Empty):
+                    job = self._jobs.get(timeout=0.05)
+                    self._tell_all() if job is None else self._do(*job)
+                if time.monotonic() - looked > LOOK_SECONDS:
+                    self._look()
+                    looked = time.monotonic()
+            except OSError as error:
+                self._turn_off(error)
+
+    def _do(self, key: PageKey, stored: tuple[bytes, np.ndarray] | None) -> None:
+        if stored is None:
+            self._remove(self._path(key))
+            return
+        try:
+            self._write(key, *stored)
+        finally:
+            with self._lock:
+                self._waiting -= len(stored[1])
+            self._news.set()
+
+    def _write(self, key: PageKey, parent: bytes, page: np.ndarray) -> None:
+        path = self._path(key)
+        draft = path.with_name(f".{path.name}.{os.getpid()}-{id(self):x}")
+        if path.exists():  # another engine has stored it
+            with self._lock:
+                self._stored.append(key)
+            return
+        if not self._make_room(len(page)):
+            with self._lock:
+                self._lost.append(key)
+            return
+        seal(page, PageName(self._fingerprint, *key), parent)
+        try:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                _write(file, page)
+            finally:
+                os.close(file)
+            if path.exists():
+                draft.unlink()
+                self._change_usage(-len(page))
+            else:
+                draft.rename(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                draft.unlink()
+            self._change_usage(-len(page))
+            with self._lock:
+                self._lost.append(key)
+            raise
+        with self._lock:
+            self._stored.append(key)
+
+    def _scan(self) -> None:
+        """Find what there is. Who is alone counts the bytes of all of it."""
+        alone = _lock_now(self._users, fcntl.LOCK_EX)
+        if not alone:
+            self._wait_for_lock(self._users, fcntl.LOCK_SH, COUNT_SECONDS)
+        own: list[tuple[int, PageKey]] = []
+        foreign: list[tuple[int, Path, int]] = []
+        total = 0
+        for folder in _folders(self._root, _FINGERPRINT):
+            for shelf in _folders(folder, None):
+                if folder == self._own:
+                    self._looked[shelf.name] = shelf.stat().st_mtime_ns
+                for entry in _files(shelf):
+                    found = entry.stat(follow_symlinks=False)
+                    named = _NAME.fullmatch(entry.name)
+                    if named is None or not stat.S_ISREG(found.st_mode):
+                        if alone and entry.name.startswith("."):  # an engine died that wrote it
+                            os.unlink(entry.path)
+                        continue
+                    total += found.st_size
+                    if folder != self._own:
+                        foreign.append((found.st_mtime_ns, Path(entry.path), found.st_size))
+                        continue
+                    key = int(named[2]), bytes.fromhex(named[1])
+                    own.append((found.st_mtime_ns, key))
+                    self._listed.setdefault(shelf.name, set()).add(key)
+        foreign.sort()
+        self._foreign = deque((path, size) for _, path, size in foreign)
+        if alone:
+            with self._locked():
+                os.pwrite(self._usage, _BYTES.pack(total), 0)
+            self._make_room(0)
+            _lock_now(self._users, fcntl.LOCK_SH)  # others may write from now on
+        with self._lock:
+            self._found += [key for _, key in sorted(own)]
+
+    def _tell_all(self) -> None:
+        self._looked.clear()
+        self._listed.clear()
+        self._look()
+        with self._lock:
+            self._scanned = True
+        self._news.set()
+
+    def _look(self) -> None:
+        """Find pages that other engines have stored since the last look, and miss what they have
+        deleted."""
+        found: list[PageKey] = []
+        lost: list[PageKey] = []
+        for shelf in _folders(self._own, None):
+            changed = shelf.stat().st_mtime_ns
+            if self._looked.get(shelf.name) == changed:
+                continue
+            self._looked[shelf.name] = changed
+            names = (_NAME.fullmatch(entry.name) for entry in _files(shelf))
+            now = {(int(name[2]), bytes.fromhex(name[1])) for name in names if name}
+            before = self._listed.get(shelf.name, set())
+            found += now - before
+            lost += before - now
+            self._listed[shelf.name] = now
+        with self._lock:
+            self._found += found
+            self._lost += lost
+
+    # -- bytes -----------------------------------------------------------------------------------
+
+    def _make_room(self, size: int) -> bool:
+        """Add to the bytes that are used, if they stay within the quota; pages of engines with
+        other fingerprints make room, the oldest first."""
+        while not self._change_usage(size):
+            if not self._foreign:
+                return False
+            path, _ = self._foreign.popleft()
+            self._remove(path)
+        return True
+
+    def _change_usage(self, size: int) -> bool:
+        with self._locked():
+            data = os.pread(self._usage, _BYTES.size, 0)
+            used = _BYTES.unpack(data)[0] if len(data) == _BYTES.size else 0
+            if size >= 0 and used + size > self._quota:
+                return False
+            os.pwrite(self._usage, _BYTES.pack(max(0, used + size)), 0)
+        return True
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self._usage_lock:
+            self._wait_for_lock(self._usage, fcntl.LOCK_EX, LOCK_SECONDS)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._usage, fcntl.LOCK_UN)
+
+    def _wait_for_lock(self, file: int, kind: int, seconds: float) -> None:
+        """
+        Raises:
+            OSError: another engine holds it too long, or this one ends.
+        """
+        until = time.monotonic() + seconds
+        while not _lock_now(file, kind):
+            if time.monotonic() > until or self._off:
+                raise OSError(errno.EAGAIN, "another engine holds its lock")
+            time.sleep(0.002)
+
+    def _remove(self, path: Path) -> None:
+        """Delete a page, unless it is gone."""
+        try:
+            size = path.lstat().st_size
+            path.unlink()
+            self._change_usage(-size)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self._turn_off(error)
+
+    def _turn_off(self, error: OSError) -> None:
+        with self._lock:
+            if self._off:
+                return
+            self._off = error.strerror or str(error)
+        self._news.set()
+        log.warning(
+            "%s: the disk tier in %s is turned off (%s); the engine goes on without it",
+            OPTION,
+            self._root,
+            self._off,
+        )
+
+    def _path(self, key: PageKey) -> Path:
+        name = key[1].hex()
+        return self._own / name[:2] / f"{name}-{key[0]}.kv"
+
+
+class ReplayTier:
+    """What a replay has of a disk tier: pages that it stored itself, else those of the folder, of
+    which nothing is changed. See `PageFolder`."""
+
+    def __init__(self, folder: str, fingerprint: bytes) -> None:
+        self._own = Path(folder).expanduser().absolute() / fingerprint.hex()
+        self._fingerprint = fingerprint
+        self._pages: dict[PageKey, np.ndarray] = {}
+
+    def store(self, key: PageKey, parent: bytes, page: np.ndarray) -> bool:
+        self._pages[key] = page.copy()
+        return True
+
+    def drop(self, key: PageKey) -> None:
+        self._pages.pop(key, None)
+
+    def read(self, key: PageKey, page: np.ndarray) -> bool:
+        if key in self._pages:
+            page[:] = self._pages[key]
+            return True
+        name = key[1].hex()
+        path = self._own / name[:2] / f"{name}-{key[0]}.kv"
+        try:
+            found = np.fromfile(path, np.uint8)
+        except OSError:
+            return False
+        if len(found) != len(page) or not is_good(found, PageName(self._fingerprint, *key)):
+            return False
+        page[:] = found
+        return True
+
+    def take(self) -> Moved:
+        return Moved()
+
+    def tell_again(self) -> None:
+        pass
+
+    def wait(self, seconds: float) -> None:
+        pass
+
+    def close(self) -> None:
+        self._pages.clear()
+
+
+def _check_ours(path: Path) -> None:
+    """
+    Raises:
+        ConfigError: a folder is not ours alone.
+    """
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise ConfigError(OPTION, f"must name a folder: {str(path)!r} is none")
+    if found.st_uid != os.getuid():
+        raise ConfigError(OPTION, f"must name a folder of this user: {str(path)!r} is another's")
+    if found.st_mode & 0o077:
+        told = f"{str(path)!r} is open to other users; chmod 700 makes it private"
+        raise ConfigError(OPTION, f"must name a private folder: {told}")
+
+
+def _folders(path: Path, pattern: re.Pattern[str] | None) -> list[Path]:
+    """Return the folders in a folder whose names match."""
+    with os.scandir(path) as entries:
+        return [
+            path / entry.name
+            for entry in entries
+            if entry.is_dir(follow_symlinks=False)
+            and (pattern is None or pattern.fullmatch(entry.name))
+        ]
+
+
+def _files(path: Path) -> list[os.DirEntry[str]]:
+    with os.scandir(path) as entries:
+        return [entry for entry in entries if entry.is_file(follow_symlinks=False)]
+
+
+def _lock_now(file: int, kind: int) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _read(file: int, page: np.ndarray) -> bool:
+    """Fill a page. Returns whether the file has enough."""
+    view, at = page.data, 0
+    while at < len(page):
+        count = os.preadv(file, [view[at:]], at)
+        if not count:
+            return False
+        at += count
+    return True
+
+
+def _write(file: int, page: np.ndarray) -> None:
+    view, at = page.data, 0
+    while at < len(page):
+        at += os.write(file, view[at:])

@@ -1,0 +1,67 @@
+"""`kv_tiers`: what it may say, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvik.config.config import EngineConfig, check_config
+from kvik.config.tiers import TierOptions, read_tiers
+from kvik.errors import CapacityError, ConfigError
+from kvik.launch import resolve_config
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("memory:4GiB", TierOptions(4 * GIB)),
+        ("memory:512m", TierOptions(GIB // 2)),
+        ("memory: 1.5 GiB", TierOptions(3 * GIB // 2)),
+        ("disk:/a/b:200GiB", TierOptions(0, 200 * GIB, "/a/b")),
+        ("memory:1g,disk:C:d:1TiB", TierOptions(GIB, 1024 * GIB, "C:d")),
+        ("disk:d:65536, memory:1k", TierOptions(1024, 65536, "d")),
+    ],
+)
+def test_it_is_read(text: str, found: TierOptions) -> None:
+    assert read_tiers(text) == found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "memory", "memory:", "memory:x", "memory:0", "memory:-1", "memory:1e9", "ram:1g"),
+        *("memory:9999999TiB", "memory:1g,memory:1g", "disk:1g", "disk::1g", "disk:d:", "disk:d"),
+        *("memory:1g,", "disk:a:1g,disk:b:1g", "memory:1GiBs", "MEMORY:1g", "memory:nanGiB"),
+    ],
+)
+def test_what_is_wrong_is_one_error_that_names_the_field(text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_config(EngineConfig(kv_tiers=text))
+    assert error.value.field == "kv_tiers" and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"enable_prefix_caching": False}, ConfigError),
+        ({"tensor_parallel_size": 2, "threads": 2}, ConfigError),
+        ({"pipeline_parallel_size": 2, "threads": 2}, ConfigError),
+        ({"kv_tiers": "memory:100TiB"}, CapacityError),
+        ({"kv_tiers": "memory:1KiB"}, CapacityError),
+    ],
+)
+def test_what_cannot_have_tiers_is_refused(options: dict, error: type[Exception]) -> None:
+    with pytest.raises(error, match="kv_tiers"):
+        resolve_config(EngineConfig(**{"device": "cpu", "kv_tiers": "memory:1GiB", **options}))
+
+
+def test_the_memory_tier_is_part_of_the_plan() -> None:
+    def resolved(tiers: str | None):
+        return resolve_config(EngineConfig(device="cpu", num_blocks=64, kv_tiers=tiers))
+
+    plain, tiered = resolved(None), resolved("memory:64MiB")
+    assert tiered.memory.total == plain.memory.total + (64 << 20)
+    assert tiered.memory.limit == pytest.approx(plain.memory.limit, rel=0.2)
+    sizes = tiered.cache.tiers
+    assert sizes.memory == (64 << 20) // max(sizes.page_bytes)

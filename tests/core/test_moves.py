@@ -1,0 +1,269 @@
+"""Moves between the cache and its tiers: what is kept, what is loaded, and when it is not."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from helpers.fake_worker import PAGE
+from helpers.simulation import Setup, Simulation
+from helpers.tiers import examples
+
+from kvik.core import tier_index
+from kvik.core.config import TierSizes
+from kvik.core.moves import LOAD_SECONDS, MAX_LOADS
+from kvik.core.plan import Moved
+from kvik.core.tier_index import DISK, MEMORY, TierIndex
+from kvik.core.types import FinishReason, RequestStatus
+
+SETUP = Setup(num_blocks=12, budget=64, max_model_len=48, tiers=(64, 0))
+PROMPT = [0, 1, 2] * 11 + [0]  # 8 full blocks and two tokens
+
+
+def served(setup: Setup = SETUP) -> Simulation:
+    """After a prompt that left the cache and lies in a tier."""
+    sim = Simulation(setup)
+    sim.add(PROMPT, 3)
+    sim.drain()
+    sim.add([2, 2, 1] * 15, 3)  # takes all blocks
+    sim.drain()
+    return sim
+
+
+@pytest.mark.parametrize("tiers", [(64, 0), (0, 64), (4, 64)])
+def test_a_prefix_that_left_the_cache_is_loaded(tiers: tuple[int, int]) -> None:
+    sim = served(replace(SETUP, tiers=tiers))
+    (request,) = sim.add(PROMPT, 3)
+    sim.drain()
+    assert request.num_cached_tokens == 32
+    assert sim.scheduler.moves.counters.loaded_tokens > 0
+
+
+def test_a_loading_request_holds_blocks_and_no_row_while_others_compute() -> None:
+    sim = served()
+    sim.worker.tiers.at_once = False
+    (request,) = sim.add(PROMPT, 3)
+    (other,) = sim.add([1, 2, 0, 1], 6)
+    plan = sim.planned()
+    assert [len(load.pages) for load in plan.loads] == [8]
+    assert request.status is RequestStatus.LOADING and not request.block_ids
+    assert len(plan.slots) == 1 and other.status is RequestStatus.RUNNING
+    assert sim.scheduler.kv.pool.num_free == 12 - 8 - 1
+    sim.deliver()
+    assert request.status is RequestStatus.LOADING
+    sim.worker.tiers.at_once = True
+    sim.drain()
+    assert request.num_cached_tokens == 32
+
+
+@pytest.mark.parametrize("failing", [0, 3, 7])
+def test_what_fails_to_load_is_computed(failing: int) -> None:
+    sim = served()
+    for number in range(3):  # the second try too
+        sim.worker.tiers.fail("load", failing + number * (8 - failing))
+    (request,) = sim.add(PROMPT, 3)
+    sim.drain()
+    assert request.num_cached_tokens == failing * 4
+    assert sim.scheduler.moves.index.tiers[MEMORY].counters.failed > 0
+
+
+@pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.DEADLINE])
+def test_the_end_of_a_request_does_not_wait_for_its_load(reason: FinishReason) -> None:
+    sim = served()
+    sim.worker.tiers.at_once = False
+    deadline = sim.now + 1.0 if reason is FinishReason.DEADLINE else None
+    (request,) = sim.add(PROMPT, 3, deadline=deadline)
+    (other,) = sim.add([1, 2, 0, 1], 20)
+    sim.plan()
+    if reason is FinishReason.ABORT:
+        sim.end(request)
+    else:
+        sim.now += 2.0
+        sim.deliver()
+        sim.worker.tiers.under_way, kept = [], sim.worker.tiers.under_way
+        sim.step()
+        sim.worker.tiers.under_way = kept
+    assert request.finish_reason is reason
+    assert sum(sim.scheduler.kv.pool.ref_counts) >= 8  # until the move is done
+    sim.worker.tiers.at_once = True
+    sim.drain()
+    assert other.finished
+
+
+def test_a_load_that_takes_too_long_is_given_up_and_its_blocks_stay() -> None:
+    sim = served()
+    sim.worker.tiers.at_once = False
+    (request,) = sim.add(PROMPT, 3)
+    (other,) = sim.add([1, 2, 0, 1], 12, stop_ids=frozenset())
+    sim.step()
+    sim.now += LOAD_SECONDS + 1
+    sim.step()
+    assert request.status is RequestStatus.WAITING
+    assert sim.scheduler.moves.counters.given_up == 1
+    assert sim.scheduler.kv.pool.num_free <= 12 - 8 - 1
+    sim.worker.tiers.at_once = True
+    sim.drain()
+    assert request.finished and other.finished
+
+
+def test_two_requests_wait_for_one_load() -> None:
+    sim = served()
+    sim.worker.tiers.at_once = False
+    requests = sim.add(PROMPT, 3) + sim.add([*PROMPT, 1], 3)
+    plan = sim.planned()
+    assert len(plan.loads) == 1
+    assert {r.status for r in requests} == {RequestStatus.LOADING}
+    sim.worker.tiers.at_once = True
+    sim.drain()
+    assert [r.num_cached_tokens for r in requests] == [32, 32]
+
+
+def test_a_slow_tier_is_not_used_until_its_estimate_is_old() -> None:
+    sim = served()
+    moves = sim.scheduler.moves
+    sim.scheduler.clock.note(0.0, 1.0, 100, prefill=True)
+    moves.index.tiers[MEMORY].rate.note(1, 1e4)
+    (request,) = sim.add(PROMPT, 1)
+    sim.drain()
+    assert request.num_cached_tokens == 0 and moves.counters.compute_choices == 1
+    size = Counter({MEMORY: 1000})
+    tries = 0
+    while not moves.index.is_faster(size, 10, 100.0):
+        tries += 1
+    assert 100 < tries < 2000
+
+
+def test_a_preempted_request_goes_on_from_what_was_kept_of_its_last_block() -> None:
+    sim = Simulation(replace(SETUP, num_blocks=8, tiers=(64, 0)))
+    first, second = (
+        sim.add([i, 1, 2, 0, 1, 0, 0][: 7 - 2 * i], 20, stop_ids=frozenset())[0] for i in (0, 1)
+    )
+    for _ in range(60):
+        sim.step()
+        if second.num_preemptions:
+            break
+    written = second.num_swapped_tokens
+    assert written == len(second.token_ids) - 1 and written % 4
+    assert sim.scheduler.moves.counters.swapped_out == 1
+    for _ in range(60):
+        sim.step()
+        if second.status is RequestStatus.RUNNING:
+            break
+    assert sim.scheduler.meter.read([]).recomputed_tokens <= 1
+    sim.drain()
+    assert first.finished and second.finished
+
+
+def test_salts_and_forgotten_contents_are_never_loaded() -> None:
+    sim = served()
+    (other,) = sim.add(PROMPT, 3, salt="b")
+    sim.drain()
+    assert other.num_cached_tokens == 0
+    sim.scheduler.reset_cache()
+    (same,) = sim.add(PROMPT, 3)
+    sim.drain()
+    assert same.num_cached_tokens == 0
+
+
+def test_a_plan_that_failed_asks_for_its_loads_again() -> None:
+    sim = served()
+    (request,) = sim.add(PROMPT, 3)
+    sim.step_fails = True
+    sim.step()
+    sim.drain()
+    assert request.num_cached_tokens == 32
+
+
+def test_few_loads_are_under_way_at_a_time() -> None:
+    setup = replace(SETUP, num_blocks=200, max_num_seqs=40, tiers=(1000, 0))
+    sim = Simulation(setup)
+    prompts = [[i % 3, i // 3 % 3, i // 9 % 3, 1] * 2 + [0] for i in range(20)]
+    for prompt in prompts:
+        sim.add(prompt, 1)
+    sim.drain()
+    moves = sim.scheduler.moves
+    sim.scheduler.kv.reset()
+    sim.worker.tiers.at_once = False
+    for prompt in prompts:
+        sim.add(prompt, 1)
+    sim.plan()
+    assert len(moves.loads) == MAX_LOADS
+    sim.worker.tiers.at_once = True
+    sim.drain()
+
+
+# What the machine does not run long enough for: few blocks and slow loads for many requests.
+@pytest.mark.parametrize("seed", range(examples(150)))
+def test_random_runs(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(seed)
+    monkeypatch.setattr(tier_index, "MAX_WRITING", rng.choice([2 * PAGE, 100 * PAGE]))
+    setup = Setup(
+        num_blocks=rng.choice([12, 16, 20]),
+        windows=rng.choice([(None,), (None, 3), (5, None, 8)]),
+        budget=rng.choice([8, 16]),
+        depth=rng.choice([1, 2]),
+        tiers=rng.choice([(40, 0), (0, 100), (8, 30)]),
+        max_model_len=40,
+    )
+    while not Simulation(setup).fits(24):
+        setup = replace(setup, num_blocks=setup.num_blocks + 6)
+    sim = Simulation(setup)
+    for _ in range(40):
+        if rng.random() < 0.5:
+            sim.add([rng.randrange(2)] * rng.randrange(1, 14) + [rng.randrange(3)], 8)
+        sim.worker.tiers.at_once = rng.random() < 0.3
+        if rng.random() < 0.1:
+            sim.worker.tiers.fail("load", 1)
+        for _ in range(rng.randrange(3)):
+            sim.step()
+            sim.now += 0.05
+    sim.worker.tiers.at_once = True
+    sim.drain()
+
+
+def test_what_a_busy_disk_cannot_take_waits_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_index, "MAX_WRITING", 2 * PAGE)
+    sim = Simulation(replace(SETUP, tiers=(0, 64)))
+    sim.add(PROMPT, 3)
+    steps = [sim.step() for _ in range(8)]
+    assert max(len(plan.stores) for plan in steps if plan is not None) == 2
+    assert len(sim.worker.tiers.disk) >= 8 and not sim.scheduler.has_moves
+    sim.drain()
+
+
+def test_the_beginning_of_a_prefix_is_the_last_to_make_room() -> None:
+    index = TierIndex(TierSizes((10,), memory=0, disk=30))
+    keys = [(0, bytes([i])) for i in range(4)]
+    for key in keys[:3]:
+        index.store(key, on_disk=True)
+        index.finish(key, DISK)
+    index.use(keys[:3])
+    assert index.store(keys[3], on_disk=True) == (-1, True)
+    assert index.drops == [keys[2]]
+
+
+def test_pages_that_are_found_beyond_the_quota_are_deleted_oldest_first() -> None:
+    index = TierIndex(TierSizes((10,), memory=0, disk=30))
+    keys = [(0, bytes([i])) for i in range(5)]
+    index.find([*keys, (7, b"of another group")])
+    assert index.drops == keys[:2] and [*index.tiers[DISK].pages] == keys[2:]
+
+
+def test_a_tier_that_is_turned_off_is_not_asked_any_more() -> None:
+    sim = served(replace(SETUP, tiers=(0, 64)))
+    sim.worker.tiers.fail("off", 0)
+    sim.add([1], 1)
+    sim.drain()
+    (request,) = sim.add(PROMPT, 3)
+    sim.drain()
+    assert request.num_cached_tokens == 0 and sim.scheduler.moves.index.off
+    assert not sim.scheduler.has_moves
+
+
+def test_results_about_unknown_pages_change_nothing() -> None:
+    sim = served()
+    moved = Moved(loaded=[(99, [0])], stored=[(0, b"x")], lost=[(0, b"y")])
+    sim.scheduler.moves._take(moved)
+    sim.check()

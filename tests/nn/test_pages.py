@@ -1,0 +1,96 @@
+"""Pages hold what blocks hold, alike wherever these lie, and tell when they are damaged."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from helpers.tiers import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvik.nn.kv_formats import allocate_kv
+from kvik.nn.pages import HEAD_BYTES, PageName, group_pages, is_good, seal
+from kvik.spec.kv import KVCacheSpec, group_layers, stored_as
+
+NAME = PageName(b"f" * 16, 1, b"h" * 16)
+
+
+def page_of(size: int = 300) -> np.ndarray:
+    page = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
+    seal(page, NAME, b"p" * 16)
+    return page
+
+
+def test_a_head_has_64_bytes_and_names_its_content() -> None:
+    page = page_of()
+    assert HEAD_BYTES == 64 and is_good(page, NAME)
+    for other in (
+        PageName(b"g" * 16, 1, NAME.hash),
+        PageName(NAME.fingerprint, 0, NAME.hash),
+        PageName(NAME.fingerprint, 1, b"i" * 16),
+    ):
+        assert not is_good(page, other)
+
+
+@given(bit=st.integers(0, 300 * 8 - 1))
+@settings(max_examples=examples(500))
+def test_a_flipped_bit_is_found(bit: int) -> None:
+    page = page_of()
+    page[bit // 8] ^= 1 << bit % 8
+    assert not is_good(page, NAME)
+
+
+@pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 299])
+def test_a_torn_page_is_found(length: int) -> None:
+    assert not is_good(page_of()[:length], NAME)
+    page = page_of()
+    page[length:] = 0
+    assert not is_good(page, NAME)
+
+
+def spec(heads: int, dim: int, window: int | None = None) -> KVCacheSpec:
+    return KVCacheSpec(heads, dim, 2 * heads * dim * 4)
+
+
+@pytest.mark.parametrize("format", ["auto", "int8", "fp8", "int4"])
+@pytest.mark.parametrize("heads_first", [True, False])
+def test_a_block_comes_back_in_another_place(format: str, heads_first: bool) -> None:
+    specs = stored_as([spec(2, 16), spec(2, 16), spec(4, 16)], format)
+    groups = group_layers(specs)
+    cache = allocate_kv(groups, 6, 16, torch.float32, torch.device("cpu"))
+    for storage in cache.storages:
+        storage.view(torch.uint8).random_(0, 256)
+    for group, pages in zip(
+        groups, group_pages(groups, cache, heads_first=heads_first), strict=True
+    ):
+        assert pages.num_bytes == HEAD_BYTES + 16 * group.bytes_per_token
+        page = np.zeros(pages.num_bytes, np.uint8)
+        pages.copy_out([2], page[None], [0])
+        several = np.zeros((3, len(page) + 5), np.uint8)
+        pages.copy_out([4, 2], several, [2, 1])
+        assert np.array_equal(several[1, : len(page)], page) and not several[0].any()
+        before = [storage.clone() for storage in cache.storages]
+        pages.copy_in(page, 5)
+        for layer in group.layers:
+            for tensor in cache.of(layer).tensors:
+                first, second = tensor[2 * group.shares], tensor[5 * group.shares]
+                assert torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+        for storage, old in zip(cache.storages, before, strict=True):
+            assert torch.equal(storage.view(torch.uint8)[:5], old.view(torch.uint8)[:5])
+
+
+def test_a_page_is_ordered_by_heads_whatever_the_kernels() -> None:
+    """The native kernels have heads outermost in a block, torch's have tokens."""
+    groups = group_layers([spec(2, 4)])
+    caches = [allocate_kv(groups, 3, 16, torch.float32, torch.device("cpu")) for _ in range(2)]
+    block = torch.arange(16 * 2 * 4, dtype=torch.float32).view(16, 2, 4)  # [tokens, heads, dim]
+    plain, native = (cache.layers[0].k for cache in caches)
+    plain[1] = block
+    native.view(3, -1)[1] = block.transpose(0, 1).flatten()
+    pages = []
+    for cache, heads_first in zip(caches, (False, True), strict=True):
+        page = np.zeros(HEAD_BYTES + 2 * 16 * 2 * 4 * 4, np.uint8)
+        group_pages(groups, cache, heads_first=heads_first)[0].copy_out([1], page[None], [0])
+        pages.append(page)
+    assert np.array_equal(*pages)
