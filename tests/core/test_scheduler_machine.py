@@ -63,7 +63,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tiers: tuple[int, int],
     ) -> None:
         if any(isinstance(window, Budget) for window in windows):
-            stages, lookahead, checkpoints = 1, 0, None
+            stages, lookahead, checkpoints, tiers = 1, 0, None, (0, 0)
         setup = Setup(
             policy=policy,
             block_size=block_size,

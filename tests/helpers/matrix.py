@@ -106,7 +106,7 @@ COLUMNS = [
         siblings=2,
         must="loads",
     ),
-    Column("swap to the disk", {**SQUEEZED, **DISK_TIER}, must="swaps"),
+    Column("swap to the disk", {**SQUEEZED, **DISK_TIER}, must="preemptions"),
     Column("swap", {**SQUEEZED, **MEMORY_TIER}, must="swaps"),
     Column(
         "swap, siblings, three steps in flight",
@@ -142,7 +142,7 @@ COLUMNS = [
 LATENT_COLUMNS = [
     Column("batch", {"threads": 2}),
     Column(
-        "swap to the disk", {**SQUEEZED, **DISK_TIER, "num_blocks": 7}, must="swaps"
+        "swap to the disk", {**SQUEEZED, **DISK_TIER, "num_blocks": 7}, must="preemptions"
     ),  # twice as many
     Column("prefix hits, chunks", {"max_num_batched_tokens": 16}, rounds=2, must="hits"),
     Column(

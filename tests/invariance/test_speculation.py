@@ -79,7 +79,7 @@ def with_room(column: Column) -> Column:
     if "max_num_batched_tokens" in config:
         most = config["max_num_batched_tokens"] - 2
         config["max_num_seqs"] = min(config.get("max_num_seqs", 16), most)
-    if column.must == "preemptions":
+    if column.must in ("preemptions", "swaps"):
         config["num_blocks"] -= 2
     return replace(column, config=config)
 
