@@ -139,7 +139,7 @@ def wait(port: int) -> None:
             if one.connect_ex(("127.0.0.1", port)) == 0:
                 return
         time.sleep(0.05)
-    raise SystemExit(f"nobody listens on port {port}")
+    raise SystemExit(f"nothing listens on port {port}")
 
 
 def main() -> None:

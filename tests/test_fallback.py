@@ -225,6 +225,8 @@ def test_the_plan_counts_what_a_cache_takes(saved, family):
         ({"kernels": "torch"}, "kernels"),
         ({"attention_backend": "sdpa"}, "attention_backend"),
         ({"engine_cache": "x"}, "engine_cache"),
+        ({"kv_tiers": "memory:1GiB"}, "kv_tiers"),
+        ({"kv_budget": "x"}, "kv_budget"),
         ({"spec_method": "ngram"}, "spec_method"),
         ({"fallback": "none"}, "config.json architectures"),
     ],

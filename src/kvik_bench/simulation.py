@@ -201,7 +201,7 @@ class SimulatedReplica:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a load.
+    """The outcome of a load.
 
     Attributes:
         prompt_tokens, hit_tokens: of all prompts, and of these the ones found in a cache.
@@ -324,9 +324,7 @@ class _Run:
 
     def _arrive(self, turn: Turn, now: float) -> None:
         name = f"r{next(self.numbers)}"
-        hashes: list[bytes] = []
-        size = self.engine.block_size
-        extend_hashes(hashes, turn.tokens, size, "", len(turn.tokens) // size)
+        hashes, size = self._hashes(turn.tokens), self.engine.block_size
         self.prompts += len(turn.tokens)
         usable = (len(turn.tokens) - 1) // size
         self.ideal += size * next(
@@ -383,10 +381,14 @@ class _Run:
 
     def _answered(self, turn: Turn) -> None:
         """One cache with all blocks would have the answer, too."""
-        tokens, hashes = turn.tokens + array("I", (ANSWER,)) * turn.output, list[bytes]()
+        self.known.update(self._hashes(turn.tokens + array("I", (ANSWER,)) * turn.output))
+
+    def _hashes(self, tokens: array[int]) -> list[bytes]:
+        """Return the hashes of the full blocks of a text."""
+        hashes: list[bytes] = []
         size = self.engine.block_size
         extend_hashes(hashes, tokens, size, "", len(tokens) // size)
-        self.known.update(hashes)
+        return hashes
 
     def _lose(self, place: int, now: float) -> None:
         self.alive[place] = False
@@ -395,8 +397,5 @@ class _Run:
         lost = [(name, turn) for name, (turn, where, _) in self.turns.items() if where == place]
         for name, turn in lost:
             self.router.ended(name, now)
-            hashes: list[bytes] = []
-            size = self.engine.block_size
-            extend_hashes(hashes, turn.tokens, size, "", len(turn.tokens) // size)
             self.retried += 1
-            self._send(name, turn, hashes, now)
+            self._send(name, turn, self._hashes(turn.tokens), now)

@@ -118,6 +118,22 @@ def test_what_states_rule_out_is_refused() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("spec", "hardware", "options", "why"),
+    [
+        (STATES, PC, {}, "keeps states"),
+        (SMALL, SERVER, {"device": "cuda"}, "of a GPU"),
+        (SMALL, PC, {"kv_budget": "budgets.json"}, "kv_budget"),
+        (SMALL, PC, {"enable_prefix_caching": False}, "enable_prefix_caching"),
+    ],
+)
+def test_what_cannot_have_tiers_is_refused(
+    spec: ModelSpec, hardware: Hardware, options: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"kv_tiers: must be left out: .*{why}"):
+        plan(spec, hardware, kv_tiers="memory:1GiB", **options)
+
+
 def decision(resolved: ResolvedConfig, name: str) -> tuple[str, str]:
     (found,) = [d for d in resolved.decisions if d.name == name]
     return found.value, found.reason

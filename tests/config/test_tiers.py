@@ -44,14 +44,13 @@ def test_what_is_wrong_is_one_error_that_names_the_field(text: str) -> None:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"enable_prefix_caching": False}, ConfigError),
         ({"tensor_parallel_size": 2, "threads": 2}, ConfigError),
         ({"pipeline_parallel_size": 2, "threads": 2}, ConfigError),
         ({"kv_tiers": "memory:100TiB"}, CapacityError),
         ({"kv_tiers": "memory:1KiB"}, CapacityError),
     ],
 )
-def test_what_cannot_have_tiers_is_refused(options: dict, error: type[Exception]) -> None:
+def test_what_does_not_fit_is_refused(options: dict, error: type[Exception]) -> None:
     with pytest.raises(error, match="kv_tiers"):
         resolve_config(EngineConfig(**{"device": "cpu", "kv_tiers": "memory:1GiB", **options}))
 

@@ -14,8 +14,8 @@ from helpers.tiers import examples
 from kvik.core import tier_index
 from kvik.core.config import TierSizes
 from kvik.core.moves import LOAD_SECONDS, MAX_LOADS
-from kvik.core.plan import Moved
-from kvik.core.tier_index import DISK, MEMORY, TierIndex
+from kvik.core.plan import DISK, MEMORY, Moved
+from kvik.core.tier_index import TierIndex
 from kvik.core.types import FinishReason, RequestStatus
 
 SETUP = Setup(num_blocks=12, budget=64, max_model_len=48, tiers=(64, 0))

@@ -9,10 +9,11 @@ import pytest
 from helpers.drafting import CHECK, DRAFTS, MAKING, PLAIN, DraftingExecutor, drafting_config
 from helpers.served_engine import FakeExecutor, tiny_config
 
+from kvik.core.moves import MoveCounters
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import DraftCounts, EngineRequest, Request, RequestDelta, RequestSpeculation
 from kvik.engine.core import EngineCore
-from kvik.engine.stats import SpeculationStats
+from kvik.engine.stats import MoveStats, SpeculationStats, TierStats, sum_stats
 from kvik.worker.draft_tree import DraftTree
 
 Reports = dict[tuple[str, int], RequestSpeculation | None]
@@ -158,3 +159,36 @@ def test_completions_add_up() -> None:
         assert total.drafts == DraftCounts(2, 4, 2, [2, 1, 1], [2, 0, 0])
         assert total.speedup == 1.5
     assert other.speedup is None
+
+
+def test_several_engines_are_told_as_one():
+    """Engines share the pages of a folder on the disk, and have memory tiers of their own."""
+    core = EngineCore(drafting_config())
+    add(core, "a")
+    reports(core, DraftingExecutor(right=lambda row: DRAFTS))
+    one = core.stats()
+    memory = TierStats("memory", 3, 300, 1000, 5, 2, 0, 2, 4.0)
+    disk = TierStats("disk", 9, 900, 5000, 9, 1, 1, 0, None)
+    first = replace(one, kv_usage=0.5, moves=MoveStats((memory, disk), MoveCounters(10, 2)))
+    later = replace(
+        one,
+        kv_usage=0.1,
+        moves=MoveStats(
+            (replace(memory, pages=1, bytes=100, bytes_per_second=2.0), replace(disk, pages=8)),
+            MoveCounters(1, 0, swapped_in=4),
+            "no space is left",
+        ),
+    )
+    both = sum_stats([first, later])
+    assert (both.steps, both.num_blocks) == (2 * one.steps, 2 * one.num_blocks)
+    assert both.kv_usage == pytest.approx(0.3)
+    assert both.speculation.drafts == one.speculation.drafts + one.speculation.drafts
+    assert both.moves == MoveStats(
+        (
+            TierStats("memory", 4, 400, 2000, 10, 4, 0, 4, 3.0),
+            TierStats("disk", 9, 900, 5000, 18, 2, 2, 0, None),
+        ),
+        MoveCounters(11, 2, swapped_in=4),
+        "no space is left",
+    )
+    assert sum_stats([first]) is first and sum_stats([one, one]).moves is None

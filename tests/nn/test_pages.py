@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvik.nn.kv_formats import allocate_kv
-from kvik.nn.pages import HEAD_BYTES, PageName, group_pages, is_good, seal
-from kvik.spec.kv import KVCacheSpec, group_layers, stored_as
+from kvik.nn.pages import PageName, group_pages, is_good, seal
+from kvik.spec.kv import PAGE_HEAD_BYTES, KVCacheSpec, group_layers, stored_as
 
 NAME = PageName(b"f" * 16, 1, b"h" * 16)
 
@@ -24,7 +24,7 @@ def page_of(size: int = 300) -> np.ndarray:
 
 def test_a_head_has_64_bytes_and_names_its_content() -> None:
     page = page_of()
-    assert HEAD_BYTES == 64 and is_good(page, NAME)
+    assert PAGE_HEAD_BYTES == 64 and is_good(page, NAME)
     for other in (
         PageName(b"g" * 16, 1, NAME.hash),
         PageName(NAME.fingerprint, 0, NAME.hash),
@@ -64,7 +64,7 @@ def test_a_block_comes_back_in_another_place(format: str, heads_first: bool) -> 
     for group, pages in zip(
         groups, group_pages(groups, cache, heads_first=heads_first), strict=True
     ):
-        assert pages.num_bytes == HEAD_BYTES + 16 * group.bytes_per_token
+        assert pages.num_bytes == PAGE_HEAD_BYTES + 16 * group.bytes_per_token
         page = np.zeros(pages.num_bytes, np.uint8)
         pages.copy_out([2], page[None], [0])
         several = np.zeros((3, len(page) + 5), np.uint8)
@@ -90,7 +90,7 @@ def test_a_page_is_ordered_by_heads_whatever_the_kernels() -> None:
     native.view(3, -1)[1] = block.transpose(0, 1).flatten()
     pages = []
     for cache, heads_first in zip(caches, (False, True), strict=True):
-        page = np.zeros(HEAD_BYTES + 2 * 16 * 2 * 4 * 4, np.uint8)
+        page = np.zeros(PAGE_HEAD_BYTES + 2 * 16 * 2 * 4 * 4, np.uint8)
         group_pages(groups, cache, heads_first=heads_first)[0].copy_out([1], page[None], [0])
         pages.append(page)
     assert np.array_equal(*pages)

@@ -101,7 +101,7 @@ class EngineConfig:
     kv_budget: str | None = option(
         None,
         Text("a file", r"[^\0]+", "FILE"),
-        "file that kvik kv-budget saved: each layer keeps only so many tokens of a request as it "
+        "file that kvik kv-budget saved: each layer keeps as many tokens of a request as it "
         "says, which changes answers; None: all",
     )
     max_num_seqs: int | None = option(

@@ -98,6 +98,7 @@ def check_model(spec: ModelSpec, field: str = FIELD) -> None:
     """
     for wrong, reason in (
         (spec.encoder, "is an encoder, which keeps nothing"),
+        (spec.fallback is not None, "runs through transformers, which has a cache of its own"),
         (spec.latent is not None, "attends over latent vectors"),
         (bool(spec.states), "has layers that keep states"),
         (any(spec.windows), "has windows of its own"),

@@ -44,11 +44,10 @@ from kvik.config.units import show_bytes
 from kvik.core.config import CacheConfig, SchedulerConfig, TierSizes
 from kvik.errors import CapacityError, ConfigError
 from kvik.models.model_spec import ModelSpec
-from kvik.spec.kv import AUTO, Budget, KVGroup, Window
+from kvik.spec.kv import AUTO, PAGE_HEAD_BYTES, Budget, KVGroup, Window
 from kvik.spec.weights import SCHEMES
 
 TIERS = "kv_tiers"
-PAGE_HEAD = 64  # bytes of a page before those of its block; see nn/pages.py
 
 
 def resolve(
@@ -253,7 +252,6 @@ FALLBACK_ALONE: Mapping[str, object] = {
     "pipeline_parallel_size": 1,
     "engine_cache": None,
     "kv_tiers": None,
-    "kv_budget": None,
 }
 
 
@@ -404,7 +402,7 @@ def tier_sizes(
     """
     if tiers is None:
         return None
-    pages = tuple(PAGE_HEAD + group.bytes_per_token * block_size for group in groups)
+    pages = tuple(PAGE_HEAD_BYTES + group.bytes_per_token * block_size for group in groups)
     largest = max(pages)
     for name, size in (("memory", tiers.memory), ("disk", tiers.disk)):
         if 0 < size < largest:

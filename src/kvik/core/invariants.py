@@ -7,8 +7,8 @@ from collections import Counter
 from kvik.core.block_pool import NULL_BLOCK, extend_hashes
 from kvik.core.kv_manager import KVCacheManager
 from kvik.core.moves import Moves
+from kvik.core.plan import MEMORY
 from kvik.core.scheduler import Scheduler
-from kvik.core.tier_index import MEMORY
 from kvik.core.types import Request, RequestStatus
 
 
@@ -273,6 +273,8 @@ def _check_moves(moves: Moves, scheduler: Scheduler) -> None:
         both = [*tier.pages.values(), *tier.under_way.values()]
         _require(not tier.pages.keys() & tier.under_way.keys(), f"{name}: a page is there twice")
         _require(tier.size == sum(both) <= tier.capacity, f"{name}: bytes are miscounted")
+        storing = sum(tier.under_way.values())
+        _require(tier.storing == storing, f"{name}: bytes under way are miscounted")
         reads = Counter(k for load in moves.loads.values() for k, _, t in load.pages if t == name)
         _require(tier.busy == reads, f"{name}: pages that are read are miscounted")
     places, free, held = index.places()

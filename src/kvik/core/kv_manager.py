@@ -44,7 +44,7 @@ class KVCacheManager:
 
     Attributes:
         committed: key, hash of the block before it, and block of what was published since the list
-            was last emptied; None: nobody asks.
+            was last emptied; None: there are no tiers.
     """
 
     def __init__(self, config: CacheConfig) -> None:

@@ -6,7 +6,7 @@ that a block may be taken by others in the very plan that keeps it.
 
 A waiting request whose prefix goes on in a tier waits for its pages, if loading them is expected to
 be faster than computing their tokens. It holds blocks meanwhile, and no row. Pages come into blocks
-that nobody else uses, and are then published in the prefix cache, where the request finds them as
+that no request uses, and are then published in the prefix cache, where the request finds them as
 any other does. So what fails to load is computed, and nothing else differs. A block that is being
 loaded is referenced until the move is done, whatever becomes of the request.
 """
@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from kvik.core.block_pool import NULL_BLOCK, root_hash
 from kvik.core.kv_manager import KVCacheManager, PrefixMatch, partial_hash
 from kvik.core.plan import (
+    DISK,
+    MEMORY,
     ModelRunnerOutput,
     Moved,
     PageKey,
@@ -27,7 +29,7 @@ from kvik.core.plan import (
     PageStore,
     SchedulerOutput,
 )
-from kvik.core.tier_index import DISK, MEMORY, TierIndex
+from kvik.core.tier_index import TierIndex
 from kvik.core.types import Request, RequestStatus
 
 MAX_LOADS = 8  # at a time
@@ -266,7 +268,7 @@ class Moves:
             self._take(output.moved)
 
     def failed(self, stores: Sequence[PageStore], loads: Sequence[PageLoad]) -> None:
-        """A plan failed: nobody knows which of its moves were begun. Loads are asked for again."""
+        """A plan failed. Which of its moves were begun is not known: loads are asked for again."""
         for store in stores:
             self.index.lose(store.key, MEMORY)
             self.index.lose(store.key, DISK)

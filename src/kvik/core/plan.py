@@ -35,6 +35,7 @@ class NewRequest:
 
 PageKey = tuple[int, bytes]  # KV group, hash of the tokens up to the end of what the page holds
 NOWHERE = -1  # as a place: not in the memory tier
+MEMORY, DISK = "memory", "disk"  # names of tiers
 
 
 @frozen
@@ -56,7 +57,7 @@ class PageStore:
 
 @frozen
 class PageLoad:
-    """Pages to copy into blocks that nobody else uses until that is done.
+    """Pages to copy into blocks that no request uses until that is done.
 
     Attributes:
         ticket: a number of its own. A load that comes again with it is the same one.

@@ -11,9 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvik.core.config import TierSizes
-from kvik.core.plan import NOWHERE, PageKey
+from kvik.core.plan import DISK, MEMORY, NOWHERE, PageKey
 
-MEMORY, DISK = "memory", "disk"
 MARGIN = 1.1  # a load must be expected to be faster than computing by this factor
 DECAY = 0.8  # weight of a load relative to the next newer one in the measured rates
 # An estimate that speaks against loading shrinks with each decision, so that it is measured again:
@@ -65,11 +64,12 @@ class Tier:
     Attributes:
         capacity: bytes.
         size: bytes of all pages, those under way included.
+        storing: bytes of those under way.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.size = 0
+        self.size = self.storing = 0
         self.pages: dict[PageKey, int] = {}  # that can be loaded -> bytes
         self.under_way: dict[PageKey, int] = {}  # that are being stored -> bytes
         self.busy: Counter[PageKey] = Counter()  # how many loads read them
@@ -97,12 +97,14 @@ class Tier:
         self.counters.evicted += len(gone)
         self.under_way[key] = size
         self.size += size
+        self.storing += size
         return gone
 
     def finish(self, key: PageKey) -> None:
         """It is stored and can be loaded."""
         size = self.under_way.pop(key, None)
         if size is not None:
+            self.storing -= size
             self.pages[key] = size
             self.counters.stored += 1
 
@@ -117,6 +119,7 @@ class Tier:
         size = self.pages.pop(key, None)
         if size is None:
             size = self.under_way.pop(key, None)
+            self.storing -= size or 0
         if size is not None:
             self.size -= size
         return size is not None
@@ -176,7 +179,7 @@ class TierIndex:
     def disk_is_busy(self) -> bool:
         """Whether so much is being written that more should wait."""
         disk = self.tiers.get(DISK)
-        return disk is not None and sum(disk.under_way.values()) >= MAX_WRITING
+        return disk is not None and disk.storing >= MAX_WRITING
 
     def _store_in_memory(self, key: PageKey) -> int:
         memory = self.tiers.get(MEMORY)

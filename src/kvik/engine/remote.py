@@ -10,7 +10,7 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from typing import Protocol, TypeVar
@@ -55,11 +55,22 @@ Sink = Callable[[list[RequestDelta]], None]  # called in the event loop, once fo
 
 
 def _ignore(report: ReplicaReport) -> None:
-    """Nobody wants reports."""
+    """There is no router."""
 
 
 def _nothing() -> None:
-    """Nobody wants to know of the state."""
+    """There is no router."""
+
+
+def give(sinks: Sequence[Sink], deltas: list[RequestDelta]) -> None:
+    """Hand deltas to all sinks."""
+    if not deltas:
+        return
+    for sink in sinks:
+        try:
+            sink(deltas)
+        except Exception:  # the requests of others go on
+            log.exception("deltas were not taken")
 
 
 class EngineState(StrEnum):
@@ -592,10 +603,4 @@ class RemoteClient:
         ]
 
     def _give(self, deltas: list[RequestDelta]) -> None:
-        if not deltas:
-            return
-        for sink in self._sinks:
-            try:
-                sink(deltas)
-            except Exception:  # the requests of others go on
-                log.exception("deltas were not taken")
+        give(self._sinks, deltas)

@@ -8,7 +8,6 @@ Prompts are tokenised and hashed here, so hits are exact.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,11 +20,9 @@ from kvik.core.routing import ReplicaReport, ReplicaRouter
 from kvik.core.types import EngineRequest, FinishReason, RequestDelta
 from kvik.engine.core import check_request
 from kvik.engine.live import LiveView, ReplicaView, merge_views
-from kvik.engine.remote import EngineState, RemoteClient, ResendQueue, SentRequest, Sink
+from kvik.engine.remote import EngineState, RemoteClient, ResendQueue, SentRequest, Sink, give
 from kvik.engine.stats import EngineStats, sum_stats
 from kvik.errors import ParamError, UnavailableError
-
-log = logging.getLogger(__name__)
 
 CREDIT_SECONDS = 0.5  # between two messages of what tenants got from other replicas
 MAX_HASHED = 1024  # blocks of a prompt: about a millisecond, and enough to tell replicas apart
@@ -360,10 +357,4 @@ class Replicas:
                     client.credit(dict(others))
 
     def _give(self, deltas: list[RequestDelta]) -> None:
-        if not deltas:
-            return
-        for sink in self._sinks:
-            try:
-                sink(deltas)
-            except Exception:  # the requests of others go on
-                log.exception("deltas were not taken")
+        give(self._sinks, deltas)

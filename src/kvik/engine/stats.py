@@ -8,7 +8,7 @@ from itertools import zip_longest
 from typing import Any, TypeVar
 
 from kvik.core.moves import MoveCounters
-from kvik.core.plan import GraphCounts
+from kvik.core.plan import DISK, GraphCounts
 from kvik.core.types import DraftCounts
 from kvik.core.work import Work
 
@@ -194,6 +194,36 @@ def sum_stats(all_stats: Sequence[EngineStats]) -> EngineStats:
         ),
         graphs=_sum(graphs) if graphs else None,
         threads=sum(threads) if threads else None,
+        moves=_sum_moves([stats.moves for stats in all_stats if stats.moves is not None]),
+    )
+
+
+def _sum_moves(parts: Sequence[MoveStats]) -> MoveStats | None:
+    if not parts:
+        return None
+    tiers = [tier for part in parts for tier in part.tiers]
+    by_name = {tier.name: [each for each in tiers if each.name == tier.name] for tier in tiers}
+    return MoveStats(
+        tuple(map(_sum_tiers, by_name.values())),
+        _sum([part.totals for part in parts]),
+        next((part.off for part in parts if part.off), ""),
+    )
+
+
+def _sum_tiers(parts: Sequence[TierStats]) -> TierStats:
+    """Add the tiers of one name. Engines share the pages of a folder, so these count once."""
+    held = max if parts[0].name == DISK else sum
+    rates = [tier.bytes_per_second for tier in parts if tier.bytes_per_second is not None]
+    return TierStats(
+        name=parts[0].name,
+        pages=held([tier.pages for tier in parts]),
+        bytes=held([tier.bytes for tier in parts]),
+        capacity=held([tier.capacity for tier in parts]),
+        stored=sum(tier.stored for tier in parts),
+        loaded=sum(tier.loaded for tier in parts),
+        failed=sum(tier.failed for tier in parts),
+        evicted=sum(tier.evicted for tier in parts),
+        bytes_per_second=sum(rates) / len(rates) if rates else None,
     )
 
 

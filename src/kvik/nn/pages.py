@@ -16,13 +16,13 @@ import numpy as np
 import torch
 
 from kvik.nn.kv_formats import KVCache
-from kvik.spec.kv import KVGroup
+from kvik.spec.kv import PAGE_HEAD_BYTES, KVGroup
 
 # Magic, version, KV group, fingerprint, hash, hash of the block before, bytes behind the head, and
 # CRC-32 of all but itself.
 _HEAD = struct.Struct("<4sHH16s16s16sII")
 _CHECKED = _HEAD.size - 4
-HEAD_BYTES = _HEAD.size  # 64
+assert _HEAD.size == PAGE_HEAD_BYTES
 MAGIC, VERSION = b"kvik", 1
 FINGERPRINT_BYTES = 16
 
@@ -46,10 +46,10 @@ def seal(page: np.ndarray, name: PageName, parent: bytes) -> None:
     Args:
         page: [bytes] uint8, the head included.
     """
-    size = len(page) - HEAD_BYTES
+    size = len(page) - PAGE_HEAD_BYTES
     head = _HEAD.pack(MAGIC, VERSION, name.group, name.fingerprint, name.hash, parent, size, 0)
-    checksum = crc32(page[HEAD_BYTES:].data, crc32(head[:_CHECKED]))
-    page[:HEAD_BYTES] = np.frombuffer(head[:_CHECKED] + struct.pack("<I", checksum), np.uint8)
+    checksum = crc32(page[PAGE_HEAD_BYTES:].data, crc32(head[:_CHECKED]))
+    page[:PAGE_HEAD_BYTES] = np.frombuffer(head[:_CHECKED] + struct.pack("<I", checksum), np.uint8)
 
 
 def is_good(page: np.ndarray, name: PageName) -> bool:
@@ -58,14 +58,14 @@ def is_good(page: np.ndarray, name: PageName) -> bool:
     Args:
         page: [bytes] uint8, as read.
     """
-    if len(page) < HEAD_BYTES:
+    if len(page) < PAGE_HEAD_BYTES:
         return False
-    head = page[:HEAD_BYTES].tobytes()
+    head = page[:PAGE_HEAD_BYTES].tobytes()
     magic, version, group, fingerprint, key, _, size, checksum = _HEAD.unpack(head)
-    found = (magic, version, size) == (MAGIC, VERSION, len(page) - HEAD_BYTES)
+    found = (magic, version, size) == (MAGIC, VERSION, len(page) - PAGE_HEAD_BYTES)
     if not found or (fingerprint, group, key) != (name.fingerprint, name.group, name.hash):
         return False
-    return crc32(page[HEAD_BYTES:].data, crc32(head[:_CHECKED])) == checksum
+    return crc32(page[PAGE_HEAD_BYTES:].data, crc32(head[:_CHECKED])) == checksum
 
 
 class GroupPages:
@@ -83,7 +83,7 @@ class GroupPages:
         """
         self._shares = group.shares
         self._parts: list[tuple[np.ndarray, int, int]] = []  # [blocks, ...] uint8, first, end
-        first = HEAD_BYTES
+        first = PAGE_HEAD_BYTES
         for layer in group.layers:
             for tensor in cache.of(layer).tensors:
                 blocks = _bytes_of(tensor, heads_first=heads_first)

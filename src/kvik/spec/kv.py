@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 AUTO = "auto"  # the model's dtype
+PAGE_HEAD_BYTES = 64  # of a page of a tier, before the bytes of its block (nn/pages.py)
 SYNONYMS = {"fp8_e4m3": "fp8", "bfloat16": "bf16"}  # as other engines call them
 
 

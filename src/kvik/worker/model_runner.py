@@ -196,6 +196,6 @@ class ModelRunner:
             source, target = self.table.cut(cut)
             try:
                 self.network.cut(cut, source, target)
-            except Exception as error:  # what the request has kept is garbage, and nobody else's
+            except Exception as error:  # what the request has kept is garbage, and no other one's
                 refused.setdefault(cut.slot, describe(error))
         return refused

@@ -18,7 +18,16 @@ from typing import Protocol
 
 import numpy as np
 
-from kvik.core.plan import NOWHERE, Moved, PageKey, PageLoad, PageStore, SchedulerOutput
+from kvik.core.plan import (
+    DISK,
+    MEMORY,
+    NOWHERE,
+    Moved,
+    PageKey,
+    PageLoad,
+    PageStore,
+    SchedulerOutput,
+)
 from kvik.nn.pages import GroupPages
 
 log = logging.getLogger(__name__)
@@ -27,7 +36,6 @@ THREADS = 2  # that load
 REMEMBERED = 64  # tickets; a plan that failed comes again within a few steps
 JOB_PAGES = 32  # of a load that a thread copies at a time
 WAIT_SECONDS = 0.05  # for loads, of a plan that has nothing else: requests may come meanwhile
-MEMORY, DISK = "memory", "disk"
 NOTHING = Moved()
 
 
