@@ -28,6 +28,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -36,7 +37,6 @@ from statistics import median
 from typing import Any
 
 from kvik import LLM, SamplingParams
-from kvik.child_process import shared_memory
 
 PARTS = ("exchange", "parity", "rates", "loss")
 CUTS = ("exact", "fast")
@@ -68,7 +68,8 @@ def main() -> int:
     parser.add_argument("--rank", help=argparse.SUPPRESS)  # and file, in a process of its own
     args = parser.parse_args()
     if args.rank:
-        exchange_here(args.device, args.size, *map(int, args.rank.split(":")))
+        rank, file = args.rank.split(":")
+        exchange_here(args.device, args.size, int(rank), file)
         return 0
     found: dict[str, Any] = {}
     wrong: list[str] = []
@@ -101,12 +102,11 @@ def options_of(args: argparse.Namespace, cut: str = "") -> dict[str, Any]:
 
 
 def exchange(args: argparse.Namespace, wrong: list[str]) -> dict[str, float]:
-    file = shared_memory(0)
+    folder = tempfile.TemporaryDirectory()
     common = [sys.executable, __file__, "--device", args.device, "--size", str(args.size)]
     children = [
         subprocess.Popen(
-            [*common, "--rank", f"{rank}:{file}"],
-            pass_fds=[file],
+            [*common, "--rank", f"{rank}:{folder.name}/store"],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -114,7 +114,7 @@ def exchange(args: argparse.Namespace, wrong: list[str]) -> dict[str, float]:
         for rank in range(args.size)
     ]
     ends = [child.communicate() for child in children]
-    os.close(file)
+    folder.cleanup()
     failed = [errors for child, (_, errors) in zip(children, ends, strict=True) if child.returncode]
     if failed:
         wrong.append(f"exchange: {failed[0].strip().splitlines()[-1]}")
@@ -125,7 +125,7 @@ def exchange(args: argparse.Namespace, wrong: list[str]) -> dict[str, float]:
     return times
 
 
-def exchange_here(device: str, size: int, rank: int, file: int) -> None:
+def exchange_here(device: str, size: int, rank: int, file: str) -> None:
     """In a process: microseconds of an exchange, which the first one prints."""
     import torch
 

@@ -15,6 +15,7 @@ import select
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -98,7 +99,8 @@ class RankProcesses:
         if resolved.runner.kernels != "native":
             wanted = MEETING_BYTES  # beats alone: torch joins the processes
         file = shared_memory(wanted)
-        self._store = shared_memory(0)
+        self._folder = tempfile.TemporaryDirectory(prefix="kvik-")
+        self._store = os.path.join(self._folder.name, "store")
         self._mapping = mmap(file, wanted)
         self.memory = np.frombuffer(self._mapping, np.uint8)
         self._meeting = Meeting(self.memory)
@@ -115,8 +117,10 @@ class RankProcesses:
             for rank in range(1, size):
                 ours, theirs = socket.socketpair()
                 self._lines.append(Connection(ours.detach()))
-                numbers = theirs.fileno(), file, self._store
-                command = python_command("kvik.rank_process", *map(str, (*numbers, rank)))
+                numbers = theirs.fileno(), file
+                command = python_command(
+                    "kvik.rank_process", *map(str, (*numbers, rank)), self._store
+                )
                 with theirs:
                     child = subprocess.Popen(command, pass_fds=numbers, stdin=subprocess.DEVNULL)
                 self._children.append(child)
@@ -244,8 +248,6 @@ class RankProcesses:
 
     def stop(self) -> None:
         """End them; safe to call twice. They keep nothing that would be lost."""
-        if not self._closed:
-            os.close(self._store)
         self._closed = True
         for child in self._children:
             child.kill()
@@ -258,6 +260,7 @@ class RankProcesses:
             line.close()
         if self._group is not None:
             self._group.close()
+        self._folder.cleanup()
 
     def _lose(self, why: str) -> None:
         """Let none wait for another from now on."""
@@ -338,7 +341,8 @@ def cores_of(size: int, among: Sequence[int] = ()) -> list[list[int]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    number, file, store, rank = map(int, arguments)
+    *numbers, store = arguments
+    number, file, rank = map(int, numbers)
     line = Connection(number)
     mapping = mmap(file, os.fstat(file).st_size)
     os.close(file)

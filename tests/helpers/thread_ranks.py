@@ -80,11 +80,11 @@ class ThreadRanks:
         for rank in range(1, self._size):
             runner = replace(self._resolved.runner, device=self._resolved.runner.device_of(rank))
             config = replace(self._resolved, runner=runner)
-            seat = Seat(rank, self._size, none, file=self._number)
+            seat = Seat(rank, self._size, none, file=str(self._number))
             self._threads.append(threading.Thread(target=self._serve, args=(config, seat)))
             self._threads[-1].start()
         try:
-            yield Seat(0, self._size, none, self, self._number)
+            yield Seat(0, self._size, none, self, str(self._number))
         except BaseException:
             self.stop()
             raise
@@ -145,8 +145,8 @@ class ThreadRanks:
         self.boards.pop(self._number, None)
 
 
-def connect(device: object, file: int, rank: int, size: int, lost: object) -> TorchGroup:
-    return ThreadGroup(ThreadRanks.boards[file], rank)
+def connect(device: object, file: str, rank: int, size: int, lost: object) -> TorchGroup:
+    return ThreadGroup(ThreadRanks.boards[int(file)], rank)
 
 
 def use_threads(monkeypatch: pytest.MonkeyPatch) -> None:

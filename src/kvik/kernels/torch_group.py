@@ -7,7 +7,6 @@ the same bits and those of a token do not depend on the others of its step.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -158,20 +157,21 @@ def _sum(parts: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def connect(
-    device: torch.device, file: int, rank: int, size: int, lost: Callable[[], object]
+    device: torch.device, file: str, rank: int, size: int, lost: Callable[[], object]
 ) -> TorchGroup:
     """Wait for the other processes, and connect with them. Over gloo at the loopback address alone.
 
     Args:
         device: of this process; on GPUs each has its own.
-        file: number of an empty file, which all have open.
+        file: path of one that is empty or not there yet. It may be removed at any time; a path by
+            the number of an open file may not serve: the store opens it again when it is destroyed,
+            and ends the process where the number then means something else.
         lost: whether one of them is gone.
 
     Raises:
         BrokenGroup: one of them is, or does not begin in time.
     """
-    folder = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
-    store = _torch().FileStore(f"{folder}/{file}", size)
+    store = _torch().FileStore(file, size)
     store.set_timeout(timedelta(seconds=JOIN_SECONDS))
     store.set(f"rank {rank}", "here")
     names = [f"rank {other}" for other in range(size)]

@@ -184,14 +184,14 @@ class Seat:
     Attributes:
         memory: [bytes] uint8 that all share.
         others: of the first process; None: it is another one.
-        file: number of the file in which processes that torch joins find each other.
+        file: path of the file in which processes that torch joins find each other.
     """
 
     rank: int
     size: int
     memory: np.ndarray
     others: Others | None = None
-    file: int = -1
+    file: str = ""
 
 
 class EarlierStages(Protocol):

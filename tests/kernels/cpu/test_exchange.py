@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from mmap import mmap
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from kvik.kernels.weights import MatrixSpec, float_weight
 SIZE, SHARED = 3, 1 << 20
 
 
-def product(rank: int, file: int, store: int, outputs: int) -> None:
+def product(rank: int, file: int, store: str, outputs: int) -> None:
     """In a process: a product whose columns are divided, by both ways."""
     torch.set_num_threads(1)
     joined = connect(torch.device("cpu"), store, rank, SIZE, lambda: False)
@@ -60,11 +61,11 @@ def product(rank: int, file: int, store: int, outputs: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("outputs", [96, 75, 40])  # of the last one process has none
-def test_exchanges_are_those_of_gloo(outputs: int) -> None:
-    files = shared_memory(SHARED), shared_memory(0)
-    command = [sys.executable, __file__, *map(str, files), str(outputs)]
+def test_exchanges_are_those_of_gloo(outputs: int, tmp_path: Path) -> None:
+    file = shared_memory(SHARED)
+    command = [sys.executable, __file__, str(file), str(tmp_path / "store"), str(outputs)]
     children = [
-        subprocess.Popen([*command, str(rank)], pass_fds=files, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen([*command, str(rank)], pass_fds=(file,), stderr=subprocess.PIPE, text=True)
         for rank in range(SIZE)
     ]
     for child in children:
@@ -73,4 +74,4 @@ def test_exchanges_are_those_of_gloo(outputs: int) -> None:
 
 
 if __name__ == "__main__":
-    product(int(sys.argv[4]), int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    product(int(sys.argv[4]), int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
