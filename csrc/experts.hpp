@@ -300,8 +300,7 @@ void inner_products(const SortedRows& s, const PreparedRows& all, bool common, T
                 const int64_t then_tile = (next - then.first_piece) / then_rows * then.plan.piece_tiles;
                 behind = (const char*)then.args.weight + then_tile * then.plan.steps * kStepBytes;
             }
-            for (int64_t t = tile; t < last_tile; t++)
-                work.run(t, block, last_block, t + 1 < last_tile ? work.weight_of(t + 1) : behind);
+            work.run(tile, last_tile, block, last_block, behind);
         }
     });
 }
@@ -365,7 +364,7 @@ void outer_products(const experts_args& a, const SortedRows& s, const PreparedRo
                                                         memory + scratch.sums, tiles};
                     const char* next = tile + 1 < last ? work.weight_of(tile + 1) : behind;
                     for (int64_t block = 0; block < plan.row_blocks; block += plan.piece_blocks)
-                        work.run(tile, block, smaller(block + plan.piece_blocks, plan.row_blocks), next);
+                        work.run(tile, tile + 1, block, smaller(block + plan.piece_blocks, plan.row_blocks), next);
                 }
             }
             for (int64_t tile = first; tile < last; tile++) {

@@ -24,11 +24,14 @@ using Tiles = VectorTiles;
 
 // Bytes of weights, and rows of x, that a thread takes at a time: few, so that none waits long for the last.
 constexpr int64_t kPieceBytes = 65536;
-constexpr int64_t kPieceRows = 512;
-// Bytes of x of the rows of a piece: they stay in the second cache while one tile after the other is
-// multiplied with them. At twice as much they share it with nothing, at half of it weights are read more often.
+constexpr int64_t kPieceRows = 256, kUnpackedPieceRows = 512;  // unpacked ones cost time
+// Bytes of x of the rows of a piece that stay in the second cache while one tile after the other is multiplied with
+// them. Of longer rows it is a stretch that stays there, for this many tiles, beside their sums.
 constexpr int64_t kPieceXBytes = 1 << 20;
-constexpr int64_t kLeastPieceBlocks = 2;
+constexpr int64_t kGroupTiles = 8;
+// Rows for each thread from which each has rows of its own: their outputs stay in the caches of its core. With fewer,
+// the cores share the rows, and each reads its part of the weights.
+constexpr int64_t kOwnRows = 128;
 // Bytes of weights that are unpacked at a time for a single block of rows: they stay in the first cache.
 // With both, stretches are whole products of AMX.
 constexpr int64_t kUnpackedBytes = 16384;
@@ -47,6 +50,7 @@ struct LinearPlan {
     int64_t stretch;      // steps
     int64_t turn;         // step of a tile from which a single block of rows reads ahead in the next one
     int64_t piece_tiles;  // tiles of a piece of work
+    int64_t group_tiles;  // of these, those that are multiplied with a stretch of x before the next one is
     int64_t block_rows, row_unit, row_blocks, piece_blocks;
     Unpack unpack;  // or null
     bool paired, in_place, own_rows;
@@ -65,24 +69,27 @@ LinearPlan plan_linear(const linear_args& a, int threads) {
     p.row_unit = Tiles::row_unit(a);
     p.row_blocks = divide_up(a.rows, p.block_rows);
     p.unpack = Tiles::unpack_of(a);
-    p.in_place = a.rows <= 2 && readable_in_place(a);
+    p.in_place = readable_in_place(a) && (a.rows <= 2 || Tiles::reads_spread(a));
     p.own_rows = a.rows <= 2;
     if (p.row_blocks == 1) {
         p.stretch = p.unpack ? kUnpackedBytes / (2 * kStepBytes) : p.steps;
         const int64_t even = divide_up(p.tiles, 4 * threads);  // small matrices: a few chunks for each thread
         p.piece_tiles = smaller(even, 1 + kPieceBytes / (p.steps * kStepBytes + 1));
-        p.piece_blocks = 1;
+        p.piece_blocks = p.group_tiles = 1;
     } else {
         p.stretch = Tiles::kStretchBytes / p.step_bytes;
-        p.piece_tiles = 1;
-        p.piece_blocks = kPieceRows / p.block_rows;
-        if (!p.unpack) {  // to unpack weights more often costs more than to read x from afar
-            const int64_t fitting = kPieceXBytes / (p.block_rows * row_bytes(a));
-            p.piece_blocks = smaller(p.piece_blocks, fitting > kLeastPieceBlocks ? fitting : kLeastPieceBlocks);
+        p.piece_blocks = smaller(p.row_blocks, (p.unpack ? kUnpackedPieceRows : kPieceRows) / p.block_rows);
+        if (!p.unpack && a.rows >= kOwnRows * threads) {
+            const int64_t pieces = divide_up(divide_up(p.row_blocks, p.piece_blocks), threads) * threads;
+            p.piece_blocks = divide_up(p.row_blocks, pieces);
         }
-        p.piece_blocks = smaller(p.row_blocks, p.piece_blocks);
-        while (p.piece_blocks > 1 && p.tiles * divide_up(p.row_blocks, p.piece_blocks) < 8 * threads)
-            p.piece_blocks = divide_up(p.piece_blocks, 2);
+        const auto few = [&] {
+            return divide_up(p.tiles, p.piece_tiles) * divide_up(p.row_blocks, p.piece_blocks) < 8 * threads;
+        };
+        p.piece_tiles = p.piece_blocks * p.block_rows * row_bytes(a) > kPieceXBytes ? kGroupTiles : 1;
+        while (p.piece_tiles > 1 && few()) p.piece_tiles /= 2;
+        while (p.piece_blocks > 1 && few()) p.piece_blocks = divide_up(p.piece_blocks, 2);
+        p.group_tiles = p.piece_tiles;
     }
     // What has groups is summed over whole ones.
     int64_t unit = kAheadSteps;
@@ -94,7 +101,7 @@ LinearPlan plan_linear(const linear_args& a, int threads) {
     const bool once = p.stretch >= p.steps;
     p.x_bytes = p.in_place ? 0 : prepared_bytes(a, a.rows);
     p.ordered_bytes = ordered_bytes(a);
-    p.sums_bytes = (once ? 1 : p.piece_blocks) * p.block_rows * kTile * 4;
+    p.sums_bytes = (once ? 1 : p.group_tiles * p.piece_blocks) * p.block_rows * kTile * 4;
     p.wide_bytes = p.unpack ? smaller(p.stretch, p.steps) * 2 * kStepBytes : 0;
     return p;
 }
@@ -194,7 +201,7 @@ Finish finish_of(const linear_args& a) {
     return a.out_dtype == kBF16 ? finish<float, bf16> : finish<float, float>;
 }
 
-// One tile and some rows, a stretch of the inputs at a time.
+// Some tiles and rows, a stretch of the inputs at a time.
 //   end(a, x, tile, first row, rows, sums): called with the finished sums of some rows.
 template <class End>
 struct TileWork {
@@ -208,38 +215,49 @@ struct TileWork {
 
     const char* weight_of(int64_t tile) const { return (const char*)a.weight + tile * plan.steps * kStepBytes; }
 
-    // next: weights of the tile that this thread takes after this one, or null. While blocks of rows are
+    // next: weights of the tile that this thread takes after these, or null. While blocks of rows are
     // multiplied with a stretch, which is then in a cache, the next stretch is prefetched, so that memory is
     // always busy. A single block reads ahead in its own tile, and at the end in the next one, which need not
     // follow it in memory.
-    void run(int64_t tile, int64_t first_block, int64_t last_block, const char* next) const {
-        const char* weight = weight_of(tile);
+    void run(int64_t tile, int64_t last_tile, int64_t first_block, int64_t last_block, const char* next) const {
+        for (int64_t end; tile < last_tile; tile = end) {
+            end = smaller(tile + plan.group_tiles, last_tile);
+            run_group(tile, end, first_block, last_block, end < last_tile ? weight_of(end) : next);
+        }
+    }
+
+    void run_group(int64_t first, int64_t last, int64_t first_block, int64_t last_block, const char* next) const {
         const int64_t blocks = last_block - first_block, stride = divide_up(kStepBytes, blocks);
-        const bool turns = blocks == 1 && next != weight_of(tile + 1);
+        const bool turns = blocks == 1 && next != weight_of(last);
         int64_t step = 0;
         do {
             int64_t steps = smaller(plan.stretch, plan.steps - step);
             if (turns && step < plan.turn) steps = smaller(steps, plan.turn - step);
-            if (plan.unpack) plan.unpack(weight + step * kStepBytes, steps, wide);
-            const char* behind = weight + (step + steps) * kStepBytes;
-            if (step + steps >= plan.steps) behind = next;
-            for (int64_t block = first_block; block < last_block; block++) {
-                const char* ahead = weight + step * kStepBytes + kAhead;
-                int64_t ahead_stride = kStepBytes;
-                if (turns && plan.turn && step >= plan.turn) {
-                    ahead = next ? next : weight + step * kStepBytes;
-                } else if (blocks > 1 && behind) {
-                    ahead = behind + (block - first_block) * steps * stride;
-                    ahead_stride = stride;
+            float* own = sums;
+            for (int64_t tile = first; tile < last; tile++, own += plan.piece_blocks * plan.block_rows * kTile) {
+                const char* weight = weight_of(tile);
+                if (plan.unpack) plan.unpack(weight + step * kStepBytes, steps, wide);
+                const char* behind = tile + 1 < last             ? weight_of(tile + 1) + step * kStepBytes
+                                     : step + steps < plan.steps ? weight_of(first) + (step + steps) * kStepBytes
+                                                                 : next;
+                for (int64_t block = first_block; block < last_block; block++) {
+                    const char* ahead = weight + step * kStepBytes + kAhead;
+                    int64_t ahead_stride = kStepBytes;
+                    if (turns && plan.turn && step >= plan.turn) {
+                        ahead = next ? next : weight + step * kStepBytes;
+                    } else if (blocks > 1 && behind) {
+                        ahead = behind + (block - first_block) * steps * stride;
+                        ahead_stride = stride;
+                    }
+                    run_block(tile, weight, block, first_block, own, step, steps, ahead, ahead_stride);
                 }
-                run_block(tile, weight, block, first_block, step, steps, ahead, ahead_stride);
             }
             step += steps;
         } while (step < plan.steps);
     }
 
-    void run_block(int64_t tile, const char* weight, int64_t block, int64_t first_block, int64_t step, int64_t steps,
-                   const char* ahead, int64_t ahead_stride) const {
+    void run_block(int64_t tile, const char* weight, int64_t block, int64_t first_block, float* own, int64_t step,
+                   int64_t steps, const char* ahead, int64_t ahead_stride) const {
         const int64_t row = block_start(block), rows = block_start(block + 1) - row;
         const bool last = step + steps >= plan.steps, once = steps >= plan.steps, unpacked = plan.unpack != nullptr;
         Stretch s = {};
@@ -250,7 +268,7 @@ struct TileWork {
         s.steps = unpacked ? 2 * steps : steps;
         s.x = x.data + row * x.stride + step * plan.step_bytes;
         s.x_stride = x.stride;
-        s.sums = sums + (once ? 0 : (row - block_start(first_block)) * kTile);
+        s.sums = own + (once ? 0 : (row - block_start(first_block)) * kTile);
         s.first = step == 0;
         const int64_t group_steps = summed_inputs(a) / inputs_per_step(a.kind), group = step / group_steps;
         s.group_steps = unpacked ? 2 * group_steps : group_steps;
@@ -322,10 +340,9 @@ void linear(const linear_args& a, Team& team) {
             const int64_t last_block = smaller(block + plan.piece_blocks, plan.row_blocks);
             const int64_t last_tile = smaller(tile + plan.piece_tiles, plan.tiles);
             const char* behind = next < 0 ? nullptr : work.weight_of(tile_of(next));
-            for (int64_t t = tile; t < last_tile; t++)
-                work.run(t, block, last_block, t + 1 < last_tile ? work.weight_of(t + 1) : behind);
+            work.run(tile, last_tile, block, last_block, behind);
         }
-    });
+    }, plan.row_blocks > 1);
 }
 
 }  // namespace

@@ -47,7 +47,7 @@ void linear_each(const linear_each_args& a, Team& team) {
             for (int64_t tile = 0; tile < plan.tiles; tile++)
                 for (int64_t block = 0; block < plan.row_blocks; block += plan.piece_blocks) {
                     const int64_t last = smaller(block + plan.piece_blocks, plan.row_blocks);
-                    work.run(tile, block, last, tile + 1 < plan.tiles ? work.weight_of(tile + 1) : nullptr);
+                    work.run(tile, tile + 1, block, last, tile + 1 < plan.tiles ? work.weight_of(tile + 1) : nullptr);
                 }
         }
     });

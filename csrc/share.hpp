@@ -10,10 +10,10 @@ namespace {
 
 // Calls work(member) on the caller and on each thread that comes to help. See `run_loop`.
 template <class Work>
-void together(Team& team, int64_t count, const Work& work) {
+void together(Team& team, int64_t count, const Work& work, bool in_ranges = false) {
     run_loop(
         team, count, [](void* work, Member& member) { (*static_cast<const Work*>(work))(member); },
-        const_cast<void*>(static_cast<const void*>(&work)));
+        const_cast<void*>(static_cast<const void*>(&work)), in_ranges);
 }
 
 // Calls work(piece) for each piece.

@@ -59,6 +59,10 @@ struct alignas(64) Signal {
     }
 };
 
+struct alignas(64) Counter {
+    std::atomic<int64_t> value{0};
+};
+
 struct Buffer {
     void* data = nullptr;
     size_t size = 0;
@@ -92,7 +96,8 @@ struct TeamShared {
     void (*body)(void*, Member&) = nullptr;
     void* context = nullptr;
     int64_t count = 0;
-    alignas(64) std::atomic<int64_t> next{0};
+    int ranges = 1;
+    Counter next[kMaxThreads];  // of each range
     Signal left;     // how many of those inside are done
     Signal working;  // ranks below it look out for loops; kEnd: no more
     alignas(64) TeamTimes times{};
@@ -136,7 +141,7 @@ void help(TeamShared& shared, int rank) {
         int expected = int(state);
         if (!shared.state.value.compare_exchange_strong(expected, int(state + 1))) continue;
         done = state / kLoop;
-        Member member{rank, &shared, false, shared.count, 0};
+        Member member{rank, &shared, false, shared.count, shared.ranges, 0, shared.ranges};
         shared.body(shared.context, member);
         shared.left.value.fetch_add(1);
         shared.left.wake();
@@ -180,23 +185,31 @@ void wait_for_all(TeamShared& shared, uint32_t inside) {
 }  // namespace
 
 int64_t Member::next() {
-    const int64_t piece = alone ? drawn : shared->next.fetch_add(1, std::memory_order_relaxed);
-    if (piece >= count) return -1;
-    drawn++;
-    return piece;
+    for (; left_ranges > 0; left_ranges--) {
+        const int range = (rank + ranges - left_ranges) % ranges;
+        const int64_t piece = alone ? drawn : shared->next[range].value.fetch_add(1, std::memory_order_relaxed);
+        if (piece < count * (range + 1) / ranges) {
+            drawn++;
+            return piece;
+        }
+    }
+    return -1;
 }
 
 void* Member::scratch(size_t bytes) { return shared->own[rank].at_least(bytes); }
 
-void run_loop(Team& team, int64_t count, void (*body)(void*, Member&), void* context) {
+void run_loop(Team& team, int64_t count, void (*body)(void*, Member&), void* context, bool in_ranges) {
     if (count <= 0) return;
     TeamShared& shared = *team.shared;
-    Member member{team.rank, &shared, count == 1 || team.size == 1, count, 0};
-    if (member.alone) return body(context, member);
+    const bool alone = count == 1 || team.size == 1;
+    const int ranges = in_ranges && !alone ? team.size : 1;
+    Member member{team.rank, &shared, alone, count, ranges, 0, ranges};
+    if (alone) return body(context, member);
     shared.body = body;
     shared.context = context;
     shared.count = count;
-    shared.next.store(0, std::memory_order_relaxed);
+    shared.ranges = ranges;
+    for (int i = 0; i < ranges; i++) shared.next[i].value.store(count * i / ranges, std::memory_order_relaxed);
     shared.left.value.store(0, std::memory_order_relaxed);
     const uint32_t loop = (shared.state.read() / kLoop + 1) * kLoop;
     shared.state.value.store(int(loop | kOpen));

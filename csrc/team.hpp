@@ -26,9 +26,11 @@ struct Member {
     TeamShared* shared;
     bool alone;      // no other thread draws from this loop
     int64_t count;   // pieces of the loop
+    int ranges;      // into which they are divided
     int64_t drawn;   // by this thread
+    int left_ranges;
 
-    // The next piece that no thread has drawn, or -1. Pieces are handed out in order.
+    // The next piece that no thread has drawn, or -1. Pieces of a range are handed out in order.
     int64_t next();
     // Memory of this thread alone, 64-byte aligned. The content is undefined, and gone with the next call.
     void* scratch(size_t bytes);
@@ -37,7 +39,11 @@ struct Member {
 // Runs a loop of `count` pieces: body(context, member) on the caller, and on each other thread that comes
 // before all pieces are drawn. Returns when every thread that came has returned. A single piece is the
 // caller's. Loops of a team of one may stand within another loop.
-void run_loop(Team& team, int64_t count, void (*body)(void* context, Member& member), void* context);
+//
+// in_ranges: each thread draws from a range of its own first, one of as many even ones as there are threads, and
+// then from those of the others: for neighbours that share cache lines, which the other cores then do not take away.
+void run_loop(Team& team, int64_t count, void (*body)(void* context, Member& member), void* context,
+              bool in_ranges = false);
 
 // Memory for one kernel call, for the caller and the loops it runs: `slot` 0 or 1. 64-byte aligned. The
 // content is undefined, and gone with the next call for the same slot.

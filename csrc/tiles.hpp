@@ -492,6 +492,7 @@ struct VectorTiles {
     static int64_t row_unit(const linear_args&) { return 1; }
 
     // How weights are unpacked before they are multiplied, or null.
+    static bool reads_spread(const linear_args&) { return false; }
     static Unpack unpack_of(const linear_args& a) {
         if (a.rows < kWidenFrom) return nullptr;
         return a.kind == kMatrixI8WeightOnly ? unpack_tile<TileI8AsBF16>

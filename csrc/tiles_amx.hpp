@@ -208,6 +208,11 @@ public:
     static int64_t row_unit(const linear_args& a) {
         return by_vectors(a) ? VectorTiles::row_unit(a) : kRegisterRows;
     }
+    // Rows of x where they are, if whole lines of them lie all over the first cache.
+    static bool reads_spread(const linear_args& a) {
+        const int64_t bytes = a.x_stride * (a.dtype == kBF16 ? 2 : 4);
+        return !by_vectors(a) && (uintptr_t(a.x) | uintptr_t(bytes)) % 64 == 0 && bytes / 64 % 16 != 0;
+    }
     static Unpack unpack_of(const linear_args& a) {
         if (by_vectors(a)) return VectorTiles::unpack_of(a);
         return a.kind == kMatrixI8WeightOnly ? unpack_tile<TileI8AsBF16>
