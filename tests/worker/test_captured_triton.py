@@ -35,7 +35,7 @@ from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.graph_sizes import GraphSize
 from kvik.core.plan import GraphCounts
 from kvik.launch import resolve_config
-from kvik.worker import platforms, warm_up
+from kvik.worker import platforms, triton_warm_ups
 from kvik.worker.captures import Captured
 from kvik.worker.graphs import Eager, EngineNetwork, Graph
 from kvik.worker.input_batch import InputBatch
@@ -92,8 +92,8 @@ def captured(*sizes: GraphSize, capturer: Again | None = None) -> Iterator[Again
         interpret_engines(patch)
         patch.setattr("kvik.worker.worker.platform", platform)
         patch.setattr(platforms, "CudaCapturer", lambda device: again)
-        patch.setattr(warm_up, "forwards", lambda *args: WarmUp(()))  # tests of its own
-        patch.setattr(warm_up, "rules", lambda *args: WarmUp(()))
+        patch.setattr(triton_warm_ups, "forwards", lambda *args: WarmUp(()))  # tests of its own
+        patch.setattr(triton_warm_ups, "rules", lambda *args: WarmUp(()))
         yield again
     assert len(again.captured) == len(sizes)
 
