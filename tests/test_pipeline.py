@@ -20,6 +20,8 @@ from kvik.core.types import EngineRequest
 from kvik.errors import ConfigError, GroupLost
 from kvik.launch import launch
 
+pytestmark = pytest.mark.full  # processes that import torch
+
 LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 COMMON = {"device": "cpu", "threads": 3, "pipeline_parallel_size": 3, "max_model_len": 256}
 
@@ -50,7 +52,7 @@ def errors(llm: LLM, count: int = 1) -> set[str]:
     return {str(completion.error) for output in outputs for completion in output.outputs}
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 1])
+@pytest.mark.parametrize("stage", [0, 1])
 def test_a_lost_stage_is_named(llm, stage: int) -> None:
     assert errors(llm, 3) == {"None"}
     os.kill(stages()[stage], signal.SIGKILL)
@@ -59,7 +61,6 @@ def test_a_lost_stage_is_named(llm, stage: int) -> None:
         assert f"stage {stage} has ended with signal 9" in error
 
 
-@pytest.mark.full
 def test_a_silent_stage_is_lost(llm, monkeypatch) -> None:
     monkeypatch.setattr("kvik.child_process.SILENT_SECONDS", 1.0)
     os.kill(stages()[1], signal.SIGSTOP)
@@ -67,7 +68,6 @@ def test_a_silent_stage_is_lost(llm, monkeypatch) -> None:
     assert "stage 1 has been silent for 1 s" in error
 
 
-@pytest.mark.full
 def test_requests_end_when_a_stage_is_lost_under_way(llm) -> None:
     threading.Timer(0.3, os.kill, (stages()[0], signal.SIGABRT)).start()
     start = time.monotonic()
@@ -77,7 +77,6 @@ def test_requests_end_when_a_stage_is_lost_under_way(llm) -> None:
     assert found - {"None"} and all("stage 0" in error for error in found - {"None"})
 
 
-@pytest.mark.full
 def test_steps_are_never_taken_for_others() -> None:
     """What is interrupted in the last stage leaves the others a step ahead."""
     with closing(launch(EngineConfig(**COMMON)).client) as client:
@@ -97,7 +96,6 @@ def test_steps_are_never_taken_for_others() -> None:
     assert not stages()
 
 
-@pytest.mark.full
 def test_a_failed_step_of_the_last_stage_is_one_error(llm, monkeypatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("kvik.worker.pipeline.StageTape.run", raising(MemoryError("no room")))
@@ -106,7 +104,6 @@ def test_a_failed_step_of_the_last_stage_is_one_error(llm, monkeypatch) -> None:
     assert errors(llm) == {"None"}
 
 
-@pytest.mark.full
 def test_nothing_is_left_of_a_pipeline_that_cannot_load(monkeypatch) -> None:
     monkeypatch.setattr("kvik.worker.worker.load_share", raising(RuntimeError("no")))
     with pytest.raises(RuntimeError, match="no"):
@@ -121,7 +118,6 @@ def test_a_stage_that_cannot_load_says_why(monkeypatch) -> None:
     assert not stages()
 
 
-@pytest.mark.full
 def test_a_stage_with_other_files_is_refused(monkeypatch) -> None:
     monkeypatch.setattr("kvik.worker.engine_cache.fingerprints", lambda runner: "other")
     with pytest.raises(ConfigError, match="stage 0 has other files of the model"):
@@ -129,7 +125,6 @@ def test_a_stage_with_other_files_is_refused(monkeypatch) -> None:
     assert not stages()
 
 
-@pytest.mark.full
 def test_a_stage_that_ends_at_once_is_one_error(monkeypatch) -> None:
     start = stage_process.start_stage
     monkeypatch.setattr(stage_process, "start_stage", lambda told, token: start(told, "no token"))

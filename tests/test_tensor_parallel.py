@@ -24,6 +24,8 @@ from kvik.errors import GroupLost
 from kvik.kernels import torch_group
 from kvik.kernels.torch_group import TorchGroup
 
+pytestmark = pytest.mark.full  # processes that import torch
+
 LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
@@ -58,7 +60,7 @@ def shared_files() -> set[str]:
 
 JOINED = [  # by memory, and by torch
     {},
-    pytest.param({"kernels": "torch", "dtype": "float32"}, marks=pytest.mark.full),
+    {"kernels": "torch", "dtype": "float32"},
 ]
 JOINED_NAMES = ["native", "torch"]
 
@@ -89,7 +91,6 @@ def test_a_lost_process_is_named(llm: LLM) -> None:
             llm.generate("Once", LONG)
 
 
-@pytest.mark.full
 def test_a_process_that_is_stopped_is_lost(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watched, "SILENT_SECONDS", 1.0)
     time.sleep(1.5)
@@ -156,7 +157,6 @@ def send_soon(number: int) -> None:
     threading.Thread(target=send).start()
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("joined", JOINED, ids=JOINED_NAMES)
 @pytest.mark.parametrize(
     ("number", "how"),
@@ -197,7 +197,6 @@ time.sleep(1000)
 """
 
 
-@pytest.mark.full
 def test_a_process_that_does_not_come_to_an_exchange_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -227,7 +226,6 @@ time.sleep(1000)
 """
 
 
-@pytest.mark.full
 def test_a_process_that_does_not_get_ahead_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         module, "python_command", lambda _, *numbers: (sys.executable, "-c", BEATS_ALONE, *numbers)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.attention_backends import NAMES, OPTIONS, STEPS
+from helpers.tiers import examples
 from helpers.windows import as_window, chunks, first_seen
 
 from kvik.attention.base import Attend, AttentionSpec, BackendCaps, LayerKV
@@ -230,7 +231,7 @@ def _moved(step, target):
 
 def test_random_steps(backend, make_step):
     rng = random.Random(0)
-    for seed in range(60):
+    for seed in range(examples(60)):
         sequences = [
             (rng.choice([0, rng.randint(0, 90)]), rng.choice([1, 1, rng.randint(2, 40)]))
             for _ in range(rng.randint(1, 6))

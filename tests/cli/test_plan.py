@@ -79,6 +79,7 @@ def test_deepseek_v3_does_not_fit_and_the_error_names_what_would(
     assert "note: " in out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_no_line_is_wider_than_a_page(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = name

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from helpers.simulation import Setup, Simulation
+from helpers.tiers import runs
 
 from kvik.core.config import POLICIES
 from kvik.core.fair_share import TenantUsage
@@ -404,7 +405,7 @@ def test_the_quick_check_of_tenants_changes_no_plan(
             sim.now += 1.0
         return found
 
-    for seed in range(6):
+    for seed in range(runs(6)):
         monkeypatch.setattr(TenantUsage, "uneven", noted)
         quick = plans(seed)
         monkeypatch.setattr(TenantUsage, "uneven", lambda *_: True)

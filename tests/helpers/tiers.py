@@ -59,6 +59,11 @@ def examples(full: int) -> int:
             return full
 
 
+def runs(full: int) -> int:
+    """Return how many simulations to run, each of many steps, where the full tier runs `full`."""
+    return {"fast": -(-full // 3), "nightly": 10 * full}.get(tier(), full)
+
+
 def selected(items: list[pytest.Item], chosen: str) -> list[pytest.Item]:
     """Return the items that the tier `chosen` runs, in their order."""
     if chosen == CHECK:

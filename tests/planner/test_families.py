@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +42,7 @@ RUN_HERE = [name for name in NAMES if config(name)["architectures"][0] in ARCHIT
 UNRUN = {"architectures": ["UnknownForCausalLM"]}  # planned from its sizes alone
 
 
+@cache
 def shape(name: str) -> ModelShape:
     return shape_from_config(config(name), name)
 

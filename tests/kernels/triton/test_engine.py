@@ -86,6 +86,7 @@ def test_layers_that_keep_a_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(set(calls)) == 3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 def test_experts_of_a_model(
     quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
