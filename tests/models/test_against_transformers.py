@@ -32,8 +32,6 @@ from kvik.kernels.reference.ops import REFERENCE
 from kvik.models.llama import LLAMA, Llama, LlamaAttention, LlamaLayer
 from kvik.models.model_spec import read_model_spec
 from kvik.models.registry import ARCHITECTURES
-from kvik.spec.declare import LayerBuilder
-from kvik.spec.model import ModelFacts
 
 PROMPT = 40
 STEPS = 20
@@ -798,18 +796,11 @@ def test_a_sharded_checkpoint_is_the_same_model(family: str, tmp_path: Path) -> 
     assert torch.equal(one, many)
 
 
-class SinkAttention(LlamaAttention):
-    """A Llama's, whose heads have learned sinks."""
-
-    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
-        super().__init__(spec, builder, layer)
-        self.attend = builder.attention(layer, spec.head_dim, sinks=spec.num_heads)
-
-
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_learned_sinks(kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a Llama that has the attention of gpt-oss."""
-    make = partial(Llama, make_layer=partial(LlamaLayer, attention=SinkAttention))
+    attention = partial(LlamaAttention, sinks=True)
+    make = partial(Llama, make_layer=partial(LlamaLayer, attention=attention))
     row = replace(LLAMA, name="SinkLlamaForCausalLM", make=make)
     monkeypatch.setitem(cast(dict, ARCHITECTURES), row.name, row)
     reference = save_tiny(tmp_path, "Llama", head_dim=16)

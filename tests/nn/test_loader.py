@@ -46,7 +46,7 @@ def test_parts_land_in_their_rows_of_the_fused_weight(llama: Path) -> None:
     for suffix, fused in (("weight", matrix.data.values), ("bias", matrix.bias)):
         parts = [stored[f"{scope}.{name}.{suffix}"] for name in ("q_proj", "k_proj", "v_proj")]
         assert torch.equal(fused, torch.cat(parts))
-    mlp = PagedModel(llama).model.layers[2].mlp.gate_up.matrix.data.values
+    mlp = PagedModel(llama).model.layers[2].mlp.up.matrix.data.values
     parts = [stored[f"model.layers.2.mlp.{name}.weight"] for name in ("gate_proj", "up_proj")]
     assert torch.equal(mlp, torch.cat(parts))
 

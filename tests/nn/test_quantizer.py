@@ -76,7 +76,7 @@ def test_layers_of_each_kind(tmp_path: Path) -> None:
     model = PagedModel(tmp_path, quantization="int4").model
     layer = model.layers[1]
     assert layer.attention.qkv.linears[0].matrix.spec.kind.group == 64
-    assert layer.mlp.gate_up.matrix.spec.kind.group == 64
+    assert layer.mlp.up.matrix.spec.kind.group == 64
     assert layer.mlp.down.matrix.spec.kind.group == 32
     assert (
         layer.attention.o.matrix.spec.kind.activations == "token"

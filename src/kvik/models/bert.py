@@ -12,7 +12,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvik.spec.declare import ALL, Architecture, ForwardContext, LayerBuilder
+from kvik.models.llama import Llama
+from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder, PositionTable
 from kvik.spec.fields import Fields
 from kvik.spec.layers import encoder_layers
 from kvik.spec.model import ModelFacts
@@ -51,14 +52,14 @@ class BertLayer:
         )
         self.mlp_norm = builder.layer_norm("output.LayerNorm", hidden, eps)
 
-    def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
         """x [tokens, hidden] -> the same, one layer later."""
         q, k, v = self.qkv(x, ctx)  # [tokens, heads, head_dim]
         x = self.attention_norm(self.o(self.attend(q, k, v, ctx), ctx, x))
         return self.mlp_norm(self.mlp(x, ctx, x))
 
 
-class Bert:
+class Bert(Llama):
     """The encoder.
 
     Args:
@@ -66,48 +67,34 @@ class Bert:
     """
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder, scope: str = "bert") -> None:
-        hidden = spec.hidden_size
         builder.skip("cls", "lm_head", "classifier")  # of other uses than this one
         trunk = builder.at(scope, "")
         trunk.skip("pooler")
         below = trunk.at("embeddings")
         below.ignore("position_ids", "token_type_ids")
-        self.embed = below.token_embedding("word_embeddings", spec.vocab_size, hidden, tied=False)
-        self.embed_position = below.embedding(
-            "position_embeddings",
-            spec.max_position_embeddings,
-            hidden,
-            skipped=spec.skipped_positions,
-            types=("token_type_embeddings", spec.token_types),
+        super().__init__(
+            spec,
+            builder,
+            BertLayer,
+            scopes=(scope, ""),
+            names=("embeddings.word_embeddings", "encoder.layer", "", ""),
+            make_positions=positions_and_types,
         )
-        self.norm = below.layer_norm("LayerNorm", hidden, spec.norm_eps)
-        layers = trunk.at("encoder").at("layer")
-        self.layers = [BertLayer(spec, layers.at(layer), layer) for layer in range(spec.num_layers)]
-
-    def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """ids [tokens] -> hidden [tokens, hidden]."""
-        return self.leave(self.blocks(self.enter(ids, ctx), ctx))
+        self.entered_norm = below.layer_norm("LayerNorm", spec.hidden_size, spec.norm_eps)
 
     def enter(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         """ids [tokens] -> the residual stream before the first layer, [tokens, hidden]."""
-        return self.norm(self.embed_position.add(ctx.positions, self.embed(ids)))
+        return self.entered_norm(super().enter(ids, ctx))
 
-    def token_inputs(self, ids: Tensor, x: Tensor, ctx: ForwardContext) -> None:
-        """Layers read nothing of tokens alone."""
 
-    def blocks(self, x: Tensor, ctx: ForwardContext, span: slice = ALL) -> Tensor:
-        """Return the residual stream x [tokens, hidden] -> the same behind the last layer."""
-        for layer in self.layers[span]:
-            x = layer(x, ctx)
-        return x
-
-    def leave(self, x: Tensor) -> Tensor:
-        """x [tokens, hidden] behind the last layer, which has normalised it."""
-        return x
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """An encoder has none."""
-        raise NotImplementedError
+def positions_and_types(spec: ModelFacts, builder: LayerBuilder) -> PositionTable:
+    return builder.at("embeddings").embedding(
+        "position_embeddings",
+        spec.max_position_embeddings,
+        spec.hidden_size,
+        skipped=spec.skipped_positions,
+        types=("token_type_embeddings", spec.token_types),
+    )
 
 
 def bert_scores(fields: Fields, hidden: int, eps: float) -> PoolingSpec:

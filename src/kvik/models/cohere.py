@@ -6,7 +6,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvik.models.llama import Llama, LlamaAttention
+from kvik.models.llama import Layer, Llama, LlamaAttention, ParallelLayer
 from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder, Norm
 from kvik.spec.fields import Fields
 from kvik.spec.layers import mixed_layers, turned_layers
@@ -31,9 +31,14 @@ class HeadNormAttention(LlamaAttention):
         norms: tuple[str, str] = ("q_norm", "k_norm"),
     ) -> None:
         super().__init__(spec, builder, layer)
-        (q, k), eps, rope = norms, spec.norm_eps, spec.layers[layer].rope
-        self.q_norm = builder.head_norms(q, spec.num_heads, spec.head_dim, eps, rope=rope)
-        self.k_norm = builder.head_norms(k, spec.num_kv_heads, spec.head_dim, eps, rope=rope)
+        norm = partial(
+            builder.at("self_attn").head_norms,
+            dim=spec.head_dim,
+            eps=spec.norm_eps,
+            rope=spec.layers[layer].rope,
+        )
+        self.q_norm = norm(norms[0], spec.num_heads)
+        self.k_norm = norm(norms[1], spec.num_kv_heads)
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, rotation: Tensor | None, ctx: ForwardContext
@@ -44,20 +49,9 @@ class HeadNormAttention(LlamaAttention):
         return self.o(attended, ctx, residual)
 
 
-class CohereLayer:
-    """Attention and MLP; both read the same normalised residual stream and add to it."""
-
-    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
-        hidden, inner = spec.hidden_size, spec.intermediate_size
-        self.norm = builder.layer_norm("input_layernorm", hidden, spec.norm_eps, bias=False)
-        attention = HeadNormAttention if spec.qk_norm else LlamaAttention
-        self.attention = attention(spec, builder.at("self_attn"), layer)
-        self.mlp = builder.at("mlp").gated_mlp(hidden, inner, bias=False)
-
-    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
-        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
-        normalised = self.norm(x)
-        return self.mlp(normalised, ctx, self.attention(normalised, x, rotation, ctx))
+def cohere_layer(spec: ModelFacts, builder: LayerBuilder, layer: int) -> Layer:
+    attention = HeadNormAttention if spec.qk_norm else LlamaAttention
+    return ParallelLayer(spec, builder, layer, attention, norm_bias=False)
 
 
 def cohere_scales(fields: Fields) -> ModelScales:
@@ -75,7 +69,7 @@ COHERE = Architecture(
     "CohereForCausalLM",
     "cohere",
     "Command R and R+",
-    partial(Llama, make_layer=CohereLayer, make_norm=last_norm),
+    partial(Llama, make_layer=cohere_layer, make_norm=last_norm),
     layers=partial(turned_layers, fraction=1.0, interleaved=True),
     qkv_bias="attention_bias",
     o_bias="attention_bias",
@@ -93,7 +87,7 @@ COHERE2 = Architecture(
     "Cohere2ForCausalLM",
     "cohere2",
     "Command R7B and A",
-    partial(Llama, make_layer=CohereLayer, make_norm=last_norm),
+    partial(Llama, make_layer=cohere_layer, make_norm=last_norm),
     layers=partial(mixed_layers, every=4, full_turns=False, interleaved=True),
     qkv_bias="attention_bias",
     o_bias="attention_bias",

@@ -3,10 +3,11 @@ latent vectors, and routed experts behind some dense layers; and GLM-4.7-Flash, 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
-from kvik.models.llama import Llama, LlamaLayer
+from kvik.models.llama import LlamaLayer, beside_predictors
 from kvik.spec.declare import (
     APART,
     Architecture,
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 LATENT_EPS = 1e-6  # of the norms of latent vectors, whatever config.json says of the others
 # The matrix that makes keys and values of latent vectors, and its parts in files of GGUF.
 UPS, UPS_APART = "kv_b_proj", ("k_b_proj", "v_b_proj")
-MAX_PREDICTORS = 8  # layers that predict further tokens, behind the last one
 
 
 @cache
@@ -43,6 +43,7 @@ class DeepseekAttention:
     is cached of it."""
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
+        builder = builder.at("self_attn")
         latent, rope = spec.layers[layer].latent, spec.layers[layer].rope
         assert latent is not None and rope is not None
         hidden, heads = spec.hidden_size, spec.num_heads
@@ -146,10 +147,7 @@ def deepseek2_implied(fields: Fields) -> dict[str, object]:
     return {"topk_method": "group_limited_greedy" if grouped else "greedy"}
 
 
-def deepseek(spec: ModelFacts, builder: LayerBuilder) -> Llama:
-    for layer in range(spec.num_layers, spec.num_layers + MAX_PREDICTORS):
-        builder.skip(f"model.layers.{layer}")
-    return Llama(spec, builder, partial(LlamaLayer, attention=DeepseekAttention))
+deepseek = partial(beside_predictors, make_layer=partial(LlamaLayer, attention=DeepseekAttention))
 
 
 DEEPSEEK2 = Architecture(
@@ -200,17 +198,14 @@ DEEPSEEK3 = Architecture(
     gguf_log_scale=0.1,
 )
 # GLM-4.7-Flash (Z.ai 2026), whose files are read as those of DeepSeek-V3.
-GLM4_MOE_LITE = Architecture(
-    "Glm4MoeLiteForCausalLM",
-    "glm4_moe_lite",
-    "GLM-4.7-Flash",
-    deepseek,
-    layers=partial(latent_layers, interleaved="rope_interleave"),
+GLM4_MOE_LITE = replace(
+    DEEPSEEK3,
+    name="Glm4MoeLiteForCausalLM",
+    model_type="glm4_moe_lite",
+    models="GLM-4.7-Flash",
     experts=partial(
         read_experts, router=corrected_router, shared="n_shared_experts", first_dense=1
     ),
-    qkv_bias="attention_bias",
-    o_bias="attention_bias",
     defaults={
         "n_shared_experts": 1,
         "n_routed_experts": 64,
@@ -221,11 +216,4 @@ GLM4_MOE_LITE = Architecture(
         "v_head_dim": 256,
         "qk_nope_head_dim": 192,
     },
-    wiring=apart_wiring,
-    eos_token_ids=(1,),
-    gguf="deepseek2",
-    gguf_told=("expert_gating_func", 2),
-    gguf_names=GGUF_NAMES,
-    gguf_parts=file_parts,
-    gguf_log_scale=0.1,
 )

@@ -8,59 +8,23 @@ MLP; Falcon 2 has several and one norm.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
-from kvik.models.llama import Llama
-from kvik.spec.declare import APART, Architecture, FilePart, ForwardContext, LayerBuilder
+from kvik.models.gpt_neox import HEAD_BY_HEAD, NEOX_MLP
+from kvik.models.llama import Layer, Llama, ParallelLayer
+from kvik.spec.declare import APART, Architecture, FilePart, LayerBuilder
 from kvik.spec.fields import Fields
 from kvik.spec.model import MAX_HEADS, ModelFacts
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 TWO_NORMS = "two norms"
 HAS_TWO = "has_two_norms"  # key of config.json that only files of GGUF imply
 
 
-class FalconLayer:
-    """Attention and MLP; both read the normalised residual stream and add to it."""
-
-    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
-        hidden, eps, dim = spec.hidden_size, spec.norm_eps, spec.head_dim
-        if spec.wiring == TWO_NORMS:
-            self.norm = builder.layer_norm("ln_attn", hidden, eps, before="qkv")
-            self.mlp_norm = builder.layer_norm("ln_mlp", hidden, eps, before="up")
-        else:
-            name = "ln_mlp" if spec.wiring == APART else "input_layernorm"
-            self.norm = self.mlp_norm = builder.layer_norm(name, hidden, eps)
-        inner = builder.at("self_attention")
-        self.qkv = inner.heads(
-            ("query_key_value",),
-            hidden,
-            (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads),
-            dim,
-            bias=spec.qkv_bias,
-            rope=spec.layers[layer].rope,
-            by_head=True,
-        )
-        self.attend = inner.attention(layer, dim)
-        self.o = inner.linear("dense", hidden, hidden, bias=spec.o_bias, role="o")
-        inner.ignore("rotary_emb.inv_freq")
-        self.mlp = builder.at("mlp").mlp(
-            "dense_h_to_4h",
-            "dense_4h_to_h",
-            hidden,
-            spec.intermediate_size,
-            bias=spec.mlp_bias,
-            activation=spec.activation,
-        )
-
-    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
-        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
-        normalised = self.norm(x)
-        fed = normalised if self.mlp_norm is self.norm else self.mlp_norm(x)
-        q, k, v = self.qkv(normalised, ctx)  # [tokens, heads or kv_heads, head_dim]
-        return self.mlp(fed, ctx, self.o(self.attend(q, k, v, ctx, rotation), ctx, x))
+def falcon_layer(spec: ModelFacts, builder: LayerBuilder, layer: int) -> Layer:
+    norms: tuple[str, ...] = ("ln_mlp" if spec.wiring == APART else "input_layernorm",)
+    if spec.wiring == TWO_NORMS:
+        norms = ("ln_attn", "ln_mlp")
+    attention = partial(HEAD_BY_HEAD, scope="self_attention")
+    return ParallelLayer(spec, builder, layer, attention, NEOX_MLP, norms)
 
 
 def falcon_kv_heads(fields: Fields) -> int:
@@ -84,7 +48,7 @@ FALCON = Architecture(
     "Falcon and Falcon 2, but for those with ALiBi",
     partial(
         Llama,
-        make_layer=FalconLayer,
+        make_layer=falcon_layer,
         scopes=("transformer", ""),
         names=("word_embeddings", "h", "ln_f", "lm_head"),
     ),

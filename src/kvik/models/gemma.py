@@ -12,100 +12,31 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
-from kvik.models.llama import Llama, LlamaAttention, MakeAttention, beside_images
-from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder, Norm
+from kvik.models.llama import (
+    Llama,
+    LlamaAttention,
+    LlamaLayer,
+    SandwichLayer,
+    beside_images,
+    feed_forward,
+)
+from kvik.spec.declare import Architecture, LayerBuilder, Norm
 from kvik.spec.fields import Fields
 from kvik.spec.layers import FULL, SLIDING, LayerSpec, layer_types, read_window
 from kvik.spec.model import ModelFacts, ModelScales
 from kvik.spec.pooling import PoolingSpec, mean_vectors
 from kvik.spec.rope import MAX_POSITIONS, RopeSpec, read_rope
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
 GEGLU = "gelu_tanh_and_mul"
 
 
-class GemmaLayer:
-    """Attention and MLP; each reads the residual stream normalised and adds to it."""
-
-    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
-        hidden, eps = spec.hidden_size, spec.norm_eps
-        norm = partial(builder.rms_norm, dim=hidden, eps=eps, offset=1.0)
-        self.attention_norm = norm("input_layernorm", before="qkv")
-        self.attention = LlamaAttention(spec, builder.at("self_attn"), layer)
-        self.mlp_norm = norm("post_attention_layernorm", before="gate_up")
-        mlp = builder.at("mlp")
-        self.mlp = mlp.gated_mlp(hidden, spec.intermediate_size, bias=False, activation=GEGLU)
-
-    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
-        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
-        x = self.attention(self.attention_norm(x), x, rotation, ctx)
-        return self.mlp(self.mlp_norm(x), ctx, x)
-
-
-class Gemma3Attention:
-    """Grouped-query attention with RMSNorm on each head of q and k, then rotary positions."""
-
-    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
-        heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        self.qkv = builder.heads(
-            ("q_proj", "k_proj", "v_proj"),
-            spec.hidden_size,
-            (heads, kv_heads, kv_heads),
-            dim,
-            bias=spec.qkv_bias,
-        )
-        q_norm = builder.rms_norm("q_norm", dim, spec.norm_eps, offset=1.0)
-        k_norm = builder.rms_norm("k_norm", dim, spec.norm_eps, offset=1.0)
-        self.attend = builder.attention(
-            layer,
-            dim,
-            spec.scales.attention,
-            (q_norm, k_norm),
-            bidirectional=spec.layers[layer].bidirectional,
-        )
-        self.o = builder.linear("o_proj", heads * dim, spec.hidden_size, bias=spec.o_bias, role="o")
-
-    def __call__(
-        self, x: Tensor, residual: Tensor | None, rotation: Tensor | None, ctx: ForwardContext
-    ) -> Tensor:
-        """x, residual [tokens, hidden], rotation [tokens, head_dim] -> [tokens, hidden]."""
-        q, k, v = self.qkv(x, ctx)  # [tokens, heads or kv_heads, head_dim]
-        return self.o(self.attend(q, k, v, ctx, rotation), ctx, residual)
-
-
-class Gemma2Layer:
-    """Attention and MLP; each reads the residual stream normalised, and what it gives is normalised
-    again and added to that."""
-
-    def __init__(
-        self,
-        spec: ModelFacts,
-        builder: LayerBuilder,
-        layer: int,
-        attention: MakeAttention = LlamaAttention,
-    ) -> None:
-        hidden, eps = spec.hidden_size, spec.norm_eps
-        norm = partial(builder.rms_norm, dim=hidden, eps=eps, offset=1.0)
-        self.attention_norm = norm("input_layernorm", before="qkv")
-        self.attention = attention(spec, builder.at("self_attn"), layer)
-        self.attended_norm = norm("post_attention_layernorm")
-        self.mlp_norm = norm("pre_feedforward_layernorm", before="gate_up")
-        mlp = builder.at("mlp")
-        self.mlp = mlp.gated_mlp(hidden, spec.intermediate_size, bias=False, activation=GEGLU)
-        self.fed_norm = norm("post_feedforward_layernorm")
-
-    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
-        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
-        x = self.attended_norm.add(self.attention(self.attention_norm(x), None, rotation, ctx), x)
-        return self.fed_norm.add(self.mlp(self.mlp_norm(x), ctx), x)
-
-
-Gemma3Layer = partial(Gemma2Layer, attention=Gemma3Attention)
+geglu = partial(feed_forward, activation=GEGLU)
+GemmaLayer = partial(LlamaLayer, feed=geglu, offset=1.0)
+Gemma2Layer = partial(SandwichLayer, feed=geglu, offset=1.0)
+Gemma3Layer = partial(
+    Gemma2Layer, attention=partial(LlamaAttention, norms=("q_norm", "k_norm"), offset=1.0)
+)
 
 
 def last_norm(spec: ModelFacts, builder: LayerBuilder) -> Norm:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from kvik.errors import shown
 from kvik.models.gemma import GEGLU, GGUF_NAMES, gemma_scales, softcap
 from kvik.models.llama import Llama
-from kvik.spec.declare import ALL, Architecture, ExpertNames, ForwardContext, LayerBuilder
+from kvik.spec.declare import Architecture, ExpertNames, ForwardContext, LayerBuilder
 from kvik.spec.experts import SWITCH, ExpertsSpec, Router, expert_count
 from kvik.spec.fields import Fields
 from kvik.spec.layers import FULL, SLIDING, LayerSpec, layer_types, read_window
@@ -144,43 +144,21 @@ class TokenInputs:
         return self.norm.add(projected, self.table(ids)).view(-1, *self.sizes)
 
 
-class Gemma4:
+class Gemma4(Llama):
     """The language model; encoders of images and sounds are not read."""
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder) -> None:
         for encoder in ("vision_tower", "embed_vision", "audio_tower", "embed_audio"):
             builder.skip(f"model.{encoder}")
         scopes = ("model.language_model", "model")
-        self.trunk = Llama(spec, builder, Gemma4Layer, scopes=scopes)
+        super().__init__(spec, builder, Gemma4Layer, scopes=scopes)
         self.inputs = None
         if spec.layers[0].token_input:
             self.inputs = TokenInputs(spec, builder.at(*scopes))
 
-    def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """ids [tokens] -> hidden [tokens, hidden]."""
-        x = self.enter(ids, ctx)
-        ctx = replace(ctx, token_inputs=self.token_inputs(ids, x, ctx))
-        return self.leave(self.blocks(x, ctx))
-
-    def enter(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """ids [tokens] -> the residual stream before the first layer, [tokens, hidden]."""
-        return self.trunk.enter(ids, ctx)
-
     def token_inputs(self, ids: Tensor, x: Tensor, ctx: ForwardContext) -> Tensor | None:
         """ids [tokens], x [tokens, hidden], their embeddings -> [tokens, layers, width]."""
         return None if self.inputs is None else self.inputs(ids, x, ctx)
-
-    def blocks(self, x: Tensor, ctx: ForwardContext, span: slice = ALL) -> Tensor:
-        """Return the residual stream x [tokens, hidden] -> the same behind the last layer."""
-        return self.trunk.blocks(x, ctx, span)
-
-    def leave(self, x: Tensor) -> Tensor:
-        """x [tokens, hidden] behind the last layer -> normalised."""
-        return self.trunk.leave(x)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, hidden] -> [rows, vocab] fp32."""
-        return self.trunk.logits(hidden)
 
 
 def gemma4_scales(fields: Fields) -> ModelScales:

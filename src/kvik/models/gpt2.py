@@ -5,16 +5,18 @@ Its checkpoints store matrices as [inputs, outputs], and q, k and v as one matri
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
+from kvik.models.llama import Llama, LlamaLayer
 from kvik.spec.declare import (
-    ALL,
     APART,
     Architecture,
+    FeedForward,
     FilePart,
     ForwardContext,
     LayerBuilder,
+    PositionTable,
     apart_wiring,
 )
 from kvik.spec.layers import unturned_layers
@@ -28,109 +30,49 @@ class GPT2Attention:
     """Multi-head attention; positions are already in the hidden state."""
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
-        hidden = spec.hidden_size
+        hidden, inner = spec.hidden_size, builder.at("attn")
         self.heads, transposed = (3, spec.num_heads, spec.head_dim), spec.wiring != APART
-        self.qkv = builder.linear(
+        self.qkv = inner.linear(
             "c_attn", hidden, 3 * hidden, bias=spec.qkv_bias, role="qkv", transposed=transposed
         )
-        self.attend = builder.attention(layer, spec.head_dim)
-        self.o = builder.linear(
+        self.attend = inner.attention(layer, spec.head_dim)
+        self.o = inner.linear(
             "c_proj", hidden, hidden, bias=spec.o_bias, role="o", transposed=transposed
         )
-        builder.ignore("bias", "masked_bias")  # causal masks that old checkpoints carry
+        inner.ignore("bias", "masked_bias")  # causal masks that old checkpoints carry
 
-    def __call__(self, x: Tensor, residual: Tensor, ctx: ForwardContext) -> Tensor:
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, rotation: Tensor | None, ctx: ForwardContext
+    ) -> Tensor:
         """x, residual [tokens, hidden] -> [tokens, hidden]."""
         q, k, v = self.qkv(x, ctx).view(-1, *self.heads).unbind(1)  # [tokens, heads, head_dim] each
         return self.o(self.attend(q, k, v, ctx), ctx, residual)
 
 
-class GPT2Layer:
-    """Attention and MLP; each reads the residual stream normalised and adds to it."""
-
-    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
-        hidden, eps = spec.hidden_size, spec.norm_eps
-        self.attention_norm = builder.layer_norm("ln_1", hidden, eps, before="qkv")
-        self.attention = GPT2Attention(spec, builder.at("attn"), layer)
-        self.mlp_norm = builder.layer_norm("ln_2", hidden, eps, before="up")
-        self.mlp = builder.at("mlp").mlp(
-            "c_fc",
-            "c_proj",
-            hidden,
-            spec.intermediate_size,
-            bias=spec.mlp_bias,
-            transposed=spec.wiring != APART,
-        )
-
-    def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
-        x = self.attention(self.attention_norm(x), x, ctx)
-        return self.mlp(self.mlp_norm(x), ctx, x)
+def gpt2_feed(spec: ModelFacts, builder: LayerBuilder, layer: int) -> FeedForward:
+    hidden, inner, transposed = spec.hidden_size, spec.intermediate_size, spec.wiring != APART
+    mlp = builder.at("mlp")
+    return mlp.mlp("c_fc", "c_proj", hidden, inner, bias=spec.mlp_bias, transposed=transposed)
 
 
-class GPT2:
-    """The language model.
-
-    Args:
-        make_layer: makes a layer in the scope of its names.
-        scopes: of all but the head; the first that a checkpoint has.
-        names: of the embeddings of tokens and positions, the layers, and the last norm.
-        skipped: rows of the embedding of positions before the one of the first.
-        last_norm: there is a norm behind the last layer.
+def learned_positions(
+    spec: ModelFacts, builder: LayerBuilder, name: str = "wpe", skipped: int = 0
+) -> PositionTable:
     """
+    Args:
+        skipped: rows before that of the first position.
+    """
+    return builder.embedding(name, spec.max_position_embeddings, spec.hidden_size, skipped=skipped)
 
-    def __init__(
-        self,
-        spec: ModelFacts,
-        builder: LayerBuilder,
-        make_layer: Callable[
-            [ModelFacts, LayerBuilder, int], Callable[[Tensor, ForwardContext], Tensor]
-        ] = GPT2Layer,
-        scopes: tuple[str, ...] = ("transformer", ""),
-        names: tuple[str, str, str, str] = ("wte", "wpe", "h", "ln_f"),
-        skipped: int = 0,
-        last_norm: bool = True,
-    ) -> None:
-        embed, positions, layers, last = names
-        trunk = builder.at(*scopes)
-        self.embed = trunk.token_embedding(
-            embed, spec.vocab_size, spec.embedding_size, tied=spec.tie_word_embeddings
-        )
-        self.embed_position = trunk.embedding(
-            positions, spec.max_position_embeddings, spec.hidden_size, skipped=skipped
-        )
-        self.layers = [
-            make_layer(spec, trunk.at(layers).at(layer), layer) for layer in range(spec.num_layers)
-        ]
-        self.norm = None
-        if last_norm:
-            self.norm = trunk.layer_norm(last, spec.hidden_size, spec.norm_eps)
-        self.lm_head = builder.lm_head("lm_head", self.embed)
 
-    def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """ids [tokens] -> hidden [tokens, hidden]."""
-        return self.leave(self.blocks(self.enter(ids, ctx), ctx))
-
-    def enter(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """ids [tokens] -> the residual stream before the first layer, [tokens, hidden]."""
-        return self.embed_position.add(ctx.positions, self.embed(ids))
-
-    def token_inputs(self, ids: Tensor, x: Tensor, ctx: ForwardContext) -> None:
-        """Layers read nothing of tokens alone."""
-
-    def blocks(self, x: Tensor, ctx: ForwardContext, span: slice = ALL) -> Tensor:
-        """Return the residual stream x [tokens, hidden] -> the same behind the last layer."""
-        for layer in self.layers[span]:
-            x = layer(x, ctx)
-        return x
-
-    def leave(self, x: Tensor) -> Tensor:
-        """x [tokens, hidden] behind the last layer -> normalised, where there is a norm."""
-        return x if self.norm is None else self.norm(x)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, hidden] -> [rows, vocab] fp32."""
-        return self.lm_head(hidden)
+NORMS = ("ln_1", "ln_2")
+GPT2 = partial(
+    Llama,
+    make_layer=partial(LlamaLayer, attention=GPT2Attention, feed=gpt2_feed, norms=NORMS),
+    scopes=("transformer", ""),
+    names=("wte", "h", "ln_f", "lm_head"),
+    make_positions=learned_positions,
+)
 
 
 MATRICES = {

@@ -4,43 +4,25 @@ sees a window."""
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
-from kvik.models.gpt2 import GPT2
-from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
+from kvik.models.gpt2 import GPT2, NORMS
+from kvik.models.llama import LlamaAttention, LlamaLayer, plain_mlp
+from kvik.spec.declare import Architecture
 from kvik.spec.fields import Fields
 from kvik.spec.kv import Window
 from kvik.spec.layers import LayerSpec
-from kvik.spec.model import ModelFacts
+from kvik.spec.model import ModelScales
 from kvik.spec.rope import MAX_POSITIONS
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 GLOBAL, LOCAL = "global", "local"
 
 
-class GPTNeoLayer:
-    """Attention and MLP; each reads the residual stream normalised and adds to it."""
-
-    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
-        hidden, heads, dim, eps = spec.hidden_size, spec.num_heads, spec.head_dim, spec.norm_eps
-        self.attention_norm = builder.layer_norm("ln_1", hidden, eps, before="qkv")
-        inner, names = builder.at("attn.attention"), ("q_proj", "k_proj", "v_proj")
-        self.qkv = inner.heads(names, hidden, (heads, heads, heads), dim, bias=False)
-        self.attend = inner.attention(layer, dim, scale=1.0)
-        self.o = inner.linear("out_proj", hidden, hidden, bias=True, role="o")
-        inner.ignore("bias", "masked_bias")  # causal masks that old checkpoints carry
-        self.mlp_norm = builder.layer_norm("ln_2", hidden, eps, before="up")
-        self.mlp = builder.at("mlp").mlp(
-            "c_fc", "c_proj", hidden, spec.intermediate_size, bias=True, activation=spec.activation
-        )
-
-    def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
-        q, k, v = self.qkv(self.attention_norm(x), ctx)  # [tokens, heads, head_dim]
-        x = self.o(self.attend(q, k, v, ctx), ctx, x)
-        return self.mlp(self.mlp_norm(x), ctx, x)
+GPTNeoLayer = partial(
+    LlamaLayer,
+    attention=partial(LlamaAttention, scope="attn.attention", o="out_proj"),
+    feed=partial(plain_mlp, up="c_fc", down="c_proj"),
+    norms=NORMS,
+)
 
 
 def neo_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
@@ -59,6 +41,7 @@ GPT_NEO = Architecture(
     "GPT-Neo and TinyStories",
     partial(GPT2, make_layer=GPTNeoLayer),
     layers=neo_layers,
+    scales=lambda fields: ModelScales(attention=1.0),
     o_bias=True,
     mlp_bias=True,
     activations=("gelu_new", "gelu_pytorch_tanh", "gelu", "relu"),

@@ -5,66 +5,22 @@ head turns."""
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
-from kvik.models.llama import Llama
-from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
+from kvik.models.llama import Llama, LlamaAttention, ParallelLayer, plain_mlp
+from kvik.spec.declare import Architecture
 from kvik.spec.fields import Fields
 from kvik.spec.layers import LayerSpec
-from kvik.spec.model import ModelFacts
 from kvik.spec.rope import read_rope
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
-class NeoXAttention:
-    """Multi-head attention; q, k and v come from one matrix."""
-
-    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
-        heads, dim = spec.num_heads, spec.head_dim
-        self.qkv = builder.heads(
-            ("query_key_value",),
-            spec.hidden_size,
-            (heads, heads, heads),
-            dim,
-            bias=spec.qkv_bias,
-            rope=spec.layers[layer].rope,
-            by_head=True,
-        )
-        self.attend = builder.attention(layer, dim)
-        self.o = builder.linear("dense", heads * dim, spec.hidden_size, bias=spec.o_bias, role="o")
-        builder.ignore("bias", "masked_bias", "rotary_emb.inv_freq")
-
-    def __call__(
-        self, x: Tensor, residual: Tensor, rotation: Tensor | None, ctx: ForwardContext
-    ) -> Tensor:
-        """x, residual [tokens, hidden], rotation [tokens, head_dim] -> [tokens, hidden]."""
-        q, k, v = self.qkv(x, ctx)  # [tokens, heads, head_dim]
-        return self.o(self.attend(q, k, v, ctx, rotation), ctx, residual)
-
-
-class NeoXLayer:
-    """Attention and MLP; both read the residual stream, normalised apart, and add to it."""
-
-    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
-        hidden, eps = spec.hidden_size, spec.norm_eps
-        self.attention_norm = builder.layer_norm("input_layernorm", hidden, eps, before="qkv")
-        self.attention = NeoXAttention(spec, builder.at("attention"), layer)
-        self.mlp_norm = builder.layer_norm("post_attention_layernorm", hidden, eps, before="up")
-        self.mlp = builder.at("mlp").mlp(
-            "dense_h_to_4h",
-            "dense_4h_to_h",
-            hidden,
-            spec.intermediate_size,
-            bias=True,
-            activation=spec.activation,
-        )
-
-    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
-        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
-        fed = self.mlp_norm(x)
-        return self.mlp(fed, ctx, self.attention(self.attention_norm(x), x, rotation, ctx))
+# Falcon names matrices alike.
+HEAD_BY_HEAD = partial(LlamaAttention, qkv=("query_key_value",), o="dense", by_head=True)
+NEOX_MLP = partial(plain_mlp, up="dense_h_to_4h", down="dense_4h_to_h")
+NeoXLayer = partial(
+    ParallelLayer,
+    attention=partial(HEAD_BY_HEAD, scope="attention"),
+    feed=NEOX_MLP,
+    norms=("input_layernorm", "post_attention_layernorm"),
+)
 
 
 def neox_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:

@@ -4,16 +4,14 @@ second layer, and a learned sink in each head."""
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
-from kvik.models.llama import Llama, LlamaLayer
+from kvik.models.llama import Llama, LlamaAttention, LlamaLayer
 from kvik.spec.declare import (
     APART,
     Architecture,
     ExpertNames,
     FeedForward,
     FilePart,
-    ForwardContext,
     LayerBuilder,
     apart_wiring,
 )
@@ -21,9 +19,6 @@ from kvik.spec.experts import normalised_router, read_experts
 from kvik.spec.fields import Fields
 from kvik.spec.layers import LayerSpec, mixed_layers
 from kvik.spec.model import ModelFacts
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 NAMES = ExpertNames(
     router="router",
@@ -34,30 +29,6 @@ NAMES = ExpertNames(
 NAMES_APART = ExpertNames(router="router")
 # Of the experts' activation, which is "clamped_swiglu" with these constants alone.
 SWIGLU = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
-
-
-class GptOssAttention:
-    """Grouped-query attention with a sink in each head: a learned score that takes its share of the
-    weights and has no value."""
-
-    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
-        heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        self.qkv = builder.heads(
-            ("q_proj", "k_proj", "v_proj"),
-            spec.hidden_size,
-            (heads, kv_heads, kv_heads),
-            dim,
-            bias=spec.qkv_bias,
-        )
-        self.attend = builder.attention(layer, dim, sinks=heads)
-        self.o = builder.linear("o_proj", heads * dim, spec.hidden_size, bias=spec.o_bias, role="o")
-
-    def __call__(
-        self, x: Tensor, residual: Tensor | None, rotation: Tensor | None, ctx: ForwardContext
-    ) -> Tensor:
-        """x, residual [tokens, hidden], rotation [tokens, head_dim] -> [tokens, hidden]."""
-        q, k, v = self.qkv(x, ctx)  # [tokens, heads or kv_heads, head_dim]
-        return self.o(self.attend(q, k, v, ctx, rotation), ctx, residual)
 
 
 def experts(spec: ModelFacts, builder: LayerBuilder, layer: int) -> FeedForward:
@@ -102,7 +73,10 @@ GPT_OSS = Architecture(
     "GptOssForCausalLM",
     "gpt_oss",
     "gpt-oss",
-    partial(Llama, make_layer=partial(LlamaLayer, attention=GptOssAttention, feed=experts)),
+    partial(
+        Llama,
+        make_layer=partial(LlamaLayer, attention=partial(LlamaAttention, sinks=True), feed=experts),
+    ),
     layers=gpt_oss_layers,
     experts=partial(read_experts, inner="intermediate_size", router=normalised_router),
     qkv_bias="attention_bias",

@@ -4,35 +4,19 @@ part of each head turns, in pairs of neighbours."""
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
-from kvik.models.llama import Llama, LlamaAttention
-from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
+from kvik.models.llama import Llama, LlamaAttention, ParallelLayer, plain_mlp
+from kvik.spec.declare import Architecture
 from kvik.spec.fields import Fields
 from kvik.spec.layers import LayerSpec, turned_layers
-from kvik.spec.model import MAX_HEADS, MAX_WIDTH, ModelFacts
+from kvik.spec.model import MAX_HEADS, MAX_WIDTH
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
-class GPTJLayer:
-    """Attention and MLP; both read the same normalised residual stream and add to it."""
-
-    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
-        hidden, inner = spec.hidden_size, spec.intermediate_size
-        self.norm = builder.layer_norm("ln_1", hidden, spec.norm_eps)
-        attention = builder.at("attn")
-        attention.ignore("bias", "masked_bias")  # causal masks that old checkpoints carry
-        self.attention = LlamaAttention(spec, attention, layer, o="out_proj")
-        self.mlp = builder.at("mlp").mlp(
-            "fc_in", "fc_out", hidden, inner, bias=True, activation=spec.activation
-        )
-
-    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
-        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
-        normalised = self.norm(x)
-        return self.mlp(normalised, ctx, self.attention(normalised, x, rotation, ctx))
+GPTJLayer = partial(
+    ParallelLayer,
+    attention=partial(LlamaAttention, scope="attn", o="out_proj"),
+    feed=partial(plain_mlp, up="fc_in", down="fc_out"),
+    norms=("ln_1",),
+)
 
 
 def gptj_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:

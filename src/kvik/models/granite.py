@@ -77,7 +77,7 @@ class GraniteLayer:
     ) -> None:
         hidden, eps = spec.hidden_size, spec.norm_eps
         self.attention_norm = builder.rms_norm("input_layernorm", hidden, eps, before="qkv")
-        self.attention = LlamaAttention(spec, builder.at("self_attn"), layer)
+        self.attention = LlamaAttention(spec, builder, layer)
         self.mlp_norm = builder.rms_norm("post_attention_layernorm", hidden, eps, before="gate_up")
         self.mlp = feed(spec, builder, layer)
         self.add = builder.scaled_sum(spec.scales.residual)

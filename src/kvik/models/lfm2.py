@@ -8,12 +8,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvik.models.llama import Llama
-from kvik.models.qwen3 import Qwen3Attention
+from kvik.models.llama import AttentionBlock, Llama, LlamaAttention, LlamaLayer, feed_forward
 from kvik.spec.declare import (
     Architecture,
     ExpertNames,
-    FeedForward,
     ForwardContext,
     LayerBuilder,
 )
@@ -47,7 +45,7 @@ class ShortConvolution:
         self.out = builder.linear("out_proj", hidden, hidden, bias=bias, role="o")
 
     def __call__(
-        self, x: Tensor, residual: Tensor, rotation: Tensor | None, ctx: ForwardContext
+        self, x: Tensor, residual: Tensor | None, rotation: Tensor | None, ctx: ForwardContext
     ) -> Tensor:
         """x, residual [tokens, hidden] -> [tokens, hidden]."""
         before, behind, values = self.inputs(x, ctx).split_with_sizes((self.hidden,) * 3, 1)
@@ -55,33 +53,20 @@ class ShortConvolution:
         return self.out(self.gated(mixed, behind), ctx, residual)
 
 
-def lfm2_feed(spec: ModelFacts, builder: LayerBuilder, layer: int) -> FeedForward:
-    hidden, inner, experts = spec.hidden_size, spec.intermediate_size, spec.layers[layer].experts
-    if experts is not None:
-        return builder.experts(hidden, experts, NAMES)
-    return builder.gated_mlp(hidden, inner, bias=False, names=("w1", "w3"), down="w2")
+def lfm2_mixer(spec: ModelFacts, builder: LayerBuilder, layer: int) -> AttentionBlock:
+    """Return the convolution or the attention of a layer."""
+    state = spec.layers[layer].state
+    if state is not None:
+        return ShortConvolution(spec, builder.at(CONV), layer, state)
+    return LlamaAttention(spec, builder, layer, o="out_proj", norms=("q_layernorm", "k_layernorm"))
 
 
-class Lfm2Layer:
-    """A convolution or attention, then an MLP or experts; each reads the residual stream normalised
-    and adds to it."""
-
-    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
-        hidden, eps, state = spec.hidden_size, spec.norm_eps, spec.layers[layer].state
-        self.mixer_norm = builder.rms_norm("operator_norm", hidden, eps, before="qkv")
-        self.mixer: ShortConvolution | Qwen3Attention
-        if state is not None:
-            self.mixer = ShortConvolution(spec, builder.at(CONV), layer, state)
-        else:
-            names = ("q_layernorm", "k_layernorm", "out_proj")
-            self.mixer = Qwen3Attention(spec, builder.at("self_attn"), layer, names)
-        self.mlp_norm = builder.rms_norm("ffn_norm", hidden, eps, before="gate_up")
-        self.mlp = lfm2_feed(spec, builder.at("feed_forward"), layer)
-
-    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
-        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
-        x = self.mixer(self.mixer_norm(x), x, rotation, ctx)
-        return self.mlp(self.mlp_norm(x), ctx, x)
+Lfm2Layer = partial(
+    LlamaLayer,
+    attention=lfm2_mixer,
+    feed=partial(feed_forward, scope="feed_forward", names=NAMES, gate_up=("w1", "w3"), down="w2"),
+    norms=("operator_norm", "ffn_norm"),
+)
 
 
 def lfm2_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:

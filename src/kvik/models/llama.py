@@ -1,6 +1,7 @@
-"""Llama 2, 3 and 3.x (Touvron et al. 2023, Grattafiori et al. 2024).
+"""Llama 2, 3 and 3.x (Touvron et al. 2023, Grattafiori et al. 2024), and what most decoders consist
+of: attention over groups of heads, an MLP or experts, and the ways in which layers join them.
 
-Many models are this network with another attention, or with other facts in the `ModelFacts`.
+Many models are this network with other names, another attention or other facts in the `ModelFacts`.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ from typing import TYPE_CHECKING, Protocol
 from kvik.spec.declare import (
     ALL,
     EXPERT_NAMES,
+    GATE_UP,
     Architecture,
     ExpertNames,
     FeedForward,
     ForwardContext,
     LayerBuilder,
+    LinearLayer,
     Norm,
+    PositionTable,
+    Role,
 )
 from kvik.spec.layers import (
     sometimes_turned_layers,
@@ -30,35 +35,55 @@ from kvik.spec.model import ModelFacts
 if TYPE_CHECKING:
     from torch import Tensor
 
+QKV = ("q_proj", "k_proj", "v_proj")
+
 
 class LlamaAttention:
-    """Grouped-query attention (Ainslie et al. 2023) with rotary positions.
+    """Grouped-query attention (Ainslie et al. 2023), with rotary positions or none.
 
     Args:
+        scope: of its names.
+        qkv: names of the projections of queries, keys and values, or of one for all three.
         o: name of the projection of what the heads give.
+        norms: names of the RMSNorm on each head of q and on each of k, before they turn; (): there
+            are none. offset: of their gains.
+        by_head: as in `LayerBuilder.heads`.
+        sinks: each head has a learned score that takes its share of the weights and has no value.
     """
 
     def __init__(
-        self, spec: ModelFacts, builder: LayerBuilder, layer: int, o: str = "o_proj"
+        self,
+        spec: ModelFacts,
+        builder: LayerBuilder,
+        layer: int,
+        scope: str = "self_attn",
+        qkv: tuple[str, ...] = QKV,
+        o: str = "o_proj",
+        norms: tuple[str, ...] = (),
+        offset: float = 0.0,
+        by_head: bool = False,
+        sinks: bool = False,
     ) -> None:
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        self.qkv = builder.heads(
-            ("q_proj", "k_proj", "v_proj"),
-            spec.hidden_size,
-            (heads, kv_heads, kv_heads),
-            dim,
-            bias=spec.qkv_bias,
-            rope=spec.layers[layer].rope,
+        hidden, facts, inner = spec.hidden_size, spec.layers[layer], builder.at(scope)
+        counts = (heads, kv_heads, kv_heads)
+        self.qkv = inner.heads(
+            qkv, hidden, counts, dim, bias=spec.qkv_bias, rope=facts.rope, by_head=by_head
         )
-        self.attend = builder.attention(
+        norm = partial(inner.rms_norm, dim=dim, eps=spec.norm_eps, offset=offset, rope=facts.rope)
+        self.attend = inner.attention(
             layer,
             dim,
             spec.scales.attention,
+            norms=(norm(norms[0]), norm(norms[1])) if norms else None,
             softcap=spec.scales.attention_cap,
-            rope=spec.layers[layer].rope,
+            sinks=heads if sinks else 0,
+            rope=facts.rope,
+            bidirectional=facts.bidirectional,
         )
-        self.o = builder.linear(o, heads * dim, spec.hidden_size, bias=spec.o_bias, role="o")
-        builder.ignore("rotary_emb.inv_freq")
+        self.o = inner.linear(o, heads * dim, hidden, bias=spec.o_bias, role="o")
+        # What old checkpoints carry: frequencies, and causal masks.
+        inner.ignore("rotary_emb.inv_freq", "bias", "masked_bias")
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, rotation: Tensor | None, ctx: ForwardContext
@@ -82,10 +107,12 @@ class Layer(Protocol):
         ...
 
 
+# These make a part of a layer in the scope of the layer.
 MakeAttention = Callable[[ModelFacts, LayerBuilder, int], AttentionBlock]
 MakeFeedForward = Callable[[ModelFacts, LayerBuilder, int], FeedForward]
 MakeLayer = Callable[[ModelFacts, LayerBuilder, int], Layer]
 MakeNorm = Callable[[ModelFacts, LayerBuilder], Norm]
+MakePositions = Callable[[ModelFacts, LayerBuilder], PositionTable]
 
 
 def feed_forward(
@@ -94,21 +121,52 @@ def feed_forward(
     layer: int,
     scope: str = "mlp",
     names: ExpertNames = EXPERT_NAMES,
+    gate_up: tuple[str, ...] = GATE_UP,
+    down: str = "down_proj",
+    activation: str = "silu_and_mul",
 ) -> FeedForward:
     """Return the MLP of a layer, or its routed experts.
 
     Args:
         scope: of either. names: of the experts in it.
+        gate_up, down, activation: of the MLP, as in `LayerBuilder.gated_mlp`.
     """
     experts, inside = spec.layers[layer].experts, builder.at(scope)
     if experts is not None:
         return inside.experts(spec.hidden_size, experts, names)
-    inner = spec.inner(spec.layers[layer])
-    return inside.gated_mlp(spec.hidden_size, inner, bias=spec.mlp_bias)
+    inner, bias = spec.inner(spec.layers[layer]), spec.mlp_bias
+    return inside.gated_mlp(
+        spec.hidden_size, inner, bias=bias, names=gate_up, down=down, activation=activation
+    )
+
+
+def plain_mlp(
+    spec: ModelFacts, builder: LayerBuilder, layer: int, up: str, down: str, scope: str = "mlp"
+) -> FeedForward:
+    """Return the MLP of a layer that has no gate, by the names of its matrices and their scope."""
+    hidden, inner, bias = spec.hidden_size, spec.intermediate_size, spec.mlp_bias
+    return builder.at(scope).mlp(up, down, hidden, inner, bias=bias, activation=spec.activation)
+
+
+def layer_norms(
+    spec: ModelFacts, builder: LayerBuilder, offset: float = 0.0
+) -> Callable[..., Norm]:
+    """Return what makes norms of the model's kind over the residual stream, by their names."""
+    make = builder.rms_norm if spec.rms_norm else builder.layer_norm
+    return partial(make, dim=spec.hidden_size, eps=spec.norm_eps, offset=offset)
+
+
+def first_of_mlp(spec: ModelFacts) -> Role:
+    """Return what the matrices do that read the input of an MLP."""
+    return "gate_up" if spec.gated_mlp else "up"
 
 
 class LlamaLayer:
-    """Attention and MLP, or experts; each reads the residual stream normalised and adds to it."""
+    """Attention and MLP, or experts; each reads the residual stream normalised and adds to it.
+
+    Args:
+        norms: names of the norms before them. offset: of their gains.
+    """
 
     def __init__(
         self,
@@ -117,18 +175,92 @@ class LlamaLayer:
         layer: int,
         attention: MakeAttention = LlamaAttention,
         feed: MakeFeedForward = feed_forward,
+        norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
+        offset: float = 0.0,
     ) -> None:
-        hidden, eps = spec.hidden_size, spec.norm_eps
-        norm = builder.rms_norm if spec.rms_norm else builder.layer_norm
-        self.attention_norm = norm("input_layernorm", hidden, eps, before="qkv")
-        self.attention = attention(spec, builder.at("self_attn"), layer)
-        self.mlp_norm = norm("post_attention_layernorm", hidden, eps, before="gate_up")
+        norm = layer_norms(spec, builder, offset)
+        self.attention_norm = norm(norms[0], before="qkv")
+        self.attention = attention(spec, builder, layer)
+        self.mlp_norm = norm(norms[1], before=first_of_mlp(spec))
         self.mlp = feed(spec, builder, layer)
 
     def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
         """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
         x = self.attention(self.attention_norm(x), x, rotation, ctx)
         return self.mlp(self.mlp_norm(x), ctx, x)
+
+
+class ParallelLayer:
+    """Attention and MLP side by side; both read the residual stream, normalised by LayerNorm, and
+    add to it.
+
+    Args:
+        norms: names of the norm for both, or of one for each.
+        norm_bias: norms have a bias.
+    """
+
+    def __init__(
+        self,
+        spec: ModelFacts,
+        builder: LayerBuilder,
+        layer: int,
+        attention: MakeAttention = LlamaAttention,
+        feed: MakeFeedForward = feed_forward,
+        norms: tuple[str, ...] = ("input_layernorm",),
+        norm_bias: bool = True,
+    ) -> None:
+        norm = partial(builder.layer_norm, dim=spec.hidden_size, eps=spec.norm_eps, bias=norm_bias)
+        if len(norms) == 1:
+            self.attention_norm = self.mlp_norm = norm(norms[0])
+        else:
+            self.attention_norm = norm(norms[0], before="qkv")
+            self.mlp_norm = norm(norms[1], before=first_of_mlp(spec))
+        self.attention = attention(spec, builder, layer)
+        self.mlp = feed(spec, builder, layer)
+
+    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
+        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
+        normed = self.attention_norm(x)
+        fed = normed if self.mlp_norm is self.attention_norm else self.mlp_norm(x)
+        return self.mlp(fed, ctx, self.attention(normed, x, rotation, ctx))
+
+
+class SandwichLayer:
+    """Attention and MLP; each reads the residual stream normalised, and what it gives is normalised
+    again and added to that.
+
+    Args:
+        norms: names of the norms before and behind attention, before and behind the MLP. offset: of
+            their gains.
+    """
+
+    def __init__(
+        self,
+        spec: ModelFacts,
+        builder: LayerBuilder,
+        layer: int,
+        attention: MakeAttention = LlamaAttention,
+        feed: MakeFeedForward = feed_forward,
+        norms: tuple[str, str, str, str] = (
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        ),
+        offset: float = 0.0,
+    ) -> None:
+        norm = layer_norms(spec, builder, offset)
+        self.attention_norm = norm(norms[0], before="qkv")
+        self.attention = attention(spec, builder, layer)
+        self.attended_norm = norm(norms[1])
+        self.mlp_norm = norm(norms[2], before=first_of_mlp(spec))
+        self.mlp = feed(spec, builder, layer)
+        self.fed_norm = norm(norms[3])
+
+    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
+        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
+        x = self.attended_norm.add(self.attention(self.attention_norm(x), None, rotation, ctx), x)
+        return self.fed_norm.add(self.mlp(self.mlp_norm(x), ctx), x)
 
 
 class Llama:
@@ -138,7 +270,9 @@ class Llama:
         make_layer: makes a layer in the scope of its names.
         make_norm: makes the norm behind the last layer; None: as the model's others are.
         scopes: of all but the head; the first that a checkpoint has.
-        names: of the embedding, the layers, the last norm and the head.
+        names: of the embedding, the layers, the last norm and the head; "": there is no such norm
+            or head.
+        make_positions: makes the table of learned positions; None: there is none.
     """
 
     def __init__(
@@ -149,41 +283,52 @@ class Llama:
         make_norm: MakeNorm | None = None,
         scopes: tuple[str, ...] = ("model", ""),
         names: tuple[str, str, str, str] = ("embed_tokens", "layers", "norm", "lm_head"),
+        make_positions: MakePositions | None = None,
     ) -> None:
         embed, layers, last, head = names
         trunk = builder.at(*scopes)
         self.embed = trunk.token_embedding(
             embed,
             spec.vocab_size,
-            spec.hidden_size,
-            tied=spec.tie_word_embeddings,
+            spec.embedding_size,
+            tied=spec.tie_word_embeddings and head != "",
             scale=spec.scales.embedding,
         )
+        self.positions = None if make_positions is None else make_positions(spec, trunk)
         self.ropes = [builder.rope(rope, width) for rope, width in spec.rotations]
         pairs = [spec.rotation(layer) for layer in spec.layers]
         self.turned = [None if pair is None else spec.rotations.index(pair) for pair in pairs]
         self.layers = [
             make_layer(spec, trunk.at(layers).at(layer), layer) for layer in range(spec.num_layers)
         ]
+        self.norm: Norm | None = None
         if make_norm is not None:
             self.norm = make_norm(spec, trunk)
-        else:
+        elif last:
             norm = trunk.rms_norm if spec.rms_norm else trunk.layer_norm
             self.norm = norm(last, spec.hidden_size, spec.norm_eps, scale=spec.scales.logits)
-        self.lm_head = builder.lm_head(
-            head, self.embed, bias=spec.head_bias, softcap=spec.scales.logits_cap
-        )
+        self.lm_head: LinearLayer | None = None
+        if head:
+            self.lm_head = builder.lm_head(
+                head, self.embed, bias=spec.head_bias, softcap=spec.scales.logits_cap
+            )
 
     def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         """ids [tokens] -> hidden [tokens, hidden]."""
-        return self.leave(self.blocks(self.enter(ids, ctx), ctx))
+        x = self.enter(ids, ctx)
+        inputs = self.token_inputs(ids, x, ctx)
+        return self.leave(
+            self.blocks(x, ctx if inputs is None else replace(ctx, token_inputs=inputs))
+        )
 
     def enter(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         """ids [tokens] -> the residual stream before the first layer, [tokens, hidden]."""
-        return self.embed(ids)
+        x = self.embed(ids)
+        return x if self.positions is None else self.positions.add(ctx.positions, x)
 
-    def token_inputs(self, ids: Tensor, x: Tensor, ctx: ForwardContext) -> None:
+    def token_inputs(self, ids: Tensor, x: Tensor, ctx: ForwardContext) -> Tensor | None:
         """Layers read nothing of tokens alone."""
+        return None
 
     def blocks(self, x: Tensor, ctx: ForwardContext, span: slice = ALL) -> Tensor:
         """Return the residual stream x [tokens, hidden] -> the same behind the last layer."""
@@ -193,11 +338,12 @@ class Llama:
         return x
 
     def leave(self, x: Tensor) -> Tensor:
-        """x [tokens, hidden] behind the last layer -> normalised."""
-        return self.norm(x)
+        """x [tokens, hidden] behind the last layer -> normalised, where there is a norm."""
+        return x if self.norm is None else self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, hidden] -> [rows, vocab] fp32."""
+        """hidden [rows, hidden] -> [rows, vocab] fp32; an encoder has none."""
+        assert self.lm_head is not None
         return self.lm_head(hidden)
 
 
@@ -212,6 +358,16 @@ def beside_images(
         builder.skip(scope, f"model.{scope}")
     inner = builder.at("language_model", "")
     return Llama(spec, inner, make_layer, make_norm, ("model.language_model", "model"))
+
+
+MAX_PREDICTORS = 8  # layers that predict further tokens, behind the last one
+
+
+def beside_predictors(spec: ModelFacts, builder: LayerBuilder, make_layer: MakeLayer) -> Llama:
+    """Return the model of a checkpoint whose last layers predict further tokens."""
+    for layer in range(spec.num_layers, spec.num_layers + MAX_PREDICTORS):
+        builder.skip(f"model.layers.{layer}")
+    return Llama(spec, builder, make_layer)
 
 
 LLAMA = Architecture(

@@ -37,6 +37,7 @@ class Llama4Attention:
     larger."""
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
+        builder = builder.at("self_attn")
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         rope, scale = spec.layers[layer].rope, spec.layers[layer].query_scale
         self.qkv = builder.heads(

@@ -7,10 +7,13 @@ Layers that see near keys turn in their own way.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from kvik.spec.declare import ALL, Architecture, ForwardContext, LayerBuilder, Norm
+from kvik.models.llama import Llama, LlamaAttention, feed_forward
+from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder, Norm
 from kvik.spec.fields import Fields
 from kvik.spec.layers import FULL, SLIDING, LayerSpec, layer_types
 from kvik.spec.model import ModelFacts
@@ -27,82 +30,47 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+def plain_norms(spec: ModelFacts, builder: LayerBuilder) -> Callable[..., Norm]:
+    """Return what makes norms without biases, by their names."""
+    return partial(builder.layer_norm, dim=spec.hidden_size, eps=spec.norm_eps, bias=False)
+
+
 class ModernBertLayer:
     """Attention and MLP; each reads the residual stream normalised and adds to it."""
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
-        hidden, eps, dim = spec.hidden_size, spec.norm_eps, spec.head_dim
-        facts, inner = spec.layers[layer], builder.at("attn")
-        self.attention_norm: Norm | None = None
-        if layer > 0:
-            self.attention_norm = builder.layer_norm(
-                "attn_norm", hidden, eps, before="qkv", bias=False
-            )
-        heads = (spec.num_heads,) * 3
-        self.qkv = inner.heads(("Wqkv",), hidden, heads, dim, bias=spec.qkv_bias, rope=facts.rope)
-        self.attend = inner.attention(layer, dim, bidirectional=facts.bidirectional)
-        self.o = inner.linear("Wo", hidden, hidden, bias=spec.o_bias, role="o")
-        self.mlp_norm = builder.layer_norm("mlp_norm", hidden, eps, before="gate_up", bias=False)
-        self.mlp = builder.at("mlp").gated_mlp(
-            hidden,
-            spec.intermediate_size,
-            bias=spec.mlp_bias,
-            names=("Wi",),
-            down="Wo",
-            activation="gelu_and_mul",
+        norm = plain_norms(spec, builder)
+        self.attention_norm = norm("attn_norm", before="qkv") if layer > 0 else None
+        self.attention = LlamaAttention(spec, builder, layer, "attn", qkv=("Wqkv",), o="Wo")
+        self.mlp_norm = norm("mlp_norm", before="gate_up")
+        self.mlp = feed_forward(
+            spec, builder, layer, gate_up=("Wi",), down="Wo", activation="gelu_and_mul"
         )
 
-    def __call__(self, x: Tensor, rotation: Tensor, ctx: ForwardContext) -> Tensor:
+    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
         """x [tokens, hidden], rotation [tokens, head_dim] -> x one layer later."""
-        q, k, v = self.qkv(x if self.attention_norm is None else self.attention_norm(x), ctx)
-        x = self.o(self.attend(q, k, v, ctx, rotation), ctx, x)
+        normed = x if self.attention_norm is None else self.attention_norm(x)
+        x = self.attention(normed, x, rotation, ctx)
         return self.mlp(self.mlp_norm(x), ctx, x)
 
 
-class ModernBert:
+class ModernBert(Llama):
     """The encoder."""
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder) -> None:
         builder.skip("head", "decoder", "classifier")  # of other uses than this one
-        trunk = builder.at("model", "")
-        hidden, eps = spec.hidden_size, spec.norm_eps
-        below = trunk.at("embeddings")
-        self.embed = below.token_embedding("tok_embeddings", spec.vocab_size, hidden, tied=False)
-        self.embed_norm = below.layer_norm("norm", hidden, eps, bias=False)
-        self.ropes = [builder.rope(rope, width) for rope, width in spec.rotations]
-        pairs = [spec.rotation(layer) for layer in spec.layers]
-        self.turned = [spec.rotations.index(pair) for pair in pairs if pair is not None]
-        self.layers = [
-            ModernBertLayer(spec, trunk.at("layers").at(layer), layer)
-            for layer in range(spec.num_layers)
-        ]
-        self.norm = trunk.layer_norm("final_norm", hidden, eps, bias=False)
-
-    def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """ids [tokens] -> hidden [tokens, hidden]."""
-        return self.leave(self.blocks(self.enter(ids, ctx), ctx))
+        super().__init__(
+            spec,
+            builder,
+            ModernBertLayer,
+            lambda spec, trunk: plain_norms(spec, trunk)("final_norm"),
+            names=("embeddings.tok_embeddings", "layers", "", ""),
+        )
+        self.entered_norm = plain_norms(spec, builder.at("model", ""))("embeddings.norm")
 
     def enter(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         """ids [tokens] -> the residual stream before the first layer, [tokens, hidden]."""
-        return self.embed_norm(self.embed(ids))
-
-    def token_inputs(self, ids: Tensor, x: Tensor, ctx: ForwardContext) -> None:
-        """Layers read nothing of tokens alone."""
-
-    def blocks(self, x: Tensor, ctx: ForwardContext, span: slice = ALL) -> Tensor:
-        """Return the residual stream x [tokens, hidden] -> the same behind the last layer."""
-        rotations = [rope.at(ctx.positions) for rope in self.ropes]
-        for layer, rope in zip(self.layers[span], self.turned[span], strict=True):
-            x = layer(x, rotations[rope], ctx)
-        return x
-
-    def leave(self, x: Tensor) -> Tensor:
-        """x [tokens, hidden] behind the last layer -> normalised."""
-        return self.norm(x)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """An encoder has none."""
-        raise NotImplementedError
+        return self.entered_norm(super().enter(ids, ctx))
 
 
 def near_and_far_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:

@@ -35,6 +35,7 @@ class Olmo2Attention:
     """Grouped-query attention with RMSNorm over all queries and over all keys of a token."""
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
+        builder = builder.at("self_attn")
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         rope = spec.layers[layer].rope
         self.qkv = builder.heads(
@@ -73,7 +74,7 @@ class Olmo2Layer:
         attention: MakeAttention = Olmo2Attention,
     ) -> None:
         hidden, eps = spec.hidden_size, spec.norm_eps
-        self.attention = attention(spec, builder.at("self_attn"), layer)
+        self.attention = attention(spec, builder, layer)
         self.attention_norm = builder.rms_norm("post_attention_layernorm", hidden, eps)
         self.mlp = builder.at("mlp").gated_mlp(hidden, spec.intermediate_size, bias=spec.mlp_bias)
         self.mlp_norm = builder.rms_norm("post_feedforward_layernorm", hidden, eps)

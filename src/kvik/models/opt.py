@@ -7,8 +7,9 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvik.models.gpt2 import GPT2
-from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder, LinearLayer, Role
+from kvik.models.gpt2 import learned_positions
+from kvik.models.llama import Llama, LlamaAttention, LlamaLayer, layer_norms, plain_mlp
+from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder, LinearLayer
 from kvik.spec.fields import Fields
 from kvik.spec.layers import unturned_layers
 from kvik.spec.model import ModelFacts
@@ -16,59 +17,39 @@ from kvik.spec.model import ModelFacts
 if TYPE_CHECKING:
     from torch import Tensor
 
-
 POST_NORM = "post-norm"
+OPT_ATTENTION = partial(LlamaAttention, o="out_proj")
+OPT_MLP = partial(plain_mlp, up="fc1", down="fc2", scope="")
+NORMS = ("self_attn_layer_norm", "final_layer_norm")
+PreNormLayer = partial(LlamaLayer, attention=OPT_ATTENTION, feed=OPT_MLP, norms=NORMS)
 
 
-class OPTLayer:
-    """Attention and MLP; each reads the residual stream normalised and adds to it, or adds to it
-    and normalises the sum."""
+class PostNormLayer:
+    """Attention and MLP; each adds to the residual stream and normalises the sum."""
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
-        hidden, heads, dim = spec.hidden_size, spec.num_heads, spec.head_dim
-        self.post_norm = spec.wiring == POST_NORM
-        qkv: Role = "" if self.post_norm else "qkv"
-        up: Role = "" if self.post_norm else "up"
-        norm = partial(builder.layer_norm, dim=hidden, eps=spec.norm_eps)
-        self.attention_norm = norm("self_attn_layer_norm", before=qkv)
-        inner = builder.at("self_attn")
-        names = ("q_proj", "k_proj", "v_proj")
-        self.qkv = inner.heads(names, hidden, (heads, heads, heads), dim, bias=spec.qkv_bias)
-        self.attend = inner.attention(layer, dim)
-        self.o = inner.linear("out_proj", hidden, hidden, bias=spec.o_bias, role="o")
-        self.mlp_norm = norm("final_layer_norm", before=up)
-        self.mlp = builder.mlp(
-            "fc1",
-            "fc2",
-            hidden,
-            spec.intermediate_size,
-            bias=spec.mlp_bias,
-            activation=spec.activation,
-        )
+        self.attention = OPT_ATTENTION(spec, builder, layer)
+        self.mlp = OPT_MLP(spec, builder, layer)
+        self.attention_norm, self.mlp_norm = map(layer_norms(spec, builder), NORMS)
 
-    def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
         """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
-        q, k, v = self.qkv(x if self.post_norm else self.attention_norm(x), ctx)
-        x = self.o(self.attend(q, k, v, ctx), ctx, x)
-        if self.post_norm:
-            x = self.attention_norm(x)
-            return self.mlp_norm(self.mlp(x, ctx, x))
-        return self.mlp(self.mlp_norm(x), ctx, x)
+        x = self.attention_norm(self.attention(x, x, rotation, ctx))
+        return self.mlp_norm(self.mlp(x, ctx, x))
 
 
-class OPTModel(GPT2):
+class OPTModel(Llama):
     """The language model."""
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder) -> None:
-        scopes = ("model.decoder", "decoder", "")
+        post, scopes = spec.wiring == POST_NORM, ("model.decoder", "decoder", "")
         super().__init__(
             spec,
             builder,
-            OPTLayer,
-            scopes,
-            ("embed_tokens", "embed_positions", "layers", "final_layer_norm"),
-            skipped=2,
-            last_norm=spec.wiring != POST_NORM,
+            PostNormLayer if post else PreNormLayer,
+            scopes=scopes,
+            names=("embed_tokens", "layers", "" if post else "final_layer_norm", "lm_head"),
+            make_positions=partial(learned_positions, name="embed_positions", skipped=2),
         )
         self.widen: LinearLayer | None = None
         self.narrow: LinearLayer | None = None
@@ -81,11 +62,12 @@ class OPTModel(GPT2):
     def enter(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         """ids [tokens] -> the residual stream before the first layer, [tokens, hidden]."""
         x = self.embed(ids)
-        return self.embed_position.add(ctx.positions, x if self.widen is None else self.widen(x))
+        assert self.positions is not None
+        return self.positions.add(ctx.positions, x if self.widen is None else self.widen(x))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [rows, hidden] -> [rows, vocab] fp32."""
-        return self.lm_head(hidden if self.narrow is None else self.narrow(hidden))
+        return super().logits(hidden if self.narrow is None else self.narrow(hidden))
 
 
 def opt_wiring(fields: Fields) -> str:

@@ -4,39 +4,16 @@ LayerNorm, biases everywhere, and a part of each head turns."""
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
-from kvik.models.llama import Llama, LlamaAttention
-from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
+from kvik.models.llama import Llama, LlamaAttention, ParallelLayer, plain_mlp
+from kvik.spec.declare import Architecture
 from kvik.spec.layers import turned_layers
-from kvik.spec.model import ModelFacts
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
-class PhiLayer:
-    """Attention and MLP; both read the same normalised residual stream and add to it."""
-
-    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
-        hidden = spec.hidden_size
-        self.norm = builder.layer_norm("input_layernorm", hidden, spec.norm_eps)
-        self.attention = LlamaAttention(spec, builder.at("self_attn"), layer, o="dense")
-        self.mlp = builder.at("mlp").mlp(
-            "fc1",
-            "fc2",
-            hidden,
-            spec.intermediate_size,
-            bias=True,
-            activation=spec.activation,
-        )
-
-    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
-        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
-        normalised = self.norm(x)
-        return self.mlp(normalised, ctx, self.attention(normalised, x, rotation, ctx))
-
-
+PhiLayer = partial(
+    ParallelLayer,
+    attention=partial(LlamaAttention, o="dense"),
+    feed=partial(plain_mlp, up="fc1", down="fc2"),
+)
 PHI = Architecture(
     "PhiForCausalLM",
     "phi",

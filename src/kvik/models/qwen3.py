@@ -5,56 +5,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
-from kvik.models.llama import Llama, LlamaLayer, feed_forward
-from kvik.spec.declare import Architecture, ExpertNames, ForwardContext, LayerBuilder
+from kvik.models.llama import Llama, LlamaAttention, LlamaLayer, feed_forward
+from kvik.spec.declare import Architecture, ExpertNames, LayerBuilder
 from kvik.spec.experts import read_experts, softmax_router
 from kvik.spec.fields import Fields
 from kvik.spec.layers import switched_layers
 from kvik.spec.model import ModelFacts
 from kvik.spec.pooling import PooledLayer, PoolingSpec, one_label, score_function
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
-class Qwen3Attention:
-    """Grouped-query attention with RMSNorm on each head of q and k, then rotary positions.
-
-    Args:
-        names: of the norms of q and k, and of the projection of what the heads give.
-    """
-
-    def __init__(
-        self,
-        spec: ModelFacts,
-        builder: LayerBuilder,
-        layer: int,
-        names: tuple[str, str, str] = ("q_norm", "k_norm", "o_proj"),
-    ) -> None:
-        heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        rope = spec.layers[layer].rope
-        self.qkv = builder.heads(
-            ("q_proj", "k_proj", "v_proj"),
-            spec.hidden_size,
-            (heads, kv_heads, kv_heads),
-            dim,
-            bias=spec.qkv_bias,
-            rope=rope,
-        )
-        q_name, k_name, o = names
-        q_norm = builder.rms_norm(q_name, dim, spec.norm_eps, rope=rope)
-        k_norm = builder.rms_norm(k_name, dim, spec.norm_eps, rope=rope)
-        self.attend = builder.attention(layer, dim, norms=(q_norm, k_norm))
-        self.o = builder.linear(o, heads * dim, spec.hidden_size, bias=spec.o_bias, role="o")
-
-    def __call__(
-        self, x: Tensor, residual: Tensor | None, rotation: Tensor | None, ctx: ForwardContext
-    ) -> Tensor:
-        """x, residual [tokens, hidden], rotation [tokens, head_dim] -> [tokens, hidden]."""
-        q, k, v = self.qkv(x, ctx)  # [tokens, heads or kv_heads, head_dim]
-        return self.o(self.attend(q, k, v, ctx, rotation), ctx, residual)
+# RMSNorm on each head of q and k.
+Qwen3Attention = partial(LlamaAttention, norms=("q_norm", "k_norm"))
 
 
 def qwen3(spec: ModelFacts, builder: LayerBuilder) -> Llama:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvik.models.gemma import last_norm
-from kvik.models.llama import Llama
+from kvik.models.llama import AttentionBlock, Llama, LlamaLayer
 from kvik.models.qwen3 import SHARED_NAMES, shared_experts
 from kvik.spec.declare import (
     APART,
@@ -63,7 +63,7 @@ class GatedAttention:
         self.o = builder.linear("o_proj", heads * dim, spec.hidden_size, bias=spec.o_bias, role="o")
 
     def __call__(
-        self, x: Tensor, residual: Tensor, rotation: Tensor | None, ctx: ForwardContext
+        self, x: Tensor, residual: Tensor | None, rotation: Tensor | None, ctx: ForwardContext
     ) -> Tensor:
         """x, residual [tokens, hidden], rotation [tokens, head_dim] -> [tokens, hidden]."""
         q, gate, k, v = self.qkv(x, ctx)  # [tokens, heads or kv_heads, head_dim]
@@ -104,7 +104,7 @@ class GatedDeltaNet:
         )
 
     def __call__(
-        self, x: Tensor, residual: Tensor, rotation: Tensor | None, ctx: ForwardContext
+        self, x: Tensor, residual: Tensor | None, rotation: Tensor | None, ctx: ForwardContext
     ) -> Tensor:
         """x, residual [tokens, hidden] -> [tokens, hidden]."""
         if self.joined is not None:
@@ -202,26 +202,15 @@ GGUF_NAMES = {
 }
 
 
-class Qwen35Layer:
-    """A delta net or attention, then an MLP or experts; each reads the residual stream normalised
-    and adds to it."""
+def mixer(spec: ModelFacts, builder: LayerBuilder, layer: int) -> AttentionBlock:
+    """Return the delta net or the attention of a layer."""
+    state = spec.layers[layer].state
+    if state is not None:
+        return GatedDeltaNet(spec, builder.at("linear_attn"), layer, state)
+    return GatedAttention(spec, builder.at("self_attn"), layer)
 
-    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
-        state = spec.layers[layer].state
-        norm = partial(builder.rms_norm, dim=spec.hidden_size, eps=spec.norm_eps, offset=1.0)
-        self.mixer_norm = norm("input_layernorm", before="qkv")
-        self.mixer: GatedDeltaNet | GatedAttention
-        if state is not None:
-            self.mixer = GatedDeltaNet(spec, builder.at("linear_attn"), layer, state)
-        else:
-            self.mixer = GatedAttention(spec, builder.at("self_attn"), layer)
-        self.mlp_norm = norm("post_attention_layernorm", before="gate_up")
-        self.mlp = shared_experts(spec, builder, layer)
 
-    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
-        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
-        x = self.mixer(self.mixer_norm(x), x, rotation, ctx)
-        return self.mlp(self.mlp_norm(x), ctx, x)
+Qwen35Layer = partial(LlamaLayer, attention=mixer, feed=shared_experts, offset=1.0)
 
 
 def qwen3_5(spec: ModelFacts, builder: LayerBuilder) -> Llama:

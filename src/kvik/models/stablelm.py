@@ -4,17 +4,20 @@ of each head turns; in some, attention and MLP stand side by side, or heads are 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 from kvik.models.cohere import HeadNormAttention
-from kvik.models.llama import AttentionBlock, Layer, Llama, LlamaAttention, LlamaLayer
-from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
+from kvik.models.llama import (
+    AttentionBlock,
+    Layer,
+    Llama,
+    LlamaAttention,
+    LlamaLayer,
+    ParallelLayer,
+)
+from kvik.spec.declare import Architecture, LayerBuilder
 from kvik.spec.fields import Fields
 from kvik.spec.layers import turned_layers
 from kvik.spec.model import ModelFacts
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 PARALLEL = "parallel"
 NORMS = ("q_layernorm.norms.{}", "k_layernorm.norms.{}")
@@ -27,25 +30,9 @@ def stablelm_attention(spec: ModelFacts, builder: LayerBuilder, layer: int) -> A
     return HeadNormAttention(spec, builder, layer, NORMS)
 
 
-class ParallelLayer:
-    """Attention and MLP; both read the same normalised residual stream and add to it."""
-
-    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
-        hidden, inner = spec.hidden_size, spec.intermediate_size
-        self.norm = builder.layer_norm("input_layernorm", hidden, spec.norm_eps)
-        self.attention = stablelm_attention(spec, builder.at("self_attn"), layer)
-        self.mlp = builder.at("mlp").gated_mlp(hidden, inner, bias=spec.mlp_bias)
-
-    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
-        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
-        normalised = self.norm(x)
-        return self.mlp(normalised, ctx, self.attention(normalised, x, rotation, ctx))
-
-
 def stablelm_layer(spec: ModelFacts, builder: LayerBuilder, layer: int) -> Layer:
-    if spec.wiring == PARALLEL:
-        return ParallelLayer(spec, builder, layer)
-    return LlamaLayer(spec, builder, layer, stablelm_attention)
+    make = ParallelLayer if spec.wiring == PARALLEL else LlamaLayer
+    return make(spec, builder, layer, stablelm_attention)
 
 
 def stablelm_wiring(fields: Fields) -> str:

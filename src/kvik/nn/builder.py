@@ -32,7 +32,6 @@ from kvik.nn.layers import (
     Embedding,
     Experts,
     GatedDelta,
-    GatedMLP,
     GatedProduct,
     Heads,
     LatentAttention,
@@ -360,7 +359,7 @@ class Builder:
         names: tuple[str, ...] = GATE_UP,
         down: str = "down_proj",
         activation: Activation = "silu_and_mul",
-    ) -> GatedMLP:
+    ) -> MLP:
         """Gate, up and down_proj of this scope.
 
         Args:
@@ -376,7 +375,7 @@ class Builder:
             activation=activation,
             between=made,
         )
-        return GatedMLP(gate_up, self._down(down, LinearShape(inner, hidden), bias, made))
+        return MLP(gate_up, self._down(down, LinearShape(inner, hidden), bias, made))
 
     def _channels(self, inner: int, down: str) -> Between | None:
         """Return the channels of an MLP, of which whole groups of inputs of `down` stay together;

@@ -330,23 +330,21 @@ class Heads:
 # Feed-forward blocks.
 
 
-class GatedMLP:
-    """down(act(gate(x)) * up(x)) + residual (SwiGLU and GEGLU, Shazeer 2020).
+class MLP:
+    """down(activation(up(x))) + residual. With a gate (SwiGLU and GEGLU, Shazeer 2020) `up` has the
+    rows of both gate and up."""
 
-    Gate and up are one matrix product, followed by the activation.
-    """
+    __slots__ = ("down", "up")
 
-    __slots__ = ("down", "gate_up")
-
-    def __init__(self, gate_up: Linear, down: Linear) -> None:
-        self.gate_up = gate_up
+    def __init__(self, up: Linear, down: Linear) -> None:
+        self.up = up
         self.down = down
 
     def __call__(
         self, x: Tensor, ctx: ForwardContext | None = None, residual: Tensor | None = None
     ) -> Tensor:
         """x, residual [tokens, hidden] -> [tokens, hidden]."""
-        return self.down(self.gate_up(x, ctx), ctx, residual)
+        return self.down(self.up(x, ctx), ctx, residual)
 
 
 class Experts:
@@ -361,7 +359,7 @@ class Experts:
         rule: Router,
         correction: Tensor | None,
         experts: ExpertSet,
-        shared: GatedMLP | None,
+        shared: MLP | None,
         gate: Linear | None,
         scales: Tensor | None = None,
     ) -> None:
@@ -416,22 +414,6 @@ class LearnedScale:
     def __call__(self, x: Tensor) -> Tensor:
         """x [tokens, hidden] -> [tokens, hidden]."""
         return x if self.factor == 1.0 else self.ops.scaled(x, self.factor)
-
-
-class MLP:
-    """down(gelu(up(x))) + residual, with the tanh form of GELU (Hendrycks and Gimpel 2016)."""
-
-    __slots__ = ("down", "up")
-
-    def __init__(self, up: Linear, down: Linear) -> None:
-        self.up = up
-        self.down = down
-
-    def __call__(
-        self, x: Tensor, ctx: ForwardContext | None = None, residual: Tensor | None = None
-    ) -> Tensor:
-        """x, residual [tokens, hidden] -> [tokens, hidden]."""
-        return self.down(self.up(x, ctx), ctx, residual)
 
 
 class Stage(Protocol):

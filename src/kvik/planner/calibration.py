@@ -200,35 +200,29 @@ class Calibration(msgspec.Struct, frozen=True):
     def divided(self, cores: float, readers: int) -> Calibration:
         """Return the part of this machine that has one in `cores` of its cores, while `readers`
         such parts read memory: what is done by one thread takes as long."""
-        speed = 1 / cores
         shared = tuple(name for name in LINEAR_TIMES if name != "call")
-        return msgspec.structs.replace(
-            self,
-            reads=tuple(ReadRate(read.bytes, read.rate / readers) for read in self.reads),
-            peaks={name: rate * speed for name, rate in self.peaks.items()},
-            linears={
-                kind: tuple(_slower(cost, shared, speed) for cost in costs)
-                for kind, costs in self.linears.items()
-            },
-            attention=tuple(
-                msgspec.structs.replace(
-                    _slower(cost, ATTENTION_TIMES, speed), prefill=cost.prefill * speed
-                )
-                for cost in self.attention
-            ),
-            activation=self.activation * speed,
-            logit=self.logit / speed,
-        )
+        reads = tuple(ReadRate(read.bytes, read.rate / readers) for read in self.reads)
+        return msgspec.structs.replace(self._computing(1 / cores, shared), reads=reads)
 
     def at(self, reads: tuple[ReadRate, ...], speed: float) -> Calibration:
         """Return the same machine at other read rates and another `speed` of its cores (1: the
         speed at calibration)."""
         return msgspec.structs.replace(
-            self,
+            self._computing(speed, LINEAR_TIMES),
             reads=reads,
+            launch=self.launch / speed,
+            host=tuple(_slower(host, _HOST, speed) for host in self.host),
+            host_request=self.host_request / speed,
+            host_token=self.host_token / speed,
+        )
+
+    def _computing(self, speed: float, linear_times: tuple[str, ...]) -> Calibration:
+        """Return the same with kernels at another `speed`, of products those times alone."""
+        return msgspec.structs.replace(
+            self,
             peaks={name: rate * speed for name, rate in self.peaks.items()},
             linears={
-                kind: tuple(_slower(cost, LINEAR_TIMES, speed) for cost in costs)
+                kind: tuple(_slower(cost, linear_times, speed) for cost in costs)
                 for kind, costs in self.linears.items()
             },
             attention=tuple(
@@ -237,12 +231,8 @@ class Calibration(msgspec.Struct, frozen=True):
                 )
                 for cost in self.attention
             ),
-            launch=self.launch / speed,
             activation=self.activation * speed,
             logit=self.logit / speed,
-            host=tuple(_slower(host, _HOST, speed) for host in self.host),
-            host_request=self.host_request / speed,
-            host_token=self.host_token / speed,
         )
 
 

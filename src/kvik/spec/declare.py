@@ -753,7 +753,7 @@ _DESCRIBED = _Described()
 
 
 class _Describer:
-    """A builder that only lists declarations."""
+    """A builder that only lists declarations; `unlisted` options decide nothing that is listed."""
 
     def __init__(self, declaration: Declaration) -> None:
         self._found = declaration
@@ -782,11 +782,7 @@ class _Describer:
         *,
         bias: bool,
         role: Role = "",
-        transposed: bool = False,
-        order: Sequence[int] = (),
-        columns: Sequence[int] = (),
-        parts: tuple[int, ...] = (),
-        activation: Any = None,
+        **unlisted: object,
     ) -> _Described:
         names = (names,) if isinstance(names, str) else names
         outputs = (outputs,) if isinstance(outputs, int) else outputs
@@ -802,10 +798,9 @@ class _Describer:
         head_dim: int,
         *,
         bias: bool,
-        rope: RopeSpec | None = None,
         by_head: bool = False,
         gated: bool = False,
-        whole: bool = False,
+        **unlisted: object,
     ) -> _Described:
         widths = tuple(count * head_dim for count in heads)
         if gated:
@@ -825,22 +820,14 @@ class _Describer:
         bias: bool,
         names: tuple[str, ...] = GATE_UP,
         down: str = "down_proj",
-        activation: Any = "silu_and_mul",
+        **unlisted: object,
     ) -> _Described:
         widths = (2 * inner // len(names),) * len(names)
         self.linear(names, hidden, widths, bias=bias, role="gate_up")
         return self.linear(down, inner, hidden, bias=bias, role="down")
 
     def mlp(
-        self,
-        up: str,
-        down: str,
-        hidden: int,
-        inner: int,
-        *,
-        bias: bool,
-        transposed: bool = False,
-        activation: str = "gelu_new",
+        self, up: str, down: str, hidden: int, inner: int, *, bias: bool, **unlisted: object
     ) -> _Described:
         self.linear(up, hidden, inner, bias=bias, role="up")
         return self.linear(down, inner, hidden, bias=bias, role="down")
@@ -852,7 +839,7 @@ class _Describer:
         names: ExpertNames = EXPERT_NAMES,
         *,
         bias: bool = False,
-        activation: Any = "silu_and_mul",
+        **unlisted: object,
     ) -> _Described:
         router, inner = spec.router, spec.inner
         self.linear(names.router, hidden, router.experts, bias=bias, role="router")
@@ -900,19 +887,19 @@ class _Describer:
         return _DESCRIBED
 
     def token_embedding(
-        self, name: str, vocab: int, hidden: int, *, tied: bool, scale: float = 1.0
+        self, name: str, vocab: int, hidden: int, *, tied: bool, **unlisted: object
     ) -> _Described:
         table = DeclaredTable("embedding", self._name(name), vocab, hidden, tied)
         self._found.tables.append(table)
         return _Described(table)
 
-    def token_inputs(self, name: str, vocab: int, width: int, *, scale: float) -> _Described:
+    def token_inputs(self, name: str, vocab: int, width: int, **unlisted: object) -> _Described:
         table = DeclaredTable("token_inputs", self._name(name), vocab, width)
         self._found.tables.append(table)
         return _DESCRIBED
 
     def lm_head(
-        self, name: str, embedding: _Described, *, bias: bool = False, softcap: float | None = None
+        self, name: str, embedding: _Described, *, bias: bool = False, **unlisted: object
     ) -> _Described:
         table = embedding.table
         assert table is not None
@@ -930,17 +917,16 @@ class _Describer:
         *,
         before: Role = "",
         offset: float = 0.0,
-        scale: float = 1.0,
-        rope: RopeSpec | None = None,
-        heads: int = 1,
-        tensor: str = "weight",
+        **unlisted: object,
     ) -> _Described:
         norm = DeclaredNorm(self._layer, self._name(name), dim, False, before, offset)
         self._found.norms.append(norm)
         return _DESCRIBED
 
-    def plain_norm(self, dim: int, eps: float) -> _Described:
+    def _unlisted(self, *unlisted: object) -> _Described:
         return _DESCRIBED
+
+    plain_norm = query_scale = rope = scaled_sum = gated = _unlisted
 
     def layer_norm(
         self,
@@ -951,14 +937,14 @@ class _Describer:
         before: Role = "",
         bias: bool = True,
         offset: float = 0.0,
-        scale: float = 1.0,
+        **unlisted: object,
     ) -> _Described:
         norm = DeclaredNorm(self._layer, self._name(name), dim, bias, before, offset)
         self._found.norms.append(norm)
         return _DESCRIBED
 
     def head_norms(
-        self, name: str, heads: int, dim: int, eps: float, *, rope: RopeSpec | None = None
+        self, name: str, heads: int, dim: int, eps: float, **unlisted: object
     ) -> _Described:
         each = range(heads) if "{}" in name else range(1)
         for head in each:
@@ -967,24 +953,7 @@ class _Describer:
             self._found.norms.append(DeclaredNorm(self._layer, full, size, False, ""))
         return _DESCRIBED
 
-    def query_scale(self, spec: QueryScale) -> _Described:
-        return _DESCRIBED
-
-    def rope(self, spec: RopeSpec, head_dim: int) -> _Described:
-        return _DESCRIBED
-
-    def attention(
-        self,
-        layer: int,
-        head_dim: int,
-        scale: float | None = None,
-        norms: tuple[Any, Any] | None = None,
-        softcap: float | None = None,
-        sinks: int = 0,
-        rope: RopeSpec | None = None,
-        kv_from: int | None = None,
-        bidirectional: int | None = None,
-    ) -> _Described:
+    def attention(self, *unlisted: object, sinks: int = 0, **others: object) -> _Described:
         if sinks:
             self._found.others.append(DeclaredOther(self._layer, self._name("sinks"), sinks))
         return _DESCRIBED
@@ -1006,19 +975,11 @@ class _Describer:
             self.linear(values, latent.rank, heads * latent.value, bias=False, role="kv_up")
         return _DESCRIBED
 
-    def scaled_sum(self, factor: float) -> _Described:
-        return _DESCRIBED
-
     def learned_scale(self, name: str) -> _Described:
         self._other(name, 1)
         return _DESCRIBED
 
-    def gated(self, by: str = "none") -> _Described:
-        return _DESCRIBED
-
-    def causal_conv(
-        self, name: str, layer: int, spec: StateSpec, *, silu: bool = False
-    ) -> _Described:
+    def causal_conv(self, name: str, layer: int, spec: StateSpec, **unlisted: object) -> _Described:
         self._other(f"{name}.weight", spec.channels * spec.width, (spec.channels, 1, spec.width))
         if spec.bias:
             self._other(f"{name}.bias", spec.channels)
