@@ -2,7 +2,8 @@
 
 - **fast** (`make test`): tests without a mark. A table of more than eight cases that is the product
   of several axes runs a cover of it: each value of each axis at least once.
-- **full** (`make test-full`): also tests marked `full`, whole products and all examples.
+- **full** (`make test-full`): also tests marked `full`, whole products and all examples. Of a
+  product marked `pairs` it runs a cover too: each pair of values of two axes at least once.
 - **check** (`make check`): tests marked `check`, which look at the form of sources and documents.
   They belong to no other tier.
 - **nightly** (`make test-nightly`): also tests marked `nightly`; ten times the examples, drawn from
@@ -18,10 +19,12 @@ import heapq
 import os
 import random
 from collections import defaultdict
+from itertools import combinations
 
 import pytest
 
 TIERS = ("fast", "full", "nightly")
+STRENGTH = {"fast": 1, "full": 2}  # axes whose values are combined in a cover
 CHECK = "check"
 SMALL = 8  # cases of one function that are never thinned
 FEWEST_EXAMPLES = 25
@@ -70,7 +73,7 @@ def selected(items: list[pytest.Item], chosen: str) -> list[pytest.Item]:
         return [item for item in items if item.get_closest_marker(CHECK)]
     later = (*TIERS[TIERS.index(chosen) + 1 :], CHECK)
     items = [item for item in items if not any(map(item.get_closest_marker, later))]
-    if chosen != "fast":
+    if chosen == "nightly":
         return items
     by_function: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
@@ -78,26 +81,32 @@ def selected(items: list[pytest.Item], chosen: str) -> list[pytest.Item]:
     kept = {
         item
         for cases in by_function.values()
-        for item in (cases if _is_whole(cases) else covering(cases))
+        for item in (cases if _is_whole(cases, chosen) else covering(cases, STRENGTH[chosen]))
     }
     return [item for item in items if item in kept]
 
 
-def _is_whole(cases: list[pytest.Item]) -> bool:
+def _is_whole(cases: list[pytest.Item], chosen: str) -> bool:
+    marker = cases[0].get_closest_marker
     return (
         len(cases) <= SMALL
         or not hasattr(cases[0], "callspec")
-        or cases[0].get_closest_marker("whole") is not None
+        or (chosen == "full" and marker("pairs") is None)
+        or (chosen == "fast" and marker("whole") is not None)
     )
 
 
-def covering(cases: list[pytest.Item]) -> list[pytest.Item]:
-    """Return few cases that hold each value of each axis (`parametrize`, fixture) at least once.
+def covering(cases: list[pytest.Item], strength: int) -> list[pytest.Item]:
+    """Return few cases that hold each combination of values of `strength` axes (`parametrize`,
+    fixture) at least once.
 
     Greedy: always the case with most values that none before it had. The count of new values of a
     case only falls, so a heap of stale counts finds the next case without counting all again.
     """
-    values = {case: set(enumerate(case.callspec._idlist)) for case in cases}  # type: ignore[attr-defined]
+    values = {
+        case: set(combinations(enumerate(case.callspec._idlist), strength))  # type: ignore[attr-defined]
+        for case in cases
+    }
     missing = set().union(*values.values())
     heap = [(-len(values[case]), order) for order, case in enumerate(cases)]
     heapq.heapify(heap)
