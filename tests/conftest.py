@@ -7,7 +7,7 @@ import gc
 import inspect
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
 import pytest
@@ -61,11 +61,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: item.get_closest_marker("full") is None)
 
 
-def pytest_collection_finish() -> None:
-    """Take the modules and cases out of what the collector looks through: they stay, and a
-    collection over all of them takes a second and a half of CPU."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without the collector of cycles, and take the modules and cases out of its reach:
+    they stay, and to look through all of them takes a second and a half of CPU each time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
