@@ -79,6 +79,7 @@ def test_several_models_are_compared_in_one_table(
     assert capsys.readouterr().out.startswith("# kvik compare\n")
 
 
+@pytest.mark.full
 def test_plots(tmp_path: Path, text: str) -> None:
     pytest.importorskip("matplotlib")
     words = ("--quantizations", "int8", "--data", text, "--no-speed", "--plot", str(tmp_path / "p"))
