@@ -77,6 +77,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_n_heads": 4,
     },
     "Nemotron": {},
+    "Arcee": {},
     "Granite": {"residual_multiplier": 0.3, "embedding_multiplier": 2.0},
     "GPTNeoX": {"num_key_value_heads": 4},
     "Falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},

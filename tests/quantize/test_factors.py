@@ -102,6 +102,7 @@ def test_outputs_stay(tmp_path: Path, family: str, index: int) -> None:
         "Starcoder2": (3,),
         "OPT": (3,),
         "Nemotron": (3,),
+        "Arcee": (3,),
         "GPTNeoX": (3,),
         "Falcon": (3,),
         "Olmo2": (2,),
