@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.optional_native import needs_native
 
 from kvik import LLM, SamplingParams
 from kvik.cli.main import main
@@ -215,12 +216,20 @@ def test_an_engine_that_was_killed_has_left_its_pages(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(
+    "processes",
+    [
+        {},
+        pytest.param({"tensor_parallel_size": 2, "threads": 2}, marks=needs_native),
+        pytest.param({"pipeline_parallel_size": 2, "threads": 2}, marks=needs_native),
+    ],
+)
 def test_a_recording_with_a_disk_tier_is_replayed_and_changes_no_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    processes: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiers = f"memory:1MiB,disk:{tmp_path / 'kv'}:1GiB"
     record(tmp_path, kv_tiers=tiers)
-    file, stats = record(tmp_path, kv_tiers=tiers)  # of what the first one has left
+    file, stats = record(tmp_path, kv_tiers=tiers, **processes)  # of what the first one has left
     assert {tier.name for tier in stats.moves.tiers if tier.loaded} == {"memory", "disk"}
     pages = {path: path.stat().st_mtime_ns for path in (tmp_path / "kv").glob("*/*/*")}
     assert main(["replay", str(file)]) == 0, capsys.readouterr()

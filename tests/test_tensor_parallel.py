@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from kvik import rank_process as module
 from kvik.errors import GroupLost
 from kvik.kernels import torch_group
 from kvik.kernels.torch_group import TorchGroup
+from kvik.worker.group_pages import GroupPageMover
 
 pytestmark = pytest.mark.full  # processes that import torch
 
@@ -129,6 +131,55 @@ def test_what_the_first_process_leaves_undone_is_never_taken_for_something_else(
         assert "interrupted" in error
     with pytest.raises(GroupLost, match="interrupted in the first"):
         llm.generate("Once", LONG)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("load", [False, True], ids=["stored", "loaded"])
+@pytest.mark.parametrize("tiers", ["memory:64MiB", "disk:{folder}:1GiB"])
+def test_a_process_that_is_lost_while_pages_move_leaves_nothing(
+    tiers: str, load: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [[5 + i] * 100 for i in range(4)]
+    sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    kv_tiers = tiers.format(folder=tmp_path / "kv")
+    copy, killed = GroupPageMover._copy, []
+
+    def lose(mover: GroupPageMover, *args: Any, **options: Any) -> int:
+        if options["load"] == load and not killed:
+            killed.extend(ranks_of(os.getpid()))
+            os.kill(killed[0], signal.SIGKILL)
+        return copy(mover, *args, **options)
+
+    threads = set(threading.enumerate())
+    with LLM(**OPTIONS, num_blocks=18, kv_tiers=kv_tiers) as made:
+        if load:
+            for prompt in prompts:
+                made.generate([prompt], sampling)
+        monkeypatch.setattr(GroupPageMover, "_copy", lose)
+        try:
+            for prompt in prompts:
+                (output,) = made.generate([prompt], sampling)
+                if output.outputs[0].error:
+                    assert "rank 1 has ended with signal 9" in output.outputs[0].error
+                    break
+            else:
+                made.generate([prompts[0]], sampling)
+        except GroupLost:
+            pass
+        with pytest.raises(GroupLost, match=f"rank 1 has ended with signal 9: {AGAIN}"):
+            made.generate([prompts[0]], sampling)
+        assert killed
+    until = time.monotonic() + 10
+    while set(threading.enumerate()) - threads and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not set(threading.enumerate()) - threads
+    for page in (tmp_path / "kv").glob("*/*/*.kv"):
+        assert page.name[0] != "."
+    with LLM(**{**OPTIONS, "tensor_parallel_size": 1}, num_blocks=18, kv_tiers=kv_tiers) as again:
+        found = [again.generate([prompt], sampling)[0].outputs[0] for prompt in prompts]
+    with LLM(**{**OPTIONS, "tensor_parallel_size": 1}) as alone:
+        right = [alone.generate([prompt], sampling)[0].outputs[0] for prompt in prompts]
+    assert [each.token_ids for each in found] == [each.token_ids for each in right]
 
 
 # While they load

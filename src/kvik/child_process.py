@@ -9,7 +9,6 @@ import os
 import select
 import signal
 import sys
-import tempfile
 import threading
 import time
 
@@ -48,17 +47,6 @@ def die_with_parent() -> None:
     also while it is stopped and does not see that its socket has closed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def shared_memory(size: int) -> int:
-    """Return the number of a file without a name, as large as asked and full of zeros."""
-    if sys.platform == "linux":
-        file = os.memfd_create("kvik")
-    else:
-        with tempfile.TemporaryFile() as made:
-            file = os.dup(made.fileno())
-    os.ftruncate(file, size)
-    return file
 
 
 class Stillness:

@@ -10,6 +10,8 @@ import os
 import secrets
 import shutil
 import stat
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -18,6 +20,17 @@ NO_FILE = "it is no regular file"
 DRAFT = ".kvik-"  # what the name of an unfinished file begins with
 OLD = "-old"  # what the name of a folder that is being replaced ends in
 GGUF = ".gguf"
+
+
+def shared_memory(size: int) -> int:
+    """Return the number of a file without a name, as large as asked and full of zeros."""
+    if sys.platform == "linux":
+        file = os.memfd_create("kvik")
+    else:
+        with tempfile.TemporaryFile() as made:
+            file = os.dup(made.fileno())
+    os.ftruncate(file, size)
+    return file
 
 
 def is_gguf(path: Path) -> bool:

@@ -34,11 +34,11 @@ from kvik.child_process import (
     die_with_parent,
     live_with_parent,
     python_command,
-    shared_memory,
 )
 from kvik.config.config import ResolvedConfig
 from kvik.config.parallel import OPTION
 from kvik.errors import ConfigError, GroupLost, KvikError
+from kvik.files import shared_memory
 from kvik.kernels.cpu.meeting import MEETING_BYTES, BrokenGroup, Meeting
 from kvik.spec.shares import PipelineStage
 from kvik.worker.ahead import LoadAhead

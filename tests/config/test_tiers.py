@@ -44,8 +44,8 @@ def test_what_is_wrong_is_one_error_that_names_the_field(text: str) -> None:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"tensor_parallel_size": 2, "threads": 2}, ConfigError),
-        ({"pipeline_parallel_size": 2, "threads": 2}, ConfigError),
+        ({"pipeline_parallel_size": 2, "distributed_executor_backend": "ray"}, ConfigError),
+        ({"enable_prefix_caching": False}, ConfigError),
         ({"kv_tiers": "memory:100TiB"}, CapacityError),
         ({"kv_tiers": "memory:1KiB"}, CapacityError),
     ],

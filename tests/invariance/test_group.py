@@ -8,8 +8,11 @@ import pytest
 from helpers.calibrated import FAMILIES as CALIBRATED
 from helpers.matrix import (
     CONTEXT,
+    DISK_TIER,
     FORMATS,
+    MEMORY_TIER,
     SQUEEZED,
+    TIGHT,
     Column,
     make_model,
     params_with_logprobs,
@@ -35,6 +38,7 @@ pytestmark = needs_native
 
 ALONE = Column("reference", alone=True)
 TWO = {"tensor_parallel_size": 2, "threads": 2}
+FOUR = {"tensor_parallel_size": 4, "threads": 4}
 STAGES = {"pipeline_parallel_size": 2, "threads": 2}
 BOTH = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "threads": 4}
 DRAFTERS = {
@@ -45,7 +49,7 @@ DRAFTERS = {
 EAGER = {"speculative_config": {"adaptive": False}}
 COLUMNS = [
     Column("tp2", TWO),
-    Column("tp4", {"tensor_parallel_size": 4, "threads": 4}),
+    Column("tp4", FOUR),
     Column("tp2, hits, chunks", {**TWO, "max_num_batched_tokens": 16}, rounds=2, must="hits"),
     Column("tp2, preemption, siblings", {**TWO, **SQUEEZED}, siblings=2, must="preemptions"),
     *(
@@ -68,14 +72,39 @@ COLUMNS = [
         must="preemptions",
     ),
 ]
+COLUMNS += [
+    Column("tp2, memory tier", {**TIGHT, **TWO}, rounds=2, must="loads"),
+    Column("tp4, disk tier", {**TIGHT, **DISK_TIER, **TWO, **FOUR}, rounds=2, must="loads"),
+    Column("tp2, swap, siblings", {**SQUEEZED, **MEMORY_TIER, **TWO}, siblings=2, must="swaps"),
+    Column("pp2, memory tier", {**TIGHT, **STAGES}, rounds=2, must="loads"),
+    Column("pp2, disk tier", {**TIGHT, **DISK_TIER, **STAGES}, rounds=2, must="loads"),
+    Column("pp2, swap, siblings", {**SQUEEZED, **MEMORY_TIER, **STAGES}, siblings=2, must="swaps"),
+    Column(
+        "tp2 pp2, both tiers, chunks",
+        {
+            **TIGHT,
+            **BOTH,
+            "max_num_seqs": 4,
+            "kv_tiers": "memory:1MiB,disk:{folder}:1GiB",
+            "max_num_batched_tokens": 33,
+        },
+        rounds=2,
+        must="loads",
+    ),
+]
 BY_NAME = {column.name: column for column in COLUMNS}
 # Each format with two processes, and each column in one format.
 CASES = [("bundled", name, BY_NAME[column]) for name in FORMATS for column in ("tp2", "pp2")]
 ELSEWHERE = ("tp2", "pp2", "tp2, whole experts")
 CASES += [("bundled", "int8", column) for column in COLUMNS if column.name not in ELSEWHERE]
-FAST = [("int8", BY_NAME[name]) for name in ("tp2, hits, chunks", "pp2, hits, chunks")]
+FAST = [
+    ("int8", BY_NAME[name])
+    for name in ("tp2, hits, chunks", "pp2, hits, chunks", "tp2, memory tier")
+]
 CASES += [("capped", "bfloat16", BY_NAME[name]) for name in ("tp2", "tp4", "tp2 pp2")]
 CASES += [(name, "int4", BY_NAME["tp2"]) for name in ("windowed", "chunked", "latent")]
+CASES += [("windowed", "bfloat16", BY_NAME["tp4, disk tier"])]
+CASES += [("capped", "bfloat16", BY_NAME["pp2, disk tier"])]
 CASES += [(name, "int4", BY_NAME["pp2"]) for name in ("chunked", "latent")]
 CASES += [
     (name, weights, BY_NAME["tp2, whole experts"])
@@ -163,6 +192,33 @@ def test_models_of_each_kind(number, family, tmp_path) -> None:
         found.append(answers(tmp_path, 2, dtype="float32", expert_parallel=True))
     if family != "Gemma4":  # whose last layers read what the first ones keep
         found.append(answers(tmp_path, 2, "pipeline_parallel_size", dtype="float32"))
+    assert found == [found[0]] * len(found)
+
+
+PROCESSES = ({}, TWO, {"tensor_parallel_size": 3, "threads": 3}, STAGES, BOTH, {})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["bundled", "capped", "latent"])
+@pytest.mark.parametrize("format", ["auto", "int8"])
+def test_pages_are_alike_for_all_numbers_of_processes(name, format, tmp_path) -> None:
+    """What the first engine has written each other one loads, also where several have a head."""
+    model = make_model(name, tmp_path)
+    common = {"device": "cpu", "max_model_len": CONTEXT, "kv_cache_dtype": format}
+    common["kv_tiers"] = f"disk:{tmp_path / 'kv'}:1GiB"
+    vocab, sampling = 96, SamplingParams(temperature=0.0, max_tokens=12, logprobs=2)
+    asked = [tokens(90, seed, vocab) for seed in range(3)]
+    found, first = [], {}
+    for processes in PROCESSES:
+        with LLM(**model, **common, **{"threads": 1, **processes}) as llm:
+            outputs = llm.generate(asked, sampling)
+            found.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
+            (disk,) = llm.stats().moves.tiers
+        assert [output.num_cached_tokens for output in outputs] == [80 * bool(first)] * 3
+        assert disk.failed == 0 and bool(disk.stored) == (not first)
+        pages = {path.name: path.read_bytes() for path in (tmp_path / "kv").glob("*/*/*.kv")}
+        first = first or pages
+        assert pages == first
     assert found == [found[0]] * len(found)
 
 

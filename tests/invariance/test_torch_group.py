@@ -12,7 +12,9 @@ import pytest
 from helpers.calibrated import FAMILIES as CALIBRATED
 from helpers.matrix import (
     CONTEXT,
+    DISK_TIER,
     SQUEEZED,
+    TIGHT,
     Column,
     make_model,
     params_with_logprobs,
@@ -56,6 +58,8 @@ COLUMNS = [
         {**FAST, **SQUEEZED, "max_num_batched_tokens": 16},
         must="preemptions",
     ),
+    Column("exact, memory tier", {**TIGHT, **TWO}, rounds=2, must="loads"),
+    Column("fast, disk tier", {**TIGHT, **DISK_TIER, **FAST}, rounds=2, must="loads"),
     *(
         Column(f"fast, drafts by {method}", {**FAST, "spec_method": method, **EAGER, **more})
         for method, more in DRAFTERS.items()

@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvik.nn.kv_formats import allocate_kv
-from kvik.nn.pages import PageName, group_pages, is_good, seal
+from kvik.nn.pages import PageName, PagePart, group_pages, is_good, seal
 from kvik.spec.kv import PAGE_HEAD_BYTES, KVCacheSpec, group_layers, stored_as
+from kvik.spec.shares import cut_groups, kv_share, stage_groups
 
+ALONE = PagePart(16)
 NAME = PageName(b"f" * 16, 1, b"h" * 16)
 
 
@@ -61,9 +63,8 @@ def test_a_block_comes_back_in_another_place(format: str, heads_first: bool) -> 
     cache = allocate_kv(groups, 6, 16, torch.float32, torch.device("cpu"))
     for storage in cache.storages:
         storage.view(torch.uint8).random_(0, 256)
-    for group, pages in zip(
-        groups, group_pages(groups, cache, heads_first=heads_first), strict=True
-    ):
+    whole = group_pages(groups, groups, cache, ALONE, heads_first=heads_first)
+    for group, pages in zip(groups, whole, strict=True):
         assert pages.num_bytes == PAGE_HEAD_BYTES + 16 * group.bytes_per_token
         page = np.zeros(pages.num_bytes, np.uint8)
         pages.copy_out([2], page[None], [0])
@@ -91,6 +92,42 @@ def test_a_page_is_ordered_by_heads_whatever_the_kernels() -> None:
     pages = []
     for cache, heads_first in zip(caches, (False, True), strict=True):
         page = np.zeros(PAGE_HEAD_BYTES + 2 * 16 * 2 * 4 * 4, np.uint8)
-        group_pages(groups, cache, heads_first=heads_first)[0].copy_out([1], page[None], [0])
+        (whole,) = group_pages(groups, groups, cache, ALONE, heads_first=heads_first)
+        whole.copy_out([1], page[None], [0])
         pages.append(page)
     assert np.array_equal(*pages)
+
+
+@pytest.mark.parametrize("format", ["auto", "int8", "int4"])
+@pytest.mark.parametrize(("ranks", "heads"), [(1, 4), (2, 4), (3, 4), (4, 2), (3, 2), (2, 1)])
+def test_processes_write_and_read_their_parts_of_a_page(
+    format: str, ranks: int, heads: int
+) -> None:
+    """Of two stages with as many ranks each. Heads that several have stand in a page once."""
+    specs = stored_as([spec(heads, 16)] * 3, format)
+    groups = group_layers(specs)
+    alone = allocate_kv(groups, 4, 16, torch.float32, torch.device("cpu"))
+    for storage in alone.storages:
+        storage.view(torch.uint8).random_(0, 256)
+    (whole,) = group_pages(groups, groups, alone, ALONE, heads_first=False)
+    right, found = (np.zeros(whole.num_bytes, np.uint8) for _ in range(2))
+    whole.copy_out([1], right[None], [0])
+    for layers in (range(0, 1), range(1, 3)):
+        for rank in range(ranks):
+            own = cut_groups(stage_groups(groups, layers), rank, ranks)
+            cache = allocate_kv(own, 4, 16, torch.float32, torch.device("cpu"))
+            share = PagePart(16, rank, ranks)
+            (pages,) = group_pages(groups, own, cache, share, heads_first=False)
+            assert pages.num_bytes == whole.num_bytes
+            pages.copy_in(right, 3)
+            begin, end = kv_share(heads, rank, ranks)
+            for layer in layers:
+                pairs = zip(cache.of(layer).tensors, alone.of(layer).tensors, strict=True)
+                for tensor, all_heads in pairs:
+                    part = all_heads[1][:, begin:end].contiguous().view(torch.uint8)
+                    assert torch.equal(tensor[3].view(torch.uint8), part)
+            before = found.copy()
+            pages.copy_out([3], found[None], [0])
+            if rank and kv_share(heads, rank - 1, ranks) == (begin, end):
+                assert np.array_equal(found, before)  # another one has written it
+    assert np.array_equal(found[PAGE_HEAD_BYTES:], right[PAGE_HEAD_BYTES:])

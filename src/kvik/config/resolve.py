@@ -367,8 +367,7 @@ def check_tiers(config: EngineConfig, spec: ModelSpec, compute: Compute) -> Tier
         (spec.encoder, f"{spec.architecture} is an encoder, of whose prompts nothing is kept"),
         (bool(spec.states), f"{spec.architecture} keeps states, which no page holds"),
         (compute.gpu is not None, "blocks of a GPU are not moved yet; use device cpu"),
-        (config.tensor_parallel_size > 1, "it needs tensor_parallel_size 1"),
-        (config.pipeline_parallel_size > 1, "it needs pipeline_parallel_size 1"),
+        (config.distributed_executor_backend != "mp", "stages of ray share no memory; use mp"),
         (not config.enable_prefix_caching, "it needs enable_prefix_caching"),
         (config.kv_budget is not None, "blocks behind a cut of kv_budget are not kept"),
     ):

@@ -22,13 +22,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from mmap import mmap
 
-from kvik.child_process import LOOK_SECONDS, Pulse, Stillness, shared_memory
+from kvik.child_process import LOOK_SECONDS, Pulse, Stillness
 from kvik.config.config import ResolvedConfig
 from kvik.engine.host import host_engine
 from kvik.engine.loop import EngineLoop
 from kvik.engine.remote import EngineState, RemoteClient
 from kvik.engine.thread import interrupt
 from kvik.engine.wire import EngineStart, HostSocket
+from kvik.files import shared_memory
 
 TAIL = 2000  # characters of the last output of the process that are kept
 _POLL_SECONDS = 0.01  # between two looks whether the process has ended

@@ -2,7 +2,8 @@
 
 A page is a head of 64 bytes and one block's bytes of one KV group: of each layer of the group each
 of its tensors (K, V, then their scales), of each the KV heads one after another. So a share of the
-heads is a run of each tensor's bytes, and a page is the same for every number of processes.
+heads is a run of each tensor's bytes, a share of the layers a run of the page, and a page is the
+same for every number of processes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 
 from kvik.nn.kv_formats import KVCache
 from kvik.spec.kv import PAGE_HEAD_BYTES, KVGroup
+from kvik.spec.shares import kv_share
 
 # Magic, version, KV group, fingerprint, hash, hash of the block before, bytes behind the head, and
 # CRC-32 of all but itself.
@@ -25,6 +27,15 @@ _CHECKED = _HEAD.size - 4
 assert _HEAD.size == PAGE_HEAD_BYTES
 MAGIC, VERSION = b"kvik", 1
 FINGERPRINT_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PagePart:
+    """Which heads a process has of each page: it is number `rank` of `size`."""
+
+    block_size: int
+    rank: int = 0
+    size: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,32 +80,44 @@ def is_good(page: np.ndarray, name: PageName) -> bool:
 
 
 class GroupPages:
-    """Copies blocks of one KV group of a cache on a CPU from and to pages.
+    """Copies what a process has of the blocks of one KV group, in a cache on a CPU, from and to
+    pages.
 
     Attributes:
         num_bytes: of a page, the head included.
     """
 
-    def __init__(self, group: KVGroup, cache: KVCache, *, heads_first: bool) -> None:
+    def __init__(
+        self, group: KVGroup, own: KVGroup, cache: KVCache, share: PagePart, *, heads_first: bool
+    ) -> None:
         """
         Args:
-            heads_first: a block's bytes are ordered by heads, as the native kernels have them; else
-                they are [block_size, kv_heads, ...].
+            group: with all layers and heads.
+            own: what `cache` has of it.
+            share: see `group_pages`, as for `heads_first`.
         """
         self._shares = group.shares
         self._parts: list[tuple[np.ndarray, int, int]] = []  # [blocks, ...] uint8, first, end
+        heads = group.spec.num_kv_heads
+        begin, end = kv_share(heads, share.rank, share.size)
+        # Heads that several processes have are written by the first of them.
+        self._writes = not share.rank or kv_share(heads, share.rank - 1, share.size) != (begin, end)
         first = PAGE_HEAD_BYTES
-        for layer in group.layers:
-            for tensor in cache.of(layer).tensors:
+        for layer, spec in zip(group.layers, group.specs, strict=True):
+            at = first
+            first += spec.bytes_per_token * share.block_size
+            for tensor in cache.of(layer).tensors if layer in own.layers else ():
                 blocks = _bytes_of(tensor, heads_first=heads_first)
-                end = first + blocks[0].size
-                self._parts.append((blocks, first, end))
-                first = end
+                head = blocks[0].size // (end - begin)  # bytes
+                self._parts.append((blocks, at + begin * head, at + end * head))
+                at += heads * head
         self.num_bytes = first
 
     def copy_out(self, blocks: Sequence[int], pages: np.ndarray, rows: Sequence[int]) -> None:
-        """Copy blocks to rows of pages: [pages, at least num_bytes] uint8. Heads are left as they
-        are."""
+        """Copy blocks to rows of pages: [pages, at least num_bytes] uint8. What stands before their
+        bytes is left as it is."""
+        if not self._writes:
+            return
         at, to = np.array(blocks) * self._shares, np.array(rows)
         for part, first, end in self._parts:  # all blocks at once, as numpy's calls take long
             pages[to, first:end] = part[at].reshape(len(at), -1)
@@ -108,10 +131,23 @@ class GroupPages:
 
 
 def group_pages(
-    groups: Sequence[KVGroup], cache: KVCache, *, heads_first: bool
+    groups: Sequence[KVGroup],
+    own: Sequence[KVGroup],
+    cache: KVCache,
+    share: PagePart,
+    *,
+    heads_first: bool,
 ) -> tuple[GroupPages, ...]:
-    """Return what copies the blocks of each KV group. `heads_first` as for `GroupPages`."""
-    return tuple(GroupPages(group, cache, heads_first=heads_first) for group in groups)
+    """Return what copies the blocks of each KV group.
+
+    Args:
+        groups: with all layers and heads.
+        own: what `cache` has of them.
+        heads_first: a block's bytes are ordered by heads, as the native kernels have them; else
+            they are [block_size, kv_heads, ...].
+    """
+    pairs = zip(groups, own, strict=True)
+    return tuple(GroupPages(*pair, cache, share, heads_first=heads_first) for pair in pairs)
 
 
 def _bytes_of(tensor: torch.Tensor, *, heads_first: bool) -> np.ndarray:

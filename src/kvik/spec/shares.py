@@ -135,9 +135,14 @@ def cut_groups(groups: Sequence[KVGroup], rank: int, size: int) -> tuple[KVGroup
     )
 
 
+def kv_share(heads: int, rank: int, size: int) -> tuple[int, int]:
+    """Return the heads of keys and values of one process: first and end."""
+    return HeadShare.of(max(heads, size), heads, rank, size).kv_heads
+
+
 def _cut(spec: KVCacheSpec, rank: int, size: int) -> KVCacheSpec:
     heads = spec.num_kv_heads
-    begin, end = HeadShare.of(max(heads, size), heads, rank, size).kv_heads
+    begin, end = kv_share(heads, rank, size)
     count = end - begin
     return replace(spec, num_kv_heads=count, bytes_per_token=spec.bytes_per_token // heads * count)
 

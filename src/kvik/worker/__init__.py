@@ -20,5 +20,6 @@ right.
 `worker.py` is the executor of this process; `platforms.py` what it computes with and on which
 device, `team.py` on how many threads, `loading.py` the model with its cache, `engine_cache.py`
 the weights it keeps for the next start, `ahead.py` what is begun before torch is imported.
-`page_mover.py` moves blocks between the cache and its tiers, `disk_tier.py` keeps them in files.
+`page_mover.py` moves blocks between the cache and its tiers, `group_pages.py` the same where
+several processes have parts of them, `disk_tier.py` keeps them in files.
 """

@@ -86,7 +86,47 @@ class GiveBack:
     blocks: list[int]
 
 
-Message = RunStep | StageStep | CopyBlocks | CopyStates | MoveTokens | ReadLogits | Enter | GiveBack
+@dataclass(frozen=True, slots=True)
+class OpenPages:
+    """Map the memory in which pages of the cache lie that all processes copy; see `PageMemory`.
+
+    Attributes:
+        rows, row_bytes: of pages.
+    """
+
+    path: str
+    rows: int
+    row_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPages:
+    """Copy the own part of blocks of a KV group to rows of pages, or the other way.
+
+    Attributes:
+        number: to be told when it is done.
+        load: from pages to blocks.
+    """
+
+    number: int
+    load: bool
+    group: int
+    blocks: list[int]
+    rows: list[int]
+
+
+Message = (
+    RunStep
+    | StageStep
+    | CopyBlocks
+    | CopyStates
+    | MoveTokens
+    | ReadLogits
+    | Enter
+    | GiveBack
+    | OpenPages
+    | CopyPages
+)
 _KINDS: tuple[type[Any], ...] = (
     RunStep,
     StageStep,
@@ -96,6 +136,8 @@ _KINDS: tuple[type[Any], ...] = (
     ReadLogits,
     Enter,
     GiveBack,
+    OpenPages,
+    CopyPages,
 )
 MESSAGES: Mapping[str, type[Any]] = {kind.__name__: kind for kind in _KINDS}
 

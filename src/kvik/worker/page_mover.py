@@ -72,13 +72,24 @@ class PageFolder(Protocol):
         ...
 
 
-class _Loading:
-    """A load under way."""
+class Loading:
+    """A load under way.
 
-    def __init__(self, load: PageLoad) -> None:
-        self.load = load
-        self.left = -(-len(load.pages) // JOB_PAGES)  # jobs
+    Attributes:
+        step: of the plan that began it.
+        left: jobs.
+        failed: indices of pages that did not come.
+    """
+
+    def __init__(self, load: PageLoad, step: int, job_pages: int) -> None:
+        self.load, self.step = load, step
+        self._job_pages = job_pages
+        self.left = -(-len(load.pages) // job_pages)
         self.failed: list[int] = []
+
+    def pages_of_job(self, first: int) -> list[tuple[PageKey, int, int]]:
+        """Return the pages of the job that begins with the `first`-th; see `PageLoad`."""
+        return self.load.pages[first : first + self._job_pages]
 
 
 class PageMover:
@@ -91,6 +102,7 @@ class PageMover:
         folder: PageFolder | None,
         *,
         at_once: bool = False,
+        slab: np.ndarray | None = None,
     ) -> None:
         """
         Args:
@@ -98,6 +110,7 @@ class PageMover:
             places: pages of the memory tier.
             folder: None: there is no disk tier.
             at_once: a load is done when `begin` returns, for a replay.
+            slab: [places, bytes] uint8; None: new memory.
 
         Raises:
             OSError: there is no address space for the memory tier.
@@ -105,20 +118,21 @@ class PageMover:
         self._pages = pages
         self._largest = max(each.num_bytes for each in pages)
         # The system gives memory to a page when it is first written.
-        self._slab: np.ndarray | None = None  # [places, bytes]
-        if places:
+        self._slab = slab
+        if places and slab is None:
             memory = mmap.mmap(-1, places * self._largest)
             self._slab = np.frombuffer(memory, np.uint8).reshape(places, self._largest)
         self._folder = folder
         self._scratch = np.empty(self._largest, np.uint8)
         self._at_once = at_once
+        self._job_pages = JOB_PAGES
         self._known: set[int] = set()  # tickets under way
         self._lock = threading.Condition()
         self._loaded: list[tuple[int, list[int]]] = []
         self._rates: list[tuple[str, int, float]] = []
         self._failed_stores: list[PageKey] = []
         self._begun: deque[int] = deque(maxlen=REMEMBERED)  # tickets
-        self._jobs: SimpleQueue[tuple[_Loading, int] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Loading, int] | None] = SimpleQueue()
         if not at_once:
             for number in range(THREADS):
                 thread = threading.Thread(target=self._work, name=f"pages-{number}", daemon=True)
@@ -138,10 +152,15 @@ class PageMover:
         for load in plan.loads:
             if load.ticket not in self._begun:  # else an earlier plan failed behind this
                 self._begun.append(load.ticket)
-                self._load(load)
+                self._load(Loading(load, plan.step, self._job_pages))
 
-    def take(self) -> Moved | None:
-        """Return what became of moves since the last call; None: nothing."""
+    def take(self, step: int) -> Moved | None:
+        """Return what became of moves since the last call; None: nothing.
+
+        Args:
+            step: of the last plan that is computed.
+        """
+        self._load_done(step)
         moved = Moved() if self._folder is None else self._folder.take()
         failed, self._failed_stores = self._failed_stores, []
         with self._lock:
@@ -151,15 +170,22 @@ class PageMover:
         moved = replace(moved, loaded=loaded, rates=rates, lost=[*moved.lost, *failed])
         return moved if moved != NOTHING else None
 
-    def wait(self) -> Moved | None:
+    def wait(self, step: int) -> Moved | None:
         """As `take`; wait a moment for a load if there are any."""
+        self.wait_for_more()
+        return self.take(step)
+
+    def wait_for_more(self) -> None:
+        """Wait a moment for a load if there are any, else for the disk."""
         with self._lock:
             if self._known and not self._loaded:
                 self._lock.wait(WAIT_SECONDS)
             waited = bool(self._known)
         if self._folder is not None and not waited:
             self._folder.wait(WAIT_SECONDS)
-        return self.take()
+
+    def _load_done(self, step: int) -> None:
+        """All steps up to this one are done."""
 
     def close(self) -> None:
         """End the threads, and write what is waiting."""
@@ -192,11 +218,10 @@ class PageMover:
         assert self._slab is not None
         return self._slab[place]
 
-    def _load(self, load: PageLoad) -> None:
-        loading = _Loading(load)
+    def _load(self, loading: Loading) -> None:
         with self._lock:
-            self._known.add(load.ticket)
-        for first in range(0, len(load.pages), JOB_PAGES):
+            self._known.add(loading.load.ticket)
+        for first in range(0, len(loading.load.pages), self._job_pages):
             if self._at_once:
                 self._run(loading, first, self._scratch)
             else:
@@ -207,25 +232,27 @@ class PageMover:
         while (job := self._jobs.get()) is not None:
             self._run(*job, scratch)
 
-    def _run(self, loading: _Loading, first: int, scratch: np.ndarray) -> None:
-        """Load some pages; the last job of a load tells that it is done."""
+    def _run(self, loading: Loading, first: int, scratch: np.ndarray) -> None:
+        """Load some pages."""
         sizes, seconds, failed = {MEMORY: 0, DISK: 0}, {MEMORY: 0.0, DISK: 0.0}, []
-        for i, page in enumerate(loading.load.pages[first : first + JOB_PAGES], first):
+        for i, page in enumerate(loading.pages_of_job(first), first):
             tier, began = MEMORY if page[2] != NOWHERE else DISK, time.monotonic()
-            try:
-                good = self._load_page(*page, scratch)
-            except Exception:
-                log.exception("a page could not be loaded")
-                good = False
-            if not good:
+            if not self._load_page(*page, scratch):
                 failed.append(i)
                 continue
             seconds[tier] += time.monotonic() - began
             sizes[tier] += self._pages[page[0][0]].num_bytes
+        rates = [(tier, sizes[tier], seconds[tier]) for tier in sizes if sizes[tier]]
+        self._job_done(loading, failed, rates)
+
+    def _job_done(
+        self, loading: Loading, failed: list[int], rates: list[tuple[str, int, float]]
+    ) -> None:
+        """Some pages are loaded; the last job of a load tells that it is done."""
         with self._lock:
             loading.failed += failed
             loading.left -= 1
-            self._rates += [(tier, sizes[tier], seconds[tier]) for tier in sizes if sizes[tier]]
+            self._rates += rates
             if not loading.left:
                 self._loaded.append((loading.load.ticket, sorted(loading.failed)))
                 self._lock.notify()
@@ -236,7 +263,15 @@ class PageMover:
             pages.copy_in(self._place(place), block)
             return True
         page = scratch[: pages.num_bytes]
-        if self._folder is None or not self._folder.read(key, page):
+        if not self._read(key, page):
             return False
         pages.copy_in(page, block)
         return True
+
+    def _read(self, key: PageKey, page: np.ndarray) -> bool:
+        """Read a page of the disk tier. Returns whether it is there and good."""
+        try:
+            return self._folder is not None and self._folder.read(key, page)
+        except Exception:
+            log.exception("a page could not be loaded")
+            return False

@@ -21,16 +21,19 @@ from kvik.spec.shares import PipelineStage
 from kvik.worker.graphs import EngineNetwork
 from kvik.worker.group import (
     CopyBlocks,
+    CopyPages,
     CopyStates,
     Enter,
     GiveBack,
     Message,
     MoveTokens,
+    OpenPages,
     ReadLogits,
     RunStep,
     Seat,
     StageStep,
 )
+from kvik.worker.group_pages import PageShare
 from kvik.worker.loading import load_share
 from kvik.worker.pipeline import StageTape, Tape
 from kvik.worker.platforms import (
@@ -96,6 +99,7 @@ class Rank:
         assert self._platform.group is not None
         self._group = self._platform.group
         self._hidden = config.model.hidden_size, self._platform.parts.dtype
+        self._pages = PageShare(config, self._network, seat, stage)
 
     @property
     def digest(self) -> str:
@@ -129,6 +133,8 @@ class Rank:
                 self._network.model.enter(torch.tensor(ids), ctx)
             case GiveBack(blocks):
                 self._platform.give_back(self._network.kv.storages, blocks)
+            case OpenPages() | CopyPages():
+                self._pages.do(message)
 
 
 class LeadingRank:
@@ -151,6 +157,7 @@ class LeadingRank:
         graph, inputs = self._platform.graph(self._network, sizes, trees=trees)
         assert isinstance(graph, Tape) and isinstance(inputs, FixedInputs)
         self._tape = StageTape(graph, inputs)
+        self._pages = PageShare(config, self._network, seat, stage)
 
     def serve(
         self,
@@ -193,6 +200,10 @@ class LeadingRank:
                 if self._network.others is not None:
                     self._network.others.tell(message)
                 self._platform.give_back(self._network.kv.storages, blocks)
+            case OpenPages() | CopyPages():
+                if self._network.others is not None:
+                    self._network.others.tell(message)
+                self._pages.do(message)
 
 
 class TorchRank:
@@ -217,6 +228,7 @@ class TorchRank:
         self._inputs = FreshInputs(device)
         self._device, self._block_size = device, config.cache.block_size
         self._hidden = config.model.hidden_size, chosen.parts.dtype
+        self._pages = PageShare(config, self._network, seat, None)
 
     @property
     def digest(self) -> str:
@@ -244,6 +256,8 @@ class TorchRank:
                 both = np.array([ids, positions], np.int64)
                 tokens, at = upload(both, self._device).unbind(0)
                 self._network.model.enter(tokens, ForwardContext(at, (), ()))
+            case OpenPages() | CopyPages():
+                self._pages.do(message)
 
     def _run(self, inputs: dict[str, tuple[list[int], bytes]]) -> None:
         """Run a step, as `build_input_batch` has laid it out in the first process."""

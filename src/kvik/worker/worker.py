@@ -22,7 +22,7 @@ from kvik.config.hardware import detect
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.structured import Constraint, Grammars
 from kvik.errors import ConfigError, GroupLost, ParamError
-from kvik.nn.pages import FINGERPRINT_BYTES, VERSION, group_pages
+from kvik.nn.pages import FINGERPRINT_BYTES, VERSION
 from kvik.spec.engine_folder import read_manifest
 from kvik.version import __version__
 from kvik.worker.disk_tier import DiskTier, ReplayTier
@@ -30,6 +30,7 @@ from kvik.worker.drafters.registry import DrafterParts, build_drafter
 from kvik.worker.engine_cache import fingerprints
 from kvik.worker.graphs import EngineNetwork
 from kvik.worker.group import EarlierStages, GiveBack, Seat
+from kvik.worker.group_pages import GroupPageMover, own_pages
 from kvik.worker.loading import load_share
 from kvik.worker.model_runner import ModelRunner
 from kvik.worker.output_tokens import OutputTokens
@@ -126,7 +127,7 @@ class Worker:
         vocab_size = config.model.vocab_size
         self._mover = None
         if cache.tiers is not None:
-            self._mover = page_mover(config, network, replays=replays)
+            self._mover = page_mover(config, network, seat, replays=replays)
         table = RequestTable(
             scheduler.max_num_seqs,
             scheduler.max_model_len,
@@ -201,13 +202,16 @@ class Worker:
         """Wait for a step; see `ModelRunner.finish`."""
         runner = self._ready()
         if isinstance(handle, SchedulerOutput):
-            moved = None if self._mover is None else self._mover.wait()
+            moved = None if self._mover is None else self._mover.wait(handle.step)
+            if self.lost:
+                raise GroupLost("tensor_parallel_size", self.lost)
             return ModelRunnerOutput(handle.step, [], moved=moved)
         assert isinstance(handle, RunningStep)
         with self._inference():
             output = runner.finish(handle)
-        if self._mover is not None and (moved := self._mover.take()) is not None:
-            output = replace(output, moved=moved)
+        if self._mover is not None:
+            moved = self._mover.take(handle.plan.step)
+            output = output if moved is None else replace(output, moved=moved)
         if self._device.type != "cpu" and self.lost:  # its kernels ended without the others
             raise GroupLost("tensor_parallel_size", self.lost)
         graphs = None if self._graphs is None else self._graphs.changes()
@@ -270,13 +274,13 @@ class Worker:
 
     def stop(self) -> None:
         """Free weights and cache; safe to call twice."""
+        if self._mover is not None:
+            self._mover.close()
+            self._mover = None
         if self._stages is not None:
             self._stages.stop()
         if self._runner is not None and self._runner.network.others is not None:
             self._runner.network.others.stop()
-        if self._mover is not None:
-            self._mover.close()
-            self._mover = None
         self._runner = self._team = None
         self._resting = ()
         # a GPU that failed has nothing to give back
@@ -284,7 +288,9 @@ class Worker:
             self._release_freed()  # the next engine of this process plans with what is free
 
 
-def page_mover(config: ResolvedConfig, network: EngineNetwork, *, replays: bool) -> PageMover:
+def page_mover(
+    config: ResolvedConfig, network: EngineNetwork, seat: Seat | None, *, replays: bool
+) -> PageMover:
     """Return what moves pages of the tiers that an engine has.
 
     Raises:
@@ -292,8 +298,7 @@ def page_mover(config: ResolvedConfig, network: EngineNetwork, *, replays: bool)
     """
     tiers, runner = config.cache.tiers, config.runner
     assert tiers is not None
-    native = runner.attention_backend == NATIVE
-    pages = group_pages(network.groups, network.kv, heads_first=native)
+    pages = own_pages(config, network, seat)
     assert tuple(each.num_bytes for each in pages) == tiers.page_bytes
     folder: PageFolder | None = None
     if runner.kv_folder is not None:
@@ -302,7 +307,12 @@ def page_mover(config: ResolvedConfig, network: EngineNetwork, *, replays: bool)
             folder = ReplayTier(runner.kv_folder, fingerprint)
         else:
             folder = DiskTier(runner.kv_folder, fingerprint, tiers.disk)
-    return PageMover(pages, tiers.memory, folder, at_once=replays)
+    others = [each for each in (network.others, network.earlier) if each is not None]
+    if not others:
+        return PageMover(pages, tiers.memory, folder, at_once=replays)
+    count = max(1, len(runner.stages)) * runner.ranks
+    processes = [number for number in range(count) if number != count - runner.ranks]
+    return GroupPageMover(pages, tiers.memory, folder, others, processes, at_once=replays)
 
 
 def cache_fingerprint(config: ResolvedConfig) -> bytes:
@@ -321,6 +331,7 @@ def cache_fingerprint(config: ResolvedConfig) -> bytes:
     facts = (
         (VERSION, __version__, torch.__version__, weights, runner.load_format),
         runner.seed if runner.load_format == "random" else 0,
+        runner.ranks if runner.fast_cut else 1,
         (runner.dtype, runner.quantization, runner.kernels, runner.attention_backend),
         (detect().native_isa, sys.byteorder),
         (model.architecture, model.layers, cache.groups, cache.block_size),

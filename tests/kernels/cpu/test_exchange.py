@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("kvik.kernels.cpu._native", reason="kvik has no native kernels here")
 
-from kvik.child_process import shared_memory
+from kvik.files import shared_memory
 from kvik.kernels.cpu.group import Group, group_ops
 from kvik.kernels.cpu.native import Native
 from kvik.kernels.cpu.ops import native_ops

@@ -1,0 +1,363 @@
+"""Moves pages where several processes compute a model, each of which has a part of every block.
+
+The first process of the last stage owns the tiers. Pages lie in memory that all processes map. What
+is copied is told as steps are, and each process copies its part when it comes to that: between the
+same two steps as all others, and so before or after what these do to a block. The parts of a page
+are disjoint, so only who wants a whole page, the disk, waits for all of them. A process says how
+far it is by a number in the common memory. It writes that by a call of the system, which keeps it
+behind the bytes that it has copied.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from mmap import mmap
+
+import numpy as np
+
+from kvik.attention.select import NATIVE
+from kvik.config.config import ResolvedConfig
+from kvik.core.plan import DISK, MEMORY, NOWHERE, PageKey, PageStore, SchedulerOutput
+from kvik.errors import GroupLost
+from kvik.files import shared_memory
+from kvik.nn.pages import GroupPages, PagePart, group_pages
+from kvik.spec.shares import PipelineStage
+from kvik.worker.graphs import EngineNetwork
+from kvik.worker.group import CopyPages, EarlierStages, OpenPages, Others, Seat
+from kvik.worker.page_mover import JOB_PAGES, THREADS, WAIT_SECONDS, Loading, PageFolder, PageMover
+
+HEAD_BYTES = 1 << 16  # before the pages: a number for each process (`MAX_RANKS` x `MAX_STAGES`)
+# Bytes of pages on their way to the disk, and from it. Half of what is on its way to the disk may
+# wait for processes that are some steps behind (`tier_index.MAX_WRITING`).
+STAGED = 128 << 20
+LOOK_SECONDS = 0.0005  # between looks how far the processes are, where nothing else is to be done
+END_SECONDS = 1.0  # for what they still copy at the end
+_NUMBER = struct.Struct("<q")
+
+
+def own_pages(
+    config: ResolvedConfig, network: EngineNetwork, seat: Seat | None
+) -> tuple[GroupPages, ...]:
+    """Return what copies the part that a process has of each page.
+
+    Args:
+        seat: in its group; None: it has all heads.
+    """
+    block_size = config.cache.block_size
+    share = PagePart(block_size) if seat is None else PagePart(block_size, seat.rank, seat.size)
+    native = config.runner.attention_backend == NATIVE
+    groups = config.cache.groups
+    return group_pages(groups, network.groups, network.kv, share, heads_first=native)
+
+
+class PageMemory:
+    """Pages in memory that all processes of an engine map.
+
+    Attributes:
+        rows: [rows, row_bytes] uint8.
+    """
+
+    def __init__(self, file: int, opened: OpenPages) -> None:
+        """
+        Args:
+            file: its number, which is this object's from now on.
+        """
+        self.opened = opened
+        self._file = file
+        size = HEAD_BYTES + opened.rows * opened.row_bytes
+        memory = np.frombuffer(mmap(file, size), np.uint8)
+        self.rows = memory[HEAD_BYTES:].reshape(opened.rows, opened.row_bytes)
+
+    @staticmethod
+    def make(rows: int, row_bytes: int) -> PageMemory:
+        """
+        Raises:
+            OSError: there is no address space for it.
+        """
+        file = shared_memory(HEAD_BYTES + rows * row_bytes)
+        path = f"/proc/{os.getpid()}/fd/{file}"
+        return PageMemory(file, OpenPages(path, rows, row_bytes))
+
+    @staticmethod
+    def open(opened: OpenPages) -> PageMemory:
+        """
+        Raises:
+            OSError: its owner is gone.
+        """
+        return PageMemory(os.open(opened.path, os.O_RDWR | os.O_CLOEXEC), opened)
+
+    def tell(self, process: int, number: int) -> None:
+        """Say that a process has copied all up to a number."""
+        os.pwrite(self._file, _NUMBER.pack(number), process * _NUMBER.size)
+
+    def done(self, processes: Sequence[int]) -> int:
+        """Return up to which number all of these have copied."""
+        data = os.pread(self._file, (max(processes) + 1) * _NUMBER.size, 0)
+        return min(_NUMBER.unpack_from(data, process * _NUMBER.size)[0] for process in processes)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+class PageShare:
+    """What a process other than the owner of the tiers does with pages."""
+
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        network: EngineNetwork,
+        seat: Seat | None,
+        stage: PipelineStage | None,
+    ) -> None:
+        """
+        Args:
+            seat: in its group; None: it has all heads.
+            stage: of which it is; None: it has all layers.
+        """
+        self._pages: tuple[GroupPages, ...] = ()
+        if config.cache.tiers is not None:
+            self._pages = own_pages(config, network, seat)
+        rank = 0 if seat is None else seat.rank
+        self._process = rank + config.runner.ranks * (0 if stage is None else stage.number)
+        self._memory: PageMemory | None = None
+
+    def do(self, message: OpenPages | CopyPages) -> None:
+        """Do what the owner of the tiers has told.
+
+        Raises:
+            OSError: that is gone.
+        """
+        if isinstance(message, OpenPages):
+            self._memory = PageMemory.open(message)
+            return
+        assert self._memory is not None
+        copy_pages(self._pages, self._memory.rows, message)
+        self._memory.tell(self._process, message.number)
+
+
+def copy_pages(pages: Sequence[GroupPages], rows: np.ndarray, message: CopyPages) -> None:
+    """Copy between blocks and rows of pages: [rows, bytes] uint8."""
+    own = pages[message.group]
+    if not message.load:
+        own.copy_out(message.blocks, rows, message.rows)
+        return
+    for block, row in zip(message.blocks, message.rows, strict=True):
+        own.copy_in(rows[row], block)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetched:
+    """Some pages of a load lie in the common memory.
+
+    Attributes:
+        pages: KV group, block, row.
+        staged: rows to be free again when all have copied them.
+        failed: indices of those that are not there.
+        seconds: that the disk took.
+    """
+
+    loading: Loading
+    pages: list[tuple[int, int, int]]
+    staged: list[int]
+    failed: list[int]
+    seconds: float
+
+
+class GroupPageMover(PageMover):
+    """`PageMover` of the process that owns the tiers of several.
+
+    The worker's thread tells all copies. The other threads only read pages from the disk. Pages
+    come into blocks when the step before which they were planned is done: until then a step of a
+    request that has ended may still write there, in a pipeline.
+    """
+
+    def __init__(
+        self,
+        pages: Sequence[GroupPages],
+        places: int,
+        folder: PageFolder | None,
+        others: Sequence[Others | EarlierStages],
+        processes: Sequence[int],
+        *,
+        at_once: bool = False,
+    ) -> None:
+        """
+        Args:
+            others: who is told what to copy.
+            processes: their numbers, and those of all that they tell.
+
+        Raises:
+            OSError: as `PageMover`.
+            GroupLost: as `begin`, `take` and `wait`: one of them is gone.
+        """
+        largest = max(each.num_bytes for each in pages)
+        staged = 0 if folder is None else max(2 * THREADS, STAGED // largest)
+        self._memory = PageMemory.make(places + 2 * staged, largest)
+        self._others, self._processes = others, processes
+        self._number = 0
+        # Rows of pages on their way to the disk, and from it.
+        self._to_disk = deque(range(places, places + staged))
+        self._from_disk = deque(range(places + staged, places + 2 * staged))
+        self._storing: deque[tuple[int, list[tuple[PageKey, bytes, int]]]] = deque()
+        self._copying: deque[tuple[int, list[int]]] = deque()
+        self._fetched: list[_Fetched] = []
+        self._ended = False
+        super().__init__(pages, places, folder, at_once=at_once, slab=self._memory.rows)
+        self._job_pages = min(JOB_PAGES, max(1, staged // THREADS))  # all threads find rows
+        self._tell(self._memory.opened)
+
+    def begin(self, plan: SchedulerOutput) -> None:
+        """See `PageMover.begin`."""
+        self._look()
+        super().begin(plan)
+
+    def _load_done(self, step: int) -> None:
+        with self._lock:
+            ready = [each for each in self._fetched if each.loading.step <= step]
+            self._fetched = [each for each in self._fetched if each.loading.step > step]
+        for each in ready:
+            self._copy_in(each)
+        self._look()
+
+    def wait_for_more(self) -> None:
+        """See `PageMover.wait_for_more`. What is to be stored is complete soon."""
+        until = time.monotonic() + WAIT_SECONDS
+        while (self._storing or self._copying) and time.monotonic() < until:
+            self._look()
+            time.sleep(LOOK_SECONDS)
+        with self._lock:
+            waits = bool(self._known) and not self._loaded and not self._fetched
+            if waits:
+                self._lock.wait(WAIT_SECONDS)
+        if self._folder is not None and not self._known:
+            self._folder.wait(WAIT_SECONDS)
+
+    def close(self) -> None:
+        """See `PageMover.close`. Call it before the others are ended."""
+        with self._lock:
+            self._ended = True
+            self._lock.notify_all()
+        until = time.monotonic() + END_SECONDS
+        with suppress(GroupLost):
+            while self._storing and time.monotonic() < until and not self._lost:
+                self._look()
+                time.sleep(LOOK_SECONDS)
+        super().close()
+        self._memory.close()
+
+    @property
+    def _lost(self) -> bool:
+        return any(each.lost for each in self._others)
+
+    def _tell(self, message: OpenPages | CopyPages) -> None:
+        for each in self._others:
+            each.tell(message)
+
+    def _copy(self, group: int, blocks: list[int], rows: list[int], *, load: bool) -> int:
+        """Let all copy. Returns the number by which it is told that they have."""
+        self._number += 1
+        message = CopyPages(self._number, load, group, blocks, rows)
+        self._tell(message)
+        copy_pages(self._pages, self._memory.rows, message)
+        return self._number
+
+    def _look(self) -> None:
+        """Go on with what all have copied."""
+        if not self._storing and not self._copying:
+            return
+        done = self._memory.done(self._processes)
+        while self._storing and self._storing[0][0] <= done:
+            assert self._folder is not None
+            for key, parent, row in self._storing.popleft()[1]:
+                page = self._memory.rows[row][: self._pages[key[0]].num_bytes]
+                if not self._folder.store(key, parent, page):
+                    self._failed_stores.append(key)
+                self._to_disk.append(row)
+        while self._copying and self._copying[0][0] <= done:
+            with self._lock:
+                self._from_disk += self._copying.popleft()[1]
+                self._lock.notify_all()
+
+    def _store(self, stores: Sequence[PageStore]) -> None:
+        """A place in the memory tier may be another page's before all have copied this one, so the
+        disk gets it from a row of its own."""
+        for group in range(len(self._pages)):
+            blocks, rows, staged = [], [], []
+            for store in (each for each in stores if each.key[0] == group):
+                if store.place != NOWHERE:
+                    blocks.append(store.block)
+                    rows.append(store.place)
+                if store.on_disk and self._to_disk:
+                    row = self._to_disk.popleft()
+                    blocks.append(store.block)
+                    rows.append(row)
+                    staged.append((store.key, store.parent, row))
+                elif store.on_disk:
+                    self._failed_stores.append(store.key)
+            if blocks:
+                number = self._copy(group, blocks, rows, load=False)
+                if staged:
+                    self._storing.append((number, staged))
+
+    def _run(self, loading: Loading, first: int, scratch: np.ndarray) -> None:
+        """Bring some pages of a load into the common memory."""
+        pages, staged, failed, seconds = [], [], [], 0.0
+        for i, (key, block, place) in enumerate(loading.pages_of_job(first), first):
+            if place != NOWHERE:
+                pages.append((key[0], block, place))
+                continue
+            row = self._free_row()
+            began = time.monotonic()
+            page = self._memory.rows[row][: self._pages[key[0]].num_bytes]
+            staged.append(row)
+            if self._read(key, page):
+                pages.append((key[0], block, row))
+                seconds += time.monotonic() - began
+            else:
+                failed.append(i)
+        fetched = _Fetched(loading, pages, staged, failed, seconds)
+        if self._at_once:
+            self._copy_in(fetched)
+            return
+        with self._lock:
+            self._fetched.append(fetched)
+            self._lock.notify_all()
+
+    def _free_row(self) -> int:
+        """Return a row for a page from the disk, when there is one."""
+        while self._at_once and not self._from_disk:
+            if self._lost:
+                raise GroupLost("kv_tiers", "a process is gone that copies pages")
+            self._look()
+        with self._lock:
+            while not self._from_disk and not self._ended:
+                self._lock.wait()
+            return self._from_disk.popleft() if self._from_disk else -1
+
+    def _copy_in(self, fetched: _Fetched) -> None:
+        """Let all copy pages of a load into blocks."""
+        staged = set(fetched.staged)
+        rates: dict[str, tuple[int, float]] = {}
+        for group, own in enumerate(self._pages):
+            for tier in (MEMORY, DISK):
+                found = [
+                    (block, row)
+                    for owner, block, row in fetched.pages
+                    if owner == group and (row in staged) == (tier == DISK)
+                ]
+                if not found:
+                    continue
+                began = time.monotonic()
+                self._copy(group, [b for b, _ in found], [r for _, r in found], load=True)
+                size, seconds = rates.get(tier, (0, fetched.seconds if tier == DISK else 0.0))
+                seconds += time.monotonic() - began
+                rates[tier] = size + len(found) * own.num_bytes, seconds
+        self._copying.append((self._number, fetched.staged))
+        told = [(tier, size, seconds) for tier, (size, seconds) in rates.items()]
+        self._job_done(fetched.loading, fetched.failed, told)
