@@ -8,15 +8,15 @@ those that engines would have with these step times.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import count
 from random import Random
 
 from kvik.core.block_pool import ContentLog, extend_hashes
-from kvik.core.config import CacheConfig, SchedulerConfig
-from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
+from kvik.core.config import CacheConfig, SchedulerConfig, TierSizes
+from kvik.core.plan import DISK, MEMORY, NOWHERE, ModelRunnerOutput, Moved, SchedulerOutput
 from kvik.core.routing import ReplicaReport, ReplicaRouter
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.scheduler import Scheduler
@@ -25,7 +25,8 @@ from kvik.options import Integer, Number, option
 from kvik.spec.kv import KVCacheSpec, group_layers
 
 ANSWER = 1  # every output token
-WORDS = 1 << 15  # different tokens of prompts
+READ, WRITE = "read", "write"  # ways to and from the disk
+WAIT_SECONDS = 0.05  # that a plan without rows takes at most, as `page_mover.WAIT_SECONDS`
 
 
 # -- what is asked ---------------------------------------------------------------------------------
@@ -58,13 +59,17 @@ class Turn:
 
     Attributes:
         tokens: of the prompt.
+        known: of these the first ones that others have had or been told before it.
         rest: turns of its conversation after this one.
+        hashes: of the full blocks of the prompt, or of its beginning.
     """
 
     tokens: array[int]
+    known: int
     output: int
     rest: int
     random: Random
+    hashes: list[bytes] = field(default_factory=list)
 
 
 class Conversations:
@@ -73,36 +78,45 @@ class Conversations:
     def __init__(self, traffic: Traffic) -> None:
         self._traffic = traffic
         random = Random(traffic.seed)
-        self._prompts = [
-            array("I", (random.randrange(2, WORDS) for _ in range(traffic.system_tokens)))
-            for _ in range(traffic.systems)
-        ]
+        self._prompts = [_text(random, traffic.system_tokens) for _ in range(traffic.systems)]
         self._weights = [1 / (i + 1) for i in range(traffic.systems)]
         self._random = random
 
     def starts(self) -> Iterator[tuple[float, Turn]]:
         """Yield first turns with their times; all turns together are as many as wanted."""
         traffic, random, now, left = self._traffic, self._random, 0.0, self._traffic.requests
+        used: set[int] = set()  # system prompts
         while left > 0:
             turns = min(left, 1 + int(random.expovariate(1 / max(traffic.turns - 0.5, 0.01))))
             left -= turns
             own = Random(random.getrandbits(64))
-            system = random.choices(self._prompts, self._weights)[0]
-            yield now, self._turn(array("I", system), turns - 1, own)
+            (system,) = random.choices(range(traffic.systems), self._weights)
+            known = traffic.system_tokens if system in used else 0
+            used.add(system)
+            yield now, self._turn(self._prompts[system][:], known, turns - 1, own)
             now += random.expovariate(traffic.rate / traffic.turns)
 
     def after(self, turn: Turn) -> tuple[float, Turn]:
         """Return the turn that follows an answer, and the seconds until it comes."""
         before = turn.tokens + array("I", (ANSWER,)) * turn.output
         pause = turn.random.expovariate(1 / self._traffic.think)
-        return pause, self._turn(before, turn.rest - 1, turn.random)
+        following = self._turn(before, len(before), turn.rest - 1, turn.random)
+        following.hashes = turn.hashes
+        return pause, following
 
-    def _turn(self, before: array[int], rest: int, random: Random) -> Turn:
+    def _turn(self, before: array[int], known: int, rest: int, random: Random) -> Turn:
         traffic = self._traffic
         size = 1 + int(random.expovariate(1 / traffic.user_tokens))
         output = 1 + int(random.expovariate(1 / traffic.output_tokens))
-        before.extend(random.randrange(2, WORDS) for _ in range(size))
-        return Turn(before, output, rest, random)
+        before.extend(_text(random, size))
+        return Turn(before, known, output, rest, random)
+
+
+def _text(random: Random, size: int) -> array[int]:
+    """Return tokens that no other text has in this order."""
+    tokens = array("I")
+    tokens.frombytes(random.randbytes(tokens.itemsize * size))
+    return tokens
 
 
 # -- what answers ----------------------------------------------------------------------------------
@@ -122,13 +136,84 @@ class StepCost:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedEngine:
-    """The limits of a simulated engine, and how long its steps take."""
+    """The limits of a simulated engine, and how long its steps and moves take.
+
+    Attributes:
+        tiers: beyond its cache, of its own; None: there are none.
+        memory_rate, disk_rate: bytes a second of copies to and from each tier.
+    """
 
     blocks: int = 4096
     block_size: int = 16
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     cost: StepCost = field(default_factory=StepCost)
+    tiers: TierSizes | None = None
+    memory_rate: float = 20e9
+    disk_rate: float = 3e9
+
+
+class SimulatedTiers:
+    """What `PageMover` does, in virtual time. Copies of one way come one after another: those of
+    the memory tier, what the disk reads, and what it writes."""
+
+    def __init__(self, engine: SimulatedEngine) -> None:
+        assert engine.tiers is not None
+        self._page_bytes = engine.tiers.page_bytes
+        self._rates = {
+            MEMORY: engine.memory_rate,
+            READ: engine.disk_rate,
+            WRITE: engine.disk_rate,
+        }
+        self._free = dict.fromkeys(self._rates, 0.0)  # when each way is
+        self._done: list[tuple[float, int, Moved]] = []  # by time
+        self._number = count()
+        if engine.tiers.disk:
+            heappush(self._done, (0.0, next(self._number), Moved(scanned=True)))
+
+    def begin(self, plan: SchedulerOutput, now: float) -> None:
+        """Begin the moves of a plan."""
+        for store in plan.stores:
+            size = self._page_bytes[store.key[0]]
+            if store.place != NOWHERE:
+                self._take(MEMORY, size, now)
+            if store.on_disk:
+                self._add(self._take(WRITE, size, now), Moved(stored=[store.key]))
+        for load in plan.loads:
+            sizes = {MEMORY: 0, DISK: 0}
+            for key, _, place in load.pages:
+                sizes[DISK if place == NOWHERE else MEMORY] += self._page_bytes[key[0]]
+            ends, rates = now, []
+            for tier, way in ((MEMORY, MEMORY), (DISK, READ)):
+                if sizes[tier]:
+                    ends = max(ends, self._take(way, sizes[tier], now))
+                    rates.append((tier, sizes[tier], sizes[tier] / self._rates[way]))
+            self._add(ends, Moved(loaded=[(load.ticket, [])], rates=rates))
+
+    def take(self, now: float) -> Moved | None:
+        """Return what became of moves since the last call; None: nothing."""
+        moved = None
+        while self._done and self._done[0][0] <= now:
+            _, _, one = heappop(self._done)
+            moved = moved or Moved()
+            moved.loaded.extend(one.loaded)
+            moved.stored.extend(one.stored)
+            moved.rates.extend(one.rates)
+            moved = replace(moved, scanned=True) if one.scanned else moved
+        return moved
+
+    def wait(self, now: float) -> float:
+        """Return when a plan without rows is done that begins now."""
+        ends = now + WAIT_SECONDS
+        return max(now, min(ends, self._done[0][0])) if self._done else ends
+
+    def _take(self, way: str, size: int, now: float) -> float:
+        """Copy some bytes. Returns when they are there."""
+        self._free[way] = max(now, self._free[way]) + size / self._rates[way]
+        return self._free[way]
+
+    def _add(self, at: float, moved: Moved) -> None:
+        heappush(self._done, (at, next(self._number), moved))
 
 
 class SimulatedReplica:
@@ -137,7 +222,10 @@ class SimulatedReplica:
     def __init__(self, engine: SimulatedEngine) -> None:
         self.engine = engine
         cache = CacheConfig(
-            engine.block_size, engine.blocks, group_layers([KVCacheSpec(1, 4, bytes_per_token=16)])
+            engine.block_size,
+            engine.blocks,
+            group_layers([KVCacheSpec(1, 4, bytes_per_token=16)]),
+            tiers=engine.tiers,
         )
         limits = SchedulerConfig(
             engine.max_num_seqs,
@@ -149,6 +237,7 @@ class SimulatedReplica:
         self.scheduler = Scheduler(limits, cache)
         self.busy = 0.0  # seconds
         self.plan: SchedulerOutput | None = None  # being computed
+        self.tiers = None if engine.tiers is None else SimulatedTiers(engine)
         self._log = ContentLog()
         self.scheduler.kv.pool.log_to(self._log)
 
@@ -165,6 +254,7 @@ class SimulatedReplica:
                 stop_ids=frozenset(),
                 seed=0,
                 arrival=now,
+                block_hashes=turn.hashes[:],
             ),
             now,
         )
@@ -174,6 +264,10 @@ class SimulatedReplica:
         plan = self.plan = self.scheduler.schedule(now)
         if plan is None:
             return None
+        if self.tiers is not None:
+            self.tiers.begin(plan, now)
+            if not plan.slots:
+                return self.tiers.wait(now)
         step = self.scheduler.in_flight[-1]
         keys = sum([request.num_computed_tokens for request in step.requests])
         seconds = self.engine.cost.seconds(step.num_tokens, keys)
@@ -187,7 +281,8 @@ class SimulatedReplica:
         assert plan is not None
         self.plan = None
         tokens = [[ANSWER] if samples else [] for samples in plan.samples]
-        deltas = self.scheduler.update(ModelRunnerOutput(plan.step, tokens), now)
+        moved = None if self.tiers is None else self.tiers.take(now)
+        deltas = self.scheduler.update(ModelRunnerOutput(plan.step, tokens, moved=moved), now)
         deltas += self.scheduler.take_ended()
         return [(delta.request_id, delta.finish_reason is not None) for delta in deltas]
 
@@ -206,6 +301,7 @@ class Outcome:
     Attributes:
         prompt_tokens, hit_tokens: of all prompts, and of these the ones found in a cache.
         ideal_tokens: that one cache with all blocks ever computed would have had.
+        loaded_tokens: of the hits those that were loaded from tiers.
         seconds: until the last request ended, virtual.
         busy: seconds of each replica's steps.
         first_tokens: seconds until each request's first token, sorted.
@@ -224,6 +320,7 @@ class Outcome:
     steps: int
     retried: int = 0
     chosen: tuple[float, ...] = ()
+    loaded_tokens: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -282,7 +379,6 @@ class _Run:
         self.numbers = count()
         self.turns: dict[str, tuple[Turn, int, float]] = {}  # unfinished: where, since when
         self.waits: dict[str, float] = {}  # arrival of requests without a token
-        self.known: set[bytes] = set()
         self.ideal = self.prompts = self.done = self.retried = 0
         self.first: list[float] = []
         self.chosen: list[float] = []
@@ -320,21 +416,23 @@ class _Run:
             sum(one.steps for one in counters),
             self.retried,
             tuple(self.chosen),
+            sum(
+                replica.scheduler.moves.counters.loaded_tokens
+                for replica in self.replicas
+                if replica.scheduler.moves is not None
+            ),
         )
 
     def _arrive(self, turn: Turn, now: float) -> None:
         name = f"r{next(self.numbers)}"
-        hashes, size = self._hashes(turn.tokens), self.engine.block_size
+        size = self.engine.block_size
+        extend_hashes(turn.hashes, turn.tokens, size, "", len(turn.tokens) // size)
         self.prompts += len(turn.tokens)
-        usable = (len(turn.tokens) - 1) // size
-        self.ideal += size * next(
-            (i for i, piece in enumerate(hashes[:usable]) if piece not in self.known), usable
-        )
-        self.known.update(hashes)
-        self._send(name, turn, hashes, now)
+        self.ideal += turn.known // size * size
+        self._send(name, turn, now)
         self.waits[name] = now
 
-    def _send(self, name: str, turn: Turn, hashes: Sequence[bytes], now: float) -> None:
+    def _send(self, name: str, turn: Turn, now: float) -> None:
         if self.policy == "round-robin":
             self.turn += 1
             while not self.alive[self.turn % len(self.replicas)]:
@@ -342,11 +440,11 @@ class _Run:
             place = self.turn % len(self.replicas)
         else:
             began = self.timer() if self.timer else 0.0
-            choice = self.router.choose(hashes, len(turn.tokens), now)
+            choice = self.router.choose(turn.hashes, len(turn.tokens), now)
             if self.timer:
                 self.chosen.append(self.timer() - began)
             assert choice is not None
-            self.router.sent(name, choice, hashes, len(turn.tokens), now)
+            self.router.sent(name, choice, turn.hashes, len(turn.tokens), now)
             place = choice.replica
         self.turns[name] = turn, place, now
         replica = self.replicas[place]
@@ -369,7 +467,6 @@ class _Run:
             if last:
                 turn = self.turns.pop(name)[0]
                 self.done += 1
-                self._answered(turn)
                 if routed:
                     self.router.ended(name, now)
                 if turn.rest:
@@ -379,17 +476,6 @@ class _Run:
             self.router.report(place, replica.report())
         self._begin(place, now)
 
-    def _answered(self, turn: Turn) -> None:
-        """One cache with all blocks would have the answer, too."""
-        self.known.update(self._hashes(turn.tokens + array("I", (ANSWER,)) * turn.output))
-
-    def _hashes(self, tokens: array[int]) -> list[bytes]:
-        """Return the hashes of the full blocks of a text."""
-        hashes: list[bytes] = []
-        size = self.engine.block_size
-        extend_hashes(hashes, tokens, size, "", len(tokens) // size)
-        return hashes
-
     def _lose(self, place: int, now: float) -> None:
         self.alive[place] = False
         self.router.set_available(place, False)
@@ -398,4 +484,4 @@ class _Run:
         for name, turn in lost:
             self.router.ended(name, now)
             self.retried += 1
-            self._send(name, turn, self._hashes(turn.tokens), now)
+            self._send(name, turn, now)

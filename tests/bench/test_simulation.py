@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from kvik.cli import main
+from kvik.core.config import TierSizes
+from kvik.core.plan import NOWHERE, PageLoad, PageStore, SchedulerOutput
 from kvik.errors import KvikError
-from kvik_bench.simulation import SimulatedEngine, Traffic, simulate
+from kvik_bench.simulation import SimulatedEngine, SimulatedTiers, Traffic, simulate
 
 BUSY = Traffic(requests=5000, rate=150.0, seed=3)
 ROOMY = SimulatedEngine(blocks=16_384)
@@ -47,6 +50,58 @@ def test_one_replica_finds_what_one_cache_would_have():
     assert 0.99 * outcome.ideal_tokens <= outcome.hit_tokens <= outcome.ideal_tokens
 
 
+SMALL = SimulatedEngine(blocks=600)
+PAGE = 1_600_000  # bytes
+TIERED = {
+    "memory": TierSizes((PAGE,), 4000),
+    "disk": TierSizes((PAGE,), 0, 4000 * PAGE),
+    "both": TierSizes((PAGE,), 500, 4000 * PAGE),
+}
+
+
+@pytest.mark.parametrize("tiers", TIERED.values(), ids=TIERED)
+def test_tiers_keep_what_leaves_the_cache(tiers: TierSizes):
+    traffic = Traffic(requests=150, rate=10.0, seed=1, output_tokens=16)
+    plain = simulate(traffic, SMALL, 1)
+    tiered = simulate(traffic, replace(SMALL, tiers=tiers), 1)
+    assert tiered.requests == plain.requests == traffic.requests
+    assert tiered.prompt_tokens == plain.prompt_tokens and plain.loaded_tokens == 0
+    assert 0 < tiered.loaded_tokens <= tiered.hit_tokens <= tiered.ideal_tokens
+    assert tiered.hit_tokens >= 1.2 * plain.hit_tokens
+    assert tiered == simulate(traffic, replace(SMALL, tiers=tiers), 1)
+
+
+def test_loads_take_the_time_that_the_rate_says():
+    """Where loading takes longer than computing, little is loaded, and that late."""
+    traffic = Traffic(requests=60, rate=5.0, seed=1, output_tokens=16)
+    fast, slow = (
+        simulate(traffic, replace(SMALL, blocks=300, tiers=TIERED["memory"], memory_rate=rate), 1)
+        for rate in (20e9, 2e8)
+    )
+    assert slow.loaded_tokens < fast.loaded_tokens / 2
+    assert slow.ttft(0.99) > fast.ttft(0.99)
+
+
+def test_a_load_ends_when_its_bytes_have_come():
+    engine = replace(SMALL, tiers=TIERED["both"], memory_rate=1e9, disk_rate=1e8)
+    tiers = SimulatedTiers(engine)
+    assert tiers.take(0.0).scanned and tiers.take(0.0) is None
+    plan = SchedulerOutput(0, [], [], [], [])
+    plan.stores.append(PageStore((0, b"a"), b"", 1, place=0, on_disk=True))
+    plan.loads.append(PageLoad(7, [((0, b"b"), 2, 5), ((0, b"c"), 3, NOWHERE)]))
+    tiers.begin(plan, 1.0)
+    assert tiers.wait(1.0) == 1.0 + 0.016  # of disk: it is written and read at the same time
+    assert tiers.take(1.0159) is None
+    moved = tiers.take(1.0161)
+    assert moved.loaded == [(7, [])] and moved.stored == [(0, b"a")]
+    assert moved.rates == [("memory", PAGE, PAGE / 1e9), ("disk", PAGE, PAGE / 1e8)]
+    plan.stores.clear()
+    plan.loads[0].pages.pop()
+    for now in (2.0, 2.0):  # the second one waits for the first
+        tiers.begin(plan, now)
+    assert [len(tiers.take(at).loaded) for at in (2.0017, 2.0033)] == [1, 1]
+
+
 def test_the_verb_compares_policies(capsys: pytest.CaptureFixture[str]):
     words = ["simulate", "--hardware", "h100", "--replicas", "2", "--requests", "30", "--json"]
     assert main.main(words) == 0
@@ -55,10 +110,22 @@ def test_the_verb_compares_policies(capsys: pytest.CaptureFixture[str]):
     assert all(one["requests"] == 30 and len(one["busy"]) == 2 for one in found)
     assert main.main(words[:-1]) == 0
     assert "round-robin" in capsys.readouterr().out
+    tiers = ["--num-blocks", "200", "--kv-tiers", "memory:1GiB,disk:DIR:9GiB"]
+    assert main.main([*words, *tiers]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["loaded_tokens"] > 0
+    assert main.main([*words[:-1], *tiers, "--rate", "2"]) == 0
+    assert "loaded" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("flag", "value", "field"), [("--replicas", "0", "replicas"), ("--rate", "0", "rate")]
+    ("flag", "value", "field"),
+    [
+        ("--replicas", "0", "replicas"),
+        ("--rate", "0", "rate"),
+        ("--disk-rate", "0", "disk_rate"),
+        ("--kv-tiers", "memory:1KiB", "kv_tiers"),
+        ("--kv-tiers", "disk:1GiB", "kv_tiers"),
+    ],
 )
 def test_bad_numbers_name_their_field(flag: str, value: str, field: str):
     from kvik_bench.cli import simulate as verb

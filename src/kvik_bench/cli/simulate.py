@@ -13,13 +13,16 @@ from dataclasses import asdict, dataclass, replace
 
 from kvik.cli.flags import Parser, add_model, add_option_flags, given_options
 from kvik.cli.terminal import say, say_report
+from kvik.config.tiers import Tiers, read_tiers
+from kvik.core.config import TierSizes
 from kvik.errors import ConfigError
-from kvik.options import Integer, Text, normalised, option
+from kvik.options import Integer, Number, Text, normalised, option
 from kvik.planner.cost import columns, count, seconds
 from kvik.planner.families import read_shape
 from kvik.planner.memory import laid_out, memory_of
 from kvik.planner.plan import Question, check_question, find_machine, setting_of
 from kvik.planner.roofline import decode, prefill, step_time
+from kvik.spec.kv import PAGE_HEAD_BYTES
 from kvik_bench.simulation import Outcome, SimulatedEngine, StepCost, Traffic, simulate
 
 POLICIES = ("prefix", "round-robin")
@@ -38,6 +41,17 @@ class Replicas:
     block_size: int = option(16, Integer(1, 1024), "tokens per KV block")
     max_num_seqs: int = option(64, Integer(1, 65_536), "requests that each runs at the same time")
     max_num_batched_tokens: int = option(2048, Integer(1, 1 << 20), "token budget of a step")
+    kv_tiers: str | None = option(
+        None,
+        Tiers(),
+        "where each keeps blocks beyond its KV cache, as of `kvik serve`; folders are not touched",
+    )
+    memory_rate: float = option(
+        20.0, Number(0, 1e6, above=True), "GB/s of copies to and from the memory tier"
+    )
+    disk_rate: float = option(
+        3.0, Number(0, 1e6, above=True), "GB/s of the disk, in each direction"
+    )
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -76,7 +90,8 @@ def simulated(model: str, asked: Replicas) -> SimulatedEngine:
     """Return an engine of a model on some hardware, whose steps take what the planner expects.
 
     Raises:
-        ConfigError: the speed of the hardware is not known, or the model does not fit.
+        ConfigError: the speed of the hardware is not known, the model does not fit, or a tier has
+            no page.
     """
     shape = read_shape(model)
     device, hardware = find_machine(asked.hardware)
@@ -104,7 +119,27 @@ def simulated(model: str, asked: Replicas) -> SimulatedEngine:
         asked.max_num_seqs,
         asked.max_num_batched_tokens,
         StepCost(step, max(token, 0.0), key),
+        _tiers(asked.kv_tiers, PAGE_HEAD_BYTES + memory.kv_per_token * asked.block_size),
+        asked.memory_rate * 1e9,
+        asked.disk_rate * 1e9,
     )
+
+
+def _tiers(text: str | None, page: int) -> TierSizes | None:
+    """Return the sizes of tiers.
+
+    Args:
+        page: bytes.
+
+    Raises:
+        ConfigError: one is smaller than a page.
+    """
+    if text is None:
+        return None
+    asked = read_tiers(text)
+    if any(0 < size < page for size in (asked.memory, asked.disk)):
+        raise ConfigError("kv_tiers", f"must have at least {page} bytes in each tier for a page")
+    return TierSizes((page,), asked.memory // page, asked.disk)
 
 
 def _figures(outcome: Outcome) -> dict[str, object]:
@@ -131,15 +166,17 @@ def as_text(
         f"turns at {traffic.rate:g}/s; a step takes {seconds(cost.step)} + {seconds(cost.token)} a "
         f"token + {seconds(cost.key)} a key"
     )
+    tiered = engine.tiers is not None
     ideal = found[0][0].ideal_tokens / max(1, found[0][0].prompt_tokens)
-    rows = [
-        ["", "prefix hits", "of one cache", "busiest", "busy", "TTFT p50", "p99", "preempted", "in"]
-    ]
+    rest = ["of one cache", "busiest", "busy", "TTFT p50", "p99", "preempted", "in"]
+    loaded = ["loaded"] * tiered
+    rows = [["", "prefix hits", *loaded, *rest]]
     for outcome, took in found:
         rows.append(
             [
                 outcome.policy,
                 f"{outcome.hit_rate:.1%}",
+                *([f"{outcome.loaded_tokens / outcome.prompt_tokens:.1%}"] if tiered else []),
                 f"{outcome.hit_tokens / max(1, outcome.ideal_tokens):.2f}",
                 f"{outcome.imbalance:.2f} x mean",
                 f"{sum(outcome.busy) / len(outcome.busy) / max(outcome.seconds, 1e-9):.0%}",
@@ -149,8 +186,8 @@ def as_text(
                 f"{took:.1f} s",
             ]
         )
-    rows.append(["one cache", f"{ideal:.1%}", "1.00", "", "", "", "", "", ""])
-    lines = [head, *columns(rows, "<" + ">" * 8)]
+    rows.append(["one cache", f"{ideal:.1%}", *[""] * tiered, "1.00", *[""] * (len(rest) - 1)])
+    lines = [head, *columns(rows, "<" + ">" * (len(rows[0]) - 1))]
     chosen = sorted(found[0][0].chosen)
     if chosen:
         p50, p99 = chosen[len(chosen) // 2], chosen[len(chosen) * 99 // 100]
