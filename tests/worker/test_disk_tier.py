@@ -15,7 +15,7 @@ import pytest
 from kvik.core.plan import Moved, PageKey
 from kvik.errors import ConfigError
 from kvik.worker import disk_tier
-from kvik.worker.disk_tier import DiskTier
+from kvik.worker.disk_tier import DiskTier, ReplayTier
 
 PAGE = 4096
 PRINT = b"\x01" * 16
@@ -33,7 +33,7 @@ class Folder:
     """A tier, and all that it told."""
 
     def __init__(self, path: Path, quota: int = 100 * PAGE, fingerprint: bytes = PRINT) -> None:
-        self.path = path
+        self.path, self.fingerprint = path, fingerprint
         self.tier = DiskTier(str(path), fingerprint, quota)
         self.stored: list[PageKey] = []
         self.lost: list[PageKey] = []
@@ -76,7 +76,7 @@ class Folder:
 
     def file(self, number: int) -> Path:
         group, name = key(number)
-        return self.path / PRINT.hex() / name.hex()[:2] / f"{name.hex()}-{group}.kv"
+        return self.path / self.fingerprint.hex() / name.hex()[:2] / f"{name.hex()}-{group}.kv"
 
 
 @pytest.fixture
@@ -155,6 +155,60 @@ def test_a_foreign_fingerprint_is_not_seen_and_makes_room(tmp_path: Path) -> Non
     new.store(*range(6))
     assert len(new.stored) == 6 and len(new.files()) == 10
     new.tier.close()
+
+
+def test_an_engine_of_another_fingerprint_that_comes_later_leaves_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each evicts the oldest pages of all, and is told which of its own are gone."""
+    monkeypatch.setattr(disk_tier, "LOOK_SECONDS", 0.02)
+    one = Folder(tmp_path / "kv", 10 * PAGE)
+    one.store(1, 2)
+    two = Folder(tmp_path / "kv", 10 * PAGE, b"\x02" * 16)
+    two.store(*range(20, 28))
+    os.utime(one.file(1), (1e9, 1e9 - 5000))  # the oldest
+    os.utime(two.file(20), (1e9, 1e9 - 4000))
+    os.utime(two.file(21), (1e9, 1e9 - 3000))
+    for number in (3, 4, 5):
+        one.store(number)
+    one.until(lambda: key(1) in one.lost and len(one.stored) == 5)
+    two.until(lambda: {key(20), key(21)} <= set(two.lost))
+    assert [one.has(n) for n in (1, 2, 3, 4, 5)] == [False, True, True, True, True]
+    assert [two.has(n) for n in range(20, 28)] == [False] * 2 + [True] * 6
+    assert len(one.files()) == 10 and not one.off and not two.off
+    one.tier.close()
+    two.tier.close()
+
+
+def test_a_page_that_was_used_since_it_was_listed_stays(tmp_path: Path) -> None:
+    old = Folder(tmp_path / "kv", 10 * PAGE, b"\x02" * 16)
+    old.store(*range(10))
+    for number in range(10):
+        os.utime(old.file(number), (1e9, 1e9 + number))
+    new = Folder(tmp_path / "kv", 10 * PAGE)
+    new.until(lambda: new.scanned)
+    os.utime(old.file(0))
+    new.store(50)
+    assert old.has(0) and not old.has(1) and new.has(50)
+    old.tier.close()
+    new.tier.close()
+
+
+def test_a_replay_keeps_what_the_tier_kept_and_no_more(tmp_path: Path) -> None:
+    tier = ReplayTier(str(tmp_path / "kv"), PRINT, 3 * PAGE)
+    found = np.zeros(PAGE, np.uint8)
+    for round_ in range(3):
+        numbers = range(10 * round_, 10 * round_ + 3)
+        for number in numbers:
+            assert tier.store(key(number), b"", page(number))
+        assert not tier.store(key(99), b"", page(99)) and not tier.read(key(99), found)
+        assert tier.store(key(numbers[0]), b"", page(numbers[0]))  # it is there already
+        for number in numbers:
+            assert tier.read(key(number), found) and np.array_equal(found, page(number))
+            tier.drop(key(number))
+            assert not tier.read(key(number), found)
+    assert not (tmp_path / "kv").exists()
+    tier.close()
 
 
 def test_two_engines_share_pages_and_a_quota(tmp_path: Path, monkeypatch) -> None:

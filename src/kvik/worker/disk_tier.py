@@ -23,6 +23,7 @@ import os
 import re
 import stat
 import struct
+import tempfile
 import threading
 import time
 from collections import deque
@@ -85,7 +86,9 @@ class DiskTier:
         self._scanned = False
         self._off = ""
         self._told = self._told_off = False
-        self._foreign: deque[tuple[Path, int]] = deque()  # of other fingerprints, oldest first
+        # What makes room, oldest first: time of change, path, key if it is of this fingerprint.
+        self._oldest: deque[tuple[int, Path, PageKey | None]] = deque()
+        self._list_again = 0.0  # not before
         self._looked: dict[str, int] = {}  # folder -> its time of change when it was listed
         self._listed: dict[str, set[PageKey]] = {}  # the same -> pages
         self._end = threading.Event()
@@ -194,7 +197,9 @@ class DiskTier:
 
     def _do(self, key: PageKey, stored: tuple[bytes, np.ndarray] | None) -> None:
         if stored is None:
-            self._remove(self._path(key))
+            path = self._path(key)
+            self._remove(path)
+            self._listed.get(path.parent.name, set()).discard(key)
             return
         try:
             self._write(key, *stored)
@@ -207,8 +212,7 @@ class DiskTier:
         path = self._path(key)
         draft = path.with_name(f".{path.name}.{os.getpid()}-{id(self):x}")
         if path.exists():  # another engine has stored it
-            with self._lock:
-                self._stored.append(key)
+            self._has_stored(key, path)
             return
         if not self._make_room(len(page)):
             with self._lock:
@@ -234,6 +238,10 @@ class DiskTier:
             with self._lock:
                 self._lost.append(key)
             raise
+        self._has_stored(key, path)
+
+    def _has_stored(self, key: PageKey, path: Path) -> None:
+        self._listed.setdefault(path.parent.name, set()).add(key)  # `_look` misses it once it goes
         with self._lock:
             self._stored.append(key)
 
@@ -243,14 +251,13 @@ class DiskTier:
         if not alone:
             self._wait_for_lock(self._users, fcntl.LOCK_SH, COUNT_SECONDS)
         own: list[tuple[int, PageKey]] = []
-        foreign: list[tuple[int, Path, int]] = []
+        foreign: list[tuple[int, Path, PageKey | None]] = []
         total = 0
         for folder in _folders(self._root, _FINGERPRINT):
             for shelf in _folders(folder, None):
                 if folder == self._own:
                     self._looked[shelf.name] = shelf.stat().st_mtime_ns
-                for entry in _files(shelf):
-                    found = entry.stat(follow_symlinks=False)
+                for entry, found in _stats(shelf):
                     named = _NAME.fullmatch(entry.name)
                     if named is None or not stat.S_ISREG(found.st_mode):
                         if alone and entry.name.startswith("."):  # an engine died that wrote it
@@ -258,13 +265,12 @@ class DiskTier:
                         continue
                     total += found.st_size
                     if folder != self._own:
-                        foreign.append((found.st_mtime_ns, Path(entry.path), found.st_size))
+                        foreign.append((found.st_mtime_ns, Path(entry.path), None))
                         continue
                     key = int(named[2]), bytes.fromhex(named[1])
                     own.append((found.st_mtime_ns, key))
                     self._listed.setdefault(shelf.name, set()).add(key)
-        foreign.sort()
-        self._foreign = deque((path, size) for _, path, size in foreign)
+        self._oldest = deque(sorted(foreign, key=lambda page: page[0]))
         if alone:
             with self._locked():
                 os.pwrite(self._usage, _BYTES.pack(total), 0)
@@ -304,14 +310,42 @@ class DiskTier:
     # -- bytes -----------------------------------------------------------------------------------
 
     def _make_room(self, size: int) -> bool:
-        """Add to the bytes that are used, if they stay within the quota; pages of engines with
-        other fingerprints make room, the oldest first."""
+        """Add to the bytes that are used, if they stay within the quota. Pages of engines with
+        other fingerprints that were there at the start make room, the oldest first; later, where
+        such engines share the quota, the oldest of all."""
         while not self._change_usage(size):
-            if not self._foreign:
+            if not self._oldest and not (size and self._list_oldest()):
                 return False
-            path, _ = self._foreign.popleft()
-            self._remove(path)
+            changed, path, key = self._oldest.popleft()
+            with contextlib.suppress(FileNotFoundError):
+                if path.lstat().st_mtime_ns != changed:
+                    continue  # it was used since, or is written anew
+                self._remove(path)
+                if key is not None:
+                    self._listed.get(path.parent.name, set()).discard(key)
+                    with self._lock:
+                        self._lost.append(key)
         return True
+
+    def _list_oldest(self) -> bool:
+        """List all pages. Returns whether one can make room; where all are of this fingerprint, who
+        knows when they were used decides that."""
+        if time.monotonic() < self._list_again:
+            return False
+        pages: list[tuple[int, Path, PageKey | None]] = []
+        for folder in _folders(self._root, _FINGERPRINT):
+            for shelf in _folders(folder, None):
+                for entry, found in _stats(shelf):
+                    named = _NAME.fullmatch(entry.name)
+                    if named is not None:
+                        key = int(named[2]), bytes.fromhex(named[1])
+                        own = key if folder == self._own else None
+                        pages.append((found.st_mtime_ns, Path(entry.path), own))
+        if all(key is not None for _, _, key in pages):
+            pages.clear()
+        self._oldest = deque(sorted(pages, key=lambda page: page[0]))
+        self._list_again = time.monotonic() + LOOK_SECONDS
+        return bool(pages)
 
     def _change_usage(self, size: int) -> bool:
         with self._locked():
@@ -373,24 +407,58 @@ class DiskTier:
 
 class ReplayTier:
     """What a replay has of a disk tier: pages that it stored itself, else those of the folder, of
-    which nothing is changed. See `PageFolder`."""
+    which nothing is changed. See `PageFolder`.
 
-    def __init__(self, folder: str, fingerprint: bytes) -> None:
+    Its own pages lie in a file without a name, as a disk tier may be larger than memory. They take
+    no more than the tier did, since what that dropped is dropped.
+    """
+
+    def __init__(self, folder: str, fingerprint: bytes, quota: int) -> None:
+        """
+        Args:
+            quota: bytes that its own pages take at most.
+        """
         self._own = Path(folder).expanduser().absolute() / fingerprint.hex()
         self._fingerprint = fingerprint
-        self._pages: dict[PageKey, np.ndarray] = {}
+        self._left = quota
+        self._file: int | None = None  # its number; made with the first page
+        self._end = 0
+        self._pages: dict[PageKey, tuple[int, int]] = {}  # offset, bytes
+        self._free: dict[int, list[int]] = {}  # by bytes: offsets
 
     def store(self, key: PageKey, parent: bytes, page: np.ndarray) -> bool:
-        self._pages[key] = page.copy()
+        size = len(page)
+        self.drop(key)
+        if size > self._left:
+            return False
+        if self._file is None:
+            self._file, path = tempfile.mkstemp(prefix="kvik-")
+            os.unlink(path)
+        free = self._free.get(size)
+        offset = free.pop() if free else self._end
+        try:
+            os.lseek(self._file, offset, os.SEEK_SET)
+            _write(self._file, page)
+        except OSError as error:
+            log.warning("%s: a page cannot be kept for the replay: %s", OPTION, error.strerror)
+            return False
+        self._end = max(self._end, offset + size)
+        self._left -= size
+        self._pages[key] = offset, size
         return True
 
     def drop(self, key: PageKey) -> None:
-        self._pages.pop(key, None)
+        place = self._pages.pop(key, None)
+        if place is not None:
+            offset, size = place
+            self._free.setdefault(size, []).append(offset)
+            self._left += size
 
     def read(self, key: PageKey, page: np.ndarray) -> bool:
         if key in self._pages:
-            page[:] = self._pages[key]
-            return True
+            assert self._file is not None
+            offset, size = self._pages[key]
+            return size == len(page) and _read(self._file, page, offset)
         name = key[1].hex()
         path = self._own / name[:2] / f"{name}-{key[0]}.kv"
         try:
@@ -413,6 +481,9 @@ class ReplayTier:
 
     def close(self) -> None:
         self._pages.clear()
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
 
 def _check_ours(path: Path) -> None:
@@ -446,6 +517,13 @@ def _files(path: Path) -> list[os.DirEntry[str]]:
         return [entry for entry in entries if entry.is_file(follow_symlinks=False)]
 
 
+def _stats(path: Path) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
+    """Yield the files in a folder with their facts, without those that are gone meanwhile."""
+    for entry in _files(path):
+        with contextlib.suppress(FileNotFoundError):
+            yield entry, entry.stat(follow_symlinks=False)
+
+
 def _lock_now(file: int, kind: int) -> bool:
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
@@ -454,11 +532,11 @@ def _lock_now(file: int, kind: int) -> bool:
     return True
 
 
-def _read(file: int, page: np.ndarray) -> bool:
+def _read(file: int, page: np.ndarray, offset: int = 0) -> bool:
     """Fill a page. Returns whether the file has enough."""
     view, at = page.data, 0
     while at < len(page):
-        count = os.preadv(file, [view[at:]], at)
+        count = os.preadv(file, [view[at:]], offset + at)
         if not count:
             return False
         at += count

@@ -304,7 +304,7 @@ def page_mover(
     if runner.kv_folder is not None:
         fingerprint = cache_fingerprint(config)
         if replays:
-            folder = ReplayTier(runner.kv_folder, fingerprint)
+            folder = ReplayTier(runner.kv_folder, fingerprint, tiers.disk)
         else:
             folder = DiskTier(runner.kv_folder, fingerprint, tiers.disk)
     others = [each for each in (network.others, network.earlier) if each is not None]

@@ -50,6 +50,9 @@ export class Engine {
     if (view.stats.steps < this.#steps) for (const picture of this.#pictures) picture.clear?.(); // started anew
     this.#steps = view.stats.steps;
     gauges(view);
+    const words = tierWords(view.stats.moves);
+    byId("tiers").hidden = !words;
+    setText(byId("tiers"), words);
     this.#colours.update(view.running);
     for (const picture of this.#pictures) picture.show(view);
   }
@@ -92,6 +95,27 @@ function gauges(view) {
   if (step !== undefined) list.title = `the last step took ${seconds(step)}`;
 }
 
+// What the tiers of the KV cache have and did; "" if there are none.
+export function tierWords(moves) {
+  if (!moves) return "";
+  const { tiers, totals, off } = moves;
+  const each = tiers.map(({ name, bytes, capacity, bytes_per_second: rate }) => {
+    const speed = rate ? ` at ${(rate / 1e9).toFixed(1)} GB/s` : "";
+    return `${name} ${size(bytes)} of ${size(capacity)}${speed}`;
+  });
+  if (off) each.push(`disk off: ${off}`);
+  const did = [
+    `${count(totals.loaded_tokens)} tokens loaded`,
+    `load or compute ${count(totals.load_choices)}/${count(totals.compute_choices)}`,
+    `swapped out ${count(totals.swapped_out)}, in ${count(totals.swapped_in)}`,
+  ];
+  return `Tiers: ${each.join(", ")}; ${did.join(", ")}`;
+}
+
+function size(bytes) {
+  return bytes >= 2 ** 30 ? `${(bytes / 2 ** 30).toFixed(1)} GiB` : `${(bytes / 2 ** 20).toFixed(1)} MiB`;
+}
+
 // A row for each of several engines.
 function table(replicas) {
   const shown = byId("replicas");
@@ -100,11 +124,12 @@ function table(replicas) {
   const row = ({ number, state, draining, stats, rates }) => {
     const cells = [`${number}`, draining && state === "ready" ? "draining" : state];
     const hits = stats?.prefix_queries ? `${((100 * stats.prefix_hits) / stats.prefix_queries).toFixed(0)} %` : "–";
-    if (!stats) return [...cells, "–", "–", "–", "–", "–"];
+    if (!stats) return [...cells, ...Array(6).fill("–")];
     const held = `${(100 * stats.kv_usage).toFixed(0)} %`;
-    return [...cells, count(stats.num_running), count(stats.num_waiting), held, hits, count(rates.decode_tokens)];
+    const paces = [count(rates.decode_tokens), count(rates.prefill_tokens)];
+    return [...cells, count(stats.num_running), count(stats.num_waiting), held, hits, ...paces];
   };
   const cells = (tag, texts) => make("tr", {}, ...texts.map((textContent) => make(tag, { textContent })));
-  const titles = ["replica", "state", "running", "waiting", "KV held", "hits", "decode tok/s"];
+  const titles = ["replica", "state", "running", "waiting", "KV held", "hits", "decode tok/s", "prefill tok/s"];
   shown.replaceChildren(cells("th", titles), ...replicas.map((one) => cells("td", row(one))));
 }
