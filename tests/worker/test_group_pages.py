@@ -1,0 +1,238 @@
+"""Pages of which several processes have parts: nothing is read before all have copied, and nothing
+is overwritten before."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from kvik.core.plan import NOWHERE, Moved, PageKey, PageLoad, PageStore, SchedulerOutput
+from kvik.errors import GroupLost
+from kvik.nn.kv_formats import KVCache, allocate_kv
+from kvik.nn.pages import GroupPages, PagePart, group_pages
+from kvik.spec.kv import PAGE_HEAD_BYTES, KVCacheSpec, group_layers
+from kvik.spec.shares import cut_groups
+from kvik.worker import group_pages as module
+from kvik.worker.group import CopyPages, Message, OpenPages
+from kvik.worker.group_pages import GroupPageMover, PageMemory, copy_pages
+
+BLOCKS, SIZE = 40, 16
+GROUPS = group_layers([KVCacheSpec(2, 4, 2 * 2 * 4 * 4)] * 2)
+PAGE = PAGE_HEAD_BYTES + SIZE * GROUPS[0].bytes_per_token
+
+
+def part(rank: int, size: int = 2) -> tuple[KVCache, tuple[GroupPages, ...]]:
+    own = cut_groups(GROUPS, rank, size)
+    cache = allocate_kv(own, BLOCKS, SIZE, torch.float32, torch.device("cpu"))
+    share = PagePart(SIZE, rank, size)
+    return cache, group_pages(GROUPS, own, cache, share, heads_first=False)
+
+
+class Other:
+    """The other process, which does what it was told when the test says so."""
+
+    def __init__(self) -> None:
+        self.cache, self.pages = part(1)
+        self.told: deque[Message] = deque()
+        self.lost = ""
+        self.memory: PageMemory | None = None
+
+    def tell(self, message: Message) -> None:
+        if self.lost:
+            raise GroupLost("tensor_parallel_size", self.lost)
+        self.told.append(message)
+
+    def run(self, most: int = 1000) -> None:
+        for _ in range(min(most, len(self.told))):
+            message = self.told.popleft()
+            if isinstance(message, OpenPages):
+                self.memory = PageMemory.open(message)
+                continue
+            assert isinstance(message, CopyPages) and self.memory is not None
+            copy_pages(self.pages, self.memory.rows, message)
+            self.memory.tell(1, message.number)
+
+
+class Disk:
+    def __init__(self) -> None:
+        self.pages: dict[PageKey, np.ndarray] = {}
+
+    def store(self, key: PageKey, parent: bytes, page: np.ndarray) -> bool:
+        self.pages[key] = page.copy()
+        return True
+
+    def read(self, key: PageKey, page: np.ndarray) -> bool:
+        if key in self.pages:
+            page[:] = self.pages[key]
+        return key in self.pages
+
+    def take(self) -> Moved:
+        return Moved()
+
+    def drop(self, key: PageKey) -> None: ...
+    def tell_again(self) -> None: ...
+    def wait(self, seconds: float) -> None: ...
+    def close(self) -> None: ...
+
+
+class World:
+    """Two processes, and what a single one would have in its cache and in its pages."""
+
+    def __init__(self) -> None:
+        self.cache, pages = part(0)
+        self.other, self.disk = Other(), Disk()
+        self.mover = GroupPageMover(pages, 4, self.disk, [self.other], [1])
+        self.other.run()
+        self.whole, (self.pages,) = part(0, 1)
+
+    def fill(self, block: int, seed: int) -> None:
+        """Write a block in all processes."""
+        generator = torch.Generator().manual_seed(seed)
+        for layer in GROUPS[0].layers:
+            for i, tensor in enumerate(self.whole.of(layer).tensors):
+                tensor[block] = torch.rand(tensor.shape[1:], generator=generator)
+                self.cache.of(layer).tensors[i][block] = tensor[block][:, :1]
+                self.other.cache.of(layer).tensors[i][block] = tensor[block][:, 1:]
+
+    def page(self, seed: int) -> np.ndarray:
+        """The page of a block that was filled so."""
+        self.fill(0, seed)
+        found = np.zeros(PAGE, np.uint8)
+        self.pages.copy_out([0], found[None], [0])
+        return found
+
+    def has(self, block: int, seed: int) -> tuple[bool, bool]:
+        """Whether each process has that content in a block."""
+        self.fill(0, seed)
+        caches = (self.cache, self.other.cache)
+        pairs = [[cache.of(layer).tensors for layer in GROUPS[0].layers] for cache in caches]
+        first, second = (
+            all(torch.equal(tensor[block], tensor[0]) for tensors in found for tensor in tensors)
+            for found in pairs
+        )
+        return first, second
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World()
+    yield made
+    made.other.lost = made.other.lost or "the test is over"
+    made.mover.close()
+
+
+def plan(step: int, *moves: PageStore | PageLoad) -> SchedulerOutput:
+    made = SchedulerOutput(step, [], [], [], [])
+    for move in moves:
+        (made.stores if isinstance(move, PageStore) else made.loads).append(move)
+    return made
+
+
+def key(number: int) -> PageKey:
+    return 0, bytes([number])
+
+
+def test_the_disk_gets_a_page_once_all_have_copied_it(world: World) -> None:
+    world.fill(5, seed=1)
+    world.mover.begin(plan(0, PageStore(key(1), b"", 5, 0, on_disk=True)))
+    world.mover.take(0)
+    assert not world.disk.pages
+    world.other.run()
+    world.mover.take(0)
+    assert np.array_equal(world.disk.pages[key(1)][64:], world.page(1)[64:])
+
+
+def test_a_place_that_is_another_pages_by_then_does_not_matter(world: World) -> None:
+    world.fill(5, seed=1)
+    world.mover.begin(plan(0, PageStore(key(1), b"", 5, 0, on_disk=True)))
+    world.other.run()
+    world.fill(5, seed=2)
+    world.mover.begin(plan(1, PageStore(key(2), b"", 5, 0, on_disk=True)))
+    world.other.run()
+    world.mover.take(1)
+    for number in (1, 2):
+        assert np.array_equal(world.disk.pages[key(number)][64:], world.page(number)[64:])
+
+
+def loaded(world: World, step: int) -> list[tuple[int, list[int]]]:
+    moved = world.mover.take(step)
+    return [] if moved is None else moved.loaded
+
+
+def test_a_page_comes_into_a_block_when_the_steps_before_are_done(world: World) -> None:
+    world.fill(5, seed=1)
+    world.mover.begin(plan(0, PageStore(key(1), b"", 5, 2, on_disk=False)))
+    world.mover.begin(plan(3, PageLoad(7, [(key(1), 9, 2)])))
+    until = time.monotonic() + 0.2
+    while time.monotonic() < until:
+        assert not loaded(world, 2)
+    assert world.has(9, 1) == (False, False)
+    until = time.monotonic() + 10
+    while not (found := loaded(world, 3)):
+        assert time.monotonic() < until
+    assert found == [(7, [])]
+    assert world.has(9, 1) == (True, False)  # the other comes to it before the next step
+    world.other.run()
+    assert world.has(9, 1) == (True, True)
+
+
+@pytest.mark.parametrize("lag", [1, 2, 5])
+def test_more_pages_are_loaded_than_there_are_rows_for(
+    lag: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row is another page's only when the slowest process has copied it."""
+    monkeypatch.setattr(module, "STAGED", 4 * PAGE)
+    world = World()
+    numbers = range(1, 25)
+    for number in numbers:
+        world.disk.pages[key(number)] = world.page(number)
+    del world.disk.pages[key(6)]
+    pages = [(key(number), number, NOWHERE) for number in numbers]
+    world.mover.begin(plan(0, PageLoad(7, pages)))
+    found, until, rounds = [], time.monotonic() + 20, 0
+    while not found:
+        moved = world.mover.wait(0)
+        found = [] if moved is None else moved.loaded
+        rounds += 1
+        if rounds % lag == 0:
+            world.other.run(1)
+        assert time.monotonic() < until
+    world.other.run()
+    assert found == [(7, [5])]
+    for number in numbers:
+        assert world.has(number, number) == ((number != 6,) * 2)
+    world.mover.close()
+
+
+def test_what_finds_no_row_on_its_way_to_the_disk_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STAGED", 4 * PAGE)
+    world = World()
+    stores = [PageStore(key(n), b"", n, NOWHERE, on_disk=True) for n in range(6)]
+    world.mover.begin(plan(0, *stores))
+    moved = world.mover.take(0)
+    assert moved is not None and moved.lost == [key(4), key(5)]
+    world.other.run()
+    world.mover.begin(plan(1, *stores[4:]))  # the rows are free again
+    world.other.run()
+    assert world.mover.take(1) is None and len(world.disk.pages) == 6
+    world.mover.close()
+
+
+def test_an_end_waits_for_what_is_copied_and_not_for_a_process_that_is_lost() -> None:
+    world = World()
+    world.fill(5, seed=1)
+    world.mover.begin(plan(0, PageStore(key(1), b"", 5, NOWHERE, on_disk=True)))
+    world.other.lost = "gone"
+    began = time.monotonic()
+    world.mover.close()
+    assert time.monotonic() - began < module.END_SECONDS / 2 and not world.disk.pages
+    again = World()
+    again.mover.begin(plan(0, PageStore(key(1), b"", 5, NOWHERE, on_disk=True)))
+    again.other.run()
+    again.mover.close()
+    assert again.disk.pages
