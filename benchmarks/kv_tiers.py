@@ -12,7 +12,8 @@ computed, and in the way that was chosen. "load": tokens per second where twice 
 come as fit, with requests that are swapped, and computed again.
 
 What is compared is measured in turn, in one run; ratios are those of neighbours, with their spread.
-FOLDER needs a config.json alone: weights are drawn. Without it the bundled model runs.
+FOLDER needs a config.json alone: weights are drawn. Without it the bundled model runs. `--tp 2` and
+`--pp 2` divide the model.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ def main() -> None:
     parser.add_argument("--output", type=int, default=160, help="tokens of an answer under load")
     parser.add_argument("--requests", type=int, default=6)
     parser.add_argument("--only", help="one of the tiers of unique")
+    parser.add_argument("--tp", type=int, default=1, help="tensor_parallel_size")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline_parallel_size")
     options = parser.parse_args()
     ways = {"first": first, "unique": unique, "lengths": lengths, "load": load, "child": child}
     with tempfile.TemporaryDirectory() as folder:
@@ -59,6 +62,7 @@ def main() -> None:
 
 def engine(options: argparse.Namespace, blocks: int, context: int, **more: Any) -> LLM:
     common: dict[str, Any] = {"device": "cpu", "num_blocks": blocks, "max_model_len": context}
+    common |= {"tensor_parallel_size": options.tp, "pipeline_parallel_size": options.pp}
     if options.model:
         common |= {"load_format": "random", "seed": 1, "quantization": options.quantization}
     return LLM(options.model, **common, **more)
@@ -104,6 +108,7 @@ def first(options: argparse.Namespace) -> None:
         words = [sys.executable, __file__, "child", "--model", options.model]
         words += ["--quantization", options.quantization, "--tokens", str(tokens)]
         words += ["--folder", str(options.folder), "--repeats", str(1000 + i)]
+        words += ["--tp", str(options.tp), "--pp", str(options.pp)]
         with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             cold.append(float(process.stdout.readline()))

@@ -45,6 +45,13 @@ def test_the_same_seed_gives_the_same_run(policy: str):
     assert runs[0].hit_tokens <= runs[0].ideal_tokens <= runs[0].prompt_tokens
 
 
+def test_requests_of_a_lost_replica_begin_again_elsewhere():
+    traffic = Traffic(requests=60, rate=50.0)
+    outcome = simulate(traffic, SimulatedEngine(blocks=1024), 3, lose=(0.4, 1))
+    assert outcome.requests == 60 and outcome.retried > 0
+    assert outcome.busy[1] < outcome.busy[0] / 2
+
+
 def test_one_replica_finds_what_one_cache_would_have():
     outcome = simulate(Traffic(requests=40, rate=0.5), SimulatedEngine(blocks=4096), 1)
     assert 0.99 * outcome.ideal_tokens <= outcome.hit_tokens <= outcome.ideal_tokens

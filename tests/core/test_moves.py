@@ -129,10 +129,15 @@ def test_a_slow_tier_is_not_used_until_its_estimate_is_old() -> None:
     sim.drain()
     assert request.num_cached_tokens == 0 and moves.counters.compute_choices == 1
     size = Counter({MEMORY: 1000})
-    tries = 0
-    while not moves.index.is_faster(size, 10, 100.0):
-        tries += 1
-    assert 100 < tries < 2000
+    tries = next(n for n in range(2000) if moves.index.is_faster(size, 10, 100.0))
+    assert tries > 100
+
+
+@pytest.mark.parametrize(("tokens", "loads"), [(90, False), (105, False), (115, True)])
+def test_loading_must_be_faster_by_a_tenth(tokens: int, loads: bool) -> None:
+    index = TierIndex(TierSizes((100,), 4))
+    index.tiers[MEMORY].rate.note(100, 1.0)
+    assert index.is_faster(Counter({MEMORY: 100}), tokens, 100.0) is loads
 
 
 def test_a_preempted_request_goes_on_from_what_was_kept_of_its_last_block() -> None:
@@ -165,6 +170,46 @@ def test_salts_and_forgotten_contents_are_never_loaded() -> None:
     (same,) = sim.add(PROMPT, 3)
     sim.drain()
     assert same.num_cached_tokens == 0
+
+
+def test_what_is_being_loaded_when_the_cache_is_emptied_is_not_published() -> None:
+    sim = served()
+    sim.worker.tiers.at_once = False
+    (request,) = sim.add(PROMPT, 3)
+    assert sim.planned().loads
+    sim.scheduler.reset_cache()
+    sim.worker.tiers.at_once = True
+    sim.drain()
+    assert request.finished and request.num_cached_tokens == 0
+
+
+def test_pages_of_a_plan_that_failed_are_deleted() -> None:
+    """Some may be on the disk, of blocks whose content is in doubt."""
+    sim = Simulation(replace(SETUP, tiers=(0, 64)))
+    sim.add(PROMPT, 3)
+    sim.step()
+    sim.step_fails = True
+    failed = sim.planned()
+    assert failed.stores
+    sim.deliver()
+    sim.add([1, 2], 1)
+    assert {store.key for store in failed.stores} <= set(sim.planned().drops)
+    sim.deliver()
+    sim.drain()
+
+
+def test_no_page_comes_into_a_block_that_the_plan_copies() -> None:
+    """It may be free already, and the load might come before the copy."""
+    sim = served()
+    (request,) = sim.add(PROMPT, 3)
+    kv, moves = sim.scheduler.kv, sim.scheduler.moves
+    match, free = kv.match(request), kv.pool.num_free
+    copied = range(kv.pool.num_blocks + 1)
+    assert not moves.waits(request, match, None, sim.now, fits=True, copied=copied)
+    assert kv.pool.num_free == free and not moves.loads
+    assert moves.waits(request, match, None, sim.now, fits=True, copied=())
+    sim.drain()
+    assert request.num_cached_tokens == 32
 
 
 def test_a_plan_that_failed_asks_for_its_loads_again() -> None:

@@ -126,8 +126,6 @@ class Worker:
         device, draw_bytes = chosen.parts.device, chosen.parts.draw_bytes
         vocab_size = config.model.vocab_size
         self._mover = None
-        if cache.tiers is not None:
-            self._mover = page_mover(config, network, seat, replays=replays)
         table = RequestTable(
             scheduler.max_num_seqs,
             scheduler.max_model_len,
@@ -175,6 +173,8 @@ class Worker:
             depth=self.depth,
             pipeline=pipeline,
         )
+        if cache.tiers is not None:  # last, as it opens files
+            self._mover = page_mover(config, network, seat, replays=replays)
 
     @property
     def lost(self) -> str:
