@@ -274,9 +274,9 @@ class SimulatedReplica:
         self.busy += seconds
         return now + seconds
 
-    def finish(self, now: float) -> list[tuple[str, bool]]:
-        """Take in the step that is done. Returns the requests that got a token, and whether it was
-        their last."""
+    def finish(self, now: float) -> list[tuple[str, bool, bool]]:
+        """Take in the step that is done. Returns the requests that got their first or last token,
+        and which of both it was."""
         plan = self.plan
         assert plan is not None
         self.plan = None
@@ -284,7 +284,11 @@ class SimulatedReplica:
         moved = None if self.tiers is None else self.tiers.take(now)
         deltas = self.scheduler.update(ModelRunnerOutput(plan.step, tokens, moved=moved), now)
         deltas += self.scheduler.take_ended()
-        return [(delta.request_id, delta.finish_reason is not None) for delta in deltas]
+        return [
+            (delta.request_id, delta.prompt is not None, delta.finish_reason is not None)
+            for delta in deltas
+            if delta.prompt is not None or delta.finish_reason is not None
+        ]
 
     def report(self) -> ReplicaReport:
         """Return what an engine tells its router."""
@@ -459,8 +463,8 @@ class _Run:
 
     def _stepped(self, place: int, now: float) -> None:
         replica, routed = self.replicas[place], self.policy != "round-robin"
-        for name, last in replica.finish(now):
-            if name in self.waits:
+        for name, first, last in replica.finish(now):
+            if first and name in self.waits:  # a second time if its replica was lost
                 self.first.append(now - self.waits.pop(name))
                 if routed:
                     self.router.began(name, now)
