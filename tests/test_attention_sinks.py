@@ -6,11 +6,14 @@ import json
 import math
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from helpers.optional_native import needs_native
+from helpers.server_process import server_process
 
 from kvik import LLM, SamplingParams
 from kvik.config.model_source import BUNDLED
@@ -20,6 +23,16 @@ pytestmark = [needs_native, pytest.mark.full]
 TEXT = (BUNDLED.parent / "calibration" / "text.txt").read_text(encoding="utf-8")
 SINKS, WINDOW, SEGMENTS = 4, 252, 21
 SIZE = SINKS + WINDOW
+
+
+def change_bundled(folder: Path, name: str, **changes: Any) -> None:
+    """Make `folder` the bundled model with some values of a file changed."""
+    for file in BUNDLED.iterdir():
+        if not (folder / file.name).exists():
+            (folder / file.name).symlink_to(file)
+    values = json.loads((folder / name).read_text())
+    (folder / name).unlink()
+    (folder / name).write_text(json.dumps({**values, **changes}))
 
 
 def perplexities(texts: int, segments: int, **options: Any) -> list[float]:
@@ -40,12 +53,7 @@ def perplexities(texts: int, segments: int, **options: Any) -> list[float]:
 def test_perplexity_stays_over_twenty_times_what_is_seen(tmp_path: Path) -> None:
     found = perplexities(9, SEGMENTS, attention_sinks=SINKS, window=WINDOW)
     assert found[-1] <= 1.05 * found[1]
-    for file in BUNDLED.iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    config = json.loads((BUNDLED / "config.json").read_text())
-    (tmp_path / "config.json").unlink()
-    longer = {**config, "max_position_embeddings": 10 * SIZE}
-    (tmp_path / "config.json").write_text(json.dumps(longer))
+    change_bundled(tmp_path, "config.json", max_position_embeddings=10 * SIZE)
     dense = perplexities(3, 10, model=str(tmp_path))
     assert dense[-1] > 1.5 * dense[1]  # trained for four segments
 
@@ -86,7 +94,61 @@ def test_a_stream_far_beyond_the_trained_length_takes_no_more_memory() -> None:
     assert grown(4_000, 16_000) < 0.01
 
 
+ENDLESS = 5000  # tokens; the model was trained for 1,024
+MESSAGES = [{"role": "user", "content": "Tell me of a dog."}]
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+STREAMS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "Once upon a time", "stream_options": {"include_usage": True}},
+    "/v1/chat/completions": {"messages": MESSAGES, "stream_options": {"include_usage": True}},
+    "/v1/messages": {"messages": MESSAGES},
+}
+
+
+def stream(url: str, path: str) -> list[dict[str, Any]]:
+    """Return the events of an answer of `ENDLESS` tokens."""
+    body = {"model": "m", "max_tokens": ENDLESS, "stream": True, **STREAMS[path]}
+    with httpx2.stream("POST", f"{url}{path}", json=body, timeout=240) as answer:
+        assert answer.status_code == 200, answer.read()
+        lines = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+def test_servers_stream_far_beyond_the_trained_length(tmp_path: Path) -> None:
+    """By all three ways at once; the words stay those of its stories."""
+    never = 2047  # a token that does not come
+    change_bundled(tmp_path, "config.json", eos_token_id=never)
+    change_bundled(tmp_path, "generation_config.json", eos_token_id=never)
+    change_bundled(tmp_path, "tokenizer_config.json", chat_template=TEMPLATE)
+    seen = ("--attention-sinks", "4", "--window", "60", "--max-model-len", str(ENDLESS + 1000))
+    flags = (*seen, "--served-model-name", "m", "--device", "cpu", "--threads", "1")
+    with server_process(str(tmp_path), *flags) as server, ThreadPoolExecutor() as pool:
+        found = dict(zip(STREAMS, pool.map(lambda p: stream(server.url, p), STREAMS), strict=True))
+        metrics = server.metrics()
+    assert metrics["kv_cache_usage_perc"] == 0
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        *events, last = found[path]
+        assert last["usage"]["completion_tokens"] == ENDLESS
+        assert events[-1]["choices"][0]["finish_reason"] == "length"
+        texts = [one["choices"][0] for one in events]
+        text = "".join(t.get("text") or t.get("delta", {}).get("content") or "" for t in texts)
+        assert_goes_on(text)
+    end = next(one for one in found["/v1/messages"] if one["type"] == "message_delta")
+    assert end["delta"]["stop_reason"] == "max_tokens"
+    assert end["usage"]["output_tokens"] == ENDLESS
+    deltas = [one for one in found["/v1/messages"] if one["type"] == "content_block_delta"]
+    assert_goes_on("".join(one["delta"]["text"] for one in deltas))
+
+
+def assert_goes_on(text: str) -> None:
+    """The end of a text has the words of its beginning, of a model that knows few."""
+    words = text.lower().split()
+    assert len(words) > ENDLESS // 4
+    usual = set(words[: len(words) // 5])
+    assert sum(word in usual for word in words[-400:]) > 200, words[-60:]
+
+
 @pytest.mark.nightly
+@pytest.mark.timeout(7200)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_two_hundred_thousand_tokens_take_no_more_memory() -> None:
     assert grown(10_000, 200_000) < 0.01
