@@ -72,22 +72,6 @@ def test_vectors_equal_those_of_transformers(tmp_path, name, kernels):
                 torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
-@needs_native
-@pytest.mark.parametrize("quantization", ["none", "int8"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_vectors_have_the_same_bits_in_any_company(tmp_path, dtype, quantization):
-    """Alone, packed into steps of several sizes, and in another order."""
-    found = []
-    save_encoder(tmp_path, "BertModel", num_attention_heads=1)  # of 32, for the tiles of AMX
-    for budget in (128, 300, 1024):
-        options = COMMON | {"max_num_batched_tokens": budget, "quantization": quantization}
-        with LLM(str(tmp_path), kernels="native", **options | {"dtype": dtype}) as llm:
-            found.append([llm.embed([ids])[0].embedding for ids in PROMPTS])
-            found.append([one.embedding for one in llm.embed(PROMPTS)])
-            found.append([one.embedding for one in llm.embed(PROMPTS[::-1])][::-1])
-    assert all(vectors == found[0] for vectors in found)
-
-
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("name", RERANKERS)
 def test_scores_equal_those_of_transformers(tmp_path, name, kernels):
