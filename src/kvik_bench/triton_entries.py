@@ -130,7 +130,7 @@ def _cache_types(cache: torch.dtype) -> dict[str, str]:
     scales = {"int8": "*bf16", "fp8": "*bf16", "int4": "*i16"}.get(KINDS[cache], "")
     queries = "*fp32" if cache == torch.float32 else "*bf16"
     return {
-        **dict.fromkeys(("q", "out"), queries),
+        **dict.fromkeys(("q", "sink_q", "out"), queries),
         **dict.fromkeys(("k_cache", "v_cache"), f"*{stored}"),
         **dict.fromkeys(("k_scales", "v_scales"), scales),
     }
@@ -145,25 +145,31 @@ def _decode(
     m: int = 16,
     tree: bool = False,
     options: bool = False,
+    sunk: bool = False,
+    cut: bool = False,
     loop: Loop | None = None,
+    max_spills: int = 0,
 ) -> Resources:
     """Queries are bf16, or fp32 as the cache is. `options`: scores are capped, and heads have
-    sinks."""
+    sinks; `sunk`: the window has some; `cut`: sequences have a first key."""
     tiles = split_tiles(m, head_dim, max(2, cache.itemsize), tree=tree)
     types = _cache_types(cache)
     absent = [] if tree else ["tree"]
+    absent += [] if cut else ["first_keys"]
+    absent += [] if sunk else ["sink_q"]
     absent += [] if options else ["softcap", "sinks"]
     absent += [] if types["k_scales"] else ["k_scales", "v_scales"]
     return Resources(
         attention_decode.attention_decode_kernel,
         f"{m} rows of {head_dim}, KV {str(cache).removeprefix('torch.')}{', tree' * tree}"
-        f"{', capped, sinks' * options}",
+        f"{', capped, sinks' * options}{', sinks of a window' * sunk}{', cut' * cut}",
         types
         | _types(
-            p_i32="block_table query_start seq_lens",
+            p_i32="block_table query_start seq_lens first_keys",
             p_i64="tree",
             p_fp32=f"part_out part_weight{' sinks' * options}",
-            i32="q_stride table_stride window first_sequence above most programs slab",
+            i32="q_stride sink_q_stride table_stride window sink_keys first_sequence above most "
+            "programs slab",
             fp32=f"scale{' softcap' * options}",
         ),
         {
@@ -175,13 +181,14 @@ def _decode(
             "BLOCK_N": tiles.n,
             "BLOCK_SIZE": 16,
             "KIND": KINDS[cache],
-            "WINDOW": 0,
+            "WINDOW": 3 * sunk,
             "TREE": tree,
             "DIRECT": False,
         },
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         aligned=_aligned("q_stride"),
+        max_spills=max_spills,
         loop=loop,
     )
 
@@ -197,6 +204,7 @@ def _merge(head_dim: int) -> Resources:
             i32="window first_sequence above most slab",
         ),
         {
+            "first_keys": None,
             "sinks": None,
             **LLAMA_HEADS,
             "HEAD_DIM": head_dim,
@@ -217,6 +225,12 @@ DECODE = (
     *(_decode(d, torch.int8, loop=Loop(copies=4)) for d in (128, 256)),
     _decode(128, torch.uint8, loop=Loop(copies=4, instructions=950)),
     _decode(256, torch.bfloat16, options=True),
+    _decode(64, torch.bfloat16, sunk=True, loop=_KEYS),
+    _decode(128, torch.bfloat16, sunk=True, loop=_KEYS),
+    _decode(128, torch.bfloat16, cut=True, loop=_KEYS),
+    # Between the loops over sinks and over the window, in none of which anything is spilled.
+    _decode(128, torch.int8, sunk=True, loop=Loop(copies=4), max_spills=64),
+    _decode(128, torch.bfloat16, m=32, tree=True, sunk=True, max_spills=160),
     _decode(128, torch.bfloat16, m=32, tree=True),
     _decode(128, torch.bfloat16, m=64, loop=Loop(copies=16, products=12, waits=1)),
     _decode(128, torch.bfloat16, m=64, tree=True),
@@ -265,6 +279,8 @@ def _prefill(
     cache: torch.dtype,
     window: bool = False,
     options: bool = False,
+    sunk: bool = False,
+    cut: bool = False,
     loop: Loop | None = None,
 ) -> Resources:
     """As of `_decode`."""
@@ -274,17 +290,20 @@ def _prefill(
     return Resources(
         attention_prefill.attention_prefill_kernel,
         f"head_dim {head_dim}, KV {str(cache).removeprefix('torch.')}{', window' * window}"
-        f"{', capped, sinks' * options}",
+        f"{', capped, sinks' * options}{', sinks of a window' * sunk}{', cut' * cut}",
         types
         | _types(
-            p_i32="block_table query_start seq_lens",
+            p_i32="block_table query_start seq_lens first_keys",
             p_fp32="sinks" * options,
-            i32="q_stride table_stride window first_sequence sequences above",
+            i32="q_stride sink_q_stride table_stride window sink_keys first_sequence sequences "
+            "above",
             fp32=f"scale{' softcap' * options}",
         ),
         {
             **({} if scaled else {"k_scales": None, "v_scales": None}),
             **({} if options else {"softcap": None, "sinks": None}),
+            **({} if sunk else {"sink_q": None}),
+            **({} if cut else {"first_keys": None}),
             **LLAMA_HEADS,
             "HEAD_DIM": head_dim,
             "BLOCK_D": block_d(head_dim),
@@ -293,7 +312,7 @@ def _prefill(
             "BLOCK_NEAR": tiles.near,
             "BLOCK_SIZE": 16,
             "KIND": KINDS[cache],
-            "WINDOW": int(window),
+            "WINDOW": 3 if sunk else int(window),
         },
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
@@ -310,6 +329,10 @@ PREFILL = (
     _prefill(64, torch.bfloat16, loop=Loop(copies=8, products=12, waits=1, barriers=2)),
     _prefill(128, torch.bfloat16, loop=_TILE),
     _prefill(128, torch.bfloat16, window=True, loop=_TILE),
+    _prefill(128, torch.bfloat16, cut=True, loop=_TILE),
+    _prefill(64, torch.bfloat16, sunk=True),
+    _prefill(128, torch.bfloat16, sunk=True, loop=_TILE),
+    _prefill(128, torch.int8, sunk=True),
     _prefill(64, torch.bfloat16, options=True),
     _prefill(256, torch.bfloat16, options=True),
     _prefill(256, torch.bfloat16, loop=Loop(copies=8, products=18, waits=1, barriers=2)),
@@ -744,6 +767,21 @@ ROTARY = (
         {"DIM": 128, "HALF": 64},
         num_warps=1,
         aligned=_aligned("low_rows"),
+        fused_products=False,
+        max_registers=40,
+    ),
+    Resources(
+        rotary.keep_queries_kernel,
+        "32 heads of 128, bf16",
+        _types(
+            p_bf16="q",
+            p_fp32="ring",
+            p_i32="query_start seq_lens state_rows",
+            i32="q_stride",
+            fp32="scale",
+        ),
+        {"LAST": 32, "WIDTH": 4096, "BLOCK": 1024},
+        aligned=_aligned("q_stride"),
         fused_products=False,
         max_registers=40,
     ),

@@ -56,10 +56,20 @@ class Step:
         layout = replace(self.layout, tree=torch.tensor(every), tree_words=tuple(every))
         return replace(self, layout=layout)
 
+    def with_rotation(self, seed: int = 5) -> Step:
+        """Return the step with a random angle of each token and pair for sinks."""
+        tokens, _, dim = self.q.shape
+        angles = torch.rand(tokens, dim // 2, generator=torch.Generator().manual_seed(seed)) * 6
+        return replace(self, sink_rotation=torch.cat((angles.cos(), angles.sin()), 1))
+
+    @property
+    def sink_q(self) -> Tensor:
+        """The queries as sinks meet them, float64 where they turn for these."""
+        return self.q if self.sink_rotation is None else turned(self.q, self.sink_rotation)
+
     def expected(self, window: Seen = None) -> Tensor:
         """The definition, as one dense matrix per sequence and head, in float64."""
-        heads, kv_heads = self.q.shape[1], self.k.shape[1]
-        for_sinks = self.q if self.sink_rotation is None else turned(self.q, self.sink_rotation)
+        heads, kv_heads, for_sinks = self.q.shape[1], self.k.shape[1], self.sink_q
         out, start = [], 0
         for new, keys, values in zip(
             self.layout.num_scheduled, self.keys, self.values, strict=True

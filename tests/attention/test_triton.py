@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason=NO_TRITON)
 import torch
 from helpers.attention_backends import OPTIONS, make_backend
 from helpers.optional_triton import device
-from helpers.windows import Seen, as_window, chunks
+from helpers.windows import Seen, as_window, chunks, sinks
 from torch import Tensor
 
 from kvik.attention.base import Attend, AttentionBackend, AttentionSpec, LayerKV, store
@@ -71,7 +71,8 @@ def attend(step, window: Seen = None) -> Tensor:
     cache = PagedCache(*_tensors(there(kv)))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     scoring = Scoring(step.spec.scale, step.spec.softcap, there(step.spec.sinks))
-    paged_attention(q, cache, plan.steps[0], scoring, out)
+    sink_q = None if step.sink_rotation is None else step.sink_q.to(q)
+    paged_attention(q, cache, plan.steps[0], scoring, out, sink_q)
     return out.cpu()
 
 
@@ -91,6 +92,54 @@ def test_windows_across_tiles(kernel, make_step, window):
     step = make_step([(70, 20), (130, 1)], 16, 1, 1)
     found = attend(step, window).double()
     torch.testing.assert_close(found, step.expected(window), rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "window", [sinks(1, 1), sinks(4, 20), sinks(17, 40), sinks(70, 9), sinks(3, 600)], ids=str
+)
+def test_sinks_of_a_window_meet_queries_of_their_own(kernel, make_step, window):
+    """Also of queries that turn for them as for all keys."""
+    step = make_step([(12, 1), (0, 9), (93, 1), (0, 1), (50, 18), (0, 80)]).with_rotation()
+    for each in (step, replace(step, sink_rotation=None)):
+        found = attend(each, window).double()
+        torch.testing.assert_close(found, each.expected(window), rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("window", [sinks(4, 252), sinks(300, 30)], ids=str)
+def test_sinks_beside_several_splits(kernel, make_step, window):
+    step = make_step([(700, 1), (300, 40)], 16, 2, 1).with_rotation()
+    found = attend(step, window).double()
+    torch.testing.assert_close(found, step.expected(window), rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_sinks_of_a_window_beside_other_options(kernel, make_step, options):
+    spec = AttentionSpec(0.3, **options)
+    step = replace(make_step([(70, 9), (300, 1)]), spec=spec).with_rotation()
+    found, window = attend(step, sinks(4, 20)).double(), sinks(4, 20)
+    torch.testing.assert_close(found, step.expected(window), rtol=1e-4, atol=2e-6)
+
+
+@formats
+def test_sinks_in_few_bits(kernel, make_step, format):
+    step = make_step([(60, 1), (30, 7)], 16, 3, 3, 32, kv_dtype=FORMATS[format]).with_rotation()
+    window = sinks(5, 20)
+    expected = step.run(make_backend("reference"), window)
+    torch.testing.assert_close(attend(step, window), expected, rtol=1e-4, atol=4e-6)
+
+
+@pytest.mark.parametrize("firsts", [(3, 0, 260, 85), (30, 0, 0, 17)], ids=str)
+def test_keys_before_the_first_one_are_not_there(kernel, make_step, firsts):
+    """As where layers drop tokens: neither seen nor read."""
+    step = make_step([(50, 1), (0, 9), (300, 1), (90, 40)])
+    layout = replace(step.layout, first_keys=torch.tensor(firsts, dtype=torch.int32), firsts=firsts)
+    expected = replace(step, layout=layout).run(make_backend("reference"))
+    table = step.layout.block_table.clone()
+    for row, first in zip(table, firsts, strict=True):
+        row[: first // 16] = 0
+    found = attend(replace(step, layout=replace(layout, block_table=table)))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=4e-6)
+    assert not torch.allclose(found, attend(step), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -149,17 +198,18 @@ def test_long_contexts_are_split_and_merged(make_step, window):
 
 
 @pytest.mark.full
-def test_a_sequence_does_not_notice_its_companions(make_step, monkeypatch):
+@pytest.mark.parametrize("window", [None, sinks(9, 200)], ids=str)
+def test_a_sequence_does_not_notice_its_companions(make_step, monkeypatch, window):
     """To the bit: however many programs share its splits, whether results are merged or not, and
     however many launches a batch takes."""
     shape = {"heads": 2, "kv_heads": 1, "dtype": torch.bfloat16}
     for sequence in [(37, 1), (270, 1)]:
-        alone = attend(make_step([sequence], **shape))
+        alone = attend(make_step([sequence], **shape), window)
         crowd = make_step([(290, 1), (0, 9), sequence], **shape)
-        assert torch.equal(attend(crowd)[-1:], alone)
+        assert torch.equal(attend(crowd, window)[-1:], alone)
     for name in ("LAUNCHED", "WORKSPACE"):
         monkeypatch.setattr(attention_paged, name, 1)
-        assert torch.equal(attend(crowd)[-1:], alone)
+        assert torch.equal(attend(crowd, window)[-1:], alone)
         monkeypatch.undo()
 
 
@@ -177,6 +227,24 @@ def test_garbage_outside_the_window_is_never_read(kernel, make_step):
     table[1, :25] = 0  # positions 0..99; the first query's window begins at 102, within a tile
     dirty = replace(step, layout=replace(step.layout, block_table=table))
     assert torch.equal(attend(dirty, 5), attend(step, 5))
+
+
+def test_garbage_between_sinks_and_window_is_never_read(kernel, make_step):
+    step, window = make_step([(116, 1), (106, 12)], 4).with_rotation(), sinks(6, 5)
+    table = step.layout.block_table.clone()
+    table[0, 2:28] = 0  # positions 8..111; the window begins at 112
+    table[1, 2:25] = 0  # positions 8..99; the first query's window begins at 102
+    dirty = replace(step, layout=replace(step.layout, block_table=table))
+    assert torch.equal(attend(dirty, window), attend(step, window))
+
+
+@pytest.mark.parametrize("cached", [0, 2, 33])
+@pytest.mark.parametrize("window", [sinks(1, 3), sinks(4, 2), sinks(9, 40)], ids=str)
+def test_a_node_sees_sinks_also_where_nodes_are_some(make_step, cached, window):
+    step = make_step([(12, 1), (cached, len(TREE)), (30, 3)])
+    step = step.with_trees((), TREE, ()).with_rotation()
+    found = attend(step, window).double()
+    torch.testing.assert_close(found, step.expected(window), rtol=1e-4, atol=2e-6)
 
 
 @pytest.mark.parametrize("window", [None, 3])

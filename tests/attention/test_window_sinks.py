@@ -24,17 +24,10 @@ def tree() -> tuple[int, ...]:
     return tuple(found)
 
 
-def with_rotation(step, seed: int = 5):
-    """The step with a random angle of each token and pair for sinks."""
-    tokens, _, dim = step.q.shape
-    angles = torch.rand(tokens, dim // 2, generator=torch.Generator().manual_seed(seed)) * 6
-    return replace(step, sink_rotation=torch.cat((angles.cos(), angles.sin()), 1))
-
-
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("name", STEPS)
 def test_matches_the_definition(backend, make_step, name, window):
-    step = with_rotation(make_step(STEPS[name]))
+    step = make_step(STEPS[name]).with_rotation()
     for each in (step, replace(step, sink_rotation=None)):
         torch.testing.assert_close(
             each.run(backend, window).double(), each.expected(window), rtol=1e-4, atol=2e-6
@@ -44,7 +37,7 @@ def test_matches_the_definition(backend, make_step, name, window):
 @pytest.mark.parametrize(("cached", "new"), [(0, 1), (0, 640), (1023, 1), (1500, 40), (1090, 3)])
 @pytest.mark.parametrize("window", [sinks(4, 252), sinks(600, 30), sinks(520, 520)], ids=str)
 def test_many_splits(backend, make_step, cached, new, window):
-    step = with_rotation(make_step([(cached, new)], heads=2, kv_heads=1))
+    step = make_step([(cached, new)], heads=2, kv_heads=1).with_rotation()
     torch.testing.assert_close(
         step.run(backend, window).double(), step.expected(window), rtol=1e-4, atol=2e-6
     )
@@ -52,7 +45,7 @@ def test_many_splits(backend, make_step, cached, new, window):
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_with_capped_scores_and_learned_sinks(backend, make_step, options):
-    step = with_rotation(replace(make_step(STEPS["mixed"]), spec=AttentionSpec(0.3, **options)))
+    step = replace(make_step(STEPS["mixed"]), spec=AttentionSpec(0.3, **options)).with_rotation()
     window = sinks(4, 17)
     torch.testing.assert_close(
         step.run(backend, window).double(), step.expected(window), rtol=1e-4, atol=2e-6
@@ -60,7 +53,7 @@ def test_with_capped_scores_and_learned_sinks(backend, make_step, options):
 
 
 def test_queries_are_normalised_before_they_turn_for_sinks(backend, make_step):
-    plain, window = with_rotation(make_step(STEPS["mixed"])), sinks(5, 9)
+    plain, window = make_step(STEPS["mixed"]).with_rotation(), sinks(5, 9)
     dim = plain.q.shape[2]
     ones = HeadNorms(torch.ones(dim), torch.ones(dim), 1e-6)
     step = replace(plain, spec=AttentionSpec(0.3, ones))
@@ -82,7 +75,7 @@ def test_exactly_the_visible_keys_count(backend, make_step, cached, new, window)
     one_hot = torch.eye(context, 32)[:, None]
     step = make_step([(cached, new)], 16, heads=1, kv_heads=1, dim=32, value=one_hot)
     step.q.zero_()
-    step = with_rotation(step)
+    step = step.with_rotation()
     for row, position in zip(step.run(backend, window)[:, 0], range(cached, context), strict=True):
         found = row.nonzero()[:, 0].tolist()
         assert found == seen(position, window)
@@ -90,7 +83,7 @@ def test_exactly_the_visible_keys_count(backend, make_step, cached, new, window)
 
 
 def test_garbage_between_sinks_and_window_is_never_read(backend, make_step):
-    step, window = with_rotation(make_step([(116, 1), (100, 12)])), sinks(17, 5)
+    step, window = make_step([(116, 1), (100, 12)]).with_rotation(), sinks(17, 5)
     clean = step.run(backend, window)
     table = step.layout.block_table.clone()
     table[0, 2:7] = 0  # positions 32..111; the window begins at 112, and sinks end at 17
@@ -106,7 +99,7 @@ def test_chunks_are_one_prefill_to_the_bit(make_step, backend, window, kv_format
     order."""
     dtype, kv_dtype = torch.bfloat16, KV_FORMATS[kv_format]
     total = 70
-    whole = with_rotation(make_step([(0, total)], dtype=dtype, kv_dtype=kv_dtype, dim=32))
+    whole = make_step([(0, total)], dtype=dtype, kv_dtype=kv_dtype, dim=32).with_rotation()
     expected = whole.run(backend, window)
     bound = 0 if backend.caps.name == "cpu" else 4e-2
     for chunk in (1, 13, 16, 33):
@@ -138,7 +131,7 @@ def test_chunks_are_one_prefill_to_the_bit(make_step, backend, window, kv_format
 @pytest.mark.parametrize("cached", [0, 2, 5, 60, 300])
 def test_a_node_of_a_tree_sees_its_path(backend, make_step, cached, window):
     step = make_step([(12, 1), (cached, len(PARENTS)), (30, 20)])
-    step = with_rotation(step.with_trees((), tree(), ()))
+    step = step.with_trees((), tree(), ()).with_rotation()
     torch.testing.assert_close(
         step.run(backend, window).double(), step.expected(window), rtol=1e-4, atol=2e-6
     )

@@ -535,11 +535,9 @@ def test_texts_beyond_a_window_take_blocks_of_the_window_alone() -> None:
     assert {w.sinks for w in plain.model.windows if w} == {0}
 
 
-def test_sinks_are_not_for_triton_nor_a_draft_model() -> None:
+def test_sinks_are_for_triton_and_not_for_a_draft_model() -> None:
     gpu = plan(SMALL, replace(SERVER, triton=True), window=1024, attention_sinks=4)
-    assert (gpu.runner.kernels, gpu.runner.attention_backend) == ("triton", "sdpa")
-    plain = plan(SMALL, replace(SERVER, triton=True), window=1024)
-    assert plain.runner.attention_backend == "triton"
+    assert (gpu.runner.kernels, gpu.runner.attention_backend) == ("triton", "triton")
     source = DraftSource(spec=SMALL)
     config = EngineConfig(spec_method="draft_model", spec_model="x", window=64, attention_sinks=4)
     with pytest.raises(ConfigError, match="spec_method: draft_model needs .* see every key"):
@@ -564,10 +562,11 @@ def test_budgets_make_groups_and_their_prompts_are_planned_whole() -> None:
     assert found.memory.activations > dense.memory.activations
 
 
-def test_budgets_are_not_for_gpus_nor_every_model() -> None:
+def test_budgets_are_for_gpus_too_and_not_for_every_model() -> None:
     gpu = replace(SERVER, triton=True)
-    with pytest.raises(ConfigError, match="kv_budget: must be left out on cuda"):
-        resolve(EngineConfig(), TINY, gpu, "/models/x", budgets=budgets(64, 64))
+    found = resolve(EngineConfig(), TINY, gpu, "/models/x", budgets=budgets(64, 64))
+    assert found.runner.attention_backend == "triton"
+    assert [g.spec.budget and g.spec.budget.tokens for g in found.cache.groups] == [64]
     windowed = ModelSpec.from_config(PUBLIC["Gemma-3-1B"])
     with pytest.raises(ConfigError, match="kv_budget: must be left out: .* windows"):
         resolve(EngineConfig(), windowed, PC, "/models/x", budgets=budgets(*[64] * 26))

@@ -74,6 +74,11 @@ class ByTensors:
             return Planned(layout, window, AttentionMetadata(layout, window), 0, starts[-1])
         tree = None if layout.tree is None else layout.tree[:tokens]
         assert tree is None or not layout.tree[tokens:].any(), "padding is no tree"
+        rows_of_queries = None
+        if layout.state_rows is not None:
+            assert (layout.state_rows[rows:] == -1).all(), "padding keeps nothing"
+            rows_of_queries = layout.state_rows[:rows]
+        firsts = None if layout.first_keys is None else layout.first_keys[:rows]
         real = replace(
             layout,
             query_start_loc=layout.query_start_loc[: rows + 1],
@@ -84,6 +89,9 @@ class ByTensors:
             contexts=tuple(lens[:rows]),
             tree=tree,
             tree_words=() if tree is None else tuple(tree.tolist()),
+            state_rows=rows_of_queries,
+            first_keys=firsts,
+            firsts=() if firsts is None else tuple(firsts.tolist()),
         )
         return Planned(layout, window, self.inner.plan(real, window), tokens, starts[-1])
 
@@ -106,6 +114,9 @@ class ByTensors:
 
     def move(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
         self.inner.move(kv, source, target)
+
+    def keys(self, kv: LayerKV, at: Tensor) -> Tensor:
+        return self.inner.keys(kv, at)
 
 
 @contextmanager

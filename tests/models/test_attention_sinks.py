@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.attention_backends import NAMES, make_backend
+from helpers.optional_triton import INTERPRETED_ONLY, NO_TRITON, TRITON
 from helpers.paged_model import PagedModel
 from helpers.tiny_models import save_tiny, tokens
 from torch import Tensor
@@ -18,6 +19,7 @@ from kvik.config.config import EngineConfig, Notes
 from kvik.config.resolve import as_streamed
 from kvik.kernels.ops import Ops
 from kvik.kernels.reference.ops import REFERENCE
+from kvik.kernels.torch_ops import TORCH
 from kvik.model_files import model_files
 from kvik.nn.rope import Rope
 
@@ -93,7 +95,12 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: Any) -> tuple[Path, l
 def streamed(folder: Path, name: str, **options: Any) -> PagedModel:
     config = EngineConfig(window=WINDOW, attention_sinks=SINKS)
     spec = as_streamed(config, model_files(folder).spec(), Notes())
-    backend = make_backend(name)
+    if name == "triton":
+        from kvik.attention.triton import TritonAttention
+
+        backend: Any = TritonAttention(TORCH)
+    else:
+        backend = make_backend(name)
     ops: Ops = REFERENCE if name == "reference" else backend._ops
     return PagedModel(folder, spec=spec, ops=ops, backend=backend, max_model_len=1 << 20, **options)
 
@@ -105,6 +112,17 @@ def test_logits_are_those_of_positions_within_the_cache(case, name, chunk) -> No
     folder, ids, expected = case
     model = streamed(folder, name, block_size=16)
     torch.testing.assert_close(model.logits(ids, chunk), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.full
+@INTERPRETED_ONLY
+@pytest.mark.skipif(not TRITON, reason=NO_TRITON)
+@pytest.mark.parametrize("chunk", [0, 1, 33])
+def test_logits_of_triton_are_too(case, chunk) -> None:
+    """Of the prefill kernel, of the split one, and of both."""
+    folder, ids, expected = case
+    found = streamed(folder, "triton", block_size=16).logits(ids, chunk)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_without_sinks_or_turning_again_logits_are_others(case) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,9 +22,13 @@ from helpers.matrix import (
 )
 from helpers.optional_native import needs_native
 
+from kvik.config import resolve
 from kvik.config.graph_sizes import GraphSize, decoding_sizes
+from kvik.config.kv_budget import KVBudgets, fingerprint_of, save_budgets
 from kvik.config.model_source import BUNDLED as STORIES
 from kvik.core.plan import GraphCounts
+from kvik.model_files import model_files
+from kvik.spec.kv import Budget, KVCacheSpec, group_layers
 from kvik.worker.captures import MIN_MISSES, TIME_SHARE, Captured, GraphMemory
 from kvik.worker.cuda_graphs import DecodeGraphs
 from kvik.worker.graphs import Eager, StepOutput
@@ -54,6 +60,25 @@ def test_logprobs_are_the_same_to_the_bit(name, column, tmp_path) -> None:
         for completion, wanted in zip(output.outputs, expected.outputs, strict=True):
             assert completion.token_ids == wanted.token_ids
             assert completion.logprobs == wanted.logprobs
+
+
+@pytest.mark.full
+@needs_native
+def test_layers_with_budgets_begin_where_they_kept(tmp_path, monkeypatch) -> None:
+    spec, file = model_files(Path(STORIES)).spec(), tmp_path / "b.json"
+    facts = spec.architecture, fingerprint_of(spec), "entropy", 0.25, 160, "", 0
+    layers = spec.num_layers
+    scores, budgets = (1.0,) * layers, tuple(36 + 8 * (i % 2) for i in range(layers))
+    save_budgets(KVBudgets(*facts, scores=scores, budgets=budgets), file)
+    monkeypatch.setattr(resolve, "Budget", partial(Budget, every=6))
+    model, sampling = {"model": BUNDLED, "kv_budget": str(file)}, params_with_logprobs()
+    right = run_column(COLUMNS[0], sampling, model, **REFERENCE)
+    with captured_steps(1, 2, 4, 8, 16) as made:
+        found = run_column(COLUMNS[0], sampling, model, **REFERENCE)
+    ((_, again),) = made
+    assert again.replayed > MIN_MISSES
+    for output, expected in zip(found, right, strict=True):
+        assert output.outputs[0].logprobs == expected.outputs[0].logprobs
 
 
 DRAFTERS = {
@@ -105,7 +130,7 @@ STEP = 70  # bytes
 class Network:
     """The output tells what was computed: each token's id and position."""
 
-    groups = (None,)
+    groups = group_layers([KVCacheSpec(1, 16, 64)])
 
     def forward(self, input_ids, positions, layouts, logits_indices) -> StepOutput:
         hidden = torch.stack((input_ids, positions), 1).float()

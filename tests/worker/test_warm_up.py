@@ -17,6 +17,7 @@ from helpers.untrained_heads import eagle, medusa
 from torch import Tensor
 
 from kvik import LLM, SamplingParams
+from kvik.spec.kv import Budget, KVCacheSpec, group_layers
 from kvik.worker.warm_up import WarmUp, forwards
 
 CONFIG = {
@@ -47,7 +48,7 @@ SAMPLES = 10  # rows of logits
 class Network:
     """Notes what steps it is to compute."""
 
-    groups = (None, None)
+    groups = group_layers([KVCacheSpec(1, 16, 64), KVCacheSpec(1, 16, 64, budget=Budget(48))])
     kv = SimpleNamespace(layers=(SimpleNamespace(k=torch.zeros(1)),), storages=(torch.zeros(3),))
 
     def __init__(self) -> None:
@@ -62,7 +63,8 @@ class Network:
     def forward(self, input_ids, positions, layouts, logits_indices) -> None:
         (length, *others) = {len(input_ids), len(positions), *layouts[0].num_scheduled}
         first, second = layouts
-        assert first is second and not others
+        assert first.first_keys is None and second.first_keys.tolist() == [0]
+        assert first.block_table is second.block_table and not others
         assert logits_indices.tolist() == list(range(length))[-SAMPLES:]
         assert first.slot_mapping.tolist() == [-1] * length  # stored nowhere
         assert not first.block_table.any() and first.block_table.shape == (1, 8)

@@ -35,8 +35,9 @@ class StepLayout:
         tree_words: tree on the host.
         state_rows: [num_seqs] int32, the state of each sequence, or its row of last queries;
             None: no layer keeps any.
-        first_keys: [num_seqs] int32 on the CPU, the first key of each sequence that its queries
-            see; None: that at 0, or as a window says.
+        first_keys: [num_seqs] int32, the first key of each sequence that its queries see; None:
+            that at 0, or as a window says.
+        firsts: first_keys on the host; (): as without.
     """
 
     query_start_loc: Tensor
@@ -50,10 +51,11 @@ class StepLayout:
     tree_words: tuple[int, ...] = ()
     state_rows: Tensor | None = None
     first_keys: Tensor | None = None
+    firsts: tuple[int, ...] = ()
 
     def first_key(self, sequence: int) -> int:
         """Return the first key that the queries of a sequence see, but for windows."""
-        return 0 if self.first_keys is None else int(self.first_keys[sequence])
+        return self.firsts[sequence] if self.firsts else 0
 
     @property
     def sequences(self) -> Sequences:
@@ -221,8 +223,6 @@ class Attend:
         """Write k and v, if any, by torch's operations. Returns q as of `turned`, and k and v as
         `store` does."""
         (q, k), v = self.turned(ops), self.v
-        if self.kv.queries is not None:
-            keep_queries(q, self.kv.queries, self.metadata.layout, self.spec.scale)
         if k is None or v is None:
             return q, None, None
         return q, *store(ops, k, v, self.kv, self.metadata.layout.slot_mapping)
@@ -426,7 +426,7 @@ def keep_queries(q: Tensor, ring: Tensor, layout: StepLayout, scale: float) -> N
         layout.state_rows.tolist(), layout.num_scheduled, layout.contexts, strict=True
     ):
         count = min(length, last)
-        places = torch.arange(context - count, context) % last
+        places = torch.arange(context - count, context, device=ring.device) % last
         ring[row, places] = q[start + length - count : start + length].float() * scale
         start += length
 

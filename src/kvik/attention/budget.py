@@ -32,8 +32,9 @@ def weights_of(queries: Tensor, k: Tensor) -> Tensor:
     count, kv_heads, _ = k.shape
     # The queries of a kv head, one after another, each with the heads of its group.
     grouped = queries.unflatten(1, (kv_heads, heads // kv_heads)).transpose(0, 1)
-    hidden = torch.ones(last, last, dtype=torch.bool).triu(1)  # [queries, last keys]
-    total = torch.zeros(count)
+    # [queries, last keys]
+    hidden = torch.ones(last, last, dtype=torch.bool, device=k.device).triu(1)
+    total = torch.zeros(count, device=k.device)
     for head in range(kv_heads):
         rows = grouped[head].flatten(0, 1)
         scores = torch.matmul(rows, k[:, head].t().contiguous())
@@ -55,8 +56,8 @@ def kept(queries: Tensor, k: Tensor, budget: Budget) -> Tensor:
     best = means.sort(descending=True, stable=True).indices[: budget.tokens - budget.least]
     return torch.cat(
         (
-            torch.arange(budget.first),
+            torch.arange(budget.first, device=k.device),
             best.sort().values + budget.first,
-            torch.arange(count - last, count),
+            torch.arange(count - last, count, device=k.device),
         )
     )

@@ -24,6 +24,7 @@ from kvik.attention.base import (
     LayerKV,
     StepLayout,
     cached_keys,
+    keep_queries,
     move,
     read_both,
 )
@@ -48,6 +49,8 @@ class ReferenceAttention:
         for_sinks = attend.for_sinks(self._ops)
         q, _, _ = attend.stored(self._ops)
         kv, layout, window = attend.kv, attend.metadata.layout, attend.metadata.window
+        if kv.queries is not None:
+            keep_queries(q, kv.queries, layout, attend.spec.scale)
         out = torch.empty_like(q)
         start = 0
         for i, (length, context) in enumerate(

@@ -32,6 +32,7 @@ from kvik.attention.base import (
     LayerKV,
     StepLayout,
     cached_keys,
+    keep_queries,
     move,
     read_both,
 )
@@ -202,6 +203,8 @@ class SdpaAttention:
             return self._reference.run(attend)
         q, k, v = attend.stored(self._ops)
         kv, metadata, scale = attend.kv, attend.metadata, attend.spec.scale
+        if kv.queries is not None:
+            keep_queries(q, kv.queries, metadata.layout, scale)
         assert isinstance(metadata, SdpaMetadata)
         if len(metadata.decode) == 1 and metadata.decode[0].tokens is None:
             return self._decode(q, kv, metadata.decode[0], scale)

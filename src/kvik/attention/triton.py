@@ -36,7 +36,7 @@ from kvik.kernels.triton.attention_paged import (
     paged_attention,
     runs_of,
 )
-from kvik.kernels.triton.rotary import rotate_and_store
+from kvik.kernels.triton.rotary import keep_queries, rotate_and_store
 from kvik.spec.kv import Window
 
 
@@ -81,7 +81,7 @@ class TritonAttention:
         metadata, kv = attend.metadata, attend.kv
         assert isinstance(metadata, TritonMetadata)
         q, k, v, spec = attend.q, attend.k, attend.v, attend.spec
-        slots = metadata.layout.slot_mapping
+        slots, for_sinks = metadata.layout.slot_mapping, attend.for_sinks(self._ops)
         # The kernel turns q and k alike, and rounds halves of a head, which hold whole bytes.
         odd = q.shape[2] % (4 if kv.k.dtype == torch.uint8 else 2)
         if odd or attend.q_rotation is not None or k is None or v is None:
@@ -93,6 +93,8 @@ class TritonAttention:
             norms = spec.norms
             by = None if norms is None or norms.k is None else (norms.q, norms.k, norms.eps)
             q = rotate_and_store(q, k, v, attend.rotation, (kv.k, kv.v), scales, slots, by)
+        if kv.queries is not None:
+            self._keep_queries(q, kv.queries, metadata.layout, spec.scale)
         cache = PagedCache(kv.k, kv.v, kv.k_scales, kv.v_scales)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         scoring = Scoring(spec.scale, spec.softcap, spec.sinks)
@@ -100,11 +102,16 @@ class TritonAttention:
         if v is None or self.prompts is None or not self.prompts.can_do(spec):
             steps, fresh = metadata.all, ()
         for step in steps:
-            paged_attention(q, cache, step, scoring, out)
+            paged_attention(q, cache, step, scoring, out, for_sinks)
         for prompt in fresh:
             assert self.prompts is not None and v is not None
             out[prompt.start : prompt.end] = self.prompts.attend(q, kv.k, v, prompt, spec.scale)
         return out
+
+    def _keep_queries(self, q: Tensor, ring: Tensor, layout: StepLayout, scale: float) -> None:
+        assert layout.state_rows is not None
+        where = layout.query_start_loc, layout.seq_lens, layout.state_rows
+        keep_queries(q, ring, *where, scale, max(layout.num_scheduled))
 
     def run_latent(self, attend: AttendLatent) -> Tensor:
         metadata, kv = attend.metadata, attend.kv
@@ -163,6 +170,7 @@ def _steps_between(
                 layout.query_start_loc,
                 layout.seq_lens,
                 layout.block_table,
+                layout.first_keys,
                 layout.tree,
                 layout.block_size,
                 window,

@@ -275,8 +275,6 @@ def _triton_or_sdpa(
     multiple = 4 if config.kv_cache_dtype == "int4" else 2
     if kernels != "triton":
         refusal = "it needs the Triton kernels"
-    elif config.attention_sinks:
-        refusal = "it has no attention sinks"
     elif model.latent is not None:
         if config.kv_cache_dtype not in (AUTO, SHORT_DTYPES[dtype]):
             refusal = f"its latent vectors are stored in {dtype} alone"

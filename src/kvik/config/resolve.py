@@ -87,8 +87,6 @@ def resolve(
     check_group(config, spec, compute, hardware)
     check_replicas(config, compute, hardware)
     tiers = check_tiers(config, spec, compute)
-    if budgets is not None and compute.kind != "cpu":
-        raise ConfigError("kv_budget", f"must be left out on {compute.device}: it is for CPUs")
     mapped = None if built is None else built.weight_bytes
     replicas, whole = config.data_parallel_size, _of_fullest(limit, config, compute, hardware)
     limit = replica_limit(whole, replicas, compute, hardware, mapped) if replicas > 1 else whole

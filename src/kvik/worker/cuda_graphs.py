@@ -125,6 +125,11 @@ class DecodeGraphs:
                 block_size=self._block_size,
                 tree=inputs.whole("tree", size.tokens) if size.tree else None,
                 state_rows=inputs.whole("state_rows", size.rows),
+                first_keys=(
+                    inputs.whole(f"first_keys {group}", size.rows)
+                    if self.network.groups[group].budgeted
+                    else None
+                ),
             )
             for group in inputs.groups
         ]

@@ -276,8 +276,9 @@ class EngineNetwork:
         """
         budget = self.groups[cut.group].spec.budget
         assert budget is not None
-        at, to = torch.from_numpy(source), torch.from_numpy(target)
-        order = torch.arange(cut.end - budget.last, cut.end) % budget.last
+        device = self.kv.storages[0].device
+        at, to = upload(source, device), upload(target, device)
+        order = torch.arange(cut.end - budget.last, cut.end, device=device) % budget.last
         for layer in self.groups[cut.group].layers:
             kv = self.kv.of(layer)
             assert kv.queries is not None

@@ -106,6 +106,9 @@ def build_input_batch(plan: SchedulerOutput, table: RequestTable, inputs: StepIn
                 if table.first_keys is None
                 else inputs.put(f"first_keys {group}", table.first_keys[group, slots])
             ),
+            firsts=(
+                () if table.first_keys is None else tuple(table.first_keys[group, slots].tolist())
+            ),
         )
         for group in range(len(table.block_tables))
     )

@@ -135,14 +135,16 @@ class DeviceInputs:
         }
         if trees:
             counts["tree"] = (sizes.tokens, np.int64)
-        for group in self.groups:
-            counts[f"slot_mapping {group}"] = (sizes.tokens, np.int64)
         padded = {
             "seq_lens": rows,
             "state_rows": rows,
             COUNTING: rows + 1,
             "logits_indices": samples,
         }
+        for group in self.groups:
+            counts[f"slot_mapping {group}"] = (sizes.tokens, np.int64)
+            counts[f"first_keys {group}"] = (sizes.seqs, np.int32)
+            padded[f"first_keys {group}"] = rows
         self._padded = {name: padded.get(name, tokens) for name in counts}  # entries
         places: dict[str, slice] = {}
         end = 0

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from typing import Protocol
@@ -153,10 +154,11 @@ def _forward(
         tree=torch.zeros(length, dtype=torch.int64, device=device) if tree else None,
         state_rows=torch.full((1,), -1, dtype=torch.int32, device=device),
     )
+    cut = replace(layout, first_keys=torch.zeros(1, dtype=torch.int32, device=device))
     network.forward(
         torch.zeros(length, dtype=torch.int64, device=device),
         torch.arange(length, device=device),
-        [layout] * len(network.groups),
+        [cut if group.budgeted else layout for group in network.groups],
         torch.arange(max(0, length - samples), length, device=device),
     )
 

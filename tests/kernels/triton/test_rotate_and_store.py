@@ -9,8 +9,10 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason=NO_TRITON)
 
+from kvik.attention.base import StepLayout, keep_queries
 from kvik.kernels.kv_rounding import SCALES, movable, round_vectors
 from kvik.kernels.reference.ops import REFERENCE
+from kvik.kernels.triton import rotary
 from kvik.kernels.triton.rotary import rotate_and_store
 
 TOKENS, HEADS, KV_HEADS, DIM, BLOCK = 6, 6, 3, 20, 4
@@ -107,3 +109,22 @@ def test_heads_are_normalised_on_the_way(dtype: torch.dtype, turned: bool) -> No
     torch.testing.assert_close(keys, stored, rtol=rounding, atol=step)
     assert not torch.equal(keys.float(), torch.zeros_like(keys).float())
     torch.testing.assert_close(values, expected_v, rtol=0, atol=0)  # v is not normalised
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_last_queries_are_kept_as_by_the_plain_step(dtype: torch.dtype) -> None:
+    """Of sequences with fewer and with more than are kept; of padding none is."""
+    lengths, contexts, rows, last = (1, 7, 3, 1), (9, 7, 40, 0), (2, 0, 3, -1), 4
+    g = torch.Generator().manual_seed(0)
+    q = torch.randn(sum(lengths), 7, DIM, generator=g).to(device(), dtype)[:, 1:]
+    places = [torch.tensor(n, dtype=torch.int32, device=device()) for n in (contexts, rows)]
+    starts = torch.tensor([0, *lengths], device=device()).cumsum(0).int()
+    rings = [torch.full((5, last, 6, DIM), 7.0, device=device()) for _ in range(2)]
+    layout = StepLayout(
+        *(starts[:4], places[0][:3], starts, starts.long(), lengths[:3], contexts[:3], BLOCK),
+        state_rows=places[1][:3],
+    )
+    keep_queries(q[:-1], rings[0], layout, 0.3)
+    rotary.keep_queries(q, rings[1], starts, *places, 0.3, max(lengths))
+    assert torch.equal(*rings)
+    assert (rings[0] == 7.0).all(3).all(2).sum(1).tolist() == [0, last, last - 1, last - 3, last]

@@ -20,6 +20,9 @@ captured height, and may differ by rounding from a step of its own.
 
 Trees: a query sees of this step's keys those in its word (see attention/base.py).
 
+Sinks of a window are keys of a sequence's first split, with factors of their own (`Attend`). So
+they take no result to merge, and what they take does not grow with the context.
+
 Floor: memory. Reads context * kv_heads * head_dim * 2 numbers per sequence, and per split and query
 head writes and reads head_dim + 1 numbers of 4 bytes.
 """
@@ -31,6 +34,7 @@ import triton.language as tl
 
 from kvik.kernels.triton.attention_shapes import SPREAD, split
 from kvik.kernels.triton.attention_tile import (
+    LAST_AND_SINKS,
     LOG2,
     attend,
     begin,
@@ -39,6 +43,7 @@ from kvik.kernels.triton.attention_tile import (
     finish,
     first_seen,
     log2_weight,
+    seen_by,
     unit_of,
     with_sinks,
 )
@@ -49,9 +54,20 @@ AT_ONCE = tl.constexpr(16)  # splits that a program merges at once
 
 @triton.jit
 def sequence_of(
-    query_start, seq_lens, sequence, window, GROUP, KV_HEADS, BLOCK_M, WINDOW: tl.constexpr
+    query_start,
+    seq_lens,
+    first_keys,
+    sequence,
+    window,
+    GROUP,
+    KV_HEADS,
+    BLOCK_M,
+    WINDOW: tl.constexpr,
 ):
     """Divide a sequence into splits, in the same way for the split and the merge kernel.
+
+    Args:
+        first_keys: [sequences], before which no query sees any; may be None.
 
     Returns:
         first token, queries, keys before them, first key that any query sees, keys of a split,
@@ -62,6 +78,8 @@ def sequence_of(
     context = tl.load(seq_lens + sequence)
     cached = context - queries
     first = tl.maximum(first_seen(cached, window, WINDOW), 0) if WINDOW else 0
+    if first_keys is not None:
+        first = tl.maximum(first, tl.load(first_keys + sequence))
     keys, splits = split(
         tl.maximum(context - first, 0), KV_HEADS * tl.cdiv(queries * GROUP, BLOCK_M)
     )
@@ -88,11 +106,48 @@ def nodes_at(tree, node, inside, cached, words, place):
     return position, among | ~is_node[None, :]
 
 
+@triton.jit
+def keys_at(place, inside, tree, is_tree, cached, words, position, TREE: tl.constexpr):
+    """Return the positions of the keys at some places, [n], and which rows see them, [m, n], but
+    for a window.
+
+    Args:
+        inside: [n], which places count. tree, cached, words: as of `nodes_at`.
+    """
+    visible = inside[None, :]
+    where = place
+    if TREE:
+        node = tl.where(is_tree, place - cached, -1)
+        where, among = nodes_at(tree, node, inside, cached, words, place)
+        visible &= among
+        visible &= (node >= 0)[None, :] | (where[None, :] <= position[:, None])
+    else:
+        visible &= where[None, :] <= position[:, None]
+    return where, visible
+
+
+@triton.jit
+def strip_of(part, first, keys, end, context, sink_end, few, OF_SINKS: tl.constexpr):
+    """Return the first place of a split's keys, and that behind its last; or of the sinks, which
+    the first split has before its own.
+
+    Args:
+        first, keys: as of `sequence_of`. end: behind the last key that a row sees.
+        sink_end: behind the last sink. few: nodes of a tree, too, may be sinks.
+    """
+    if OF_SINKS:
+        ends = tl.where(few, context, tl.minimum(end, sink_end))
+        return 0, tl.where(part == 0, ends, 0)
+    begins = first + part * keys
+    return begins, tl.minimum(begins + keys, end)
+
+
 # Numbers that change from step to step must not cause a new compilation.
 @triton.jit(
     do_not_specialize=[
         "table_stride",
         "window",
+        "sink_keys",
         "first_sequence",
         "above",
         "most",
@@ -102,6 +157,7 @@ def nodes_at(tree, node, inside, cached, words, place):
 )
 def attention_decode_kernel(
     q,
+    sink_q,
     k_cache,
     v_cache,
     k_scales,
@@ -109,16 +165,19 @@ def attention_decode_kernel(
     block_table,
     query_start,
     seq_lens,
+    first_keys,
     tree,
     sinks,
     out,
     part_out,
     part_weight,
     q_stride,
+    sink_q_stride,
     table_stride,
     scale,
     softcap,
     window,
+    sink_keys,
     first_sequence,
     above,
     most,
@@ -138,22 +197,24 @@ def attention_decode_kernel(
 ):
     """grid [KV heads * programs * tiles, sequences]
 
-    q, out [tokens, heads, HEAD_DIM]; part_out [sequences, slab, HEAD_DIM] and part_weight
+    q, sink_q, out [tokens, heads, HEAD_DIM]; part_out [sequences, slab, HEAD_DIM] and part_weight
     [sequences, slab] fp32: result of each split and log2 of its total weight, of query i and head h
     from (i * heads + h) * splits on.
 
     Args:
+        sink_q: q as the first `sink_keys` keys meet it, where there are sinks.
         above, most: only sequences of above + 1 .. most queries are computed.
         DIRECT: no sequence has more than one split, which is the result.
     """
     DTYPE: tl.constexpr = q.dtype.element_ty
     HEADS: tl.constexpr = GROUP * KV_HEADS
+    SUNK: tl.constexpr = WINDOW == LAST_AND_SINKS
     head = tl.program_id(0) % KV_HEADS
     program = tl.program_id(0) // KV_HEADS % programs
     tile = tl.program_id(0) // (KV_HEADS * programs)
     sequence = first_sequence + tl.program_id(1)
     start, queries, cached, first, keys, splits = sequence_of(
-        query_start, seq_lens, sequence, window, GROUP, KV_HEADS, BLOCK_M, WINDOW
+        query_start, seq_lens, first_keys, sequence, window, GROUP, KV_HEADS, BLOCK_M, WINDOW
     )
     if (queries <= above) | (queries > most) | (tile * BLOCK_M >= queries * GROUP):
         return
@@ -166,15 +227,17 @@ def attention_decode_kernel(
     store = wanted[:, None] & (d < HEAD_DIM)[None, :]
     lane = (query_head * HEAD_DIM)[:, None] + d[None, :]
     token = (start + query).to(tl.int64)
-    rows = operand(tl.load(q + token[:, None] * q_stride + lane, mask=store, other=0.0), DTYPE)
+    if not SUNK:
+        rows = operand(tl.load(q + token[:, None] * q_stride + lane, mask=store, other=0.0), DTYPE)
 
     last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, queries - 1)
     end = cached + last + 1  # behind the last key that a row of the tile sees
     position = cached + query
-    is_tree = False
+    is_tree, words = False, None
     if TREE:
-        is_tree = tl.load(tree + start) != 0
-        words = tl.load(tree + token, mask=wanted, other=0)
+        tree += start
+        is_tree = tl.load(tree) != 0
+        words = tl.load(tree + query, mask=wanted, other=0)
         if is_tree:
             end = context
             position = cached + bits_set(words).to(tl.int32) - 1
@@ -184,44 +247,43 @@ def attention_decode_kernel(
         splits = tl.maximum(splits, 1)  # a row without a key has a result
     for part in range(program, splits, programs):
         state = begin(BLOCK_M, BLOCK_D, BLOCK_N if BLOCK_M == 16 else 0)
-        begins = first + part * keys
-        ends = tl.minimum(begins + keys, end)
-        for at in range(begins, ends, BLOCK_N):
-            place = at + tl.arange(0, BLOCK_N)
-            inside = place < ends
-            visible = inside[None, :]
-            where = place
-            if TREE:
-                node = tl.where(is_tree, place - cached, -1)
-                where, among = nodes_at(tree + start, node, inside, cached, words, place)
-                visible &= among
-                visible &= (node >= 0)[None, :] | (where[None, :] <= position[:, None])
-            else:
-                visible &= where[None, :] <= position[:, None]
-            if WINDOW:
-                visible &= where[None, :] >= first_seen(position, window, WINDOW)[:, None]
-            state = attend(
-                rows,
-                state,
-                k_cache,
-                v_cache,
-                k_scales,
-                v_scales,
-                table,
-                head,
-                at,
-                tl.minimum(place, ends - 1),
-                visible,
-                scale,
-                softcap,
-                DTYPE,
-                KIND,
-                KV_HEADS,
-                BLOCK_SIZE,
-                HEAD_DIM,
-                BLOCK_D,
-                False,
-            )
+        for strip in tl.static_range(1 - SUNK, 2):
+            if SUNK:  # loaded where they are needed, as registers hold one of both
+                at = q + token[:, None] * q_stride + lane
+                if strip == 0:
+                    at = sink_q + token[:, None] * sink_q_stride + lane
+                rows = operand(tl.load(at, mask=store, other=0.0), DTYPE)
+            few = is_tree & (cached < sink_keys)
+            begins, ends = strip_of(part, first, keys, end, context, sink_keys, few, strip == 0)
+            for at in range(begins, ends, BLOCK_N):
+                place = at + tl.arange(0, BLOCK_N)
+                where, visible = keys_at(
+                    place, place < ends, tree, is_tree, cached, words, position, TREE
+                )
+                if WINDOW:
+                    visible &= seen_by(where, position, window, sink_keys, WINDOW, strip == 0)
+                state = attend(
+                    rows,
+                    state,
+                    k_cache,
+                    v_cache,
+                    k_scales,
+                    v_scales,
+                    table,
+                    head,
+                    at,
+                    tl.minimum(place, ends - 1),
+                    visible,
+                    scale,
+                    softcap,
+                    DTYPE,
+                    KIND,
+                    KV_HEADS,
+                    BLOCK_SIZE,
+                    HEAD_DIM,
+                    BLOCK_D,
+                    False,
+                )
         unit = unit_of(scale, softcap)
         if DIRECT:
             sums, total = with_sinks(ended(state), unit, sinks, query_head)
@@ -277,6 +339,7 @@ def attention_merge_kernel(
     part_weight,
     query_start,
     seq_lens,
+    first_keys,
     sinks,
     out,
     window,
@@ -297,7 +360,7 @@ def attention_merge_kernel(
     query = tl.program_id(1)
     sequence = first_sequence + tl.program_id(2)
     start, queries, _, _, _, splits = sequence_of(
-        query_start, seq_lens, sequence, window, GROUP, KV_HEADS, BLOCK_M, WINDOW
+        query_start, seq_lens, first_keys, sequence, window, GROUP, KV_HEADS, BLOCK_M, WINDOW
     )
     if (queries <= above) | (queries > most) | (query >= queries):
         return

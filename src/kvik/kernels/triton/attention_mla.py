@@ -84,7 +84,7 @@ def mla_decode_kernel(
     tile = tl.program_id(0) // programs
     sequence = first_sequence + tl.program_id(1)
     start, queries, cached, _, keys, splits = sequence_of(
-        query_start, seq_lens, sequence, 0, HEADS, 1, BLOCK_M, False
+        query_start, seq_lens, None, sequence, 0, HEADS, 1, BLOCK_M, False
     )
     if (queries <= above) | (queries > most) | (tile * BLOCK_M >= queries * HEADS):
         return
@@ -221,7 +221,7 @@ def mla_decode(
     out = torch.empty_like(q_latent, memory_format=torch.contiguous_format)
     run = SequenceRun(most_queries, 0, len(seq_lens) - 1, 0, len(q_latent), longest)
     size = cache.shape[1]
-    step = PagedStep(query_start_loc, seq_lens, block_table, None, size, None, (run,))
+    step = PagedStep(query_start_loc, seq_lens, block_table, None, None, size, None, (run,))
     _launch(q_latent, q_rope, cache, step, scale, out, run, 0)
     return out
 
@@ -294,6 +294,7 @@ def _launch(
             part_weight,
             step.query_start_loc,
             step.seq_lens,
+            None,
             None,
             out,
             0,

@@ -29,7 +29,7 @@ from kvik.kernels.triton.attention_shapes import (
     shared_memory,
     split_tiles,
 )
-from kvik.kernels.triton.attention_tile import CHUNK, LAST, LOG2_E
+from kvik.kernels.triton.attention_tile import CHUNK, LAST, LAST_AND_SINKS, LOG2_E
 from kvik.kernels.triton.kv_load import kind_of, stored
 from kvik.kernels.triton.launch import ceil_div, power_of_two
 from kvik.spec.kv import Window
@@ -61,17 +61,21 @@ class PagedStep:
     query_start_loc: Tensor
     seq_lens: Tensor
     block_table: Tensor
+    first_keys: Tensor | None
     tree: Tensor | None
     block_size: int
     window: Window | None
     runs: tuple[SequenceRun, ...]
 
     @property
-    def seen(self) -> tuple[int, int]:
-        """`window` and `WINDOW` of the kernels."""
-        if self.window is None:
-            return 0, 0
-        return self.window.keys, (CHUNK if self.window.chunked else LAST).value
+    def seen(self) -> tuple[int, int, int]:
+        """`window`, `sink_keys` and `WINDOW` of the kernels."""
+        window = self.window
+        if window is None:
+            return 0, 0, 0
+        if window.sinks:
+            return window.keys, window.sinks, LAST_AND_SINKS.value
+        return window.keys, 0, (CHUNK if window.chunked else LAST).value
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +128,19 @@ class Scoring:
 
 
 def paged_attention(
-    q: Tensor, cache: PagedCache, step: PagedStep, scoring: Scoring, out: Tensor
+    q: Tensor,
+    cache: PagedCache,
+    step: PagedStep,
+    scoring: Scoring,
+    out: Tensor,
+    sink_q: Tensor | None = None,
 ) -> None:
     """Compute attention of queries over the cache, which includes the keys of this step.
 
     Args:
         q: [tokens, heads, head_dim], each token's heads contiguous.
         out: [tokens, heads, head_dim], contiguous; tokens of other sequences are left as they are.
+        sink_q: q as sinks of the window meet it, likewise; None: as other keys do.
 
     Raises:
         ValueError: head_dim is above 256.
@@ -139,6 +149,10 @@ def paged_attention(
     kv_heads = cache.k.shape[2]
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(f"head_dim must be at most {MAX_HEAD_DIM}, not {head_dim}")
+    if step.window is None or not step.window.sinks:
+        sink_q = None
+    elif sink_q is None:
+        sink_q = q
     group = heads // kv_heads
     classes = query_classes(group, kv_heads)
     long = classes[-1]
@@ -148,11 +162,11 @@ def paged_attention(
         if runs:
             # A run alone in its step also takes fewer queries, so that a graph serves those too.
             above = floor if len(runs) < len(step.runs) else 0
-            _split(q, cache, step, scoring, out, joined(runs), above)
+            _split(q, sink_q, cache, step, scoring, out, joined(runs), above)
         floor = max(floor, most)
     runs = [run for run in step.runs if run.queries > long]
     if runs:
-        _prefill(q, cache, step, scoring, out, joined(runs), long)
+        _prefill(q, sink_q, cache, step, scoring, out, joined(runs), long)
 
 
 def joined(runs: Sequence[SequenceRun]) -> SequenceRun:
@@ -169,6 +183,7 @@ def joined(runs: Sequence[SequenceRun]) -> SequenceRun:
 
 def _split(
     q: Tensor,
+    sink_q: Tensor | None,
     cache: PagedCache,
     step: PagedStep,
     scoring: Scoring,
@@ -183,7 +198,7 @@ def _split(
     tree = step.tree is not None
     tiles = split_tiles(m, head_dim, itemsize, tree=tree, shared=shared_memory(q.device))
     stacked = ceil_div(run.queries * group, m)
-    window, kind = step.seen
+    window, sink_keys, kind = step.seen
     seen = min(run.context, window + run.queries - 1) if window else run.context
     splits = most_splits(seen, kv_heads)
     # Results of a sequence: queries * heads * splits, and more tiles mean fewer splits.
@@ -201,6 +216,7 @@ def _split(
             part_weight = q.new_empty(sequences, slab, dtype=torch.float32)
         attention_decode_kernel[(kv_heads * programs * stacked, sequences)](
             q,
+            sink_q,
             stored(cache.k),
             stored(cache.v),
             cache.k_scales,
@@ -208,15 +224,18 @@ def _split(
             step.block_table,
             step.query_start_loc,
             step.seq_lens,
+            step.first_keys,
             step.tree,
             scoring.sinks,
             out,
             part_out,
             part_weight,
             q.stride(0),
+            0 if sink_q is None else sink_q.stride(0),
             step.block_table.stride(0),
             *scoring.powers,
             window,
+            sink_keys,
             first,
             above,
             run.queries,
@@ -243,6 +262,7 @@ def _split(
             part_weight,
             step.query_start_loc,
             step.seq_lens,
+            step.first_keys,
             scoring.sinks,
             out,
             window,
@@ -261,6 +281,7 @@ def _split(
 
 def _prefill(
     q: Tensor,
+    sink_q: Tensor | None,
     cache: PagedCache,
     step: PagedStep,
     scoring: Scoring,
@@ -278,11 +299,12 @@ def _prefill(
         block_size=step.block_size,
         shared=shared_memory(q.device),
     )
-    window, kind = step.seen
+    window, sink_keys, kind = step.seen
     sequences = run.last + 1 - run.first
     most = (run.end - run.start) * group // tiles.m + sequences
     attention_prefill_kernel[(kv_heads * most,)](
         q,
+        sink_q,
         stored(cache.k),
         stored(cache.v),
         cache.k_scales,
@@ -290,12 +312,15 @@ def _prefill(
         step.block_table,
         step.query_start_loc,
         step.seq_lens,
+        step.first_keys,
         scoring.sinks,
         out,
         q.stride(0),
+        0 if sink_q is None else sink_q.stride(0),
         step.block_table.stride(0),
         *scoring.powers,
         window,
+        sink_keys,
         run.first,
         sequences,
         above,

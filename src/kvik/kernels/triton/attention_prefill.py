@@ -23,10 +23,12 @@ import triton
 import triton.language as tl
 
 from kvik.kernels.triton.attention_tile import (
+    LAST_AND_SINKS,
     attend,
     begin,
     finish,
     first_seen,
+    seen_by,
     unit_of,
     with_sinks,
 )
@@ -49,10 +51,44 @@ def sequence_at(query_start, tile, first_sequence, sequences, GROUP, BLOCK_M):
     return low, (tl.load(query_start + low) - base) * GROUP // BLOCK_M + low - first_sequence
 
 
+@triton.jit
+def first_of(
+    lowest, highest, first_keys, sequence, window, sink_keys, BLOCK_N, WINDOW: tl.constexpr
+):
+    """Return the first key that some row of a tile sees, but for sinks, and the first of a tile of
+    keys from which on all see them.
+
+    Args:
+        lowest, highest: positions of the rows. first_keys: as of the kernel.
+    """
+    first = 0
+    low = 0
+    if WINDOW:
+        first = tl.maximum(first_seen(lowest, window, WINDOW), 0)
+        low = tl.maximum(first_seen(highest, window, WINDOW), 0)
+    if WINDOW == LAST_AND_SINKS:
+        first = tl.minimum(tl.maximum(first, sink_keys), highest)
+        low = tl.maximum(low, sink_keys)
+    if first_keys is not None:
+        first = tl.maximum(first, tl.load(first_keys + sequence))
+        low = tl.maximum(low, first)
+    return first, tl.cdiv(low, BLOCK_N) * BLOCK_N
+
+
 # Numbers that change from step to step must not cause a new compilation.
-@triton.jit(do_not_specialize=["table_stride", "window", "first_sequence", "sequences", "above"])
+@triton.jit(
+    do_not_specialize=[
+        "table_stride",
+        "window",
+        "sink_keys",
+        "first_sequence",
+        "sequences",
+        "above",
+    ]
+)
 def attention_prefill_kernel(
     q,
+    sink_q,
     k_cache,
     v_cache,
     k_scales,
@@ -60,13 +96,16 @@ def attention_prefill_kernel(
     block_table,
     query_start,
     seq_lens,
+    first_keys,
     sinks,
     out,
     q_stride,
+    sink_q_stride,
     table_stride,
     scale,
     softcap,
     window,
+    sink_keys,
     first_sequence,
     sequences,
     above,
@@ -81,14 +120,17 @@ def attention_prefill_kernel(
     KIND: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """grid [KV heads * tiles]; q, out [tokens, heads, HEAD_DIM]
+    """grid [KV heads * tiles]; q, sink_q, out [tokens, heads, HEAD_DIM]
 
     Args:
+        sink_q: q as the first `sink_keys` keys meet it, where there are sinks.
+        first_keys: [sequences], before which no query sees any; may be None.
         above: sequences of no more queries are left alone.
         BLOCK_N: keys of a tile; BLOCK_NEAR: where not every row sees all of them.
     """
     DTYPE: tl.constexpr = q.dtype.element_ty
     HEADS: tl.constexpr = GROUP * KV_HEADS
+    SUNK: tl.constexpr = WINDOW == LAST_AND_SINKS
     head = tl.program_id(0) % KV_HEADS
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS
     sequence, begins = sequence_at(query_start, tile, first_sequence, sequences, GROUP, BLOCK_M)
@@ -110,34 +152,39 @@ def attention_prefill_kernel(
 
     lowest = cached + tile * BLOCK_M // GROUP
     highest = cached + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, queries - 1)
-    # Keys first .. end - 1 are seen by some row, and whole tiles low .. high - 1 by all of them.
+    # Keys first .. end - 1 are seen by some row, and whole tiles low .. high - 1 by all of them;
+    # those that are sinks are a part of their own, with other factors.
     end = highest + 1
-    first = 0
-    low = 0
-    if WINDOW:
-        first = tl.maximum(first_seen(lowest, window, WINDOW), 0)
-        low = tl.cdiv(tl.maximum(first_seen(highest, window, WINDOW), 0), BLOCK_N) * BLOCK_N
+    first, low = first_of(lowest, highest, first_keys, sequence, window, sink_keys, BLOCK_N, WINDOW)
     high = tl.maximum((lowest + 1) // BLOCK_N * BLOCK_N, low)
 
     state = begin(BLOCK_M, BLOCK_D, 0)
-    for part in tl.static_range(3):
-        step = BLOCK_N if part == 1 else BLOCK_NEAR
+    for part in tl.static_range(0 if SUNK else 1, 4):
+        factors = rows
+        step = BLOCK_N if part == 2 else BLOCK_NEAR
         if part == 0:
-            since, until = first // step * step, tl.minimum(low, end)
+            at = sink_q + token[:, None] * sink_q_stride + lane
+            factors = operand(tl.load(at, mask=real, other=0.0), DTYPE)
+            since, until = 0, tl.minimum(sink_keys, end)
         elif part == 1:
+            since, until = first // step * step, tl.minimum(low, end)
+        elif part == 2:
             since, until = low, high
         else:
             since, until = high, end
-        if part != 0 or WINDOW:
+        if part != 1 or WINDOW or first_keys is not None:
             for at in range(since, until, step):
-                place = at + tl.arange(0, BLOCK_N if part == 1 else BLOCK_NEAR)
+                place = at + tl.arange(0, BLOCK_N if part == 2 else BLOCK_NEAR)
                 visible = place[None, :] <= position[:, None]
-                there = tl.minimum(place, end - 1)
+                there = tl.minimum(place, (until if part == 0 else end) - 1)
                 if WINDOW:
-                    visible &= place[None, :] >= first_seen(position, window, WINDOW)[:, None]
+                    visible &= seen_by(place, position, window, sink_keys, WINDOW, part == 0)
+                if first_keys is not None:
+                    visible &= (place >= first)[None, :]
+                if part != 0:
                     there = tl.maximum(there, first)
                 state = attend(
-                    rows,
+                    factors,
                     state,
                     k_cache,
                     v_cache,
@@ -156,7 +203,7 @@ def attention_prefill_kernel(
                     BLOCK_SIZE,
                     HEAD_DIM,
                     BLOCK_D,
-                    part == 1,
+                    part == 2,
                 )
     query_head = head * GROUP + row % GROUP
     sums, total = with_sinks(state, unit_of(scale, softcap), sinks, query_head)

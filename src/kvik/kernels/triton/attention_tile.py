@@ -17,21 +17,40 @@ from kvik.kernels.triton.kv_load import load_scales, load_vectors, operand, prod
 
 LOG2_E = math.log2(math.e)
 LOG2 = tl.constexpr(LOG2_E)
-# What queries see of the keys before them: the last ones, or those from a multiple of as many on;
-# 0: all.
+# What queries see of the keys before them: the last ones, those from a multiple of as many on, or
+# the last and the first ones, which are sinks; 0: all.
 LAST = tl.constexpr(1)
 CHUNK = tl.constexpr(2)
+LAST_AND_SINKS = tl.constexpr(3)
 
 
 @triton.jit
 def first_seen(position, window, WINDOW: tl.constexpr):
-    """Return the first key that a query at `position` sees; below 0: all.
+    """Return the first key that a query at `position` sees, but for sinks; below 0: all.
 
     Args:
-        window: number of keys. WINDOW: `LAST` or `CHUNK`.
+        window: number of keys, sinks not among them. WINDOW: not 0.
     """
     before = position % window if WINDOW == CHUNK else window - 1
     return position - before
+
+
+@triton.jit
+def seen_by(where, position, window, sink_keys, WINDOW: tl.constexpr, OF_SINKS: tl.constexpr):
+    """Return which keys rows see as a window says, [m, n], of those that are not behind them.
+
+    Args:
+        where: [n], positions of keys. position: [m], of rows.
+        window, WINDOW: as of `first_seen`. sink_keys: the first keys of all, that are sinks.
+        OF_SINKS: sinks alone; else all but these.
+    """
+    if OF_SINKS:
+        seen = (where < sink_keys)[None, :] & (position >= 0)[:, None]
+    else:
+        seen = where[None, :] >= first_seen(position, window, WINDOW)[:, None]
+        if WINDOW == LAST_AND_SINKS:
+            seen &= (where >= sink_keys)[None, :]
+    return seen
 
 
 @triton.jit

@@ -195,6 +195,52 @@ def store_kernel(
         )  # fmt: skip
 
 
+@triton.jit
+def keep_queries_kernel(
+    q, query_start, seq_lens, state_rows, ring, q_stride, scale,
+    LAST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """grid [last queries, sequences], the newest query first"""
+    back = tl.program_id(0)
+    sequence = tl.program_id(1)
+    end = tl.load(query_start + sequence + 1)
+    queries = end - tl.load(query_start + sequence)
+    row = tl.load(state_rows + sequence)
+    if (back >= queries) | (row < 0):
+        return
+    token = (end - 1 - back).to(tl.int64)
+    place = (tl.load(seq_lens + sequence) - 1 - back) % LAST
+    to = ring + (row.to(tl.int64) * LAST + place) * WIDTH
+    for first in range(0, WIDTH, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        x = tl.load(q + token * q_stride + at, mask=at < WIDTH, other=0.0)
+        tl.store(to + at, x.to(tl.float32) * scale, mask=at < WIDTH)
+
+
+def keep_queries(
+    q: Tensor,
+    ring: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    state_rows: Tensor,
+    scale: float,
+    most: int,
+) -> None:
+    """Do as `attention.base.keep_queries`, by the numbers on the device.
+
+    Args:
+        q: [tokens, heads, head_dim], turned. ring: [slots, last, heads, head_dim] fp32.
+        state_rows: [sequences], rows of the ring; below 0: nothing is kept.
+        most: queries of a sequence.
+    """
+    q = _with_whole_heads(q)
+    last, width = ring.shape[1], ring.shape[2] * ring.shape[3]
+    keep_queries_kernel[min(last, most), len(seq_lens)](
+        q, query_start, seq_lens, state_rows, ring, q.stride(0), scale,
+        last, width, min(1024, power_of_two(width)), enable_fp_fusion=False,
+    )  # fmt: skip
+
+
 def rotations(high: Tensor, low: Tensor, positions: Tensor, last: int) -> Tensor:
     """See `Ops`."""
     tokens, (rows, dim) = len(positions), low.shape
