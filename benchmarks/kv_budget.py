@@ -1,12 +1,15 @@
 """What budgets of layers cost in perplexity, and what they bring in tokens per second.
 
     python benchmarks/kv_budget.py perplexity FILE ... [--prompt 512] [--length 1024]
+    python benchmarks/kv_budget.py recall [--bytes 0.1 0.25 0.5] [--length 512]
     python benchmarks/kv_budget.py speed [--context 16384] [--batch 8] [--bytes 0.25] [--repeats 3]
 
 "perplexity" reads texts whose first tokens are a prompt, and scores those behind it: with all keys,
-and with each FILE of `kvik kv-budget`. "speed" decodes a batch behind long contexts, with all keys
-and with budgets, in turn: weights of the shape of Llama-3.2-1B and contents of the cache are drawn,
-as no time depends on them.
+and with each FILE of `kvik kv-budget`. "recall" hides pairs of a key and a value in texts, and asks
+the model of `tests/data/recall` for one of them behind the prompt, with budgets by entropy, uniform
+and pyramid: a question that the prompt ended with, too, and one that it did not. "speed" decodes a
+batch behind long contexts, with all keys and with budgets, in turn: weights of the shape of
+Llama-3.2-1B and contents of the cache are drawn, as no time depends on them.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import argparse
 import json
 import math
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -24,15 +28,28 @@ from pathlib import Path
 import torch
 
 from kvik.config.config import EngineConfig, ResolvedConfig
-from kvik.config.kv_budget import KVBudgets, allot, fingerprint_of, save_budgets
+from kvik.config.kv_budget import (
+    ENTROPY,
+    PYRAMID,
+    UNIFORM,
+    KVBudgets,
+    allot,
+    fingerprint_of,
+    save_budgets,
+    scores_of,
+)
 from kvik.config.model_source import BUNDLED
-from kvik.core.plan import BudgetCut, ModelRunnerOutput, NewRequest, SchedulerOutput
+from kvik.core.plan import BudgetCut, NewRequest, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.scheduler import Scheduler
-from kvik.core.types import FinishReason, Request
+from kvik.evaluate.entropy import entropy_of
 from kvik.launch import load_tokenizer, load_worker, resolve_config
 from kvik.model_files import model_files
 from kvik.worker.worker import Worker
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from helpers.recall import MODEL, Question, questions, recall_behind, rows_behind
 
 ONE_BILLION = {
     "architectures": ["LlamaForCausalLM"],
@@ -57,19 +74,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("perplexity", "speed"))
+    parser.add_argument("what", choices=("perplexity", "recall", "speed"))
     parser.add_argument("files", nargs="*")
     parser.add_argument("--model", default="")
     parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--length", type=int, help="of a text; 1024, or 512 of recall")
+    parser.add_argument("--questions", type=int, default=128)
     parser.add_argument("--data", type=Path, default=BUNDLED.parent / "calibration" / "text.txt")
     parser.add_argument("--context", type=int, default=16_384)
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--bytes", type=float, default=0.25)
+    parser.add_argument("--bytes", type=float, nargs="+")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int)
     options = parser.parse_args()
-    {"perplexity": perplexity, "speed": speed}[options.what](options)
+    {"perplexity": perplexity, "recall": recall, "speed": speed}[options.what](options)
 
 
 @contextmanager
@@ -95,7 +113,7 @@ def perplexity(options: argparse.Namespace) -> None:
             tokenizer = load_tokenizer(resolved)
             assert tokenizer is not None
             ids = tokenizer.encode(options.data.read_text(encoding="utf-8"))
-            length = options.length
+            length = options.length or 1024
             texts = [ids[i : i + length] for i in range(0, len(ids) - length + 1, length)]
             scheduler = Scheduler(resolved.scheduler, resolved.cache)
             losses = [
@@ -107,28 +125,52 @@ def perplexity(options: argparse.Namespace) -> None:
 
 
 def loss(scheduler: Scheduler, worker: Worker, name: str, ids: Sequence[int], prompt: int) -> float:
-    """Return the mean loss of the tokens behind the prompt. They are computed as those of a request
-    that was preempted, so that the scheduler itself says what is dropped where."""
-    end = len(ids) + 1
-    request = Request(name, 0, GREEDY, list(ids), prompt, end, frozenset(), 0, 0.0)
-    scheduler.add(request, 0.0)
-    total, at = 0.0, 0
-    while at < len(ids) - 1:
-        plan = scheduler.schedule(0.0)
-        assert plan is not None
-        hidden, count = worker.read(plan), plan.num_scheduled_tokens[0]
-        at = request.num_computed_tokens - count
-        first, last = max(at, prompt - 1), min(at + count, len(ids) - 1)
-        for row in range(first, last, 64):
-            stop = min(row + 64, last)
-            logits = worker.logits(hidden[row - at : stop - at])
-            right = torch.tensor(ids[row + 1 : stop + 1])
+    """Return the mean loss of the tokens behind the prompt."""
+    total = 0.0
+    for at, hidden in rows_behind(scheduler, worker, name, ids[:-1], prompt):
+        for row in range(0, len(hidden), 64):
+            logits = worker.logits(hidden[row : row + 64])
+            right = torch.tensor(ids[at + row + 1 : at + row + len(logits) + 1])
             total += float(torch.nn.functional.cross_entropy(logits, right, reduction="sum"))
-        at += count
-        scheduler.update(ModelRunnerOutput(plan.step, [[0] if plan.samples[0] else []]), 0.0)
-    scheduler.end(request, FinishReason.ABORT, 0.0)
-    scheduler.take_ended()
     return total / (len(ids) - prompt)
+
+
+def recall(options: argparse.Namespace) -> None:
+    length = options.length or 512
+    asked = questions(options.questions, length)
+    with tempfile.TemporaryDirectory() as name:
+        files: dict[str, str | None] = {"all keys": None}
+        for share in options.bytes or (0.1, 0.25, 0.5):
+            for by in (ENTROPY, UNIFORM, PYRAMID):
+                file = Path(name) / f"{by} {share}.json"
+                budgets = save_recall_budgets(file, by, share, length, asked)
+                files[f"{share:.0%} of the bytes | {by} | {budgets} tokens"] = str(file)
+        for title, budget_file in files.items():
+            facts = {"device": "cpu", "threads": options.threads, "max_num_seqs": 1}
+            with loaded(EngineConfig(str(MODEL), kv_budget=budget_file, **facts)) as (it, worker):
+                scheduler = Scheduler(it.scheduler, it.cache)
+                known, new = (
+                    recall_behind(scheduler, worker, asked, twice=twice) for twice in (True, False)
+                )
+            print(f"{title} | asked in the prompt {known:.1%} | only behind {new:.1%}", flush=True)
+
+
+def save_recall_budgets(
+    file: Path, by: str, share: float, length: int, asked: Sequence[Question]
+) -> tuple[int, ...]:
+    """Save budgets of the recall model, whose entropies are those of its own texts."""
+    config = EngineConfig(str(MODEL), device="cpu", threads=1)
+    spec = model_files(MODEL).spec()
+    entropies: tuple[float, ...] = ()
+    if by == ENTROPY:
+        texts = [one.token_ids for one in asked[:8]]
+        entropies = entropy_of(config, texts, lambda what, share: None)
+    scores = scores_of(by, entropies, spec.num_layers)
+    sizes = [each.bytes_per_token for each in spec.kv_specs(2) if each]
+    budgets = allot(scores, sizes, share, length)
+    facts = spec.architecture, fingerprint_of(spec), by, share, length, "", 0
+    save_budgets(KVBudgets(*facts, scores=scores, budgets=budgets), file)
+    return budgets
 
 
 def speed(options: argparse.Namespace) -> None:
@@ -136,11 +178,11 @@ def speed(options: argparse.Namespace) -> None:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(ONE_BILLION))
         spec = model_files(folder).spec()
-        layers, context = spec.num_layers, options.context
+        layers, context, share = spec.num_layers, options.context, (options.bytes or [0.25])[0]
         sizes = [each.bytes_per_token for each in spec.kv_specs(2) if each]
         scores = [1.0 + i // (layers // 4) for i in range(layers)]  # four classes
-        budgets = allot(scores, sizes, options.bytes, context)
-        facts = spec.architecture, fingerprint_of(spec), "entropy", options.bytes, context, "", 0
+        budgets = allot(scores, sizes, share, context)
+        facts = spec.architecture, fingerprint_of(spec), "entropy", share, context, "", 0
         save_budgets(KVBudgets(*facts, scores=tuple(scores), budgets=budgets), folder / "b.json")
         rates: dict[str, list[float]] = {"all keys": [], "budgets": []}
         for turn in range(2 * options.repeats):

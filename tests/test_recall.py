@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.optional_native import needs_native
-from helpers.recall import CONTEXT, MODEL, questions, recall
+from helpers.recall import CONTEXT, MODEL, questions, recall, recall_behind
 
 from kvik import LLM
+from kvik.config.config import EngineConfig
+from kvik.config.kv_budget import KVBudgets, fingerprint_of, save_budgets
+from kvik.core.scheduler import Scheduler
+from kvik.launch import load_worker, resolve_config
+from kvik.model_files import model_files
 
 COUNT = 64
 WINDOW = 128
@@ -53,3 +59,30 @@ def test_a_window_answers_what_it_holds_and_nothing_else() -> None:
 def test_a_cache_in_few_bits_forgets_nothing(kv_cache_dtype: str) -> None:
     with model(kv_cache_dtype=kv_cache_dtype) as llm:
         assert recall(llm, questions(COUNT, 512)) == 1.0
+
+
+@needs_native
+@pytest.mark.full
+def test_budgets_keep_what_the_prompt_asks_for_and_little_else(tmp_path: Path) -> None:
+    """Layers drop tokens behind the prompt. What its last queries look at stays, of other pairs as
+    many as there is room for (docs/long-texts.md has the shares of more budgets)."""
+    spec = model_files(MODEL).spec()
+    asked, found = questions(COUNT, 512), {}
+    for tokens in (None, 48, 256):
+        options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1}
+        if tokens is not None:
+            file = tmp_path / f"{tokens}.json"
+            facts = spec.architecture, fingerprint_of(spec), "uniform", 0.25, 512, "", 0
+            scores, budgets = (1.0,) * spec.num_layers, (tokens,) * spec.num_layers
+            save_budgets(KVBudgets(*facts, scores=scores, budgets=budgets), file)
+            options["kv_budget"] = str(file)
+        resolved = resolve_config(EngineConfig(str(MODEL), **options))
+        worker = load_worker(resolved)
+        scheduler = Scheduler(resolved.scheduler, resolved.cache)
+        for twice in (True, False):
+            found[tokens, twice] = recall_behind(scheduler, worker, asked, twice=twice)
+        worker.stop()
+    assert found[None, True] == found[None, False] == 1.0
+    assert found[48, True] > 0.9 and found[256, True] == 1.0
+    assert found[48, False] < 0.4
+    assert found[256, False] > 0.7

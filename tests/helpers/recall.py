@@ -1,20 +1,25 @@
 """Texts that hide pairs of a key and a value in filler and ask for one of them at the end, and the
 small model that answers (`tests/data/recall`, trained by `tools/train_recall.py`).
 
-What a cache forgets cannot be answered: `recall(llm, ...)` is the share of right answers. Tokens
-are ids; there is no tokenizer.
+What a cache forgets cannot be answered: `recall(llm, ...)` is the share of right answers to
+questions that end a prompt, and `recall_behind(...)` that to questions behind it, where layers with
+budgets have dropped tokens. Tokens are ids; there is no tokenizer.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from kvik import LLM
+    from kvik.core.scheduler import Scheduler
+    from kvik.worker.worker import Worker
 
 MODEL = Path(__file__).parents[1] / "data" / "recall"
 BEGIN, ASK = 0, 1
@@ -79,3 +84,48 @@ def recall(llm: LLM, asked: Sequence[Question]) -> float:
         for one, output in zip(asked, outputs, strict=True)
     ]
     return sum(right) / len(right)
+
+
+def rows_behind(
+    scheduler: Scheduler, worker: Worker, name: str, ids: Sequence[int], prompt: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Compute a text as that of a request that was preempted, so that the scheduler itself says
+    what is dropped where. Yields the place of the first token of each step that has some from the
+    prompt's last one on, and these tokens' hidden states, [tokens, hidden]."""
+    from kvik.core.plan import ModelRunnerOutput
+    from kvik.core.sampling_params import SamplingParams
+    from kvik.core.types import FinishReason, Request
+
+    params = SamplingParams(temperature=0.0, ignore_eos=True)
+    request = Request(name, 0, params, list(ids), prompt, len(ids) + 1, frozenset(), 0, 0.0)
+    scheduler.add(request, 0.0)
+    end = 0
+    while end < len(ids):
+        plan = scheduler.schedule(0.0)
+        assert plan is not None
+        hidden, count = worker.read(plan), plan.num_scheduled_tokens[0]
+        end = request.num_computed_tokens
+        first = max(end - count, prompt - 1)
+        if first < end:
+            yield first, hidden[first - (end - count) :]
+        scheduler.update(ModelRunnerOutput(plan.step, [[0] if plan.samples[0] else []]), 0.0)
+    scheduler.end(request, FinishReason.ABORT, 0.0)
+    scheduler.take_ended()
+
+
+def recall_behind(
+    scheduler: Scheduler, worker: Worker, asked: Sequence[Question], *, twice: bool
+) -> float:
+    """Return the share of right answers to questions behind the prompt.
+
+    Args:
+        twice: the prompt ends with the question, too, so that what chooses what is kept knows it.
+    """
+    right = 0
+    for number, one in enumerate(asked):
+        text, question = list(one.token_ids), list(one.token_ids[-QUESTION:])
+        prompt = len(text) if twice else len(text) - QUESTION
+        ids = [*text, one.answer, *question] if twice else text
+        *_, (_, rows) = rows_behind(scheduler, worker, str(number), ids, prompt)
+        right += int(worker.logits(rows[-1:]).argmax()) == one.answer
+    return right / len(asked)

@@ -71,14 +71,21 @@ def measure_entropy(
     Raises:
         KvikError: the model cannot be used, or the texts are too short.
     """
-    config = replace(config, kernels="torch", attention_backend="reference", device="cpu")
     check_model(resolve_config(config).model, "model")
     window = min(WINDOW, longest_window(config))
-    resolved = resolve_reader(config, window)
-    tokenizer = load_tokenizer(resolved)
+    tokenizer = load_tokenizer(resolve_reader(config, window))
     if tokenizer is None:
         raise ConfigError("model", "has no tokenizer, and the data is text")
     windows = list(_windows(texts, tokenizer, window, tokens))
+    return entropy_of(config, windows, progress), sum(map(len, windows))
+
+
+def entropy_of(
+    config: EngineConfig, windows: Sequence[Sequence[int]], progress: Progress
+) -> tuple[float, ...]:
+    """Return the score of each layer, 0 to 1, over texts of tokens that are read one by one."""
+    config = replace(config, kernels="torch", attention_backend="reference", device="cpu")
+    resolved = resolve_reader(config, max(map(len, windows)))
     with torch.inference_mode():
         torch.set_num_threads(resolved.runner.threads)
         chosen = platform(resolved)
@@ -92,8 +99,7 @@ def measure_entropy(
             progress("reading", i / len(windows))
             _read(network, ids, resolved.cache.block_size)
     layers = [network.kv.of(i).k.data_ptr() for i in range(model.num_layers)]
-    scores = tuple(probe.sums[layer] / probe.counts[layer] for layer in layers)
-    return scores, sum(map(len, windows))
+    return tuple(probe.sums[layer] / probe.counts[layer] for layer in layers)
 
 
 def _windows(
