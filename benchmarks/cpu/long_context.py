@@ -9,9 +9,8 @@ The model has random weights (2 layers of width 512, 8 query and 2 key/value hea
 a trained context stretched to 131,072 positions in each of three ways, one process for each. One
 text is read as far as each context in turn: what was read before is in the prefix cache, so each
 token is computed once, in chunks as the engine plans them; at each context it decodes 32 tokens. A
-step's time is the engine's own. Predictions are those of `kvik plan`, with the calibration of this
-machine and its peak and read rates just before and after; the calibration's own with `--threads 1`,
-where times are those of the processor, so that other programs on the machine disturb less.
+step's time is the engine's own, by the clock, as calibrations are. Predictions are those of `kvik
+plan`, with the calibration of this machine and its peak and read rates just before and after.
 
 Columns: tokens a second of the chunks before each context, and of decoding there, each with
 predicted over measured in brackets; resident memory, its peak since the context before, and what is
@@ -26,7 +25,6 @@ import random
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -181,11 +179,10 @@ def measure(folder: Path, contexts: list[int], calibration: Path) -> list[dict[s
     class Times(LoopObserver):
         def planned(self, plan: Any, now: float) -> None:
             if plan is not None:
-                self.tokens, self.began = plan.num_tokens, time.process_time()
+                self.tokens = plan.num_tokens
 
         def finished(self, output: Any, now: float) -> None:
-            taken = time.process_time() - self.began if threads == 1 else output.seconds
-            steps.append((self.tokens, taken))
+            steps.append((self.tokens, output.seconds))
 
     loop.watch(Times())
     dice = random.Random(0)
@@ -214,8 +211,7 @@ def measure(folder: Path, contexts: list[int], calibration: Path) -> list[dict[s
         others = watch.others()
         *rates, speed = (sum(pair) / 2 for pair in zip(before, speeds(), strict=True))
         reads = tuple(ReadRate(r.bytes, rate) for r, rate in zip(facts.reads, rates, strict=True))
-        now = facts if threads == 1 else facts.at(reads, speed)
-        at = Setting(cpu_device(now, facts.machine, 0), form, "bf16")
+        at = Setting(cpu_device(facts.at(reads, speed), facts.machine, 0), form, "bf16")
         chunks = [step for step in steps if step[0] > 1]
         decoding = [seconds for tokens, seconds in steps if tokens == 1]
         new = sum(tokens for tokens, _ in chunks)

@@ -70,7 +70,9 @@ class LinearCosts(msgspec.Struct, frozen=True):
         input, output: seconds for each input and each output of all rows.
         cached, streamed: seconds for each weight that comes from a cache, and from memory however
             fast that is: what a kernel needs where reading is not the limit.
-        share: of the rate of memory, what is reached where that is the limit.
+        share: of the rate of memory, what is reached where that is the limit. What reading takes
+            beyond `cached` is memory's: it goes with its rate, which differs from moment to moment
+            and from one working set to another.
     """
 
     rows: int
@@ -85,6 +87,10 @@ class LinearCosts(msgspec.Struct, frozen=True):
         """Return the seconds for each weight, by the working set in bytes."""
         return interpolate([(CACHED, self.cached), (STREAMED, self.streamed)], working_set)
 
+    def reached(self, working_set: float) -> float:
+        """Return the share of the rate of reading that is reached, by the working set."""
+        return interpolate([(CACHED, 1.0), (STREAMED, self.share)], working_set)
+
 
 class AttentionCosts(msgspec.Struct, frozen=True):
     """Costs of attention, and of preparing it, with heads of one size.
@@ -93,6 +99,7 @@ class AttentionCosts(msgspec.Struct, frozen=True):
         sequence: seconds for each decoding sequence and layer.
         cached, streamed: seconds for each element of a key and its value, read once for all query
             heads: as of `LinearCosts`.
+        share: as of `LinearCosts`.
         score: seconds for each element of a key and query head, of a decoding query.
         prefill: operations a second over the visible pairs of a prompt.
         rotated: seconds for each element of queries and keys that is turned to its position.
@@ -109,6 +116,11 @@ class AttentionCosts(msgspec.Struct, frozen=True):
     rotated: float
     stored: float
     scattered: float
+    share: float = 1.0
+
+    def reached(self, working_set: float) -> float:
+        """As of `LinearCosts`."""
+        return interpolate([(CACHED, 1.0), (STREAMED, self.share)], working_set)
 
     def key(self, working_set: float) -> float:
         """Return the seconds for each element of a key and its value, by the working set."""
@@ -329,7 +341,8 @@ def _wrong(found: Calibration) -> str | None:
     rates = [r.rate for r in found.reads] + [r.bytes for r in found.reads]
     rates += [*found.peaks.values(), *(a.prefill for a in found.attention), found.activation]
     costs = [p for table in found.linears.values() for p in table]
-    rates += [p.share for p in costs]
+    shares = [p.share for p in costs] + [a.share for a in found.attention]
+    rates += shares
     times = [getattr(cost, name) for cost in costs for name in LINEAR_TIMES]
     times += [getattr(cost, name) for cost in found.attention for name in ATTENTION_TIMES]
     times += [getattr(cost, name) for cost in found.host for name in _HOST]
@@ -339,7 +352,7 @@ def _wrong(found: Calibration) -> str | None:
         return "a rate that is not above 0"
     if not all(isfinite(seconds) and seconds >= 0 for seconds in times):
         return "a time below 0"
-    if not all(cost.share <= 1 for cost in costs):
+    if not all(share <= 1 for share in shares):
         return "a share above 1"
     if not (found.reads and found.peaks and found.attention and all(found.linears.values())):
         return "nothing measured"

@@ -78,7 +78,7 @@ class ProductCost:
             return 0.0
         cost = costs_at(self.costs, rows)
         working = matrix.inputs * matrix.outputs * cost.weight(reading.working_set)
-        moving = num_bytes / (reading.rate * cost.share)
+        moving = num_bytes / (reading.rate * cost.reached(reading.working_set))
         inputs = processes * matrix.inputs
         beside = cost.call + inputs * cost.input + matrix.outputs * cost.output
         return beside + max(moving, working)
@@ -133,7 +133,7 @@ def attention_costs(device: Device, head_dim: int) -> AttentionCosts | None:
         points = [(float(cost.head_dim), float(getattr(cost, name))) for cost in costs]
         return interpolate(points, head_dim)
 
-    values = {name: at(name) for name in ("prefill", *ATTENTION_TIMES)}
+    values = {name: at(name) for name in ("prefill", "share", *ATTENTION_TIMES)}
     return AttentionCosts(head_dim=head_dim, **values)
 
 
@@ -417,7 +417,7 @@ class _Work:
                 score = new * shape.num_heads * width * cost.score
                 working += cache.readers * seen * (keys * cost.key(self.working_set) + score)
             expected += shape.num_layers * count * cost.sequence
-            expected += max(read / rate, working)
+            expected += max(read / (rate * cost.reached(self.working_set)), working)
         return self._attention("kv cache", num_bytes, flops, expected)
 
     def _prompts(self) -> StepPart:

@@ -181,6 +181,8 @@ def as_text(found: Calibration) -> str:
     lines += ["", "attention by size of heads: keys and values in decoding, prompts"]
     for cost in found.attention:
         keys = f"{4 / cost.streamed / 1e9:.0f} GB/s" if cost.streamed else "as memory"
+        if cost.share < 1:
+            keys += f" or {cost.share:.0%} of memory's"
         lines.append(f"  {cost.head_dim:<18}{keys}, {cost.prefill / 1e9:.0f} G operations/s")
     host = found.host[-1]
     lines += [

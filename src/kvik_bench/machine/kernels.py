@@ -116,11 +116,22 @@ def measure_linears(
             samples.append((streamed.seconds(rows, beside), readings.take()))
         far = undisturbed(taken for taken, _ in samples) / streamed.weights
         share = median(streamed.bytes / (rate * taken) for taken, rate in samples)
-        if share * LIMITED > 1:  # memory was the limit: the kernel's own time is unknown
-            costs.append(LinearCosts(rows, *beside, near, min(near, far), min(1.0, share)))
-        else:
-            costs.append(LinearCosts(rows, *beside, near, far, 1.0))
+        costs.append(LinearCosts(rows, *beside, near, *streaming(near, far, share)))
     return tuple(costs)
+
+
+def streaming(near: float, far: float, share: float) -> tuple[float, float]:
+    """Return `streamed` and `share` of costs.
+
+    Args:
+        near, far: seconds of each element from a cache and from memory.
+        share: of the rate of memory, what was reached from there.
+    """
+    if share * LIMITED > 1 or far > LIMITED * near:
+        # Memory was the limit, though its rate may not have been reached, as by keys in small
+        # blocks anywhere: what takes longer than from a cache waits for it.
+        return min(near, far), min(1.0, share)
+    return far, 1.0
 
 
 class _LayerStack:
@@ -179,8 +190,7 @@ def measure_attention(
     samples = [(far.seconds(beside), readings.take()) for _ in range(effort.samples)]
     share = median(4 * far.elements / (rate * taken) for taken, rate in samples)
     streamed = undisturbed(taken for taken, _ in samples) / far.elements
-    if share * LIMITED > 1:  # memory was the limit
-        streamed = min(cached, streamed)
+    streamed, share = streaming(cached, streamed, share)
     prompt = Attended(1, 512, 512, (16, 4), head_dim)
     attend = stage.attention(prompt)
     attend()
@@ -193,6 +203,7 @@ def measure_attention(
         score,
         4 * prompt.score_elements / seconds,
         *measure_positions(stage, head_dim, effort.samples),
+        share,
     )
 
 

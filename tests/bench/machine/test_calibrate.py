@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+from helpers.calibrations import calibration
 from helpers.optional_native import needs_native
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvik.config.hardware import Hardware, detect
-from kvik.planner.calibration import load, save, stale, this_machine
+from kvik.planner.calibration import ReadRate, interpolate, load, save, stale, this_machine
 from kvik.planner.devices import Setting, cpu_device
 from kvik.planner.families import read_shape
 from kvik.planner.roofline import decode, prefill, step_time
 from kvik.spec.weights import layer_kind
+from kvik_bench.machine import kernels
 from kvik_bench.machine.calibrate import calibrate, line_through, make_stage, remarks
-from kvik_bench.machine.kernels import SMALL, _inputs, nonnegative_fit
+from kvik_bench.machine.kernels import (
+    SMALL,
+    Readings,
+    _inputs,
+    measure_attention,
+    nonnegative_fit,
+)
 from kvik_bench.machine.processes import hop_seconds, measure_exchanges
 from kvik_bench.machine.stage import FULL, KINDS, QUICK, Attended, TorchStage
 
@@ -154,3 +164,67 @@ def test_what_attends_is_counted() -> None:
     work = Attended(3, 4, 10, (8, 2), 16)
     assert work.key_elements == 3 * 10 * 2 * 16
     assert work.score_elements == 3 * (7 + 8 + 9 + 10) * 8 * 16
+
+
+class Memory:
+    """A machine whose caches end at 32 MiB, and whose kernels of attention wait for memory: of its
+    rate they reach `reached`. A set of keys is as large as all works that have been prepared."""
+
+    RATES = ((8 * MIB, 40e9), (16 * MIB, 38e9), (32 * MIB, 30e9), (48 * MIB, 9e9), (64 * MIB, 8e9))
+    CALL, SEQUENCE, ELEMENT, SCORE = 2e-7, 1e-6, 120e-12, 1e-12
+
+    def __init__(self, reached: float, speed: float = 1.0) -> None:
+        self.reached, self.speed, self.limits = reached, speed, self
+        self._prepared: dict[int, int] = {}
+
+    def rate(self, num_bytes: float) -> float:
+        rates = [(size, rate * self.speed ** (size > 32 * MIB)) for size, rate in self.RATES]
+        return interpolate(rates, num_bytes)
+
+    def memory_rate(self) -> float:
+        return self.rate(512 * MIB)
+
+    def keys_seconds(self, elements: float, working_set: float) -> float:
+        reached = interpolate([(8 * MIB, 1.0), (64 * MIB, self.reached)], working_set)
+        reading = 4 * elements / (self.rate(working_set) * reached)
+        return max(elements * self.ELEMENT, reading)
+
+    def attention(self, work: Attended):
+        key = id(work)
+        self._prepared[key] = self._prepared.get(key, 0) + 4 * work.key_elements
+
+        def seconds() -> float:
+            keys = self.keys_seconds(work.key_elements, self._prepared[key])
+            beside = self.CALL + work.sequences * self.SEQUENCE
+            return beside + keys + work.score_elements * self.SCORE
+
+        return seconds
+
+
+@pytest.mark.parametrize("reached", [1.0, 0.85, 0.5])
+@pytest.mark.parametrize("speed", [1.0, 3.0])
+def test_keys_take_as_long_as_memory_lets_them(reached, speed, monkeypatch, tmp_path) -> None:
+    """At any context, also where a cache holds a part of them, and when memory is faster than it
+    was while its rate was measured."""
+    monkeypatch.setattr(kernels, "measure_positions", lambda *_: (0.0, 0.0, 0.0))
+    stage = Memory(reached)
+    cost = measure_attention(stage, 64, stage.CALL, FULL, Readings(stage))
+    assert cost.share == pytest.approx(reached, rel=0.1)
+    later = Memory(reached, speed)
+    reads = tuple(ReadRate(size, later.rate(size)) for size, _ in stage.RATES)
+    peaks = dict.fromkeys(calibration().peaks, 1e13)  # arithmetic is no limit
+    facts = msgspec.structs.replace(calibration(), attention=(cost,), reads=reads, peaks=peaks)
+    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 64}
+    config |= {"num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 2}
+    config |= {"head_dim": 64, "intermediate_size": 64, "max_position_embeddings": 1 << 20}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape, at = (
+        read_shape(str(tmp_path)),
+        Setting(cpu_device(facts, facts.machine, 0), "bf16", "bf16"),
+    )
+    for context in (4096, 16_384, 65_536, 80_000, 100_000, 400_000):
+        parts = {part.name: part for part in step_time(shape, at, decode(1, context)).parts}
+        elements = context * 2 * 64
+        right = later.keys_seconds(elements, 4 * elements)
+        right += stage.SEQUENCE + elements * 4 * stage.SCORE
+        assert parts["kv cache"].expected == pytest.approx(right, rel=0.15), context
