@@ -3,12 +3,15 @@
     python benchmarks/attention_sinks.py perplexity [--window 252] [--sinks 4] [--segments 21]
     python benchmarks/attention_sinks.py speed [--model FOLDER] [--window 252] [--tokens 200000]
     python benchmarks/attention_sinks.py speed --prompts 2048,16384 --random --model FOLDER ...
+    python benchmarks/attention_sinks.py steps [--window 1020] [--repeats 3]
     python benchmarks/attention_sinks.py memory [--tokens 200000]
 
 "perplexity" reads texts of some segments of sinks + window tokens as a prompt, with sinks, with a
 plain window, and with all keys, beyond what the model was trained for. "speed" decodes one request
 and prints the median of a step before some lengths; those of --prompts are reached by a prompt, and
---random needs a config.json alone. "memory" prints what is resident meanwhile.
+--random needs a config.json alone. "steps" is of the shape of Llama-3.2-1B, whose weights and cache
+are drawn: a step of one request behind contexts that nothing has computed, with sinks and with a
+plain window in turn. "memory" prints what is resident meanwhile.
 """
 
 from __future__ import annotations
@@ -25,8 +28,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from kv_budget import ONE_BILLION, STEPS, WARM, draw_cache, loaded
+
 from kvik import LLM, SamplingParams
+from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.model_source import BUNDLED
+from kvik.core.plan import NewRequest, SchedulerOutput
+from kvik.worker.worker import Worker
 
 SEED = SamplingParams(temperature=0.8, seed=1, ignore_eos=True)
 STARTED = 8192  # tokens after which texts of tokens and the like are cached
@@ -36,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("perplexity", "speed", "memory"))
+    parser.add_argument("what", choices=("perplexity", "speed", "steps", "memory"))
     parser.add_argument("--model", default="")
     parser.add_argument("--window", type=int, default=252)
     parser.add_argument("--sinks", type=int, default=4)
@@ -44,10 +52,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200_000)
     parser.add_argument("--prompts", default="", help="lengths of prompts, with commas")
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--random", action="store_true", help="weights of a config.json alone")
     parser.add_argument("--data", type=Path, default=BUNDLED.parent / "calibration" / "text.txt")
     options = parser.parse_args()
-    {"perplexity": perplexity, "speed": speed, "memory": memory}[options.what](options)
+    run = {"perplexity": perplexity, "speed": speed, "steps": steps, "memory": memory}
+    run[options.what](options)
 
 
 def ways(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -147,6 +157,61 @@ def speed(options: argparse.Namespace) -> None:
                 last = now
         row = " | ".join(f"{n}: {statistics.median(g) * 1e6:.0f} us" for n, g in gaps.items())
         print(f"{name} | {row}", flush=True)
+
+
+def steps(options: argparse.Namespace) -> None:
+    size = options.sinks + options.window
+    contexts = [2 * size, 16 * size, 65_536, 200_000]
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        (Path(name) / "config.json").write_text(json.dumps(ONE_BILLION))
+        workers = {}
+        for way, more in ways(options).items():
+            facts = {"load_format": "random", "max_model_len": 262_144}
+            facts |= {"max_num_batched_tokens": 64, "num_blocks": size // 16 + 16}
+            config = EngineConfig(name, **common(options), **facts, **more)
+            workers[way] = stack.enter_context(loaded(config))
+            draw_cache(workers[way][1])
+        found: dict[tuple[str, int], list[float]] = {}
+        for _ in range(options.repeats):
+            for context in contexts:
+                for way, (resolved, worker) in workers.items():
+                    again = any(key[0] == way for key in found)
+                    seconds = decode_behind(resolved, worker, context, again)
+                    found.setdefault((way, context), []).append(statistics.median(seconds))
+    for way in workers:
+        row = {context: statistics.median(found[way, context]) for context in contexts}
+        shown = " | ".join(f"{n}: {seconds * 1e3:.1f} ms" for n, seconds in row.items())
+        least = row[contexts[0]]
+        print(
+            f"{way} | {shown} | {max(abs(s / least - 1) for s in row.values()):.1%} from the first"
+        )
+
+
+def decode_behind(
+    resolved: ResolvedConfig, worker: Worker, context: int, again: bool
+) -> list[float]:
+    """Return the seconds of steps of one request behind a context that is in the cache.
+
+    Args:
+        again: there was one before, which has ended.
+    """
+    (group,), block = resolved.cache.groups, resolved.cache.block_size
+    blocks = range(-(-(context + WARM + STEPS) // block))
+    hidden = group.spec.hidden_blocks(context, block)
+    free = iter(range(1, resolved.cache.pool_size))
+    table = [0 if i in hidden else next(free) for i in blocks]
+    text, seconds = [5 + i % 1000 for i in range(context)], []
+    for step in range(WARM + STEPS):
+        new = NewRequest(0, [*text, 7], context, context, [table], SEED, frozenset(), 0)
+        plan = SchedulerOutput(
+            *(step, [0], [1], [0], [True]),
+            new_requests=[new] if step == 0 else [],
+            freed_slots=[0] if step == 0 and again else [],
+        )
+        began = time.perf_counter()
+        worker.result(worker.submit(plan))
+        seconds.append(time.perf_counter() - began)
+    return seconds[WARM:]
 
 
 def resident() -> int:

@@ -1,0 +1,114 @@
+"""What a model costs that runs through transformers (`--fallback`), beside transformers alone.
+
+    python benchmarks/fallback.py [--family Bloom] [--prompt 128] [--output 64] [--batch 1 8]
+        [--threads N] [--repeats 3]
+
+The same model, drawn: kvik and `generate` of transformers answer the same prompts of equal length
+greedily, in turn. `generate` takes a batch as one; "one by one" are as many calls with one prompt
+each. Tokens a second are of the outputs, prompts included in the time, medians of the repeats; the
+ratio is kvik's to the better of transformers' two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from kvik import LLM, SamplingParams
+
+# Shapes of about 100 million parameters, of architectures that kvik lacks.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Bloom": {"vocab_size": 32_000, "hidden_size": 768, "n_layer": 12, "n_head": 12},
+    "CodeGen": {
+        **{"vocab_size": 32_000, "n_embd": 768, "n_layer": 12, "n_head": 12},
+        **{"n_positions": 2048, "n_ctx": 2048, "rotary_dim": 64},
+    },
+    "Mamba": {"vocab_size": 32_000, "hidden_size": 768, "num_hidden_layers": 24},
+}
+Answer = Callable[[list[list[int]]], list[list[int]]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--family", choices=FAMILIES, default="Bloom")
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--output", type=int, default=64)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as name:
+        save(Path(name), options.family)
+        most = {"max_num_seqs": max(options.batch), "max_model_len": 2048}
+        facts = {"device": "cpu", "dtype": "float32", "threads": options.threads, **most}
+        with LLM(name, fallback="transformers", **facts) as llm:
+            torch.set_num_threads(llm.resolved.runner.threads)
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
+            for batch in options.batch:
+                compare(llm, model, batch, options)
+
+
+def save(folder: Path, family: str) -> None:
+    config = getattr(transformers, f"{family}Config")(**FAMILIES[family])
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
+
+
+def compare(llm: LLM, model: Any, batch: int, options: argparse.Namespace) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=options.output, ignore_eos=True)
+    limits = {"min_new_tokens": options.output, "max_new_tokens": options.output}
+
+    def kvik(prompts: list[list[int]]) -> list[list[int]]:
+        return [list(one.outputs[0].token_ids) for one in llm.generate(prompts, params)]
+
+    def together(prompts: list[list[int]]) -> list[list[int]]:
+        ids = torch.tensor(prompts)
+        with torch.inference_mode():
+            found = model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, **limits
+            )
+        return [row[options.prompt :] for row in found.tolist()]
+
+    def one_by_one(prompts: list[list[int]]) -> list[list[int]]:
+        return [row for prompt in prompts for row in together([prompt])]
+
+    ways: dict[str, Answer] = {"kvik": kvik, "transformers": together}
+    if batch > 1:
+        ways["transformers, one by one"] = one_by_one
+    rates: dict[str, list[float]] = {way: [] for way in ways}
+    for turn in range(options.repeats + 1):
+        generator = torch.Generator().manual_seed(turn)
+        prompts = torch.randint(5, 32_000, (batch, options.prompt), generator=generator).tolist()
+        answers = {}
+        for way, answer in ways.items():
+            began = time.perf_counter()
+            answers[way] = answer(prompts)
+            if turn:  # the first one warms up
+                rates[way].append(batch * options.output / (time.perf_counter() - began))
+        assert all(len(row) == options.output for rows in answers.values() for row in rows)
+        alone = answers.get("transformers, one by one", answers["transformers"])
+        alike = sum(a == b for a, b in zip(answers["kvik"], alone, strict=True))
+        if alike < batch:
+            print(f"{batch - alike} of {batch} answers differ, where two tokens are as likely")
+    medians = {way: statistics.median(found) for way, found in rates.items()}
+    best = max(rate for way, rate in medians.items() if way != "kvik")
+    row = " | ".join(
+        f"{way} {rate:.1f} ({min(rates[way]):.1f} to {max(rates[way]):.1f})"
+        for way, rate in medians.items()
+    )
+    print(f"{options.family}, batch {batch} | {row} tokens/s | {medians['kvik'] / best:.2f}")
+
+
+if __name__ == "__main__":
+    main()
