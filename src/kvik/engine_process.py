@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -31,7 +32,10 @@ log = logging.getLogger(__name__)
 
 
 def engine_in_process(
-    resolved: ResolvedConfig, relay: Callable[[str], object], record: Path | None = None
+    resolved: ResolvedConfig,
+    relay: Callable[[str], object],
+    record: Path | None = None,
+    token: bytes = b"",
 ) -> EngineClient:
     """Return a client of an engine, or of as many as `data_parallel_size` says.
 
@@ -41,18 +45,20 @@ def engine_in_process(
     Args:
         relay: takes what the child prints. It is called in the event loop, and must not block.
         record: file that what happens is written to, for `kvik replay`.
+        token: that engines of other servers know with which they share KV blocks; b"": none do.
     """
     command, policy = python_command(__name__), restart_policy(resolved)
     count = resolved.runner.replicas
     if count == 1:
-        start = EngineStart(resolved, None if record is None else str(record))
+        start = EngineStart(resolved, None if record is None else str(record), token=token)
         return RemoteClient(resolved, Supervisor(command, start, policy, relay))
     from kvik.engine.replicas import Replicas
 
+    token = token or secrets.token_bytes(32)  # for each other
     clients = []
     for i, cores in enumerate(_cores(count)):
         file = None if record is None else str(record.with_name(f"{record.name}.{i}"))
-        start = EngineStart(_replica(resolved, i), file, cores, reports=True)
+        start = EngineStart(_replica(resolved, i), file, cores, True, token)
         source = Supervisor(command, start, policy, relay)
         clients.append(RemoteClient(start.config, source, name=f"replica {i}"))
     return Replicas(resolved, clients)
@@ -106,7 +112,7 @@ def _serve(line: HostSocket) -> int:
     record = None if start.record is None else Path(start.record)
     if start.cores and sys.platform == "linux":
         os.sched_setaffinity(0, start.cores)
-    load = partial(load_loop, start.config, record)
+    load = partial(load_loop, start.config, record, token=start.token)
     return 0 if host_engine(load, line, reports=start.reports) else 1
 
 

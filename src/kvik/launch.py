@@ -198,16 +198,25 @@ def check_one_engine(resolved: ResolvedConfig) -> None:
     if resolved.runner.replicas > 1:
         told = "kvik serve and AsyncLLM have several, each in a process of its own"
         raise ConfigError("data_parallel_size", f"must be 1 for an engine in this process: {told}")
+    tiers = resolved.cache.tiers
+    if tiers is not None and (tiers.peers or tiers.lends):
+        raise ConfigError(
+            "role", "must be both for an engine in this process: kvik serve has roles"
+        )
 
 
 def load_loop(
-    resolved: ResolvedConfig, record: Path | None = None, ahead: EarlyStart | None = None
+    resolved: ResolvedConfig,
+    record: Path | None = None,
+    ahead: EarlyStart | None = None,
+    token: bytes = b"",
 ) -> EngineLoop:
     """The engine alone, without what a frontend needs. Errors as those of `start`.
 
     Args:
         record: as of `start`.
         ahead: what was begun before torch was imported; None: it begins now.
+        token: see `Worker`.
     """
     runner = resolved.runner
     weights, name = show_bytes(resolved.memory.weights), model_name(Path(runner.model_path))
@@ -218,7 +227,7 @@ def load_loop(
     memory = MemoryWatch(resolved.memory.limit) if runner.kernels == "native" else None
     core = EngineCore(resolved)
     if record is None:
-        worker = load_worker(resolved, ahead=ahead)
+        worker = load_worker(resolved, ahead=ahead, token=token)
         loop = EngineLoop(core, worker, time.monotonic, memory=memory)
         loop.find_pages()
         return loop
@@ -226,7 +235,7 @@ def load_loop(
     from kvik.engine.recorder import ClockTape, Recorder  # its files are msgspec's
 
     tape = ClockTape(time.monotonic)
-    worker = load_worker(resolved, tape, ahead)
+    worker = load_worker(resolved, tape, ahead, token=token)
     try:
         recorder = Recorder(record, resolved, tape)
     except BaseException:
@@ -275,10 +284,11 @@ def load_worker(
     clock: Callable[[], float] = time.monotonic,
     ahead: EarlyStart | None = None,
     *,
+    token: bytes = b"",
     replays: bool = False,
 ) -> Worker:
     """The model alone, for a caller that makes the plans itself. For `ahead` see `load_loop`, for
-    `replays` see `Worker`."""
+    `token` and `replays` see `Worker`."""
     with uncollected(), ahead or EarlyStart(resolved) as begun:
         from kvik.worker.loading import fill_cache
         from kvik.worker.worker import Worker
@@ -298,6 +308,7 @@ def load_worker(
                 grammars=grammars,
                 seat=seat,
                 stages=stages,
+                token=token,
                 replays=replays,
             )
         begun.stages = begun.others = None  # the worker stops them

@@ -59,13 +59,14 @@ class LinkListener:
         address: where.
     """
 
-    def __init__(self, host: str, token: bytes) -> None:
+    def __init__(self, host: str, token: bytes, port: int = 0) -> None:
         """
         Args:
             host: address of this machine; nothing else is listened at.
+            port: 0: a free one.
         """
         self._token = token
-        self._socket = socket.create_server((host, 0), backlog=64)
+        self._socket = socket.create_server((host, port), backlog=64)
         self.address = Address(*self._socket.getsockname()[:2])
 
     def accept(self, seconds: float) -> tuple[Hello, Connection]:

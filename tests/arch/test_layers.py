@@ -41,6 +41,7 @@ ALLOWED: dict[str, set[str]] = {
         "models",
         "version",
         "collector",
+        "links",
         *BRIDGE,
     },
     "quantize": {"config", "text", "kernels", "attention", "nn", "models"},

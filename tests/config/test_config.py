@@ -44,6 +44,8 @@ BAD: dict[str, list[Any]] = {
     "expert_parallel": [None, 1, "yes"],
     "tensor_parallel_cut": ["half", None, ""],
     "distributed_executor_backend": [None, "mpi", 1],
+    "role": ["prefiller", 1],
+    "kv_listen": ["10.0.0.1:", "a b", 9000],
     "kv_tiers": [4, "", "memory", "ram:4GiB", "disk:4GiB", "memory:1GiB\0"],
     "kernels": ["fast", None, ""],
     "attention_backend": ["flash", None, ""],

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from kvik.core.config import POLICIES
-from kvik.core.types import FinishReason, Pin
+from kvik.core.types import FinishReason, PageSource, Pin
 from kvik.spec.kv import Budget
 
 LONGEST = 24  # tokens of a request at most
@@ -45,6 +45,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         lookahead=st.sampled_from([0, 0, 3]),
         checkpoints=st.sampled_from([None, None, 0, 1, 3, 12]),
         tiers=st.sampled_from([(0, 0), (3, 0), (40, 0), (0, 4), (0, 100), (5, 12), (40, 100)]),
+        peers=st.booleans(),
     )
     def build(
         self,
@@ -61,9 +62,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         lookahead: int,
         checkpoints: int | None,
         tiers: tuple[int, int],
+        peers: bool,
     ) -> None:
         if any(isinstance(window, Budget) for window in windows):
-            stages, lookahead, checkpoints, tiers = 1, 0, None, (0, 0)
+            stages, lookahead, checkpoints, tiers, peers = 1, 0, None, (0, 0), False
         setup = Setup(
             policy=policy,
             block_size=block_size,
@@ -81,6 +83,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             pinned_share=pinned[0],
             tenant_pinned_share=pinned[1],
             tiers=tiers if caching and checkpoints is None else (0, 0),
+            peers=peers and caching and checkpoints is None,
         )
         # just enough for the longest request, so that two of them fight for blocks
         needed = Simulation(setup).scheduler.kv.max_blocks(LONGEST, budget)
@@ -99,6 +102,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         pinned=st.sampled_from([(), (), (12,), (3, 7), (4, 8, 12)]),
         seconds=st.sampled_from([0.1, 1.0]),
         pooling=st.sampled_from([None, None, None, "mean", "last"]),
+        lends=st.booleans(),
+        at_peer=st.sampled_from([None, None, 3, 8, 15]),
     )
     def add(
         self,
@@ -114,6 +119,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         pinned: tuple[int, ...],
         seconds: float,
         pooling: str | None,
+        lends: bool,
+        at_peer: int | None,
     ) -> None:
         deadline = None if patience is None else self.sim.now + patience
         self.sim.add(
@@ -126,6 +133,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             tenant=tenant,
             pins=tuple(Pin(length, seconds) for length in pinned),
             pooling=pooling,
+            lends=lends,
+            source=None if at_peer is None else PageSource("peer", 1, "lease", at_peer),
         )
 
     @rule(count=st.integers(1, 4), drafts=st.sampled_from([0, 0, 1, 4]))

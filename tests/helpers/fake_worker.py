@@ -17,6 +17,7 @@ from helpers.windows import cut_points, seen
 
 from kvik.core.config import CacheConfig
 from kvik.core.plan import (
+    AT_PEER,
     BudgetCut,
     ModelRunnerOutput,
     Moved,
@@ -154,14 +155,19 @@ class FakeTiers:
         self._seen: set[int] = set()
         self._bad: set[int] = set()  # of the next loads, which fail
         self._num_loads = 0
-        self._moved = Moved(scanned=True)
+        self._moved = Moved(scanned=True, address=("peer", 1))
         self._off = False
+        self.peer: dict[PageKey, list[Cell | None]] = {}  # all that was ever stored
+        self.leases: dict[str, list[tuple[int, tuple[PageKey, list[Cell | None]] | None]]] = {}
 
     def begin(self, plan: SchedulerOutput, cells: list[list[Cell | None]]) -> None:
         for key in plan.drops:
             self.disk.pop(key, None)
+        for name in plan.ended_leases:
+            self.leases.pop(name, None)
         for store in plan.stores:
             content = cells[store.block][:]
+            self.peer[store.key] = content
             if store.place >= 0:
                 self.memory[store.place] = (store.key, content)
             if store.on_disk:
@@ -170,6 +176,15 @@ class FakeTiers:
                 else:
                     self.disk[store.key] = content
                     self._moved.stored.append(store.key)
+        for lease in plan.leases:
+            for key, _, place in lease.pages:
+                found = self.memory[place]
+                if found is None or found[0] != key:
+                    raise ContentError(f"place {place} is lent as {key} and does not hold it")
+            self.leases[lease.name] = [(place, self.memory[place]) for _, _, place in lease.pages]
+        for name, pages in self.leases.items():
+            if any(self.memory[place] is not found for place, found in pages):
+                raise ContentError(f"a page of the lease {name} was overwritten")
         for load in plan.loads:
             if load.ticket not in self._seen:
                 self._seen.add(load.ticket)
@@ -184,7 +199,8 @@ class FakeTiers:
         for load in done:
             failed = []
             for i, (key, block, place) in enumerate(load.pages):
-                content = self.disk.get(key)
+                content = (self.peer if place == AT_PEER else self.disk).get(key)
+                assert (place == AT_PEER) <= (load.source is not None)
                 if place >= 0:
                     found = self.memory[place]
                     if found is None or found[0] != key:
@@ -214,11 +230,15 @@ class FakeTiers:
             self._moved.lost.append(key)
         elif which == "found" and keys:  # as another engine would have written them
             self._moved.found.extend(keys[: number + 1])
+        elif which == "returned" and self.leases:
+            name = [*self.leases][number % len(self.leases)]
+            del self.leases[name]
+            self._moved.returned.append(name)
         elif which == "off" and number == 0:
             self._off, self._moved.off = True, "no space is left"
 
 
-FAULTS = ("load", "load", "slow", "gone", "lost", "found", "off")
+FAULTS = ("load", "load", "slow", "gone", "lost", "found", "returned", "off")
 PAGE = 1000  # bytes of a page
 
 

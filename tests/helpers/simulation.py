@@ -20,7 +20,7 @@ from kvik.core.config import CacheConfig, SchedulerConfig, TierSizes
 from kvik.core.plan import ModelRunnerOutput, NewRequest, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.scheduler import Scheduler
-from kvik.core.types import FinishReason, Pin, Request, RequestDelta
+from kvik.core.types import FinishReason, PageSource, Pin, Request, RequestDelta
 from kvik.spec.kv import Budget, KVCacheSpec, group_layers
 
 
@@ -57,6 +57,7 @@ class Setup:
     checkpoints: int | None = None  # of states; None: no layer keeps one
     whole_prompts: bool = False
     tiers: tuple[int, int] = (0, 0)  # pages in memory and on disk
+    peers: bool = False  # other engines lend pages to it, and get some
 
     @property
     def cache(self) -> CacheConfig:
@@ -74,7 +75,9 @@ class Setup:
 
     def _tier_sizes(self, groups: int) -> TierSizes | None:
         memory, disk = self.tiers
-        return TierSizes((PAGE,) * groups, memory, disk * PAGE) if memory or disk else None
+        lends = self.peers and memory > 0
+        sizes = TierSizes((PAGE,) * groups, memory, disk * PAGE, peers=self.peers, lends=lends)
+        return sizes if memory or disk or self.peers else None
 
     @property
     def scheduler(self) -> SchedulerConfig:
@@ -131,6 +134,8 @@ class Simulation:
         tenant: str = "",
         pins: tuple[Pin, ...] = (),
         pooling: str | None = None,
+        lends: bool = False,
+        source: PageSource | None = None,
     ) -> list[Request]:
         """A request, with nothing but a vector to come of it if `pooling` says so, and nothing but
         prompt logprobs if `max_tokens` is 0."""
@@ -160,6 +165,8 @@ class Simulation:
                 pins=pins,
                 pooling=pooling,
                 leader=siblings[0] if siblings else None,
+                lends=lends and index == 0,
+                source=None if index else source,
             )
             siblings.append(request)
             self.requests[request.key] = request

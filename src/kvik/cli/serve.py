@@ -56,13 +56,13 @@ ENGINE_FLAGS = (
     "kv_cache_memory",
     "kv_cache_dtype",
     "kv_tiers",
+    "role",
     "enable_prefix_caching",
     "policy",
     "threads",
     "tensor_parallel_size",
     "pipeline_parallel_size",
     "expert_parallel",
-    "distributed_executor_backend",
     "seed",
     "fallback",
     "data_parallel_size",
@@ -71,7 +71,7 @@ ENGINE_FLAGS = (
     "spec_model",
     "spec_tokens",
 )
-NO_FLAGS = ("any_model_name", "pressure_max_tokens")  # likewise
+NO_FLAGS = ("any_model_name", "kv_token", "pressure_max_tokens")  # likewise
 STDOUT, STDERR = 1, 2
 LAST_LINES_SECONDS = 1.0  # for the last lines to be read
 WILDCARDS = {"0.0.0.0": LOOPBACK, "::": "::1", "": LOOPBACK}
@@ -101,6 +101,9 @@ def run(arguments: argparse.Namespace) -> int:
     if server.admin_port is not None and not keys.has_admin:
         message = "needs a single API key, or one marked admin in api_key_file"
         raise ConfigError("admin_port", message)
+    if config.role != "both" and server.kv_token is None:
+        told = f"must be given for role {config.role}, the same on all servers with a role"
+        raise ConfigError("kv_token", f"{told}: set KVIK_KV_TOKEN")
     with ExitStack() as stack:
         out, err = (stack.enter_context(_printer(fd)) for fd in (STDOUT, STDERR))
         level, line = server.log_level.upper(), "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -168,7 +171,10 @@ async def _serve(
     parts, app = complete_app(
         server,
         engine_in_process(
-            resolved, err.write, None if server.record is None else Path(server.record)
+            resolved,
+            err.write,
+            None if server.record is None else Path(server.record),
+            (server.kv_token or "").encode(),
         ),
         Texts(
             load_tokenizer(resolved),

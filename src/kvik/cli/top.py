@@ -122,7 +122,12 @@ def moves(live: Frame) -> list[Text]:
         return []
     totals = told["totals"]
     tiers = [
-        f"{plain(tier['name'])} {show_bytes(tier['bytes'])} of {show_bytes(tier['capacity'])}"
+        plain(tier["name"])
+        + (
+            f" {show_bytes(tier['bytes'])} of {show_bytes(tier['capacity'])}"
+            if tier["capacity"]
+            else f" {tier['loaded']:,} pages"  # of other engines
+        )
         + (f" at {tier['bytes_per_second'] / 1e9:.1f} GB/s" if tier["bytes_per_second"] else "")
         for tier in told["tiers"]
     ]
@@ -134,6 +139,7 @@ def moves(live: Frame) -> list[Text]:
             ("loaded ", "dim"), f"{totals['loaded_tokens']:,} tokens  ",
             ("load or compute ", "dim"),
             f"{totals['load_choices']:,}/{totals['compute_choices']:,}  ",
+            ("lent ", "dim"), f"{totals.get('lent_tokens', 0):,} tokens  ",
             ("swapped out, in ", "dim"), f"{totals['swapped_out']:,}, {totals['swapped_in']:,}",
         )
     ]  # fmt: skip

@@ -38,6 +38,9 @@ from kvik.spec.shares import MAX_RANKS, MAX_REPLICAS, MAX_STAGES, PipelineStage
 from kvik.spec.stored_weights import METHODS as STORED_METHODS
 from kvik.spec.weights import SCHEMES
 
+ROLES = ("both", "prefill", "decode")
+LISTEN = r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?"
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -152,6 +155,17 @@ class EngineConfig:
         Tiers(),
         "where blocks are kept beyond the KV cache, such as memory:4GiB,disk:DIR:200GiB; none: "
         "what leaves it is computed again",
+    )
+    role: str = option(
+        "both",
+        OneOf(ROLES),
+        "prefill: computes prompts for servers that decode, which fetch their KV blocks; both: all "
+        "by itself",
+    )
+    kv_listen: str = option(
+        "127.0.0.1",
+        Text("an address of this machine, as 10.0.0.1 or 10.0.0.1:9000", LISTEN, "HOST[:PORT]"),
+        "where an engine gives KV blocks to others; a free port unless said",
     )
     enable_prefix_caching: bool = option(
         True, Flag(), "keep full blocks of finished requests for equal prefixes"
@@ -330,6 +344,7 @@ class RunnerConfig:
         draft_graph_sizes: the same for the draft model or the draft heads.
         graph_memory: bytes that all captured forwards together may take.
         kv_folder: of the disk tier; None: there is none.
+        kv_listen: where pages are given to other engines; None: they get none.
         ranks: processes that compute layers together, of `threads` each.
         stage_ends: where the layers of each stage end; (): there is one stage.
         backend: see `distributed_executor_backend`.
@@ -355,6 +370,7 @@ class RunnerConfig:
     graph_memory: int = 0
     engine_cache: str | None = None
     kv_folder: str | None = None
+    kv_listen: str | None = None
     ranks: int = 1
     stage_ends: tuple[int, ...] = ()
     backend: str = "mp"

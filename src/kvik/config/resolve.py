@@ -48,6 +48,7 @@ from kvik.spec.kv import AUTO, PAGE_HEAD_BYTES, Budget, KVGroup, Window
 from kvik.spec.weights import SCHEMES
 
 TIERS = "kv_tiers"
+PREFILL_TIER = 1 << 30  # bytes of the memory tier of a prefill server that names none
 
 
 def resolve(
@@ -155,6 +156,7 @@ def resolve(
             load_format=config.load_format,
             engine_cache=config.engine_cache,
             kv_folder=None if tiers is None else tiers.folder,
+            kv_listen=config.kv_listen if tiers is not None and tiers.lends else None,
             quantization=config.quantization,
             seed=config.seed or 0,
             graph_sizes=footprint.graph_sizes(size),
@@ -358,9 +360,24 @@ def check_tiers(config: EngineConfig, spec: ModelSpec, compute: Compute) -> Tier
     Raises:
         ConfigError: it can have none.
     """
-    if config.kv_tiers is None:
+    if config.kv_tiers is None and config.role == "both":
         return None
-    asked = read_tiers(config.kv_tiers)
+    asked = TierOptions() if config.kv_tiers is None else read_tiers(config.kv_tiers)
+    if config.role == "prefill" and not asked.memory:
+        if config.kv_tiers is not None:
+            told = "must have a memory tier for role prefill, such as memory:1GiB"
+            raise ConfigError(TIERS, f"{told}: others fetch its pages")
+        asked = replace(asked, memory=PREFILL_TIER)
+    alone = config.tensor_parallel_size == config.pipeline_parallel_size == 1
+    if config.role != "both" and not alone:
+        told = "of an engine of several processes, whose pages other engines do not fetch yet"
+        raise ConfigError("role", f"must be both {told}")
+    replicas = alone and config.data_parallel_size > 1 and asked.memory > 0
+    asked = replace(
+        asked,
+        peers=config.role == "decode" or replicas,
+        lends=config.role == "prefill" or replicas,
+    )
     for wrong, reason in (
         (spec.encoder, f"{spec.architecture} is an encoder, of whose prompts nothing is kept"),
         (bool(spec.states), f"{spec.architecture} keeps states, which no page holds"),
@@ -370,6 +387,8 @@ def check_tiers(config: EngineConfig, spec: ModelSpec, compute: Compute) -> Tier
         (config.kv_budget is not None, "blocks behind a cut of kv_budget are not kept"),
     ):
         if wrong:
+            if config.kv_tiers is None:
+                raise ConfigError("role", f"must be both: {reason}")
             raise ConfigError(TIERS, f"must be left out: {reason}")
     return asked
 
@@ -410,11 +429,12 @@ def tier_sizes(
         for name, size in (("memory", tiers.memory), ("disk", tiers.disk))
         if size
     ]
+    found += ["peers have what was computed there"] if tiers.peers else []
     reason = f"{ASKED}: pages of {block_size} tokens; what is met again is loaded where that is"
     notes.add(
         TIERS, "+".join(name.split()[0] for name in found), f"{reason} faster; " + ", ".join(found)
     )
-    return TierSizes(pages, tiers.memory // largest, tiers.disk)
+    return TierSizes(pages, tiers.memory // largest, tiers.disk, tiers.peers, tiers.lends)
 
 
 def _choose_seed(config: EngineConfig, drawn_seed: int | None, notes: Notes) -> int:

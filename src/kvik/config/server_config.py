@@ -82,6 +82,11 @@ class ServerConfig:
         "more keys, one on a line: [NAME:] KEY [admin]; KEY is the key or sha256:<64 hexadecimal "
         "digits> of it. A single key without a name is an administrator's",
     )
+    kv_token: str | None = option(
+        None,
+        Text("a secret of 16 characters or more", r"[!-~]{16,512}", "SECRET"),
+        "what servers with a role prove to each other that they know; the same on all of them",
+    )
     served_model_name: tuple[str, ...] = option(
         (),
         TextList(ModelName()),

@@ -21,11 +21,15 @@ class TierOptions:
         memory: bytes; 0: no memory tier.
         disk: bytes; 0: no disk tier.
         folder: of the disk tier.
+        peers: pages come from other engines.
+        lends: other engines get pages.
     """
 
     memory: int = 0
     disk: int = 0
     folder: str | None = None
+    peers: bool = False
+    lends: bool = False
 
 
 @dataclass(frozen=True)

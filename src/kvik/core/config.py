@@ -25,11 +25,15 @@ class TierSizes:
         page_bytes: of one block of each KV group, header included.
         memory: pages in the memory tier; 0: there is none.
         disk: bytes of the disk tier; 0: there is none.
+        peers: pages come from other engines, too.
+        lends: other engines get pages of the memory tier.
     """
 
     page_bytes: tuple[int, ...]
     memory: int = 0
     disk: int = 0
+    peers: bool = False
+    lends: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -276,6 +276,8 @@ def _check_moves(moves: Moves, scheduler: Scheduler) -> None:
         storing = sum(tier.under_way.values())
         _require(tier.storing == storing, f"{name}: bytes under way are miscounted")
         reads = Counter(k for load in moves.loads.values() for k, _, t in load.pages if t == name)
+        if name == MEMORY:
+            reads += Counter(key for keys in moves.leases.values() for key in keys)
         _require(tier.busy == reads, f"{name}: pages that are read are miscounted")
     places, free, held = index.places()
     memory = index.tiers.get(MEMORY)

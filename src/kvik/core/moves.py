@@ -9,6 +9,10 @@ be faster than computing their tokens. It holds blocks meanwhile, and no row. Pa
 that no request uses, and are then published in the prefix cache, where the request finds them as
 any other does. So what fails to load is computed, and nothing else differs. A block that is being
 loaded is referenced until the move is done, whatever becomes of the request.
+
+Another engine is one more tier: a request names the one that has its pages, and for how many
+tokens. There these lie in the memory tier under a lease, as if a load read them. The worker ends
+it: when the other engine has what it wanted, or is not heard of for a time.
 """
 
 from __future__ import annotations
@@ -22,15 +26,17 @@ from kvik.core.kv_manager import KVCacheManager, PrefixMatch, partial_hash
 from kvik.core.plan import (
     DISK,
     MEMORY,
+    PEER,
     ModelRunnerOutput,
     Moved,
     PageKey,
+    PageLease,
     PageLoad,
     PageStore,
     SchedulerOutput,
 )
 from kvik.core.tier_index import TierIndex
-from kvik.core.types import Request, RequestStatus
+from kvik.core.types import PageSource, Request, RequestStatus
 
 MAX_LOADS = 8  # at a time
 MAX_TRIES = 2  # loads for one start of a request; then it computes what is still missing
@@ -48,6 +54,7 @@ class MoveCounters:
         swapped_out: preemptions after which all that was computed lies in a tier.
         swapped_in: preempted requests that went on with pages of a tier.
         given_up: loads that took longer than `LOAD_SECONDS`.
+        lent_tokens: of which pages were kept for other engines.
     """
 
     loaded_tokens: int = 0
@@ -56,6 +63,7 @@ class MoveCounters:
     swapped_out: int = 0
     swapped_in: int = 0
     given_up: int = 0
+    lent_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -68,6 +76,7 @@ class Load:
         waiting: requests that wait for it, each with its status without it.
         num_tokens: that its first request finds more than without it.
         since: when it began.
+        source: of the pages that another engine has.
     """
 
     ticket: int
@@ -75,6 +84,7 @@ class Load:
     held: list[int]
     num_tokens: int
     since: float
+    source: PageSource | None = None
     waiting: list[tuple[Request, RequestStatus]] = field(default_factory=list)
 
     @property
@@ -114,6 +124,13 @@ class Moves:
         self._backlog: list[tuple[PageKey, bytes, int]] = []  # to be written when the disk is free
         self._tries: dict[tuple[str, int], int] = {}  # loads since the request last started
         self._num_tickets = 0
+        self.address: tuple[str, int] | None = None  # where pages are lent; None: not known yet
+        self.leases: dict[str, list[PageKey]] = {}
+        self._lent: list[tuple[str, list[tuple[PageKey, bytes]]]] = []  # begin with the next plan
+        self._new_leases: list[PageLease] = []
+        self._ended_leases: list[str] = []
+        self._sources: list[PageSource] = []  # of which the worker does not know yet
+        self._left_sources: list[PageSource] = []
         self._scanning = sizes.disk > 0  # the disk tier tells what it had at the start
         kv.committed = []
 
@@ -127,6 +144,9 @@ class Moves:
         for key, parent, block in (*backlog, *committed):
             if self.kv.pool.has(block, key):
                 self._store(key, parent, block)
+        for name, pages in self._lent:
+            self._begin_lease(name, pages)
+        self._lent.clear()
         for load in self.loads.values():
             if load.waiting and now - load.since > LOAD_SECONDS:
                 self.counters.given_up += 1
@@ -170,7 +190,8 @@ class Moves:
         for (group, _), tier in reach.missing:
             sizes[tier] += page_bytes[group]
         tokens = reach.num_tokens - match.num_tokens
-        if not self.index.is_faster(sizes, tokens, rate):
+        # What another engine has was computed for this one.
+        if PEER not in sizes and not self.index.is_faster(sizes, tokens, rate):
             self.counters.compute_choices += 1
             self._tries[request.key] = MAX_TRIES  # until it starts
             return False
@@ -188,10 +209,11 @@ class Moves:
             reach.held,
             tokens,
             now,
+            request.source if PEER in sizes else None,
         )
         self._num_tickets += 1
         pages = [(key, block, self.index.hold(key, tier)) for (key, tier), block in pairs]
-        self._new.append(PageLoad(load.ticket, pages))
+        self._new.append(PageLoad(load.ticket, pages, load.source))
         self.loads[load.ticket] = load
         self._loading.update((key, load) for key, _ in reach.missing)
         self._wait_for(load, request)
@@ -225,13 +247,22 @@ class Moves:
         self.index.use(keys)
         self.counters.swapped_out += stored and all(map(self._is_kept, keys))
 
+    def arrived(self, request: Request) -> None:
+        """A request is new: its pages in another engine are to stay there until it starts."""
+        if PEER not in self.index.tiers:
+            request.source = None
+        elif request.source is not None:
+            self._sources.append(request.source)
+
     def started(self, request: Request) -> None:
         """A request has its blocks and a row."""
         self._tries.pop(request.key, None)
+        self._leave_source(request)
 
     def left(self, request: Request) -> None:
         """A request gives its blocks back, or does not wait any more."""
         self._tries.pop(request.key, None)
+        self._leave_source(request)
         if request.status is RequestStatus.LOADING:
             for load in self.loads.values():
                 load.waiting = [pair for pair in load.waiting if pair[0] is not request]
@@ -239,24 +270,51 @@ class Moves:
         groups = range(len(self.kv.groups))
         self.index.use([(group, key) for key in hashes if key for group in groups])
 
+    def lend(self, request: Request) -> PageSource | None:
+        """Keep the pages of a request, which ends, for another engine. Returns what that has to be
+        told; None: nothing can be lent."""
+        if self.address is None or MEMORY not in self.index.tiers:
+            return None
+        size, written = self.kv.block_size, request.num_written_tokens
+        hashes = request.block_hashes[: min(written, request.num_prompt_tokens) // size]
+        if not all(hashes):
+            return None
+        parents = dict(zip(hashes, [root_hash(request.cache_salt), *hashes], strict=False))
+        tokens = len(hashes) * size
+        pages = [(key, parents[key[1]]) for key in self._visible(hashes, tokens)]
+        if not pages:
+            return None
+        self._lent.append((request.request_id, pages))
+        self.counters.lent_tokens += tokens
+        return PageSource(*self.address, request.request_id, tokens)
+
     def add_to(self, plan: SchedulerOutput) -> None:
         """The plan is complete but for its moves."""
         again = [self.loads[ticket] for ticket in self._again if ticket in self.loads]
         plan.loads.extend([*map(self._page_load, again), *self._new])
         plan.drops.extend(self.index.drops)
         plan.stores.extend(self._stores)
+        plan.leases.extend(self._new_leases)
+        plan.ended_leases.extend(self._ended_leases)
+        plan.sources.extend(self._sources)
+        plan.left_sources.extend(self._left_sources)
         for told in (self.index.drops, self._stores, self._again, self._new):
             told.clear()
+        for said in (self._new_leases, self._ended_leases, self._sources, self._left_sources):
+            said.clear()
 
     @property
     def begins(self) -> bool:
-        """Whether something is to be kept or deleted that no plan says yet."""
-        return bool(self._stores or self.kv.committed or self.index.drops or self._again)
+        """Whether something is to be kept, lent or deleted that no plan says yet."""
+        kept = self._stores or self.kv.committed or self.index.drops or self._again
+        lent = self._lent or self._ended_leases or self._sources or self._left_sources
+        return bool(kept or lent)
 
     @property
     def under_way(self) -> bool:
         """Whether results of moves are awaited."""
-        return bool(self.loads or self._backlog) or self._scanning
+        finds = self._scanning or (self.index.sizes.lends and self.address is None)
+        return bool(self.loads or self._backlog) or finds
 
     # -- results ---------------------------------------------------------------------------------
 
@@ -267,14 +325,20 @@ class Moves:
         if output.moved is not None:
             self._take(output.moved)
 
-    def failed(self, stores: Sequence[PageStore], loads: Sequence[PageLoad]) -> None:
-        """A plan failed. Which of its moves were begun is not known: loads are asked for again."""
-        for store in stores:
+    def failed(self, plan: SchedulerOutput) -> None:
+        """A plan failed. Which of its moves were begun is not known: loads are asked for again, and
+        no lease is left."""
+        lost = {store.key for store in plan.stores}
+        doubted = [name for name, keys in self.leases.items() if not lost.isdisjoint(keys)]
+        self._end_leases([*plan.ended_leases, *(lease.name for lease in plan.leases), *doubted])
+        self._sources += plan.sources
+        self._left_sources += plan.left_sources
+        for store in plan.stores:
             self.index.lose(store.key, MEMORY)
             self.index.lose(store.key, DISK)
             if store.on_disk:
                 self.index.drops.append(store.key)
-        self._again += [load.ticket for load in loads]
+        self._again += [load.ticket for load in plan.loads]
 
     def _take(self, moved: Moved) -> None:
         """Take in what became of moves."""
@@ -285,6 +349,9 @@ class Moves:
         if moved.off:
             index.turn_off(moved.off)
         self._scanning = self._scanning and not (moved.scanned or moved.off)
+        self.address = moved.address or self.address
+        for name in moved.returned:
+            self._let_go(name)
         index.find(moved.found)
         for key in moved.lost:
             index.lose(key, DISK)
@@ -297,17 +364,55 @@ class Moves:
     def forget(self, hashes: Sequence[bytes]) -> None:
         """Nothing may be loaded from these blocks: their contents are in doubt."""
         groups = range(len(self.kv.groups))
-        self.index.forget([(group, key) for key in hashes if key for group in groups])
+        keys = [(group, key) for key in hashes if key for group in groups]
+        doubted = set(keys)
+        self._end_leases([n for n, k in self.leases.items() if not doubted.isdisjoint(k)])
+        self._lent = [(n, p) for n, p in self._lent if doubted.isdisjoint(key for key, _ in p)]
+        self.index.forget(keys)
 
     def clear(self) -> None:
         """Nothing may be loaded that was kept until now."""
         self.kv.committed = []
         self._backlog.clear()
+        self._lent.clear()
+        self._end_leases([*self.leases])
         for load in self.loads.values():
             load.num_tokens = -1  # what comes is not published
         self.index.clear()
 
     # -- inside ----------------------------------------------------------------------------------
+
+    def _begin_lease(self, name: str, pages: list[tuple[PageKey, bytes]]) -> None:
+        memory = self.index.tiers[MEMORY]
+        kept = [pair for pair in pages if pair[0] in memory.pages or pair[0] in memory.under_way]
+        if kept and name not in self.leases:
+            self.leases[name] = [key for key, _ in kept]
+            held = [(key, parent, self.index.hold(key, MEMORY)) for key, parent in kept]
+            self._new_leases.append(PageLease(name, held))
+
+    def _end_leases(self, names: Iterable[str]) -> None:
+        """The next plan says that leases end, before anything takes their places."""
+        for name in names:
+            self._ended_leases.append(name)
+            self._let_go(name)
+            self._new_leases = [lease for lease in self._new_leases if lease.name != name]
+
+    def _let_go(self, name: str) -> None:
+        for key in self.leases.pop(name, ()):
+            self.index.let_go(key, MEMORY)
+
+    def _leave_source(self, request: Request) -> None:
+        """A request needs nothing of another engine, now or any more."""
+        if request.source is not None:
+            self._left_sources.append(request.source)
+            request.source = None
+
+    def _at_peer(self, request: Request) -> set[PageKey]:
+        """Return the pages of a request that another engine is said to have."""
+        if request.source is None:
+            return set()
+        hashes = request.block_hashes[: request.source.num_tokens // self.kv.block_size]
+        return {(group, key) for key in hashes if key for group in range(len(self.kv.groups))}
 
     def _wait_for(self, load: Load, request: Request) -> None:
         load.waiting.append((request, request.status))
@@ -353,10 +458,11 @@ class Moves:
         kv, size = self.kv, self.kv.block_size
         usable = min(request.num_cacheable_tokens // size, len(request.block_hashes))
         hashes = request.block_hashes[:usable]
-        lookup, where = kv.pool.lookup, self.index.where
+        lookup, where, at_peer = kv.pool.lookup, self.index.where, self._at_peer(request)
 
         def is_there(key: PageKey) -> bool:
-            return lookup(key) is not None or where(key) is not None or key in self._loading
+            known = lookup(key) is not None or where(key) is not None
+            return known or key in self._loading or key in at_peer
 
         length = kv.reach(hashes, is_there)
         keys = self._visible(hashes[:length], length * size)
@@ -369,13 +475,15 @@ class Moves:
                 keys, tokens = keys + rest, swapped
         if tokens <= match.num_tokens:
             return None
-        missing = [(key, where(key) or MEMORY) for key in keys if lookup(key) is None]
+        loaded = {key: PEER if key in at_peer else MEMORY for key in keys}
+        missing = [(key, where(key) or loaded[key]) for key in keys if lookup(key) is None]
         held = [block for key in keys if (block := lookup(key)) is not None]
         return Reach(tokens, missing, held) if missing else None
 
     def _page_load(self, load: Load) -> PageLoad:
         places = self.index.place_of
-        return PageLoad(load.ticket, [(key, block, places(key, t)) for key, block, t in load.pages])
+        pages = [(key, block, places(key, tier)) for key, block, tier in load.pages]
+        return PageLoad(load.ticket, pages, load.source)
 
     def _finish(self, load: Load, failed: set[int]) -> None:
         """A load is done: publish its blocks, and let those go on that wait for it."""
@@ -397,5 +505,7 @@ class Moves:
         self.index.use([key for key, _, _ in load.pages])
         for request, status in load.waiting:
             request.status = status
+            if any(load.pages[i][2] == PEER for i in failed):  # what is not there will not come
+                self._leave_source(request)
             self.counters.swapped_in += status is RequestStatus.PREEMPTED and not failed
         self.kv.pool.release(load.blocks)  # the last that others take

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvik.core.sampling_params import SamplingParams
-from kvik.core.types import TokenLogprobs
+from kvik.core.types import PageSource, TokenLogprobs
 from kvik.frozen import frozen
 
 
@@ -35,7 +35,8 @@ class NewRequest:
 
 PageKey = tuple[int, bytes]  # KV group, hash of the tokens up to the end of what the page holds
 NOWHERE = -1  # as a place: not in the memory tier
-MEMORY, DISK = "memory", "disk"  # names of tiers
+AT_PEER = -2  # as a place: in another engine
+MEMORY, DISK, PEER = "memory", "disk", "peer"  # names of tiers
 
 
 @frozen
@@ -61,11 +62,27 @@ class PageLoad:
 
     Attributes:
         ticket: a number of its own. A load that comes again with it is the same one.
-        pages: key, block, and place in the memory tier; `NOWHERE`: it is read from the disk tier.
+        pages: key, block, and place in the memory tier; `NOWHERE`: it is read from the disk tier;
+            `AT_PEER`: from `source`.
     """
 
     ticket: int
     pages: list[tuple[PageKey, int, int]]
+    source: PageSource | None = None
+
+
+@frozen
+class PageLease:
+    """Pages of the memory tier that another engine may fetch.
+
+    They stay where they are until the lease has ended.
+
+    Attributes:
+        pages: key, hash of the block before, place.
+    """
+
+    name: str
+    pages: list[tuple[PageKey, bytes, int]]
 
 
 @frozen
@@ -80,6 +97,8 @@ class Moved:
         rates: of loads: tier, bytes, seconds.
         off: why the disk tier was turned off; "": it was not.
         scanned: all that the disk tier had at the start was found.
+        address: where this engine serves pages to others, told once.
+        returned: leases that have ended, and not by a plan.
     """
 
     loaded: list[tuple[int, list[int]]] = field(default_factory=list)
@@ -89,6 +108,8 @@ class Moved:
     rates: list[tuple[str, int, float]] = field(default_factory=list)
     off: str = ""
     scanned: bool = False
+    address: tuple[str, int] | None = None
+    returned: list[str] = field(default_factory=list)
 
 
 @frozen
@@ -113,10 +134,10 @@ class BudgetCut:
 class SchedulerOutput:
     """One step. Row i of the step is the request in `slots[i]`.
 
-    Order of application: `drops`, `stores`, `loads` (which go on while steps run), `freed_slots`,
-    `state_copies`, `new_requests`, `new_blocks`, `budget_cuts`, `block_copies`, forward. A cut
-    reads blocks that later ones, copies and the forward may write. A plan without rows has moves
-    alone, and its result waits for loads.
+    Order of application: `drops`, `ended_leases`, `stores`, `leases`, `sources`, `loads` (which go
+    on while steps run), `left_sources`, `freed_slots`, `state_copies`, `new_requests`,
+    `new_blocks`, `budget_cuts`, `block_copies`, forward. A cut reads blocks that later ones, copies
+    and the forward may write. A plan without rows has moves alone, and its result waits for loads.
 
     Attributes:
         state_copies: source and target rows of the pool of states, in order. The row of a running
@@ -137,6 +158,10 @@ class SchedulerOutput:
     drops: list[PageKey] = field(default_factory=list)  # pages of the disk tier to delete
     stores: list[PageStore] = field(default_factory=list)
     loads: list[PageLoad] = field(default_factory=list)
+    leases: list[PageLease] = field(default_factory=list)
+    ended_leases: list[str] = field(default_factory=list)
+    sources: list[PageSource] = field(default_factory=list)  # whose pages requests wait for
+    left_sources: list[PageSource] = field(default_factory=list)  # which need not keep them longer
 
     @property
     def num_tokens(self) -> int:

@@ -152,6 +152,8 @@ class Scheduler:
         self._num_added += 1
         request.order = self.policy.order(request, now)
         self.shares.arrive(request, self.waiting.by_tenant, self.running)
+        if self.moves is not None:
+            self.moves.arrived(request)
         self.waiting.add(request)
         self.deadlines.add(request, now, len(self.running) + len(self.waiting))
 
@@ -247,7 +249,8 @@ class Scheduler:
     def _moves_alone(self, step: Step) -> SchedulerOutput | None:
         """Return a plan without rows if there are moves to begin or to wait for."""
         plan, moves = step.plan, self.moves
-        begins = plan.drops or plan.stores or plan.loads
+        begins = bool(plan.drops or plan.stores or plan.loads or plan.leases or plan.ended_leases)
+        begins = begins or bool(plan.sources or plan.left_sources)
         if moves is None or not (begins or (moves.under_way and not self.in_flight)):
             return None
         step.plan = replace(plan, freed_slots=[], state_copies=[])  # a later one has these
@@ -893,7 +896,7 @@ class Scheduler:
         self.clock.skip(now)
         plan, deltas = step.plan, []
         if self.moves is not None:
-            self.moves.failed(plan.stores, plan.loads)
+            self.moves.failed(plan)
         for request, samples, drafts in zip(
             step.requests, plan.samples, plan.num_draft_tokens, strict=True
         ):
@@ -942,7 +945,10 @@ class Scheduler:
                 self._take_checkpoint(request)
         # Had one of these raised, nothing would have changed: it could still end with an error.
         self.shares.leave(request)
+        kept = None
         if self.moves is not None:
+            if running and request.lends and error is None:
+                kept = self.moves.lend(request)
             self.moves.left(request)
         if running:
             if error is not None and self.moves is not None:
@@ -961,6 +967,7 @@ class Scheduler:
             logprobs=logprobs,
             error=error,
             report=RequestReport.of(request, now),
+            kept=kept,
         )
 
     def _leave(self, request: Request, *, forget: bool = False) -> None:

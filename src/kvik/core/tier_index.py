@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvik.core.config import TierSizes
-from kvik.core.plan import DISK, MEMORY, NOWHERE, PageKey
+from kvik.core.plan import AT_PEER, DISK, MEMORY, NOWHERE, PEER, PageKey
 
 MARGIN = 1.1  # a load must be expected to be faster than computing by this factor
 DECAY = 0.8  # weight of a load relative to the next newer one in the measured rates
@@ -141,7 +141,8 @@ class TierIndex:
     """The pages of all tiers.
 
     Attributes:
-        tiers: memory and disk, as far as there are any, the faster one first.
+        tiers: memory, disk and other engines, as far as there are any, the faster one first. What
+            others have requests say, so nothing is listed of it.
         drops: pages of the disk tier that are to be deleted.
         off: why the disk tier is turned off; "": it is not.
     """
@@ -154,6 +155,8 @@ class TierIndex:
             self.tiers[MEMORY] = Tier(sizes.memory * largest)
         if sizes.disk:
             self.tiers[DISK] = Tier(sizes.disk)
+        if sizes.peers:
+            self.tiers[PEER] = Tier(0)
         self._largest = largest
         self._free = list(range(sizes.memory - 1, -1, -1))
         self._places: dict[PageKey, int] = {}
@@ -200,12 +203,16 @@ class TierIndex:
         return gone is not None
 
     def hold(self, key: PageKey, tier: str) -> int:
-        """A load reads a page, which stays until `let_go`. Returns its place in memory."""
+        """A load reads a page, which stays until `let_go`. Returns its place."""
         self.tiers[tier].busy[key] += 1
+        if tier == PEER:
+            return AT_PEER
         return self._places[key] if tier == MEMORY else NOWHERE
 
     def place_of(self, key: PageKey, tier: str) -> int:
-        """Return the place in memory of a page that a load reads."""
+        """Return the place of a page that a load reads."""
+        if tier == PEER:
+            return AT_PEER
         return self._held.get(key, self._places.get(key, NOWHERE)) if tier == MEMORY else NOWHERE
 
     def let_go(self, key: PageKey, tier: str) -> None:

@@ -196,6 +196,22 @@ class Pin:
 
 
 @dataclass(frozen=True, slots=True)
+class PageSource:
+    """Pages of a prompt that another engine keeps for a time.
+
+    Attributes:
+        host, port: where it serves them.
+        lease: what it calls them.
+        num_tokens: that they hold, the first ones of the request.
+    """
+
+    host: str
+    port: int
+    lease: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineRequest:
     """A request as it enters the engine, tokenised."""
 
@@ -209,6 +225,8 @@ class EngineRequest:
     pins: tuple[Pin, ...] = ()  # in order of length
     pooling: str | None = None  # one of `POOLINGS`, or `SCORE`: the result is a vector, not text
     second_text: int = 0  # where the second text of a pair begins in the prompt; 0: it is one text
+    lends: bool = False  # its pages stay for another engine when it has ended
+    source: PageSource | None = None  # another engine has pages of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +260,8 @@ class Request:
     tenant: str = ""  # see `EngineRequest`
     pins: tuple[Pin, ...] = ()  # that are yet to be made; see `EngineRequest`
     leader: Request | None = None  # sibling 0, whose prompt blocks are shared
+    lends: bool = False  # see `EngineRequest`
+    source: PageSource | None = None  # see `EngineRequest`; None once it needs them no more
 
     status: RequestStatus = RequestStatus.WAITING
     serial: int = -1  # order of arrival at the scheduler, breaks every tie
@@ -328,6 +348,7 @@ class RequestDelta:
     prompt: PromptUse | None = None  # with the first token
     again: bool = False  # it was lost with its engine, and may be sent again
     complete: bool = False  # it stopped as its structured text is complete, not by a stop token
+    kept: PageSource | None = None  # with the last delta of a request that lends its pages
 
 
 def failed_request(

@@ -188,6 +188,8 @@ class EngineCore:
                     tenant=request.tenant,
                     pins=request.pins,
                     leader=siblings[0] if siblings else None,
+                    lends=request.lends and index == 0,
+                    source=None if index else request.source,
                     speculation=RequestSpeculation() if guesses else None,
                 )
             )
@@ -319,7 +321,8 @@ class EngineCore:
             )
             for name, tier in moves.index.tiers.items()
         )
-        return MoveStats(tiers, replace(moves.counters), moves.index.off)
+        counters, leases = replace(moves.counters), len(moves.leases)
+        return MoveStats(tiers, counters, moves.index.off, leases)
 
     def _speculation(self) -> SpeculationStats | None:
         if self.config.speculation is None:

@@ -115,7 +115,7 @@ def _join(held: RequestDelta, later: RequestDelta) -> None:
     if later.finish_reason is not None:
         held.finish_reason, held.stop_reason = later.finish_reason, later.stop_reason
         held.error, held.report, held.embedding = later.error, later.report, later.embedding
-        held.refused, held.complete = later.refused, later.complete
+        held.refused, held.complete, held.kept = later.refused, later.complete, later.kept
 
 
 # How long a step may take until the engine counts as hung, by how long such steps took before.

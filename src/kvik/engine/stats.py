@@ -81,7 +81,7 @@ class TierStats:
     """One tier, in pages unless said.
 
     Attributes:
-        name: memory or disk.
+        name: memory or disk; peer: other engines, of which only loads are counted.
         pages: that can be loaded, and bytes: that they take, of `capacity`.
         stored, loaded, failed, evicted: totals since the start; failed: loads that brought nothing.
         bytes_per_second: of loads, as measured lately; None: there was none.
@@ -105,11 +105,13 @@ class MoveStats:
     Attributes:
         totals: see `MoveCounters`.
         off: why the disk tier was turned off; "": it was not.
+        leases: under which prompts are kept for other engines.
     """
 
     tiers: tuple[TierStats, ...]
     totals: MoveCounters
     off: str = ""
+    leases: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +209,7 @@ def _sum_moves(parts: Sequence[MoveStats]) -> MoveStats | None:
         tuple(map(_sum_tiers, by_name.values())),
         _sum([part.totals for part in parts]),
         next((part.off for part in parts if part.off), ""),
+        sum(part.leases for part in parts),
     )
 
 

@@ -45,12 +45,14 @@ class EngineStart(msgspec.Struct, frozen=True, array_like=True, tag="start"):
         record: file of the flight recorder; None: nothing is recorded.
         cores: that the engine keeps to; (): those that its parent may use.
         reports: the client is to get `Told` after steps.
+        token: that engines know which give pages to each other; b"": there are none.
     """
 
     config: ResolvedConfig
     record: str | None = None
     cores: tuple[int, ...] = ()
     reports: bool = False
+    token: bytes = b""
 
 
 class Add(msgspec.Struct, frozen=True, array_like=True, tag="add"):

@@ -103,6 +103,7 @@ ONLY_OURS = frozenset((
     "kv_tier_pages", "kv_tier_bytes", "kv_tier_capacity_bytes", "kv_tier_stored_pages",
     "kv_tier_loaded_pages", "kv_tier_failed_pages", "kv_tier_evicted_pages",
     "kv_tier_bytes_per_second", "kv_tier_loaded_tokens", "kv_tier_choices", "kv_swaps",
+    "kv_tier_lent_tokens", "kv_leases",
     "speculation_drafts_per_pos", "speculation_accepted_length", "speculation_speedup",
     "memory_bytes_per_second", "flops_per_second", "memory_bytes_ceiling", "flops_ceiling",
     "memory_bandwidth_share", "compute_share", "bottleneck",
@@ -452,6 +453,8 @@ def _moves(stats: EngineStats) -> Iterator[Metric]:
     if rates:
         yield gauge("kv_tier_bytes_per_second", "Of loads, as measured lately.", rates, "tier")
     yield counter("kv_tier_loaded_tokens", "Tokens loaded, not computed.", totals.loaded_tokens)
+    yield counter("kv_tier_lent_tokens", "Tokens kept for other engines.", totals.lent_tokens)
+    yield gauge("kv_leases", "Prompts that are kept for other engines.", stats.moves.leases)
     choices = {"load": totals.load_choices, "compute": totals.compute_choices}
     yield counter("kv_tier_choices", "Whether to load a prefix, or compute it.", choices, "choice")
     swaps = {"out": totals.swapped_out, "in": totals.swapped_in}

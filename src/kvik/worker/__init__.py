@@ -21,5 +21,6 @@ right.
 device, `team.py` on how many threads, `loading.py` the model with its cache, `engine_cache.py`
 the weights it keeps for the next start, `ahead.py` what is begun before torch is imported.
 `page_mover.py` moves blocks between the cache and its tiers, `group_pages.py` the same where
-several processes have parts of them, `disk_tier.py` keeps them in files.
+several processes have parts of them, `disk_tier.py` keeps them in files, `peer_tier.py` gives them
+to other engines and fetches theirs.
 """

@@ -305,10 +305,11 @@ class GroupPageMover(PageMover):
                 if staged:
                     self._storing.append((number, staged))
 
-    def _run(self, loading: Loading, first: int, scratch: np.ndarray) -> None:
+    def _run(self, loading: Loading, job: list[int], scratch: np.ndarray) -> None:
         """Bring some pages of a load into the common memory."""
         pages, staged, failed, seconds = [], [], [], 0.0
-        for i, (key, block, place) in enumerate(loading.pages_of_job(first), first):
+        for i in job:
+            key, block, place = loading.load.pages[i]
             if place != NOWHERE:
                 pages.append((key[0], block, place))
                 continue
@@ -316,7 +317,7 @@ class GroupPageMover(PageMover):
             began = time.monotonic()
             page = self._memory.rows[row][: self._pages[key[0]].num_bytes]
             staged.append(row)
-            if self._read(key, page):
+            if self._read_disk(key, page):
                 pages.append((key[0], block, row))
                 seconds += time.monotonic() - began
             else:

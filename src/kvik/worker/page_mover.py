@@ -10,8 +10,8 @@ import logging
 import mmap
 import threading
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import Protocol
@@ -19,9 +19,11 @@ from typing import Protocol
 import numpy as np
 
 from kvik.core.plan import (
+    AT_PEER,
     DISK,
     MEMORY,
     NOWHERE,
+    PEER,
     Moved,
     PageKey,
     PageLoad,
@@ -29,6 +31,7 @@ from kvik.core.plan import (
     SchedulerOutput,
 )
 from kvik.nn.pages import GroupPages
+from kvik.worker.peer_tier import PageLender, PeerPages
 
 log = logging.getLogger(__name__)
 
@@ -77,19 +80,25 @@ class Loading:
 
     Attributes:
         step: of the plan that began it.
+        jobs, peer_jobs: indices of pages that are loaded together.
         left: jobs.
         failed: indices of pages that did not come.
     """
 
     def __init__(self, load: PageLoad, step: int, job_pages: int) -> None:
         self.load, self.step = load, step
-        self._job_pages = job_pages
-        self.left = -(-len(load.pages) // job_pages)
         self.failed: list[int] = []
+        at_peer = [i for i, (_, _, place) in enumerate(load.pages) if place == AT_PEER]
+        here = [i for i, (_, _, place) in enumerate(load.pages) if place != AT_PEER]
+        self.jobs, self.peer_jobs = (
+            _jobs(here, job_pages),
+            _jobs(at_peer, job_pages),
+        )  # indices of pages
+        self.left = len(self.jobs) + len(self.peer_jobs)
 
-    def pages_of_job(self, first: int) -> list[tuple[PageKey, int, int]]:
-        """Return the pages of the job that begins with the `first`-th; see `PageLoad`."""
-        return self.load.pages[first : first + self._job_pages]
+
+def _jobs(pages: list[int], size: int) -> list[list[int]]:
+    return [pages[first : first + size] for first in range(0, len(pages), size)]
 
 
 class PageMover:
@@ -101,6 +110,8 @@ class PageMover:
         places: int,
         folder: PageFolder | None,
         *,
+        peers: PeerPages | None = None,
+        lender: Callable[[Callable[[PageKey, int], np.ndarray]], PageLender] | None = None,
         at_once: bool = False,
         slab: np.ndarray | None = None,
     ) -> None:
@@ -109,11 +120,15 @@ class PageMover:
             pages: of each KV group.
             places: pages of the memory tier.
             folder: None: there is no disk tier.
+            peers: None: no pages come from other engines.
+            lender: makes what gives pages to other engines, of a function that returns those of the
+                memory tier; None: they get none.
             at_once: a load is done when `begin` returns, for a replay.
             slab: [places, bytes] uint8; None: new memory.
 
         Raises:
-            OSError: there is no address space for the memory tier.
+            OSError: there is no address space for the memory tier, or nothing can listen for other
+                engines.
         """
         self._pages = pages
         self._largest = max(each.num_bytes for each in pages)
@@ -123,6 +138,9 @@ class PageMover:
             memory = mmap.mmap(-1, places * self._largest)
             self._slab = np.frombuffer(memory, np.uint8).reshape(places, self._largest)
         self._folder = folder
+        self._peers = peers
+        self._lender = None if lender is None else lender(self._page_at)
+        self._told_address = False
         self._scratch = np.empty(self._largest, np.uint8)
         self._at_once = at_once
         self._job_pages = JOB_PAGES
@@ -132,27 +150,43 @@ class PageMover:
         self._rates: list[tuple[str, int, float]] = []
         self._failed_stores: list[PageKey] = []
         self._begun: deque[int] = deque(maxlen=REMEMBERED)  # tickets
-        self._jobs: SimpleQueue[tuple[Loading, int] | None] = SimpleQueue()
-        if not at_once:
-            for number in range(THREADS):
-                thread = threading.Thread(target=self._work, name=f"pages-{number}", daemon=True)
-                thread.start()
+        self._jobs: SimpleQueue[tuple[Loading, list[int]] | None] = SimpleQueue()
+        # Other engines may let theirs wait.
+        self._peer_jobs: SimpleQueue[tuple[Loading, list[int]] | None] = SimpleQueue()
+        queues = [] if at_once else [self._jobs] if peers is None else [self._jobs, self._peer_jobs]
+        self._queues = [queue for queue in queues for _ in range(THREADS)]
+        for number, queue in enumerate(self._queues):
+            name = f"pages-{number}"
+            threading.Thread(target=self._work, args=(queue,), name=name, daemon=True).start()
 
     def begin(self, plan: SchedulerOutput) -> None:
         """Begin the moves of a plan. What fails is told by `take`."""
         if plan.step == 0:  # perhaps of another scheduler than the plan before
             self._begun.clear()
+            self._told_address = False
             if self._folder is not None:
                 self._folder.tell_again()
         if self._folder is not None:
             for key in plan.drops:
                 self._folder.drop(key)
+        if self._lender is not None:
+            for name in plan.ended_leases:
+                self._lender.end(name)
         if plan.stores:
             self._store(plan.stores)
+        if self._lender is not None:
+            for lease in plan.leases:
+                self._lender.lend(lease)
+        if self._peers is not None:
+            for source in plan.sources:
+                self._peers.expect(source)
         for load in plan.loads:
             if load.ticket not in self._begun:  # else an earlier plan failed behind this
                 self._begun.append(load.ticket)
                 self._load(Loading(load, plan.step, self._job_pages))
+        if self._peers is not None:
+            for source in plan.left_sources:
+                self._peers.leave(source)
 
     def take(self, step: int) -> Moved | None:
         """Return what became of moves since the last call; None: nothing.
@@ -168,6 +202,11 @@ class PageMover:
             rates, self._rates = self._rates, []
             self._known.difference_update(ticket for ticket, _ in loaded)
         moved = replace(moved, loaded=loaded, rates=rates, lost=[*moved.lost, *failed])
+        if self._lender is not None:
+            where = self._lender.address
+            address = None if self._told_address else (where.host, where.port)
+            self._told_address = True
+            moved = replace(moved, address=address, returned=self._lender.take_returned())
         return moved if moved != NOTHING else None
 
     def wait(self, step: int) -> Moved | None:
@@ -189,8 +228,12 @@ class PageMover:
 
     def close(self) -> None:
         """End the threads, and write what is waiting."""
-        for _ in range(THREADS):
-            self._jobs.put(None)
+        for queue in self._queues:
+            queue.put(None)
+        if self._lender is not None:
+            self._lender.close()
+        if self._peers is not None:
+            self._peers.close()
         if self._folder is not None:
             self._folder.close()
 
@@ -218,32 +261,44 @@ class PageMover:
         assert self._slab is not None
         return self._slab[place]
 
+    def _page_at(self, key: PageKey, place: int) -> np.ndarray:
+        return self._place(place)[: self._pages[key[0]].num_bytes]
+
     def _load(self, loading: Loading) -> None:
         with self._lock:
             self._known.add(loading.load.ticket)
-        for first in range(0, len(loading.load.pages), self._job_pages):
-            if self._at_once:
-                self._run(loading, first, self._scratch)
-            else:
-                self._jobs.put((loading, first))
+        for queue, jobs in ((self._jobs, loading.jobs), (self._peer_jobs, loading.peer_jobs)):
+            for job in jobs:
+                if self._at_once or (queue is self._peer_jobs and self._peers is None):
+                    self._run(loading, job, self._scratch)
+                else:
+                    queue.put((loading, job))
 
-    def _work(self) -> None:
+    def _work(self, jobs: SimpleQueue[tuple[Loading, list[int]] | None]) -> None:
         scratch = np.empty(self._largest, np.uint8)
-        while (job := self._jobs.get()) is not None:
+        while (job := jobs.get()) is not None:
             self._run(*job, scratch)
 
-    def _run(self, loading: Loading, first: int, scratch: np.ndarray) -> None:
+    def _run(self, loading: Loading, job: list[int], scratch: np.ndarray) -> None:
         """Load some pages."""
-        sizes, seconds, failed = {MEMORY: 0, DISK: 0}, {MEMORY: 0.0, DISK: 0.0}, []
-        for i, page in enumerate(loading.pages_of_job(first), first):
-            tier, began = MEMORY if page[2] != NOWHERE else DISK, time.monotonic()
-            if not self._load_page(*page, scratch):
-                failed.append(i)
-                continue
-            seconds[tier] += time.monotonic() - began
-            sizes[tier] += self._pages[page[0][0]].num_bytes
-        rates = [(tier, sizes[tier], seconds[tier]) for tier in sizes if sizes[tier]]
-        self._job_done(loading, failed, rates)
+        sizes, good = Counter[str](), set[int]()
+        seconds: defaultdict[str, float] = defaultdict(float)
+        began = time.monotonic()
+        try:
+            found = self._read(loading.load, job, scratch)
+            for i, (tier, page) in zip(job, found, strict=True):
+                key, block, _ = loading.load.pages[i]
+                if page is not None:
+                    self._pages[key[0]].copy_in(page, block)
+                    good.add(i)
+                    sizes[tier] += len(page)
+                ended = time.monotonic()
+                seconds[tier] += ended - began
+                began = ended
+        except Exception:
+            log.exception("pages could not be loaded")
+        rates = [(tier, size, seconds[tier]) for tier, size in sizes.items()]
+        self._job_done(loading, [i for i in job if i not in good], rates)
 
     def _job_done(
         self, loading: Loading, failed: list[int], rates: list[tuple[str, int, float]]
@@ -257,18 +312,26 @@ class PageMover:
                 self._loaded.append((loading.load.ticket, sorted(loading.failed)))
                 self._lock.notify()
 
-    def _load_page(self, key: PageKey, block: int, place: int, scratch: np.ndarray) -> bool:
-        pages = self._pages[key[0]]
-        if place != NOWHERE:
-            pages.copy_in(self._place(place), block)
-            return True
-        page = scratch[: pages.num_bytes]
-        if not self._read(key, page):
-            return False
-        pages.copy_in(page, block)
-        return True
+    def _read(
+        self, load: PageLoad, job: list[int], scratch: np.ndarray
+    ) -> Iterator[tuple[str, np.ndarray | None]]:
+        """Yield the tier of each page of a job, and its bytes until the next one; None: it is not
+        there, or not good."""
+        pages = [load.pages[i] for i in job]
+        if pages[0][2] == AT_PEER and self._peers is not None and load.source is not None:
+            sizes = [each.num_bytes for each in self._pages]
+            keys = [key for key, _, _ in pages]
+            for page in self._peers.fetch(load.source, keys, sizes, scratch):
+                yield PEER, page
+            return
+        for key, _, place in pages:
+            if place >= 0:
+                yield MEMORY, self._page_at(key, place)
+                continue
+            page = scratch[: self._pages[key[0]].num_bytes]
+            yield DISK, page if place == NOWHERE and self._read_disk(key, page) else None
 
-    def _read(self, key: PageKey, page: np.ndarray) -> bool:
+    def _read_disk(self, key: PageKey, page: np.ndarray) -> bool:
         """Read a page of the disk tier. Returns whether it is there and good."""
         try:
             return self._folder is not None and self._folder.read(key, page)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ from kvik.worker.model_runner import ModelRunner
 from kvik.worker.output_tokens import OutputTokens
 from kvik.worker.page_mover import PageFolder, PageMover
 from kvik.worker.participant import Participant, RunningStep
+from kvik.worker.peer_tier import PeerPages, lender_at
 from kvik.worker.pipeline import Pipeline, StageTape, Tape
 from kvik.worker.platforms import inference_on, on_device, platform
 from kvik.worker.prompt_outputs import Pooling, PromptLogprobs
@@ -69,6 +71,7 @@ class Worker:
         seat: Seat | None = None,
         stages: EarlierStages | None = None,
         *,
+        token: bytes = b"",
         replays: bool = False,
     ) -> None:
         """
@@ -80,6 +83,7 @@ class Worker:
             grammars: of structured texts; None: there are none.
             copies: how results come to the host; None: as is best on the device.
             memory: for weights: [bytes] uint8 zeros; None: new memory.
+            token: that engines know which give pages to each other; b"": there are none.
         """
         runner = config.runner
         self._grammars = grammars
@@ -90,7 +94,7 @@ class Worker:
         self._device = torch.device(runner.device)
         self._inference = inference_on(self._device)
         with on_device(self._device):
-            self._build(config, clock, copies, memory, seat, stages, replays=replays)
+            self._build(config, clock, copies, memory, seat, stages, token, replays=replays)
         if runner.attention_backend == NATIVE:
             # What is torch's in a step is little, and its threads wait busily, and for each other.
             self._threads = 1
@@ -103,6 +107,7 @@ class Worker:
         memory: np.ndarray | None,
         seat: Seat | None,
         stages: EarlierStages | None,
+        token: bytes,
         *,
         replays: bool,
     ) -> None:
@@ -174,7 +179,7 @@ class Worker:
             pipeline=pipeline,
         )
         if cache.tiers is not None:  # last, as it opens files
-            self._mover = page_mover(config, network, seat, replays=replays)
+            self._mover = page_mover(config, network, seat, token, replays=replays)
 
     @property
     def lost(self) -> str:
@@ -289,7 +294,12 @@ class Worker:
 
 
 def page_mover(
-    config: ResolvedConfig, network: EngineNetwork, seat: Seat | None, *, replays: bool
+    config: ResolvedConfig,
+    network: EngineNetwork,
+    seat: Seat | None,
+    token: bytes,
+    *,
+    replays: bool,
 ) -> PageMover:
     """Return what moves pages of the tiers that an engine has.
 
@@ -301,15 +311,21 @@ def page_mover(
     pages = own_pages(config, network, seat)
     assert tuple(each.num_bytes for each in pages) == tiers.page_bytes
     folder: PageFolder | None = None
-    if runner.kv_folder is not None:
+    fingerprint = b""
+    if runner.kv_folder is not None or token:
         fingerprint = cache_fingerprint(config)
+    if runner.kv_folder is not None:
         if replays:
             folder = ReplayTier(runner.kv_folder, fingerprint, tiers.disk)
         else:
             folder = DiskTier(runner.kv_folder, fingerprint, tiers.disk)
     others = [each for each in (network.others, network.earlier) if each is not None]
     if not others:
-        return PageMover(pages, tiers.memory, folder, at_once=replays)
+        peers = PeerPages(token, fingerprint) if tiers.peers and token else None
+        lender = None
+        if runner.kv_listen is not None and token:
+            lender = partial(lender_at, runner.kv_listen, token, fingerprint)
+        return PageMover(pages, tiers.memory, folder, peers=peers, lender=lender, at_once=replays)
     count = max(1, len(runner.stages)) * runner.ranks
     processes = [number for number in range(count) if number != count - runner.ranks]
     return GroupPageMover(pages, tiers.memory, folder, others, processes, at_once=replays)

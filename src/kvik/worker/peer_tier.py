@@ -1,0 +1,455 @@
+"""Pages of other engines: one lends those of its memory tier, another one fetches them.
+
+Both prove to each other that they know a token (`kvik.links`), and have the same fingerprint. Then
+the one that connected asks, in frames of 4 bytes of length and msgpack. A fetch is answered by a
+byte for each page, 1 if it is there, and by the pages that are, as the disk tier would have them.
+
+A lease ends when the other engine says so, or was not heard of for `LEASE_SECONDS`. Whatever is
+late, torn or changed is a page that is not there. After an error nothing is asked of that engine
+for `RETRY_SECONDS`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
+
+import msgspec
+import numpy as np
+
+from kvik.core.plan import PageKey, PageLease
+from kvik.core.types import PageSource
+from kvik.errors import ConfigError
+from kvik.links import Address, Hello, LinkError, LinkListener, connect
+from kvik.nn.pages import FINGERPRINT_BYTES, PageName, is_good, seal
+
+log = logging.getLogger(__name__)
+
+OPTION = "kv_tiers"
+LEASE_SECONDS = 30.0
+RENEW_SECONDS = 10.0  # two may be lost
+SOON_SECONDS = 2.0  # for a lease that the next plan begins
+MOVE_SECONDS = 10.0  # without a byte of a page
+JOB_SECONDS = 30.0  # for the pages of one fetch, after which nobody waits for them
+IDLE_SECONDS = 60.0  # of a connection
+RETRY_SECONDS = 30.0
+LOOK_SECONDS = 1.0  # between looks for leases whose time is over
+MAX_CONNECTIONS = 64
+MAX_ASK = 1 << 20  # bytes
+REMEMBERED = 1024  # leases that have ended
+FETCH, RENEW, END = "fetch", "renew", "end"
+
+
+class Ask(msgspec.Struct, frozen=True, array_like=True):
+    """What is asked of the engine that lends.
+
+    Attributes:
+        what: `FETCH`, `RENEW` or `END`; the last two have no answer.
+        keys: of the pages to fetch.
+    """
+
+    what: str
+    lease: str
+    keys: list[PageKey] = []
+
+
+class _Lent:
+    """Pages under a lease."""
+
+    def __init__(self, lease: PageLease) -> None:
+        self.pages = {key: (parent, place) for key, parent, place in lease.pages}
+        self.sealed: set[PageKey] = set()
+        self.until = time.monotonic() + LEASE_SECONDS
+
+
+class PageLender:
+    """Serves pages of the memory tier to other engines.
+
+    Attributes:
+        address: where.
+    """
+
+    def __init__(
+        self,
+        where: Address,
+        token: bytes,
+        fingerprint: bytes,
+        page: Callable[[PageKey, int], np.ndarray],
+    ) -> None:
+        """
+        Args:
+            where: an address of this machine; port 0: a free one.
+            page: returns the bytes at a place of the memory tier, the head included.
+
+        Raises:
+            OSError: nothing can listen there.
+        """
+        self._fingerprint = fingerprint
+        self._page = page
+        self._lent: dict[str, _Lent] = {}
+        self._ended: deque[str] = deque(maxlen=REMEMBERED)
+        self._returned: list[str] = []
+        self._changed = threading.Condition()
+        self._open = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._closing = False
+        self._listener = LinkListener(where.host, token, where.port)
+        self.address = self._listener.address
+        threading.Thread(target=self._listen, name="pages-lend", daemon=True).start()
+
+    def lend(self, lease: PageLease) -> None:
+        """Begin a lease."""
+        with self._changed:
+            self._lent[lease.name] = _Lent(lease)
+            self._changed.notify_all()
+
+    def end(self, name: str) -> None:
+        """End a lease: none of its places is read for it when this returns, but to be sent, and
+        what is sent does not fit the checksum then."""
+        with self._changed:
+            if self._lent.pop(name, None) is not None:
+                self._ended.append(name)
+
+    def take_returned(self) -> list[str]:
+        """Return the leases that ended since the last call, and not by `end`."""
+        with self._changed:
+            returned, self._returned = self._returned, []
+        return returned
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._listener.close()
+
+    def _listen(self) -> None:
+        while not self._closing:
+            try:
+                _, line = self._listener.accept(LOOK_SECONDS)
+                peer = _socket_of(line)
+                if self._open.acquire(blocking=False):
+                    threading.Thread(target=self._serve, args=(peer,), daemon=True).start()
+                else:
+                    peer.close()
+            except TimeoutError:
+                pass
+            except LinkError as error:
+                log.warning("%s: an engine is turned away: %s", OPTION, error)
+            except OSError:
+                if not self._closing:
+                    time.sleep(LOOK_SECONDS)  # too many files are open
+            self._expire()
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        with self._changed:
+            for name in [name for name, lent in self._lent.items() if lent.until < now]:
+                log.warning("%s: nobody came for the pages of %s", OPTION, name)
+                self._return(name)
+
+    def _return(self, name: str) -> None:
+        if self._lent.pop(name, None) is not None:
+            self._ended.append(name)
+            self._returned.append(name)
+
+    def _serve(self, peer: socket.socket) -> None:
+        try:
+            with closing(peer), suppress(OSError, msgspec.MsgspecError):
+                if _greet(peer, self._fingerprint) != self._fingerprint:
+                    return  # the other one tells
+                while not self._closing:
+                    peer.settimeout(IDLE_SECONDS)
+                    self._answer(peer, _read_ask(peer))
+        finally:
+            self._open.release()
+
+    def _answer(self, peer: socket.socket, ask: Ask) -> None:
+        if ask.what == FETCH:
+            self._send(peer, ask)
+            return
+        with self._changed:
+            if ask.what == END:
+                self._return(ask.lease)
+            elif ask.lease in self._lent:
+                self._lent[ask.lease].until = time.monotonic() + LEASE_SECONDS
+
+    def _send(self, peer: socket.socket, ask: Ask) -> None:
+        with self._changed:
+            there = lambda: ask.lease in self._lent or ask.lease in self._ended  # noqa: E731
+            self._changed.wait_for(lambda: there() or self._closing, SOON_SECONDS)
+            lent = self._lent.get(ask.lease)
+            known = [lent is not None and key in lent.pages for key in ask.keys]
+        peer.settimeout(MOVE_SECONDS)
+        peer.sendall(bytes(known))
+        for key, is_there in zip(ask.keys, known, strict=True):
+            if is_there:
+                peer.sendall(self._sealed(ask.lease, key).data)
+
+    def _sealed(self, name: str, key: PageKey) -> np.ndarray:
+        """
+        Raises:
+            OSError: the lease has ended.
+        """
+        with self._changed:  # else the place might have another page before the head is written
+            lent = self._lent.get(name)
+            if lent is None:
+                raise OSError("the lease has ended")
+            lent.until = time.monotonic() + LEASE_SECONDS
+            parent, place = lent.pages[key]
+            page = self._page(key, place)
+            if key not in lent.sealed:
+                seal(page, PageName(self._fingerprint, *key), parent)
+                lent.sealed.add(key)
+            return page
+
+
+def lender_at(
+    where: str, token: bytes, fingerprint: bytes, page: Callable[[PageKey, int], np.ndarray]
+) -> PageLender:
+    """Return what lends pages at an address, HOST or HOST:PORT.
+
+    Raises:
+        ConfigError: it is none of this machine, or taken.
+    """
+    host, _, port = where.rpartition(":") if re.search(r":\d+$", where) else (where, "", "0")
+    told = f"must be an address of this machine with a free port, not {where}"
+    if int(port) >= 1 << 16:
+        raise ConfigError("kv_listen", told)
+    try:
+        return PageLender(Address(host.strip("[]"), int(port)), token, fingerprint, page)
+    except OSError as error:
+        raise ConfigError("kv_listen", f"{told} ({error.strerror or error})") from None
+
+
+class PeerPages:
+    """Fetches pages of other engines. All but `fetch` is called in the worker's thread."""
+
+    def __init__(self, token: bytes, fingerprint: bytes) -> None:
+        self._token = token
+        self._fingerprint = fingerprint
+        self._idle: dict[Address, list[socket.socket]] = {}
+        self._off: dict[Address, float] = {}  # until when nothing is asked
+        self._expected: dict[str, Address] = {}  # by lease
+        self._left: list[tuple[str, Address]] = []
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    def expect(self, source: PageSource) -> None:
+        """Pages are wanted soon: renew their lease until then."""
+        with self._changed:
+            self._expected[source.lease] = Address(source.host, source.port)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._renew, name="pages-renew", daemon=True)
+                self._thread.start()
+
+    def leave(self, source: PageSource) -> None:
+        """Nothing more is wanted: end their lease."""
+        with self._changed:
+            address = self._expected.pop(source.lease, None)
+            if address is not None:
+                self._left.append((source.lease, address))
+                self._changed.notify()
+
+    def fetch(
+        self, source: PageSource, keys: Sequence[PageKey], sizes: Sequence[int], page: np.ndarray
+    ) -> Iterator[np.ndarray | None]:
+        """Yield pages in order; None: it is not there, or not good.
+
+        Args:
+            sizes: bytes of the pages of each KV group.
+            page: they lie there, one after the other: [at least the largest] uint8.
+        """
+        address, missing = Address(source.host, source.port), len(keys)
+        try:
+            for found in self._fetch(address, Ask(FETCH, source.lease, list(keys)), sizes, page):
+                missing -= 1
+                yield found
+        except (OSError, LinkError) as error:
+            self._turn_off(address, error)
+        yield from [None] * missing
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+            for peers in self._idle.values():
+                for peer in peers:
+                    peer.close()
+            self._idle.clear()
+
+    def _fetch(
+        self, address: Address, ask: Ask, sizes: Sequence[int], page: np.ndarray
+    ) -> Iterator[np.ndarray | None]:
+        if self._is_off(address):
+            return
+        until = time.monotonic() + JOB_SECONDS
+        peer, known = self._asked(address, ask)
+        damaged = 0
+        try:
+            for key, is_there in zip(ask.keys, known, strict=True):
+                if time.monotonic() > until:
+                    raise TimeoutError("its pages come too slowly")
+                view = page[: sizes[key[0]]]
+                if is_there:
+                    _read_into(peer, view.data)
+                good = bool(is_there) and is_good(view, PageName(self._fingerprint, *key))
+                damaged += bool(is_there) and not good
+                yield view if good else None
+        except BaseException:
+            peer.close()
+            raise
+        if damaged:  # what comes next may be anything
+            peer.close()
+            told = "%s: %d pages of the engine at %s:%d are damaged, and are computed here"
+            log.warning(told, OPTION, damaged, *_where(address))
+            return
+        self._give_back(address, peer)
+
+    def _asked(self, address: Address, ask: Ask) -> tuple[socket.socket, bytes]:
+        """Return a connection on which pages come, and which of them.
+
+        Raises:
+            OSError, LinkError: there is none.
+        """
+        with self._changed:
+            idle = self._idle.get(address)
+            peer = idle.pop() if idle else None
+        if peer is not None and not _is_quiet(peer):
+            peer.close()
+            peer = None
+        if peer is None:
+            peer = self._connect(address)
+        try:
+            _ask(peer, ask)
+            return peer, _read(peer, len(ask.keys))
+        except BaseException:
+            peer.close()
+            raise
+
+    def _connect(self, address: Address) -> socket.socket:
+        peer = _socket_of(connect(address, self._token, Hello("pages", 0)))
+        try:
+            theirs = _greet(peer, self._fingerprint)
+            if theirs != self._fingerprint:
+                found = f"{theirs.hex()[:8]} there, {self._fingerprint.hex()[:8]} here"
+                told = f"it has pages of another model or format (fingerprint {found})"
+                raise LinkError(f"{told}: start both with the same model and options")
+        except BaseException:
+            peer.close()
+            raise
+        return peer
+
+    def _give_back(self, address: Address, peer: socket.socket) -> None:
+        with self._changed:
+            if self._closing:
+                peer.close()
+            else:
+                self._idle.setdefault(address, []).append(peer)
+
+    def _is_off(self, address: Address) -> bool:
+        with self._changed:
+            return time.monotonic() < self._off.get(address, 0.0)
+
+    def _turn_off(self, address: Address, error: Exception) -> None:
+        with self._changed:
+            was_off, now = self._off.get(address, 0.0), time.monotonic()
+            self._off = {a: until for a, until in self._off.items() if until > now}
+            self._off[address] = now + RETRY_SECONDS
+            for peer in self._idle.pop(address, ()):
+                peer.close()
+        if now >= was_off and not self._closing:
+            log.warning(
+                "%s: pages of the engine at %s:%d cannot be fetched (%s); what it has is computed "
+                "here, and it is asked again in %d s; both need the same kv_token",
+                *(OPTION, *_where(address), error, RETRY_SECONDS),
+            )
+
+    def _renew(self) -> None:
+        """Renew and end leases."""
+        due = time.monotonic() + RENEW_SECONDS
+        while True:
+            with self._changed:
+                if not self._left and not self._closing:
+                    self._changed.wait(max(0.0, due - time.monotonic()))
+                if self._closing:
+                    return
+                asks = [(address, Ask(END, lease)) for lease, address in self._left]
+                self._left.clear()
+                if time.monotonic() >= due:
+                    due = time.monotonic() + RENEW_SECONDS
+                    asks += [(to, Ask(RENEW, lease)) for lease, to in self._expected.items()]
+            for address, ask in asks:
+                if not self._is_off(address):
+                    try:
+                        peer, _ = self._asked(address, ask)
+                        self._give_back(address, peer)
+                    except (OSError, LinkError) as error:
+                        self._turn_off(address, error)
+
+
+def _where(address: Address) -> tuple[str, int]:
+    return address.host, address.port
+
+
+def _socket_of(line: object) -> socket.socket:
+    """Return a link's socket, of which nothing waits without a limit."""
+    from multiprocessing.connection import Connection
+
+    assert isinstance(line, Connection)
+    with closing(line):
+        peer = socket.socket(fileno=socket.dup(line.fileno()))
+    peer.settimeout(MOVE_SECONDS)
+    return peer
+
+
+def _is_quiet(peer: socket.socket) -> bool:
+    """Return whether a connection is open, and nothing comes that was not asked for."""
+    peer.settimeout(0.0)
+    with suppress(BlockingIOError, InterruptedError):
+        with suppress(ConnectionError):
+            peer.recv(1, socket.MSG_PEEK)
+        return False
+    return True
+
+
+def _greet(peer: socket.socket, fingerprint: bytes) -> bytes:
+    """Exchange fingerprints. Returns the other one's."""
+    peer.sendall(fingerprint)
+    return _read(peer, FINGERPRINT_BYTES)
+
+
+def _ask(peer: socket.socket, ask: Ask) -> None:
+    data = msgspec.msgpack.encode(ask)
+    peer.settimeout(MOVE_SECONDS)
+    peer.sendall(len(data).to_bytes(4, "big") + data)
+
+
+def _read_ask(peer: socket.socket) -> Ask:
+    size = int.from_bytes(_read(peer, 4), "big")
+    if size > MAX_ASK:
+        raise OSError("it asks for too much")
+    return msgspec.msgpack.decode(_read(peer, size), type=Ask)
+
+
+def _read(peer: socket.socket, size: int) -> bytes:
+    data = bytearray(size)
+    _read_into(peer, memoryview(data))
+    return bytes(data)
+
+
+def _read_into(peer: socket.socket, view: memoryview) -> None:
+    """
+    Raises:
+        OSError: the other side is gone, or silent.
+    """
+    while view:
+        count = peer.recv_into(view)
+        if not count:
+            raise ConnectionError("the connection was closed")
+        view = view[count:]

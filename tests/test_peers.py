@@ -1,0 +1,186 @@
+"""Pages that one engine computes and another one fetches."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from helpers.faulty_line import Fault, FaultyLine
+
+from kvik import SamplingParams
+from kvik.config.config import EngineConfig
+from kvik.core.types import EngineRequest, PageSource, RequestDelta
+from kvik.engine.loop import EngineLoop
+from kvik.launch import load_loop, resolve_config
+from kvik.worker import peer_tier
+
+TOKEN = b"a secret of the test"
+TINY = {"device": "cpu", "threads": 1, "num_blocks": 60, "max_model_len": 512}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)
+PROMPT = [random.Random(0).randrange(5, 1000) for _ in range(205)]  # 12 blocks and 13 tokens
+
+
+def engine(role: str, token: bytes = TOKEN, **options: object) -> EngineLoop:
+    if role == "prefill":
+        options = {"kv_tiers": "memory:32MiB", **options}
+    return load_loop(resolve_config(EngineConfig(role=role, **{**TINY, **options})), token=token)
+
+
+@pytest.fixture(scope="module")
+def prefiller() -> Iterator[EngineLoop]:
+    loop = engine("prefill")
+    yield loop
+    loop.close()
+
+
+@pytest.fixture
+def decoder() -> Iterator[EngineLoop]:
+    loop = engine("decode")
+    yield loop
+    loop.close()
+
+
+def run(loop: EngineLoop, request: EngineRequest, seconds: float = 60.0) -> list[RequestDelta]:
+    """Return all deltas of a request that runs alone."""
+    loop.add(request)
+    deltas: list[RequestDelta] = []
+    until = time.monotonic() + seconds
+    while not deltas or deltas[-1].finish_reason is None:
+        assert time.monotonic() < until
+        deltas += loop.step()
+    return deltas
+
+
+def prefill(loop: EngineLoop, name: str, prompt: list[int] = PROMPT) -> PageSource:
+    params = GREEDY.with_changes(max_tokens=1)
+    last = run(loop, EngineRequest(name, prompt, params, lends=True))[-1]
+    assert last.kept is not None
+    settle(loop)
+    return last.kept
+
+
+def settle(loop: EngineLoop) -> None:
+    for _ in range(10):
+        loop.step()
+
+
+def answer(deltas: list[RequestDelta]) -> list[object]:
+    """Tokens and log probabilities, to the bit."""
+    return [(delta.token_ids, delta.logprobs) for delta in deltas if delta.token_ids]
+
+
+def computed(loop: EngineLoop) -> int:
+    return loop.stats().work.prefill_tokens
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[object]:
+    loop = engine("both")
+    try:
+        return answer(run(loop, EngineRequest("alone", PROMPT, GREEDY)))
+    finally:
+        loop.close()
+
+
+def test_the_decoder_computes_less_than_a_block_and_answers_with_the_same_bits(
+    prefiller: EngineLoop, decoder: EngineLoop, alone: list[object]
+) -> None:
+    source = prefill(prefiller, "bits")
+    assert source.num_tokens == 192
+    assert prefiller.core.scheduler.moves.leases.keys() == {"bits"}
+    deltas = run(decoder, EngineRequest("bits", PROMPT, GREEDY, source=source))
+    assert answer(deltas) == alone
+    assert computed(decoder) == len(PROMPT) - 192
+    (peer,) = decoder.stats().moves.tiers
+    assert (peer.name, peer.loaded, peer.failed) == ("peer", 12, 0)
+    until = time.monotonic() + 10
+    while prefiller.core.scheduler.moves.leases:  # the decoder has ended it
+        assert time.monotonic() < until
+        time.sleep(0.02)
+        run(prefiller, EngineRequest("another", [1, 2, 3], GREEDY.with_changes(max_tokens=1)))
+
+
+def test_a_lease_that_nobody_renews_ends_and_its_pages_make_room(
+    prefiller: EngineLoop, decoder: EngineLoop, alone: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_tier, "LEASE_SECONDS", 0.1)
+    source = prefill(prefiller, "expires")
+    until = time.monotonic() + 10
+    while prefiller.core.scheduler.moves.leases:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+        run(prefiller, EngineRequest("another", [1, 2, 3], GREEDY.with_changes(max_tokens=1)))
+    assert not prefiller.core.scheduler.moves.index.tiers["memory"].busy
+    deltas = run(decoder, EngineRequest("expires", PROMPT, GREEDY, source=source))
+    assert answer(deltas) == alone
+    assert computed(decoder) == len(PROMPT)
+
+
+@pytest.mark.parametrize("what", ["flip", "cut", "stall"])
+@pytest.mark.parametrize("at", [0, 90, 100, 130, 50_000])
+def test_whatever_happens_to_the_connection_the_answer_is_the_same(
+    prefiller: EngineLoop,
+    decoder: EngineLoop,
+    alone: list[object],
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+    at: int,
+) -> None:
+    monkeypatch.setattr(peer_tier, "MOVE_SECONDS", 0.3)
+    monkeypatch.setattr("kvik.links.PROVING_SECONDS", 0.3)
+    source = prefill(prefiller, f"{what}-{at}")
+    line = FaultyLine(source.host, source.port)
+    line.fault = Fault(what, at)
+    try:
+        request = EngineRequest("faulty", PROMPT, GREEDY, source=replace(source, port=line.port))
+        assert answer(run(decoder, request)) == alone
+    finally:
+        line.close()
+    assert 13 <= computed(decoder) <= len(PROMPT)
+    assert decoder.stats().moves.tiers[0].failed > 0
+
+
+def test_a_prefill_server_that_is_gone_costs_the_prompt_and_no_answer(
+    decoder: EngineLoop, alone: list[object]
+) -> None:
+    other = engine("prefill")
+    source = prefill(other, "gone")
+    other.close()
+    deltas = run(decoder, EngineRequest("gone", PROMPT, GREEDY, source=source))
+    assert answer(deltas) == alone
+    assert computed(decoder) == len(PROMPT)
+
+
+def test_pages_of_another_model_are_not_taken(
+    decoder: EngineLoop, alone: list[object], caplog: pytest.LogCaptureFixture
+) -> None:
+    other = engine("prefill", kv_cache_dtype="int8")
+    try:
+        source = prefill(other, "int8")
+        deltas = run(decoder, EngineRequest("int8", PROMPT, GREEDY, source=source))
+    finally:
+        other.close()
+    assert answer(deltas) == alone
+    assert computed(decoder) == len(PROMPT)
+    assert "fingerprint" in caplog.text
+
+
+def test_an_engine_without_peers_computes_all(prefiller: EngineLoop, alone: list[object]) -> None:
+    source = prefill(prefiller, "computes")
+    loop = engine("both")
+    try:
+        assert answer(run(loop, EngineRequest("a", PROMPT, GREEDY, source=source))) == alone
+    finally:
+        loop.close()
+
+
+def test_leases_end_with_what_they_hold(prefiller: EngineLoop) -> None:
+    prefill(prefiller, "reset")
+    prefiller.reset_prefix_cache()
+    moves = prefiller.core.scheduler.moves
+    assert not moves.leases and not moves.index.tiers["memory"].busy
+    settle(prefiller)
+    assert not prefiller.executor._mover._lender._lent

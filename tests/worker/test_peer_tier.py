@@ -1,0 +1,226 @@
+"""Pages that are lent to other engines, over connections that fail in every way."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from helpers.faulty_line import Fault, FaultyLine
+from helpers.tiers import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvik.core.plan import PageKey, PageLease
+from kvik.core.types import PageSource
+from kvik.errors import ConfigError
+from kvik.links import Address
+from kvik.nn.pages import PAGE_HEAD_BYTES
+from kvik.worker import peer_tier
+from kvik.worker.peer_tier import PageLender, PeerPages, lender_at
+
+TOKEN, FINGERPRINT = b"a token that both know", b"f" * 16
+SIZES = (PAGE_HEAD_BYTES + 5000, PAGE_HEAD_BYTES + 700)  # of the pages of two groups
+KEYS = [(i % 2, hashlib.md5(bytes([i])).digest()) for i in range(12)]
+HERE = Address("127.0.0.1", 0)
+
+
+class Memory:
+    """A memory tier."""
+
+    def __init__(self) -> None:
+        self.slab = np.random.default_rng(0).integers(0, 256, (len(KEYS), max(SIZES)), np.uint8)
+        self.right = self.slab.copy()
+
+    def page(self, key: PageKey, place: int) -> np.ndarray:
+        return self.slab[place][: SIZES[key[0]]]
+
+    def lease(self, name: str = "a") -> PageLease:
+        return PageLease(name, [(key, b"p" * 16, i) for i, key in enumerate(KEYS)])
+
+    def is_right(self, i: int, page: np.ndarray) -> bool:
+        right = self.right[i][PAGE_HEAD_BYTES : SIZES[KEYS[i][0]]]
+        return bytes(page[PAGE_HEAD_BYTES:]) == bytes(right)
+
+
+@pytest.fixture
+def memory() -> Memory:
+    return Memory()
+
+
+@pytest.fixture
+def lender(memory: Memory) -> Iterator[PageLender]:
+    lender = PageLender(HERE, TOKEN, FINGERPRINT, memory.page)
+    yield lender
+    lender.close()
+
+
+@pytest.fixture
+def peers() -> Iterator[PeerPages]:
+    peers = PeerPages(TOKEN, FINGERPRINT)
+    yield peers
+    peers.close()
+
+
+def source(where: PageLender | FaultyLine, lease: str = "a") -> PageSource:
+    port = where.port if isinstance(where, FaultyLine) else where.address.port
+    return PageSource("127.0.0.1", port, lease, 96)
+
+
+def fetched(
+    peers: PeerPages, memory: Memory, of: PageSource, keys: list[PageKey] = KEYS
+) -> list[bool]:
+    """Return which pages came; those that did must be right."""
+    came, scratch = [], np.zeros(max(SIZES), np.uint8)
+    for key, page in zip(keys, peers.fetch(of, keys, SIZES, scratch), strict=True):
+        came.append(page is not None)
+        assert page is None or memory.is_right(KEYS.index(key), page)
+    return came
+
+
+def returned(lender: PageLender, *names: str) -> None:
+    """Wait until these leases have ended, and no others."""
+    found: list[str] = []
+    until = time.monotonic() + 10
+    while len(found) < len(names):
+        assert time.monotonic() < until
+        found += lender.take_returned()
+        time.sleep(0.01)
+    assert sorted(found) == sorted(names)
+
+
+def test_what_is_lent_comes_and_all_else_does_not(
+    memory: Memory, lender: PageLender, peers: PeerPages
+) -> None:
+    lender.lend(PageLease("a", memory.lease().pages[:7]))
+    for _ in range(2):  # the second time over the same connection
+        assert fetched(peers, memory, source(lender)) == [True] * 7 + [False] * 5
+    lender.end("a")
+    assert fetched(peers, memory, source(lender)) == [False] * 12
+    assert lender.take_returned() == []
+
+
+def test_a_lease_that_begins_a_moment_later_is_waited_for(
+    memory: Memory, lender: PageLender, peers: PeerPages
+) -> None:
+    timer = threading.Timer(0.2, lender.lend, [memory.lease()])
+    timer.start()
+    assert fetched(peers, memory, source(lender)) == [True] * 12
+    timer.join()
+
+
+def test_one_that_never_begins_is_not_waited_for_long(
+    memory: Memory, lender: PageLender, peers: PeerPages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_tier, "SOON_SECONDS", 0.1)
+    assert fetched(peers, memory, source(lender, "unknown")) == [False] * 12
+
+
+def test_leases_end_when_they_are_left_or_nobody_renews_them(
+    memory: Memory, lender: PageLender, peers: PeerPages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_tier, "LEASE_SECONDS", 0.6)
+    monkeypatch.setattr(peer_tier, "RENEW_SECONDS", 0.1)
+    for name in "abc":
+        lender.lend(memory.lease(name))
+    peers.expect(source(lender, "a"))
+    peers.expect(source(lender, "b"))
+    returned(lender, "c")
+    time.sleep(1.0)
+    assert lender.take_returned() == []
+    peers.leave(source(lender, "a"))
+    returned(lender, "a")
+    peers.close()  # as if its process had died
+    returned(lender, "b")
+
+
+def test_a_place_that_another_page_took_is_never_taken_for_the_first(
+    memory: Memory, lender: PageLender, peers: PeerPages
+) -> None:
+    lender.lend(memory.lease())
+    assert all(fetched(peers, memory, source(lender)))
+    lender.end("a")
+    memory.slab[:, PAGE_HEAD_BYTES:] ^= 0xFF  # others are stored there
+    lender.lend(PageLease("b", [(KEYS[0], b"p" * 16, 0)]))
+    scratch = np.zeros(max(SIZES), np.uint8)
+    (page,) = peers.fetch(source(lender, "b"), KEYS[:1], SIZES, scratch)
+    assert page is not None and not memory.is_right(0, page)  # the seal is the new content's
+    assert fetched(peers, memory, source(lender, "a")) == [False] * 12
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(
+    fault=st.builds(
+        Fault, st.sampled_from(["flip", "cut", "stall"]), st.integers(0, 12 * 3100 + 200)
+    )
+)
+def test_no_fault_of_a_connection_makes_a_wrong_page(fault: Fault) -> None:
+    memory = Memory()
+    lender = PageLender(HERE, TOKEN, FINGERPRINT, memory.page)
+    line, peers = FaultyLine("127.0.0.1", lender.address.port), PeerPages(TOKEN, FINGERPRINT)
+    lender.lend(memory.lease())
+    line.fault = fault
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(peer_tier, "MOVE_SECONDS", 0.2)
+            patch.setattr(peer_tier, "RETRY_SECONDS", 0.0)
+            patch.setattr("kvik.links.PROVING_SECONDS", 0.2)
+            for _ in range(2):  # the second time perhaps over the same connection
+                fetched(peers, memory, source(line))
+        line.fault = Fault()
+        peers.close()
+        peers = PeerPages(TOKEN, FINGERPRINT)
+        assert all(fetched(peers, memory, source(line)))
+    finally:
+        for each in (peers, line, lender):
+            each.close()
+
+
+@pytest.mark.parametrize("what", ["token", "fingerprint", "address", "address that says nothing"])
+def test_an_engine_that_does_not_fit_is_told_of_once_and_asked_again_later(
+    memory: Memory,
+    lender: PageLender,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+) -> None:
+    monkeypatch.setattr("kvik.links.PROVING_SECONDS", 0.3)
+    lender.lend(memory.lease())
+    token = b"another one" if what == "token" else TOKEN
+    peers = PeerPages(token, b"g" * 16 if what == "fingerprint" else FINGERPRINT)
+    of, line = source(lender), FaultyLine("127.0.0.1", lender.address.port)
+    if what.startswith("address"):
+        line.fault = Fault("stall", 0)
+        if what == "address":
+            line.close()
+        of = source(line)
+    try:
+        with caplog.at_level(logging.WARNING):
+            for _ in range(3):
+                assert fetched(peers, memory, of) == [False] * 12
+        (told,) = [each.getMessage() for each in caplog.records if "cannot be" in each.getMessage()]
+        assert f":{of.port}" in told and "kv_token" in told
+        if what == "fingerprint":
+            assert (b"g" * 4).hex() in told and (b"f" * 4).hex() in told
+        monkeypatch.setattr(peer_tier.time, "monotonic", lambda now=time.monotonic: now() + 31)
+        with caplog.at_level(logging.WARNING):
+            fetched(peers, memory, of)
+        assert sum("cannot be" in each.getMessage() for each in caplog.records) == 2
+    finally:
+        peers.close()
+        line.close()
+
+
+@pytest.mark.parametrize("where", ["192.0.2.1", "127.0.0.1:70000", "no-such-host.invalid"])
+def test_an_address_of_another_machine_is_refused(where: str) -> None:
+    with pytest.raises(ConfigError, match="kv_listen"):
+        lender_at(where, TOKEN, FINGERPRINT, Memory().page)
+
+
+def test_a_port_that_is_said_is_taken(memory: Memory, lender: PageLender) -> None:
+    with pytest.raises(ConfigError, match="kv_listen"):
+        lender_at(f"127.0.0.1:{lender.address.port}", TOKEN, FINGERPRINT, memory.page)
