@@ -12,6 +12,7 @@ import pytest
 from helpers.overlapping import steps_in_flight
 from helpers.served_columns import (
     make_requests,
+    serve_by_peers,
     serve_by_replicas,
     serve_here,
     serve_over_the_wire,
@@ -39,7 +40,7 @@ class Column:
     alone: one request at a time.
     siblings: n > 1; every sibling of a greedy request must agree.
     way: by `LLM`, or as servers do: "requests" in this thread, over the "wire",
-        by two "replicas", or "recorded".
+        by two "replicas", by two "peers", or "recorded".
     tenants: who share the engine, and pinned: whether they pin their prompts; not by `LLM`.
     in_flight: steps at a time, though a CPU computes one after the other.
     must: what the last round must have shown, so that no column passes without its feature.
@@ -152,9 +153,11 @@ LATENT_COLUMNS = [
     ),
 ]
 
+PEERS = Column("roles", way="peers", must="fetched")
 REPLICA = Column("replica", rounds=2, way="replicas", tenants=2, must="hits")
 SERVED = [
     REPLICA,
+    PEERS,
     Column("wire", way="wire"),
     Column("wire, preemption", SQUEEZED, way="wire", must="preemptions"),
     Column("tenants", {"max_num_seqs": 3}, way="requests", tenants=3),
@@ -358,6 +361,9 @@ def run_column(
         assert any(output.num_cached_tokens for output in found)
     if column.must == "loads":
         assert stats.moves.totals.loaded_tokens
+    if column.must == "fetched":
+        (peer,) = stats.moves.tiers
+        assert peer.loaded and not peer.failed
     if column.must == "swaps":
         assert stats.moves.totals.swapped_in and stats.moves.totals.swapped_out
     if column.must in ("preemptions", "swaps"):
@@ -383,6 +389,8 @@ def _serve(
     )
     if column.way == "replicas":
         found, stats = serve_by_replicas(config, rounds)
+    elif column.way == "peers":
+        found, stats = serve_by_peers(config, rounds)
     elif column.way == "wire":
         found, stats = serve_over_the_wire(config, rounds)
     elif column.way == "recorded":
@@ -427,7 +435,7 @@ FORMATS = {
     "KV in int4": {"dtype": "bfloat16", "quantization": "int4", "kv_cache_dtype": "int4"},
 }
 # Policies only reorder.
-BITS = [c for c in [*COLUMNS, REPLICA, ALL_OF_IT] if c.native and "policy" not in c.config]
+BITS = [c for c in [*COLUMNS, REPLICA, PEERS, ALL_OF_IT] if c.native and "policy" not in c.config]
 
 
 def params_with_logprobs(siblings: int = 1) -> list[SamplingParams]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from helpers.served_engine import engine_in_thread
@@ -15,13 +17,13 @@ from kvik.config.config import EngineConfig
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.structured import Constraint
-from kvik.core.types import EngineRequest, Pin, RequestDelta
-from kvik.engine.loop import Engine, Executor
+from kvik.core.types import EngineRequest, PageSource, Pin, RequestDelta
+from kvik.engine.loop import Engine, Executor, InprocClient
 from kvik.engine.output import OutputProcessor, RequestOutput
 from kvik.engine.recorder import RecordReader, open_recording
 from kvik.engine.replicas import Replicas
 from kvik.engine.stats import EngineStats
-from kvik.launch import launch, play, resolve_config, start
+from kvik.launch import launch, load_loop, play, resolve_config, start
 
 Rounds = Sequence[Sequence[EngineRequest]]
 Served = tuple[list[RequestOutput], EngineStats]  # the last round in order, and then
@@ -123,6 +125,40 @@ async def _by_replicas(engines: Sequence[Engine], rounds: Rounds) -> Served:
         assert all(part.delivered_tokens for part in parts)  # none did all of it
         await both.close()
         return [found[request.request_id] for request in rounds[-1]], stats
+
+
+def serve_by_peers(config: EngineConfig, rounds: Rounds) -> Served:
+    """Prompts by one engine, all else by another one that fetches their pages."""
+    token = b"of these two"
+    lends = replace(config, role="prefill", kv_tiers="memory:64MiB")
+    prefill = load_loop(resolve_config(lends), token=token)
+    try:
+        decode = load_loop(resolve_config(replace(config, role="decode")), token=token)
+    except BaseException:
+        prefill.close()
+        raise
+    clients = [InprocClient(loop, time.sleep) for loop in (prefill, decode)]
+    outputs = OutputProcessor(None)
+    found: dict[str, RequestOutput] = {}
+    try:
+        for batch in rounds:
+            sources: dict[str, PageSource] = {}
+            for request in batch:
+                params = request.params.with_changes(max_tokens=1, min_tokens=0, n=1)
+                clients[0].add(replace(request, params=params, lends=True))
+            while clients[0].has_requests:
+                deltas = clients[0].poll()
+                sources |= {d.request_id: d.kept for d in deltas if d.kept is not None}
+            for request in batch:
+                outputs.add(request, None, streaming=False)
+                clients[1].add(replace(request, source=sources.get(request.request_id)))
+            while clients[1].has_requests:
+                processed = outputs.process(clients[1].poll())
+                found.update({output.request_id: output for output in processed.finished})
+        return [found[request.request_id] for request in rounds[-1]], clients[1].stats()
+    finally:
+        for client in clients:
+            client.close()
 
 
 def _by_steps(engine: Engine, rounds: Rounds) -> Served:

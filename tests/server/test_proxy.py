@@ -25,6 +25,7 @@ from kvik.cli.main import main
 from kvik.server import health, proxy
 from kvik.server.app import openai_routes
 from kvik.server.proxy import Proxy, cached_share, passed_on, piece_hashes, rendered
+from kvik.server.transfer import PREFILL_HEADER, SOURCE_HEADER
 
 CHAT = "/v1/chat/completions"
 
@@ -36,6 +37,7 @@ class Backend:
     name: str
     answer: Callable[[Backend, Scope, bytes, Send], Any] | None = None
     healthy: bool = True
+    role: str = "both"
     requests: list[tuple[Scope, bytes]] = field(default_factory=list)
     gone: int = 0
 
@@ -43,7 +45,8 @@ class Backend:
         body = b"".join([part async for part in Request(scope, receive).stream()])
         if scope["path"] in ("/health", "/v1/models"):
             status = 200 if self.healthy else 503
-            await respond(send, status, b'{"object": "list", "reason": "it rests"}')
+            told = {"object": "list", "reason": "it rests", "role": self.role}
+            await respond(send, status, json.dumps(told).encode())
             return
         self.requests.append((scope, body))
         if self.answer is None:
@@ -439,6 +442,84 @@ def test_a_server_that_loads_its_model_is_waited_for(monkeypatch: pytest.MonkeyP
         made.backends[0].healthy = True
         until(lambda: made.proxy.upstreams[0].healthy)
         assert made.post("x").status == 200
+
+
+# -- prefill and decode ----------------------------------------------------------------------------
+
+
+async def computed(backend: Backend, scope: Scope, body: bytes, send: Send) -> None:
+    """The answer of a server that computes prompts."""
+    if PREFILL_HEADER.encode() in dict(scope["headers"]):
+        await respond(send, 200, b"{}", (SOURCE_HEADER.encode(), b"ticket"))
+    else:
+        await respond(send, 200, json.dumps({"from": backend.name}).encode())
+
+
+def tickets(backend: Backend) -> list[bytes | None]:
+    return [dict(scope["headers"]).get(SOURCE_HEADER.encode()) for scope, _ in backend.requests]
+
+
+def test_a_prompt_is_computed_by_one_server_and_decoded_by_another():
+    prefill, decode = Backend("p", computed, role="prefill"), Backend("d", role="decode")
+    with site(prefill, decode) as made:
+        forged = {PREFILL_HEADER: "1", SOURCE_HEADER: "forged"}
+        body = {"model": "m", "messages": [{"role": "user", "content": "long " * 200}]}
+        for _ in range(2):
+            answer = ask(made.front, "POST", CHAT, body, **forged)
+            assert (answer.status, answer.json["from"]) == (200, "d")
+        assert tickets(decode) == [b"ticket", None]  # the second time it has the prompt
+        assert [json.loads(body) for _, body in prefill.requests] == [body]
+        assert made.post("short").json["from"] == "d"
+        assert made.proxy.prefills == len(prefill.requests) == 1
+        until(lambda: all(not one.unfinished for one in made.proxy.upstreams))
+        embed = {"model": "m", "input": "other " * 200}
+        assert ask(made.front, "POST", "/v1/embeddings", embed).json["from"] == "d"
+        assert len(prefill.requests) == 1
+
+
+async def refuses(backend: Backend, scope: Scope, body: bytes, send: Send) -> None:
+    await respond(send, 503, b"{}", (SOURCE_HEADER.encode(), b"ticket"))
+
+
+async def breaks_off(backend: Backend, scope: Scope, body: bytes, send: Send) -> None:
+    raise RuntimeError("it dies")
+
+
+async def says_nothing(backend: Backend, scope: Scope, body: bytes, send: Send) -> None:
+    await respond(send, 200, b"{}")
+
+
+@pytest.mark.parametrize("answer", [refuses, breaks_off, says_nothing])
+def test_without_its_help_the_other_one_computes_the_prompt(answer: Callable[..., Any]):
+    prefill, decode = Backend("p", answer, role="prefill"), Backend("d", role="decode")
+    with site(prefill, decode) as made:
+        assert made.post("long " * 200).json["from"] == "d"
+        assert len(prefill.requests) == 1 and tickets(decode) == [None]
+        assert made.proxy.prefills == 0
+
+
+def test_a_client_that_leaves_while_its_prompt_is_computed_ends_that():
+    async def waits(backend: Backend, scope: Scope, body: bytes, send: Send) -> None:
+        await asyncio.sleep(3)
+
+    prefill, decode = Backend("p", waits, role="prefill"), Backend("d", role="decode")
+    with site(prefill, decode) as made:
+        body = json.dumps({"messages": [{"role": "user", "content": "long " * 200}]}).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", made.front.port)) as client:
+            client.sendall(head.encode() + body)
+            until(lambda: prefill.requests)
+            assert made.proxy.upstreams[0].unfinished == 1
+        until(lambda: not made.proxy.upstreams[0].unfinished, 2)
+        assert not decode.requests and made.proxy.upstreams[0].healthy
+
+
+def test_a_server_that_computes_prompts_answers_where_no_other_one_can():
+    prefill, decode = Backend("p", computed, role="prefill"), Backend("d", role="decode")
+    with site(prefill, decode) as made:
+        decode.answer = refuses
+        assert made.post("long " * 200).json["from"] == "p"
+        assert tickets(prefill) == [None, b"ticket"]
 
 
 @pytest.mark.full

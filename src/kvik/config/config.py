@@ -351,6 +351,7 @@ class RunnerConfig:
         expert_parallel: see `EngineConfig`.
         fast_cut: see `tensor_parallel_cut`.
         replicas: engines with these settings that a server has.
+        role: see `EngineConfig`.
     """
 
     model_path: str
@@ -377,6 +378,7 @@ class RunnerConfig:
     expert_parallel: bool = False
     fast_cut: bool = False
     replicas: int = 1
+    role: str = "both"
 
     def device_of(self, rank: int) -> str:
         """Return the device of a process: on GPUs each has its own, one after another."""

@@ -117,6 +117,9 @@ def resolve(
     if ranks > 1:
         told = share_reason(spec, threads, each, ranks, compute=compute, fast=fast)
         notes.add("tensor_parallel_size", ranks, told)
+    if config.role != "both":
+        told = "computes prompts for others" if config.role == "prefill" else "fetches prompts"
+        notes.add("role", config.role, f"{ASKED}: {told}")
     seed = _choose_seed(config, drawn_seed, notes)
     return ResolvedConfig(
         model=spec,
@@ -168,6 +171,7 @@ def resolve(
             expert_parallel=config.expert_parallel,
             fast_cut=fast,
             replicas=replicas,
+            role=config.role,
         ),
         memory=replace(
             footprint.plan(size, num_blocks, limit), kv_tiers=0 if tiers is None else tiers.memory

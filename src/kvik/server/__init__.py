@@ -5,7 +5,8 @@ send it, `route.py` routes and bodies, `errors.py` what is wrong with it. From r
 `texts.py` tokenizer and chat template, `admission.py` the queue limits, `generation.py` the way to
 the engine and back, `responses.py` JSON and event streams. `server.py` puts the parts together,
 `run.py` serves until a signal; `metrics.py` and `tracing.py` observe. `asgi.py` makes an ASGI
-application of an `AsyncLLM`. `proxy.py` stands in front of several servers (`kvik route`).
+application of an `AsyncLLM`. `proxy.py` stands in front of several servers (`kvik route`),
+`transfer.py` is how one of these computes prompts for another one.
 
 An endpoint is one file with its request, response, handler and routes: `native.py`, `anthropic.py`,
 `llama_server.py`, `health.py`, `admin.py`, `engine_view.py` and all of `openai/`. `pages.py` serves

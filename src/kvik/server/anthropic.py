@@ -468,6 +468,7 @@ async def messages(server: Server, request: Request, body: MessageRequest) -> Re
             tenant,
             streaming=bool(body.stream),
             trace_parent=trace_parent_of(request),
+            headers=request.headers,
         )
     block_size = server.engine.config.cache.block_size
     usage = UsageMeter(len(prompt.token_ids), prompt.pins, block_size)

@@ -12,7 +12,14 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvik.core.sampling_params import NOTHING_ALLOWED, PARAMETERS, SamplingParams
-from kvik.core.types import EngineRequest, FinishReason, Pin, PromptUse, RequestDelta
+from kvik.core.types import (
+    EngineRequest,
+    FinishReason,
+    PageSource,
+    Pin,
+    PromptUse,
+    RequestDelta,
+)
 from kvik.engine.output import OutputProcessor, RequestOutput, TextDelta, merged
 from kvik.engine.remote import EngineClient, EngineState
 from kvik.errors import GroupLost, KvikError, OverloadError, ParamError, UnavailableError
@@ -28,6 +35,7 @@ from kvik.server.errors import (
     rename_fields,
 )
 from kvik.server.texts import Texts
+from kvik.server.transfer import ALONE, Transfer, transfer_of
 from kvik.text.detokenizer import NO_MARKS
 from kvik.text.tokenizer import spelled
 
@@ -111,6 +119,7 @@ def _call(method: Callable[..., None], *arguments: object) -> None:
 _log = logging.getLogger(__name__)
 
 MAX_WORD_CHARS = 1 << 16
+NO_HEADERS: Mapping[str, str] = {}
 MAX_LOGGED = 500  # characters of an engine's error message
 MAX_PENDING_TOKENS = 1 << 16  # that wait for a reader; each logprob counts as one
 _FAILED = {
@@ -155,11 +164,13 @@ class RequestLimits:
     Attributes:
         request_timeout: seconds after which any request ends; None: no limit.
         share_prefix_cache: between tenants.
+        kv_token: of servers that compute prompts for each other; b"": there are none.
         degradation: shorter answers under pressure.
     """
 
     request_timeout: float | None = None
     share_prefix_cache: bool = False
+    kv_token: bytes = b""
     degradation: Degradation = field(default_factory=Degradation)
 
 
@@ -175,6 +186,8 @@ class Generation:
             together share it.
         degraded: what the server changed under pressure ("max_tokens=64"), or "".
         unenforced: parts of a JSON Schema that its text need not satisfy.
+        transfer: where its prompt is computed, and for whom.
+        kept: where its prompt is kept for another server; set with the result.
         prompt_use: tokens of the prompt that were cached and pinned; set with the first tokens.
         result: set when it ended well.
         failure: set when it did not.
@@ -195,6 +208,8 @@ class Generation:
         self.changed = changed
         self.degraded = degraded
         self.unenforced: tuple[str, ...] = ()
+        self.transfer = ALONE
+        self.kept: PageSource | None = None
         self.prompt_use: PromptUse | None = None
         self.result: RequestOutput | None = None
         self.failure: KvikError | None = None
@@ -300,10 +315,16 @@ class Generations:
         streaming: bool,
         trace_parent: str | None = None,
         arrived: float | None = None,
+        headers: Mapping[str, str] = NO_HEADERS,
     ) -> Generation:
         """Start one request: see `start_all`."""
         (generation,) = await self.start_all(
-            [request], tenant, streaming=streaming, trace_parent=trace_parent, arrived=arrived
+            [request],
+            tenant,
+            streaming=streaming,
+            trace_parent=trace_parent,
+            arrived=arrived,
+            headers=headers,
         )
         return generation
 
@@ -315,14 +336,17 @@ class Generations:
         streaming: bool,
         trace_parent: str | None = None,
         arrived: float | None = None,
+        headers: Mapping[str, str] = NO_HEADERS,
     ) -> list[Generation]:
         """Admit requests and send them to the engine, all of them or none.
 
         Args:
             trace_parent: the caller's trace, as its header `traceparent` names it.
             arrived: when they came, by the engine's clock; None: now.
+            headers: of the caller's request, which say where prompts are computed.
 
         Raises:
+            HttpError: a header asks for what this server does not do.
             ParamError, CapacityError: one can never be served.
             OverloadError: the queue is full, or a deadline cannot be met.
             UnavailableError: the engine is not ready.
@@ -331,10 +355,14 @@ class Generations:
         changed = asyncio.Event()
         generations: list[Generation] = []
         with self._counted_refusals(tenant):
+            role = self._engine.config.runner.role
+            transfer = transfer_of(headers, role, self._limits.kv_token)
             checked: list[tuple[EngineRequest, tuple[str, ...]]] = []
             for request in requests:
                 with rename_fields(prompt=request.field):
-                    engine_request, left_out = await self._engine_request(request, tenant, arrived)
+                    engine_request, left_out = await self._engine_request(
+                        request, tenant, arrived, transfer
+                    )
                     self._engine.check(engine_request)
                 checked.append((engine_request, left_out))
                 await asyncio.sleep(0)  # prompts may be long, and many
@@ -351,6 +379,7 @@ class Generations:
                     )
                     generation = self._add(request, engine_request, record, changed)
                     generation.unenforced = (*request.unenforced, *left_out)
+                    generation.transfer = transfer
                     generations.append(generation)
                     await asyncio.sleep(0)
             except BaseException:
@@ -387,7 +416,7 @@ class Generations:
             raise not_ready(self._engine.state)
 
     async def _engine_request(
-        self, request: GenerationRequest, tenant: str, arrived: float
+        self, request: GenerationRequest, tenant: str, arrived: float, transfer: Transfer
     ) -> tuple[EngineRequest, tuple[str, ...]]:
         """Return the request in the engine's terms: words as token ids, limits as a deadline; and
         what its text need not be, though the caller said so."""
@@ -410,7 +439,7 @@ class Generations:
         made = EngineRequest(
             f"gen-{secrets.token_hex(12)}",
             request.prompt_token_ids,
-            self._degraded(params),
+            transfer.params(self._degraded(params)),
             priority=request.priority,
             cache_salt=salt,
             deadline=self._deadline(request, arrived),
@@ -418,6 +447,8 @@ class Generations:
             pins=request.pins,
             pooling=request.pooling,
             second_text=request.second_text,
+            lends=transfer.lends,
+            source=transfer.source,
         )
         return made, left_out
 
@@ -488,6 +519,8 @@ class Generations:
                 generation._reservation.started(delta.index)
             if delta.token_ids:
                 self._count(generation, delta, now)
+            if delta.kept is not None:
+                generation.kept = delta.kept
         for piece in processed.deltas:
             generation = self._live.get(piece.request_id)
             if generation is not None:

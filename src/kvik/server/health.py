@@ -17,7 +17,7 @@ from kvik.server.server import Server
 
 @get("/health", open=True, note="200 while the engine advances, else 503 and the reason.")
 async def health(server: Server, request: Request) -> Response:
-    return _answer(_trouble(server))
+    return _answer(_trouble(server), server.engine.config.runner.role)
 
 
 @get("/ready", open=True, note="200 if there is room, too.")
@@ -41,9 +41,9 @@ def _trouble(server: Server) -> tuple[str, str] | None:
     return None
 
 
-def _answer(trouble: tuple[str, str] | None) -> Response:
-    if trouble is None:
-        return _json(200, {"status": "ok"})
+def _answer(trouble: tuple[str, str] | None, role: str = "both") -> Response:
+    if trouble is None:  # `kvik route` reads the role
+        return _json(200, {"status": "ok"} | ({"role": role} if role != "both" else {}))
     status, reason = trouble
     return _json(503, {"status": status, "reason": reason})
 

@@ -136,6 +136,7 @@ async def completion(server: Server, request: Request, body: LlamaCompletionRequ
         tenant,
         streaming=body.stream,
         trace_parent=trace_parent_of(request),
+        headers=request.headers,
         arrived=arrived,
     )
     text = prompt if isinstance(prompt, str) else server.texts.decode(prompt)

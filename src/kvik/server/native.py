@@ -117,6 +117,7 @@ async def generate(server: Server, request: Request, body: GenerateRequest) -> R
         tenant,
         streaming=body.stream,
         trace_parent=trace_parent_of(request),
+        headers=request.headers,
         arrived=arrived,
     )
     return await generation_response(

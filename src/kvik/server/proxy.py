@@ -13,11 +13,11 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -28,12 +28,18 @@ from kvik.core.block_pool import HASH_BYTES
 from kvik.core.routing import ReplicaChoice, ReplicaRouter
 from kvik.errors import KvikError
 from kvik.server.route import break_connection, limit_unread
+from kvik.server.transfer import PREFILL_HEADER, SOURCE_HEADER
 
 if TYPE_CHECKING:
     import aiohttp
+    from yarl import URL
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
+LEAST_MISSING = 2  # pieces of a prompt, below which a server that decodes computes it itself
+MAX_PREFILLED = 1 << 16  # bytes of the answer when a prompt was computed
 PIECE = 256  # characters of a prompt that a hash covers
 MAX_PIECES = 2048  # of a prompt that are hashed
 LIFETIME = 600.0  # seconds for which a server is believed to hold a prompt
@@ -48,8 +54,13 @@ HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer "
     b"transfer-encoding upgrade".split()
 )
-NOT_PASSED_ON = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
+# The last two are the proxy's own.
+NOT_PASSED_ON = HOP_BY_HOP | {
+    *(b"host", b"content-length", b"expect"),
+    *(PREFILL_HEADER.encode(), SOURCE_HEADER.encode()),
+}
 RETRIED = (502, 503, 504)  # another server may do better
+GENERATES = re.compile(r"/(chat/completions|completions?|messages|responses|generate)$")
 SAFE_ID = re.compile(rb"[A-Za-z0-9_.-]{1,128}")
 _PROMPT_TOKENS = re.compile(rb'"(?:prompt_tokens|input_tokens)"\s*:\s*(\d{1,12})')
 _CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,12})')
@@ -117,11 +128,13 @@ class Upstream:
 
     Attributes:
         reason: why it gets nothing; "" if it may.
+        role: as it says itself; see `EngineConfig`.
         requests, errors: sent to it, and of these lost.
     """
 
     url: str
     reason: str = "it was not asked yet"
+    role: str = "both"
     unfinished: int = 0
     requests: int = 0
     errors: int = 0
@@ -160,6 +173,7 @@ class Proxy:
     ) -> None:
         self.upstreams = [Upstream(url) for url in urls]
         self.retries = 0
+        self.prefills = 0
         self._timeout = timeout
         self._clock = clock
         self._router = ReplicaRouter(urls, PIECE, ROWS, LIFETIME)
@@ -234,8 +248,24 @@ class Proxy:
     def choose(
         self, hashes: Sequence[bytes], size: int, session: str, avoid: Sequence[int]
     ) -> ReplicaChoice | None:
-        """Choose a server for a prompt of `size` characters; None: there is none."""
-        return self._router.choose(hashes, size, self._clock(), session, avoid)
+        """Choose a server for a prompt of `size` characters; None: there is none. One that computes
+        prompts for others answers itself only where no other one can."""
+        now, prefill = self._clock(), self._with_role("prefill")
+        choice = self._router.choose(hashes, size, now, session, {*avoid, *prefill})
+        if choice is None and prefill:
+            choice = self._router.choose(hashes, size, now, session, avoid)
+        return choice
+
+    def choose_prefill(
+        self, choice: ReplicaChoice, hashes: Sequence[bytes], size: int
+    ) -> ReplicaChoice | None:
+        """Choose a server that computes the prompt for the one that was chosen; None: that does so
+        itself."""
+        missing = len(hashes) - choice.hit
+        if self.upstreams[choice.replica].role != "decode" or missing < LEAST_MISSING:
+            return None
+        others = set(range(len(self.upstreams))) - self._with_role("prefill")
+        return self._router.choose(hashes, size, self._clock(), avoid=others)
 
     def sent(self, name: str, choice: ReplicaChoice, hashes: Sequence[bytes], size: int) -> None:
         upstream = self.upstreams[choice.replica]
@@ -263,6 +293,9 @@ class Proxy:
 
     # -- inside ----------------------------------------------------------------------------------
 
+    def _with_role(self, role: str) -> set[int]:
+        return {i for i, one in enumerate(self.upstreams) if one.role == role}
+
     def _reasons(self) -> str:
         return "; ".join(f"{one.url}: {one.reason or 'it failed'}" for one in self.upstreams)
 
@@ -285,6 +318,8 @@ class Proxy:
         except UpstreamError as error:
             self._set(number, str(error))
             return False
+        if status == 200:
+            self.upstreams[number].role = _role(body)
         # Servers without this path are there, too.
         self._set(number, "" if status < 500 else _why(status, body))
         return True
@@ -328,6 +363,8 @@ class Proxy:
     def _metrics(self) -> Response:
         lines = ["# TYPE kvik_route_retries_total counter"]
         lines.append(f"kvik_route_retries_total {self.retries}")
+        lines.append("# TYPE kvik_route_prefills_total counter")
+        lines.append(f"kvik_route_prefills_total {self.prefills}")
         for name, kind, of in (
             ("up", "gauge", lambda one: int(one.healthy)),
             ("unfinished_requests", "gauge", lambda one: one.unfinished),
@@ -369,6 +406,8 @@ class _Passing:
             if choice is None:
                 await self._proxy.unavailable()(self._scope, self._receive, self._send)
                 return
+            if not tried:
+                headers += await self._prefilled(choice, headers, body, hashes, size)
             if await self._ask(choice, headers, body, hashes, size, again=not tried):
                 return
             tried.append(choice.replica)
@@ -430,15 +469,10 @@ class _Passing:
         others = proxy.choose((), 0, "", [choice.replica]) is not None
         proxy.sent(name, choice, hashes, size)
         tail: bytes | None = b""
-        passing = asyncio.ensure_future(
-            self._pass(choice, headers, body, name, again=again and others)
-        )
-        gone = asyncio.ensure_future(self._gone())
         try:
-            await asyncio.wait((passing, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not passing.done():
-                raise ClientDisconnect
-            tail = passing.result()
+            tail = await self._unless_gone(
+                self._pass(choice, headers, body, name, again=again and others)
+            )
             return tail is not None
         except UpstreamError as error:
             if not error.closed or not again:
@@ -452,11 +486,81 @@ class _Passing:
             await proxy.unavailable()(self._scope, self._receive, self._send)
             return True
         finally:
+            share = cached_share(tail or b"")
+            proxy.ended(name, choice, None if share is None else share * size)
+
+    async def _prefilled(
+        self,
+        choice: ReplicaChoice,
+        headers: list[tuple[bytes, bytes]],
+        body: bytes,
+        hashes: Sequence[bytes],
+        size: int,
+    ) -> list[tuple[bytes, bytes]]:
+        """Have the prompt computed for the server that was chosen, by another one. Returns the
+        header that says where it lies; []: the server is to compute it itself."""
+        proxy, name = self._proxy, secrets.token_hex(8)
+        prefill = proxy.choose_prefill(choice, hashes, size)
+        if prefill is None or not GENERATES.search(self._scope["path"]):
+            return []
+        proxy.sent(name, prefill, hashes, size)
+        asked = [*headers, (PREFILL_HEADER.encode(), b"1")]
+        try:
+            ticket = await self._unless_gone(self._ask_prefill(prefill, asked, body))
+            proxy.began(name)
+        except UpstreamError as error:
+            if not error.closed:
+                proxy.failed(prefill.replica, str(error))
+            return []
+        finally:
+            proxy.ended(name, prefill, None)
+        if ticket is None:
+            return []
+        proxy.prefills += 1
+        return [(SOURCE_HEADER.encode(), ticket)]
+
+    async def _ask_prefill(
+        self, choice: ReplicaChoice, headers: list[tuple[bytes, bytes]], body: bytes
+    ) -> bytes | None:
+        """Return what an answer says of where the prompt lies; None: nothing, whatever it is."""
+        import aiohttp
+
+        pairs = [(key.decode("latin-1"), value.decode("latin-1")) for key, value in headers]
+        try:
+            async with self._proxy.session.request(
+                "POST", self._target(choice), headers=pairs, data=body, allow_redirects=False
+            ) as answer:
+                await answer.content.read(MAX_PREFILLED)
+                ticket = answer.headers.get(SOURCE_HEADER)
+                return None if answer.status != 200 or ticket is None else ticket.encode("latin-1")
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            closed = isinstance(error, aiohttp.ServerDisconnectedError)
+            raise UpstreamError(error, closed=closed) from None
+
+    async def _unless_gone(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of work that ends with the client.
+
+        Raises:
+            ClientDisconnect: the client is gone.
+        """
+        passing, gone = asyncio.ensure_future(work), asyncio.ensure_future(self._gone())
+        try:
+            await asyncio.wait((passing, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not passing.done():
+                raise ClientDisconnect
+            return passing.result()
+        finally:
             for task in (gone, passing):
                 task.cancel()
             await asyncio.gather(gone, passing, return_exceptions=True)
-            share = cached_share(tail or b"")
-            proxy.ended(name, choice, None if share is None else share * size)
+
+    def _target(self, choice: ReplicaChoice) -> URL:
+        from yarl import URL
+
+        query = self._scope["query_string"].decode("latin-1")
+        target = self._scope.get("raw_path") or self._scope["path"].encode()
+        url = self._proxy.upstreams[choice.replica].url + target.decode("latin-1")
+        return URL(f"{url}?{query}" if query else url, encoded=True)
 
     async def _gone(self) -> None:
         """Wait until the client is gone."""
@@ -475,13 +579,9 @@ class _Passing:
         """Send the request and pass the answer on. Returns its end; None: another server is to be
         asked."""
         import aiohttp
-        from yarl import URL
 
         scope, proxy = self._scope, self._proxy
-        query = scope["query_string"].decode("latin-1")
-        target = scope.get("raw_path") or scope["path"].encode()
-        url = proxy.upstreams[choice.replica].url + target.decode("latin-1")
-        whole = URL(f"{url}?{query}" if query else url, encoded=True)
+        whole = self._target(choice)
         pairs = [(key.decode("latin-1"), value.decode("latin-1")) for key, value in headers]
         tail = b""
         try:
@@ -534,6 +634,15 @@ def _described(error: Exception) -> str:
     cause = getattr(error, "os_error", None)
     text = getattr(cause, "strerror", None) or str(error) or type(error).__name__
     return f"it cannot be reached ({text})" if cause is not None else f"it failed ({text})"
+
+
+def _role(body: bytes) -> str:
+    """Return the role of a server, as /health says it."""
+    with suppress(msgspec.DecodeError, AttributeError):
+        role = msgspec.json.decode(body).get("role")
+        if role in ("prefill", "decode"):
+            return str(role)
+    return "both"
 
 
 def _why(status: int, body: bytes) -> str:

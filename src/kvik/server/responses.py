@@ -22,6 +22,7 @@ from kvik.errors import KvikError
 from kvik.server.errors import escaped_traceback, http_error, in_messages
 from kvik.server.generation import Generation, wait_for_change
 from kvik.server.route import limit_unread
+from kvik.server.transfer import SOURCE_HEADER, Prefilled, make_ticket
 
 T = TypeVar("T")
 INLINE_ITEMS = 2000  # of a microsecond or two: a thread takes longer to wake
@@ -198,13 +199,27 @@ async def generation_response(
     Raises:
         KvikError, ClientDisconnect: see `wait_for_outputs`.
     """
-    if stream:
+    lends = generations[0].transfer.lends
+    if stream and not lends:
         return StreamReply(generations, form)
     outputs = await wait_for_outputs(request, generations)
+    if lends:
+        return _prefilled(generations)
     num_items = sum(map(_num_logprobs, outputs))
     data = await offload(num_items, lambda: encode_in_chunks(form.whole(outputs)))
     headers = headers_of(generations)
     return Response(data, media_type="application/json", headers=headers)
+
+
+def _prefilled(generations: Sequence[Generation]) -> Response:
+    """Return the answer to a request whose prompts were computed for another server. It names the
+    pages of one alone."""
+    prompts, kept = (sum(len(g.prompt_token_ids) for g in generations), generations[0].kept)
+    one = kept if len(generations) == 1 else None
+    response = json_response(Prefilled(prompts, one.num_tokens if one is not None else 0))
+    if one is not None:
+        response.headers[SOURCE_HEADER] = make_ticket(one, generations[0].transfer.token)
+    return response
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,6 +123,7 @@ def assemble(
     limits = RequestLimits(
         config.request_timeout,
         config.share_prefix_cache,
+        (config.kv_token or "").encode(),
         Degradation(config.pressure_max_tokens),
     )
     return Server(

@@ -135,6 +135,7 @@ async def completions(server: Server, request: Request, body: CompletionRequest)
             tenant,
             streaming=bool(body.stream),
             trace_parent=trace_parent_of(request),
+            headers=request.headers,
         )
     by_id = bool(body.return_tokens_as_token_ids)
     names = TokenNames(server.texts.tokenizer, by_id=by_id)

@@ -149,6 +149,7 @@ async def responses(server: Server, request: Request, body: ResponsesRequest) ->
             tenant,
             streaming=bool(body.stream),
             trace_parent=trace_parent_of(request),
+            headers=request.headers,
         )
     form = ResponseEvents(model, body, params, answer)
     return await generation_response(request, [generation], form, stream=bool(body.stream))
