@@ -125,7 +125,7 @@ def test_ctrl_c_and_a_hang_up_do_not_end_the_engine_process(resolved):
 LOADS_FOR_EVER = """
 import sys, time
 from kvik import engine_process
-engine_process.load_loop = lambda *_: time.sleep(1000)
+engine_process.load_loop = lambda *_, **options: time.sleep(1000)
 engine_process.main(sys.argv[1:])
 """
 

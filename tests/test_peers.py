@@ -6,15 +6,18 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from helpers.faulty_line import Fault, FaultyLine
+from helpers.matrix import OBJECT
 
 from kvik import SamplingParams
 from kvik.config.config import EngineConfig
-from kvik.core.types import EngineRequest, PageSource, RequestDelta
+from kvik.core.types import EngineRequest, Handover, PageSource, RequestDelta
 from kvik.engine.loop import EngineLoop
-from kvik.launch import load_loop, resolve_config
+from kvik.engine.recorder import RecordReader, open_recording
+from kvik.launch import load_loop, play, resolve_config
 from kvik.worker import peer_tier
 
 TOKEN = b"a secret of the test"
@@ -72,6 +75,10 @@ def answer(deltas: list[RequestDelta]) -> list[object]:
     return [(delta.token_ids, delta.logprobs) for delta in deltas if delta.token_ids]
 
 
+def tokens_of(deltas: list[RequestDelta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
 def computed(loop: EngineLoop) -> int:
     return loop.stats().work.prefill_tokens
 
@@ -120,7 +127,7 @@ def test_a_lease_that_nobody_renews_ends_and_its_pages_make_room(
 
 
 @pytest.mark.parametrize("what", ["flip", "cut", "stall"])
-@pytest.mark.parametrize("at", [0, 90, 100, 130, 50_000])
+@pytest.mark.parametrize("at", [0, 70, 88, 130, 50_000])
 def test_whatever_happens_to_the_connection_the_answer_is_the_same(
     prefiller: EngineLoop,
     decoder: EngineLoop,
@@ -175,6 +182,67 @@ def test_an_engine_without_peers_computes_all(prefiller: EngineLoop, alone: list
         assert answer(run(loop, EngineRequest("a", PROMPT, GREEDY, source=source))) == alone
     finally:
         loop.close()
+
+
+def resumed(request: EngineRequest, handover: Handover) -> EngineRequest:
+    return replace(request, source=handover.source, resumed=handover)
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+@pytest.mark.parametrize("kind", ["greedy", "seeded", "unseeded", "structured"])
+def test_a_request_goes_on_in_another_engine_with_the_same_bits(
+    prefiller: EngineLoop, decoder: EngineLoop, kind: str, steps: int
+) -> None:
+    drawn = GREEDY.with_changes(temperature=1.0, repetition_penalty=1.2, max_tokens=20)
+    params = {
+        "greedy": GREEDY,
+        "seeded": drawn.with_changes(seed=3),
+        "unseeded": drawn,
+        "structured": drawn.with_changes(seed=4, structured=OBJECT, max_tokens=60),
+    }[kind]
+    request = EngineRequest(f"handed {kind} {steps}", PROMPT, params)
+    first: list[RequestDelta] = []
+    prefiller.add(request)
+    while len(answer(first)) < steps:
+        first += prefiller.step()
+    prefiller.hand_over(request.request_id)
+    while first[-1].finish_reason is None:
+        first += prefiller.step()
+    settle(prefiller)
+    handover = first[-1].handed
+    assert handover is not None and handover.output_token_ids == tokens_of(first)
+    assert not prefiller.core.has_requests and prefiller.core.scheduler.kv.usage == 0
+    then = run(decoder, resumed(request, handover))
+    assert computed(decoder) <= 1
+    alone = engine("both")
+    try:
+        seed = params.seed if params.seed is not None else handover.seed
+        right = run(alone, replace(request, params=params.with_changes(seed=seed)))
+    finally:
+        alone.close()
+    assert answer(first) + answer(then) == answer(right)
+    assert then[-1].finish_reason is right[-1].finish_reason
+    assert then[-1].report.num_output_tokens == len(tokens_of(right))
+
+
+def test_a_hand_over_is_replayed(tmp_path: Path) -> None:
+    config = EngineConfig(role="prefill", kv_tiers="memory:32MiB", **TINY)
+    resolved, path = resolve_config(config), tmp_path / "flight"
+    loop = load_loop(resolved, path, token=TOKEN)
+    try:
+        loop.add(EngineRequest("a", PROMPT, GREEDY))
+        loop.add(EngineRequest("b", PROMPT[:50], GREEDY))
+        for _ in range(4):
+            loop.step()
+        loop.hand_over("a")
+        while loop.core.has_requests:
+            loop.step()
+    finally:
+        loop.close()
+    with open_recording(path) as file:
+        reader = RecordReader(file, path.name)
+        played = play(resolved, reader.header.readings, reader.events(), lambda steps: None)
+    assert played.difference is None and played.requests == 2
 
 
 def test_leases_end_with_what_they_hold(prefiller: EngineLoop) -> None:

@@ -153,3 +153,45 @@ def test_a_server_loses_one_of_two_engines_and_goes_on() -> None:
         pids += engines_of(server)
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     assert set(os.listdir("/dev/shm")) <= shm
+
+
+async def drained(kill: bool) -> tuple[list[str], list[str], list[dict[str, int]]]:
+    """The answers of two replicas, one of which hands over what it has; and what each computed."""
+    async with AsyncLLM(**OPTIONS) as alone:
+        right = await texts(alone, 12, 120)
+    engine = AsyncLLM(**OPTIONS, data_parallel_size=2, kv_tiers="memory:32MiB")
+    both = engine.client
+    assert isinstance(both, Replicas)
+    async with engine, asyncio.timeout(120):
+        while not all(client.state is EngineState.READY for client in both.clients):
+            await asyncio.sleep(0.01)
+        running = asyncio.ensure_future(texts(engine, 12, 120))
+        while min([(await one.stats()).delivered_tokens for one in both.clients]) < 60:
+            await asyncio.sleep(0.01)
+        before = await both.clients[1].stats()
+        had = both.drain_replica(0, drain=True)
+        assert had > 0
+        if kill:
+            await asyncio.sleep(0.01)
+            os.kill(both.clients[0].source.pid, signal.SIGKILL)
+        else:
+            while both.clients[0].num_unfinished:
+                await asyncio.sleep(0.001)
+            assert not running.done()
+        found = await running
+        after = await both.clients[1].stats()
+        prefill = after.work.prefill_tokens - before.work.prefill_tokens
+        loaded = after.moves.totals.loaded_tokens
+    return found, right, [{"had": had, "prefill": prefill, "loaded": loaded}]
+
+
+async def test_a_replica_that_drains_hands_over_what_it_has_and_no_bit_changes() -> None:
+    found, right, (counts,) = await drained(kill=False)
+    assert found == right
+    assert counts["loaded"] > 0
+    assert counts["prefill"] <= 16 * counts["had"] + 12 * 8  # what came before it had no pages
+
+
+async def test_one_that_dies_as_it_drains_takes_what_was_not_handed_over() -> None:
+    found, right, _ = await drained(kill=True)
+    assert all(a == b or a.startswith("lost: ") for a, b in zip(found, right, strict=True))

@@ -198,11 +198,6 @@ def check_one_engine(resolved: ResolvedConfig) -> None:
     if resolved.runner.replicas > 1:
         told = "kvik serve and AsyncLLM have several, each in a process of its own"
         raise ConfigError("data_parallel_size", f"must be 1 for an engine in this process: {told}")
-    tiers = resolved.cache.tiers
-    if tiers is not None and (tiers.peers or tiers.lends):
-        raise ConfigError(
-            "role", "must be both for an engine in this process: kvik serve has roles"
-        )
 
 
 def load_loop(
@@ -218,7 +213,9 @@ def load_loop(
         ahead: what was begun before torch was imported; None: it begins now.
         token: see `Worker`.
     """
-    runner = resolved.runner
+    runner, tiers = resolved.runner, resolved.cache.tiers
+    if tiers is not None and (tiers.peers or tiers.lends) and not token:
+        raise ConfigError("role", "must be both but for kvik serve, whose servers have roles")
     weights, name = show_bytes(resolved.memory.weights), model_name(Path(runner.model_path))
     log.info("loading %s: %s of weights, %s on %s", name, weights, runner.dtype, runner.device)
     _tell_what_matters(resolved)

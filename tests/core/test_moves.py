@@ -108,6 +108,30 @@ def test_a_load_that_takes_too_long_is_given_up_and_its_blocks_stay() -> None:
     assert request.finished and other.finished
 
 
+@pytest.mark.parametrize("steps", [1, 2, 4, 7])
+@pytest.mark.parametrize("failing", [None, 0, 5, 8])
+def test_a_request_that_is_handed_over_computes_nothing_again(
+    steps: int, failing: int | None
+) -> None:
+    sim = Simulation(replace(SETUP, num_blocks=24, peers=True))
+    target = Simulation(replace(SETUP, num_blocks=24, peers=True, tiers=(0, 0)))
+    (request,) = sim.add(PROMPT, 12, stop_ids=frozenset())
+    for _ in range(steps):
+        sim.step()
+    other = sim.hand_over(request, target)
+    assert other is not None and other.source is not None
+    tokens = other.source.num_tokens
+    assert tokens == len(PROMPT) + steps - 1
+    sim.drain()
+    target.worker.tiers.peer = sim.worker.tiers.peer
+    if failing is not None:
+        target.worker.tiers.fail("load", failing)
+    target.drain()
+    again = 0 if failing is None else tokens - min(4 * failing, tokens // 4 * 4)
+    assert target.scheduler.counters.scheduled_tokens == 12 - steps + again
+    assert other.num_output_tokens == 12
+
+
 def test_two_requests_wait_for_one_load() -> None:
     sim = served()
     sim.worker.tiers.at_once = False

@@ -168,6 +168,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         requests = list(self.sim.requests.values())
         self.sim.end(requests[-1 - which % len(requests)], reason)
 
+    @precondition(lambda self: self.sim.requests)
+    @rule(which=st.integers(0, 20))
+    def hand_over(self, which: int) -> None:
+        requests = list(self.sim.requests.values())
+        request = requests[-1 - which % len(requests)]
+        siblings = sum(other.request_id == request.request_id for other in requests)
+        if siblings == 1 and not request.params.prompt_logprobs_start:
+            self.sim.hand_over(request)
+
     @rule(row=st.integers(0, 4))
     def let_a_row_fail(self, row: int) -> None:
         self.sim.failing_row = row

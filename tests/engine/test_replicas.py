@@ -8,22 +8,34 @@ import random
 import signal
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from helpers import engine_child
-from helpers.scripted_engine import Scripted, end, token
+from helpers.scripted_engine import REPORT, Scripted, end, token
 from helpers.served_engine import engine_in_thread, engine_request, tiny_config
 
 from kvik.core.block_pool import ContentChanges, extend_hashes
 from kvik.core.routing import ReplicaReport
 from kvik.core.sampling_params import SamplingParams
-from kvik.core.types import EngineRequest, FinishReason, RequestDelta
+from kvik.core.types import EngineRequest, FinishReason, Handover, PageSource, RequestDelta
 from kvik.engine.host import Reporter
 from kvik.engine.remote import EngineState, RemoteClient
 from kvik.engine.replicas import Replicas
 from kvik.engine.sources import RestartPolicy, Supervisor
-from kvik.engine.wire import Add, Credit, End, EngineStart, Query, Ready, Told, Unusable
+from kvik.engine.wire import (
+    Add,
+    Credit,
+    End,
+    EngineStart,
+    HandOver,
+    Query,
+    Ready,
+    Told,
+    Unusable,
+)
+from kvik.engine.wire import engine_request as engine_request_of
 from kvik.errors import ParamError, UnavailableError
 
 PROMPT = list(range(1, 41))  # ten blocks
@@ -242,6 +254,69 @@ async def test_a_draining_replica_gets_nothing_new():
         with pytest.raises(ParamError, match="0 to 1") as raised:
             cluster.all.drain_replica(2, drain=True)
         assert raised.value.field == "replica"
+
+
+def handed(name: str, *new: int) -> RequestDelta:
+    """The last delta of a request that goes on elsewhere; `new`: what it made last."""
+    source = PageSource("127.0.0.1", 9000, name, 41)
+    handover = Handover([1, *new], 5, source, REPORT)
+    last = RequestDelta(name, 0, [*new], FinishReason.ABORT, report=REPORT)
+    return replace(last, handed=handover)
+
+
+async def test_what_a_draining_replica_has_goes_on_in_another_one():
+    async with Cluster(2) as cluster:
+        cluster.holds(1, PROMPT)
+        cluster.holds(0, [9] * 4)
+        await cluster.settle()
+        cluster.all.add(engine_request("a", [*PROMPT, 7]))
+        cluster.sources[1].step(token("a"))
+        await cluster.settle()
+        cluster.all.drain_replica(1, drain=True)
+        assert [m.request_id for m in cluster.sources[1].heard() if isinstance(m, HandOver)] == [
+            "a"
+        ]
+        cluster.sources[1].step(handed("a", 2, 3))
+        await cluster.settle()
+        (added,) = [m for m in cluster.sources[0].heard() if isinstance(m, Add)]
+        request = engine_request_of.decode(added.request)
+        assert request.prompt_token_ids == [*PROMPT, 7] and request.source.lease == "a"
+        assert request.resumed.output_token_ids == [1, 2, 3] and request.resumed.seed == 5
+        assert not cluster.ends and cluster.all.num_unfinished == 1
+        cluster.sources[0].step(token("a"), end("a"))
+        await cluster.settle()
+        assert [delta.token_ids for delta in cluster.deltas] == [[1], [2, 3], [1], []]
+        assert cluster.ends == [("a", FinishReason.LENGTH)]
+
+
+async def test_a_request_that_ends_while_it_is_handed_over_ends_once():
+    async with Cluster(2) as cluster:
+        cluster.holds(1, PROMPT)
+        cluster.holds(0, [9] * 4)
+        await cluster.settle()
+        for name in "ab":
+            cluster.all.add(engine_request(name, [*PROMPT, 7]))
+        cluster.all.drain_replica(1, drain=True)
+        cluster.all.end("a", None, FinishReason.STOP)
+        cluster.sources[1].step(handed("a"), handed("b"))
+        await cluster.settle()
+        assert cluster.added()[0] == ["b"]
+        assert cluster.ends == [("a", FinishReason.STOP)]
+        cluster.lose(0)  # before anything of it was delivered: it is sent once more
+        await cluster.settle()
+        cluster.all.drain_replica(1, drain=False)
+        await cluster.settle()
+        assert cluster.added()[1] == ["b"]
+
+
+async def test_where_there_is_no_other_replica_requests_end_where_they_are():
+    async with Cluster(2) as cluster:
+        cluster.all.add(engine_request("a", PROMPT))
+        first = 0 if cluster.added()[0] else 1
+        cluster.lose(1 - first)
+        await cluster.settle()
+        assert cluster.all.drain_replica(first, drain=True) == 1
+        assert cluster.sources[first].heard() == []
 
 
 async def test_a_gap_in_the_reports_is_asked_for():

@@ -123,7 +123,17 @@ def test_deltas_survive_a_round_trip(deltas):
 
 
 # Fields that come only with the last delta, which is never one of tokens alone.
-AT_THE_END = {"stop_reason", "error", "report", "embedding", "refused", "again", "complete", "kept"}
+AT_THE_END = {
+    "stop_reason",
+    "error",
+    "report",
+    "embedding",
+    "refused",
+    "again",
+    "complete",
+    "kept",
+    "handed",
+}
 
 
 @pytest.mark.parametrize(

@@ -253,7 +253,10 @@ def on_gpu(kernels: str, attention: str) -> Iterator[None]:
         return replace(config, runner=replace(config.runner, **choice))
 
     def load(
-        config: ResolvedConfig, clock: Callable[[], float] = time.monotonic, ahead: object = None
+        config: ResolvedConfig,
+        clock: Callable[[], float] = time.monotonic,
+        ahead: object = None,
+        token: bytes = b"",
     ) -> Worker:
         return Worker(placed(config), clock, grammars=launch.grammars_of(config))
 

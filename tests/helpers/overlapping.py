@@ -54,6 +54,7 @@ def steps_in_flight(depth: int) -> Iterator[list[LateCopies]]:
         resolved: ResolvedConfig,
         clock: Callable[[], float] = time.monotonic,
         ahead: object = None,
+        token: bytes = b"",
     ) -> Worker:
         made.append(LateCopies(depth))
         return Worker(resolved, clock, made[-1], grammars=launch.grammars_of(resolved))

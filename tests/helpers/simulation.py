@@ -235,6 +235,45 @@ class Simulation:
         self.check()
         self._note(self.scheduler.take_ended())
 
+    def hand_over(self, request: Request, to: Simulation | None = None) -> Request | None:
+        """Let another engine go on with a request, or this one again. None: it goes on here."""
+        self.scheduler.hand_over(request, self.now)
+        self.check()
+        ended = self.scheduler.take_ended()
+        self._note([delta for delta in ended if delta.handed is None])
+        handed = next((delta.handed for delta in ended if delta.handed is not None), None)
+        if handed is None:
+            return None
+        assert request.finished and not request.block_ids
+        prompt, output = request.num_prompt_tokens, handed.output_token_ids
+        assert output == self.outputs[request.key]
+        other = Request(
+            request_id=request.request_id,
+            index=request.index,
+            params=request.params,
+            token_ids=[*request.token_ids[:prompt], *output],
+            num_prompt_tokens=prompt,
+            max_length=request.max_length,
+            stop_ids=request.stop_ids,
+            seed=handed.seed,
+            arrival=self.now,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            deadline=request.deadline,
+            tenant=request.tenant,
+            pins=request.pins,
+            pooling=request.pooling,
+            source=handed.source,
+            first_token=request.first_token,
+        )
+        to = self if to is None else to
+        to.requests[other.key], to.outputs[other.key] = other, self.outputs[other.key]
+        if to is not self:
+            del self.requests[other.key], self.outputs[other.key]
+        to.scheduler.add(other, to.now)
+        to.check()
+        return other
+
     def drain(self, max_steps: int = 3000) -> int:
         """Step until nothing is left; everything must be given back. Returns the steps taken."""
         steps = 0

@@ -253,6 +253,7 @@ class Moves:
             request.source = None
         elif request.source is not None:
             self._sources.append(request.source)
+            request.num_swapped_tokens = request.source.num_tokens
 
     def started(self, request: Request) -> None:
         """A request has its blocks and a row."""
@@ -270,18 +271,21 @@ class Moves:
         groups = range(len(self.kv.groups))
         self.index.use([(group, key) for key in hashes if key for group in groups])
 
-    def lend(self, request: Request) -> PageSource | None:
-        """Keep the pages of a request, which ends, for another engine. Returns what that has to be
-        told; None: nothing can be lent."""
+    def lend(self, request: Request, tokens: int) -> PageSource | None:
+        """Keep the pages of a request's first `tokens` for another engine, as it ends. Returns what
+        that has to be told; None: nothing can be lent."""
         if self.address is None or MEMORY not in self.index.tiers:
             return None
-        size, written = self.kv.block_size, request.num_written_tokens
-        hashes = request.block_hashes[: min(written, request.num_prompt_tokens) // size]
-        if not all(hashes):
+        full, rest = divmod(tokens, self.kv.block_size)
+        hashes = request.block_hashes[:full]
+        if not all(hashes) or len(hashes) < full:
             return None
-        parents = dict(zip(hashes, [root_hash(request.cache_salt), *hashes], strict=False))
-        tokens = len(hashes) * size
+        before = [root_hash(request.cache_salt), *hashes]
+        parents = dict(zip(hashes, before, strict=False))
         pages = [(key, parents[key[1]]) for key in self._visible(hashes, tokens)]
+        if rest:
+            key = partial_hash(request, full, tokens, self.kv.block_size)
+            pages += [((group, key), before[-1]) for group in range(len(self.kv.groups))]
         if not pages:
             return None
         self._lent.append((request.request_id, pages))
@@ -411,7 +415,11 @@ class Moves:
         """Return the pages of a request that another engine is said to have."""
         if request.source is None:
             return set()
-        hashes = request.block_hashes[: request.source.num_tokens // self.kv.block_size]
+        tokens, size = request.source.num_tokens, self.kv.block_size
+        full, rest = divmod(tokens, size)
+        hashes = request.block_hashes[:full]
+        if rest and len(hashes) == full and tokens < len(request.token_ids):
+            hashes = [*hashes, partial_hash(request, full, tokens, size)]
         return {(group, key) for key in hashes if key for group in range(len(self.kv.groups))}
 
     def _wait_for(self, load: Load, request: Request) -> None:

@@ -27,6 +27,7 @@ from kvik.core.step_clock import StepClock
 from kvik.core.types import (
     DraftCounts,
     FinishReason,
+    Handover,
     PromptUse,
     Request,
     RequestDelta,
@@ -163,6 +164,23 @@ class Scheduler:
         """End a request at any moment; its blocks are free when this returns."""
         if not request.finished:
             self._ended.append(self._finish(request, reason, now, [], error=error))
+
+    def hand_over(self, request: Request, now: float) -> None:
+        """End a request here that another engine goes on with, its pages lent to that; one that a
+        step in flight has goes on here."""
+        if request.finished or request.num_pending_tokens or request.last_step >= self._oldest_step:
+            return
+        source = None
+        if request.status is RequestStatus.RUNNING and self.moves is not None:
+            self.moves.preempt(request)
+            source = self.moves.lend(
+                request, min(request.num_written_tokens, len(request.token_ids))
+            )
+        delta = self._finish(request, FinishReason.ABORT, now, [])
+        assert delta.report is not None
+        output = list(request.token_ids[request.num_prompt_tokens :])
+        delta.handed = Handover(output, request.seed, source, delta.report)
+        self._ended.append(delta)
 
     def take_ended(self) -> list[RequestDelta]:
         """Requests that ended outside a step's result: aborted, late, failed."""
@@ -948,7 +966,8 @@ class Scheduler:
         kept = None
         if self.moves is not None:
             if running and request.lends and error is None:
-                kept = self.moves.lend(request)
+                prompt = min(request.num_written_tokens, request.num_prompt_tokens)
+                kept = self.moves.lend(request, prompt - prompt % self.kv.block_size)
             self.moves.left(request)
         if running:
             if error is not None and self.moves is not None:

@@ -227,6 +227,7 @@ class EngineRequest:
     second_text: int = 0  # where the second text of a pair begins in the prompt; 0: it is one text
     lends: bool = False  # its pages stay for another engine when it has ended
     source: PageSource | None = None  # another engine has pages of it
+    resumed: Handover | None = None  # another engine began with it; n is 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,6 +350,7 @@ class RequestDelta:
     again: bool = False  # it was lost with its engine, and may be sent again
     complete: bool = False  # it stopped as its structured text is complete, not by a stop token
     kept: PageSource | None = None  # with the last delta of a request that lends its pages
+    handed: Handover | None = None  # with the last delta of one that goes on in another engine
 
 
 def failed_request(
@@ -365,6 +367,23 @@ def failed_request(
     return RequestDelta(
         request_id, index, [], finish_reason=reason, error=error, report=report, refused=refused
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """What another engine needs to know to go on with a request.
+
+    Attributes:
+        output_token_ids: made and delivered so far.
+        seed: that its tokens are drawn with.
+        source: of the pages of all that was computed; None: that is computed again.
+        report: of it so far.
+    """
+
+    output_token_ids: list[int]
+    seed: int
+    source: PageSource | None
+    report: RequestReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from kvik.core.types import (
     SCORE,
     EngineRequest,
     FinishReason,
+    Handover,
     Request,
     RequestDelta,
     RequestSpeculation,
@@ -128,6 +129,16 @@ def _check_blocks(config: ResolvedConfig, longest: int, field: str) -> None:
         )
 
 
+def _resume(request: Request, resumed: Handover) -> None:
+    """Set what is known of a request that another engine began."""
+    before = resumed.report
+    request.arrival = before.arrival
+    request.first_scheduled, request.first_token = before.first_scheduled, before.first_token
+    request.num_cached_tokens = before.num_cached_tokens
+    request.num_pinned_tokens = before.num_pinned_tokens
+    request.num_preemptions = before.num_preemptions
+
+
 class EngineCore:
     """Checks requests against the model's facts, then lets the scheduler serve them."""
 
@@ -157,9 +168,12 @@ class EngineCore:
             CapacityError: it can never fit, or the queue is full.
         """
         self.check(request)
-        params, prompt = request.params, request.prompt_token_ids
+        params, prompt, resumed = request.params, request.prompt_token_ids, request.resumed
         self.scheduler.waiting.check_room(params.n, params.n * len(prompt))
-        seed = params.seed
+        seed = params.seed if resumed is None else resumed.seed
+        output = [] if resumed is None else resumed.output_token_ids
+        if output:  # they came before it
+            params = params.without_prompt_logprobs()
         if seed is None:
             self._num_unseeded += 1
             seed = derive_seed(self.config.seed, self._num_unseeded)
@@ -174,7 +188,7 @@ class EngineCore:
                     request_id=request.request_id,
                     index=index,
                     params=params.without_prompt_logprobs() if index else params,
-                    token_ids=self._array(prompt),
+                    token_ids=self._array([*prompt, *output]) if output else self._array(prompt),
                     num_prompt_tokens=len(prompt),
                     max_length=longest,
                     stop_ids=frozenset(params.stop_token_ids).union(eos),
@@ -193,6 +207,8 @@ class EngineCore:
                     speculation=RequestSpeculation() if guesses else None,
                 )
             )
+        if resumed is not None:
+            _resume(siblings[0], resumed)
         for sibling in siblings:
             self.scheduler.add(sibling, now)
             # One by one: should one fail, those before it can still be ended.
@@ -218,6 +234,13 @@ class EngineCore:
         for request in self._requests.get(request_id, [])[:]:
             if index is None or request.index == index:
                 self.scheduler.end(request, reason, now, error)
+
+    def hand_over(self, request_id: str, now: float) -> None:
+        """Let another engine go on with a request, if it has no siblings: its last delta has what
+        that has to know."""
+        siblings = self._requests.get(request_id, [])
+        if len(siblings) == 1 and siblings[0].params.n == 1:
+            self.scheduler.hand_over(siblings[0], now)
 
     def plan(self, now: float) -> SchedulerOutput | None:
         """Return the next step to compute, or None if there is nothing to do now."""

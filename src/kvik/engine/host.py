@@ -24,6 +24,7 @@ from kvik.engine.wire import (
     Add,
     Credit,
     End,
+    HandOver,
     HostSocket,
     Lost,
     Query,
@@ -116,6 +117,7 @@ def _join(held: RequestDelta, later: RequestDelta) -> None:
         held.finish_reason, held.stop_reason = later.finish_reason, later.stop_reason
         held.error, held.report, held.embedding = later.error, later.report, later.embedding
         held.refused, held.complete, held.kept = later.refused, later.complete, later.kept
+        held.handed = later.handed
 
 
 # How long a step may take until the engine counts as hung, by how long such steps took before.
@@ -306,6 +308,8 @@ class EngineHost:
             self._add(message)
         elif isinstance(message, End):
             self._end(message.request_id, message.index, message.reason, message.error)
+        elif isinstance(message, HandOver):
+            self._loop.hand_over(message.request_id)
         elif isinstance(message, Query):
             self._answer(message)
         elif isinstance(message, Credit):

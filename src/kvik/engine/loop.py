@@ -112,6 +112,9 @@ class LoopObserver:
     ) -> None:
         """A request, or one of its siblings, was ended from outside."""
 
+    def handed_over(self, request_id: str, now: float) -> None:
+        """A request was to go on in another engine."""
+
     def cache_reset(self, now: float) -> None:
         """The prefix cache was emptied."""
 
@@ -231,6 +234,13 @@ class EngineLoop:
         self.core.end(request_id, now, index=index, reason=reason, error=error)
         for observer in self.observers:
             observer.ended(request_id, index, reason, error, now)
+
+    def hand_over(self, request_id: str) -> None:
+        """See `EngineCore.hand_over`."""
+        now = self.clock()
+        self.core.hand_over(request_id, now)
+        for observer in self.observers:
+            observer.handed_over(request_id, now)
 
     def reset_prefix_cache(self) -> int:
         """See `EngineCore.reset_prefix_cache`."""

@@ -70,6 +70,13 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag=2):
     error: str | None
 
 
+class HandedOver(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    """A request was to go on in another engine."""
+
+    now: float
+    request_id: str
+
+
 class CacheReset(msgspec.Struct, frozen=True, array_like=True, tag=3):
     now: float
 
@@ -137,7 +144,16 @@ class Stopped(msgspec.Struct, frozen=True, array_like=True, tag=8):
 
 
 Event = (
-    Added | Ended | CacheReset | GaveBack | Planned | NothingPlanned | Finished | Failed | Stopped
+    Added
+    | Ended
+    | HandedOver
+    | CacheReset
+    | GaveBack
+    | Planned
+    | NothingPlanned
+    | Finished
+    | Failed
+    | Stopped
 )
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -321,6 +337,9 @@ class Recorder(LoopObserver):
         now: float,
     ) -> None:
         self._write(lambda: Ended(now, request_id, index, reason, error))
+
+    def handed_over(self, request_id: str, now: float) -> None:
+        self._write(lambda: HandedOver(now, request_id))
 
     def cache_reset(self, now: float) -> None:
         self._write(lambda: CacheReset(now))

@@ -30,6 +30,7 @@ from kvik.engine.wire import (
     End,
     EngineStart,
     FromEngine,
+    HandOver,
     Lost,
     Query,
     Ready,
@@ -419,6 +420,11 @@ class RemoteClient:
     def drain_replica(self, replica: int, *, drain: bool) -> int:
         """Raise `ParamError`: there is one engine."""
         raise ParamError("replica", "cannot be drained alone: this server has one engine")
+
+    def hand_over(self, request_id: str) -> None:
+        """Ask the engine to let another one go on with a request."""
+        if self._socket is not None and request_id in self._unfinished:
+            self._socket.send(frame(HandOver(request_id)))
 
     def credit(self, served: dict[str, int]) -> None:
         """Tell the engine what its tenants got from others."""

@@ -25,6 +25,7 @@ from kvik.engine.recorder import (
     Failed,
     Finished,
     GaveBack,
+    HandedOver,
     NothingPlanned,
     Planned,
     Stopped,
@@ -158,6 +159,8 @@ class Replay:
                     reason=event.reason,
                     error=event.error,
                 )
+            case HandedOver():
+                core.hand_over(event.request_id, event.now)
             case CacheReset():
                 core.reset_prefix_cache()
             case GaveBack():

@@ -12,12 +12,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from kvik.config.config import ResolvedConfig
 from kvik.core.block_pool import extend_hashes
 from kvik.core.routing import ReplicaReport, ReplicaRouter
-from kvik.core.types import EngineRequest, FinishReason, RequestDelta
+from kvik.core.types import EngineRequest, FinishReason, Handover, RequestDelta
 from kvik.engine.core import check_request
 from kvik.engine.live import LiveView, ReplicaView, merge_views
 from kvik.engine.remote import EngineState, RemoteClient, ResendQueue, SentRequest, Sink, give
@@ -43,6 +44,7 @@ class RoutedRequest(SentRequest):
     Attributes:
         hashes: of the blocks of its prompt.
         replica: number; None: it waits for one that is ready.
+        ending: how the caller ends it, which the replica was told.
     """
 
     def __init__(self, request: EngineRequest, hashes: list[bytes], arrival: float) -> None:
@@ -50,6 +52,7 @@ class RoutedRequest(SentRequest):
         self.request = request
         self.hashes = hashes
         self.replica: int | None = None
+        self.ending: tuple[FinishReason, str | None] | None = None
 
 
 class Replicas:
@@ -173,7 +176,7 @@ class Replicas:
             return
         sent = self._unfinished.get(request_id)
         if sent is not None and sent.replica is not None:
-            sent.ended = True
+            sent.ended, sent.ending = True, (reason, error)
             self._clients[sent.replica].end(request_id, index, reason, error)
 
     async def stats(self) -> EngineStats:
@@ -216,6 +219,10 @@ class Replicas:
             raise ParamError("replica", f"must be 0 to {most}, not {replica}")
         (self._draining.add if drain else self._draining.discard)(replica)
         self._state_changed(replica)
+        if drain and self._router.choose((), 0, self._clock()) is not None:  # there is another one
+            for request_id, sent in self._unfinished.items():
+                if sent.replica == replica and not sent.ended:
+                    self._clients[replica].hand_over(request_id)
         return self._clients[replica].num_unfinished
 
     async def reset_prefix_cache(self) -> int:
@@ -273,12 +280,20 @@ class Replicas:
         now = self._clock()
         given: list[RequestDelta] = []
         lost: dict[str, RoutedRequest] = {}
+        handed: list[tuple[RoutedRequest, Handover]] = []
         for delta in deltas:
             sent = self._unfinished.get(delta.request_id)
             if sent is None or sent.replica != replica or delta.index not in sent.indexes:
                 continue
             if delta.again and sent.may_be_sent_again and not self._closing:
                 lost[delta.request_id] = sent
+                continue
+            if delta.handed is not None:
+                handed.append((sent, delta.handed))
+                if delta.token_ids or delta.prompt_logprobs:
+                    sent.begun = True
+                    rest = replace(delta, finish_reason=None, report=None, kept=None, handed=None)
+                    given.append(rest)
                 continue
             if not sent.begun and delta.finish_reason is not FinishReason.ERROR:
                 self._router.began(delta.request_id, now)
@@ -292,6 +307,20 @@ class Replicas:
         self._give(given)
         for sent in lost.values():
             self._send_again(sent, replica)
+        for sent, handover in handed:
+            self._go_on(sent, handover, replica)
+
+    def _go_on(self, sent: RoutedRequest, handover: Handover, left: int) -> None:
+        """Let another replica go on with a request."""
+        sent.request = replace(sent.request, source=handover.source, resumed=handover)
+        sent.sends -= 1  # nothing was lost
+        if sent.ending is None and not self._closing:
+            self._send_again(sent, left)
+            return
+        self._unfinished.pop(sent.request_id, None)
+        self._router.ended(sent.request_id, self._clock())
+        reason, why = sent.ending or (FinishReason.ERROR, "the engine was closed")
+        self._give(sent.last_deltas(sent.indexes, self._clock(), reason, why))
 
     def _send_again(self, sent: RoutedRequest, lost_with: int | None = None) -> None:
         """Send a request of which nothing was delivered once more, or let it wait for a replica."""

@@ -78,6 +78,12 @@ class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
     error: str | None
 
 
+class HandOver(msgspec.Struct, frozen=True, array_like=True, tag="hand"):
+    """Another engine is to go on with a request; its last delta has what that has to know."""
+
+    request_id: str
+
+
 class Query(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     """Ask a question of the engine by its name; the `Reply` has the same ticket."""
 
@@ -91,7 +97,7 @@ class Credit(msgspec.Struct, frozen=True, array_like=True, tag="credit"):
     served: dict[str, int]
 
 
-ToEngine = Add | End | Query | Credit  # after `EngineStart`
+ToEngine = Add | End | HandOver | Query | Credit  # after `EngineStart`
 
 
 # -- from the engine -------------------------------------------------------------------------------
