@@ -4,12 +4,16 @@
     python benchmarks/kv_tiers.py unique [--model FOLDER] [--repeats 5]
     python benchmarks/kv_tiers.py lengths [--model FOLDER] [--tokens 16384] [--repeats 3]
     python benchmarks/kv_tiers.py load [--model FOLDER] [--repeats 3]
+    python benchmarks/kv_tiers.py peer [--model FOLDER] [--tokens 8192] [--repeats 9]
 
 "first": time to the first token of a prompt that is computed, and of one that left the cache and is
 loaded from memory, from the disk, and from the disk after the engine was killed. "unique": tokens
 per second of prompts that share nothing, with tiers and without. "lengths": the same prompt
 computed, and in the way that was chosen. "load": tokens per second where twice as many requests
-come as fit, with requests that are swapped, and computed again.
+come as fit, with requests that are swapped, and computed again. "peer": bytes per second of the
+pages of a prompt that another process lends, checked and in the KV cache, and of as many bytes that
+it sends over a plain TCP socket into one piece of memory; and how much of a prompt an engine
+computes whose pages another one has.
 
 What is compared is measured in turn, in one run; ratios are those of neighbours, with their spread.
 FOLDER needs a config.json alone: weights are drawn. Without it the bundled model runs. `--tp 2` and
@@ -21,16 +25,24 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kvik import LLM, SamplingParams
+from kvik.config.config import EngineConfig
+from kvik.core.types import EngineRequest, PageSource, RequestDelta
+from kvik.engine.loop import EngineLoop
+from kvik.launch import load_loop, resolve_config
 
 ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 BLOCK = 16
@@ -41,7 +53,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("first", "unique", "lengths", "load", "child"))
+    parser.add_argument(
+        "what", choices=("first", "unique", "lengths", "load", "peer", "child", "lender")
+    )
     parser.add_argument("--model", default="")
     parser.add_argument("--quantization", default="int8")
     parser.add_argument("--tokens", type=int)
@@ -55,6 +69,7 @@ def main() -> None:
     parser.add_argument("--pp", type=int, default=1, help="pipeline_parallel_size")
     options = parser.parse_args()
     ways = {"first": first, "unique": unique, "lengths": lengths, "load": load, "child": child}
+    ways |= {"peer": peer, "lender": lender}
     with tempfile.TemporaryDirectory() as folder:
         options.folder = options.folder or Path(folder) / "kv"
         ways[options.what](options)
@@ -216,6 +231,94 @@ def load(options: argparse.Namespace) -> None:
             preemptions=[each.preemptions for each in stats],
             recomputed_tokens=[each.work.recomputed_tokens for each in stats],
         )
+
+
+TOKEN = b"of this benchmark"
+
+
+def side(options: argparse.Namespace, role: str, tokens: int) -> EngineLoop:
+    """An engine with a role, as a server has it in a process of its own."""
+    asked: dict[str, Any] = {"model": options.model, "device": "cpu", "role": role}
+    if options.model:
+        asked |= {"load_format": "random", "seed": 1, "quantization": options.quantization}
+    if role == "prefill":
+        asked["kv_tiers"] = "memory:1GiB"
+    config = EngineConfig(**asked, num_blocks=tokens // BLOCK + 8, max_model_len=tokens + 16)
+    return load_loop(resolve_config(config), token=TOKEN)
+
+
+def until_done(loop: EngineLoop) -> RequestDelta:
+    """Step until the one request of an engine has ended; returns its last delta."""
+    last: RequestDelta | None = None
+    while last is None or last.finish_reason is None:
+        last = next(reversed(loop.step()), last)
+    return last
+
+
+def lender(options: argparse.Namespace) -> None:
+    """The other process: lends a prompt for each line that it reads, or sends bytes."""
+    loop, tokens = side(options, "prefill", options.tokens), prompt(options.tokens, 0)
+    listening = socket.create_server(("127.0.0.1", 0))
+    print(listening.getsockname()[1], flush=True)
+    for number, line in enumerate(sys.stdin):
+        if line.strip() != "lend":
+            data = memoryview(np.ones(int(line), np.uint8))
+            print("ready", flush=True)
+            with listening.accept()[0] as peer:
+                peer.sendall(data)
+            continue
+        loop.add(EngineRequest(f"{number}", tokens, ONE, lends=True))
+        last = until_done(loop)
+        loop.step()  # the lease begins
+        assert last.kept is not None
+        print(json.dumps(asdict(last.kept)), flush=True)
+
+
+def peer(options: argparse.Namespace) -> None:
+    tokens = options.tokens or 8192
+    words = [sys.executable, __file__, "lender", "--model", options.model, "--tokens", str(tokens)]
+    words += ["--quantization", options.quantization]
+    ratios, pages_rates, plain_rates, computed = [], [], [], []
+    with subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        loop = side(options, "decode", tokens)
+        port, moves = int(process.stdout.readline()), loop.core.scheduler.moves
+        assert moves is not None
+        counters = moves.index.tiers["peer"].counters
+        for i in range(options.repeats + 1):
+            process.stdin.write("lend\n")
+            process.stdin.flush()
+            source = PageSource(**json.loads(process.stdout.readline()))
+            loop.reset_prefix_cache()
+            before, work = counters.loaded_bytes, loop.stats().work.prefill_tokens
+            loop.add(EngineRequest(f"{i}", prompt(tokens, 0), ONE, source=source))
+            began = time.monotonic()
+            loop.step()
+            while moves.loads:
+                loop.step()
+            pages_seconds = time.monotonic() - began
+            size = counters.loaded_bytes - before
+            until_done(loop)
+            computed.append(loop.stats().work.prefill_tokens - work)
+            process.stdin.write(f"{size}\n")
+            process.stdin.flush()
+            target = memoryview(np.ones(size, np.uint8))  # memory that is there, as the cache is
+            assert process.stdout.readline() == "ready\n"
+            began = time.monotonic()
+            with socket.create_connection(("127.0.0.1", port)) as plain:
+                while target:
+                    target = target[plain.recv_into(target) :]
+            plain_seconds = time.monotonic() - began
+            if i:  # the first round warms up
+                ratios.append(plain_seconds / pages_seconds)
+                pages_rates.append(round(size / pages_seconds / 1e9, 2))
+                plain_rates.append(round(size / plain_seconds / 1e9, 2))
+        process.stdin.close()
+        loop.close()
+    told = {"GB/s": pages_rates, "plain GB/s": plain_rates, "MB": size // 10**6}
+    tell("pages of another engine over a plain socket copy", ratios, **told, computed=computed)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "checksum.hpp"
 #include "group.hpp"
 #include "memory.hpp"
 #include "runtime.hpp"
@@ -95,6 +96,14 @@ NB_MODULE(_native, m) {
         },
         "bytes"_a, "huge"_a);
     m.def("release_freed", &release_freed);
+    m.def("has_crc32", &has_crc32);
+    m.def(
+        "crc32",
+        [](const nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& bytes, uint32_t start) {
+            nb::gil_scoped_release release;
+            return crc32(bytes.data(), bytes.shape(0), start);
+        },
+        "bytes"_a, "start"_a);
     m.def(
         "give_back", [](uintptr_t data, size_t bytes) { return give_back(reinterpret_cast<void*>(data), bytes); },
         "data"_a, "bytes"_a);

@@ -75,8 +75,8 @@ def fetched(
     peers: PeerPages, memory: Memory, of: PageSource, keys: list[PageKey] = KEYS
 ) -> list[bool]:
     """Return which pages came; those that did must be right."""
-    came, scratch = [], np.zeros(max(SIZES), np.uint8)
-    for key, page in zip(keys, peers.fetch(of, keys, SIZES, scratch), strict=True):
+    came = []
+    for key, page in zip(keys, peers.fetch(of, keys, SIZES), strict=True):
         came.append(page is not None)
         assert page is None or memory.is_right(KEYS.index(key), page)
     return came
@@ -146,8 +146,7 @@ def test_a_place_that_another_page_took_is_never_taken_for_the_first(
     lender.end("a")
     memory.slab[:, PAGE_HEAD_BYTES:] ^= 0xFF  # others are stored there
     lender.lend(PageLease("b", [(KEYS[0], b"p" * 16, 0)]))
-    scratch = np.zeros(max(SIZES), np.uint8)
-    (page,) = peers.fetch(source(lender, "b"), KEYS[:1], SIZES, scratch)
+    (page,) = peers.fetch(source(lender, "b"), KEYS[:1], SIZES)
     assert page is not None and not memory.is_right(0, page)  # the seal is the new content's
     assert fetched(peers, memory, source(lender, "a")) == [False] * 12
 

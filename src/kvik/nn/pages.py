@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from zlib import crc32
+from zlib import crc32 as zlib_crc32
 
 import numpy as np
 import torch
@@ -59,7 +59,7 @@ def seal(page: np.ndarray, name: PageName, parent: bytes) -> None:
     """
     size = len(page) - PAGE_HEAD_BYTES
     head = _HEAD.pack(MAGIC, VERSION, name.group, name.fingerprint, name.hash, parent, size, 0)
-    checksum = crc32(page[PAGE_HEAD_BYTES:].data, crc32(head[:_CHECKED]))
+    checksum = _checksum(head, page)
     page[:PAGE_HEAD_BYTES] = np.frombuffer(head[:_CHECKED] + struct.pack("<I", checksum), np.uint8)
 
 
@@ -76,7 +76,19 @@ def is_good(page: np.ndarray, name: PageName) -> bool:
     found = (magic, version, size) == (MAGIC, VERSION, len(page) - PAGE_HEAD_BYTES)
     if not found or (fingerprint, group, key) != (name.fingerprint, name.group, name.hash):
         return False
-    return crc32(page[PAGE_HEAD_BYTES:].data, crc32(head[:_CHECKED])) == checksum
+    return _checksum(head, page) == checksum
+
+
+def _checksum(head: bytes, page: np.ndarray) -> int:
+    """Return the CRC-32 of a head without its last number, and of what is behind it."""
+    start = zlib_crc32(head[:_CHECKED])
+    try:
+        from kvik.kernels.cpu._native import crc32, has_crc32
+    except ImportError:
+        return zlib_crc32(page[PAGE_HEAD_BYTES:].data, start)
+    if has_crc32():
+        return crc32(page[PAGE_HEAD_BYTES:], start)
+    return zlib_crc32(page[PAGE_HEAD_BYTES:].data, start)
 
 
 class GroupPages:

@@ -321,7 +321,7 @@ class PageMover:
         if pages[0][2] == AT_PEER and self._peers is not None and load.source is not None:
             sizes = [each.num_bytes for each in self._pages]
             keys = [key for key, _, _ in pages]
-            for page in self._peers.fetch(load.source, keys, sizes, scratch):
+            for page in self._peers.fetch(load.source, keys, sizes):
                 yield PEER, page
             return
         for key, _, place in pages:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import re
 import socket
+import struct
 import threading
 import time
 from collections import deque
@@ -41,6 +42,7 @@ IDLE_SECONDS = 60.0  # of a connection
 RETRY_SECONDS = 30.0
 LOOK_SECONDS = 1.0  # between looks for leases whose time is over
 MAX_CONNECTIONS = 64
+BATCH = 1 << 20  # bytes of pages in a call of the system, or one page
 MAX_ASK = 1 << 20  # bytes
 REMEMBERED = 1024  # leases that have ended
 FETCH, RENEW, END = "fetch", "renew", "end"
@@ -163,7 +165,7 @@ class PageLender:
                 if _greet(peer, self._fingerprint) != self._fingerprint:
                     return  # the other one tells
                 while not self._closing:
-                    peer.settimeout(IDLE_SECONDS)
+                    _limit(peer, IDLE_SECONDS)
                     self._answer(peer, _read_ask(peer))
         finally:
             self._open.release()
@@ -184,11 +186,11 @@ class PageLender:
             self._changed.wait_for(lambda: there() or self._closing, SOON_SECONDS)
             lent = self._lent.get(ask.lease)
             known = [lent is not None and key in lent.pages for key in ask.keys]
-        peer.settimeout(MOVE_SECONDS)
+        _limit(peer, MOVE_SECONDS)
         peer.sendall(bytes(known))
-        for key, is_there in zip(ask.keys, known, strict=True):
-            if is_there:
-                peer.sendall(self._sealed(ask.lease, key).data)
+        keys = [key for key, is_there in zip(ask.keys, known, strict=True) if is_there]
+        for some in _batches(keys, lambda key: len(self._page(key, 0))):
+            _send_all(peer, [self._sealed(ask.lease, key).data for key in some])
 
     def _sealed(self, name: str, key: PageKey) -> np.ndarray:
         """
@@ -257,17 +259,16 @@ class PeerPages:
                 self._changed.notify()
 
     def fetch(
-        self, source: PageSource, keys: Sequence[PageKey], sizes: Sequence[int], page: np.ndarray
+        self, source: PageSource, keys: Sequence[PageKey], sizes: Sequence[int]
     ) -> Iterator[np.ndarray | None]:
         """Yield pages in order; None: it is not there, or not good.
 
         Args:
             sizes: bytes of the pages of each KV group.
-            page: they lie there, one after the other: [at least the largest] uint8.
         """
         address, missing = Address(source.host, source.port), len(keys)
         try:
-            for found in self._fetch(address, Ask(FETCH, source.lease, list(keys)), sizes, page):
+            for found in self._fetch(address, Ask(FETCH, source.lease, list(keys)), sizes):
                 missing -= 1
                 yield found
         except (OSError, LinkError) as error:
@@ -284,7 +285,7 @@ class PeerPages:
             self._idle.clear()
 
     def _fetch(
-        self, address: Address, ask: Ask, sizes: Sequence[int], page: np.ndarray
+        self, address: Address, ask: Ask, sizes: Sequence[int]
     ) -> Iterator[np.ndarray | None]:
         if self._is_off(address):
             return
@@ -292,15 +293,12 @@ class PeerPages:
         peer, known = self._asked(address, ask)
         damaged = 0
         try:
-            for key, is_there in zip(ask.keys, known, strict=True):
-                if time.monotonic() > until:
-                    raise TimeoutError("its pages come too slowly")
-                view = page[: sizes[key[0]]]
-                if is_there:
-                    _read_into(peer, view.data)
-                good = bool(is_there) and is_good(view, PageName(self._fingerprint, *key))
-                damaged += bool(is_there) and not good
-                yield view if good else None
+            there = [key for key, is_there in zip(ask.keys, known, strict=True) if is_there]
+            pages = self._pages(peer, there, sizes, until)
+            for is_there in known:
+                view = next(pages) if is_there else None
+                damaged += bool(is_there) and view is None
+                yield view
         except BaseException:
             peer.close()
             raise
@@ -310,6 +308,21 @@ class PeerPages:
             log.warning(told, OPTION, damaged, *_where(address))
             return
         self._give_back(address, peer)
+
+    def _pages(
+        self, peer: socket.socket, keys: Sequence[PageKey], sizes: Sequence[int], until: float
+    ) -> Iterator[np.ndarray | None]:
+        """Yield the pages that come on a connection; None: one is not good."""
+        data = np.empty(max(BATCH, *sizes), np.uint8)
+        for some in _batches(keys, lambda key: sizes[key[0]]):
+            if time.monotonic() > until:
+                raise TimeoutError("its pages come too slowly")
+            total, end = sum(sizes[key[0]] for key in some), 0
+            _read_into(peer, data[:total].data)
+            for key in some:
+                first, end = end, end + sizes[key[0]]
+                page = data[first:end]
+                yield page if is_good(page, PageName(self._fingerprint, *key)) else None
 
     def _asked(self, address: Address, ask: Ask) -> tuple[socket.socket, bytes]:
         """Return a connection on which pages come, and which of them.
@@ -404,16 +417,48 @@ def _socket_of(line: object) -> socket.socket:
     assert isinstance(line, Connection)
     with closing(line):
         peer = socket.socket(fileno=socket.dup(line.fileno()))
-    peer.settimeout(MOVE_SECONDS)
+    _limit(peer, MOVE_SECONDS)
     return peer
+
+
+def _batches(keys: Sequence[PageKey], size: Callable[[PageKey], int]) -> Iterator[list[PageKey]]:
+    """Divide pages into those that are sent together."""
+    some: list[PageKey] = []
+    total = 0
+    for key in keys:
+        if some and total + size(key) > BATCH:
+            yield some
+            some, total = [], 0
+        some.append(key)
+        total += size(key)
+    if some:
+        yield some
+
+
+def _send_all(peer: socket.socket, views: list[memoryview]) -> None:
+    while views:
+        sent = peer.sendmsg(views)
+        while views and sent >= len(views[0]):
+            sent -= len(views.pop(0))
+        if views:
+            views[0] = views[0][sent:]
+
+
+def _limit(peer: socket.socket, seconds: float) -> None:
+    """Let no call wait longer. The kernel counts, so that a call takes a whole page, where Python's
+    own limit would make it return with each part."""
+    peer.settimeout(None)
+    whole, part = divmod(seconds, 1.0)
+    limit = struct.pack("ll", int(whole), int(part * 1e6))
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
 def _is_quiet(peer: socket.socket) -> bool:
     """Return whether a connection is open, and nothing comes that was not asked for."""
-    peer.settimeout(0.0)
     with suppress(BlockingIOError, InterruptedError):
         with suppress(ConnectionError):
-            peer.recv(1, socket.MSG_PEEK)
+            peer.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         return False
     return True
 
@@ -426,7 +471,7 @@ def _greet(peer: socket.socket, fingerprint: bytes) -> bytes:
 
 def _ask(peer: socket.socket, ask: Ask) -> None:
     data = msgspec.msgpack.encode(ask)
-    peer.settimeout(MOVE_SECONDS)
+    _limit(peer, MOVE_SECONDS)
     peer.sendall(len(data).to_bytes(4, "big") + data)
 
 
@@ -449,7 +494,7 @@ def _read_into(peer: socket.socket, view: memoryview) -> None:
         OSError: the other side is gone, or silent.
     """
     while view:
-        count = peer.recv_into(view)
+        count = peer.recv_into(view, 0, socket.MSG_WAITALL)
         if not count:
             raise ConnectionError("the connection was closed")
         view = view[count:]

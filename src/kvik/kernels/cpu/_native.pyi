@@ -18,6 +18,12 @@ def allocate(bytes: int, huge: bool) -> np.ndarray:
 def release_freed() -> None:
     """Give memory that the C library has kept back to the system."""
 
+def has_crc32() -> bool:
+    """Whether this machine has what `crc32` is made for."""
+
+def crc32(bytes: np.ndarray, start: int) -> int:
+    """The checksum of zlib.crc32, of [bytes] uint8; only where `has_crc32`."""
+
 def give_back(data: int, bytes: int) -> int:
     """Give the whole pages of a part of `allocate` back to the system, as zeros; returns their
     bytes."""
