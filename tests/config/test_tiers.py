@@ -64,3 +64,17 @@ def test_the_memory_tier_is_part_of_the_plan() -> None:
     assert tiered.memory.limit == pytest.approx(plain.memory.limit, rel=0.2)
     sizes = tiered.cache.tiers
     assert sizes.memory == (64 << 20) // max(sizes.page_bytes)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"kv_tiers": "disk:/tmp/pages:1GiB", "role": "prefill"},  # others fetch from memory
+        {"enable_prefix_caching": False},
+    ],
+)
+def test_roles_that_do_not_fit(options: dict) -> None:
+    with pytest.raises(ConfigError, match=r"^(role|kv_tiers): must"):
+        resolve_config(EngineConfig(**{"device": "cpu", "role": "decode", "threads": 2, **options}))
