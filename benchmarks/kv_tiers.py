@@ -11,9 +11,9 @@ loaded from memory, from the disk, and from the disk after the engine was killed
 per second of prompts that share nothing, with tiers and without. "lengths": the same prompt
 computed, and in the way that was chosen. "load": tokens per second where twice as many requests
 come as fit, with requests that are swapped, and computed again. "peer": bytes per second of the
-pages of a prompt that another process lends, checked and in the KV cache, and of as many bytes that
-it sends over a plain TCP socket into one piece of memory; and how much of a prompt an engine
-computes whose pages another one has.
+pages of a prompt that another process lends, checked, and then also in the KV cache; and of as many
+bytes that it sends over a plain TCP socket into one piece of memory; and how much of a prompt an
+engine computes whose pages another one has.
 
 What is compared is measured in turn, in one run; ratios are those of neighbours, with their spread.
 FOLDER needs a config.json alone: weights are drawn. Without it the bundled model runs. `--tp 2` and
@@ -31,6 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -40,9 +41,15 @@ import numpy as np
 
 from kvik import LLM, SamplingParams
 from kvik.config.config import EngineConfig
+from kvik.core.block_pool import extend_hashes
+from kvik.core.config import CacheConfig
+from kvik.core.plan import PageKey
 from kvik.core.types import EngineRequest, PageSource, RequestDelta
 from kvik.engine.loop import EngineLoop
 from kvik.launch import load_loop, resolve_config
+from kvik.worker.page_mover import JOB_PAGES, THREADS
+from kvik.worker.peer_tier import PeerPages
+from kvik.worker.worker import cache_fingerprint
 
 ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 BLOCK = 16
@@ -278,7 +285,8 @@ def peer(options: argparse.Namespace) -> None:
     tokens = options.tokens or 8192
     words = [sys.executable, __file__, "lender", "--model", options.model, "--tokens", str(tokens)]
     words += ["--quantization", options.quantization]
-    ratios, pages_rates, plain_rates, computed = [], [], [], []
+    ratios, loaded_ratios, computed = [], [], []
+    rates: dict[str, list[float]] = {"fetched": [], "loaded": [], "plain": []}
     with subprocess.Popen(
         words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -286,11 +294,14 @@ def peer(options: argparse.Namespace) -> None:
         loop = side(options, "decode", tokens)
         port, moves = int(process.stdout.readline()), loop.core.scheduler.moves
         assert moves is not None
-        counters = moves.index.tiers["peer"].counters
+        counters, cache = moves.index.tiers["peer"].counters, loop.core.config.cache
+        hashes: list[bytes] = []
+        extend_hashes(hashes, prompt(tokens, 0), BLOCK, cache.salt, (tokens - 1) // BLOCK)
+        keys = [(group, key) for key in hashes for group in range(len(cache.groups))]
+        peers = PeerPages(TOKEN, cache_fingerprint(loop.core.config))
         for i in range(options.repeats + 1):
-            process.stdin.write("lend\n")
-            process.stdin.flush()
-            source = PageSource(**json.loads(process.stdout.readline()))
+            fetched_seconds = seconds_to_fetch(peers, lent(process), keys, cache)
+            source = lent(process)
             loop.reset_prefix_cache()
             before, work = counters.loaded_bytes, loop.stats().work.prefill_tokens
             loop.add(EngineRequest(f"{i}", prompt(tokens, 0), ONE, source=source))
@@ -312,13 +323,40 @@ def peer(options: argparse.Namespace) -> None:
                     target = target[plain.recv_into(target) :]
             plain_seconds = time.monotonic() - began
             if i:  # the first round warms up
-                ratios.append(plain_seconds / pages_seconds)
-                pages_rates.append(round(size / pages_seconds / 1e9, 2))
-                plain_rates.append(round(size / plain_seconds / 1e9, 2))
+                ratios.append(plain_seconds / fetched_seconds)
+                loaded_ratios.append(plain_seconds / pages_seconds)
+                seconds = (fetched_seconds, pages_seconds, plain_seconds)
+                for name, each in zip(rates, seconds, strict=True):
+                    rates[name].append(round(size / each / 1e9, 2))
         process.stdin.close()
+        peers.close()
         loop.close()
-    told = {"GB/s": pages_rates, "plain GB/s": plain_rates, "MB": size // 10**6}
-    tell("pages of another engine over a plain socket copy", ratios, **told, computed=computed)
+    tell("pages of another engine, checked, over a plain socket copy", ratios, **rates)
+    tell("the same and in the cache", loaded_ratios, MB=size // 10**6, computed=computed)
+
+
+def lent(process: subprocess.Popen[str]) -> PageSource:
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write("lend\n")
+    process.stdin.flush()
+    return PageSource(**json.loads(process.stdout.readline()))
+
+
+def seconds_to_fetch(
+    peers: PeerPages, source: PageSource, keys: list[PageKey], cache: CacheConfig
+) -> float:
+    """In two threads, as an engine does it."""
+    assert cache.tiers is not None
+    sizes = cache.tiers.page_bytes
+
+    def fetch(first: int) -> bool:
+        pages = peers.fetch(source, keys[first : first + JOB_PAGES], sizes)
+        return all(page is not None for page in pages)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        began = time.monotonic()
+        assert all(pool.map(fetch, range(0, len(keys), JOB_PAGES)))
+        return time.monotonic() - began
 
 
 if __name__ == "__main__":
