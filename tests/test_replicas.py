@@ -147,7 +147,8 @@ def test_a_server_loses_one_of_two_engines_and_goes_on() -> None:
             if status == 200:
                 assert answer["usage"]["completion_tokens"] == 60
             else:
-                assert status >= 500 and "replica " in answer["error"]["message"]
+                # 503: nothing of the answer was sent, so the client may ask again
+                assert status in (500, 503) and answer["error"]["code"] == "engine_error"
         assert sum(status == 200 for status, _ in answers) >= 4
         wait_for_both(server)
         pids += engines_of(server)
