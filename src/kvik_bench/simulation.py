@@ -239,7 +239,7 @@ class SimulatedReplica:
         self.plan: SchedulerOutput | None = None  # being computed
         self.tiers = None if engine.tiers is None else SimulatedTiers(engine)
         self._log = ContentLog()
-        self.scheduler.kv.pool.log_to(self._log)
+        self.scheduler.log_contents(self._log)
 
     def add(self, name: str, turn: Turn, now: float) -> None:
         params = SamplingParams(max_tokens=turn.output)

@@ -78,6 +78,13 @@ def test_tiers_keep_what_leaves_the_cache(tiers: TierSizes):
     assert tiered == simulate(traffic, replace(SMALL, tiers=tiers), 1)
 
 
+@pytest.mark.full
+def test_a_conversation_goes_on_where_the_memory_tier_has_it():
+    """Where caches are small, routing finds with the tier most of what it finds in large ones."""
+    tiered = simulate(BUSY, replace(ROOMY, blocks=2000, tiers=TierSizes((PAGE,), 16_384)), 8)
+    assert tiered.hit_tokens >= 0.85 * simulate(BUSY, ROOMY, 8).hit_tokens
+
+
 def test_loads_take_the_time_that_the_rate_says():
     """Where loading takes longer than computing, little is loaded, and that late."""
     traffic = Traffic(requests=60, rate=5.0, seed=1, output_tokens=16)

@@ -10,7 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvik.core.block_pool import BlockPool, ContentChanges, ContentLog, extend_hashes
+from kvik.core.config import TierSizes
+from kvik.core.plan import MEMORY
 from kvik.core.routing import EXPECTED_SECONDS, ReplicaReport, ReplicaRouter
+from kvik.core.tier_index import TierIndex
 
 PIECE = 16
 
@@ -273,6 +276,38 @@ def test_a_log_replayed_is_the_index_of_the_pool(seed: int):
                 read()
     read()
     if seed % 2:
-        pool.log_to(log)  # from the beginning, whatever was told
+        log.restart()  # from the beginning, whatever was told
+        pool.log_to(log)
         read()
     assert told == {content for (group, content), _ in pool.index_items() if group == 0}
+
+
+def test_a_log_tells_what_the_cache_or_the_memory_tier_has() -> None:
+    """A content is removed when the last of both has lost it."""
+    log, pool = ContentLog(), BlockPool(2)
+    index = TierIndex(TierSizes((1,), 1, 0))
+    key = (0, b"a")
+    pool.log_to(log)
+    index.log_to(log)
+
+    def told() -> tuple[list[bytes], list[bytes]]:
+        changes = log.take()
+        return ([], []) if changes is None else (changes.stored, changes.removed)
+
+    (block,) = pool.allocate(1)
+    pool.commit(block, key)
+    assert told() == ([b"a"], [])
+    index.store(key, on_disk=False)
+    index.finish(key, MEMORY)
+    assert told() == ([], [])  # it was there
+    pool.release([block])
+    pool.allocate(2)
+    assert told() == ([], [])  # the tier has it
+    index.store((0, b"b"), on_disk=False)
+    assert told() == ([], [b"a"])
+    index.finish((0, b"b"), MEMORY)
+    assert told() == ([b"b"], [])
+    log.restart()
+    index.log_to(log)
+    changes = log.take()
+    assert changes is not None and changes.cleared and changes.stored == [b"b"]

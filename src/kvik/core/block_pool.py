@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -63,24 +64,32 @@ class ContentChanges:
 
 
 class ContentLog:
-    """Collects the changes of one KV group's contents. Of each hash only the last one counts."""
+    """Collects the changes of one KV group's contents, wherever they are kept: a content is there
+    while the cache or a tier has it. Of each hash only the last change counts."""
 
     def __init__(self, group: int = 0) -> None:
         self.group = group
         self._number = 0
         self._changes: dict[bytes, bool] = {}  # whether it can be matched
+        self._keepers = Counter[bytes]()
         self._cleared = True
 
     def note(self, key: BlockKey, *, stored: bool) -> None:
-        """A content was published or withdrawn."""
+        """A content was published or withdrawn in one place."""
         group, content = key
-        if group == self.group:
+        if group != self.group:
+            return
+        before = self._keepers[content]
+        self._keepers[content] += 1 if stored else -1
+        if not self._keepers[content]:
+            del self._keepers[content]
+        if bool(before) != (content in self._keepers):
             self._changes[content] = stored
 
-    def restart(self, contents: Iterable[BlockKey] = ()) -> None:
-        """Forget what was told, and collect all that there is."""
+    def restart(self) -> None:
+        """Forget what was told; each place notes all that it has again."""
         self._cleared = True
-        self._changes = {content: True for group, content in contents if group == self.group}
+        self._changes, self._keepers = {}, Counter()
 
     def take(self) -> ContentChanges | None:
         """Return the changes since the last call; None: there are none."""
@@ -132,10 +141,11 @@ class BlockPool:
         self._log: ContentLog | None = None
 
     def log_to(self, log: ContentLog | None) -> None:
-        """Note all changes of contents in a log from now on, which begins with all there are."""
+        """Note all contents in a log, and all changes of them from now on."""
         self._log = log
         if log is not None:
-            log.restart(self._index)
+            for key in self._index:
+                log.note(key, stored=True)
 
     def allocate(self, count: int) -> list[int]:
         """Allocate `count` blocks with one reference each, forgetting their contents."""
@@ -241,9 +251,10 @@ class BlockPool:
         count = len(self._index)
         for block in self._index.values():
             self._keys[block] = None
-        self._index.clear()
         if self._log is not None:
-            self._log.restart()
+            for key in self._index:
+                self._log.note(key, stored=False)
+        self._index.clear()
         self._copies.clear()
         self._copies_of.clear()
         return count

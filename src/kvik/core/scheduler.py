@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
+from kvik.core.block_pool import ContentLog
 from kvik.core.checkpoints import StateCheckpoint
 from kvik.core.config import CacheConfig, SchedulerConfig
 from kvik.core.fair_share import FairShare, FreeResources
@@ -193,6 +194,14 @@ class Scheduler:
         if self.moves is not None:
             self.moves.clear()
         return self.kv.reset()
+
+    def log_contents(self, log: ContentLog) -> None:
+        """Note in a log which contents the cache and the memory tier have, from the beginning, and
+        all changes of that from now on."""
+        log.restart()
+        self.kv.pool.log_to(log)
+        if self.moves is not None:
+            self.moves.index.log_to(log)
 
     @property
     def has_requests(self) -> bool:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kvik.core.block_pool import ContentLog
 from kvik.core.config import TierSizes
 from kvik.core.plan import AT_PEER, DISK, MEMORY, NOWHERE, PEER, PageKey
 
@@ -65,6 +66,7 @@ class Tier:
         capacity: bytes.
         size: bytes of all pages, those under way included.
         storing: bytes of those under way.
+        log: notes which pages can be loaded; None: nobody wants to know.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -75,6 +77,7 @@ class Tier:
         self.busy: Counter[PageKey] = Counter()  # how many loads read them
         self.counters = TierCounters()
         self.rate = Rate()
+        self.log: ContentLog | None = None
 
     def begin(self, key: PageKey, size: int) -> list[PageKey] | None:
         """A page is going to be stored. Returns those that make room for it, which are gone now;
@@ -107,17 +110,21 @@ class Tier:
             self.storing -= size
             self.pages[key] = size
             self.counters.stored += 1
+            self._note(key, stored=True)
 
     def add(self, key: PageKey, size: int) -> None:
         """It was found there."""
         if key not in self.pages and key not in self.under_way:
             self.pages[key] = size
             self.size += size
+            self._note(key, stored=True)
 
     def remove(self, key: PageKey) -> bool:
         """It is not there, or no more. Returns whether it was believed to be."""
         size = self.pages.pop(key, None)
-        if size is None:
+        if size is not None:
+            self._note(key, stored=False)
+        else:
             size = self.under_way.pop(key, None)
             self.storing -= size or 0
         if size is not None:
@@ -129,6 +136,10 @@ class Tier:
         size = self.pages.pop(key, None)
         if size is not None:
             self.pages[key] = size
+
+    def _note(self, key: PageKey, *, stored: bool) -> None:
+        if self.log is not None:
+            self.log.note(key, stored=stored)
 
     def release(self, key: PageKey) -> None:
         """A load reads it no more."""
@@ -163,6 +174,15 @@ class TierIndex:
         self._held: dict[PageKey, int] = {}  # places that loads read of pages that are gone
         self.drops: list[PageKey] = []
         self.off = ""
+
+    def log_to(self, log: ContentLog) -> None:
+        """Note all pages in memory in a log, and all changes of them from now on. Those on the disk
+        are alike for all engines that share it."""
+        memory = self.tiers.get(MEMORY)
+        if memory is not None:
+            memory.log = log
+            for key in memory.pages:
+                log.note(key, stored=True)
 
     def where(self, key: PageKey) -> str | None:
         """Return the fastest tier that a page can be loaded from; None: there is none."""

@@ -167,7 +167,8 @@ SERVED_SECONDS = 0.5  # between those that say what tenants got
 
 
 class Reporter:
-    """Makes reports of a scheduler: what its prefix cache holds, and how busy it is."""
+    """Makes reports of a scheduler: what its prefix cache and its memory tier hold, and how busy it
+    is."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -180,7 +181,7 @@ class Reporter:
 
     def restart(self) -> None:
         """Report everything again."""
-        self._scheduler.kv.pool.log_to(self._log)
+        self._scheduler.log_contents(self._log)
         self._told = float("-inf")
 
     def look(self, now: float, *, idle: bool) -> ReplicaReport | None:
