@@ -44,7 +44,7 @@ class Replicas:
     kv_tiers: str | None = option(
         None,
         Tiers(),
-        "where each keeps blocks beyond its KV cache, as of `kvik serve`; folders are not touched",
+        "where each keeps blocks beyond its KV cache, as of kvik serve; folders are not touched",
     )
     memory_rate: float = option(
         20.0, Number(0, 1e6, above=True), "GB/s of copies to and from the memory tier"
