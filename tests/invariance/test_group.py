@@ -215,10 +215,10 @@ def test_pages_are_alike_for_all_numbers_of_processes(name, format, tmp_path) ->
             found.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
             (disk,) = llm.stats().moves.tiers
         assert [output.num_cached_tokens for output in outputs] == [80 * bool(first)] * 3
-        assert disk.failed == 0 and bool(disk.stored) == (not first)
+        assert disk.failed == 0 and not (first and disk.stored)
         pages = {path.name: path.read_bytes() for path in (tmp_path / "kv").glob("*/*/*.kv")}
-        first = first or pages
-        assert pages == first
+        first = first or pages  # of the first engine, which has written them when it is closed
+        assert pages and pages == first
     assert found == [found[0]] * len(found)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 from helpers.http_server import HttpServer, ask, http_server
@@ -25,6 +26,7 @@ ADMIN = {"authorization": "Bearer boss"}
 class Stubs:
     """Of the engine and the generations at once."""
 
+    config: ClassVar[Any] = SimpleNamespace(runner=SimpleNamespace(role="both"))
     state: EngineState = EngineState.READY
     live: set[str] = field(default_factory=set)
     fill: float = 0.0

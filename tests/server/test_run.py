@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from kvik.server.server import Server
 
 
 class Engine:
+    config = SimpleNamespace(runner=SimpleNamespace(role="both"))
     state = EngineState.STARTING
     reason = "is being loaded"
     closed = False

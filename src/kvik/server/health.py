@@ -17,7 +17,8 @@ from kvik.server.server import Server
 
 @get("/health", open=True, note="200 while the engine advances, else 503 and the reason.")
 async def health(server: Server, request: Request) -> Response:
-    return _answer(_trouble(server), server.engine.config.runner.role)
+    trouble = _trouble(server)
+    return _answer(trouble, server.engine.config.runner.role if trouble is None else "both")
 
 
 @get("/ready", open=True, note="200 if there is room, too.")

@@ -14,7 +14,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from queue import SimpleQueue
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -31,7 +31,9 @@ from kvik.core.plan import (
     SchedulerOutput,
 )
 from kvik.nn.pages import GroupPages
-from kvik.worker.peer_tier import PageLender, PeerPages
+
+if TYPE_CHECKING:
+    from kvik.worker.peer_tier import PageLender, PeerPages
 
 log = logging.getLogger(__name__)
 

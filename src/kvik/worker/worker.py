@@ -37,7 +37,6 @@ from kvik.worker.model_runner import ModelRunner
 from kvik.worker.output_tokens import OutputTokens
 from kvik.worker.page_mover import PageFolder, PageMover
 from kvik.worker.participant import Participant, RunningStep
-from kvik.worker.peer_tier import PeerPages, lender_at
 from kvik.worker.pipeline import Pipeline, StageTape, Tape
 from kvik.worker.platforms import inference_on, on_device, platform
 from kvik.worker.prompt_outputs import Pooling, PromptLogprobs
@@ -321,10 +320,13 @@ def page_mover(
             folder = DiskTier(runner.kv_folder, fingerprint, tiers.disk)
     others = [each for each in (network.others, network.earlier) if each is not None]
     if not others:
-        peers = PeerPages(token, fingerprint) if tiers.peers and token else None
-        lender = None
-        if runner.kv_listen is not None and token:
-            lender = partial(lender_at, runner.kv_listen, token, fingerprint)
+        peers = lender = None
+        if token:
+            from kvik.worker.peer_tier import PeerPages, lender_at  # few engines know others
+
+            peers = PeerPages(token, fingerprint) if tiers.peers else None
+            if runner.kv_listen is not None:
+                lender = partial(lender_at, runner.kv_listen, token, fingerprint)
         return PageMover(pages, tiers.memory, folder, peers=peers, lender=lender, at_once=replays)
     count = max(1, len(runner.stages)) * runner.ranks
     processes = [number for number in range(count) if number != count - runner.ranks]
