@@ -465,8 +465,9 @@ def test_tiers_are_told_as_in_the_terminal(browser: chromium.Browser, site: Site
     opened(browser, site)
     memory = TierStats("memory", 2, 1 << 30, 4 << 30, 3, 2, 0, 1, 2.5e9)
     disk = TierStats("disk", 2, 5 << 20, 2 << 40, 3, 2, 0, 1, None)
+    peer = TierStats("peer", 0, 0, 0, 0, 12, 0, 0, None)
     totals = MoveCounters(loaded_tokens=1234, load_choices=5, swapped_in=7)
-    told = json.dumps(msgspec.to_builtins(MoveStats((memory, disk), totals, "<no space>")))
+    told = json.dumps(msgspec.to_builtins(MoveStats((memory, disk, peer), totals, "<no space>")))
     words = browser.evaluate(
         "(async () => { const { tierWords } = await import('/ui/engine.js');"
         f" return [tierWords(null), tierWords({told})] }})()"
@@ -474,7 +475,8 @@ def test_tiers_are_told_as_in_the_terminal(browser: chromium.Browser, site: Site
     assert words == [
         "",
         "Tiers: memory 1.0 GiB of 4.0 GiB at 2.5 GB/s, disk 5.0 MiB of 2048.0 GiB, "
-        "disk off: <no space>; 1,234 tokens loaded, load or compute 5/0, swapped out 0, in 7",
+        "peer 12 pages, disk off: <no space>; 1,234 tokens loaded, load or compute 5/0, "
+        "swapped out 0, in 7",
     ]
     assert browser.evaluate("document.querySelector('#tiers').hidden")
 

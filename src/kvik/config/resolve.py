@@ -374,8 +374,8 @@ def check_tiers(config: EngineConfig, spec: ModelSpec, compute: Compute) -> Tier
         asked = replace(asked, memory=PREFILL_TIER)
     alone = config.tensor_parallel_size == config.pipeline_parallel_size == 1
     if config.role != "both" and not alone:
-        told = "of an engine of several processes, whose pages other engines do not fetch yet"
-        raise ConfigError("role", f"must be both {told}")
+        told = "pages of an engine of several processes are not fetched by other engines yet"
+        raise ConfigError("role", f"must be both: {told}")
     replicas = alone and config.data_parallel_size > 1 and asked.memory > 0
     asked = replace(
         asked,

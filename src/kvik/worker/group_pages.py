@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import struct
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ import numpy as np
 from kvik.attention.select import NATIVE
 from kvik.config.config import ResolvedConfig
 from kvik.core.plan import DISK, MEMORY, NOWHERE, PageKey, PageStore, SchedulerOutput
-from kvik.errors import GroupLost
+from kvik.errors import ConfigError, GroupLost
 from kvik.files import shared_memory
 from kvik.nn.pages import GroupPages, PagePart, group_pages
 from kvik.spec.shares import PipelineStage
@@ -78,8 +79,12 @@ class PageMemory:
     def make(rows: int, row_bytes: int) -> PageMemory:
         """
         Raises:
+            ConfigError: other processes cannot open it on this system.
             OSError: there is no address space for it.
         """
+        if sys.platform != "linux":
+            told = f"must be left out where several processes compute on {sys.platform}"
+            raise ConfigError("kv_tiers", told)
         file = shared_memory(HEAD_BYTES + rows * row_bytes)
         path = f"/proc/{os.getpid()}/fd/{file}"
         return PageMemory(file, OpenPages(path, rows, row_bytes))

@@ -30,9 +30,9 @@ from kvik.core.plan import (
     PageStore,
     SchedulerOutput,
 )
-from kvik.nn.pages import GroupPages
 
 if TYPE_CHECKING:
+    from kvik.nn.pages import GroupPages
     from kvik.worker.peer_tier import PageLender, PeerPages
 
 log = logging.getLogger(__name__)
@@ -92,10 +92,7 @@ class Loading:
         self.failed: list[int] = []
         at_peer = [i for i, (_, _, place) in enumerate(load.pages) if place == AT_PEER]
         here = [i for i, (_, _, place) in enumerate(load.pages) if place != AT_PEER]
-        self.jobs, self.peer_jobs = (
-            _jobs(here, job_pages),
-            _jobs(at_peer, job_pages),
-        )  # indices of pages
+        self.jobs, self.peer_jobs = _jobs(here, job_pages), _jobs(at_peer, job_pages)
         self.left = len(self.jobs) + len(self.peer_jobs)
 
 

@@ -99,9 +99,10 @@ function gauges(view) {
 export function tierWords(moves) {
   if (!moves) return "";
   const { tiers, totals, off } = moves;
-  const each = tiers.map(({ name, bytes, capacity, bytes_per_second: rate }) => {
+  const each = tiers.map(({ name, bytes, capacity, loaded, bytes_per_second: rate }) => {
     const speed = rate ? ` at ${(rate / 1e9).toFixed(1)} GB/s` : "";
-    return `${name} ${size(bytes)} of ${size(capacity)}${speed}`;
+    const held = capacity ? `${size(bytes)} of ${size(capacity)}` : `${count(loaded)} pages`; // of other engines
+    return `${name} ${held}${speed}`;
   });
   if (off) each.push(`disk off: ${off}`);
   const did = [
