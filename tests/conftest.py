@@ -104,6 +104,12 @@ def no_calibration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture
+def loads_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that is in a tier is loaded, however long that took before on this machine."""
+    monkeypatch.setattr("kvik.core.tier_index.TierIndex.is_faster", lambda *_: True)
+
+
+@pytest.fixture
 def default_sigint() -> Iterator[None]:
     """Ctrl-C as in a terminal: a shell starts background jobs with SIGINT ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

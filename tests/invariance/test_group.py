@@ -199,6 +199,7 @@ PROCESSES = ({}, TWO, {"tensor_parallel_size": 3, "threads": 3}, STAGES, BOTH, {
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("loads_always")
 @pytest.mark.parametrize("name", ["bundled", "capped", "latent"])
 @pytest.mark.parametrize("format", ["auto", "int8"])
 def test_pages_are_alike_for_all_numbers_of_processes(name, format, tmp_path) -> None:
