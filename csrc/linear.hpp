@@ -93,7 +93,7 @@ LinearPlan plan_linear(const linear_args& a, int threads) {
     }
     // What has groups is summed over whole ones.
     int64_t unit = kAheadSteps;
-    if (quantises(a.kind) || a.group) {
+    if (a.group) {
         unit = summed_inputs(a) / inputs_per_step(a.kind);
         p.stretch = divide_up(p.stretch, unit) * unit;
     }
@@ -270,7 +270,8 @@ struct TileWork {
         s.x_stride = x.stride;
         s.sums = own + (once ? 0 : (row - block_start(first_block)) * kTile);
         s.first = step == 0;
-        const int64_t group_steps = summed_inputs(a) / inputs_per_step(a.kind), group = step / group_steps;
+        s.last = last;
+        const int64_t group_steps = divide_up(summed_inputs(a), inputs_per_step(a.kind)), group = step / group_steps;
         s.group_steps = unpacked ? 2 * group_steps : group_steps;
         s.groups_stride = x.sums_stride;
         if (quantises(a.kind)) s.x_sums = x.sums + row * x.sums_stride + group;

@@ -88,6 +88,7 @@ KVIK_INLINE F32 max(F32 a, F32 b) { return _mm512_max_ps(a, b); }
 KVIK_INLINE F32 min(F32 a, F32 b) { return _mm512_min_ps(a, b); }
 KVIK_INLINE F32 abs(F32 a) { return _mm512_abs_ps(a); }
 KVIK_INLINE F32 fma(F32 a, F32 b, F32 c) { return _mm512_fmadd_ps(a, b, c); }  // a * b + c
+constexpr bool kFused = true;  // fma rounds once
 KVIK_INLINE F32 round(F32 a) { return _mm512_roundscale_ps(a, 0); }            // to nearest even
 KVIK_INLINE F32 select(Mask m, F32 yes, F32 no) { return _mm512_mask_blend_ps(m, no, yes); }
 KVIK_INLINE Mask not_le(F32 a, F32 b) { return _mm512_cmp_ps_mask(a, b, _CMP_NLE_UQ); }  // a > b, or a NaN
@@ -267,6 +268,7 @@ KVIK_INLINE F32 max(F32 a, F32 b) { return _mm256_max_ps(a, b); }
 KVIK_INLINE F32 min(F32 a, F32 b) { return _mm256_min_ps(a, b); }
 KVIK_INLINE F32 abs(F32 a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
 KVIK_INLINE F32 fma(F32 a, F32 b, F32 c) { return _mm256_fmadd_ps(a, b, c); }
+constexpr bool kFused = true;
 KVIK_INLINE F32 round(F32 a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 KVIK_INLINE F32 select(Mask m, F32 yes, F32 no) { return _mm256_blendv_ps(no, yes, m); }
 KVIK_INLINE Mask not_le(F32 a, F32 b) { return _mm256_cmp_ps(a, b, _CMP_NLE_UQ); }
@@ -455,6 +457,7 @@ KVIK_INLINE F32 max(F32 a, F32 b) { KVIK_LANES a.v[i] = a.v[i] > b.v[i] ? a.v[i]
 KVIK_INLINE F32 min(F32 a, F32 b) { KVIK_LANES a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
 KVIK_INLINE F32 abs(F32 a) { KVIK_LANES a.v[i] = std::fabs(a.v[i]); return a; }
 KVIK_INLINE F32 fma(F32 a, F32 b, F32 c) { KVIK_LANES c.v[i] += a.v[i] * b.v[i]; return c; }
+constexpr bool kFused = false;
 KVIK_INLINE F32 round(F32 a) { KVIK_LANES a.v[i] = std::nearbyintf(a.v[i]); return a; }
 KVIK_INLINE F32 select(Mask m, F32 yes, F32 no) { KVIK_LANES yes.v[i] = m.v[i] ? yes.v[i] : no.v[i]; return yes; }
 KVIK_INLINE Mask not_le(F32 a, F32 b) { Mask r; KVIK_LANES r.v[i] = !(a.v[i] <= b.v[i]); return r; }

@@ -22,6 +22,7 @@ struct Stretch {
     int rows;
     float* sums;  // [rows][32]
     bool first;  // else the sums of the stretches before are in `sums`
+    bool last;   // else sums of integers without groups stay integers
     // What to prefetch meanwhile, and the bytes from one step to the next.
     const char* ahead;
     int64_t ahead_stride;
@@ -249,6 +250,7 @@ __attribute__((noinline)) void multiply_group(const Stretch& s, int first_vector
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; v++) {
             acc[0][m][v] = kMinima ? izero() : packed_zeros ? short_mul(zeros[v], x_sum) : x_sum;
+            if (!kScaled && !s.first) acc[0][m][v] = iload(s.sums + m * kTile + (first_vector + v) * kLanes);
             if (kChains > 1) acc[kChains - 1][m][v] = izero();
         }
     }
@@ -317,8 +319,11 @@ __attribute__((noinline)) void multiply_group(const Stretch& s, int first_vector
         for (int v = 0; v < kVectors; v++) {
             const I32 whole = kChains > 1 ? iadd(acc[0][m][v], acc[kChains - 1][m][v]) : acc[0][m][v];
             float* sum = sums + m * kTile + v * kLanes;
-            F32 total = kScaled ? fma(to_float(whole), mul(scale[v], x_scale), load(sum))
-                                : add(to_float(whole), load(sum));
+            if (!kScaled) {
+                s.last ? store(sum, to_float(whole)) : istore(sum, whole);
+                continue;
+            }
+            F32 total = fma(to_float(whole), mul(scale[v], x_scale), load(sum));
             if (kMinima) total = fma(minimum[v], x_sum, total);
             store(sum, total);
         }
@@ -346,7 +351,7 @@ KVIK_INLINE void multiply_vectors(const Stretch& s, int first_vector) {
         else
             return multiply_floats<Tile, kRows, kVectors>;
     }();
-    if (!kIsInteger<Tile> && !s.scales) return kMultiply(s, first_vector, 0, 0, s.steps);
+    if (!s.scales && (!kIsInteger<Tile> || s.steps)) return kMultiply(s, first_vector, 0, 0, s.steps);
     if (s.first) clear_sums(s, first_vector, kVectors);
     for (int64_t group = 0, step = 0; step < s.steps; group++) {
         const int64_t last = step + s.group_steps < s.steps ? step + s.group_steps : s.steps;

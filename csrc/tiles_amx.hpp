@@ -155,40 +155,72 @@ void multiply_bf16(TileShapes& shapes, const Stretch& s, bool streamed) {
     add_steps<ProductBF16>(shapes, s, {0, s.steps, kProductSteps, (char*)s.sums, s.first, streamed});
 }
 
-// From the integers of a group to the sums, as `multiply_group` of the vectors does it.
-template <bool kMinima>
+// From the integers of a group to the sums, as `multiply_group` of the vectors does it. What the loop reads of `s` is
+// copied: the compiler would read it again after each store.
+template <bool kMinima, bool kZeros>
 void add_group(const Stretch& s, int64_t group, const int32_t* integers) {
-    const char* packed_zeros = kMinima ? nullptr : s.zeros;
+    static constexpr float kOne = 1.0f;
+    const float* x_scales = s.x_scales ? s.x_scales + group : &kOne;
+    const int32_t* x_sums = s.x_sums + group;
+    const int64_t stride = s.groups_stride, scales_stride = s.x_scales ? stride : 0;
+    float* sums = s.sums;
+    I32 zeros[kTileVectors];
+    F32 scale[kTileVectors], minimum[kTileVectors];
     for (int v = 0; v < kTileVectors; v++) {
         const int64_t lane = group * kTile + v * kLanes;
-        const I32 zeros = packed_zeros ? load_i8((const int8_t*)packed_zeros + lane) : ibroadcast(1);
-        const F32 scale = group_scale(s, lane), minimum = kMinima ? load((const f16*)s.zeros + lane) : zero();
-        for (int m = 0; m < s.rows; m++) {
-            const int64_t of_x = m * s.groups_stride + group;
-            const float x_scale = s.x_scales ? s.x_scales[of_x] : 1.0f;
-            const I32 x_sum = ibroadcast(s.x_sums[of_x]);
-            const I32 offset = kMinima ? izero() : packed_zeros ? short_mul(zeros, x_sum) : x_sum;
-            const F32 whole = to_float(iadd(iload(integers + m * kTile + v * kLanes), offset));
+        scale[v] = group_scale(s, lane);
+        zeros[v] = kZeros ? load_i8((const int8_t*)s.zeros + lane) : izero();
+        minimum[v] = kMinima ? load((const f16*)s.zeros + lane) : zero();
+    }
+#pragma GCC unroll 4
+    for (int m = 0, rows = s.rows; m < rows; m++) {
+        const F32 x_scale = broadcast(*x_scales);
+        const I32 x_sum = ibroadcast(*x_sums);
+        const F32 x_total = kMinima ? mul(to_float(x_sum), x_scale) : zero();
+#pragma GCC unroll 4
+        for (int v = 0; v < kTileVectors; v++) {
+            const I32 found = iload(integers + v * kLanes);
+            const I32 whole = kMinima ? found : iadd(found, kZeros ? short_mul(zeros[v], x_sum) : x_sum);
+            F32 total = fma(to_float(whole), mul(scale[v], x_scale), load(sums + v * kLanes));
+            if (kMinima) total = fma(minimum[v], x_total, total);
+            store(sums + v * kLanes, total);
+        }
+        integers += kTile;
+        sums += kTile;
+        x_scales += scales_stride;
+        x_sums += stride;
+    }
+}
+
+// Integers without groups. Their sums become floats, in place, with the last stretch.
+void multiply_whole_i8(TileShapes& shapes, const Stretch& s, bool streamed) {
+    add_steps<ProductI8>(shapes, s, {0, s.steps, kProductSteps, (char*)s.sums, s.first, streamed});
+    if (!s.last) return;
+    for (int m = 0; m < s.rows; m++) {
+        const I32 x_sum = ibroadcast(s.x_sums[m * s.groups_stride]);
+        for (int v = 0; v < kTileVectors; v++) {
             float* sum = s.sums + m * kTile + v * kLanes;
-            F32 total = fma(whole, mul(scale, broadcast(x_scale)), load(sum));
-            if (kMinima) total = fma(minimum, broadcast(float(s.x_sums[of_x]) * x_scale), total);
-            store(sum, total);
+            store(sum, to_float(iadd(iload(sum), x_sum)));
         }
     }
 }
 
 template <bool kMinima>
-void multiply_i8(TileShapes& shapes, const Stretch& s, bool streamed) {
-    alignas(64) int32_t integers[2 * kRegisterRows * kTile];
+void multiply_groups_i8(TileShapes& shapes, const Stretch& s, bool streamed) {
+    // Those of one group are added while the next one is multiplied: they wait for their stores.
+    alignas(64) int32_t integers[2][2 * kRegisterRows * kTile];
+    const auto add = kMinima ? add_group<true, false> : s.zeros ? add_group<false, true> : add_group<false, false>;
     if (s.first) std::memset(s.sums, 0, size_t(s.rows) * kTile * sizeof(float));
     // one length for all products of a group: other shapes cost time
     int64_t product_steps = kProductSteps;
     while (s.group_steps % product_steps) product_steps--;
-    for (int64_t group = 0, step = 0; step < s.steps; group++, step += s.group_steps) {
+    int64_t group = 0;
+    for (int64_t step = 0; step < s.steps; group++, step += s.group_steps) {
         const int64_t steps = s.steps - step < s.group_steps ? s.steps - step : s.group_steps;
-        add_steps<ProductI8>(shapes, s, {step, steps, product_steps, (char*)integers, true, streamed});
-        add_group<kMinima>(s, group, integers);
+        add_steps<ProductI8>(shapes, s, {step, steps, product_steps, (char*)integers[group % 2], true, streamed});
+        if (group) add(s, group - 1, integers[(group - 1) % 2]);
     }
+    if (group) add(s, group - 1, integers[(group - 1) % 2]);
 }
 
 // Up to so many rows vectors multiply four bits faster, as registers take them only once they are unpacked:
@@ -227,9 +259,11 @@ public:
         if (few || by_vectors(kind, s.scales != nullptr)) return vectors_.multiply(kind, unpacked, s);
         switch (kind) {
             case kMatrixI8:
+                if (!s.scales) return multiply_whole_i8(shapes_, s, !unpacked);
+                return multiply_groups_i8<false>(shapes_, s, !unpacked);
             case kMatrixMxfp4:
-            case kMatrixI4: return multiply_i8<false>(shapes_, s, !unpacked);
-            case kMatrixI4Min: return multiply_i8<true>(shapes_, s, !unpacked);
+            case kMatrixI4: return multiply_groups_i8<false>(shapes_, s, !unpacked);
+            case kMatrixI4Min: return multiply_groups_i8<true>(shapes_, s, !unpacked);
             default: return multiply_bf16(shapes_, s, !unpacked);
         }
     }

@@ -214,6 +214,44 @@ def test_the_largest_products_of_four_bits_fit_their_sums(runtime: Runtime, rows
         assert torch.equal(y, torch.full((rows, 40), sign * 15 * inputs * 127 / 8))
 
 
+@pytest.mark.parametrize("rows", [1, 4, 40])
+@pytest.mark.parametrize("runtime", runtimes(threads=[1]))
+def test_the_largest_products_of_eight_bits_fit_their_sums(runtime: Runtime, rows: int) -> None:
+    """As many inputs as a matrix may have, all weights and all x the largest, of one sign; and the
+    same with signs that change halfway, so that sums come near to both ends."""
+    inputs = 65536
+    values, scales = torch.full((2, inputs), 127, dtype=torch.int8), torch.ones(2, 1)
+    values[1, inputs // 2 :] = -127
+    matrix = pack(
+        runtime, Values(values.float(), values.float(), values, scales, None, 0, NUMBERS[I8])
+    )
+    for sign in (1.0, -1.0):
+        x = torch.full((rows, inputs), sign * 127.0)
+        whole = sign * 127 * 127 * inputs
+        assert torch.equal(linear(runtime, x, matrix), torch.tensor([[whole, 0.0]] * rows))
+        x[:, inputs // 2 :] *= -1
+        assert torch.equal(linear(runtime, x, matrix), torch.tensor([[0.0, whole]] * rows))
+
+
+@pytest.mark.parametrize("size", [1e-36, 1e-20, 1.0, 1e20, 1e36])
+@pytest.mark.parametrize("runtime", runtimes(threads=[1]))
+def test_x_is_rounded_to_eight_bits_as_by_a_division(runtime: Runtime, size: float) -> None:
+    matrix = pack(
+        runtime,
+        Values(
+            *(torch.eye(128) for _ in range(2)),
+            torch.eye(128, dtype=torch.int8),
+            torch.ones(128, 1),
+            None,
+            0,
+            NUMBERS[I8],
+        ),
+    )
+    x = normal(200, 128) * size
+    scale = x.abs().amax(1, keepdim=True) / 127
+    assert torch.equal(linear(runtime, x, matrix), (x / scale).round() * scale)
+
+
 @pytest.mark.parametrize("kind", ONE_OF_EACH)
 @pytest.mark.parametrize("runtime", runtimes(threads=[2]))
 def test_nothing_spreads_to_other_rows(runtime: Runtime, kind: str) -> None:

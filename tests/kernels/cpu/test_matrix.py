@@ -31,7 +31,7 @@ def spec(kind: WeightKind, inputs: int = 512) -> MatrixSpec:
         WeightKind("int4", 0, "minima"),
         WeightKind("int4", 12, "minima"),
         WeightKind("int8", 6, activations="group"),
-        WeightKind("int8", 65536, activations="group"),
+        WeightKind("int8", 131072, activations="group"),
         WeightKind("fp8", 2),
     ],
 )
@@ -39,6 +39,13 @@ def test_groups_that_kernels_cannot_multiply(kind: WeightKind) -> None:
     for wanted in (kind, replace(kind, ordered=True)):
         with pytest.raises(ValueError, match=f"groups of {kind.group}: "):
             native_ops(Native(1)).matrix(spec(wanted))
+
+
+def test_more_inputs_than_sums_of_integers_hold() -> None:
+    kind = WeightKind("int8", activations="token")
+    assert native_ops(Native(1)).matrix(spec(kind, 65536))
+    with pytest.raises(ValueError, match="65537 inputs: at most 65536 "):
+        native_ops(Native(1)).matrix(spec(kind, 65537))
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ TILE = 32  # outputs
 
 F32, BF16, I8, I8_WEIGHT_ONLY, I4, I4_MIN, FP8, MXFP4 = range(8)  # MatrixKind
 INPUTS_PER_STEP = (1, 2, 4, 4, 8, 8, 4, 8)  # by kind: what four bytes of an output hold
-MAX_GROUP = 32768  # of inputs: integers are summed in 32 bits
+MAX_GROUP = 65536  # of inputs: integers are summed in 32 bits, over all inputs without groups
 MAX_GROUP_WITH_ZEROS = 256  # their sum is multiplied by the zero point in 16 bits
 
 
@@ -298,6 +298,8 @@ def packed_sizes(spec: MatrixSpec) -> tuple[int, int, int]:
     """
     kind = spec.kind
     _check_group(kind)
+    if _number(kind) == I8 and spec.inputs > MAX_GROUP and not kind.group:
+        raise ValueError(f"weights of {spec.inputs} inputs: at most {MAX_GROUP} of this kind")
     paired = spec.paired  # gate and up share tiles
     tiles = ceil_div(spec.rows // 2, TILE // 2) if paired else ceil_div(spec.rows, TILE)
     values = tiles * ceil_div(spec.inputs, INPUTS_PER_STEP[_number(kind)]) * TILE * 4
