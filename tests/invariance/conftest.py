@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from helpers.matrix import (
@@ -16,9 +18,25 @@ from helpers.matrix import (
     reference_tokens,
     run,
 )
+from helpers.warm_processes import warm_process
 
 from kvik import LLM
 from kvik.engine.output import RequestOutput
+
+
+@pytest.fixture(scope="session")
+def forking() -> Iterator[SimpleNamespace]:
+    with warm_process() as made:
+        yield made
+
+
+@pytest.fixture
+def forked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of groups are forked by one that has loaded what all need."""
+    if sys.platform == "linux":
+        made = request.getfixturevalue("forking")
+        for module in ("kvik.rank_process", "kvik.stage_process"):
+            monkeypatch.setattr(f"{module}.subprocess", made)
 
 
 @pytest.fixture(scope="module", params=MODELS)
