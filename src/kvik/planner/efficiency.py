@@ -247,6 +247,10 @@ def _bottleneck(
     idle = _ratio(time.idle, time.idle + time.busy)
     if not steps:
         return "load", "no step was computed"
+    # Before all else: what is counted or calibrated wrongly tells nothing.
+    impossible = _impossible(kinds, time, ceiling) if ceiling is not None else ""
+    if impossible:
+        return "ceiling", impossible
     if idle >= MOSTLY:
         return "load", f"idle for {idle:.0%} of the time"
     host = f"{_ratio(time.host, time.busy):.0%} of the time with work passed between the steps"
@@ -255,9 +259,6 @@ def _bottleneck(
             return "host", host
         share = _ratio(time.executor, time.busy)
         return "executor", f"{share:.0%} of the time with work passed in the steps"
-    impossible = _impossible(kinds, time, ceiling)
-    if impossible:
-        return "ceiling", impossible
     needs = _needs(kinds, ceiling)
     floor = sum(needs.values())
     taken = {**needs, "host": time.host, "overhead": max(0.0, time.executor - floor)}
