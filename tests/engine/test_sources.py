@@ -109,7 +109,9 @@ async def supervised(mode: str = "serve", policy: RestartPolicy = QUICK) -> Asyn
 
 @pytest.mark.parametrize("loop_factory", [None, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 async def test_a_process_that_dies_is_replaced(loop_factory):
-    async with supervised() as rig:
+    """Its end alone tells of it: whatever waits for a time takes longer than the test."""
+    patient = RestartPolicy(stall=90.0, kill=90.0, exit=90.0, pause=0.01)
+    async with supervised(policy=patient) as rig:
         with pytest.raises(UnavailableError, match="being started"):
             rig.client.add(request())
         await rig.until(EngineState.READY)
@@ -119,9 +121,7 @@ async def test_a_process_that_dies_is_replaced(loop_factory):
         while len(rig.deltas) < 8:
             await asyncio.sleep(0.001)
         os.kill(rig.supervisor.pid, signal.SIGKILL)
-        began = time.monotonic()
         lost = await rig.ended("b")
-        assert time.monotonic() - began < 1
         assert lost.finish_reason is FinishReason.ERROR
         assert rig.client.state is EngineState.RESTARTING
         await rig.restarted()
@@ -294,6 +294,7 @@ async def test_an_idle_engine_does_not_stall():
             assert rig.client.state is EngineState.READY
 
 
+@pytest.mark.full
 async def test_a_blocked_event_loop_does_not_mark_the_engine_as_stalled():
     async with supervised(policy=RestartPolicy(stall=1.0)) as rig:
         await rig.until(EngineState.READY)
@@ -319,6 +320,7 @@ class Still:
         self.state = state
 
 
+@pytest.mark.full
 async def test_time_in_which_the_event_loop_was_blocked_does_not_count():
     line = Still()
     supervisor = Supervisor(

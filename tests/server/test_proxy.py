@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,7 @@ from kvik.server.proxy import Proxy, cached_share, passed_on, piece_hashes, rend
 from kvik.server.transfer import PREFILL_HEADER, SOURCE_HEADER
 
 CHAT = "/v1/chat/completions"
+Clock = Callable[[], float]
 
 
 @dataclass
@@ -74,7 +76,9 @@ class Site:
 
 
 @contextmanager
-def site(*backends: Backend, timeout: float = 30.0) -> Iterator[Site]:
+def site(
+    *backends: Backend, timeout: float = 30.0, clock: Clock = time.monotonic
+) -> Iterator[Site]:
     async def of(app: Any) -> Any:
         return app
 
@@ -83,13 +87,15 @@ def site(*backends: Backend, timeout: float = 30.0) -> Iterator[Site]:
             stack.enter_context(http_server(lambda app=app: of(app)))  # type: ignore[misc]
             for app in backends
         ]
-        with in_front([server.url for server in servers], timeout) as (front, made):
+        with in_front([server.url for server in servers], timeout, clock) as (front, made):
             yield Site(front, made, list(backends), servers)
 
 
 @contextmanager
-def in_front(urls: list[str], timeout: float = 30.0) -> Iterator[tuple[HttpServer, Proxy]]:
-    made = Proxy(urls, timeout)
+def in_front(
+    urls: list[str], timeout: float = 30.0, clock: Clock = time.monotonic
+) -> Iterator[tuple[HttpServer, Proxy]]:
+    made = Proxy(urls, timeout, clock)
 
     async def start() -> Proxy:
         await made.start()
@@ -207,7 +213,9 @@ def test_the_server_hears_of_a_client_that_leaves():
 
 
 def test_a_conversation_stays_where_it_is_and_others_spread():
-    with site(Backend("a"), Backend("b"), Backend("c")) as made:
+    # Each look at the clock is 10 ms later: no server is slow because this machine is.
+    ticks = (0.01 * i for i in count())
+    with site(Backend("a"), Backend("b"), Backend("c"), clock=lambda: next(ticks)) as made:
         seen = set()
         for number in range(12):
             long, places = f"story {number} " * 2000, set()

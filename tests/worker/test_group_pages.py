@@ -187,6 +187,7 @@ def test_more_pages_are_loaded_than_there_are_rows_for(
 ) -> None:
     """A row is another page's only when the slowest process has copied it."""
     monkeypatch.setattr(module, "STAGED", 4 * PAGE)
+    monkeypatch.setattr(module, "WAIT_SECONDS", 0.005)  # in each of many rounds
     world = World()
     numbers = range(1, 25)
     for number in numbers:
