@@ -130,6 +130,7 @@ engine_process.main(sys.argv[1:])
 """
 
 
+@pytest.mark.full
 def test_loading_stops_when_the_client_is_gone(resolved):
     ours, theirs = socket.socketpair()
     with subprocess.Popen(

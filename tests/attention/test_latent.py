@@ -171,9 +171,13 @@ def allocated(sequences: list[tuple[int, int]], format: str, where: torch.device
 TRIALS = [
     *product(NAMES, CASES, ("fp32", "int8")),
     *product(NAMES, ("mixed", "tree"), ("bf16", "fp8")),
-    *(("triton", case, "fp32") for case in ("chunk behind a prefix", "mixed", "tree")),
+    *(("triton", case, "fp32") for case in ("chunk behind a prefix", "tree")),
     ("triton", "decode", "bf16"),
-    *(("triton+sdpa", case, "fp32") for case in ("prefill batch", "mixed", "tree")),
+    *(("triton+sdpa", case, "fp32") for case in ("prefill batch", "tree")),
+    *(
+        pytest.param(name, "mixed", "fp32", marks=pytest.mark.full)
+        for name in ("triton", "triton+sdpa")
+    ),
 ]
 
 
@@ -194,7 +198,12 @@ def test_matches_the_definition(name: str, case: str, format: str) -> None:
 
 @pytest.mark.skipif(not TRITON, reason=NO_TRITON)
 @pytest.mark.parametrize(
-    ("case", "taken"), [("prefill batch", [70, 16]), ("mixed", [9]), ("decode", [])]
+    ("case", "taken"),
+    [
+        ("prefill batch", [70, 16]),
+        pytest.param("mixed", [9], marks=pytest.mark.full),
+        ("decode", []),
+    ],
 )
 def test_keys_and_values_are_made_for_fresh_prompts_alone(
     case: str, taken: list[int], monkeypatch: pytest.MonkeyPatch

@@ -99,7 +99,8 @@ def test_windows_across_tiles(kernel, make_step, window):
 )
 def test_sinks_of_a_window_meet_queries_of_their_own(kernel, make_step, window):
     """Also of queries that turn for them as for all keys."""
-    step = make_step([(12, 1), (0, 9), (93, 1), (0, 1), (50, 18), (0, 80)]).with_rotation()
+    sequences = [(12, 1), (0, 9), (93, 1), (0, 1), (50, 18), (0, 80)]
+    step = make_step(sequences, 16, 2, 1).with_rotation()
     for each in (step, replace(step, sink_rotation=None)):
         found = attend(each, window).double()
         torch.testing.assert_close(found, each.expected(window), rtol=1e-4, atol=2e-6)
@@ -131,7 +132,7 @@ def test_sinks_in_few_bits(kernel, make_step, format):
 @pytest.mark.parametrize("firsts", [(3, 0, 260, 85), (30, 0, 0, 17)], ids=str)
 def test_keys_before_the_first_one_are_not_there(kernel, make_step, firsts):
     """As where layers drop tokens: neither seen nor read."""
-    step = make_step([(50, 1), (0, 9), (300, 1), (90, 40)])
+    step = make_step([(50, 1), (0, 9), (300, 1), (90, 20)], 16, 2, 1)
     layout = replace(step.layout, first_keys=torch.tensor(firsts, dtype=torch.int32), firsts=firsts)
     expected = replace(step, layout=layout).run(make_backend("reference"))
     table = step.layout.block_table.clone()

@@ -230,6 +230,7 @@ def test_a_server_that_refuses_to_count_is_asked_without(capsys: Any) -> None:
 
 @pytest.mark.usefixtures("default_sigint")
 @pytest.mark.parametrize("said", ["", "Hel"])
+@pytest.mark.full
 def test_ctrl_c_closes_the_connection(said: str, capsys: Any) -> None:
     user = threading.get_ident()
 

@@ -11,13 +11,14 @@ import random
 
 import pytest
 from helpers.simulation import Setup, Simulation
+from helpers.tiers import runs
 from helpers.windows import Seen, chunks
 
 from kvik.core.config import POLICIES
 from kvik.core.types import FinishReason, Pin
 
 WINDOWS: list[tuple[Seen, ...]] = [(None,), (6,), (None, 5), (chunks(7), None)]
-NUM_STEPS = 320
+NUM_STEPS = min(runs(320), 320)
 
 
 def keep_busy(
@@ -89,8 +90,8 @@ def keep_busy(
 def test_every_request_ends_under_random_load(policy: str, depth: int) -> None:
     reasons: set[FinishReason | None] = set()
     preemptions = pinned = vectors = 0
-    runs = [*((windows, None) for windows in WINDOWS), ((None, 5), 6)]
-    for seed, (windows, checkpoints) in enumerate(runs):
+    kinds = [*((windows, None) for windows in WINDOWS), ((None, 5), 6)]
+    for seed, (windows, checkpoints) in enumerate(kinds):
         sim = keep_busy(seed, policy, depth, windows, checkpoints)
         ended = sim.ended.values()
         reasons |= {delta.finish_reason for delta in ended}

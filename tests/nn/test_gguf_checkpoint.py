@@ -307,7 +307,8 @@ def rounded(type: str, matrices: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("family", "type"),
     [(family, type) for family in FAMILIES for type in ("F32", "Q8_0", "Q4_0")]
-    + [(family, type) for family in MORE for type in ("F32", "Q4_0")],
+    + [(family, "Q4_0") for family in MORE]
+    + [pytest.param(family, "F32", marks=pytest.mark.full) for family in MORE],
 )
 def test_the_same_model(tmp_path: Path, family: str, type: str) -> None:
     options, ids = {**FAMILIES, **MORE}[family], tokens(20)

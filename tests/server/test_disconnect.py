@@ -116,6 +116,7 @@ def test_who_only_sends_no_more_gets_the_whole_answer(stream, version):
 
 
 @pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.full
 def test_who_sends_no_more_and_then_leaves(stream):
     steps = Steps()
     with served(routes, steps) as server:

@@ -120,6 +120,7 @@ def test_one_that_never_begins_is_not_waited_for_long(
     assert fetched(peers, memory, source(lender, "unknown")) == [False] * 12
 
 
+@pytest.mark.full
 def test_leases_end_when_they_are_left_or_nobody_renews_them(
     memory: Memory, lender: PageLender, peers: PeerPages, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -123,6 +123,7 @@ def test_a_python_that_is_missing_is_named(tmp_path: Path, job: Job) -> None:
     assert "nowhere" in answer.failed
 
 
+@pytest.mark.full
 def test_the_time_limit_kills_the_engine_and_its_children(tmp_path: Path, job: Job) -> None:
     child = tmp_path / "child"
     text = (

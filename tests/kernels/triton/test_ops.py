@@ -6,6 +6,7 @@ tolerances, but not for what is exact.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 
 import pytest
@@ -18,7 +19,7 @@ from kvik.kernels.ops import Draws, Ops, Truncation
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.triton import draw
 from kvik.kernels.triton.ops import triton_ops
-from kvik_bench.kernel_cases import CASES, Case, arguments, outputs
+from kvik_bench.kernel_cases import CASES, Argument, Case, arguments, outputs
 
 # Products have files of their own; draws of many rows take seconds to interpret.
 PRODUCTS = ("linear", "matrix_rows")
@@ -36,18 +37,34 @@ def ops() -> Ops:
     return triton_ops(device())
 
 
+def check_the_rest_is_as_before(case: Case, args: Sequence[Argument], dtype: torch.dtype) -> None:
+    """Arguments that the operation neither writes nor takes as scratch."""
+    for i, before in enumerate(arguments(case, dtype, device())):
+        if i not in (*case.spoiled, *case.written) and isinstance(before, torch.Tensor):
+            after = args[i]
+            assert isinstance(after, torch.Tensor) and torch.equal(after, before)
+
+
 def compare(ops: Ops, case: Case, dtype: torch.dtype) -> None:
     rtol, atol = case.tolerance(dtype)
     expected = outputs(REFERENCE, case, arguments(case, dtype, device()))
-    found = outputs(ops, case, arguments(case, dtype, device()))
+    args = arguments(case, dtype, device())
+    found = outputs(ops, case, args)
+    check_the_rest_is_as_before(case, args, dtype)
     assert len(found) == len(expected) > 0
     for a, b in zip(found, expected, strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype
         torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("case", CHOSEN, ids=lambda c: f"{c.op}-{c.name}")
+LAST = {case.op: case for case in CHOSEN}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [c if LAST[c.op] is c else pytest.param(c, marks=pytest.mark.full) for c in CHOSEN],
+    ids=lambda c: f"{c.op}-{c.name}",
+)
 def test_matches_the_reference(ops: Ops, case: Case) -> None:
     compare(ops, case, torch.float32)
 
@@ -55,20 +72,7 @@ def test_matches_the_reference(ops: Ops, case: Case) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("op", SEVERAL_DTYPES)
 def test_narrow_numbers(ops: Ops, op: str, dtype: torch.dtype) -> None:
-    compare(ops, [c for c in CHOSEN if c.op == op][-1], dtype)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [c for c in CHOSEN if not c.written and c.op not in ("draw", "probabilities")],
-    ids=lambda c: f"{c.op}-{c.name}",
-)
-def test_leaves_its_arguments_alone(ops: Ops, case: Case) -> None:
-    args = arguments(case, torch.float32, device())
-    outputs(ops, case, args)
-    for i, before in enumerate(arguments(case, torch.float32, device())):
-        if i not in case.spoiled and isinstance(before, torch.Tensor):
-            assert torch.equal(args[i], before)
+    compare(ops, LAST[op], dtype)
 
 
 def test_nothing_is_left_to_the_reference(ops: Ops) -> None:

@@ -145,6 +145,7 @@ def test_two_fields_contradict_each_other(http: httpx2.Client) -> None:
     assert answer.json()["error"]["message"].startswith("guided_choice: contradicts guided_regex")
 
 
+@pytest.mark.full
 def test_hostile_constraints_delay_nobody(http: httpx2.Client, site: Site) -> None:
     """Another's stream goes on while each is refused. Both take longer on a busy machine, so lines
     of the stream are counted, not seconds."""
