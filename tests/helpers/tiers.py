@@ -2,12 +2,12 @@
 
 - **fast** (`make test`): tests without a mark. A table of more than eight cases that is the product
   of several axes runs a cover of it: each value of each axis at least once.
-- **full** (`make test-full`): also tests marked `full`, whole products and all examples. Of a
-  product marked `pairs` it runs a cover too: each pair of values of two axes at least once.
+- **full** (`make test-full`): also tests marked `full`, and all examples. Of a product of three and
+  more axes it runs a cover too: each pair of values of two axes at least once.
 - **check** (`make check`): tests marked `check`, which look at the form of sources and documents.
   They belong to no other tier.
-- **nightly** (`make test-nightly`): also tests marked `nightly`; ten times the examples, drawn from
-  a new seed that the header of the run shows (`--seed` repeats it).
+- **nightly** (`make test-nightly`): also tests marked `nightly`, and whole products; ten times the
+  examples, drawn from a new seed that the header of the run shows (`--seed` repeats it).
 
 The tier stands in the environment, because modules read it when they are imported (`examples`) and
 because the workers of xdist are processes of their own.
@@ -87,13 +87,11 @@ def selected(items: list[pytest.Item], chosen: str) -> list[pytest.Item]:
 
 
 def _is_whole(cases: list[pytest.Item], chosen: str) -> bool:
-    marker = cases[0].get_closest_marker
-    return (
-        len(cases) <= SMALL
-        or not hasattr(cases[0], "callspec")
-        or (chosen == "full" and marker("pairs") is None)
-        or (chosen == "fast" and marker("whole") is not None)
-    )
+    if len(cases) <= SMALL or not hasattr(cases[0], "callspec"):
+        return True
+    # Of as many axes as are combined each case is a combination of its own.
+    pairs = chosen == "full" and len(cases[0].callspec._idlist) <= STRENGTH[chosen]
+    return pairs or cases[0].get_closest_marker("whole") is not None
 
 
 def covering(cases: list[pytest.Item], strength: int) -> list[pytest.Item]:

@@ -38,7 +38,6 @@ def test_tokens_do_not_depend_on_how_they_are_made(model, expected, column):
 
 
 @needs_native
-@pytest.mark.pairs
 @pytest.mark.parametrize("column", BITS, ids=lambda column: column.name)
 def test_native_logprobs_are_the_same_to_the_bit(model, weights, one_at_a_time, column, caplog):
     sampling = params_with_logprobs(column.siblings)

@@ -98,7 +98,6 @@ def check_tokens(outputs: list[RequestOutput], expected: list[list[int]]) -> Non
             assert all(others == expected[i] for others in tokens), f"siblings of prompt {i}"
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("drafter", EVERYWHERE)
 @pytest.mark.parametrize(
     "column",
@@ -186,7 +185,6 @@ def test_tokens_do_not_depend_on_a_draft_model(model, expected, draft, column):
 
 
 @needs_native
-@pytest.mark.pairs
 @pytest.mark.parametrize("drafter", EVERYWHERE)
 @pytest.mark.parametrize(
     "column",

@@ -6,7 +6,9 @@ Most groups here are threads of one process, which saves starting others for eac
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from helpers.calibrated import FAMILIES as CALIBRATED
@@ -30,6 +32,7 @@ from helpers.tiny_models import save_tiny, tokens
 
 from kvik import LLM, SamplingParams
 from kvik.config.model_source import BUNDLED
+from kvik.engine.output import RequestOutput
 
 pytestmark = needs_native  # whose module has the beats
 
@@ -85,6 +88,7 @@ IN_PROCESSES = (
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("name", IN_PROCESSES)
 def test_processes_say_what_one_says(name, tmp_path) -> None:
     compare("bundled", BY_NAME[name], tmp_path)
@@ -99,11 +103,19 @@ def test_tokens_are_those_of_one(name, column, tmp_path, monkeypatch) -> None:
     compare(name, column, tmp_path)
 
 
+@cache
+def alone_of(name: str) -> list[RequestOutput]:
+    """Outputs of one process, one request at a time."""
+    with TemporaryDirectory() as folder:
+        model = {**make_model(name, Path(folder)), **TORCH}
+        common = {"device": "cpu", "threads": 1, "max_model_len": CONTEXT, "max_num_seqs": 1}
+        with LLM(**model, **common) as llm:
+            return run(llm, ALONE, possible(params_with_logprobs(), model))
+
+
 def compare(name: str, column: Column, tmp_path: Path) -> None:
     model = {**make_model(name, tmp_path), **TORCH}
-    common = {"device": "cpu", "threads": 1, "max_model_len": CONTEXT, "max_num_seqs": 1}
-    with LLM(**model, **common) as llm:
-        alone = run(llm, ALONE, possible(params_with_logprobs(), model))
+    alone = alone_of(name)
     sampling = params_with_logprobs(column.siblings)
     found = run_column(column, sampling, model)
     for i, (output, right) in enumerate(zip(found, alone, strict=True)):

@@ -51,6 +51,11 @@ def run_watched(
     return done
 
 
+# What its code has is in the others: registers as wide in avx512_bf16, and products without
+# instructions for bf16 in avx2.
+AT_NIGHT = "avx512"
+
+
 def native_isas() -> list[str]:
     """Return the instruction sets that this machine runs, without AMX: no sanitizer sees what its
     instructions read and write, and the emulation runs the same code with copies in their place."""
@@ -61,6 +66,8 @@ def native_isas() -> list[str]:
 def test_kernels_stay_within_their_buffers(tier: str) -> None:
     isas = native_isas()
     emulate = "avx512_bf16" in isas  # which the emulation is made of
+    if emulate and tier == "fast":
+        isas.remove(AT_NIGHT)
     done = run_watched(
         "address,undefined",
         "libasan.so",
