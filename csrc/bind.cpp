@@ -11,6 +11,7 @@
 #include "checksum.hpp"
 #include "group.hpp"
 #include "memory.hpp"
+#include "pages.hpp"
 #include "runtime.hpp"
 
 namespace nb = nanobind;
@@ -63,6 +64,9 @@ std::vector<std::string> names_of(const std::vector<const Table*>& some) {
     return names;
 }
 
+template <int Dims>
+using Int64s = nb::ndarray<const int64_t, nb::ndim<Dims>, nb::c_contig, nb::device::cpu>;
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -99,11 +103,29 @@ NB_MODULE(_native, m) {
     m.def("has_crc32", &has_crc32);
     m.def(
         "crc32",
-        [](const nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& bytes, uint32_t start) {
+        [](const nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& bytes, uint32_t start,
+           bool wide) {
             nb::gil_scoped_release release;
-            return crc32(bytes.data(), bytes.shape(0), start);
+            return crc32(bytes.data(), bytes.shape(0), start, wide);
         },
-        "bytes"_a, "start"_a);
+        "bytes"_a, "start"_a, "wide"_a = true);
+    m.def(
+        "copy_pages",
+        [](const Int64s<2>& parts, int64_t num_blocks, const Int64s<1>& blocks,
+           const nb::ndarray<uint8_t, nb::ndim<2>, nb::device::cpu>& pages, const Int64s<1>& rows, bool load) {
+            if (parts.shape(1) != 4 || blocks.shape(0) != rows.shape(0) || pages.stride(1) != 1)
+                throw std::invalid_argument("copy_pages: shapes do not fit");
+            for (size_t i = 0; i < blocks.shape(0); i++)
+                if (blocks(i) < 0 || blocks(i) >= num_blocks || rows(i) < 0 || size_t(rows(i)) >= pages.shape(0))
+                    throw std::out_of_range("copy_pages: no such block or row");
+            for (size_t i = 0; i < parts.shape(0); i++)
+                if (parts(i, 2) < 0 || parts(i, 3) < 0 || size_t(parts(i, 2) + parts(i, 3)) > pages.shape(1))
+                    throw std::out_of_range("copy_pages: a page is too short");
+            nb::gil_scoped_release release;
+            copy_pages(reinterpret_cast<const PagePart*>(parts.data()), parts.shape(0), pages.data(),
+                       pages.stride(0), blocks.data(), rows.data(), blocks.shape(0), load);
+        },
+        "parts"_a, "num_blocks"_a, "blocks"_a, "pages"_a, "rows"_a, "load"_a);
     m.def(
         "give_back", [](uintptr_t data, size_t bytes) { return give_back(reinterpret_cast<void*>(data), bytes); },
         "data"_a, "bytes"_a);

@@ -58,14 +58,49 @@ __attribute__((target("pclmul,sse2"))) inline __m128i factors_of(uint64_t low, u
     return _mm_set_epi64x(int64_t(high), int64_t(low));
 }
 
-__attribute__((target("pclmul,sse2"))) uint32_t by_products(const uint8_t* bytes, size_t count, uint32_t state) {
-    constexpr uint64_t far_low = power_of_x(512 + 32), far_high = power_of_x(512 - 32);
+constexpr uint64_t kFarLow = power_of_x(512 + 32), kFarHigh = power_of_x(512 - 32);  // 64 bytes on
+
+// 256 bytes at a time, `count` of them at least. Returns how many bytes are in `parts` then.
+__attribute__((target("avx512f,vpclmulqdq,pclmul,sse2"))) size_t by_wide_products(const uint8_t* bytes, size_t count,
+                                                                                uint32_t state, __m128i* parts) {
+    constexpr uint64_t wide_low = power_of_x(2048 + 32), wide_high = power_of_x(2048 - 32);
+    const __m512i wide = _mm512_set4_epi64(wide_high, wide_low, wide_high, wide_low);
+    const __m512i far = _mm512_set4_epi64(kFarHigh, kFarLow, kFarHigh, kFarLow);
+    __m512i sums[4];
+    for (int i = 0; i < 4; i++) sums[i] = _mm512_loadu_si512(bytes + 64 * i);
+    const __m512i first = _mm512_zextsi128_si512(_mm_cvtsi32_si128(int(state)));
+    sums[0] = _mm512_xor_si512(sums[0], first);
+    size_t at = 256;
+    // 0x96: the sum of three.
+    for (; at + 256 <= count; at += 256)
+        for (int i = 0; i < 4; i++)
+            sums[i] = _mm512_ternarylogic_epi64(_mm512_clmulepi64_epi128(sums[i], wide, 0x00),
+                                                _mm512_clmulepi64_epi128(sums[i], wide, 0x11),
+                                                _mm512_loadu_si512(bytes + at + 64 * i), 0x96);
+    for (int i = 1; i < 4; i++)
+        sums[i] = _mm512_ternarylogic_epi64(_mm512_clmulepi64_epi128(sums[i - 1], far, 0x00),
+                                            _mm512_clmulepi64_epi128(sums[i - 1], far, 0x11), sums[i], 0x96);
+    _mm512_storeu_si512(parts, sums[3]);
+    return at;
+}
+
+bool has_wide_products() {
+    static const bool found = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq");
+    return found;
+}
+
+__attribute__((target("pclmul,sse2"))) uint32_t by_products(const uint8_t* bytes, size_t count, uint32_t state,
+                                                            bool wide) {
     constexpr uint64_t near_low = power_of_x(128 + 32), near_high = power_of_x(128 - 32);
-    const __m128i far = factors_of(far_low, far_high), near = factors_of(near_low, near_high);
+    const __m128i far = factors_of(kFarLow, kFarHigh), near = factors_of(near_low, near_high);
     __m128i parts[4];
-    for (int i = 0; i < 4; i++) parts[i] = load(bytes + 16 * i);
-    parts[0] = _mm_xor_si128(parts[0], _mm_cvtsi32_si128(int(state)));
     size_t at = 64;
+    if (wide && count >= 256) {
+        at = by_wide_products(bytes, count, state, parts);
+    } else {
+        for (int i = 0; i < 4; i++) parts[i] = load(bytes + 16 * i);
+        parts[0] = _mm_xor_si128(parts[0], _mm_cvtsi32_si128(int(state)));
+    }
     for (; at + 64 <= count; at += 64)
         for (int i = 0; i < 4; i++) parts[i] = fold(parts[i], far, load(bytes + at + 16 * i));
     __m128i rest = parts[0];
@@ -88,10 +123,10 @@ bool has_crc32() {
 #endif
 }
 
-uint32_t crc32(const uint8_t* bytes, size_t count, uint32_t start) {
+uint32_t crc32(const uint8_t* bytes, size_t count, uint32_t start, [[maybe_unused]] bool wide) {
     uint32_t state = ~start;
 #if defined(__x86_64__)
-    if (count >= 64) return ~by_products(bytes, count, state);
+    if (count >= 64) return ~by_products(bytes, count, state, wide && has_wide_products());
 #endif
     return ~by_bytes(bytes, count, state);
 }

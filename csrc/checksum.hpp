@@ -9,7 +9,8 @@ namespace kvik {
 // Whether this machine does.
 bool has_crc32();
 
-// The checksum of `bytes` behind what `start` is the checksum of. Only where `has_crc32`.
-uint32_t crc32(const uint8_t* bytes, size_t count, uint32_t start);
+// The checksum of `bytes` behind what `start` is the checksum of. Only where `has_crc32`. `wide`: with
+// products of 512 bits, if the machine has them.
+uint32_t crc32(const uint8_t* bytes, size_t count, uint32_t start, bool wide = true);
 
 }  // namespace kvik

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import zlib
+
 import numpy as np
 import pytest
 import torch
@@ -131,3 +134,51 @@ def test_processes_write_and_read_their_parts_of_a_page(
             if rank and kv_share(heads, rank - 1, ranks) == (begin, end):
                 assert np.array_equal(found, before)  # another one has written it
     assert np.array_equal(found[PAGE_HEAD_BYTES:], right[PAGE_HEAD_BYTES:])
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_the_native_checksum_is_that_of_zlib(wide: bool) -> None:
+    """At all lengths around those of which several numbers are taken at a time."""
+    native = pytest.importorskip("kvik.kernels.cpu._native")
+    if not native.has_crc32():
+        return  # zlib's is used
+    data = np.random.default_rng(0).integers(0, 256, 5000, np.uint8)
+    for first in (0, 1, 7):
+        for size in [*range(600), 1023, 1024, 1279, 1280, 4096, 4990]:
+            some = data[first : first + size]
+            assert native.crc32(some, 12345, wide) == zlib.crc32(some.data, 12345)
+
+
+@pytest.mark.parametrize("format", ["auto", "int8", "int4"])
+def test_native_copies_are_those_of_numpy(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    native = pytest.importorskip("kvik.kernels.cpu._native")
+    groups = group_layers(stored_as([spec(2, 16), spec(2, 16), spec(4, 16)], format))
+    cache = allocate_kv(groups, 6, 16, torch.float32, torch.device("cpu"))
+    for storage in cache.storages:
+        storage.view(torch.uint8).random_(0, 256)
+    quick = group_pages(groups, groups, cache, ALONE, heads_first=True)
+    called: list[str] = []
+    copy = native.copy_pages
+    monkeypatch.setattr(native, "copy_pages", lambda *each: (called.append(""), copy(*each))[1])
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "kvik.kernels.cpu._native", None)
+        plain = group_pages(groups, groups, cache, ALONE, heads_first=True)
+    for one, other in zip(quick, plain, strict=True):
+        found = [np.zeros((3, one.num_bytes + 9), np.uint8) for _ in range(2)]
+        one.copy_out([5, 2], found[0], [2, 0])
+        count = len(called)
+        assert count
+        other.copy_out([5, 2], found[1], [2, 0])
+        assert len(called) == count and np.array_equal(*found)
+        after = []
+        for pages in (one, other):
+            for storage in cache.storages:
+                storage.view(torch.uint8).fill_(1)
+            pages.copy_in(found[0][2, : one.num_bytes], 3)
+            after.append([storage.view(torch.uint8).clone() for storage in cache.storages])
+        assert all(torch.equal(*pair) for pair in zip(*after, strict=True))
+        for block, row in ((6, 0), (-1, 0), (0, 3)):
+            with pytest.raises(IndexError):
+                one.copy_out([block], found[0], [row])
+        with pytest.raises(IndexError):
+            one.copy_in(found[0][0, : one.num_bytes - 1], 0)

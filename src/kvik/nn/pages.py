@@ -124,11 +124,17 @@ class GroupPages:
                 self._parts.append((blocks, at + begin * head, at + end * head))
                 at += heads * head
         self.num_bytes = first
+        counts = [-(-len(blocks) // self._shares) for blocks, _, _ in self._parts]
+        self._num_blocks = min(counts, default=0)
+        self._table = _table(self._parts, self._shares) if heads_first else None
 
     def copy_out(self, blocks: Sequence[int], pages: np.ndarray, rows: Sequence[int]) -> None:
         """Copy blocks to rows of pages: [pages, at least num_bytes] uint8. What stands before their
         bytes is left as it is."""
         if not self._writes:
+            return
+        if self._table is not None:
+            self._copy(blocks, pages, rows, load=False)
             return
         at, to = np.array(blocks) * self._shares, np.array(rows)
         for part, first, end in self._parts:  # all blocks at once, as numpy's calls take long
@@ -136,10 +142,23 @@ class GroupPages:
 
     def copy_in(self, page: np.ndarray, block: int) -> None:
         """Copy the bytes of a page to a block."""
+        if self._table is not None:
+            self._copy([block], page[None], [0], load=True)
+            return
         at = block * self._shares
         for blocks, first, end in self._parts:
             target = blocks[at]
             target[...] = page[first:end].reshape(target.shape)
+
+    def _copy(
+        self, blocks: Sequence[int], pages: np.ndarray, rows: Sequence[int], *, load: bool
+    ) -> None:
+        """Copy in one call, in which other threads go on: parts of blocks are runs of bytes."""
+        from kvik.kernels.cpu._native import copy_pages
+
+        assert self._table is not None
+        which, to = np.array(blocks, np.int64), np.array(rows, np.int64)
+        copy_pages(self._table, self._num_blocks, which, pages, to, load)
 
 
 def group_pages(
@@ -160,6 +179,19 @@ def group_pages(
     """
     pairs = zip(groups, own, strict=True)
     return tuple(GroupPages(*pair, cache, share, heads_first=heads_first) for pair in pairs)
+
+
+def _table(parts: Sequence[tuple[np.ndarray, int, int]], shares: int) -> np.ndarray | None:
+    """[parts, 4] int64 as `_native.copy_pages` takes it; None: there are no native kernels."""
+    try:
+        import kvik.kernels.cpu._native  # noqa: F401
+    except ImportError:
+        return None
+    rows = [
+        (part.ctypes.data, part.strides[0] * shares, first, end - first)
+        for part, first, end in parts
+    ]
+    return np.array(rows, np.int64).reshape(-1, 4)
 
 
 def _bytes_of(tensor: torch.Tensor, *, heads_first: bool) -> np.ndarray:

@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 
 OPTION = "kv_tiers"
 MAX_WAITING = 256 << 20  # bytes that wait to be written, those of preempted requests included
+MAX_SPARE = 16 << 20  # bytes to copy pages into, of each size: new memory takes longer than a copy
 CLOSE_SECONDS = 10.0  # for what is still to be written at the end
 LOOK_SECONDS = 5.0  # between looks for pages of other engines
 LOCK_SECONDS = 5.0  # for `usage`, which others hold for two calls of the system
@@ -96,6 +97,7 @@ class DiskTier:
         # None: tell of all pages.
         self._jobs: Queue[tuple[PageKey, tuple[bytes, np.ndarray] | None] | None] = Queue()
         self._waiting = 0  # bytes that wait to be written
+        self._spare: dict[int, list[np.ndarray]] = {}  # by size: what was written
         self._news = threading.Event()
         self._thread = threading.Thread(target=self._work, name="pages-disk", daemon=True)
         self._thread.start()
@@ -108,7 +110,10 @@ class DiskTier:
             return False
         with self._lock:
             self._waiting += len(page)
-        self._jobs.put((key, (parent, page.copy())))
+            spare = self._spare.get(len(page))
+            copy = spare.pop() if spare else np.empty_like(page)
+        copy[:] = page
+        self._jobs.put((key, (parent, copy)))
         return True
 
     def drop(self, key: PageKey) -> None:
@@ -206,13 +211,16 @@ class DiskTier:
         finally:
             with self._lock:
                 self._waiting -= len(stored[1])
+                size, spare = len(stored[1]), self._spare.setdefault(len(stored[1]), [])
+                if (len(spare) + 1) * size <= MAX_SPARE:
+                    spare.append(stored[1])
             self._news.set()
 
     def _write(self, key: PageKey, parent: bytes, page: np.ndarray) -> None:
-        path = self._path(key)
-        draft = path.with_name(f".{path.name}.{os.getpid()}-{id(self):x}")
-        if path.exists():  # another engine has stored it
-            self._has_stored(key, path)
+        shelf, name = self._place(key)
+        path, draft = f"{shelf}/{name}", f"{shelf}/.{name}.{os.getpid()}-{id(self):x}"
+        if os.path.exists(path):  # another engine has stored it
+            self._has_stored(key)
             return
         if not self._make_room(len(page)):
             with self._lock:
@@ -220,28 +228,33 @@ class DiskTier:
             return
         seal(page, PageName(self._fingerprint, *key), parent)
         try:
-            path.parent.mkdir(mode=0o700, exist_ok=True)
-            file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            try:
+                file = os.open(draft, flags, 0o600)
+            except FileNotFoundError:  # it is the first page there
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(shelf, 0o700)
+                file = os.open(draft, flags, 0o600)
             try:
                 _write(file, page)
             finally:
                 os.close(file)
-            if path.exists():
-                draft.unlink()
+            if os.path.exists(path):
+                os.unlink(draft)
                 self._change_usage(-len(page))
             else:
-                draft.rename(path)
+                os.rename(draft, path)
         except OSError:
             with contextlib.suppress(OSError):
-                draft.unlink()
+                os.unlink(draft)
             self._change_usage(-len(page))
             with self._lock:
                 self._lost.append(key)
             raise
-        self._has_stored(key, path)
+        self._has_stored(key)
 
-    def _has_stored(self, key: PageKey, path: Path) -> None:
-        self._listed.setdefault(path.parent.name, set()).add(key)  # `_look` misses it once it goes
+    def _has_stored(self, key: PageKey) -> None:
+        self._listed.setdefault(key[1].hex()[:2], set()).add(key)  # `_look` misses it once it goes
         with self._lock:
             self._stored.append(key)
 
@@ -401,8 +414,12 @@ class DiskTier:
         )
 
     def _path(self, key: PageKey) -> Path:
+        return Path(*self._place(key))
+
+    def _place(self, key: PageKey) -> tuple[str, str]:
+        """Return the folder and the name of a page. Strings, as paths take longer than writing."""
         name = key[1].hex()
-        return self._own / name[:2] / f"{name}-{key[0]}.kv"
+        return f"{self._own}/{name[:2]}", f"{name}-{key[0]}.kv"
 
 
 class ReplayTier:

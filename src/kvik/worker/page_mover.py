@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+import sys
 import threading
 import time
 from collections import Counter, defaultdict, deque
@@ -96,6 +97,19 @@ class Loading:
         self.left = len(self.jobs) + len(self.peer_jobs)
 
 
+def _memory(size: int) -> np.ndarray:
+    """[size] uint8. The system gives memory to a page of its own when that is first written.
+
+    Raises:
+        OSError: there is no address space for it.
+    """
+    if sys.platform == "win32":
+        return np.frombuffer(mmap.mmap(-1, size), np.uint8)
+    # Private: shared memory takes a third longer to be given.
+    memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(memory, np.uint8)
+
+
 def _jobs(pages: list[int], size: int) -> list[list[int]]:
     return [pages[first : first + size] for first in range(0, len(pages), size)]
 
@@ -131,11 +145,9 @@ class PageMover:
         """
         self._pages = pages
         self._largest = max(each.num_bytes for each in pages)
-        # The system gives memory to a page when it is first written.
         self._slab = slab
         if places and slab is None:
-            memory = mmap.mmap(-1, places * self._largest)
-            self._slab = np.frombuffer(memory, np.uint8).reshape(places, self._largest)
+            self._slab = _memory(places * self._largest).reshape(places, self._largest)
         self._folder = folder
         self._peers = peers
         self._lender = None if lender is None else lender(self._page_at)

@@ -21,8 +21,23 @@ def release_freed() -> None:
 def has_crc32() -> bool:
     """Whether this machine has what `crc32` is made for."""
 
-def crc32(bytes: np.ndarray, start: int) -> int:
-    """The checksum of zlib.crc32, of [bytes] uint8; only where `has_crc32`."""
+def crc32(bytes: np.ndarray, start: int, wide: bool = True) -> int:
+    """The checksum of zlib.crc32, of [bytes] uint8; only where `has_crc32`.
+
+    `wide`: with products of 512 bits, if the machine has them."""
+
+def copy_pages(
+    parts: np.ndarray,
+    num_blocks: int,
+    blocks: np.ndarray,
+    pages: np.ndarray,
+    rows: np.ndarray,
+    load: bool,
+) -> None:
+    """Copy blocks [n] to rows [n] of `pages` [rows, bytes] uint8; `load`: from there.
+
+    `parts`: [parts, 4] of each part of a block its address in block 0, the bytes from block to
+    block, its first byte in a page, its bytes. All integers are int64."""
 
 def give_back(data: int, bytes: int) -> int:
     """Give the whole pages of a part of `allocate` back to the system, as zeros; returns their
