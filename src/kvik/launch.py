@@ -384,8 +384,12 @@ def _tell_what_matters(resolved: ResolvedConfig) -> None:
             log.warning("a kv_budget of %s is %s", decision.value, decision.reason)
 
 
-def resolve_config(config: EngineConfig) -> ResolvedConfig:
-    """Every decision with its reason, before anything is loaded."""
+def resolve_config(config: EngineConfig, *, moves: bool = False) -> ResolvedConfig:
+    """Every decision with its reason, before anything is loaded.
+
+    Args:
+        moves: requests may go on in engines of other servers, and come from there.
+    """
     check_config(config)  # before a model is downloaded in vain
     path = find_model(config.model, revision=config.revision)
     spec = _read_spec(path, config.fallback)
@@ -393,7 +397,8 @@ def resolve_config(config: EngineConfig) -> ResolvedConfig:
     asked = requested_speculation(config)
     source = _draft_source(asked, path, spec)
     budgets = asked_budgets(config.kv_budget, spec)
-    return resolve(config, spec, detect(gpus), str(path), source, draw_seed(), budgets)
+    seed = draw_seed()
+    return resolve(config, spec, detect(gpus), str(path), source, seed, budgets, moves=moves)
 
 
 def _read_spec(path: Path, fallback: str) -> ModelSpec:

@@ -40,6 +40,9 @@ class Stubs:
     async def stats(self) -> dict[str, int]:
         return {"steps": 3}
 
+    def hand_over(self) -> None:
+        pass
+
     def drain_replica(self, replica: int, *, drain: bool) -> int:
         if replica > 1:
             raise ParamError("replica", f"must be 0 to 1, not {replica}")

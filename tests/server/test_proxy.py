@@ -25,8 +25,21 @@ from starlette.types import Receive, Scope, Send
 from kvik.cli.main import main
 from kvik.server import health, proxy
 from kvik.server.app import openai_routes
-from kvik.server.proxy import Proxy, cached_share, passed_on, piece_hashes, rendered
-from kvik.server.transfer import PREFILL_HEADER, SOURCE_HEADER
+from kvik.server.proxy import (
+    MovedMark,
+    Proxy,
+    cached_share,
+    passed_on,
+    piece_hashes,
+    rendered,
+)
+from kvik.server.transfer import (
+    MOVED_HEADER,
+    MOVES_HEADER,
+    PREFILL_HEADER,
+    RESUMED_HEADER,
+    SOURCE_HEADER,
+)
 
 CHAT = "/v1/chat/completions"
 Clock = Callable[[], float]
@@ -543,3 +556,94 @@ def test_the_command_runs_until_it_is_stopped():
             assert ask(front, "POST", CHAT, {"messages": []}).json["from"] in ("a", "b")
             running.terminate()
             assert running.wait(30) == 0
+
+
+# -- what a server gives away --------------------------------------------------------------------
+
+STREAM = b'data: {"text": "a"}\n\n: alive\n\ndata: {": kvik-moved "}\n\n'
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 13, 1000])
+def test_the_mark_of_a_move_is_found_however_a_stream_is_cut(size: int) -> None:
+    for told in (b"", b"abc="):
+        data = STREAM + (b": kvik-moved " + told + b"\n\n\n\n" if told else b"")
+        mark, passed = MovedMark(), []
+        for start in range(0, len(data), size):
+            passed.append(mark.feed(data[start : start + size]))
+            if not told:  # whole events are not held back
+                assert b"".join(passed).count(b"\n\n") == data[: start + size].count(b"\n\n")
+        assert b"".join(passed) == STREAM
+        assert mark.told == (told or None)
+
+
+def header_of(scope: Scope, name: str) -> bytes | None:
+    return dict(scope["headers"]).get(name.encode())
+
+
+EVENTS = (b"content-type", b"text/event-stream")
+
+
+def giving(told: bytes, *, stream: bool) -> Any:
+    """A server that gives a request away, and takes it back if it comes without that wish."""
+
+    async def answer(backend: Backend, scope: Scope, body: bytes, send: Send) -> None:
+        if header_of(scope, RESUMED_HEADER) is not None:
+            back = header_of(scope, MOVES_HEADER) is None
+            await respond(send, 200 if back else 503, b"back", EVENTS)
+            return
+        assert header_of(scope, MOVES_HEADER) == b"1"
+        headers = [EVENTS] if stream else [(MOVED_HEADER.encode(), b"1")]
+        status = 200 if stream else 503
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        begun = b"data: 1\n\n: kvik-moved " if stream else b""
+        for part in (begun + told[:2], told[2:] + b"\n\n", *[b"\n"] * 10):
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+            await asyncio.sleep(0.05)
+        await send({"type": "http.response.body", "body": b""})
+
+    return answer
+
+
+def taking(status: int) -> Any:
+    async def answer(backend: Backend, scope: Scope, body: bytes, send: Send) -> None:
+        assert header_of(scope, RESUMED_HEADER) is not None
+        await respond(send, status, b"rest", EVENTS)
+
+    return answer
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("status", "rest"), [(200, b"rest"), (409, b"back"), (503, b"back")])
+def test_an_answer_goes_on_at_another_server_or_comes_back(
+    status: int, rest: bytes, stream: bool
+) -> None:
+    first = Backend("a", giving(b"ticket", stream=stream))
+    with site(first, Backend("b", taking(status))) as made:
+        made.proxy._router.set_available(1, False)  # the request goes to the first
+        choose = made.proxy.choose
+
+        def chosen(hashes: Any, size: int, session: str, avoid: Any) -> Any:
+            made.proxy._router.set_available(1, True)
+            return choose(hashes, size, session, avoid if avoid else [1])
+
+        made.proxy.choose = chosen  # type: ignore[method-assign]
+        answer = made.post("Where?", stream=stream)
+        assert answer.status == 200
+        assert answer.body == (b"data: 1\n\n" if stream else b"") + rest
+        taken = made.backends[1].requests
+        assert header_of(taken[0][0], RESUMED_HEADER) == b"ticket"
+        assert taken[0][1] == first.requests[0][1]
+        assert made.proxy.moves == 1
+        until(lambda: not any(one.unfinished for one in made.proxy.upstreams))
+
+
+def test_clients_cannot_say_that_a_request_moves() -> None:
+    with site(Backend("a")) as made:
+        connection = HTTPConnection("127.0.0.1", made.front.port, timeout=10)
+        headers = {RESUMED_HEADER: "x", MOVES_HEADER: "1"}
+        connection.request("POST", CHAT, b"{}", headers)
+        answer = connection.getresponse()
+        assert (answer.status, answer.read()) == (200, b'{"from": "a"}')
+        connection.close()
+        (scope, _), *_ = made.backends[0].requests
+        assert header_of(scope, RESUMED_HEADER) is header_of(scope, MOVES_HEADER) is None

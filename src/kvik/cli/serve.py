@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not keys.needed and server.uds is None and not is_loopback(server.host):
             what = "without an API key everybody who reaches %s may use the server (--api-key-file)"
             log.warning(what, _url(server, sockets[0]))
-        resolved = resolve_config(config)
+        resolved = resolve_config(config, moves=server.kv_token is not None)
         for line in _decisions(resolved):
             out.tell(visible(line))  # a path may hold anything
         return uvloop.run(_serve(config, server, keys, resolved, sockets, tls, out, err))

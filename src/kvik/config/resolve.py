@@ -59,6 +59,8 @@ def resolve(
     source: DraftSource = NO_SOURCE,
     drawn_seed: int | None = None,
     budgets: KVBudgets | None = None,
+    *,
+    moves: bool = False,
 ) -> ResolvedConfig:
     """Decide every setting of an engine.
 
@@ -66,6 +68,7 @@ def resolve(
         source: where drafts come from.
         drawn_seed: seed of the engine if the options give none; None: no engine is started.
         budgets: tokens that layers keep, as the options' `kv_budget` says.
+        moves: see `resolve_config`.
 
     Raises:
         ConfigError: a field that is out of range, or contradicts the model or another field.
@@ -87,7 +90,7 @@ def resolve(
         config = _of_encoder(config, spec, asked is not None)
     check_group(config, spec, compute, hardware)
     check_replicas(config, compute, hardware)
-    tiers = check_tiers(config, spec, compute)
+    tiers = check_tiers(config, spec, compute, moves=moves)
     mapped = None if built is None else built.weight_bytes
     replicas, whole = config.data_parallel_size, _of_fullest(limit, config, compute, hardware)
     limit = replica_limit(whole, replicas, compute, hardware, mapped) if replicas > 1 else whole
@@ -358,7 +361,9 @@ def as_budgeted(spec: ModelSpec, budgets: KVBudgets | None, notes: Notes) -> Mod
     return replace(spec, layers=tuple(layers))
 
 
-def check_tiers(config: EngineConfig, spec: ModelSpec, compute: Compute) -> TierOptions | None:
+def check_tiers(
+    config: EngineConfig, spec: ModelSpec, compute: Compute, *, moves: bool = False
+) -> TierOptions | None:
     """Return the tiers that an engine has.
 
     Raises:
@@ -376,11 +381,12 @@ def check_tiers(config: EngineConfig, spec: ModelSpec, compute: Compute) -> Tier
     if config.role != "both" and not alone:
         told = "pages of an engine of several processes are not fetched by other engines yet"
         raise ConfigError("role", f"must be both: {told}")
-    replicas = alone and config.data_parallel_size > 1 and asked.memory > 0
+    # Requests go on elsewhere with their pages only where these are kept.
+    moved = asked.memory > 0 and alone and (config.data_parallel_size > 1 or moves)
     asked = replace(
         asked,
-        peers=config.role == "decode" or replicas,
-        lends=config.role == "prefill" or replicas,
+        peers=config.role == "decode" or moved,
+        lends=config.role == "prefill" or moved,
     )
     for wrong, reason in (
         (spec.encoder, f"{spec.architecture} is an encoder, of whose prompts nothing is kept"),

@@ -85,7 +85,8 @@ class ServerConfig:
     kv_token: str | None = option(
         None,
         Text("a secret of 16 characters or more", r"[!-~]{16,512}", "SECRET"),
-        "what servers with a role prove to each other that they know; the same on all of them",
+        "what servers that share prompts or requests prove to each other that they know; the same "
+        "on all of them",
     )
     served_model_name: tuple[str, ...] = option(
         (),

@@ -157,6 +157,11 @@ class EngineClient(Protocol):
         """
         ...
 
+    def hand_over(self, request_id: str) -> None:
+        """Let the engine of another server go on with a request, if it can be moved: its last delta
+        has what that has to know."""
+        ...
+
     async def reset_prefix_cache(self) -> int: ...
 
     async def close(self) -> None: ...
@@ -422,7 +427,7 @@ class RemoteClient:
         raise ParamError("replica", "cannot be drained alone: this server has one engine")
 
     def hand_over(self, request_id: str) -> None:
-        """Ask the engine to let another one go on with a request."""
+        """See `EngineClient.hand_over`."""
         if self._socket is not None and request_id in self._unfinished:
             self._socket.send(frame(HandOver(request_id)))
 

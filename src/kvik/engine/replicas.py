@@ -45,6 +45,7 @@ class RoutedRequest(SentRequest):
         hashes: of the blocks of its prompt.
         replica: number; None: it waits for one that is ready.
         ending: how the caller ends it, which the replica was told.
+        leaves: another server goes on with it, not another replica.
     """
 
     def __init__(self, request: EngineRequest, hashes: list[bytes], arrival: float) -> None:
@@ -53,6 +54,7 @@ class RoutedRequest(SentRequest):
         self.hashes = hashes
         self.replica: int | None = None
         self.ending: tuple[FinishReason, str | None] | None = None
+        self.leaves = False
 
 
 class Replicas:
@@ -225,6 +227,13 @@ class Replicas:
                     self._clients[replica].hand_over(request_id)
         return self._clients[replica].num_unfinished
 
+    def hand_over(self, request_id: str) -> None:
+        """See `EngineClient.hand_over`."""
+        sent = self._unfinished.get(request_id)
+        if sent is not None and sent.replica is not None and not sent.ended:
+            sent.leaves = True
+            self._clients[sent.replica].hand_over(request_id)
+
     async def reset_prefix_cache(self) -> int:
         """Forget the cached prefixes of all replicas. See `RemoteClient.reset_prefix_cache`."""
         ready = [client for client in self._clients if client.state is EngineState.READY]
@@ -288,7 +297,7 @@ class Replicas:
             if delta.again and sent.may_be_sent_again and not self._closing:
                 lost[delta.request_id] = sent
                 continue
-            if delta.handed is not None:
+            if delta.handed is not None and not sent.leaves:
                 handed.append((sent, delta.handed))
                 if delta.token_ids or delta.prompt_logprobs:
                     sent.begun = True

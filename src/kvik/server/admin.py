@@ -70,6 +70,7 @@ async def reset_prefix_cache(server: Server, request: Request, body: Nothing) ->
 async def drain(server: Server, request: Request, body: DrainRequest) -> Response:
     if body.drain:
         server.drain.start()
+        server.generations.hand_over()
     else:
         server.drain.stop()
     return json_response(Done())

@@ -53,6 +53,7 @@ from kvik.server.route import (
 from kvik.server.server import Drain, Server, assemble
 from kvik.server.texts import Texts
 from kvik.server.tracing import Tracing, otlp_exporter
+from kvik.server.transfer import MOVES_HEADER, RESUMED_HEADER
 
 log = logging.getLogger(__name__)
 access_log = logging.getLogger("kvik.access")
@@ -227,7 +228,9 @@ class App:
             context.caller = self._authenticate(request, route)
         if route is None:
             raise self._no_route(path, methods)
-        if self._drain.started and not (route.open or route.operator):
+        # What this server gave away comes back if no other one takes it.
+        returned = RESUMED_HEADER in headers and MOVES_HEADER not in headers
+        if self._drain.started and not (route.open or route.operator or returned):
             raise UnavailableError("server", "is being stopped")
         request.scope["path_params"] = params
         return await route.handler(request)

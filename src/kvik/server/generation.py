@@ -8,13 +8,14 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from kvik.core.sampling_params import NOTHING_ALLOWED, PARAMETERS, SamplingParams
 from kvik.core.types import (
     EngineRequest,
     FinishReason,
+    Handover,
     PageSource,
     Pin,
     PromptUse,
@@ -35,7 +36,16 @@ from kvik.server.errors import (
     rename_fields,
 )
 from kvik.server.texts import Texts
-from kvik.server.transfer import ALONE, Transfer, transfer_of
+from kvik.server.transfer import (
+    ALONE,
+    MAX_MOVED_TOKENS,
+    Resumption,
+    Transfer,
+    cannot_resume,
+    make_resumption,
+    prompt_digest,
+    transfer_of,
+)
 from kvik.text.detokenizer import NO_MARKS
 from kvik.text.tokenizer import spelled
 
@@ -174,6 +184,15 @@ class RequestLimits:
     degradation: Degradation = field(default_factory=Degradation)
 
 
+class GivenAway(Exception):
+    """Another server is to go on with a generation."""
+
+    def __init__(self, handover: Handover, now: float) -> None:
+        super().__init__("another server goes on")
+        self.handover = handover
+        self.now = now
+
+
 class Generation:
     """One request being served. It has one reader, which either iterates or awaits `output`.
 
@@ -188,9 +207,12 @@ class Generation:
         unenforced: parts of a JSON Schema that its text need not satisfy.
         transfer: where its prompt is computed, and for whom.
         kept: where its prompt is kept for another server; set with the result.
+        created: when its answer was begun, in whole seconds since 1970.
+        movable: another server can go on with it.
+        replayed: what another server has sent to the client.
         prompt_use: tokens of the prompt that were cached and pinned; set with the first tokens.
         result: set when it ended well.
-        failure: set when it did not.
+        failure: set when it did not, unless another server goes on: `moved`.
     """
 
     def __init__(
@@ -213,6 +235,11 @@ class Generation:
         self.prompt_use: PromptUse | None = None
         self.result: RequestOutput | None = None
         self.failure: KvikError | None = None
+        self.moved: GivenAway | None = None
+        self.created = int(time.time())
+        self.movable = False
+        self.replayed: list[TextDelta] = []
+        self._max_tokens = request.params.max_tokens
         self._owner = owner
         self._reservation = reservation
         self._pending: list[TextDelta] = []
@@ -222,7 +249,27 @@ class Generation:
 
     @property
     def ended(self) -> bool:
-        return self.result is not None or self.failure is not None
+        return (self.result or self.failure or self.moved) is not None
+
+    def resumption(self, *, begun: bool) -> str:
+        """Return what tells another server to go on. `begun`: the client has the beginning of a
+        stream, and all that came."""
+        assert self.moved is not None
+        handover, before = self.moved.handover, self.transfer.resumed
+        num_sent = len(handover.output_token_ids) if begun else 0
+        if not begun and before is not None:
+            begun, num_sent = before.begun, before.num_sent
+        told = Resumption.of(
+            handover,
+            self.moved.now,
+            name=self.request_id,
+            created=self.created,
+            prompt=self.prompt_token_ids,
+            max_tokens=self._max_tokens,
+            begun=begun,
+            num_sent=num_sent,
+        )
+        return make_resumption(told, self.transfer.token)
 
     def take(self) -> list[TextDelta]:
         """Return what came since the last call, without waiting: one delta for each completion."""
@@ -239,6 +286,8 @@ class Generation:
             return self.take()
         if self.failure is not None:
             raise self.failure
+        if self.moved is not None:
+            raise self.moved
         raise StopAsyncIteration
 
     async def output(self) -> RequestOutput:
@@ -246,11 +295,14 @@ class Generation:
 
         Raises:
             KvikError: `failure`.
+            GivenAway: another server goes on.
         """
         while not self.ended:
             await wait_for_change(self)
         if self.failure is not None:
             raise self.failure
+        if self.moved is not None:
+            raise self.moved
         assert self.result is not None
         return self.result
 
@@ -357,6 +409,8 @@ class Generations:
         with self._counted_refusals(tenant):
             role = self._engine.config.runner.role
             transfer = transfer_of(headers, role, self._limits.kv_token)
+            if transfer.resumed is not None:
+                _check_resumed(transfer.resumed, requests)
             checked: list[tuple[EngineRequest, tuple[str, ...]]] = []
             for request in requests:
                 with rename_fields(prompt=request.field):
@@ -380,6 +434,9 @@ class Generations:
                     generation = self._add(request, engine_request, record, changed)
                     generation.unenforced = (*request.unenforced, *left_out)
                     generation.transfer = transfer
+                    generation.movable = len(requests) == 1 and _movable(engine_request)
+                    if engine_request.resumed is not None:
+                        self._replay(generation, engine_request.resumed)
                     generations.append(generation)
                     await asyncio.sleep(0)
             except BaseException:
@@ -395,6 +452,13 @@ class Generations:
             return False
         generation.abort()
         return True
+
+    def hand_over(self) -> None:
+        """Let other servers go on with what can be moved. Their callers ask for that."""
+        for generation in self._live.values():
+            small = generation.record.num_output_tokens <= MAX_MOVED_TOKENS
+            if generation.movable and generation.transfer.moves and small:
+                self._engine.hand_over(generation.request_id)
 
     def abort_all(self, reason: str) -> None:
         """End everything, with the server."""
@@ -436,8 +500,16 @@ class Generations:
         salt = request.cache_salt
         if tenant and not self._limits.share_prefix_cache:  # without keys all are one tenant
             salt = f"{tenant}\0{salt}"
+        name, source, handover = f"gen-{secrets.token_hex(12)}", transfer.source, None
+        if (resumed := transfer.resumed) is not None:
+            name, source = resumed.name, resumed.source
+            try:
+                handover = resumed.handover(self._clock())
+            except ValueError as error:
+                raise cannot_resume(f"cannot be read: {error}") from None
+            arrived = min(arrived, handover.report.arrival)
         made = EngineRequest(
-            f"gen-{secrets.token_hex(12)}",
+            name,
             request.prompt_token_ids,
             transfer.params(self._degraded(params)),
             priority=request.priority,
@@ -448,7 +520,8 @@ class Generations:
             pooling=request.pooling,
             second_text=request.second_text,
             lends=transfer.lends,
-            source=transfer.source,
+            source=source,
+            resumed=handover,
         )
         return made, left_out
 
@@ -503,11 +576,35 @@ class Generations:
         self._observer.arrived(record)
         return generation
 
+    def _replay(self, generation: Generation, resumed: Handover) -> None:
+        """Make the text of what another server has computed; what it has sent is not sent again."""
+        told = generation.transfer.resumed
+        assert told is not None
+        report, tokens = resumed.report, resumed.output_token_ids
+        generation.created = told.created
+        generation.prompt_use = PromptUse(report.num_cached_tokens, report.num_pinned_tokens)
+        for part, sent in ((tokens[: told.num_sent], True), (tokens[told.num_sent :], False)):
+            if part:
+                made = self._processor.process([RequestDelta(generation.request_id, 0, part)])
+                (generation.replayed if sent else generation._pending).extend(made.deltas)
+                for ended in made.to_end:
+                    self._engine.end(*ended)
+        generation.record.num_output_tokens = len(tokens)
+        generation.changed.set()
+
     # The way out
 
     def take(self, deltas: list[RequestDelta]) -> None:
         """Deliver deltas of any number of requests to their readers."""
         now = self._clock()
+        moved = [delta for delta in deltas if delta.handed is not None]
+        if moved:  # their text goes on, so that nothing of it is made as if they had ended
+            deltas = [
+                replace(delta, finish_reason=None, report=None, handed=None)
+                if delta.handed is not None
+                else delta
+                for delta in deltas
+            ]
         processed = self._processor.process(deltas)
         for request_id, index, reason, error in processed.to_end:
             self._engine.end(request_id, index, reason, error)
@@ -533,6 +630,10 @@ class Generations:
             generation = self._live.get(output.request_id)
             if generation is not None:
                 self._finish(generation, output)
+        for delta in moved:
+            generation = self._live.get(delta.request_id)
+            if generation is not None and delta.handed is not None:
+                self._move(generation, GivenAway(delta.handed, now))
 
     def _count(self, generation: Generation, delta: RequestDelta, now: float) -> None:
         record, count = generation.record, len(delta.token_ids)
@@ -566,6 +667,13 @@ class Generations:
         self._observer.finished(generation.record, output, output.outputs[0].finish_reason)
         generation.changed.set()
 
+    def _move(self, generation: Generation, moved: GivenAway) -> None:
+        generation.moved = moved
+        self._processor.discard(generation.request_id)
+        self._forget(generation)
+        self._observer.finished(generation.record, None, _FAILED[FinishReason.ABORT])
+        generation.changed.set()
+
     def _fail(self, generation: Generation, failure: KvikError, why: FinishReason) -> None:
         """End it without output. Its siblings in the engine end too."""
         if generation.ended:
@@ -580,6 +688,19 @@ class Generations:
     def _forget(self, generation: Generation) -> None:
         generation._reservation.release()
         del self._live[generation.request_id]
+
+
+def _movable(request: EngineRequest) -> bool:
+    """Return whether another server can go on with a request, as far as what it wants says."""
+    params = request.params
+    shown = params.logprobs is None and params.prompt_logprobs is None
+    return shown and params.n == 1 and request.pooling is None and not request.lends
+
+
+def _check_resumed(resumed: Resumption, requests: Sequence[GenerationRequest]) -> None:
+    """Raise `HttpError` if another server has not begun with this very request."""
+    if len(requests) != 1 or resumed.prompt != prompt_digest(requests[0].prompt_token_ids):
+        raise cannot_resume("is of another prompt: do all servers have the same model?")
 
 
 def _failure(delta: RequestDelta, record: GenerationRecord) -> KvikError:

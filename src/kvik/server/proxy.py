@@ -3,7 +3,8 @@
 It knows neither the tokenizer nor the cache of a server. So a prompt is what its body says, in
 canonical form and in pieces of characters, and a server is believed to hold the prompts that it has
 answered, as far as the usage in its answers agrees. Bytes pass through unchanged, as fast as the
-client reads them. A request is sent a second time only if no byte of an answer has come.
+client reads them. A request is sent a second time only if no byte of an answer has come, or if its
+server gave it away: then another one goes on where that has stopped.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import secrets
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,7 +29,16 @@ from kvik.core.block_pool import HASH_BYTES
 from kvik.core.routing import ReplicaChoice, ReplicaRouter
 from kvik.errors import KvikError
 from kvik.server.route import break_connection, limit_unread
-from kvik.server.transfer import PREFILL_HEADER, SOURCE_HEADER
+from kvik.server.transfer import (
+    MAX_RESUMPTION,
+    MOVED_COMMENT,
+    MOVED_END,
+    MOVED_HEADER,
+    MOVES_HEADER,
+    PREFILL_HEADER,
+    RESUMED_HEADER,
+    SOURCE_HEADER,
+)
 
 if TYPE_CHECKING:
     import aiohttp
@@ -54,11 +64,13 @@ HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer "
     b"transfer-encoding upgrade".split()
 )
-# The last two are the proxy's own.
+# The last four are the proxy's own.
 NOT_PASSED_ON = HOP_BY_HOP | {
     *(b"host", b"content-length", b"expect"),
     *(PREFILL_HEADER.encode(), SOURCE_HEADER.encode()),
+    *(MOVES_HEADER.encode(), RESUMED_HEADER.encode()),
 }
+LET_GO_SECONDS = 10.0  # after which a server is not needed any more that gave a request away
 RETRIED = (502, 503, 504)  # another server may do better
 GENERATES = re.compile(r"/(chat/completions|completions?|messages|responses|generate)$")
 SAFE_ID = re.compile(rb"[A-Za-z0-9_.-]{1,128}")
@@ -119,6 +131,47 @@ def passed_on(
     return [(name, value) for name, value in found if name not in dropped and name not in named]
 
 
+class MovedMark:
+    """Finds in a stream where its server says that another one goes on.
+
+    Attributes:
+        told: what that is to be told; None: nothing yet.
+    """
+
+    def __init__(self) -> None:
+        self.told: bytes | None = None
+        self._held = b"\n"  # the last byte that was passed on, and what may begin the mark
+        self._found = False
+
+    @property
+    def found(self) -> bool:
+        return self._found
+
+    def feed(self, part: bytes) -> bytes:
+        """Take the next part of a stream. Returns what is for the client."""
+        data = self._held + part
+        if not self._found:
+            at = data.find(b"\n" + MOVED_COMMENT)
+            if at < 0:
+                most = min(len(MOVED_COMMENT), len(data) - 1)
+                sizes = (n for n in range(most, 0, -1) if data.endswith(b"\n" + MOVED_COMMENT[:n]))
+                size = next(sizes, 0)
+                end = len(data) - size
+                self._held = data[end - 1 :]
+                return data[1:end]
+            self._found, passed = True, data[1 : at + 1]
+            data = data[at + 1 + len(MOVED_COMMENT) :]
+        else:
+            passed = b""
+        told, end_mark, _ = data.partition(MOVED_END)
+        self._held = data
+        if end_mark:
+            self.told = told
+        elif len(data) > MAX_RESUMPTION:
+            raise ValueError("what it says of where a stream goes on is too long")
+        return passed
+
+
 # -- the servers -----------------------------------------------------------------------------------
 
 
@@ -174,6 +227,7 @@ class Proxy:
         self.upstreams = [Upstream(url) for url in urls]
         self.retries = 0
         self.prefills = 0
+        self.moves = 0
         self._timeout = timeout
         self._clock = clock
         self._router = ReplicaRouter(urls, PIECE, ROWS, LIFETIME)
@@ -365,6 +419,8 @@ class Proxy:
         lines.append(f"kvik_route_retries_total {self.retries}")
         lines.append("# TYPE kvik_route_prefills_total counter")
         lines.append(f"kvik_route_prefills_total {self.prefills}")
+        lines.append("# TYPE kvik_route_moves_total counter")
+        lines.append(f"kvik_route_moves_total {self.moves}")
         for name, kind, of in (
             ("up", "gauge", lambda one: int(one.healthy)),
             ("unfinished_requests", "gauge", lambda one: one.unfinished),
@@ -374,6 +430,44 @@ class Proxy:
             lines.append(f"# TYPE kvik_route_{name} {kind}")
             lines += [f'kvik_route_{name}{{url="{o.url}"}} {of(o)}' for o in self.upstreams]
         return Response("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
+
+
+@dataclass(slots=True)
+class _Resumed:
+    """A request that a server gave away.
+
+    Attributes:
+        told: what the next one is to be told.
+        answer: of the first one, open until the next one's has begun.
+        back: it is asked to take it back, as no other one does.
+        begun: some of the next one's answer has come.
+    """
+
+    told: bytes
+    answer: aiohttp.ClientResponse
+    back: bool
+    begun: bool = False
+
+    def begin(self) -> None:
+        self.begun = True
+        self.answer.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What servers are asked.
+
+    Attributes:
+        hashes, size, session: of the prompt, see `Proxy.choose`.
+        resumed: a server began with it.
+    """
+
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+    hashes: Sequence[bytes]
+    size: int
+    session: str
+    resumed: _Resumed | None = None
 
 
 class _Passing:
@@ -408,7 +502,8 @@ class _Passing:
                 return
             if not tried:
                 headers += await self._prefilled(choice, headers, body, hashes, size)
-            if await self._ask(choice, headers, body, hashes, size, again=not tried):
+            request = _Asked(headers, body, hashes, size, session)
+            if await self._ask(choice, request, again=not tried):
                 return
             tried.append(choice.replica)
             self._proxy.retries += 1
@@ -453,10 +548,7 @@ class _Passing:
     async def _ask(
         self,
         choice: ReplicaChoice,
-        headers: list[tuple[bytes, bytes]],
-        body: bytes,
-        hashes: Sequence[bytes],
-        size: int,
+        request: _Asked,
         *,
         again: bool,
     ) -> bool:
@@ -467,16 +559,18 @@ class _Passing:
         """
         proxy, name = self._proxy, secrets.token_hex(8)
         others = proxy.choose((), 0, "", [choice.replica]) is not None
-        proxy.sent(name, choice, hashes, size)
+        proxy.sent(name, choice, request.hashes, request.size)
         tail: bytes | None = b""
         try:
-            tail = await self._unless_gone(
-                self._pass(choice, headers, body, name, again=again and others)
-            )
+            passing = self._pass(choice, request, name, again=again and others, others=others)
+            # The first server's answer watches the client for those that go on with it.
+            tail = await (passing if request.resumed else self._unless_gone(passing))
             return tail is not None
         except UpstreamError as error:
             if not error.closed or not again:
                 proxy.failed(choice.replica, str(error))
+            if request.resumed is not None and not request.resumed.begun:
+                return False
             if self._begun:  # the client must not take what was sent for a complete answer
                 if not break_connection(self._scope):
                     raise
@@ -487,7 +581,31 @@ class _Passing:
             return True
         finally:
             share = cached_share(tail or b"")
-            proxy.ended(name, choice, None if share is None else share * size)
+            proxy.ended(name, choice, None if share is None else share * request.size)
+
+    async def _go_on(
+        self, left: ReplicaChoice, answer: aiohttp.ClientResponse, request: _Asked, told: bytes
+    ) -> None:
+        """Let another server go on with what one gave away; that one itself, if none does.
+
+        Raises:
+            UpstreamError: it was lost.
+        """
+        proxy = self._proxy
+        proxy.moves += 1
+        tried = [left.replica]
+        release = asyncio.get_running_loop().call_later(LET_GO_SECONDS, answer.close)
+        try:
+            while True:
+                choice = proxy.choose(request.hashes, request.size, request.session, tried)
+                resumed = _Resumed(told, answer, back=choice is None)
+                if await self._ask(choice or left, replace(request, resumed=resumed), again=False):
+                    return
+                if choice is None:
+                    raise UpstreamError(ConnectionError("no server goes on with its answer"))
+                tried.append(choice.replica)
+        finally:
+            release.cancel()
 
     async def _prefilled(
         self,
@@ -570,45 +688,77 @@ class _Passing:
     async def _pass(
         self,
         choice: ReplicaChoice,
-        headers: list[tuple[bytes, bytes]],
-        body: bytes,
+        request: _Asked,
         name: str,
         *,
         again: bool,
+        others: bool,
     ) -> bytes | None:
         """Send the request and pass the answer on. Returns its end; None: another server is to be
-        asked."""
+        asked.
+
+        Args:
+            others: there are other servers, to which it may be moved.
+        """
         import aiohttp
 
-        scope, proxy = self._scope, self._proxy
+        scope, proxy, resumed = self._scope, self._proxy, request.resumed
         whole = self._target(choice)
+        headers = request.headers
+        if resumed is not None:
+            headers = [pair for pair in headers if pair[0] != SOURCE_HEADER.encode()]
+            headers.append((RESUMED_HEADER.encode(), resumed.told))
+        if others and not (resumed is not None and resumed.back):
+            headers = [*headers, (MOVES_HEADER.encode(), b"1")]
         pairs = [(key.decode("latin-1"), value.decode("latin-1")) for key, value in headers]
-        tail = b""
+        body, tail = request.body, b""
         try:
             async with proxy.session.request(
                 scope["method"], whole, headers=pairs, data=body or None, allow_redirects=False
             ) as answer:
+                if MOVED_HEADER in answer.headers:
+                    told = await answer.content.readuntil(MOVED_END)
+                    await self._go_on(choice, answer, request, told.removesuffix(MOVED_END))
+                    return b""
+                if resumed is not None and answer.status != 200:
+                    return None
                 if answer.status in RETRIED and again:
                     return None
                 passed = passed_on(answer.raw_headers, HOP_BY_HOP)
                 limit_unread(scope, BODY_SECONDS)
                 start = {"type": "http.response.start", "status": answer.status}
+                mark = MovedMark() if answer.content_type == "text/event-stream" else None
                 first = True
                 async for part in answer.content.iter_any():
                     if first:
                         proxy.began(name)
-                        await self._out({**start, "headers": passed})
+                        if resumed is not None:
+                            resumed.begin()
+                        await self._start({**start, "headers": passed})
                         first = False
-                    tail = (tail + part)[-TAIL:]
-                    await self._out({"type": "http.response.body", "body": part, "more_body": True})
+                    passing = part if mark is None else mark.feed(part)
+                    tail = (tail + passing)[-TAIL:]
+                    if passing:
+                        sent = {"type": "http.response.body", "body": passing, "more_body": True}
+                        await self._out(sent)
+                    if mark is not None and mark.told is not None:
+                        await self._go_on(choice, answer, request, mark.told)
+                        return tail
+                if mark is not None and mark.found:
+                    raise ConnectionError("it broke off as it gave an answer away")
                 if first:
                     proxy.began(name)
-                    await self._out({**start, "headers": passed})
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+                    await self._start({**start, "headers": passed})
+        except (aiohttp.ClientError, asyncio.IncompleteReadError, OSError, ValueError) as error:
             closed = isinstance(error, aiohttp.ServerDisconnectedError) and not self._begun
             raise UpstreamError(error, closed=closed) from None
         await self._out({"type": "http.response.body", "body": b"", "more_body": False})
         return tail
+
+    async def _start(self, message: dict[str, Any]) -> None:
+        """Begin the answer, unless another server has."""
+        if not self._begun:
+            await self._out(message)
 
     async def _out(self, message: dict[str, Any]) -> None:
         self._begun = True

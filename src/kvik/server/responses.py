@@ -17,12 +17,19 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvik.core.types import TokenLogprobs
-from kvik.engine.output import RequestOutput, TextDelta
+from kvik.engine.output import RequestOutput, TextDelta, merged
 from kvik.errors import KvikError
 from kvik.server.errors import escaped_traceback, http_error, in_messages
-from kvik.server.generation import Generation, wait_for_change
+from kvik.server.generation import Generation, GivenAway, wait_for_change
 from kvik.server.route import limit_unread
-from kvik.server.transfer import SOURCE_HEADER, Prefilled, make_ticket
+from kvik.server.transfer import (
+    MOVED_COMMENT,
+    MOVED_END,
+    MOVED_HEADER,
+    SOURCE_HEADER,
+    Prefilled,
+    make_ticket,
+)
 
 T = TypeVar("T")
 INLINE_ITEMS = 2000  # of a microsecond or two: a thread takes longer to wake
@@ -164,6 +171,7 @@ class ResponseFormat(ABC):
     """How an API shows generations: as one object, or as a stream of events."""
 
     heartbeat = HEARTBEAT  # the event that says that a stream is alive
+    goes_on = True  # a stream that another server began can be written on
 
     @abstractmethod
     def whole(self, outputs: Sequence[RequestOutput]) -> msgspec.Struct:
@@ -201,14 +209,53 @@ async def generation_response(
     """
     lends = generations[0].transfer.lends
     if stream and not lends:
+        for generation in generations:
+            generation.movable &= form.goes_on
         return StreamReply(generations, form)
-    outputs = await wait_for_outputs(request, generations)
+    try:
+        outputs = await wait_for_outputs(request, generations)
+    except GivenAway:
+        return MovedReply(generations[0])
     if lends:
         return _prefilled(generations)
     num_items = sum(map(_num_logprobs, outputs))
     data = await offload(num_items, lambda: encode_in_chunks(form.whole(outputs)))
     headers = headers_of(generations)
     return Response(data, media_type="application/json", headers=headers)
+
+
+MOVED_SECONDS = 30.0  # for which an answer that another server goes on with stays open
+MOVED_BEAT_SECONDS = 0.2  # between bytes that show whether it is still needed
+
+
+class MovedReply(Response):
+    """Says that another server is to give the answer. It stays open until the proxy that asked is
+    done with it, since the server and its pages are needed as long."""
+
+    def __init__(self, generation: Generation) -> None:
+        super().__init__(status_code=503, headers={MOVED_HEADER: "1"})
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(name, v) for name, v in self.raw_headers if name != b"content-length"]
+        await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
+        watch = asyncio.ensure_future(_until_gone(receive))
+        try:
+            await _hand_on(send, self._generation.resumption(begun=False).encode(), watch)
+        finally:
+            watch.cancel()
+
+
+async def _hand_on(send: Send, told: bytes, watch: asyncio.Future[None]) -> None:
+    """Write what tells another server to go on, and wait until that has begun."""
+    await send({"type": "http.response.body", "body": told + MOVED_END, "more_body": True})
+    until = asyncio.get_running_loop().time() + MOVED_SECONDS
+    while asyncio.get_running_loop().time() < until and not watch.done():
+        await asyncio.wait((watch,), timeout=MOVED_BEAT_SECONDS)
+        # A client may close one half and read on: only writing shows that it is gone.
+        await send({"type": "http.response.body", "body": b"\n", "more_body": True})
+    if not watch.done():
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _prefilled(generations: Sequence[Generation]) -> Response:
@@ -264,6 +311,7 @@ class StreamReply(Response):
         self._anthropic = False  # errors have the shape of its API
         self._timeouts = timeouts
         self._begun = False
+        self._opened = False  # the client has the events before the first text
         self._beat = False  # a heartbeat is due
         self._sent_at = 0.0
 
@@ -276,10 +324,27 @@ class StreamReply(Response):
             ticker = loop.create_task(self._tick())
             try:
                 await self._run(send, watch)
+                if self._generations[0].moved is None:
+                    return
+                if self._begun:
+                    told = self._generations[0].resumption(begun=True).encode()
+                    await _hand_on(send, MOVED_COMMENT + told, watch)
+                    return
             finally:
                 ticker.cancel()
+        await MovedReply(self._generations[0])(scope, receive, send)
 
     async def _run(self, send: Send, watch: asyncio.Task[None]) -> None:
+        """Write all events, or those before another server goes on."""
+        for position, generation in enumerate(self._generations):
+            resumed = generation.transfer.resumed
+            if resumed is not None and resumed.begun:  # what was sent is only made again
+                self._opened = True
+                self._form.begin()
+                replayed, generation.replayed = generation.replayed, []
+                if replayed:
+                    grow = partial(self._form.grow, position, merged(replayed))
+                    await offload(len(resumed.tokens), grow)
         while True:
             await wait_for_change(self._generations[0])
             if watch.done():
@@ -290,6 +355,10 @@ class StreamReply(Response):
                 if not self._begun:
                     raise
                 await self._write(send, self._error_event(error), True)
+                return
+            if self._generations[0].moved is not None:
+                if chunk and self._begun:
+                    await self._write(send, chunk, False)
                 return
             if chunk or last:
                 await self._write(send, chunk, last)
@@ -304,7 +373,8 @@ class StreamReply(Response):
         if failure is not None and not self._begun:
             raise failure
         parts: list[bytes] = []
-        if not self._begun and (any(taken) or last or self._beat):
+        if not self._opened and (any(taken) or last or self._beat):
+            self._opened = True
             parts.append(self._form.begin())
         for position, deltas in enumerate(taken):
             if deltas:
@@ -356,6 +426,7 @@ async def wait_for_outputs(
 
     Raises:
         KvikError: one of them failed; then all are ended.
+        GivenAway: another server goes on with the only one.
         ClientDisconnect: the client went away, which ends them too.
     """
     with _watched(request.receive, generations) as watch:
@@ -363,6 +434,8 @@ async def wait_for_outputs(
             for generation in generations:
                 if generation.failure is not None:
                     raise generation.failure
+                if generation.moved is not None:
+                    raise generation.moved
             results = [g.result for g in generations if g.result is not None]
             if len(results) == len(generations):
                 return results

@@ -232,6 +232,7 @@ def _affordable(limits: ConnectionLimits) -> ConnectionLimits:
 log = logging.getLogger(__name__)
 START_POLL_SECONDS = 0.05  # between polls of the engine while it starts
 SERVE_POLL_SECONDS = 0.5  # and while it serves
+MOVE_POLL_SECONDS = 0.5  # between looks for requests that can be moved now
 ABORT_GRACE = 2.0  # seconds for aborted responses to reach their clients
 QUICK_GRACE = 0.2  # the same after a second signal
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -329,9 +330,17 @@ async def _drain(server: Server, stop: StopSignal, tell: Callable[[str], None]) 
         )
     empty = asyncio.ensure_future(server.drain.wait(seconds))
     again = asyncio.ensure_future(stop.again.wait())
+    moving = asyncio.ensure_future(_move(server))
     _, pending = await asyncio.wait((empty, again), return_when=asyncio.FIRST_COMPLETED)
-    for task in pending:
+    for task in (*pending, moving):
         task.cancel()
+
+
+async def _move(server: Server) -> None:
+    """Let other servers go on with what runs, as soon as it can be moved."""
+    while True:
+        server.generations.hand_over()
+        await asyncio.sleep(MOVE_POLL_SECONDS)
 
 
 async def _close(server: Server, seconds: float | None) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import reduce
 from operator import add
 from typing import cast
@@ -27,7 +26,7 @@ class ResponseHead:
 
     id: str
     model: str
-    created: int = field(default_factory=lambda: int(time.time()))
+    created: int
 
 
 class Speculation(Struct, kw_only=True):

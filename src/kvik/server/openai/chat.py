@@ -214,7 +214,7 @@ async def chat(server: Server, request: Request, body: ChatRequest) -> Response:
         )
     by_id = bool(body.return_tokens_as_token_ids)
     names = TokenNames(server.texts.tokenizer, by_id=by_id)
-    head = ResponseHead(f"chatcmpl-{generation.request_id}", model)
+    head = ResponseHead(f"chatcmpl-{generation.request_id}", model, generation.created)
     form = ChatFormat(head, body, names, ids, answer)
     return await generation_response(request, [generation], form, stream=bool(body.stream))
 

@@ -139,7 +139,7 @@ async def completions(server: Server, request: Request, body: CompletionRequest)
         )
     by_id = bool(body.return_tokens_as_token_ids)
     names = TokenNames(server.texts.tokenizer, by_id=by_id)
-    head = ResponseHead(f"cmpl-{generations[0].request_id}", model)
+    head = ResponseHead(f"cmpl-{generations[0].request_id}", model, generations[0].created)
     form = CompletionFormat(head, body, names, prompts, echoes)
     return await generation_response(request, generations, form, stream=bool(body.stream))
 

@@ -168,6 +168,8 @@ class Rendering:
 class ResponseEvents(ResponseFormat):
     """A response as a `ResponseFormat`: items that are opened, grow and are closed."""
 
+    goes_on = False  # its last events repeat the ids of all items
+
     def __init__(
         self, model: str, body: ResponsesRequest, params: SamplingParams, answer: AnswerForm
     ) -> None:
