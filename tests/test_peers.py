@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from helpers.faulty_line import Fault, FaultyLine
 from helpers.matrix import OBJECT
+from helpers.optional_native import needs_native
 
 from kvik import SamplingParams
 from kvik.config.config import EngineConfig
@@ -182,6 +183,35 @@ def test_an_engine_without_peers_computes_all(prefiller: EngineLoop, alone: list
         assert answer(run(loop, EngineRequest("a", PROMPT, GREEDY, source=source))) == alone
     finally:
         loop.close()
+
+
+ONE, TWO = {"threads": 1}, {"threads": 2}
+RANKS, STAGES = {**TWO, "tensor_parallel_size": 2}, {**TWO, "pipeline_parallel_size": 2}
+
+
+@needs_native
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("lends", "fetches"), [(RANKS, ONE), (ONE, RANKS), (STAGES, RANKS), (ONE, STAGES)]
+)
+def test_any_number_of_processes_has_the_pages_of_any_other(
+    lends: dict[str, int], fetches: dict[str, int], alone: list[object]
+) -> None:
+    loops = []
+    try:
+        loops.append(engine("prefill", **lends))
+        loops.append(engine("decode", **fetches))
+        for name in ("a", "b"):
+            source = prefill(loops[0], name)
+            deltas = run(loops[1], EngineRequest(name, PROMPT, GREEDY, source=source))
+            assert answer(deltas) == alone
+            assert loops[1].stats().moves.tiers[0].failed == 0
+            loops[1].reset_prefix_cache()
+        assert computed(loops[1]) == 2 * (len(PROMPT) - 192)
+        assert loops[1].stats().moves.tiers[0].loaded == 24
+    finally:
+        for loop in loops:
+            loop.close()
 
 
 def resumed(request: EngineRequest, handover: Handover) -> EngineRequest:

@@ -69,8 +69,6 @@ def test_the_memory_tier_is_part_of_the_plan() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"tensor_parallel_size": 2},
-        {"pipeline_parallel_size": 2},
         {"kv_tiers": "disk:/tmp/pages:1GiB", "role": "prefill"},  # others fetch from memory
         {"enable_prefix_caching": False},
     ],
@@ -78,3 +76,19 @@ def test_the_memory_tier_is_part_of_the_plan() -> None:
 def test_roles_that_do_not_fit(options: dict) -> None:
     with pytest.raises(ConfigError, match=r"^(role|kv_tiers): must"):
         resolve_config(EngineConfig(**{"device": "cpu", "role": "decode", "threads": 2, **options}))
+
+
+@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_roles_fit_several_processes(role: str, size: str) -> None:
+    options = {"device": "cpu", "role": role, "threads": 2, size: 2}
+    tiers = resolve_config(EngineConfig(**options)).cache.tiers
+    assert (tiers.lends, tiers.peers) == (role == "prefill", role == "decode")
+
+
+@pytest.mark.parametrize(("kv_tiers", "has"), [("memory:64MiB", True), (None, False)])
+def test_requests_move_with_their_pages_where_these_are_kept(
+    kv_tiers: str | None, has: bool
+) -> None:
+    tiers = resolve_config(EngineConfig(device="cpu", kv_tiers=kv_tiers), moves=True).cache.tiers
+    assert (tiers is not None and tiers.lends and tiers.peers) == has

@@ -377,12 +377,8 @@ def check_tiers(
             told = "must have a memory tier for role prefill, such as memory:1GiB"
             raise ConfigError(TIERS, f"{told}: others fetch its pages")
         asked = replace(asked, memory=PREFILL_TIER)
-    alone = config.tensor_parallel_size == config.pipeline_parallel_size == 1
-    if config.role != "both" and not alone:
-        told = "pages of an engine of several processes are not fetched by other engines yet"
-        raise ConfigError("role", f"must be both: {told}")
     # Requests go on elsewhere with their pages only where these are kept.
-    moved = asked.memory > 0 and alone and (config.data_parallel_size > 1 or moves)
+    moved = asked.memory > 0 and (config.data_parallel_size > 1 or moves)
     asked = replace(
         asked,
         peers=config.role == "decode" or moved,

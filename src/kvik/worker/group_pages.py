@@ -19,26 +19,49 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from mmap import mmap
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvik.attention.select import NATIVE
 from kvik.config.config import ResolvedConfig
-from kvik.core.plan import DISK, MEMORY, NOWHERE, PageKey, PageStore, SchedulerOutput
+from kvik.core.plan import (
+    AT_PEER,
+    DISK,
+    MEMORY,
+    NOWHERE,
+    PEER,
+    PageKey,
+    PageStore,
+    SchedulerOutput,
+)
 from kvik.errors import ConfigError, GroupLost
 from kvik.files import shared_memory
 from kvik.nn.pages import GroupPages, PagePart, group_pages
 from kvik.spec.shares import PipelineStage
 from kvik.worker.graphs import EngineNetwork
 from kvik.worker.group import CopyPages, EarlierStages, OpenPages, Others, Seat
-from kvik.worker.page_mover import JOB_PAGES, THREADS, WAIT_SECONDS, Loading, PageFolder, PageMover
+from kvik.worker.page_mover import (
+    JOB_PAGES,
+    THREADS,
+    WAIT_SECONDS,
+    Loading,
+    MakeLender,
+    PageFolder,
+    PageMover,
+)
+
+if TYPE_CHECKING:
+    from kvik.worker.peer_tier import PeerPages
 
 HEAD_BYTES = 1 << 16  # before the pages: a number for each process (`MAX_RANKS` x `MAX_STAGES`)
-# Bytes of pages on their way to the disk, and from it. Half of what is on its way to the disk may
-# wait for processes that are some steps behind (`tier_index.MAX_WRITING`).
+# Bytes of pages on their way to the disk, and as many on their way from it and from other engines.
+# Half of what is on its way to the disk may wait for processes that are some steps behind
+# (`tier_index.MAX_WRITING`).
 STAGED = 128 << 20
 LOOK_SECONDS = 0.0005  # between looks how far the processes are, where nothing else is to be done
 END_SECONDS = 1.0  # for what they still copy at the end
+LEND_SECONDS = 2.0  # for what they still copy of a page that another engine wants
 _NUMBER = struct.Struct("<q")
 
 
@@ -164,20 +187,22 @@ class _Fetched:
         pages: KV group, block, row.
         staged: rows to be free again when all have copied them.
         failed: indices of those that are not there.
-        seconds: that the disk took.
+        tier, seconds: from where the staged ones came, and the time that took.
     """
 
     loading: Loading
     pages: list[tuple[int, int, int]]
     staged: list[int]
     failed: list[int]
+    tier: str
     seconds: float
 
 
 class GroupPageMover(PageMover):
     """`PageMover` of the process that owns the tiers of several.
 
-    The worker's thread tells all copies. The other threads only read pages from the disk. Pages
+    The worker's thread tells all copies. The other threads only read pages, from the disk and from
+    other engines, and give them to these. Pages
     come into blocks when the step before which they were planned is done: until then a step of a
     request that has ended may still write there, in a pipeline.
     """
@@ -190,37 +215,49 @@ class GroupPageMover(PageMover):
         others: Sequence[Others | EarlierStages],
         processes: Sequence[int],
         *,
+        peers: PeerPages | None = None,
+        lender: MakeLender | None = None,
         at_once: bool = False,
     ) -> None:
         """
         Args:
             others: who is told what to copy.
             processes: their numbers, and those of all that they tell.
+            peers, lender: as of `PageMover`.
 
         Raises:
             OSError: as `PageMover`.
             GroupLost: as `begin`, `take` and `wait`: one of them is gone.
         """
         largest = max(each.num_bytes for each in pages)
-        staged = 0 if folder is None else max(2 * THREADS, STAGED // largest)
+        kinds = (folder is not None) + (peers is not None)
+        staged = max(2 * THREADS * kinds, STAGED // largest) if kinds else 0
         self._memory = PageMemory.make(places + 2 * staged, largest)
         self._others, self._processes = others, processes
         self._number = 0
-        # Rows of pages on their way to the disk, and from it.
+        self._lent_number = 0  # up to which all have to copy before a page is lent
+        # Rows of pages on their way to the disk, and from it or from other engines.
         self._to_disk = deque(range(places, places + staged))
         self._from_disk = deque(range(places + staged, places + 2 * staged))
         self._storing: deque[tuple[int, list[tuple[PageKey, bytes, int]]]] = deque()
         self._copying: deque[tuple[int, list[int]]] = deque()
         self._fetched: list[_Fetched] = []
         self._ended = False
-        super().__init__(pages, places, folder, at_once=at_once, slab=self._memory.rows)
-        self._job_pages = min(JOB_PAGES, max(1, staged // THREADS))  # all threads find rows
+        memory = self._memory.rows
+        super().__init__(
+            pages, places, folder, peers=peers, lender=lender, at_once=at_once, slab=memory
+        )
+        threads = max(1, len(self._queues))
+        self._job_pages = min(JOB_PAGES, max(1, staged // threads))  # all threads find rows
         self._tell(self._memory.opened)
 
     def begin(self, plan: SchedulerOutput) -> None:
         """See `PageMover.begin`."""
         self._look()
+        if plan.leases:  # of pages that this plan and those before it store
+            self._lent_number = self._number + len(self._pages)
         super().begin(plan)
+        self._lent_number = min(self._lent_number, self._number)
 
     def _load_done(self, step: int) -> None:
         with self._lock:
@@ -312,6 +349,9 @@ class GroupPageMover(PageMover):
 
     def _run(self, loading: Loading, job: list[int], scratch: np.ndarray) -> None:
         """Bring some pages of a load into the common memory."""
+        if loading.load.pages[job[0]][2] == AT_PEER:
+            self._fetch(loading, job)
+            return
         pages, staged, failed, seconds = [], [], [], 0.0
         for i in job:
             key, block, place = loading.load.pages[i]
@@ -327,7 +367,38 @@ class GroupPageMover(PageMover):
                 seconds += time.monotonic() - began
             else:
                 failed.append(i)
-        fetched = _Fetched(loading, pages, staged, failed, seconds)
+        self._all_there(_Fetched(loading, pages, staged, failed, DISK, seconds))
+
+    def _fetch(self, loading: Loading, job: list[int]) -> None:
+        """Bring pages of another engine into the common memory."""
+        load, good = loading.load, dict[int, int]()
+        keys = [load.pages[i][0] for i in job]
+        began = time.monotonic()
+        if self._peers is not None and load.source is not None:
+            sizes = [each.num_bytes for each in self._pages]
+            for i, page in zip(job, self._peers.fetch(load.source, keys, sizes), strict=True):
+                if page is not None:
+                    good[i] = self._free_row()
+                    self._memory.rows[good[i]][: len(page)] = page
+        seconds = time.monotonic() - began
+        pages = [(load.pages[i][0][0], load.pages[i][1], row) for i, row in good.items()]
+        failed = [i for i in job if i not in good]
+        self._all_there(_Fetched(loading, pages, list(good.values()), failed, PEER, seconds))
+
+    def _page_at(self, key: PageKey, place: int) -> np.ndarray:
+        """See `PageMover._page_at`. Called in threads that give pages to other engines.
+
+        Raises:
+            OSError: a process has not copied its part in time.
+        """
+        until = time.monotonic() + LEND_SECONDS
+        while self._memory.done(self._processes) < self._lent_number:
+            if time.monotonic() > until:
+                raise OSError("a process does not copy its part of a page")
+            time.sleep(LOOK_SECONDS)
+        return super()._page_at(key, place)
+
+    def _all_there(self, fetched: _Fetched) -> None:
         if self._at_once:
             self._copy_in(fetched)
             return
@@ -351,17 +422,17 @@ class GroupPageMover(PageMover):
         staged = set(fetched.staged)
         rates: dict[str, tuple[int, float]] = {}
         for group, own in enumerate(self._pages):
-            for tier in (MEMORY, DISK):
+            for tier in (MEMORY, fetched.tier):
                 found = [
                     (block, row)
                     for owner, block, row in fetched.pages
-                    if owner == group and (row in staged) == (tier == DISK)
+                    if owner == group and (row in staged) == (tier != MEMORY)
                 ]
                 if not found:
                     continue
                 began = time.monotonic()
                 self._copy(group, [b for b, _ in found], [r for _, r in found], load=True)
-                size, seconds = rates.get(tier, (0, fetched.seconds if tier == DISK else 0.0))
+                size, seconds = rates.get(tier, (0, 0.0 if tier == MEMORY else fetched.seconds))
                 seconds += time.monotonic() - began
                 rates[tier] = size + len(found) * own.num_bytes, seconds
         self._copying.append((self._number, fetched.staged))

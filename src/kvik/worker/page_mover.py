@@ -114,6 +114,9 @@ def _jobs(pages: list[int], size: int) -> list[list[int]]:
     return [pages[first : first + size] for first in range(0, len(pages), size)]
 
 
+MakeLender = Callable[[Callable[[PageKey, int], np.ndarray]], "PageLender"]
+
+
 class PageMover:
     """The moves of one worker. All but `read` of the folder is called in the worker's thread."""
 
@@ -124,7 +127,7 @@ class PageMover:
         folder: PageFolder | None,
         *,
         peers: PeerPages | None = None,
-        lender: Callable[[Callable[[PageKey, int], np.ndarray]], PageLender] | None = None,
+        lender: MakeLender | None = None,
         at_once: bool = False,
         slab: np.ndarray | None = None,
     ) -> None:

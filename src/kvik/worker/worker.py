@@ -319,18 +319,27 @@ def page_mover(
         else:
             folder = DiskTier(runner.kv_folder, fingerprint, tiers.disk)
     others = [each for each in (network.others, network.earlier) if each is not None]
-    if not others:
-        peers = lender = None
-        if token:
-            from kvik.worker.peer_tier import PeerPages, lender_at  # few engines know others
+    peers = lender = None
+    if token:
+        from kvik.worker.peer_tier import PeerPages, lender_at  # few engines know others
 
-            peers = PeerPages(token, fingerprint) if tiers.peers else None
-            if runner.kv_listen is not None:
-                lender = partial(lender_at, runner.kv_listen, token, fingerprint)
+        peers = PeerPages(token, fingerprint) if tiers.peers else None
+        if runner.kv_listen is not None:
+            lender = partial(lender_at, runner.kv_listen, token, fingerprint)
+    if not others:
         return PageMover(pages, tiers.memory, folder, peers=peers, lender=lender, at_once=replays)
     count = max(1, len(runner.stages)) * runner.ranks
     processes = [number for number in range(count) if number != count - runner.ranks]
-    return GroupPageMover(pages, tiers.memory, folder, others, processes, at_once=replays)
+    return GroupPageMover(
+        pages,
+        tiers.memory,
+        folder,
+        others,
+        processes,
+        peers=peers,
+        lender=lender,
+        at_once=replays,
+    )
 
 
 def cache_fingerprint(config: ResolvedConfig) -> bytes:
