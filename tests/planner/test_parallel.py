@@ -182,10 +182,8 @@ def test_exchanges_by_hand() -> None:
 @pytest.mark.parametrize(
     ("name", "tp", "pp", "field", "message"),
     [
-        ("llama-3-70b", 3, 1, "tp", "must divide the 64 query heads, not 3"),
         ("llama-3-70b", 0, 1, "tp", "must be an integer in"),
         ("llama-3-70b", 1, 81, "pp", "must be at most the 80 layers, not 81"),
-        ("qwen2.5-0.5b", 7, 1, "tp", "the 2 key/value heads or be a multiple of them, not 7"),
         ("gemma-2-9b", 1, -1, "pp", "must be an integer in"),
         ("llama-3-70b", 65, 1, "tp", "must be at most the 64 query heads, not 65"),
     ],
@@ -196,6 +194,21 @@ def test_what_cannot_be_shared(name: str, tp: int, pp: int, field: str, message:
     assert caught.value.field == field
     assert not can_share(shape(name), tp, pp)
     assert can_share(shape(name), 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "heads", "kv_heads"),
+    [("llama-3-70b", 3, 24, 3), ("llama-3-70b", 12, 8, 1), ("qwen2.5-0.5b", 7, 3, 1)],
+)
+def test_heads_need_not_divide(name: str, tp: int, heads: int, kv_heads: int) -> None:
+    """The fullest device has what `HeadShare` gives it, as in the engine."""
+    whole = shape(name)
+    part = share(whole, tp, 1)
+    assert (part.num_heads, part.num_kv_heads) == (heads, kv_heads)
+    pair = whole.head_dim + whole.v_head_dim
+    outputs = heads * whole.head_dim + kv_heads * pair
+    assert [m.outputs for m in part.matrices if m.role == "qkv"] == [outputs]
+    assert [m.inputs for m in part.matrices if m.role == "o"] == [heads * whole.head_dim]
 
 
 @pytest.mark.parametrize(

@@ -295,7 +295,7 @@ BUNDLED = read_shape("")  # the bundled model: 8 heads, 6 layers, a context of 1
         ({"context": 0}, "context", r"must be an integer in \[1, 16777216\], not 0"),
         ({"context": 1025}, "context", "must be at most the model's 1024 tokens, not 1025"),
         ({"batch": 0}, "batch", r"must be an integer in \[1, 65536\], not 0"),
-        ({"tp": 3}, "tp", "must divide the 8 query heads, not 3"),
+        ({"tp": 9}, "tp", "must be at most the 8 query heads, not 9"),
         ({"pp": 7}, "pp", "must be at most the 6 layers, not 7"),
         (
             {"memory_utilization": 0.0},

@@ -36,15 +36,8 @@ def check_parallel(shape: ModelShape, tp: int, pp: int, *, exact: bool = False) 
     for name, value, most in (("tp", tp, limits[0]), ("pp", pp, limits[1])):
         if not 1 <= value <= most:
             raise ConfigError(name, f"must be an integer in [1, {most}], not {value}")
-    heads, kv_heads = shape.num_heads, shape.num_kv_heads
-    if tp > heads:
-        raise ConfigError("tp", f"must be at most the {heads} query heads, not {tp}")
-    if not exact and heads % tp:
-        raise ConfigError("tp", f"must divide the {heads} query heads, not {tp}")
-    if not exact and not shape.latent_dim and kv_heads % tp and tp % kv_heads:
-        raise ConfigError(
-            "tp", f"must divide the {kv_heads} key/value heads or be a multiple of them, not {tp}"
-        )
+    if tp > shape.num_heads:
+        raise ConfigError("tp", f"must be at most the {shape.num_heads} query heads, not {tp}")
     if pp > shape.num_layers:
         raise ConfigError("pp", f"must be at most the {shape.num_layers} layers, not {pp}")
     if pp > 1 and (joined := _joined(shape)):
@@ -90,12 +83,13 @@ def shares(shape: ModelShape, tp: int, pp: int, weight_format: str) -> tuple[Mod
     if tp == pp == 1:
         return (shape,)
     parts = (shape,) if pp == 1 else stages(shape, stage_runs(shape, pp, weight_format))
+    heads, kv_heads = _most_heads(shape, tp)
     return tuple(
         replace(
             part,
             intermediate_size=-(-shape.intermediate_size // tp),
-            num_heads=shape.num_heads // tp,
-            num_kv_heads=-(-shape.num_kv_heads // tp),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
             matrices=tuple(_cut(matrix, shape, tp) for matrix in part.matrices),
             caches=tuple(_cut_cache(cache, 1 if shape.latent_dim else tp) for cache in part.caches),
             state_bytes=-(-part.state_bytes // tp),
@@ -108,16 +102,28 @@ def shares(shape: ModelShape, tp: int, pp: int, weight_format: str) -> tuple[Mod
     )
 
 
+def _most_heads(shape: ModelShape, tp: int) -> tuple[int, int]:
+    """Return the heads of queries of the fullest device, and of keys and values. They need not
+    divide: see `HeadShare`."""
+    shares = (HeadShare.of(shape.num_heads, shape.num_kv_heads, r, tp).heads for r in range(tp))
+    return max(end - first for first, end in shares), -(-shape.num_kv_heads // tp)
+
+
 def _cut(matrix: MatrixGroup, shape: ModelShape, tp: int) -> MatrixGroup:
     if matrix.role in REPLICATED:
         return matrix
+    heads, kv_heads = _most_heads(shape, tp)
+    if matrix.role == "o":
+        return replace(matrix, inputs=-(-matrix.inputs * heads // shape.num_heads))
     if matrix.role in SECOND:
         return replace(matrix, inputs=-(-matrix.inputs // tp))
     if matrix.role == "qkv":
         pair = shape.head_dim + shape.v_head_dim
         queries = matrix.outputs - shape.num_kv_heads * pair
-        kept = -(-shape.num_kv_heads // tp) * pair
-        return replace(matrix, outputs=-(-queries // tp) + kept)
+        own = -(-queries * heads // shape.num_heads)
+        return replace(matrix, outputs=own + kv_heads * pair)
+    if matrix.role in ("q_up", "kv_up"):
+        return replace(matrix, outputs=-(-matrix.outputs * heads // shape.num_heads))
     return replace(matrix, outputs=-(-matrix.outputs // tp))
 
 
