@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from weakref import finalize
 
@@ -146,12 +145,7 @@ class AsyncLLM:
             raise
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
     async def stats(self) -> EngineStats:
@@ -439,12 +433,7 @@ class AsyncStream(AsyncIterator[TextDelta]):
     async def __aenter__(self) -> AsyncStream:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self.aclose()
 
     async def _wait(self, *, until_end: bool) -> None:

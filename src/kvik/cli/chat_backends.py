@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -136,13 +135,8 @@ class LocalAnswer:
     def __enter__(self) -> LocalAnswer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stream.__exit__(kind, error, trace)
+    def __exit__(self, *exception: object) -> None:
+        self._stream.__exit__(*exception)
 
     def __iter__(self) -> Iterator[str]:
         for delta in self._stream:
@@ -262,12 +256,7 @@ class RemoteAnswer:
     def __enter__(self) -> RemoteAnswer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._connection.close()
         if self._response is not None:  # it may have taken the socket over
             self._response.close()

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from kvik.config.config import ResolvedConfig
@@ -61,12 +60,7 @@ class LoadAhead:
     def __enter__(self) -> LoadAhead:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.memory()
 
     def _run(self, files: Iterable[Path]) -> None:
