@@ -7,10 +7,9 @@ from functools import cache
 from inspect import signature
 from typing import Any
 
+from helpers.triton_resources import SM_90
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import KernelParam, create_function_from_signature
-
-from kvik_bench.triton_resources import SM_90
 
 
 def compilation(kernel: Any, *args: Any, **options: Any) -> str:

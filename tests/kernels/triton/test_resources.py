@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[3]
 def python(*arguments: str) -> tuple[int, str]:
     """In a process of its own, as triton is here to interpret; what was compiled once is kept."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(ROOT / "tests")
     environment["TRITON_CACHE_DIR"] = str(ROOT / "build/triton")
     command = [sys.executable, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -27,7 +28,7 @@ def python(*arguments: str) -> tuple[int, str]:
 @pytest.mark.full
 @pytest.mark.timeout(900)  # minutes where nothing is compiled yet and others compute too
 def test_no_kernel_exceeds_its_resource_limits() -> None:
-    status, text = python("-m", "kvik_bench.triton_resources")
+    status, text = python("-m", "helpers.triton_resources")
     assert status == 0, text
     assert text.count(" registers ") == len(text.splitlines()) > 50
 
@@ -50,8 +51,8 @@ CODE = """
 TIGHT = """
 import sys
 from dataclasses import replace
-from kvik_bench.triton_entries import DECODE, NORM, WORDS, Loop
-from kvik_bench.triton_resources import loop_of, taken
+from helpers.triton_entries import DECODE, NORM, WORDS, Loop
+from helpers.triton_resources import loop_of, taken
 wide = NORM[2]  # rows of 16384, in registers
 print(taken(replace(wide, max_registers=16)))
 print(taken(replace(wide, most_registers=32)))

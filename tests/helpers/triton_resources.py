@@ -1,6 +1,6 @@
 """What the kernels take of a GPU, compiled for sm_90 on any machine.
 
-    python -m kvik_bench.triton_resources [word in a name ...]
+    PYTHONPATH=tests python -m helpers.triton_resources [word in a name ...]
 
 prints registers, spilled bytes and shared memory of each entry, with what its main loop is made of
 where that matters, and fails where one takes more than it may or lacks what it must have. Triton's
@@ -21,11 +21,10 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import triton
+from helpers.triton_entries import RESOURCES, Loop, Resources
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.cache import get_cache_manager
-
-from kvik_bench.triton_entries import RESOURCES, Loop, Resources
 
 SM_90 = GPUTarget("cuda", 90, 32)
 
