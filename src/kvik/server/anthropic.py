@@ -36,7 +36,7 @@ from kvik.server.responses import (
     json_response,
     offload,
 )
-from kvik.server.route import caller_of, context_of, post, routes_of, trace_parent_of
+from kvik.server.route import caller_of, context_of, post, routes_of
 from kvik.server.server import Server
 from kvik.server.texts import Texts
 from kvik.server.tools import PLAIN_ANSWER, AnswerForm, Function, ToolUse, check_budget
@@ -467,7 +467,6 @@ async def messages(server: Server, request: Request, body: MessageRequest) -> Re
             ),
             tenant,
             streaming=bool(body.stream),
-            trace_parent=trace_parent_of(request),
             headers=request.headers,
         )
     block_size = server.engine.config.cache.block_size

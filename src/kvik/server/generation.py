@@ -130,6 +130,7 @@ _log = logging.getLogger(__name__)
 
 MAX_WORD_CHARS = 1 << 16
 NO_HEADERS: Mapping[str, str] = {}
+MAX_TRACE_PARENT = 128  # characters; known versions have 55
 MAX_LOGGED = 500  # characters of an engine's error message
 MAX_PENDING_TOKENS = 1 << 16  # that wait for a reader; each logprob counts as one
 _FAILED = {
@@ -365,18 +366,12 @@ class Generations:
         tenant: str,
         *,
         streaming: bool,
-        trace_parent: str | None = None,
         arrived: float | None = None,
         headers: Mapping[str, str] = NO_HEADERS,
     ) -> Generation:
         """Start one request: see `start_all`."""
         (generation,) = await self.start_all(
-            [request],
-            tenant,
-            streaming=streaming,
-            trace_parent=trace_parent,
-            arrived=arrived,
-            headers=headers,
+            [request], tenant, streaming=streaming, arrived=arrived, headers=headers
         )
         return generation
 
@@ -386,16 +381,14 @@ class Generations:
         tenant: str,
         *,
         streaming: bool,
-        trace_parent: str | None = None,
         arrived: float | None = None,
         headers: Mapping[str, str] = NO_HEADERS,
     ) -> list[Generation]:
         """Admit requests and send them to the engine, all of them or none.
 
         Args:
-            trace_parent: the caller's trace, as its header `traceparent` names it.
             arrived: when they came, by the engine's clock; None: now.
-            headers: of the caller's request, which say where prompts are computed.
+            headers: of the caller's request: its trace, and where prompts of texts are computed.
 
         Raises:
             HttpError: a header asks for what this server does not do.
@@ -408,7 +401,9 @@ class Generations:
         generations: list[Generation] = []
         with self._counted_refusals(tenant):
             role = self._engine.config.runner.role
-            transfer = transfer_of(headers, role, self._limits.kv_token)
+            transfer = ALONE
+            if not any(request.pooling for request in requests):
+                transfer = transfer_of(headers, role, self._limits.kv_token)
             if transfer.resumed is not None:
                 _check_resumed(transfer.resumed, requests)
             checked: list[tuple[EngineRequest, tuple[str, ...]]] = []
@@ -429,7 +424,7 @@ class Generations:
                         len(engine_request.prompt_token_ids),
                         streaming,
                         arrived,
-                        trace_parent=trace_parent,
+                        trace_parent=_trace_parent(headers),
                     )
                     generation = self._add(request, engine_request, record, changed)
                     generation.unenforced = (*request.unenforced, *left_out)
@@ -733,3 +728,10 @@ def _why(error: KvikError) -> str:
     if isinstance(error, OverloadError):
         return "deadline" if error.field == "deadline_ms" else "share" if error.own else "queue"
     return "unavailable" if isinstance(error, UnavailableError) else "invalid"
+
+
+def _trace_parent(headers: Mapping[str, str]) -> str | None:
+    """Return the caller's trace (W3C Trace Context), if it names one; only its length is
+    checked."""
+    header = headers.get("traceparent")
+    return header if header and len(header) <= MAX_TRACE_PARENT else None

@@ -28,7 +28,7 @@ from kvik.server.openai.requests import (
     split_prompts,
 )
 from kvik.server.responses import ResponseFormat, generation_response, json_event, json_response
-from kvik.server.route import caller_of, get, post, routes_of, trace_parent_of
+from kvik.server.route import caller_of, get, post, routes_of
 from kvik.server.server import Server
 from kvik.server.unhonoured import SAMPLING, Table, missing
 
@@ -135,7 +135,6 @@ async def completion(server: Server, request: Request, body: LlamaCompletionRequ
         GenerationRequest(ids, params),
         tenant,
         streaming=body.stream,
-        trace_parent=trace_parent_of(request),
         headers=request.headers,
         arrived=arrived,
     )

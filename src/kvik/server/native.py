@@ -33,7 +33,7 @@ from kvik.server.responses import (
     generation_response,
     json_event,
 )
-from kvik.server.route import caller_of, post, routes_of, trace_parent_of
+from kvik.server.route import caller_of, post, routes_of
 from kvik.server.server import Server
 from kvik.server.unhonoured import SAMPLING, Table, missing
 
@@ -116,7 +116,6 @@ async def generate(server: Server, request: Request, body: GenerateRequest) -> R
         ),
         tenant,
         streaming=body.stream,
-        trace_parent=trace_parent_of(request),
         headers=request.headers,
         arrived=arrived,
     )

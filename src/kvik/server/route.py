@@ -117,7 +117,6 @@ SCOPE_KEY = "kvik.context"
 # Of the scope, set by the connection: a function that breaks it, whatever waits to be sent, and one
 # that sets the seconds for which a response may wait for its reader.
 CLOSE_EXTENSION, UNREAD_EXTENSION = "kvik.close", "kvik.unread"
-MAX_TRACE_PARENT = 128  # characters; known versions have 55
 
 
 @dataclass(slots=True)
@@ -151,13 +150,6 @@ def context_of(request: Request) -> RequestContext:
 def caller_of(request: Request) -> Caller:
     """Return who sent a request."""
     return context_of(request).caller
-
-
-def trace_parent_of(request: Request) -> str | None:
-    """Return the caller's trace (W3C Trace Context), if it names one; only its length is
-    checked."""
-    header = request.headers.get("traceparent")
-    return header if header and len(header) <= MAX_TRACE_PARENT else None
 
 
 def break_connection(scope: Scope) -> bool:

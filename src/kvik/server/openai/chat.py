@@ -27,11 +27,14 @@ from kvik.server.openai.answers import (
 from kvik.server.openai.conversation import (
     MEDIA,
     CalledFunction,
+    Choices,
     Messages,
     ToolCall,
+    ToolParam,
     Variable,
     begins_anew,
     conversation_text,
+    tool_use,
 )
 from kvik.server.openai.requests import (
     GenerationFields,
@@ -46,7 +49,6 @@ from kvik.server.openai.requests import (
     limit_of,
     sampling_changes,
 )
-from kvik.server.openai.tools import Choices, ToolParam, tool_use
 from kvik.server.responses import (
     DONE,
     HOLE,
@@ -57,7 +59,7 @@ from kvik.server.responses import (
     generation_response,
     json_event,
 )
-from kvik.server.route import caller_of, post, routes_of, trace_parent_of
+from kvik.server.route import caller_of, post, routes_of
 from kvik.server.server import Server
 from kvik.server.tools import PLAIN_ANSWER, AnswerForm, check_budget
 from kvik.server.unhonoured import SAMPLING, Table
@@ -209,7 +211,6 @@ async def chat(server: Server, request: Request, body: ChatRequest) -> Response:
             generation_request(body, ids, params, "messages", answer),
             tenant,
             streaming=bool(body.stream),
-            trace_parent=trace_parent_of(request),
             headers=request.headers,
         )
     by_id = bool(body.return_tokens_as_token_ids)

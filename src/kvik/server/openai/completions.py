@@ -51,7 +51,7 @@ from kvik.server.responses import (
     json_event,
     offload,
 )
-from kvik.server.route import caller_of, post, routes_of, trace_parent_of
+from kvik.server.route import caller_of, post, routes_of
 from kvik.server.server import Server
 from kvik.server.unhonoured import SAMPLING, Table
 from kvik.text.detokenizer import Detokenizer
@@ -134,7 +134,6 @@ async def completions(server: Server, request: Request, body: CompletionRequest)
             [generation_request(body, ids[field], params, field) for field in ids],
             tenant,
             streaming=bool(body.stream),
-            trace_parent=trace_parent_of(request),
             headers=request.headers,
         )
     by_id = bool(body.return_tokens_as_token_ids)

@@ -28,7 +28,7 @@ from kvik.server.openai.requests import (
     split_prompts,
 )
 from kvik.server.responses import LazyList, encode_in_chunks, offload, wait_for_outputs
-from kvik.server.route import caller_of, post, routes_of, trace_parent_of
+from kvik.server.route import caller_of, post, routes_of
 from kvik.server.server import Server
 from kvik.server.unhonoured import Table
 from kvik.text.pooled_inputs import (
@@ -134,7 +134,7 @@ async def embeddings(server: Server, request: Request, body: EmbeddingRequest) -
         for field, ids in inputs.items()
     ]
     generations = await server.generations.start_all(
-        requests, tenant, streaming=False, trace_parent=trace_parent_of(request)
+        requests, tenant, streaming=False, headers=request.headers
     )
     vectors = [output.embedding or [] for output in await wait_for_outputs(request, generations)]
     num_tokens = sum(map(len, inputs.values()))

@@ -20,7 +20,7 @@ from kvik.server.generation import GenerationRequest
 from kvik.server.openai.embeddings import MAX_INPUTS, EmbeddingUsage
 from kvik.server.openai.requests import DeadlineMs, Name, Priority, Truncation, kept_tokens
 from kvik.server.responses import encode_in_chunks, offload, wait_for_outputs
-from kvik.server.route import caller_of, post, routes_of, trace_parent_of
+from kvik.server.route import caller_of, post, routes_of
 from kvik.server.server import Server
 from kvik.server.unhonoured import Table
 from kvik.text.pooled_inputs import pair_input, paired, scoring
@@ -191,7 +191,7 @@ async def _scores(
             )
         )
     generations = await server.generations.start_all(
-        requests, tenant, streaming=False, trace_parent=trace_parent_of(request)
+        requests, tenant, streaming=False, headers=request.headers
     )
     outputs = await wait_for_outputs(request, generations)
     scores = [finished_score(output.embedding or [0.0], pooling.function) for output in outputs]

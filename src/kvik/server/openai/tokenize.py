@@ -11,9 +11,14 @@ from starlette.responses import Response
 from kvik.errors import ParamError
 from kvik.server.errors import HttpError, rename_fields
 from kvik.server.openai.answers import TokenNames
-from kvik.server.openai.conversation import Messages, Variable, conversation_ids
+from kvik.server.openai.conversation import (
+    Messages,
+    ToolParam,
+    Variable,
+    conversation_ids,
+    tool_use,
+)
 from kvik.server.openai.requests import Name, TokenId, prompt_ids
-from kvik.server.openai.tools import ToolParam, tool_use
 from kvik.server.responses import json_response, offload
 from kvik.server.route import caller_of, get, post, routes_of
 from kvik.server.server import Server
