@@ -21,7 +21,7 @@ from kvik.config.config import EngineConfig
 from kvik.config.model_source import BUNDLED
 from kvik.export import plan_export
 from kvik.gguf.export import model_metadata
-from kvik.gguf.writer import write_gguf
+from kvik.gguf.reader import write_gguf
 from kvik.kernels.packing import PLAIN
 from kvik.models.model_spec import read_model_spec
 from kvik.nn.checkpoint import open_checkpoint

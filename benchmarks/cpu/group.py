@@ -33,7 +33,7 @@ from statistics import median
 
 from kvik import LLM, EngineConfig, SamplingParams
 from kvik.build import build_engine
-from kvik_bench.machine.processes import exchange_seconds
+from kvik_bench.machine.calibrate import exchange_seconds
 
 PARTS = ("exchange", "start", "rates")
 PROMPT, OUTPUT, CONTEXT = 512, 48, 128

@@ -14,7 +14,7 @@ from kvik.errors import ModelError
 from kvik.files import is_gguf
 from kvik.gguf.export import FILE_TYPES, model_metadata, token_id_metadata, tokenizer_metadata
 from kvik.gguf.facts import KEYS, sampling_metadata
-from kvik.gguf.writer import Buffer, OutTensor, Scalar, write_gguf
+from kvik.gguf.reader import Buffer, OutTensor, Scalar, write_gguf
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.model_files import ModelFiles, model_files
 from kvik.models.model_spec import ModelSpec

@@ -12,7 +12,7 @@ from kvik.config.parallel import with_ranks
 from kvik.config.resolve import resolve
 from kvik.errors import CapacityError, ConfigError
 from kvik.models.model_spec import ModelSpec
-from kvik.models.public import public_configs
+from kvik.planner.families import public_configs
 from kvik.spec.engine_folder import Built
 
 MACHINE = Hardware("large", 64, 1 << 40, "RAM", frozenset(NATIVE_ISAS["avx2"]), native=True)

@@ -12,7 +12,7 @@ from kvik.config.resolve import resolve
 from kvik.errors import CapacityError, ConfigError, KvikError
 from kvik.launch import launch
 from kvik.models.model_spec import ModelSpec
-from kvik.models.public import public_configs
+from kvik.planner.families import public_configs
 from kvik.spec.engine_folder import Built
 
 MACHINE = Hardware("large", 16, 64 << 30, "RAM", frozenset(NATIVE_ISAS["avx2"]), native=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvik.config.config import EngineConfig, check_config
-from kvik.config.tiers import TierOptions, read_tiers
+from kvik.config.config import EngineConfig, TierOptions, check_config, read_tiers
 from kvik.errors import CapacityError, ConfigError
 from kvik.launch import resolve_config
 

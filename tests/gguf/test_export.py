@@ -22,10 +22,9 @@ from kvik.gguf.export import (
     tokenizer_metadata,
 )
 from kvik.gguf.facts import model_config
-from kvik.gguf.reader import read_gguf
+from kvik.gguf.reader import OutTensor, read_gguf, write_gguf
 from kvik.gguf.tokenizer import GgufTokenizer, read_tokenizer
 from kvik.gguf.types import BLOCK_TYPES
-from kvik.gguf.writer import OutTensor, write_gguf
 from kvik.models.model_spec import ModelSpec
 from kvik.spec.experts import ExpertsSpec
 from kvik.spec.layers import LayerSpec

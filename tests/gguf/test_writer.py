@@ -10,9 +10,8 @@ import pytest
 from gguf import GGUFReader
 
 from kvik.errors import ModelError
-from kvik.gguf.reader import read_gguf
+from kvik.gguf.reader import OutTensor, read_gguf, write_gguf
 from kvik.gguf.types import BLOCK_TYPES
-from kvik.gguf.writer import OutTensor, write_gguf
 
 
 def vector(name: str, values: np.ndarray) -> OutTensor:

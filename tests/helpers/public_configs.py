@@ -7,7 +7,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from kvik.models.public import public_configs
+from kvik.planner.families import public_configs
 
 FOLDER = Path(__file__).parents[1] / "planner"
 NAMES = tuple(sorted(public_configs()))

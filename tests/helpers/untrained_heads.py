@@ -6,8 +6,7 @@ from functools import partial
 
 import torch
 
-from kvik.models.eagle import EagleLayer
-from kvik.models.medusa import MedusaHeads
+from kvik.models.draft_heads import EagleLayer, MedusaHeads
 from kvik.nn.builder import Builder
 from kvik.nn.loader import random_weights
 from kvik.worker.draft_tree import DraftTree

@@ -30,8 +30,7 @@ from kvik.errors import ModelError
 from kvik.export import plan_export
 from kvik.gguf.export import model_metadata, token_id_metadata
 from kvik.gguf.facts import SCHEMES, stored_quantization
-from kvik.gguf.reader import read_gguf
-from kvik.gguf.writer import OutTensor, write_gguf
+from kvik.gguf.reader import OutTensor, read_gguf, write_gguf
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.weights import Matrix, MatrixSpec
 from kvik.models.model_spec import read_model_spec
@@ -40,8 +39,7 @@ from kvik.nn import gguf_export
 from kvik.nn.checkpoint import IN_RUNS, WHOLE, Selection, open_checkpoint
 from kvik.nn.gguf_blocks import dequantize
 from kvik.nn.gguf_checkpoint import open_gguf
-from kvik.nn.gguf_export import gguf_tensors
-from kvik.nn.gguf_quantize import quantize
+from kvik.nn.gguf_export import gguf_tensors, quantize
 
 FAMILIES = {
     "Llama": {"hidden_size": 64, "intermediate_size": 96, "attention_bias": True},

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from kvik.errors import ModelError
 from kvik.gguf.names import gguf_name
-from kvik.gguf.writer import write_gguf
+from kvik.gguf.reader import write_gguf
 from kvik.models.model_spec import read_model_spec
 from kvik.nn import checkpoint as reading
 from kvik.nn.checkpoint import open_checkpoint
 from kvik.nn.gguf_blocks import dequantize
-from kvik.nn.gguf_export import gguf_tensors
-from kvik.nn.gguf_quantize import quantize
+from kvik.nn.gguf_export import gguf_tensors, quantize
 
 FAMILIES = {
     "Llama": {"attention_bias": True, "hidden_size": 64, "intermediate_size": 96},

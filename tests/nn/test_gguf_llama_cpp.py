@@ -13,7 +13,7 @@ from helpers.tiny_models import save_tiny, tokens
 from torch import Tensor
 
 from kvik.gguf.export import model_metadata
-from kvik.gguf.writer import write_gguf
+from kvik.gguf.reader import write_gguf
 from kvik.models.model_spec import read_model_spec
 from kvik.nn.checkpoint import open_checkpoint
 from kvik.nn.gguf_export import gguf_tensors

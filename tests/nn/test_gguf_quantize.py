@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvik.gguf.types import BLOCK_TYPES
 from kvik.nn.gguf_blocks import dequantize
-from kvik.nn.gguf_quantize import SLICE, fit_above, fit_around, quantize
+from kvik.nn.gguf_export import SLICE, fit_above, fit_around, quantize
 
 WIDTH = 768  # three of the largest blocks
 SIMPLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_0", "Q5_1")

@@ -21,9 +21,9 @@ from kvik.config.resolve import resolve
 from kvik.models.model_spec import read_model_spec
 from kvik.planner.calibration import ExchangeCost
 from kvik.planner.devices import Device, Setting, find_device
-from kvik.planner.division import division_of
 from kvik.planner.families import read_shape, shape_from_config
 from kvik.planner.parallel import collectives
+from kvik.planner.plan import division_of
 from kvik.planner.roofline import decode, decode_rate, prefill_rate, step_time
 from kvik.worker.group import Seat
 from kvik.worker.ranks import Rank

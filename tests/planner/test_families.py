@@ -25,11 +25,10 @@ from kvik.config import model_source
 from kvik.config.model_source import BUNDLED
 from kvik.errors import ModelError
 from kvik.models.model_spec import ModelSpec
-from kvik.models.public import public_name
 from kvik.models.registry import ARCHITECTURES
-from kvik.planner.families import FOREIGN_KEYS, read_shape, shape_from_config
-from kvik.planner.family_table import FAMILIES
+from kvik.planner.families import FOREIGN_KEYS, public_name, read_shape, shape_from_config
 from kvik.planner.formats import weight_format
+from kvik.planner.layers import FAMILIES
 from kvik.planner.shape import CacheShape, ModelShape
 from kvik.spec.kv import Window
 from kvik.spec.model import DTYPE_BYTES

@@ -11,7 +11,7 @@ from helpers.public_configs import NAMES, config
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from kvik.planner.families import shape_from_config
-from kvik.planner.family_table import FAMILIES
+from kvik.planner.layers import FAMILIES
 from kvik.spec.kv import Window
 
 pytestmark = pytest.mark.full  # transformers is imported, and a module made for each config

@@ -25,6 +25,7 @@ from kvik.planner.serving import (
     Drafting,
     Prediction,
     Serving,
+    Slo,
     Traffic,
     budgets,
     largest_load,
@@ -32,7 +33,6 @@ from kvik.planner.serving import (
     predict_rate,
     set_up,
 )
-from kvik.planner.slo import Slo
 from kvik.spec.kv import KVCacheSpec, group_layers
 
 SHAPE = shape_from_config(PUBLIC["Llama-3-8B"], "Llama-3-8B")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvik.errors import ParamError
-from kvik.planner.slo import Slo, parse_seconds, parse_slo
+from kvik.planner.serving import Slo, parse_seconds, parse_slo
 
 
 def test_limits_are_read() -> None:

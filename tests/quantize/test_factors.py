@@ -20,6 +20,7 @@ from kvik.quantize import factors as module
 from kvik.quantize.block import Block, BlockInputs, unwatched
 from kvik.quantize.factors import (
     Folded,
+    InputStatistics,
     clip,
     fold_block,
     fold_into_linear,
@@ -35,7 +36,6 @@ from kvik.quantize.model_blocks import walk
 from kvik.quantize.quantised import Grid, Quantised, dequantise, quantise
 from kvik.quantize.recipe import ROW, TENSOR
 from kvik.quantize.source import Fold, folds
-from kvik.quantize.statistics import InputStatistics
 
 
 def one_block(

@@ -13,9 +13,9 @@ from kvik.errors import ConfigError
 from kvik.nn.formats.base import LinearShape
 from kvik.nn.formats.bits import subtract_one
 from kvik.nn.formats.integers import natural_index
-from kvik.quantize.layouts import layouts, quantization_config
 from kvik.quantize.quantised import Float8, Grid, Quantised, Scales, float8
 from kvik.quantize.recipe import Recipe
+from kvik.quantize.save import layouts, quantization_config
 
 LAYER = "model.layers.0.mlp.down_proj"
 SHAPE = LinearShape(inputs=96, outputs=32)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvik.quantize.factors import InputStatistics
 from kvik.quantize.gptq import rtn
 from kvik.quantize.methods import Given, quantise_layers
 from kvik.quantize.quantised import Quantised, recipe_grid
 from kvik.quantize.recipe import Recipe
-from kvik.quantize.statistics import InputStatistics
 
 
 @pytest.mark.parametrize("whole", [0, 4, 6])

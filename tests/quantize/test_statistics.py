@@ -8,7 +8,7 @@ from helpers.calibrated import normal, relative_error
 from torch import Tensor
 
 from kvik.quantize import statistics as module
-from kvik.quantize.statistics import InputStatistics
+from kvik.quantize.factors import InputStatistics
 
 
 def gathered(*batches: Tensor, sample_size: int = 16) -> InputStatistics:

@@ -10,7 +10,7 @@ from helpers.configs import small
 
 from kvik.errors import ModelError
 from kvik.models.model_spec import ModelSpec
-from kvik.models.public import public_configs
+from kvik.planner.families import public_configs
 from kvik.spec.kv import group_layers, stored_as
 from kvik.spec.layers import LatentSpec
 

@@ -10,8 +10,7 @@ from helpers.configs import PUBLIC, small
 
 from kvik.errors import ModelError
 from kvik.models.model_spec import ModelSpec
-from kvik.spec.kv import group_layers
-from kvik.spec.states import StateSpec
+from kvik.spec.kv import StateSpec, group_layers
 
 
 def lfm2(**changes: Any) -> ModelSpec:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvik.text.json_schema import enforceable
+from kvik.text.grammar import enforceable
 
 TEXT = {"type": "string"}
 

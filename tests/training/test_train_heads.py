@@ -23,8 +23,7 @@ from kvik.training.heads import (
     medusa_spec,
     train_heads,
 )
-from kvik.training.states import Batch, Progress
-from kvik.training.train import FILE, Keeper, Schedule
+from kvik.training.train import FILE, Batch, Keeper, Progress, Schedule
 from kvik.worker.drafters.heads import load_eagle, load_medusa
 from kvik.worker.platforms import TorchPlatform
 

@@ -15,7 +15,7 @@ from helpers.optional_native import needs_native
 
 from kvik import LLM, SamplingParams
 from kvik.config.model_source import BUNDLED
-from kvik.nn.storage import FreshStorage
+from kvik.nn.parts import FreshStorage
 from kvik.spec.engine_folder import MANIFEST, WEIGHTS, file_facts, verify
 from kvik.worker import engine_cache
 from kvik.worker.engine_cache import SOURCE

@@ -23,14 +23,13 @@ from shapes import END, STD, tokenizer
 from tokenizers import Tokenizer
 
 from kvik.gguf.export import FILE_TYPES, model_metadata, tokenizer_metadata
+from kvik.gguf.reader import write_gguf
 from kvik.gguf.types import BLOCK_TYPES
-from kvik.gguf.writer import write_gguf
 from kvik.models.model_spec import ModelSpec
-from kvik.models.public import public_configs
 from kvik.nn.checkpoint import Selection, TensorRun
-from kvik.nn.gguf_export import gguf_tensors
-from kvik.nn.gguf_quantize import quantize
+from kvik.nn.gguf_export import gguf_tensors, quantize
 from kvik.nn.safetensors import TensorEntry
+from kvik.planner.families import public_configs
 
 DRAWS = 1 << 20  # of a matrix
 

@@ -13,8 +13,7 @@ from kvik.cli.flags import Parser, add_model, add_option_flags, given_options
 from kvik.cli.terminal import say, say_report
 from kvik.config.units import show_bytes
 from kvik.planner.advice.advise import Advice, AdviceReport, advise
-from kvik.planner.advice.figures import Figures, Wish
-from kvik.planner.advice.reasons import most_served
+from kvik.planner.advice.reasons import Figures, Wish, most_served
 from kvik.planner.cost import seconds
 from kvik.planner.serving import Prediction
 

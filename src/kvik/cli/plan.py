@@ -14,8 +14,7 @@ from kvik.cli.flags import Parser, add_model, add_option_flags, given_options
 from kvik.cli.terminal import say, say_report
 from kvik.config.units import show_bytes
 from kvik.planner.cost import Cost, columns, count, dollars, seconds, three
-from kvik.planner.division import Division
-from kvik.planner.plan import Plan, PlannedSpeed, Question, plan
+from kvik.planner.plan import Division, Plan, PlannedSpeed, Question, plan
 from kvik.planner.roofline import ACTIVATION_BYTES
 from kvik.planner.speculation import SpeculationCurve
 

@@ -5,5 +5,5 @@ TOML file. `hardware.py` says what the machine has, `model_source.py` where a na
 names sizes. `resolve.py` turns wishes and facts into decisions with reasons: `compute.py` what
 computes and in what, `memory.py` bytes by part, `fit.py` how much fits and what to say when it
 cannot, `graph_sizes.py` what is captured, `speculative.py` and `draft_heads.py` what guesses ahead,
-`kv_budget.py` how many tokens layers keep, `tiers.py` where blocks are kept.
+`kv_budget.py` how many tokens layers keep.
 """

@@ -16,7 +16,9 @@ from kvik.config.config import (
     Notes,
     ResolvedConfig,
     RunnerConfig,
+    TierOptions,
     check_config,
+    read_tiers,
     requested_speculation,
 )
 from kvik.config.draft_heads import EAGLE
@@ -39,7 +41,6 @@ from kvik.config.parallel import (
     stages_reason,
 )
 from kvik.config.speculative import NO_SOURCE, DraftSource, SpeculativeConfig
-from kvik.config.tiers import TierOptions, read_tiers
 from kvik.config.units import show_bytes
 from kvik.core.config import CacheConfig, SchedulerConfig, TierSizes
 from kvik.errors import CapacityError, ConfigError

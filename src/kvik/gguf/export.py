@@ -27,10 +27,10 @@ from kvik.gguf.facts import (
     metadata_config,
 )
 from kvik.gguf.names import EMBEDDING, HEAD, INPUTS_PROJECTION, LAYER, POSITIONS, TOKEN_INPUTS
+from kvik.gguf.reader import Scalar
 from kvik.gguf.rope import TEMPERATURE, llama3_divisors, proportional_divisors
 from kvik.gguf.tokenizer import AT, SPACE, WORD_RULES, TokenKind, WordRule
 from kvik.gguf.types import BLOCK_TYPES, Array, Metadata
-from kvik.gguf.writer import Scalar
 from kvik.models.model_spec import ModelSpec
 from kvik.models.registry import ARCHITECTURES
 from kvik.spec.declare import Architecture

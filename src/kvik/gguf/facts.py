@@ -20,19 +20,18 @@ from kvik.gguf.names import (
     block_of,
     hf_name,
 )
-from kvik.gguf.reader import GgufFile, GgufTensor
+from kvik.gguf.reader import GgufFile, GgufTensor, Scalar
 from kvik.gguf.rope import MAX_FACTORS_BYTES, llama3_scaling, proportional_rope, rope_scaling
 from kvik.gguf.types import Array, Metadata, ValueKind, shortest
-from kvik.gguf.writer import Scalar
 from kvik.models.model_spec import ModelSpec
 from kvik.models.registry import ARCHITECTURES
 from kvik.spec.declare import APART, GATE_UP, Architecture
 from kvik.spec.experts import EXPERT_KEYS, MAX_EXPERTS, STEP_KEYS, SWITCH, ExpertsSpec, Router
 from kvik.spec.fields import Fields
+from kvik.spec.kv import MAX_TAPS, StateSpec
 from kvik.spec.layers import FULL, SLIDING
 from kvik.spec.model import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, ModelScales
 from kvik.spec.rope import MAX_POSITIONS
-from kvik.spec.states import MAX_TAPS, StateSpec
 from kvik.spec.stored_weights import StoredQuantization, StoredRule, StoredScheme
 
 # How a GGUF file stores its matrices, in the terms of other quantised checkpoints.

@@ -1,4 +1,4 @@
-"""Read the head of a GGUF file, and check it completely before any data is used.
+"""GGUF files: read the head and check it completely before any data is used; write them.
 
 A file is a magic number, a version, the numbers of tensors and of metadata entries, the entries, a
 directory of the tensors, and their data from the next multiple of the alignment on.
@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
+from math import prod
 from pathlib import Path
+from typing import BinaryIO
 
 from kvik.errors import ModelError, shown
-from kvik.files import regular
+from kvik.files import regular, writing_whole
 from kvik.gguf.types import (
     ALIGNMENTS,
     BLOCK_TYPES,
@@ -360,3 +362,111 @@ def _placed(
         end, before = start + tensor.size, tensor.name
         placed.append(GgufTensor(tensor.name, tensor.type, tensor.shape, start, tensor.size))
     return tuple(placed)
+
+
+Scalar = bool | int | float | str
+Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class OutTensor:
+    """A tensor to write.
+
+    Attributes:
+        shape: the outermost dimension first; rows are whole blocks.
+        data: called when the tensor is written; returns its bytes in pieces of any size.
+    """
+
+    name: str
+    type: BlockType
+    shape: tuple[int, ...]
+    data: Callable[[], Iterable[Buffer]]
+
+    @property
+    def weights(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The size in bytes."""
+        return self.type.row_bytes(self.shape[-1]) * prod(self.shape[:-1])
+
+
+def write_gguf(
+    path: Path, metadata: Mapping[str, Scalar | Sequence[Scalar]], tensors: Sequence[OutTensor]
+) -> None:
+    """Write a file of version 3, under another name until it is complete.
+
+    Args:
+        metadata: integers become UINT32, or a wider kind if necessary; floats FLOAT32; integers in
+            sequences INT32, booleans BOOL.
+
+    Raises:
+        ModelError: the file cannot be written, or the data of a tensor has another size.
+    """
+    head = _head(metadata, tensors)
+    try:
+        with writing_whole(path) as file:
+            file.write(head)
+            for tensor in tensors:
+                _write_data(file, tensor)
+    except OSError as error:
+        raise ModelError(path.name, f"cannot be written ({error.strerror})") from None
+
+
+def _write_data(file: BinaryIO, tensor: OutTensor) -> None:
+    written = 0
+    for piece in tensor.data():
+        written += file.write(piece)
+    if written != tensor.size:
+        raise ModelError(
+            f"tensor {shown(tensor.name)}", f"must have {tensor.size} bytes, not {written}"
+        )
+    file.write(bytes(-written % DEFAULT_ALIGNMENT))
+
+
+def _head(metadata: Mapping[str, Scalar | Sequence[Scalar]], tensors: Sequence[OutTensor]) -> bytes:
+    parts = [MAGIC, struct.pack("<IQQ", 3, len(tensors), len(metadata))]
+    for key, value in metadata.items():
+        parts += [_string(key), _packed(value)]
+    offset = 0
+    for tensor in tensors:
+        dimensions = tensor.shape[::-1]
+        parts.append(_string(tensor.name))
+        parts.append(struct.pack(f"<I{len(dimensions)}Q", len(dimensions), *dimensions))
+        parts.append(struct.pack("<IQ", tensor.type.code, offset))
+        offset += tensor.size + -tensor.size % DEFAULT_ALIGNMENT
+    head = b"".join(parts)
+    return head + bytes(-len(head) % DEFAULT_ALIGNMENT)
+
+
+def _packed(value: Scalar | Sequence[Scalar]) -> bytes:
+    if isinstance(value, str):
+        return struct.pack("<I", ValueKind.STRING) + _string(value)
+    if isinstance(value, bool | int | float):
+        kind = _kind_of(value)
+        return struct.pack("<I" + STRUCT_CODES[kind], kind, value)
+    texts = [single for single in value if isinstance(single, str)]
+    if texts:
+        head = struct.pack("<IIQ", ValueKind.ARRAY, ValueKind.STRING, len(texts))
+        return head + b"".join(map(_string, texts))
+    kinds = {type(single) for single in value}
+    kind = ValueKind.FLOAT32 if float in kinds else ValueKind.INT32
+    kind = ValueKind.BOOL if kinds == {bool} else kind
+    layout = f"<IIQ{len(value)}{STRUCT_CODES[kind]}"
+    return struct.pack(layout, ValueKind.ARRAY, kind, len(value), *value)
+
+
+def _kind_of(value: bool | int | float) -> ValueKind:
+    if isinstance(value, bool):
+        return ValueKind.BOOL
+    if isinstance(value, float):
+        return ValueKind.FLOAT32
+    if value < 0:
+        return ValueKind.INT32 if value >= -1 << 31 else ValueKind.INT64
+    return ValueKind.UINT32 if value < 1 << 32 else ValueKind.UINT64
+
+
+def _string(text: str) -> bytes:
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data

@@ -1,7 +1,6 @@
-"""Architectures: one file each, written with the layers of `nn` and read like the paper.
+"""Architectures: a file for each or for a family, written with the layers of `nn`.
 
 `registry.py` lists them. `model_spec.py` reads config.json by their facts; from what a network
 declares come its parameters, the layers of the memory plan, the quantiser's folds and the names in
-GGUF files. `public.py` knows the configurations of public models. `medusa.py` and `eagle.py` are
-heads that draft.
+GGUF files. `draft_heads.py` has heads that draft.
 """

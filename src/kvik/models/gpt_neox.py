@@ -1,16 +1,28 @@
-"""GPT-NeoX and Pythia (Black et al. 2022, arXiv 2204.06745): attention and MLP side by side, each
+"""GPT-Neo, GPT-J and GPT-NeoX of EleutherAI.
+
+GPT-NeoX and Pythia (Black et al. 2022, arXiv 2204.06745): attention and MLP side by side, each
 behind a LayerNorm of its own; q, k and v stand head by head in one matrix, and a quarter of each
-head turns."""
+head turns.
+
+GPT-J (Wang and Komatsuzaki 2021): attention and MLP side by side behind one LayerNorm, and a part
+of each head turns, in pairs of neighbours.
+
+GPT-Neo (Black et al. 2021): a GPT-2 whose scores are not scaled, and in which every second layer
+sees a window.
+"""
 
 from __future__ import annotations
 
 from functools import partial
 
-from kvik.models.llama import Llama, LlamaAttention, ParallelLayer, plain_mlp
+from kvik.models.gpt2 import GPT2, NORMS
+from kvik.models.llama import Llama, LlamaAttention, LlamaLayer, ParallelLayer, plain_mlp
 from kvik.spec.declare import Architecture
 from kvik.spec.fields import Fields
-from kvik.spec.layers import LayerSpec
-from kvik.spec.rope import read_rope
+from kvik.spec.kv import Window
+from kvik.spec.layers import LayerSpec, turned_layers
+from kvik.spec.model import MAX_HEADS, MAX_WIDTH, ModelScales
+from kvik.spec.rope import MAX_POSITIONS, read_rope
 
 # Falcon names matrices alike.
 HEAD_BY_HEAD = partial(LlamaAttention, qkv=("query_key_value",), o="dense", by_head=True)
@@ -62,5 +74,95 @@ GPT_NEOX = Architecture(
         "attn_output": "attention.dense",
         "ffn_up": "mlp.dense_h_to_4h",
         "ffn_down": "mlp.dense_4h_to_h",
+    },
+)
+
+
+GPTJLayer = partial(
+    ParallelLayer,
+    attention=partial(LlamaAttention, scope="attn", o="out_proj"),
+    feed=partial(plain_mlp, up="fc_in", down="fc_out"),
+    norms=("ln_1",),
+)
+
+
+def gptj_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+    """Of each head the first `rotary_dim` channels turn."""
+    hidden = fields.integer("n_embd", 1, MAX_WIDTH)
+    head_dim = max(1, hidden // fields.integer("n_head", 1, MAX_HEADS))
+    fraction = fields.integer("rotary_dim", 1, head_dim, min(64, head_dim)) / head_dim
+    return turned_layers(fields, layers, positions, fraction=fraction, interleaved=True)
+
+
+GPTJ = Architecture(
+    "GPTJForCausalLM",
+    "gptj",
+    "GPT-J",
+    partial(
+        Llama,
+        make_layer=GPTJLayer,
+        scopes=("transformer", ""),
+        names=("wte", "h", "ln_f", "lm_head"),
+    ),
+    layers=gptj_layers,
+    mlp_bias=True,
+    head_bias=True,
+    activations=("gelu_new", "gelu_pytorch_tanh", "gelu"),
+    rms_norm=False,
+    gated_mlp=False,
+    eos_token_ids=(50256,),
+    keys={
+        "hidden_size": "n_embd",
+        "intermediate_size": "n_inner",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "max_position_embeddings": "n_positions",
+        "hidden_act": "activation_function",
+        "rms_norm_eps": "layer_norm_epsilon",
+    },
+)
+
+
+GLOBAL, LOCAL = "global", "local"
+
+
+GPTNeoLayer = partial(
+    LlamaLayer,
+    attention=partial(LlamaAttention, scope="attn.attention", o="out_proj"),
+    feed=partial(plain_mlp, up="c_fc", down="c_proj"),
+    norms=NORMS,
+)
+
+
+def neo_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+    """Local layers have the window of the file."""
+    types = fields.strings("attention_layers")
+    if len(types) != layers or set(types) - {GLOBAL, LOCAL}:
+        reason = f"must have {layers} entries, each {GLOBAL} or {LOCAL}"
+        raise fields.error("attention_layers", reason)
+    window = Window(fields.integer("window_size", 1, MAX_POSITIONS, 256))
+    return tuple(LayerSpec(window if kind == LOCAL else None) for kind in types)
+
+
+GPT_NEO = Architecture(
+    "GPTNeoForCausalLM",
+    "gpt_neo",
+    "GPT-Neo and TinyStories",
+    partial(GPT2, make_layer=GPTNeoLayer),
+    layers=neo_layers,
+    scales=lambda fields: ModelScales(attention=1.0),
+    o_bias=True,
+    mlp_bias=True,
+    activations=("gelu_new", "gelu_pytorch_tanh", "gelu", "relu"),
+    rms_norm=False,
+    gated_mlp=False,
+    rotary=False,
+    tied=True,
+    eos_token_ids=(50256,),
+    keys={
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "num_heads",
+        "hidden_act": "activation_function",
+        "rms_norm_eps": "layer_norm_epsilon",
     },
 )

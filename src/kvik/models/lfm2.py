@@ -17,10 +17,10 @@ from kvik.spec.declare import (
 )
 from kvik.spec.experts import ExpertsSpec, Router, corrected_router, read_experts
 from kvik.spec.fields import Fields
+from kvik.spec.kv import MAX_TAPS, StateSpec
 from kvik.spec.layers import FULL, LayerSpec, layer_types, layers_with_states
 from kvik.spec.model import MAX_LAYERS, MAX_WIDTH, ModelFacts
 from kvik.spec.rope import read_rope
-from kvik.spec.states import MAX_TAPS, StateSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

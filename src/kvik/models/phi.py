@@ -1,13 +1,34 @@
-"""Phi-1.5 and Phi-2 (Li et al. 2023, arXiv 2309.05463): attention and MLP side by side behind one
-LayerNorm, biases everywhere, and a part of each head turns."""
+"""The Phi family.
+
+Phi-1.5 and Phi-2 (Li et al. 2023, arXiv 2309.05463): attention and MLP side by side behind one
+LayerNorm, biases everywhere, and a part of each head turns.
+
+Phi-3 and Phi-4 (Abdin et al. 2024): a Llama whose checkpoints store q, k and v as one matrix, and
+gate and up as another. LongRoPE stretches the positions of its long variants.
+
+Phi-3.5-MoE (Abdin et al. 2024, arXiv 2404.14219; its router is that of GRIN, arXiv 2409.12136): a
+Mixtral with biases and LayerNorm, whose second expert is weighed without the first.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
-from kvik.models.llama import Llama, LlamaAttention, ParallelLayer, plain_mlp
+from kvik.models.llama import (
+    Llama,
+    LlamaAttention,
+    LlamaLayer,
+    ParallelLayer,
+    feed_forward,
+    plain_mlp,
+)
+from kvik.models.mixtral import MIXTRAL
 from kvik.spec.declare import Architecture
-from kvik.spec.layers import turned_layers
+from kvik.spec.experts import Router, read_experts
+from kvik.spec.fields import Fields
+from kvik.spec.layers import LayerSpec, read_window, turned_layers, windowed_layers
+from kvik.spec.rope import read_rope
 
 PhiLayer = partial(
     ParallelLayer,
@@ -42,3 +63,80 @@ PHI = Architecture(
         "ffn_down": "mlp.fc2",
     },
 )
+
+
+Phi3Layer = partial(
+    LlamaLayer,
+    attention=partial(LlamaAttention, qkv=("qkv_proj",)),
+    feed=partial(feed_forward, gate_up=("gate_up_proj",)),
+)
+
+
+def phi3_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+    """Every layer has the window of the file, if it has one."""
+    window = read_window(fields) if "sliding_window" in fields else None
+    return (LayerSpec(window, read_rope(fields, positions, fraction=1.0)),) * layers
+
+
+PHI3 = Architecture(
+    "Phi3ForCausalLM",
+    "phi3",
+    "Phi-3 and 3.5 mini, Phi-4 and 4-mini",
+    partial(Llama, make_layer=Phi3Layer),
+    layers=phi3_layers,
+    eos_token_ids=(32000,),
+    gguf="phi3",
+    gguf_names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+)
+
+
+MIXED = 2  # experts of a token
+MAX_MSCALE = 1e6
+
+
+def phimoe_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+    """Every layer has the window of the file; LongRoPE says itself what q and k are multiplied
+    with."""
+    found = windowed_layers(fields, layers, positions)
+    key = "rope_scaling" if fields.mapping("rope_scaling") else "rope_parameters"
+    scaling, rope = fields.inside(key), found[0].rope
+    if rope is None or "long_mscale" not in scaling:
+        return found
+    long, short = (
+        scaling.number(f"{length}_mscale", 0.0, MAX_MSCALE) for length in ("long", "short")
+    )
+    if short != long:
+        raise scaling.error("short_mscale", f"must be long_mscale, {long:g}, not {short:g}")
+    return (replace(found[0], rope=replace(rope, attention_factor=long)),) * layers
+
+
+def sparsemixer(fields: Fields, experts: int, active: int) -> Router:
+    if active != MIXED:
+        raise fields.error("num_experts_per_tok", f"must be {MIXED}, not {active}")
+    jitter = fields.number("router_jitter_noise", 0.0, 1.0, 0.01)
+    return Router(experts, active, "sparsemixer", normalised=False, jitter=jitter)
+
+
+PHIMOE = replace(
+    MIXTRAL,
+    name="PhimoeForCausalLM",
+    model_type="phimoe",
+    models="Phi-3.5-MoE, Phi-mini-MoE and Phi-tiny-MoE",
+    layers=phimoe_layers,
+    experts=partial(read_experts, inner="intermediate_size", router=sparsemixer),
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    head_bias="lm_head_bias",
+    rms_norm=False,
+    defaults={
+        "num_local_experts": 16,
+        "num_experts_per_tok": MIXED,
+        "sliding_window": None,
+        "rope_theta": 1e6,
+    },
+    gguf=None,
+    gguf_names={},
+    gguf_pairs=False,
+)
+# As the authors' files call it.
+PHIMOE_ORIGINAL = replace(PHIMOE, name="PhiMoEForCausalLM")

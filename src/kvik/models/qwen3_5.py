@@ -24,10 +24,10 @@ from kvik.spec.declare import (
 )
 from kvik.spec.experts import normalised_router, read_experts, softmax_router
 from kvik.spec.fields import Fields
+from kvik.spec.kv import MAX_TAPS, StateSpec
 from kvik.spec.layers import LayerSpec, layer_types, layers_with_states
 from kvik.spec.model import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, ModelFacts
 from kvik.spec.rope import read_rope
-from kvik.spec.states import MAX_TAPS, StateSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

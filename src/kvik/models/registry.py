@@ -21,10 +21,8 @@ from kvik.models.gemma import EMBEDDING_GEMMA, GEMMA, GEMMA2, GEMMA3, GEMMA3_IMA
 from kvik.models.gemma4 import GEMMA4, GEMMA4_IMAGES
 from kvik.models.glm4 import GLM, GLM4, GLM4_MOE
 from kvik.models.gpt2 import GPT2_MODEL
-from kvik.models.gpt_neo import GPT_NEO
-from kvik.models.gpt_neox import GPT_NEOX
+from kvik.models.gpt_neox import GPT_NEO, GPT_NEOX, GPTJ
 from kvik.models.gpt_oss import GPT_OSS
-from kvik.models.gptj import GPTJ
 from kvik.models.granite import GRANITE, GRANITE4, GRANITE_MOE
 from kvik.models.lfm2 import LFM2, LFM2_MOE
 from kvik.models.llama import (
@@ -43,9 +41,7 @@ from kvik.models.modernbert import MODERNBERT, MODERNBERT_MASKED, MODERNBERT_SCO
 from kvik.models.nemotron import ARCEE, NEMOTRON
 from kvik.models.olmo2 import EXAONE4, OLMO2, OLMO3, OLMOE
 from kvik.models.opt import OPT
-from kvik.models.phi import PHI
-from kvik.models.phi3 import PHI3
-from kvik.models.phimoe import PHIMOE, PHIMOE_ORIGINAL
+from kvik.models.phi import PHI, PHI3, PHIMOE, PHIMOE_ORIGINAL
 from kvik.models.qwen3 import QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_SCORES
 from kvik.models.qwen3_5 import (
     QWEN3_5,

@@ -4,7 +4,6 @@
 `checkpoint.py` reads weights from folders (files: `safetensors.py`), `gguf_checkpoint.py` from GGUF
 files. `loader.py` and `parts.py` bring a weight into its matrix, `formats/` reads and writes a
 layer as checkpoints store it. `kv_formats.py` allocates the cache and states, `pages.py` copies
-blocks of it. `storage.py` says where the memory of weights comes from, `engine_folder.py` writes
-and maps engine folders, `gguf_blocks.py`, `gguf_quantize.py` and `gguf_export.py` hold the values
-of GGUF files.
+blocks of it. `engine_folder.py` writes and maps engine folders, `gguf_blocks.py` and
+`gguf_export.py` hold the values of GGUF files.
 """

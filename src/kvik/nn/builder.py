@@ -46,16 +46,17 @@ from kvik.nn.layers import (
     Stage,
 )
 from kvik.nn.parts import (
+    FreshStorage,
     HeadRows,
     LayerFiller,
     Quantizer,
     Rows,
+    Storage,
     Target,
     head_rows,
     rows_to_read,
 )
 from kvik.nn.rope import Rope
-from kvik.nn.storage import FreshStorage, Storage
 from kvik.spec.declare import (
     EXPERT_NAMES,
     GATE_UP,
@@ -71,12 +72,11 @@ from kvik.spec.declare import (
     usual_scope,
 )
 from kvik.spec.experts import ExpertsSpec
-from kvik.spec.kv import KVGroup
+from kvik.spec.kv import KVGroup, StateSpec
 from kvik.spec.layers import LatentSpec, QueryScale
 from kvik.spec.pooling import PoolingSpec
 from kvik.spec.rope import RopeSpec
 from kvik.spec.shares import TILE, Between, PipelineStage
-from kvik.spec.states import StateSpec
 from kvik.spec.stored_weights import StoredQuantization, StoredScheme, stored_alike
 from kvik.spec.weights import matrix_kind
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvik.errors import ModelError, shown
 from kvik.kernels.packing import Packing
 from kvik.kernels.weights import Matrix, MatrixSpec
-from kvik.nn.storage import FreshStorage
+from kvik.nn.parts import FreshStorage
 from kvik.spec.engine_folder import (
     ALIGNMENT,
     HEAD_BYTES,

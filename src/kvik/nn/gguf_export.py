@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,18 +16,268 @@ from torch import Tensor
 from kvik.errors import ModelError, shown
 from kvik.gguf.export import block_type, gguf_family, rope_divisors
 from kvik.gguf.names import HEAD, ROPE_FACTORS, gguf_name, numberless
+from kvik.gguf.reader import OutTensor
 from kvik.gguf.types import BLOCK_TYPES
-from kvik.gguf.writer import OutTensor
 from kvik.models.model_spec import ModelSpec
 from kvik.nn.checkpoint import IN_RUNS, WHOLE, Checkpoint
 from kvik.nn.formats.bits import unpack_nibbles
 from kvik.nn.formats.mxfp4 import BLOCKS, SCALES
 from kvik.nn.gguf_blocks import FLOAT_TYPES, mxfp4_rows
-from kvik.nn.gguf_layout import changes, shapes
-from kvik.nn.gguf_quantize import quantize
+from kvik.nn.gguf_checkpoint import changes, shapes
 from kvik.nn.safetensors import TORCH_DTYPES, TensorEntry
 from kvik.spec.declare import FilePart
 from kvik.spec.weight_kind import MX_GROUP
+
+SLICE = 1 << 17  # weights that a thread searches at once: few enough for its caches
+
+
+def quantize(type: str, weights: Tensor) -> Tensor:
+    """weights [rows, inputs] of whole blocks, any float dtype -> rows [rows, bytes] uint8.
+
+    Types: F32, F16, BF16, Q8_0, Q4_0, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K.
+    """
+    if type in FLOAT_TYPES:
+        return _as_bytes(weights.to(FLOAT_TYPES[type]))
+    width = BLOCK_TYPES[type].weights
+    blocks = weights.reshape(-1, width)  # [blocks, width]
+    slices = blocks.split(SLICE // width)
+    with _one_thread_each() as threads, ThreadPoolExecutor(threads) as pool:
+        made = list(pool.map(lambda part: _QUANTIZE[type](part.float()), slices))
+    return torch.cat(made).view(len(weights), -1)
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[int]:
+    """Let operations run on the thread that calls them; yields how many threads torch had.
+
+    A search is hundreds of short operations. Were each shared by torch's threads, which wait
+    busily for each other, a search would take fifty times as long where another process has one
+    of the cores.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield threads
+    finally:
+        torch.set_num_threads(threads)
+
+
+# How bytes are laid out.
+
+
+def _as_bytes(weights: Tensor) -> Tensor:
+    return weights.contiguous().view(torch.uint8)
+
+
+def _half(numbers: Tensor) -> Tensor:
+    """numbers [blocks, 1] as the two bytes of fp16: [blocks, 2] uint8."""
+    return _as_bytes(numbers.to(torch.float16))
+
+
+def _packed(codes: Tensor, width: int, bits: int) -> Tensor:
+    """Low `bits` bits of each code: each `width` bytes hold first the low fields of all of them,
+    then the next ones. codes [blocks, n] uint8 -> [blocks, n * bits / 8] uint8."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
+    fields = (codes & (1 << bits) - 1).view(len(codes), -1, 8 // bits, width) << shifts
+    return fields.sum(-2, dtype=torch.uint8).flatten(1)
+
+
+def _packed_k_scales(scales: Tensor, minima: Tensor) -> Tensor:
+    """Six bits of each, [blocks, 8] uint8, as the twelve bytes of a block of Q4_K or Q5_K."""
+    early, late = scales.split(4, dim=-1)
+    early_minima, late_minima = minima.split(4, dim=-1)
+    first = early | late >> 4 << 6
+    second = early_minima | late_minima >> 4 << 6
+    third = late & 15 | (late_minima & 15) << 4
+    return torch.cat((first, second, third), dim=-1)
+
+
+# Blocks of 32 weights: as the format's reference implementation does, to the last bit.
+
+
+def _to_q8_0(blocks: Tensor) -> Tensor:
+    """Largest magnitude to 127, halves away from zero. The weights are divided by the scale before
+    that is rounded to fp16."""
+    scales = blocks.abs().amax(-1, keepdim=True) / 127
+    scaled = blocks * _inverse(scales)
+    whole = scaled.abs().floor()
+    whole += (2 * (scaled.abs() - whole)).floor()
+    codes = (whole * scaled.sign()).to(torch.int8).view(torch.uint8)
+    return torch.cat((_half(scales), codes), dim=-1)
+
+
+def _around_middle(blocks: Tensor, middle: int) -> tuple[Tensor, Tensor]:
+    """The weight of the largest magnitude to code 0, which is -middle: the sign of the scale is
+    chosen for that. Returns scales [blocks, 1] and codes [blocks, 32] uint8."""
+    largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
+    scales = largest / -middle
+    scaled = blocks * _inverse(scales) + (middle + 0.5)
+    return scales, scaled.to(torch.uint8).clamp_(max=2 * middle - 1)
+
+
+def _to_q4_0(blocks: Tensor) -> Tensor:
+    scales, codes = _around_middle(blocks, 8)
+    return torch.cat((_half(scales), _packed(codes, 16, 4)), dim=-1)
+
+
+def _to_q5_0(blocks: Tensor) -> Tensor:
+    scales, codes = _around_middle(blocks, 16)
+    fifth, low = _packed(codes >> 4, 1, 1), _packed(codes, 16, 4)
+    return torch.cat((_half(scales), fifth, low), dim=-1)
+
+
+def _to_q5_1(blocks: Tensor) -> Tensor:
+    """The least weight to code 0, the greatest to 31."""
+    least, greatest = blocks.aminmax(dim=-1, keepdim=True)
+    scales = (greatest - least) / 31
+    codes = ((blocks - least) * _inverse(scales) + 0.5).to(torch.uint8)
+    fifth, low = _packed(codes >> 4, 1, 1), _packed(codes, 16, 4)
+    return torch.cat((_half(scales), _half(least), fifth, low), dim=-1)
+
+
+def _inverse(scales: Tensor) -> Tensor:
+    return torch.where(scales == 0, 0.0, 1 / scales)
+
+
+# The search for the scale of a group. Groups are columns, [weights of a group, groups], because
+# sums over rows are the fastest on a CPU.
+
+
+def fit_above(groups: Tensor, most: int, tenths: range) -> tuple[Tensor, Tensor]:
+    """Fit w = code * scale - minimum with codes 0..most and a minimum of at least 0.
+
+    For each grid the codes are those of rounding to it; scale and minimum then are those of the
+    least weighted squared error with these codes. The best of all wins, and the next grid starts at
+    its minimum. A weight counts by its magnitude plus the root mean square of its group.
+
+    Args:
+        groups: [width, groups] fp32.
+        tenths: the range from the minimum to the largest weight is cut into `most` + i / 10 steps,
+            for each i.
+
+    Returns:
+        scales, minima: [groups] each.
+    """
+    importance = groups.abs() + groups.square().mean(0).sqrt()
+    low = groups.amin(0).clamp_(max=0)
+    span = groups.amax(0) - low
+    above = (groups - low) * _inverse(span)  # [width, groups], 0..1
+    weighted = importance * above
+    ceiling = -low * _inverse(span)  # the offset of `above` where the minimum is 0
+    w, wy = importance.sum(0), weighted.sum(0)
+    scale, offset = torch.full_like(low, 1 / most), torch.zeros_like(low)
+    best = torch.full_like(low, -torch.inf)
+    codes, products = torch.empty_like(groups), torch.empty_like(groups)
+    for tenth in tenths:
+        torch.sub(above, offset, out=codes).mul_((most + tenth / 10) / (1 - offset))
+        codes.round_().clamp_(0, most)
+        wyc = torch.mul(weighted, codes, out=products).sum(0)
+        wc = torch.mul(importance, codes, out=products).sum(0)
+        wcc = products.mul_(codes).sum(0)
+        # Normal equations of above = code * slope + start, with start <= ceiling.
+        determinant = w * wcc - wc * wc
+        slope = (w * wyc - wc * wy) / determinant
+        start = (wy - slope * wc) / w
+        start = torch.minimum(start, ceiling)
+        slope = torch.where(start < ceiling, slope, (wyc - start * wc) / wcc)
+        # How much smaller the squared error is than with all codes 0 and no minimum.
+        gain = slope * (2 * wyc - slope * wcc - 2 * start * wc) + start * (2 * wy - start * w)
+        better = (gain > best) & (determinant > 1e-5 * w * wcc)  # else all codes are alike
+        best = torch.where(better, gain, best)
+        scale = torch.where(better, slope, scale)
+        offset = torch.where(better, start, offset)
+    return (scale * span).clamp_(min=0), (-low - offset * span).clamp_(min=0)
+
+
+def fit_around(groups: Tensor, middle: int, tenths: range) -> Tensor:
+    """Fit w = code * scale with codes -middle..middle - 1; the largest magnitude has code -middle.
+
+    As `fit_above`; a weight counts by its square.
+
+    Args:
+        groups: [width, groups] fp32.
+        tenths: the largest magnitude is cut into `middle` + i / 10 steps, for each i.
+
+    Returns:
+        scales [groups], of either sign.
+    """
+    largest = groups.gather(0, groups.abs().argmax(0, keepdim=True))  # [1, groups]
+    unit = groups * -_inverse(largest)  # [width, groups], -1..1
+    importance = unit.square()
+    weighted = importance * unit
+    scale = best = torch.zeros_like(largest[0])
+    codes, products = torch.empty_like(groups), torch.empty_like(groups)
+    for tenth in tenths:
+        torch.mul(unit, middle + tenth / 10, out=codes).round_().clamp_(-middle, middle - 1)
+        wyc = torch.mul(weighted, codes, out=products).sum(0)
+        wcc = codes.square_().mul_(importance).sum(0)
+        slope = wyc * _inverse(wcc)
+        gain = slope * wyc
+        scale = torch.where(gain > best, slope, scale)
+        best = torch.maximum(gain, best)
+    return -scale * largest[0]
+
+
+# Blocks of 256 weights.
+
+
+def _k_codes(blocks: Tensor, most: int, tenths: range) -> tuple[Tensor, Tensor]:
+    """Return what precedes the codes, and the codes [blocks, 256] uint8, of Q4_K or Q5_K."""
+    groups = blocks.view(len(blocks), 8, 32)
+    found = fit_above(blocks.view(-1, 32).t().contiguous(), most, tenths)
+    scales, minima = (part.view(-1, 8) for part in found)
+    units, small_scales = _six_bits(scales)
+    minimum_units, small_minima = _six_bits(minima)
+    scales = units * small_scales
+    minima = minimum_units * small_minima
+    codes = ((groups + minima[..., None]) * _inverse(scales)[..., None]).round_()
+    head = (
+        _half(units),
+        _half(minimum_units),
+        _packed_k_scales(small_scales.to(torch.uint8), small_minima.to(torch.uint8)),
+    )
+    return torch.cat(head, dim=-1), codes.clamp_(0, most).to(torch.uint8).flatten(1)
+
+
+def _six_bits(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """numbers [blocks, 8] of at least 0 -> units [blocks, 1], which fp16 holds, and how many of
+    them each number is, 0..63."""
+    units = (numbers.amax(-1, keepdim=True) / 63).half().float()
+    return units, (numbers * _inverse(units)).round_().clamp_(max=63)
+
+
+def _to_q4_k(blocks: Tensor) -> Tensor:
+    head, codes = _k_codes(blocks, 15, range(-10, 11))
+    return torch.cat((head, _packed(codes, 32, 4)), dim=-1)
+
+
+def _to_q5_k(blocks: Tensor) -> Tensor:
+    head, codes = _k_codes(blocks, 31, range(-5, 11))
+    return torch.cat((head, _packed(codes >> 4, 32, 1), _packed(codes, 32, 4)), dim=-1)
+
+
+def _to_q6_k(blocks: Tensor) -> Tensor:
+    groups = blocks.view(len(blocks), 16, 16)
+    scales = fit_around(blocks.view(-1, 16).t().contiguous(), 32, range(-9, 10)).view(-1, 16)
+    largest = scales.gather(-1, scales.abs().argmax(-1, keepdim=True))
+    units = (largest / -128).half().float()
+    small = (scales * _inverse(units)).round_().clamp_(-128, 127)
+    codes = (groups * _inverse(units * small)[..., None]).round_().clamp_(-32, 31) + 32
+    codes = codes.to(torch.uint8).flatten(1)
+    low, high = _packed(codes, 64, 4), _packed(codes >> 4, 32, 2)
+    return torch.cat((low, high, _as_bytes(small.to(torch.int8)), _half(units)), dim=-1)
+
+
+_QUANTIZE: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "Q8_0": _to_q8_0,
+    "Q4_0": _to_q4_0,
+    "Q5_0": _to_q5_0,
+    "Q5_1": _to_q5_1,
+    "Q4_K": _to_q4_k,
+    "Q5_K": _to_q5_k,
+    "Q6_K": _to_q6_k,
+}
+
 
 LARGEST_SCALE = torch.finfo(torch.float16).max
 # Largest magnitude that a type holds: of the numbers, or of their scales.

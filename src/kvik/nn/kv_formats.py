@@ -12,8 +12,7 @@ import torch
 
 from kvik.attention.base import LayerKV
 from kvik.kernels.kv_rounding import SCALES, movable
-from kvik.spec.kv import KVGroup
-from kvik.spec.states import StateSpec
+from kvik.spec.kv import KVGroup, StateSpec
 
 FLOATS: Mapping[str, torch.dtype] = {
     "fp32": torch.float32,

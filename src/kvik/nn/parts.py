@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -14,10 +14,48 @@ from torch import Tensor
 from kvik.errors import ModelError, shown
 from kvik.kernels.ops import Ops
 from kvik.kernels.rounding import round_int4, round_int8, round_mxfp4, round_to_fp8
-from kvik.kernels.weights import Matrix, Weight, float_weight
+from kvik.kernels.weights import Matrix, MatrixSpec, Weight, float_weight
 from kvik.nn.checkpoint import ROW_MULTIPLE, run_length
 from kvik.nn.formats.base import LinearShape, StoredTensor, TensorError, WeightFormat
 from kvik.spec.weight_kind import WeightKind
+
+
+class Storage(Protocol):
+    """Names are those of the checkpoint; a matrix has those of its layers in one."""
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of all that it holds the values of; none: its memory is new."""
+        ...
+
+    def matrix(self, name: str, spec: MatrixSpec) -> Matrix:
+        """Of the size and with what follows the product as `spec` says."""
+        ...
+
+    def tensor(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Tensor: ...
+
+
+class FreshStorage:
+    """New memory, to be filled by a loader. It keeps what it gave."""
+
+    names: Collection[str] = ()
+
+    def __init__(self, ops: Ops) -> None:
+        self._ops = ops
+        self.matrices: dict[str, Matrix] = {}
+        self.tensors: dict[str, Tensor] = {}
+
+    def matrix(self, name: str, spec: MatrixSpec) -> Matrix:
+        self.matrices[name] = self._ops.matrix(spec)
+        return self.matrices[name]
+
+    def tensor(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        self.tensors[name] = torch.empty(shape, dtype=dtype, device=device)
+        return self.tensors[name]
 
 
 @dataclass(frozen=True, slots=True)

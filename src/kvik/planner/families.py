@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
+from importlib.resources import files
 
 from kvik.config.config import EngineConfig, Notes, check_config
 from kvik.config.fit import STREAMED_CONTEXT
@@ -17,16 +21,41 @@ from kvik.gguf.facts import METHOD, gguf_model_spec, model_config, usual_bits
 from kvik.gguf.reader import GgufFile, read_gguf
 from kvik.models import registry
 from kvik.models.model_spec import ModelSpec, text_config
-from kvik.models.public import public_configs, public_name
-from kvik.planner.decoder import read_decoder, stored_format, uncounted
-from kvik.planner.family_table import FAMILIES, LLAMA_LIKE, ExpertFields, Family
-from kvik.planner.layers import attention_kind
+from kvik.planner.layers import (
+    FAMILIES,
+    LLAMA_LIKE,
+    ExpertFields,
+    Family,
+    attention_kind,
+    read_decoder,
+    stored_format,
+    uncounted,
+)
 from kvik.planner.shape import CacheShape, LayerShape, MatrixGroup, ModelShape
 from kvik.spec.declare import DeclaredLinear, DeclaredNorm, DeclaredOther
 from kvik.spec.engine_folder import read_built
 from kvik.spec.experts import EXPERT_KEYS
 from kvik.spec.fields import Fields, read_json
-from kvik.spec.states import STATE_BYTES
+from kvik.spec.kv import STATE_BYTES
+
+# What names of one configuration differ in: owner, maker, and what a model was tuned for.
+_OWNER = re.compile(r".*/|^meta-")
+_TUNED = re.compile(r"-(instruct|chat|base|hf|it)\b")
+
+
+@cache
+def public_configs() -> Mapping[str, Mapping[str, object]]:
+    """Return what each config.json says that costs something, by a short name in lower case."""
+    text = files("kvik.models").joinpath("public_configs.json").read_text(encoding="utf-8")
+    configs: dict[str, dict[str, object]] = json.loads(text)
+    return configs
+
+
+def public_name(model: str) -> str | None:
+    """Return the short name of a hub id or of a model as people call it; None: it is not known."""
+    name = _TUNED.sub("", _OWNER.sub("", _OWNER.sub("", model.lower())))
+    return name if name in public_configs() else None
+
 
 # Keys of layers that are not (only) attention over a cache of all tokens, or that share a cache.
 FOREIGN_KEYS = (
@@ -175,10 +204,10 @@ def _from_spec(spec: ModelSpec, fields: Fields, name: str) -> ModelShape:
     hidden, inner, layers = spec.hidden_size, spec.inner_width, spec.num_layers
     latent, declared, apart = spec.latent, spec.declaration, _layers(spec)
     caching, shared = Counter[CacheShape](), Counter[CacheShape]()
-    for cache in filter(None, (layer.cache for layer in apart)):
-        alike = replace(cache, shared_by=0)
+    for kept in filter(None, (layer.cache for layer in apart)):
+        alike = replace(kept, shared_by=0)
         caching[alike] += 1
-        shared[alike] += cache.shared_by
+        shared[alike] += kept.shared_by
     counts = Counter(map(_matrix, declared.linears))
     for table in declared.tables:
         if not table.tied:  # else it is the head

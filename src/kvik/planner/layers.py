@@ -1,15 +1,185 @@
-"""What the layers of a decoder are made of: attention, latent attention, dense and routed MLPs."""
+"""Shapes of decoders that kvik does not run, from a row for each family and config.json.
+
+A row says what a family has beyond the sizes in its config.json, with the defaults transformers
+gives absent keys.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
-from kvik.errors import ModelError
-from kvik.planner.family_table import ExpertFields, Family
-from kvik.planner.shape import MatrixGroup
+from kvik.errors import ModelError, shown
+from kvik.planner.formats import weight_format
+from kvik.planner.shape import CacheShape, MatrixGroup, ModelShape
 from kvik.spec.experts import EXPERT_KEYS, sparse_layers
 from kvik.spec.fields import Fields
-from kvik.spec.model import MAX_HEADS, MAX_WIDTH
+from kvik.spec.kv import Window
+from kvik.spec.model import DTYPE_BYTES, MAX_HEADS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH
+from kvik.spec.rope import MAX_POSITIONS
+
+LARGEST = 1 << 20  # of any width
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertFields:
+    """Routed experts. How many layers have them `layers.py` reads from config.json.
+
+    Attributes:
+        total, active, width: keys of experts in a layer, of those a token uses, of their width.
+        shared: key of how many experts every token uses.
+    """
+
+    total: str = "num_experts"
+    active: str = "num_experts_per_tok"
+    width: str = "moe_intermediate_size"
+    shared: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Attributes:
+    model_types: what config.json calls the family, used when it names no architecture.
+    keys: config.json's own names of keys that usually have another.
+    defaults: values of keys that config.json may leave out.
+    computed: keys whose value follows from others.
+    qkv_bias, o_bias, mlp_bias: a fact, or the key that decides.
+    gated_mlp: down(act(gate(x)) * up(x)), else down(act(up(x))).
+    norms: of the hidden size in a layer.
+    norm_vectors: weights, and biases, of a norm: 1, 2, or 0 for a norm without any.
+    embedding_norm: a norm behind the embedding.
+    positions: learned positions beyond `max_position_embeddings`; None: rotary or no table.
+    windows: layers have a sliding window where config.json says so.
+    """
+
+    model_types: tuple[str, ...] = ()
+    keys: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, int] = field(default_factory=dict)
+    computed: Mapping[str, Callable[[Fields], int]] = field(default_factory=dict)
+    qkv_bias: bool | str = False
+    o_bias: bool | str = False
+    mlp_bias: bool | str = False
+    gated_mlp: bool = True
+    norms: int = 2
+    norm_vectors: int = 1
+    embedding_norm: bool = False
+    positions: int | None = None
+    windows: bool = False
+    tied: bool = False
+    experts: ExpertFields | None = None
+
+
+def _integer(fields: Fields, key: str, default: int | None = None) -> int:
+    return fields.integer(key, 1, LARGEST, default)
+
+
+def _four_times(key: str, hidden: str) -> Callable[[Fields], int]:
+    """The width of an MLP that is four times the hidden size when config.json leaves it out."""
+    return lambda fields: _integer(fields, key, 4 * _integer(fields, hidden))
+
+
+def _falcon_kv_heads(fields: Fields) -> int:
+    heads = _integer(fields, "num_attention_heads")
+    if fields.boolean("new_decoder_architecture", False):
+        return _integer(fields, "num_kv_heads", heads)
+    return 1 if fields.boolean("multi_query", True) else heads
+
+
+def _falcon_norms(fields: Fields) -> int:
+    if fields.boolean("new_decoder_architecture", False):
+        return _integer(fields, "num_ln_in_parallel_attn", 2)
+    return 1 if fields.boolean("parallel_attn", True) else 2
+
+
+def _bigcode_kv_heads(fields: Fields) -> int:
+    return 1 if fields.boolean("multi_query", True) else _integer(fields, "n_head")
+
+
+def _qwen_width(fields: Fields) -> int:
+    return fields.integer("intermediate_size", 2, LARGEST) // 2  # of gate and up together
+
+
+_GPT_KEYS: Mapping[str, str] = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+}
+
+# What a decoder is taken for that no row names.
+LLAMA_LIKE = Family(
+    qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias", windows=True
+)
+
+FAMILIES: Mapping[str, Family] = {
+    # Variants of it that do not run.
+    "FalconForCausalLM": Family(
+        ("falcon", "RefinedWeb", "RefinedWebModel"),
+        keys={"num_key_value_heads": "num_kv_heads"},
+        defaults={"max_position_embeddings": 2048},
+        computed={
+            "num_key_value_heads": _falcon_kv_heads,
+            "intermediate_size": _four_times("ffn_hidden_size", "hidden_size"),
+            "norms": _falcon_norms,
+        },
+        qkv_bias="bias",
+        o_bias="bias",
+        mlp_bias="bias",
+        gated_mlp=False,
+        norm_vectors=2,
+        tied=True,
+    ),
+    # dense, as Llama with small differences
+    "InternLMForCausalLM": Family(
+        ("internlm",), defaults={"bias": True}, qkv_bias="bias", o_bias="bias"
+    ),
+    "InternLM2ForCausalLM": Family(("internlm2",), qkv_bias="bias", o_bias="bias"),
+    "QWenLMHeadModel": Family(
+        ("qwen",),
+        keys={"max_position_embeddings": "seq_length"},
+        computed={"intermediate_size": _qwen_width},
+        qkv_bias=True,
+    ),
+    "BaichuanForCausalLM": Family(("baichuan",), defaults={"max_position_embeddings": 4096}),
+    "OlmoForCausalLM": Family(
+        ("olmo",), qkv_bias="attention_bias", o_bias="attention_bias", norm_vectors=0
+    ),
+    # dense, of GPT's kind: LayerNorm, two matrices in the MLP
+    "GPTBigCodeForCausalLM": Family(
+        ("gpt_bigcode",),
+        keys=_GPT_KEYS,
+        computed={
+            "num_key_value_heads": _bigcode_kv_heads,
+            "intermediate_size": _four_times("n_inner", "n_embd"),
+        },
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        gated_mlp=False,
+        norm_vectors=2,
+        positions=0,
+        tied=True,
+    ),
+    "BloomForCausalLM": Family(
+        ("bloom",),
+        keys={
+            "num_hidden_layers": "n_layer",
+            "num_attention_heads": "n_head",
+            "max_position_embeddings": "seq_length",
+        },
+        computed={"intermediate_size": lambda fields: 4 * _integer(fields, "hidden_size")},
+        defaults={"seq_length": 2048},
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        gated_mlp=False,
+        norm_vectors=2,
+        embedding_norm=True,
+        tied=True,
+    ),
+}
+
 
 MAX_EXPERTS = 1 << 14
 
@@ -184,3 +354,128 @@ def _routed(
         matrices.append(MatrixGroup("shared_gate_up", layers, hidden, 2 * shared))
         matrices.append(MatrixGroup("shared_down", layers, shared, hidden))
     return LayerPart(tuple(matrices)), active * width + shared
+
+
+# What a quantization_config says of its method, format or bits, and the weight format nearest.
+STORED: Mapping[str | int, str] = {
+    "fp8": "fp8",
+    "fbgemm_fp8": "fp8",
+    "float-quantized": "fp8",
+    "mxfp4": "mxfp4",
+    "mxfp4-pack-quantized": "mxfp4",
+    "int-quantized": "int8",
+    "pack-quantized": "int4",
+    4: "int4",
+    8: "int8-weight-only",
+}
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def uncounted(fields: Fields) -> tuple[str, ...]:
+    """Return a note on the layers that predict further tokens, if there are some."""
+    extra = fields.integer("num_nextn_predict_layers", 0, MAX_LAYERS, 0)
+    return (f"layers for multi-token prediction are not counted: {extra}",) if extra else ()
+
+
+def read_decoder(fields: Fields, family: Family, name: str, architecture: str) -> ModelShape:
+    """Return the shape of a decoder of a family.
+
+    Raises:
+        ModelError: a field that is missing or cannot be.
+    """
+    sizes = Sizes(fields, family)
+    hidden = sizes.integer("hidden_size", MAX_WIDTH)
+    layers = sizes.integer("num_hidden_layers", MAX_LAYERS)
+    heads = sizes.integer("num_attention_heads", MAX_HEADS)
+    vocab = sizes.integer("vocab_size", MAX_VOCAB)
+    context = sizes.integer("max_position_embeddings", MAX_POSITIONS)
+    tied = fields.boolean("tie_word_embeddings", family.tied)
+    dtype, stored, notes = stored_format(fields)
+    notes += uncounted(fields)
+
+    of_layers = latent_attention if "kv_lora_rank" in fields else attention
+    attending = of_layers(sizes, layers, hidden, heads)
+    mlps, width = mlp(sizes, layers, hidden)
+    tables = _tables(sizes, vocab, hidden, context, tied)
+    parts = (tables, attending.part, mlps)
+    norms_of = family.computed.get("norms")
+    norms = layers * (norms_of(fields) if norms_of else family.norms)
+    norms += 1 + family.embedding_norm
+    return ModelShape(
+        name=name,
+        architecture=architecture,
+        attention=attending.kind,
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=width,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=attending.kv_heads,
+        head_dim=attending.head_dim,
+        v_head_dim=attending.v_head_dim,
+        max_context=context,
+        dtype=dtype,
+        stored=stored,
+        gated_mlp=family.gated_mlp,
+        tied=tied,
+        matrices=tuple(m for part in parts for m in part.matrices if m.count),
+        other_parameters=norms * hidden * family.norm_vectors + sum(p.others for p in parts),
+        caches=tuple(
+            CacheShape(count, attending.elements, attending.vectors, window)
+            for window, count in Counter(_windows(sizes, layers)).items()
+        ),
+        latent_dim=attending.latent_dim,
+        notes=notes,
+    )
+
+
+def stored_format(fields: Fields) -> tuple[str, str, tuple[str, ...]]:
+    """The dtype of a checkpoint, the weight format it comes nearest to, and notes on both."""
+    key = "dtype" if "dtype" in fields else "torch_dtype"
+    dtype = fields.choice(key, tuple(DTYPE_BYTES), "float32")
+    plain = weight_format(dtype)
+    if "quantization_config" not in fields:
+        return dtype, plain, () if key in fields else (f"no dtype is given: {dtype} taken",)
+    config = fields.inside("quantization_config")
+    method = config.raw("quant_method")
+    # compressed-tensors is one method for all, and says in "format" what it made
+    for said in (method, config.raw("format"), config.raw("bits")):
+        nearest = STORED.get(said) if isinstance(said, str | int) else None
+        if nearest == "fp8":
+            return dtype, nearest, ()
+        if nearest is not None:
+            return dtype, nearest, (f"quantised by {shown(method)}: counted as {nearest}",)
+    return dtype, plain, (f"quantised by {shown(method)}, which is not known: {plain} taken",)
+
+
+def _tables(sizes: Sizes, vocab: int, hidden: int, context: int, tied: bool) -> LayerPart:
+    """Embedding, learned positions, head."""
+    family = sizes.family
+    matrices = [MatrixGroup("head", 1, hidden, vocab)]
+    if not tied:
+        matrices.append(MatrixGroup("embedding", 1, hidden, vocab, multiplied=False))
+    if family.positions is not None:
+        rows = context + family.positions
+        matrices.append(MatrixGroup("positions", 1, hidden, rows, multiplied=False))
+    return LayerPart(tuple(matrices), 0)
+
+
+def _windows(sizes: Sizes, layers: int) -> tuple[Window | None, ...]:
+    """Return the sliding window of each layer; None: it sees everything."""
+    fields, family = sizes.fields, sizes.family
+    types = fields.strings("layer_types")
+    if types and len(types) != layers:
+        raise fields.error("layer_types", f"must have {layers} entries, not {len(types)}")
+    for kind in types:
+        if kind not in (FULL, SLIDING):
+            raise fields.error(
+                "layer_types", f"must hold {FULL} or {SLIDING}: {shown(kind)} cannot be planned"
+            )
+    given = "sliding_window" in fields or "sliding_window" in family.defaults
+    used = family.windows and given and not fields.is_null("sliding_window")
+    window = None
+    if used and fields.boolean("use_sliding_window", True):
+        window = Window(sizes.integer("sliding_window", MAX_POSITIONS))
+    if types:
+        return tuple(window if kind == SLIDING else None for kind in types)
+    return (window,) * layers

@@ -1,9 +1,9 @@
 """Offline quantisation: the methods of the papers as functions on tensors.
 
 On tensors: `quantised.py` is the grid, the codes and FP8 values of a layer, `gptq.py` rounds one
-column after the other, `factors.py` finds and folds factors of inputs (AWQ, SmoothQuant),
-`statistics.py` gathers what calibration sees. Over a model: `recipe.py` is what the user asks for,
-`calibrate.py` goes from block to block (`model_blocks.py`, `block.py`, `methods.py`), `budget.py`
-spends bits by sensitivity. Into a folder: `source.py` is the model, `layouts.py` the keys and
-tensors of the ecosystem, `save.py` writes shards and continues an interrupted run.
+column after the other, `factors.py` gathers what calibration sees, and finds and folds factors of
+inputs (AWQ, SmoothQuant). Over a model: `recipe.py` is what the user asks for, `calibrate.py` goes
+from block to block (`model_blocks.py`, `block.py`, `methods.py`), `budget.py` spends bits by
+sensitivity. Into a folder: `source.py` is the model, `save.py` writes the keys, tensors and shards
+of the ecosystem, and continues an interrupted run.
 """

@@ -29,7 +29,13 @@ from kvik.quantize.block import (
     Watch,
     unwatched,
 )
-from kvik.quantize.factors import Folded, awq_factors, fold_block, smoothing_factors
+from kvik.quantize.factors import (
+    Folded,
+    InputStatistics,
+    awq_factors,
+    fold_block,
+    smoothing_factors,
+)
 from kvik.quantize.methods import Given, as_given, output_error, quantise_layers, weight_error
 from kvik.quantize.model_blocks import ModelBlocks, open_blocks
 from kvik.quantize.quantised import BlockResult, LayerResult, Progress, recipe_grid
@@ -40,7 +46,6 @@ from kvik.quantize.source import (
     keeping_floats,
     unclipped_rows,
 )
-from kvik.quantize.statistics import InputStatistics
 from kvik.text.tokenizer import Tokenizer
 
 # What blocks read of all calibration windows: in files, not in memory.

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from kvik.kernels.rounding import round_tokens
-from kvik.quantize.factors import clip, search_clip
+from kvik.quantize.factors import InputStatistics, clip, search_clip
 from kvik.quantize.gptq import gptq, rtn
 from kvik.quantize.quantised import E4M3, E5M2, Float8, Grid, Quantised, Scales, float8, recipe_grid
 from kvik.quantize.recipe import Recipe
-from kvik.quantize.statistics import InputStatistics
 
 Result = Quantised | Float8
 NARROW = 448.0  # the largest number of E4M3, which a static scale of 1 holds

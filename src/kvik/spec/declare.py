@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvik.spec.experts import ExpertsRule, ExpertsSpec, Router
+    from kvik.spec.kv import StateSpec
     from kvik.spec.model import ModelFacts, ModelScales
     from kvik.spec.pooling import PoolingSpec
     from kvik.spec.rope import RopeSpec
-    from kvik.spec.states import StateSpec
 
 # What a matrix does in a block; "gates": of a gated delta net; "": in none, as in heads that draft.
 Role = Literal[

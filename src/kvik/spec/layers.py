@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from kvik.errors import shown
 from kvik.spec.experts import ExpertsSpec
 from kvik.spec.fields import Fields
-from kvik.spec.kv import Budget, Window
+from kvik.spec.kv import Budget, StateSpec, Window
 from kvik.spec.rope import MAX_POSITIONS, RopeSpec, read_rope
-from kvik.spec.states import StateSpec
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 DEFAULT_WINDOW = 4096  # of transformers, when the key is left out; null means no window

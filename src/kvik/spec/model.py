@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvik.spec.engine_folder import Built
-from kvik.spec.kv import KVCacheSpec, Window
+from kvik.spec.kv import STATE_BYTES, KVCacheSpec, StateSpec, Window
 from kvik.spec.layers import LatentSpec, LayerSpec, QueryScale
 from kvik.spec.pooling import PoolingSpec
 from kvik.spec.rope import RopeSpec
-from kvik.spec.states import STATE_BYTES, StateSpec
 from kvik.spec.stored_weights import (
     StoredQuantization,
     StoredScheme,

@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 from kvik.errors import ParamError
 from kvik.text.dialects import PLACE, ToolFormat
-from kvik.text.grammar import LAYOUT
-from kvik.text.json_schema import enforceable
+from kvik.text.grammar import LAYOUT, enforceable
 
 
 @dataclass(frozen=True, slots=True)

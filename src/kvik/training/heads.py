@@ -28,10 +28,21 @@ from kvik.evaluate.windows import (
 from kvik.files import working_folder, writing_whole_folder
 from kvik.nn.safetensors import write_safetensors
 from kvik.text.tokenizer import Tokenizer
-from kvik.training.states import Batch, Progress, check_windows, read_states
-from kvik.training.train import FILE, Keeper, Schedule, Trainee, accuracies, identity_of, train
+from kvik.training.train import (
+    FILE,
+    Batch,
+    Keeper,
+    Progress,
+    Schedule,
+    Trainee,
+    accuracies,
+    check_windows,
+    identity_of,
+    read_states,
+    train,
+)
 
-# Training of Medusa's heads (models/medusa.py), with the model's own output matrix.
+# Training of Medusa's heads (models/draft_heads.py), with the model's own output matrix.
 
 DECAY = 0.8  # weight of a head's loss beside the one before it, as in the paper
 
@@ -84,9 +95,9 @@ def medusa_spec(hidden: int, vocab: int, depth: int, layers: int) -> HeadsSpec:
     return HeadsSpec(MEDUSA, hidden, vocab, depth, layers)
 
 
-# Training of the layer of models/eagle.py, on its own guesses to the full depth.
+# Training of the layer of models/draft_heads.py, on its own guesses to the full depth.
 
-EPS = 1e-6  # as of models/eagle.py
+EPS = 1e-6  # as of models/draft_heads.py
 FEATURES = 0.1  # weight of the distance between guessed and true hidden states
 
 Enter = Callable[[Tensor, Tensor], Tensor]  # ids, positions [rows] -> [rows, hidden]

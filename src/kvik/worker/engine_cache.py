@@ -25,7 +25,7 @@ from kvik.errors import START_LOG, ModelError
 from kvik.files import writing_whole_folder
 from kvik.kernels.packing import Packing
 from kvik.nn.engine_folder import MappedStorage, Written, write_weights
-from kvik.nn.storage import FreshStorage
+from kvik.nn.parts import FreshStorage
 from kvik.spec.engine_folder import (
     FORMAT,
     MANIFEST,

@@ -20,7 +20,7 @@ from kvik.nn.gguf_checkpoint import open_weights
 from kvik.nn.kv_formats import KVCache, allocate_kv, allocate_states
 from kvik.nn.layers import PooledHead
 from kvik.nn.loader import load_model
-from kvik.nn.storage import FreshStorage, Storage
+from kvik.nn.parts import FreshStorage, Storage
 from kvik.spec.declare import Network
 from kvik.spec.engine_folder import Manifest
 from kvik.spec.kv import KVGroup

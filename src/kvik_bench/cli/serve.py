@@ -16,7 +16,7 @@ from kvik.cli.flags import Parser
 from kvik.config.model_source import find_model
 from kvik.errors import ConfigError
 from kvik.model_files import model_files
-from kvik.planner.slo import parse_seconds, parse_slo
+from kvik.planner.serving import parse_seconds, parse_slo
 from kvik.remote_server import RemoteServer, add_key_flag
 from kvik_bench.cli.output import add_output_flags, add_run_flags, check_output, integers, write_out
 from kvik_bench.interrupts import ended_like_ctrl_c

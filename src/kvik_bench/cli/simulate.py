@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 
 from kvik.cli.flags import Parser, add_model, add_option_flags, given_options
 from kvik.cli.terminal import say, say_report
-from kvik.config.tiers import Tiers, read_tiers
+from kvik.config.config import Tiers, read_tiers
 from kvik.core.config import TierSizes
 from kvik.errors import ConfigError
 from kvik.options import Integer, Number, Text, normalised, option

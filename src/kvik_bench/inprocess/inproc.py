@@ -20,7 +20,7 @@ from kvik.engine.output import OutputProcessor
 from kvik.engine.stats import EngineStats
 from kvik.errors import CapacityError, KvikError
 from kvik.launch import start
-from kvik_bench.load.records import RequestRecord
+from kvik_bench.load.metrics import RequestRecord
 
 PATIENCE = 0.1  # seconds that a poll may block, in which Ctrl-C has no effect
 LOOK_PERIOD = 0.005  # seconds between readings of KV usage: one takes a tenth of a small step

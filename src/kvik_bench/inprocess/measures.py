@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvik_bench.inprocess.inproc import LoadRun
-from kvik_bench.load.metrics import DEFINITIONS, e2es, token_times, tpots, ttfts
-from kvik_bench.load.records import RequestRecord
+from kvik_bench.load.metrics import DEFINITIONS, RequestRecord, e2es, token_times, tpots, ttfts
 from kvik_bench.report.result import Figure
 
 Subject = TypeVar("Subject")

@@ -41,7 +41,7 @@ from kvik_bench.inprocess.measures import (
     ratios,
 )
 from kvik_bench.inprocess.rounds import Rounds, check_repeats
-from kvik_bench.load.records import RequestRecord
+from kvik_bench.load.metrics import RequestRecord
 from kvik_bench.report.result import (
     Chart,
     Figure,

@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvik.planner.slo import Slo
-from kvik_bench.load.records import INTERRUPTED, RequestRecord
+from kvik.planner.serving import Slo
+from kvik_bench.load.metrics import INTERRUPTED, RequestRecord
 from kvik_bench.load.workload import LoadConversation, LoadRequest, LoadWorkload
 
 

@@ -19,7 +19,7 @@ from kvik.cli.openai_stream import (
     StreamedUsage,
 )
 from kvik.errors import ConfigError
-from kvik_bench.load.records import RequestRecord
+from kvik_bench.load.metrics import RequestRecord
 from kvik_bench.load.workload import Content, LoadRequest
 
 

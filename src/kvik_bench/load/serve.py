@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from kvik.planner.slo import Slo
+from kvik.planner.serving import Slo
 from kvik_bench.load import metrics
 from kvik_bench.load.drive import Budget, ClosedLoop, LoadTest, RunLog, drive
-from kvik_bench.load.metrics import DEFINITIONS, LoadMetrics, Spread
+from kvik_bench.load.metrics import DEFINITIONS, LoadMetrics, RequestRecord, Spread
 from kvik_bench.load.openai_target import (
     OpenAITarget,
     TargetServer,
@@ -23,7 +23,6 @@ from kvik_bench.load.openai_target import (
     connected,
     first_model,
 )
-from kvik_bench.load.records import RequestRecord
 from kvik_bench.report.result import Chart, Figure, Result, Row
 
 # Above these the client may have influenced what it measured.

@@ -9,15 +9,24 @@ import datetime
 import json
 import random
 import shutil
+import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
+from statistics import median
 
+import numpy as np
 import torch
 from msgspec.structs import replace
 
 from kvik import __version__
+from kvik.child_process import live_with_parent, python_command
 from kvik.config.compute import native_reason
 from kvik.config.config import EngineConfig
 from kvik.config.hardware import Hardware
@@ -26,10 +35,18 @@ from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest
 from kvik.engine.output import OutputProcessor
 from kvik.launch import launch
-from kvik.planner.calibration import Calibration, HostCost, Machine, ReadRate, this_machine
+from kvik.planner.calibration import (
+    Calibration,
+    ExchangeCost,
+    HostCost,
+    Machine,
+    ReadRate,
+    this_machine,
+)
 from kvik.planner.devices import Device, Setting
 from kvik.planner.families import read_shape
 from kvik.planner.roofline import PlannedStep, decode, prefill, step_time
+from kvik.spec.shares import MAX_RANKS
 from kvik_bench.inprocess.rounds import OTHERS, Watch, disturbance, undisturbed
 from kvik_bench.machine.kernels import (
     Readings,
@@ -37,8 +54,90 @@ from kvik_bench.machine.kernels import (
     measure_linears,
     measure_small,
 )
-from kvik_bench.machine.processes import hop_seconds, measure_exchanges
 from kvik_bench.machine.stage import Effort, Limits, Stage, TorchStage
+
+EXCHANGES = 1000  # in a row
+MESSAGES = 200
+SMALL, LARGE = 64, 4 << 20  # bytes of a message
+
+
+def measure_exchanges(threads: int, samples: int) -> tuple[ExchangeCost, ...]:
+    """Return the costs of 2, 4, 8, ... processes, as long as each has a thread."""
+    found, count = [], 2
+    while count <= min(threads, MAX_RANKS):
+        found.append(ExchangeCost(count, exchange_seconds(count, samples)))
+        count *= 2
+    return tuple(found)
+
+
+def exchange_seconds(processes: int, samples: int) -> float:
+    """Return the seconds of an exchange between threads that run, the median of some runs. They
+    share memory as processes do, and wait in the same way."""
+    from kvik.kernels.cpu.group import Group
+    from kvik.kernels.cpu.native import Native
+
+    memory, tapes = np.zeros(1 << 20, np.uint8), []
+    for rank in range(processes):
+        native = Native(1)
+        group = Group(native, memory, rank, processes)
+        with native.record({1: 0}) as recording:
+            for _ in range(EXCHANGES):
+                group.exchange()
+        tapes.append((native, recording))
+    times = []
+    with ThreadPoolExecutor(processes) as pool:
+        for _ in range(samples + 1):
+            begun = time.perf_counter()
+            list(pool.map(lambda tape: tape[0].replay(tape[1], (1,)), tapes))
+            times.append((time.perf_counter() - begun) / EXCHANGES)
+    return median(times[1:])
+
+
+def hop_seconds(messages: int = MESSAGES) -> tuple[float, float]:
+    """Return the seconds of a small message to another process, which wakes it, and the bytes a
+    second of a large one."""
+    ours, theirs = socket.socketpair()
+    command = python_command(__name__, str(theirs.fileno()))
+    with theirs:
+        child = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
+    with Connection(ours.detach()) as line:
+
+        def answered(size: int) -> Callable[[], float]:
+            data = bytes(size)
+
+            def seconds() -> float:
+                begun = time.perf_counter()
+                line.send_bytes(data)
+                line.recv_bytes()
+                return time.perf_counter() - begun
+
+            return seconds
+
+        try:
+            small, large = (
+                median(send() for _ in range(count))
+                for send, count in ((answered(SMALL), messages), (answered(LARGE), messages // 10))
+            )
+        finally:
+            line.close()
+            child.wait()
+    return small / 2, LARGE / max(1e-9, large - small)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Answer each message, until the other process has gone."""
+    line = Connection(int(arguments[0]))
+    live_with_parent(line.fileno())
+    with suppress(EOFError, OSError):
+        while True:
+            line.recv_bytes()
+            line.send_bytes(b"")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
+
 
 # The engine's own cost of a step: scheduling, batch tables, sampling, text. It is measured with a
 # tiny network, whose few kernels are known and subtracted. Between steps memory is read, because a
@@ -196,7 +295,7 @@ def make_stage(hardware: Hardware, threads: int, effort: Effort) -> Stage:
     """The kernels that the engine would run here."""
     if native_reason(hardware):
         return TorchStage(threads, effort.reads[-1])
-    from kvik_bench.machine.native_stage import NativeStage
+    from kvik_bench.machine.stage import NativeStage
 
     return NativeStage(threads, effort.reads[-1])
 

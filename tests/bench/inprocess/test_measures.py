@@ -28,7 +28,7 @@ from kvik_bench.inprocess.measures import (
     figures,
     ratios,
 )
-from kvik_bench.load.records import RequestRecord
+from kvik_bench.load.metrics import RequestRecord
 
 ZERO = EngineStats(0, 0, 0, 0.0, 100, 0, 0, 0, 0, 0, 0, 0)
 

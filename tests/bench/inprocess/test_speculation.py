@@ -16,7 +16,7 @@ from kvik.launch import resolve_config
 from kvik_bench.inprocess.inproc import BenchRequest, LoadRun, loaded, run_jobs
 from kvik_bench.inprocess.rounds import Rounds
 from kvik_bench.inprocess.speculation import Pair, SpeculationLoad, measure_speculation
-from kvik_bench.load.records import RequestRecord
+from kvik_bench.load.metrics import RequestRecord
 
 CONFIG = EngineConfig(
     device="cpu", threads=1, max_num_seqs=2, max_model_len=64, enable_prefix_caching=False

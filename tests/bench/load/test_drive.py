@@ -12,7 +12,7 @@ import pytest
 from helpers.virtual_time import VirtualLoop, run_virtually
 
 from kvik_bench.load.drive import FAILURE_PAUSE, Budget, ClosedLoop, Load, OpenLoop, RunLog, drive
-from kvik_bench.load.records import INTERRUPTED, RequestRecord
+from kvik_bench.load.metrics import INTERRUPTED, RequestRecord
 from kvik_bench.load.workload import LoadConversation, LoadRequest, LoadTurn, poisson, read_trace
 
 

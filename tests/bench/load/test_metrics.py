@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from kvik.planner.slo import Slo
-from kvik_bench.load.metrics import DEFINITIONS, gaps, spread, summarise, token_times
-from kvik_bench.load.records import INTERRUPTED, RequestRecord
+from kvik.planner.serving import Slo
+from kvik_bench.load.metrics import (
+    DEFINITIONS,
+    INTERRUPTED,
+    RequestRecord,
+    gaps,
+    spread,
+    summarise,
+    token_times,
+)
 
 
 def record(

@@ -27,7 +27,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvik.errors import ConfigError
-from kvik_bench.load.metrics import gaps
+from kvik_bench.load.metrics import RequestRecord, gaps
 from kvik_bench.load.openai_target import (
     AnswerReader,
     BrokenAnswer,
@@ -41,7 +41,6 @@ from kvik_bench.load.openai_target import (
     joined,
     message_of,
 )
-from kvik_bench.load.records import RequestRecord
 from kvik_bench.load.workload import LoadRequest
 
 ASK = LoadRequest((("user", "hello"),), 1, 6)

@@ -7,11 +7,11 @@ import asyncio
 import pytest
 from helpers.fake_server import FakeServer, Received, Reply, models, stream
 
-from kvik.planner.slo import Slo
+from kvik.planner.serving import Slo
 from kvik_bench.load import serve
 from kvik_bench.load.drive import Budget, ClosedLoop, Level, LoadTest, RunLog
+from kvik_bench.load.metrics import INTERRUPTED, RequestRecord
 from kvik_bench.load.openai_target import TargetServer
-from kvik_bench.load.records import INTERRUPTED, RequestRecord
 from kvik_bench.load.serve import MAX_SERIES, Measured, ServeBench, charts, row
 from kvik_bench.load.workload import DrawnLengths, Length, LoadWorkload, RandomWorkload, WordFiller
 

@@ -22,7 +22,14 @@ from kvik.planner.families import read_shape
 from kvik.planner.roofline import decode, prefill, step_time
 from kvik.spec.weights import layer_kind
 from kvik_bench.machine import kernels
-from kvik_bench.machine.calibrate import calibrate, line_through, make_stage, remarks
+from kvik_bench.machine.calibrate import (
+    calibrate,
+    hop_seconds,
+    line_through,
+    make_stage,
+    measure_exchanges,
+    remarks,
+)
 from kvik_bench.machine.kernels import (
     SMALL,
     Readings,
@@ -30,7 +37,6 @@ from kvik_bench.machine.kernels import (
     measure_attention,
     nonnegative_fit,
 )
-from kvik_bench.machine.processes import hop_seconds, measure_exchanges
 from kvik_bench.machine.stage import FULL, KINDS, QUICK, Attended, TorchStage
 
 MIB = 1 << 20

@@ -16,14 +16,14 @@ from kvik.errors import CapacityError, ConfigError
 from kvik.options import options_of
 from kvik.planner.advice import advise
 from kvik.planner.advice.advise import ORDER, Advice, AdviceReport, advise_shape
-from kvik.planner.advice.figures import Wish, improvement
+from kvik.planner.advice.reasons import Wish, improvement
 from kvik.planner.cost import seconds
 from kvik.planner.devices import DEVICES, Device, Setting
 from kvik.planner.families import shape_from_config
 from kvik.planner.formats import weight_format
 from kvik.planner.memory import hardware_of
 from kvik.planner.roofline import decode, prefill, step_time
-from kvik.planner.slo import Slo
+from kvik.planner.serving import Slo
 
 SHAPES = {name: shape_from_config(config, name) for name, config in PUBLIC.items()}
 H100 = DEVICES["h100"]

@@ -9,11 +9,10 @@ import torch
 
 from kvik.errors import ModelError, shown
 from kvik.nn.formats.base import Dense, LinearShape, WeightFormat
-from kvik.nn.formats.blocks import Blocks
 from kvik.nn.formats.compressed_tensors import IntQuantized, PackQuantized
 from kvik.nn.formats.fp8 import Fp8
 from kvik.nn.formats.integers import Awq, Gptq
-from kvik.nn.formats.mxfp4 import Mxfp4Blocks, Mxfp4Packed
+from kvik.nn.formats.mxfp4 import Blocks, Mxfp4Blocks, Mxfp4Packed
 from kvik.spec.stored_weights import BLOCK_LAYOUTS, KEY, Layout, StoredScheme
 
 # The format of a layer in a layout, made from its scheme, its shape, and the shapes of its tensors.

@@ -16,7 +16,7 @@ from kvik.config.hardware import Hardware
 from kvik.errors import CapacityError
 from kvik.options import options_of
 from kvik.planner.advice import reasons
-from kvik.planner.advice.figures import (
+from kvik.planner.advice.reasons import (
     WORTHWHILE,
     Figures,
     Wish,

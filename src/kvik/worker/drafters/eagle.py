@@ -1,4 +1,4 @@
-"""Drafts in a tree, from a layer that continues the model's hidden states (models/eagle.py)."""
+"""Drafts in a tree, by a layer that continues the model's hidden states (models/draft_heads.py)."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from kvik.config.draft_heads import EAGLE, MEDUSA, HeadsSpec, heads_for
 from kvik.errors import ModelError
 from kvik.kernels.upload import upload
-from kvik.models.eagle import EagleLayer
-from kvik.models.medusa import MedusaHeads
+from kvik.models.draft_heads import EagleLayer, MedusaHeads
 from kvik.nn.builder import Builder
 from kvik.nn.checkpoint import SINGLE, FolderCheckpoint, open_checkpoint
 from kvik.nn.loader import load_weights
@@ -23,7 +22,7 @@ from kvik.worker.drafters.base import DraftRows, Drafts
 from kvik.worker.graphs import EagerRows, RowFunction, RowGraph
 from kvik.worker.platforms import PlatformParts
 
-# A tree of drafts from heads that read the model's last hidden state (models/medusa.py).
+# A tree of drafts from heads that read the model's last hidden state (models/draft_heads.py).
 
 
 class MedusaDrafter:

@@ -1,9 +1,14 @@
-"""Heads that each guess a token further ahead, all from one hidden state (Cai et al. 2024,
-2401.10774).
+"""Networks that draft from the last hidden state of a model.
 
-The model's own head gives the next token; head k, from 1 on, the one k tokens behind it:
-head_k(h) = output_k(h + silu(W_k h + b_k)), with one residual block or several. The names in a
+Medusa (Cai et al. 2024, 2401.10774): heads that each guess a token further ahead, all from one
+hidden state. The model's own head gives the next token; head k, from 1 on, the one k tokens behind
+it: head_k(h) = output_k(h + silu(W_k h + b_k)), with one residual block or several. The names in a
 checkpoint are Medusa's: "k.i.linear" is block i of a head, "k.n" behind n blocks its output.
+
+EAGLE (after Li et al. 2024, 2401.15077): a layer that predicts the next hidden state from the last
+one and the token that was sampled from it; the model's own head gives the token after that, and so
+on. EAGLE's layer also attends to its earlier predictions; this one does not, because the hidden
+state has seen the whole text, and so it needs no cache.
 """
 
 from __future__ import annotations
@@ -15,6 +20,23 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from kvik.spec.declare import LayerBuilder
+
+EPS = 1e-6
+
+
+class EagleLayer:
+    """One layer that predicts the next hidden state."""
+
+    def __init__(self, builder: LayerBuilder, *, hidden: int, inner: int) -> None:
+        self.join = builder.linear("fc", 2 * hidden, hidden, bias=True)
+        self.norm = builder.rms_norm("norm", hidden, EPS)
+        self.mlp = builder.at("mlp").gated_mlp(hidden, inner, bias=False)
+
+    def __call__(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """embedded, hidden [rows, hidden] -> the next hidden state, [rows, hidden]."""
+        x = self.join(torch.cat((embedded, hidden), 1))
+        return self.mlp(self.norm(x), residual=x)
+
 
 Logits = Callable[[Tensor], Tensor]  # [rows, hidden] -> [rows, vocab] fp32
 
