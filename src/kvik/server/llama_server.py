@@ -18,6 +18,7 @@ from kvik.server.openai.chat import CHAT
 from kvik.server.openai.conversation import Messages, Variable, conversation_text
 from kvik.server.openai.requests import (
     TO_THE_END,
+    UNSHOWN,
     Limit,
     Name,
     aliased,
@@ -35,18 +36,7 @@ from kvik.server.unhonoured import SAMPLING, Table, missing
 DRAWN_SEED = -1  # as llama.cpp writes it
 NO_SLOT = -1
 # Parameters that llama.cpp lacks, or has in another form.
-LEFT_OUT = (
-    *(
-        "n",
-        "max_tokens",
-        "logprobs",
-        "prompt_logprobs",
-        "prompt_logprobs_start",
-        "logit_bias",
-        "allowed_token_ids",
-    ),
-    *("bad_words", "skip_special_tokens", "include_stop_str_in_output"),
-)
+LEFT_OUT = ("max_tokens", *UNSHOWN)
 _PARAMETERS: Any = parameters_struct(LEFT_OUT)
 
 

@@ -15,6 +15,7 @@ from kvik.engine.output import RequestOutput, TextDelta
 from kvik.server.generation import Generation, GenerationRequest
 from kvik.server.openai.answers import Speculation, speculation_of
 from kvik.server.openai.requests import (
+    UNSHOWN,
     CacheSalt,
     DeadlineMs,
     Limit,
@@ -38,19 +39,7 @@ from kvik.server.server import Server
 from kvik.server.unhonoured import SAMPLING, Table, missing
 
 # Parameters that the other routes have for what this one does not give back.
-LEFT_OUT = (
-    *(
-        "n",
-        "logprobs",
-        "prompt_logprobs",
-        "prompt_logprobs_start",
-        "typical_p",
-        "logit_bias",
-        "allowed_token_ids",
-    ),
-    *("bad_words", "skip_special_tokens", "include_stop_str_in_output"),
-)
-_PARAMETERS: Any = parameters_struct(LEFT_OUT)
+_PARAMETERS: Any = parameters_struct(("typical_p", *UNSHOWN))
 
 
 class GenerateRequest(_PARAMETERS, Struct, kw_only=True):  # type: ignore[misc]

@@ -92,6 +92,13 @@ def json_type(kind: Kind) -> Any:
     raise TypeError(kind)
 
 
+# Parameters for which a response of one text in a form of its own has no place.
+UNSHOWN = (
+    *("n", "logprobs", "prompt_logprobs", "prompt_logprobs_start", "logit_bias"),
+    *("allowed_token_ids", "bad_words", "skip_special_tokens", "include_stop_str_in_output"),
+)
+
+
 def parameters_struct(left_out: Collection[str] = (), base: type[Struct] = Struct) -> Any:
     """A Struct with a field for each sampling parameter and its alias, null or as `SamplingParams`
     takes it.
