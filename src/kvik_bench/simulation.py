@@ -16,7 +16,15 @@ from random import Random
 
 from kvik.core.block_pool import ContentLog, extend_hashes
 from kvik.core.config import CacheConfig, SchedulerConfig, TierSizes
-from kvik.core.plan import DISK, MEMORY, NOWHERE, ModelRunnerOutput, Moved, SchedulerOutput
+from kvik.core.plan import (
+    DISK,
+    MEMORY,
+    NOWHERE,
+    WAIT_SECONDS,
+    ModelRunnerOutput,
+    Moved,
+    SchedulerOutput,
+)
 from kvik.core.routing import ReplicaReport, ReplicaRouter
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.scheduler import Scheduler
@@ -26,7 +34,6 @@ from kvik.spec.kv import KVCacheSpec, group_layers
 
 ANSWER = 1  # every output token
 READ, WRITE = "read", "write"  # ways to and from the disk
-WAIT_SECONDS = 0.05  # that a plan without rows takes at most, as `page_mover.WAIT_SECONDS`
 
 
 # -- what is asked ---------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ PageKey = tuple[int, bytes]  # KV group, hash of the tokens up to the end of wha
 NOWHERE = -1  # as a place: not in the memory tier
 AT_PEER = -2  # as a place: in another engine
 MEMORY, DISK, PEER = "memory", "disk", "peer"  # names of tiers
+WAIT_SECONDS = 0.05  # for loads, of a plan that has nothing else: requests may come meanwhile
 
 
 @frozen

@@ -31,6 +31,7 @@ from kvik.core.plan import (
     MEMORY,
     NOWHERE,
     PEER,
+    WAIT_SECONDS,
     PageKey,
     PageStore,
     SchedulerOutput,
@@ -41,15 +42,7 @@ from kvik.nn.pages import GroupPages, PagePart, group_pages
 from kvik.spec.shares import PipelineStage
 from kvik.worker.graphs import EngineNetwork
 from kvik.worker.group import CopyPages, EarlierStages, OpenPages, Others, Seat
-from kvik.worker.page_mover import (
-    JOB_PAGES,
-    THREADS,
-    WAIT_SECONDS,
-    Loading,
-    MakeLender,
-    PageFolder,
-    PageMover,
-)
+from kvik.worker.page_mover import JOB_PAGES, THREADS, Loading, MakeLender, PageFolder, PageMover
 
 if TYPE_CHECKING:
     from kvik.worker.peer_tier import PeerPages

@@ -25,6 +25,7 @@ from kvik.core.plan import (
     MEMORY,
     NOWHERE,
     PEER,
+    WAIT_SECONDS,
     Moved,
     PageKey,
     PageLoad,
@@ -41,7 +42,6 @@ log = logging.getLogger(__name__)
 THREADS = 2  # that load
 REMEMBERED = 64  # tickets; a plan that failed comes again within a few steps
 JOB_PAGES = 32  # of a load that a thread copies at a time
-WAIT_SECONDS = 0.05  # for loads, of a plan that has nothing else: requests may come meanwhile
 NOTHING = Moved()
 
 
