@@ -7,7 +7,7 @@ import torch
 from helpers.calibrated import normal, relative_error
 from torch import Tensor
 
-from kvik.quantize import statistics as module
+from kvik.quantize import factors as module
 from kvik.quantize.factors import InputStatistics
 
 
@@ -59,7 +59,7 @@ def test_statistics_do_not_depend_on_parts_and_batches(monkeypatch: pytest.Monke
     x = normal(200, 12)
     whole = gathered(x)
     assert_same(whole, gathered(*x.split(7)))
-    monkeypatch.setattr(module, "PIECE", 12 * 30)
+    monkeypatch.setattr(module, "INPUTS_AT_ONCE", 12 * 30)
     assert_same(whole, gathered(x))
 
 
