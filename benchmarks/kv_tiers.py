@@ -10,7 +10,8 @@
 loaded from memory, from the disk, and from the disk after the engine was killed. "unique": tokens
 per second of prompts that share nothing, with tiers and without. "lengths": the same prompt
 computed, and in the way that was chosen. "load": tokens per second where twice as many requests
-come as fit, with requests that are swapped, and computed again. "peer": bytes per second of the
+come as fit, with requests that are swapped, and computed again; and the most that swapping can gain
+there, if it takes no time. "peer": bytes per second of the
 pages of a prompt that another process lends, checked, and then also in the KV cache; and of as many
 bytes that it sends over a plain TCP socket into one piece of memory; and how much of a prompt an
 engine computes whose pages another one has.
@@ -68,9 +69,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="of the disk tier; none: a temporary one")
-    parser.add_argument("--prompt", type=int, default=2048, help="tokens of a prompt under load")
-    parser.add_argument("--output", type=int, default=160, help="tokens of an answer under load")
-    parser.add_argument("--requests", type=int, default=6)
+    parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt under load")
+    parser.add_argument("--output", type=int, default=512, help="tokens of an answer under load")
+    parser.add_argument("--requests", type=int, default=12)
     parser.add_argument("--only", help="one of the tiers of unique")
     parser.add_argument("--tp", type=int, default=1, help="tensor_parallel_size")
     parser.add_argument("--pp", type=int, default=1, help="pipeline_parallel_size")
@@ -219,8 +220,11 @@ def load(options: argparse.Namespace) -> None:
             )
             for tiers in (None, "memory:2GiB")
         ]
-        ratios, seconds, seed = [], [], 0
+        ratios, seconds, seed, ceilings = [], [], 0, []
+        again, at = 0, 0.0  # tokens computed again until now; seconds for a prompt's token
         for i in range(options.repeats):
+            once = prompt(options.prompt + options.output // 2, 10**6 + i)  # as what is lost
+            at = seconds_to_first(sides[0], once, 0) / len(once)
             pair = [0.0, 0.0]
             for side in (0, 1) if i % 2 else (1, 0):
                 seed += 1
@@ -230,11 +234,14 @@ def load(options: argparse.Namespace) -> None:
                 pair[side] = time.monotonic() - began
             seconds.append(pair)
             ratios.append(pair[0] / pair[1])
+            before, again = again, sides[0].stats().work.recomputed_tokens
+            ceilings.append(pair[0] / (pair[0] - (again - before) * at))
         stats = [side.stats() for side in sides]
         tell(
             "twice the load that fits, goodput over recomputing",
             ratios,
             seconds=seconds,
+            most=[round(each, 3) for each in ceilings],
             preemptions=[each.preemptions for each in stats],
             recomputed_tokens=[each.work.recomputed_tokens for each in stats],
         )
