@@ -1,5 +1,6 @@
-"""Processes of a group that are killed, stopped and aborted at any moment, under a server with
-clients: each request ends once, with the right text or with an error, and nothing is left.
+"""Processes of a group, or stages of a pipeline, that are killed, stopped and aborted at any
+moment, under a server with clients: each request ends once, with the right text or with an error,
+and nothing is left.
 
 A run prints what it took: `pytest tests/server/test_lost_ranks.py --tier=nightly -n 0 -s`.
 """
@@ -25,7 +26,7 @@ from typing import Any
 
 import pytest
 from helpers import tiers
-from helpers.engine_child import ranks_of
+from helpers.engine_child import children_of, ranks_of
 from helpers.http_server import Reply, ask
 from helpers.optional_native import needs_native
 from helpers.server_process import (
@@ -55,6 +56,7 @@ CLIENTS = 6
 PATIENCE = 180.0  # seconds of a client, with two engines lost and each process stopped at its start
 GROUP = ("--tensor-parallel-size", "2", "--threads", "2", "--max-model-len", "512")
 FLAGS = (*GROUP, "--max-num-seqs", "3")
+STAGES = tuple(flag.replace("tensor", "pipeline") for flag in FLAGS)
 MIB = 1 << 20
 STORY = "Once upon a time there was a fox who lived by the river. "
 # What clients ask for, so that most steps are of this kind.
@@ -250,7 +252,12 @@ def target(server: int, rank: int) -> int | None:
     engine = engine_of(server)
     if rank == 0 or engine is None:
         return engine
-    return next(iter(ranks_of(engine)), None)
+    return next(iter(parts_of(engine)), None)
+
+
+def parts_of(engine: int) -> list[int]:
+    """The processes beside it that compute the model: of its group, or a stage."""
+    return ranks_of(engine) + children_of(engine, "kvik.stage_process")
 
 
 def memory_files(pid: int) -> int:
@@ -307,7 +314,7 @@ class Session:
         engine = engine_of(self.pid)
         assert engine is not None
         self._lost = engine
-        self.seen |= {engine, *ranks_of(engine)}
+        self.seen |= {engine, *parts_of(engine)}
         self.crashes += 1
         os.kill(pid, number)
         return time.monotonic()
@@ -332,7 +339,8 @@ class Session:
                     (figures.errors if one.at_once else figures.silent).append(answer.ended - sent)
                     if one.rank == 1:
                         how = f"signal {one.number.value}" if one.at_once else "silent for 10 s"
-                        assert re.search(rf"rank 1 has .*{how}", answer.error["message"]), answer
+                        which = rf"(rank 1|stage 0) has .*{how}"
+                        assert re.search(which, answer.error["message"]), answer
 
     def _held(self) -> tuple[tuple[Held, int], ...]:
         engine = engine_of(self.pid)
@@ -343,7 +351,7 @@ class Session:
         """Nothing is left of the engines before."""
         engine = engine_of(self.pid)
         assert engine is not None
-        ranks = ranks_of(engine)
+        ranks = parts_of(engine)
         assert sorted(children(self.pid)) == sorted((engine, *ranks)) and len(ranks) == 1
         wait_until("all processes end", 10, lambda: all(map(gone, self.seen)))
         wait_until("all requests end", 30, self._idle)
@@ -372,11 +380,13 @@ def session(
     wait_until("all processes end", 10, lambda: all(map(gone, made.seen)))
 
 
-def lose_while_it_loads(one: Round, dice: random.Random, figures: Figures) -> None:
+def lose_while_it_loads(
+    one: Round, dice: random.Random, figures: Figures, flags: tuple[str, ...]
+) -> None:
     """The server ends with the reason if a rank is lost, and starts another engine if that is."""
     port = free_port()
     with subprocess.Popen(
-        serve_command(port, *FLAGS), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        serve_command(port, *flags), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as process:
         server = ServerProcess(process, port)
         try:
@@ -400,13 +410,23 @@ def lose_while_it_loads(one: Round, dice: random.Random, figures: Figures) -> No
             _, told = process.communicate(timeout=60)
             assert process.returncode == (0 if ready else 1), told
             if not ready:  # one error
-                assert one.rank == 1 and told.count("while it loaded") == 1, told
+                why = re.findall("while it loaded|before it could load", told)
+                assert one.rank == 1 and len(why) == 1, told
         finally:
             process.kill()
     wait_until("all processes end", 10, lambda: all(map(gone, seen)))
 
 
-def test_processes_are_lost_at_any_moment(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(FLAGS, id="ranks"),
+        pytest.param(STAGES, id="stages", marks=pytest.mark.nightly),
+    ],
+)
+def test_processes_are_lost_at_any_moment(
+    flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     dice, figures, shared = random.Random(tiers.seed()), Figures(), set(os.listdir("/dev/shm"))
     count = ROUNDS if tiers.tier() == "nightly" else FEW_ROUNDS
     most = RestartPolicy().crashes - 1  # with one more a server ends
@@ -415,11 +435,11 @@ def test_processes_are_lost_at_any_moment(capsys: pytest.CaptureFixture[str]) ->
         for number, one in enumerate(drawn(count, dice), 1):
             began = time.monotonic()
             if one.phase == LOADING:
-                lose_while_it_loads(one, dice, figures)
+                lose_while_it_loads(one, dice, figures, flags)
             else:
                 if playing is None or playing.crashes + one.crashes > most:
                     stack.close()
-                    playing = stack.enter_context(session(dice, figures))
+                    playing = stack.enter_context(session(dice, figures, flags))
                 playing.play(one)
             with capsys.disabled():
                 took = time.monotonic() - began
