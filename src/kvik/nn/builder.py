@@ -62,13 +62,13 @@ from kvik.spec.declare import (
     GATE_UP,
     NO_TYPES,
     SMALL,
+    Declaration,
     ExpertNames,
     LayerBuilder,
     LinearLayer,
     PositionTable,
     Role,
     TokenTable,
-    unbuilt,
     usual_scope,
 )
 from kvik.spec.experts import ExpertsSpec
@@ -141,7 +141,7 @@ def no_stages(names: Sequence[str], inputs: int, outputs: Sequence[int]) -> Sequ
     return ()
 
 
-class Builder:
+class Builder(LayerBuilder):
     """Makes layers within a scope of the checkpoint's names; `at` narrows the scope."""
 
     def __init__(
@@ -171,6 +171,7 @@ class Builder:
             stages: makes the stages after each matrix product, except that of the logits.
             stage: what is built of the model; None: all of it.
         """
+        super().__init__(Declaration())  # of what other stages have
         self.ops = ops
         self.backend = backend
         self.dtype = dtype
@@ -183,7 +184,6 @@ class Builder:
         self.stages = stages
         self._stage = stage
         self.declared = Declarations(device)
-        self._scope = ""
         self._groups = groups
         self._ropes: list[Rope] = []  # in order of the calls of `rope`
         self._group_of = {layer: i for i, group in enumerate(groups) for layer in group.layers}
@@ -206,7 +206,7 @@ class Builder:
         """
         if isinstance(name, int) and self._stage is not None and name not in self._stage.layers:
             self.skip(str(name))
-            return unbuilt()
+            return LayerBuilder(Declaration())
         return self._at(name, *others)
 
     def _at(self, name: str | int, *others: str) -> Builder:
@@ -528,7 +528,7 @@ class Builder:
         """
         if self._stage is not None and not self._stage.first:
             self.skip(name)
-            return unbuilt().embedding(name, rows, hidden)
+            return super().embedding(name, rows, hidden)
         kinds, count = types
         if not kinds:
             return self._table(name, rows, hidden, skipped)
@@ -560,7 +560,7 @@ class Builder:
         stage = self._stage
         if stage is not None and not (stage.first or (stage.last and tied)):
             self.skip(name)
-            return unbuilt().token_embedding(name, vocab, hidden, tied=tied)
+            return super().token_embedding(name, vocab, hidden, tied=tied)
         scale = float(torch.tensor(scale, dtype=self.dtype))
         stored_as_matrix = self._name(name) in self.storage.names
         if not tied and self._embedding_scheme(name) is None and not stored_as_matrix:
@@ -604,7 +604,7 @@ class Builder:
         """
         if self._stage is not None and not self._stage.last:
             self.skip(name)
-            return unbuilt().linear(name, 0, 0, bias=bias)
+            return super().linear(name, 0, 0, bias=bias)
         if isinstance(embedding, MatrixEmbedding) and embedding.tied:
             self.ignore(f"{name}.weight")
             head = Linear(self.ops, embedding.matrix)
@@ -1037,9 +1037,6 @@ class Builder:
                 fill=fill or partial(_fill_in, target),
             )
         )
-
-    def _name(self, name: str) -> str:
-        return ".".join(filter(None, (self._scope, name)))
 
 
 def _fill_in(target: Tensor, first: int, values: Tensor) -> None:

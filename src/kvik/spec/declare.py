@@ -1,8 +1,8 @@
 """The vocabulary of model declarations: facts of an architecture, and the layers of its network.
 
-The constructors in `models/` declare layers to a `LayerBuilder`. `nn.builder` creates these layers;
-`describe` runs the same constructors with a builder that only lists them. So parameter counts, the
-memory plan, the quantiser and the planner read the one declaration of a model without torch.
+The constructors in `models/` declare layers to a `LayerBuilder`. That of `nn.builder` makes these
+layers; `describe` runs the same constructors with one that only lists them. So parameter counts,
+the memory plan, the quantiser and the planner read the one declaration of a model without torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from kvik.spec.fields import Fields
 from kvik.spec.layers import LatentSpec, LayerRule, QueryScale, equal_layers
@@ -429,168 +429,6 @@ def stored_names(name: str) -> tuple[str, ...]:
     return name, rest, f"{second}.{first}.{tail}"
 
 
-class LayerBuilder(Protocol):
-    """Makes layers within a scope of the checkpoint's names; `at` narrows the scope."""
-
-    def at(self, name: str | int, *others: str) -> LayerBuilder: ...
-
-    def skip(self, *scopes: str) -> None: ...
-
-    def ignore(self, *names: str) -> None: ...
-
-    def linear(
-        self,
-        names: str | tuple[str, ...],
-        inputs: int,
-        outputs: int | tuple[int, ...],
-        *,
-        bias: bool,
-        role: Role = "",
-        transposed: bool = False,
-        order: Sequence[int] = (),
-        columns: Sequence[int] = (),
-        parts: tuple[int, ...] = (),
-        activation: Any = None,
-    ) -> LinearLayer: ...
-
-    def heads(
-        self,
-        names: tuple[str, ...],
-        inputs: int,
-        heads: tuple[int, ...],
-        head_dim: int,
-        *,
-        bias: bool,
-        rope: RopeSpec | None = None,
-        by_head: bool = False,
-        gated: bool = False,
-        whole: bool = False,
-    ) -> HeadsLayer: ...
-
-    def gated_mlp(
-        self,
-        hidden: int,
-        inner: int,
-        *,
-        bias: bool,
-        names: tuple[str, ...] = GATE_UP,
-        down: str = "down_proj",
-        activation: Any = "silu_and_mul",
-    ) -> FeedForward: ...
-
-    def mlp(
-        self,
-        up: str,
-        down: str,
-        hidden: int,
-        inner: int,
-        *,
-        bias: bool,
-        transposed: bool = False,
-        activation: str = "gelu_new",
-    ) -> FeedForward: ...
-
-    def experts(
-        self,
-        hidden: int,
-        spec: ExpertsSpec,
-        names: ExpertNames = EXPERT_NAMES,
-        *,
-        bias: bool = False,
-        activation: Any = "silu_and_mul",
-    ) -> RoutedExperts: ...
-
-    def embedding(
-        self,
-        name: str,
-        rows: int,
-        hidden: int,
-        *,
-        skipped: int = 0,
-        types: tuple[str, int] = NO_TYPES,
-    ) -> PositionTable: ...
-
-    def token_embedding(
-        self, name: str, vocab: int, hidden: int, *, tied: bool, scale: float = 1.0
-    ) -> TokenTable: ...
-
-    def token_inputs(self, name: str, vocab: int, width: int, *, scale: float) -> TokenTable: ...
-
-    def lm_head(
-        self, name: str, embedding: Any, *, bias: bool = False, softcap: float | None = None
-    ) -> LinearLayer: ...
-
-    def rms_norm(
-        self,
-        name: str,
-        dim: int,
-        eps: float,
-        *,
-        before: Role = "",
-        offset: float = 0.0,
-        scale: float = 1.0,
-        rope: RopeSpec | None = None,
-        heads: int = 1,
-        tensor: str = "weight",
-    ) -> Norm: ...
-
-    def plain_norm(self, dim: int, eps: float) -> Norm: ...
-
-    def layer_norm(
-        self,
-        name: str,
-        dim: int,
-        eps: float,
-        *,
-        before: Role = "",
-        bias: bool = True,
-        offset: float = 0.0,
-        scale: float = 1.0,
-    ) -> Norm: ...
-
-    def head_norms(
-        self, name: str, heads: int, dim: int, eps: float, *, rope: RopeSpec | None = None
-    ) -> Norm: ...
-
-    def query_scale(self, spec: QueryScale) -> ScaledQueriesLayer: ...
-
-    def rope(self, spec: RopeSpec, head_dim: int) -> Rotations: ...
-
-    def attention(
-        self,
-        layer: int,
-        head_dim: int,
-        scale: float | None = None,
-        norms: tuple[Any, Any] | None = None,
-        softcap: float | None = None,
-        sinks: int = 0,
-        rope: RopeSpec | None = None,
-        kv_from: int | None = None,
-        bidirectional: int | None = None,
-    ) -> AttentionLayer: ...
-
-    def latent_attention(
-        self,
-        names: tuple[str, ...],
-        layer: int,
-        heads: int,
-        latent: LatentSpec,
-        scale: float,
-    ) -> LatentAttentionLayer: ...
-
-    def scaled_sum(self, factor: float) -> Sum: ...
-
-    def learned_scale(self, name: str) -> Scale: ...
-
-    def gated(self, by: str = "none") -> Gated: ...
-
-    def causal_conv(
-        self, name: str, layer: int, spec: StateSpec, *, silu: bool = False
-    ) -> StateLayer: ...
-
-    def gated_delta(self, decay: str, bias: str, layer: int, spec: StateSpec) -> DeltaLayer: ...
-
-
 # What a model declares, listed.
 
 
@@ -721,26 +559,16 @@ class Declaration:
         return name.removeprefix(head).partition(tail)[2]
 
 
-def describe(make: Callable[[ModelFacts, LayerBuilder], Network], spec: ModelFacts) -> Declaration:
-    """Return what a network declares in its constructor, and the layers over what is pooled."""
-    declaration = Declaration()
-    make(spec, cast(LayerBuilder, _Describer(declaration)))
-    for layer in spec.pooling.layers if spec.pooling else ():
-        for name, shape in layer.tensors.items():
-            declaration.others.append(DeclaredOther(None, name, prod(shape), shape))
-    return declaration
-
-
-def unbuilt() -> LayerBuilder:
-    """Return a builder of layers that stand in for those that other processes have."""
-    return cast(LayerBuilder, _Describer(Declaration()))
-
-
 @dataclass(frozen=True, slots=True)
-class _Described:
-    """Placeholder of a layer; the `Declaration` says what was declared."""
+class _Listed:
+    """Stands in for a layer that is not made."""
 
     table: DeclaredTable | None = None
+
+    def __call__(self, *inputs: Any, **others: Any) -> Any:
+        raise AssertionError("a layer that is only listed has no weights")
+
+    add = at = __call__
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -749,18 +577,21 @@ class _Described:
         return self.table.rows, self.table.width
 
 
-_DESCRIBED = _Described()
+_LISTED = _Listed()
 
 
-class _Describer:
-    """A builder that only lists declarations; `unlisted` options decide nothing that is listed."""
+class LayerBuilder:
+    """Makes layers within a scope of the checkpoint's names; `at` narrows the scope.
+
+    This one makes none: it lists what is declared. `nn.builder.Builder` makes them.
+    """
 
     def __init__(self, declaration: Declaration) -> None:
         self._found = declaration
         self._scope = ""
         self._layer: int | None = None
 
-    def at(self, name: str | int, *others: str) -> _Describer:
+    def at(self, name: str | int, *others: str) -> LayerBuilder:
         inner = copy(self)
         inner._scope = self._name(usual_scope(str(name), *others))
         if isinstance(name, int):
@@ -768,11 +599,11 @@ class _Describer:
             self._found.block = f"{self._scope}.{{}}."
         return inner
 
-    def ignore(self, *names: str) -> None:
-        self._found.skipped += map(self._name, names)
-
     def skip(self, *scopes: str) -> None:
         self._found.skipped += [f"{self._name(scope)}." for scope in scopes]
+
+    def ignore(self, *names: str) -> None:
+        self._found.skipped += map(self._name, names)
 
     def linear(
         self,
@@ -782,13 +613,17 @@ class _Describer:
         *,
         bias: bool,
         role: Role = "",
-        **unlisted: object,
-    ) -> _Described:
+        transposed: bool = False,
+        order: Sequence[int] = (),
+        columns: Sequence[int] = (),
+        parts: tuple[int, ...] = (),
+        activation: Any = None,
+    ) -> LinearLayer:
         names = (names,) if isinstance(names, str) else names
         outputs = (outputs,) if isinstance(outputs, int) else outputs
         full = tuple(map(self._name, names))
         self._found.linears.append(DeclaredLinear(self._layer, role, full, inputs, outputs, bias))
-        return _DESCRIBED
+        return _LISTED
 
     def heads(
         self,
@@ -798,10 +633,11 @@ class _Describer:
         head_dim: int,
         *,
         bias: bool,
+        rope: RopeSpec | None = None,
         by_head: bool = False,
         gated: bool = False,
-        **unlisted: object,
-    ) -> _Described:
+        whole: bool = False,
+    ) -> HeadsLayer:
         widths = tuple(count * head_dim for count in heads)
         if gated:
             widths = (2 * widths[0], *widths[1:])
@@ -810,7 +646,7 @@ class _Describer:
         full = tuple(map(self._name, names))
         linear = DeclaredLinear(self._layer, "qkv", full, inputs, widths, bias, by_head=by_head)
         self._found.linears.append(linear)
-        return _DESCRIBED
+        return _LISTED
 
     def gated_mlp(
         self,
@@ -820,15 +656,23 @@ class _Describer:
         bias: bool,
         names: tuple[str, ...] = GATE_UP,
         down: str = "down_proj",
-        **unlisted: object,
-    ) -> _Described:
+        activation: Any = "silu_and_mul",
+    ) -> FeedForward:
         widths = (2 * inner // len(names),) * len(names)
         self.linear(names, hidden, widths, bias=bias, role="gate_up")
         return self.linear(down, inner, hidden, bias=bias, role="down")
 
     def mlp(
-        self, up: str, down: str, hidden: int, inner: int, *, bias: bool, **unlisted: object
-    ) -> _Described:
+        self,
+        up: str,
+        down: str,
+        hidden: int,
+        inner: int,
+        *,
+        bias: bool,
+        transposed: bool = False,
+        activation: str = "gelu_new",
+    ) -> FeedForward:
         self.linear(up, hidden, inner, bias=bias, role="up")
         return self.linear(down, inner, hidden, bias=bias, role="down")
 
@@ -839,8 +683,8 @@ class _Describer:
         names: ExpertNames = EXPERT_NAMES,
         *,
         bias: bool = False,
-        **unlisted: object,
-    ) -> _Described:
+        activation: Any = "silu_and_mul",
+    ) -> RoutedExperts:
         router, inner = spec.router, spec.inner
         self.linear(names.router, hidden, router.experts, bias=bias, role="router")
         if router.corrected:
@@ -868,7 +712,7 @@ class _Describer:
             widths = (2 * spec.shared // len(gate_up),) * len(gate_up)
             shared.linear(gate_up, hidden, widths, bias=bias, role="shared_gate_up")
             shared.linear(names.shared_down, spec.shared, hidden, bias=bias, role="shared_down")
-        return _DESCRIBED
+        return _LISTED
 
     def embedding(
         self,
@@ -878,36 +722,36 @@ class _Describer:
         *,
         skipped: int = 0,
         types: tuple[str, int] = NO_TYPES,
-    ) -> _Described:
+    ) -> PositionTable:
         table = DeclaredTable("positions", self._name(name), skipped + rows, hidden)
         self._found.tables.append(table)
         kinds, count = types
         if kinds:
             self._other(f"{kinds}.weight", count * hidden, (count, hidden))
-        return _DESCRIBED
+        return _LISTED
 
     def token_embedding(
-        self, name: str, vocab: int, hidden: int, *, tied: bool, **unlisted: object
-    ) -> _Described:
+        self, name: str, vocab: int, hidden: int, *, tied: bool, scale: float = 1.0
+    ) -> TokenTable:
         table = DeclaredTable("embedding", self._name(name), vocab, hidden, tied)
         self._found.tables.append(table)
-        return _Described(table)
+        return _Listed(table)
 
-    def token_inputs(self, name: str, vocab: int, width: int, **unlisted: object) -> _Described:
+    def token_inputs(self, name: str, vocab: int, width: int, *, scale: float) -> TokenTable:
         table = DeclaredTable("token_inputs", self._name(name), vocab, width)
         self._found.tables.append(table)
-        return _DESCRIBED
+        return _LISTED
 
     def lm_head(
-        self, name: str, embedding: _Described, *, bias: bool = False, **unlisted: object
-    ) -> _Described:
+        self, name: str, embedding: Any, *, bias: bool = False, softcap: float | None = None
+    ) -> LinearLayer:
         table = embedding.table
         assert table is not None
         head = DeclaredLinear(
             None, "head", (self._name(name),), table.width, (table.rows,), bias, table.tied
         )
         self._found.linears.append(head)
-        return _DESCRIBED
+        return _LISTED
 
     def rms_norm(
         self,
@@ -917,16 +761,17 @@ class _Describer:
         *,
         before: Role = "",
         offset: float = 0.0,
-        **unlisted: object,
-    ) -> _Described:
+        scale: float = 1.0,
+        rope: RopeSpec | None = None,
+        heads: int = 1,
+        tensor: str = "weight",
+    ) -> Norm:
         norm = DeclaredNorm(self._layer, self._name(name), dim, False, before, offset)
         self._found.norms.append(norm)
-        return _DESCRIBED
+        return _LISTED
 
-    def _unlisted(self, *unlisted: object) -> _Described:
-        return _DESCRIBED
-
-    plain_norm = query_scale = rope = scaled_sum = gated = _unlisted
+    def plain_norm(self, dim: int, eps: float) -> Norm:
+        return _LISTED
 
     def layer_norm(
         self,
@@ -937,26 +782,43 @@ class _Describer:
         before: Role = "",
         bias: bool = True,
         offset: float = 0.0,
-        **unlisted: object,
-    ) -> _Described:
+        scale: float = 1.0,
+    ) -> Norm:
         norm = DeclaredNorm(self._layer, self._name(name), dim, bias, before, offset)
         self._found.norms.append(norm)
-        return _DESCRIBED
+        return _LISTED
 
     def head_norms(
-        self, name: str, heads: int, dim: int, eps: float, **unlisted: object
-    ) -> _Described:
+        self, name: str, heads: int, dim: int, eps: float, *, rope: RopeSpec | None = None
+    ) -> Norm:
         each = range(heads) if "{}" in name else range(1)
         for head in each:
             full = self._name(name.format(head))
             size = heads * dim // len(each)
             self._found.norms.append(DeclaredNorm(self._layer, full, size, False, ""))
-        return _DESCRIBED
+        return _LISTED
 
-    def attention(self, *unlisted: object, sinks: int = 0, **others: object) -> _Described:
+    def query_scale(self, spec: QueryScale) -> ScaledQueriesLayer:
+        return _LISTED
+
+    def rope(self, spec: RopeSpec, head_dim: int) -> Rotations:
+        return _LISTED
+
+    def attention(
+        self,
+        layer: int,
+        head_dim: int,
+        scale: float | None = None,
+        norms: tuple[Any, Any] | None = None,
+        softcap: float | None = None,
+        sinks: int = 0,
+        rope: RopeSpec | None = None,
+        kv_from: int | None = None,
+        bidirectional: int | None = None,
+    ) -> AttentionLayer:
         if sinks:
             self._found.others.append(DeclaredOther(self._layer, self._name("sinks"), sinks))
-        return _DESCRIBED
+        return _LISTED
 
     def latent_attention(
         self,
@@ -965,7 +827,7 @@ class _Describer:
         heads: int,
         latent: LatentSpec,
         scale: float,
-    ) -> _Described:
+    ) -> LatentAttentionLayer:
         if len(names) == 1:
             outputs = heads * (latent.nope + latent.value)
             self.linear(names, latent.rank, outputs, bias=False, role="kv_up")
@@ -973,22 +835,30 @@ class _Describer:
             keys, values = names
             self.linear(keys, latent.nope, heads * latent.rank, bias=False, role="kv_up")
             self.linear(values, latent.rank, heads * latent.value, bias=False, role="kv_up")
-        return _DESCRIBED
+        return _LISTED
 
-    def learned_scale(self, name: str) -> _Described:
+    def scaled_sum(self, factor: float) -> Sum:
+        return _LISTED
+
+    def learned_scale(self, name: str) -> Scale:
         self._other(name, 1)
-        return _DESCRIBED
+        return _LISTED
 
-    def causal_conv(self, name: str, layer: int, spec: StateSpec, **unlisted: object) -> _Described:
+    def gated(self, by: str = "none") -> Gated:
+        return _LISTED
+
+    def causal_conv(
+        self, name: str, layer: int, spec: StateSpec, *, silu: bool = False
+    ) -> StateLayer:
         self._other(f"{name}.weight", spec.channels * spec.width, (spec.channels, 1, spec.width))
         if spec.bias:
             self._other(f"{name}.bias", spec.channels)
-        return _DESCRIBED
+        return _LISTED
 
-    def gated_delta(self, decay: str, bias: str, layer: int, spec: StateSpec) -> _Described:
+    def gated_delta(self, decay: str, bias: str, layer: int, spec: StateSpec) -> DeltaLayer:
         self._other(decay, spec.value_heads, logarithm=True)
         self._other(bias, spec.value_heads)
-        return _DESCRIBED
+        return _LISTED
 
     def _other(
         self, name: str, size: int, shape: tuple[int, ...] = (), *, logarithm: bool = False
@@ -998,3 +868,13 @@ class _Describer:
 
     def _name(self, name: str) -> str:
         return ".".join(filter(None, (self._scope, name)))
+
+
+def describe(make: Callable[[ModelFacts, LayerBuilder], Network], spec: ModelFacts) -> Declaration:
+    """Return what a network declares in its constructor, and the layers over what is pooled."""
+    declaration = Declaration()
+    make(spec, LayerBuilder(declaration))
+    for layer in spec.pooling.layers if spec.pooling else ():
+        for name, shape in layer.tensors.items():
+            declaration.others.append(DeclaredOther(None, name, prod(shape), shape))
+    return declaration
