@@ -510,6 +510,7 @@ def test_the_host_ends_after_a_frame_with_an_invalid_length(caplog):
     assert "cannot be understood" in caplog.text
 
 
+@pytest.mark.full
 def test_the_host_waits_for_a_client_that_does_not_read(monkeypatch):
     monkeypatch.setattr(wire, "MAX_UNSENT", 20_000)
     with engine(max_num_seqs=8) as peer:

@@ -273,6 +273,7 @@ async def test_an_engine_that_is_stopped_while_it_idles_is_replaced(monkeypatch)
         await rig.until(EngineState.READY)
 
 
+@pytest.mark.full
 async def test_an_engine_that_was_slow_becomes_ready_again():
     async with supervised() as rig:
         await rig.until(EngineState.READY)
@@ -364,12 +365,14 @@ def test_the_stall_limit_follows_measured_steps(
     run_virtually(test())
 
 
+@pytest.mark.full
 async def test_closing_ends_one_that_does_not_listen():
     async with supervised("deaf") as rig:
         await asyncio.sleep(0.5)
         assert rig.client.state is EngineState.STARTING
 
 
+@pytest.mark.full
 async def test_closing_ends_one_that_hangs_in_a_step():
     async with supervised() as rig:
         await rig.until(EngineState.READY)

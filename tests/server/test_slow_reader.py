@@ -46,6 +46,7 @@ def _every_step_is_a_piece(monkeypatch):
     monkeypatch.setattr(host, "MAX_DELAY", 0.0)
 
 
+@pytest.mark.full
 def test_a_reader_who_stops_loses_the_request_after_a_while():
     timeouts = StreamTimeouts(send=0.4)
     executor = FakeExecutor(seconds=0.004)

@@ -152,6 +152,7 @@ def test_a_place_that_another_page_took_is_never_taken_for_the_first(
     assert fetched(peers, memory, source(lender, "a")) == [False] * 12
 
 
+@pytest.mark.full
 @settings(max_examples=examples(100), deadline=None)
 @given(
     fault=st.builds(

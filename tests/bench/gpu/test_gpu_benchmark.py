@@ -143,6 +143,7 @@ def test_every_job_names_an_existing_function(script: ModuleType) -> None:
         assert f"\ndef {job.function}(notes: Notes" in source
 
 
+@pytest.mark.full
 def test_a_job_that_fails_stops_no_other(
     script: ModuleType,
     tmp_path: Path,
