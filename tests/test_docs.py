@@ -60,6 +60,15 @@ def test_files_that_a_document_names_exist(document: Path) -> None:
 
 
 @pytest.mark.check
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_lines_of_text_are_short(document: Path) -> None:
+    """At most 120 characters; rows of tables and code have the length that they need."""
+    text = re.sub(r"^ *```.*?^ *```", "", document.read_text(encoding="utf-8"), flags=re.M | re.S)
+    lines = (line for line in text.splitlines() if not line.startswith(("|", "    ")))
+    assert [line for line in lines if len(line) > 120] == []
+
+
+@pytest.mark.check
 def test_every_folder_is_in_the_structure() -> None:
     text = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
     package = ROOT / "src" / "kvik"
