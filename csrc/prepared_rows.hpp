@@ -25,7 +25,7 @@ constexpr float kQuantised = 127.0f;  // largest
 // Inputs whose integer products are summed before they become floats.
 KVIK_INLINE int64_t summed_inputs(const linear_args& a) { return a.group ? a.group : a.inputs > 0 ? a.inputs : 1; }
 
-KVIK_INLINE int64_t count_sums(const linear_args& a) { return a.group ? divide_up(a.inputs, a.group) : 1; }
+KVIK_INLINE int64_t count_sums(const linear_args& a) { return a.group ? count_groups(a.inputs, a.group) : 1; }
 
 KVIK_INLINE bool quantises(int64_t kind) { return kind == kMatrixI8 || is_int4(kind); }
 
@@ -97,7 +97,7 @@ KVIK_INLINE float scale_of(const X* x, int64_t count, float most) {
 
 // Division of many numbers by one, rounded as `div` does it: a product with the reciprocal is off by one place at
 // most, and its remainder is exact (Markstein, IBM J. Res. Dev. 34, 1990). Three short instructions in place of a long
-// one.
+// one. Quotients have to be finite.
 struct Divisor {
     F32 value, reciprocal;
     bool exact;  // remainders

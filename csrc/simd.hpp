@@ -88,7 +88,7 @@ KVIK_INLINE F32 max(F32 a, F32 b) { return _mm512_max_ps(a, b); }
 KVIK_INLINE F32 min(F32 a, F32 b) { return _mm512_min_ps(a, b); }
 KVIK_INLINE F32 abs(F32 a) { return _mm512_abs_ps(a); }
 KVIK_INLINE F32 fma(F32 a, F32 b, F32 c) { return _mm512_fmadd_ps(a, b, c); }  // a * b + c
-constexpr bool kFused = true;  // fma rounds once
+constexpr bool kFused = true;                                                  // fma rounds once
 KVIK_INLINE F32 round(F32 a) { return _mm512_roundscale_ps(a, 0); }            // to nearest even
 KVIK_INLINE F32 select(Mask m, F32 yes, F32 no) { return _mm512_mask_blend_ps(m, no, yes); }
 KVIK_INLINE Mask not_le(F32 a, F32 b) { return _mm512_cmp_ps_mask(a, b, _CMP_NLE_UQ); }  // a > b, or a NaN

@@ -13,8 +13,10 @@ from helpers.edge import KEY, edge_server
 from helpers.http_server import HttpServer, ask, raw
 from helpers.raw_http import read_all
 
+from kvik.core.types import RequestReport
 from kvik.server.app import AppConfig
 from kvik.server.server import Drain
+from kvik.server.transfer import MOVES_HEADER, RESUMED_HEADER, Resumption, make_resumption
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +208,24 @@ def test_a_server_that_stops_takes_no_new_work(server: HttpServer, drain: Drain)
         drain.stop()
     assert ask(server, "POST", "/v1/echo", {}, **KEY).status == 200
     assert drain.num_open == 0
+
+
+def test_a_server_that_stops_takes_back_what_it_gave_away() -> None:
+    """And no request that only says so: what it has of it is signed."""
+    report = RequestReport(90.0, 95.0, None, 100.0, 16, 1)
+    told = Resumption("gen-1", 1, b"", None, b"", 7, None, report, False, 0)
+    drain, token = Drain(), b"a secret of servers"
+    signed, foreign = (make_resumption(told, each) for each in (token, b"another secret"))
+    edge = AppConfig("127.0.0.1", kv_token=token)
+    with edge_server(["right"], edge, drain=drain) as server:
+        drain.start()
+        for headers, status in (
+            ({RESUMED_HEADER: signed}, 200),
+            ({RESUMED_HEADER: signed, MOVES_HEADER: "1"}, 503),
+            ({RESUMED_HEADER: foreign}, 503),
+            ({RESUMED_HEADER: "1"}, 503),
+        ):
+            assert ask(server, "POST", "/v1/echo", {}, **KEY, **headers).status == status
 
 
 async def test_waiting_for_the_last_answer() -> None:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
 from zlib import crc32 as zlib_crc32
 
 import numpy as np
@@ -82,13 +84,20 @@ def is_good(page: np.ndarray, name: PageName) -> bool:
 def _checksum(head: bytes, page: np.ndarray) -> int:
     """Return the CRC-32 of a head without its last number, and of what is behind it."""
     start = zlib_crc32(head[:_CHECKED])
-    try:
-        from kvik.kernels.cpu._native import crc32, has_crc32
-    except ImportError:
-        return zlib_crc32(page[PAGE_HEAD_BYTES:].data, start)
-    if has_crc32():
-        return crc32(page[PAGE_HEAD_BYTES:], start)
+    native = _native()
+    if native is not None and native.has_crc32():
+        return int(native.crc32(page[PAGE_HEAD_BYTES:], start))
     return zlib_crc32(page[PAGE_HEAD_BYTES:].data, start)
+
+
+@cache
+def _native() -> ModuleType | None:
+    """Return the native code; None: kvik was installed without it."""
+    try:
+        from kvik.kernels.cpu import _native as native
+    except ImportError:
+        return None
+    return native
 
 
 class GroupPages:
@@ -154,11 +163,10 @@ class GroupPages:
         self, blocks: Sequence[int], pages: np.ndarray, rows: Sequence[int], *, load: bool
     ) -> None:
         """Copy in one call, in which other threads go on: parts of blocks are runs of bytes."""
-        from kvik.kernels.cpu._native import copy_pages
-
-        assert self._table is not None
+        native = _native()
+        assert native is not None and self._table is not None
         which, to = np.array(blocks, np.int64), np.array(rows, np.int64)
-        copy_pages(self._table, self._num_blocks, which, pages, to, load)
+        native.copy_pages(self._table, self._num_blocks, which, pages, to, load)
 
 
 def group_pages(
@@ -183,9 +191,7 @@ def group_pages(
 
 def _table(parts: Sequence[tuple[np.ndarray, int, int]], shares: int) -> np.ndarray | None:
     """[parts, 4] int64 as `_native.copy_pages` takes it; None: there are no native kernels."""
-    try:
-        import kvik.kernels.cpu._native  # noqa: F401
-    except ImportError:
+    if _native() is None:
         return None
     rows = [
         (part.ctypes.data, part.strides[0] * shares, first, end - first)

@@ -53,7 +53,7 @@ from kvik.server.route import (
 from kvik.server.server import Drain, Server, assemble
 from kvik.server.texts import Texts
 from kvik.server.tracing import Tracing, otlp_exporter
-from kvik.server.transfer import MOVES_HEADER, RESUMED_HEADER
+from kvik.server.transfer import MOVES_HEADER, RESUMED_HEADER, read_resumption
 
 log = logging.getLogger(__name__)
 access_log = logging.getLogger("kvik.access")
@@ -133,6 +133,7 @@ class AppConfig:
         cors_origin: origins of the pages that may use it.
         admin: every route that is not open needs the key of an administrator.
         root_path: prefix of all paths, which a reverse proxy may or may not have removed.
+        kv_token: with which servers sign the requests that they give away.
     """
 
     host: str = ""
@@ -141,6 +142,7 @@ class AppConfig:
     admin: bool = False
     root_path: str = ""
     limits: BodyLimits = DEFAULT_LIMITS
+    kv_token: bytes = b""
 
 
 def make_app(server: Server, routes: Sequence[Route], limits: BodyLimits = DEFAULT_LIMITS) -> App:
@@ -149,7 +151,12 @@ def make_app(server: Server, routes: Sequence[Route], limits: BodyLimits = DEFAU
     # No web page reaches a Unix socket by a name, and a proxy before it may pass on any.
     allowed = config.allowed_host or ((ANY,) if config.uds is not None else ())
     app_config = AppConfig(
-        config.host, allowed, config.cors_origin, root_path=config.root_path, limits=limits
+        config.host,
+        allowed,
+        config.cors_origin,
+        root_path=config.root_path,
+        limits=limits,
+        kv_token=(config.kv_token or "").encode(),
     )
     return App(routes, server.keys, server.drain, app_config)
 
@@ -167,6 +174,7 @@ class App:
         self._drain = drain
         self._admin = config.admin
         self._root_path = config.root_path
+        self._kv_token = config.kv_token
         self._hosts = Hosts(config.host, config.allowed_host, keyed=keys.needed)
         self._budget = BodyBudget(config.limits)
         self._reported_fields: set[str] = set()
@@ -228,12 +236,15 @@ class App:
             context.caller = self._authenticate(request, route)
         if route is None:
             raise self._no_route(path, methods)
-        # What this server gave away comes back if no other one takes it.
-        returned = RESUMED_HEADER in headers and MOVES_HEADER not in headers
-        if self._drain.started and not (route.open or route.operator or returned):
+        if self._drain.started and not (route.open or route.operator or self._returns(headers)):
             raise UnavailableError("server", "is being stopped")
         request.scope["path_params"] = params
         return await route.handler(request)
+
+    def _returns(self, headers: Mapping[str, str]) -> bool:
+        """Whether a request was given away by a server, and no other one takes it."""
+        told = headers.get(RESUMED_HEADER, "")
+        return MOVES_HEADER not in headers and read_resumption(told, self._kv_token) is not None
 
     def _no_route(self, path: str, methods: Mapping[str, Route]) -> HttpError:
         if methods:

@@ -135,36 +135,33 @@ class MovedMark:
     """Finds in a stream where its server says that another one goes on.
 
     Attributes:
-        told: what that is to be told; None: nothing yet.
+        found: what follows is for that one.
+        told: all that follows; None: it has not come whole.
     """
 
     def __init__(self) -> None:
+        self.found = False
         self.told: bytes | None = None
-        self._held = b"\n"  # the last byte that was passed on, and what may begin the mark
-        self._found = False
-
-    @property
-    def found(self) -> bool:
-        return self._found
+        self._rest = b"\n"  # the last byte that was passed on, and what may begin the mark
 
     def feed(self, part: bytes) -> bytes:
         """Take the next part of a stream. Returns what is for the client."""
-        data = self._held + part
-        if not self._found:
+        data = self._rest + part
+        if not self.found:
             at = data.find(b"\n" + MOVED_COMMENT)
             if at < 0:
                 most = min(len(MOVED_COMMENT), len(data) - 1)
                 sizes = (n for n in range(most, 0, -1) if data.endswith(b"\n" + MOVED_COMMENT[:n]))
                 size = next(sizes, 0)
                 end = len(data) - size
-                self._held = data[end - 1 :]
+                self._rest = data[end - 1 :]
                 return data[1:end]
-            self._found, passed = True, data[1 : at + 1]
+            self.found, passed = True, data[1 : at + 1]
             data = data[at + 1 + len(MOVED_COMMENT) :]
         else:
             passed = b""
         told, end_mark, _ = data.partition(MOVED_END)
-        self._held = data
+        self._rest = data
         if end_mark:
             self.told = told
         elif len(data) > MAX_RESUMPTION:

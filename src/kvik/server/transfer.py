@@ -2,11 +2,11 @@
 
 A request with `PREFILL_HEADER` computes the prompt alone. The answer names the pages that are kept
 under a lease, in `SOURCE_HEADER`, and the same request goes to a server that decodes with that
-header. It is signed with the secret of both, so nobody else makes a server connect to anything.
+header. It is signed with the secret of both, so that no client makes a server connect to anything.
 
 A server that drains gives requests away that came with `MOVES_HEADER`: the proxy sends the same
 request to another server with what is known of it in `RESUMED_HEADER`, signed likewise. That one
-makes the text anew of the tokens so far, tells what the client lacks, and goes on.
+makes the text of the tokens so far again, sends what the client lacks, and goes on.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Resumption(msgspec.Struct, frozen=True, array_like=True):
         return cls(name, created, prompt_digest(prompt), max_tokens, tokens, *told, begun, num_sent)
 
     def handover(self, now: float) -> Handover:
-        """Return it as the engine is told.
+        """Return it in the form that the engine takes.
 
         Raises:
             ValueError: it is damaged.
