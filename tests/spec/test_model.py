@@ -312,6 +312,9 @@ BAD_EXPERTS = [
     ({"n_group": 3}, "n_group must divide the 4 experts"),
     ({"n_group": 4, "topk_group": 1}, "topk_group must leave the 2 experts"),
     ({"n_group": 2, "topk_group": 3}, "topk_group must be an integer"),
+    ({"scoring_func": "softmax"}, "scoring_func must be one of sigmoid, not 'softmax'"),
+    ({"scoring_func": "sqrtsoftplus"}, "scoring_func must be one of sigmoid, not 'sqrtsoftplus'"),
+    ({"topk_method": "greedy"}, "topk_method must be one of noaux_tc, not 'greedy'"),
 ]
 
 

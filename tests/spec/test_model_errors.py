@@ -95,6 +95,44 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "must be 1",
     ),
     ({"partial_rotary_factor": 0.25}, "partial_rotary_factor", "must be 1"),
+    ({"head_dim": 578}, "head_dim", "[1, 576]"),
+    (
+        {"hidden_size": 1156, "num_attention_heads": 2},
+        "num_attention_heads",
+        "at most 576, not 578",
+    ),
+    (
+        {"architectures": ["DeepseekV32ForCausalLM"]},
+        "architectures",
+        "not DeepseekV32ForCausalLM: indexed attention is not supported",
+    ),
+    (
+        {"architectures": ["DeepseekV4ForCausalLM"]},
+        "architectures",
+        "not DeepseekV4ForCausalLM: compressed attention is not supported",
+    ),
+    ({"index_topk": 2048}, "index_topk", "indexed attention is not supported"),
+    (
+        {"layer_types": ["full_attention"] * 3 + ["deepseek_sparse_attention"]},
+        "layer_types",
+        "not hold deepseek_sparse_attention: indexed attention is not supported",
+    ),
+    (
+        {"layer_types": ["heavily_compressed_attention"] * 4},
+        "layer_types",
+        "compressed attention is not supported",
+    ),
+    # of layers that are all alike, too
+    (
+        {"layer_types": ["full_attention", "linear_attention"] * 2},
+        "layer_types",
+        "full_attention or sliding_attention, not 'linear_attention'",
+    ),
+    (
+        {"layer_types": ["chunked_attention"] * 4},
+        "layer_types",
+        "full_attention or sliding_attention, not 'chunked_attention'",
+    ),
 ]
 
 

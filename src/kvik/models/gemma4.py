@@ -20,7 +20,7 @@ from kvik.spec.declare import Architecture, ExpertNames, ForwardContext, LayerBu
 from kvik.spec.experts import SWITCH, ExpertsSpec, Router, expert_count
 from kvik.spec.fields import Fields
 from kvik.spec.layers import FULL, SLIDING, LayerSpec, layer_types, read_window
-from kvik.spec.model import MAX_HEADS, MAX_WIDTH, ModelFacts, ModelScales
+from kvik.spec.model import MAX_HEAD_DIM, MAX_HEADS, MAX_WIDTH, ModelFacts, ModelScales
 from kvik.spec.rope import RopeSpec, read_rope
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ def _own_heads(fields: Fields, layers: int) -> dict[int, tuple[int | None, int |
 
 
 def _head_dim(fields: Fields, key: str, default: int | None = None) -> int:
-    size = fields.integer(key, 2, MAX_WIDTH, default)
+    size = fields.integer(key, 2, MAX_HEAD_DIM, default)
     if size % 2:
         raise fields.error(key, f"must be even, not {size}")
     return size

@@ -14,8 +14,10 @@ from kvik.options import did_you_mean
 from kvik.spec.declare import UNQUANTISED, Architecture, Declaration, describe
 from kvik.spec.engine_folder import read_built
 from kvik.spec.fields import Fields, read_json
+from kvik.spec.layers import SPARSE_ARCHITECTURES, check_layer_types, refuse_sparse
 from kvik.spec.model import (
     DTYPE_BYTES,
+    MAX_HEAD_DIM,
     MAX_HEADS,
     MAX_LAYERS,
     MAX_VOCAB,
@@ -67,7 +69,9 @@ class ModelSpec(ModelFacts):
         eos = fields.token_ids("eos_token_id", vocab)
         if "eos_token_id" not in config:
             eos = tuple(token for token in known.eos_token_ids if token < vocab)
+        refuse_sparse(fields)
         rules = known.layers(fields, layers, positions)
+        check_layer_types(fields, rules)
         if known.experts is not None:
             found = zip(rules, known.experts(fields, layers), strict=True)
             rules = tuple(replace(layer, experts=experts) for layer, experts in found)
@@ -249,6 +253,10 @@ def _architecture(fields: Fields) -> str:
         for name, known in ARCHITECTURES.items():
             if known.model_type == family:
                 return name
+    if names and names[0] in SPARSE_ARCHITECTURES:
+        what = SPARSE_ARCHITECTURES[names[0]]
+        reason = f"must name one that runs here, not {names[0]}: {what} is not supported"
+        raise fields.error("architectures", f"{reason}; fallback=transformers runs others")
     hint = did_you_mean(names[0], ARCHITECTURES) if names else ""
     found = shown(names[0]) if names else "nothing"
     reason = f"must name one that runs here, as `kvik models` lists them, not {found}"
@@ -259,11 +267,14 @@ def _architecture(fields: Fields) -> str:
 
 def _head_dim(fields: Fields, hidden: int, heads: int, known: Architecture, heads_key: str) -> int:
     if known.rotary and ("head_dim" in fields or known.head_dim is not None):
-        size = fields.integer("head_dim", 1, MAX_WIDTH, known.head_dim)
+        size = fields.integer("head_dim", 1, MAX_HEAD_DIM, known.head_dim)
     elif hidden % heads:
         raise fields.error(heads_key, f"must divide the hidden size {hidden}, not {heads}")
     else:
         size = hidden // heads
+    if size > MAX_HEAD_DIM:
+        message = f"must give heads of at most {MAX_HEAD_DIM}, not {size} ({hidden} / {heads})"
+        raise fields.error(heads_key, message)
     if known.rotary and size % 2:
         raise fields.error("head_dim", f"must be even for rotary positions, not {size}")
     return size

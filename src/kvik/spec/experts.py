@@ -116,6 +116,7 @@ def read_experts(
     always = fields.integer(shared, 0, MAX_EXPERTS, 0) if shared else 0
     gated = fields.integer(shared_width, 1, MAX_WIDTH) if shared_width else 0
     choice = router(fields, count, most)
+    fields.choice("scoring_func", (choice.scores,), choice.scores)
     experts = ExpertsSpec(choice, width, gated or always * width, gated > 0)
     sparse = sparse_layers(fields, layers, first_dense)
     return tuple(experts if one else None for one in sparse)
@@ -171,6 +172,7 @@ def normalised_router(fields: Fields, experts: int, active: int) -> Router:
 
 def corrected_router(fields: Fields, experts: int, active: int) -> Router:
     """Sigmoid scores with a correction, in groups (DeepSeek-V3, section 2.1.2)."""
+    fields.choice("topk_method", ("noaux_tc",), "noaux_tc")
     groups, kept = read_groups(fields, experts, active)
     return Router(
         experts,

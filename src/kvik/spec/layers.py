@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvik.errors import shown
@@ -12,6 +12,31 @@ from kvik.spec.kv import Budget, StateSpec, Window
 from kvik.spec.rope import MAX_POSITIONS, RopeSpec, read_rope
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+# Attention over keys that another network chooses, or over summaries of several, as `layer_types`,
+# keys of config.json and names of architectures say it. kvik has neither.
+INDEXED, COMPRESSED = "indexed attention", "compressed attention"
+SPARSE_TYPES: Mapping[str, str] = {
+    "indexed_attention": INDEXED,
+    "deepseek_sparse_attention": INDEXED,
+    "qwen_sparse_attention": INDEXED,
+    "minimax_m3_sparse": INDEXED,
+    "compressed_sparse_attention": COMPRESSED,
+    "heavily_compressed_attention": COMPRESSED,
+}
+SPARSE_KEYS: Mapping[str, str] = {
+    "index_topk": INDEXED,
+    "sparse_attention_config": INDEXED,
+    "compress_rates": COMPRESSED,
+    "compress_ratios": COMPRESSED,
+}
+SPARSE_ARCHITECTURES: Mapping[str, str] = {
+    "DeepseekV32ForCausalLM": INDEXED,
+    "GlmMoeDsaForCausalLM": INDEXED,
+    "MiniMaxM3ForConditionalGeneration": INDEXED,
+    "DeepseekV4ForCausalLM": COMPRESSED,
+}
+# How `layer_types` may call layers that keep a state, and those that attend to all they may see.
+STATE_TYPES, ATTENDING_TYPES = ("linear_attention", "conv"), (FULL, SLIDING, "attention")
 DEFAULT_WINDOW = 4096  # of transformers, when the key is left out; null means no window
 # Of a row of the cache: latent and rotary key of DeepSeek-V3 (csrc/kv_cache.hpp).
 MAX_LATENT_WIDTH = 576
@@ -224,6 +249,41 @@ def read_window(fields: Fields) -> Window | None:
     if fields.is_null("sliding_window"):
         return None
     return Window(fields.integer("sliding_window", 1, MAX_POSITIONS, DEFAULT_WINDOW))
+
+
+def check_layer_types(fields: Fields, rules: Sequence[LayerSpec]) -> None:
+    """Check what config.json says of the kinds of layers against what was made of it. An
+    architecture whose layers are all alike does not read `layer_types`, and may be called by the
+    name of another one that differs in them.
+
+    Raises:
+        ModelError: a kind that kvik does not have, or one that a layer is not.
+    """
+    for layer, kind in zip(rules, fields.strings("layer_types"), strict=False):
+        allowed: tuple[str, ...]
+        if layer.state is not None:
+            allowed = STATE_TYPES
+        elif layer.window is not None and layer.window.chunked:
+            allowed = (CHUNKED,)
+        else:
+            allowed = ATTENDING_TYPES
+        if kind not in allowed:
+            wanted = " or ".join(allowed[:2])
+            raise fields.error("layer_types", f"must hold {wanted}, not {shown(kind)}")
+
+
+def refuse_sparse(fields: Fields) -> None:
+    """
+    Raises:
+        ModelError: layers attend to keys that something chooses or summarises.
+    """
+    for key, what in SPARSE_KEYS.items():
+        if key in fields:
+            raise fields.error(key, f"must be absent: {what} is not supported")
+    for kind in fields.strings("layer_types"):
+        if kind in SPARSE_TYPES:
+            message = f"must not hold {kind}: {SPARSE_TYPES[kind]} is not supported"
+            raise fields.error("layer_types", message)
 
 
 def layers_with_states(

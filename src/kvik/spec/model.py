@@ -25,6 +25,7 @@ MAX_VOCAB = 1 << 24
 MAX_WIDTH = 1 << 20
 MAX_LAYERS = 4096
 MAX_HEADS = 1 << 16
+MAX_HEAD_DIM = 576  # channels of a head; no family has more than 512, and latent vectors have 576
 
 
 @dataclass(frozen=True, slots=True)
