@@ -444,6 +444,11 @@ def test_options_that_do_not_fit_name_what_would(
         (12 * GIB, {}, "quantization=int8 would fit"),
         (7 * GIB, {}, "quantization=int4 would fit"),
         (7 * GIB, {"quantization": "int8"}, "quantization=int4 would fit"),
+        (
+            12 * GIB,
+            {"max_num_seqs": 8192, "max_num_batched_tokens": 16_384},
+            "quantization=int8, max_num_seqs=1 with max_num_batched_tokens=",
+        ),
         (24 * GIB, {"dtype": "float32"}, "dtype=bfloat16 would fit"),
         (
             24 * GIB,

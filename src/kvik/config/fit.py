@@ -396,9 +396,12 @@ class Fit:
         if self.footprint.mapped is None:  # the weights are yet to be loaded
             for scheme in FEWER_BITS:  # the one that keeps most comes first
                 rounded = replace(self.footprint, quantization=scheme)
-                less = rounded.weights < self.footprint.weights
-                if less and replace(free, footprint=rounded)._needed(size) <= self.limit.size:
-                    return f"quantization={scheme}{also}"
+                if rounded.weights >= self.footprint.weights:
+                    continue
+                fit = replace(free, footprint=rounded)
+                for trial, steps in ((size, ""), (small, f", {one_by_one}")):
+                    if fit._needed(trial) <= self.limit.size:
+                        return f"quantization={scheme}{steps}{also}"
         return f"a smaller model, or {show_bytes(int(needed / share))} of memory,"
 
 
