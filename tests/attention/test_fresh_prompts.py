@@ -88,6 +88,16 @@ def test_layers_that_torch_cannot_do_are_left_to_triton(make_step, options):
     assert prompts.taken == [11]
 
 
+def test_heads_too_wide_for_torch_are_left_to_triton(make_step):
+    attention, prompts = mixed()
+    for dim, taken in ((256, [11]), (264, [])):
+        prompts.taken.clear()
+        step = make_step([(0, 11), (3, 1)], dim=dim)
+        found = step.run(attention).double()
+        torch.testing.assert_close(found, step.expected(), rtol=1e-4, atol=2e-5)
+        assert prompts.taken == taken
+
+
 def test_trees_are_no_prompts(make_step):
     attention, prompts = mixed(least=2)
     step = make_step([(0, 3), (0, 2)])

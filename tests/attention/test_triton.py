@@ -163,6 +163,28 @@ def test_head_dims(kernel, make_step, dim):
     torch.testing.assert_close(attend(step).double(), step.expected(), rtol=1e-4, atol=5e-6)
 
 
+@pytest.mark.parametrize("window", [None, 17, sinks(4, 20)], ids=str)
+def test_heads_of_512(kernel, make_step, window):
+    """As Gemma 4 has, in tiles of their own; several of these, and several splits."""
+    step = make_step([(140, 1), (3, 20)], 16, 2, 1, 512)
+    step = step.with_rotation() if isinstance(window, tuple) else step
+    torch.testing.assert_close(
+        attend(step, window).double(), step.expected(window), rtol=1e-4, atol=2e-5
+    )
+
+
+@formats
+def test_heads_of_512_in_few_bits(kernel, make_step, format):
+    step = make_step([(20, 1), (30, 7)], 16, 2, 1, 512, kv_dtype=FORMATS[format])
+    expected = step.run(make_backend("reference"))
+    torch.testing.assert_close(attend(step), expected, rtol=1e-4, atol=2e-5)
+
+
+def test_a_tree_of_heads_of_512(make_step):
+    step = make_step([(12, 1), (33, len(TREE))], 16, 4, 1, 512).with_trees((), TREE)
+    torch.testing.assert_close(attend(step).double(), step.expected(), rtol=1e-4, atol=2e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_off_by_rounding_alone(kernel, make_step, dtype):
     step = make_step([(12, 1), (33, 9)], dtype=dtype)

@@ -114,9 +114,10 @@ def test_the_attention_backend_follows_the_kernels(
         ("triton", "int4", 64, "auto", "triton", "in place"),
         ("triton", "int4", 10, "auto", "sdpa", "head_dim 10 is no multiple of 4"),
         ("triton", "auto", 10, "auto", "triton", "in place"),
-        ("triton", "auto", 512, "auto", "sdpa", "head_dim 512"),
+        ("triton", "auto", 512, "auto", "triton", "in place"),
+        ("triton", "auto", 576, "auto", "sdpa", "head_dim 576"),
         ("triton", "auto", 128, "sdpa", "sdpa", "as asked"),
-        ("triton", "auto", 512, "triton", ConfigError, "triton: head_dim 512"),
+        ("triton", "auto", 576, "triton", ConfigError, "triton: head_dim 576"),
         ("triton", "auto", 128, "cpu", ConfigError, "cpu: it needs the native kernels"),
         ("torch", "auto", 128, "triton", ConfigError, "triton: it needs the Triton kernels"),
     ],
@@ -149,7 +150,7 @@ MEASURED = replace(HOPPER, torch_prompts=((64, 4096), (128, 1024)))
         (HOPPER, 128, "bfloat16", "bf16", "triton+sdpa", "triton+sdpa", 2048, "as asked"),
         (HOPPER, 128, "float32", "auto", "triton+sdpa", ConfigError, None, "have no float32"),
         (HOPPER, 128, "bfloat16", "int8", "triton+sdpa", ConfigError, None, "stored as int8"),
-        (HOPPER, 512, "bfloat16", "auto", "triton+sdpa", ConfigError, None, "head_dim 512"),
+        (HOPPER, 576, "bfloat16", "auto", "triton+sdpa", ConfigError, None, "head_dim 576"),
     ],
 )
 def test_torch_computes_prompts_where_it_was_measured_faster(

@@ -236,6 +236,15 @@ DECODE = (
     _decode(128, torch.bfloat16, m=64, tree=True),
     _decode(128, torch.float32, m=64),
     _decode(256, torch.float32, m=64),
+    # Heads of 512, Gemma 4's: a tile of 16 keys is as many bytes as 64 of 128.
+    _decode(512, torch.bfloat16, loop=Loop(copies=8, barriers=6, instructions=360)),
+    *(_decode(512, cache, loop=Loop(copies=2)) for cache in (torch.int8, torch.uint8)),
+    _decode(512, torch.float8_e4m3fn, loop=Loop(copies=2)),
+    _decode(512, torch.bfloat16, options=True),
+    _decode(512, torch.bfloat16, sunk=True),
+    _decode(512, torch.bfloat16, m=32, tree=True),
+    _decode(512, torch.int8, m=32),
+    _decode(512, torch.float32),
     _merge(128),
     _merge(512),
 )
@@ -282,11 +291,13 @@ def _prefill(
     sunk: bool = False,
     cut: bool = False,
     loop: Loop | None = None,
+    max_spills: int = 0,
 ) -> Resources:
     """As of `_decode`."""
     types = _cache_types(cache)
     scaled = bool(types["k_scales"])
-    tiles = prefill_tiles(head_dim, max(2, cache.itemsize), rounded=scaled)
+    edges = window or sunk or cut
+    tiles = prefill_tiles(head_dim, max(2, cache.itemsize), kind=KINDS[cache], edges=edges)
     return Resources(
         attention_prefill.attention_prefill_kernel,
         f"head_dim {head_dim}, KV {str(cache).removeprefix('torch.')}{', window' * window}"
@@ -317,6 +328,7 @@ def _prefill(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         aligned=_aligned("q_stride"),
+        max_spills=max_spills,
         loop=loop,
     )
 
@@ -348,6 +360,13 @@ PREFILL = (
     _prefill(128, torch.uint8, loop=Loop(copies=4, products=12, waits=2, instructions=1020)),
     _prefill(128, torch.float32),
     _prefill(256, torch.float32),
+    # 64 products of 16 keys with K, and two of 256 columns of V; what is spilled is outside loops.
+    _prefill(512, torch.bfloat16, loop=Loop(copies=16, products=66, waits=1), max_spills=16),
+    _prefill(512, torch.bfloat16, options=True, max_spills=24),
+    _prefill(512, torch.bfloat16, window=True),
+    _prefill(512, torch.bfloat16, cut=True),
+    *(_prefill(512, cache) for cache in (torch.int8, torch.float8_e4m3fn, torch.uint8)),
+    _prefill(512, torch.float32),
 )
 
 

@@ -30,6 +30,7 @@ from kvik.spec.kv import Window, first_visible
 PADDED = 1024  # lengths are multiples of this
 # Those that need no memory for all scores at once, in torch's own order.
 FUSED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+MAX_HEAD_DIM = 256  # of both
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +63,9 @@ class FreshPrompts:
         self.least = least
         self._padded = padded
 
-    def can_do(self, spec: AttentionSpec) -> bool:
+    def can_do(self, spec: AttentionSpec, head_dim: int) -> bool:
         """Return whether torch's kernels can do what a layer needs."""
-        return not spec.options
+        return not spec.options and head_dim <= MAX_HEAD_DIM
 
     def take(self, layout: StepLayout, window: Window | None) -> dict[int, FreshPrompt]:
         """By sequence, those of a step that can be taken and are long enough."""

@@ -99,7 +99,7 @@ class TritonAttention:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         scoring = Scoring(spec.scale, spec.softcap, spec.sinks)
         steps, fresh = metadata.steps, metadata.fresh
-        if v is None or self.prompts is None or not self.prompts.can_do(spec):
+        if v is None or self.prompts is None or not self.prompts.can_do(spec, q.shape[2]):
             steps, fresh = metadata.all, ()
         for step in steps:
             paged_attention(q, cache, step, scoring, out, for_sinks)

@@ -20,7 +20,7 @@ from kvik.spec.weights import SCHEMES, matrix_kind, weight_bytes
 TRANSFORMERS = "transformers"  # the kernels of a model that kvik does not know
 NATIVE_DTYPES = ("float32", "bfloat16")
 LANES = 16  # keys of a block and elements of a head come in multiples of this
-MAX_HEAD_DIM, MAX_TRITON_HEAD_DIM = 512, 256
+MAX_HEAD_DIM = 512  # of the kernels, native and Triton's; torch takes larger ones
 # For Triton's kernels: number of inputs that share a scale is a multiple of this; oldest GPUs.
 TRITON_GROUP = 16
 TRITON_CAPABILITY = (8, 0)
@@ -279,7 +279,7 @@ def _triton_or_sdpa(
         if config.kv_cache_dtype not in (AUTO, SHORT_DTYPES[dtype]):
             refusal = f"its latent vectors are stored in {dtype} alone"
     else:
-        refusal = _unfit_heads(model, multiple, MAX_TRITON_HEAD_DIM)
+        refusal = _unfit_heads(model, multiple, MAX_HEAD_DIM)
     unfit = refusal or _no_torch_prompts(config, dtype)
     asked = config.attention_backend
     if asked == "triton" and refusal is not None:

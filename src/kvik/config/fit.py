@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from kvik.config.compute import (
     LANES,
     MAX_HEAD_DIM,
-    MAX_TRITON_HEAD_DIM,
     TRANSFORMERS,
     Compute,
     check_draft,
@@ -477,8 +476,7 @@ def with_drafter(
     if source.spec.states:
         raise ConfigError("spec_model", "must attend in every layer; this one keeps states")
     dim, backend = max(source.spec.head_dims), footprint.attention_backend
-    limits = {"cpu": MAX_HEAD_DIM, **dict.fromkeys(TRITON_BACKENDS, MAX_TRITON_HEAD_DIM)}
-    large = dim > limits.get(backend, dim)
+    large = dim > MAX_HEAD_DIM and backend in ("cpu", *TRITON_BACKENDS)
     if large or (backend == "cpu" and dim % LANES):
         raise ConfigError(
             "spec_model", f"its heads of {dim} need attention_backend sdpa, for both models"

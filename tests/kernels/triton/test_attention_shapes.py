@@ -24,6 +24,7 @@ from kvik.kernels.triton.attention_shapes import (
     prefill_tiles,
     split,
     split_tiles,
+    tallest,
 )
 
 
@@ -76,21 +77,24 @@ def buffers(tiles: Tiles, asynchronous: bool) -> int:
     return (tiles.num_stages - 1) // 2 + asynchronous
 
 
-@pytest.mark.parametrize("head_dim", [1, 64, 80, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [1, 64, 80, 128, 192, 256, 320, 512])
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("shared", [227 << 10, 163 << 10, 99 << 10])
 def test_tiles_fit_shared_memory(head_dim, itemsize, shared):
     """Queries, and K and V of the tiles in flight and in use."""
     wide, hopper = max(32, triton.next_power_of_2(head_dim)), shared == 227 << 10
     for m in (16, 32, 64):
+        if m > tallest(head_dim, itemsize, "float"):
+            continue
         tiles = split_tiles(m, head_dim, itemsize, shared=shared)
         assert tiles.n >= 16
         kept = buffers(tiles, hopper and itemsize == 2 and m == 64)
         assert (m + 2 * kept * tiles.n) * wide * itemsize <= shared
-    tiles = prefill_tiles(head_dim, itemsize, rounded=False, shared=shared)
-    kept = buffers(tiles, hopper and itemsize == 2)
-    assert 16 <= tiles.near <= tiles.n
-    assert (tiles.m + 2 * kept * tiles.n) * wide * itemsize <= shared
+    for edges in (False, True):
+        tiles = prefill_tiles(head_dim, itemsize, kind="float", edges=edges, shared=shared)
+        kept = buffers(tiles, hopper and itemsize == 2 and tiles.m >= 64)
+        assert 16 <= tiles.near <= tiles.n
+        assert (tiles.m + 2 * kept * tiles.n) * wide * itemsize <= shared
 
 
 def test_a_number_of_tokens_of_every_class() -> None:

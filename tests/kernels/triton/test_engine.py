@@ -39,6 +39,20 @@ LATENT = small(
     qk_nope_head_dim=24,
     v_head_dim=16,
 )
+# Heads of two sizes, of which the wide ones have keys that are values; a layer reads another's.
+WIDE_HEADS = small(
+    architectures=["Gemma4ForCausalLM"],
+    hidden_act=None,
+    num_hidden_layers=4,
+    head_dim=16,
+    global_head_dim=512,
+    sliding_window=9,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+    num_kv_shared_layers=1,
+    hidden_size_per_layer_input=16,
+    attention_k_eq_v=True,
+    num_global_key_value_heads=1,
+)
 PROMPTS = [[5, 17, 40], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12]]
 SAMPLING = [
     SamplingParams(temperature=0, max_tokens=3, ignore_eos=True),
@@ -84,6 +98,15 @@ def test_layers_that_keep_a_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     interpret_engines(monkeypatch)
     assert tokens(tmp_path, kernels="torch") == expected
     assert len(set(calls)) == 3
+
+
+@pytest.mark.full
+def test_heads_of_512_beside_small_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first chunks of small heads are torch's, those of wide ones and all else Triton's."""
+    (tmp_path / "config.json").write_text(json.dumps(WIDE_HEADS))
+    expected = tokens(tmp_path, kernels="torch", attention_backend="reference")
+    interpret_engines(monkeypatch, torch_prompts=3)
+    assert tokens(tmp_path, kernels="torch") == expected
 
 
 @pytest.mark.full

@@ -20,7 +20,6 @@ from kvik.kernels.triton.attention_prefill import attention_prefill_kernel
 from kvik.kernels.triton.attention_shapes import (
     LAUNCHED,
     SPREAD,
-    TALLEST,
     WORKSPACE,
     block_d,
     most_splits,
@@ -28,13 +27,14 @@ from kvik.kernels.triton.attention_shapes import (
     query_classes,
     shared_memory,
     split_tiles,
+    tallest,
 )
 from kvik.kernels.triton.attention_tile import CHUNK, LAST, LAST_AND_SINKS, LOG2_E
 from kvik.kernels.triton.kv_load import kind_of, stored
 from kvik.kernels.triton.launch import ceil_div, power_of_two
 from kvik.spec.kv import Window
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ def paged_attention(
         sink_q: q as sinks of the window meet it, likewise; None: as other keys do.
 
     Raises:
-        ValueError: head_dim is above 256.
+        ValueError: head_dim is above 512.
     """
     heads, head_dim = q.shape[1], q.shape[2]
     kv_heads = cache.k.shape[2]
@@ -193,8 +193,10 @@ def _split(
 ) -> None:
     heads, head_dim, kv_heads = q.shape[1], q.shape[2], cache.k.shape[2]
     group = heads // kv_heads
-    m = min(TALLEST, max(16, power_of_two(run.queries * group)))
     itemsize = max(q.element_size(), cache.k.element_size())
+    m = min(
+        tallest(head_dim, itemsize, kind_of(cache.k)), max(16, power_of_two(run.queries * group))
+    )
     tree = step.tree is not None
     tiles = split_tiles(m, head_dim, itemsize, tree=tree, shared=shared_memory(q.device))
     stacked = ceil_div(run.queries * group, m)
@@ -295,7 +297,8 @@ def _prefill(
     tiles = prefill_tiles(
         head_dim,
         itemsize,
-        rounded=cache.k_scales is not None,
+        kind=kind_of(cache.k),
+        edges=step.window is not None or step.first_keys is not None,
         block_size=step.block_size,
         shared=shared_memory(q.device),
     )

@@ -32,6 +32,7 @@ SHARED: Mapping[tuple[int, int], int] = {
 ROOMY = 163 << 10
 SHORT = 64  # queries; a tree has no more
 TALLEST = 64  # rows of a split kernel's tile: tokens times the query heads of a KV head
+WIDE = 256  # channels of a head; sums of more take twice the registers, so tiles are smaller
 # Programs that a launch of the split kernel aims at: with 264 at a time on 132 multiprocessors the
 # last ones, which leave some idle, are a few in a hundred.
 LAUNCHED = 8192
@@ -64,7 +65,8 @@ def split_tiles(
     """Return the tiles of the split kernel, whose time is that of reading K and V.
 
     Args:
-        m: 16, 32 or 64 rows. The queries of one decode are 16, the least a tensor core takes.
+        m: 16, 32 or 64 rows, up to `tallest`. The queries of one decode are 16, the least a tensor
+            core takes.
         itemsize: bytes of a number of the queries or of the cache, whichever are larger: the
             size of the factors of products.
         tree: the step has trees. shared: bytes that a program can have.
@@ -84,14 +86,25 @@ def split_tiles(
         warps = 8 if m > 16 and m * wide >= 4096 else 4
         if not roomy or m * wide > 8192:  # a tile in flight does not fit
             stages = 3
+    if wide > WIDE:
+        warps = 8
+        stages = 3 if itemsize == 4 else stages
     return Tiles(m, max(16, n), warps, stages)
+
+
+def tallest(head_dim: int, itemsize: int, kind: str) -> int:
+    """Return the most rows of a tile of the split kernel; 64 of 512 sums would spill."""
+    if block_d(head_dim) <= WIDE:
+        return TALLEST
+    return 16 if itemsize == 4 or kind == "int4" else 32
 
 
 def prefill_tiles(
     head_dim: int,
     itemsize: int,
     *,
-    rounded: bool,
+    kind: str,
+    edges: bool = False,
     block_size: int = 16,
     shared: int = MAX_SHARED,
 ) -> Tiles:
@@ -102,11 +115,19 @@ def prefill_tiles(
     shared memory; scores, weights and sums of a row just fit 255 registers a thread, which
     leaves few for pointers, that blocks of more than 32 take. Tiles that some rows see only in part
     are smaller: fewer masked scores are computed.
+
+    Args:
+        itemsize, shared: as of `split_tiles`. kind: of the cache's numbers (`kv_load.kind_of`).
+        edges: keys end at a window or at the first one that is kept, which takes a loop more.
     """
     wide, roomy = block_d(head_dim), shared >= ROOMY
+    if wide > WIDE:
+        return _wide_prefill_tiles(itemsize, kind, edges, shared)
     if itemsize == 4:  # no tensor cores, and twice the registers
         return Tiles(32, 32 if roomy and wide <= 64 else 16, 4 if wide <= 64 else 8, STAGES, 16)
-    if rounded:  # half the bytes, so half the rows can share them; numbers are widened in registers
+    if (
+        kind != "float"
+    ):  # half the bytes, so half the rows can share them; numbers are widened in registers
         n = 64 if wide <= 128 and roomy else 32
         return Tiles(64, n, 4, STAGES, 16 if wide > 128 else n)
     if not roomy:
@@ -118,6 +139,21 @@ def prefill_tiles(
         return Tiles(128, 128, 8, STAGES, 64)
     large = shared >= MAX_SHARED and block_size in (1, 2, 4, 8, 16, 32)
     return Tiles(128, 128 if large else 64, 8, STAGES, 32)
+
+
+def _wide_prefill_tiles(itemsize: int, kind: str, edges: bool, shared: int) -> Tiles:
+    """Return the tiles for heads of 512: sums of 64 rows are half of the registers of 256 threads,
+    and keys and values of 32, with the next tile, 128 KiB. What takes more registers beside the
+    sums has fewer rows, and so the tensor cores' older instructions.
+    """
+    if itemsize == 4:
+        return Tiles(16, 16, 8, 3, 16)
+    n = 32 if shared >= ROOMY else 16
+    if kind == "int4":
+        return Tiles(16, n, 8, STAGES, 16)
+    if kind != "float" or edges or shared < ROOMY:
+        return Tiles(32, n, 8, STAGES, 16)
+    return Tiles(64, n, 8, 3, 16)
 
 
 def shared_memory(device: torch.device) -> int:
