@@ -26,11 +26,17 @@ from kvik.attention.sdpa import MAX_KEYS
 from kvik.build import build_engine
 from kvik.config.config import EngineConfig
 from kvik.config.hardware import detect
-from kvik.config.memory import GATHERED_KEYS, LOADING_BYTES, PROMPT_PADDING, QUANTIZED_SCRATCH_BYTES
+from kvik.config.memory import (
+    GATHERED_KEYS,
+    LOADING_BYTES,
+    PROMPT_PADDING,
+    QUANTIZED_SCRATCH_BYTES,
+    TURNED_LOADING_BYTES,
+)
 from kvik.config.units import GIB, MIB
 from kvik.kernels.rounding import PIECE
 from kvik.models.model_spec import ModelSpec
-from kvik.nn.checkpoint import RUN_BYTES, SINGLE
+from kvik.nn.checkpoint import RUN_BYTES, SINGLE, TURNED_BYTES
 from kvik.nn.loader import RANDOM_DRAWS
 from kvik.nn.parts import RUN_WEIGHTS
 from kvik.spec.engine_folder import WEIGHTS
@@ -254,6 +260,7 @@ def test_the_buffers_of_a_tape_are_planned(
 
 def test_constants_of_the_plan_cover_those_of_the_kernels() -> None:
     assert 2 * RUN_BYTES + max(RUN_WEIGHTS, RANDOM_DRAWS) * 4 <= LOADING_BYTES
+    assert 2 * TURNED_BYTES <= TURNED_LOADING_BYTES
     assert GATHERED_KEYS >= MAX_KEYS
     assert PROMPT_PADDING >= PADDED
     assert QUANTIZED_SCRATCH_BYTES >= 6 * 4 * PIECE  # copies in fp32

@@ -296,9 +296,9 @@ def test_prompts_by_torch_are_planned() -> None:
 
 def test_a_draft_model_with_heads_too_large_for_the_kernels_is_refused() -> None:
     asked = EngineConfig(spec_method="draft_model", spec_model="draft", max_model_len=512)
-    source = DraftSource("draft", spec=replace(TINY, head_dim=512))
+    source = DraftSource("draft", spec=replace(TINY, head_dim=528))
     server = replace(SERVER, triton=True)
-    with pytest.raises(ConfigError, match=r"^spec_model: its heads of 512 need attention_"):
+    with pytest.raises(ConfigError, match=r"^spec_model: its heads of 528 need attention_"):
         resolve(asked, TINY, server, "", source)
     resolved = resolve(replace(asked, attention_backend="sdpa"), TINY, server, "", source)
     assert resolved.speculation is not None

@@ -236,18 +236,32 @@ def test_parts_of_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert [*read] == ["in runs"]
 
 
-def test_parts_of_experts_in_one_tensor(tmp_path: Path) -> None:
-    """Also where these have inputs first, and their rows are columns of the file."""
+@pytest.mark.parametrize("most", [1 << 20, 40 * 5 * 4])
+def test_parts_of_experts_in_one_tensor(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where these have inputs first, and their rows are columns of the file; of a large one
+    only so many are read at once."""
+    monkeypatch.setattr(checkpoint, "TURNED_BYTES", most)
     scope = "model.layers.0.feed_forward.experts"
-    gate_up, down = torch.randn(3, 5, 16), torch.randn(3, 8, 5)
+    gate_up, down = torch.randn(3, 5, 160), torch.randn(3, 80, 5)
     save_file({f"{scope}.gate_up_proj": gate_up, f"{scope}.down_proj": down}, tmp_path / SINGLE)
-    rows = Selection(True, 0, ((1, 3), (4, 5)))
     names = [f"{scope}.2.{part}_proj.weight" for part in ("gate", "up", "down")]
-    found = open_checkpoint(tmp_path)
-    read = {run.name: run.values.clone() for run in found.runs(dict.fromkeys(names, rows))}
     gate, up = gate_up[2].t().chunk(2)
-    for name, whole in zip(names, (gate, up, down[2].t()), strict=True):
-        assert torch.equal(read[name], rows.of(whole))
+    found, matrices = (
+        open_checkpoint(tmp_path),
+        dict(zip(names, (gate, up, down[2].t()), strict=True)),
+    )
+    for ranges in (None, ((1, 3), (4, 5))):
+        read: dict[str, list[int]] = {name: [] for name in names}
+        for run in found.runs(dict.fromkeys(names, Selection(True, 0, ranges))):
+            whole = matrices[run.name]
+            assert torch.equal(run.values, whole[run.first : run.first + len(run.values)])
+            read[run.name] += range(run.first, run.first + len(run.values))
+            assert run.values.nbytes <= most
+        for name, rows in read.items():
+            every = ((0, len(matrices[name])),) if ranges is None else ranges
+            assert rows == [row for begin, end in every for row in range(begin, end)]
 
 
 def test_rows_that_are_longer_than_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -427,8 +427,11 @@ def test_parts_of_layers(tmp_path: Path, family: str, type: str) -> None:
         assert torch.equal(run.values.view(torch.uint8).view(expected.shape), expected)
 
 
-def test_value_heads_come_back_to_their_key_heads(tmp_path: Path) -> None:
-    """Files have the first of each key head, then the second."""
+def test_value_heads_come_back_to_their_key_heads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files have the first of each key head, then the second. In runs, too, of no more rows than
+    others have."""
     save_tiny(tmp_path, "Qwen3_5", **APART["Qwen3_5"])
     weights, path = load_file(tmp_path / "model.safetensors"), export(tmp_path, "F32")
     scope = "model.layers.1.linear_attn."
@@ -444,6 +447,12 @@ def test_value_heads_come_back_to_their_key_heads(tmp_path: Path) -> None:
     for name in ("in_proj_qkv.weight", "in_proj_z.weight", "in_proj_a.weight", "dt_bias"):
         (run,) = checkpoint.runs({scope + name: WHOLE})
         assert torch.equal(run.values, weights[scope + name]), name
+    full, most = f"{scope}in_proj_qkv.weight", 1 << 13
+    monkeypatch.setattr(module, "RUN_BYTES", most)
+    runs = [(r.first, r.values.clone()) for r in checkpoint.runs({full: IN_RUNS})]
+    assert len(runs) > 1 and max(values.nbytes for _, values in runs) <= most
+    assert torch.equal(torch.cat([values for _, values in runs]), weights[full])
+    assert [first for first, _ in runs] == [i * len(runs[0][1]) for i in range(len(runs))]
     for name in ("A_log", "conv1d.weight"):
         (run,) = checkpoint.runs({scope + name: WHOLE})
         torch.testing.assert_close(run.values, weights[scope + name], rtol=1e-6, atol=1e-6)

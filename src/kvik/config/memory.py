@@ -387,6 +387,8 @@ TOKENIZER_BYTES_PER_ENTRY = 384  # of the vocabulary, in host memory
 POOL_BYTES_PER_BLOCK = 300
 # While weights are loaded: two runs of rows being read, and one being packed.
 LOADING_BYTES = 12 * MIB
+# Two parts of experts whose rows are columns of the file, where there are experts.
+TURNED_LOADING_BYTES = 16 * MIB
 # Scratch of quantising, without the matrices themselves.
 QUANTIZED_SCRATCH_BYTES = 12 * MIB
 # Hidden states that are pooled together, and bytes of each of their numbers: a copy in fp32 and one
@@ -747,6 +749,8 @@ class Footprint:
         total = LOADING_BYTES
         if not self.spec.gated_mlp:  # GPT-2: stored transposed, so whole matrices are read, in fp32
             total += 2 * self.spec.inner_width * self.spec.hidden_size * 4
+        if self.spec.experts_of_token:
+            total += TURNED_LOADING_BYTES
         if self.quantization != "none" or self._stored:
             total += QUANTIZED_SCRATCH_BYTES
         # Quantised tensors are read whole, the next one while one is converted.

@@ -100,6 +100,9 @@ def run_length(most: int) -> int:
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 RUN_BYTES = 2 << 20  # read at once
+# The same where rows are columns of the file. They are read in a piece for each row of the file, of
+# 1.6 KB where it has 5,120.
+TURNED_BYTES = 8 << 20
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -364,16 +367,16 @@ class _Piece:
 
 
 def _pieces(entry: TensorEntry, selection: Selection) -> Iterator[_Piece]:
-    ranges = selection.ranges
-    small = entry.size <= RUN_BYTES or not selection.in_runs or entry.columns is not None
-    if ranges is None and small:
+    ranges, turned = selection.ranges, entry.columns is not None
+    most = TURNED_BYTES if turned else RUN_BYTES
+    if ranges is None and (entry.span[1] <= most or not selection.in_runs):
         yield _Piece(0, entry, Spans((entry.span,)))
-    elif selection.in_runs and entry.columns is None:
+    elif selection.in_runs:
         row_bytes = entry.size // entry.shape[0]
         for begin, end in ((0, entry.shape[0]),) if ranges is None else ranges:
             step = end - begin
-            if step * row_bytes > RUN_BYTES:
-                step = run_length(RUN_BYTES // row_bytes)
+            if step * row_bytes > most:
+                step = run_length(most // row_bytes)
             for first in range(begin, end, step):
                 rows = Selection(True, 0, ((first, min(first + step, end)),))
                 yield _cut(first, entry, rows)

@@ -217,9 +217,9 @@ class GgufCheckpoint:
             return
         step = run_length(RUN_BYTES // _row_bytes(tensor))
         ranges, order = selection.ranges, None
-        if change is not None and ranges is None:
-            whole = lcm(change.unit, ROW_MULTIPLE)
-            step = max(1, step // whole) * whole
+        whole = 1 if change is None else lcm(change.unit, ROW_MULTIPLE)
+        if change is not None and ranges is None and whole <= step:
+            step = step // whole * whole
         elif change is not None:  # of matrices it moves rows and no more
             order = change.from_file(torch.arange(rows)[:, None]).flatten()
         for begin, end in ((0, rows),) if ranges is None else ranges:
