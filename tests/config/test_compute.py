@@ -186,15 +186,29 @@ def latent(**changes: object) -> ModelSpec:
             "sdpa",
             "no multiples of 16, of 40 and 64 channels",
         ),
-        (latent(), "triton", "auto", "auto", "triton", "in place"),
+        (latent(), "triton", "auto", "auto", "triton+sdpa", "prompts of 1024 tokens and more"),
+        (latent(v_head_dim=264), "triton", "auto", "auto", "triton", "in place"),
+        (latent(v_head_dim=264), "triton", "auto", "triton+sdpa", ConfigError, "no heads of 264"),
         (latent(), "triton", "int8", "auto", "sdpa", "stored in bfloat16 alone"),
         (latent(), "triton", "auto", "triton+sdpa", "triton+sdpa", "as asked"),
     ],
 )
 def test_attention_over_latent_vectors(spec, kernels, kv, asked, expected, reason) -> None:
     notes, config = Notes(), EngineConfig(kv_cache_dtype=kv, attention_backend=asked)
-    assert choose_attention(config, spec, kernels, "bfloat16", MEASURED, notes) == expected
+    if expected is ConfigError:
+        with pytest.raises(ConfigError, match=reason):
+            choose_attention(config, spec, kernels, "bfloat16", MEASURED, notes)
+        return
+    for gpu in (MEASURED, HOPPER):  # whether any was measured or not
+        assert choose_attention(config, spec, kernels, "bfloat16", gpu, notes) == expected
+        least = 1024 if expected == "triton+sdpa" else None
+        assert torch_prompts(expected, spec, gpu) == least
     assert reason in notes.decisions[0].reason
+
+
+def test_latent_vectors_in_fp32_are_attended_over_as_they_are() -> None:
+    found = choose_attention(EngineConfig(), latent(), "triton", "float32", HOPPER, Notes())
+    assert found == "triton"
 
 
 def test_latent_vectors_are_not_stored_in_four_bits() -> None:
