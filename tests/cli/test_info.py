@@ -99,6 +99,24 @@ def test_kinds_of_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         assert f"{bytes:,} in {count} that see {seen}, at most " in out
 
 
+def test_latent_layers_and_values_made_of_keys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    latent = {"architectures": ["DeepseekV3ForCausalLM"], "first_k_dense_replace": 4}
+    latent |= {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    for config, words in (
+        (small(**latent), "4 see all tokens by latent vectors of 576, rotary positions"),
+        (
+            PUBLIC["Gemma-4-31B"],
+            "10 see all tokens by 4 key/value heads of 512, values made of keys, rotary positions "
+            "of base 1,000,000 in 25% of each head, proportional\n",
+        ),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert main(["info", str(tmp_path), "--device", "cpu"]) == 0
+        assert words in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "kernels", "attention"),
     [

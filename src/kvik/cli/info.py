@@ -178,8 +178,12 @@ def _kind(spec: ModelSpec, layer: LayerSpec) -> str:
             text += f", and matrices of {state.value_heads} heads"
         return text
     seen = f"see {_seen(layer)}"
-    if layer.kv_heads or layer.head_dim:
+    if layer.latent is not None:
+        seen += f" by latent vectors of {layer.latent.width}"
+    elif layer.kv_heads or layer.head_dim:
         seen += " by {} key/value heads of {}".format(*spec.heads(layer))
+    if layer.value_is_key:
+        seen += ", values made of keys"
     if layer.kv_from is not None:
         seen += f", the keys and values of layer {layer.kv_from}"
     rope = layer.rope
@@ -188,9 +192,10 @@ def _kind(spec: ModelSpec, layer: LayerSpec) -> str:
     text = f"{seen}, rotary positions of base {rope.theta:,.0f}"
     if rope.fraction != 1.0:
         text += f" in {rope.fraction:.0%} of each head"
-    return (
-        text if rope.kind == "default" else f"{text}, stretched {rope.factor:g} times ({rope.kind})"
-    )
+    if rope.kind == "default":
+        return text
+    stretched = f"stretched {rope.factor:g} times ({rope.kind})"
+    return f"{text}, {rope.kind if rope.factor == 1.0 else stretched}"
 
 
 def _seen(layer: LayerSpec) -> str:
