@@ -539,6 +539,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen2Moe",
         {**EIGHT_EXPERTS, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 1},
     ),
+    "qwen2-moe-window": (
+        "Qwen2Moe",
+        {
+            **EIGHT_EXPERTS,
+            "shared_expert_intermediate_size": 40,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "max_window_layers": 2,
+        },
+    ),
     "qwen3-next": (
         "Qwen3Next",
         {

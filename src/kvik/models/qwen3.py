@@ -10,9 +10,10 @@ from kvik.models.llama import Llama, LlamaAttention, LlamaLayer, feed_forward
 from kvik.spec.declare import Architecture, ExpertNames, LayerBuilder
 from kvik.spec.experts import read_experts, softmax_router
 from kvik.spec.fields import Fields
-from kvik.spec.layers import switched_layers
+from kvik.spec.layers import LayerSpec, read_window, switched_layers
 from kvik.spec.model import ModelFacts
 from kvik.spec.pooling import PooledLayer, PoolingSpec, one_label, score_function
+from kvik.spec.rope import MAX_POSITIONS
 
 # RMSNorm on each head of q and k.
 Qwen3Attention = partial(LlamaAttention, norms=("q_norm", "k_norm"))
@@ -81,13 +82,28 @@ SHARED_NAMES = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+
+
+def qwen2_moe_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+    """As `switched_layers`, but without `layer_types` every other layer has a window, from the
+    first one up to `max_window_layers`."""
+    found = switched_layers(fields, layers, positions)
+    if "layer_types" in fields or not fields.boolean("use_sliding_window", False):
+        return found
+    end, window = fields.integer("max_window_layers", 0, MAX_POSITIONS, 28), read_window(fields)
+    return tuple(
+        replace(layer, window=window if i % 2 == 0 and i < end else None)
+        for i, layer in enumerate(found)
+    )
+
+
 QWEN2_MOE = Architecture(
     "Qwen2MoeForCausalLM",
     "qwen2_moe",
     "Qwen 1.5 and 2 with experts",
     partial(Llama, make_layer=partial(LlamaLayer, feed=shared_experts)),
     qkv_bias=True,
-    layers=switched_layers,
+    layers=qwen2_moe_layers,
     experts=partial(
         read_experts, router=softmax_router, shared_width="shared_expert_intermediate_size"
     ),
