@@ -147,3 +147,19 @@ def test_positions_may_be_large(case, name, monkeypatch) -> None:
     monkeypatch.setattr(Rope, "after_keys", lambda rope, p: at(rope, p.clamp(max=most - 1) + shift))
     found = streamed(folder, name, block_size=16).logits(ids)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_all_layers_of_a_step_turn_queries_by_the_same_numbers(case, monkeypatch) -> None:
+    folder, ids, _ = case
+    asked: list[int] = []
+
+    def after_keys(rope: Rope, positions: torch.Tensor) -> torch.Tensor:
+        asked.append(len(positions))
+        return turned(rope, positions)
+
+    turned = Rope.after_keys
+    monkeypatch.setattr(Rope, "after_keys", after_keys)
+    model = streamed(folder, "reference")
+    assert len(model.model.layers) > 1
+    model.logits(ids[:40], 16)
+    assert asked == [16, 16, 8]

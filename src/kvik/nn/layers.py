@@ -181,10 +181,10 @@ class Attention:
             [tokens, heads * head_dim].
         """
         kv, metadata = ctx.kv[self.position], ctx.metadata[self.group]
-        q_rotation = None if self.q_rope is None else self.q_rope.at(ctx.positions)
+        q_rotation = None if self.q_rope is None else ctx.once(self.q_rope.at)
         for_sinks = None
         if self.sink_rope is not None and rotation is not None:
-            for_sinks = self.sink_rope.after_keys(ctx.positions)
+            for_sinks = ctx.once(self.sink_rope.after_keys)
         attend = Attend(q, k, v, kv, metadata, self.spec, rotation, q_rotation, for_sinks)
         return self.backend.run(attend).flatten(1)
 

@@ -198,6 +198,7 @@ class ForwardContext:
         states: those of each layer that keeps one (`LayerStates`), in order.
         token_inputs: [tokens, layers, width], what each layer reads of a token alone; the model
             makes them of its own inputs. None: layers read no such vectors.
+        made: results of `once`, by what made them.
     """
 
     positions: Tensor
@@ -205,6 +206,13 @@ class ForwardContext:
     kv: tuple[Any, ...]
     states: tuple[Any, ...] = ()
     token_inputs: Tensor | None = None
+    made: dict[Callable[[Tensor], Tensor], Tensor] = field(default_factory=dict)
+
+    def once(self, make: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return what `make` makes of the positions: in the first layer that asks, for all."""
+        if make not in self.made:
+            self.made[make] = make(self.positions)
+        return self.made[make]
 
 
 ALL = slice(None)  # layers
