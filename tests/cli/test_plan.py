@@ -176,6 +176,15 @@ def test_gpus_that_share_layers_and_stages(capsys: pytest.CaptureFixture[str]) -
     assert max(map(len, text.splitlines())) <= 100
 
 
+def test_a_long_context_on_several_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["llama-3.1-8b", "--hardware", "h100", "--context", "131072"]
+    facts = json.loads(printed(capsys, *words, "--json"))
+    assert [row["parts"] for row in facts["context_parts"]] == [1, 2, 4, 8]
+    text = printed(capsys, *words)
+    assert "context parallelism (kvik does not run it): 131,072 tokens" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
 def test_this_machine_without_a_calibration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,10 +9,13 @@ from helpers.public_configs import config
 
 from kvik.planner.devices import Device, Setting, find_device
 from kvik.planner.families import shape_from_config
+from kvik.planner.memory import memory_of
+from kvik.planner.roofline import decode, prefill, step_time
 from kvik.planner.shape import ModelShape
 from kvik.planner.variants import (
     attention_matrices,
     attention_variants,
+    context_parts,
     kv_formats,
     weight_formats,
 )
@@ -134,3 +137,54 @@ def test_without_speeds_there_are_sizes() -> None:
     assert all(row.ceiling is None for row in kv_formats(model, blind))
     (row,) = attention_matrices(model, blind, (8,))
     assert row.matrix and row.seconds is row.tiled_seconds is None
+
+
+def test_tokens_of_a_request_on_several_gpus() -> None:
+    llama = shape("llama-3-8b")  # 32 layers, 32 query and 8 KV heads of 128
+    at = replace(AT, context=8192, batch=2)
+    memory = memory_of(llama, at)
+    one, two, four, eight = context_parts(llama, at, memory)
+    whole = {part.name: part.floor for part in step_time(llama, at, prefill(8192)).parts}
+    assert one.prefill == pytest.approx(sum(whole.values())) and one.sending == 0.0
+    assert one.kv_cache == memory.kv_cache == 2 * eight.kv_cache * 4
+    quarter = step_time(llama, at, prefill(2048)).floor
+    less = next(p.floor for p in step_time(llama, at, prefill(2048)).parts if p.name == "attention")
+    assert four.prefill == pytest.approx(quarter - less + whole["attention"] / 4)
+    reads = {part.name: part.floor for part in step_time(llama, at, decode(2, 8192)).parts}
+    partial = 32 * 2 * 32 * (128 + 2) * 4 / A100.link
+    assert two.decode == pytest.approx(
+        sum(reads.values()) - reads["kv cache"] / 2 + 2 * partial / 2
+    )
+    wide = replace(at, tp=4)
+    assert four.wider_prefill == pytest.approx(step_time(llama, wide, prefill(8192)).floor)
+
+
+def test_a_slow_link_holds_up_what_is_sent() -> None:
+    """Keys and values of a prompt come by while attention is computed, if they can."""
+    llama = shape("llama-3-8b")
+    slow = replace(AT, device=replace(A100, link=1e8), batch=1)
+    _, two, *_ = context_parts(llama, slow, memory_of(llama, slow))
+    received = 4096 / 2 * 131_072 / 1e8
+    whole = step_time(llama, slow, prefill(4096)).parts
+    attention = next(part.floor for part in whole if part.name == "attention")
+    assert two.sending == pytest.approx(received - attention / 2)
+
+
+def test_where_tokens_are_not_divided() -> None:
+    llama = shape("llama-3-8b")
+    states = replace(llama, state_bytes=1 << 20)  # which go through all tokens in turn
+    blind = replace(A100, bandwidth=None, unknown="why")
+    for model, change in (
+        (llama, {"pp": 2}),
+        (llama, {"device": replace(A100, link=0.0)}),
+        (llama, {"device": blind}),
+        (states, {}),
+    ):
+        assert context_parts(model, replace(AT, **change), memory_of(model, AT)) == ()
+
+
+def test_parts_of_a_request_may_fit_where_the_whole_does_not() -> None:
+    llama = shape("llama-3.1-8b")
+    at = replace(AT, context=131_072, batch=6)
+    fits = [row.fits for row in context_parts(llama, at, memory_of(llama, at))]
+    assert fits == [False, True, True, True]

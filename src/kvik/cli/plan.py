@@ -31,6 +31,7 @@ def as_text(plan: Plan) -> str:
     else:
         sections.append(f"no speeds are known ({plan.at.device.unknown})")
     sections += [_matrices(plan), _attention(plan), _weights(plan), _kv(plan)]
+    sections += [_context(plan)] if plan.context_parts else []
     if plan.speed is not None:
         sections += [_speculation(plan, curve) for curve in plan.speed.speculation]
     sections.append(_cost(plan, plan.cost))
@@ -338,6 +339,31 @@ def _kv(plan: Plan) -> str:
     return _table(plan, "KV cache formats (* asked)", header, rows, "<>>>><")
 
 
+def _context(plan: Plan) -> str:
+    at = plan.at
+    rows = []
+    for row in plan.context_parts:
+        wider = (row.wider_prefill, row.wider_decode)
+        rows.append(
+            [
+                f"{row.parts} x {at.tp}{_star(row.parts == 1)}",
+                show_bytes(row.kv_cache),
+                _fits(row.fits),
+                seconds(row.prefill),
+                seconds(row.sending) if row.sending else "-",
+                seconds(row.decode),
+                *("-" if one is None else seconds(one) for one in wider),
+            ]
+        )
+    times = ["prompt", "of it sent", "step", "all in tp: prompt", "step"]
+    title = (
+        f"context parallelism (kvik does not run it): {at.context:,} tokens of each request in "
+        f"parts, each\n  on {at.tp} GPUs of its own (* the plan's own); least times"
+    )
+    table = [["GPUs", "KV cache each", "fits", *times], *rows]
+    return "\n".join([title, *columns(table, "<><>>>>>")])
+
+
 def _speculation(plan: Plan, curve: SpeculationCurve) -> str:
     shown = [curve.drafts.index(drafts) for drafts in SHOWN_DRAFTS]
     rows = []
@@ -504,6 +530,7 @@ def as_object(answer: Plan) -> dict[str, object]:
         "attention_variants": answer.attention_variants,
         "weight_formats": answer.weight_formats,
         "kv_formats": answer.kv_formats,
+        "context_parts": answer.context_parts,
         "request": {"prompt": answer.request[0], "output": answer.request[1]},
         "rates": answer.rates,
         "measured_rate": answer.measured_rate,

@@ -41,11 +41,13 @@ from kvik.planner.shape import ModelShape
 from kvik.planner.speculation import SpeculationCurve, speculation_curve, verify_cost
 from kvik.planner.variants import (
     AttentionRow,
+    ContextRow,
     KVRow,
     MatrixRow,
     WeightRow,
     attention_matrices,
     attention_variants,
+    context_parts,
     kv_formats,
     weight_formats,
 )
@@ -518,6 +520,7 @@ class Plan:
     attention_variants: tuple[AttentionRow, ...]
     weight_formats: tuple[WeightRow, ...]
     kv_formats: tuple[KVRow, ...]
+    context_parts: tuple[ContextRow, ...]
     rates: TokenRates | None
     measured_rate: float | None
     cost: Cost | None
@@ -592,6 +595,7 @@ def plan_shape(
         attention_variants=attention_variants(shape, at),
         weight_formats=weight_formats(shape, at),
         kv_formats=kv_formats(shape, at),
+        context_parts=context_parts(shape, at, memory),
         rates=rates,
         measured_rate=question.tokens_per_second,
         cost=cost_of(at, question, rates),

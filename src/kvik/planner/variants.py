@@ -1,5 +1,6 @@
-"""The same model with other attention heads, in other weight formats, with other KV formats; and
-what a prompt's attention moves with and without the matrix of all scores."""
+"""The same model with other attention heads, in other weight formats, with other KV formats, and
+with the tokens of a request on several GPUs; and what a prompt's attention moves with and without
+the matrix of all scores."""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ from dataclasses import dataclass, replace
 from kvik.errors import ConfigError
 from kvik.planner.devices import Setting
 from kvik.planner.formats import WEIGHT_FORMATS
-from kvik.planner.memory import memory_of
-from kvik.planner.roofline import decode_rate
+from kvik.planner.memory import Memory, memory_of
+from kvik.planner.parallel import MAX_DEVICES, can_share, share
+from kvik.planner.roofline import PlannedStep, decode, decode_rate, prefill, step_time
 from kvik.planner.shape import ModelShape
 from kvik.spec.kv import KV_FORMATS
 from kvik.spec.model import DTYPE_BYTES
@@ -172,6 +174,87 @@ def attention_matrices(
         times = (moved / bandwidth, tiled / bandwidth) if bandwidth else (None, None)
         rows.append(MatrixRow(prompt, matrix, moved, tiled, *times))
     return tuple(rows)
+
+
+PARTS_OF_CONTEXT = (1, 2, 4, 8)  # rows of the table
+PARTIAL_BYTES = 4  # of a number of a result that is not whole yet
+
+
+@dataclass(frozen=True, slots=True)
+class ContextRow:
+    """Context parallelism: each part of every request's tokens is on GPUs of its own, which all
+    have the weights. kvik does not run it.
+
+    Attributes:
+        parts: of the tokens; 1: the plan itself.
+        kv_cache: bytes on each GPU, of all requests at their full context.
+        fits: beside what else a GPU holds.
+        prefill: seconds of one prompt of the context. sending: of these, those that keys and values
+            of other parts take to arrive beyond the arithmetic that goes on meanwhile.
+        decode: seconds of a step.
+        wider_prefill, wider_decode: the same where as many GPUs share each layer; None: they
+            cannot.
+    """
+
+    parts: int
+    kv_cache: int
+    fits: bool
+    prefill: float
+    sending: float
+    decode: float
+    wider_prefill: float | None
+    wider_decode: float | None
+
+
+def context_parts(shape: ModelShape, at: Setting, memory: Memory) -> tuple[ContextRow, ...]:
+    """Return the least times of requests whose tokens are divided among GPUs; (): of a CPU, of
+    stages, of states, which go through all tokens in turn, and where a link or the speed is
+    unknown.
+
+    Prompts are computed as by Ring Attention (Liu et al. 2023, arXiv 2310.01889), with rows dealt
+    out so that all have as many keys to see (Striped Attention, Brandon et al. 2023, arXiv
+    2311.09431): keys and values of the others come by while attention to those at hand is computed.
+    A step that decodes reads the keys of each part where they are, and then joins results by their
+    largest scores and sums (as Tree Attention, Shyam et al. 2024, arXiv 2408.04093).
+    """
+    device = at.device
+    if at.exact or at.pp > 1 or shape.state_bytes or not (device.rated and device.link):
+        return ()
+    own = share(shape, at.tp, 1, at.weight_format)
+    prompt, step = prefill(at.context), decode(at.batch, at.context)
+    attention, _ = _apart(shape, at, prompt, "attention")
+    reading, rest = _apart(shape, at, step, "kv cache")
+    received = own.kv_bytes(at.context, at.kv_format) / device.link
+    partial = own.num_layers * at.batch * own.num_heads * (own.v_head_dim + 2) * PARTIAL_BYTES
+    rows = []
+    for parts in PARTS_OF_CONTEXT:
+        if parts > at.context or parts * at.tp > MAX_DEVICES:
+            break
+        others = (parts - 1) / parts
+        _, products = _apart(shape, at, prefill(-(-at.context // parts)), "attention")
+        sending = max(0.0, others * received - attention / parts)
+        kept = -(-memory.kv_cache // parts)
+        wide, wider = replace(at, tp=parts * at.tp), can_share(shape, parts * at.tp)
+        rows.append(
+            ContextRow(
+                parts=parts,
+                kv_cache=kept,
+                fits=memory.total - memory.kv_cache + kept <= memory.limit,
+                prefill=products + attention / parts + sending,
+                sending=sending,
+                decode=rest + reading / parts + 2 * others * partial / device.link,
+                wider_prefill=step_time(shape, wide, prompt).floor if wider else None,
+                wider_decode=step_time(shape, wide, step).floor if wider else None,
+            )
+        )
+    return tuple(rows)
+
+
+def _apart(shape: ModelShape, at: Setting, step: PlannedStep, name: str) -> tuple[float, float]:
+    """Return the least seconds of one part of a step, and of the others."""
+    parts = step_time(shape, at, step).parts
+    one = sum(part.floor for part in parts if part.name == name)
+    return one, sum(part.floor for part in parts) - one
 
 
 def _ceiling(shape: ModelShape, at: Setting) -> float | None:
