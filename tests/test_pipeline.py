@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 from helpers.engine_child import children_of
@@ -16,8 +19,9 @@ pytest.importorskip("kvik.kernels.cpu._native", reason="kvik has no native kerne
 
 from kvik import LLM, SamplingParams, stage_process
 from kvik.config.config import EngineConfig
+from kvik.config.hardware import detect
 from kvik.core.types import EngineRequest
-from kvik.errors import ConfigError, GroupLost
+from kvik.errors import PLACES_LOG, ConfigError, GroupLost
 from kvik.launch import launch
 
 pytestmark = pytest.mark.full  # processes that import torch
@@ -123,6 +127,62 @@ def test_a_stage_with_other_files_is_refused(monkeypatch) -> None:
     with pytest.raises(ConfigError, match="stage 0 has other files of the model"):
         LLM(**COMMON)
     assert not stages()
+
+
+def test_a_stage_with_other_kernels_is_refused(monkeypatch) -> None:
+    here = replace(detect(), isa=frozenset())
+    monkeypatch.setattr(stage_process, "detect", lambda: here)
+    with pytest.raises(ConfigError, match="the engine of portable: bits would differ; use") as told:
+        LLM(**COMMON)
+    assert told.value.field == "pipeline_parallel_size" and not stages()
+
+
+BEATS_ALONE = """
+import sys, time
+from kvik.kernels.cpu._native import Heartbeat
+from kvik.links import Address, Hello, LinkListener, connect
+host, port, number, own = sys.argv[1:]
+token = bytes.fromhex(sys.stdin.read())
+waiting = LinkListener(own, token)
+line, beat = (
+    connect(Address(host, int(port)), token, Hello(role, int(number), waiting.address))
+    for role in ("line", "beat")
+)
+beating = Heartbeat(beat.fileno())
+time.sleep(1000)
+"""
+
+
+def test_a_stage_that_does_not_get_ahead_ends_the_start(monkeypatch) -> None:
+    monkeypatch.setattr(
+        stage_process, "python_command", lambda _, *told: (sys.executable, "-c", BEATS_ALONE, *told)
+    )
+    monkeypatch.setattr(stage_process, "END_SECONDS", 0.5)
+    monkeypatch.setattr(stage_process, "LEAST_LOAD_SECONDS", 0.0)
+    monkeypatch.setattr(stage_process, "LOAD_TIMES", 1.0)
+    with pytest.raises(ConfigError, match=r"stage 0 has not loaded in \d+ s, and the last one in"):
+        LLM(**COMMON)
+    assert not children_of(os.getpid(), "Heartbeat")
+
+
+def test_an_engine_that_cannot_be_reached_is_one_error(monkeypatch) -> None:
+    """By a stage that knows another token, as by one behind a wall."""
+    start = stage_process.start_stage
+    monkeypatch.setattr(stage_process, "start_stage", lambda told, token: start(told, "00" * 32))
+    with pytest.raises(ConfigError, match=r"stage . cannot connect to the engine at 127\.0\.0\.1:"):
+        LLM(**COMMON)
+    assert not stages()
+
+
+def test_the_start_says_where_each_process_runs(caplog) -> None:
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 0
+    options = {"threads": 4, "pipeline_parallel_size": 2, "tensor_parallel_size": 2}
+    with caplog.at_level(logging.INFO, PLACES_LOG), LLM(**{**COMMON, **options}):
+        told = sorted(one.getMessage() for one in caplog.records if one.name == PLACES_LOG)
+    assert [line.partition(",")[0] for line in told] == [
+        *("rank 0 of 2: cpu", "rank 1 of 2: cpu", "stage 0 of 2: layers 0 to 2")
+    ]
+    assert "at 127.0.0.1" in told[2] and ("cores" in told[2]) == (cores >= 2)
 
 
 def test_a_stage_that_ends_at_once_is_one_error(monkeypatch) -> None:

@@ -117,5 +117,5 @@ def test_a_link_that_goes_down_is_one_error_in_time(other_host) -> None:
 
 def test_a_host_that_cannot_reach_this_one_ends_the_start(other_host, monkeypatch) -> None:
     run(f"ip link set {other_host.device} down")
-    with pytest.raises(ConfigError, match="stage 0 has ended with code 1 before it could load"):
+    with pytest.raises(ConfigError, match=f"stage 0 cannot connect to the engine at {HERE}"):
         LLM(**STAGES)

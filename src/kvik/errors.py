@@ -18,6 +18,8 @@ def shown(value: object) -> str:
 
 # The logger of what a user is shown while an engine starts.
 START_LOG = "kvik.start"
+# Of where processes run that compute one model together, which an engine's process tells, too.
+PLACES_LOG = f"{START_LOG}.places"
 
 
 class KvikError(ValueError):

@@ -89,7 +89,7 @@ class LinkListener:
             if hello.version != __version__:
                 peer.close()
                 told = f"stage {hello.stage} has kvik {hello.version}, and the engine {__version__}"
-                raise LinkError(told)
+                raise LinkError(f"{told}: install one version on all machines")
             return hello, _watched(peer)
         raise TimeoutError
 
@@ -169,6 +169,13 @@ def _watched(peer: socket.socket) -> Connection:
         ):
             peer.setsockopt(socket.IPPROTO_TCP, option, value)
     return Connection(peer.detach())
+
+
+def host_of(line: Connection) -> str:
+    """Return the address of the other side of a connection; "": it has gone."""
+    with suppress(OSError), socket.socket(fileno=os.dup(line.fileno())) as peer:
+        return str(peer.getpeername()[0])
+    return ""
 
 
 def hang_up(line: Connection) -> None:

@@ -10,6 +10,7 @@ Does not import torch before it must: all processes of a group import it at the 
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import socket
@@ -31,13 +32,14 @@ import numpy as np
 from kvik.child_process import (
     LOOK_SECONDS,
     Pulse,
+    Stillness,
     die_with_parent,
     live_with_parent,
     python_command,
 )
 from kvik.config.config import ResolvedConfig
 from kvik.config.parallel import OPTION
-from kvik.errors import ConfigError, GroupLost, KvikError
+from kvik.errors import PLACES_LOG, ConfigError, GroupLost, KvikError
 from kvik.files import shared_memory
 from kvik.kernels.cpu.meeting import MEETING_BYTES, BrokenGroup, Meeting
 from kvik.spec.shares import PipelineStage
@@ -52,9 +54,15 @@ END_SECONDS = 5.0  # that the system may take to end a process, and to say how i
 # needed, and at least so many seconds, does not get ahead.
 LOAD_TIMES = 10.0
 LEAST_LOAD_SECONDS = 60.0
+# That one process may wait for another in one exchange; what they compute between two of them takes
+# as long in both. torch has such a limit of its own.
+EXCHANGE_SECONDS = 180.0
 # Times the activations and tables that the plan counts; pages take memory once they are written.
 MEMORY = 4
 LEAST_MEMORY = 1 << 28
+
+
+log = logging.getLogger(PLACES_LOG)
 
 
 class RankStart(msgspec.Struct, frozen=True, array_like=True):
@@ -113,6 +121,9 @@ class RankProcesses:
         self._group: GroupMember | None = None
         self._watcher = threading.Thread(target=self._watch, name="kvik-ranks", daemon=True)
         shares, number = cores_of(size, cores), None if stage is None else stage.number
+        for rank, share in enumerate(shares):
+            device = resolved.runner.device_of(rank)
+            log.info("rank %d of %d: %s%s", rank, size, device, on_cores(share))
         try:
             for rank in range(1, size):
                 ours, theirs = socket.socketpair()
@@ -276,6 +287,7 @@ class RankProcesses:
         for number in ranks:
             poll.register(number, 0)  # a hang-up is reported in any case
         pulses = {rank: Pulse() for rank in ranks.values()}
+        waits = {rank: Stillness() for rank in ranks.values()}
         while not self._closed:
             gone = poll.poll(1000 * LOOK_SECONDS)
             if self._closed:
@@ -288,6 +300,13 @@ class RankProcesses:
                 silent = pulse.look(self._meeting.beats(rank), time.monotonic())
                 if silent:
                     self._lose(f"rank {rank} {silent}")
+                    self._children[rank - 1].kill()
+                    return
+                arrived = self._meeting.arrivals(rank)
+                behind = 0 < (self._meeting.arrivals(0) - arrived) % 2**32 < 2**31
+                waited = waits[rank].look(arrived, time.monotonic(), expected=behind)
+                if waited >= EXCHANGE_SECONDS:
+                    self._lose(f"rank {rank} has not come to an exchange within {waited:.0f} s")
                     self._children[rank - 1].kill()
                     return
 
@@ -326,6 +345,11 @@ def exit_told(child: Process) -> str:
     except subprocess.TimeoutExpired:
         return "has closed its socket"
     return f"has ended with {f'signal {-code}' if code < 0 else f'code {code}'}"
+
+
+def on_cores(cores: Sequence[int]) -> str:
+    """Return where a process runs, in words that follow others; "": it cannot be said."""
+    return f", cores {', '.join(map(str, cores))}" if cores else ""
 
 
 def cores_of(size: int, among: Sequence[int] = ()) -> list[list[int]]:

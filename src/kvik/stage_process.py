@@ -11,6 +11,7 @@ Does not import torch before it must: all processes import it at the same time.
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import secrets
@@ -36,22 +37,27 @@ from kvik.child_process import (
 )
 from kvik.config.config import ResolvedConfig
 from kvik.config.hardware import detect
-from kvik.errors import ConfigError, GroupLost
+from kvik.errors import PLACES_LOG, ConfigError, GroupLost
 from kvik.kernels.cpu._native import Heartbeat
-from kvik.links import Address, Hello, LinkError, LinkListener, connect, hang_up
+from kvik.links import Address, Hello, LinkError, LinkListener, connect, hang_up, host_of
 from kvik.rank_process import (
     END_SECONDS,
+    LEAST_LOAD_SECONDS,
+    LOAD_TIMES,
     Process,
     RankProcesses,
     cores_of,
     decode,
     encode,
     exit_told,
+    on_cores,
 )
 from kvik.worker.group import Message
 
 OPTION = "pipeline_parallel_size"
 JOIN_SECONDS = 60.0  # that a stage may take to start and to connect
+log = logging.getLogger(PLACES_LOG)
+NOT_CONNECTED = 3  # exit code of a stage that cannot connect to the engine
 
 
 class StageStart(msgspec.Struct, frozen=True, array_like=True):
@@ -163,6 +169,8 @@ class StageProcesses:
         self._lost = ""
         self._known = threading.Event()  # who is lost
         self._closed = False
+        self._began = time.monotonic()
+        self._took = 0.0  # seconds until the last stage had loaded; 0: it has not
         address = self._listener.address
         try:
             for stage in range(count - 1):
@@ -193,6 +201,7 @@ class StageProcesses:
         Raises:
             ConfigError: one of them cannot.
         """
+        self._took = time.monotonic() - self._began
         self._joined.wait()
         if self._error:
             self.stop()
@@ -291,6 +300,10 @@ class StageProcesses:
             while not line.poll(LOOK_SECONDS):
                 if gone := self._gone():
                     raise LinkError(f"{gone} while it loaded")
+                limit = max(LEAST_LOAD_SECONDS, LOAD_TIMES * self._took)
+                if self._took and time.monotonic() - self._began > limit:
+                    told = f"stage {stage} has not loaded in {limit:.0f} s"
+                    raise LinkError(f"{told}, and the last one in {self._took:.0f} s")
             try:
                 ready = msgspec.msgpack.decode(line.recv_bytes(), type=StageReady)
             except (EOFError, OSError):
@@ -301,12 +314,17 @@ class StageProcesses:
             if ready.instruction_set != own.instruction_set:
                 told = f"the kernels of {ready.instruction_set}, and the engine of"
                 raise LinkError(
-                    f"stage {stage} has {told} {own.instruction_set}: bits would differ"
+                    f"stage {stage} has {told} {own.instruction_set}: bits would differ; "
+                    "use machines of one kind"
                 )
             if ready.weights != own.weights:
-                raise LinkError(f"stage {stage} has other files of the model than the engine")
-        for line in self._lines:  # all wait for each other now
+                told = "other files of the model than the engine: copy the same to each machine"
+                raise LinkError(f"stage {stage} has {told}")
+        for stage, line in enumerate(self._lines):  # all wait for each other now
             line.send_bytes(b"")
+            layers, where = runner.stages[stage].layers, on_cores(self._cores[stage])
+            told = f"layers {layers.start} to {layers.stop - 1}, at {host_of(line)}{where}"
+            log.info("stage %d of %d: %s", stage, len(runner.stages), told)
         self._hop = Hop(self._accept("hop")[1])
 
     def _accept(self, *roles: str) -> tuple[Hello, Connection]:
@@ -315,10 +333,14 @@ class StageProcesses:
         Raises:
             LinkError: a stage has ended, or is too late.
         """
-        end = time.monotonic() + JOIN_SECONDS
+        end, address = time.monotonic() + JOIN_SECONDS, self._listener.address
         while time.monotonic() < end:
             for stage, process in enumerate(self._processes):
-                if process.poll() is not None:
+                code, (host, port) = process.poll(), msgspec.structs.astuple(address)
+                if code == NOT_CONNECTED:
+                    told = f"cannot connect to the engine at {host}:{port}"
+                    raise LinkError(f"stage {stage} {told}: its machine must reach that address")
+                if code is not None:
                     raise LinkError(f"stage {stage} {exit_told(process)} before it could load")
             with suppress(TimeoutError):
                 hello, line = self._listener.accept(1.0)
@@ -373,7 +395,7 @@ def main(arguments: Sequence[str]) -> int:
         beat = connect(engine, token, Hello("beat", stage_number))
     except LinkError as error:
         print(f"stage {number}: {error}", file=sys.stderr)
-        return 1
+        return NOT_CONNECTED
     _beating = Heartbeat(beat.fileno())
     die_with_parent()
     live_with_parent(line.fileno())  # also where a kernel waits for others

@@ -389,7 +389,11 @@ def check_tiers(
         (spec.encoder, f"{spec.architecture} is an encoder, of whose prompts nothing is kept"),
         (bool(spec.states), f"{spec.architecture} keeps states, which no page holds"),
         (compute.gpu is not None, "blocks of a GPU are not moved yet; use device cpu"),
-        (config.distributed_executor_backend != "mp", "stages of ray share no memory; use mp"),
+        (
+            config.distributed_executor_backend == "ray",
+            "stages on machines of their own share no memory for pages; "
+            "distributed_executor_backend mp has tiers",
+        ),
         (not config.enable_prefix_caching, "it needs enable_prefix_caching"),
         (config.kv_budget is not None, "blocks behind a cut of kv_budget are not kept"),
     ):

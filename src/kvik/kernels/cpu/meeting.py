@@ -10,6 +10,7 @@ import numpy as np
 from kvik.kernels.cpu import _native
 
 MEETING_BYTES = 8192  # of `Meeting` (csrc/group.hpp), and room for more
+_LINE = 64 // 4  # words of a cache line: its head has one, and what each process counts another
 
 
 class BrokenGroup(RuntimeError):
@@ -43,6 +44,10 @@ class Meeting:
     def give_up(self) -> None:
         """Let none wait for another any more."""
         self._words[0] = 1
+
+    def arrivals(self, rank: int) -> int:
+        """Return how many exchanges a process has come to, modulo 2^32."""
+        return int(self._words[_LINE * (1 + rank)])
 
     def beats(self, rank: int) -> int:
         """Return how often a process has beaten; 0: it has not begun to."""
