@@ -63,6 +63,8 @@ ENGINE_FLAGS = (
     "tensor_parallel_size",
     "pipeline_parallel_size",
     "expert_parallel",
+    "distributed_executor_backend",
+    "kv_budget",
     "seed",
     "fallback",
     "data_parallel_size",
@@ -71,7 +73,13 @@ ENGINE_FLAGS = (
     "spec_model",
     "spec_tokens",
 )
-NO_FLAGS = ("any_model_name", "kv_token", "pressure_max_tokens")  # likewise
+NO_FLAGS = (  # likewise
+    "any_model_name",
+    "kv_token",
+    "otlp_endpoint",
+    "pressure_max_tokens",
+    "share_prefix_cache",
+)
 STDOUT, STDERR = 1, 2
 LAST_LINES_SECONDS = 1.0  # for the last lines to be read
 WILDCARDS = {"0.0.0.0": LOOPBACK, "::": "::1", "": LOOPBACK}
