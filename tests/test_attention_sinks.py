@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import subprocess
@@ -16,6 +17,7 @@ from helpers.optional_native import needs_native
 from helpers.server_process import server_process
 
 from kvik import LLM, SamplingParams
+from kvik.cli.main import main
 from kvik.config.model_source import BUNDLED
 
 pytestmark = [needs_native, pytest.mark.full]
@@ -113,15 +115,35 @@ def stream(url: str, path: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
-def test_servers_stream_far_beyond_the_trained_length(tmp_path: Path) -> None:
-    """By all three ways at once; the words stay those of its stories."""
-    never = 2047  # a token that does not come
+SEEN = ("--attention-sinks", "4", "--window", "60", "--max-model-len", str(ENDLESS + 1000))
+FLAGS = (*SEEN, "--device", "cpu", "--threads", "1")
+
+
+@pytest.fixture
+def endless(tmp_path: Path) -> str:
+    """The bundled model with a chat template, which never ends a text."""
+    never = 210  # half of a character that no story has: of 10^9 tokens one
     change_bundled(tmp_path, "config.json", eos_token_id=never)
     change_bundled(tmp_path, "generation_config.json", eos_token_id=never)
     change_bundled(tmp_path, "tokenizer_config.json", chat_template=TEMPLATE)
-    seen = ("--attention-sinks", "4", "--window", "60", "--max-model-len", str(ENDLESS + 1000))
-    flags = (*seen, "--served-model-name", "m", "--device", "cpu", "--threads", "1")
-    with server_process(str(tmp_path), *flags) as server, ThreadPoolExecutor() as pool:
+    return str(tmp_path)
+
+
+def test_a_chat_goes_on_far_beyond_the_trained_length(
+    endless: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also its second answer, behind a conversation that is longer."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Tell me of a dog.\nAnd then?\n/stats\n"))
+    assert main(["chat", endless, *FLAGS, "--max-tokens", str(ENDLESS // 2)]) == 0
+    out, err = capsys.readouterr()
+    assert out.count(f"{ENDLESS // 2} output tokens") == 1 and "full" not in err
+    assert_goes_on(out)
+
+
+def test_servers_stream_far_beyond_the_trained_length(endless: str) -> None:
+    """By all three ways at once; the words stay those of its stories."""
+    flags = (*FLAGS, "--served-model-name", "m")
+    with server_process(endless, *flags) as server, ThreadPoolExecutor() as pool:
         found = dict(zip(STREAMS, pool.map(lambda p: stream(server.url, p), STREAMS), strict=True))
         metrics = server.metrics()
     assert metrics["kv_cache_usage_perc"] == 0
