@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -128,13 +129,30 @@ def test_ray_without_stages_has_nothing_to_place() -> None:
         LLM(**COMMON, distributed_executor_backend="ray")
 
 
-def test_without_a_cluster_the_error_says_how_to_begin_one(monkeypatch) -> None:
+def raising(error: Exception) -> Callable[..., None]:
+    def init(*_: object, **__: object) -> None:
+        raise error
+
+    return init
+
+
+@pytest.mark.parametrize(
+    ("init", "message"),
+    [
+        (raising(ConnectionError()), "ray start --head"),
+        (
+            raising(RuntimeError("Version mismatch:\nRay: 2.1")),
+            "join .*: Version mismatch: Ray: 2.1",
+        ),
+        (lambda *_, **__: time.sleep(2), "has answered within 0 s: begin one, or set RAY_ADDRESS"),
+    ],
+    ids=["none", "another version", "silent"],
+)
+def test_a_cluster_that_cannot_be_joined_is_one_error(monkeypatch, init, message) -> None:
     ray = pytest.importorskip("ray", reason="kvik was installed without kvik[ray]")
-
-    def refuse(*_: object, **__: object) -> None:
-        raise ConnectionError
-
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", refuse)
-    with pytest.raises(ConfigError, match="ray start --head"):
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr("kvik.ray_launcher.PLACE_SECONDS", 0.2)
+    with pytest.raises(ConfigError, match=message) as caught:
         LLM(**RAY)
+    assert caught.value.field == "distributed_executor_backend" and "\n" not in str(caught.value)

@@ -7,6 +7,7 @@ connections. Each machine has kvik and the model's files, under the same path.
 from __future__ import annotations
 
 import subprocess
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from kvik.rank_process import Process
 from kvik.stage_process import start_stage
 
 OPTION = "distributed_executor_backend"
-PLACE_SECONDS = 60.0  # that the cluster may take to find room
+PLACE_SECONDS = 60.0  # that the cluster may take to answer, and to find room
 END_SECONDS = 10.0
 
 
@@ -90,11 +91,7 @@ class RayLauncher:
         from ray.util.placement_group import placement_group
 
         if not ray.is_initialized():
-            try:
-                ray.init("auto", log_to_driver=True, configure_logging=False)
-            except ConnectionError:
-                told = "ray finds no cluster: `ray start --head` begins one, or set RAY_ADDRESS"
-                raise ConfigError(OPTION, told) from None
+            _join_cluster(ray)
         self._ray: Any = ray
         self.host = _own_host()
         runner = resolved.runner
@@ -123,6 +120,36 @@ class RayLauncher:
         if self._group is not None and self._ray.is_initialized():
             remove_placement_group(self._group)
         self._group = None
+
+
+def _join_cluster(ray: Any) -> None:
+    """
+    Raises:
+        ConfigError: there is none, it does not answer, or it refuses this machine.
+    """
+    found: list[BaseException] = []
+
+    def join() -> None:
+        try:
+            ray.init("auto", log_to_driver=True, configure_logging=False)
+        except BaseException as error:
+            found.append(error)
+
+    # Ray asks a cluster that is gone for minutes.
+    joining = threading.Thread(target=join, name="kvik-ray", daemon=True)
+    joining.start()
+    joining.join(PLACE_SECONDS)
+    if joining.is_alive():
+        told = f"no cluster of ray has answered within {PLACE_SECONDS:.0f} s"
+        raise ConfigError(
+            OPTION, f"{told}: begin one, or set RAY_ADDRESS to one that can be reached"
+        )
+    if found and isinstance(found[0], ConnectionError):
+        told = "ray finds no cluster: `ray start --head` begins one, or set RAY_ADDRESS"
+        raise ConfigError(OPTION, told)
+    if found:  # for instance of another version
+        why = " ".join(str(found[0]).split())[:200] or type(found[0]).__name__
+        raise ConfigError(OPTION, f"ray cannot join the cluster: {why}")
 
 
 def _own_host() -> str:
