@@ -145,8 +145,10 @@ def _join_cluster(ray: Any) -> None:
             OPTION, f"{told}: begin one, or set RAY_ADDRESS to one that can be reached"
         )
     if found and isinstance(found[0], ConnectionError):
-        told = "ray finds no cluster: `ray start --head` begins one, or set RAY_ADDRESS"
-        raise ConfigError(OPTION, told)
+        told = "ray finds no cluster, or may not join it: `ray start --head` begins one"
+        raise ConfigError(
+            OPTION, f"{told}, RAY_ADDRESS names one, RAY_AUTH_MODE=token shows Ray's token"
+        )
     if found:  # for instance of another version
         why = " ".join(str(found[0]).split())[:200] or type(found[0]).__name__
         raise ConfigError(OPTION, f"ray cannot join the cluster: {why}")

@@ -44,6 +44,8 @@ def test_baselines_need_no_text(tmp_path, capsys, by):
         (["--context", "10"], "--context"),
         (["--by", "luck"], "--by"),
         (["--by", "uniform", "--context", "1024", "--bytes", "0.02"], "--bytes"),
+        (["--save", "/nowhere/at/all/b.json"], "--save: must be in a folder that exists"),
+        (["--save", "/proc/b.json"], "--save: '/proc/b.json' cannot be written"),
     ],
 )
 def test_wrong_options(tmp_path, capsys, words, named):

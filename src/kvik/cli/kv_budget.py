@@ -69,6 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
     normalised(asked, ConfigError)
     if arguments.save.exists() and not arguments.force:
         raise ConfigError("save", f"{str(arguments.save)!r} exists; --force replaces it")
+    if not arguments.save.absolute().parent.is_dir():  # known before a text is read
+        raise ConfigError("save", f"must be in a folder that exists, not {str(arguments.save)!r}")
     spec = resolve_config(config).model
     check_model(spec, "model")
     context = asked.context or min(spec.max_context, USUAL_CONTEXT)
@@ -89,7 +91,11 @@ def run(arguments: argparse.Namespace) -> int:
         scores=tuple(round(score, 6) for score in scores),
         budgets=allot(scores, sizes, asked.bytes, context),
     )
-    save_budgets(found, arguments.save)
+    try:
+        save_budgets(found, arguments.save)
+    except OSError as error:
+        why = f"{str(arguments.save)!r} cannot be written ({error.strerror})"
+        raise ConfigError("save", why) from None
     if arguments.json:
         say(json.dumps(asdict(found)))
     else:
