@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from contextlib import suppress
+from math import inf
 from multiprocessing.connection import Connection
 
 import msgspec
@@ -78,20 +79,41 @@ class LinkListener:
         """
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
-            self._socket.settimeout(left)
-            peer, _ = self._socket.accept()
-            peer.settimeout(min(left, PROVING_SECONDS))
-            try:
-                hello = _admit(peer, self._token)
-            except (OSError, LinkError, msgspec.MsgspecError):
-                peer.close()
-                continue
-            if hello.version != __version__:
-                peer.close()
-                told = f"stage {hello.stage} has kvik {hello.version}, and the engine {__version__}"
-                raise LinkError(f"{told}: install one version on all machines")
-            return hello, _watched(peer)
+            found = self.admit(self.next_peer(left), left)
+            if found is not None:
+                return found
         raise TimeoutError
+
+    def next_peer(self, seconds: float) -> socket.socket:
+        """Return the next connection, of which nothing is known: it may be anybody's.
+
+        Raises:
+            TimeoutError: none came.
+        """
+        self._socket.settimeout(seconds)
+        return self._socket.accept()[0]
+
+    def admit(self, peer: socket.socket, seconds: float = inf) -> tuple[Hello, Connection] | None:
+        """Return who connected; None: it does not know the token, or did not say so in time, and
+        was turned away.
+
+        Args:
+            seconds: for each of its messages, `PROVING_SECONDS` at most.
+
+        Raises:
+            LinkError: another version of kvik.
+        """
+        peer.settimeout(min(seconds, PROVING_SECONDS))
+        try:
+            hello = _admit(peer, self._token)
+        except (OSError, LinkError, msgspec.MsgspecError):
+            peer.close()
+            return None
+        if hello.version != __version__:
+            peer.close()
+            told = f"stage {hello.stage} has kvik {hello.version}, and the engine {__version__}"
+            raise LinkError(f"{told}: install one version on all machines")
+        return hello, _watched(peer)
 
     def close(self) -> None:
         self._socket.close()

@@ -92,7 +92,7 @@ def http_server(
         listening.close()
 
 
-def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     """Wait until something has happened, in another thread or process."""
     end = time.monotonic() + seconds
     while not condition():

@@ -132,16 +132,13 @@ class PageLender:
     def _listen(self) -> None:
         while not self._closing:
             try:
-                _, line = self._listener.accept(LOOK_SECONDS)
-                peer = _socket_of(line)
+                peer = self._listener.next_peer(LOOK_SECONDS)
                 if self._open.acquire(blocking=False):
                     threading.Thread(target=self._serve, args=(peer,), daemon=True).start()
                 else:
                     peer.close()
             except TimeoutError:
                 pass
-            except LinkError as error:
-                log.warning("%s: an engine is turned away: %s", OPTION, error)
             except OSError:
                 if not self._closing:
                     time.sleep(LOOK_SECONDS)  # too many files are open
@@ -159,14 +156,22 @@ class PageLender:
             self._ended.append(name)
             self._returned.append(name)
 
-    def _serve(self, peer: socket.socket) -> None:
+    def _serve(self, stranger: socket.socket) -> None:
+        """Serve one connection. It is proved here, so that one that says nothing delays no other
+        one."""
         try:
+            found = self._listener.admit(stranger)
+            if found is None:
+                return
+            peer = _socket_of(found[1])
             with closing(peer), suppress(OSError, msgspec.MsgspecError):
                 if _greet(peer, self._fingerprint) != self._fingerprint:
                     return  # the other one tells
                 while not self._closing:
                     _limit(peer, IDLE_SECONDS)
                     self._answer(peer, _read_ask(peer))
+        except LinkError as error:
+            log.warning("%s: an engine is turned away: %s", OPTION, error)
         finally:
             self._open.release()
 
