@@ -25,18 +25,23 @@ KVIK_INLINE F32 gelu(F32 x) {
     return div(max(broadcast(-10.0f), x), add(broadcast(1.0f), exp(mul(x, cubic))));
 }
 
-// GELU itself, x times the share of a normal distribution below x: 0.5 erfc by Abramowitz and Stegun,
-// 7.1.26, with an absolute error below 8e-8, and no difference that would cancel for negative x.
+// GELU itself, x times the share of a normal distribution below x: 0.5 + x P(x^2), where P is a polynomial of degree 15
+// that was fitted over [-5.5, 5.5], and x is cut where the share is 0 or 1. Neither divides nor takes an exponential.
+// Absolute error below 2e-7 max(1, |x|); -inf gives (nearly) 0 and NaN stays NaN.
+constexpr float kNormalEnd = 5.5f;
+constexpr float kNormal[] = {
+    0.1285519302f, -0.0641723424f, 0.0477374494f, -0.0387924127f, 0.0320737176f, -0.0260538682f,
+    0.0203396212f, -0.0149637470f, 0.0103121223f, -0.0069299638f, 0.0044775070f, -0.0022401712f,
+    0.0008411624f, -0.0006733116f, 0.0005920452f, -0.0001906527f,
+};
+
 KVIK_INLINE F32 gelu_erf(F32 x) {
-    const F32 size = abs(x);
-    const F32 k = div(broadcast(1.0f), fma(size, broadcast(0.231641888f), broadcast(1.0f)));
-    F32 p = fma(k, broadcast(0.5307027145f), broadcast(-0.7265760135f));
-    p = fma(p, k, broadcast(0.7107068705f));
-    p = fma(p, k, broadcast(-0.142248368f));
-    p = fma(p, k, broadcast(0.127414796f));
-    const F32 tail = mul(mul(p, k), exp(mul(mul(size, size), broadcast(-0.5f))));
-    const F32 beyond = mul(max(broadcast(-20.0f), x), tail);
-    return select(less(x, zero()), beyond, sub(x, beyond));
+    const F32 above = max(broadcast(-kNormalEnd), x), cut = min(broadcast(kNormalEnd), above);
+    const F32 u = fma(mul(cut, cut), broadcast(2.0f / (kNormalEnd * kNormalEnd)), broadcast(-1.0f));
+    F32 p = broadcast(kNormal[15]);
+#pragma GCC unroll 16
+    for (int i = 14; i >= 0; i--) p = fma(p, u, broadcast(kNormal[i]));
+    return mul(above, fma(cut, p, broadcast(0.5f)));
 }
 
 // x, but within (-cap, cap).
