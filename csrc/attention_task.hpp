@@ -52,9 +52,9 @@ inline void combine(float* total, float* part, int64_t value_dim) {
 
 // total's weights relative to a sink's score where that is larger, and the sink's weight added to their sum.
 inline void add_sink(float* total, float sink, int64_t head_dim) {
-    const float most = *Record::largest(total, head_dim), now = sink > most ? sink : most;
+    const float scaled = sink * kPerLn2, most = *Record::largest(total, head_dim), now = scaled > most ? scaled : most;
     float weights[kLanes];
-    store(weights, weight_of(select(lanes_of(1), broadcast(most - now), broadcast(sink - now))));
+    store(weights, weight_of(select(lanes_of(1), broadcast(most - now), broadcast(scaled - now))));
     for (int64_t d = 0; d < head_dim; d += kLanes) store(total + d, mul(load(total + d), broadcast(weights[0])));
     float* sum = Record::weights(total, head_dim);
     *sum = *sum * weights[0] + weights[1];

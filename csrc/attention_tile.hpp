@@ -77,7 +77,7 @@ struct DotPairs : ByVectors {
 };
 
 // The state of a row after some keys of its split: its sums over the values, the sum of weights by
-// lane, and the largest score.
+// lane, and the largest score, in units of ln 2.
 struct Record {
     static constexpr int64_t kTail = 32;
     static int64_t size(int64_t value_dim) { return value_dim + kTail; }
@@ -107,8 +107,21 @@ struct Unit {
     int64_t head_dim, value_dim;
 };
 
-// e^x for x <= 0, exactly zero far below: then masked scores (-inf) need no second mask.
-KVIK_INLINE F32 weight_of(F32 x) { return select(less(x, broadcast(-87.0f)), zero(), exp(x)); }
+// Largest scores and differences between scores are in units of ln 2, so that weights are powers of two.
+constexpr float kPerLn2 = 1.44269504f;
+
+// 2^x for x <= 0, relative error below 2e-7; exactly zero far below: then masked scores (-inf) need no second
+// mask. 2^0 is exactly 1, NaN stays NaN. The polynomial was fitted to (2^f - 1) / f over [-0.5, 0.5].
+KVIK_INLINE F32 weight_of(F32 x) {
+    const F32 cut = max(broadcast(-126.0f), x), n = round(cut), f = sub(cut, n);
+    F32 p = broadcast(1.3264727313e-3f);
+    p = fma(p, f, broadcast(9.6715129912e-3f));
+    p = fma(p, f, broadcast(5.5507335812e-2f));
+    p = fma(p, f, broadcast(2.4022242427e-1f));
+    p = fma(p, f, broadcast(6.9314700365e-1f));
+    p = fma(p, f, broadcast(1.0f));
+    return select(not_le(x, broadcast(-126.0f)), times_power_of_two(p, n), zero());
+}
 
 // With nothing visible yet, the largest score is -inf, and -inf - -inf would be NaN.
 KVIK_INLINE float base_of(float largest) { return largest == -INFINITY ? 0.0f : largest; }
@@ -170,26 +183,25 @@ KVIK_INLINE void soften(const Unit<Format>& unit, float (*scores)[kTile], typena
     const int64_t stride = Record::size(unit.value_dim);
     float base[R];
     const float* key_scales = unit.key_scales;
-    float scale = unit.scale;
+    float factor = unit.scale * kPerLn2;
+    if (unit.softcap != 0.0f || key_scales) factor = kPerLn2;
     if (unit.softcap != 0.0f) {
         cap_scores<Format, R>(unit, scores);
         key_scales = nullptr;
-        scale = 1.0f;
     }
     F32 fall = zero();  // by row: the new largest score minus the old one
     for (int r = 0; r < R; r++) {
         F32 most = broadcast(-INFINITY);
         for (int n = 0; n < N; n++) {
             F32 score = load(scores[r] + n * kLanes);
-            const F32 factor = key_scales ? load(key_scales + n * kLanes) : broadcast(scale);
-            score = mul(score, factor);
+            if (key_scales) score = mul(score, load(key_scales + n * kLanes));
             if (visible[r] != ~uint64_t(0))
                 score = select(lanes_of(uint32_t(visible[r] >> (n * kLanes))), score, broadcast(-INFINITY));
+            if (key_scales || visible[r] != ~uint64_t(0)) store(scores[r] + n * kLanes, score);
             most = max(most, score);
-            store(scores[r] + n * kLanes, score);
         }
         float* old = Record::largest(records + r * stride, unit.value_dim);
-        const float tile = largest(most);
+        const float tile = largest(most) * factor;
         const float now = tile > *old ? tile : *old;
         base[r] = base_of(now);
         fall = select(lanes_of(1u << r), broadcast(*old - base[r]), fall);
@@ -200,7 +212,8 @@ KVIK_INLINE void soften(const Unit<Format>& unit, float (*scores)[kTile], typena
     for (int r = 0; r < R; r++) {
         F32 sum = zero();
         for (int n = 0; n < N; n++) {
-            F32 weight = weight_of(sub(load(scores[r] + n * kLanes), broadcast(base[r])));
+            const F32 score = mul(load(scores[r] + n * kLanes), broadcast(factor));
+            F32 weight = weight_of(sub(score, broadcast(base[r])));
             sum = add(sum, weight);
             if (unit.value_scales) {  // the scale of a key that was never written may be NaN
                 weight = mul(weight, load(unit.value_scales + n * kLanes));
