@@ -125,9 +125,8 @@ def prefill_tiles(
         return _wide_prefill_tiles(itemsize, kind, edges, shared)
     if itemsize == 4:  # no tensor cores, and twice the registers
         return Tiles(32, 32 if roomy and wide <= 64 else 16, 4 if wide <= 64 else 8, STAGES, 16)
-    if (
-        kind != "float"
-    ):  # half the bytes, so half the rows can share them; numbers are widened in registers
+    # Half the bytes, so half the rows can share them; numbers are widened in registers.
+    if kind != "float":
         n = 64 if wide <= 128 and roomy else 32
         return Tiles(64, n, 4, STAGES, 16 if wide > 128 else n)
     if not roomy:
