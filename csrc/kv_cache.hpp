@@ -61,6 +61,21 @@ inline void put_value(Int4s* strip, int64_t t, const float* from, int64_t head_d
             strip[value_byte(t, d, head_dim)].bits = uint8_t(stored[d] | stored[d + 8] << 4);
 }
 
+// bf16 as it is. Values of two tokens that follow each other share words.
+inline void put_key(bf16* strip, int64_t t, const bf16* from, int64_t head_dim) {
+    for (int64_t d = 0; d < head_dim; d += 2) std::memcpy(strip + key_place<2>(t, d), from + d, 2 * sizeof(bf16));
+}
+inline void put_value(bf16* strip, int64_t t, const bf16* from, int64_t head_dim) {
+    for (int64_t d = 0; d < head_dim; d++) strip[value_place<2>(t, d, head_dim)] = from[d];
+}
+inline void put_values(bf16* strip, int64_t t, const bf16* even, const bf16* odd, int64_t head_dim) {
+    bf16* to = strip + value_place<2>(t, 0, head_dim);
+    for (int64_t d = 0; d < head_dim; d++) {
+        const uint32_t word = even[d] | uint32_t(odd[d]) << 16;
+        std::memcpy(to + 2 * d, &word, sizeof(word));
+    }
+}
+
 // And back: column d.
 template <class Stored>
 float key_at(const Stored* strip, int64_t t, int64_t d, uint16_t word) {
@@ -94,8 +109,24 @@ void each_head(const Args& a, Team& team, const Body& body) {
     });
 }
 
+// Numbers that are stored as they come.
+void store_bf16(const store_kv_args& a, Team& team) {
+    const auto* slots = static_cast<const int64_t*>(a.slot_mapping);
+    each_head(a, team, [&](int64_t row, int64_t head, int64_t strip, int64_t, int64_t t) {
+        const bf16* k = static_cast<const bf16*>(a.k) + row * a.k_stride + head * a.head_dim;
+        const bf16* v = static_cast<const bf16*>(a.v) + row * a.v_stride + head * a.head_dim;
+        bf16* values = static_cast<bf16*>(a.v_cache) + strip;
+        put_key(static_cast<bf16*>(a.k_cache) + strip, t, k, a.head_dim);
+        if (t % 2 == 0 && row + 1 < a.rows && slots[row + 1] == slots[row] + 1)
+            put_values(values, t, v, v + a.v_stride, a.head_dim);
+        else if (t % 2 == 0 || row == 0 || slots[row - 1] != slots[row] - 1)
+            put_value(values, t, v, a.head_dim);
+    });
+}
+
 template <class Stored>
 void store_as(const store_kv_args& a, Team& team) {
+    if (std::is_same_v<Stored, bf16> && a.dtype == kBF16) return store_bf16(a, team);
     each_head(a, team, [&](int64_t row, int64_t head, int64_t strip, int64_t place, int64_t t) {
         alignas(64) float floats[kMaxHeadDim];
         uint16_t none;
