@@ -141,6 +141,7 @@ def onnxruntime(folder: Path, format: str, threads: int, batch: int, length: int
     if not path.exists():
         ids = torch.tensor(texts(batch, length))
         exported = {"input_names": ["input_ids"], "output_names": ["vectors"], "verbose": False}
+        exported["external_data"] = False  # the quantiser finds no data in files beside its copy
         with torch.no_grad():
             torch.onnx.export(_meaned(folder, threads), (ids,), path, dynamo=True, **exported)
     if format == "int8":
