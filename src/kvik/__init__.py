@@ -1,6 +1,6 @@
-"""kvik: an LLM inference engine. `from kvik import LLM, SamplingParams` is the way in.
+"""kvik: an LLM inference engine. Start with `from kvik import LLM, SamplingParams`.
 
-Names are resolved on first use, so that `import kvik` costs nothing and never imports torch.
+Names are resolved on first use, so that `import kvik` is cheap and never imports torch.
 """
 
 from __future__ import annotations

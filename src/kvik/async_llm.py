@@ -1,4 +1,4 @@
-"""The Python API for `asyncio`: an engine in a process or thread of its own, for any number of
+"""The Python API for `asyncio`: an engine in a separate process or thread, for any number of
 tasks."""
 
 from __future__ import annotations
@@ -64,20 +64,20 @@ from kvik.text.pooled_inputs import (
 )
 
 PLACES = ("process", "thread")
-NUM_TEXTS = 4  # tokenised or rendered at once; others wait, so that the limits of `Texts` hold
+NUM_TEXTS = 4  # texts tokenised or rendered at once, to stay within the limits of `Texts`
 
 
 class AsyncLLM:
     """A loaded model for the tasks of one event loop: `async with AsyncLLM(model) as engine`.
 
-    Any number of tasks may use it at once: their requests share one batch. What the engine's queue
-    does not take yet waits here, the most urgent first. A request whose task is cancelled, or whose
-    stream is closed or forgotten, ends at once and gives its memory back.
+    Any number of tasks may use it at once: their requests share one batch. Requests that do not fit
+    into the engine's queue yet wait here, ordered by priority. A request whose task is cancelled,
+    or whose stream is closed or garbage-collected, ends at once and frees its memory.
 
     Args:
         model: folder in Hugging Face format, GGUF file, hub id, or "" for the bundled story model.
-        engine: "process": in a process of its own, as `kvik serve` has it, which is started again
-            after a crash; "thread": in a thread of this process.
+        engine: "process": in a separate process, as for `kvik serve`, which is restarted after a
+            crash; "thread": in a thread of this process.
         config: as for `LLM`.
 
     Raises:
@@ -102,17 +102,17 @@ class AsyncLLM:
         self._processor = OutputProcessor(tokenizer)
         self._admission = AdmissionQueue(self.resolved.scheduler, time.monotonic)
         self._text_places = asyncio.Semaphore(NUM_TEXTS)
-        self._requests: dict[str, AsyncRequest] = {}  # by id, until they end or are forgotten
+        self._requests: dict[str, AsyncRequest] = {}  # by id, until they end or lose their reader
         self._serial = itertools.count(1)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     # -- the engine ------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Begin to load the engine, unless that was done. Requests wait until it is loaded.
+        """Begin to load the engine, unless already begun. Requests wait until it is loaded.
 
         Raises:
-            RuntimeError: the running event loop is not the one it was begun in.
+            RuntimeError: loading was begun in another event loop.
         """
         loop = asyncio.get_running_loop()
         if self._loop is None:
@@ -122,10 +122,10 @@ class AsyncLLM:
             raise RuntimeError("this AsyncLLM belongs to another event loop")
 
     async def start(self) -> None:
-        """Load the engine, unless that was done, and wait until it takes requests.
+        """Load the engine, unless already loaded, and wait until it accepts requests.
 
         Raises:
-            UnavailableError: it cannot be loaded, or was closed.
+            UnavailableError: the engine cannot be loaded, or was closed.
         """
         self.begin()
         await self.client.ready()
@@ -153,7 +153,7 @@ class AsyncLLM:
         return await self.client.stats()
 
     async def reset_prefix_cache(self) -> int:
-        """Forget all cached prefixes; running requests go on. Returns the number of blocks that
+        """Drop all cached prefixes; running requests continue. Returns the number of blocks that
         held one.
 
         Raises:
@@ -172,13 +172,13 @@ class AsyncLLM:
         priority: int = 0,
         sampling_params: SamplingParams | None = None,
     ) -> AsyncStream:
-        """Complete one prompt, a text or token ids, and iterate over the text as it comes.
+        """Complete one prompt, a text or token ids, and iterate over the text as it is generated.
 
-        The request begins when its first delta, or its result, is asked for; errors come then.
+        The request begins when its first delta, or its result, is awaited; errors are raised then.
 
         Args:
             params: None takes the model's own defaults.
-            request_id: for `abort`, and in the deltas; None: one that is free.
+            request_id: for `abort`, and in the deltas; None: generated.
             priority: with `policy="priority"` the smallest is served first.
             sampling_params: what vLLM calls `params`.
         """
@@ -197,7 +197,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
     ) -> AsyncStream:
         """Answer one conversation, a list of {"role", "content"}, and iterate over the text as it
-        comes. For the other arguments see `generate`."""
+        is generated. For the other arguments see `generate`."""
         params = either("sampling_params", sampling_params, "params", params)
         request = self._request(request_id, params, priority)
         return AsyncStream(self, request, partial(self._render, request, messages))
@@ -244,7 +244,7 @@ class AsyncLLM:
         truncate_prompt_tokens: int | None = None,
         request_id: str | None = None,
     ) -> ScoreOutput:
-        """Return how well two texts go together, as a reranker says; for the arguments see
+        """Return a reranker's score of how well two texts match; for the arguments see
         `LLM.score`."""
         pooling = scoring(self.resolved.model.pooling)
         most = truncation(self.resolved, truncate_prompt_tokens)
@@ -262,8 +262,8 @@ class AsyncLLM:
         return score_output(output, pooling.function)
 
     async def abort(self, request_id: str) -> bool:
-        """End a request; its stream ends with the finish reason "abort". Returns whether there was
-        such a request."""
+        """End a request; its stream ends with the finish reason "abort". Returns whether it was
+        known."""
         request = self._requests.get(request_id)
         if request is None:
             return False
@@ -306,7 +306,7 @@ class AsyncLLM:
     async def _submit(
         self, request: AsyncRequest, ids: Callable[[], Awaitable[list[int]]], *, streaming: bool
     ) -> None:
-        """Send a request as soon as the engine's queue has room for it."""
+        """Send a request to the engine when its queue has room."""
         self.begin()
         if request.request_id in self._requests:
             raise ParamError("request_id", f"{request.request_id!r} is already being served")
@@ -330,7 +330,7 @@ class AsyncLLM:
             request.reservation = await self._admission.admit(made)
         if not request.aborted:
             await self.client.ready()
-        if request.closed:  # by another task, meanwhile
+        if request.closed:  # meanwhile, by another task
             if request.reservation is not None:
                 request.reservation.release()
                 self._admission.update()
@@ -343,7 +343,7 @@ class AsyncLLM:
         request.sent = True
 
     def _take(self, deltas: list[RequestDelta]) -> None:
-        """Hand deltas of any number of requests to their readers."""
+        """Pass deltas of any number of requests to their readers."""
         processed = self._processor.process(deltas)
         for request_id, index, reason, error in processed.to_end:
             self.client.end(request_id, index, reason, error)
@@ -363,7 +363,7 @@ class AsyncLLM:
         self._admission.update()
 
     def _forget(self, request: AsyncRequest) -> None:
-        """Forget a request, and end it if it has not ended."""
+        """Remove a request, and end it if it has not ended."""
         if self._requests.get(request.request_id) is not request:
             return
         del self._requests[request.request_id]
@@ -380,9 +380,9 @@ class AsyncLLM:
 class AsyncStream(AsyncIterator[TextDelta]):
     """The deltas of one request, for one reader. After the last one, `output` holds the result.
 
-    Text is generated whether or not it is read: what a slow reader has not taken comes as one delta
-    for each completion. Iterating raises what the request cannot be served for, and `RuntimeError`
-    after the last delta if the engine failed in it.
+    Text is generated whether or not it is read: text that a slow reader has not taken is merged
+    into one delta per completion. Iterating raises the error of an invalid request, and
+    `RuntimeError` after the last delta if the engine failed in it.
     """
 
     def __init__(
@@ -408,10 +408,10 @@ class AsyncStream(AsyncIterator[TextDelta]):
         raise StopAsyncIteration
 
     async def result(self) -> RequestOutput:
-        """Wait for the whole output; deltas that were not read are not delivered any more.
+        """Wait for the whole output; deltas that were not read are discarded.
 
         Raises:
-            RuntimeError: the engine failed, or the stream was closed before.
+            RuntimeError: the engine failed, or the stream was closed before the end.
         """
         await self._wait(until_end=True)
         self._deltas.clear()
@@ -422,7 +422,7 @@ class AsyncStream(AsyncIterator[TextDelta]):
         return self.output
 
     async def aclose(self) -> None:
-        """End the request; what came so far has been delivered."""
+        """End the request and discard deltas that were not read."""
         self._end.detach()
         self._engine._forget(self._request)
         self._deltas.clear()
@@ -437,8 +437,7 @@ class AsyncStream(AsyncIterator[TextDelta]):
         await self.aclose()
 
     async def _wait(self, *, until_end: bool) -> None:
-        """Wait for something to deliver, or until the end. If that is interrupted the request
-        ends."""
+        """Wait for the next delta, or for the end. If the wait is interrupted, the request ends."""
         request = self._request
         try:
             if not self._begun and not request.closed:
@@ -465,11 +464,11 @@ class AsyncRequest:
     """A request, and the output that its reader has not taken yet.
 
     Attributes:
-        prompt: its text, if it has one.
+        prompt: its text; None: token ids.
         sent: to the engine.
-        aborted: by its id; its last deltas come.
-        closed: by its reader; nothing comes any more.
-        changed: set when there is something to take, or it has ended.
+        aborted: by its id; its last deltas are still delivered.
+        closed: by its reader; nothing more is delivered.
+        changed: set when there is output to take, or the request has ended.
     """
 
     request_id: str
@@ -491,7 +490,7 @@ class AsyncRequest:
         return self.closed or self.output is not None
 
     def take(self) -> list[TextDelta]:
-        """Return what came since the last call: one delta for each completion."""
+        """Return the text since the last call, as one delta per completion."""
         pending, self.pending = self.pending, []
         return merged(pending)
 
@@ -500,7 +499,7 @@ Place = asyncio.Future[Reservation | None]
 
 
 class AdmissionQueue:
-    """Lets requests into the engine's queue while that has room, the most urgent first.
+    """Admits requests to the engine's queue while it has room, ordered by priority.
 
     Args:
         clock: seconds.
@@ -510,7 +509,7 @@ class AdmissionQueue:
         self._most = min(LOOKAHEAD, config.max_queued_requests)
         self._queue = Admission(self._most, config.max_queued_tokens, shared=False, clock=clock)
         self._waiting: list[tuple[int, int, EngineRequest, Place]] = []  # a heap
-        self._places: dict[str, Place] = {}  # of those that wait, by request id
+        self._places: dict[str, Place] = {}  # of waiting requests, by id
         self._serial = itertools.count()
 
     async def admit(self, request: EngineRequest) -> Reservation | None:
@@ -534,16 +533,16 @@ class AdmissionQueue:
             self.update()
 
     def leave(self, request_id: str) -> None:
-        """Let a request wait no longer, if it does."""
+        """Take a request out of the queue, if it waits."""
         place = self._places.get(request_id)
         if place is not None and not place.done():
             place.set_result(None)
 
     def update(self) -> None:
-        """Admit those that there is room for now."""
+        """Admit waiting requests while there is room."""
         while self._waiting:
             _, _, request, place = self._waiting[0]
-            if not place.done():  # else it waits no longer
+            if not place.done():  # else it has left or was cancelled
                 n = min(request.params.n, self._most)
                 try:
                     place.set_result(self._queue.admit("", n, len(request.prompt_token_ids)))
@@ -552,15 +551,15 @@ class AdmissionQueue:
             heappop(self._waiting)
 
     def close(self) -> None:
-        """Refuse those that wait."""
+        """Refuse all waiting requests."""
         for place in self._places.values():
             if not place.done():
                 place.set_exception(RuntimeError("the engine was closed"))
 
 
 def _forget_soon(engine: AsyncLLM, request: AsyncRequest) -> None:
-    """Forget the request of a stream that has no reader any more; for any thread, as the garbage
-    collector may run there."""
+    """Schedule the removal of a request whose stream was garbage-collected, from any thread: the
+    garbage collector may run anywhere."""
     if engine._loop is not None:
         with suppress(RuntimeError):  # the event loop was closed
             engine._loop.call_soon_threadsafe(engine._forget, request)

@@ -1,4 +1,4 @@
-"""From a model to an engine folder, in one go or not at all."""
+"""Builds an engine folder from a model, completely or not at all."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ from kvik.spec.engine_folder import (
 def build_engine(
     config: EngineConfig, output: Path, progress: Callable[[int, int], None]
 ) -> tuple[Path, Manifest]:
-    """
+    """Write the engine folder of a model; return its path and its manifest.
+
     Args:
-        output: a folder that is not there yet, is empty, or is an engine folder, which is replaced.
-        progress: called with the bytes that are written, and all bytes.
+        output: a folder that does not exist yet, is empty, or is an engine folder to replace.
+        progress: called with the bytes written so far and the total.
 
     Raises:
         KvikError: the model, an option or the output cannot be used; nothing was written.
@@ -55,16 +56,17 @@ def build_engine(
                 manifest = build_weights(resolved, file, progress)
             manifest = replace(manifest, files={**facts, **manifest.files})
             (folder / MANIFEST).write_text(json.dumps(manifest.as_json(), indent=1))
-            check_output(output)  # loading takes a while, and what is there will be gone
+            check_output(output)  # again: loading takes a while, and the folder is replaced now
     except OSError as error:
         raise ConfigError("output", f"cannot be written ({error.strerror})") from None
     return output.resolve(), manifest
 
 
 def check_output(output: Path) -> None:
-    """
+    """Check that an engine folder may be written there.
+
     Raises:
-        ConfigError: something is there that is no engine folder, or is more than that.
+        ConfigError: it is a file, or a folder with files that do not belong to an engine folder.
     """
     if not output.exists():
         return
@@ -80,7 +82,7 @@ def check_output(output: Path) -> None:
 
 
 def _is_of_engine(path: Path) -> bool:
-    """Return whether a file may stand in an engine folder, to go when that is replaced."""
+    """Return whether a path inside an engine folder belongs to it, and may be deleted with it."""
     if path.is_dir():
         return all(inner.match(MODULE) for inner in path.iterdir())
     described = any(path.match(pattern) for pattern in DESCRIPTION)

@@ -1,4 +1,4 @@
-"""How kvik starts a Python process of its own, and how such a process lives."""
+"""How kvik starts child Python processes, and how long these live."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import sys
 import threading
 import time
 
-GRACE_SECONDS = 2.0  # between the parent's end and ours, whatever we are at
-# What a poll reports of a socket whose other end has gone; on one machine it is reported anyway.
+GRACE_SECONDS = 2.0  # between the end of the parent and the end of the child, even a busy one
+# Poll event of a socket whose peer has closed; without it, a local peer's end is still reported.
 HANG_UP = getattr(select, "POLLRDHUP", 0)
-LOOK_SECONDS = 0.25  # between two looks at a process
-# A process beats five times a second, whatever it computes. At half of this a machine that swaps
-# would lose healthy ones; at twice, callers wait longer for what will not come.
+LOOK_SECONDS = 0.25  # between two checks of a process
+# A process sends five heartbeats a second, whatever it computes. At half this limit a machine that
+# swaps would lose healthy processes; at twice, callers wait longer for a process that hangs.
 SILENT_SECONDS = 10.0
-BEGIN_SECONDS = 30.0  # until its first beat: some tenths of one, unless the disk is slow
+BEGIN_SECONDS = 30.0  # until the first heartbeat: some tenths of a second, unless the disk is slow
 _PR_SET_PDEATHSIG = 1
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -27,14 +27,14 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def python_command(module: str, *arguments: str) -> tuple[str, ...]:
     """Return the command that runs a module of kvik in a new Python process.
 
-    With -P, so that files of the current folder, which anyone may have written, are not imported.
+    The command has -P: nothing is imported from the current folder, which anyone may have written.
     """
     return (sys.executable, "-P", "-m", module, *arguments)
 
 
 def live_with_parent(fd: int) -> None:
-    """Of the child: ignore what ends the programs of a terminal, log to the standard error, and end
-    after the socket `fd` to the parent has closed."""
+    """In the child: ignore the signals of a terminal, log to standard error, and exit after the
+    socket `fd` to the parent has closed."""
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
@@ -43,17 +43,17 @@ def live_with_parent(fd: int) -> None:
 
 
 def die_with_parent() -> None:
-    """Of the child: be killed when the thread that started it ends, where the system can do so,
-    also while it is stopped and does not see that its socket has closed."""
+    """In the child, on Linux: have the system kill it when the thread that started it ends, even
+    while it is stopped and cannot see that its socket has closed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Stillness:
-    """For how long a number has not changed, as one sees who looks every `LOOK_SECONDS`.
+    """Measures for how long a number has not changed, from a look every `LOOK_SECONDS`.
 
-    Time counts only while somebody looks: not what passes while the machine sleeps, or while the
-    process that looks is stopped or late itself.
+    Only the time between regular looks counts, not the time in which the machine sleeps or the
+    process that looks is stopped or late.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Stillness:
         """Return the seconds since the number changed.
 
         Args:
-            expected: whether it is expected to; else nothing counts.
+            expected: whether the number should change now; if not, the count restarts.
         """
         if number != self._number or not expected:
             self._number, self._seconds = number, 0.0
@@ -75,18 +75,18 @@ class Stillness:
 
 
 class Pulse:
-    """Whether a process beats, as one sees who looks every `LOOK_SECONDS`."""
+    """Detects a process without heartbeats, from a look every `LOOK_SECONDS`."""
 
     def __init__(self, *, begins: bool = True) -> None:
         """
         Args:
-            begins: whether it is known to beat at all.
+            begins: whether the process is known to send heartbeats at all.
         """
         self._begins = begins
         self._still = Stillness()
 
     def look(self, beats: int, now: float) -> str:
-        """Return for how long it has been silent, in words, if that is too long; else ""."""
+        """Return for how long the process has been silent, in words; "" within the limit."""
         seconds = self._still.look(beats, now)
         if not beats and not self._begins:
             return ""
@@ -95,7 +95,7 @@ class Pulse:
 
 
 def _end_with_parent(fd: int) -> None:
-    """Loading takes minutes and a kernel can hang: neither may outlive the parent."""
+    """Exit after the parent: loading takes minutes and a kernel can hang, and neither may go on."""
     poll = select.poll()
     poll.register(fd, HANG_UP)
     poll.poll()

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Turn the collector off until the block ends: modules and models are made to stay, and
-    looking through them again and again takes a tenth of a start."""
+    """Turn the collector off until the block ends: modules and models are long-lived, and scanning
+    them repeatedly takes a tenth of a start."""
     enabled = gc.isenabled()
     gc.disable()
     try:

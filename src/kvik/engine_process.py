@@ -1,8 +1,8 @@
-"""The engine in a process of its own: `engine_in_process` for the parent, `main` for the child,
-which finds its end of their socket, and where it is to beat, under the numbers it is given.
+"""The engine in a separate process: `engine_in_process` for the parent, `main` for the child, whose
+arguments are file descriptors: its end of the socket, and shared memory for its heartbeat.
 
-The child lives as long as the socket. Signals that end the programs of a terminal do not end it, as
-its parent may still drain; and whatever becomes of the parent, the socket is closed.
+The child lives as long as the socket. It ignores the signals of a terminal, because its parent may
+still drain; however the parent ends, the socket is closed.
 """
 
 from __future__ import annotations
@@ -38,15 +38,14 @@ def engine_in_process(
     record: Path | None = None,
     token: bytes = b"",
 ) -> EngineClient:
-    """Return a client of an engine, or of as many as `data_parallel_size` says.
+    """Return a client of `data_parallel_size` engines, for an event loop.
 
-    It is for an event loop. Nothing is loaded before the client is started; what does not load then
-    makes it fail.
+    Nothing is loaded before the client is started; if loading fails, the client fails.
 
     Args:
-        relay: takes what the child prints. It is called in the event loop, and must not block.
-        record: file that what happens is written to, for `kvik replay`.
-        token: that engines of other servers know with which they share KV blocks; b"": none do.
+        relay: called with the child's output, in the event loop; it must not block.
+        record: file to record events to, for `kvik replay`.
+        token: shared secret of the servers that exchange KV blocks; b"": no exchange.
     """
     command, policy = python_command(__name__), restart_policy(resolved)
     count = resolved.runner.replicas
@@ -55,7 +54,7 @@ def engine_in_process(
         return RemoteClient(resolved, Supervisor(command, start, policy, relay))
     from kvik.engine.replicas import Replicas
 
-    token = token or secrets.token_bytes(32)  # for each other
+    token = token or secrets.token_bytes(32)  # shared by the replicas
     clients = []
     for i, cores in enumerate(_cores(count)):
         file = None if record is None else str(record.with_name(f"{record.name}.{i}"))
@@ -66,7 +65,7 @@ def engine_in_process(
 
 
 def _replica(resolved: ResolvedConfig, number: int) -> ResolvedConfig:
-    """Return the settings of one replica: seeds and GPUs of its own."""
+    """Return the settings of one replica, with its own seed and GPUs."""
     runner = resolved.runner
     device = runner.device_of(number * runner.ranks)
     seed = derive_seed(resolved.seed, number)
@@ -74,7 +73,7 @@ def _replica(resolved: ResolvedConfig, number: int) -> ResolvedConfig:
 
 
 def _cores(count: int) -> list[tuple[int, ...]]:
-    """Return the cores of each replica; () where there are too few, or it cannot be said."""
+    """Return the cores of each replica; () if there are too few, or the system does not say."""
     cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
     if len(cores) < count:
         return [()] * count
@@ -98,8 +97,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def beat(file: int) -> object:
-    """Beat in the first number of shared memory for as long as the result lives, if the native
-    kernels are there."""
+    """Count heartbeats in the first integer of shared memory while the result lives; None: the
+    native kernels are not installed."""
     memory = mmap(file, 0)
     os.close(file)
     try:
@@ -119,7 +118,7 @@ def _serve(line: HostSocket) -> int:
 
 
 def _first_message(line: HostSocket) -> EngineStart:
-    """Raises EOFError if there is none."""
+    """Wait for the first message; raise EOFError if the socket closes before it."""
     while not (bodies := line.receive(None)):
         pass
     return to_start.decode(bodies[0])

@@ -1,4 +1,4 @@
-"""The errors a user can cause. Each is one line that names the field and what is allowed."""
+"""Errors that a user can cause. Each is one line that names the field and what is allowed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MAX_SHOWN = 60  # characters of a bad value that an error repeats
 
 
 def shown(value: object) -> str:
-    """Return a value as an error message repeats it: one line, cut when long."""
+    """Return a value for an error message: one line, cut if long."""
     try:
         text = repr(value)
     except ValueError:  # Python refuses to print very long integers
@@ -16,17 +16,17 @@ def shown(value: object) -> str:
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
 
 
-# The logger of what a user is shown while an engine starts.
+# Logger of the messages that a user sees while an engine starts.
 START_LOG = "kvik.start"
 # Of where processes run that compute one model together, which an engine's process tells, too.
 PLACES_LOG = f"{START_LOG}.places"
 
 
 class KvikError(ValueError):
-    """Base of everything a caller can fix; `field` names what to change."""
+    """Base of all errors that a caller can fix; `field` names what to change."""
 
     def __init__(self, field: str, message: str) -> None:
-        super().__init__(field, message)  # both, or it could not be pickled
+        super().__init__(field, message)  # both: pickling needs them
         self.field = field
         self.message = message
 
@@ -38,9 +38,9 @@ class Overflow(NamedTuple):  # a dataclass would make `kvik --help` slower
     """The counts of a request that does not fit into the context.
 
     Attributes:
-        limit: tokens of prompt and output together, at most.
+        limit: largest number of tokens of prompt and output together.
         num_prompt: tokens of the prompt.
-        num_output: tokens of output that were asked for; 0 if none are made, or it is not known.
+        num_output: requested output tokens; 0 if none are generated, or the number is not known.
         counted: whether `num_prompt` is the whole prompt. If not, the prompt has more tokens.
         prompt: the field of the request that holds the prompt.
     """
@@ -56,9 +56,9 @@ class ParamError(KvikError):
     """A sampling parameter or prompt that the engine refuses.
 
     Attributes:
-        overflow: the counts, if the prompt, perhaps with the output that was asked for, does not
-            fit into the context.
-        code: one word for programs; "": there is none.
+        overflow: the counts, if the prompt, or prompt and requested output together, do not fit
+            into the context.
+        code: one word for programs; "": none.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ParamError(KvikError):
 
 
 def describe(error: Exception) -> str:
-    """Return the error text of one request: "field: why" where the caller can mend it."""
+    """Return the error text of one request: "field: why" if the caller can fix it."""
     return str(error) if isinstance(error, ParamError) else f"{type(error).__name__}: {error}"
 
 
@@ -87,9 +87,10 @@ class CapacityError(KvikError):
 
 
 class GroupLost(KvikError):
-    """One of the processes that compute a model together is gone. Only a new engine helps.
+    """One of the processes that compute a model together has ended. Only a new engine helps.
 
-    The message says which and how, and nothing else of the machine: callers of a server see it.
+    Clients of a server see the message: it says which process ended and how, and nothing else about
+    the machine.
     """
 
     def __str__(self) -> str:
@@ -97,12 +98,12 @@ class GroupLost(KvikError):
 
 
 class OverloadError(KvikError):
-    """There is too much work now. `retry_after` tells in how many seconds there may be room."""
+    """There is too much work now. After `retry_after` seconds there may be room."""
 
     def __init__(self, field: str, message: str, retry_after: float, *, own: bool) -> None:
         super().__init__(field, message)
         self.retry_after = retry_after
-        self.own = own  # it is the caller's own work that is too much, not everyone's
+        self.own = own  # the caller's own requests exceed a limit, not the total of all callers
 
 
 class UnavailableError(KvikError):

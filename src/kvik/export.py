@@ -1,4 +1,4 @@
-"""A model, a folder or a GGUF file of floats, as one GGUF file."""
+"""Exports an unquantised model, a folder or a GGUF file, as one GGUF file."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from kvik.spec.kv import group_layers
 from kvik.spec.model import DTYPE_BYTES
 from kvik.spec.stored_weights import MXFP4_BLOCKS
 
-# What matrices can be written in, by the names that users know.
+# Types that matrices can be written in: the name for users -> the name in `FILE_TYPES`.
 TYPES: Mapping[str, str] = {name.lower(): name for name in FILE_TYPES}
 
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """A file that can be written: everything that can be checked before was."""
+    """A file that is ready to be written: everything that can be checked before has been."""
 
     metadata: Mapping[str, Scalar | Sequence[Scalar]]
     tensors: Sequence[OutTensor]
 
     @property
     def weights(self) -> int:
-        """How many numbers the tensors hold."""
+        """Number of elements of all tensors."""
         return sum(tensor.weights for tensor in self.tensors)
 
     @property
@@ -49,27 +49,28 @@ class Export:
         return sum(tensor.size for tensor in self.tensors)
 
     def write(self, path: Path, advance: Callable[[int], None]) -> None:
-        """
+        """Write the file, completely or not at all.
+
         Args:
-            advance: called with the number of bytes that were written.
+            advance: called with the number of bytes of each piece that was written.
 
         Raises:
-            ModelError: weights that cannot be, or that the type cannot hold; or the file cannot be
-                written. Then there is none.
+            ModelError: weights are invalid or out of range of the type, or the file cannot be
+                written.
         """
         told = [replace(tensor, data=_telling(tensor, advance)) for tensor in self.tensors]
         write_gguf(path, self.metadata, told)
 
 
 def plan_export(path: Path, type: str) -> Export:
-    """Return what a folder or a file that `find_model` gave becomes; no weight is read yet.
+    """Plan the export of a folder or file that `find_model` returned; no weights are read yet.
 
     Args:
-        type: of its matrices, one of the values of `TYPES`.
+        type: of the matrices, one of the values of `TYPES`.
 
     Raises:
-        ModelError: it cannot be told in GGUF's words, or is quantised already, but for the experts
-            of gpt-oss, which files have as they are.
+        ModelError: GGUF cannot describe the model, or it is quantised already. The MXFP4 experts of
+            gpt-oss are allowed: they are copied as they are.
     """
     files = model_files(path)
     spec = files.spec()
@@ -93,7 +94,7 @@ def plan_export(path: Path, type: str) -> Export:
 
 
 def _check(spec: ModelSpec, checkpoint: Checkpoint) -> None:
-    """By a model that is declared and never filled.
+    """Check the checkpoint against a model whose weights are declared and never loaded.
 
     Raises:
         ModelError: the checkpoint does not fit the spec.
@@ -113,7 +114,7 @@ def _check(spec: ModelSpec, checkpoint: Checkpoint) -> None:
 
 
 def _recommended(params: SamplingParams) -> Mapping[str, float | int]:
-    """Return what differs from the engine's own defaults, in the words of
+    """Return the values that differ from the engine's defaults, by the names of
     generation_config.json."""
     own = SamplingParams()
     return {

@@ -1,7 +1,7 @@
-"""The facts of any model: read by kvik, or by transformers where kvik does not know the model.
+"""Reads the facts of any model, through transformers if kvik does not know the model.
 
-transformers needs torch, so a process of its own looks at the model, without its weights, and says
-what it found. Code that lies in the model's folder is run by neither.
+transformers needs torch, so a separate process inspects the model, without its weights, and reports
+the facts. Neither process runs code from the model's folder.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ MAX_BYTES = 1 << 62
 
 
 def read_spec(path: Path, fallback: str) -> ModelSpec:
-    """Return the facts of a model at a path that `find_model` gave.
+    """Return the facts of a model at a path that `find_model` returned.
 
     Args:
         fallback: see `EngineConfig`.
 
     Raises:
-        ModelError: the files cannot be used, or no one knows the model.
-        ConfigError: transformers is wanted, and is not installed.
+        ModelError: the files cannot be used, or neither kvik nor transformers knows the model.
+        ConfigError: transformers is needed and not installed.
     """
     try:
         return model_files(path).spec()
@@ -51,15 +51,15 @@ def read_spec(path: Path, fallback: str) -> ModelSpec:
         except ModelError:
             if not known:
                 raise
-        raise  # what kvik misses in a model that it knows
+        raise  # kvik knows the model: its own error says what is missing
 
 
 def ask(folder: Path) -> dict[str, Any]:
-    """Return what the library finds in a folder: `transformers_model.model_facts`.
+    """Return what transformers reports of a folder, see `transformers_model.model_facts`.
 
     Raises:
-        ModelError: it cannot run the model.
-        ConfigError: it is not installed.
+        ModelError: transformers cannot run the model.
+        ConfigError: transformers is not installed.
     """
     command = python_command("kvik.worker.transformers_model", str(folder.absolute()))
     try:
@@ -84,7 +84,7 @@ def fallback_spec(folder: Path, facts: Mapping[str, Any]) -> ModelSpec:
         facts: as `ask` returns them.
 
     Raises:
-        ModelError: they cannot be.
+        ModelError: a fact is invalid.
     """
     config = read_json(folder / CONFIG)
     names = Fields(config).strings("architectures")

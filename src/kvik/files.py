@@ -1,4 +1,4 @@
-"""Files that others may read at any moment, and that an interruption must not cut in two."""
+"""Writes files and folders atomically: readers never see half of one, even after a crash."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 NO_FILE = "it is no regular file"
-DRAFT = ".kvik-"  # what the name of an unfinished file begins with
-OLD = "-old"  # what the name of a folder that is being replaced ends in
+DRAFT = ".kvik-"  # prefix of the name of an unfinished file
+OLD = "-old"  # suffix of the name of a folder that is being replaced
 GGUF = ".gguf"
 
 
 def shared_memory(size: int) -> int:
-    """Return the number of a file without a name, as large as asked and full of zeros."""
+    """Return the descriptor of an unnamed file of `size` zero bytes."""
     if sys.platform == "linux":
         file = os.memfd_create("kvik")
     else:
@@ -34,18 +34,18 @@ def shared_memory(size: int) -> int:
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether a model's path names a GGUF file; else it names a folder."""
+    """Return whether a model's path names a GGUF file rather than a folder."""
     return path.suffix.lower() == GGUF and not path.is_dir()
 
 
 def regular(path: str, flags: int) -> int:
-    """Open a regular file and nothing else, as `opener` of `open`: a pipe or a device of a model
-    folder could be waited for without end.
+    """Open a regular file and nothing else; for `opener` of `open`. A pipe or device in a model
+    folder could block forever.
 
     Raises:
-        OSError: it cannot be opened, or is something else.
+        OSError: it cannot be opened, or is no regular file.
     """
-    fd = os.open(path, flags | os.O_NONBLOCK)  # which opens a pipe without a writer at once
+    fd = os.open(path, flags | os.O_NONBLOCK)  # does not wait for the writer of a pipe
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(errno.EINVAL, NO_FILE)
@@ -53,7 +53,7 @@ def regular(path: str, flags: int) -> int:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file, whole or not at all; what is no file (a pipe, a device) is written to as it is.
+    """Write a file, whole or not at all; a pipe or device is written to directly.
 
     Raises:
         OSError: it cannot be written.
@@ -67,7 +67,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def writing_whole(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes its name when the block ends, and is gone when that fails.
+    """Open a file that takes its name when the block ends, and is deleted if the block fails.
 
     Raises:
         OSError: it cannot be written.
@@ -81,8 +81,8 @@ def writing_whole(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def writing_whole_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill, which takes its name, and the place of the one that has it, when the block
-    ends; when that fails it is gone, and the old one stays.
+    """Make a folder that replaces `path` when the block ends. If the block fails, it is deleted and
+    the old folder stays.
 
     Raises:
         OSError: it cannot be written.
@@ -96,7 +96,7 @@ def writing_whole_folder(path: Path) -> Iterator[Path]:
                 path.replace(old)
             draft.replace(path)
         except BaseException:
-            with contextlib.suppress(OSError):  # another one has taken the place meanwhile
+            with contextlib.suppress(OSError):  # another process has written `path` meanwhile
                 old.replace(path)
             raise
         finally:
@@ -106,8 +106,8 @@ def writing_whole_folder(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def working_folder(path: Path) -> Iterator[Path]:
-    """A hidden folder next to `path`, for the work on it; removed when the block ends, or when the
-    next work on `path` begins after this process was killed.
+    """Make a hidden folder next to `path` for temporary files. It is removed when the block ends;
+    if this process is killed, by the next process that works on `path`.
 
     Raises:
         OSError: it cannot be written.
@@ -120,8 +120,8 @@ def working_folder(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _draft(path: Path, flags: int | None) -> Iterator[tuple[Path, int]]:
-    """A new draft of `path` and its descriptor; `flags` to open a file, None: a folder. It is
-    locked as long as its process lives."""
+    """Make a draft of `path`: a file opened with `flags`, or a folder if None. Yields it with its
+    descriptor. The draft is locked as long as its process lives."""
     prefix = f"{DRAFT}{hashlib.sha256(os.fsencode(path.name)).hexdigest()[:8]}-"
     _remove_drafts_of_the_dead(path, prefix)
     while True:
@@ -131,7 +131,7 @@ def _draft(path: Path, flags: int | None) -> Iterator[tuple[Path, int]]:
         try:
             number = os.open(draft, os.O_RDONLY if flags is None else flags, 0o666)
         except FileNotFoundError:
-            if flags is None:  # taken for one of the dead before it was locked
+            if flags is None:  # another process removed it before it was locked
                 continue
             raise
         try:
@@ -139,7 +139,7 @@ def _draft(path: Path, flags: int | None) -> Iterator[tuple[Path, int]]:
         except BlockingIOError:
             os.close(number)
             continue
-        except OSError:  # no locks on this file system: it is not taken for a dead one
+        except OSError:  # no locks on this file system; then nothing removes it either
             pass
         if draft.exists():
             break
@@ -152,8 +152,8 @@ def _draft(path: Path, flags: int | None) -> Iterator[tuple[Path, int]]:
 
 
 def _remove_drafts_of_the_dead(path: Path, prefix: str) -> None:
-    """Remove what killed processes left of their work on `path`. An old folder that was moved away
-    is kept while nothing has taken its place."""
+    """Remove drafts of `path` that killed processes left. An old folder that was moved away is kept
+    until a new one has taken its place."""
     for draft in path.parent.glob(f"{prefix}*"):
         if draft.name.endswith(OLD):
             if path.exists():
@@ -161,19 +161,19 @@ def _remove_drafts_of_the_dead(path: Path, prefix: str) -> None:
             continue
         try:
             number = os.open(draft, os.O_RDONLY)
-        except OSError:  # gone meanwhile, or another user's
+        except OSError:  # removed meanwhile, or owned by another user
             continue
         try:
             _lock(number)
             _remove(draft)
-        except OSError:  # a living process has it
+        except OSError:  # a living process has locked it
             pass
         finally:
             os.close(number)
 
 
 def _lock(number: int) -> None:
-    """Raises BlockingIOError: a living process has locked it."""
+    """Lock a descriptor; raises BlockingIOError if a living process has locked it."""
     fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
@@ -186,7 +186,7 @@ def _remove(path: Path) -> None:
 
 
 def can_write(path: Path) -> bool:
-    """Return whether a file may be put there, folders above that do not exist yet included."""
+    """Return whether a file can be written there, creating missing parent folders."""
     if path.is_dir():
         return False
     if path.exists() and not path.is_file():

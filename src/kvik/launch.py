@@ -1,4 +1,4 @@
-"""The composition root: from a config to a running engine. The only place that joins the trunks."""
+"""Composition root: turns a config into a running engine. Only this module joins the trunks."""
 
 from __future__ import annotations
 
@@ -52,19 +52,17 @@ if TYPE_CHECKING:
     from kvik.worker.worker import Worker
 
 
-# Which tokens two tokenizers have in common, so that one model may draft for another.
-
-LEAST_SHARED = 0.9  # of the target's tokens: below that it is another vocabulary
+LEAST_SHARED = 0.9  # of the target's tokens; below that the vocabularies differ too much to draft
 
 
 def shared_vocabulary(target: Tokenizer, draft: Tokenizer) -> tuple[int, ...] | None:
-    """The target's id of each of the draft model's tokens, -1 where it has none; None: the ids are
-    the same.
+    """Return the target's id of each token of the draft model, -1 if it has none; None: all ids are
+    equal.
 
-    Tokens are the same if they are spelt the same in both vocabularies.
+    Tokens match if both vocabularies spell them alike.
 
     Raises:
-        ConfigError: too few are.
+        ConfigError: too few tokens match.
     """
     ours, theirs = target.library.get_vocab(True), draft.library.get_vocab(True)
     if ours == theirs:
@@ -88,11 +86,10 @@ QUICKLY_LOADED = 4 << 30  # bytes of weights
 
 
 class EarlyStart:
-    """What begins before torch is imported: the other processes, and `LoadAhead`.
+    """Starts other processes and `LoadAhead` before torch is imported.
 
-    Attributes:
-        stages: before the last one, and others: of the group, which end with the block; None: there
-            are none, or a worker has them.
+    `stages` are the pipeline stages before the last one, `others` the other ranks. They are None if
+    there are none, or once a worker owns them; otherwise they end with the block.
     """
 
     def __init__(self, resolved: ResolvedConfig) -> None:
@@ -115,7 +112,7 @@ class EarlyStart:
                     launcher = RayLauncher(resolved)
                 self.stages = StageProcesses(resolved, launcher)
             if runner.ranks > 1:
-                from kvik.rank_process import RankProcesses  # needs what only groups do
+                from kvik.rank_process import RankProcesses  # its imports are for groups only
 
                 last = runner.stages[-1] if runner.stages else None
                 cores = () if self.stages is None else self.stages.cores
@@ -145,7 +142,7 @@ class EarlyStart:
 
 
 def launch(config: EngineConfig) -> Engine:
-    """Decide, plan the memory, load, and hand over a client.
+    """Resolve the config, load the model, and return the running engine.
 
     Raises:
         KvikError: the model or an option cannot be used; nothing was loaded.
@@ -156,21 +153,21 @@ def launch(config: EngineConfig) -> Engine:
 def start(
     resolved: ResolvedConfig, sleep: Sleep = time.sleep, *, record: Path | None = None
 ) -> Engine:
-    """Load what was decided on.
+    """Load a resolved config, and return the running engine.
 
     Args:
-        sleep: how the client waits while a policy waits for company.
-        record: file that what happens is written to, for `kvik replay`.
+        sleep: how the client waits while a policy delays a step for more requests.
+        record: file to record events to, for `kvik replay`.
 
     Raises:
-        KvikError: the model cannot be used, or the file not be written.
+        KvikError: the model cannot be used, or the file cannot be written.
     """
     check_one_engine(resolved)
     default_params = model_files(Path(resolved.runner.model_path)).default_params()
     runner = resolved.runner
-    # The tokenizer's library keeps Python's lock, so no other Python runs meanwhile. That delays
-    # the rounding of weights, which is many short operations, more than the import of torch, and
-    # plain loading less. Before a long wait the tokenizer comes first, so that its errors do too.
+    # The tokenizer's library holds the GIL. That delays the quantisation of weights, which is many
+    # short operations, more than the import of torch, and plain loading less. Before a long load
+    # the tokenizer also comes first so that its errors come early.
     first = runner.quantization != "none" or resolved.memory.weights > QUICKLY_LOADED
     with uncollected(), EarlyStart(resolved) as ahead, ThreadPoolExecutor(1) as aside:
         early = aside.submit(load_tokenizer, resolved) if first else None
@@ -191,9 +188,10 @@ def start(
 
 
 def check_one_engine(resolved: ResolvedConfig) -> None:
-    """
+    """Check that the config asks for one engine, as this process can run only one.
+
     Raises:
-        ConfigError: several engines are asked for where one computes in this process.
+        ConfigError: `data_parallel_size` is above 1.
     """
     if resolved.runner.replicas > 1:
         told = "kvik serve and AsyncLLM have several, each in a process of its own"
@@ -206,11 +204,11 @@ def load_loop(
     ahead: EarlyStart | None = None,
     token: bytes = b"",
 ) -> EngineLoop:
-    """The engine alone, without what a frontend needs. Errors as those of `start`.
+    """Load the engine alone, without what a frontend needs. Raises the errors of `start`.
 
     Args:
-        record: as of `start`.
-        ahead: what was begun before torch was imported; None: it begins now.
+        record: see `start`.
+        ahead: the early start, if torch was imported after it; None: starts now.
         token: see `Worker`.
     """
     runner, tiers = resolved.runner, resolved.cache.tiers
@@ -220,7 +218,7 @@ def load_loop(
     log.info("loading %s: %s of weights, %s on %s", name, weights, runner.dtype, runner.device)
     _tell_what_matters(resolved)
 
-    # The memory of a GPU is the engine's own, and torch's allocator gives nothing back.
+    # Not on a GPU: its memory is the engine's own, and torch's allocator returns none.
     memory = MemoryWatch(resolved.memory.limit) if runner.kernels == "native" else None
     core = EngineCore(resolved)
     if record is None:
@@ -229,7 +227,7 @@ def load_loop(
         loop.find_pages()
         return loop
 
-    from kvik.engine.recorder import ClockTape, Recorder  # its files are msgspec's
+    from kvik.engine.recorder import ClockTape, Recorder  # imports msgspec
 
     tape = ClockTape(time.monotonic)
     worker = load_worker(resolved, tape, ahead, token=token)
@@ -263,9 +261,9 @@ def load_tokenizer(resolved: ResolvedConfig) -> Tokenizer | None:
 
 
 def _check_template(tokenizer: Tokenizer) -> None:
-    """Raise `ModelError` if a chat template is no valid Jinja. A valid one may still refuse this
+    """Raise `ModelError` if a chat template is not valid Jinja. A valid one may still refuse this
     conversation."""
-    from kvik.text.chat_template import ChatTemplate  # needs msgspec, as chats alone do
+    from kvik.text.chat_template import ChatTemplate  # imports msgspec, only for chats
 
     template = ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
     try:
@@ -284,8 +282,8 @@ def load_worker(
     token: bytes = b"",
     replays: bool = False,
 ) -> Worker:
-    """The model alone, for a caller that makes the plans itself. For `ahead` see `load_loop`, for
-    `token` and `replays` see `Worker`."""
+    """Load the model alone, for a caller that plans the steps itself. For `ahead` see `load_loop`,
+    for `token` and `replays` see `Worker`."""
     with uncollected(), ahead or EarlyStart(resolved) as begun:
         from kvik.worker.loading import fill_cache
         from kvik.worker.worker import Worker
@@ -313,8 +311,8 @@ def load_worker(
 
 
 def grammars_of(resolved: ResolvedConfig) -> Grammars:
-    """The grammars of structured texts, over the model's tokenizer, which the first one loads."""
-    from kvik.text.matcher import BuiltGrammars  # brings in numpy
+    """Return the grammars of structured outputs. The first one used loads the tokenizer."""
+    from kvik.text.matcher import BuiltGrammars  # imports numpy
 
     files = model_files(Path(resolved.runner.model_path))
     return BuiltGrammars(
@@ -328,10 +326,10 @@ def play(
     events: Iterable[Event],
     progress: Callable[[int], None],
 ) -> Replayed:
-    """Play a recording again with the model that it names. See `Replay`.
+    """Replay a recording with the model that it names. See `Replay`.
 
     Args:
-        readings: of the worker's clock while it was made.
+        readings: recorded readings of the worker's clock.
 
     Raises:
         KvikError: the model cannot be used, or the recording is damaged.
@@ -349,19 +347,19 @@ def play(
 def build_weights(
     resolved: ResolvedConfig, file: BinaryIO, progress: Callable[[int, int], None]
 ) -> Manifest:
-    """Write the weights as the worker would have them in memory. Returns what the manifest of an
-    engine folder says of them."""
+    """Write the weights in the layout that the worker has in memory. Returns the part of an engine
+    folder's manifest that describes them."""
     from kvik.worker import loading
 
     return loading.build_weights(resolved, file, progress)
 
 
 def reschedule(engine: Engine, scheduler: SchedulerConfig, cache: CacheConfig) -> Engine:
-    """Return the loaded model under another policy, with an empty prefix cache; nothing is loaded
-    again.
+    """Return an engine with the same loaded model, another scheduling policy, and an empty prefix
+    cache.
 
-    The sizes must be those it was loaded with. `engine` must have no requests, and is not used
-    any more.
+    The sizes must be those it was loaded with. `engine` must have no requests, and must not be used
+    afterwards.
     """
     resolved = replace(engine.resolved, scheduler=scheduler, cache=cache)
     loop = EngineLoop(EngineCore(resolved), engine.executor, time.monotonic)
@@ -370,8 +368,8 @@ def reschedule(engine: Engine, scheduler: SchedulerConfig, cache: CacheConfig) -
 
 
 def _tell_what_matters(resolved: ResolvedConfig) -> None:
-    """An engine that could be several times faster says so at start, and why it is not; and one
-    whose answers are not those of the model."""
+    """Warn, with the reason, if the engine is several times slower than it could be, or if its
+    outputs differ from the model's."""
     for decision in resolved.decisions:
         slow = decision.name == "kernels" and decision.value == "torch"
         if slow and decision.reason != ASKED:
@@ -385,12 +383,12 @@ def _tell_what_matters(resolved: ResolvedConfig) -> None:
 
 
 def resolve_config(config: EngineConfig, *, moves: bool = False) -> ResolvedConfig:
-    """Every decision with its reason, before anything is loaded.
+    """Make every decision, with its reason, before anything is loaded.
 
     Args:
-        moves: requests may go on in engines of other servers, and come from there.
+        moves: requests may move between this engine and engines of other servers.
     """
-    check_config(config)  # before a model is downloaded in vain
+    check_config(config)  # before a model is downloaded
     path = find_model(config.model, revision=config.revision)
     spec = _read_spec(path, config.fallback)
     gpus = () if config.device == "cpu" else find_gpus()
@@ -410,13 +408,13 @@ def _read_spec(path: Path, fallback: str) -> ModelSpec:
 
 
 def find_device(device: str) -> str:
-    """Find what computes where no model is served: "cpu" or "cuda:N".
+    """Return the device for work without an engine: "cpu" or "cuda:N".
 
     Args:
         device: as `EngineConfig.device`.
 
     Raises:
-        ConfigError: it cannot be, or is not there.
+        ConfigError: the device is invalid or missing.
     """
     config = EngineConfig(device=device)
     check_config(config)
@@ -425,7 +423,7 @@ def find_device(device: str) -> str:
 
 
 def _draft_source(asked: SpeculativeConfig | None, model: Path, spec: ModelSpec) -> DraftSource:
-    """Return the draft model or the heads, if any are wanted."""
+    """Return the draft model or the draft heads, if any are requested."""
     if asked is None or asked.method not in MODEL_METHODS:
         return NO_SOURCE
     if asked.method in KINDS:

@@ -1,8 +1,8 @@
 """Connections between the processes of an engine that may be on different machines.
 
-A process that listens and one that connects prove to each other that they know a token, by its
-HMAC over numbers that both have drawn, and then tell who they are. The kernel watches a connection:
-a peer whose machine or network is gone is noticed within `SILENT_SECONDS`.
+The listener and the connecting process prove to each other that they know a token, by an HMAC over
+nonces of both; then the connecting process identifies itself. TCP keep-alive detects a lost machine
+or network within `SILENT_SECONDS`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import msgspec
 
 from kvik.version import __version__
 
-PROVING_SECONDS = 5.0  # that a peer may take to say who it is
+PROVING_SECONDS = 5.0  # limit for the handshake
 SILENT_SECONDS = 8
 NONCE, PROOF = 32, 32  # bytes
 _LARGEST_HELLO = 1 << 12
@@ -34,12 +34,12 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):
-    """Who connects.
+    """Identifies the connecting process.
 
     Attributes:
         role: what the connection is for.
-        stage: who it is.
-        hop: where it waits for the stage before it.
+        stage: number of the process's stage.
+        hop: address at which it listens for the stage before it.
         version: of kvik.
     """
 
@@ -54,28 +54,28 @@ class LinkError(Exception):
 
 
 class LinkListener:
-    """Waits for connections of those who know the token.
+    """Accepts connections from processes that know the token.
 
     Attributes:
-        address: where.
+        address: where it listens.
     """
 
     def __init__(self, host: str, token: bytes, port: int = 0) -> None:
         """
         Args:
-            host: address of this machine; nothing else is listened at.
-            port: 0: a free one.
+            host: the only address of this machine to listen at.
+            port: 0: any free port.
         """
         self._token = token
         self._socket = socket.create_server((host, port), backlog=64)
         self.address = Address(*self._socket.getsockname()[:2])
 
     def accept(self, seconds: float) -> tuple[Hello, Connection]:
-        """Return the next connection. Those who do not know the token are turned away.
+        """Return the next connection. Peers that do not know the token are rejected.
 
         Raises:
-            TimeoutError: none came.
-            LinkError: another version of kvik.
+            TimeoutError: no peer connected in time.
+            LinkError: the peer has another version of kvik.
         """
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
@@ -123,7 +123,7 @@ def connect(address: Address, token: bytes, hello: Hello) -> Connection:
     """Connect to a listener.
 
     Raises:
-        LinkError: it cannot be reached, or does not know the token, or this one has a wrong one.
+        LinkError: the listener cannot be reached, or one side does not know the token.
     """
     where = f"{address.host}:{address.port}"
     try:
@@ -147,9 +147,10 @@ def connect(address: Address, token: bytes, hello: Hello) -> Connection:
 
 
 def _admit(peer: socket.socket, token: bytes) -> Hello:
-    """
+    """Do the listener's side of the handshake.
+
     Raises:
-        OSError, LinkError, MsgspecError: it is not one of ours.
+        OSError, LinkError, MsgspecError: the peer does not know the token or the protocol.
     """
     ours = secrets.token_bytes(NONCE)
     peer.sendall(ours)
@@ -178,7 +179,7 @@ def _read(peer: socket.socket, size: int) -> bytes:
 
 
 def _watched(peer: socket.socket) -> Connection:
-    """Return the connection, of which nothing waits and which breaks if the peer is silent."""
+    """Return an unbuffered (TCP_NODELAY) connection that breaks if the peer is silent."""
     peer.settimeout(None)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -201,6 +202,6 @@ def host_of(line: Connection) -> str:
 
 
 def hang_up(line: Connection) -> None:
-    """End a connection on which another thread may wait: it finds the end."""
+    """End a connection; a thread that waits on it gets EOF."""
     with suppress(OSError), socket.socket(fileno=os.dup(line.fileno())) as peer:
         peer.shutdown(socket.SHUT_RDWR)

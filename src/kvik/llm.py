@@ -53,11 +53,12 @@ if TYPE_CHECKING:
     from kvik.text.chat_template import ChatTemplate
     from kvik.text.grammar_check import GrammarCheck
 
-# A progress bar for batches: requests done, output tokens per second.
-
 
 class BatchProgress:
-    """Shown on standard error. `show` None: for more than one request, on a terminal."""
+    """A progress bar on standard error: requests done, output tokens per second.
+
+    `show` None shows it on a terminal for more than one request.
+    """
 
     def __init__(self, total: int, show: bool | None) -> None:
         self._bar: Progress | None = None
@@ -85,7 +86,7 @@ class BatchProgress:
 
 
 def _bar() -> Progress:
-    # Most calls show none, and a start should not wait for this.
+    # Imported here: most calls show no bar, and the import would slow down every start.
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -110,11 +111,11 @@ Message = Mapping[str, Any]
 
 
 def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
-    """Return the options as given, in kvik's words or in those of other engines, and what variables
-    set of the rest.
+    """Make a config from options by kvik's names or other engines' names. Options that are not
+    given are taken from environment variables.
 
     Raises:
-        ConfigError: there is no such option.
+        ConfigError: an option is unknown.
     """
     known = [one.name for one in options_of(EngineConfig) if one.name != "model"]
     given = translated(options)
@@ -135,10 +136,10 @@ def engine_request(
     pooling: str | None = None,
     second_text: int = 0,
 ) -> EngineRequest:
-    """Return a request in the engine's terms: words as token ids.
+    """Return a request for the engine, with the words in its parameters as token ids.
 
     Raises:
-        ParamError: a parameter needs a tokenizer, and there is none.
+        ParamError: a parameter needs a tokenizer, and the model has none.
     """
     if params.stop and tokenizer is None:
         raise ParamError("stop", "needs a tokenizer, and this model has none")
@@ -153,19 +154,19 @@ def engine_request(
 
 
 def tell_unenforced(parts: Sequence[str]) -> None:
-    """Warn of what of a JSON Schema is not enforced."""
+    """Warn about the parts of a JSON Schema that are not enforced."""
     if parts:
         warnings.warn(f"structured: not enforced: {'; '.join(parts)}", stacklevel=4)
 
 
 def check_one_prompt(prompt: Prompt) -> None:
-    """Raise `ParamError` if it is not one text or one list of token ids."""
+    """Raise `ParamError` unless it is one text or one list of token ids."""
     if not any(one is prompt for one in _as_prompts(prompt)):
         raise ParamError("prompt", "must be one text or one list of token ids")
 
 
 def check_priority(priority: int, policy: str) -> None:
-    """Raise `ParamError` if the policy has no such priority."""
+    """Raise `ParamError` if the policy does not allow this priority."""
     if type(priority) is not int:
         raise ParamError("priority", f"must be an integer, not {shown(priority)}")
     if priority and policy != "priority":
@@ -176,13 +177,13 @@ class LLM:
     """A loaded model. Use it as a context manager, or `close` it, to free everything.
 
     Any number of threads may use it at once: their calls share one batch, and each gets its own
-    results. The engine runs in a thread of its own, so Ctrl-C leaves a call at once. In a forked
+    results. The engine runs in a separate thread, so Ctrl-C interrupts a call at once. In a forked
     process every call raises `RuntimeError`.
 
     Args:
         model: folder in Hugging Face format, GGUF file, hub id, or "" for the bundled story model.
-        config: any field of `EngineConfig`, or what other engines call it (`config.synonyms`). What
-            is not given may be set by variables (KVIK_MAX_MODEL_LEN=4096).
+        config: any field of `EngineConfig`, or its name in other engines (`config.synonyms`).
+            Environment variables set the others (KVIK_MAX_MODEL_LEN=4096).
 
     Raises:
         KvikError: the model or an option cannot be used; the message says what is allowed.
@@ -201,7 +202,7 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Raises `ModelError` if the model has none; token ids can still be given."""
+        """The model's tokenizer; raises `ModelError` if it has none, and takes only token ids."""
         if self._tokenizer is None:
             path = Path(self.resolved.runner.model_path)
             return model_files(path).tokenizer()  # says what is missing
@@ -221,13 +222,13 @@ class LLM:
         """Complete prompts (texts or token ids), one or many, in the order given.
 
         Args:
-            params: for all prompts, or one for each; None takes the model's own defaults. Where
-                `max_tokens` (256 unless said) or the context ends a text, the `finish_reason` of
-                its completion is "length".
+            params: for all prompts, or one for each; None takes the model's own defaults. If
+                `max_tokens` (default 256) or the context ends a text, the `finish_reason` of its
+                completion is "length".
             progress: show a bar; None shows it for more than one prompt on a terminal.
             priority: for all prompts, or one for each: with `policy="priority"` the smallest is
                 served first.
-            schema: a pydantic model or a JSON Schema that each text must satisfy; in short for
+            schema: a pydantic model or a JSON Schema that each text must satisfy; shorthand for
                 `params.structured`.
             sampling_params, use_tqdm: what vLLM calls `params` and `progress`.
 
@@ -248,8 +249,8 @@ class LLM:
         *,
         priority: int | Sequence[int] = 0,
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """Complete prompts as `generate` does, and iterate over the outputs as they are ready, each
-        with the index of its prompt. What is left when the iterator is closed ends."""
+        """Complete prompts like `generate`, and iterate over the outputs as they are ready, each
+        with the index of its prompt. Closing the iterator ends the requests that are left."""
         listed = _as_prompts(prompts)
         priorities = self._priorities(len(listed), priority)
         requests = self._requests(listed, params, add_special_tokens=True, priorities=priorities)
@@ -309,21 +310,21 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         progress: bool | None = None,
     ) -> list[RequestOutput] | list[ScoreOutput]:
-        """Score prompts by themselves, or pairs of texts by a reranker.
+        """Return log probabilities of prompts, or a reranker's scores of pairs of texts.
 
         With one argument: log probabilities of the prompts' own tokens, in `prompt_logprobs` (None
-        for the first). With texts as the second one: how well each goes with the first, as a
-        reranker says; the scores are in `score`. One first text is paired with each of the others.
+        for the first token). With texts as the second argument: a reranker's score of how well each
+        pair matches, in `score`. A single first text is paired with each of the second ones.
 
         Args:
             prompts: or the first texts of pairs: queries.
-            top: how many of the likeliest alternatives to report at each position; or the second
+            top: number of the likeliest alternatives to report at each position; or the second
                 texts of pairs: documents.
-            start: index of the first token to score. Those before it have None, and may come from
+            start: index of the first token to score. Earlier tokens get None, and may be taken from
                 the prefix cache.
-            instruction: of a reranker that reads one: what makes a pair good.
-            truncate_prompt_tokens: tokens of a pair to keep, of the longer text the first ones; -1:
-                as many as fit. None: too long a pair is an error.
+            instruction: for a reranker that takes one: what makes a pair a good match.
+            truncate_prompt_tokens: tokens of a pair to keep, the longer text being cut at its end;
+                -1: as many as fit; None: a pair that is too long is an error.
 
         Raises:
             ParamError, CapacityError: a prompt is impossible; nothing was computed.
@@ -346,20 +347,20 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         progress: bool | None = None,
     ) -> list[EmbeddingOutput]:
-        """Return a vector for each prompt, from the last layer's hidden states after the last norm,
-        and from the dense layers of the model if it has some.
+        """Return a vector for each prompt, from the last layer's hidden states after the final
+        norm, passed through the model's dense layers if it has any.
 
         Args:
-            pooling: "mean" over all tokens, that of the "last" or first token ("cls"), or "max" in
-                each channel; None: what the model was trained with, as its files say, else "mean".
+            pooling: "mean" over all tokens, the state of the "last" or first token ("cls"), or
+                "max" in each channel; None: the model's trained pooling by its files, else "mean".
             normalize: scale vectors to length 1.
-            dimensions: cut vectors to this length, for models that were trained for it; None: they
-                are whole.
-            prompt_name: of the model's prompts that is put before each text; None: the one that it
-                has by default, if any.
-            truncate_prompt_tokens: tokens of a text to keep, from its beginning, special ones
-                included, or from its end if the model was not trained to embed; -1: as many as fit.
-                None: too long a text is an error.
+            dimensions: cut vectors to this length, for models that were trained for it; None: keep
+                their full length.
+            prompt_name: name of the model's prompt to put before each text; None: the model's
+                default prompt, if it has one.
+            truncate_prompt_tokens: tokens of a text to keep, special ones included: the first ones,
+                or the last ones if the model was not trained to embed; -1: as many as fit; None: a
+                text that is too long is an error.
 
         Raises:
             ParamError, CapacityError: a prompt is impossible; nothing was computed.
@@ -383,22 +384,22 @@ class LLM:
         return [embedding_output(o, normalize=normalize, dimensions=dimensions) for o in outputs]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
-        """Complete one prompt and iterate over the text as it comes."""
+        """Complete one prompt and iterate over the text as it is generated."""
         check_one_prompt(prompt)
         return self._stream(prompt, params, add_special_tokens=True)
 
     def stream_chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None
     ) -> Stream:
-        """Answer one conversation and iterate over the text as it comes."""
+        """Answer one conversation and iterate over the text as it is generated."""
         return self._stream(self.render_chat(messages), params, add_special_tokens=False)
 
     def render_chat(self, messages: Sequence[Message]) -> str:
-        """Return the prompt that the model's chat template makes of a conversation."""
+        """Render a conversation with the model's chat template; return the prompt."""
         self._engine.check_usable()
         if self._chat_template is None:
             tokenizer = self.tokenizer
-            from kvik.text.chat_template import ChatTemplate  # needs msgspec, as chats alone do
+            from kvik.text.chat_template import ChatTemplate  # imports msgspec, only for chats
 
             self._chat_template = ChatTemplate(
                 tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token
@@ -410,13 +411,13 @@ class LLM:
         return self._engine.ask(self._client.stats)
 
     def reset_prefix_cache(self) -> int:
-        """Forget all cached prefixes; running requests go on. Returns the number of blocks that
+        """Drop all cached prefixes; running requests continue. Returns the number of blocks that
         held one."""
         return self._engine.ask(self._client.reset_prefix_cache)
 
     def close(self) -> None:
-        """Free the model and its cache; a closed LLM cannot be used again. Calls that other threads
-        wait for raise `RuntimeError`."""
+        """Free the model and its cache; a closed LLM cannot be used again. Pending calls in other
+        threads raise `RuntimeError`."""
         for process in (self._chat_template, self._grammar_check):
             if process is not None:
                 process.close()
@@ -453,8 +454,8 @@ class LLM:
         pooling: str,
         progress: bool | None,
     ) -> list[RequestOutput]:
-        """Have the vectors or scores of some inputs computed."""
-        params = SamplingParams()  # of which nothing is read
+        """Compute the vectors or scores of some inputs."""
+        params = SamplingParams()  # not used
         requests = [
             engine_request(
                 f"llm-{next(self._serial)}",
@@ -496,7 +497,7 @@ class LLM:
         return request
 
     def _checked(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters with what a text must be as the engine takes it."""
+        """Return the parameters with their structured-output constraint in the engine's form."""
         if params.structured is None:
             return params
         if self._tokenizer is None:
@@ -567,7 +568,7 @@ class LLM:
         """Run requests and yield their outputs as they are ready, each with its index."""
         indexes = {request.request_id: index for index, request in enumerate(requests)}
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
-        # The queue may not take all at once: those that are served first come first.
+        # The queue may not take all at once, so submit them in order of priority.
         pairs = sorted(zip(requests, texts, strict=True), key=lambda pair: pair[0].priority)
         call = Call(pairs, streaming=False)
         try:
@@ -603,7 +604,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         schema: object,
     ) -> SamplingParams | Sequence[SamplingParams] | None:
-        """Return the parameters of `count` texts that must satisfy a schema; None: any."""
+        """Return the parameters with a schema, if one is given, for each of `count` texts."""
         if schema is None:
             return params
         try:
@@ -632,7 +633,7 @@ class LLM:
 class Stream(Iterator[TextDelta]):
     """The deltas of one request. After the last one, `output` holds the whole result.
 
-    Text is generated whether or not it is read; a stream that is closed or forgotten ends.
+    Text is generated whether or not it is read; closing or garbage-collecting the stream ends it.
     """
 
     def __init__(self, llm: LLM, engine: EngineThread, call: Call) -> None:
@@ -660,7 +661,7 @@ class Stream(Iterator[TextDelta]):
         return bool(self._deltas) or not self._call.updates.empty()
 
     def close(self) -> None:
-        """Stop generating; what came so far has been delivered."""
+        """Stop generating."""
         self._end()
 
     def __enter__(self) -> Stream:
@@ -685,10 +686,10 @@ WHATEVER_FITS = -1  # of `truncate_prompt_tokens`
 
 
 def truncation(config: ResolvedConfig, asked: int | None) -> int | None:
-    """Return how many tokens of a prompt `truncate_prompt_tokens` keeps; None: all.
+    """Return the number of prompt tokens that `truncate_prompt_tokens` keeps; None: all.
 
     Raises:
-        ParamError: it keeps none, or more than the context has.
+        ParamError: the number is 0, or exceeds the context.
     """
     limit = config.scheduler.max_model_len
     if asked == WHATEVER_FITS:

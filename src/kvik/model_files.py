@@ -1,4 +1,4 @@
-"""What the files of a model say in addition to its weights, in folders and in GGUF files."""
+"""Reads everything but the weights from a model's folder or GGUF file."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from kvik.models.model_spec import ModelSpec, read_model_spec
 from kvik.spec.fields import read_json
 from kvik.text.tokenizer import Tokenizer
 
-# Sampling that a model's authors recommend.
+# Sampling parameters that a model's authors recommend.
 GENERATION_CONFIG = "generation_config.json"
-# Sampling parameter -> its name there.
+# Sampling parameter -> its name in that file.
 _STORED = {one.name: one.facts["stored"] for one in PARAMETERS.values() if one.facts["stored"]}
 
 
 class ModelFiles(Protocol):
-    """Every method reads, and raises `ModelError` for what cannot be used."""
+    """The files of a model. Each method reads some, and raises `ModelError` if they are invalid."""
 
     def spec(self) -> ModelSpec: ...
 
@@ -38,11 +38,11 @@ class ModelFiles(Protocol):
         ...
 
     def default_params(self) -> SamplingParams:
-        """Return what a request gets that asks for nothing."""
+        """Return the sampling parameters of requests that set none."""
         ...
 
     def descriptions(self) -> dict[str, bytes]:
-        """Files of a folder in Hugging Face format that say all this, by name."""
+        """Return name -> content of the same files in Hugging Face format, without weights."""
         ...
 
 
@@ -114,7 +114,7 @@ class Gguf:
 
 
 def model_files(path: Path) -> ModelFiles:
-    """Of a path that `find_model` gave.
+    """Return the files of a model at a path that `find_model` returned.
 
     Raises:
         ModelError: it is no valid GGUF file.
@@ -127,7 +127,7 @@ def _as_json(values: Mapping[str, object]) -> bytes:
 
 
 def read_default_params(folder: Path) -> SamplingParams:
-    """Return what a request gets that asks for nothing: the file's values where it has them.
+    """Return the sampling parameters of requests that set none: the file's values, else defaults.
 
     Raises:
         ModelError: the file holds an impossible value.
@@ -138,10 +138,10 @@ def read_default_params(folder: Path) -> SamplingParams:
 
 
 def default_params(stored: Mapping[str, object], file: str) -> SamplingParams:
-    """Of the parsed values of a file.
+    """Return sampling parameters from the parsed values of a file.
 
     Raises:
-        ModelError: an impossible value.
+        ModelError: the file holds an impossible value.
     """
     given: dict[str, Any] = {
         ours: stored[key] for ours, key in _STORED.items() if stored.get(key) is not None

@@ -1,6 +1,6 @@
-"""Declaration of options and parameters: each is a field of a dataclass, with the values that it
-takes and its meaning. The check of a value, its error message, the command-line flag, the KVIK_
-variable, the TOML key and the help text come from that field."""
+"""Declares options and parameters: each is a field of a dataclass, with its allowed values and its
+meaning. The validation, error message, command-line flag, KVIK_ variable, TOML key and help text
+are derived from that field."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from typing import Any
 
 from kvik.errors import KvikError, shown
 
-# A fact: one use of the flag takes all that follows it, as in vLLM; others would swallow a prompt.
+# Keys of `Option.facts`.
+# One use of the flag takes several values, as in vLLM. Other flags would swallow a prompt.
 TAKES_SEVERAL = "takes_several"
-FORMERLY = "formerly"  # the name before; its flag still works, and is not shown
+FORMERLY = "formerly"  # the former name, whose flag still works and is hidden
 NO_FACTS: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -25,9 +26,9 @@ class Kind:
     """The values that an option takes.
 
     Attributes:
-        expects: what its text must be, to finish the sentence "must be ...".
+        expects: completes the sentence "must be ..." about its text.
         metavar: short placeholder of a value.
-        repeats: it may be given several times; each text is one entry.
+        repeats: the option may be given several times; each text is one entry.
     """
 
     expects = "text"
@@ -36,7 +37,7 @@ class Kind:
 
     @property
     def limits(self) -> str:
-        """The allowed values, as help texts say them; "": any."""
+        """The allowed values, for help texts; "": any."""
         return ""
 
     def parse(self, text: str) -> object:
@@ -47,7 +48,7 @@ class Kind:
         """Return the value, normalised.
 
         Raises:
-            ValueError: it is not allowed; the text says what is.
+            ValueError: the value is not allowed; the message says which are.
         """
         raise NotImplementedError
 
@@ -79,7 +80,7 @@ class Integer(Kind):
 
 @dataclass(frozen=True)
 class Number(Kind):
-    """A number from `low` to `high`, or above `low` only."""
+    """A number from `low` to `high`; `above` excludes `low`."""
 
     low: float
     high: float
@@ -139,11 +140,11 @@ class Text(Kind):
 
 @dataclass(frozen=True)
 class OneOf(Kind):
-    """One of some words.
+    """One of a fixed set of words.
 
     Attributes:
-        synonyms: other words -> the allowed one that each stands for.
-        refused: words -> why they are refused; others are refused without a reason.
+        synonyms: other words -> the allowed word that each means.
+        refused: words -> why they are not allowed; for others the error gives no reason.
     """
 
     allowed: tuple[str, ...]
@@ -181,7 +182,7 @@ class TextList(Kind):
 
 @dataclass(frozen=True)
 class Integers(Kind):
-    """A tuple of integers; `what` is the plural of one."""
+    """A tuple of integers; `what` is their plural noun."""
 
     entry: Integer
     what: str
@@ -227,9 +228,9 @@ class Option:
     """One field that is an option.
 
     Attributes:
-        optional: the value may be None, which "none" is as text.
+        optional: the value may be None, written "none" as text.
         help: what it means.
-        facts: what else the declaration says.
+        facts: further declared facts, by the keys above.
     """
 
     name: str
@@ -255,7 +256,7 @@ class Option:
         return self.kind.parse(text)
 
     def checked(self, value: object) -> object:
-        """Return the value, normalised; raises ValueError, which says what is allowed."""
+        """Return the value, normalised; raises ValueError with the allowed values."""
         return None if value is None and self.optional else self.kind.checked(value)
 
 
@@ -264,14 +265,14 @@ def option(default: object, kind: Kind, help: str, facts: Mapping[str, Any] = NO
 
     Args:
         help: what it means, for `--help` and the schema.
-        facts: more to say of it, which `Option.facts` passes on.
+        facts: further facts, kept in `Option.facts`.
     """
     return field(default=default, metadata={"kind": kind, "help": help, "facts": facts})
 
 
 @cache
 def options_of(cls: type) -> tuple[Option, ...]:
-    """Return the options that a dataclass declares. `X | None` makes one optional."""
+    """Return the options that a dataclass declares. The type `X | None` makes one optional."""
     return tuple(
         Option(
             name=one.name,
@@ -286,19 +287,19 @@ def options_of(cls: type) -> tuple[Option, ...]:
 
 
 def normalised(config: object, error: type[KvikError]) -> dict[str, Any]:
-    """Check every option of a config by itself.
+    """Check each option of a config independently.
 
     Returns:
-        The values that are stored in another form than they were given, by field.
+        Field -> normalised value, for values that normalisation changes.
 
     Raises:
-        error: a value is not allowed; names the field and says what is.
+        error: a value is not allowed; it names the field and the allowed values.
     """
     changes = {}
     declared: type = type(config)
     for one in options_of(declared):
         value = getattr(config, one.name)
-        if value is one.default:  # most are, and requests wait for this check
+        if value is one.default:  # most are, and this check adds to the latency of requests
             continue
         try:
             good = one.checked(value)
@@ -314,15 +315,16 @@ def bad_value(allowed: str, value: object) -> ValueError:
 
 
 def unknown(name: str, what: str, known: Collection[str]) -> str:
-    """Return the end of an error message about an unknown name: what it is not, and the nearest
-    known name, or all of them if none is near."""
+    """Return the end of an error message about an unknown name: "is no <what>" and the most similar
+    known name, or all known names."""
     hint = did_you_mean(name, known) or f"known: {', '.join(known)}"
     return f"is no {what} ({hint})"
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """Return a question with the nearest known name, or one that begins so; "": there is none."""
-    import difflib  # only errors need it, and it would make start-up slower
+    """Return "did you mean ...?" with the most similar known name, or one with this prefix; "":
+    there is none."""
+    import difflib  # only errors need it, and it would slow down the start
 
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     longer = sorted((one for one in known if one.startswith(name) and len(name) > 3), key=len)
@@ -340,11 +342,11 @@ class Synonym:
     """A name of another engine's option.
 
     Attributes:
-        option: the option of kvik that it stands for; "": none.
-        values: its values -> those of the option; others stay as they are.
-        meaningless: values that change nothing here, or `ANY`.
-        why: why they do not, or what to use in place of other values.
-        kind: of its values as text, where it stands for no option or for other values.
+        option: the equivalent option of kvik; "": none.
+        values: its values -> values of that option; others are taken unchanged.
+        meaningless: values that have no effect in kvik, or `ANY`.
+        why: why they have none, or what to use in place of other values.
+        kind: how to parse its values, if there is no equivalent option or the values differ.
     """
 
     option: str = ""
@@ -365,18 +367,21 @@ class Synonym:
 
 
 def _same(value: object, other: object) -> bool:
-    """Return whether values are equal; True is not 1."""
+    """Return whether values are equal and of one type: True is not 1."""
     return type(value) is type(other) and value == other
 
 
 def with_synonyms(
     given: Mapping[str, Any], synonyms: Mapping[str, Synonym], error: type[KvikError]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return options with the names of kvik in place of other engines', and which names were left
-    out because they mean nothing here, with the reason. Unknown names stay.
+    """Translate other engines' names of options to kvik's.
+
+    Returns:
+        The options, with unknown names unchanged; and the names that were ignored because they
+        have no effect in kvik, each with the reason.
 
     Raises:
-        error: kvik has nothing for a name, or an option is given under two names.
+        error: kvik has no equivalent, or an option is given under two names.
     """
     found = {name: value for name, value in given.items() if name not in synonyms}
     ignored = []

@@ -1,11 +1,12 @@
-"""Further processes of a group that computes one model: `RankProcesses` for the first, `main` for
-each of the others, which finds its socket and the common memory under the numbers it is given.
+"""The processes of a group that computes one model (tensor parallelism): `RankProcesses` for rank
+0, `main` for each other rank, whose arguments include the descriptors of its socket and of the
+shared memory.
 
-A process lives as long as its socket: whatever becomes of the first one, the others end. That one
-watches the sockets, and the beats of each process; when a socket closes, or nothing beats for too
-long, none waits for another any more, and its step fails.
+A rank lives as long as its socket, so however rank 0 ends, the others end too. Rank 0 watches the
+sockets and the heartbeats. If a socket closes or a heartbeat stops, all ranks stop waiting for each
+other, and the step fails.
 
-Does not import torch before it must: all processes of a group import it at the same time.
+torch is imported as late as possible, so that all processes of a group import it at the same time.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ from kvik.worker.group import MESSAGES, GroupMember, Message, Seat
 if TYPE_CHECKING:
     from torch import Tensor
 
-END_SECONDS = 5.0  # that the system may take to end a process, and to say how it has ended
-# The others load as much as the first, at the same time: who needs so many times what that has
-# needed, and at least so many seconds, does not get ahead.
+END_SECONDS = 5.0  # limit for the system to end a process and report its exit code
+# All ranks load equally much at the same time. A rank is considered stuck after `LOAD_TIMES` times
+# the load time of rank 0, but not before `LEAST_LOAD_SECONDS`.
 LOAD_TIMES = 10.0
 LEAST_LOAD_SECONDS = 60.0
 # That one process may wait for another in one exchange; what they compute between two of them takes
@@ -66,7 +67,7 @@ log = logging.getLogger(PLACES_LOG)
 
 
 class RankStart(msgspec.Struct, frozen=True, array_like=True):
-    """The first message to a process: what to load, among how many, and where it may run."""
+    """First message to a rank: what to load, the size of the group, and its cores."""
 
     config: ResolvedConfig
     size: int
@@ -75,11 +76,11 @@ class RankStart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankReady(msgspec.Struct, frozen=True, array_like=True):
-    """Its answer: what it has loaded, or why it cannot.
+    """Reply of a rank: what it has loaded, or why it cannot load.
 
     Attributes:
-        digest: of what it has loaded (`GroupMember.digest`).
-        error: "" if there is none; the other is then empty.
+        digest: of what it has loaded (`GroupMember.digest`); "" after an error.
+        error: "": none.
     """
 
     digest: str
@@ -87,7 +88,7 @@ class RankReady(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankProcesses:
-    """The other processes, as the first one sees them; see `Others`."""
+    """The other ranks of a group, for rank 0; see `Others`."""
 
     def __init__(
         self,
@@ -95,17 +96,17 @@ class RankProcesses:
         stage: PipelineStage | None = None,
         cores: Sequence[int] = (),
     ) -> None:
-        """Start them. They wait for `loading` once they have imported what they need.
+        """Start the processes. They import what they need, then wait for `loading`.
 
         Args:
-            stage: of which the group is; None: it has all layers.
-            cores: of the group; (): those that this process may use.
+            stage: the pipeline stage of the group; None: the group has all layers.
+            cores: of the group; (): all cores that this process may use.
         """
         size = resolved.runner.ranks
         memory = resolved.memory
         wanted = max(LEAST_MEMORY, MEMORY * (memory.activations + memory.overhead))
         if resolved.runner.kernels != "native":
-            wanted = MEETING_BYTES  # beats alone: torch joins the processes
+            wanted = MEETING_BYTES  # heartbeats alone: torch connects the processes
         file = shared_memory(wanted)
         self._folder = tempfile.TemporaryDirectory(prefix="kvik-")
         self._store = os.path.join(self._folder.name, "store")
@@ -114,7 +115,7 @@ class RankProcesses:
         self._meeting = Meeting(self.memory)
         self._began = time.monotonic()
         self._lost = ""
-        self._known = threading.Event()  # who is lost
+        self._known = threading.Event()  # `_lost` is set
         self._closed = False
         self._children: list[subprocess.Popen[bytes]] = []
         self._lines: list[Connection] = []
@@ -140,7 +141,7 @@ class RankProcesses:
                 runner = replace(resolved.runner, device=resolved.runner.device_of(rank))
                 config = replace(resolved, runner=runner)
                 start = RankStart(config, size, shares[rank], number)
-                with suppress(OSError):  # `meet` finds it gone
+                with suppress(OSError):  # `meet` reports it
                     line.send_bytes(msgspec.msgpack.encode(start))
         except BaseException:
             self.stop()
@@ -155,13 +156,13 @@ class RankProcesses:
 
     @contextmanager
     def loading(self) -> Iterator[Seat]:
-        """Return a context in which all processes load, with the place of the first one. If that
-        cannot, the others end.
+        """Return a context in which all ranks load; it yields the seat of rank 0. If the block
+        fails, the other ranks end.
 
         Raises:
             ConfigError, GroupLost: as `meet`.
         """
-        for line in self._lines:  # what they will map is there
+        for line in self._lines:  # the files that they will map exist
             with suppress(OSError):
                 line.send_bytes(b"")
         try:
@@ -175,11 +176,11 @@ class RankProcesses:
             raise
 
     def meet(self, group: GroupMember) -> None:
-        """Wait until the others have loaded.
+        """Wait until the other ranks have loaded.
 
         Raises:
-            ConfigError: one of them cannot, or has recorded something else.
-            GroupLost: one of them is gone, or does not get ahead.
+            ConfigError: a rank cannot load, or has another digest than rank 0.
+            GroupLost: a rank has ended, or is stuck.
         """
         self._group = group
         took = time.monotonic() - self._began
@@ -205,8 +206,7 @@ class RankProcesses:
                     raise ConfigError(OPTION, f"rank {rank} {why}")
 
     def _failure(self) -> KvikError:
-        """Return why the group was lost while it loaded: in the words of the process that could
-        not, if it has told them."""
+        """Return why the group was lost while it loaded: the error that a rank has sent, if any."""
         for rank, line in enumerate(self._lines, 1):
             with suppress(EOFError, OSError):
                 if line.poll():
@@ -216,9 +216,10 @@ class RankProcesses:
         return GroupLost(OPTION, f"{self._lost or 'a rank is gone'} while it loaded")
 
     def tell(self, message: Message) -> None:
-        """
+        """Send a message to each other rank.
+
         Raises:
-            GroupLost: one of them is gone.
+            GroupLost: a rank has ended.
         """
         data = encode(message)
         for line in self._lines:
@@ -258,12 +259,12 @@ class RankProcesses:
         return self._group.spread(hidden)
 
     def stop(self) -> None:
-        """End them; safe to call twice. They keep nothing that would be lost."""
+        """Kill the other ranks, which have no state to save; safe to call twice."""
         self._closed = True
         for child in self._children:
             child.kill()
         for child in self._children:
-            with suppress(subprocess.TimeoutExpired):  # it still gives its memory back
+            with suppress(subprocess.TimeoutExpired):  # it is still freeing its memory
                 child.wait(END_SECONDS)
         if self._watcher.is_alive():
             self._watcher.join(END_SECONDS)
@@ -274,7 +275,7 @@ class RankProcesses:
         self._folder.cleanup()
 
     def _lose(self, why: str) -> None:
-        """Let none wait for another from now on."""
+        """Note why the group is lost, and make all ranks stop waiting for each other."""
         self._lost = self._lost or why
         self._known.set()
         self._meeting.give_up()
@@ -325,11 +326,12 @@ class Process(Protocol):
     """A process that was started, here or on another machine; as `subprocess.Popen`."""
 
     def poll(self) -> int | None:
-        """Return its exit code, or minus the signal that ended it; None: it runs."""
+        """Return its exit code, or minus the signal that ended it; None: it is running."""
         ...
 
     def wait(self, timeout: float | None = None) -> int:
-        """
+        """Wait for the end, and return what `poll` returns.
+
         Raises:
             TimeoutExpired: it has not ended.
         """
@@ -339,7 +341,7 @@ class Process(Protocol):
 
 
 def exit_told(child: Process) -> str:
-    """Return how a process has ended whose socket has closed."""
+    """Say how a process whose socket has closed has ended."""
     try:
         code = child.wait(0.5)
     except subprocess.TimeoutExpired:
@@ -353,10 +355,11 @@ def on_cores(cores: Sequence[int]) -> str:
 
 
 def cores_of(size: int, among: Sequence[int] = ()) -> list[list[int]]:
-    """Return the cores of each process; [] where it cannot be said.
+    """Divide cores among `size` processes; [] each if there are too few, or the system does not
+    say.
 
     Args:
-        among: of which cores; (): of those that this process may use.
+        among: the cores to divide; (): those that this process may use.
     """
     cores = sorted(among or os.sched_getaffinity(0)) if sys.platform == "linux" else []
     if len(cores) < size:
@@ -391,7 +394,7 @@ def main(arguments: Sequence[str]) -> int:
                 with torch.inference_mode():
                     share = make_rank(start.config, seat, stage, ahead.memory())
             except BrokenGroup:
-                return 1  # of another process, which tells more
+                return 1  # the rank that failed reports the error
             except Exception as error:
                 line.send_bytes(msgspec.msgpack.encode(RankReady("", f"cannot load: {error}")))
                 return 1

@@ -1,7 +1,7 @@
-"""Stages of a pipeline on the machines of a Ray cluster (Moritz et al. 2018).
+"""Starts the stages of a pipeline on the machines of a Ray cluster (Moritz et al. 2018).
 
-Ray chooses the machines, starts a process on each and ends it; steps take the engine's own
-connections. Each machine has kvik and the model's files, under the same path.
+Ray chooses the machines, and starts and ends a process on each; steps use the engine's own
+connections. Each machine needs kvik and the model's files, under the same path.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class StageActor:
 
 
 class RayProcess:
-    """A stage, as if it were a process of this machine."""
+    """A stage on another machine, with the interface of a local `Process`."""
 
     def __init__(self, ray: Any, actor: Any) -> None:
         self._ray, self._actor = ray, actor
@@ -69,12 +69,12 @@ class RayProcess:
             return -9
 
     def kill(self) -> None:
-        """End the actor; the stage ends with its line to the engine."""
+        """End the actor; the stage ends when its connection to the engine closes."""
         self._ray.kill(self._actor)
 
 
 class RayLauncher:
-    """Starts each stage on a machine of its own, as far as there are as many; see `Launcher`."""
+    """Starts each stage on a separate machine, if there are enough machines; see `Launcher`."""
 
     here = False
 
@@ -82,7 +82,7 @@ class RayLauncher:
         """Reserve a place for each stage but the engine's own.
 
         Raises:
-            ConfigError: Ray is not installed, no cluster is there, or it has no room.
+            ConfigError: Ray is not installed, no cluster is running, or it lacks free CPUs.
         """
         try:
             import ray

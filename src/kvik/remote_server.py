@@ -1,4 +1,4 @@
-"""A server elsewhere, as `--url` and `--api-key` of any command name it."""
+"""A remote server, given by `--url` and `--api-key` of any command."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvik.config.env import client_key
 from kvik.errors import ConfigError
 
 _IN_A_HEADER = re.compile(r"[!-~]*")
-_SHOWN = 60  # characters of what is wrong
+_SHOWN = 60  # characters of a wrong value in an error message
 KEY_HELP = "the key"
 
 
@@ -28,8 +28,8 @@ class RemoteServer:
     """A server given by `--url` and `--api-key`.
 
     Attributes:
-        url: with http:// or https://, and without the /v1 that OpenAI's clients want at its end.
-        key: "" is none.
+        url: with http:// or https://, and without the final /v1 of OpenAI's clients.
+        key: "": none.
     """
 
     url: str
@@ -40,10 +40,10 @@ class RemoteServer:
         """Return the server that a user names: http:// may be left out, and a final /v1 is ignored.
 
         Args:
-            key: as typed; None: the environment's.
+            key: as typed; None: taken from the environment.
 
         Raises:
-            ConfigError: url or api_key cannot be.
+            ConfigError: url or api_key is invalid.
         """
         whole = url if "://" in url else f"http://{url}"
         if not _is_http(whole):
@@ -54,7 +54,7 @@ class RemoteServer:
         )
 
     def connection(self, timeout: float) -> HTTPConnection:
-        """Return a connection, not yet connected; `timeout` is in seconds of silence."""
+        """Return an unopened connection; `timeout` is the longest silence in seconds."""
         parts = urlsplit(self.url)
         assert parts.hostname is not None
         kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
@@ -73,7 +73,7 @@ def _is_http(url: str) -> bool:
     try:
         parts = urlsplit(url)
         good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # a port that is none
+    except ValueError:  # an invalid port
         return False
     more = parts.query or parts.fragment or parts.username
     return bool(good and not more and re.fullmatch(r"[!-~]+", url))

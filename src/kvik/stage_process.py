@@ -1,12 +1,12 @@
-"""Stages of a pipeline before the last one: `StageProcesses` for the engine's process, which is the
-last stage, and `main` for the first process of each other stage.
+"""The stages of a pipeline before the last one: `StageProcesses` for the engine's process, which is
+the last stage, and `main` for the first process of each other stage.
 
-A stage may be on another machine. Three kinds of connections join them. By its line each stage is
-told what to do; it lives as long as that. On another it beats. By a hop a stage hands on what its
-layers have made of a step; a thread takes in what comes, so that the stage before goes on
-meanwhile.
+A stage may be on another machine. There are three kinds of connections. The "line" carries messages
+from the engine to a stage, which lives as long as its line. The "beat" carries the heartbeats of a
+stage. A "hop" carries the hidden states of a step to the next stage, where a thread receives them,
+so that the sender does not wait.
 
-Does not import torch before it must: all processes import it at the same time.
+torch is imported as late as possible, so that all processes import it at the same time.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ NOT_CONNECTED = 3  # exit code of a stage that cannot connect to the engine
 
 
 class StageStart(msgspec.Struct, frozen=True, array_like=True):
-    """The first message to a stage: what to load.
+    """First message to a stage: what to load.
 
     Attributes:
-        next: where the stage after it waits.
+        next: address at which the next stage listens.
     """
 
     config: ResolvedConfig
@@ -73,7 +73,7 @@ class StageStart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StageReady(msgspec.Struct, frozen=True, array_like=True):
-    """Its answer: why it cannot load, or "" and what must be equal in all stages."""
+    """Reply of a stage: why it cannot load, or "" and the facts that all stages must share."""
 
     error: str
     instruction_set: str = ""
@@ -81,22 +81,22 @@ class StageReady(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Launcher(Protocol):
-    """Starts processes, here or elsewhere.
+    """Starts processes, here or on other machines.
 
     Attributes:
-        host: address of this machine at which they find it.
-        here: they are on this machine, and share its cores.
+        host: address of this machine that they connect to.
+        here: they run on this machine, and share its cores.
     """
 
     host: str
     here: bool
 
     def start(self, stage: int, arguments: Sequence[str], token: str) -> Process:
-        """Start a stage; its own host follows the arguments."""
+        """Start a stage; the launcher appends the host of its machine to the arguments."""
         ...
 
     def stop(self) -> None:
-        """Give back what was reserved. Safe to call twice."""
+        """Release what was reserved. Safe to call twice."""
         ...
 
 
@@ -114,7 +114,7 @@ class LocalLauncher:
 
 
 def start_stage(arguments: Sequence[str], token: str) -> subprocess.Popen[bytes]:
-    """Start the first process of a stage here, which reads the token from its input."""
+    """Start the first process of a stage on this machine; it reads the token from its stdin."""
     command = python_command("kvik.stage_process", *arguments)
     process = subprocess.Popen(command, stdin=subprocess.PIPE)
     assert process.stdin is not None
@@ -124,7 +124,7 @@ def start_stage(arguments: Sequence[str], token: str) -> subprocess.Popen[bytes]
 
 
 class Hop:
-    """What the stage before has made of each step, in order."""
+    """Receives the hidden states of each step from the previous stage, in order."""
 
     def __init__(self, line: Connection) -> None:
         self._line = line
@@ -132,14 +132,14 @@ class Hop:
         threading.Thread(target=self._take_in, name="kvik-hop", daemon=True).start()
 
     def take(self) -> bytes:
-        """Wait for that of the next step: [tokens, hidden].
+        """Wait for the hidden states of the next step: [tokens, hidden].
 
         Raises:
-            EOFError: the stage has gone.
+            EOFError: the previous stage has ended.
         """
         data = self._arrived.get()
         if data is None:
-            self._arrived.put(None)  # and for those that ask later
+            self._arrived.put(None)  # for later calls
             raise EOFError
         return data
 
@@ -154,7 +154,7 @@ class StageProcesses:
     """The stages before the last one; see `EarlierStages`."""
 
     def __init__(self, resolved: ResolvedConfig, launcher: Launcher) -> None:
-        """Start them. They load while the last one does."""
+        """Start the stages. They load at the same time as the last one."""
         self._resolved, self._launcher = resolved, launcher
         count = len(resolved.runner.stages)
         self._cores = cores_of(count) if launcher.here else [[] for _ in range(count)]
@@ -164,10 +164,10 @@ class StageProcesses:
         self._lines: list[Connection] = []
         self._beats: list[Connection] = []
         self._hop: Hop | None = None
-        self._error = ""  # why they cannot load
+        self._error = ""  # why a stage cannot load
         self._may_load, self._joined = threading.Event(), threading.Event()
         self._lost = ""
-        self._known = threading.Event()  # who is lost
+        self._known = threading.Event()  # `_lost` is set
         self._closed = False
         self._began = time.monotonic()
         self._took = 0.0  # seconds until the last stage had loaded; 0: it has not
@@ -183,7 +183,7 @@ class StageProcesses:
 
     @property
     def cores(self) -> list[int]:
-        """Those of the last stage; []: it cannot be said."""
+        """Cores of the last stage; []: not known."""
         return self._cores[-1]
 
     @property
@@ -192,14 +192,14 @@ class StageProcesses:
         return self._lost
 
     def load(self) -> None:
-        """Let them load: what they will map is there."""
+        """Let the stages load: the files that they will map exist."""
         self._may_load.set()
 
     def meet(self) -> None:
-        """Wait until they have loaded.
+        """Wait until the stages have loaded.
 
         Raises:
-            ConfigError: one of them cannot.
+            ConfigError: a stage cannot load.
         """
         self._took = time.monotonic() - self._began
         self._joined.wait()
@@ -208,9 +208,10 @@ class StageProcesses:
             raise ConfigError(OPTION, self._error)
 
     def tell(self, message: Message) -> None:
-        """
+        """Send a message to each stage.
+
         Raises:
-            GroupLost: one of them is gone.
+            GroupLost: a stage has ended.
         """
         data = encode(message)
         for line in self._lines:
@@ -222,9 +223,10 @@ class StageProcesses:
             self._raise_lost()
 
     def entered(self) -> bytes:
-        """
+        """Wait for the hidden states of the next step; see `EarlierStages.entered`.
+
         Raises:
-            GroupLost: one of them is gone.
+            GroupLost: a stage has ended.
         """
         assert self._hop is not None
         try:
@@ -238,7 +240,7 @@ class StageProcesses:
         self._known.set()
 
     def stop(self) -> None:
-        """End them; safe to call twice."""
+        """End the stages; safe to call twice."""
         self._closed = True
         self._listener.close()
         for line in self._lines:
@@ -255,7 +257,7 @@ class StageProcesses:
         self._known.wait(END_SECONDS)
         raise GroupLost(OPTION, self._lost or "a stage is gone") from None
 
-    # -- a thread: joins the stages while the last one loads, then watches them -------------------
+    # -- a thread: connects the stages while the last one loads, then watches them ----------------
 
     def _main(self) -> None:
         try:
@@ -268,7 +270,8 @@ class StageProcesses:
             self._watch()
 
     def _join(self) -> None:
-        """
+        """Accept the connections of all stages and let them load.
+
         Raises:
             LinkError: a stage cannot load.
             OSError, EOFError, MsgspecError: the same, or `stop` was called.
@@ -328,10 +331,10 @@ class StageProcesses:
         self._hop = Hop(self._accept("hop")[1])
 
     def _accept(self, *roles: str) -> tuple[Hello, Connection]:
-        """Return the next stage that connects in one of some roles.
+        """Return the next connection in one of some roles.
 
         Raises:
-            LinkError: a stage has ended, or is too late.
+            LinkError: a stage has ended, or did not connect in time.
         """
         end, address = time.monotonic() + JOIN_SECONDS, self._listener.address
         while time.monotonic() < end:
@@ -354,13 +357,13 @@ class StageProcesses:
             gone = self._gone()
             if gone and not self._closed:
                 self.give_up(gone)
-                for process in self._processes:  # what waits for it ends, too
+                for process in self._processes:  # the others wait for it
                     process.kill()
                 return
             time.sleep(LOOK_SECONDS)
 
     def _gone(self) -> str:
-        """Return which stage has ended or is silent, and how; "": all live."""
+        """Return which stage has ended or is silent, and how; "": all are alive."""
         for stage, (line, beat, pulse) in enumerate(
             zip(self._lines, self._beats, self._pulses, strict=True)
         ):
@@ -381,7 +384,8 @@ class StageProcesses:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """
+    """Run the first process of a stage.
+
     Args:
         arguments: host and port of the engine, number of the stage, host of this machine.
     """
