@@ -1,10 +1,9 @@
 """BERT (Devlin et al. 2018, arXiv 1810.04805), RoBERTa (Liu et al. 2019, arXiv 1907.11692) and
 XLM-RoBERTa (Conneau et al. 2019, arXiv 1911.02116): encoders with learned positions, which
-normalise behind attention and MLP.
+normalise after attention and MLP.
 
-Positions of RoBERTa begin behind the row of the padding, and all its texts are of one type. Where a
-checkpoint is a classifier of one label, the vector of the first token goes through a dense layer to
-its score.
+RoBERTa's positions begin after the row of the padding token, and it has one token type. In a
+classifier of one label, the vector of the first token is mapped to the score through a dense layer.
 """
 
 from __future__ import annotations
@@ -63,11 +62,11 @@ class Bert(Llama):
     """The encoder.
 
     Args:
-        scope: of all its names, in checkpoints that have one.
+        scope: of all names, in checkpoints that have one.
     """
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder, scope: str = "bert") -> None:
-        builder.skip("cls", "lm_head", "classifier")  # of other uses than this one
+        builder.skip("cls", "lm_head", "classifier")  # heads for other tasks
         trunk = builder.at(scope, "")
         trunk.skip("pooler")
         below = trunk.at("embeddings")

@@ -1,5 +1,5 @@
-"""Command R, R+ and R7B (Cohere 2024): attention and MLP side by side, LayerNorm without biases.
-Pairs of neighbours turn, and logits are scaled. In R+ the heads of q and k are normalised."""
+"""Command R, R+ and R7B (Cohere 2024): attention and MLP in parallel, LayerNorm without biases.
+Pairs of neighbours are rotated, and logits are scaled. In R+, q and k heads are normalised."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class HeadNormAttention(LlamaAttention):
-    """A Llama's, with LayerNorm on each head of q and k, which has gains of its own.
+    """Llama's attention with LayerNorm on each head of q and k, with separate gains per head.
 
     Args:
-        norms: names of those of q and of k, as `LayerBuilder.head_norms` takes them.
+        norms: names of the norms of q and of k, for `LayerBuilder.head_norms`.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ def cohere_scales(fields: Fields) -> ModelScales:
 
 
 def last_norm(spec: ModelFacts, builder: LayerBuilder) -> Norm:
-    """Return the norm behind the last layer, which scales the logits by its gain."""
+    """Return the norm after the last layer, whose gain includes the scale of the logits."""
     return builder.layer_norm(
         "norm", spec.hidden_size, spec.norm_eps, bias=False, scale=spec.scales.logits
     )
@@ -82,7 +82,7 @@ COHERE = Architecture(
     gguf="command-r",
     gguf_scales=("logit_scale",),
 )
-# Command R7B and A: three layers with a window, then one that knows no positions.
+# Command R7B and A: three layers with a window, then one without positions.
 COHERE2 = Architecture(
     "Cohere2ForCausalLM",
     "cohere2",

@@ -1,5 +1,5 @@
-"""DeepSeek-V2, V2.5, V3 and R1 (DeepSeek-AI 2024, arXiv 2405.04434 and 2412.19437): attention over
-latent vectors, and routed experts behind some dense layers; and GLM-4.7-Flash, of the same form."""
+"""DeepSeek-V2, V2.5, V3 and R1 (DeepSeek-AI 2024, arXiv 2405.04434 and 2412.19437): multi-head
+latent attention, and routed experts after the first layers; and GLM-4.7-Flash, of the same form."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from kvik.spec.model import ModelFacts
 if TYPE_CHECKING:
     from torch import Tensor
 
-LATENT_EPS = 1e-6  # of the norms of latent vectors, whatever config.json says of the others
-# The matrix that makes keys and values of latent vectors, and its parts in files of GGUF.
+LATENT_EPS = 1e-6  # of the norms of latent vectors, whatever config.json says for other norms
+# The matrix that computes keys and values from latent vectors, and its parts in GGUF files.
 UPS, UPS_APART = "kv_b_proj", ("k_b_proj", "v_b_proj")
 
 
 @cache
 def queries_order(latent: LatentSpec, heads: int, turned: tuple[int, ...]) -> tuple[int, ...]:
-    """Return which output of a checkpoint's queries stands at each place: of all heads what meets
-    latent vectors, then of all what turns, in the order `turned`."""
+    """Return the output of a checkpoint's queries at each place: the parts of all heads without
+    positions, then the rotated parts of all heads, in the order `turned`."""
     begins = [head * latent.query for head in range(heads)]
     first = [begin + i for begin in begins for i in range(latent.nope)]
     return (*first, *(begin + latent.nope + i for begin in begins for i in turned))
 
 
 class DeepseekAttention:
-    """Multi-head latent attention (DeepSeek-V2, section 2.1): a token's latent vector is all that
-    is cached of it."""
+    """Multi-head latent attention (DeepSeek-V2, section 2.1): the cache holds only a latent vector
+    per token."""
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
         builder = builder.at("self_attn")
@@ -72,7 +72,7 @@ class DeepseekAttention:
         )
         self.kv_norm = builder.rms_norm("kv_a_layernorm", latent.rank, LATENT_EPS)
         ups = UPS_APART if spec.wiring == APART else (UPS,)
-        # The temperature of YaRN that is not in the rotation.
+        # The part of YaRN's temperature that is not in the rotation.
         stretch = rope.temperature(rope.mscale_all_dim) if rope.mscale_all_dim else 1.0
         scale = latent.query**-0.5 * stretch**2
         self.attend = builder.latent_attention(ups, layer, heads, latent, scale)
@@ -101,7 +101,7 @@ class DeepseekAttention:
 
 
 def grouped_router(fields: Fields, experts: int, active: int) -> Router:
-    """Softmax scores, in groups where `topk_method` says so (DeepSeek-V2, section 2.2.2)."""
+    """Softmax scores, in groups if `topk_method` says so (DeepSeek-V2, section 2.2.2)."""
     method = fields.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy")
     groups, kept = read_groups(fields, experts, active) if method != "greedy" else (1, 1)
     # Weights are never divided by their sum, whatever `norm_topk_prob` says.
@@ -116,7 +116,7 @@ def grouped_router(fields: Fields, experts: int, active: int) -> Router:
 
 
 def file_parts(spec: ModelFacts) -> dict[str, tuple[FilePart, ...]]:
-    """Return what files have apart, and for each head."""
+    """Return the parts that files store separately, per head."""
     latent, heads = spec.latent, spec.num_heads
     if latent is None or spec.wiring == APART:
         return {}
@@ -142,7 +142,7 @@ GGUF_NAMES = {
 
 
 def deepseek2_implied(fields: Fields) -> dict[str, object]:
-    """Return how groups of experts are used where a file has some."""
+    """Return the method of choosing groups of experts, if a file has groups."""
     grouped = fields.integer("n_group", 1, MAX_EXPERTS, 1) > 1
     return {"topk_method": "group_limited_greedy" if grouped else "greedy"}
 
@@ -197,7 +197,7 @@ DEEPSEEK3 = Architecture(
     gguf_parts=file_parts,
     gguf_log_scale=0.1,
 )
-# GLM-4.7-Flash (Z.ai 2026), whose files are read as those of DeepSeek-V3.
+# GLM-4.7-Flash (Z.ai 2026), whose files are read like DeepSeek-V3's.
 GLM4_MOE_LITE = replace(
     DEEPSEEK3,
     name="Glm4MoeLiteForCausalLM",

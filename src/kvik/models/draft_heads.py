@@ -1,14 +1,14 @@
 """Networks that draft from the last hidden state of a model.
 
-Medusa (Cai et al. 2024, 2401.10774): heads that each guess a token further ahead, all from one
-hidden state. The model's own head gives the next token; head k, from 1 on, the one k tokens behind
-it: head_k(h) = output_k(h + silu(W_k h + b_k)), with one residual block or several. The names in a
-checkpoint are Medusa's: "k.i.linear" is block i of a head, "k.n" behind n blocks its output.
+Medusa (Cai et al. 2024, 2401.10774): heads that predict further tokens, all from one hidden state.
+The model's own head predicts the next token; head k, from k = 1, the token k positions after it:
+head_k(h) = output_k(h + silu(W_k h + b_k)), with one or more residual blocks. The names in a
+checkpoint are Medusa's: "k.i.linear" is block i of a head, "k.n" its output after n blocks.
 
 EAGLE (after Li et al. 2024, 2401.15077): a layer that predicts the next hidden state from the last
-one and the token that was sampled from it; the model's own head gives the token after that, and so
-on. EAGLE's layer also attends to its earlier predictions; this one does not, because the hidden
-state has seen the whole text, and so it needs no cache.
+one and the token sampled from it; the model's own head predicts the token after that, and so on.
+EAGLE's layer also attends to its earlier predictions. This one does not, because the hidden state
+already depends on the whole text; so it needs no cache.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class MedusaHeads:
     ) -> None:
         """
         Args:
-            logits: the output of every head, which is the model's; None: each has its own.
+            logits: the model's head, shared by all draft heads; None: each has its own output.
         """
         self.heads = heads
-        # The first blocks read the same hidden state, so they are one matrix.
+        # The first blocks read the same hidden state, so they form one matrix.
         names = tuple(f"{head}.0.linear" for head in range(heads))
         self.first = builder.linear(names, hidden, (hidden,) * heads, bias=True)
         self.blocks = [

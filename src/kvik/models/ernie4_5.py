@@ -1,4 +1,4 @@
-"""ERNIE 4.5 (Baidu 2025): a Llama whose pairs of neighbours turn; the larger ones have routed
+"""ERNIE 4.5 (Baidu 2025): a Llama that rotates pairs of neighbours; the larger ones have routed
 experts."""
 
 from __future__ import annotations

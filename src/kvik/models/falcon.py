@@ -1,8 +1,8 @@
-"""Falcon (Almazrouei et al. 2023, arXiv 2311.16867): attention and MLP side by side; q, k and v
-stand in one matrix, by heads of keys and values.
+"""Falcon (Almazrouei et al. 2023, arXiv 2311.16867): attention and MLP in parallel; q, k and v are
+one matrix, stored KV head by KV head.
 
-The 7B has one of these and one LayerNorm. The 40B has several, and a norm each for attention and
-MLP; Falcon 2 has several and one norm.
+The 7B has one KV head and one LayerNorm. The 40B has several KV heads, and separate norms for
+attention and MLP; Falcon 2 has several KV heads and one norm.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvik.spec.fields import Fields
 from kvik.spec.model import MAX_HEADS, ModelFacts
 
 TWO_NORMS = "two norms"
-HAS_TWO = "has_two_norms"  # key of config.json that only files of GGUF imply
+HAS_TWO = "has_two_norms"  # key of config.json that only GGUF files imply
 
 
 def falcon_layer(spec: ModelFacts, builder: LayerBuilder, layer: int) -> Layer:
@@ -35,7 +35,7 @@ def falcon_kv_heads(fields: Fields) -> int:
 
 
 def falcon_wiring(fields: Fields) -> str:
-    """Return whether there are two norms; files call a single one as the second of two."""
+    """Return whether there are two norms; a single one has the name of the second in files."""
     if HAS_TWO in fields:
         return TWO_NORMS if fields.boolean(HAS_TWO, False) else APART
     norms = fields.integer("num_ln_in_parallel_attn", 1, 2, 2)

@@ -1,10 +1,10 @@
 """Gemma (Gemma team 2024, arXiv 2403.08295), Gemma 2 (2024, arXiv 2408.00118) and Gemma 3 (2025,
 arXiv 2503.19786).
 
-Gains of norms are 1 + what the checkpoint has, embeddings are scaled by the root of their width,
-and the MLP gates by GELU. Gemma 2 normalises behind its blocks too, every other layer has a window,
-and scores and logits are capped. Gemma 3 caps none of them and normalises the heads of q and k;
-five layers with a window stand between those without, and each kind has positions of its own.
+Gains of norms are 1 + the stored value, embeddings are scaled by the square root of their width,
+and the MLP gates by GELU. Gemma 2 also normalises after its blocks, every other layer has a window,
+and scores and logits are capped. Gemma 3 caps neither and normalises the heads of q and k; five
+layers with a window alternate with one without, and each kind has its own rotary positions.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def gemma2_scales(fields: Fields) -> ModelScales:
 
 
 def softcap(fields: Fields, key: str, default: float | None = None) -> float | None:
-    """Return what caps scores or logits; None: nothing does."""
+    """Return the cap of scores or logits; None: no cap."""
     return None if fields.is_null(key) else fields.number(key, 1e-3, 1e9, default)
 
 
@@ -67,14 +67,14 @@ def gemma3_scales(fields: Fields) -> ModelScales:
 
 
 def gemma2_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
-    """Every other layer has a window, or those that `layer_types` says."""
+    """Every other layer has a window, unless `layer_types` says otherwise."""
     rope, window = read_rope(fields, positions), read_window(fields)
     types = layer_types(fields, layers, every=2)
     return tuple(LayerSpec(window if kind == SLIDING else None, rope) for kind in types)
 
 
 def gemma3_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
-    """Layers with a window turn fast, and those without slowly, perhaps stretched."""
+    """Layers with a window have a small rotary base, the others a large one, maybe scaled."""
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if fields.raw(key) is not None:
             raise fields.error(key, "must be null")
@@ -93,7 +93,7 @@ def gemma3_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpe
 
 
 def embedding_gemma_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
-    """The same, but queries see the keys behind them too, and of a window half on either side."""
+    """Like Gemma 3, but bidirectional: queries see half of a window on either side."""
     if not fields.boolean("use_bidirectional_attention", False):
         raise fields.error("use_bidirectional_attention", "must be true for a model without a head")
     return tuple(
@@ -107,13 +107,13 @@ def embedding_gemma_layers(fields: Fields, layers: int, positions: int) -> tuple
 
 
 def embedding_gemma_vectors(fields: Fields, hidden: int, eps: float) -> PoolingSpec:
-    """The mean of all tokens, where files do not say more. Vectors were trained to be cut (Vera et
-    al. 2025, arXiv 2509.20354, section 2.2)."""
+    """The mean of all tokens, unless files say otherwise. Vectors were trained to be truncated
+    (Vera et al. 2025, arXiv 2509.20354, section 2.2)."""
     return replace(mean_vectors(fields, hidden, eps), dimensions=(128, 256, 512))
 
 
 def implied_scale(fields: Fields, *, large: int) -> dict[str, object]:
-    """Return what scores are scaled by: the 27B, which has `large` layers, has another rule."""
+    """Return the scale of scores; the 27B, which has `large` layers, has another rule."""
     hidden = fields.integer("hidden_size", 1, MAX_POSITIONS)
     heads = fields.integer("num_attention_heads", 1, MAX_POSITIONS)
     layers = fields.integer("num_hidden_layers", 1, MAX_POSITIONS)
@@ -191,7 +191,7 @@ GEMMA3 = Architecture(
     gguf_names=GGUF_NAMES,
     gguf_implied=partial(implied_scale, large=62),
 )
-# The larger ones read images too, of which kvik runs the text model.
+# The larger ones also read images; kvik runs their text model.
 GEMMA3_IMAGES = replace(
     GEMMA3,
     name="Gemma3ForConditionalGeneration",

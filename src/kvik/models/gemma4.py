@@ -1,9 +1,9 @@
 """Gemma 4 (Google DeepMind 2026): layers of two shapes.
 
-Layers with a window have smaller heads than those without, which turn a part of each head alone.
-Norms are on the heads of q, k and v, and scores are not scaled. The last layers may read the keys
-and values of earlier ones; layers without a window may have no matrix of values; each layer may
-read a vector of each token of its own; and some models have routed experts beside the MLP.
+Layers with a window have smaller heads than the others, which rotate only a part of each head.
+Heads of q, k and v are normalised, and scores are not scaled. The last layers may read the keys and
+values of earlier ones; layers without a window may have no value projection; each layer may read
+its own vector of each token; and some models have routed experts in addition to the MLP.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ NAMES = ExpertNames(router="router.proj", scales="router.per_expert_scale")
 
 
 class Gemma4Attention:
-    """Grouped-query attention with RMSNorm on each head of q, k and v, over keys and values of its
-    own or of an earlier layer."""
+    """Grouped-query attention with RMSNorm on each head of q, k and v, over its own keys and values
+    or an earlier layer's."""
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
         facts, hidden = spec.layers[layer], spec.hidden_size
@@ -44,7 +44,7 @@ class Gemma4Attention:
         if facts.kv_from is None:
             names = ("q_proj", "k_proj") if facts.value_is_key else ("q_proj", "k_proj", "v_proj")
             k_norm, self.v_norm = norm("k_norm"), builder.plain_norm(dim, spec.norm_eps)
-        else:  # some files have what is not used
+        else:  # some checkpoints have the unused projections
             builder.ignore("k_norm.weight")
             builder.ignore(*(f"{kv}_proj.{part}" for kv in "kv" for part in ("weight", "bias")))
         self.heads = builder.heads(names, hidden, counts[: len(names)], dim, bias=spec.qkv_bias)
@@ -61,8 +61,8 @@ class Gemma4Attention:
 
 
 class Gemma4FeedForward:
-    """An MLP and, where a layer has some, routed experts beside it; each is normalised again, and
-    so is their sum. The router reads the residual stream with a norm of its own."""
+    """An MLP and, in some layers, routed experts in parallel; the output of each is normalised, and
+    so is their sum. The router reads the residual stream through a separate norm."""
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
         facts, hidden, eps = spec.layers[layer], spec.hidden_size, spec.norm_eps
@@ -91,8 +91,8 @@ class Gemma4FeedForward:
 
 
 class Gemma4Layer:
-    """Attention, the feed-forward part, and what the layer reads of each token alone; all is
-    multiplied by a learned number at the end."""
+    """Attention, the feed-forward part, and the layer's own input of each token; the result is
+    multiplied by a learned scalar."""
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
         hidden, own = spec.hidden_size, spec.layers[layer].token_input
@@ -124,7 +124,7 @@ class Gemma4Layer:
 
 
 class TokenInputs:
-    """What each layer reads of a token alone: of its id, and of its embedding."""
+    """Computes each layer's own input of a token, from its id and from its embedding."""
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder) -> None:
         width, hidden = spec.layers[0].token_input, spec.hidden_size
@@ -134,7 +134,7 @@ class TokenInputs:
             "embed_tokens_per_layer", spec.vocab_size, total, scale=math.sqrt(width) * half
         )
         self.project = builder.linear("per_layer_model_projection", hidden, total, bias=False)
-        # What is projected is divided by the root of `hidden` first.
+        # The embedding is divided by sqrt(hidden) before the projection; eps accounts for that.
         eps = spec.norm_eps * hidden
         self.norm = builder.rms_norm("per_layer_projection_norm", width, eps, scale=half)
 
@@ -145,7 +145,7 @@ class TokenInputs:
 
 
 class Gemma4(Llama):
-    """The language model; encoders of images and sounds are not read."""
+    """The language model; image and audio encoders are not read."""
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder) -> None:
         for encoder in ("vision_tower", "embed_vision", "audio_tower", "embed_audio"):
@@ -166,8 +166,8 @@ def gemma4_scales(fields: Fields) -> ModelScales:
 
 
 def gemma4_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
-    """Layers with a window and without, as `layer_types` says; the last has none. The last
-    `num_kv_shared_layers` read keys and values of the last layer of their kind before these."""
+    """Layers with a window and without, by `layer_types`; the last layer has none. The last
+    `num_kv_shared_layers` layers read keys and values of the last earlier layer of their kind."""
     if fields.raw("use_bidirectional_attention") not in (None, False, "vision"):
         raise fields.error("use_bidirectional_attention", 'must be null or "vision"')
     if fields.integer("vocab_size_per_layer_input", 1, MAX_WIDTH << 4, 1) not in (
@@ -210,7 +210,7 @@ def _kinds(fields: Fields, positions: int) -> dict[str, LayerSpec]:
     same = fields.boolean("attention_k_eq_v", False)
     windowed = LayerSpec(read_window(fields), ropes[SLIDING], token_input=token_input)
     full = LayerSpec(None, ropes[FULL], value_is_key=same, token_input=token_input)
-    if "per_layer_config" not in fields:  # in older files heads differ by the kind of a layer
+    if "per_layer_config" not in fields:  # in older files heads depend on the kind of the layer
         kv_heads = "num_global_key_value_heads"
         if same and kv_heads in fields and not fields.is_null(kv_heads):
             full = replace(full, kv_heads=_kv_heads(fields, fields, kv_heads))
@@ -219,8 +219,8 @@ def _kinds(fields: Fields, positions: int) -> dict[str, LayerSpec]:
 
 
 def _own_heads(fields: Fields, layers: int) -> dict[int, tuple[int | None, int | None]]:
-    """Return what newer files say of some layers, by their numbers: `head_dim` and `kv_heads` of a
-    `LayerSpec`."""
+    """Return the `head_dim` and `kv_heads` of `LayerSpec` that newer files give for some layers, by
+    number."""
     found: dict[int, tuple[int | None, int | None]] = {}
     given = fields.inside("per_layer_config")
     for name in fields.mapping("per_layer_config") or ():
@@ -254,7 +254,7 @@ def _kv_heads(fields: Fields, own: Fields, key: str) -> int:
 
 
 def gemma4_experts(fields: Fields, layers: int) -> tuple[ExpertsSpec | None, ...]:
-    """All layers have experts, or none."""
+    """All layers have experts, or none has."""
     if not fields.boolean(SWITCH, False):
         return (None,) * layers
     count = expert_count(fields)
@@ -282,7 +282,7 @@ FILE_NAMES = GGUF_NAMES | {
 
 
 def gemma4_implied(fields: Fields) -> dict[str, object]:
-    """Return what readers of files take for granted."""
+    """Return the facts that GGUF files imply."""
     told = CAP in fields or fields.is_null(CAP)
     return {"attention_bias": False, **({} if told else {CAP: 30.0})}
 
@@ -324,7 +324,7 @@ GEMMA4 = Architecture(
     gguf_implied=gemma4_implied,
     gguf_extra=lambda spec: {CAP: spec.scales.logits_cap or 0.0},
 )
-# As they are published, with encoders of images and, the small ones, of sounds.
+# As published, with image encoders and, for the small ones, audio encoders.
 GEMMA4_IMAGES = replace(
     GEMMA4,
     name="Gemma4ForConditionalGeneration",

@@ -1,6 +1,6 @@
-"""GLM-4 (Zhipu AI 2024): a Llama in which half of each head turns, in pairs of neighbours;
-GLM-4-0414 (Z.ai 2025), whose blocks are normalised before and behind; and GLM-4.5 to 4.7, with
-routed experts."""
+"""GLM-4 (Zhipu AI 2024): a Llama in which half of each head is rotated, in pairs of neighbours;
+GLM-4-0414 (Z.ai 2025), with norms before and after its blocks; and GLM-4.5 to 4.7, with routed
+experts."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ GLM = replace(
 
 
 def glm4_moe_attention(spec: ModelFacts, builder: LayerBuilder, layer: int) -> AttentionBlock:
-    """Heads of q and k are normalised in the larger models alone."""
+    """Heads of q and k are normalised only in the larger models."""
     make = Qwen3Attention if spec.qk_norm else LlamaAttention
     return make(spec, builder, layer)
 

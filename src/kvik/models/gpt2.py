@@ -39,7 +39,7 @@ class GPT2Attention:
         self.o = inner.linear(
             "c_proj", hidden, hidden, bias=spec.o_bias, role="o", transposed=transposed
         )
-        inner.ignore("bias", "masked_bias")  # causal masks that old checkpoints carry
+        inner.ignore("bias", "masked_bias")  # causal masks in old checkpoints
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, rotation: Tensor | None, ctx: ForwardContext
@@ -58,9 +58,10 @@ def gpt2_feed(spec: ModelFacts, builder: LayerBuilder, layer: int) -> FeedForwar
 def learned_positions(
     spec: ModelFacts, builder: LayerBuilder, name: str = "wpe", skipped: int = 0
 ) -> PositionTable:
-    """
+    """Return the table of learned positions.
+
     Args:
-        skipped: rows before that of the first position.
+        skipped: number of rows before the first position.
     """
     return builder.embedding(name, spec.max_position_embeddings, spec.hidden_size, skipped=skipped)
 
@@ -84,7 +85,7 @@ MATRICES = {
 
 
 def file_parts(spec: ModelFacts) -> dict[str, tuple[FilePart, ...]]:
-    """Return what files do not have transposed."""
+    """Return the matrices that checkpoints store transposed and files do not."""
     if spec.wiring == APART:
         return {}
     return {name: (FilePart(name, transposed=True),) for name in MATRICES.values()}

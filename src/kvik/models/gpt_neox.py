@@ -1,14 +1,13 @@
 """GPT-Neo, GPT-J and GPT-NeoX of EleutherAI.
 
-GPT-NeoX and Pythia (Black et al. 2022, arXiv 2204.06745): attention and MLP side by side, each
-behind a LayerNorm of its own; q, k and v stand head by head in one matrix, and a quarter of each
-head turns.
+GPT-NeoX and Pythia (Black et al. 2022, arXiv 2204.06745): attention and MLP in parallel, each after
+its own LayerNorm; q, k and v are one matrix, stored head by head, and a quarter of each head is
+rotated.
 
-GPT-J (Wang and Komatsuzaki 2021): attention and MLP side by side behind one LayerNorm, and a part
-of each head turns, in pairs of neighbours.
+GPT-J (Wang and Komatsuzaki 2021): attention and MLP in parallel after one LayerNorm; a part of each
+head is rotated, in pairs of neighbours.
 
-GPT-Neo (Black et al. 2021): a GPT-2 whose scores are not scaled, and in which every second layer
-sees a window.
+GPT-Neo (Black et al. 2021): a GPT-2 with unscaled scores, in which every second layer has a window.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from kvik.spec.layers import LayerSpec, turned_layers
 from kvik.spec.model import MAX_HEADS, MAX_WIDTH, ModelScales
 from kvik.spec.rope import MAX_POSITIONS, read_rope
 
-# Falcon names matrices alike.
+# Falcon's matrices have the same names.
 HEAD_BY_HEAD = partial(LlamaAttention, qkv=("query_key_value",), o="dense", by_head=True)
 NEOX_MLP = partial(plain_mlp, up="dense_h_to_4h", down="dense_4h_to_h")
 NeoXLayer = partial(
@@ -36,7 +35,7 @@ NeoXLayer = partial(
 
 
 def neox_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
-    """Every layer sees all keys; files have names of their own for the rotary positions."""
+    """Every layer sees all keys; files have other names for the rotary parameters."""
     older = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
     named = {key: fields.raw(old) for key, old in older.items() if old in fields}
     rope = read_rope(fields.changed(named), positions, fraction=0.25)
@@ -87,7 +86,7 @@ GPTJLayer = partial(
 
 
 def gptj_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
-    """Of each head the first `rotary_dim` channels turn."""
+    """The first `rotary_dim` channels of each head are rotated."""
     hidden = fields.integer("n_embd", 1, MAX_WIDTH)
     head_dim = max(1, hidden // fields.integer("n_head", 1, MAX_HEADS))
     fraction = fields.integer("rotary_dim", 1, head_dim, min(64, head_dim)) / head_dim
@@ -135,7 +134,7 @@ GPTNeoLayer = partial(
 
 
 def neo_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
-    """Local layers have the window of the file."""
+    """Local layers have the window that the file gives."""
     types = fields.strings("attention_layers")
     if len(types) != layers or set(types) - {GLOBAL, LOCAL}:
         reason = f"must have {layers} entries, each {GLOBAL} or {LOCAL}"

@@ -27,7 +27,7 @@ NAMES = ExpertNames(
     mixed=True,
 )
 NAMES_APART = ExpertNames(router="router")
-# Of the experts' activation, which is "clamped_swiglu" with these constants alone.
+# The only supported constants of the experts' activation, "clamped_swiglu".
 SWIGLU = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
 
 
@@ -48,7 +48,8 @@ def gpt_oss_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSp
 
 
 def file_parts(spec: ModelFacts) -> dict[str, tuple[FilePart, ...]]:
-    """Return what files have apart: rows of gate and of up take turns in checkpoints."""
+    """Return the parts that files store separately: gate and up rows are interleaved in
+    checkpoints."""
     if spec.wiring == APART:
         return {}
     inner = max(layer.experts.inner for layer in spec.layers if layer.experts)
@@ -63,7 +64,7 @@ def file_parts(spec: ModelFacts) -> dict[str, tuple[FilePart, ...]]:
 
 
 def gpt_oss_implied(fields: Fields) -> dict[str, object]:
-    """Return how positions are stretched, which no file says in full."""
+    """Return the facts of position scaling that no file gives."""
     scaling = fields.mapping("rope_scaling")
     stretched = {} if scaling is None else {"rope_scaling": {**scaling, "truncate": False}}
     return {APART: True, **stretched}

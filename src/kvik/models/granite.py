@@ -1,5 +1,5 @@
-"""Granite 3 (IBM 2024): a Llama with constants for embedding, attention, residuals and logits; the
-smaller ones have routed experts. And Granite 4 (IBM 2025), those whose layers all attend."""
+"""Granite 3 (IBM 2024): a Llama with scales of embedding, attention, residuals and logits; the
+smaller ones have routed experts. And Granite 4 (IBM 2025), if all its layers have attention."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def granite_feed(spec: ModelFacts, builder: LayerBuilder, layer: int) -> FeedFor
 
 
 def shared_feed(spec: ModelFacts, builder: LayerBuilder, layer: int) -> FeedForward:
-    """Without experts there is what all tokens go through beside them."""
+    """Return the experts, or in layers without experts the shared MLP alone."""
     if spec.layers[layer].experts is not None:
         return granite_feed(spec, builder, layer)
     names, down = NAMES.shared_gate_up, NAMES.shared_down
@@ -65,8 +65,8 @@ def shared_feed(spec: ModelFacts, builder: LayerBuilder, layer: int) -> FeedForw
 
 
 class GraniteLayer:
-    """Attention and MLP, or experts; each reads the residual stream normalised and adds a part of
-    what it gives."""
+    """Attention, then MLP or experts; each reads the normalised residual stream and adds its scaled
+    output."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ def granite_scales(fields: Fields) -> ModelScales:
 
 
 def file_parts(spec: ModelFacts) -> dict[str, tuple[FilePart, ...]]:
-    """Return what files have apart, and name as others do."""
+    """Return the parts that files store separately, under the usual names."""
     if spec.wiring == APART:
         return {}
     inner = max(layer.experts.inner for layer in spec.layers if layer.experts)
@@ -148,7 +148,7 @@ GRANITE_MOE = replace(
 
 
 def attending_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
-    """Every layer sees all keys; positions turn it if `position_embedding_type` is "rope"."""
+    """Every layer sees all keys, with rotary positions if `position_embedding_type` is "rope"."""
     types = fields.strings("layer_types") or ("mamba",) * layers
     if len(types) != layers or set(types) - {"attention", FULL}:
         reason = f"must be {layers} times attention: layers of the kind mamba do not run here"
@@ -158,7 +158,7 @@ def attending_layers(fields: Fields, layers: int, positions: int) -> tuple[Layer
 
 
 def experts_and_shared(fields: Fields, layers: int) -> tuple[ExpertsSpec | None, ...]:
-    """Layers have experts beside an MLP for all tokens, or that alone."""
+    """Layers have experts and a shared MLP, or the MLP alone."""
     if not fields.integer("num_local_experts", 0, MAX_EXPERTS, 8):
         return (None,) * layers
     read = read_experts(fields, layers, inner="intermediate_size", router=normalised_router)

@@ -32,7 +32,7 @@ NAMES = ExpertNames(
 
 
 class ShortConvolution:
-    """Each channel's last inputs, gated before and behind their convolution."""
+    """A convolution over each channel's last inputs, gated before and after."""
 
     def __init__(
         self, spec: ModelFacts, builder: LayerBuilder, layer: int, state: StateSpec
@@ -70,7 +70,7 @@ Lfm2Layer = partial(
 
 
 def lfm2_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
-    """Layers convolve where `layer_types` says so, or `full_attn_idxs` leaves them out."""
+    """Convolution layers are given by `layer_types`, or are those not in `full_attn_idxs`."""
     width = fields.integer("conv_L_cache", 2, MAX_TAPS, 3)
     bias = fields.boolean("conv_bias", False)
     state = StateSpec(fields.integer("hidden_size", 1, MAX_WIDTH), width, bias)
@@ -86,7 +86,7 @@ def lfm2_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec,
 
 
 def lfm2_inner(fields: Fields) -> int:
-    """Return the inner size of the MLP, which the file gives before it is adjusted."""
+    """Return the inner size of the MLP; the file gives it before an adjustment."""
     key = "block_ff_dim" if "block_ff_dim" in fields else "intermediate_size"
     size = fields.integer(key, 1, MAX_WIDTH, 12_288)
     if not fields.boolean("block_auto_adjust_ff_dim", True):
@@ -142,7 +142,7 @@ LFM2 = Architecture(
 
 
 def lfm2_experts(fields: Fields, layers: int) -> tuple[ExpertsSpec | None, ...]:
-    """Layers behind the first `num_dense_layers` have experts."""
+    """Layers after the first `num_dense_layers` have experts."""
     dense = fields.integer("num_dense_layers", 0, MAX_LAYERS, 2)
     return read_experts(fields, layers, router=lfm2_router, first_dense=dense)
 

@@ -1,7 +1,7 @@
-"""Llama 2, 3 and 3.x (Touvron et al. 2023, Grattafiori et al. 2024), and what most decoders consist
-of: attention over groups of heads, an MLP or experts, and the ways in which layers join them.
+"""Llama 2, 3 and 3.x (Touvron et al. 2023, Grattafiori et al. 2024), and the parts of most
+decoders: grouped-query attention, an MLP or experts, and layers that combine them.
 
-Many models are this network with other names, another attention or other facts in the `ModelFacts`.
+Many models are this network with other names, another attention or other `ModelFacts`.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class LlamaAttention:
     Args:
         scope: of its names.
         qkv: names of the projections of queries, keys and values, or of one for all three.
-        o: name of the projection of what the heads give.
-        norms: names of the RMSNorm on each head of q and on each of k, before they turn; (): there
-            are none. offset: of their gains.
+        o: name of the output projection.
+        norms: names of the RMSNorm on each head of q and of k, before the rotation; (): none.
+        offset: of the norms' gains.
         by_head: as in `LayerBuilder.heads`.
-        sinks: each head has a learned score that takes its share of the weights and has no value.
+        sinks: each head has a learned score in the softmax without a key or value.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class LlamaAttention:
             bidirectional=facts.bidirectional,
         )
         self.o = inner.linear(o, heads * dim, hidden, bias=spec.o_bias, role="o")
-        # What old checkpoints carry: frequencies, and causal masks.
+        # Some old checkpoints contain frequencies and causal masks.
         inner.ignore("rotary_emb.inv_freq", "bias", "masked_bias")
 
     def __call__(
@@ -107,7 +107,7 @@ class Layer(Protocol):
         ...
 
 
-# These make a part of a layer in the scope of the layer.
+# Each makes a part of the model in the scope of the builder.
 MakeAttention = Callable[[ModelFacts, LayerBuilder, int], AttentionBlock]
 MakeFeedForward = Callable[[ModelFacts, LayerBuilder, int], FeedForward]
 MakeLayer = Callable[[ModelFacts, LayerBuilder, int], Layer]
@@ -128,7 +128,8 @@ def feed_forward(
     """Return the MLP of a layer, or its routed experts.
 
     Args:
-        scope: of either. names: of the experts in it.
+        scope: of the MLP or the experts.
+        names: of the experts in it.
         gate_up, down, activation: of the MLP, as in `LayerBuilder.gated_mlp`.
     """
     experts, inside = spec.layers[layer].experts, builder.at(scope)
@@ -143,7 +144,7 @@ def feed_forward(
 def plain_mlp(
     spec: ModelFacts, builder: LayerBuilder, layer: int, up: str, down: str, scope: str = "mlp"
 ) -> FeedForward:
-    """Return the MLP of a layer that has no gate, by the names of its matrices and their scope."""
+    """Return an MLP without a gate, by the names of its matrices and their scope."""
     hidden, inner, bias = spec.hidden_size, spec.intermediate_size, spec.mlp_bias
     return builder.at(scope).mlp(up, down, hidden, inner, bias=bias, activation=spec.activation)
 
@@ -151,21 +152,22 @@ def plain_mlp(
 def layer_norms(
     spec: ModelFacts, builder: LayerBuilder, offset: float = 0.0
 ) -> Callable[..., Norm]:
-    """Return what makes norms of the model's kind over the residual stream, by their names."""
+    """Return a function that makes norms of the model's kind over the residual stream, by name."""
     make = builder.rms_norm if spec.rms_norm else builder.layer_norm
     return partial(make, dim=spec.hidden_size, eps=spec.norm_eps, offset=offset)
 
 
 def first_of_mlp(spec: ModelFacts) -> Role:
-    """Return what the matrices do that read the input of an MLP."""
+    """Return the role of the matrices that read the input of an MLP."""
     return "gate_up" if spec.gated_mlp else "up"
 
 
 class LlamaLayer:
-    """Attention and MLP, or experts; each reads the residual stream normalised and adds to it.
+    """Attention, then MLP or experts; each reads the normalised residual stream and adds to it.
 
     Args:
-        norms: names of the norms before them. offset: of their gains.
+        norms: names of the norms before each.
+        offset: of the norms' gains.
     """
 
     def __init__(
@@ -191,11 +193,11 @@ class LlamaLayer:
 
 
 class ParallelLayer:
-    """Attention and MLP side by side; both read the residual stream, normalised by LayerNorm, and
+    """Attention and MLP in parallel; both read the residual stream, normalised by LayerNorm, and
     add to it.
 
     Args:
-        norms: names of the norm for both, or of one for each.
+        norms: names of one norm for both, or of one for each.
         norm_bias: norms have a bias.
     """
 
@@ -226,12 +228,12 @@ class ParallelLayer:
 
 
 class SandwichLayer:
-    """Attention and MLP; each reads the residual stream normalised, and what it gives is normalised
-    again and added to that.
+    """Attention, then MLP; each reads the normalised residual stream, and its output is normalised
+    and added to the stream.
 
     Args:
-        norms: names of the norms before and behind attention, before and behind the MLP. offset: of
-            their gains.
+        norms: names of the norms before and after attention, and before and after the MLP.
+        offset: of the norms' gains.
     """
 
     def __init__(
@@ -268,11 +270,10 @@ class Llama:
 
     Args:
         make_layer: makes a layer in the scope of its names.
-        make_norm: makes the norm behind the last layer; None: as the model's others are.
-        scopes: of all but the head; the first that a checkpoint has.
-        names: of the embedding, the layers, the last norm and the head; "": there is no such norm
-            or head.
-        make_positions: makes the table of learned positions; None: there is none.
+        make_norm: makes the norm after the last layer; None: like the model's other norms.
+        scopes: of all but the head; the first one in the checkpoint is taken.
+        names: of the embedding, the layers, the last norm and the head; "": no such norm or head.
+        make_positions: makes the table of learned positions; None: none.
     """
 
     def __init__(
@@ -327,18 +328,18 @@ class Llama:
         return x if self.positions is None else self.positions.add(ctx.positions, x)
 
     def token_inputs(self, ids: Tensor, x: Tensor, ctx: ForwardContext) -> Tensor | None:
-        """Layers read nothing of tokens alone."""
+        """Return additional inputs of the layers, computed from token ids; here None."""
         return None
 
     def blocks(self, x: Tensor, ctx: ForwardContext, span: slice = ALL) -> Tensor:
-        """Return the residual stream x [tokens, hidden] -> the same behind the last layer."""
+        """Return the residual stream x [tokens, hidden] -> the same after the last layer."""
         rotations = [rope.at(ctx.positions) for rope in self.ropes]
         for layer, rope in zip(self.layers[span], self.turned[span], strict=True):
             x = layer(x, None if rope is None else rotations[rope], ctx)
         return x
 
     def leave(self, x: Tensor) -> Tensor:
-        """x [tokens, hidden] behind the last layer -> normalised, where there is a norm."""
+        """x [tokens, hidden] after the last layer -> normalised, if there is a norm."""
         return x if self.norm is None else self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -353,18 +354,18 @@ def beside_images(
     make_layer: MakeLayer = LlamaLayer,
     make_norm: MakeNorm | None = None,
 ) -> Llama:
-    """Return the text model of a checkpoint that reads images too."""
+    """Return the text model of a checkpoint that also reads images."""
     for scope in ("vision_tower", "vision_model", "multi_modal_projector", "visual"):
         builder.skip(scope, f"model.{scope}")
     inner = builder.at("language_model", "")
     return Llama(spec, inner, make_layer, make_norm, ("model.language_model", "model"))
 
 
-MAX_PREDICTORS = 8  # layers that predict further tokens, behind the last one
+MAX_PREDICTORS = 8  # multi-token-prediction layers after the last one
 
 
 def beside_predictors(spec: ModelFacts, builder: LayerBuilder, make_layer: MakeLayer) -> Llama:
-    """Return the model of a checkpoint whose last layers predict further tokens."""
+    """Return the model of a checkpoint with multi-token-prediction layers, which are skipped."""
     for layer in range(spec.num_layers, spec.num_layers + MAX_PREDICTORS):
         builder.skip(f"model.layers.{layer}")
     return Llama(spec, builder, make_layer)
@@ -394,7 +395,7 @@ MISTRAL = Architecture(
     gguf_told=("attention.sliding_window", 1),
     gguf_pairs=True,
 )
-# Ministral 3 (Mistral AI 2025): long contexts make queries larger, by their positions.
+# Ministral 3 (Mistral AI 2025): in long contexts, queries are scaled up by their positions.
 MINISTRAL3 = Architecture(
     "Ministral3ForCausalLM",
     "ministral3",
@@ -427,7 +428,7 @@ MINISTRAL3 = Architecture(
         },
     },
 )
-# Mistral Small 3.1 and later and Ministral 3 read images too, of which kvik runs the text model.
+# Mistral Small 3.1 and later and Ministral 3 also read images; kvik runs their text model.
 MISTRAL3_IMAGES = replace(
     MINISTRAL3,
     name="Mistral3ForConditionalGeneration",
@@ -436,7 +437,7 @@ MISTRAL3_IMAGES = replace(
     make=beside_images,
     inside="text_config",
 )
-# Qwen2 and Qwen2.5 (Yang et al. 2024): biases on q, k and v; some layers may see a window.
+# Qwen2 and Qwen2.5 (Yang et al. 2024): biases on q, k and v; some layers may have a window.
 QWEN2 = Architecture(
     "Qwen2ForCausalLM",
     "qwen2",
@@ -449,7 +450,7 @@ QWEN2 = Architecture(
 
 
 def mimo(spec: ModelFacts, builder: LayerBuilder) -> Llama:
-    builder.skip("model.mtp_layers")  # which predict further tokens
+    builder.skip("model.mtp_layers")  # multi-token prediction
     return Llama(spec, builder)
 
 
@@ -457,7 +458,7 @@ def mimo(spec: ModelFacts, builder: LayerBuilder) -> Llama:
 MIMO = replace(
     QWEN2, name="MiMoForCausalLM", model_type="mimo", models="MiMo 7B", make=mimo, gguf=None
 )
-# SmolLM3 (Bakouch et al. 2025): every fourth layer knows no positions (NoPE).
+# SmolLM3 (Bakouch et al. 2025): every fourth layer has no positions (NoPE).
 SMOLLM3 = Architecture(
     "SmolLM3ForCausalLM",
     "smollm3",

@@ -1,5 +1,5 @@
-"""Llama 4 (Meta 2025): layers that turn see chunks of the context, the others all of it without
-positions, and a token has one routed expert beside a shared one."""
+"""Llama 4 (Meta 2025): layers with rotary positions see a chunk of the context, the others see all
+of it without positions; each token has one routed and one shared expert."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ GGUF_NAMES = {
 
 
 class Llama4Attention:
-    """Grouped-query attention. In layers that turn, queries and keys are normalised without gains:
-    before they turn, which does not change their size; in the others long contexts make queries
-    larger."""
+    """Grouped-query attention. In layers with rotary positions, queries and keys are normalised
+    without gains; this is done before the rotation, which does not change their length. In the
+    others, queries are scaled up in long contexts."""
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
         builder = builder.at("self_attn")
@@ -73,7 +73,8 @@ Llama4Layer = partial(
 
 
 def llama4_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
-    """Layers that turn see chunks and the others everything, unless `layer_types` says so."""
+    """Layers with rotary positions see chunks, the others everything, unless `layer_types` says
+    otherwise."""
     rope = read_rope(fields, positions, interleaved=True)
     if rope.kind in ("yarn", "longrope") and fields.boolean("use_qk_norm", True):
         raise fields.error("use_qk_norm", f"must be false with rope_type {rope.kind!r}")
@@ -100,18 +101,19 @@ def llama4_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpe
 
 
 def sigmoid_router(fields: Fields, experts: int, active: int) -> Router:
-    """The sigmoid of an expert's logit multiplies what it is given."""
+    """The sigmoid of an expert's logit multiplies the expert's input."""
     return Router(experts, active, "sigmoid", normalised=False, weigh_inputs=True)
 
 
 def llama4_experts(fields: Fields, layers: int) -> tuple[ExpertsSpec | None, ...]:
-    """Every token goes through one more of the same width."""
+    """Every token also goes through a shared expert of the same width."""
     found = read_experts(fields, layers, inner="intermediate_size", router=sigmoid_router)
     return tuple(experts and replace(experts, shared=experts.inner) for experts in found)
 
 
 def gguf_implied(fields: Fields) -> dict[str, object]:
-    """Files call the width of experts as usual; only Maverick, of 128, does not normalise heads."""
+    """Files use the usual name for the width of experts. Only Maverick (128 experts) does not
+    normalise heads."""
     inner, count = fields.raw("moe_intermediate_size"), fields.raw("num_local_experts")
     return {"intermediate_size": inner, "use_qk_norm": count != 128}
 
@@ -152,7 +154,7 @@ LLAMA4 = Architecture(
     gguf_names=GGUF_NAMES,
     gguf_implied=gguf_implied,
 )
-# Scout and Maverick read images too, of which kvik runs the text model.
+# Scout and Maverick also read images; kvik runs their text model.
 LLAMA4_IMAGES = replace(
     LLAMA4,
     name="Llama4ForConditionalGeneration",

@@ -1,5 +1,5 @@
 """Mixtral (Jiang et al. 2024, arXiv 2401.04088): a Mistral whose MLPs are routed experts; and
-MiniMax-M2, which names them alike."""
+MiniMax-M2, which has the same names."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ MIXTRAL = Architecture(
 
 
 def minimax_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
-    """Published files say in `rotary_dim` how much of a head turns."""
+    """In published files, `rotary_dim` is the rotated width of a head."""
     width, head_dim = (fields.integer(key, 1, MAX_WIDTH, 128) for key in ("rotary_dim", "head_dim"))
     fraction = width / head_dim if "rotary_dim" in fields else 1.0
     return turned_layers(fields, layers, positions, fraction=fraction)
 
 
 # MiniMax-M2 (MiniMax 2025): queries and keys are normalised over all heads together, a part of each
-# head turns, and the router has a correction.
+# head is rotated, and the router has a correction.
 MINIMAX_M2 = Architecture(
     "MiniMaxM2ForCausalLM",
     "minimax_m2",

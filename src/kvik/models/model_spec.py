@@ -33,18 +33,17 @@ from kvik.spec.stored_weights import StoredScheme, read_stored_quantization, sto
 
 @dataclass(frozen=True)  # without slots, for the properties that are kept
 class ModelSpec(ModelFacts):
-    """Everything the engine needs to know of a model before it loads a byte of its weights."""
+    """Everything the engine needs to know about a model before it loads weights."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, object], where: str = "config.json") -> ModelSpec:
-        """Return the facts in a parsed config.json, with the defaults transformers gives absent
-        keys.
+        """Return the facts in a parsed config.json, with transformers' defaults for absent keys.
 
         Args:
             where: its name in errors.
 
         Raises:
-            ModelError: an unknown architecture, or a field that cannot be; the message names it.
+            ModelError: the architecture is unknown, or a field is invalid; the message names it.
         """
         name = _architecture(Fields(config, where))
         known = ARCHITECTURES[name]
@@ -131,7 +130,7 @@ class ModelSpec(ModelFacts):
 
     @cached_property
     def declaration(self) -> Declaration:
-        """What its network declares."""
+        """The layers that the network declares."""
         return describe(self.family.make, self)
 
     @cached_property
@@ -147,15 +146,15 @@ class ModelSpec(ModelFacts):
     def linear_layers(self) -> tuple[LinearLayers, ...]:
         """Return all matrices that activations are multiplied with.
 
-        Those of Q, K and V that are stored alike are one, and gate and up always are. An embedding
-        that is stored quantised and is not the head is one too.
+        Q, K and V count as one matrix as far as they are stored alike, gate and up always. An
+        embedding that is stored quantised and not tied to the head is included.
         """
         return self._linear_layers
 
-    @cached_property  # planning asks for them many times
+    @cached_property  # planning needs them many times
     def _linear_layers(self) -> tuple[LinearLayers, ...]:
         if self.fallback is not None:
-            return ()  # they are not kvik's
+            return ()  # transformers computes them
         declaration, stored_as = self.declaration, self.quantization
         found: Counter[LinearLayers] = Counter()
         embedding = declaration.embedding
@@ -184,10 +183,10 @@ class ModelSpec(ModelFacts):
 
 
 def read_model_spec(folder: str | Path) -> ModelSpec:
-    """Facts of the model in a folder: config.json, and generation_config.json for its EOS ids.
+    """Read the facts of the model in a folder: config.json, and generation_config.json for EOS ids.
 
     Raises:
-        ModelError: no such folder, or files that cannot be used.
+        ModelError: there is no such folder, or its files cannot be used.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -199,7 +198,7 @@ def read_model_spec(folder: str | Path) -> ModelSpec:
         if told is None and spec.architecture == JUDGE:
             told = read_judge(folder, spec.vocab_size, Fields(config))
         named = any("qwen3-embedding" in part.lower() for part in folder.absolute().parts[-3:])
-        if told is not None and named:  # its card says so, its files do not
+        if told is not None and named:  # only the model card says so
             told = replace(told, dimensions=(32,), any_dimension=True)
         if told is not None and told.score_tokens is not None and spec.architecture != JUDGE:
             raise ModelError(MODULES, f"LogitScore needs {JUDGE}, not {spec.architecture}")
@@ -212,7 +211,7 @@ def read_model_spec(folder: str | Path) -> ModelSpec:
     return replace(spec, built=read_built(folder))
 
 
-# Keys that may stand beside the facts of a text model instead of among them.
+# Keys that may be outside the object with the facts of the text model.
 OUTER_KEYS = (
     *("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config"),
     *("bos_token_id", "eos_token_id"),
@@ -220,18 +219,18 @@ OUTER_KEYS = (
 
 
 def text_config(config: Mapping[str, object], key: str = "text_config") -> dict[str, object]:
-    """Return the facts of the text model of a config.json that describes more than that.
+    """Return the facts of the text model in a config.json with other models too.
 
     Raises:
-        ModelError: they are no object.
+        ModelError: they are not an object.
     """
     inner = dict(Fields(config).mapping(key) or {})
     outer = {name: config[name] for name in OUTER_KEYS if config.get(name) is not None}
     return outer | {name: value for name, value in inner.items() if value is not None}
 
 
-MAX_TYPES = 16  # of texts in a prompt; models have two
-EMBEDDING_SIZE = "embedding_size"  # a key of those architectures alone that name it
+MAX_TYPES = 16  # token types; models have two
+EMBEDDING_SIZE = "embedding_size"  # in `Architecture.keys` only if the width differs from hidden
 _RENAMED = (
     "hidden_size",
     "intermediate_size",

@@ -1,8 +1,8 @@
 """ModernBERT (Warner et al. 2024, arXiv 2412.13663): an encoder with rotary positions, whose layers
-see all keys or those that are near, and whose MLP gates by GELU.
+see all keys or only near ones, and whose MLP gates by GELU.
 
-Each reads the residual stream normalised and adds to it; the first attention reads it as it is.
-Layers that see near keys turn in their own way.
+Attention and MLP read the normalised residual stream; only the first attention reads it without a
+norm. Layers that see near keys have another rotary base.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 
 def plain_norms(spec: ModelFacts, builder: LayerBuilder) -> Callable[..., Norm]:
-    """Return what makes norms without biases, by their names."""
+    """Return a function that makes norms without biases, by name."""
     return partial(builder.layer_norm, dim=spec.hidden_size, eps=spec.norm_eps, bias=False)
 
 
 class ModernBertLayer:
-    """Attention and MLP; each reads the residual stream normalised and adds to it."""
+    """Attention, then MLP; each reads the normalised residual stream and adds to it."""
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
         norm = plain_norms(spec, builder)
@@ -58,7 +58,7 @@ class ModernBert(Llama):
     """The encoder."""
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder) -> None:
-        builder.skip("head", "decoder", "classifier")  # of other uses than this one
+        builder.skip("head", "decoder", "classifier")  # heads for other tasks
         super().__init__(
             spec,
             builder,
@@ -74,8 +74,8 @@ class ModernBert(Llama):
 
 
 def near_and_far_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
-    """Every third layer sees all keys, from the first one on, or as `layer_types` says; the others
-    those up to half of `local_attention` away."""
+    """Every third layer, from the first, sees all keys, or those in `layer_types`; the others see
+    keys up to half of `local_attention` away."""
     near = fields.integer("local_attention", 2, MAX_POSITIONS, 128) // 2
     every = fields.integer("global_attn_every_n_layers", 1, MAX_POSITIONS, 3)
     types: tuple[str, ...] = tuple(SLIDING if i % every else FULL for i in range(layers))

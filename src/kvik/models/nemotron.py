@@ -1,6 +1,5 @@
-"""Nemotron-4 (Parmar et al. 2024, arXiv 2402.16819) and Minitron: LayerNorm whose gains are one
-more than what checkpoints have, and MLPs without gates, of squared ReLU; and Arcee's AFM, a Llama
-with such MLPs."""
+"""Nemotron-4 (Parmar et al. 2024, arXiv 2402.16819) and Minitron: LayerNorm whose gains are 1 + the
+stored values, and MLPs with squared ReLU and no gate; and Arcee's AFM, a Llama with such MLPs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""OLMo 2 (OLMo team 2024, arXiv 2501.00656): a Llama that normalises what its blocks give; OLMo 3
-and EXAONE 4, which do so too.
+"""OLMo 2 (OLMo team 2024, arXiv 2501.00656): a Llama that normalises the outputs of its blocks; and
+OLMo 3 and EXAONE 4, which do so too.
 
-Section 3.1: RMSNorm stands behind attention and MLP in place of before them, and queries and keys
-are normalised over all heads together before they are turned.
+Section 3.1: RMSNorm comes after attention and MLP, not before, and queries and keys are normalised
+over all heads together before the rotation.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Olmo2Attention:
 
 
 class Olmo2Layer:
-    """Attention and MLP; what each gives is normalised and added to the residual stream."""
+    """Attention, then MLP; the output of each is normalised and added to the residual stream."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ OLMO2 = Architecture(
 
 
 def olmo3_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
-    """Three layers with a window, then one without, whose positions alone are stretched."""
+    """Three layers with a window, then one without; only the latter has scaled positions."""
     types, window = layer_types(fields, layers, every=4), read_window(fields)
     nested = any(kind in fields.inside("rope_parameters") for kind in types)
     ropes = {
@@ -129,8 +129,8 @@ OLMO3 = Architecture(
     gguf_told=("attention.sliding_window", 1),
     gguf_names=POST_NORMS,
 )
-# EXAONE 4 (LG AI Research 2025, arXiv 2507.11407): the heads of q and k are normalised one by one,
-# and layers without a window know no positions.
+# EXAONE 4 (LG AI Research 2025, arXiv 2507.11407): each head of q and k is normalised separately,
+# and layers without a window have no positions.
 EXAONE4 = Architecture(
     "Exaone4ForCausalLM",
     "exaone4",
@@ -145,14 +145,13 @@ EXAONE4 = Architecture(
 
 
 def olmoe_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
-    """Every layer sees all keys; q, k and v are not clipped."""
+    """Every layer sees all keys; clipping of q, k and v is not supported."""
     if "clip_qkv" in fields:
         raise fields.error("clip_qkv", "must be null")
     return equal_layers(fields, layers, positions)
 
 
-# OLMoE (Muennighoff et al. 2024, arXiv 2409.02060): norms stand before blocks, and the MLPs are
-# routed experts.
+# OLMoE (Muennighoff et al. 2024, arXiv 2409.02060): norms before blocks, and routed experts.
 OLMOE = Architecture(
     "OlmoeForCausalLM",
     "olmoe",

@@ -1,5 +1,5 @@
 """OPT (Zhang et al. 2022, arXiv 2205.01068): a GPT-2 with ReLU, whose positions begin in the third
-row of their table. In the 350M norms stand behind attention and MLP, and vectors of tokens are
+row of their table. In the 350M, norms come after attention and MLP, and token embeddings are
 narrower than the residual stream."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PreNormLayer = partial(LlamaLayer, attention=OPT_ATTENTION, feed=OPT_MLP, norms=
 
 
 class PostNormLayer:
-    """Attention and MLP; each adds to the residual stream and normalises the sum."""
+    """Attention, then MLP; each adds to the residual stream and normalises the sum."""
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
         self.attention = OPT_ATTENTION(spec, builder, layer)

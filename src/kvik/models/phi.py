@@ -1,13 +1,13 @@
 """The Phi family.
 
-Phi-1.5 and Phi-2 (Li et al. 2023, arXiv 2309.05463): attention and MLP side by side behind one
-LayerNorm, biases everywhere, and a part of each head turns.
+Phi-1.5 and Phi-2 (Li et al. 2023, arXiv 2309.05463): attention and MLP in parallel after one
+LayerNorm, biases everywhere, and a part of each head is rotated.
 
 Phi-3 and Phi-4 (Abdin et al. 2024): a Llama whose checkpoints store q, k and v as one matrix, and
-gate and up as another. LongRoPE stretches the positions of its long variants.
+gate and up as another. Variants with a long context use LongRoPE.
 
-Phi-3.5-MoE (Abdin et al. 2024, arXiv 2404.14219; its router is that of GRIN, arXiv 2409.12136): a
-Mixtral with biases and LayerNorm, whose second expert is weighed without the first.
+Phi-3.5-MoE (Abdin et al. 2024, arXiv 2404.14219; with GRIN's router, arXiv 2409.12136): a Mixtral
+with biases and LayerNorm, in which the weight of the second expert does not depend on the first.
 """
 
 from __future__ import annotations
@@ -90,13 +90,12 @@ PHI3 = Architecture(
 )
 
 
-MIXED = 2  # experts of a token
+MIXED = 2  # experts per token
 MAX_MSCALE = 1e6
 
 
 def phimoe_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
-    """Every layer has the window of the file; LongRoPE says itself what q and k are multiplied
-    with."""
+    """Every layer has the window of the file; the file gives the factor of q and k for LongRoPE."""
     found = windowed_layers(fields, layers, positions)
     key = "rope_scaling" if fields.mapping("rope_scaling") else "rope_parameters"
     scaling, rope = fields.inside(key), found[0].rope
@@ -138,5 +137,5 @@ PHIMOE = replace(
     gguf_names={},
     gguf_pairs=False,
 )
-# As the authors' files call it.
+# The name in the authors' files.
 PHIMOE_ORIGINAL = replace(PHIMOE, name="PhiMoEForCausalLM")

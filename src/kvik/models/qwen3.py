@@ -1,5 +1,5 @@
-"""Qwen3 (Yang et al. 2025): a Llama whose query and key heads are normalised before they turn; and
-the experts of Qwen 2."""
+"""Qwen3 (Yang et al. 2025): a Llama whose query and key heads are normalised before the rotation;
+and the experts of Qwen 2."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ QWEN3 = Architecture(
 
 
 def trunk(spec: ModelFacts, builder: LayerBuilder) -> Llama:
-    """Return the network of a classifier, which has no head of tokens."""
+    """Return the network of a classifier, which has no LM head."""
     return qwen3(replace(spec, tie_word_embeddings=True), builder)
 
 
@@ -64,7 +64,7 @@ def qwen3_scores(fields: Fields, hidden: int, eps: float) -> PoolingSpec:
     return PoolingSpec("last", layers, scores=True, function=function, template="qwen3")
 
 
-# Qwen3-Reranker (Zhang et al. 2025, arXiv 2506.05176), turned into a classifier of one label.
+# Qwen3-Reranker (Zhang et al. 2025, arXiv 2506.05176), converted to a classifier of one label.
 QWEN3_SCORES = replace(
     QWEN3,
     name="Qwen3ForSequenceClassification",
@@ -73,7 +73,7 @@ QWEN3_SCORES = replace(
     pooled=qwen3_scores,
     gguf=None,
 )
-# Qwen1.5 and Qwen2 with routed experts and a shared one behind a gate (Yang et al. 2024).
+# Qwen1.5 and Qwen2 with routed experts and a gated shared one (Yang et al. 2024).
 SHARED = ExpertNames(shared="shared_expert")
 shared_experts = partial(feed_forward, names=SHARED)
 SHARED_NAMES = {

@@ -1,7 +1,7 @@
 """Qwen3.5 (Qwen team 2026), dense and with experts, and Qwen3-Next (2025): three gated delta nets
-to each layer of gated attention.
+for each layer of gated attention.
 
-Gains of norms are 1 + what the checkpoint has, but for that behind a delta net.
+Gains of norms are 1 + the stored value, except after a delta net.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LINEAR = "linear_attention"
-# How delta nets are stored: their inputs key head by key head, or all but those of gates apart, or
-# their values not by the key head that they belong to, but the first of each, then the second.
+# How delta nets are stored: inputs key head by key head; or apart, except for gates; or value heads
+# ordered by their index within their key head: the first of every key head, then the second.
 BY_KEY_HEAD, IN_TURNS = "by key head", "in turns"
-WHOLE = "inputs_stored_whole"  # key of config.json that only old files of GGUF imply
+WHOLE = "inputs_stored_whole"  # key of config.json that only old GGUF files imply
 QKVZ, BA = "in_proj_qkvz", "in_proj_ba"
 QKV_Z, B_A = ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a")
 
 
 class GatedAttention:
     """Grouped-query attention with RMSNorm on each head of q and k, then rotary positions in a part
-    of each head; what heads give is gated."""
+    of each head; the output of the heads is gated."""
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
@@ -72,7 +72,7 @@ class GatedAttention:
 
 
 class GatedDeltaNet:
-    """A short convolution, then the gated delta rule (Yang et al. 2024); what its heads give is
+    """A short convolution, then the gated delta rule (Yang et al. 2024); the output of its heads is
     normalised and gated."""
 
     def __init__(
@@ -87,7 +87,7 @@ class GatedDeltaNet:
         self.parts: HeadsLayer | None = None
         if spec.wiring == BY_KEY_HEAD:
             self.joined = linear(QKVZ, outputs=len(wide), order=wide, role="qkv")
-        else:  # which files may store in types of their own
+        else:  # GGUF files may store them in different types
             self.parts = builder.heads(QKV_Z, hidden, self.widths, 1, bias=False, whole=True)
         if spec.wiring in (BY_KEY_HEAD, APART):
             self.gates = linear(BA, outputs=len(narrow), order=narrow, role="gates")
@@ -118,9 +118,9 @@ class GatedDeltaNet:
 
 
 def by_key_head(state: StateSpec) -> tuple[list[int], list[int]]:
-    """Return the order in which the rows of `in_proj_qkvz` and of `in_proj_ba` are taken, where
-    those of a key head follow each other: its q, its k, the values that it serves and their gates;
-    b and a of these values."""
+    """Return the order in which to take the rows of `in_proj_qkvz` and of `in_proj_ba`, which are
+    stored key head by key head: q, k, its value heads and their gates; b and a of these value
+    heads."""
     served = state.value_heads // state.key_heads
     values = served * state.value_dim
     wide = _head_by_head(state.key_heads, (state.key_dim, state.key_dim, values, values))
@@ -128,7 +128,8 @@ def by_key_head(state: StateSpec) -> tuple[list[int], list[int]]:
 
 
 def _head_by_head(heads: int, parts: tuple[int, ...]) -> list[int]:
-    """Return all rows of the first part, then of the second, if those of a head are together."""
+    """Return the indices of all rows of the first part, then of the second and so on, of rows
+    stored head by head."""
     begins = [sum(parts[:i]) for i in range(len(parts))]
     return [
         head * sum(parts) + begin + row
@@ -139,11 +140,12 @@ def _head_by_head(heads: int, parts: tuple[int, ...]) -> list[int]:
 
 
 def in_turns(state: StateSpec, each: int, first: int = 0) -> list[int]:
-    """Return which row of a checkpoint stands at each place in files of GGUF, which have the first
-    value head of each key head, then the second.
+    """Return the row of a checkpoint at each place in GGUF files, which have the first value head
+    of each key head, then the second.
 
     Args:
-        each: rows of a value head. first: rows before them, which stay.
+        each: rows of a value head.
+        first: number of rows before them, which do not move.
     """
     served = state.value_heads // state.key_heads
     heads = [key * served + i for i in range(served) for key in range(state.key_heads)]
@@ -152,7 +154,7 @@ def in_turns(state: StateSpec, each: int, first: int = 0) -> list[int]:
 
 
 def rows_in_turns(spec: ModelFacts) -> dict[str, list[int]]:
-    """Return the tensors of delta nets with rows for each value head."""
+    """Return the row orders of the delta-net tensors that have rows for each value head."""
     state, names = spec.states[0], ("in_proj_z", *B_A)
     keys, values = 2 * state.key_heads * state.key_dim, state.value_dim
     sizes = dict(zip(names, (values, 1, 1), strict=True))
@@ -164,7 +166,7 @@ def rows_in_turns(spec: ModelFacts) -> dict[str, list[int]]:
 
 
 def columns_in_turns(spec: ModelFacts) -> dict[str, tuple[FilePart, ...]]:
-    """Return the matrix of delta nets with columns for each value head."""
+    """Return the column order of the delta-net matrix that has columns for each value head."""
     if spec.wiring == IN_TURNS:
         return {}
     state, name = spec.states[0], "linear_attn.out_proj"
@@ -172,7 +174,7 @@ def columns_in_turns(spec: ModelFacts) -> dict[str, tuple[FilePart, ...]]:
 
 
 def inputs_apart(spec: ModelFacts) -> dict[str, tuple[FilePart, ...]]:
-    """Return the parts of what Qwen3-Next stores key head by key head."""
+    """Return the parts of the projection that Qwen3-Next stores key head by key head."""
     wide, _ = by_key_head(spec.states[0])
     middle = spec.states[0].channels
     rows = wide[:middle], wide[middle:]
@@ -181,7 +183,7 @@ def inputs_apart(spec: ModelFacts) -> dict[str, tuple[FilePart, ...]]:
 
 
 def rope_sections(spec: ModelFacts) -> dict[str, tuple[int, ...]]:
-    """Return how many pairs turn by time, height and width in an image."""
+    """Return the numbers of pairs rotated by time, height and width in an image."""
     pairs = spec.ropes[0].width(spec.head_dim) // 2
     return {"rope.dimension_sections": (*((pairs + 2 - i) // 3 for i in range(3)), 0)}
 
@@ -214,14 +216,13 @@ Qwen35Layer = partial(LlamaLayer, attention=mixer, feed=shared_experts, offset=1
 
 
 def qwen3_5(spec: ModelFacts, builder: LayerBuilder) -> Llama:
-    """Return the text model; layers that draft and the encoder of images are not read."""
+    """Return the text model; draft layers and the image encoder are not read."""
     builder.skip("mtp", "visual", "model.visual")
     return Llama(spec, builder, Qwen35Layer, last_norm, ("model.language_model", "model"))
 
 
 def qwen3_5_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
-    """Delta nets, and attention in each `full_attention_interval`-th layer, or as `layer_types`
-    says."""
+    """Delta nets, and attention in each `full_attention_interval`-th layer, or by `layer_types`."""
     key_heads = fields.integer("linear_num_key_heads", 1, MAX_HEADS, 16)
     value_heads = fields.integer("linear_num_value_heads", 1, MAX_HEADS, 32)
     if value_heads % key_heads:
@@ -241,7 +242,7 @@ def qwen3_5_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSp
 
 
 def qwen3_next_wiring(fields: Fields) -> str:
-    """Return how delta nets are stored; old files of GGUF have them as checkpoints do."""
+    """Return how delta nets are stored; old GGUF files store them as checkpoints do."""
     whole = fields.boolean(WHOLE, not fields.boolean(APART, False))
     return BY_KEY_HEAD if whole else APART
 
@@ -273,7 +274,7 @@ QWEN3_5 = Architecture(
         "max_position_embeddings": 32_768,
     },
 )
-# As they are published, with an encoder of images.
+# As published, with an image encoder.
 QWEN3_5_IMAGES = replace(
     QWEN3_5,
     name="Qwen3_5ForConditionalGeneration",

@@ -1,6 +1,6 @@
-"""The text models of Qwen2-VL, Qwen2.5-VL (Bai et al. 2025, arXiv 2502.13923) and Qwen3-VL: those
-of Qwen 2 and 3 with three positions for each token (M-RoPE, Wang et al. 2024, arXiv 2409.12191,
-section 2.1), which are equal in a text."""
+"""The text models of Qwen2-VL, Qwen2.5-VL (Bai et al. 2025, arXiv 2502.13923) and Qwen3-VL: Qwen 2
+and 3 with three positions per token (M-RoPE, Wang et al. 2024, arXiv 2409.12191, section 2.1),
+which are equal for text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ QWEN3_VL = replace(
 
 
 def text_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
-    """The kind of rotary positions may be "mrope", which for a text is the usual one."""
+    """The kind of rotary positions may be "mrope", which for text equals the default kind."""
     key = "rope_scaling" if fields.mapping("rope_scaling") else "rope_parameters"
     rope = dict(fields.mapping(key) or {})
     kinds = {name for name in ("type", "rope_type") if rope.get(name) == "mrope"}

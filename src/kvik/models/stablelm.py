@@ -1,5 +1,5 @@
 """StableLM 2 (Bellagente et al. 2024, arXiv 2402.17834): a Llama with LayerNorm, in which a quarter
-of each head turns; in some, attention and MLP stand side by side, or heads are normalised."""
+of each head is rotated; in some, attention and MLP are parallel, or heads are normalised."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NORMS = ("q_layernorm.norms.{}", "k_layernorm.norms.{}")
 
 
 def stablelm_attention(spec: ModelFacts, builder: LayerBuilder, layer: int) -> AttentionBlock:
-    """Heads of q and k are normalised in the 12B alone."""
+    """Heads of q and k are normalised only in the 12B."""
     if not spec.qk_norm:
         return LlamaAttention(spec, builder, layer)
     return HeadNormAttention(spec, builder, layer, NORMS)

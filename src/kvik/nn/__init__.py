@@ -1,9 +1,9 @@
-"""Layers: what models are made of, how weights and the KV cache are stored and loaded.
+"""The layers of models, and how weights and the KV cache are stored and loaded.
 
-`layers.py` and `rope.py` are the layers, `builder.py` makes them by the names of a checkpoint.
+`layers.py` and `rope.py` are the layers, `builder.py` creates them by the names of a checkpoint.
 `checkpoint.py` reads weights from folders (files: `safetensors.py`), `gguf_checkpoint.py` from GGUF
-files. `loader.py` and `parts.py` bring a weight into its matrix, `formats/` reads and writes a
-layer as checkpoints store it. `kv_formats.py` allocates the cache and states, `pages.py` copies
-blocks of it. `engine_folder.py` writes and maps engine folders, `gguf_blocks.py` and
-`gguf_export.py` hold the values of GGUF files.
+files. `loader.py` and `parts.py` load a weight into its matrix, `formats/` reads and writes the
+storage formats of a layer. `kv_formats.py` allocates the cache and states, `pages.py` copies
+blocks of it. `engine_folder.py` writes and maps engine folders; `gguf_blocks.py` decodes and
+`gguf_export.py` encodes the values of GGUF files.
 """

@@ -1,7 +1,7 @@
-"""The builder of a model's layers: a model declares each layer by its checkpoint name and gets it
-back with unfilled weights.
+"""Builds a model's layers: a model declares each layer by its checkpoint name, and gets the layer
+with weights to be loaded later.
 
-So a model has no loading code and does not know how its weights are stored.
+So models have no loading code and do not know how their weights are stored.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ from kvik.spec.stored_weights import StoredQuantization, StoredScheme, stored_al
 from kvik.spec.weights import matrix_kind
 
 BIAS = "bias"
-CORRECTION = "e_score_correction_bias"  # of a router's choice, which some store with its matrix
-# Of MLPs without a gate, by their names in config.json.
+CORRECTION = "e_score_correction_bias"  # of a router; some checkpoints store it with its matrix
+# Activations of MLPs without a gate, by their names in config.json.
 MLP_ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -92,8 +92,8 @@ MLP_ACTIVATIONS: Mapping[str, Activation] = {
     "relu2": "relu_squared",
 }
 GATES: Mapping[str, Gate] = {gate: gate for gate in get_args(Gate)}
-# Calibrated scales of a quantised KV cache, stored with the projections. They are ignored: the
-# engine computes its own scales.
+# Calibrated scales of a quantised KV cache, stored with the projections. Ignored: the engine
+# computes its own scales.
 KV_SCALES = ("q_scale", "k_scale", "v_scale", "kv_scale")
 
 
@@ -105,10 +105,10 @@ class DeclaredTensor:
         name, shape: in the checkpoint.
         dtype, because: as in `StoredTensor`.
         kind: "matrix", "gain" or "bias": how random weights initialise it.
-        selection: what is read of it.
-        fill: takes the index of the first row and the values from there on, or all that is read at
+        selection: the part to read.
+        fill: takes the index of the first row and the values from there, or all selected values at
             once; keeps no reference.
-        transposed: of a matrix, [inputs, outputs].
+        transposed: a matrix of [inputs, outputs].
     """
 
     name: str
@@ -128,12 +128,12 @@ class Declarations:
     device: torch.device
     tensors: list[DeclaredTensor] = field(default_factory=list)
     ignored: set[str] = field(default_factory=set)
-    skipped: set[str] = field(default_factory=set)  # beginnings of names
-    # scope -> the heads of its attention, of which a process may compute some alone
+    skipped: set[str] = field(default_factory=set)  # prefixes of names
+    # scope -> the heads of its attention, which may be divided among processes
     heads: dict[str, Between] = field(default_factory=dict)
 
 
-# (names of a matrix' layers, its inputs, outputs of each layer) -> stages after the product.
+# (names of a matrix's layers, its inputs, outputs of each layer) -> stages after the product.
 MakeStages = Callable[[Sequence[str], int, Sequence[int]], Sequence[Stage]]
 
 
@@ -142,7 +142,7 @@ def no_stages(names: Sequence[str], inputs: int, outputs: Sequence[int]) -> Sequ
 
 
 class Builder(LayerBuilder):
-    """Makes layers within a scope of the checkpoint's names; `at` narrows the scope."""
+    """Builds layers within a scope of the checkpoint's names; `at` narrows the scope."""
 
     def __init__(
         self,
@@ -168,10 +168,10 @@ class Builder(LayerBuilder):
             stored_quantization: how the checkpoint stores linear layers; None: as floats.
             quantization: applied to linear layers while loading, as in `EngineConfig`.
             storage: allocates the weights; None: new memory.
-            stages: makes the stages after each matrix product, except that of the logits.
-            stage: what is built of the model; None: all of it.
+            stages: makes the stages after each matrix product except the head's.
+            stage: the part of the model to build; None: all of it.
         """
-        super().__init__(Declaration())  # of what other stages have
+        super().__init__(Declaration())  # for layers of other stages
         self.ops = ops
         self.backend = backend
         self.dtype = dtype
@@ -187,10 +187,10 @@ class Builder(LayerBuilder):
         self._groups = groups
         self._ropes: list[Rope] = []  # in order of the calls of `rope`
         self._group_of = {layer: i for i, group in enumerate(groups) for layer in group.layers}
-        self._q_ropes: dict[tuple[RopeSpec, int], Rope] = {}  # which layers share
-        self._query_scales: dict[QueryScale, Tensor] = {}  # tables that layers share
+        self._q_ropes: dict[tuple[RopeSpec, int], Rope] = {}  # shared by layers
+        self._query_scales: dict[QueryScale, Tensor] = {}  # tables shared by layers
         self._position_of = {layer: i for i, layer in enumerate(sorted(self._group_of))}
-        self._states: dict[int, int] = {}  # layers that keep a state, and which of them each is
+        self._states: dict[int, int] = {}  # layer that keeps a state -> its number among these
         self._stored: dict[str, dict[str, tuple[int, ...]]] = {}  # layer -> its tensors' shapes
         for name, entry in checkpoint.entries.items() if checkpoint else ():
             layer, _, last = name.rpartition(".")
@@ -198,11 +198,11 @@ class Builder(LayerBuilder):
         self._stored |= {name: {} for name in self.storage.names}
 
     def at(self, name: str | int, *others: str) -> LayerBuilder:
-        """Return the builder of a narrower scope, of which it skips layers of other stages.
+        """Return the builder of a narrower scope; layers of other stages are skipped.
 
         Args:
-            others: what checkpoints may have in its place; "": nothing, as those do that were saved
-                from the bare trunk of a model. The first that there is.
+            others: alternative names, of which the first in the checkpoint is taken; "": no scope,
+                as in checkpoints of the bare trunk of a model.
         """
         if isinstance(name, int) and self._stage is not None and name not in self._stage.layers:
             self.skip(str(name))
@@ -222,11 +222,11 @@ class Builder(LayerBuilder):
         return inner
 
     def skip(self, *scopes: str) -> None:
-        """Do not read what stands in some scopes, such as an encoder of images."""
+        """Skip all tensors in some scopes, such as an image encoder."""
         self.declared.skipped.update(f"{self._name(scope)}." for scope in scopes)
 
     def ignore(self, *names: str) -> None:
-        """Skip tensors that some checkpoints contain and the model does not need."""
+        """Ignore tensors that some checkpoints contain and the model does not need."""
         self.declared.ignored.update(self._name(name) for name in names)
 
     def linear(
@@ -246,12 +246,12 @@ class Builder(LayerBuilder):
         """x [tokens, inputs] -> [tokens, sum of outputs], fused from one layer per name.
 
         Args:
-            role: what the matrix does in a block: of "o" the inputs may be heads of attention.
+            role: of the matrix in a block; the inputs of "o" may be heads of attention.
             transposed: the checkpoint stores [inputs, outputs].
-            order: which output of the checkpoint stands at each place; (): all as they are stored.
-            columns: the same of inputs.
-            parts: of heads of queries, which attention reads one by one: those of all heads stand
-                together; (): there are none.
+            order: the output of the checkpoint at each place; (): in the stored order.
+            columns: likewise for inputs.
+            parts: widths of the parts of query heads that attention reads separately; each part of
+                all heads is contiguous; (): none.
             activation: of the outputs; "silu_and_mul" halves them.
         """
         places = torch.tensor(order).argsort() if order else None
@@ -291,18 +291,19 @@ class Builder(LayerBuilder):
         gated: bool = False,
         whole: bool = False,
     ) -> Heads:
-        """Queries, keys and values of x [tokens, inputs], each with its number of heads.
+        """Return the projections of x [tokens, inputs] to queries, keys and values.
 
         Args:
             names: of one layer for each of the three, or of one layer for all. Keys and values, or
                 values, may be missing.
-            rope: how they will turn, which decides the order of a head's channels of queries and
-                keys; None: they are as they are stored.
-            by_head: the one layer has the queries of the first head of keys and values, its key and
-                its value, then those of the second.
-            gated: behind the queries of a head the layer has a gate of the head; the result has
-                all gates behind all queries.
-            whole: what follows reads whole rows, not single heads.
+            heads: number of heads of each.
+            rope: rotation of queries and keys, which decides the order of a head's channels; None:
+                the stored order.
+            by_head: the one layer has, for each KV head in order, its queries, its key and its
+                value.
+            gated: in the layer, a gate follows the queries of each head; in the result, all gates
+                follow all queries.
+            whole: the next operation reads whole rows, not single heads.
         """
         alone = None
         if not whole and len(heads) > 1 and self.stages is no_stages:
@@ -360,10 +361,11 @@ class Builder(LayerBuilder):
         down: str = "down_proj",
         activation: Activation = "silu_and_mul",
     ) -> MLP:
-        """Gate, up and down_proj of this scope.
+        """Return the MLP of gate, up and down projections in this scope.
 
         Args:
-            names: of gate and up, or of one layer for both; down: of the third.
+            names: of gate and up, or of one layer for both.
+            down: name of the down projection.
         """
         shapes = [LinearShape(hidden, 2 * inner // len(names))] * len(names)
         made = self._channels(inner, down)
@@ -378,8 +380,8 @@ class Builder(LayerBuilder):
         return MLP(gate_up, self._down(down, LinearShape(inner, hidden), bias, made))
 
     def _channels(self, inner: int, down: str) -> Between | None:
-        """Return the channels of an MLP, of which whole groups of inputs of `down` stay together;
-        None: something stands between its matrices."""
+        """Return the channels between an MLP's matrices, to be divided only between groups of
+        inputs of `down`; None: there are stages in between."""
         if self.stages is not no_stages:
             return None
         kind = matrix_kind(self.quantization, inner, [self._scheme(down)], head=False)
@@ -411,7 +413,7 @@ class Builder(LayerBuilder):
         """Return the MLP of the two matrices `up` and `down` of this scope.
 
         Args:
-            activation: as config.json names it.
+            activation: by its name in config.json.
         """
         made = self._channels(inner, down)
         first = self._linear(
@@ -439,7 +441,7 @@ class Builder(LayerBuilder):
             bias: of the router and of the experts.
 
         Raises:
-            ModelError: the checkpoint stores the experts in several ways.
+            ModelError: the checkpoint stores the experts in several formats.
         """
         rule, inner = spec.router, spec.inner
         shape = LinearShape(hidden, rule.experts)
@@ -522,9 +524,9 @@ class Builder(LayerBuilder):
         """Return a table [rows, hidden].
 
         Args:
-            skipped: first rows that are never read.
-            types: name and rows of a second table. Behind the sums of all rows with its first one
-                come those with the next, `ModelFacts.type_stride` rows later.
+            skipped: number of first rows that are never read.
+            types: name and rows of a second table. The result has the sums of all rows with its
+                first row, then with its second, `ModelFacts.type_stride` rows later, and so on.
         """
         if self._stage is not None and not self._stage.first:
             self.skip(name)
@@ -552,10 +554,11 @@ class Builder(LayerBuilder):
     def token_embedding(
         self, name: str, vocab: int, hidden: int, *, tied: bool, scale: float = 1.0
     ) -> TokenTable:
-        """
+        """Return the embedding of tokens.
+
         Args:
             tied: the head has the same matrix.
-            scale: of the vectors, as a number of the dtype.
+            scale: of the vectors; it is rounded to the dtype.
         """
         stage = self._stage
         if stage is not None and not (stage.first or (stage.last and tied)):
@@ -569,7 +572,7 @@ class Builder(LayerBuilder):
         return self._embedding_matrix(name, LinearShape(hidden, vocab), tied, scale)
 
     def token_inputs(self, name: str, vocab: int, width: int, *, scale: float) -> MatrixEmbedding:
-        """Return a table of vectors of tokens, which is quantised as a head is.
+        """Return a table of token vectors, which is quantised like a head.
 
         Args:
             scale: of the vectors.
@@ -600,7 +603,7 @@ class Builder(LayerBuilder):
 
         Args:
             embedding: as `token_embedding` returned it.
-            softcap: a logit x becomes softcap * tanh(x / softcap); None: it stays.
+            softcap: a logit x becomes softcap * tanh(x / softcap); None: no cap.
         """
         if self._stage is not None and not self._stage.last:
             self.skip(name)
@@ -627,12 +630,14 @@ class Builder(LayerBuilder):
         heads: int = 1,
         tensor: str = "weight",
     ) -> RMSNorm:
-        """
+        """Return an RMSNorm.
+
         Args:
-            tensor: the last word of the gain's name.
-            offset, scale: the gain is scale * (offset + what the checkpoint has), which is kept in
-                fp32, as little of the latter would be left in 16 bits.
-            rope: how the normalised heads will turn; see `heads`. heads: that `dim` is of.
+            tensor: the last component of the gain's name.
+            offset, scale: the gain is scale * (offset + stored gain), kept in fp32, because 16 bits
+                would lose most of the stored gain.
+            rope: rotation of the normalised heads; see `heads` of the builder.
+            heads: number of heads that `dim` covers.
         """
         places = _places(rope, heads, dim // heads)
         full = self._name(f"{name}.{tensor}")
@@ -653,10 +658,10 @@ class Builder(LayerBuilder):
         offset: float = 0.0,
         scale: float = 1.0,
     ) -> LayerNorm:
-        """
+        """Return a LayerNorm.
+
         Args:
-            offset, scale: the gain is scale * (offset + what the checkpoint has); a scale only
-                without a bias.
+            offset, scale: the gain is scale * (offset + stored gain); a scale only without a bias.
         """
         weight = self._gain(self._name(f"{name}.weight"), dim, scale, offset)
         shift = self._empty(f"{name}.bias", dim)
@@ -669,11 +674,11 @@ class Builder(LayerBuilder):
     def head_norms(
         self, name: str, heads: int, dim: int, eps: float, *, rope: RopeSpec | None = None
     ) -> LayerNorm:
-        """Return LayerNorm without biases of heads, each with gains of its own.
+        """Return a LayerNorm without biases over each head, with separate gains per head.
 
         Args:
-            name: of the gains of all heads, [heads, dim]; with {}, of those of each, [dim].
-            rope: how the normalised heads will turn; see `heads`.
+            name: of the gains of all heads, [heads, dim]; with {}, of each head's gains, [dim].
+            rope: rotation of the normalised heads; see `heads` of the builder.
         """
         gains = self._empty(f"{name}.weight", heads, dim)
         offsets = self._empty(f"{name}.bias", heads, dim)
@@ -711,18 +716,19 @@ class Builder(LayerBuilder):
         kv_from: int | None = None,
         bidirectional: int | None = None,
     ) -> Attention:
-        """
+        """Return the attention of a layer.
+
         Args:
-            scale: of the scores; None: the usual one, 1 / sqrt(head_dim).
+            scale: of the scores; None: 1 / sqrt(head_dim).
             norms: of the heads of q and k, with the same eps, the second None with `kv_from`; None:
                 none.
             softcap: as in `AttentionSpec`.
-            sinks: number of heads, each of which has a learned sink; 0: there are none.
-            rope: how q and k turn; read only where it scales queries.
+            sinks: number of heads with a learned sink; 0: none.
+            rope: rotation of q and k; used only if it scales queries.
             kv_from, bidirectional: as in `LayerSpec`.
 
         Raises:
-            ConfigError: the attention backend cannot do it.
+            ConfigError: the attention backend does not support it.
         """
         self.ignore(*KV_SCALES)
         head_norms = None
@@ -748,10 +754,10 @@ class Builder(LayerBuilder):
                 )
             q_rope = self._q_ropes[key]
         owner = layer if kv_from is None else kv_from
-        owner = 0 if bidirectional is not None else owner  # in whose place all are kept
+        owner = 0 if bidirectional is not None else owner  # all such layers use layer 0's cache
         position, group = self._position_of[owner], self._group_of[owner]
         window = self._groups[group].spec.window
-        # Where windows have sinks, all layers that turn do it alike.
+        # If windows have sinks, all layers share one rotation.
         sink_rope = self._ropes[0] if window is not None and window.sinks else None
         return Attention(self.backend, position, group, spec, q_rope, sink_rope)
 
@@ -763,10 +769,11 @@ class Builder(LayerBuilder):
         latent: LatentSpec,
         scale: float,
     ) -> LatentAttention:
-        """
+        """Return attention over latent vectors.
+
         Args:
-            names: of one layer that makes the key and the value of each head in turn; or of one for
-                queries, which it multiplies from the other side, and of one for values. They become
+            names: of one layer that makes, for each head, its key and its value; or of two layers:
+                the keys' one, transposed to be applied to queries, and the values'. They become
                 floats, whatever the checkpoint stores.
             scale: of the scores.
         """
@@ -795,7 +802,7 @@ class Builder(LayerBuilder):
         if len(names) == 1:
             size, nope = latent.nope + latent.value, latent.nope
             shape = LinearShape(latent.rank, heads * size)
-            # Keys are multiplied with queries before the cache is read: they are transposed.
+            # Transposed: the keys' matrix is applied to queries before the cache is read.
             parts = (keys, lambda rows: rows[:nope].t()), (values, lambda rows: rows[nope:])
             to = HeadRows(self.ops, quantizer, size, parts)
             self._declare_layer(layer, shape, self._scheme(names[0]), to, 0)
@@ -810,8 +817,8 @@ class Builder(LayerBuilder):
         return ScaledSum(self.ops, factor)
 
     def pooled(self, spec: PoolingSpec) -> PooledHead:
-        """Return what a model makes of pooled vectors, by the whole names of the checkpoint, in
-        fp32: these layers see one vector of each prompt."""
+        """Return the layers over pooled vectors, by full names of the checkpoint. In fp32: they
+        process one vector per prompt."""
         layers = []
         for layer in spec.layers:
             made: list[Tensor] = []
@@ -824,7 +831,7 @@ class Builder(LayerBuilder):
         return PooledHead(layers)
 
     def learned_scale(self, name: str) -> LearnedScale:
-        """Return x times a number of the checkpoint, [1]."""
+        """Return a layer that multiplies by a scalar of the checkpoint, [1]."""
         full = self._name(name)
         scale = LearnedScale(self.ops, self.storage.tensor(full, (1,), torch.float32, self.device))
         self._declare(full, scale.value, "gain", scale.fill)
@@ -833,13 +840,13 @@ class Builder(LayerBuilder):
         return scale
 
     def gated(self, by: str = "none") -> GatedProduct:
-        """Return x times a function of a gate: `by`, one of `GATES`."""
+        """Return a layer that multiplies by a function of a gate: `by`, one of `GATES`."""
         return GatedProduct(self.ops, GATES[by])
 
     def causal_conv(
         self, name: str, layer: int, spec: StateSpec, *, silu: bool = False
     ) -> CausalConv:
-        """Return the convolution of a layer that keeps a state; checkpoints have its weight as
+        """Return the convolution of a layer that keeps a state; checkpoints store its weight as
         [channels, 1, width]."""
         width, channels = spec.width, spec.channels
         full = self._name(f"{name}.weight")
@@ -865,7 +872,7 @@ class Builder(LayerBuilder):
         """Return the gated delta net of a layer.
 
         Args:
-            decay, bias: names of what it has learned of how fast heads forget; see `DeltaHeads`.
+            decay, bias: names of the learned decay parameters of the heads; see `DeltaHeads`.
         """
         vectors = []
         for name in (decay, bias):
@@ -895,13 +902,15 @@ class Builder(LayerBuilder):
         between: Between | None = None,
         alone: bool = False,
     ) -> Linear:
-        """
+        """Return the fused layer of some layers of the checkpoint, and declare their tensors.
+
         Args:
-            expert, between: see `MatrixSpec`. alone: likewise; of what is never quantised too.
-            exact: the weight is never quantised. wide: the outputs are fp32.
-            places: where the first rows go; see `Rows`.
+            expert, between, alone: see `MatrixSpec`; `exact` implies `alone`.
+            exact: the weight is never quantised.
+            wide: the outputs are fp32.
+            places: destinations of the first rows; see `Rows`.
             stored: how the checkpoint stores each layer; None: as floats.
-            head: the layer gives logits or is the embedding. Logits are fp32, because small
+            head: the layer computes logits or is the embedding. Logits are fp32, because small
                 differences between them matter; the weight keeps at least eight bits.
         """
         layers = [self._name(name) for name in names]
@@ -1000,11 +1009,12 @@ class Builder(LayerBuilder):
         *,
         exact: bool = False,
     ) -> Tensor:
-        """
+        """Declare the gain of a norm, and return its memory.
+
         Args:
             full: its name in the checkpoint.
-            places: where each goes; None: where it is.
-            exact: a gain that is not as the checkpoint has it is kept in fp32.
+            places: destination of each channel; None: unchanged.
+            exact: a gain that differs from the stored one is kept in fp32.
         """
         changed = scale != 1.0 or offset != 0.0
         dtype = torch.float32 if changed and exact else self.dtype
@@ -1044,33 +1054,34 @@ def _fill_in(target: Tensor, first: int, values: Tensor) -> None:
 
 
 def _add_positions(sums: Tensor, first: int, values: Tensor) -> None:
-    """sums: [types, positions, hidden]; values: [n, hidden], from position `first` on."""
+    """Add values [n, hidden], from position `first`, to sums [types, positions, hidden]."""
     sums[:, first : first + len(values)].add_(values.to(sums))
 
 
 def _add_types(sums: Tensor, first: int, values: Tensor) -> None:
-    """sums: [types, positions, hidden]; values: [n, hidden], from type `first` on."""
+    """Add values [n, hidden], from type `first`, to sums [types, positions, hidden]."""
     sums[first : first + len(values)].add_(values.to(sums)[:, None])
 
 
 def _fill_taps(target: Tensor, first: int, values: Tensor) -> None:
-    """values: [channels, 1, width], from channel `first` on."""
+    """Take values [channels, 1, width], from channel `first`."""
     target[:, first : first + len(values)].copy_(values[:, 0].t())
 
 
 def _with_gates(places: Tensor | None, heads: int, kv_heads: int, head_dim: int) -> Tensor:
-    """Where rows of queries, each head's followed by its gate, and of keys go, if those without
-    gates went to `places`."""
+    """Return the destinations of rows of queries, each head's followed by its gate, and of keys,
+    given the destinations `places` without gates."""
     if places is None:
         places = torch.arange((heads + kv_heads) * head_dim)
-    count = heads * head_dim  # of all queries, behind which the gates go
+    count = heads * head_dim  # rows of all queries, which the gates follow
     queries = places[:count].view(heads, head_dim)
     gates = torch.arange(count, 2 * count).view(heads, head_dim)
     return torch.cat((torch.stack((queries, gates), 1).flatten(), places[count:] + count))
 
 
 def _by_head(places: Tensor | None, heads: tuple[int, ...], head_dim: int) -> Tensor:
-    """Where rows that stand head by head go, if those by q, k and v went to `places`."""
+    """Return the destinations of rows stored head by head, given the destinations `places` of rows
+    stored as q, k, v."""
     rows = torch.arange(sum(heads) * head_dim)
     if places is not None:
         rows[: len(places)] = places
@@ -1095,7 +1106,7 @@ def _fill_scaled(
 
 
 def _fill_heads(target: Tensor, places: Tensor | None, first: int, values: Tensor) -> None:
-    """values: [heads, head_dim], from head `first` on."""
+    """Take values [heads, head_dim], from head `first`."""
     rows = target[first : first + len(values)]
     if places is None:
         rows.copy_(values)
@@ -1104,7 +1115,8 @@ def _fill_heads(target: Tensor, places: Tensor | None, first: int, values: Tenso
 
 
 def _places(rope: RopeSpec | None, heads: int, head_dim: int) -> Tensor | None:
-    """Where the rows of queries and keys go, so that they turn in halves; None: nowhere else."""
+    """Return the destinations of the rows of queries and keys for a rotation that pairs the halves
+    of a head; None: unchanged."""
     rows = None if rope is None else rope.rows(head_dim)
     if rows is None:
         return None

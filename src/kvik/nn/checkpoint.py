@@ -1,4 +1,4 @@
-"""Stored weights: every tensor by name, read a run of rows at a time; and those of a folder."""
+"""Reads checkpoints: every tensor by name, a run of rows at a time; and folders of safetensors."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from kvik.files import regular
 from kvik.nn.safetensors import TensorEntry, read_header
 from kvik.spec.fields import Fields, read_json
 
-# Parts of a file, the next one being read while one is used.
+# Reading parts of a file ahead: one is read while the one before is used.
 
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Bytes of a file that are read one behind the other.
+    """Byte ranges of a file that are read into one buffer, in order.
 
     Attributes:
         parts: first byte and number of bytes of each.
@@ -44,10 +44,10 @@ class Spans:
 
 
 def read_ahead(path: Path, reads: Sequence[Spans]) -> Iterator[Tensor]:
-    """Each of `reads` as [bytes] uint8, valid until the next one is asked for.
+    """Yield each of `reads` as [bytes] uint8, valid until the next one is requested.
 
-    The file is read and not mapped: pages that have to be mapped cost more time than the copy, and
-    a file that gets shorter ends in an error and not in a signal.
+    The file is read, not mapped: mapping pages costs more time than the copy, and a file that gets
+    shorter causes an error, not a signal.
 
     Raises:
         ModelError: the file cannot be read or has become shorter.
@@ -87,13 +87,13 @@ def _read(file: FileIO, spans: Spans, buffer: np.ndarray) -> np.ndarray:
     return buffer[:end]
 
 
-# How many rows of a tensor are worked on at a time.
+# Number of rows of a tensor that are loaded at a time.
 
-ROW_MULTIPLE = 32  # kernels lay rows together in tiles of this size
+ROW_MULTIPLE = 32  # rows of a tile of the kernels
 
 
 def run_length(most: int) -> int:
-    """Rows of a run, where about `most` of them fit."""
+    """Return the number of rows of a run of about `most` rows: a multiple of tiles if possible."""
     return max(1, most // ROW_MULTIPLE * ROW_MULTIPLE or most)
 
 
@@ -108,13 +108,12 @@ PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What is read of a tensor.
+    """The part of a tensor to read.
 
     Attributes:
-        in_runs: it may come in runs of rows, in any order; else all that is read of it comes at
-            once.
-        axis, ranges: only these parts of one dimension are read, first and end of each, in order;
-            what comes at once has one behind the other. (): it does not come. None: all is read.
+        in_runs: it may be read in runs of rows, in any order; else it is read at once.
+        axis, ranges: the ranges of one dimension to read, first and end of each, in order; if read
+            at once, they are concatenated. (): nothing is read. None: everything is read.
     """
 
     in_runs: bool
@@ -122,13 +121,13 @@ class Selection:
     ranges: tuple[tuple[int, int], ...] | None = None
 
     def length(self, shape: Sequence[int]) -> int:
-        """Return how much of the dimension is read, of a tensor of this shape."""
+        """Return the selected length of the dimension, of a tensor of this shape."""
         if self.ranges is None:
             return shape[self.axis]
         return sum(end - first for first, end in self.ranges)
 
     def of(self, values: Tensor) -> Tensor:
-        """Return what would be read of these values, at once."""
+        """Return the selected part of these values."""
         if self.ranges is None:
             return values
         some = [values.narrow(self.axis, first, end - first) for first, end in self.ranges]
@@ -139,7 +138,7 @@ WHOLE, IN_RUNS = Selection(False), Selection(True)
 
 
 def selected_bytes(entry: TensorEntry, selection: Selection) -> int:
-    """Return the bytes of what is read of a tensor."""
+    """Return the bytes of the selected part of a tensor."""
     if selection.ranges is None:
         return entry.size
     return entry.size // entry.shape[selection.axis] * selection.length(entry.shape)
@@ -147,12 +146,12 @@ def selected_bytes(entry: TensorEntry, selection: Selection) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TensorRun:
-    """A tensor, or what is read of it at once.
+    """A tensor, or the part of it that is read at once.
 
     Attributes:
         name: of the tensor.
-        first: row of the tensor, where it comes in runs of rows; else 0.
-        values: valid until the next run is asked for.
+        first: first row of the run, if the tensor is read in runs; else 0.
+        values: valid until the next run is requested.
     """
 
     name: str
@@ -161,12 +160,12 @@ class TensorRun:
 
 
 class Checkpoint(Protocol):
-    """Weights under the names that models declare; opening them read and checked no more than what
-    they are."""
+    """Weights under the names that models declare. Opening a checkpoint reads and validates only
+    descriptions of tensors."""
 
     @property
     def facts(self) -> str:
-        """The file that says of what sizes the model is, for errors."""
+        """The file that declares the sizes of the model, for errors."""
         ...
 
     @property
@@ -175,7 +174,7 @@ class Checkpoint(Protocol):
         ...
 
     def runs(self, wanted: Mapping[str, Selection]) -> Iterator[TensorRun]:
-        """The named tensors in an order that is good to read, in pieces. Nothing else is read.
+        """Yield the named tensors in runs, in an order that is fast to read. Reads nothing else.
 
         Raises:
             ModelError: a file cannot be read.
@@ -214,11 +213,10 @@ def open_checkpoint(folder: str | Path, modules: Sequence[str] = ()) -> FolderCh
     """Find and validate the weights in a folder: one file, or several with an index.
 
     Args:
-        modules: folders inside it with a file of their own, whose tensors get the folder's name
-            before theirs.
+        modules: subfolders with separate weights, whose names get the subfolder's name as prefix.
 
     Raises:
-        ModelError: nothing that can be loaded, or a malformed header or index.
+        ModelError: there is nothing that can be loaded, or a header or index is malformed.
     """
     folder = Path(folder)
     if modules:
@@ -271,11 +269,11 @@ def _open_sharded(folder: Path) -> FolderCheckpoint:
     return FolderCheckpoint(tuple((path, unstacked(entries, present)) for path, entries in files))
 
 
-# Tensors of all experts of a layer in one, as newer versions of transformers write them, and as
-# Granite always had them.
+# Tensors that stack all experts of a layer: those of newer versions of transformers, and of Granite
+# in every version.
 STACKED = re.compile(r"(.+\.experts)\.([a-z_]+_proj)(?:_(bias|blocks|scales))?")
 LINEARS = re.compile(r"(.+\.(?:input|output)_linear)\.weight")
-GATE_UP = "gate_up_proj"  # gate and up of an expert, its rows in the middle
+GATE_UP = "gate_up_proj"  # gate and up of each expert
 
 
 def shapes_of(entries: Sequence[TensorEntry]) -> dict[str, tuple[int, ...]]:
@@ -285,11 +283,12 @@ def shapes_of(entries: Sequence[TensorEntry]) -> dict[str, tuple[int, ...]]:
 def unstacked(
     entries: Sequence[TensorEntry], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[TensorEntry, ...]:
-    """Return the tensors with those of each expert by themselves, which are parts of the file too.
+    """Replace stacked tensors by a separate tensor for each expert, which is a part of the file
+    too.
 
-    `experts.down_proj` becomes `experts.0.down_proj.weight` and so on. Gate and up are cut apart,
-    where an expert has those of one behind those of the other: not in gpt-oss, which mixes them.
-    Where experts have [inputs, outputs] (Llama 4), their rows are columns.
+    `experts.down_proj` becomes `experts.0.down_proj.weight` and so on. Gate and up are separated
+    unless they are interleaved, as in gpt-oss. If experts are stored as [inputs, outputs] (Llama
+    4), the rows of the new tensors are columns of the file.
 
     Args:
         shapes: of all tensors of the checkpoint.
@@ -315,7 +314,7 @@ def unstacked(
 
 
 def _parts(entry: TensorEntry, each: int, names: Sequence[str]) -> Iterator[TensorEntry]:
-    """Yield the tensors of all experts, `each` of them for each expert, one behind the other."""
+    """Yield the tensors of all experts, `each` consecutive ones per expert."""
     _, rows, *rest = entry.shape
     for i, name in enumerate(names):
         size = entry.size // len(names)
@@ -323,8 +322,8 @@ def _parts(entry: TensorEntry, each: int, names: Sequence[str]) -> Iterator[Tens
 
 
 def _turned(scope: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Return whether experts have [inputs, outputs]: down has then half as many inputs as gate and
-    up have columns, and as many outputs as these have rows."""
+    """Return whether experts are stored as [inputs, outputs]: then down has half as many rows as
+    gate and up have columns, and as many columns as these have rows."""
     gate_up, down = shapes.get(f"{scope}.{GATE_UP}", ()), shapes.get(f"{scope}.down_proj", ())
     if len(gate_up) != 3 or len(down) != 3:
         return False
@@ -332,7 +331,7 @@ def _turned(scope: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
 
 
 def _columns(entry: TensorEntry, each: int, names: Sequence[str]) -> Iterator[TensorEntry]:
-    """As `_parts`, of experts that have [inputs, outputs]."""
+    """Like `_parts`, for experts stored as [inputs, outputs]."""
     count, inputs, width = entry.shape
     rows, size = width // each, entry.size // count
     for i, name in enumerate(names):
@@ -342,10 +341,10 @@ def _columns(entry: TensorEntry, each: int, names: Sequence[str]) -> Iterator[Te
 
 
 def _by_layer(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
-    """Tensors of a layer together, the largest last, in the order in which the file begins layers.
+    """Sort tensors by the file order of their layers; within a layer, the largest is last.
 
-    Files are often sorted by type. Then what waits for the last tensor of its layer would be half
-    of the file.
+    Files are often sorted by dtype. In file order, half of the file would wait in memory for the
+    last tensors of the layers.
     """
     begins: dict[str, int] = {}
     for entry in entries:
@@ -358,7 +357,7 @@ class _Piece:
     """A `TensorRun` to be read.
 
     Attributes:
-        entry: of what is read, as if that were a tensor by itself.
+        entry: describes the part to read like a separate tensor.
     """
 
     first: int
@@ -385,9 +384,9 @@ def _pieces(entry: TensorEntry, selection: Selection) -> Iterator[_Piece]:
 
 
 def _cut(first: int, entry: TensorEntry, selection: Selection) -> _Piece:
-    """The parts of a tensor that are selected, at once."""
+    """Return the selected ranges of a tensor as one piece."""
     axis, ranges, shape = selection.axis, selection.ranges or (), entry.shape
-    inner = entry.size // prod(shape[: axis + 1])  # bytes from one place on the axis to the next
+    inner = entry.size // prod(shape[: axis + 1])  # bytes between neighbours on the axis
     count, stride, start, columns = prod(shape[:axis]), shape[axis] * inner, entry.start, None
     length = selection.length(shape)
     if entry.columns is not None:  # rows are columns of the file

@@ -1,4 +1,4 @@
-"""The weights of an engine folder: written as they lie in memory, and mapped as they are."""
+"""Writes the weights of an engine folder in their layout in memory, and maps them."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from kvik.spec.engine_folder import (
 )
 from kvik.spec.weight_kind import WeightKind
 
-TENSOR = "tensor"  # the only part of what is no matrix
+TENSOR = "tensor"  # the only part of a weight that is not a matrix
 PIECE = 8 << 20  # bytes written at a time
 
 
 class MappedStorage:
-    """The weights of a folder, as pages of the file: nothing is copied, and processes that use the
-    same folder share them. A file that becomes shorter while it is mapped ends the process; `kvik
-    build` replaces files and never writes into them."""
+    """The mapped weights of a folder: nothing is copied, and processes that use the same folder
+    share the pages. If the file is truncated while it is mapped, the process crashes; `kvik build`
+    replaces files and never writes into them."""
 
     def __init__(self, folder: Path, packing: Packing) -> None:
         """
@@ -65,7 +65,7 @@ class MappedStorage:
         return self._entries.keys()
 
     def matrix(self, name: str, spec: MatrixSpec) -> Matrix:
-        """Of the kind that the folder was built with."""
+        """Return a matrix, of the kind that the folder was built with."""
         entry = self._entry(name)
         kind = WeightKind.named(entry.kind)
         if kind is None:
@@ -108,7 +108,7 @@ class MappedStorage:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What was written: the seal, the size and hash of the file, and what lies where in it."""
+    """What was written: the seal, the size and hash of the file, and the places of the tensors."""
 
     seal: str
     facts: FileFacts
@@ -118,13 +118,13 @@ class Written:
 def write_weights(
     file: BinaryIO, storage: FreshStorage, packing: Packing, advance: Callable[[int], None]
 ) -> Written:
-    """Return all that `storage` gave, one part behind the other.
+    """Write all weights of `storage`.
 
     Args:
-        advance: called with the number of bytes that were written.
+        advance: called with the number of bytes of each piece that was written.
 
     Raises:
-        OSError: they cannot be.
+        OSError: they cannot be written.
     """
     seal = secrets.token_bytes(SEAL_BYTES)
     out = _Hashed(file, advance)
@@ -144,7 +144,7 @@ def write_weights(
 
 
 def stored_bytes(storage: FreshStorage, packing: Packing) -> int:
-    """About what `write_weights` will write."""
+    """Return about the number of bytes that `write_weights` will write, without padding."""
     return sum(part.nbytes for *_, parts in _all(storage, packing) for part in parts.values())
 
 
@@ -173,13 +173,13 @@ class _Hashed:
 
 
 def _mapped(folder: Path, manifest: Manifest) -> Tensor:
-    """[bytes] uint8. Pages are private, so that no one can write into the file by it."""
+    """Map the file as [bytes] uint8. Pages are private, so that writes do not reach the file."""
     try:
         with (folder / WEIGHTS).open("rb") as file:
             mapping = mmap.mmap(file.fileno(), manifest.weight_bytes, access=mmap.ACCESS_COPY)
     except (OSError, ValueError) as error:
         raise ModelError(WEIGHTS, f"cannot be mapped ({error}). {rebuild(folder)}") from None
-    check_seal(folder, mapping[:SEAL_BYTES], manifest)  # another build may have come in between
+    check_seal(folder, mapping[:SEAL_BYTES], manifest)  # a build may have replaced it meanwhile
     return torch.from_numpy(np.frombuffer(mapping, dtype=np.uint8))
 
 

@@ -1,8 +1,8 @@
-"""The values of GGUF tensors: blocks of neighbouring weights that share a scale.
+"""Decodes the values of GGUF tensors: blocks of neighbouring weights that share a scale.
 
-Rows are bytes [rows, bytes of a row] as they lie in the file. The layouts are described in ggml's
-ggml-common.h. Every sum and product is done in the order of the format's reference implementation,
-so that values agree to the last bit.
+Rows are the bytes of the file, [rows, bytes of a row]. The layouts are described in ggml's
+ggml-common.h. All arithmetic is in the order of the format's reference implementation, so that
+values agree to the last bit.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kvik.kernels.weights import E2M1
 
 @dataclass(frozen=True, slots=True)
 class BlockParts:
-    """Blocks taken apart: w = code * scale, or w = code * scale - minimum.
+    """The unpacked fields of blocks: w = code * scale, or w = code * scale - minimum.
 
     Attributes:
-        codes: [rows, weights]; int8 around 0, or uint8 from 0 where there are minima.
-        scales: [rows, groups] fp32; a group is as many neighbouring weights as share a scale.
-        minima: [rows, groups] fp32; None: there are none.
+        codes: [rows, weights]; int8 around 0, or uint8 from 0 if there are minima.
+        scales: [rows, groups] fp32; a group is the neighbouring weights that share a scale.
+        minima: [rows, groups] fp32; None: none.
     """
 
     codes: Tensor
@@ -41,7 +41,7 @@ class BlockParts:
 
 
 def take_apart(type: str, rows: Tensor) -> BlockParts:
-    """rows [rows, bytes] uint8 of a type of integers."""
+    """Unpack rows [rows, bytes] uint8 of an integer type."""
     return _PARTS[type](_blocks(type, rows))
 
 
@@ -66,7 +66,7 @@ def dequantize(type: str, rows: Tensor) -> Tensor:
 
 
 def unpermute_rotary(rows: Tensor, head_dim: int) -> Tensor:
-    """Rows of queries or keys of a llama file, in the order of checkpoints.
+    """Return rows of queries or keys of a llama file in the order of checkpoints.
 
     Args:
         rows: [whole heads * head_dim, ...]: bytes, weights, or a bias.
@@ -76,7 +76,7 @@ def unpermute_rotary(rows: Tensor, head_dim: int) -> Tensor:
 
 
 def permute_rotary(rows: Tensor, head_dim: int) -> Tensor:
-    """Put rows [whole heads * head_dim, ...] of a checkpoint into the order of a file."""
+    """Return rows [whole heads * head_dim, ...] of a checkpoint in the order of a file."""
     halves = rows.reshape(-1, 2, head_dim // 2, *rows.shape[1:])
     return halves.transpose(1, 2).reshape(rows.shape)
 
@@ -120,11 +120,12 @@ def _above(codes: Tensor, scales: Tensor, minima: Tensor) -> BlockParts:
 
 
 def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and minima of the eight groups of a block of Q4_K or Q5_K: [rows, blocks, 8] fp32.
+    """Return scales and minima of the eight groups of a block of Q4_K or Q5_K: [rows, blocks, 8]
+    fp32.
 
-    Both are six bits times a number of the block. Twelve bytes from byte 4 on hold them: the first
-    four scales, the first four minima, each with two high bits of a later one above, then the low
-    halves of the later ones.
+    Both are six-bit codes times a scale of the block. The codes are in twelve bytes from byte 4:
+    four bytes for scales 0-3 and four for minima 0-3, which also hold, in their top two bits, the
+    high bits of 4-7; then four bytes with the low four bits of scales and minima 4-7.
     """
     first, second, third = blocks[..., 4:16].split(4, dim=-1)
     scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), dim=-1)
@@ -133,7 +134,7 @@ def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fifth_bits(data: Tensor) -> Tensor:
-    """32 bits in four bytes, the first weight's lowest: [..., 32]."""
+    """Four bytes -> [..., 32] bits, lowest first."""
     return _bits(data, 1, 1)
 
 
@@ -188,7 +189,7 @@ def _q6_k(blocks: Tensor) -> BlockParts:
 
 
 def _mxfp4(blocks: Tensor) -> BlockParts:
-    """Twice the numbers, which are integers, and half of the powers of two."""
+    """Return twice the E2M1 values, which are integers, with half the powers of two as scales."""
     doubled = torch.tensor(E2M1, device=blocks.device).mul_(2).to(torch.int8)
     codes, powers = mxfp4_parts(blocks.flatten(1))
     bits = powers.int()

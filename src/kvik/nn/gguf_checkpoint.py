@@ -1,4 +1,4 @@
-"""The weights of a GGUF file under the names and in the order of Hugging Face checkpoints."""
+"""Reads the weights of a GGUF file by the names and in the layout of Hugging Face checkpoints."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from kvik.spec.declare import Architecture
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """How a tensor of a checkpoint becomes that of a file, and back.
+    """Converts a tensor of a checkpoint to the file's form, and back.
 
     Attributes:
-        unit: rows that change places among one another.
+        unit: number of rows within which rows change places.
         to_file, from_file: take and return [whole units, ...].
     """
 
@@ -90,15 +90,15 @@ def changes(spec: ModelSpec, family: Architecture) -> dict[str, Change]:
 
 
 def shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a model's tensors that files have without dimensions of one, by their
-    names in checkpoints."""
+    """Return the shapes of tensors from which files drop dimensions of size 1, by their names in
+    checkpoints."""
     found = {other.name: other.shape for other in spec.declaration.others if other.shape}
     gates = (linear for linear in spec.declaration.linears if linear.role == "shared_gate")
     return found | {f"{gate.names[0]}.weight": (1, gate.inputs) for gate in gates}
 
 
 def _moved(order: Tensor, change: Change | None) -> Change:
-    """Return a change that also takes the row `order[i]` of the checkpoint to row i."""
+    """Return a change that first moves row `order[i]` of the checkpoint to row i."""
     back = order.argsort()
     if change is None:
         return Change(len(order), lambda rows: rows[order], lambda rows: rows[back])
@@ -121,7 +121,7 @@ def _by_group(rows: Tensor, group: tuple[int, ...]) -> Tensor:
 
 
 def _rates(logarithms: Tensor) -> Tensor:
-    """How fast states of heads decay, as files have it."""
+    """Return the decay rates of the heads' states, the form in files."""
     return -logarithms.float().exp()
 
 
@@ -137,7 +137,7 @@ def _logarithms(rates: Tensor) -> Tensor:
 
 
 def _plus(gains: Tensor, offset: float) -> Tensor:
-    """Gains as they are multiplied with, which is how files have them, or what they add to."""
+    """Return gains with the offset added, the form in files; a negative one undoes that."""
     return gains.float() + offset
 
 
@@ -149,8 +149,8 @@ class _Piece:
     """A `TensorRun` to be read: `rows` rows of a tensor from `first` on.
 
     Attributes:
-        order: [rows] int64, the rows of the file that they are; None: as many from `first` on,
-            which are still to be changed.
+        order: [rows] int64, their rows in the file; None: rows `first`.. of the file, still to be
+            converted by the tensor's change.
     """
 
     tensor: GgufTensor
@@ -171,12 +171,12 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class GgufCheckpoint:
-    """See `Checkpoint`. Floats are what they are; blocks are bytes [rows, bytes of a row], for a
-    weight format to take apart.
+    """The weights of a GGUF file; see `Checkpoint`. Floats are returned as they are, blocks as
+    bytes [rows, bytes of a row], which a weight format decodes.
 
     Attributes:
         tensors: by their names in checkpoints, in the order of the file.
-        changes: what makes tensors of the file those of checkpoints, by their names in these.
+        changes: conversions between file and checkpoint, by names in checkpoints.
     """
 
     file: GgufFile
@@ -195,7 +195,7 @@ class GgufCheckpoint:
         }
 
     def runs(self, wanted: Mapping[str, Selection]) -> Iterator[TensorRun]:
-        """See `Checkpoint`: in the order of the file. What does not come in runs of rows is read
+        """See `Checkpoint`: in the order of the file. Tensors that are not read in runs are read
         whole."""
         pieces = [
             (name, piece)
@@ -243,10 +243,10 @@ class GgufCheckpoint:
 def open_gguf(path: Path) -> GgufCheckpoint:
     """Return the weights of a file.
 
-    A tensor without a name in checkpoints keeps its own, for the loader to complain of.
+    A tensor without a name in checkpoints keeps its own, so that the loader reports it.
 
     Raises:
-        ModelError: it is no GGUF file, of an unknown architecture, queries or keys are no whole
+        ModelError: it is no GGUF file, its architecture is unknown, queries or keys are not whole
             heads, or experts are missing.
     """
     file = read_gguf(path)
@@ -264,8 +264,8 @@ def open_gguf(path: Path) -> GgufCheckpoint:
 
 
 def _stored_shape(shape: tuple[int, ...], whole: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Return the shape in a checkpoint: with dimensions of one, as in `whole`, and with the
-    matrices of all heads as one."""
+    """Return the shape in a checkpoint: with the dimensions of size 1 of `whole`, and the matrices
+    of all heads joined."""
     if whole is not None and [n for n in shape if n > 1] == [n for n in whole if n > 1]:
         return whole
     return (prod(shape[:-1]), shape[-1]) if len(shape) > 2 else shape
@@ -276,7 +276,7 @@ def _dtype(tensor: GgufTensor) -> str:
 
 
 def _shape(tensor: GgufTensor) -> tuple[int, ...]:
-    """Of its values: the last dimension of blocks counts their bytes."""
+    """Return the shape of the values; the last dimension of blocks counts bytes."""
     if _dtype(tensor) != BYTES:
         return tensor.shape
     return *tensor.shape[:-1], _row_bytes(tensor)
@@ -290,7 +290,7 @@ def open_weights(path: Path, modules: Sequence[str] = ()) -> Checkpoint:
     """Open a folder with safetensors files, or a GGUF file; only descriptions are read.
 
     Args:
-        modules: as of `open_checkpoint`.
+        modules: see `open_checkpoint`.
 
     Raises:
         ModelError: there is nothing that can be loaded, or a description is malformed.

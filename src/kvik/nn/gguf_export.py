@@ -1,4 +1,4 @@
-"""The weights of a checkpoint as the tensors of a GGUF file."""
+"""Converts the weights of a checkpoint to the tensors of a GGUF file."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from kvik.nn.safetensors import TORCH_DTYPES, TensorEntry
 from kvik.spec.declare import FilePart
 from kvik.spec.weight_kind import MX_GROUP
 
-SLICE = 1 << 17  # weights that a thread searches at once: few enough for its caches
+SLICE = 1 << 17  # weights per work item of a thread: few enough for its caches
 
 
 def quantize(type: str, weights: Tensor) -> Tensor:
-    """weights [rows, inputs] of whole blocks, any float dtype -> rows [rows, bytes] uint8.
+    """Quantise weights [rows, inputs] of whole blocks, any float dtype -> [rows, bytes] uint8.
 
     Types: F32, F16, BF16, Q8_0, Q4_0, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K.
     """
@@ -48,11 +48,11 @@ def quantize(type: str, weights: Tensor) -> Tensor:
 
 @contextmanager
 def _one_thread_each() -> Iterator[int]:
-    """Let operations run on the thread that calls them; yields how many threads torch had.
+    """Run torch operations on the calling thread; yields the number of threads that torch had.
 
-    A search is hundreds of short operations. Were each shared by torch's threads, which wait
-    busily for each other, a search would take fifty times as long where another process has one
-    of the cores.
+    A search is hundreds of short operations. Torch's threads spin while they wait for each other:
+    if they shared each operation, a search would take fifty times as long while another process
+    uses one of the cores.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -62,7 +62,7 @@ def _one_thread_each() -> Iterator[int]:
         torch.set_num_threads(threads)
 
 
-# How bytes are laid out.
+# Byte layouts.
 
 
 def _as_bytes(weights: Tensor) -> Tensor:
@@ -70,20 +70,20 @@ def _as_bytes(weights: Tensor) -> Tensor:
 
 
 def _half(numbers: Tensor) -> Tensor:
-    """numbers [blocks, 1] as the two bytes of fp16: [blocks, 2] uint8."""
+    """Return numbers [blocks, 1] as the two bytes of fp16: [blocks, 2] uint8."""
     return _as_bytes(numbers.to(torch.float16))
 
 
 def _packed(codes: Tensor, width: int, bits: int) -> Tensor:
-    """Low `bits` bits of each code: each `width` bytes hold first the low fields of all of them,
-    then the next ones. codes [blocks, n] uint8 -> [blocks, n * bits / 8] uint8."""
+    """Pack the low `bits` bits of each code; undoes `gguf_blocks._bits`. codes [blocks, n] uint8 ->
+    [blocks, n * bits / 8] uint8."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
     fields = (codes & (1 << bits) - 1).view(len(codes), -1, 8 // bits, width) << shifts
     return fields.sum(-2, dtype=torch.uint8).flatten(1)
 
 
 def _packed_k_scales(scales: Tensor, minima: Tensor) -> Tensor:
-    """Six bits of each, [blocks, 8] uint8, as the twelve bytes of a block of Q4_K or Q5_K."""
+    """Pack six-bit codes, [blocks, 8] uint8 each, into the twelve bytes of Q4_K and Q5_K blocks."""
     early, late = scales.split(4, dim=-1)
     early_minima, late_minima = minima.split(4, dim=-1)
     first = early | late >> 4 << 6
@@ -92,12 +92,12 @@ def _packed_k_scales(scales: Tensor, minima: Tensor) -> Tensor:
     return torch.cat((first, second, third), dim=-1)
 
 
-# Blocks of 32 weights: as the format's reference implementation does, to the last bit.
+# Blocks of 32 weights: bit-identical to the format's reference implementation.
 
 
 def _to_q8_0(blocks: Tensor) -> Tensor:
-    """Largest magnitude to 127, halves away from zero. The weights are divided by the scale before
-    that is rounded to fp16."""
+    """Map the largest magnitude to 127; halves round away from zero. The weights are divided by the
+    scale before it is rounded to fp16."""
     scales = blocks.abs().amax(-1, keepdim=True) / 127
     scaled = blocks * _inverse(scales)
     whole = scaled.abs().floor()
@@ -107,8 +107,8 @@ def _to_q8_0(blocks: Tensor) -> Tensor:
 
 
 def _around_middle(blocks: Tensor, middle: int) -> tuple[Tensor, Tensor]:
-    """The weight of the largest magnitude to code 0, which is -middle: the sign of the scale is
-    chosen for that. Returns scales [blocks, 1] and codes [blocks, 32] uint8."""
+    """Map the weight of the largest magnitude to code 0, which means -middle; the sign of the scale
+    follows from that. Returns scales [blocks, 1] and codes [blocks, 32] uint8."""
     largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
     scales = largest / -middle
     scaled = blocks * _inverse(scales) + (middle + 0.5)
@@ -127,7 +127,7 @@ def _to_q5_0(blocks: Tensor) -> Tensor:
 
 
 def _to_q5_1(blocks: Tensor) -> Tensor:
-    """The least weight to code 0, the greatest to 31."""
+    """Map the least weight to code 0, the greatest to 31."""
     least, greatest = blocks.aminmax(dim=-1, keepdim=True)
     scales = (greatest - least) / 31
     codes = ((blocks - least) * _inverse(scales) + 0.5).to(torch.uint8)
@@ -146,14 +146,14 @@ def _inverse(scales: Tensor) -> Tensor:
 def fit_above(groups: Tensor, most: int, tenths: range) -> tuple[Tensor, Tensor]:
     """Fit w = code * scale - minimum with codes 0..most and a minimum of at least 0.
 
-    For each grid the codes are those of rounding to it; scale and minimum then are those of the
-    least weighted squared error with these codes. The best of all wins, and the next grid starts at
-    its minimum. A weight counts by its magnitude plus the root mean square of its group.
+    For each grid, weights are rounded to codes; scale and minimum then minimise the weighted
+    squared error with these codes. The best fit so far is kept, and the next grid starts at its
+    minimum. The importance of a weight is its magnitude plus the root mean square of its group.
 
     Args:
         groups: [width, groups] fp32.
-        tenths: the range from the minimum to the largest weight is cut into `most` + i / 10 steps,
-            for each i.
+        tenths: for each i, a grid that divides the range from the minimum to the largest weight
+            into `most` + i / 10 steps.
 
     Returns:
         scales, minima: [groups] each.
@@ -182,7 +182,7 @@ def fit_above(groups: Tensor, most: int, tenths: range) -> tuple[Tensor, Tensor]
         slope = torch.where(start < ceiling, slope, (wyc - start * wc) / wcc)
         # How much smaller the squared error is than with all codes 0 and no minimum.
         gain = slope * (2 * wyc - slope * wcc - 2 * start * wc) + start * (2 * wy - start * w)
-        better = (gain > best) & (determinant > 1e-5 * w * wcc)  # else all codes are alike
+        better = (gain > best) & (determinant > 1e-5 * w * wcc)  # else all codes are equal
         best = torch.where(better, gain, best)
         scale = torch.where(better, slope, scale)
         offset = torch.where(better, start, offset)
@@ -192,11 +192,11 @@ def fit_above(groups: Tensor, most: int, tenths: range) -> tuple[Tensor, Tensor]
 def fit_around(groups: Tensor, middle: int, tenths: range) -> Tensor:
     """Fit w = code * scale with codes -middle..middle - 1; the largest magnitude has code -middle.
 
-    As `fit_above`; a weight counts by its square.
+    Like `fit_above`; the importance of a weight is its square.
 
     Args:
         groups: [width, groups] fp32.
-        tenths: the largest magnitude is cut into `middle` + i / 10 steps, for each i.
+        tenths: for each i, a grid that divides the largest magnitude into `middle` + i / 10 steps.
 
     Returns:
         scales [groups], of either sign.
@@ -222,7 +222,7 @@ def fit_around(groups: Tensor, middle: int, tenths: range) -> Tensor:
 
 
 def _k_codes(blocks: Tensor, most: int, tenths: range) -> tuple[Tensor, Tensor]:
-    """Return what precedes the codes, and the codes [blocks, 256] uint8, of Q4_K or Q5_K."""
+    """Return the bytes before the codes, and the codes [blocks, 256] uint8, of Q4_K or Q5_K."""
     groups = blocks.view(len(blocks), 8, 32)
     found = fit_above(blocks.view(-1, 32).t().contiguous(), most, tenths)
     scales, minima = (part.view(-1, 8) for part in found)
@@ -240,8 +240,8 @@ def _k_codes(blocks: Tensor, most: int, tenths: range) -> tuple[Tensor, Tensor]:
 
 
 def _six_bits(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """numbers [blocks, 8] of at least 0 -> units [blocks, 1], which fp16 holds, and how many of
-    them each number is, 0..63."""
+    """Quantise numbers [blocks, 8] of at least 0 to six bits: return units [blocks, 1], exact in
+    fp16, and codes 0..63."""
     units = (numbers.amax(-1, keepdim=True) / 63).half().float()
     return units, (numbers * _inverse(units)).round_().clamp_(max=63)
 
@@ -280,25 +280,25 @@ _QUANTIZE: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 LARGEST_SCALE = torch.finfo(torch.float16).max
-# Largest magnitude that a type holds: of the numbers, or of their scales.
+# Largest magnitude that a type can store, limited by its numbers or its scales.
 LARGEST = {
     **{type: torch.finfo(dtype).max for type, dtype in FLOAT_TYPES.items()},
     "Q8_0": 127 * LARGEST_SCALE,
     "Q4_0": 8 * LARGEST_SCALE,
     "Q5_0": 16 * LARGEST_SCALE,
     "Q5_1": LARGEST_SCALE,  # the least weight is stored as it is
-    "Q4_K": 32 * LARGEST_SCALE,  # half of the largest minimum, which a fit may pass by a step
+    "Q4_K": 32 * LARGEST_SCALE,  # half the largest minimum, which a fit may exceed by a step
     "Q5_K": 32 * LARGEST_SCALE,
     "Q6_K": 31 * 127 * LARGEST_SCALE,
 }
 
 
 def gguf_tensors(checkpoint: Checkpoint, spec: ModelSpec, type: str) -> list[OutTensor]:
-    """The tensors of a file of a type of `FILE_TYPES`.
+    """Return the tensors of a file of a type of `FILE_TYPES`.
 
-    They are read, a run of rows at a time, when they are written. Vectors stay F32, matrices take
-    the `block_type` of their place; those of all experts of a layer are one. A head that repeats
-    the embedding is left out.
+    Their values are read when they are written, a run of rows at a time. Vectors stay F32, matrices
+    get their `block_type`; all experts of a layer become one tensor. A head that repeats the
+    embedding is left out.
 
     Raises:
         ModelError: the checkpoint is quantised, or holds a tensor that GGUF has no name for.
@@ -325,11 +325,11 @@ class _Source:
 
     Attributes:
         name: of the tensor in the file.
-        entries: what it is made of.
-        shape: its own.
-        make: makes it of their values; None: it is the same, in runs of rows.
-        blocks: the type of its bytes where `make` gives these; "": it gives numbers.
-        expert: whose part it is; -1: it is a whole tensor.
+        entries: the tensors of the checkpoint that it is made of.
+        shape: of the result.
+        make: computes it from their values; None: the values are copied, in runs of rows.
+        blocks: the block type if `make` returns bytes; "": it returns numbers.
+        expert: number of the expert; -1: it is a whole tensor.
     """
 
     name: str
@@ -341,12 +341,12 @@ class _Source:
 
 
 UNREAD = "rotary_emb.inv_freq"  # of old checkpoints
-# How checkpoints of models that read images name the text model.
+# Prefixes of the text model in checkpoints of models that read images.
 _BESIDE_IMAGES = ("model.language_model.", "language_model.model.")
 
 
 def text_name(name: str) -> str:
-    """Return the name in a checkpoint of the text model alone."""
+    """Return the name that a tensor has in a checkpoint of the text model alone."""
     for prefix in _BESIDE_IMAGES:
         if name.startswith(prefix):
             return f"model.{name.removeprefix(prefix)}"
@@ -354,7 +354,7 @@ def text_name(name: str) -> str:
 
 
 def _sources(checkpoint: Checkpoint, spec: ModelSpec) -> Iterator[_Source]:
-    """Yield what the tensors of a checkpoint become.
+    """Yield the sources of the file's tensors, from the tensors of a checkpoint.
 
     Raises:
         ModelError: see `gguf_tensors`.
@@ -410,11 +410,12 @@ def _part(
     stored: str,
     names: Mapping[str, str],
 ) -> _Source | None:
-    """Return a part of a layer; None: it comes with the blocks whose scales these are.
+    """Return a part of a layer; None for scales, which are returned with their blocks.
 
     Args:
-        own: the name of the layer as which it is read. last: of the tensor of the layer.
-        stored: its name in the checkpoint.
+        own: name of the layer that the part is read as.
+        last: last component of the tensor's name.
+        stored: the tensor's name in the checkpoint.
     """
     entry = entries[stored]
     name = gguf_name(f"{own}.{'weight' if last in (BLOCKS, SCALES) else last}", names)
@@ -432,7 +433,7 @@ def _part(
 
 
 def _cut(part: FilePart, values: Tensor) -> Tensor:
-    """See `FilePart`. A bias has rows alone."""
+    """Return the part of a tensor, see `FilePart`. A bias has only rows."""
     if values.dim() == 1:
         return values[torch.tensor(part.rows)] if part.rows else values
     values = values.t() if part.transposed else values
@@ -454,7 +455,7 @@ def _blocks(part: FilePart, blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def _tensor(checkpoint: Checkpoint, sources: list[_Source], type: str) -> OutTensor:
-    """One tensor, or those of all experts or heads of a layer, one behind the other."""
+    """Return one tensor, from one source or the sources of all experts of a layer, concatenated."""
     sources.sort(key=lambda source: source.expert)
     name = sources[0].name
 

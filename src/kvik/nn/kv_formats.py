@@ -1,4 +1,4 @@
-"""How K and V are stored, and the pool of blocks that all layers share; the pool of states."""
+"""Allocates the KV cache, whose pool of blocks all layers share, and the pool of states."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ ROUNDED: Mapping[str, torch.dtype] = {
 
 
 class Zeros(Protocol):
-    """Memory full of zeros. The system hands out zero pages only when they are first written, so an
-    unused block costs nothing."""
+    """Allocates zeroed memory. The system provides pages when they are first written, so unused
+    blocks take no memory."""
 
     def __call__(self, *shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor: ...
 
@@ -39,8 +39,8 @@ class KVCache:
 
     Attributes:
         layers: the cache of each layer that stores keys and values, in order.
-        storages: [num_blocks, ...], all memory of the blocks, in dtypes that can be copied.
-        positions: of layers among `layers`.
+        storages: [num_blocks, ...], all memory of the blocks, in dtypes that torch can copy.
+        positions: layer -> index in `layers`.
     """
 
     layers: tuple[LayerKV, ...]
@@ -63,24 +63,24 @@ def allocate_kv(
     apart: bool = False,
     queries: tuple[int, int] = (0, 0),
 ) -> KVCache:
-    """Return zeros for the cache of every layer: a masked key has weight 0, and 0 times garbage may
-    be NaN.
+    """Return the zeroed cache of every layer. Zeroed, as a masked key has weight 0, and 0 times
+    garbage may be NaN.
 
-    A block belongs to one group at a time, so layers of different groups take turns in one storage,
-    if their format is the same: the pool has as many as the group with most layers needs.
+    A block belongs to one group at a time, so layers of different groups share a storage if their
+    format is the same: there are as many storages as the group with the most layers needs.
 
     Args:
         dtype: of the model, for layers of the format "auto".
-        zeros: where the memory comes from.
-        apart: a block belongs to all groups at once, so that no two layers can share.
-        queries: slots of requests, and heads of queries, for layers with a budget.
+        zeros: allocates the memory.
+        apart: a block belongs to all groups at once, so no two layers share a storage.
+        queries: number of request slots and of query heads, for layers with a budget.
     """
     storages: dict[object, torch.Tensor] = {}
 
     def storage(key: object, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """[num_blocks, size], the same for the same key."""
+        """Return the [num_blocks, size] storage of a key."""
         if key not in storages:
-            # By its bytes: not every way to zeros knows the narrow floats.
+            # Allocated as bytes: not every `Zeros` supports fp8.
             raw = zeros(num_blocks, size * dtype.itemsize, dtype=torch.uint8, device=device)
             storages[key] = raw.view(dtype)
         return storages[key]
@@ -88,7 +88,7 @@ def allocate_kv(
     by_layer: dict[int, LayerKV] = {}
     for number, group in enumerate(groups):
         owner, shares = number if apart else None, group.shares
-        places: Counter[str] = Counter()  # of layers so far, by format
+        places: Counter[str] = Counter()  # layers so far, by format
         for layer, spec in zip(group.layers, group.specs, strict=True):
             place, part = divmod(places[spec.format], shares)
             places[spec.format] += 1
@@ -122,13 +122,13 @@ def allocate_kv(
 
 
 def _part(storage: torch.Tensor, part: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return [smaller blocks, *shape] of [num_blocks, size], from the `part`-th of a block on."""
+    """View [num_blocks, size] as [smaller blocks, *shape], starting at part `part` of block 0."""
     size = math.prod(shape)
     flat = storage.flatten()[part * size :]
     return flat[: len(flat) // size * size].view(-1, *shape)
 
 
-# States, which other layers keep in place of keys and values.
+# States, which some layers keep in place of keys and values.
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ class MatrixEmbedding:
 
 
 class RMSNorm:
-    """x / rms(x) * weight (Zhang and Sennrich 2019), over the last axis."""
+    """RMSNorm, x / rms(x) * weight (Zhang and Sennrich 2019), over the last axis."""
 
     __slots__ = ("eps", "ops", "weight")
 
@@ -96,7 +96,7 @@ class RMSNorm:
         return self.ops.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """x [..., dim], residual [tokens, as many numbers] -> residual + norm(x)."""
+        """x [..., dim], residual [tokens, the rest flattened] -> residual + norm(x)."""
         return self.ops.add(residual, self(x).view_as(residual))
 
 
@@ -108,7 +108,7 @@ class LayerNorm:
     def __init__(self, ops: Ops, weight: Tensor, bias: Tensor, eps: float) -> None:
         """
         Args:
-            weight, bias: [dim], or [heads, dim] where each head has its own.
+            weight, bias: [dim], or [heads, dim] if each head has its own.
         """
         self.ops = ops
         self.weight = weight
@@ -138,7 +138,7 @@ class ScaledSum:
         return self.ops.add(residual, self.ops.scaled(x, self.factor))
 
 
-# Attention over the paged cache, as a model sees it.
+# Attention over the paged cache.
 
 
 class Attention:
@@ -156,11 +156,11 @@ class Attention:
         sink_rope: Rope | None = None,
     ) -> None:
         self.backend = backend
-        self.position = position  # of the layer that stores its keys, among those that store any
+        self.position = position  # of the layer that stores its keys, among layers that store any
         self.group = group  # KV group of that layer
         self.spec = spec
-        self.q_rope = q_rope  # how q turns, where not as k does
-        self.sink_rope = sink_rope  # how all turn, where the window has sinks
+        self.q_rope = q_rope  # rotation of q, if it differs from k's
+        self.sink_rope = sink_rope  # rotation of q and k, if the window has sinks
 
     def __call__(
         self,
@@ -175,7 +175,7 @@ class Attention:
         Args:
             q: [tokens, heads, head_dim].
             k, v: [tokens, kv_heads, head_dim]; None: another layer has stored its own.
-            rotation: [tokens, head_dim] fp32, of `Rope.at`; None: no rotary positions.
+            rotation: [tokens, head_dim] fp32, from `Rope.at`; None: no rotary positions.
 
         Returns:
             [tokens, heads * head_dim].
@@ -190,7 +190,7 @@ class Attention:
 
 
 class ScaledQueries:
-    """Queries times what their positions say (`QueryScale`)."""
+    """Queries times a factor that depends on their positions (`QueryScale`)."""
 
     __slots__ = ("ops", "table")
 
@@ -232,7 +232,7 @@ class LatentAttention:
         ctx: ForwardContext,
         rotation: Tensor,
     ) -> Tensor:
-        """Rotate q_rope and k_rope, store what the cache keeps, attend; see `AttendLatent`.
+        """Rotate q_rope and k_rope, store latent and k_rope, attend; see `AttendLatent`.
 
         Returns:
             [tokens, heads * value].
@@ -242,7 +242,7 @@ class LatentAttention:
         return self.backend.run_latent(attend).flatten(1)
 
 
-# Layers that keep a state of each request, as a model sees them.
+# Layers that keep a state of each request.
 
 
 class CausalConv:
@@ -302,8 +302,8 @@ class GatedProduct:
 
 
 class Heads:
-    """Several projections of x. Consecutive projections whose weights are stored in the same way
-    form one matrix."""
+    """Several projections of x. Consecutive projections with the same storage format form one
+    matrix."""
 
     __slots__ = ("head_dim", "heads", "linears")
 
@@ -348,7 +348,7 @@ class MLP:
 
 
 class Experts:
-    """Routed experts, and perhaps an MLP that every token goes through (`ExpertsSpec`)."""
+    """Routed experts, and optionally a shared MLP for every token (`ExpertsSpec`)."""
 
     __slots__ = ("correction", "experts", "gate", "ops", "router", "rule", "scales", "shared")
 
@@ -365,9 +365,9 @@ class Experts:
     ) -> None:
         """
         Args:
-            router: gives the logits, fp32.
+            router: computes the routing logits, fp32.
             correction, scales: [experts] fp32, of `rule`.
-            gate: of what `shared` gives, a number of each token; None: none.
+            gate: one number per token, for the output of `shared`; None: none.
         """
         self.ops = ops
         self.router = router
@@ -398,14 +398,14 @@ class Experts:
 
 
 class LearnedScale:
-    """x times a number of the checkpoint."""
+    """x times a scalar of the checkpoint."""
 
     __slots__ = ("factor", "ops", "value")
 
     def __init__(self, ops: Ops, value: Tensor) -> None:
         self.ops = ops
         self.value = value  # [1]
-        self.factor = 1.0  # the same on the host, once it is known
+        self.factor = 1.0  # the value on the host, once loaded
 
     def fill(self, first: int, values: Tensor) -> None:
         self.value.copy_(values)
@@ -484,10 +484,10 @@ POOLED_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 class PooledHead:
-    """Layers over the one vector of a prompt (`PoolingSpec`), in fp32.
+    """Layers over the pooled vector of a prompt (`PoolingSpec`), in fp32.
 
-    They are a handful of small products for each prompt, so torch computes them one prompt after
-    the other: no result depends on what else is in the step.
+    These are a few small products per prompt, so torch computes one prompt at a time: results do
+    not depend on the other prompts in the step.
     """
 
     __slots__ = ("layers",)
@@ -511,7 +511,7 @@ class PooledHead:
 
 
 class CappedHead:
-    """softcap * tanh(logits / softcap), so that no logit is beyond it."""
+    """A head with capped logits: softcap * tanh(logits / softcap)."""
 
     __slots__ = ("head", "softcap")
 

@@ -1,4 +1,4 @@
-"""Filling a declared model: from a checkpoint, run by run, or with random numbers."""
+"""Fills a declared model from a checkpoint, one range of rows at a time, or with random numbers."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from kvik.spec.declare import Network
 
 log = logging.getLogger(__name__)
 
-PROGRESS_BYTES = 1 << 30  # smaller models load before a bar could be read
+PROGRESS_BYTES = 1 << 30  # smaller models load too fast for a progress bar
 RANDOM_STD = 0.02
-RANDOM_DRAWS = 1 << 19  # of a matrix
-FLOATS, INTEGERS = ("F32", "BF16", "F16", "F64"), ("I64", "I32")  # that stand for each other
+RANDOM_DRAWS = 1 << 19  # random numbers per matrix
+FLOATS, INTEGERS = ("F32", "BF16", "F16", "F64"), ("I64", "I32")  # dtypes that are interchangeable
 MAX_LISTED = 3  # names repeated in an error
 
 
 def load_model(
     spec: ModelSpec, builder: Builder, *, seed: int = 0
 ) -> tuple[Network, PooledHead | None]:
-    """Make the model that `spec` describes, with the weights of the builder's checkpoint, and what
-    comes behind it where a vector or score is wanted; None: nothing does.
+    """Make the model that `spec` describes, with the weights of the builder's checkpoint, and its
+    layers over pooled vectors, if any.
 
-    Without a checkpoint, what the builder's storage does not hold becomes random, from `seed`.
+    Without a checkpoint, weights that the builder's storage does not hold are random, from `seed`.
 
     Raises:
         ModelError: the checkpoint does not fit the spec, or cannot be quantised.
@@ -49,14 +49,14 @@ def load_model(
 
 
 def load_weights(declared: Declarations, checkpoint: Checkpoint) -> None:
-    """Hand each tensor of the checkpoint to its layer, a run of rows at a time where that can be.
+    """Pass each tensor of the checkpoint to its layer, a range of rows at a time if possible.
 
-    So little memory is taken in addition to the finished weights: a few runs, and of layers that
-    need several tensors at once those that wait for the last one.
+    This takes little memory in addition to the loaded weights: a few ranges, and the tensors of
+    layers that need several tensors at once and still wait for the last one.
 
     Raises:
-        ModelError: tensors missing, left over, or of the wrong shape or type, found before the
-            first one is read; or weights that cannot be quantised.
+        ModelError: tensors are missing, unknown, or of the wrong shape or type, which is checked
+            before any is read; or weights cannot be quantised.
     """
     check_weights(declared, checkpoint)
     wanted = {tensor.name: tensor for tensor in declared.tensors}
@@ -84,7 +84,7 @@ def random_weights(declared: Declarations, seed: int) -> None:
 
 
 def _draw(tensor: DeclaredTensor, device: torch.device, generator: torch.Generator) -> None:
-    """Random rows; a large matrix repeats its first ones, as drawing takes longer than copying."""
+    """Fill a matrix with random rows; a large one repeats them: copying is faster than drawing."""
     rows, width = tensor.shape
     step = max(1, min(rows, RANDOM_DRAWS // width))
     drawn = torch.empty(step, width, dtype=tensor.dtype, device=device)
@@ -97,9 +97,10 @@ def _draw(tensor: DeclaredTensor, device: torch.device, generator: torch.Generat
 
 
 def check_weights(declared: Declarations, checkpoint: Checkpoint) -> None:
-    """
+    """Check names, shapes and types of a checkpoint's tensors, without reading values.
+
     Raises:
-        ModelError: tensors missing, left over, or of the wrong shape or type. No value is read.
+        ModelError: tensors are missing, unknown, or of the wrong shape or type.
     """
     wanted, entries = {tensor.name: tensor for tensor in declared.tensors}, checkpoint.entries
     missing = [name for name in wanted if name not in entries]
@@ -127,7 +128,7 @@ def check_weights(declared: Declarations, checkpoint: Checkpoint) -> None:
 
 
 def _allowed(dtype: torch.dtype) -> Sequence[str]:
-    """Return what a file may hold where `dtype` is declared."""
+    """Return the dtypes that a file may hold for a declared `dtype`."""
     if dtype.is_floating_point and dtype.itemsize > 1:
         return FLOATS
     if dtype == torch.int64:
@@ -144,9 +145,9 @@ def _listed(names: Iterable[str]) -> str:
 
 @contextmanager
 def _half_the_threads() -> Iterator[None]:
-    """Of torch: the other cores are for the thread that reads and for those that pack. Operations
-    on a run are so short that torch's threads, which wait busily, would cost more than they help
-    as soon as one of them does not get its core."""
+    """Halve torch's threads: the other cores are for the reading and packing threads. Operations on
+    a range are short, and torch's threads spin while they wait, so they would cost more than they
+    help as soon as one of them does not get a core."""
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, threads // 2))
     try:
@@ -157,7 +158,7 @@ def _half_the_threads() -> Iterator[None]:
 
 @contextmanager
 def _progress(num_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal for large models; `advance(bytes)` moves it."""
+    """Show a progress bar on a terminal for large models; `advance(bytes)` moves it."""
     if num_bytes < PROGRESS_BYTES or not sys.stderr.isatty():
         yield lambda size: None
         return

@@ -1,9 +1,8 @@
-"""Pages: blocks of the KV cache as bytes that do not depend on where they lie.
+"""Pages: blocks of the KV cache as bytes, independent of their place in memory.
 
-A page is a head of 64 bytes and one block's bytes of one KV group: of each layer of the group each
-of its tensors (K, V, then their scales), of each the KV heads one after another. So a share of the
-heads is a run of each tensor's bytes, a share of the layers a run of the page, and a page is the
-same for every number of processes.
+A page is a header of 64 bytes and the bytes of one block of one KV group, ordered by layer, tensor
+(K, V, then their scales) and KV head. So a range of heads is a range of each tensor's bytes, a
+range of layers is a range of the page, and a page is the same for every number of processes.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from kvik.nn.kv_formats import KVCache
 from kvik.spec.kv import PAGE_HEAD_BYTES, KVGroup
 from kvik.spec.shares import kv_share
 
-# Magic, version, KV group, fingerprint, hash, hash of the block before, bytes behind the head, and
-# CRC-32 of all but itself.
+# Magic, version, KV group, fingerprint, hash, hash of the block before, bytes after the header, and
+# CRC-32 of everything else.
 _HEAD = struct.Struct("<4sHH16s16s16sII")
 _CHECKED = _HEAD.size - 4
 assert _HEAD.size == PAGE_HEAD_BYTES
@@ -33,7 +32,7 @@ FINGERPRINT_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class PagePart:
-    """Which heads a process has of each page: it is number `rank` of `size`."""
+    """The heads of each page that a process has: part `rank` of `size`."""
 
     block_size: int
     rank: int = 0
@@ -42,10 +41,11 @@ class PagePart:
 
 @dataclass(frozen=True, slots=True)
 class PageName:
-    """Whose content a page has.
+    """Identifies the content of a page.
 
     Attributes:
-        fingerprint: of all that keys and values depend on beside tokens: `FINGERPRINT_BYTES`.
+        fingerprint: `FINGERPRINT_BYTES`, of everything but the tokens that keys and values depend
+            on.
     """
 
     fingerprint: bytes
@@ -54,10 +54,10 @@ class PageName:
 
 
 def seal(page: np.ndarray, name: PageName, parent: bytes) -> None:
-    """Write the head of a page whose bytes are there.
+    """Write the header of a page whose other bytes are complete.
 
     Args:
-        page: [bytes] uint8, the head included.
+        page: [bytes] uint8, including the header.
     """
     size = len(page) - PAGE_HEAD_BYTES
     head = _HEAD.pack(MAGIC, VERSION, name.group, name.fingerprint, name.hash, parent, size, 0)
@@ -66,7 +66,7 @@ def seal(page: np.ndarray, name: PageName, parent: bytes) -> None:
 
 
 def is_good(page: np.ndarray, name: PageName) -> bool:
-    """Return whether a page is whole, and has this content.
+    """Return whether a page is complete and has this content.
 
     Args:
         page: [bytes] uint8, as read.
@@ -82,7 +82,7 @@ def is_good(page: np.ndarray, name: PageName) -> bool:
 
 
 def _checksum(head: bytes, page: np.ndarray) -> int:
-    """Return the CRC-32 of a head without its last number, and of what is behind it."""
+    """Return the CRC-32 of a header without its last field, and of the bytes after it."""
     start = zlib_crc32(head[:_CHECKED])
     native = _native()
     if native is not None and native.has_crc32():
@@ -101,11 +101,11 @@ def _native() -> ModuleType | None:
 
 
 class GroupPages:
-    """Copies what a process has of the blocks of one KV group, in a cache on a CPU, from and to
+    """Copies a process's share of the blocks of one KV group, in a cache on a CPU, from and to
     pages.
 
     Attributes:
-        num_bytes: of a page, the head included.
+        num_bytes: of a page, including the header.
     """
 
     def __init__(
@@ -114,14 +114,14 @@ class GroupPages:
         """
         Args:
             group: with all layers and heads.
-            own: what `cache` has of it.
-            share: see `group_pages`, as for `heads_first`.
+            own: the part of it in `cache`.
+            share, heads_first: see `group_pages`.
         """
         self._shares = group.shares
         self._parts: list[tuple[np.ndarray, int, int]] = []  # [blocks, ...] uint8, first, end
         heads = group.spec.num_kv_heads
         begin, end = kv_share(heads, share.rank, share.size)
-        # Heads that several processes have are written by the first of them.
+        # If several processes have the same heads, the first one writes them.
         self._writes = not share.rank or kv_share(heads, share.rank - 1, share.size) != (begin, end)
         first = PAGE_HEAD_BYTES
         for layer, spec in zip(group.layers, group.specs, strict=True):
@@ -138,15 +138,15 @@ class GroupPages:
         self._table = _table(self._parts, self._shares) if heads_first else None
 
     def copy_out(self, blocks: Sequence[int], pages: np.ndarray, rows: Sequence[int]) -> None:
-        """Copy blocks to rows of pages: [pages, at least num_bytes] uint8. What stands before their
-        bytes is left as it is."""
+        """Copy blocks to rows of pages: [pages, at least num_bytes] uint8. The headers are left
+        unchanged."""
         if not self._writes:
             return
         if self._table is not None:
             self._copy(blocks, pages, rows, load=False)
             return
         at, to = np.array(blocks) * self._shares, np.array(rows)
-        for part, first, end in self._parts:  # all blocks at once, as numpy's calls take long
+        for part, first, end in self._parts:  # all blocks at once: numpy's calls are slow
             pages[to, first:end] = part[at].reshape(len(at), -1)
 
     def copy_in(self, page: np.ndarray, block: int) -> None:
@@ -162,7 +162,7 @@ class GroupPages:
     def _copy(
         self, blocks: Sequence[int], pages: np.ndarray, rows: Sequence[int], *, load: bool
     ) -> None:
-        """Copy in one call, in which other threads go on: parts of blocks are runs of bytes."""
+        """Copy in one native call, which releases the GIL: parts of blocks are ranges of bytes."""
         native = _native()
         assert native is not None and self._table is not None
         which, to = np.array(blocks, np.int64), np.array(rows, np.int64)
@@ -177,12 +177,12 @@ def group_pages(
     *,
     heads_first: bool,
 ) -> tuple[GroupPages, ...]:
-    """Return what copies the blocks of each KV group.
+    """Return the `GroupPages` of each KV group.
 
     Args:
         groups: with all layers and heads.
-        own: what `cache` has of them.
-        heads_first: a block's bytes are ordered by heads, as the native kernels have them; else
+        own: the parts of them in `cache`.
+        heads_first: a block's bytes are ordered by heads, the layout of the native kernels; else
             they are [block_size, kv_heads, ...].
     """
     pairs = zip(groups, own, strict=True)
@@ -190,7 +190,7 @@ def group_pages(
 
 
 def _table(parts: Sequence[tuple[np.ndarray, int, int]], shares: int) -> np.ndarray | None:
-    """[parts, 4] int64 as `_native.copy_pages` takes it; None: there are no native kernels."""
+    """Return [parts, 4] int64 for `_native.copy_pages`; None: there are no native kernels."""
     if _native() is None:
         return None
     rows = [
@@ -202,7 +202,7 @@ def _table(parts: Sequence[tuple[np.ndarray, int, int]], shares: int) -> np.ndar
 
 def _bytes_of(tensor: torch.Tensor, *, heads_first: bool) -> np.ndarray:
     """[num_blocks, block_size, kv_heads, ...] -> its memory, [num_blocks, kv_heads, block_size,
-    bytes] uint8, or [num_blocks, bytes] where a block has that order already."""
+    bytes] uint8, or [num_blocks, bytes] if a block has that order already."""
     if heads_first:
         return tensor.flatten(1).view(torch.uint8).numpy()
     if tensor.dim() == 3:

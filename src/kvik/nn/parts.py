@@ -1,4 +1,4 @@
-"""The way of a weight from the checkpoint into a matrix: gathered, quantised, packed."""
+"""Loads a weight of the checkpoint into a matrix: gathers, quantises and packs it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from kvik.spec.weight_kind import WeightKind
 
 
 class Storage(Protocol):
-    """Names are those of the checkpoint; a matrix has those of its layers in one."""
+    """Provides the memory of weights, by the names of the checkpoint. The name of a matrix joins
+    the names of its layers."""
 
     @property
     def names(self) -> Collection[str]:
-        """Of all that it holds the values of; none: its memory is new."""
+        """Names of the weights that it already holds; none: its memory is new."""
         ...
 
     def matrix(self, name: str, spec: MatrixSpec) -> Matrix:
-        """Of the size and with what follows the product as `spec` says."""
+        """Return a matrix as `spec` describes it; its kind may differ if it holds values."""
         ...
 
     def tensor(
@@ -38,7 +39,7 @@ class Storage(Protocol):
 
 
 class FreshStorage:
-    """New memory, to be filled by a loader. It keeps what it gave."""
+    """New memory, to be filled by a loader. It keeps references to all of it."""
 
     names: Collection[str] = ()
 
@@ -60,12 +61,12 @@ class FreshStorage:
 
 @dataclass(frozen=True, slots=True)
 class Quantizer:
-    """Turns the stored weight of a layer into the one that is used, any run of rows on its own.
+    """Converts the stored weight of a layer to the kind of its matrix, for any range of rows.
 
-    Weights that the checkpoint stores quantised are used as they are, or multiplied out.
+    Weights that the checkpoint stores quantised are used as they are, or dequantised.
 
     Attributes:
-        kind: of the matrix that they become rows of.
+        kind: of the matrix.
         layer: its name, for errors.
     """
 
@@ -94,7 +95,7 @@ class Quantizer:
             raise ModelError("model", f"layer {shown(self.layer)}: {error}") from None
 
 
-HEAD_ROWS = 32  # those of a head's matrix come in multiples of this (`Ops.linear_each`)
+HEAD_ROWS = 32  # the rows of a head's matrix are padded to a multiple of this (`Ops.linear_each`)
 
 
 def head_rows(outputs: int) -> int:
@@ -102,15 +103,15 @@ def head_rows(outputs: int) -> int:
     return -(-outputs // HEAD_ROWS) * HEAD_ROWS
 
 
-RUN_WEIGHTS = 1 << 20  # quantised and packed at a time
+RUN_WEIGHTS = 1 << 20  # weights quantised and packed at a time
 
 
 class Rows:
-    """Takes weights into a matrix.
+    """Packs weights into the rows of a matrix.
 
     Args:
-        places: [rows] int64, where each of the first rows goes, in the order of the checkpoint;
-            None, and further rows: where they are.
+        places: [rows] int64, destinations of the first rows in the order of the checkpoint. Other
+            rows, or all if None, keep their places.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class Rows:
         self._places = places
 
     def owned(self, first: int, count: int) -> list[tuple[int, int]]:
-        """See `Target`. What moves is taken with the few rows in between."""
+        """See `Target`. For rows that change places, runs include small gaps between own rows."""
         if self._places is None or first >= len(self._places):
             return [*self._ops.owned(self._matrix, first, count)]
         places, own = self._places_of(first, count), torch.zeros(count, dtype=torch.bool)
@@ -134,7 +135,7 @@ class Rows:
         return [(int(rows[begin]), int(rows[end - 1]) + 1) for begin, end in runs]
 
     def _places_of(self, first: int, count: int) -> Tensor:
-        """Where rows first.. of the checkpoint go: [count] int64."""
+        """Return the destinations of rows first.. of the checkpoint: [count] int64."""
         places = torch.arange(first, first + count)
         assert self._places is not None
         moved = self._places[first : first + count]
@@ -142,15 +143,15 @@ class Rows:
         return places
 
     def put(self, first: int, weight: Weight) -> None:
-        """Rows first.. of the matrix.
+        """Pack a weight into rows first.. of the matrix.
 
         Raises:
             ModelError: the weight cannot be quantised.
-            ValueError: its inputs are in another order than those of the rows before.
+            ValueError: its inputs are in another order than in the rows before.
         """
         if self._places is None or first >= len(self._places):
             count = weight.outputs
-            # Of rows that others have one is packed in vain, for what all rows of a matrix share.
+            # If this process owns no row, one is packed anyway, for the data that all rows share.
             for begin, end in self._ops.owned(self._matrix, first, count) or ((first, first + 1),):
                 own = weight
                 if (begin, end) != (first, first + count):
@@ -166,12 +167,12 @@ class Rows:
 
 
 class HeadRows:
-    """Takes the rows of all heads, one head's behind the other's, into matrices of
-    `Ops.linear_each`.
+    """Packs the rows of all heads, stored head by head, into matrices of `Ops.linear_each`.
 
     Args:
         rows: of a head.
-        parts: the matrices and what each takes of a head's rows, [rows, inputs].
+        parts: the matrices, each with the function that selects its part of a head's rows,
+            [rows, inputs].
     """
 
     def __init__(
@@ -185,17 +186,17 @@ class HeadRows:
         self._quantizer = quantizer
         self._rows = rows
         self._parts = parts
-        self._begun: dict[int, tuple[Tensor, int]] = {}  # heads: their rows, how many are there
+        self._begun: dict[int, tuple[Tensor, int]] = {}  # head -> its rows, and how many are filled
 
     def owned(self, first: int, count: int) -> list[tuple[int, int]]:
-        """See `Target`; of the whole layer."""
+        """See `Target`; called for the whole layer."""
         matrix, _ = self._parts[0]  # all have the same heads
-        size, each = self._rows, matrix.spec.rows * self._rows // count  # of a head: here, there
+        size, each = self._rows, matrix.spec.rows * self._rows // count  # head rows: layer, matrix
         kept = self._ops.owned(matrix, 0, matrix.spec.rows)
         return [(first + low // each * size, first + high // each * size) for low, high in kept]
 
     def put(self, first: int, weight: Weight) -> None:
-        """Rows first.. of the layer."""
+        """Take rows first.. of the layer; pack each head when its rows are complete."""
         values, size = self._quantizer(weight).values, self._rows
         while len(values):
             head, at = divmod(first, size)
@@ -217,11 +218,11 @@ class HeadRows:
 
 
 class Target(Protocol):
-    """What takes the rows of a layer: `Rows` or `HeadRows`."""
+    """Destination of the rows of a layer: `Rows` or `HeadRows`."""
 
     def owned(self, first: int, count: int) -> list[tuple[int, int]]:
-        """Return the runs, as first and end, of rows first .. first + count that are not taken in
-        vain, because others have them."""
+        """Return the runs, as first and end, of rows first .. first + count that this process
+        owns; other processes own the rest."""
         ...
 
     def put(self, first: int, weight: Weight) -> None: ...
@@ -230,11 +231,11 @@ class Target(Protocol):
 def rows_to_read(
     to: Target, first: int, outputs: int, tensors: Iterable[StoredTensor]
 ) -> list[tuple[int, int]] | None:
-    """Return the runs of rows that are read of a layer with these tensors, as first and end; None:
-    all of them.
+    """Return the runs of rows to read of a layer with these tensors, as first and end; None: all
+    rows.
 
     Args:
-        first: of the layer, in what takes its rows.
+        first: first row of the layer in its destination.
     """
     owned = to.owned(first, outputs)
     if owned == [(first, first + outputs)]:
@@ -242,7 +243,7 @@ def rows_to_read(
     alongs = [tensor.along for tensor in tensors]
     unit = math.lcm(*(along.outputs for along in alongs if along is not None))
     if not owned and None in alongs:
-        owned = [(first, first + 1)]  # what all outputs share comes with some of them
+        owned = [(first, first + 1)]  # to read the tensors that all outputs share
     runs: list[tuple[int, int]] = []
     for low, high in owned:
         begin, end = (low - first) // unit * unit, -(-(high - first) // unit) * unit
@@ -253,11 +254,11 @@ def rows_to_read(
 
 
 class LayerFiller:
-    """A layer of the checkpoint, which is some rows of a matrix.
+    """Loads a layer of the checkpoint into its rows of a matrix.
 
-    They are unpacked, quantised and packed a run at a time, so that this needs little memory beside
-    the matrix. Its tensors are kept until all are there, but for those that come in runs: each run
-    is on its way as soon as it comes.
+    Rows are unpacked, quantised and packed a run at a time, which takes little memory in addition
+    to the matrix. Tensors that are read in runs are packed at once; the tensors of other layers are
+    kept until all have been read.
     """
 
     def __init__(
@@ -275,7 +276,7 @@ class LayerFiller:
             layer: its name.
             tensors: of the layer, by name.
             first: its first row in the matrix.
-            runs: of its rows, as first and end: what comes at once has these alone; None: all.
+            runs: of its rows, as first and end; tensors read at once hold only these; None: all.
         """
         self._layer = layer
         self._format = format
@@ -287,16 +288,16 @@ class LayerFiller:
         self._kept: dict[str, Tensor] = {}
 
     def fill(self, name: str, row: int, values: Tensor) -> None:
-        """A tensor, or a run of its rows from `row`.
+        """Take a tensor, or a run of its rows from `row`.
 
         Raises:
-            ModelError: values that cannot be, or that cannot be quantised.
+            ModelError: the values are invalid, or cannot be quantised.
         """
         if self._tensors[name].in_runs:
             self._put(row, {name: values}, 0, len(values))
             return
         last = len(self._kept) + 1 == len(self._tensors)
-        self._kept[name] = values if last else values.clone()  # its memory is read into again
+        self._kept[name] = values if last else values.clone()  # the reader reuses its memory
         if last:
             begin = 0
             for first, end in self._runs:
@@ -305,7 +306,7 @@ class LayerFiller:
             self._kept = {}
 
     def _put(self, first: int, tensors: Mapping[str, Tensor], begin: int, count: int) -> None:
-        """Rows first.. of the layer, which the tensors hold from `begin` on."""
+        """Pack rows first.. of the layer, which the tensors hold from row `begin`."""
         step = run_length(RUN_WEIGHTS // self._shape.inputs)
         for start in range(0, count, step):
             rows = slice(begin + start, begin + min(start + step, count))

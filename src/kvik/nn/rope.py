@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021) and the ways to stretch it over longer contexts."""
+"""Rotary position embedding (Su et al. 2021) and its extensions to longer contexts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from kvik.spec.rope import RopeSpec
 
 
 class Rope:
-    """By what each pair (i, i + head_dim / 2) of q and k is turned: position * frequency i."""
+    """Computes the rotation of each pair (i, i + head_dim / 2) of q and k: by the angle position *
+    frequency i."""
 
     def __init__(
         self,
@@ -26,13 +27,13 @@ class Rope:
     ) -> None:
         """
         Args:
-            of_queries: rotations multiply by what `RopeSpec.query_beta` says.
+            of_queries: rotations also scale, by `RopeSpec.query_beta`.
         """
         self.ops = ops
         self._end = max_model_len - 1
         self._last = min(spec.most_keys or max_model_len, max_model_len) - 1
-        # The tables of `Ops.rotations`. Made in fp64: an angle of a million radians has no digits
-        # left behind the point in fp32.
+        # The tables of `Ops.rotations`, computed in fp64: fp32 leaves no fractional digits to an
+        # angle of a million radians.
         highs, lows = spec.split(max_model_len, of_queries=of_queries)
         angle = frequencies(spec, head_dim, self._last + 1).to(device)
         multiples = torch.arange(highs, device=device) * lows
@@ -44,7 +45,7 @@ class Rope:
             self.high *= 1.0 + spec.query_beta * torch.log1p(steps.float())[:, None]
 
     def at(self, positions: Tensor) -> Tensor:
-        """Cosines and sines, [tokens, head_dim] fp32; the same for all layers of a step.
+        """Return cosines and sines, [tokens, head_dim] fp32; the same for all layers of a step.
 
         Args:
             positions: [tokens] int64, below max_model_len.
@@ -52,32 +53,33 @@ class Rope:
         return self.ops.rotations(self.high, self.low, positions, self._end)
 
     def after_keys(self, positions: Tensor) -> Tensor:
-        """The same at positions that count the keys that a query sees (`RopeSpec.most_keys`)."""
+        """Like `at`, for positions that count the keys a query sees (`RopeSpec.most_keys`)."""
         return self.ops.rotations(self.high, self.low, positions, self._last)
 
 
 def _table(positions: Tensor, angle: Tensor, head_dim: int, factor: float) -> Tensor:
-    """Return cosines and then sines, [positions, head_dim] fp32, times a factor where pairs turn.
+    """Return cosines and then sines, [positions, head_dim] fp32, times a factor for pairs that are
+    rotated.
 
     Args:
-        angle: [pairs] fp64, of each pair that turns, per position.
+        angle: [pairs] fp64, per position, of each rotated pair.
     """
     half, turned = head_dim // 2, len(angle)
     angles = positions[:, None] * angle
     table = torch.zeros(len(positions), head_dim, dtype=torch.float32, device=angle.device)
-    table[:, turned:half] = 1.0  # what does not turn
+    table[:, turned:half] = 1.0  # pairs that are not rotated
     table[:, :turned] = angles.cos() * factor
     table[:, half : half + turned] = angles.sin() * factor
     return table
 
 
 def frequencies(spec: RopeSpec, head_dim: int, max_model_len: int) -> Tensor:
-    """Angle per position of each pair that turns, [width / 2] fp64.
+    """Return the angle per position of each rotated pair, [width / 2] fp64.
 
-    `max_model_len` matters to "dynamic" alone: its base is that of a sequence of this length, for
-    every sequence, so that a token's K does not depend on what is computed beside it. Engines that
-    recompute the base as a sequence grows leave older keys in the cache turned by another base. For
-    the same reason "longrope" has the factors of long contexts wherever they may come.
+    "dynamic" takes the base for a sequence of `max_model_len` for every sequence, so that a token's
+    K does not depend on the length. Engines that recompute the base as a sequence grows leave older
+    keys in the cache rotated by another base. For the same reason "longrope" takes the factors of
+    long contexts if `max_model_len` allows such contexts.
     """
     width = spec.width(head_dim)
     head_dim = head_dim if spec.kind == "proportional" else width
@@ -99,8 +101,8 @@ def frequencies(spec: RopeSpec, head_dim: int, max_model_len: int) -> Tensor:
 
 
 def attention_factor(spec: RopeSpec) -> float:
-    """Return what cosine and sine are multiplied with: YaRN's temperature (its section 3.4), that
-    of LongRoPE (its section 3.3), else 1."""
+    """Return the factor of cosine and sine: YaRN's temperature (its section 3.4), LongRoPE's (its
+    section 3.3), else 1."""
     if spec.kind not in ("yarn", "longrope"):
         return 1.0
     if spec.attention_factor is not None:
@@ -125,7 +127,7 @@ def _ntk_base(spec: RopeSpec, head_dim: int, max_model_len: int) -> float:
 
 def _yarn(plain: Tensor, spec: RopeSpec, head_dim: int) -> Tensor:
     """YaRN (Peng et al. 2023, section 3.2): pairs that turn often in the original context keep
-    their frequency, pairs that turn rarely are interpolated, a ramp lies between."""
+    their frequency, pairs that turn rarely are interpolated, with a linear ramp in between."""
 
     def pair_turning(turns: float) -> float:
         """Index of the pair that makes this many turns within the original context."""
@@ -142,8 +144,8 @@ def _yarn(plain: Tensor, spec: RopeSpec, head_dim: int) -> Tensor:
 
 
 def _llama3(plain: Tensor, spec: RopeSpec) -> Tensor:
-    """Llama 3.1: wavelengths beyond the original context are stretched, short ones are kept; in
-    Llama 4 no ramp lies between."""
+    """Llama 3.1: wavelengths beyond the original context are stretched, short ones are kept, with a
+    ramp in between, except in Llama 4."""
     turns = spec.original_max_position * plain / (2 * math.pi)  # within the original context
     above, ramp = turns - spec.low_freq_factor, spec.high_freq_factor - spec.low_freq_factor
     keep = (above / ramp).clamp(0, 1) if ramp else (above >= 0).to(plain.dtype)

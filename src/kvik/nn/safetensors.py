@@ -1,4 +1,4 @@
-"""The header of a safetensors file, checked completely before a byte of data is believed.
+"""Reads safetensors headers, which are validated completely before any data is used; writes files.
 
 A file is an 8-byte little-endian header length, a JSON header, and the data. The header maps each
 tensor's name to its dtype, shape and byte range within the data; the ranges must tile the data
@@ -20,7 +20,7 @@ from torch import Tensor
 from kvik.errors import ModelError, shown
 from kvik.files import regular, writing_whole
 
-# As headers name them.
+# By their names in headers.
 TORCH_DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -50,8 +50,8 @@ class TensorEntry:
 
     Attributes:
         dtype: as the file says: "BF16", "F32", ...
-        columns: (first, all): its rows are some columns of a matrix that begins at `start`, and has
-            as many in all; None: it stands by itself.
+        columns: (first, all): its rows are columns first.. of a matrix with `all` columns that
+            begins at `start`; None: it is a whole tensor of the file.
     """
 
     name: str
@@ -63,13 +63,13 @@ class TensorEntry:
 
     @property
     def span(self) -> tuple[int, int]:
-        """First byte, and number of bytes, that must be read for it."""
+        """First byte and number of bytes to read for it."""
         if self.columns is None:
             return self.start, self.size
         return self.start, self.size // self.shape[0] * self.columns[1]
 
     def values(self, data: Tensor) -> Tensor:
-        """Return its values by the bytes of its span, as uint8."""
+        """Return its values, given the bytes of its span as uint8."""
         numbers = data.view(TORCH_DTYPES[self.dtype])
         if self.columns is None:
             return numbers.view(self.shape)
@@ -163,7 +163,7 @@ def _entry(file: str, name: str, facts: object, data_start: int) -> TensorEntry:
 
 
 def _sizes(value: object) -> bool:
-    """Return whether a JSON value is a list of sizes that a machine can count."""
+    """Return whether a JSON value is a list of integers from 0 to 2^63 - 1."""
     return isinstance(value, list) and all(
         isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 1 << 63 for n in value
     )
@@ -171,7 +171,7 @@ def _sizes(value: object) -> bool:
 
 # Writing safetensors files: from memory, or copied piece by piece from other files.
 
-# Other readers look up which library wrote the tensors.
+# Some readers require the library that wrote the tensors.
 METADATA = {"format": "pt"}
 ALIGNMENT = 8  # of the data
 PIECE = 8 << 20  # bytes copied at a time
@@ -179,21 +179,21 @@ PIECE = 8 << 20  # bytes copied at a time
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor of another safetensors file, taken over byte by byte."""
+    """A tensor of another safetensors file, to be copied byte by byte."""
 
     path: Path
     entry: TensorEntry
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor | Stored]) -> int:
-    """Writes a file, whole or not at all. The same tensors give the same bytes, however they are
-    ordered: wide numbers come first, so that all are aligned, then names count.
+    """Write a file, whole or not at all. The bytes do not depend on the order of `tensors`: they
+    are sorted by width of the dtype, widest first so that all are aligned, then by name.
 
     Returns:
-        bytes of the tensors.
+        Bytes of the tensors.
 
     Raises:
-        OSError: a file cannot be written, or one that is copied from cannot be read.
+        OSError: the file cannot be written, or a source file cannot be read.
     """
     dtypes = {name: _dtype(tensor) for name, tensor in tensors.items()}
     names = sorted(tensors, key=lambda name: (-TORCH_DTYPES[dtypes[name]].itemsize, name))
@@ -221,7 +221,7 @@ def _dtype(tensor: Tensor | Stored) -> str:
 
 
 def _extent(tensor: Tensor | Stored) -> tuple[list[int], int]:
-    """Shape and bytes."""
+    """Return shape and bytes."""
     if isinstance(tensor, Stored):
         return list(tensor.entry.shape), tensor.entry.size
     return list(tensor.shape), tensor.nbytes

@@ -1,9 +1,9 @@
-"""Facts that both trunks read: torch-free, and about nothing but themselves.
+"""Facts of models that both trunks read, without torch and without dependencies on either.
 
-`model.py` is a model's sizes, `declare.py` what an architecture is and the vocabulary its network
-is declared with, made by `nn/builder.py` or only listed. `weight_kind.py` says how a weight is
-stored in memory, `weights.py` which layers become what, `stored_weights.py` how checkpoints store
-them. `kv.py` is layers and formats of the KV cache, and what other layers keep of a request,
-`rope.py` rotary positions, `engine_folder.py` what an engine folder says, `fields.py` checked
+`model.py` has a model's sizes, `declare.py` architectures and the vocabulary in which networks
+declare layers, which `nn/builder.py` builds. `weight_kind.py` describes weights in memory,
+`weights.py` chooses the kind of each layer, and `stored_weights.py` describes weights in
+checkpoints. `kv.py` has the layers and formats of the KV cache and the states of other layers,
+`rope.py` rotary positions, `engine_folder.py` the manifest of engine folders, `fields.py` validated
 reading of JSON.
 """

@@ -1,8 +1,9 @@
 """The vocabulary of model declarations: facts of an architecture, and the layers of its network.
 
-The constructors in `models/` declare layers to a `LayerBuilder`. That of `nn.builder` makes these
-layers; `describe` runs the same constructors with one that only lists them. So parameter counts,
-the memory plan, the quantiser and the planner read the one declaration of a model without torch.
+The constructors in `models/` declare layers to a `LayerBuilder`. The one in `nn.builder` builds
+these layers; `describe` runs the same constructors with a builder that only lists them. So
+parameter counts, the memory plan, the quantiser and the planner read the one declaration of a model
+without torch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from kvik.spec.pooling import PoolingSpec
     from kvik.spec.rope import RopeSpec
 
-# What a matrix does in a block; "gates": of a gated delta net; "": in none, as in heads that draft.
+# Role of a matrix in a block; "gates": of a gated delta net; "": in no block, as in draft heads.
 Role = Literal[
     "qkv",
     "q_down",
@@ -49,23 +50,24 @@ Role = Literal[
     "token_inputs",
     "",
 ]
-# Roles of matrices that stay floats in every format: small ones whose errors choose other experts,
-# and one that is multiplied into what stands beside it.
+# Roles of matrices that stay floats in every format: small ones whose errors would change the
+# choice of experts, and "kv_up", which is applied to queries instead of keys.
 UNQUANTISED: frozenset[Role] = frozenset({"router", "shared_gate", "kv_up"})
-# Of matrices that are too small to be worth an exchange between processes.
+# Roles of matrices that are too small to be divided among processes.
 SMALL: frozenset[Role] = frozenset({"q_down", "kv_down", "gates", "router", "shared_gate"})
 
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """A tensor of a GGUF file, as it is made of a checkpoint's.
+    """A tensor of a GGUF file, as a part of a checkpoint's tensor.
 
     Attributes:
-        name: of the layer as which it is read, in a block; {} stands for the number of an expert.
+        name: of the layer in a block that reading the file gives; {} is the number of an expert.
         rows, columns: of the layer's weight; (): all, in their order.
         transposed: the checkpoint stores [inputs, outputs].
-        heads: number of matrices in the file, [heads, rows, columns], one for each head; 0: it has
-            one matrix. turned: these are transposed.
+        heads: number of matrices in the file, [heads, rows, columns], one for each head; 0: the
+            tensor is one matrix.
+        turned: the matrices of heads are transposed.
     """
 
     name: str
@@ -76,13 +78,13 @@ class FilePart:
     turned: bool = False
 
 
-# Key of config.json that only files of GGUF imply: they have apart what checkpoints store in one
-# matrix, or in another order. Networks that are stored in both ways read it as their wiring.
+# Key of config.json that only GGUF files imply: they store separately, or in another order, the
+# layers that checkpoints store in one matrix. Networks that support both read it as their wiring.
 APART = "stored_apart"
 
 
 def apart_wiring(fields: Fields) -> str:
-    """Return the wiring of a network that differs only in how it is stored."""
+    """Return the wiring of a network whose variants differ only in how they are stored."""
     return APART if fields.boolean(APART, False) else ""
 
 
@@ -92,55 +94,55 @@ class Architecture:
 
     Attributes:
         name: as in `architectures` of config.json.
-        model_type: as in config.json; used when it names no architecture.
-        models: what people call the models that have it.
+        model_type: as in config.json; used if config.json names no architecture.
+        models: common names of its models.
         make: the constructor of its network.
-        layers: reads what differs from layer to layer.
+        layers: reads the facts that differ between layers.
         experts: reads which layers have routed experts; None: no layer.
         qkv_bias, o_bias, mlp_bias, head_bias, qk_norm: a fact, or the config.json key that decides
             (false if absent).
         value_norm: heads of values are normalised.
-        tied: `tie_word_embeddings` when config.json does not say.
-        scales: reads the constants of a network that has some; None: it has none.
-        kv_heads: reads the heads of keys and values; None: `num_key_value_heads`.
-        wiring: reads which of its ways to join attention, MLP and norms a network has, or to be
-            stored, where it has several; None: it has one.
+        tied: default of `tie_word_embeddings`.
+        scales: reads the constant factors of the network; None: none.
+        kv_heads: reads the number of KV heads; None: `num_key_value_heads`.
+        wiring: reads the variant of the network, in structure or storage; None: there is only one.
         inner: reads the inner size of the MLP; None: it is `intermediate_size`.
-        head_dim: when config.json does not say; None: hidden / heads.
-        eos_token_ids: when config.json does not say.
-        activations: the `hidden_act` values its MLP can have; the first is the default.
+        head_dim: default if config.json has none; None: hidden / heads.
+        eos_token_ids: default if config.json has none.
+        activations: the supported `hidden_act` values; the first is the default.
         rms_norm: RMSNorm, else LayerNorm with biases.
         gated_mlp: down(act(gate(x)) * up(x)), else down(act(up(x))).
         rotary: rotary positions, else learned ones.
-        pooled: reads how it makes vectors or scores, from the width of hidden states, their eps,
-            and the file; None: files beside config.json may say it.
-        skips_padding: rows of the table of positions up to that of `pad_token_id` are never read.
-        defaults: what transformers takes for keys that are absent, where files leave some out.
+        pooled: reads how it makes vectors or scores, from config.json, the width of hidden states
+            and their eps; None: other files may say it.
+        skips_padding: rows of the table of positions up to row `pad_token_id` are never read.
+        defaults: transformers' defaults of keys that files may leave out.
         keys: usual name of a config.json key -> its name in this architecture.
-        inside: the key whose object describes the text model, where the file is of more; "": none.
-        fixed: keys with the only supported value; another one would change the arithmetic.
+        inside: key of the object that describes the text model, if config.json describes more; "":
+            none.
+        fixed: keys with the only supported value; another value would change the arithmetic.
         gguf: `general.architecture` of its GGUF files; None: none exist.
-        gguf_told: key of a file and the least value with which it is of this architecture, where
-            several have one name; (): this one, where no key of another one stands.
-        gguf_names: names of tensors in GGUF -> in the checkpoint, where they differ from Llama's:
-            of a block's layers, and whole ones of what `gguf.names.OUTER` lists. A name that ends
-            in `.weight`, `.bias` or a dot is that of one tensor, in the last case of `ssm_a`.
-        gguf_pairs: the files have rows of q and k that turn together as neighbours.
-        gguf_parts: layers of a block, by their names in checkpoints, that files have in other
-            parts; {} stands for the number of an expert.
-        gguf_rows: tensors of a block whose rows files have in another order, and the row of the
+        gguf_told: if several architectures share the name `gguf`: a metadata key and its least
+            value in files of this one; (): the architecture of files without the others' keys.
+        gguf_names: names of tensors in GGUF -> in the checkpoint, if they differ from Llama's:
+            names of a block's layers, and full names for those in `gguf.names.OUTER`. A name that
+            ends in `.weight`, `.bias` or a dot denotes one tensor; with a dot, as `ssm_a.`, the
+            tensor's name has no suffix.
+        gguf_pairs: files have the rows of q and k that form a rotated pair as neighbours.
+        gguf_parts: layers of a block, by their names in checkpoints, that files divide differently;
+            {} is the number of an expert.
+        gguf_rows: tensors of a block whose rows are in another order in files, with the row of the
             checkpoint at each place.
-        gguf_by_kind: the files have heads and positions of layers with a window apart from those
-            of others.
-        gguf_characters: `tokenizer.ggml.model` of its tokenizers over characters: "llama", which
-            has scores, or one that has merges.
-        gguf_log_scale: what the files have as `yarn_log_multiplier`, by `mscale_all_dim`; 0: they
-            have none.
-        gguf_present: layers of the first block -> keys of config.json that are true if files have
-            them.
-        gguf_extra: keys of the files that only llama.cpp needs.
-        gguf_scales: keys of config.json, of `gguf.facts.SCALES`, that the files have too.
-        gguf_implied: keys of config.json that no file has, from those that it has.
+        gguf_by_kind: files have separate keys for heads and positions of layers with a window.
+        gguf_characters: `tokenizer.ggml.model` of its tokenizers over characters: "llama", with
+            scores, or another one, with merges.
+        gguf_log_scale: factor of `yarn_log_multiplier` in files relative to `mscale_all_dim`; 0:
+            files do not have that key.
+        gguf_present: layers of the first block -> keys of config.json that are true if a file has
+            that layer.
+        gguf_extra: metadata keys that only llama.cpp needs.
+        gguf_scales: the keys of `gguf.facts.SCALES` that files have.
+        gguf_implied: computes keys of config.json that files do not have.
     """
 
     name: str
@@ -189,7 +191,7 @@ class Architecture:
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """What a forward pass needs in addition to its token ids; passed explicitly, never global.
+    """Inputs of a forward pass in addition to token ids; passed explicitly, never global.
 
     Attributes:
         positions: [tokens] int64, position of each token in its sequence.
@@ -219,7 +221,7 @@ ALL = slice(None)  # layers
 
 
 class Model(Protocol):
-    """A network without state: weights only, the cache comes with the context."""
+    """A network without state: it has only weights; the cache is part of the context."""
 
     def enter(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         """ids [tokens] -> the residual stream before the first layer, [tokens, hidden]."""
@@ -235,16 +237,16 @@ class Model(Protocol):
 
 
 class Network(Model, Protocol):
-    """A model whose layers can be run by themselves: forward is leave(blocks(enter(ids))), where
-    the context of the blocks has the `token_inputs`."""
+    """A model whose layers can be run separately: forward is leave(blocks(enter(ids))), where the
+    context of the blocks has the `token_inputs`."""
 
     def token_inputs(self, ids: Tensor, x: Tensor, ctx: ForwardContext) -> Tensor | None:
-        """ids [tokens], x [tokens, hidden], what `enter` returns for them -> `token_inputs` of the
-        context; None: layers read no such vectors."""
+        """ids [tokens], x [tokens, hidden] from `enter` -> `token_inputs` of the context; None:
+        layers read no such vectors."""
         ...
 
     def blocks(self, x: Tensor, ctx: ForwardContext, span: slice = ALL) -> Tensor:
-        """Residual stream x [tokens, hidden] before the first layer of some -> after the last."""
+        """Run the layers in `span`: residual stream x [tokens, hidden] before -> after them."""
         ...
 
     def leave(self, x: Tensor) -> Tensor:
@@ -252,7 +254,7 @@ class Network(Model, Protocol):
         ...
 
 
-# The layers that a builder makes, as a model sees them.
+# Interfaces of the layers that a builder makes.
 
 
 class LinearLayer(Protocol):
@@ -321,7 +323,7 @@ class Rotations(Protocol):
 
 class ScaledQueriesLayer(Protocol):
     def __call__(self, q: Tensor, ctx: ForwardContext) -> Tensor:
-        """q [tokens, heads, head_dim] -> the same, times a number of each token."""
+        """q [tokens, heads, head_dim] -> the same, times a number per token."""
         ...
 
 
@@ -393,15 +395,15 @@ class ExpertNames:
     """Names in the scope of a layer's experts.
 
     Attributes:
-        router: of the matrix that gives the logits.
-        gate_up, down: of an expert's matrices; {} stands for its number. Gate and up may be one.
-        correction: of what is added to scores to choose experts. correction_row: it has an axis of
-            one more.
-        shared: scope of the MLP that every token goes through.
+        router: of the matrix that computes the logits.
+        gate_up, down: of an expert's matrices; {} is its number. Gate and up may be one.
+        correction: of the router's correction.
+        correction_row: the correction has shape [1, experts].
+        shared: scope of the shared expert.
         shared_gate_up, shared_down: of its matrices; gate and up may be one.
-        shared_gate: of the matrix that gives its gate.
-        mixed: rows of gate and up take turns in their one matrix, and floats are transposed.
-        scales: of the numbers that weights are multiplied with (`Router.scaled`).
+        shared_gate: of the matrix that computes its gate.
+        mixed: rows of gate and up are interleaved in one matrix, and float weights are transposed.
+        scales: of the learned factors of weights (`Router.scaled`).
     """
 
     router: str = "gate"
@@ -424,34 +426,33 @@ NO_TYPES = ("", 1)  # of `LayerBuilder.embedding`
 
 
 def usual_scope(name: str, *others: str) -> str:
-    """Return the scope that a model has without a checkpoint: the last one that is some."""
+    """Return the scope that a model has without a checkpoint: the last one, unless it is empty."""
     return others[-1] if others and others[-1] else name
 
 
 def stored_names(name: str) -> tuple[str, ...]:
-    """Return how checkpoints may have a declared name: as it is, without its first word, as files
-    of the bare trunk do, or with the first two in the other order, as newer files of models do that
-    read images."""
+    """Return the forms of a declared name in checkpoints: unchanged; without its first component,
+    as in files of the bare trunk; or with the first two components swapped, as in newer files of
+    models that read images."""
     first, _, rest = name.partition(".")
     second, _, tail = rest.partition(".")
     return name, rest, f"{second}.{first}.{tail}"
 
 
-# What a model declares, listed.
+# Declared layers, listed.
 
 
 @dataclass(frozen=True, slots=True)
 class DeclaredLinear:
-    """Linear layers over the same inputs, by the names that checkpoints give them.
+    """Linear layers over the same inputs, by their names in checkpoints.
 
     Attributes:
         layer: the block's number; None: it is in no block.
         outputs: of each name.
-        router: chooses it among others of its kind, if it is an expert's.
-        mixed: rows of gate and up take turns, and what is done with them is not linear in up.
+        router: the router that chooses it, if it is an expert's.
+        mixed: rows of gate and up are interleaved, and the activation is not linear in up.
         tied: its weight is the embedding's, and the names are not in the checkpoint.
-        by_head: it has all that belongs to the first head of keys and values, queries before these,
-            then to the second.
+        by_head: rows are stored KV head by KV head: its queries, its key, its value.
     """
 
     layer: int | None
@@ -477,9 +478,9 @@ class DeclaredNorm:
 
     Attributes:
         biased: it has a bias in addition to its gain.
-        before: the role of the matrices that read its output, perhaps multiplied with a gate, if
-            nothing else does; else "". Their inputs may be several vectors that it has normalised.
-        offset: that is added to what the checkpoint has as its gain.
+        before: the role of the matrices that read its output, possibly times a gate, if nothing
+            else reads it; else "". Their inputs may be several normalised vectors.
+        offset: added to the stored gain.
     """
 
     layer: int | None
@@ -511,12 +512,12 @@ class DeclaredTable:
 
 @dataclass(frozen=True, slots=True)
 class DeclaredOther:
-    """Numbers of a layer that are neither a matrix nor a norm: of a convolution, the correction of
-    a router, the sinks of attention.
+    """Parameters of a layer that are neither a matrix nor a norm: of a convolution, the correction
+    of a router, the sinks of attention.
 
     Attributes:
         shape: in the checkpoint; (): one dimension.
-        logarithm: of how fast heads forget.
+        logarithm: it is the logarithm of the heads' decay rates.
     """
 
     layer: int | None
@@ -531,8 +532,8 @@ class Declaration:
     """Everything that a model declares, in order.
 
     Attributes:
-        block: prefix of the names in a block; {} stands for its number.
-        skipped: beginnings of the names of what is not read.
+        block: prefix of the names in a block; {} is its number.
+        skipped: prefixes of names that are not read.
     """
 
     linears: list[DeclaredLinear] = field(default_factory=list)
@@ -569,7 +570,7 @@ class Declaration:
 
 @dataclass(frozen=True, slots=True)
 class _Listed:
-    """Stands in for a layer that is not made."""
+    """Placeholder for a layer that is not built."""
 
     table: DeclaredTable | None = None
 
@@ -589,9 +590,9 @@ _LISTED = _Listed()
 
 
 class LayerBuilder:
-    """Makes layers within a scope of the checkpoint's names; `at` narrows the scope.
+    """Declares layers within a scope of the checkpoint's names; `at` narrows the scope.
 
-    This one makes none: it lists what is declared. `nn.builder.Builder` makes them.
+    This class only lists the declared layers; `nn.builder.Builder` builds them.
     """
 
     def __init__(self, declaration: Declaration) -> None:
@@ -879,7 +880,7 @@ class LayerBuilder:
 
 
 def describe(make: Callable[[ModelFacts, LayerBuilder], Network], spec: ModelFacts) -> Declaration:
-    """Return what a network declares in its constructor, and the layers over what is pooled."""
+    """Return what a network's constructor declares, and the layers over pooled vectors."""
     declaration = Declaration()
     make(spec, LayerBuilder(declaration))
     for layer in spec.pooling.layers if spec.pooling else ():

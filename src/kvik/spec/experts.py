@@ -1,5 +1,5 @@
-"""Mixtures of experts (Shazeer et al. 2017): what a layer with routed experts is made of, and how
-config.json says it."""
+"""Mixtures of experts (Shazeer et al. 2017): the parts of a layer with routed experts, and reading
+them from config.json."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kvik.spec.fields import Fields
 MAX_EXPERTS = 1024  # of a layer (csrc/experts.hpp)
 MAX_IN_ALL = 1 << 16  # of a model
 MAX_LAYERS, MAX_WIDTH = 4096, 1 << 20
-# How config.json files call the number of experts in a layer.
+# Keys of config.json for the number of experts in a layer.
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-# And that only every so-many-th layer has them.
+# Keys for n, if only every n-th layer has experts.
 STEP_KEYS = ("decoder_sparse_step", "interleave_moe_layer_step")
 SWITCH = "enable_moe_block"  # of families that have experts or none
 SPARSE, DENSE = "sparse", "dense"  # of `mlp_layer_types`
@@ -27,23 +27,23 @@ SCORES: tuple[Scores, ...] = get_args(Scores)
 class Router:
     """How the experts of a token are chosen from its logits, one for each expert.
 
-    Scores are the softmax or the sigmoid of the logits. The best experts are chosen, of equals the
-    lower ids, by their scores and what a correction adds to them (DeepSeek-V3, arXiv 2412.19437).
-    The weight of a chosen expert is its score alone. With "sparsemixer" (Liu et al. 2024, arXiv
-    2409.12136) scores are the logits, and the weight is a softmax over those that were not chosen
-    before and lie near the chosen one s: (s - x) / max(|x|, s) is at most twice the jitter.
+    Scores are the softmax or the sigmoid of the logits. The experts with the highest score plus
+    correction are chosen (DeepSeek-V3, arXiv 2412.19437); ties go to the lower id. The weight of a
+    chosen expert is its score without correction. With "sparsemixer" (Liu et al. 2024, arXiv
+    2409.12136) scores are the logits. The weight is a softmax over the logits x that were not
+    chosen before and are near the chosen one s: (s - x) / max(|x|, s) is at most twice the jitter.
 
     Attributes:
-        experts, active: how many there are, and how many a token gets.
+        experts, active: number of experts, in total and per token.
         scores: the function of the logits.
         corrected: there is a correction.
         groups, kept: only experts of the `kept` best of equal groups can be chosen (DeepSeek-V2,
             arXiv 2405.04434, section 2.2.2).
-        group_by: a group is as good as its best expert, or as the sum of its best two.
+        group_by: the score of a group is its best expert's, or the sum of its best two.
         normalised: the weights of a token are divided by their sum.
-        scale: that weights are multiplied with.
-        scaled: and so they are with a learned number of each expert.
-        weigh_inputs: a weight multiplies what its expert is given, else what that gives.
+        scale: constant factor of the weights.
+        scaled: weights also have a learned factor per expert.
+        weigh_inputs: a weight multiplies its expert's input, else its output.
         jitter: of "sparsemixer", which has no groups.
     """
 
@@ -67,8 +67,8 @@ class ExpertsSpec:
 
     Attributes:
         inner: width of an expert.
-        shared: width of the MLP that every token goes through beside its experts; 0: none.
-        gated: what that gives is multiplied by the sigmoid of a number of each token.
+        shared: width of the shared expert, an MLP for every token; 0: none.
+        gated: its output is multiplied by the sigmoid of a number per token.
     """
 
     router: Router
@@ -97,16 +97,18 @@ def read_experts(
     shared_width: str = "",
     first_dense: int = 0,
 ) -> tuple[ExpertsSpec | None, ...]:
-    """
+    """Read the experts of each layer from config.json; None: a plain MLP.
+
     Args:
-        inner: key of an expert's width. active: of how many a token gets.
-        router: config.json, experts, experts of a token -> the router.
-        shared: key of how many experts every token goes through; "": none.
-        shared_width: key of the width of a gated one that every token goes through; "": none.
-        first_dense: `first_k_dense_replace` when config.json does not say.
+        inner: key of an expert's width.
+        active: key of the number of experts per token.
+        router: config.json, experts, experts per token -> the router.
+        shared: key of the number of shared experts; "": none.
+        shared_width: key of the width of a gated shared expert; "": none.
+        first_dense: default of `first_k_dense_replace`.
 
     Raises:
-        ModelError: a field that is missing or cannot be.
+        ModelError: a field is missing or invalid.
     """
     count = expert_count(fields)
     if count * layers > MAX_IN_ALL:
@@ -123,13 +125,14 @@ def read_experts(
 
 
 def expert_count(fields: Fields) -> int:
-    """Return the number of experts in a layer. Newer files call it by another family's key."""
+    """Return the number of experts in a layer, under any of the keys: newer files may use another
+    family's."""
     key = next((key for key in EXPERT_KEYS if key in fields), EXPERT_KEYS[0])
     return fields.integer(key, 1, MAX_EXPERTS)
 
 
 def sparse_layers(fields: Fields, layers: int, first_dense: int = 0) -> tuple[bool, ...]:
-    """Return which layers have experts, by all the keys that families say it with."""
+    """Return which layers have experts, by the keys of all families."""
     if "mlp_layer_types" in fields:
         types = fields.strings("mlp_layer_types")
         if len(types) != layers:
@@ -160,7 +163,7 @@ def _listed_layers(fields: Fields, key: str) -> set[int]:
 
 
 def softmax_router(fields: Fields, experts: int, active: int) -> Router:
-    """Weights are divided by their sum where `norm_topk_prob` says so (OLMoE, Qwen)."""
+    """Softmax scores; weights are normalised if `norm_topk_prob` says so (OLMoE, Qwen)."""
     normalised = fields.boolean("norm_topk_prob", False)
     return Router(experts, active, normalised=normalised)
 
@@ -191,7 +194,7 @@ def read_groups(fields: Fields, experts: int, active: int) -> tuple[int, int]:
     """Return `n_group` and `topk_group`.
 
     Raises:
-        ModelError: groups that are not equal, or hold fewer experts than a token gets.
+        ModelError: groups are not equal, or have fewer experts than a token gets.
     """
     groups = fields.integer("n_group", 1, experts, 1)
     kept = fields.integer("topk_group", 1, groups, groups)

@@ -1,4 +1,4 @@
-"""Checked reading of JSON files: every error names the file and the field."""
+"""Validated reading of JSON files: every error names the file and the field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shape of the KV cache as the control trunk sees it: formats, layers, groups of layers."""
+"""The shape of the KV cache, without torch: formats, layers, groups of layers; and states."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, overload
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_TAPS = 8  # inputs of a short convolution that kernels take
-STATE_BYTES = 4  # of a number: states are fp32, since every token adds to them
+MAX_TAPS = 8  # largest width of a short convolution in the kernels
+STATE_BYTES = 4  # per number: states are fp32, because every token adds to them
 
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """What one layer keeps of a request, however long that is.
+    """The state that one layer keeps per request, independent of the request's length.
 
     Attributes:
         channels, width: of a short convolution, which keeps the last width - 1 inputs.
         bias: the convolution and its projections have biases.
-        key_heads, value_heads, key_dim, value_dim: of a gated delta net behind it, which keeps a
-            matrix [key_dim, value_dim] for each value head; all 0: there is none.
+        key_heads, value_heads, key_dim, value_dim: of a gated delta net after it, which keeps a
+            matrix [key_dim, value_dim] for each value head; all 0: none.
     """
 
     channels: int
@@ -60,21 +60,21 @@ class StateSpec:
 
     @property
     def flops(self) -> int:
-        """Operations of a token: of the convolution, and of the delta rule, in which each number of
-        the matrices fades, is multiplied by a key, changes, and is multiplied by a query."""
+        """Operations per token: of the convolution, and of the delta rule, in which each number of
+        the matrices decays, is multiplied by a key, updated, and multiplied by a query."""
         return 2 * self.width * self.channels + 7 * self.key_dim * self.values
 
     @property
     def step_width(self) -> int:
-        """Numbers of a token that a step holds beside the residual stream, at most."""
+        """Upper bound of numbers per token that a step holds, without the residual stream."""
         if self.value_heads:
             return 2 * self.channels + 4 * self.values + 2 * self.value_heads
         return 6 * self.channels
 
 
 AUTO = "auto"  # the model's dtype
-PAGE_HEAD_BYTES = 64  # of a page of a tier, before the bytes of its block (nn/pages.py)
-SYNONYMS = {"fp8_e4m3": "fp8", "bfloat16": "bf16"}  # as other engines call them
+PAGE_HEAD_BYTES = 64  # header of a page of a tier, before the bytes of its block (nn/pages.py)
+SYNONYMS = {"fp8_e4m3": "fp8", "bfloat16": "bf16"}  # names in other engines
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class KVFacts:
     Attributes:
         name: as in `EngineConfig.kv_cache_dtype`.
         bits: of a number.
-        scale_bytes: of a vector's scale and zero point, if any.
+        scale_bytes: bytes of a vector's scale and zero point, if any.
         meaning: how keys and values are stored, for help texts.
     """
 
@@ -114,15 +114,15 @@ KV_FORMATS: Mapping[str, KVFacts] = {
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Which keys the queries of a layer see, where these are not all.
+    """Which keys the queries of a layer see, if not all.
 
     Attributes:
-        keys: the most that a query sees, its own included.
-        chunked: a query sees those from the last multiple of `keys` on (Llama 4); else the last
-            `keys` ones.
-        sinks: the first keys of all, which a query sees besides, as if they stood just before the
-            others that it sees ("attention sinks"; StreamingLLM, Xiao et al. 2023, section 3.2).
-            Not in chunks.
+        keys: the largest number that a query sees, including its own.
+        chunked: a query sees keys from the last multiple of `keys` (Llama 4); else the last `keys`
+            ones.
+        sinks: number of first keys of the sequence that a query also sees, at positions just before
+            the window ("attention sinks"; StreamingLLM, Xiao et al. 2023, section 3.2). Not with
+            `chunked`.
     """
 
     keys: int
@@ -131,7 +131,7 @@ class Window:
 
     @property
     def most(self) -> int:
-        """The most keys that a query sees."""
+        """The largest number of keys that a query sees."""
         return self.keys + self.sinks
 
     @overload
@@ -139,12 +139,12 @@ class Window:
     @overload
     def first(self, position: Tensor) -> Tensor: ...
     def first(self, position: int | Tensor) -> int | Tensor:
-        """Return the first key that the query at `position` sees, but for sinks; below 0: it sees
+        """Return the first key that the query at `position` sees, except sinks; below 0: it sees
         all."""
         return position - (position % self.keys if self.chunked else self.keys - 1)
 
     def pairs(self, end: int) -> int:
-        """Return how many keys the queries at positions 0 .. end - 1 see, all together."""
+        """Return the total number of keys that the queries at positions 0 .. end - 1 see."""
         if self.chunked:
             chunks, rest = divmod(end, self.keys)
             return chunks * _triangle(self.keys) + _triangle(rest)
@@ -153,18 +153,18 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How many tokens of a request a layer keeps, where these are not all.
+    """How many tokens of a request a layer keeps, if not all.
 
-    A prompt is computed whole. Where it ends, if it is longer, and again after each `every` further
-    tokens, `tokens` of those that the layer has are kept: the first, the last, and of the others
-    those that the last queries look at most (SnapKV, Li et al. 2024, arXiv 2404.14469, section 4).
-    They move to the places before the next token, and no query sees what is before them. At which
-    tokens this happens depends on the length of the prompt alone.
+    A prompt is computed whole. At the end of a prompt that exceeds the budget, and again after each
+    `every` further tokens, the layer keeps `tokens` of its tokens: the first, the last, and of the
+    others the ones that the last queries attend to most (SnapKV, Li et al. 2024, arXiv 2404.14469,
+    section 4). They move to the places directly before the next token, and no query sees anything
+    before them. The positions of these cuts depend only on the length of the prompt.
 
     Attributes:
-        tokens: that are kept.
-        first, last: of them those that are kept in any case; `last` queries choose the others.
-        every: further tokens that are stored before some are dropped again.
+        tokens: number of kept tokens.
+        first, last: numbers of tokens that are always kept; the `last` queries choose the others.
+        every: number of further tokens before the next cut.
     """
 
     tokens: int
@@ -174,39 +174,39 @@ class Budget:
 
     @property
     def least(self) -> int:
-        """The fewest `tokens` that can be."""
+        """The smallest allowed `tokens`."""
         return self.first + self.last
 
     def first_cut(self, prompt: int) -> int:
-        """Return after how many tokens of a request some are dropped for the first time.
+        """Return the number of tokens after which the first cut happens.
 
         Args:
-            prompt: its length.
+            prompt: length of the prompt.
         """
         return prompt if prompt > self.tokens else self.tokens + self.every
 
     def next_cut(self, position: int, prompt: int) -> int:
-        """Return the same for the first time after at least `position` tokens."""
+        """Return the number of tokens, at least `position`, after which the next cut happens."""
         first = self.first_cut(prompt)
         return first + max(0, -(-(position - first) // self.every)) * self.every
 
     def first_key(self, position: int, prompt: int) -> int:
-        """Return the place of the first key that the query at `position` sees."""
+        """Return the position of the first key that the query at `position` sees."""
         first = self.first_cut(prompt)
         if position < first:
             return 0
         return position - (position - first) % self.every - self.tokens
 
     def cut_blocks(self, end: int, block_size: int) -> range:
-        """Return the blocks to which the kept of the first `end` tokens move."""
+        """Return the blocks to which the kept tokens move in the cut after `end` tokens."""
         return range((end - self.tokens) // block_size, -(-end // block_size))
 
     def most_blocks(self, block_size: int) -> int:
-        """Return the most that `cut_blocks` are."""
+        """Return the largest number of `cut_blocks`."""
         return -(-(self.tokens - 1) // block_size) + 1
 
     def pairs(self, end: int, prompt: int) -> int:
-        """Return how many keys the queries at positions 0 .. end - 1 see, all together."""
+        """Return the total number of keys that the queries at positions 0 .. end - 1 see."""
         first = self.first_cut(prompt)
         total = _triangle(min(end, first))
         whole, rest = divmod(max(0, end - first), self.every)
@@ -215,7 +215,7 @@ class Budget:
 
 
 def first_visible(position: int, window: Window | None) -> int:
-    """Return the first key that the query at `position` sees, but for sinks.
+    """Return the first key that the query at `position` sees, except sinks.
 
     Args:
         window: None: it sees all.
@@ -224,13 +224,13 @@ def first_visible(position: int, window: Window | None) -> int:
 
 
 def keys_read(first: int, end: int, window: Window | None) -> int:
-    """Return how many keys any of the queries at positions first .. end - 1 sees."""
+    """Return the number of keys that at least one query at positions first .. end - 1 sees."""
     seen = first_visible(first, window)
     return end - seen + (0 if window is None else min(seen, window.sinks))
 
 
 def visible_pairs(first: int, end: int, window: Window | None) -> int:
-    """Return how many keys the queries at positions first .. end - 1 see, all together.
+    """Return the total number of keys that the queries at positions first .. end - 1 see.
 
     Args:
         window: None: each sees all up to its own.
@@ -255,7 +255,7 @@ class KVCacheSpec:
         budget: how many tokens of a request it keeps; None: all.
         format: of the numbers, as in `KV_FORMATS`, or "auto".
         latent: a token has one vector, whose first channels are its value.
-        readers: how many layers read it, its own among them.
+        readers: number of layers that read it, including its own.
     """
 
     num_kv_heads: int
@@ -269,31 +269,30 @@ class KVCacheSpec:
 
     @property
     def vectors(self) -> int:
-        """What it stores of a token: K and V of each head, or both in one."""
+        """Vectors stored per token: K and V of each head, or both in one."""
         return self.num_kv_heads * (1 if self.latent else 2)
 
     @property
     def numbers(self) -> int:
-        """The numbers that it stores of a token, without scales."""
+        """Numbers stored per token, without scales."""
         return self.vectors * self.head_dim
 
     @property
     def scale_bytes(self) -> int:
-        """Of `bytes_per_token` those of scales."""
+        """The part of `bytes_per_token` that is scales."""
         return self.vectors * KV_FORMATS[self.format].scale_bytes if self.format != AUTO else 0
 
     @property
     def windowed(self) -> bool:
-        """Whether blocks get out of sight while a request goes on."""
+        """Whether blocks become invisible as a request grows."""
         return self.window is not None
 
     def hidden_blocks(self, position: int, block_size: int, prompt: int | None = None) -> range:
-        """Return the blocks that hold no key visible to the query at `position`, but for those
-        behind it. No later query sees them either; where they begin never changes.
+        """Return the blocks before `position` that hold no key visible to its query. No later query
+        sees them either; the start of the range never changes.
 
         Args:
-            prompt: its length, on which it depends what a budget drops; None: as long as nothing is
-                dropped.
+            prompt: length of the prompt, which decides the cuts of a budget; None: before any cut.
         """
         if self.budget is not None and prompt is not None:
             return range(self.budget.first_key(position, prompt) // block_size)
@@ -301,20 +300,20 @@ class KVCacheSpec:
         return range(sinks, first_visible(position, self.window) // block_size)
 
     def max_blocks(self, num_tokens: int, chunk: int, block_size: int) -> int:
-        """Return the most blocks that a request of `num_tokens` ever holds when a step adds at most
-        `chunk`."""
+        """Return the largest number of blocks that a request of `num_tokens` holds, if a step adds
+        at most `chunk` tokens."""
         blocks, window = -(-num_tokens // block_size), self.window
         if self.budget is not None and num_tokens > self.budget.tokens:
-            # A prompt is computed whole, and what is kept of it is copied before the rest is free.
+            # A prompt is computed whole, and kept tokens are copied before the rest is freed.
             return blocks + self.budget.most_blocks(block_size)
         if window is None:
             return blocks
         if not window.chunked:
-            # keys - 1 keys before the step's and these, both cut by block borders
+            # keys - 1 earlier keys and the step's own, with partial blocks at both ends
             seen = -(-(window.keys - 1 + chunk) // block_size) + 1
             return min(blocks, -(-window.sinks // block_size) + seen)
-        # Worst is a step that begins with the last query of its window. How windows lie on blocks
-        # repeats after a few of them.
+        # The worst case is a step that begins with the last query of a chunk. The alignment of
+        # chunks and blocks repeats after a few chunks.
         most, apart = 0, block_size // gcd(window.keys, block_size)
         for first in range(0, num_tokens, window.keys)[:apart]:
             end = min(num_tokens, first + window.keys - 1 + chunk)
@@ -322,8 +321,8 @@ class KVCacheSpec:
         return most
 
     def hit_length(self, cached: Callable[[int], bool], length: int, block_size: int) -> int:
-        """Return the most blocks, up to `length`, that a request can take from the prefix cache:
-        every block that its next query sees must be cached.
+        """Return the largest number of blocks, up to `length`, that a request can take from the
+        prefix cache: every block that its next query sees must be cached.
 
         Args:
             cached: whether block i of the prefix is cached.
@@ -362,14 +361,14 @@ def stored_as(
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers that see the same keys. Every group of a model draws blocks from one shared pool:
+    """Layers that see the same keys. Every group of a model allocates blocks from one shared pool:
     block b holds the K/V of `block_size` tokens for all layers of the one group that owns b.
 
     Attributes:
         specs: of each layer. They may differ in format, and so in bytes.
-        shares: how many of its layers share the memory that a block has for one of the model's
-            largest layers. Its layers see that memory in smaller blocks, of which those of block b
-            begin with number `shares` * b.
+        shares: number of its layers that share the memory of a block for one of the model's largest
+            layers. Its layers divide that memory into smaller blocks; those of block b begin at
+            number `shares` * b.
     """
 
     specs: tuple[KVCacheSpec, ...]
@@ -388,12 +387,12 @@ class KVGroup:
 
     @property
     def readers(self) -> int:
-        """How many layers read what its layers store."""
+        """Number of layers that read what its layers store."""
         return sum(spec.readers for spec in self.specs)
 
     @property
     def read_bytes_per_token(self) -> int:
-        """What a token is read for, by all layers that see it."""
+        """Bytes that all layers together read for one visible token."""
         return sum(spec.bytes_per_token * spec.readers for spec in self.specs)
 
     @property
@@ -406,20 +405,19 @@ class KVGroup:
         return tuple(layer for layer, spec in pairs if spec.format == format)
 
     def places(self, format: str) -> int:
-        """Return how many of the model's largest layers have the memory of those in a format."""
+        """Return the memory of the layers in a format, in units of one of the model's largest."""
         return -(-len(self.layers_in(format)) // self.shares)
 
 
 def group_layers(
     specs: Sequence[KVCacheSpec | None], *, apart: bool = False
 ) -> tuple[KVGroup, ...]:
-    """Group layers that see the same keys. `specs[i]` belongs to layer i, and is None where that
-    stores nothing; groups are ordered by first layer.
+    """Group layers that see the same keys. `specs[i]` belongs to layer i; None: it stores nothing.
+    Groups are ordered by first layer.
 
-    A block is as large as the largest group's layers need, so kinds with many layers are cut into
-    groups of about the size of the smallest kind (five window layers to one full layer, say), as
-    long as less memory is lost to padding. Where a layer is a fraction of the largest one, several
-    share its memory.
+    A block is as large as the largest group needs. So kinds with many layers are split into groups
+    of about the size of the smallest kind (say, five window layers for each full layer), as long as
+    that reduces padding. If a layer is a fraction of the largest one, several share its memory.
 
     Args:
         apart: a block belongs to all groups at once, so that no two layers share memory.
@@ -432,13 +430,13 @@ def group_layers(
     if not stored:
         return ()
     largest = max(spec.numbers for spec in stored.values())
-    kinds: list[tuple[list[int], int]] = []  # layers, how many share the memory of the largest
+    kinds: list[tuple[list[int], int]] = []  # layers, number that share the memory of the largest
     for layers in alike.values():
         share, rest = divmod(largest, stored[layers[0]].numbers)
         kinds.append((layers, share if rest == 0 and not apart else 1))
 
     def padded(places: int) -> int:
-        """Places in all blocks that tokens need, where a block has `places` places for layers."""
+        """Return the places of all groups together, if a block has `places` places for layers."""
         return places * sum(-(-len(layers) // (places * share)) for layers, share in kinds)
 
     needed = [-(-len(layers) // share) for layers, share in kinds]
@@ -455,14 +453,14 @@ def group_layers(
 
 
 def formats_of(groups: Sequence[KVGroup]) -> tuple[str, ...]:
-    """Return the formats of the layers, each once."""
+    """Return the distinct formats of the layers."""
     return tuple(dict.fromkeys(spec.format for group in groups for spec in group.specs))
 
 
 def block_bytes(groups: Sequence[KVGroup], block_size: int) -> int:
-    """Return the bytes of one block of the shared pool: of each format the largest need of a
-    group, because only layers of the same format can reuse the same memory. Scales can only where
-    heads are alike."""
+    """Return the bytes of one block of the shared pool: for each format the largest need of a
+    group, because only layers of the same format can share memory. Scales can share it only if
+    layers also have equal numbers of heads."""
     need: dict[object, int] = defaultdict(int)
     for group in groups:
         for spec in set(group.specs):

@@ -1,4 +1,4 @@
-"""What differs from layer to layer of a model, and how files say it."""
+"""The facts that differ between layers of a model, and reading them from config.json."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ MAX_QUERY_RANK = 1 << 20
 @dataclass(frozen=True, slots=True)
 class LatentSpec:
     """Attention over latent vectors (multi-head latent attention, DeepSeek-V2, arXiv 2405.04434,
-    section 2.1): keys and values of all heads are made from one vector of each token.
+    section 2.1): keys and values of all heads are computed from one vector per token.
 
     Attributes:
         rank: width of that vector.
-        rope: channels of a key that positions turn, which all heads share.
-        nope: channels of a head's key that are made from the vector.
+        rope: rotated channels of a key, shared by all heads.
+        nope: channels of a head's key that are computed from the vector.
         value: channels of a head's value.
-        q_rank: width of the vector that queries are made from; None: the hidden state itself.
+        q_rank: width of the vector that queries are computed from; None: the hidden state itself.
     """
 
     rank: int
@@ -64,7 +64,7 @@ class LatentSpec:
 
     @property
     def width(self) -> int:
-        """What the cache keeps of a token: its vector, and the key that positions turned."""
+        """Cached width of a token: its vector and its rotated key."""
         return self.rank + self.rope
 
     @property
@@ -75,8 +75,8 @@ class LatentSpec:
 
 @dataclass(frozen=True, slots=True)
 class QueryScale:
-    """Queries at position p are multiplied by 1 + weight * log(1 + (p + 1) // step), so that more
-    keys do not flatten their softmax (Llama 4; Nakanishi 2025, arXiv 2501.19399)."""
+    """Scales queries at position p by 1 + weight * log(1 + (p + 1) // step), so that their softmax
+    does not flatten with more keys (Llama 4; Nakanishi 2025, arXiv 2501.19399)."""
 
     step: int
     weight: float
@@ -84,23 +84,23 @@ class QueryScale:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer.
+    """The facts of one layer.
 
     Attributes:
         window: which keys a query sees; None: all.
-        rope: how positions turn its queries and keys; None: they do not.
+        rope: rotary positions of queries and keys; None: none.
         experts: of its feed-forward part; None: a plain MLP.
-        latent: what it attends over; None: keys and values of heads.
-        state: what it keeps of a request in place of keys and values; None: it attends.
-        head_dim, kv_heads: of its heads, and of those of keys and values; None: as of the model.
-        kv_from: an earlier layer, whose keys and values it reads; None: it has its own.
-        value_is_key: it has no matrix of values, which are its keys before norm and positions.
-        inner: width of its MLP, also of one beside experts; None: as of the model.
-        token_input: channels of a vector of each token that this layer alone reads; 0: none.
-        query_scale: of its queries, in layers that know no positions; None: 1.
+        latent: latent attention; None: keys and values of heads.
+        state: kept per request in place of keys and values; None: the layer has attention.
+        head_dim, kv_heads: head dimension and number of KV heads; None: the model's.
+        kv_from: earlier layer whose keys and values it reads; None: it has its own.
+        value_is_key: it has no value projection; values are the keys before norm and rotation.
+        inner: width of its MLP, also of one in addition to experts; None: the model's.
+        token_input: width of a vector per token that only this layer reads; 0: none.
+        query_scale: of its queries, in layers without positions; None: 1.
         budget: how many tokens of a request it keeps; None: all.
-        bidirectional: how far on either side a query of an encoder sees keys, which all layers keep
-            in one place, for a step; None: it sees none behind it.
+        bidirectional: in an encoder, the distance up to which a query sees keys on either side. All
+            layers use one cache, whose content lasts for a step. None: attention is causal.
     """
 
     window: Window | None = None
@@ -124,7 +124,7 @@ LayerRule = Callable[[Fields, int, int], tuple[LayerSpec, ...]]
 
 
 def unturned_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
-    """Learned positions, as in GPT-2: layers know none."""
+    """Layers without positions, as in GPT-2: learned positions are part of the embedding."""
     return (LayerSpec(),) * layers
 
 
@@ -141,14 +141,13 @@ def equal_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec
 def turned_layers(
     fields: Fields, layers: int, positions: int, *, fraction: float, interleaved: bool = False
 ) -> tuple[LayerSpec, ...]:
-    """Every layer sees all keys; the arguments are those of `read_rope`."""
+    """Every layer sees all keys; for the arguments see `read_rope`."""
     rope = read_rope(fields, positions, fraction=fraction, interleaved=interleaved)
     return (LayerSpec(None, rope),) * layers
 
 
 def sometimes_turned_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
-    """Layers turn or not as `no_rope_layers` says, in which 1 is yes, or each but every fourth;
-    windows are those of `switched_layers` (SmolLM3)."""
+    """Only some layers have rotary positions, see `turning` (SmolLM3)."""
     if fields.boolean("use_sliding_window", False):
         raise fields.error("use_sliding_window", "must be false")
     rope = read_rope(fields, positions)
@@ -156,7 +155,8 @@ def sometimes_turned_layers(fields: Fields, layers: int, positions: int) -> tupl
 
 
 def turning(fields: Fields, layers: int) -> tuple[bool, ...]:
-    """Return which layers turn by `no_rope_layers`, or without entries all but every fourth."""
+    """Return which layers have rotary positions: by `no_rope_layers`, where 1 means yes; if it is
+    empty, all but every `no_rope_layer_interval`-th (default 4)."""
     every = fields.integer("no_rope_layer_interval", 1, MAX_POSITIONS, 4)
     if fields.raw("no_rope_layers") in (None, []):
         return tuple((i + 1) % every != 0 for i in range(layers))
@@ -175,15 +175,15 @@ def mixed_layers(
     full_turns: bool = True,
     interleaved: bool = False,
 ) -> tuple[LayerSpec, ...]:
-    """Layers with a window, and each `every`-th, or as `layer_types` says, without one.
+    """Layers with a window; each `every`-th, or those in `layer_types`, without one.
 
     Args:
-        full_turns: full layers turn too; if not, they know no positions.
-        interleaved: as of `read_rope`.
+        full_turns: layers without a window have rotary positions too; else no positions.
+        interleaved: see `read_rope`.
     """
     rope = read_rope(fields, positions, interleaved=interleaved)
     window = read_window(fields)
-    if window is None:  # EXAONE 4 without windows turns everywhere
+    if window is None:  # EXAONE 4 without windows has rotary positions in every layer
         return (LayerSpec(None, rope),) * layers
     types = layer_types(fields, layers, every)
     full = LayerSpec(None, rope if full_turns else None)
@@ -196,18 +196,18 @@ def windowed_layers(
     """Every layer has a sliding window, unless `sliding_window` is null (Mistral).
 
     Args:
-        scaled_queries: as of `read_rope`.
+        scaled_queries: see `read_rope`.
     """
     rope = read_rope(fields, positions, scaled_queries=scaled_queries)
     return (LayerSpec(read_window(fields), rope),) * layers
 
 
 def switched_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
-    """Windows in use if `use_sliding_window` says so, where `layer_types` does, else from
+    """Layers with windows, if `use_sliding_window` is true: those in `layer_types`, else from
     `max_window_layers` on (Qwen2 and 3)."""
     rope = read_rope(fields, positions)
     used = fields.boolean("use_sliding_window", False)
-    window = read_window(fields) if used else None  # files may have 0 where it is not used
+    window = read_window(fields) if used else None  # files may have 0 if it is not used
     if "layer_types" in fields:
         return tuple(LayerSpec(one, rope) for one in typed_windows(fields, layers, window))
     first = fields.integer("max_window_layers", 0, MAX_POSITIONS, 28)
@@ -217,10 +217,10 @@ def switched_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerS
 def latent_layers(
     fields: Fields, layers: int, positions: int, *, interleaved: bool | str = True
 ) -> tuple[LayerSpec, ...]:
-    """Every layer attends over latent vectors, all of them (DeepSeek-V2).
+    """Every layer has latent attention over all tokens (DeepSeek-V2).
 
     Args:
-        interleaved: as of `read_rope`, or the key that decides (true if absent).
+        interleaved: see `read_rope`; or the key that decides (true if absent).
     """
     rank = fields.integer("kv_lora_rank", 1, MAX_LATENT_WIDTH, 512)
     turned = fields.integer("qk_rope_head_dim", 2, MAX_LATENT_WIDTH, 64)
@@ -229,7 +229,7 @@ def latent_layers(
     if rank + turned > MAX_LATENT_WIDTH:
         message = f"must be at most {MAX_LATENT_WIDTH} with qk_rope_head_dim ({turned}), not {rank}"
         raise fields.error("kv_lora_rank", message)
-    # null: queries are made from the hidden state, as in DeepSeek-V2-Lite
+    # null: queries are computed from the hidden state, as in DeepSeek-V2-Lite
     has_rank = not fields.is_null("q_lora_rank")
     latent = LatentSpec(
         rank,
@@ -289,10 +289,11 @@ def refuse_sparse(fields: Fields) -> None:
 def layers_with_states(
     fields: Fields, attends: LayerSpec, kind: str, keeps: LayerSpec, types: tuple[str, ...]
 ) -> tuple[LayerSpec, ...]:
-    """Return the layers where some keep a state and others attend, as `types` says.
+    """Return the layers of a model in which, by `types`, some keep a state and others attend.
 
     Args:
-        kind: what those are called that keep a state.
+        attends, keeps: a layer of either kind.
+        kind: the type of layers that keep a state.
     """
     if FULL not in types:
         raise fields.error("layer_types", f"must hold {FULL} at least once")
@@ -302,10 +303,10 @@ def layers_with_states(
 def layer_types(
     fields: Fields, layers: int, every: int = 0, other: str = SLIDING
 ) -> tuple[str, ...]:
-    """Return `FULL` or `other` for each layer, as `layer_types` has it.
+    """Return `FULL` or `other` for each layer, by `layer_types`.
 
     Args:
-        every: without that key, each `every`-th layer is full; 0: the key is there.
+        every: without that key, each `every`-th layer is full; 0: the key is required.
     """
     if every and "layer_types" not in fields:
         return tuple(FULL if (i + 1) % every == 0 else other for i in range(layers))

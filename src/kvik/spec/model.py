@@ -1,4 +1,4 @@
-"""Facts of a model: its sizes, the attention of its layers, the format of its checkpoint."""
+"""Facts of a model: its sizes, its layers, the format of its checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvik.spec.stored_weights import (
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 SHORT_DTYPES: Mapping[str, str] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
-# Larger sizes are mistakes or attacks.
+# Larger sizes are errors or attacks.
 MAX_VOCAB = 1 << 24
 MAX_WIDTH = 1 << 20
 MAX_LAYERS = 4096
@@ -33,9 +33,8 @@ class LinearLayers:
     """Equal linear layers of a model, each over `inputs` with `outputs`.
 
     Attributes:
-        count: number of layers, of experts each one.
-        head: the layer gives the logits; it may share its weights with the embedding, which then
-            counts as a layer too.
+        count: number of layers; each expert counts.
+        head: the layer computes the logits; it may share its weights with the embedding.
         stored: how the checkpoint stores the parts of a layer; None: as floats.
     """
 
@@ -47,8 +46,8 @@ class LinearLayers:
 
     @property
     def stored_bytes(self) -> int:
-        """Upper bound of one layer's bytes in the checkpoint, without scales; 0 unless it is
-        quantised and must be read as a whole."""
+        """Upper bound of one layer's bytes in the checkpoint, without scales, if it is quantised
+        and must be read as a whole; else 0."""
         whole = (part.bits for part in self.stored if part and not part.in_runs)
         bits = max(whole, default=0)
         return self.inputs * self.outputs * bits // 8
@@ -56,15 +55,15 @@ class LinearLayers:
 
 @dataclass(frozen=True, slots=True)
 class ModelScales:
-    """Constants of parts of a network.
+    """Constant factors and caps in a network.
 
     Attributes:
-        embedding: multiplies what tokens begin with; rounded to the dtype of the computation.
-        residual: multiplies what attention and MLP add.
+        embedding: multiplies token embeddings; rounded to the dtype of the computation.
+        residual: multiplies the outputs of attention and MLP.
         attention: multiplies scores; None: 1 / sqrt(head_dim).
-        attention_cap: a score s becomes cap * tanh(s / cap), once multiplied; None: it stays.
+        attention_cap: a scaled score s becomes cap * tanh(s / cap); None: no cap.
         logits: multiplies the logits.
-        logits_cap: of the logits, as `attention_cap`.
+        logits_cap: likewise for logits.
     """
 
     embedding: float = 1.0
@@ -77,13 +76,13 @@ class ModelScales:
 
 @dataclass(frozen=True, slots=True)
 class FallbackFacts:
-    """What a model takes that runs through transformers, as its classes say without weights.
+    """Memory needs of a model that runs through transformers, found without its weights.
 
     Attributes:
-        parameters: numbers of the weights, shared ones once.
-        cache_numbers: by which the cache of a request grows with a token.
-        state_bytes: of what the cache keeps of a request beside them, whatever its length.
-        scores: attention holds the scores of all pairs of a chunk, as its "eager" form does.
+        parameters: number of weights; shared ones count once.
+        cache_numbers: numbers that a token adds to the cache of a request.
+        state_bytes: additional bytes per request, independent of its length.
+        scores: attention stores the scores of all pairs of a chunk, as in its "eager" form.
     """
 
     parameters: int
@@ -99,7 +98,7 @@ class ModelFacts:
     architecture: str  # e.g. "LlamaForCausalLM"
     vocab_size: int
     hidden_size: int
-    embedding_size: int  # width of the vectors of tokens
+    embedding_size: int  # width of token embeddings
     intermediate_size: int
     layers: tuple[LayerSpec, ...]
     num_heads: int
@@ -118,24 +117,24 @@ class ModelFacts:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     quantization: StoredQuantization | None = None  # of the checkpoint; None: plain floats
-    rms_norm: bool = True  # else LayerNorm, which has biases too
+    rms_norm: bool = True  # else LayerNorm with biases
     gated_mlp: bool = True  # three matrices, else two
     scales: ModelScales = ModelScales()
-    wiring: str = ""  # of the ways that its architecture has; "": the only or usual one
+    wiring: str = ""  # variant of the architecture's network; "": the only or usual one
     built: Built | None = None  # set for an engine folder, whose weights are already packed
-    skipped_positions: int = 0  # first rows of a table of positions that are never read
-    token_types: int = 1  # kinds of texts in a prompt, as of pairs, that the model tells apart
-    pooling: PoolingSpec | None = None  # how it makes vectors or scores; None: it says nothing
-    fallback: FallbackFacts | None = None  # of a model that transformers runs; None: kvik does
+    skipped_positions: int = 0  # first rows of the table of positions, which are never read
+    token_types: int = 1  # token types (BERT's segments)
+    pooling: PoolingSpec | None = None  # how it makes vectors or scores; None: its files do not say
+    fallback: FallbackFacts | None = None  # set if transformers runs the model
 
     @property
     def encoder(self) -> bool:
-        """Whether queries see the keys behind them, so that it writes no text."""
+        """Whether attention is bidirectional, so that the model generates no text."""
         return any(layer.bidirectional is not None for layer in self.layers)
 
     @property
     def type_stride(self) -> int:
-        """Rows from a position of one type of text to the same of the next (`token_types`)."""
+        """Rows between the same position of one token type and of the next (`token_types`)."""
         return self.skipped_positions + self.max_position_embeddings
 
     @property
@@ -144,28 +143,28 @@ class ModelFacts:
 
     @property
     def windows(self) -> tuple[Window | None, ...]:
-        """Which keys queries of each layer see; None: all."""
+        """The window of each layer; None: all keys."""
         return tuple(layer.window for layer in self.layers)
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
-        """The rotary positions that layers have, each once; none if positions are learned."""
+        """The distinct rotary positions of layers; empty if positions are learned."""
         return tuple(dict.fromkeys(layer.rope for layer in self.layers if layer.rope))
 
     @property
     def rotations(self) -> tuple[tuple[RopeSpec, int], ...]:
-        """The `ropes` with the channels of the heads that they are for, each pair once."""
+        """The distinct pairs of rotary positions and head dimension."""
         pairs = (self.rotation(layer) for layer in self.layers)
         return tuple(dict.fromkeys(pair for pair in pairs if pair))
 
     @property
     def query_scales(self) -> tuple[QueryScale, ...]:
-        """By what its layers multiply queries, each once."""
+        """The distinct query scales of layers."""
         scales = (layer.query_scale for layer in self.layers)
         return tuple(dict.fromkeys(scale for scale in scales if scale))
 
     def rotation(self, layer: LayerSpec) -> tuple[RopeSpec, int] | None:
-        """Return a layer's pair in `rotations`; None: it knows no rotary positions."""
+        """Return a layer's pair in `rotations`; None: it has no rotary positions."""
         if layer.rope is None:
             return None
         return layer.rope, layer.latent.rope if layer.latent else self.heads(layer)[1]
@@ -176,7 +175,7 @@ class ModelFacts:
 
     @property
     def inner_width(self) -> int:
-        """The most inner activations that a token has in the MLP, or in its experts, of a layer."""
+        """The largest number of inner activations of a token in the MLP or experts of a layer."""
         return max(
             (
                 max(layer.experts.active_width, layer.inner or 0)
@@ -188,38 +187,38 @@ class ModelFacts:
         )
 
     def heads(self, layer: LayerSpec) -> tuple[int, int]:
-        """Return a layer's heads of keys and values, and the channels of each of its heads."""
+        """Return a layer's number of KV heads and its head dimension."""
         return layer.kv_heads or self.num_kv_heads, layer.head_dim or self.head_dim
 
     @property
     def head_dims(self) -> tuple[int, ...]:
-        """The channels that heads of its layers have, each number once."""
+        """The distinct head dimensions of layers with attention."""
         attending = (self.heads(layer)[1] for layer in self.layers if layer.state is None)
         return tuple(dict.fromkeys(attending))
 
     @property
     def query_width(self) -> int:
-        """The most channels that queries of all heads of a layer have."""
+        """The largest width of the queries of all heads of a layer."""
         return self.num_heads * max(self.head_dims, default=0)
 
     @property
     def key_width(self) -> int:
-        """The most channels that keys of all heads of a layer have."""
+        """The largest width of the keys of all heads of a layer."""
         return max((math.prod(self.heads(layer)) for layer in self.layers), default=0)
 
     @property
     def experts_of_token(self) -> int:
-        """The most experts that a token goes through in a layer; 0: no layer has experts."""
+        """The largest number of active experts per token in a layer; 0: no layer has experts."""
         return max(
             (layer.experts.router.active for layer in self.layers if layer.experts), default=0
         )
 
     @property
     def max_context(self) -> int:
-        """Tokens the model can attend over, with stretched positions.
+        """The longest context, including the extension of positions.
 
         Files of the kinds "linear", "dynamic" and "yarn" often give `max_position_embeddings`
-        before stretching; the other kinds give the final length.
+        before the extension; the other kinds give the final length.
         """
         stretched = (
             int(rope.original_max_position * rope.factor)
@@ -232,17 +231,17 @@ class ModelFacts:
 
     @property
     def latent(self) -> LatentSpec | None:
-        """What its layers attend over, all alike; None: keys and values of heads. With a latent,
-        `num_kv_heads` is 1 and `head_dim` the width of what the cache keeps of a token."""
+        """The latent attention of its layers, the same for all; None: keys and values of heads.
+        With latent attention, `num_kv_heads` is 1 and `head_dim` is the cached width of a token."""
         return self.layers[0].latent if self.layers else None
 
     def kv_specs(self, dtype_bytes: int) -> list[KVCacheSpec | None]:
         """Return what each layer stores per token, at `dtype_bytes` for each number; None: it keeps
-        a state, or reads what another layer stores."""
-        if self.fallback is not None:  # the first layer stands for all
+        a state, or reads another layer's keys and values."""
+        if self.fallback is not None:  # the first layer counts for all
             return [_counted(self.fallback, dtype_bytes), *[None] * (self.num_layers - 1)]
         readers = Counter(layer.kv_from for layer in self.layers)
-        if self.encoder:  # what a layer has stored no other one reads
+        if self.encoder:  # all layers use one cache: no layer reads what another has stored
             first = self._kv_spec(self.layers[0], dtype_bytes, self.num_layers)
             return [first, *[None] * (self.num_layers - 1)]
         return [
@@ -271,7 +270,7 @@ class ModelFacts:
 
     @property
     def states(self) -> tuple[StateSpec, ...]:
-        """What the layers keep that do not attend, in order."""
+        """The states of the layers without attention, in order."""
         return tuple(layer.state for layer in self.layers if layer.state)
 
     @property
@@ -288,6 +287,6 @@ class ModelFacts:
 
 
 def _counted(facts: FallbackFacts, dtype_bytes: int) -> KVCacheSpec:
-    """Return how blocks count a cache that lies outside of them."""
+    """Return the spec by which blocks account for transformers' own cache."""
     vector = max(1, -(-facts.cache_numbers // 2))  # of K, and of V
     return KVCacheSpec(num_kv_heads=1, head_dim=vector, bytes_per_token=2 * vector * dtype_bytes)

@@ -1,9 +1,8 @@
-"""What becomes of a prompt's hidden states where a vector or a score is wanted, as files say it.
+"""Reads from a model's files how a prompt's hidden states become a vector or a score.
 
 Vectors follow the modules of sentence-transformers (Reimers and Gurevych 2019): `modules.json`
-names the pooling, dense layers and normalisation that come behind the network. Scores come from the
-head of a `*ForSequenceClassification`, or from the logits of a token that means yes and one that
-means no.
+lists the pooling, dense layers and normalisation after the network. Scores come from the head of a
+`*ForSequenceClassification`, or from the logits of a token that means yes and one that means no.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ MODULE_CONFIG = "config.json"
 MAX_MODULES = 16
 MAX_WIDTH = 1 << 20
 
-# How files call the poolings, in `pooling_mode` or after "pooling_mode_", where true.
+# Names of poolings in files: the value of `pooling_mode`, or the true key after "pooling_mode_".
 MODES: Mapping[str, str] = {
     "mean": "mean",
     "mean_tokens": "mean",
@@ -35,7 +34,7 @@ MODES: Mapping[str, str] = {
     "max": "max",
     "max_tokens": "max",
 }
-# Classes of torch, by the last word of their names -> functions of `PooledLayer`.
+# Last component of torch's class name -> function of `PooledLayer`.
 FUNCTIONS: Mapping[str, str] = {
     "Identity": "none",
     "Tanh": "tanh",
@@ -52,10 +51,10 @@ class PooledLayer:
     """A layer over pooled vectors: function(W x + b), or a norm.
 
     Attributes:
-        name: in the checkpoint. Of a dense module it begins with the module's folder.
+        name: in the checkpoint; for a dense module it begins with the module's folder.
         inputs, outputs: widths.
         function: "none", or one of `FUNCTIONS`.
-        norm_eps: of a LayerNorm, which has no matrix; None: it is no norm.
+        norm_eps: of a LayerNorm, which has no matrix; None: not a norm.
     """
 
     name: str
@@ -81,19 +80,20 @@ class PoolingSpec:
     """How a model makes a vector or a score of a prompt.
 
     Attributes:
-        kind: of `core.types.POOLINGS`, what the model was trained with.
+        kind: one of `core.types.POOLINGS`, the model's trained pooling.
         layers: over the pooled vector, in order.
-        scores: what comes out is a score of the prompt, and no vector.
-        score_tokens: the score is the logit of the first token, less that of the second one if
-            there is one; None: it is what the last layer gives.
+        scores: the result is a score of the prompt, not a vector.
+        score_tokens: the score is the logit of the first token, minus the logit of the second if
+            there is one; None: it is the output of the last layer.
         function: of the score, one of `FUNCTIONS`.
-        dimensions: lengths to which vectors can be cut (Kusupati et al. 2022). any_dimension: or to
-            any from the least of them on.
-        modules: folders of the modules whose weights stand in files of their own.
-        template: how a pair of texts is written to be scored: "pair", as the tokenizer does it; or
-            "qwen3", as Qwen3-Reranker reads it.
-        prompts: what is put before texts, by name. default_prompt: the one that is by default.
-        max_tokens: of a prompt, where it is less than the network could take; None: it is not.
+        dimensions: lengths to which vectors can be cut (Kusupati et al. 2022).
+        any_dimension: vectors can be cut to any length from the least of `dimensions`.
+        modules: folders of modules with separate weight files.
+        template: format of a pair of texts to score: "pair", the tokenizer's; or "qwen3",
+            Qwen3-Reranker's.
+        prompts: name -> text to put before texts.
+        default_prompt: name of the default prompt; "": none.
+        max_tokens: limit of a prompt below the network's own; None: no such limit.
     """
 
     kind: str
@@ -110,11 +110,11 @@ class PoolingSpec:
     max_tokens: int | None = None
 
     def width(self, hidden: int) -> int:
-        """Return the length of a vector, from that of hidden states."""
+        """Return the length of a vector, given the length of hidden states."""
         return self.layers[-1].outputs if self.layers else hidden
 
     def allowed(self, hidden: int) -> str:
-        """Return in words which `dimensions` a request may have."""
+        """Return the allowed `dimensions` of a request, for an error message."""
         whole = self.width(hidden)
         if self.any_dimension:
             return f"in {min(self.dimensions, default=1)}..{whole}"
@@ -123,7 +123,7 @@ class PoolingSpec:
         return "one of " + ", ".join(map(str, sorted({*self.dimensions, whole})))
 
     def can_cut(self, dimensions: int, hidden: int) -> bool:
-        """Return whether vectors can be cut to a length."""
+        """Return whether vectors can be cut to this length."""
         whole = self.width(hidden)
         if self.any_dimension:
             return min(self.dimensions, default=1) <= dimensions <= whole
@@ -131,9 +131,10 @@ class PoolingSpec:
 
 
 def one_label(fields: Fields) -> None:
-    """
+    """Check that a classifier has one label.
+
     Raises:
-        ModelError: a classifier has other than one label.
+        ModelError: it has not.
     """
     names = fields.mapping("id2label")
     count = len(names) if names is not None else fields.integer("num_labels", 1, 1 << 20, 2)
@@ -152,7 +153,7 @@ def score_function(fields: Fields) -> str:
 
 
 def cut_dimensions(fields: Fields) -> tuple[tuple[int, ...], bool]:
-    """Return `dimensions` and `any_dimension` as config.json has them."""
+    """Return `dimensions` and `any_dimension` from config.json."""
     listed = fields.raw("matryoshka_dimensions")
     if listed is not None:
         return tuple(int(n) for n in fields.numbers("matryoshka_dimensions", 1, MAX_WIDTH)), False
@@ -160,20 +161,20 @@ def cut_dimensions(fields: Fields) -> tuple[tuple[int, ...], bool]:
 
 
 def mean_vectors(fields: Fields, hidden: int, eps: float) -> PoolingSpec:
-    """The mean of all tokens, where files do not say more."""
+    """The mean of all tokens, unless files say otherwise."""
     dimensions, every = cut_dimensions(fields)
     return PoolingSpec("mean", dimensions=dimensions, any_dimension=every)
 
 
 def read_modules(folder: Path, hidden: int, vocab: int, config: Fields) -> PoolingSpec | None:
-    """Return what the modules of a folder make of hidden states; None: it has no `modules.json`.
+    """Return the pooling by the modules of a folder; None: it has no `modules.json`.
 
     Args:
-        hidden, vocab: width of hidden states, and tokens of the network.
+        hidden, vocab: width of hidden states, and size of the vocabulary.
         config: of the network.
 
     Raises:
-        ModelError: a file that cannot be used, or a module that does not run here.
+        ModelError: a file cannot be used, or a module is not supported.
     """
     if not (folder / MODULES).exists():
         return None
@@ -210,11 +211,11 @@ def read_modules(folder: Path, hidden: int, vocab: int, config: Fields) -> Pooli
 
 
 def read_judge(folder: Path, vocab: int, config: Fields) -> PoolingSpec | None:
-    """Return how Qwen3-Reranker scores, whose files say nothing of it: it is known by its name, or
-    by `classifier_from_token` of config.json. None: it is another model.
+    """Return the pooling of Qwen3-Reranker, whose files do not describe it: the model is recognised
+    by its name, or by `classifier_from_token` of config.json. None: it is another model.
 
     Raises:
-        ModelError: the tokens are others than its own.
+        ModelError: `classifier_from_token` has other tokens.
     """
     named = any("qwen3-reranker" in part.lower() for part in folder.absolute().parts[-3:])
     told = config.strings("classifier_from_token")
@@ -262,7 +263,7 @@ def _modules(folder: Path) -> list[Fields]:
 
 
 def _module(folder: Path, path: str) -> Fields:
-    """Return the configuration of a module, which is in a folder of its own."""
+    """Return the configuration of a module, from its folder."""
     if not path or Path(path).name != path or path.startswith("."):
         raise ModelError(MODULES, f"path must name a folder of the model's, not {shown(path)}")
     return Fields(read_json(folder / path / MODULE_CONFIG), f"{path}/{MODULE_CONFIG}")

@@ -1,4 +1,4 @@
-"""Rotary positions of a config.json, in the older and the newer spelling."""
+"""Reads rotary positions from config.json, with the older or the newer keys."""
 
 from __future__ import annotations
 
@@ -10,74 +10,74 @@ from kvik.spec.fields import Fields
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
 _OLD_KINDS = {"su": "longrope"}
 MAX_POSITIONS = 2**31 - 1
-# Positions are looked up as multiples of this and a rest. Two tables for a million positions have
-# 2,048 rows; with half or twice as many rests, 2,560.
+# Rotations are looked up by the quotient and the remainder of a position and this. Two tables for a
+# million positions have 2,048 rows; at half or twice this value, 2,560.
 LOW_POSITIONS = 1024
 MAX_FACTOR = 1e6
 
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary position embedding (Su et al. 2021) and how it is stretched.
+    """Rotary position embedding (Su et al. 2021) and its extension to longer contexts.
 
     Attributes:
         kind: "default", "linear" (position interpolation), "dynamic" (NTK-aware), "yarn"
             (Peng et al. 2023), "llama3", "longrope" (Ding et al. 2024) or "proportional" (Gemma 4),
-            where the pairs that turn are the first ones of a whole head, and as fast as these.
+            where only the first pairs of a head are rotated, with a whole head's frequencies.
         theta: base of the frequencies.
-        factor: stretch; unused by "default".
-        original_max_position: context the model was trained on before stretching.
+        factor: of the extension; unused by "default".
+        original_max_position: context length of training before the extension.
     """
 
     kind: str = "default"
     theta: float = 10000.0
     factor: float = 1.0
     original_max_position: int = 0
-    fraction: float = 1.0  # of a head's channels that turn, the first ones
+    fraction: float = 1.0  # fraction of a head's channels that is rotated, the first ones
     interleaved: bool = False  # checkpoints store the pairs as neighbours, else in halves
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # yarn, longrope; None: by the factor
-    short_factors: tuple[float, ...] = ()  # longrope: what slows each pair down, up to the
+    attention_factor: float | None = None  # yarn, longrope; None: derived from the factor
+    short_factors: tuple[float, ...] = ()  # longrope: divisors of the pairs' frequencies up to the
     long_factors: tuple[float, ...] = ()  # original context, and beyond it
     mscale: float | None = None  # yarn, DeepSeek's variant
     mscale_all_dim: float | None = None
     truncate: bool = True  # yarn: round the correction range to integers
     # Queries at position p are multiplied by 1 + query_beta * log(1 + p // original_max_position).
     query_beta: float = 0.0
-    most_keys: int = 0  # that a query sees, if less than max_model_len; 0: all
+    most_keys: int = 0  # largest number a query sees, if less than max_model_len; 0: all
 
     @property
     def of_token(self) -> int:
-        """How many rotations a token has: queries have their own where they are multiplied."""
+        """Number of rotations per token: queries have a separate one if they are scaled."""
         return 2 if self.query_beta else 1
 
     def split(self, max_model_len: int, *, of_queries: bool = False) -> tuple[int, int]:
-        """Return the rows of the tables of rotations: of multiples of the second number, and of
-        rests. What multiplies queries changes between multiples alone."""
+        """Return the numbers of rows of the two tables of rotations: for quotients and remainders
+        of positions and the second number. The scale of queries depends only on the quotient."""
         low = math.gcd(LOW_POSITIONS, self.original_max_position) if of_queries else LOW_POSITIONS
         low = min(low, max_model_len)
         return -(-max_model_len // low), low
 
     def table_rows(self, max_model_len: int) -> int:
-        """Return the rows of all tables."""
+        """Return the number of rows of all tables."""
         each = (self.split(max_model_len, of_queries=bool(i)) for i in range(self.of_token))
         return sum(high + low for high, low in each)
 
     def temperature(self, weight: float) -> float:
-        """Return what YaRN multiplies q or k with for this stretch (its section 3.4)."""
+        """Return YaRN's scale of q or k for this factor (its section 3.4)."""
         return 0.1 * weight * math.log(self.factor) + 1.0 if self.factor > 1.0 else 1.0
 
     def width(self, head_dim: int) -> int:
-        """Return how many channels of a head turn."""
+        """Return the number of rotated channels of a head."""
         if self.kind == "proportional":
             return 2 * int(head_dim * self.fraction / 2)
         return int(head_dim * self.fraction)
 
     def check(self, config: Fields, head_dim: int) -> None:
-        """Raise `ModelError` if heads of this size cannot turn so."""
+        """Raise `ModelError` if the spec does not fit heads of this size."""
         width = self.width(head_dim)
         if not width or width % 2:
             reason = f"must leave an even number of the {head_dim} channels of a head, not {width}"
@@ -88,8 +88,8 @@ class RopeSpec:
                 raise config.error("rope_scaling", reason)
 
     def rows(self, head_dim: int) -> tuple[int, ...] | None:
-        """Return which stored channel of a head stands at each place, so that channel i turns with
-        i + head_dim / 2; what does not turn fills both halves. None: all as they are stored."""
+        """Return the stored channel at each place of a head, so that channel i is paired with
+        i + head_dim / 2; channels that are not rotated fill both halves. None: the stored order."""
         width, half = self.width(head_dim), head_dim // 2
         if self.kind == "proportional" or (width == head_dim and not self.interleaved):
             return None
@@ -113,9 +113,10 @@ def read_rope(
     """Read the rotary positions of a config.json.
 
     Args:
-        layer_type: whose entry in `rope_parameters` it is; "": all layers have the same.
-        fraction: `partial_rotary_factor` where the file has none; None: it must be 1.
-        scaled_queries: whether `llama_4_scaling_beta` counts.
+        layer_type: key of the entry in `rope_parameters`; "": all layers have the same.
+        fraction: default of `partial_rotary_factor`; None: it must be 1.
+        interleaved: see `RopeSpec`.
+        scaled_queries: whether `llama_4_scaling_beta` is used.
 
     Older files have `rope_theta` and an optional `rope_scaling` ("type" or "rope_type"); files of
     transformers 5 have both in `rope_parameters`. A theta inside the object takes precedence.

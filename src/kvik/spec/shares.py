@@ -1,4 +1,5 @@
-"""What each process has of a model that several compute: a share of every layer, and a stage."""
+"""Divides a model among processes: a share of every layer (tensor parallelism), and stages
+(pipeline parallelism)."""
 
 from __future__ import annotations
 
@@ -10,30 +11,30 @@ from kvik.spec.kv import KVCacheSpec, KVGroup
 
 MAX_RANKS = 64  # csrc/group.hpp
 MAX_STAGES = 64
-MAX_REPLICAS = 64  # engines of one server, whose process hands out all tokens
-TILE = 32  # outputs of a matrix that stay together
+MAX_REPLICAS = 64  # engines of one server, whose process delivers all tokens
+TILE = 32  # outputs of a matrix that are never divided
 
 
 def share_of(count: int, rank: int, size: int) -> tuple[int, int]:
-    """Return the first and the end of the pieces, of `count`, that are one process's. Shares differ
-    by one at most."""
+    """Return the first and the end of one process's part of `count` pieces. Parts differ by at most
+    one."""
     return count * rank // size, count * (rank + 1) // size
 
 
 @dataclass(frozen=True, slots=True)
 class HeadShare:
-    """The heads of queries of one process, and the heads of keys and values that they read; each as
-    first and end."""
+    """The query heads of one process, and the KV heads that they read; each as first and end."""
 
     heads: tuple[int, int]
     kv_heads: tuple[int, int]
 
     @staticmethod
     def of(heads: int, kv_heads: int, rank: int, size: int) -> HeadShare:
-        """Share out heads so that those of each process read equally many of each head of keys.
+        """Divide heads so that every process has, for each of its KV heads, equally many query
+        heads.
 
-        With fewer heads of keys than processes, several have the same one, and some of its queries
-        each. There are at least as many heads of queries as processes.
+        With fewer KV heads than processes, several processes have the same KV head and some of its
+        query heads each. There are at least as many query heads as processes.
         """
         each = heads // kv_heads
         if size <= kv_heads:
@@ -48,16 +49,16 @@ class HeadShare:
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """What lies between two matrices of a layer, of which a process can compute its part alone
-    (Shoeybi et al. 2019, section 3): heads of attention, or channels of an MLP.
+    """The dimension between two matrices of a layer that processes divide, so that each computes
+    its part alone (Shoeybi et al. 2019, section 3): attention heads, or channels of an MLP.
 
     Attributes:
-        count: of heads of queries, or of channels.
-        width: channels of a head; or those that stay together.
-        kv_heads: heads of keys and values; 0: it is channels.
-        projections: into heads, that the first matrix makes, in order: whether each has as many
-            heads as there are of queries, not of keys, and the width of a head.
-        read: by this matrix; False: it is made by it.
+        count: of query heads, or of channels.
+        width: channels of a head; or number of channels that are never divided.
+        kv_heads: number of KV heads; 0: the dimension is channels.
+        projections: of the first matrix, in order: whether it has query heads, not KV heads, and
+            the width of a head.
+        read: the matrix is the second one, which reads the dimension; else the first.
     """
 
     count: int
@@ -67,7 +68,7 @@ class Between:
     read: bool = False
 
     def own(self, rank: int, size: int) -> tuple[int, int]:
-        """Return the channels of one process that the second matrix reads: first and end."""
+        """Return the channels that one process's part of the second matrix reads: first and end."""
         if self.kv_heads:
             first, end = HeadShare.of(self.count, self.kv_heads, rank, size).heads
             return first * self.width, end * self.width
@@ -75,7 +76,7 @@ class Between:
         return min(first * self.width, self.count), min(end * self.width, self.count)
 
     def made(self, rank: int, size: int) -> list[tuple[int, int]]:
-        """Return the outputs of one process, of the first matrix: runs, as first and end."""
+        """Return the outputs of one process's part of the first matrix: runs, as first and end."""
         if not self.kv_heads:
             return [self.own(rank, size)]
         share = HeadShare.of(self.count, self.kv_heads, rank, size)
@@ -89,10 +90,10 @@ class Between:
 
 @dataclass(frozen=True, slots=True)
 class PipelineStage:
-    """Neighbouring layers of a model, which one process or group computes.
+    """Consecutive layers of a model, which one process or group computes.
 
     Attributes:
-        number, count: of the stage, from 0 on, and of all stages.
+        number, count: number of the stage, from 0, and of all stages.
         layers: their numbers.
     """
 
@@ -118,7 +119,7 @@ class PipelineStage:
 
 
 def stage_groups(groups: Sequence[KVGroup], layers: range) -> tuple[KVGroup, ...]:
-    """Return the cache of some layers. Groups keep their places, and may be left without layers."""
+    """Return the cache groups with only some layers. No group is removed, even without layers."""
     found = []
     for group in groups:
         own = [i for i, layer in enumerate(group.layers) if layer in layers]
@@ -128,7 +129,7 @@ def stage_groups(groups: Sequence[KVGroup], layers: range) -> tuple[KVGroup, ...
 
 
 def cut_groups(groups: Sequence[KVGroup], rank: int, size: int) -> tuple[KVGroup, ...]:
-    """Return the cache of one process: of the heads of keys and values that it reads."""
+    """Return the cache groups with only the KV heads that one process reads."""
     return tuple(
         replace(group, specs=tuple(_cut(spec, rank, size) for spec in group.specs))
         for group in groups
@@ -136,7 +137,7 @@ def cut_groups(groups: Sequence[KVGroup], rank: int, size: int) -> tuple[KVGroup
 
 
 def kv_share(heads: int, rank: int, size: int) -> tuple[int, int]:
-    """Return the heads of keys and values of one process: first and end."""
+    """Return the KV heads of one process: first and end."""
     return HeadShare.of(max(heads, size), heads, rank, size).kv_heads
 
 
@@ -154,15 +155,14 @@ def stages_of(
     count: int,
     joined: Sequence[tuple[int, int]] = (),
 ) -> tuple[range, ...]:
-    """Divide layers among the stages of a pipeline so that the largest stage is as small as it can
-    be, and the others are as even as that allows.
+    """Divide layers among the stages of a pipeline so that the largest stage is as small as
+    possible, and then the stages are as even as possible.
 
     Args:
         costs: bytes of each layer.
-        first, last: bytes that the first and the last stage have beside their layers: of the
-            embedding and of the head.
-        joined: pairs of layers, (reader, source), of which the reader has no keys and values of its
-            own; both are in one stage, with all layers between them.
+        first, last: additional bytes of the first and the last stage, for embedding and head.
+        joined: pairs of layers, (reader, source), where the reader uses the source's keys and
+            values; both are in one stage, with all layers between them.
 
     Returns:
         The layers of each stage, at least one.
@@ -186,8 +186,8 @@ def stages_of(
         )
     sums = list(accumulate(costs, initial=first))
     sums[0], sums[-1] = 0, sums[-1] + last
-    # The best division of the first layers into a number of stages, by where it ends in `cuts`:
-    # the largest stage, the sum of squares, which is least where stages are even, and the cuts.
+    # The best division of the first layers into `stage` stages, by its end as an index of `cuts`:
+    # the largest stage, the sum of squares, which measures unevenness, and the cuts.
     best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, (0,))}
     for stage in range(1, count + 1):
         longer = {}
@@ -196,7 +196,7 @@ def stages_of(
             for start in (start for start in best if start < end):
                 largest, squares, _ = best[start]
                 size = sums[cuts[end]] - sums[cuts[start]]
-                # of equals, the one whose last stage is lightest
+                # ties: prefer the lightest last stage
                 ways.append((max(largest, size), squares + size * size, -start))
             largest, squares, start = min(ways)
             longer[end] = (largest, squares, (*best[-start][2], cuts[end]))

@@ -16,11 +16,11 @@ from kvik.errors import shown
 from kvik.spec.fields import Fields
 from kvik.spec.weight_kind import MX_GROUP, Rounding
 
-# Matching of a model's regular expressions in bounded time.
+# Matches a model's regular expressions in bounded time.
 #
 # Python's `re` backtracks, and a pattern such as `(a+)+$` takes exponential time. Here each part of
-# a pattern maps all positions where it may begin to all where it may end (Thompson 1968, Regular
-# expression search algorithm), so no path is followed twice. Parts without alternatives or
+# a pattern maps the set of its possible starts to the set of its possible ends (Thompson 1968,
+# Regular expression search algorithm), so no path is followed twice. Parts without alternatives or
 # repetitions are left to `re`, because they cannot backtrack.
 
 MAX_STEPS = 4_000_000  # for all patterns of a model together: one to two seconds
@@ -38,7 +38,7 @@ _TOKEN = re.compile(
 
 
 class PatternError(Exception):
-    """A pattern cannot be used; the text is the end of "PATTERN, which ..."."""
+    """A pattern cannot be used; the message completes the sentence "PATTERN, which ..."."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class _Repeat:
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """Whether `part` is `wanted` to match ahead of a position, or behind it."""
+    """A lookahead or lookbehind; `wanted`: positive, else negative."""
 
     part: _Part
     ahead: bool
@@ -92,7 +92,7 @@ class Matcher:
             raise PatternError("takes too long to match")
 
     def _after(self, part: _Part, starts: set[int], text: str) -> set[int]:
-        """Return the positions where a part that begins at one of `starts` may end."""
+        """Return the possible ends of a part that begins at one of `starts`."""
         self._spend(1 + len(starts))
         if isinstance(part, re.Pattern):
             return {match.end() for at in starts if (match := part.match(text, at))}
@@ -146,7 +146,7 @@ def _unsupported(what: str) -> PatternError:
 
 
 def _choice(tokens: Iterator[tuple[str, str]]) -> _Part:
-    """Parse up to the end of the group, or of the pattern."""
+    """Parse alternatives up to the end of the group, or of the pattern."""
     options: list[list[str | _Part]] = [[]]
     before = ""
     for kind, text in tokens:
@@ -172,7 +172,7 @@ def _choice(tokens: Iterator[tuple[str, str]]) -> _Part:
 
 
 def _joined(parts: Sequence[str | _Part]) -> Iterator[_Part]:
-    """Join consecutive parts that `re` matches into one."""
+    """Join consecutive parts that are plain text into one pattern of `re`."""
     for plain, run in groupby(parts, key=lambda part: isinstance(part, str)):
         if plain:
             yield re.compile("".join(str(part) for part in run))
@@ -229,8 +229,8 @@ class StoredScheme:
         minima: groups have minima in place of zero points: w = q * scale - minimum.
         ordered: act-order: a tensor gives the group of each input.
         zeros_less_one: zero points are stored minus 1.
-        quantize_activations: inputs of integer weights are rounded to 8 bits too.
-        fp8_activations: how inputs of fp8 weights are rounded.
+        quantize_activations: inputs of integer weights are also quantised to 8 bits.
+        fp8_activations: quantisation of the inputs of fp8 weights.
         e5m2: eight-bit floats are E5M2, else E4M3.
     """
 
@@ -248,7 +248,7 @@ class StoredScheme:
 
     @property
     def in_runs(self) -> bool:
-        """Whether runs of rows of the layer can be read by themselves."""
+        """Whether runs of rows of the layer can be read separately."""
         return self.layout in BLOCK_LAYOUTS
 
     def __str__(self) -> str:
@@ -309,7 +309,7 @@ class StoredQuantization:
     Attributes:
         method: `quant_method`.
         rules: the first rule that applies to a layer decides; without one it is plain floats.
-        embeddings: the rules also apply to the token embedding, which else is plain floats.
+        embeddings: the rules also apply to the token embedding; else it is plain floats.
         kv_scales: the checkpoint has calibrated scales for a quantised KV cache.
     """
 
@@ -440,7 +440,7 @@ def _fp8(fields: Fields, layers: _Layers) -> list[StoredRule]:
     band, group = _block(fields, "weight_block_size") or (0, 0)
     static = fields.choice("activation_scheme", ("dynamic", "static"), "dynamic") == "static"
     skipped = _skipped(fields, "modules_to_not_convert", "ignored_layers")
-    if number in E5M2:  # no kernel multiplies E5M2: the weights become floats, with float inputs
+    if number in E5M2:  # no kernel supports E5M2: the weights become floats, with float inputs
         return [skipped, _rest(StoredScheme("fp8", 8, group, band, e5m2=True))]
     rounded: Rounding = "static" if static else "group" if group else "token"
     return [skipped, _rest(StoredScheme("fp8", 8, group, band, fp8_activations=rounded))]
@@ -452,7 +452,7 @@ def _fbgemm_fp8(fields: Fields, layers: _Layers) -> list[StoredRule]:
 
 
 def _mxfp4(fields: Fields, layers: _Layers) -> list[StoredRule]:
-    """The experts of gpt-oss; all else is floats."""
+    """The experts of gpt-oss are MXFP4, other layers floats."""
     scheme = StoredScheme(MXFP4_BLOCKS, 4, MX_GROUP)
     skipped = _skipped(fields, "modules_to_not_convert")
     return [skipped, StoredRule(scheme, within=frozenset({"experts"}))]
@@ -529,7 +529,7 @@ def _compressed_mxfp4(group: Fields, weights: Fields) -> StoredScheme:
 
 
 def _fp8_activations(group: Fields, width: int) -> Rounding:
-    """Return how a config group rounds its inputs.
+    """Return how a config group quantises its inputs.
 
     Args:
         width: number of inputs that share a scale of the weights; 0: all of them.

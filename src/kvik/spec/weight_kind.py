@@ -1,6 +1,6 @@
-"""Weight kinds: how the weight of a linear layer is stored in memory.
+"""Weight kinds: the format of a linear layer's weight in memory.
 
-The memory plan, the loader, the kernels and engine folders all read this description. A new kind of
+The memory plan, the loader, the kernels and engine folders all use this description. A new kind of
 weight is declared here first.
 """
 
@@ -10,16 +10,16 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-# How the inputs of a product are rounded: not at all, with a scale for each token, with a scale for
-# each token and group of the weight's inputs, or with a calibrated scale.
+# Quantisation of the inputs of a product: none, with a scale for each token, with a scale for each
+# token and group of the weight's inputs, or with a calibrated scale.
 Rounding = Literal["float", "token", "group", "static"]
 FLOATS = ("float32", "bfloat16", "float16")
 BITS = {"int8": 8, "int4": 4, "fp8": 8, "mxfp4": 4}
 
 SCALE_BYTES = 4
-# Of mxfp4: the inputs of a group, and the bytes of its scale, with all kernels.
+# mxfp4: the inputs of a group, and the bytes of its scale, with all kernels.
 MX_GROUP, MX_SCALE_BYTES = 32, 1
-# Of a group's scale in the native kernels, which also have one fp32 factor for each output.
+# Bytes of a group's scale in the native kernels, which also have one fp32 factor per output.
 NATIVE_GROUP_SCALE_BYTES = 2
 ORDER_BYTES = 4
 # On a GPU, rows and inputs of a quantised matrix are padded to a multiple of GPU_TILE.
@@ -43,9 +43,10 @@ class WeightKind:
         codes: type of a value: the name of a float dtype, "int8", "int4", "fp8" (E4M3) or "mxfp4"
             (E2M1, in groups of MX_GROUP).
         group: number of consecutive inputs of an output that share a scale; 0: all of them.
-        offsets: what a group of int4 has in addition to its scale: "zeros", w = (q - zero) * scale;
-            "minima", w = q * scale - minimum; "": w = (q - 8) * scale.
-        activations: how the inputs of a product are rounded: of int8 to integers, of fp8 to E4M3.
+        offsets: second parameter of an int4 group: "zeros", w = (q - zero) * scale; "minima", w = q
+            * scale - minimum; "": none, w = (q - 8) * scale.
+        activations: quantisation of the inputs of a product: with int8 to integers, with fp8 to
+            E4M3.
         ordered: inputs are reordered, so that groups are contiguous (act-order of GPTQ).
     """
 
@@ -61,7 +62,7 @@ class WeightKind:
 
     @property
     def bits(self) -> int:
-        """Of a value of a quantised weight."""
+        """Bits of a value of a quantised weight."""
         return BITS[self.codes]
 
     @property
@@ -135,7 +136,7 @@ class WeightKind:
         return values + -(-inputs // self.group) * outputs * (scale + offset_bytes)
 
     def group_scale_bytes(self, *, native: bool) -> int:
-        """Return the bytes of a group's scale in the native kernels' layout, or another."""
+        """Return the bytes of a group's scale, in the native kernels' layout or the others'."""
         if self.codes == "mxfp4":
             return MX_SCALE_BYTES
         return NATIVE_GROUP_SCALE_BYTES if native and self.codes != "fp8" else SCALE_BYTES

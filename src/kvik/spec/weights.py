@@ -1,5 +1,5 @@
-"""The choice of a linear layer's weight kind, from how the checkpoint stores it and how it is
-quantised while loading, and the resulting bytes.
+"""Chooses a linear layer's weight kind, from its storage in the checkpoint and the quantisation
+while loading; and computes the resulting bytes.
 
 The memory plan and the loader share this code, so that they agree.
 """
@@ -31,9 +31,9 @@ MIN_INT4_GROUP, MIN_INT8_GROUP = 8, 4
 
 
 def layer_kind(quantization: str, inputs: int, *, head: bool) -> WeightKind | None:
-    """Return how a layer with `inputs` that is stored as floats is quantised; None: not at all.
+    """Return the kind of a layer with `inputs` that is stored as floats; None: not quantised.
 
-    With "int4" and "mxfp4" the head keeps eight bits, because no later layer evens out its errors,
+    With "int4" and "mxfp4", the head keeps eight bits, because no later layer reduces its errors,
     and so do layers whose inputs no group size divides.
     """
     if quantization == "none":
@@ -51,8 +51,8 @@ def layer_kind(quantization: str, inputs: int, *, head: bool) -> WeightKind | No
 
 
 def loaded_kind(stored: StoredScheme, inputs: int) -> WeightKind | None:
-    """Return the weight kind of a layer that the checkpoint stores quantised. Nothing but the last
-    digits of scales is lost. None: floats, because no kernel multiplies this scheme."""
+    """Return the weight kind of a layer that the checkpoint stores quantised. The conversion rounds
+    only scales. None: floats, because no kernel supports this scheme."""
     if stored.layout in MXFP4_LAYOUTS:
         return MXFP4
     group = stored.group if stored.group < inputs else 0
@@ -85,7 +85,7 @@ def matrix_kind(
     """Return the kind of a matrix made of several layers with the same inputs; None: floats.
 
     A matrix has one kind, so layers of different kinds become floats. A scheme that no kernel
-    multiplies is quantised as if it were stored as floats.
+    supports is quantised as if it were stored as floats.
     """
     kinds = {
         (loaded_kind(part, inputs) if part else None) or layer_kind(quantization, inputs, head=head)
@@ -95,7 +95,7 @@ def matrix_kind(
 
 
 class Weighed(Protocol):
-    """What decides the weight of a model; a `ModelSpec` is one."""
+    """The facts that determine the bytes of a model's weights; a `ModelSpec` is one."""
 
     def weight_bytes(self, dtype: str) -> int: ...
 
@@ -103,7 +103,7 @@ class Weighed(Protocol):
 
 
 def weight_bytes(model: Weighed, dtype: str, quantization: str, kernels: str = "torch") -> int:
-    """Return bytes of all weights: of linear layers as they are in memory, of the rest in `dtype`.
+    """Return the bytes of all weights in memory: linear layers in their kinds, the rest in `dtype`.
 
     Args:
         kernels: see `WeightKind.weight_bytes`.

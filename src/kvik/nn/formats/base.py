@@ -43,7 +43,7 @@ class LinearShape:
 
     Attributes:
         transposed: the checkpoint stores [inputs, outputs] (GPT-2) and not [outputs, inputs].
-        columns: which input of the checkpoint stands at each place; (): all as they are stored.
+        columns: the input of the checkpoint at each place; (): in the stored order.
     """
 
     inputs: int
@@ -52,10 +52,10 @@ class LinearShape:
     columns: tuple[int, ...] = ()
 
     def ordered(self, values: Tensor) -> Tensor:
-        """values [rows, groups], of groups of neighbouring inputs, in the order of `columns`.
+        """Reorder values [rows, groups], of groups of neighbouring inputs, as `columns` says.
 
         Raises:
-            ValueError: a group would be torn apart.
+            ValueError: a group would be split.
         """
         if not self.columns:
             return values
@@ -69,8 +69,8 @@ class LinearShape:
 
 @dataclass(frozen=True, slots=True)
 class Along:
-    """Where the outputs of a layer are in a tensor: along one of its dimensions, each `outputs` of
-    them in `entries` of its entries."""
+    """Maps the outputs of a layer to a dimension of a tensor: every `outputs` outputs take
+    `entries` entries of dimension `axis`."""
 
     axis: int = 0
     outputs: int = 1
@@ -82,11 +82,11 @@ class StoredTensor:
     """A tensor that the checkpoint must hold for a layer.
 
     Attributes:
-        dtype: a float dtype of 16 or 32 bits accepts all of these; int64 also accepts int32.
+        dtype: a float dtype of 16 or 32 bits accepts all such dtypes; int64 also accepts int32.
         along: None: all outputs share the tensor.
-        in_runs: any run of rows is by itself the weight of those outputs, so the tensor never has
-            to be in memory as a whole.
-        because: what decides the shape in addition to the sizes of the model, for error messages.
+        in_runs: any range of rows alone is the weight of those outputs, so that the whole tensor
+            never has to be in memory.
+        because: why the shape is not given by the sizes of the model alone, for error messages.
     """
 
     shape: tuple[int, ...]
@@ -96,8 +96,12 @@ class StoredTensor:
     because: str = ""
 
     def selection(self, runs: Sequence[tuple[int, int]] | None) -> Selection:
-        """Return what is read of it for some outputs: first and end of each run of them, which
-        begin where an entry does; None: for all."""
+        """Return the part to read for some outputs.
+
+        Args:
+            runs: first and end of each run of outputs, each first at the start of an entry; None:
+                all outputs.
+        """
         along = self.along
         if runs is None or along is None:
             return IN_RUNS if self.in_runs else WHOLE
@@ -137,9 +141,9 @@ class WeightFormat(Protocol):
         """Return the weight of some outputs, [rows, inputs].
 
         Args:
-            tensors: of the whole layer, or of some runs of its rows, one behind the other (see
+            tensors: of the whole layer, or of some runs of its rows, concatenated (see
                 `StoredTensor.selection`); on the model's device, floats of any dtype. The weight
-                may consist of views of them.
+                may be a view of them.
             rows: a start and a stop, counted from the first row of the tensors.
 
         Raises:

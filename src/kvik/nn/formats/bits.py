@@ -1,4 +1,4 @@
-"""Packing of codes of a few bits into bytes and words, in the orders of the engine and of public
+"""Packs codes of a few bits into bytes and words, in the orders of the engine and of public
 checkpoints.
 
 `q` is [outputs, inputs] uint8 everywhere. A word is an int32, filled from its low bits. Unless a
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 WORD = 32
-# AutoAWQ: which of eight neighbouring outputs the i-th four bits of a word hold.
+# AutoAWQ: index, among eight neighbouring outputs, of the i-th four bits of a word.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 AWQ_BITS = 4
 
@@ -94,7 +94,7 @@ def _shifted(words: Tensor, bits: int, by: int) -> Tensor:
 
 
 def _signed(wide: Tensor) -> Tensor:
-    """Words of 0 to 2^32 - 1 as int32."""
+    """Convert words of 0 to 2^32 - 1 to int32."""
     half = 1 << WORD - 1
     return ((wide + half) % (2 * half) - half).to(torch.int32)
 

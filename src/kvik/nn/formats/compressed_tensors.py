@@ -1,4 +1,4 @@
-"""Integers in the formats of compressed-tensors (its compressors of version 0.20)."""
+"""Integer weights in the formats of compressed-tensors (the compressors of version 0.20)."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from kvik.spec.stored_weights import StoredScheme
 WEIGHT, PACKED, SCALE, ZERO = "weight", "weight_packed", "weight_scale", "weight_zero_point"
 SHAPE, INDEX = "weight_shape", "weight_g_idx"
 INPUT_SCALE = "input_scale"
-# Calibrated scales of activations. For integers the engine computes a scale for each token; the
-# scales of outputs are older names of those of the KV cache.
+# Calibrated scales of activations, not used: for integers the engine computes a scale for each
+# token. The output scales are older names of scales of the KV cache.
 ACTIVATIONS = (INPUT_SCALE, "input_zero_point", "output_scale", "output_zero_point")
 BYTE = 8
 
@@ -111,7 +111,7 @@ class PackQuantized:
         return Codes(q, scales, zeros, bits, self._index(tensors))
 
     def _index(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
-        """Return the group of each input; None: neighbours, which are also written as -1."""
+        """Return the group of each input; None: groups are contiguous (also written as all -1)."""
         if not self.has_index or bool((tensors[INDEX] == -1).all()):
             return None
         index = group_index(INDEX, tensors[INDEX], self.groups)
@@ -192,7 +192,7 @@ def _scales(scales: Tensor, rows: slice) -> Tensor:
 
 
 def _spread(values: Tensor, rows: slice) -> Tensor:
-    """One value for all, for each output, or for each group -> [rows, groups]."""
+    """Expand one value, a value per output, or a value per group to [rows, groups]."""
     wide = values.reshape(-1, 1) if values.dim() < 2 else values
     return wide[rows] if len(wide) > 1 else wide.expand(rows.stop - rows.start, -1)
 

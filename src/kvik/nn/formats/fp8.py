@@ -1,5 +1,4 @@
-"""Floats of eight bits, E4M3 or E5M2, with the scales of compressed-tensors, DeepSeek and
-transformers."""
+"""FP8 weights, E4M3 or E5M2, with the scales of compressed-tensors, DeepSeek and transformers."""
 
 from __future__ import annotations
 
@@ -17,14 +16,14 @@ from kvik.spec.stored_weights import StoredScheme
 from kvik.spec.weights import loaded_kind
 
 BLOCK_SCALE = "weight_scale_inv"  # the inverse of the factor that was applied to the weights
-# Bits that are all set in values that are not finite: NaN of E4M3; NaN and infinity of E5M2.
+# Bits that are all set only in values that are not finite: NaN of E4M3; NaN and infinity of E5M2.
 NO_NUMBER = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
 
 
 class Fp8:
-    """weight [outputs, inputs] and weight_scale: of the whole tensor, of each output, or of blocks,
-    of which the last may be partial: [blocks of outputs, blocks of inputs]. Static scales of
-    activations add input_scale [1]."""
+    """weight [outputs, inputs] and weight_scale: one, one per output, or one per block, [blocks of
+    outputs, blocks of inputs], where the last blocks may be partial. Static activation scales add
+    input_scale [1]."""
 
     def __init__(
         self, scheme: StoredScheme, shape: LinearShape, stored: Mapping[str, tuple[int, ...]]

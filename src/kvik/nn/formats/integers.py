@@ -1,5 +1,5 @@
-"""Integer layouts: GPTQ and AWQ, and what all of them share: codes with scales and zero points, and
-their conversion to the engine's weights."""
+"""Integer layouts: GPTQ and AWQ, and the part that all layouts share: codes with scales and zero
+points, and their conversion to the engine's weights."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ INDEX = "g_idx"
 
 class Gptq:
     """qweight [inputs * bits / 32, outputs], qzeros [groups, outputs * bits / 32], scales
-    [groups, outputs], g_idx [inputs], which may be absent where groups are contiguous."""
+    [groups, outputs], g_idx [inputs], which may be absent if groups are contiguous."""
 
     unread = ()
 
@@ -135,7 +135,7 @@ class Gptq:
 
 
 def natural_index(inputs: int, groups: int, device: torch.device) -> Tensor:
-    """Return the group of each input where groups are contiguous."""
+    """Return the group of each input for contiguous groups."""
     return torch.arange(inputs, device=device) // (inputs // groups)
 
 
@@ -208,7 +208,7 @@ class Codes:
         q: [outputs, inputs] uint8.
         scales: [outputs, groups], any float dtype.
         zeros: [outputs, groups] uint8; None: 2^(bits-1) everywhere.
-        bits: of a code.
+        bits: number of bits of a code.
         groups: [inputs] integers, the group of each input; None: i // group size.
     """
 
@@ -254,7 +254,7 @@ def _plain(q: Tensor, codes: Codes, loaded: WeightKind) -> Weight:
 
 
 def _multiplied_out(q: Tensor, codes: Codes) -> Tensor:
-    """q, whose groups are contiguous -> [outputs, inputs] fp32."""
+    """Dequantise q, whose groups are contiguous -> [outputs, inputs] fp32."""
     wide = q.float().view(len(q), codes.scales.shape[1], -1)
     wide -= 2 ** (codes.bits - 1) if codes.zeros is None else codes.zeros[:, :, None].float()
     return wide.mul_(codes.scales.float()[:, :, None]).view(q.shape)
@@ -273,7 +273,7 @@ def check_group(scheme: StoredScheme, shape: LinearShape) -> int:
 
 
 def along_words(axis: int, bits: int) -> Along:
-    """Return where outputs are whose codes are one stream of bits along a dimension."""
+    """Return the places of outputs whose codes are one stream of bits along a dimension."""
     shared = math.gcd(WORD, bits)
     return Along(axis, WORD // shared, bits // shared)
 

@@ -1,6 +1,5 @@
-"""Floats of four bits (E2M1) in groups of 32 that share a power of two (E8M0): MXFP4 of the OCP
-Microscaling Formats, in the orders of compressed-tensors and of gpt-oss; and weights that
-GGUF files store as rows of blocks."""
+"""MXFP4 of the OCP Microscaling Formats, four-bit floats (E2M1) in groups of 32 that share a power
+of two (E8M0), in the layouts of compressed-tensors and gpt-oss; and the blocks of GGUF files."""
 
 from __future__ import annotations
 
@@ -60,8 +59,8 @@ class Mxfp4Packed:
 
 
 class Mxfp4Blocks:
-    """blocks [outputs, inputs / 32, 16] uint8, the even input in the low half of a byte, and scales
-    [outputs, inputs / 32] uint8: an expert of gpt-oss."""
+    """An expert of gpt-oss: blocks [outputs, inputs / 32, 16] uint8, the even input in the low half
+    of a byte, and scales [outputs, inputs / 32] uint8."""
 
     unread = ()
 
@@ -88,7 +87,7 @@ class Mxfp4Blocks:
 
 
 def powers_of_two(name: str, scales: Tensor) -> Tensor:
-    """Return scales [outputs, groups] uint8, all of them numbers.
+    """Return scales [outputs, groups] uint8, none of them NaN.
 
     Args:
         name: of the tensor, for errors.
@@ -153,7 +152,8 @@ class Blocks:
 
 
 def _finite(values: Tensor) -> Tensor:
-    """
+    """Return the values, all of them finite.
+
     Raises:
         TensorError: one is NaN or infinite.
     """

@@ -1,4 +1,4 @@
-"""The table of weight formats, and the choice of a layer's format."""
+"""The table of weight formats; chooses the format of a layer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvik.nn.formats.integers import Awq, Gptq
 from kvik.nn.formats.mxfp4 import Blocks, Mxfp4Blocks, Mxfp4Packed
 from kvik.spec.stored_weights import BLOCK_LAYOUTS, KEY, Layout, StoredScheme
 
-# The format of a layer in a layout, made from its scheme, its shape, and the shapes of its tensors.
+# (scheme, shape of the layer, shapes of its tensors) -> format of the layer.
 MakeFormat = Callable[[StoredScheme, LinearShape, Mapping[str, tuple[int, ...]]], WeightFormat]
 
 FORMATS: Mapping[Layout, MakeFormat] = MappingProxyType(
