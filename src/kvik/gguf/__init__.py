@@ -1,7 +1,7 @@
-"""GGUF files: what they say of a model, without torch; the values are for `nn`.
+"""GGUF files: their metadata, without torch; `nn` decodes the values of tensors.
 
-`reader.py` reads the head, checks it completely, and writes files, `types.py` knows blocks and
-metadata, `facts.py` says the model in the words of config.json, `rope.py` its rotary positions;
-`names.py` maps names of tensors, and `tokenizer.py` makes the tokenizer. `export.py` goes the other
-way.
+`reader.py` reads and validates the head of a file, and writes files. `types.py` has the types of
+blocks and metadata, `facts.py` translates a model's metadata to the keys of config.json, `rope.py`
+its rotary positions; `names.py` maps names of tensors, and `tokenizer.py` builds the tokenizer.
+`export.py` is the inverse.
 """

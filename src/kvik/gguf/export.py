@@ -46,14 +46,14 @@ FAMILIES: Mapping[str, Architecture] = {
 
 @dataclass(frozen=True, slots=True)
 class FileType:
-    """Which blocks the matrices of a file are made of.
+    """The block types of a file's matrices.
 
     Attributes:
         code: `general.file_type`.
-        usual: the type of most matrices.
-        head: of the matrix that makes logits, also where it is the embedding; None: usual.
+        usual: type of most matrices.
+        head: of the head, also if it is the embedding; None: usual.
         embedding: of an embedding that is not the head; None: usual.
-        sensitive: of the values and the down projections in half of the layers; None: usual.
+        sensitive: of the value and down projections in half of the layers; None: usual.
     """
 
     code: int
@@ -74,9 +74,9 @@ FILE_TYPES: Mapping[str, FileType] = {
     "Q4_K_M": FileType(15, "Q4_K", head="Q6_K", sensitive="Q6_K"),
     "Q4_0": FileType(2, "Q4_0", head="Q8_0", embedding="Q8_0"),
 }
-# Layers whose matrices are never rounded, as llama.cpp has them.
+# Layers whose matrices are never quantised, as in llama.cpp.
 EXACT = ("ffn_gate_inp", "ffn_gate_inp_shexp", "ssm_conv1d", "shortconv.conv")
-# What takes the place of blocks of 256 weights where rows are not whole ones.
+# Replacements of block types of 256 weights, if rows are not multiples of 256.
 SMALLER_BLOCKS: Mapping[str, str] = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 
 
@@ -118,18 +118,19 @@ def block_type(type: str, name: str, width: int, spec: ModelSpec) -> str:
 
 
 def _is_sensitive(layer: int, layers: int) -> bool:
-    """Return whether it is in the first or last eighth, or each third layer between them."""
+    """Return whether a layer is in the first or last eighth, or each third layer in between."""
     first = layers // 8
     return layer < first or layer >= 7 * layers // 8 or (layer - first) % 3 == 2
 
 
 def _has_eight_experts(spec: ModelSpec) -> bool:
-    """Return whether attention is so small a part of the weights that finer types cost little."""
+    """Return whether layers have eight experts: then attention is a small part of the weights, and
+    finer types for it cost little."""
     return any(layer.experts and layer.experts.router.experts == 8 for layer in spec.layers)
 
 
 def _is_70b(spec: ModelSpec) -> bool:
-    """Return whether it has the layers of a 70B, where many heads share the values."""
+    """Return whether the model has the layers of a 70B, where many heads share values."""
     return spec.num_layers == 80 and spec.num_kv_heads < spec.num_heads
 
 
@@ -194,14 +195,14 @@ def model_metadata(spec: ModelSpec, name: str, type: str) -> dict[str, Entry]:
 
 
 def _main_rope(spec: ModelSpec) -> tuple[RopeSpec, int] | None:
-    """Return how layers without a window turn, and the size of what turns; GGUF tells no other.
-    None: they do not."""
+    """Return the rotary positions of layers without a window, and the width; GGUF usually has only
+    these. None: there are none."""
     whole = (spec.rotation(layer) for layer in spec.layers if layer.window is None)
     return next(filter(None, whole), next(iter(spec.rotations), None))
 
 
 def _check(spec: ModelSpec, metadata: Mapping[str, Entry], architecture: str) -> None:
-    """Raise `ModelError` if readers of the metadata would make another model of them."""
+    """Raise `ModelError` if reading the metadata back gives another model."""
     values = {
         key: value if isinstance(value, bool | int | float | str) else Array.of(value)
         for key, value in metadata.items()
@@ -210,7 +211,7 @@ def _check(spec: ModelSpec, metadata: Mapping[str, Entry], architecture: str) ->
     back = ModelSpec.from_config({**config, "vocab_size": spec.vocab_size}, "metadata")
 
     norm = back.family.qk_norm
-    normed = norm not in config or config[str(norm)] == spec.qk_norm  # if tensors do not tell
+    normed = norm not in config or config[str(norm)] == spec.qk_norm  # else tensors decide
     bias = back.family.qkv_bias
     biased = bias not in config or config[str(bias)] == spec.qkv_bias
 
@@ -224,7 +225,7 @@ def _check(spec: ModelSpec, metadata: Mapping[str, Entry], architecture: str) ->
             and (
                 *((rope := pair[0]).theta, _stored_width(*pair), rope.interleaved),
                 *(rope.mscale, rope.mscale_all_dim, rope.truncate, rope.query_beta),
-                # the file states those of the main one, perhaps in a tensor
+                # the file has these of the main one, maybe in a tensor
                 *(() if pair == main else (rope.kind, rope.factor)),
             )
             for pair in map(model.rotation, model.layers)
@@ -265,7 +266,7 @@ def _mixers(model: ModelSpec) -> list[object]:
 
 
 def _chosen(model: ModelSpec) -> list[ExpertsSpec | None]:
-    """Return the experts of each layer; groups that are all kept are none."""
+    """Return the experts of each layer; if all groups are kept, without groups."""
     found: list[ExpertsSpec | None] = []
     for layer in model.layers:
         experts = layer.experts
@@ -277,13 +278,13 @@ def _chosen(model: ModelSpec) -> list[ExpertsSpec | None]:
 
 
 def _experts(spec: ModelSpec) -> dict[str, Entry | None]:
-    """Return what a file says of routed experts."""
+    """Return the metadata of routed experts."""
     sparse = [layer.experts for layer in spec.layers]
     first = next((layer for layer, one in enumerate(sparse) if one is not None), None)
     if first is None or (experts := sparse[first]) is None:
         return {}
     router = experts.router
-    stepped = STEP in spec.family.defaults  # each so-many-th layer has them
+    stepped = STEP in spec.family.defaults  # every n-th layer has them
     return {
         **{name: of(experts) for name, of in EXPERT_SIZES.values()},
         "leading_dense_block_count": None if stepped else first or None,
@@ -296,8 +297,8 @@ def _experts(spec: ModelSpec) -> dict[str, Entry | None]:
 
 
 def _kinds(spec: ModelSpec) -> dict[str, Entry | None]:
-    """Return what a file says of layers with a window and of others, whose heads differ, and of
-    layers that read the keys and values of earlier ones."""
+    """Return the metadata of layers with a window and of others, whose heads differ, and of layers
+    that read the keys and values of earlier ones."""
     windowed = next((layer for layer in spec.layers if layer.window), None)
     full = next((layer for layer in spec.layers if layer.window is None), None)
     if windowed is None or full is None or windowed.rope is None:
@@ -323,7 +324,7 @@ def _one_or_all(sizes: list[int]) -> Entry:
 
 
 def _latent(spec: ModelSpec) -> dict[str, Entry | None]:
-    """Return what a file says of latent vectors, whose heads it describes as they are cached."""
+    """Return the metadata of latent attention, whose heads it describes in their cached form."""
     latent = spec.latent
     if latent is None:
         return {}
@@ -337,7 +338,7 @@ def _latent(spec: ModelSpec) -> dict[str, Entry | None]:
 
 
 def _states(spec: ModelSpec) -> dict[str, Entry | None]:
-    """Return what a file says of the layers that keep a state."""
+    """Return the metadata of layers that keep a state."""
     if not spec.states:
         return {}
     state, attends = spec.states[0], [layer.state is None for layer in spec.layers]
@@ -382,7 +383,8 @@ def token_id_metadata(spec: ModelSpec) -> dict[str, Scalar]:
 
 
 def _stored_width(rope: RopeSpec, size: int) -> int:
-    """Return the channels that turn, as files have it: of some a tensor says which turn not."""
+    """Return the rotated width for the metadata. For "proportional" it is the whole head: a tensor
+    says which pairs are not rotated."""
     return size if rope.kind == "proportional" else rope.width(size)
 
 
@@ -491,7 +493,7 @@ def _tokens(
 
 
 def _scores(tokens: Sequence[str], merges: Sequence[str]) -> list[float]:
-    """Return the score of each token: the earlier a merge makes it, the higher."""
+    """Return the score of each token: higher for tokens of earlier merges."""
     rank: dict[str, int] = {}
     for index, merge in enumerate(merges):
         rank.setdefault(merge.replace(" ", "", 1), index)
@@ -499,7 +501,7 @@ def _scores(tokens: Sequence[str], merges: Sequence[str]) -> list[float]:
 
 
 def _space_prefix(state: Mapping[str, Any]) -> bool:
-    """Return whether the tokenizer puts a space before a text, as SentencePiece does."""
+    """Return whether the tokenizer puts a space before a text, like SentencePiece."""
     normal, before = state["normalizer"] or {}, state["pre_tokenizer"] or {}
     steps = normal.get("normalizers", [normal])
     kinds = [step.get("type") for step in steps]
@@ -511,7 +513,7 @@ def _space_prefix(state: Mapping[str, Any]) -> bool:
 
 
 def _rule_name(state: Mapping[str, Any]) -> str:
-    """Return the name of the rule that cuts text into words."""
+    """Return the name of the rule that splits text into words."""
     normalizer, before = state["normalizer"], state["pre_tokenizer"] or {}
     steps = before.get("pretokenizers", [before])
     splits = []

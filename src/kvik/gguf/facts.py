@@ -1,4 +1,4 @@
-"""The facts of a GGUF file about its model, as a Hugging Face config.json states them."""
+"""Translates the metadata of a GGUF file to the keys of a Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from kvik.spec.model import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, ModelScales
 from kvik.spec.rope import MAX_POSITIONS
 from kvik.spec.stored_weights import StoredQuantization, StoredRule, StoredScheme
 
-# How a GGUF file stores its matrices, in the terms of other quantised checkpoints.
+# Storage schemes of GGUF's matrices, in the terms of other quantised checkpoints.
 
 METHOD = "gguf"
 WEIGHT = ".weight"
@@ -108,13 +108,13 @@ def sampling_metadata(config: Mapping[str, float | int]) -> dict[str, Scalar]:
 
 
 def named_tensors(file: GgufFile) -> Iterator[tuple[str, GgufTensor]]:
-    """Yield the tensors by their names in checkpoints, those of each expert by themselves.
+    """Yield the tensors by their names in checkpoints, with a separate tensor for each expert.
 
-    What has no name there keeps its own. Layers behind the last one, which predict further tokens,
-    are left out.
+    A tensor without a name in checkpoints keeps its own. Multi-token-prediction layers after the
+    last one are left out.
 
     Raises:
-        ModelError: a tensor has not as many experts as the metadata say.
+        ModelError: a tensor's number of experts or heads differs from the metadata.
     """
     names, metadata = family_of(file.metadata).gguf_names, file.metadata
     more = metadata.integer(f"{architecture(file)}.nextn_predict_layers", 0, MAX_LAYERS, 0)
@@ -145,7 +145,7 @@ def named_tensors(file: GgufFile) -> Iterator[tuple[str, GgufTensor]]:
 
 
 def _gate_and_up(name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufTensor]]:
-    """Yield a matrix of an expert, or the two that it is made of."""
+    """Yield a matrix of an expert; gate and up separately, if it holds both."""
     if not name.endswith(f".gate_up_proj{WEIGHT}"):
         yield name, tensor
         return
@@ -188,11 +188,11 @@ def architecture(file: GgufFile) -> str:
 
 
 def family_of(metadata: Metadata) -> Architecture:
-    """Return the architecture of a file's model, by its name in GGUF, whether it has experts, and
-    what else tells those of one name apart.
+    """Return the architecture of a file's model, by its name in GGUF, the presence of experts, and
+    `gguf_told` among architectures of one name.
 
     Raises:
-        ModelError: it has experts and its family has none, or the other way round.
+        ModelError: the model has experts and its family has none, or vice versa.
     """
     name, count = metadata.string("general.architecture"), _expert_count(metadata)
     rows = [
@@ -217,7 +217,7 @@ def _expert_count(metadata: Metadata) -> int:
 
 
 def _layers(metadata: Metadata) -> int:
-    """Return the number of layers, without those that predict further tokens."""
+    """Return the number of layers, without multi-token-prediction layers."""
     name = metadata.string("general.architecture")
     blocks = metadata.integer(f"{name}.block_count", 1, MAX_LAYERS)
     return blocks - metadata.integer(f"{name}.nextn_predict_layers", 0, blocks - 1, 0)
@@ -273,8 +273,8 @@ def model_config(file: GgufFile) -> dict[str, object]:
 
 
 def _full_layers_config(file: GgufFile, config: Mapping[str, object]) -> dict[str, object]:
-    """Return what tensors alone tell of layers without a window: which pairs turn, and that keys
-    are values."""
+    """Return the facts of layers without a window that only tensors give: which pairs are rotated,
+    and whether keys are values."""
     name, fields = architecture(file), Fields(config)
     factors = file.tensor(ROPE_FACTORS)
     if factors is None or factors.type.name != "F32":
@@ -293,7 +293,7 @@ def _full_layers_config(file: GgufFile, config: Mapping[str, object]) -> dict[st
 
 
 def _longrope_scaling(file: GgufFile, name: str) -> dict[str, object]:
-    """Return `rope_scaling` of config.json by what slows each pair down, in two tensors."""
+    """Return `rope_scaling` of config.json from the divisors of the frequencies, in two tensors."""
     metadata, at = file.metadata, f"{name}.rope.scaling"
     scaling: dict[str, object] = {
         "rope_type": "longrope",
@@ -312,7 +312,7 @@ def _longrope_scaling(file: GgufFile, name: str) -> dict[str, object]:
     return scaling
 
 
-# Constants of networks: key of config.json -> key of a GGUF file, and its value by what is read.
+# Constant factors of networks: key of config.json -> key of a GGUF file, and its value for export.
 SCALES: Mapping[str, tuple[str, Callable[[ModelScales], float | None]]] = {
     "embedding_multiplier": ("embedding_scale", lambda scales: scales.embedding),
     "residual_multiplier": ("residual_scale", lambda scales: scales.residual),
@@ -322,12 +322,12 @@ SCALES: Mapping[str, tuple[str, Callable[[ModelScales], float | None]]] = {
     "attn_logit_softcapping": ("attn_logit_softcapping", lambda scales: scales.attention_cap),
     "final_logit_softcapping": ("final_logit_softcapping", lambda scales: scales.logits_cap),
 }
-CAPS = ("attn_logit_softcapping", "final_logit_softcapping")  # 0 in a file: there is none
-PARALLEL = "use_parallel_residual"  # in both
+CAPS = ("attn_logit_softcapping", "final_logit_softcapping")  # 0 in a file: no cap
+PARALLEL = "use_parallel_residual"  # the key in both
 
 
 def metadata_config(metadata: Metadata) -> dict[str, object]:
-    """Return what the metadata alone say, with the keys of config.json.
+    """Return the facts in the metadata alone, with the keys of config.json.
 
     Raises:
         ModelError: a value is out of range.
@@ -377,7 +377,7 @@ def metadata_config(metadata: Metadata) -> dict[str, object]:
     if latent:
         config |= _latent_config(metadata, name)
     elif width != head_dim:
-        # Half more, so that rounding down gives the width whatever the fraction is rounded to.
+        # Plus one half, so that rounding down gives the width despite rounding of the fraction.
         config["partial_rotary_factor"] = (width + 0.5) / head_dim
         try:
             known.layers(Fields({**known.defaults, **config}), layers, context)
@@ -405,8 +405,8 @@ def metadata_config(metadata: Metadata) -> dict[str, object]:
 TAPS = "shortconv.l_cache"
 LATENT_RANK = "attention.kv_lora_rank"
 LINEAR = "linear_attention"
-# Key of config.json -> key of a GGUF file, and its value by the state of a gated delta net. Files
-# have the size of a value head times their number.
+# Key of config.json -> key of a GGUF file, and its value for export from the state of a gated delta
+# net. Instead of the size of a value head, files have it times the number of value heads.
 DELTA: Mapping[str, tuple[str, Callable[[StateSpec], int]]] = {
     "linear_conv_kernel_dim": ("ssm.conv_kernel", lambda state: state.width),
     "linear_key_head_dim": ("ssm.state_size", lambda state: state.key_dim),
@@ -486,10 +486,10 @@ def _kinds_config(
 def _kv_heads(
     metadata: Metadata, name: str, heads: int, layers: int, *, mixed: bool
 ) -> tuple[int, ...]:
-    """Return the heads of keys and values of each layer; 0: it does not attend.
+    """Return the number of KV heads of each layer; 0: it has no attention.
 
     Args:
-        mixed: all attend, with numbers of their own.
+        mixed: all layers have attention, with different numbers of KV heads.
     """
     key = f"{name}.attention.head_count_kv"
     if not isinstance(metadata.raw(key), Array):
@@ -508,8 +508,8 @@ def _states(attend: Iterable[object], other: str) -> list[str]:
 
 
 def _latent_config(metadata: Metadata, name: str) -> dict[str, object]:
-    """Return the keys of config.json about latent vectors. Old files have the matrix that makes
-    keys and values of them whole, and say of a head what others say of its latent form."""
+    """Return the keys of config.json about latent attention. Old files have one matrix for keys and
+    values, and their usual keys give the head sizes that new files have in the keys with "_mla"."""
     at = f"{name}.attention"
     new = f"{at}.key_length_mla" in metadata
     ends = ("key_length_mla", "value_length_mla") if new else ("key_length", "value_length")
@@ -550,7 +550,7 @@ def _delta_config(metadata: Metadata, name: str, layers: int) -> dict[str, objec
     }
 
 
-# Key of config.json -> key of a GGUF file, and its value by what is read of it, in experts.
+# Experts: key of config.json -> key of a GGUF file, and its value for export.
 EXPERT_SIZES: Mapping[str, tuple[str, Callable[[ExpertsSpec], int | None]]] = {
     EXPERT_KEYS[0]: ("expert_count", lambda experts: experts.router.experts),
     "num_experts_per_tok": ("expert_used_count", lambda experts: experts.router.active),
@@ -568,11 +568,11 @@ EXPERT_SIZES: Mapping[str, tuple[str, Callable[[ExpertsSpec], int | None]]] = {
 
 
 def _groups(router: Router, which: str) -> int | None:
-    """Return how many groups there are, or are kept; None: all are."""
+    """Return the number of groups, or of kept groups; None: all are kept."""
     return getattr(router, which) if router.kept < router.groups else None
 
 
-STEP = STEP_KEYS[1]  # in both, of families that have it by default
+STEP = STEP_KEYS[1]  # the key in both, for families that have a default
 GATING = {"softmax": 1, "sigmoid": 2}  # scores of a router -> `expert_gating_func`
 
 
@@ -596,7 +596,7 @@ def _experts_config(
     for key, (name, _) in EXPERT_SIZES.items():
         if at + name in metadata and (size := metadata.integer(at + name, 0, MAX_WIDTH)):
             found[known.keys.get(key, key)] = size
-    found = {"n_group": 1, "topk_group": 1, **switch, **found}  # families have defaults, files none
+    found = {"n_group": 1, "topk_group": 1, **switch, **found}  # override the family's defaults
     if STEP in known.defaults:
         found[STEP] = metadata.integer(f"{at}{STEP}", 1, MAX_LAYERS, 1)
     if f"{at}expert_weights_norm" in metadata:
@@ -620,7 +620,7 @@ def _head_size(metadata: Metadata, name: str) -> int:
 
 
 def _rope_width(metadata: Metadata, name: str) -> int:
-    """Return how many channels of a head turn."""
+    """Return the number of rotated channels of a head."""
     size = _head_size(metadata, name)
     width = metadata.integer(f"{name}.rope.dimension_count", 1, MAX_WIDTH, size)
     if width > size:
@@ -657,7 +657,7 @@ def _token_ids(file: GgufFile) -> dict[str, object]:
 
 
 def _dtype(file: GgufFile) -> str:
-    """Return what to compute in: the widest type of the matrices that are not quantised, if any."""
+    """Return the dtype of the computation, by the types of matrices that are not quantised."""
     types = {tensor.type.name for tensor in file.tensors if len(tensor.shape) > 1}
     if types == {"F32"}:
         return "float32"

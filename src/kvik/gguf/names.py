@@ -1,4 +1,4 @@
-"""Names of tensors: those of GGUF files and those of Hugging Face checkpoints."""
+"""Maps the names of tensors between GGUF files and Hugging Face checkpoints."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ EMBEDDING, POSITIONS = "token_embd.weight", "position_embd.weight"
 TOKEN_INPUTS, INPUTS_PROJECTION = "per_layer_token_embd.weight", "per_layer_model_proj.weight"
 
 _BLOCKS = "blk"
-# What stands in no block.
+# Layers outside blocks.
 OUTER: Mapping[str, str] = {
     "token_embd": "model.embed_tokens",
-    "token_embd_norm": "",  # of those architectures that name it
+    "token_embd_norm": "",  # only in architectures that give its name
     "position_embd": "",
     "per_layer_token_embd": "",
     "per_layer_model_proj": "",
@@ -49,13 +49,13 @@ _INNER: Mapping[str, str] = {
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
-_WHOLE = (".weight", ".bias", ".")  # how names end that are those of one tensor
+_WHOLE = (".weight", ".bias", ".")  # suffixes of names that denote one tensor, not a layer
 
 
 def hf_name(name: str, own: Mapping[str, str]) -> str | None:
     """Return the checkpoint name of a tensor; None if there is none.
 
-    In the name of what all experts of a layer have, or all heads, {} stands for the number of one.
+    In the name of a tensor that stacks all experts of a layer, or all heads, {} is the number.
 
     Args:
         own: `gguf_names` of the architecture.
@@ -76,7 +76,7 @@ def hf_name(name: str, own: Mapping[str, str]) -> str | None:
 def gguf_name(name: str, own: Mapping[str, str]) -> str | None:
     """Return the GGUF name of a checkpoint's tensor; None if there is none.
 
-    Tensors of the experts of a layer have one name, and so have those of heads.
+    The experts of a layer share one name, and so do heads.
 
     Args:
         own: `gguf_names` of the architecture.
@@ -103,6 +103,6 @@ def numberless(name: str) -> str:
 
 
 def block_of(name: str) -> int | None:
-    """Return the number of the block that a tensor of a file stands in; None: it stands in none."""
+    """Return the number of the block that a tensor of a file belongs to; None: it is in none."""
     found = _BLOCK.fullmatch(name)
     return None if found is None else int(found[1])

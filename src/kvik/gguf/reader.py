@@ -1,4 +1,4 @@
-"""GGUF files: read the head and check it completely before any data is used; write them.
+"""Reads the head of GGUF files, validating it completely before any data is used; writes files.
 
 A file is a magic number, a version, the numbers of tensors and of metadata entries, the entries, a
 directory of the tensors, and their data from the next multiple of the alignment on.
@@ -45,7 +45,7 @@ class Cursor:
     """A position in a file that is read forwards, as far as needed and a little ahead.
 
     Attributes:
-        data: the bytes of the file from its start, as far as they were read.
+        data: the bytes of the file read so far, from its start.
         at: offset of the next byte.
     """
 
@@ -277,7 +277,7 @@ def _value(cursor: Cursor, kind: ValueKind, what: str) -> Value:
 
 
 def _array(cursor: Cursor, what: str, depth: int) -> Array:
-    """Skip an array, which is read later; of strings and arrays every length is checked."""
+    """Skip an array, which is decoded later; the lengths of strings and arrays are checked."""
     kind = _kind(cursor, what)
     count = cursor.whole(_U64, what)
     layout = _LAYOUTS.get(kind)

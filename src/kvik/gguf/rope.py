@@ -1,4 +1,4 @@
-"""Rotary positions of a GGUF file, as config.json states them."""
+"""Translates the rotary positions of a GGUF file to the keys of config.json, and back."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from kvik.spec.rope import MAX_POSITIONS, RopeSpec
 
 MAX_FACTORS_BYTES = 1 << 16
 TOLERANCE = 1e-4  # relative; neighbours differ by far more
-USUAL = ((1.0, 4.0, 8192), (1.0, 1.0, 8192))  # low, high, original of models by Meta
-TEMPERATURE = "attention.temperature_scale"  # of queries, by their positions
+USUAL = ((1.0, 4.0, 8192), (1.0, 1.0, 8192))  # low, high, original of Meta's models
+TEMPERATURE = "attention.temperature_scale"  # scale of queries, by their positions
 
 
 def rope_scaling(
     metadata: Metadata, architecture: str, context: int, log_scale: float = 0.0
 ) -> Mapping[str, object] | None:
-    """Return `rope_scaling` of config.json by the metadata; None: positions are not scaled.
+    """Return `rope_scaling` of config.json from the metadata; None: positions are not scaled.
 
     Args:
         log_scale: `gguf_log_scale` of the architecture.
@@ -63,7 +63,7 @@ def rope_scaling(
 
 
 def llama3_scaling(data: bytes, theta: float, head_dim: int) -> Mapping[str, object] | None:
-    """Return `rope_scaling` of config.json by the divisors of the frequencies; None: all are 1.
+    """Return `rope_scaling` of config.json from the divisors of the frequencies; None: all are 1.
 
     Args:
         data: [head_dim / 2] fp32, the bytes in the file.
@@ -114,7 +114,7 @@ def _divisor(frequency: float, factor: float, low: float, high: float, original:
 def _through(
     frequencies: Sequence[float], divisors: Sequence[float], factor: float
 ) -> tuple[float, float, int] | None:
-    """Return low, high and original by two points of s; low is 1, as only ratios are known."""
+    """Return low, high and original from two points of s; low is 1, as only ratios are known."""
     points = [
         (f, (1 / d - 1 / factor) / (1 - 1 / factor))
         for f, d in zip(frequencies, divisors, strict=True)
@@ -132,17 +132,17 @@ def _through(
     return (1.0, high, round(original)) if 1 <= original < MAX_POSITIONS else None
 
 
-NEVER = 1e30  # divisor of the frequencies of pairs that do not turn
+NEVER = 1e30  # divisor of the frequencies of pairs that are not rotated
 
 
 def proportional_divisors(rope: RopeSpec, head_dim: int) -> list[float]:
-    """Return the divisors [head_dim / 2] of heads of which the first pairs turn alone."""
+    """Return the divisors [head_dim / 2] of heads in which only the first pairs are rotated."""
     turned = rope.width(head_dim) // 2
     return [rope.factor] * turned + [NEVER] * (head_dim // 2 - turned)
 
 
 def proportional_rope(data: bytes, head_dim: int) -> Mapping[str, object]:
-    """Return the keys of `rope_parameters` of config.json by the divisors of the frequencies.
+    """Return keys of `rope_parameters` of config.json from the divisors of the frequencies.
 
     Args:
         data: [head_dim / 2] fp32, the bytes in the file.
@@ -156,6 +156,6 @@ def proportional_rope(data: bytes, head_dim: int) -> Mapping[str, object]:
     if more or not 1 <= factor < NEVER / 2 or len(divisors) != half:
         told = f"must hold {half} divisors, a number of at least 1 some times and then {NEVER:g}"
         raise ModelError(ROPE_FACTORS, told)
-    # Half more, so that rounding down gives the pairs whatever the fraction is rounded to.
+    # Plus one half, so that rounding down gives the pairs despite rounding of the fraction.
     fraction = min(1.0, (turned + 0.5) / half)
     return {"partial_rotary_factor": fraction, "factor": shortest(factor)}

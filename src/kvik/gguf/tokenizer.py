@@ -1,8 +1,8 @@
-"""Make a tokenizer of the `tokenizers` library from the metadata of a GGUF file.
+"""Builds a tokenizer of the `tokenizers` library from the metadata of a GGUF file.
 
-There are three kinds: "gpt2" merges bytes by rank (Sennrich et al. 2016; Radford et al. 2019),
-"llama" merges characters by score (SentencePiece, Kudo and Richardson 2018), where characters
-without a token fall back to bytes, and "gemma4" merges these by rank.
+There are three kinds: "gpt2" merges bytes by rank (Sennrich et al. 2016; Radford et al. 2019);
+"llama" merges characters by score (SentencePiece, Kudo and Richardson 2018), and characters without
+a token fall back to bytes; "gemma4" is like "llama" but merges by rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tokenizers.models import BPE
 from kvik.errors import ModelError, shown
 from kvik.gguf.types import Metadata
 
-# Rules that cut text into words before bytes are merged, by their names in GGUF files.
+# Rules that split text into words before bytes are merged, by their names in GGUF files.
 #
 # The expressions come from the models' own tokenizer.json files.
 
@@ -72,14 +72,14 @@ _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
 @dataclass(frozen=True, slots=True)
 class WordRule:
-    """How a tokenizer cuts text into words.
+    """How a tokenizer splits text into words.
 
     Attributes:
-        splits: expressions whose matches are separate words; each is applied to the words of the
+        splits: expressions whose matches are separate words; each is applied to the words from the
             one before.
         nfc: whether text is normalised first.
         whole_words: whether a word that is a token is taken whole instead of merged from its bytes.
-        bos: whether BOS is put first by default.
+        bos: whether BOS is added by default.
     """
 
     splits: tuple[str, ...]
@@ -122,7 +122,7 @@ WORD_RULES: Mapping[str, WordRule] = {
 
 MAX_TOKENS = 1 << 20
 MAX_MERGES = 1 << 21
-MAX_PIECE = 128  # characters of a token that is merged by score: all its splits are tried
+MAX_PIECE = 128  # characters of a token that is merged by score, as all its splits are tried
 MAX_MERGES_PER_TOKEN = 8  # trained tokenizers have about two
 MAX_TEMPLATE = 1 << 20  # characters
 MAX_REASON = 200  # characters of the library's message in an error
@@ -156,7 +156,7 @@ class GgufTokenizer:
 
 
 def has_tokenizer(metadata: Metadata) -> bool:
-    """Return whether a file has a tokenizer; some state "no_vocab"."""
+    """Return whether a file has a tokenizer; some have the kind "no_vocab"."""
     return metadata.raw(f"{AT}.model") not in (None, "no_vocab", "none")
 
 
@@ -173,7 +173,7 @@ def read_tokenizer(metadata: Metadata) -> GgufTokenizer:
     tokens = metadata.string_array(f"{AT}.tokens", MAX_TOKENS)
     if not tokens:
         raise metadata.error(f"{AT}.tokens", "is missing")
-    # Named as in llama.cpp: an empty token would match everywhere.
+    # Renamed as in llama.cpp: an empty token would match everywhere.
     tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(tokens)]
     ids = {token: index for index, token in enumerate(tokens)}
     if len(ids) != len(tokens):
@@ -202,7 +202,7 @@ def read_tokenizer(metadata: Metadata) -> GgufTokenizer:
 def _byte_level(
     metadata: Metadata, ids: Mapping[str, int], kinds: Sequence[int]
 ) -> tuple[Tokenizer, bool]:
-    """Return the tokenizer of the kind "gpt2", and whether it puts BOS first by default."""
+    """Return the tokenizer of the kind "gpt2", and whether it adds BOS by default."""
     name = metadata.string(f"{AT}.pre", "default")
     if name not in WORD_RULES:
         known = ", ".join(WORD_RULES)
@@ -222,7 +222,7 @@ def _byte_level(
 def _sentencepiece(
     metadata: Metadata, ids: Mapping[str, int], kinds: Sequence[int], *, prefixed: bool = True
 ) -> tuple[Tokenizer, bool]:
-    """Return the tokenizer of the kind "llama", and True: it puts BOS first by default.
+    """Return the tokenizer of the kind "llama", and True: it adds BOS by default.
 
     Args:
         prefixed: whether it puts a space before a text by default.
@@ -252,7 +252,7 @@ def _sentencepiece(
 def _characters_by_rank(
     metadata: Metadata, ids: Mapping[str, int], kinds: Sequence[int]
 ) -> tuple[Tokenizer, bool]:
-    """As `_sentencepiece`, with merges alone and no space before a text."""
+    """Like `_sentencepiece`, but with merges, not scores, and no space before a text."""
     if f"{AT}.merges" not in metadata:
         raise metadata.error(f"{AT}.merges", "is missing")
     return _sentencepiece(metadata, ids, kinds, prefixed=False)
@@ -314,7 +314,7 @@ def _fits(metadata: Metadata, name: str, length: int, expected: int) -> None:
 
 
 def _add_special(library: Tokenizer, tokens: Sequence[str], kinds: Sequence[int]) -> None:
-    """Add tokens that are found in text before it is cut into words; control tokens are hidden."""
+    """Add tokens that are matched before text is split into words; control tokens are hidden."""
     known = list(zip(tokens, kinds, strict=True))
     hidden = {TokenKind.CONTROL, TokenKind.UNKNOWN}
     library.add_special_tokens(
@@ -346,7 +346,7 @@ def _add_ends(
     names: Mapping[str, str | None],
     defaults: Mapping[str, bool],
 ) -> None:
-    """Let the tokenizer add BOS and EOS to each text, if the file or the default says so."""
+    """Make the tokenizer add BOS and EOS to each text, if the file or the default says so."""
     added = {
         name: token
         for name, token in names.items()

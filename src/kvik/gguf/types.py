@@ -1,4 +1,4 @@
-"""Contents of a GGUF file: kinds of metadata values and of tensors.
+"""Types in GGUF files: kinds of metadata values, and block types of tensors.
 
 The format is described in ggml's docs/gguf.md, the blocks in its ggml-common.h.
 """
@@ -38,7 +38,7 @@ class ValueKind(IntEnum):
     FLOAT64 = 12
 
 
-# Kinds of a fixed size, as `struct` spells them.
+# Kinds of a fixed size, with their format characters of `struct`.
 STRUCT_CODES: Mapping[ValueKind, str] = {
     ValueKind.UINT8: "B",
     ValueKind.INT8: "b",
@@ -56,7 +56,7 @@ STRUCT_CODES: Mapping[ValueKind, str] = {
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """How a tensor's rows are stored: in blocks of neighbouring weights.
+    """A storage format of a tensor's rows, in blocks of neighbouring weights.
 
     Attributes:
         code: its number in a file.
@@ -69,7 +69,7 @@ class BlockType:
     size: int
 
     def row_bytes(self, width: int) -> int:
-        """Return the bytes of a row of `width` weights, a multiple of a block's."""
+        """Return the bytes of a row of `width` weights, which are whole blocks."""
         return width // self.weights * self.size
 
 
@@ -141,7 +141,7 @@ class Array:
 
     @staticmethod
     def of(values: Sequence[object]) -> Array:
-        """Return the array that a file would have of booleans, or of integers."""
+        """Return booleans or integers as an array of a file."""
         kind = ValueKind.BOOL if isinstance(values[0], bool) else ValueKind.INT32
         packed = struct.pack(f"<{len(values)}{STRUCT_CODES[kind]}", *values)
         return Array(kind, len(values), bytearray(packed), 0)
@@ -180,7 +180,7 @@ class Metadata(Fields):
         self.values = values
 
     def array_length(self, key: str) -> int:
-        """Return how many values an array has; 0 when it is left out."""
+        """Return the number of values of an array; 0 if it is absent."""
         value = self.values.get(key)
         return value.count if isinstance(value, Array) else 0
 

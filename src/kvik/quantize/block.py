@@ -24,7 +24,7 @@ from kvik.nn.kv_formats import allocate_kv, allocate_states
 from kvik.spec.declare import ForwardContext, Network
 from kvik.spec.kv import KVGroup, group_layers
 
-# watch(number of a matrix, its inputs x [tokens, inputs]) -> the inputs to multiply instead.
+# watch(number of a matrix, its inputs x [tokens, inputs]) -> the inputs to use instead.
 Watch = Callable[[int, Tensor], Tensor]
 
 WEIGHT, BIAS = ".weight", ".bias"
@@ -54,14 +54,13 @@ def unwatched(matrix: int, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class BlockInputs:
-    """What a block reads of some windows.
+    """The inputs of a block for some windows.
 
     Attributes:
         x: [windows, tokens, hidden], the residual stream.
-        token_inputs: [windows, tokens, width], what the layer reads of each token alone; None:
-            nothing.
-        kv: [windows, tokens, kv_heads * 2 * head_dim], keys and values as an earlier layer stored
-            them; None: it makes its own.
+        token_inputs: [windows, tokens, width], the layer's own input of each token; None: none.
+        kv: [windows, tokens, kv_heads * 2 * head_dim], keys and values that an earlier layer
+            stored; None: the layer computes its own.
     """
 
     x: Tensor
@@ -79,7 +78,7 @@ class Tap:
         self._numbers: dict[int, int] = {}  # id of a matrix -> its number
 
     def ops(self) -> Ops:
-        """Return torch's operations with the tap between. The tap keeps no reference to them: a
+        """Return torch's operations, observed by the tap. The tap keeps no reference to them: a
         reference cycle would keep a block in memory after its use."""
         linear = self._linear
         return replace(TORCH, linear=linear, experts=experts_by(linear), pack_rows=self._pack_rows)
@@ -101,7 +100,7 @@ class Block:
 
     Attributes:
         layers: its linear layers, in the order of the model.
-        tensors: everything else of it in the checkpoint, by name: norms and biases.
+        tensors: its other tensors in the checkpoint, by name: norms and biases.
     """
 
     def __init__(
@@ -128,7 +127,7 @@ class Block:
         self._network: Network = spec.family.make(spec, builder)
         self._device, self._dtype = device, dtype
         self._declared: dict[str, DeclaredTensor] = {}
-        self._transposed: dict[str, bool] = {}  # whether the checkpoint has a layer so
+        self._transposed: dict[str, bool] = {}  # whether the checkpoint stores a layer transposed
         self.tensors: dict[str, Tensor] = {}
         layers: list[BlockLinear] = []
         for declared in builder.declared.tensors:
@@ -168,12 +167,12 @@ class Block:
             store: called with the keys and values that the layer has stored, as `BlockInputs.kv`.
 
         Returns:
-            [windows, tokens, hidden], the residual stream behind it.
+            [windows, tokens, hidden], the residual stream after it.
         """
         x, count = inputs.x, len(inputs.x)
         kv = allocate_kv(self._groups, count, self._tokens, self._dtype, self._device).layers
         states = allocate_states(self._states, count, self._device).layers
-        # a layer that keeps a state reads the layout alone
+        # a layer that keeps a state uses only the layout
         windows = [group.spec.window for group in self._groups] or [None]
         layout = _layout(count, self._tokens, self._device)
         metadata = tuple(self._backend.plan(layout, window) for window in windows)
@@ -217,8 +216,8 @@ def block_builder(
 
 
 def _groups(spec: ModelSpec, dtype: torch.dtype) -> tuple[KVGroup, ...]:
-    """Return what the layers attend over; one that reads keys and values of another has a cache for
-    them too, as its block runs alone."""
+    """Return the KV groups of the layers. A layer that reads another's keys and values has a cache
+    for them too, because its block runs alone."""
     layers = tuple(replace(layer, kv_from=None) for layer in spec.layers)
     return group_layers(replace(spec, layers=layers).kv_specs(dtype.itemsize))
 

@@ -1,8 +1,8 @@
 """Choose the bits of each layer for a given average, by measured sensitivity.
 
-The layers of one matrix (such as q, k and v) have equal bits, or no kernel could multiply them
+The layers of one matrix (such as q, k and v) have equal bits, because a kernel multiplies them
 together. The loss of a matrix is measured at the output y of its block, the residual stream that
-all later blocks read: || y' - y ||^2 / || y ||^2 with this matrix alone rounded.
+all later blocks read: || y' - y ||^2 / || y ||^2 with only this matrix rounded.
 """
 
 from __future__ import annotations
@@ -68,17 +68,18 @@ class FormatChoice:
 def choose_formats(layers: Sequence[Sequence[Candidate]], budget: int) -> FormatChoice:
     """Return the formats with the least sum of losses among those that fit.
 
-    Exact if the differences of sizes are multiples of a unit of which the budget has at most
-    `CELLS`. Otherwise they are rounded up to such a unit, which leaves at most one unit per layer
-    unused: the loss is at most the best one for a budget that is smaller by this. Ties go to fewer
-    bytes, then to the candidate named first.
+    Exact if the differences of sizes are multiples of a unit, and the budget is at most `CELLS`
+    units. Otherwise they are rounded up to such a unit, which leaves at most one unit per layer
+    unused: the loss is at most the optimum for a budget reduced by that. Ties go to fewer bytes,
+    then to the candidate named first.
 
     Args:
         layers: the candidates of each.
         budget: bytes for all.
 
     Raises:
-        ValueError: the smallest candidates do not fit; a loss is no number; a layer has none.
+        ValueError: the smallest candidates do not fit, a loss is not finite, or a layer has no
+            candidate.
     """
     if not all(layers):
         raise ValueError("a layer has no candidate")
@@ -125,7 +126,7 @@ def _dynamic_programme(
             losses[size:][better] = tried[better]
             picked[n, size:][better] = i
         best = losses
-    # the first of the smallest takes no more cells than necessary
+    # the first minimum takes no more cells than necessary
     left = int((best == best.min()).nonzero()[0])
     picks = []
     for n in reversed(range(len(layers))):
@@ -146,7 +147,7 @@ def choose_bits(
     progress: Progress,
     device: torch.device = CPU,
 ) -> Recipe:
-    """Return the recipe with `layer_bits` for its `average_bits`; as it is without a budget.
+    """Return the recipe with `layer_bits` for its `average_bits`; without a budget, unchanged.
 
     Args:
         windows: [windows, tokens] int64; a few of them are used.

@@ -1,7 +1,7 @@
 """Quantise a model block by block: each block reads the outputs of the quantised blocks before it.
 
-GPTQ (Frantar et al. 2022, section 4) and AWQ do the same: statistics come from the block in floats,
-behind blocks that are quantised already.
+GPTQ (Frantar et al. 2022, section 4) and AWQ do the same: statistics come from the float block,
+after blocks that are quantised already.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from kvik.quantize.source import (
 )
 from kvik.text.tokenizer import Tokenizer
 
-# What blocks read of all calibration windows: in files, not in memory.
+# The inputs of blocks for all calibration windows are in files, not in memory.
 
 STEP_TOKENS = 4096  # tokens that run through a block together
 
@@ -98,7 +98,7 @@ class WindowFile:
 
     @contextmanager
     def writing(self) -> Iterator[Callable[[Tensor], None]]:
-        """Return what writes pieces [windows, tokens, width], in order."""
+        """Return a function that writes pieces [windows, tokens, width], in order."""
         with writing_whole(self.path) as file:
 
             def write(piece: Tensor) -> None:
@@ -108,7 +108,7 @@ class WindowFile:
             yield write
 
 
-# Calibration text, of the package or from a file, as windows of tokens.
+# Calibration text, bundled or from a file, as windows of tokens.
 
 BUILTIN = "builtin"
 TEXT = Path(__file__).parents[1] / "bundled" / "calibration" / "text.txt"
@@ -178,7 +178,7 @@ STORED_DTYPES: Mapping[str, torch.dtype] = {
     "float16": torch.float16,
 }
 CPU = torch.device("cpu")
-# Prefixes of the files with what blocks read: residual stream, vectors of tokens, keys and values.
+# Prefixes of the files with inputs of blocks: residual stream, token inputs, keys and values.
 HIDDEN, TOKENS, KV = "hidden-", "tokens-", "kv-"
 INPUTS, OUTPUTS = 0.3, 0.2  # shares of a block's time, for the progress
 
@@ -235,7 +235,7 @@ def quantise_blocks(
 
 
 class _Pass:
-    """What all blocks of one pass have in common."""
+    """One pass over the blocks of a model."""
 
     def __init__(
         self,
@@ -255,7 +255,7 @@ class _Pass:
         return WindowFile(self._work / name, (count, tokens, width), self._model.dtype)
 
     def _hidden(self, index: int) -> WindowFile:
-        """Return the residual stream before a block, or behind the last."""
+        """Return the file of the residual stream before a block, or after the last one."""
         return self._file(f"{HIDDEN}{index}", self._spec.hidden_size)
 
     def _token_inputs(self, index: int) -> WindowFile | None:
@@ -263,11 +263,11 @@ class _Pass:
         return self._file(f"{TOKENS}{index}", width) if width else None
 
     def _kv(self, index: int) -> WindowFile:
-        """Return keys and values of a block."""
+        """Return the file of keys and values of a block."""
         return self._file(f"{KV}{index}", self._model.kv_width(index))
 
     def files(self, first: int) -> list[WindowFile]:
-        """Return all that the blocks from `first` on read, and blocks before it have written."""
+        """Return the files that blocks from `first` on read and earlier blocks have written."""
         layers = self._model.layers[first:]
         owners = {layer.kv_from for layer in layers if layer.kv_from is not None}
         own = map(self._token_inputs, range(first, first + len(layers)))
@@ -275,7 +275,7 @@ class _Pass:
         return [self._hidden(first), *(file for file in own if file is not None), *kv]
 
     def keep(self, files: Iterable[WindowFile]) -> None:
-        """Delete all other files with what blocks read."""
+        """Delete all other files with inputs of blocks."""
         kept = {file.path for file in files}
         for prefix in (DRAFT, HIDDEN, TOKENS, KV):
             for path in self._work.glob(f"{prefix}*"):
@@ -283,11 +283,11 @@ class _Pass:
                     path.unlink()
 
     def enter(self, first: int) -> None:
-        """Compute what the first block reads, and all of tokens alone; or find what a later one
-        reads.
+        """Compute the inputs of the first block and all token inputs; or, for a later block, check
+        that its inputs exist.
 
         Raises:
-            ModelError: some of that is missing.
+            ModelError: some are missing.
         """
         assert self._windows is not None
         self.keep(self.files(first) if first else ())
@@ -301,7 +301,7 @@ class _Pass:
             file.check()
 
     def _inputs(self, index: int) -> Iterator[BlockInputs]:
-        """Yield what a block reads, some windows at a time."""
+        """Yield the inputs of a block, some windows at a time."""
         owner, nothing = self._model.layers[index].kv_from, repeat(None)
         own, kv = self._token_inputs(index), None if owner is None else self._kv(owner)
         files = (nothing if file is None else file.read() for file in (own, kv))
@@ -328,7 +328,7 @@ class _Pass:
         return result
 
     def _run(self, block: Block, index: int, watch: Watch) -> None:
-        """Write what later blocks read of a block."""
+        """Run a block, and write its outputs for later blocks."""
         with ExitStack() as files:
             store = None
             if self._model.shared(index):
@@ -426,7 +426,7 @@ class _Pass:
         return fold_block(block, named, statistics, recipe.quantises, reported)
 
     def _folds(self, index: int) -> list[Fold]:
-        """Return where the method folds factors in a block, with the names of the checkpoint."""
+        """Return the folds of a block that the method uses, with the names of the checkpoint."""
         if self._recipe.method not in ("awq", "smoothquant"):
             return []
         linear = self._recipe.method == "awq"
@@ -473,7 +473,7 @@ class _Pass:
             raise ModelError("model", f"layer {shown(names[0])}: {error}") from None
 
     def _rounding(self, block: Block, result: BlockResult) -> Watch:
-        """Return a watch that rounds the inputs of quantised layers as the engine will."""
+        """Return a watch that rounds the inputs of quantised layers like the engine."""
         if not self._recipe.rounds_activations:
             return unwatched
         matrices = {layer.name: layer.matrix for layer in block.layers}

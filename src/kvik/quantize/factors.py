@@ -16,8 +16,8 @@ from kvik.quantize.quantised import Grid
 from kvik.quantize.recipe import TENSOR
 from kvik.quantize.source import Fold
 
-INPUTS_AT_ONCE = 1 << 25  # numbers of the inputs in fp32 at a time
-BLOCK = 1024  # columns of the second moment that are added together
+INPUTS_AT_ONCE = 1 << 25  # numbers of inputs in fp32 at a time
+BLOCK = 1024  # columns of the second moment that are updated together
 
 
 class InputStatistics:
@@ -27,11 +27,11 @@ class InputStatistics:
     squares drifts. Batches should be large: each one passes over the whole second moment.
 
     Attributes:
-        inputs, tokens: how many.
+        inputs, tokens: their numbers.
         abs_sum: [inputs] fp64, the sum of |x|.
         absmax: [inputs] fp32.
-        sample: [up to `sample_size`, inputs] fp32, a uniform sample of all tokens. It depends on
-            their positions in the stream alone, not on the batches.
+        sample: [up to `sample_size`, inputs] fp32, a uniform sample of all tokens. It depends only
+            on their positions in the stream, not on the batches.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class InputStatistics:
         self.absmax = torch.zeros(inputs, device=device)
         self.sample = torch.empty(0, inputs, device=device)
         self._keys = torch.empty(0, dtype=torch.int64, device=device)
-        # x^T x, of which the blocks on and below the diagonal are kept up to date
+        # x^T x; only the blocks on and below the diagonal are updated
         self._lower: Tensor | None = None
         if moment:
             self._lower = torch.zeros(inputs, inputs, dtype=torch.float64, device=device)
@@ -117,7 +117,7 @@ def _add_products(lower: Tensor, x: Tensor, exact: bool) -> None:
 
     Args:
         x: [tokens, inputs] fp32.
-        exact: bfloat16 holds all of x, so that its products are those of fp32.
+        exact: x is exact in bfloat16, so that its products equal those in fp32.
     """
     with _short_products() if exact else nullcontext():
         for start in range(0, len(lower), BLOCK):
@@ -127,7 +127,7 @@ def _add_products(lower: Tensor, x: Tensor, exact: bool) -> None:
 
 @contextmanager
 def _short_products() -> Iterator[None]:
-    """Let fp32 matrices be multiplied in bfloat16 where that is faster, with fp32 sums."""
+    """Allow fp32 matrices to be multiplied in bfloat16 if that is faster, with fp32 sums."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     try:
@@ -159,14 +159,14 @@ def scale_inputs(w: Tensor, scales: Tensor) -> Tensor:
 
 
 def kept_scales(weight: Tensor, scales: Tensor, offset: float = 0.0) -> Tensor:
-    """Return the factors near `scales` that a norm can take with no rounding of its gain.
+    """Return the factors near `scales` by which a norm's gain can be divided without rounding.
 
-    The layers behind the norm are multiplied with these. A factor is 1 where the divided gain
-    would be beyond the range of its dtype.
+    The layers after the norm are multiplied by these. A factor is 1 if the divided gain would be
+    out of range of its dtype.
 
     Args:
-        weight: [inputs], the gain in the dtype of the checkpoint.
-        offset: that is added to it to be the gain.
+        weight: [inputs], the stored gain in the dtype of the checkpoint.
+        offset: added to it to get the gain.
 
     Returns:
         [inputs] fp32.
@@ -183,12 +183,12 @@ def fold_into_norm(
     """Return the gain and bias of a norm whose outputs are divided by s.
 
     Args:
-        weight: [inputs], the gain, or what `offset` is added to.
-        bias: [inputs]; None: there is none.
+        weight: [inputs], the gain less `offset`.
+        bias: [inputs]; None: none.
         scales: [inputs].
 
     Returns:
-        Both in the dtypes they had.
+        Both in their original dtypes.
     """
     return _divided(weight, scales, offset), None if bias is None else _divided(bias, scales)
 
@@ -204,11 +204,11 @@ def fold_into_linear(
 
     Args:
         weight: [outputs, inputs].
-        bias: [outputs]; None: there is none.
+        bias: [outputs]; None: none.
         scales: [outputs].
 
     Returns:
-        Both in the dtypes they had.
+        Both in their original dtypes.
     """
     folded = _divided(weight, scales[:, None])
     return folded, None if bias is None else _divided(bias, scales)
@@ -242,13 +242,13 @@ def smoothing_scales(absmax: Tensor, weights: Sequence[Tensor], alpha: float = 0
     return scales.masked_fill((absmax == 0) | (largest == 0), 1.0)
 
 
-# AWQ: important inputs get finer steps, by larger weights for smaller inputs.
+# AWQ: important inputs get finer steps: their weights are scaled up, and the inputs down.
 #
 # Lin et al. 2023, "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration",
 # section 3.2. No weight stays in higher precision. The clip search is that of the authors' code.
 
 PIECE = 1 << 22  # values of a product in memory at a time
-FLOOR = 1e-6  # share of the largest mean |x| that smaller ones are raised to: it bounds factors
+FLOOR = 1e-6  # smaller mean |x| are raised to this share of the largest, which bounds factors
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,13 +299,14 @@ def search_clip(
 ) -> Tensor:
     """Return the limit that each group of weights is clipped to, for finer steps.
 
-    Of some shares of the group's largest weight it is the one with the least squared error of the
-    group's part of the outputs. Do not clip queries and keys: their error is not that of attention.
+    Several shares of the group's largest weight are tried; the result has the least squared error
+    of the group's part of the outputs. Do not clip queries and keys: their error does not represent
+    the error of attention.
 
     Args:
         w: [outputs, inputs] as it will be rounded, factors folded in.
         x: [tokens, inputs], a sample of its inputs.
-        smallest: the least share; `steps` lie between it and 1.
+        smallest: the least share; there are `steps` steps between it and 1.
 
     Returns:
         [outputs, groups], or [1, 1] for a whole tensor.
@@ -361,7 +362,7 @@ class Folded:
     """The tensors of a block after folding.
 
     Attributes:
-        weights: of the linear layers by name, [outputs, inputs]; fp32 where they changed.
+        weights: of the linear layers by name, [outputs, inputs]; changed ones in fp32.
         tensors: norms and biases that changed, by name in the checkpoint.
         scales: folded factors [inputs] of a matrix, by its number; its inputs are x / scales.
     """
@@ -371,7 +372,7 @@ class Folded:
     scales: dict[int, Tensor] = field(default_factory=dict)
 
     def sample(self, matrix: int, statistics: InputStatistics) -> Tensor:
-        """Return a sample [tokens, inputs] of the matrix' inputs after folding."""
+        """Return a sample [tokens, inputs] of the matrix's inputs after folding."""
         if matrix in self.scales:
             return statistics.sample / self.scales[matrix]
         return statistics.sample
@@ -411,7 +412,7 @@ def fold_block(
 
 
 def awq_factors(grid: Callable[[str], Grid]) -> FindScales:
-    """Return the search of AWQ; `grid` is that of a layer by name, equal for shared inputs."""
+    """Return the search of AWQ; `grid` returns a layer's grid by name, equal for shared inputs."""
 
     def find(fold: Fold, weights: Mapping[str, Tensor], statistics: InputStatistics) -> Tensor:
         mean_abs = fold.average(statistics.mean_abs())
@@ -422,7 +423,7 @@ def awq_factors(grid: Callable[[str], Grid]) -> FindScales:
 
 
 def smoothing_factors(alpha: float) -> FindScales:
-    """Return the search of SmoothQuant, for the layers behind norms."""
+    """Return the search of SmoothQuant, for the layers after norms."""
 
     def find(fold: Fold, weights: Mapping[str, Tensor], statistics: InputStatistics) -> Tensor:
         scales = smoothing_scales(statistics.absmax, list(weights.values()), alpha)
@@ -432,7 +433,7 @@ def smoothing_factors(alpha: float) -> FindScales:
 
 
 def _into_norm(block: Block, folded: Folded, fold: Fold, scales: Tensor) -> Tensor:
-    """Fold into a norm; return the factors that the dtype of its gain can take."""
+    """Fold into a norm; return the factors actually applied, given the dtype of its gain."""
     weight_name, bias_name = fold.source + WEIGHT, fold.source + BIAS
     weight, bias = block.tensors[weight_name], block.tensors.get(bias_name)
     kept = kept_scales(weight, fold.of_channels(scales), fold.offset)

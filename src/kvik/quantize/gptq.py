@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvik.quantize.quantised import Grid, Quantised, Scales, quantise
 
-# Round to nearest: each weight by itself; the baseline of the other methods.
+# Round to nearest: each weight independently; the baseline of the other methods.
 
 
 def rtn(w: Tensor, grid: Grid) -> Quantised:
@@ -48,10 +48,10 @@ def gptq(
         hessian: [inputs, inputs], 2 X X^T up to a factor.
         damping: share of the mean diagonal that is added to the diagonal.
         act_order: columns with the largest inputs are rounded first, while many others remain to
-            compensate. The result is in the order of the layer; groups then are neighbours in the
+            compensate. The result is in the order of the layer; groups are then contiguous in the
             order of rounding, and `Quantised.order` holds the group of each input.
-        static_groups: scales of all groups come from w, not from the updated columns at the time
-            the group's first one is rounded. With `act_order`, groups stay neighbours in the layer.
+        static_groups: scales of all groups come from w, not from the updated columns when the
+            group's first one is rounded. With `act_order`, groups stay contiguous in the layer.
         block: columns whose errors are applied to all later columns at once.
 
     Raises:
@@ -63,7 +63,7 @@ def gptq(
     if act_order:
         order = hessian.diagonal().argsort(descending=True, stable=True)
     factor = inverse_factor(hessian, order, damping)
-    fixed = grid.fit(w)  # checks w; taken where groups are static
+    fixed = grid.fit(w)  # validates w; used if groups are static
     # Transposed, so that a column is contiguous: [inputs, outputs], in the order of rounding.
     rest = w.float().t()[order]
     codes = torch.empty_like(rest, dtype=torch.uint8)
@@ -73,7 +73,7 @@ def gptq(
     groups = group_of.tolist()
 
     for start, end in _blocks(inputs, width, block):
-        errors = rest[start:end]  # each column's error takes the place of the column
+        errors = rest[start:end]  # each column's error replaces the column
         upper = factor[start:end]
         for i in range(end - start):
             column = start + i
@@ -104,7 +104,7 @@ def inverse_factor(hessian: Tensor, order: Tensor, damping: float) -> Tensor:
     Row i of U, from its diagonal on, is row i of the inverse of H without its first i columns,
     divided by the root of that row's diagonal. (Rows of the whole inverse would be wrong here.)
 
-    H^-1 itself is not needed: where J reverses the order, J H J = L L^T, and so U = J L^-1 J.
+    H^-1 itself is not needed: with J, which reverses the order, J H J = L L^T, so U = J L^-1 J.
 
     Returns:
         [inputs, inputs] fp32.
@@ -132,8 +132,8 @@ def inverse_factor(hessian: Tensor, order: Tensor, damping: float) -> Tensor:
 
 
 def _blocks(inputs: int, width: int, block: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of columns that are whole groups or parts of one, so that all columns of a group
-    are up to date when its first is rounded."""
+    """Yield ranges of columns that are whole groups or a part of one group, so that all columns of
+    a group are up to date when its first is rounded."""
     span = max(block // width, 1) * width
     for start in range(0, inputs, span):
         end = min(start + span, inputs)

@@ -42,8 +42,8 @@ def quantise_layers(
 
     Args:
         weights: [outputs, inputs] of each layer by name, factors folded in.
-        given: the inputs; None: no calibration text was read, or none of it came here, as to an
-            expert that is never chosen. Then weights are rounded to nearest.
+        given: the inputs; None: there is no calibration text, or none of it reached the layer (an
+            expert that is never chosen). Then weights are rounded to nearest.
         unclipped: number of first rows that must not be clipped, by name.
         dtype: of the model.
 
@@ -66,19 +66,19 @@ def quantise_layers(
 
 
 def as_given(recipe: Recipe, quantised: Result, x: Tensor) -> Tensor:
-    """Return what a quantised layer meets of x [tokens, inputs]; in fp32 where it is rounded."""
+    """Return the inputs x [tokens, inputs] as a quantised layer uses them; fp32 if rounded."""
     if isinstance(quantised, Float8):
         return quantised.given(x)
     return round_tokens(x) if recipe.rounds_activations else x
 
 
 def output_error(w: Tensor, rounded: Tensor, x: Tensor, met: Tensor) -> float:
-    """Return || W X - Q X' || / || W X ||; 0 where all inputs are 0.
+    """Return || W X - Q X' || / || W X ||; 0 if W X is 0.
 
     Args:
         w, rounded: [outputs, inputs].
         x: [tokens, inputs] fp32.
-        met: [tokens, inputs] fp32, X': the inputs as Q multiplies them.
+        met: [tokens, inputs] fp32, X': the inputs that Q multiplies.
     """
     exact = x @ w.float().t()
     found = met @ rounded.t()
@@ -95,7 +95,7 @@ def weight_error(w: Tensor, rounded: Tensor) -> float:
 def _float8(w: Tensor, recipe: Recipe, given: Given | None, dtype: torch.dtype) -> Float8:
     absmax = None
     if recipe.activation_scheme == "static":
-        # an expert that no token reached meets x itself, rounded
+        # for an expert that no token reached, the scale is 1
         absmax = torch.full((1,), NARROW) if given is None else given.statistics.absmax
     number = E5M2 if recipe.fp8_format == "e5m2" else E4M3
     scales = recipe.scale_dtype(dtype)
@@ -143,7 +143,7 @@ def _rows(whole: Quantised, rows: slice) -> Quantised:
 
 
 def _clipped(w: Tensor, x: Tensor, grid: Grid, unclipped: int) -> Quantised:
-    """Clip weights where that reduces the error of the outputs; not in the first rows."""
+    """Clip weights if that reduces the error of the outputs; not in the first rows."""
     if unclipped == len(w):
         return rtn(w, grid)
     limits = search_clip(w[unclipped:], x, grid)

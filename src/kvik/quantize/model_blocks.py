@@ -1,4 +1,4 @@
-"""A model's decoder blocks, one at a time from its checkpoint, and what they read of tokens."""
+"""Reads a model's decoder blocks, one at a time from its checkpoint, and computes their inputs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ModelBlocks:
         self._tokens, self.dtype, self.device = tokens, dtype, device
         declared = spec.declaration
         self._head = declared.head.names[0] + WEIGHT
-        self._before = declared.block.partition("{}")[0]  # what names of blocks begin with
+        self._before = declared.block.partition("{}")[0]  # prefix of the names of blocks
 
     def check(self) -> None:
         """Check that all tensors of all blocks can be used, before any work begins.
@@ -77,8 +77,8 @@ class ModelBlocks:
                 )
 
     def entrance(self, windows: Tensor) -> Entrance:
-        """Return what precedes the first block, for windows [n, tokens]. Only the rows of tokens
-        that occur are read.
+        """Return the part of the network before the first block, for windows [n, tokens]. Only
+        embeddings of tokens that occur are read.
 
         Raises:
             ModelError: a tensor is missing, or its file cannot be read.
@@ -114,11 +114,11 @@ class ModelBlocks:
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """What each block is."""
+        """The facts of each block."""
         return self._spec.layers
 
     def shared(self, index: int) -> bool:
-        """Return whether later blocks read the keys and values of one."""
+        """Return whether later blocks read the keys and values of this one."""
         return any(layer.kv_from == index for layer in self.layers)
 
     def kv_width(self, index: int) -> int:
@@ -166,7 +166,7 @@ class ModelBlocks:
         return f"{self._before}0."
 
     def _block_spec(self, index: int) -> ModelSpec:
-        """Of that layer alone: keys and values of an earlier one are in its own cache."""
+        """Return the spec of one layer alone: another's keys and values are in its own cache."""
         layer = self._spec.layers[index]
         if layer.kv_from is not None:
             layer = replace(layer, kv_from=0)
@@ -179,7 +179,8 @@ class ModelBlocks:
         return builder.declared.tensors
 
     def _stored_name(self, declared: str, index: int) -> str:
-        """
+        """Return a declared tensor's name in the checkpoint.
+
         Raises:
             ModelError: there is no such tensor.
         """
@@ -204,12 +205,12 @@ class ModelBlocks:
 
 
 class Entrance:
-    """What precedes the first block of a model, for the tokens of some windows.
+    """The part of a model before the first block, for the tokens of some windows.
 
     Args:
-        network: of one layer, or none; complete but for that and `of_layers`.
-        ids: [windows, tokens], of the rows that it has.
-        of_layers: tensors of the network and what the checkpoint has for all layers in their place.
+        network: with one layer or none; complete except for the layer and `of_layers`.
+        ids: [windows, tokens], row numbers in the network's reduced embedding.
+        of_layers: tensors of the network, each with the checkpoint's tensor for all layers.
     """
 
     def __init__(
@@ -228,7 +229,7 @@ class Entrance:
             yield self._network.enter(ids, ctx).view(*shape, -1)
 
     def token_inputs(self, layer: int, step: int) -> Iterator[Tensor]:
-        """Yield what a layer reads of tokens alone, [up to step, tokens, width]."""
+        """Yield the token inputs of a layer, [up to step, tokens, width]."""
         for declared, values in self._of_layers:
             axis = next(axis for axis, n in enumerate(declared.shape) if n != values.shape[axis])
             size = declared.shape[axis]  # a part for each layer
@@ -247,7 +248,7 @@ class Entrance:
 
 
 def walk(model: ModelBlocks, windows: Tensor) -> Iterator[tuple[Block, BlockInputs, Tensor]]:
-    """Yield each block, what it reads of windows [n, tokens], and the residual stream behind it."""
+    """Yield each block, its inputs for windows [n, tokens], and the residual stream after it."""
     entrance, kv = model.entrance(windows), dict[int, Tensor]()
     (x,) = entrance.embed(len(windows))
     for index, layer in enumerate(model.layers):
@@ -264,11 +265,11 @@ def walk(model: ModelBlocks, windows: Tensor) -> Iterator[tuple[Block, BlockInpu
 def open_blocks(
     folder: Path, spec: ModelSpec, windows: Tensor | None, device: torch.device
 ) -> ModelBlocks:
-    """Open a model for reading one block after the other.
+    """Open a model for reading block by block.
 
     Raises:
         ModelError: the model is quantised already, or its files cannot be read.
-        ConfigError: windows that the model cannot be given.
+        ConfigError: the windows are empty or too long for the model.
     """
     check_spec(spec)
     tokens = 1

@@ -1,4 +1,4 @@
-"""A quantised linear layer, as every method returns it."""
+"""A quantised linear layer, the result of every method."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvik.nn.formats.integers import Codes, weight_of
 from kvik.quantize.recipe import ROW, TENSOR, Recipe
 from kvik.spec.stored_weights import StoredScheme
 
-# The quantiser of all methods but FP8: the steps of a block of weights, and a weight's code.
+# The quantiser of all methods but FP8: the scales of groups, and the codes of weights.
 #
 # w = (q - zero) * scale, with q an unsigned code of a few bits. Groups run along the inputs of one
 # row, never across rows.
@@ -51,11 +51,11 @@ class Grid:
         group: inputs of a row that share a scale; -1: the whole row; 0: the whole tensor.
         symmetric: steps from -(2^(bits-1) - 1) to 2^(bits-1) - 1 about zero, so that the code 0 is
             not used. Otherwise the range, which always includes 0, is spread over all codes, and 0
-            has a code of its own.
+            is represented exactly.
         scale_dtypes: dtypes that must all represent a scale exactly; empty: it stays in fp32.
-            Weights are rounded by the scale that they will be multiplied with, not by a finer one.
+            Weights are rounded with the scale that the kernels will use, not with a finer one.
             Checkpoints store fp16, or bf16 (compressed-tensors of a bf16 model); the native kernels
-            keep the digits of fp16.
+            keep fp16 precision.
     """
 
     bits: int
@@ -79,11 +79,11 @@ class Grid:
 
     @property
     def middle(self) -> int:
-        """The code of 0 where a grid is symmetric."""
+        """The code of 0 in a symmetric grid."""
         return 2 ** (self.bits - 1)
 
     def width(self, inputs: int) -> int:
-        """Return how many of `inputs` share a scale.
+        """Return the number of `inputs` that share a scale.
 
         Raises:
             ValueError: groups do not divide the inputs.
@@ -121,9 +121,10 @@ class Grid:
         return (w / scale).round_().add_(zero).clamp_(self.lowest, self.highest)
 
     def _stored(self, scale: Tensor) -> Tensor:
-        """
+        """Round scales to the stored dtypes; 0 becomes 1.
+
         Raises:
-            ValueError: a scale is too large for a format.
+            ValueError: a scale is too large for a dtype.
         """
         for dtype in self.scale_dtypes:
             scale = scale.to(dtype).float()
@@ -133,7 +134,7 @@ class Grid:
 
 
 def recipe_grid(recipe: Recipe, layer: str, dtype: torch.dtype) -> Grid:
-    """Return the grid of a layer in a model of `dtype`. FP8 has none, but `Recipe.block`."""
+    """Return the grid of a layer in a model of `dtype`; not for FP8, which has `Recipe.block`."""
     scales = (recipe.scale_dtype(dtype),)
     return Grid(recipe.bits_of(layer), recipe.group_size, recipe.symmetric, scales)
 
@@ -152,7 +153,7 @@ def dequantise(q: Tensor, scales: Scales, grid: Grid) -> Tensor:
     return grouped.mul_(scales.scales[:, :, None]).view(q.shape)
 
 
-# Round to nearest in eight-bit floats: a linear layer in E4M3 or E5M2 with its scales.
+# FP8 by rounding to nearest: a linear layer in E4M3 or E5M2 with its scales.
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -178,7 +179,7 @@ class Float8:
         return unround_fp8(self.values, self.scales, self.block)
 
     def given(self, x: Tensor) -> Tensor:
-        """Return x [tokens, inputs] as the weights multiply it, fp32; E5M2 does not round x."""
+        """Return x [tokens, inputs] as the kernels round it, fp32; with E5M2 it is not rounded."""
         if self.values.dtype != E4M3:
             return x.float()
         return round_activations(x, self.block[1], self.input_scale)
@@ -196,7 +197,7 @@ def float8(
 
     Args:
         w: [outputs, inputs], any float dtype.
-        scale_dtype: what the checkpoint holds scales in; the weights are rounded by such ones.
+        scale_dtype: dtype of the stored scales, which weights are rounded with.
         dtype: E4M3 or E5M2.
         input_absmax: [inputs] or [], from calibration, for a static scale of the inputs.
 
@@ -233,7 +234,7 @@ class Quantised:
         return (self.q.float() - zero) * scales[:, self.order]
 
     def codes(self) -> Codes:
-        """Return codes as checkpoint layouts take them, with [outputs, groups] scales always."""
+        """Return codes for checkpoint layouts, with scales always [outputs, groups]."""
         outputs = len(self.q)
         scales, zeros = self.scales.scales, self.scales.zeros
         zeros = None if zeros is None else zeros.expand(outputs, -1)
@@ -242,11 +243,11 @@ class Quantised:
     def weight(self, quantize_activations: bool = False) -> Weight:
         """Return the weight that the engine would load from a checkpoint.
 
-        Codes of two and three bits become four bits, those of five to seven eight, and what no
-        kernel multiplies becomes floats.
+        Codes of two and three bits become four bits, codes of five to seven bits eight, and codes
+        that no kernel supports become floats.
 
         Args:
-            quantize_activations: whether inputs are rounded too, if codes have over four bits.
+            quantize_activations: whether inputs are also rounded, if codes have over four bits.
         """
         codes, symmetric = self.codes(), self.scales.zeros is None
         if BYTE > codes.bits > 4 and symmetric:
@@ -275,10 +276,10 @@ class LayerResult:
 
     Attributes:
         name: in the checkpoint, "model.layers.0.self_attn.q_proj".
-        quantised: None: it stays as it is (or as `BlockResult.changed` has it).
+        quantised: None: it is not quantised (see also `BlockResult.changed`).
         error: || (W - Q) X || / || W X || on calibration inputs; || W - Q || / || W || without any;
-            0 where it stays as it is.
-        on_inputs: which of the two `error` is.
+            0 if it is not quantised.
+        on_inputs: whether `error` is the first of the two.
     """
 
     name: str

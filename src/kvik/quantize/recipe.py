@@ -1,6 +1,6 @@
-"""What the user asks for: the method, the grid, and the layers that stay floats.
+"""The user's settings: the method, the grid, and the layers that stay floats.
 
-This module imports no torch, so that a command line is checked at once.
+This module does not import torch, so that a command line is checked at once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ROW = -1  # `group_size`: a scale for each output
 TENSOR = 0  # `group_size` of fp8: one scale
 SQUARE = 128  # `group_size` of fp8: a scale for each block of this many outputs and inputs
 GROUPS = (128, 64, 32)  # "auto" chooses one of these
-MANY = 8  # with a budget: bits of the layers that lose most
+MANY = 8  # with a budget: bits of the most sensitive layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +50,15 @@ class Recipe:
             128 x 128, and 0 one scale for the layer.
         symmetric: no zero points.
         act_order: GPTQ rounds the columns with the largest inputs first.
-        static_groups: with `act_order`: groups stay neighbours in the layer.
+        static_groups: with `act_order`: groups stay contiguous in the layer.
         damping: of GPTQ, a share of the mean diagonal.
-        smoothing: of SmoothQuant, alpha.
-        activation_scheme: of fp8: "dynamic", each token (and block of inputs) finds its own scale,
-            or "static", calibration finds one for each layer.
-        fp8_format: of the weights. Activations are E4M3, and stay floats beside weights in E5M2.
-        skip: name patterns of layers that stay floats; * matches any letters, ? any one.
-        average_bits: mean bits of a code over all quantised weights: each layer has `bits` or 8,
-            and those that lose most have 8. None: all have `bits`.
+        smoothing: alpha of SmoothQuant.
+        activation_scheme: of fp8: "dynamic", a scale for each token (and block of inputs); or
+            "static", one for each layer, from calibration.
+        fp8_format: of the weights. Activations are E4M3; with weights in E5M2 they stay floats.
+        skip: name patterns of layers that stay floats; * matches any characters, ? any one.
+        average_bits: mean bits of a code over all quantised weights: each layer has `bits` or 8;
+            the most sensitive ones have 8. None: all have `bits`.
         layer_bits: the result of `average_bits`: layers whose bits differ from `bits`. Layers that
             the engine multiplies as one matrix (q, k and v; gate and up) have equal bits, or it
             would run them as floats.
@@ -170,8 +170,8 @@ class Recipe:
 
     @property
     def layout(self) -> Layout:
-        """How the checkpoint is written. AWQ's and GPTQ's have layers of one kind, AWQ's of 4 bits
-        alone."""
+        """Layout of the checkpoint. In AWQ's and GPTQ's layouts all layers have the same bits, in
+        AWQ's always 4."""
         if self.method == "fp8":
             wide = self.fp8_format == "e5m2"
             return "fp8" if self.group_size == SQUARE or wide else "compressed-tensors"
@@ -189,22 +189,22 @@ class Recipe:
         return self.layer_bits.get(layer, self.bits)
 
     def scale_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return what scales are rounded to before weights are rounded by them, in a model of
-        `dtype`: what the checkpoint will hold. AWQ and GPTQ have fp16, compressed-tensors the
-        model's own."""
+        """Return the dtype of stored scales in a model of `dtype`, to which scales are rounded
+        before weights are rounded with them. AWQ and GPTQ store fp16, compressed-tensors the
+        model's dtype."""
         import torch
 
         if self.layout == "fp8":
             return torch.float32
-        if self.method == "fp8":  # fp16 does not reach down to absmax / 448
+        if self.method == "fp8":  # absmax / 448 can be too small for fp16
             return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-        # the native kernels keep the digits of fp16, so scales in fp32 would not stay either
+        # the native kernels keep fp16 precision, so fp32 scales would be rounded anyway
         narrow = self.layout == "compressed-tensors" and dtype == torch.bfloat16
         return torch.bfloat16 if narrow else torch.float16
 
     @property
     def block(self) -> Block:
-        """The outputs and inputs that share a scale with fp8, as `kernels/fp8.py` writes it."""
+        """The outputs and inputs that share a scale with fp8, in the form of `kernels/fp8.py`."""
         if self.group_size == SQUARE:
             return SQUARE, SQUARE
         return (1, 0) if self.group_size == ROW else (0, 0)
@@ -237,6 +237,6 @@ def check_groups(recipe: Recipe, inputs: Mapping[str, int]) -> None:
 
 
 def dividing(inputs: Iterable[int]) -> tuple[int, ...]:
-    """Return the usual groups that divide all these numbers of inputs, the largest first."""
+    """Return the usual group sizes that divide all these numbers of inputs, the largest first."""
     common = math.gcd(*inputs)
     return tuple(size for size in GROUPS if common % size == 0)

@@ -46,7 +46,7 @@ class LayerLayout:
     """How one linear layer is stored.
 
     Attributes:
-        scales: dtype of stored scales, where the format does not fix it.
+        scales: dtype of stored scales, if the format does not fix it.
     """
 
     format: Awq | Gptq | PackQuantized | IntQuantized | Fp8
@@ -114,11 +114,11 @@ def layouts(
 def quantization_config(
     recipe: Recipe, layers: Iterable[str], outside: Iterable[str] = ()
 ) -> Config:
-    """Return what config.json says of the layers.
+    """Return `quantization_config` of config.json.
 
     Args:
         layers: names of the linear layers of all blocks.
-        outside: those of other linear layers, which stay floats.
+        outside: names of other linear layers, which stay floats.
     """
     names = list(layers)
     skipped = [*(name for name in names if not recipe.quantises(name)), *outside]
@@ -155,7 +155,7 @@ def _gptq(recipe: Recipe, skipped: list[str]) -> Config:
         "sym": recipe.symmetric,
         "true_sequential": True,
         "lm_head": False,
-        # Every tool reads the older format, but it has no zero points that are 0.
+        # Every tool reads the older format, but it cannot store zero points of 0.
         "checkpoint_format": "gptq" if recipe.symmetric else "gptq_v2",
     }
     if skipped:
@@ -181,7 +181,7 @@ def _compressed(recipe: Recipe, names: list[str], skipped: list[str]) -> Config:
     groups: Config = {"group_0": _group(recipe, [LINEAR], recipe.bits, format)}
     others = sorted({recipe.bits_of(name) for name in names} - {recipe.bits})
     for i, bits in enumerate(others, 1):
-        # names go before classes of layers
+        # names take precedence over classes of layers
         targets = [n for n in names if recipe.bits_of(n) == bits and recipe.quantises(n)]
         if targets:
             groups[f"group_{i}"] = _group(recipe, targets, bits, format)
@@ -204,7 +204,7 @@ def _group(recipe: Recipe, targets: list[str], bits: int, format: str) -> Config
         "symmetric": recipe.symmetric,
         "strategy": "group" if size > 0 else "channel" if size == ROW else "tensor",
         "group_size": size if size > 0 else None,
-        "actorder": "weight" if recipe.act_order else None,  # groups are of neighbours
+        "actorder": "weight" if recipe.act_order else None,  # groups are contiguous
         "dynamic": False,
     }
     dynamic = recipe.activation_scheme == "dynamic"
@@ -248,7 +248,7 @@ class SavedLayer:
         bits: of a code; None: the layer is unchanged.
         weights: number of its weights.
         bytes: of all its tensors, without the bias.
-        error, on_inputs: as of `LayerResult`.
+        error, on_inputs: see `LayerResult`.
     """
 
     name: str
@@ -263,7 +263,7 @@ class Output:
     """The folder that a run saves into.
 
     Attributes:
-        work: folder for what the calibration keeps between blocks.
+        work: folder for the calibration's files between blocks.
     """
 
     def __init__(self, folder: Path, source: Source) -> None:
@@ -280,7 +280,7 @@ class Output:
             run: identity of the run, a JSON object.
 
         Raises:
-            ConfigError: the folder holds something else, or another process is working in it.
+            ConfigError: the folder has other content, or another process is working in it.
         """
         try:
             if self.folder.exists() and not self._state.exists() and any(self.folder.iterdir()):
@@ -317,10 +317,10 @@ class Output:
         write_whole(begun, run.encode())
 
     def check_room(self, num_bytes: int) -> None:
-        """Check that the disk has space for `num_bytes`, less those of the saved blocks.
+        """Check that the disk has space for `num_bytes`, minus the blocks already saved.
 
         Raises:
-            ConfigError: it has not.
+            ConfigError: it does not.
         """
         saved = (self._shard(i).stat().st_size for i in range(len(self.saved())))
         need = num_bytes - sum(saved) + SPARE
@@ -336,7 +336,7 @@ class Output:
             )
 
     def saved(self) -> list[tuple[SavedLayer, ...]]:
-        """Return the layers of each finished block, from block 0 on."""
+        """Return the layers of each finished block, from block 0."""
         found = []
         for index in range(self._source.spec.num_layers):
             if not (self._record(index).exists() and self._shard(index).exists()):
@@ -355,10 +355,10 @@ class Output:
         """
         record = json.dumps([asdict(layer) for layer in layers], indent=1)
         write_whole(self._record(index), record.encode())
-        write_safetensors(self._shard(index), tensors)  # last: it says that the block is finished
+        write_safetensors(self._shard(index), tensors)  # last: it marks the block as finished
 
     def finish(self, quantization: Mapping[str, object]) -> int:
-        """Write the tensors outside of blocks, the other files, and config.json last.
+        """Write the tensors outside blocks, the other files, and config.json last.
 
         Returns:
             The bytes of all tensors.
@@ -441,7 +441,7 @@ class Saved:
 
     @property
     def unreached(self) -> int:
-        """The number of experts' matrices that no token of the calibration text came to."""
+        """The number of experts' matrices that no token of the calibration text reached."""
         quantised = [layer.on_inputs for layer in self.layers if layer.bits is not None]
         return quantised.count(False) if any(quantised) else 0
 
@@ -473,9 +473,10 @@ def check_request(source: Source, recipe: Recipe, folder: Path, windows: Tensor 
 
 
 def _check_experts(source: Source, recipe: Recipe) -> None:
-    """
+    """Check that all experts of a layer are quantised, or none.
+
     Raises:
-        ConfigError: some experts of a layer are quantised, and others are not.
+        ConfigError: only some are.
     """
     for index in range(source.spec.num_layers):
         quantised: dict[Role, set[bool]] = {}
@@ -493,7 +494,7 @@ def quantise_folder(
     progress: Progress,
     device: torch.device = CPU,
 ) -> Saved:
-    """Quantise a model and save it; continues what the same call has begun before.
+    """Quantise a model and save it; continues an interrupted run of the same call.
 
     Args:
         windows: [windows, tokens] ids of the calibration text; None: `recipe` needs none.

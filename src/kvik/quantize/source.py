@@ -24,24 +24,24 @@ from kvik.spec.engine_folder import is_engine_folder
 # The linear layers of a block, and where factors of their inputs can be folded: into the operation
 # before them, if it is linear.
 #
-# A norm takes factors into its gain; the value projection into its rows, because attention mixes
-# tokens and not channels; the up projection of a gated MLP into its rows, because the gate only
-# multiplies, and so does the gate behind a convolution. A nonlinear function between two layers,
-# such as GELU, allows no folding.
+# A norm takes factors in its gain; the value projection in its rows, because attention mixes tokens
+# and not channels; the up projection of a gated MLP in its rows, because the gate only multiplies;
+# likewise with the gate after a convolution. A nonlinear function between two layers, such as GELU,
+# allows no folding.
 
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """Layers that read the same inputs, and the operation that produces these.
+    """Layers that read the same inputs, and the operation that produces them.
 
     Attributes:
         readers: names of the layers; {} is the block.
         source: name of the norm or linear layer before them.
         channels: [inputs] int64, the channel of each input. Query heads that share a value share
-            its channels, and heads that are normalised by one gain share those of the gain.
-        outputs: [channels] int64, the output of a linear source that is each channel; None: the
-            source is a norm.
-        offset: that is added to the weight of a norm to be its gain.
+            its channels; heads normalised with one gain share the channels of the gain.
+        outputs: [channels] int64, the output of a linear source for each channel; None: the source
+            is a norm.
+        offset: added to the stored weight of a norm to get its gain.
     """
 
     readers: tuple[str, ...]
@@ -67,7 +67,7 @@ class Fold:
         return found
 
 
-# What reads the norm before an MLP, or before experts: first what all tokens go through.
+# Roles that read the norm before an MLP or experts; roles that all tokens use come first.
 FEED: tuple[Role, ...] = (
     *("router", "shared_gate"),
     *("gate_up", "up", "shared_gate_up", "expert_gate_up"),
@@ -79,10 +79,9 @@ KEPT = UNQUANTISED | {"gates"}  # roles of layers that stay floats
 def folds(spec: ModelSpec, layer: int = 0) -> tuple[Fold, ...]:
     """Return the folds of a block.
 
-    Layers behind linear sources come first, so that the value projection contains the factors of
-    the output projection when its own are searched. A norm is a source if the matrices of a single
-    role read it, or those of a feed-forward part, or of what mixes tokens, and it multiplies by its
-    gain.
+    Layers after linear sources come first, so that the value projection already contains the
+    factors of the output projection when its own are searched. A norm is a source if it has a gain,
+    and only matrices of one role, of a feed-forward part, or of a token mixer read it.
     """
     declared = spec.declaration
     linears = declared.of_block(layer)
@@ -95,7 +94,7 @@ def folds(spec: ModelSpec, layer: int = 0) -> tuple[Fold, ...]:
     for up, down in pairwise(linears):
         if GATED.get(up.role) == down.role and not up.mixed:
             inner = torch.arange(down.inputs)
-            outputs = inner + (down.inputs if len(up.names) == 1 else 0)  # gate stands before up
+            outputs = inner + (down.inputs if len(up.names) == 1 else 0)  # gate comes before up
             source = _patterns(declared, up)[-1]
             found.append(Fold(_patterns(declared, down), source, inner, outputs))
     for norm in norms:
@@ -118,7 +117,7 @@ def _reading(before: Role, roles: Collection[Role]) -> tuple[Role, ...]:
     """Return the roles of all matrices that read a norm before those of one role.
 
     Args:
-        roles: of the block, without those that read a norm of their own.
+        roles: of the block, without those that have their own norm.
     """
     if before == "qkv":
         return ("qkv", "gates", "q_down" if "q_down" in roles else "q_up", "kv_down")
@@ -126,8 +125,8 @@ def _reading(before: Role, roles: Collection[Role]) -> tuple[Role, ...]:
 
 
 def _values(spec: ModelSpec, layer: int) -> tuple[str, Tensor, Tensor] | None:
-    """Return what the inputs of a block's output projection are linear in: source, channels and
-    outputs of a `Fold`; None: nothing is."""
+    """Return the layer in whose outputs the inputs of a block's output projection are linear, as
+    source, channels and outputs of a `Fold`; None: there is none."""
     latent, state = spec.layers[layer].latent, spec.layers[layer].state
     if spec.family.value_norm:
         return None
@@ -139,10 +138,10 @@ def _values(spec: ModelSpec, layer: int) -> tuple[str, Tensor, Tensor] | None:
     if state is not None:
         if state.value_heads:  # a norm is between
             return None
-        # the second of three parts: the gate behind the convolution
+        # the second of three parts: the gate after the convolution
         channels = torch.arange(spec.hidden_size)
         return source, channels, spec.hidden_size + channels
-    shared = torch.arange(heads) // (heads // kv_heads)  # head of values of each query head
+    shared = torch.arange(heads) // (heads // kv_heads)  # KV head of each query head
     if latent is not None:
         size = latent.value
         shared = torch.arange(heads)
@@ -158,7 +157,7 @@ def _values(spec: ModelSpec, layer: int) -> tuple[str, Tensor, Tensor] | None:
 
 
 def linear_inputs(spec: ModelSpec, layer: int = 0) -> dict[str, int]:
-    """Return how many inputs each linear layer of a block has, by name; {} is the block."""
+    """Return the number of inputs of each linear layer of a block, by name; {} is the block."""
     declared = spec.declaration
     return {
         name: linear.inputs
@@ -170,7 +169,7 @@ def linear_inputs(spec: ModelSpec, layer: int = 0) -> dict[str, int]:
 def expert_roles(spec: ModelSpec, layer: int) -> dict[str, Role]:
     """Return the role of each matrix of a block's experts, by name; {} is the block.
 
-    Those of one role are multiplied together, so they are quantised alike.
+    Matrices of one role are multiplied together, so they are quantised alike.
     """
     declared = spec.declaration
     return {
@@ -182,9 +181,9 @@ def expert_roles(spec: ModelSpec, layer: int) -> dict[str, Role]:
 
 
 def keeping_floats(recipe: Recipe, spec: ModelSpec) -> Recipe:
-    """Return the recipe without the layers that stay floats (`KEPT`): routers and gates, which are
-    small, and whose slight errors choose other experts or let a state forget; what makes keys and
-    values from latent vectors, which the engine multiplies into queries and results."""
+    """Return the recipe with the layers that stay floats (`KEPT`) skipped: routers and gates, which
+    are small, and whose slight errors change the choice of experts or the decay of a state; and the
+    projections of latent vectors, which the engine applies to queries and results."""
     declared = spec.declaration
     kept = (linear.names for linear in declared.linears if linear.role in KEPT)
     names = {f"*.{declared.in_block(name)}" for names in kept for name in names}
@@ -192,11 +191,11 @@ def keeping_floats(recipe: Recipe, spec: ModelSpec) -> Recipe:
 
 
 def unclipped_rows(spec: ModelSpec, layer: int) -> Mapping[str, int]:
-    """Return how many first rows of a block's layers make queries and keys, by name; {} is the
-    block.
+    """Return the number of first rows that compute queries and keys in a block's layers, by name;
+    {} is the block.
 
-    Their weights are not clipped, because the error of queries and keys is not that of attention.
-    Where they stand among others no row is clipped.
+    Their weights are not clipped, because the error of queries and keys does not represent the
+    error of attention. If they are mixed with other rows, no row of the layer is clipped.
     """
     declared, facts = spec.declaration, spec.layers[layer]
     (kv_heads, size), state = spec.heads(facts), facts.state
@@ -209,7 +208,7 @@ def unclipped_rows(spec: ModelSpec, layer: int) -> Mapping[str, int]:
             continue
         elif state is not None:
             rows = 2 * state.key_heads * state.key_dim
-            apart = len(names) > 1 or not rows  # else they stand head by head
+            apart = len(names) > 1 or not rows  # else they are stored head by head
             found[names[0]] = rows if apart else linear.outputs[0]
         elif linear.by_head:
             found[names[0]] = linear.outputs[0]
@@ -230,9 +229,9 @@ class Source:
     """A model folder in plain floats.
 
     Attributes:
-        tensors: all of the checkpoint, by name.
+        tensors: all tensors of the checkpoint, by name.
         layers: the linear layers of all blocks, by name.
-        block_scope: what the names of a block's tensors begin with, "model.layers.{}.".
+        block_scope: prefix of the names of a block's tensors, "model.layers.{}.".
     """
 
     folder: Path

@@ -1,4 +1,4 @@
-"""How a model writes answers: thoughts, text and tool calls. It is found by its chat template."""
+"""The format of a model's answers: thoughts, text and tool calls; detected from its template."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ AUTO, NO_TOOLS = "auto", "none"
 
 
 class AnswerReader(Protocol):
-    """Reads thoughts, text and calls of one answer apart, as they come.
+    """Splits one answer into thoughts, text and calls, incrementally.
 
     Attributes:
-        num_calls: that have begun.
+        num_calls: number of calls that have begun.
     """
 
     @property
     def num_calls(self) -> int: ...
 
     def push(self, text: str) -> list[AnswerDelta]:
-        """Return what became certain."""
+        """Take more text; return the parts that are final."""
         ...
 
     def close(self) -> list[AnswerDelta]:
-        """Return the rest: the answer has ended."""
+        """End the answer; return the rest."""
         ...
 
 
 class AnswerFormat(Protocol):
-    """Of one model.
+    """The answer format of one model.
 
     Attributes:
         thinks: an answer may begin with a thought.
-        bounded: whose tokens can be counted.
-        tool_format: the name of how calls are written; `NO_TOOLS`: there are none.
+        bounded: the tokens of a thought can be counted.
+        tool_format: name of the format of calls; `NO_TOOLS`: none.
     """
 
     @property
@@ -56,10 +56,10 @@ class AnswerFormat(Protocol):
     def tool_format(self) -> str: ...
 
     def marks(self, *, calls: bool) -> Mapping[int, str]:
-        """Return what is written for the tokens of markers in the text that a parser reads.
+        """Return token id -> the character that replaces a marker token in a parser's input.
 
         Args:
-            calls: those of calls, too.
+            calls: include markers of calls.
         """
         ...
 
@@ -68,11 +68,11 @@ class AnswerFormat(Protocol):
         ...
 
     def num_thought_tokens(self, token_ids: Sequence[int], begun: bool | None) -> int:
-        """Return how many tokens of an answer are a thought."""
+        """Return the number of tokens of an answer that are a thought."""
         ...
 
     def for_template(self, message: Mapping[str, object]) -> Mapping[str, object]:
-        """Return an earlier answer with calls as the chat template takes it."""
+        """Convert an earlier answer with calls to the form that the chat template expects."""
         ...
 
     def call_grammar(
@@ -87,26 +87,27 @@ class AnswerFormat(Protocol):
         """Return the grammar, in Lark, of an answer that may call tools.
 
         Args:
-            choice: calls may come (text before them, too), must come, or must not.
+            choice: calls are optional (also after text), required, or forbidden.
             one: at most one call.
-            answer: text is another grammar's, `@answer`, in place of calls.
-            thought: that may come before; None: nothing does.
+            answer: the text follows another grammar, `@answer`; calls are an alternative to it.
+            thought: that may come first; None: none.
         """
         ...
 
     def thought_rules(self, thought: Thought) -> str:
-        """Return the rule `thought`, in Lark, of what comes before an answer without calls."""
+        """Return the rule `thought`, in Lark, for the thought before an answer without calls."""
         ...
 
     @property
     def anything(self) -> str:
-        """The grammar of any text behind a thought."""
+        """The grammar of any text after a thought."""
         ...
 
     def parser(self, begun: bool | None, tools: Mapping[str, Tool] | None) -> AnswerReader:
-        """
+        """Return a reader of one answer.
+
         Args:
-            begun: see `AnswerFormat.begun`; False: nothing comes before the answer.
+            begun: see `AnswerFormat.begun`; False: no thought comes before the answer.
             tools: that may be called; None: none.
         """
         ...
@@ -114,12 +115,12 @@ class AnswerFormat(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MarkedFormat:
-    """Markers around thoughts and calls; all else is text. See `AnswerFormat`.
+    """Markers around thoughts and calls; everything else is text. See `AnswerFormat`.
 
     Attributes:
-        thoughts: None: there are none.
-        form: of calls; None: there are none.
-        text_arguments: the template takes the arguments of a call as text.
+        thoughts: their format; None: no thoughts.
+        form: format of calls; None: no calls.
+        text_arguments: the template expects the arguments of a call as a string.
     """
 
     thoughts: ThoughtFormat | None = None
@@ -145,7 +146,7 @@ class MarkedFormat:
 
     @property
     def _calls_end_thoughts(self) -> bool:
-        """Whether the opener of a call ends a thought: where both are tokens, or both are text."""
+        """Whether the opener of a call ends a thought: if both are tokens, or both are text."""
         if self.form is None or self.thoughts is None or self.form.dialect.bare:
             return False
         return self.form.opener_is_token == bool(self.thoughts.ids)
@@ -160,7 +161,7 @@ class MarkedFormat:
         return None if self.thoughts is None else self.thoughts.begun(prompt)
 
     def num_thought_tokens(self, token_ids: Sequence[int], begun: bool | None) -> int:
-        """See `AnswerFormat.num_thought_tokens`; 0 where markers are no tokens."""
+        """See `AnswerFormat.num_thought_tokens`; 0 if markers are not tokens."""
         thoughts = self.thoughts
         if thoughts is None or not thoughts.ids or begun is False:
             return 0
@@ -225,7 +226,7 @@ def _with_text_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
 
 PLAIN_FORMAT = MarkedFormat()
 
-# -- which format a model has --------------------------------------------------------------------
+# -- detection of a model's format ---------------------------------------------------------------
 
 TOOL_FORMATS = (AUTO, NO_TOOLS, harmony.NAME, *BY_NAME)
 
@@ -239,11 +240,11 @@ def check_tool_format(name: str) -> None:
 def answer_format(tokenizer: Tokenizer, asked: str = AUTO) -> AnswerFormat:
     """Return the format of a model's answers.
 
-    The markers in its chat template tell the format of calls. That is confirmed by rendering calls,
-    and reading them; if the template writes others, theirs is found so.
+    The markers in the chat template suggest the format of calls. To confirm it, example calls are
+    rendered and parsed; if the template writes another known format, that one is found this way.
 
     Args:
-        asked: the format of calls, one of `TOOL_FORMATS`. `AUTO`: found so; `NO_TOOLS`: none.
+        asked: the format of calls, one of `TOOL_FORMATS`. `AUTO`: detected; `NO_TOOLS`: none.
     """
     template = tokenizer.chat_template or ""
     if asked == harmony.NAME or (asked == AUTO and all(m in template for m in harmony.MARKERS[:3])):
@@ -268,12 +269,12 @@ _SCHEMAS = {
     "count_days": {"year": {"type": "integer"}, "leap": {"type": "boolean"}},
 }
 _CALLS = [("find_city", {"city": "Oslo", "limit": 2}), ("count_days", {"year": 7, "leap": True})]
-# Longer than any marker, so that none of the prompt is taken for one of the answer.
+# Longer than any marker, so that `_behind` never includes a marker of the prompt.
 _QUESTION = "Which cities are there, and how many days has a year? " * 3
 
 
 class Probe:
-    """Renders calls by a chat template, and looks for the dialect that reads them."""
+    """Renders example calls with a chat template, and finds the dialect that parses them."""
 
     def __init__(self, template: str, tokenizer: Tokenizer) -> None:
         self._marked = dialect_of(template)
@@ -284,8 +285,9 @@ class Probe:
         self._texts = self._rendered(tokenizer)
 
     def found(self) -> tuple[Dialect | None, bool]:
-        """Return the dialect and whether it takes arguments as text. None: it writes no calls, or
-        in a way that is not known. A template that shows no earlier calls is believed its markers.
+        """Return the dialect, and whether the template expects arguments as text. None: the
+        template writes no calls, or in an unknown format. If it renders no earlier calls, the
+        markers decide.
         """
         candidates = [*([] if self._marked is None else [self._marked]), *DIALECTS]
         for text_arguments in (False, True):
@@ -296,11 +298,11 @@ class Probe:
         return (None if shown else self._marked), False
 
     def takes_text(self, dialect: Dialect) -> bool:
-        """Return whether a template takes arguments as text alone."""
+        """Return whether a template accepts arguments only as text."""
         return not self._reads(dialect, False) and self._reads(dialect, True)
 
     def _reads(self, dialect: Dialect, text_arguments: bool) -> bool:
-        """Whether one call is read, and two, if the template writes them."""
+        """Return whether one call is parsed, and also two, if the template writes them."""
         one, two = (self._texts.get((text_arguments, count)) for count in (1, 2))
         if one is None or self._calls(dialect, one) != _CALLS[:1]:
             return False
@@ -321,8 +323,7 @@ class Probe:
         return [(name, _value(arguments)) for name, arguments in calls.values()]
 
     def _rendered(self, tokenizer: Tokenizer) -> dict[tuple[bool, int], str]:
-        """What the template writes of answers that call, by how arguments are given and how many
-        calls there are."""
+        """Return the rendered answers with calls, by (arguments as text, number of calls)."""
         source = (tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
         found: dict[tuple[bool, int], str] = {}
         with closing(ChatTemplate(*source)) as template:
@@ -348,7 +349,7 @@ def _described(tool: Tool) -> dict[str, object]:
 def _answer(calls: Sequence[tuple[str, object]], text_arguments: bool) -> dict[str, object]:
     made = [
         {
-            "id": f"call0000{n}",  # of the length that some templates demand
+            "id": f"call0000{n}",  # some templates require this length
             "type": "function",
             "function": {
                 "name": name,
@@ -361,8 +362,8 @@ def _answer(calls: Sequence[tuple[str, object]], text_arguments: bool) -> dict[s
 
 
 def _behind(prompt: str, whole: str) -> int:
-    """Return where an answer begins: where the prompt ends, or differs from the conversation with
-    the answer. Markers may begin alike, so some of the text before is part of it."""
+    """Return an index at or before the begin of an answer: the end of the prompt, or the first
+    difference from the conversation with the answer, less a margin: markers may begin alike."""
     pairs: Iterator[tuple[str, str]] = zip(prompt, whole, strict=False)
     alike = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(prompt), len(whole)))
     return max(0, alike - len(_QUESTION) // 2)

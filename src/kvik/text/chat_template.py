@@ -1,9 +1,9 @@
-"""Chat templates: messages in, the prompt's text out.
+"""Chat templates: render messages as the text of a prompt.
 
 A template is a jinja2 program that comes with the model (`chat_template` in Hugging Face folders).
 It writes BOS and the other special tokens itself, so its text is encoded without adding any. It is
-untrusted, so `kvik.text.template_process` runs it in a process with limits: this file checks what
-the template gets, and kills the process when an answer takes too long.
+untrusted, so `kvik.text.template_process` runs it in a process with limits. This file validates the
+input of the template, and kills the process if rendering takes too long.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ COMMAND = python_command("kvik.text.template_process")
 
 
 class ChatTemplate:
-    """The chat template of one model, rendered by a process of its own; threads may share it.
+    """The chat template of one model, rendered in a separate process; threads may share it.
 
-    The process starts with the first rendering and stays until `close`. One that took too long or
-    that ended is replaced by the next rendering.
+    The process starts with the first rendering and lives until `close`. If it takes too long or
+    ends, the next rendering starts a new one.
 
     Args:
         source: the template, or None if the model has none.
-        seconds: for one rendering.
-        command: that starts the process.
+        seconds: limit of one rendering.
+        command: starts the process.
 
     Raises:
         ModelError: the model has no template, or it is too long.
@@ -75,7 +75,7 @@ class ChatTemplate:
 
         Args:
             messages: each has a `role` and a `content`: a string or a list of text parts, or
-                nothing if it has `tool_calls`. Other fields reach the template as they are.
+                nothing if it has `tool_calls`. Other fields are passed to the template unchanged.
             add_generation_prompt: end with the header of the assistant's answer.
             tools: JSON schemas of functions the model may call.
             variables: further names for the template, such as `enable_thinking`.
@@ -109,17 +109,17 @@ class ChatTemplate:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that renders; None: there is none."""
+        """Id of the rendering process; None: it is not running."""
         return self._process.pid
 
     def close(self) -> None:
-        """End the process. Another thread's rendering fails at once, and so do all later ones."""
+        """End the process. Renderings in other threads fail at once, and so do all later ones."""
         self._process.close()
 
 
 def check_messages(messages: object) -> list[dict[str, Any]]:
     """Return the messages of a conversation as plain values; raises `ParamError` if they are
-    none."""
+    invalid."""
     if not isinstance(messages, (list, tuple)) or not messages:
         raise ParamError("messages", "must be a list of at least one message")
     if len(messages) > MAX_MESSAGES:
@@ -166,7 +166,7 @@ def _plain_mapping(field: str, value: Mapping[Any, object]) -> dict[str, Any]:
 
 
 def _plain(field: str, value: object) -> object:
-    """Copy plain JSON data: a template must not get objects with methods."""
+    """Copy plain JSON data: a template must not receive objects with methods."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):

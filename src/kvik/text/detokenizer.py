@@ -1,10 +1,10 @@
-"""Incremental detokenisation: text of tokens as they come, without unfinished characters.
+"""Incremental detokenisation: the text of new tokens, without incomplete characters.
 
-The decoder of a language model's tokenizer writes a token in the same way wherever it stands,
-except that a text loses its leading space. So the text of a sequence is a concatenation of pieces
-that are found once per token id, and a stream costs one dictionary lookup per token. A piece that
-is not whole characters is kept as bytes and joined with its neighbours by the UTF-8 decoder, so
-at most three bytes are ever held back.
+The decoder of a language model's tokenizer writes a token in the same way everywhere, except that a
+text loses its leading space. So the text of a sequence is a concatenation of pieces that are
+computed once per token id, and a stream costs one dictionary lookup per token. A piece that is not
+whole characters is kept as bytes and joined with its neighbours by the UTF-8 decoder, so at most
+three bytes are ever held back.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from kvik.errors import ModelError
 # Stop strings in streamed text, matched across the borders of tokens and pushes.
 #
 # An Aho-Corasick automaton (1975) over the stop strings: the depth of its state is the length of
-# the longest end of the text that may still become a stop string, which is just what is held
-# back. The cost per character does not depend on the text before it nor on the number of stop
+# the longest suffix of the text that may still become a stop string, and exactly that suffix is
+# held back. The cost per character depends neither on the text before it nor on the number of stop
 # strings.
 
 
 class StopTable:
-    """The automaton. It does not change, so any number of outputs may share it."""
+    """The automaton. It is immutable, so any number of outputs may share it."""
 
     def __init__(self, stop: Iterable[str]) -> None:
         self._next: list[dict[str, int]] = [{}]  # trie of the stop strings, node 0 is the root
@@ -40,7 +40,7 @@ class StopTable:
         self.match = [""]  # the longest stop string that ends at this node
         for text in stop:
             self._add(text)
-        self._fail = self._link()  # the longest proper end of a node that is a node too
+        self._fail = self._link()  # node -> its longest proper suffix that is also a node
         self.starts = frozenset(self._next[0])  # characters that a stop string begins with
 
     def step(self, node: int, char: str) -> int:
@@ -61,7 +61,7 @@ class StopTable:
         self.match[node] = text
 
     def _link(self) -> list[int]:
-        """Failure links in order of depth, handing down the matches they lead to."""
+        """Compute failure links in order of depth, and inherit the matches they lead to."""
         self._fail = [0] * len(self._next)
         queue = deque(self._next[0].values())
         while queue:
@@ -76,7 +76,7 @@ class StopTable:
 class StopStrings:
     """Watches one output for its stop strings.
 
-    The match that ends first wins; of those that end together, the longest. With `include` the
+    The match that ends first wins; of matches with the same end, the longest. With `include` the
     released text ends with the match, otherwise just before it.
     """
 
@@ -90,11 +90,11 @@ class StopStrings:
     def push(self, text: str, *, may_end: bool = True) -> tuple[str, str | None]:
         """Return the text that may be shown now, and the stop string if one was found.
 
-        Whatever is pushed after a match is dropped.
+        Text after a match is dropped.
 
         Args:
-            may_end: a stop string that ends in this text is a match. One that only begins in it may
-                be one later in any case.
+            may_end: a stop string that ends in this text is a match. One that only begins in it can
+                match later in either case.
         """
         if self._found is not None:
             return "", self._found
@@ -116,7 +116,7 @@ class StopStrings:
         return known[:free], None
 
     def flush(self) -> str:
-        """Return the text kept back, when the output ends without a match."""
+        """Return the text held back, when the output ends without a match."""
         text, self._held = self._held, ""
         self._node = 0
         return text
@@ -124,14 +124,14 @@ class StopStrings:
 
 REPLACEMENT = "\ufffd"
 NO_MARKS: Mapping[int, str] = MappingProxyType({})
-MAX_LEADING = 8  # tokens without text after which a text counts as begun
+MAX_LEADING = 8  # number of tokens without text after which the text counts as begun
 MAX_CHAR_BYTES = 4
 MAX_REASON = 200  # characters of the library's message in an error
 
-# Decoder steps that treat a token by itself, or by whether it is the first one.
+# Decoder steps whose result for a token depends only on the token and on whether it is the first.
 _LOCAL_STEPS = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}
-_JOINING_STEPS = {"ByteLevel", "Fuse"}  # the steps after these see the text as a whole
-_TEXT_STEPS = {"Fuse", "Strip"}  # of them, these change nothing but the start
+_JOINING_STEPS = {"ByteLevel", "Fuse"}  # the steps after these process the joined text
+_TEXT_STEPS = {"Fuse", "Strip"}  # steps on the joined text that change only its start
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -149,8 +149,8 @@ _ALPHABET = _byte_alphabet()
 
 @contextmanager
 def panics_are_errors() -> Iterator[None]:
-    """Turn a panic of the library's Rust code into `ModelError`. It is a BaseException, which the
-    handlers of a request's errors do not catch, and its class cannot be imported."""
+    """Convert a panic of the library's Rust code to `ModelError`. A panic is a BaseException, which
+    the handlers of a request's errors do not catch, and its class cannot be imported."""
     try:
         yield
     except BaseException as error:
@@ -173,7 +173,8 @@ class TokenTexts:
         self._cache: dict[int, str | bytes] = {}
 
     def of(self, token: int) -> str | bytes:
-        """Return the text of a token inside a sequence, or its bytes if they are no characters.
+        """Return the text of a token inside a sequence, or its bytes if they are not whole
+        characters.
 
         An id that the tokenizer does not know (models pad their vocabulary) has no text.
         """
@@ -183,14 +184,14 @@ class TokenTexts:
         return piece
 
     def join(self, ids: Sequence[int]) -> str | None:
-        """Return the text of tokens inside a sequence; None: one is new or has half a character."""
+        """Return the text of tokens inside a sequence; None: one is not cached, or is bytes."""
         try:
             return "".join(map(self._cache.__getitem__, ids))  # type: ignore[arg-type]
         except (KeyError, TypeError):
             return None
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens that begin a sequence, as the library sees it."""
+        """Return the library's text of tokens at the start of a sequence."""
         with panics_are_errors():
             return self._library.decode(ids, skip_special_tokens=False)
 
@@ -224,8 +225,8 @@ class Detokenizer:
     ) -> None:
         """
         Args:
-            skipped: tokens that are left out.
-            marks: what is written for some tokens, skipped or not.
+            skipped: tokens to leave out.
+            marks: token id -> text that replaces it, even if it is skipped.
         """
         self._texts = texts
         self._skipped = skipped
@@ -233,14 +234,14 @@ class Detokenizer:
         self._partial = b""  # start of a character, at most three bytes
         last = list(self._last_shown(prompt_ids))
         begun = len(last) == MAX_LEADING or texts.decode(last) != ""
-        self._leading = None if begun else last  # tokens of a text that is empty so far
+        self._leading = None if begun else last  # tokens so far, while their text is empty
         for token in last[-MAX_CHAR_BYTES:]:
             piece = texts.of(token)
             self._partial = self._partial + piece if isinstance(piece, bytes) else b""
         self._complete(b"")
 
     def push(self, ids: Sequence[int]) -> str:
-        """Return the text that is final with these tokens."""
+        """Take more tokens; return the text that is final."""
         usual = not self._partial and self._skipped.isdisjoint(ids)
         if usual and self._leading is None and self._marks.keys().isdisjoint(ids):
             text = self._texts.join(ids)
@@ -265,20 +266,20 @@ class Detokenizer:
         return "".join(out)
 
     def flush(self) -> str:
-        """Return the text kept back, when the output ends without a match."""
+        """Return the text held back, when the output ends: an incomplete character as U+FFFD."""
         rest = self._partial.decode(errors="replace")
         self._partial = b""
         return rest
 
     def _complete(self, data: bytes) -> str:
-        """Characters that end in these bytes. Invalid bytes become U+FFFD at once."""
+        """Return the characters that these bytes complete. Invalid bytes become U+FFFD at once."""
         data = self._partial + data
         text, used = codecs.utf_8_decode(data, "replace", False)
         self._partial = data[used:]
         return text
 
     def _lead(self, leading: list[int], token: int) -> str:
-        """Text of a token before which there is none: here the decoder drops spaces."""
+        """Return the text of a token at the start of a text, where the decoder drops spaces."""
         leading.append(token)
         text = self._texts.decode(leading)
         if text or len(leading) == MAX_LEADING:

@@ -1,11 +1,11 @@
 # ruff: noqa: RUF001 (markers of models have such characters)
-"""How models write tool calls: one value for each format, of which come a grammar
-(`tool_grammar.py`) and a parser (`tool_calls.py`).
+"""The formats in which models write tool calls: one value for each format, from which a grammar
+(`tool_grammar.py`) and a parser (`tool_calls.py`) are derived.
 
-A call is written as a pattern: literal text around `{name}`, `{arguments}` and perhaps `{id}`.
-Arguments are a JSON object, or one `parameter` pattern for each with `{key}` and `{value}` (strings
-as they are, all else as JSON), or Python's keyword arguments. Markers that are tokens of their own
-count as these tokens alone: text that only spells them is text.
+A call is a pattern: literal text around `{name}`, `{arguments}` and optionally `{id}`. Arguments
+are a JSON object; or one `parameter` pattern for each, with `{key}` and `{value}` (strings
+verbatim, other values as JSON); or Python's keyword arguments. If a marker is a token of the model,
+only this token counts as the marker: the same characters from other tokens are text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvik.text.tokenizer import Tokenizer
 
 PLACES = ("name", "arguments", "id", "key", "value")
 PLACE = re.compile(r"\{(" + "|".join(PLACES) + r")\}")
-# Characters that are none, which stand for markers in decoded text.
+# Unicode noncharacters, which represent markers in decoded text.
 FIRST_MARK, MAX_MARKS = 0xFDD0, 32
 
 
@@ -27,14 +27,14 @@ class Dialect:
     """A format of tool calls.
 
     Attributes:
-        markers: what a template that writes it contains, all of them.
+        markers: strings that a template with this format contains, all of them.
         call: the pattern of a call.
-        begin, between, end: around the calls of an answer.
+        begin, between, end: text around and between the calls of an answer.
         parameter: the pattern of one argument; "": arguments are a JSON object.
         pythonic: arguments are Python's keyword arguments.
-        bare: calls are all of an answer: nothing but its beginning tells them from text.
-        id: pattern of an id as regular expression, where a call has one.
-        call_id: an id as clients see it, of `{name}` and `{id}`; "": a random one.
+        bare: an answer with calls has no text; only its beginning distinguishes it from text.
+        id: regular expression of an id, if a call has one.
+        call_id: pattern of the id for clients, with `{name}` and `{id}`; "": a random one.
         short_ids: random ids have nine letters and digits.
         several: an answer may have several calls.
     """
@@ -56,7 +56,7 @@ class Dialect:
 
 _OBJECT = '{"name": "{name}", "arguments": {arguments}}'
 
-# The first whose markers a template has is its format, so special ones stand before general ones.
+# The first format whose markers a template has applies, so special ones come before general ones.
 DIALECTS = (
     Dialect(
         "kimi",
@@ -227,12 +227,12 @@ BY_NAME: Mapping[str, Dialect] = {one.name: one for one in DIALECTS}
 
 
 def dialect_of(template: str) -> Dialect | None:
-    """Return the format in which a chat template writes tool calls; None: it knows none."""
+    """Return the format in which a chat template writes tool calls; None: unknown."""
     return next((d for d in DIALECTS if all(marker in template for marker in d.markers)), None)
 
 
 def other_markup(tokenizer: Tokenizer, used: Iterable[int]) -> tuple[int, ...]:
-    """Return the special tokens that may stand in a text: neither used otherwise, nor EOS."""
+    """Return the special tokens that may be part of a text: neither used otherwise, nor EOS."""
     eos = tokenizer.library.token_to_id(tokenizer.eos_token) if tokenizer.eos_token else None
     every = {*tokenizer.markup_ids.values(), *tokenizer.special_ids}
     return tuple(sorted(every - {*used, eos}))
@@ -240,11 +240,11 @@ def other_markup(tokenizer: Tokenizer, used: Iterable[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """A dialect over the tokens of a model.
+    """A dialect with the tokens of a model.
 
     Attributes:
-        ids: the token of each marker that is one.
-        others: special tokens that a text may have between calls.
+        ids: marker -> its token, for markers that are tokens.
+        others: special tokens that a text may contain between calls.
     """
 
     dialect: Dialect
@@ -261,16 +261,16 @@ class ToolFormat:
 
     @property
     def marks(self) -> dict[int, str]:
-        """What stands for each marker token in decoded text."""
+        """Marker token -> the character that represents it in decoded text."""
         return {token: chr(FIRST_MARK + n) for n, token in enumerate(self.ids.values())}
 
     def marked(self, text: str) -> str:
-        """Return a text with its markers as they stand in decoded text."""
+        """Return a text with its markers replaced by their characters in decoded text."""
         marks = self.marks
         return "".join(marks[p] if isinstance(p, int) else p for p in self.pieces(text))
 
     def unmarked(self, text: str) -> str:
-        """Return a decoded text with its markers as they are written."""
+        """Return a decoded text with its markers spelt out; undoes `marked`."""
         if not any(FIRST_MARK <= ord(char) < FIRST_MARK + MAX_MARKS for char in text):
             return text
         for marker, token in self.ids.items():
@@ -278,7 +278,7 @@ class ToolFormat:
         return text
 
     def pieces(self, text: str) -> Iterator[str | int]:
-        """Split a text into tokens of markers, and what stands between them."""
+        """Split a text into marker tokens and the text between them."""
         if not self.ids:
             yield text
             return
@@ -293,7 +293,7 @@ class ToolFormat:
 
     @property
     def opener(self) -> str:
-        """What begins the calls of an answer: a marker that is a token, or a text."""
+        """The start of the calls of an answer: a marker that is a token, or a text."""
         begin = self.dialect.begin or PLACE.split(self.dialect.call)[0]
         first = next(self.pieces(begin))
         if isinstance(first, str):

@@ -1,10 +1,10 @@
-"""From a `Constraint` to a grammar of llguidance, and from that to its matcher.
+"""Translates a `Constraint` to a grammar of llguidance, and builds the library's matcher of it.
 
-The library walks the bytes of all tokens through derivatives of regular expressions and an Earley
-parser; nothing is precomputed but a trie of the vocabulary (github.com/guidance-ai/llguidance).
+The library matches the bytes of all tokens by derivatives of regular expressions and an Earley
+parser; only a trie of the vocabulary is precomputed (github.com/guidance-ai/llguidance).
 
-The vocabulary that it sees has one token of its own, behind all others, which stands for every
-token that ends an answer: its bit in a mask says that the text may end.
+Its vocabulary has one additional token at the end, which represents every token that ends an
+answer: its bit in a mask says that the text may end.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 FORMATS = {
     "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid",
 }  # fmt: skip
-# Keywords that say something of a value, and that no grammar here can hold to.
+# Keywords that constrain a value and cannot be enforced by the grammar.
 NOT_ENFORCED = {
     "$dynamicRef", "$recursiveRef", "contains", "dependencies", "dependentRequired",
     "dependentSchemas", "else", "if", "maxContains", "minContains", "not", "propertyNames", "then",
     "unevaluatedItems", "unevaluatedProperties",
 }  # fmt: skip
-OPTIONS = "x-guidance"  # of llguidance, which could lift limits
+OPTIONS = "x-guidance"  # keyword of llguidance, which could lift limits
 COUNTS = {"maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties"}
-# Lookaround, word boundaries, back references and atomic groups of a regular expression.
+# Lookaround, word boundaries, back references and atomic groups in regular expressions.
 BEYOND_REGULAR = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?(?:[=!>]|<[=!])|\\[1-9bB]|\\k<)")
 
 # Keywords whose value is a schema, a list of schemas, or a mapping to schemas.
@@ -43,11 +43,11 @@ NAMED = {"$defs", "definitions", "patternProperties", "properties"}
 
 
 def enforceable(schema: object) -> tuple[object, list[str]]:
-    """Return the part of a schema that can be enforced, and what is left out: each a keyword and
-    the JSON pointer of the schema that has it.
+    """Return the enforceable part of a schema, and the parts left out: each a keyword and the JSON
+    pointer of the schema that has it.
 
     Raises:
-        ValueError: a `$ref` leads out of the schema.
+        ValueError: a `$ref` points outside the schema.
         RecursionError: it is nested too deeply.
     """
     dropped: list[str] = []
@@ -58,7 +58,7 @@ def _cleaned(schema: object, path: str, dropped: list[str]) -> object:
     if schema is True:
         return {}
     if not isinstance(schema, Mapping):
-        return schema  # false, or wrong: llguidance says so
+        return schema  # false; or invalid, which llguidance reports
     kept: dict[str, Any] = {}
     for key, value in schema.items():
         if key == OPTIONS:
@@ -78,7 +78,7 @@ def _cleaned(schema: object, path: str, dropped: list[str]) -> object:
 
 
 def _unenforced(key: str, value: object) -> str | None:
-    """Return the name of a keyword to leave out, "" if nothing is lost by that; None to keep it."""
+    """Return the keyword to report as left out, "" to drop it silently, or None to keep it."""
     if key == "uniqueItems":
         return "" if value is False else key
     if key == "format" and isinstance(value, str) and value not in FORMATS:
@@ -112,7 +112,7 @@ def _escaped(name: str) -> str:
 
 
 def _has_all_properties(schema: Mapping[str, Any]) -> bool:
-    """Return whether an object has all of its declared properties, so that they can be counted."""
+    """Return whether an object must have all declared properties, so that they can be counted."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, Mapping) or not isinstance(required, Sequence):
         return False
@@ -121,19 +121,19 @@ def _has_all_properties(schema: Mapping[str, Any]) -> bool:
 
 FIELD = "structured"
 INSTALL = "needs llguidance 1.9 or newer: pip install 'kvik[structured]'"
-# Bounds of one request in the library. A lexer state takes 1 to 2 KB; 14,000 fuel are 1 ms.
+# Limits of one request in the library. A lexer state takes 1 to 2 KB; 14,000 fuel take 1 ms.
 LIMITS = {
     "max_lexer_states": 20_000,
     "step_lexer_fuel": 50_000,
     "step_max_items": 20_000,
-    "verbose_errors": False,  # they would repeat the schema
+    "verbose_errors": False,  # verbose ones repeat the schema
 }
 LAYOUT = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 SPACED = {"whitespace_flexible": False, "whitespace_pattern": r"[ \n]{0,20}"}
 MAX_REASON = 300
-_INSIDE = "\x02"  # a character that no token joins with others
-MAX_SPELT = 4096  # texts whose tokens are remembered
-_LONGEST = 32  # bytes of a token that is looked for
+_INSIDE = "\x02"  # a character that no token contains together with others
+MAX_SPELT = 4096  # cached texts
+_LONGEST = 32  # largest token, in bytes, that `_longest` looks for
 _ATTRIBUTES = re.compile(r"\[[^\]\n]*\b(max_tokens|temperature|stop|suffix)\s*=")
 
 
@@ -154,8 +154,8 @@ class TokenBytes:
     """The tokens of a model.
 
     Attributes:
-        texts: [vocab_size], the bytes of each; b"" where an id has no text, which is never allowed.
-        special_ids: of tokens that no text spells. A grammar may name them.
+        texts: [vocab_size], the bytes of each; b"": the id has no text and is never allowed.
+        special_ids: of tokens that no text matches. A grammar may name them.
     """
 
     texts: list[bytes]
@@ -163,7 +163,8 @@ class TokenBytes:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, vocab_size: int) -> TokenBytes:
-        """
+        """Return the tokens of a tokenizer.
+
         Args:
             vocab_size: rows of the model's head, some of which may have no token.
         """
@@ -176,17 +177,17 @@ class TokenBytes:
 
 
 class GrammarVocabulary:
-    """The tokens of a model, as llguidance sees them.
+    """The tokens of a model in llguidance.
 
     Args:
-        encode: text to token ids, without special tokens; None: forced texts are spelt in any way.
+        encode: text to token ids, without special tokens; None: forced texts are split greedily.
     """
 
     def __init__(
         self, tokens: TokenBytes, encode: Callable[[str], list[int]] | None = None
     ) -> None:
         llguidance = library()
-        self.stop = len(tokens.texts)  # the token that stands for all that end an answer
+        self.stop = len(tokens.texts)  # the token that represents all tokens that end an answer
         self._limits = llguidance.LLParserLimits(**LIMITS)
         self._matcher = llguidance.LLMatcher
         self._tokenizer = llguidance.LLTokenizer(_Encoder(tokens, encode))
@@ -208,7 +209,7 @@ class GrammarVocabulary:
 
 
 class _Encoder:
-    """A tokenizer as `llguidance.LLTokenizer` takes it."""
+    """A tokenizer with the interface that `llguidance.LLTokenizer` expects."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -219,8 +220,8 @@ class _Encoder:
         self.special_token_ids = [*tokens.special_ids, self.eos_token_id]
         self._ids = {text: i for i, text in enumerate(tokens.texts)}
         self._encode = encode
-        self._spelt: dict[str, list[int]] = {}  # forced texts are few, and come again
-        # SentencePiece would put a space before a text; behind this character it does not.
+        self._spelt: dict[str, list[int]] = {}  # forced texts are few and recur
+        # SentencePiece puts a space before a text, but not after this character.
         self._before = encode(_INSIDE) if encode is not None else []
 
     def __call__(self, text: str) -> list[int]:
@@ -235,13 +236,13 @@ class _Encoder:
         data = text.encode()
         if self._encode is not None:
             ids, count = self._encode(_INSIDE + text), len(self._before)
-            # Some tokenizers have tokens whose bytes are not the text that they stand for.
+            # In some tokenizers, the bytes of a token differ from the text that it encodes.
             if b"".join(self.tokens[i] for i in ids) == _INSIDE.encode() + data:
                 return ids[count:]
         return self._longest(data)
 
     def _longest(self, text: bytes) -> list[int]:
-        """Take the longest token at each place; [] where there is none."""
+        """Tokenise greedily, with the longest token at each place; []: impossible."""
         ids: list[int] = []
         start = 0
         while start < len(text):
@@ -255,11 +256,11 @@ class _Encoder:
 
 
 def translate(constraint: Constraint, vocabulary: GrammarVocabulary) -> tuple[str, list[str]]:
-    """Return llguidance's grammar of a constraint, which can be built, and what of a schema it does
-    not enforce.
+    """Return llguidance's grammar of a constraint, after building it once, and the parts of a
+    schema that it does not enforce.
 
     Raises:
-        ParamError: it cannot be used; the message says why.
+        ParamError: the constraint cannot be used; the message says why.
     """
     if constraint.around:
         return _within(constraint, vocabulary)
@@ -287,7 +288,7 @@ def translate(constraint: Constraint, vocabulary: GrammarVocabulary) -> tuple[st
 
 
 def _within(constraint: Constraint, vocabulary: GrammarVocabulary) -> tuple[str, list[str]]:
-    """The grammar of a text and what is around it."""
+    """Return the grammar of a constrained text inside `constraint.around`."""
     grammar, unenforced = translate(replace(constraint, around=""), vocabulary)
     inner = [{"lark_grammar": grammar}]
     if grammar.startswith("{"):
@@ -318,7 +319,7 @@ def _of_schema(constraint: Constraint, vocabulary: GrammarVocabulary) -> tuple[s
 
 
 def _of_text(source: str) -> str:
-    """Return llguidance's grammar of one that a user wrote: Lark, GBNF, or its own JSON."""
+    """Return llguidance's grammar for a user's grammar: Lark, GBNF, or llguidance's JSON."""
     if source.lstrip().startswith("{"):
         try:
             own = json.loads(source)
@@ -332,7 +333,7 @@ def _of_text(source: str) -> str:
         convert = importlib.import_module("llguidance.gbnf_to_lark").any_to_lark
         try:
             lark = convert(source)
-        except Exception as error:  # of any kind: it is a parser of its own
+        except Exception as error:  # the converter's parser raises errors of any kind
             raise ParamError(FIELD, f"grammar cannot be read: {brief(str(error))}") from None
         texts, source = [lark], library().LLMatcher.grammar_from_lark(lark)
     for text in texts:

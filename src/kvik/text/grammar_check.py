@@ -1,8 +1,8 @@
 """Checks constraints in a process with limits: `python -m kvik.text.grammar_check`.
 
-Building a grammar may take hours and all memory, and some end the process that builds them. So a
-child builds each new one first, walks what it forces and computes a mask, with the model's own
-tokens and on a smaller stack than the engine has. What passed, the engine can build.
+Building a grammar may take hours or all memory, and may crash the process. So a child first builds
+each new one, computes its forced text and a mask, with the model's own tokens and on a smaller
+stack than the engine has. If that succeeds, the engine can build it too.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from kvik.text.grammar import GrammarVocabulary, TokenBytes, library, translate
 from kvik.text.limited_process import LimitedProcess, framed, serve
 from kvik.text.tokenizer import Tokenizer
 
-SECONDS = 2.0  # for one constraint
+SECONDS = 2.0  # limit for one constraint
 MAX_MEMORY = 1 << 30
-STACK_BYTES = 8 << 20  # of the thread that builds
+STACK_BYTES = 8 << 20  # of the building thread
 MAX_ANSWER = 4 * MAX_SOURCE_BYTES
 MAX_CACHED_BYTES = 16 << 20
 TOO_COMPLEX = "schema_too_complex"
@@ -38,7 +38,7 @@ class Checked(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         grammar: of llguidance; "": the constraint cannot be used.
         unenforced: parts of a schema that it leaves out.
-        error: why it cannot be used.
+        error: why the constraint cannot be used.
         code: see `ParamError`.
     """
 
@@ -52,7 +52,7 @@ class GrammarCheck:
     """Checks and translates the constraints of one model's requests; threads may share it.
 
     Args:
-        seconds: for one constraint.
+        seconds: limit for one constraint.
     """
 
     def __init__(
@@ -75,27 +75,27 @@ class GrammarCheck:
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None: there is none."""
+        """Id of the process; None: it is not running."""
         return self._process.pid
 
     def knows(self, params: SamplingParams) -> bool:
-        """Return whether `checked` need not ask the process."""
+        """Return whether `checked` can answer without the process."""
         constraint = params.structured
         return constraint is None or constraint.kind == CHECKED or constraint in self._known
 
     def checked(self, params: SamplingParams) -> tuple[SamplingParams, tuple[str, ...]]:
-        """Return the parameters as the engine takes them, and what of a schema is not enforced:
-        each a keyword and its JSON pointer.
+        """Return the parameters with the constraint in the engine's form, and the parts of a schema
+        that are not enforced: each a keyword and its JSON pointer.
 
         Raises:
-            ParamError: the text cannot be structured so; the message says why.
+            ParamError: the constraint cannot be used; the message says why.
         """
         constraint = params.structured
         if constraint is None or constraint.kind == CHECKED:
             return params, ()
         found = self._look_up(constraint)
         if found is None:
-            library()  # says how it is installed
+            library()  # its error says how to install it
             found = self._ask(constraint)
             self._keep(constraint, found)
         if found.error:
@@ -148,7 +148,7 @@ def _size(constraint: Constraint, checked: Checked) -> int:
 
 
 def begin(first: bytes) -> Callable[[bytes], Checked]:
-    """Take in the tokens. Each frame after them is a constraint."""
+    """Take the tokens in the first frame. Each later frame is a constraint."""
     vocabulary = GrammarVocabulary(msgspec.msgpack.decode(first, type=TokenBytes))
     asked: SimpleQueue[bytes] = SimpleQueue()
     answered: SimpleQueue[Checked] = SimpleQueue()
@@ -174,7 +174,7 @@ def _checked(body: bytes, vocabulary: GrammarVocabulary) -> Checked:
         return Checked(error=error.message)
     except MemoryError:
         return _too_complex("too much memory")
-    except Exception as error:  # of the library, which may fail in any way
+    except Exception as error:  # the library may raise any error
         return Checked(error=f"cannot be used: {type(error).__name__}: {error}"[:300])
     return Checked(grammar, tuple(unenforced))
 

@@ -1,7 +1,7 @@
 """The format of gpt-oss: an answer is a sequence of messages, each on a channel.
 
-A message is `<|channel|>` and its header, `<|message|>` and its content, and `<|end|>`; before each
-but the first stands `<|start|>assistant`. Thoughts are on the channel `analysis`, the answer is on
+A message is `<|channel|>` and its header, `<|message|>` and its content, and `<|end|>`; each but
+the first begins with `<|start|>assistant`. Thoughts are on the channel `analysis`, the answer is on
 `final`; a call is on `commentary` with ` to=functions.NAME`, and ends the answer
 (github.com/openai/harmony, docs/format.md).
 """
@@ -20,7 +20,7 @@ from kvik.text.tool_grammar import Tool, ToolMode, json_rule, text_rules
 
 NAME = "harmony"
 MARKERS = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>", "<|call|>")
-MAX_HEADER = 256  # characters; what is longer is text
+MAX_HEADER = 256  # characters; a longer one is text
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([A-Za-z0-9_.-]+)")
 
 
@@ -29,8 +29,8 @@ class HarmonyFormat:
     """See `AnswerFormat`.
 
     Attributes:
-        ids: the token of each marker.
-        others: special tokens that a text may have.
+        ids: marker -> its token.
+        others: special tokens that a text may contain.
     """
 
     ids: Mapping[str, int]
@@ -40,7 +40,7 @@ class HarmonyFormat:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> HarmonyFormat | None:
-        """Return the format over the tokens of a model; None: its markers are no tokens."""
+        """Return the format with the tokens of a model; None: some markers are not tokens."""
         ids = {one: i for one in MARKERS if (i := tokenizer.markup_ids.get(one)) is not None}
         if len(ids) < len(MARKERS):
             return None
@@ -55,7 +55,7 @@ class HarmonyFormat:
         return {token: chr(FIRST_MARK + n) for n, token in enumerate(self.ids.values())}
 
     def num_thought_tokens(self, token_ids: Sequence[int], begun: bool | None) -> int:
-        """See `AnswerFormat.num_thought_tokens`: a thought is what another message follows."""
+        """See `AnswerFormat.num_thought_tokens`: a message before another one is a thought."""
         end = self.ids["<|end|>"]
         if end in token_ids:
             return token_ids.index(end) + 1
@@ -66,7 +66,8 @@ class HarmonyFormat:
         return True if prompt.endswith("<|channel|>analysis<|message|>") else None
 
     def for_template(self, message: Mapping[str, object]) -> Mapping[str, object]:
-        """See `AnswerFormat.for_template`: its template names thoughts so, beside calls alone."""
+        """See `AnswerFormat.for_template`: with calls, the template reads thoughts from
+        `thinking`."""
         thought = message.get("reasoning_content")
         if not thought or not message.get("tool_calls") or message.get("content"):
             return message
@@ -83,8 +84,8 @@ class HarmonyFormat:
         answer: bool = False,
         thought: Thought | None = None,
     ) -> str:
-        """See `AnswerFormat.call_grammar`. There is one call at most, which may follow a message
-        to the user."""
+        """See `AnswerFormat.call_grammar`. There is at most one call, which may follow a message to
+        the user."""
         texts, text = text_rules(self.others), "@answer" if answer else "text"
         if thought is None:
             return "\n".join([f"start: {text}", *texts])
@@ -142,7 +143,7 @@ class HarmonyFormat:
 
 
 class HarmonyParser:
-    """See `AnswerReader`. What has no header, and what is for nobody known, is text."""
+    """See `AnswerReader`. A message without a header or for an unknown recipient is text."""
 
     def __init__(self, form: HarmonyFormat, begun: bool | None, tools: Mapping[str, Tool]) -> None:
         self._tools = tools
@@ -169,14 +170,14 @@ class HarmonyParser:
         return found
 
     def close(self) -> list[AnswerDelta]:
-        """The answer has ended."""
+        """End the answer; return the rest."""
         found: list[AnswerDelta] = []
         if self._held:
             self._header(found, closed=True)
         return found
 
     def _header(self, found: list[AnswerDelta], *, closed: bool) -> bool:
-        """Read the header of a message; whether it is known what it is."""
+        """Read the header of a message; return whether the kind of the message is known."""
         begins = self._held.lstrip()
         head, message, content = begins.partition(self._message)
         first = begins[:1]

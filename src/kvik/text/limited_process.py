@@ -1,9 +1,9 @@
-"""A process with limits that answers frames, for work on what callers send.
+"""A child process with limits, for work on untrusted input.
 
-A template is a program and a grammar may be built for hours, or end the process that builds it. So
-a child does such work: the system refuses it memory, and the parent kills it when an answer takes
-too long. A frame is a length in 4 bytes and msgpack. The child's first frame is what it works with;
-then it answers each frame with one.
+A template is a program, and building a grammar may take hours or crash the process. So a child does
+such work: the system limits its memory, and the parent kills it when an answer takes too long. A
+frame is a length in 4 bytes and msgpack. The first frame to the child initialises it; then it
+answers each frame with one frame.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import IO
 import msgspec
 
 LENGTH_BYTES = 4
-START_SECONDS = 60.0  # for the process to import what it needs, on a busy machine
-ORPHAN_SECONDS = 60  # for one answer, if the parent is no longer there to end the process
+START_SECONDS = 60.0  # limit of the start, with imports, on a busy machine
+ORPHAN_SECONDS = 60  # limit of one answer, in case the parent no longer exists to kill the process
 
 
 def framed(message: object) -> bytes:
@@ -54,16 +54,16 @@ def _read_exactly(stream: IO[bytes], size: int) -> bytes:
 
 
 class LimitedProcess:
-    """The child as its parent sees it; threads may share it.
+    """The parent's handle of the child; threads may share it.
 
-    It starts with the first question and stays until `close`. One that took too long or that ended
-    is replaced at the next question.
+    The child starts with the first question and lives until `close`. If it takes too long or ends,
+    the next question starts a new one.
 
     Args:
-        command: that starts it.
-        first: message that it works with, made when a process starts.
-        seconds: for one answer.
-        max_answer: bytes.
+        command: starts the child.
+        first: makes the first message to a new child.
+        seconds: limit of one answer.
+        max_answer: limit of an answer in bytes.
     """
 
     def __init__(
@@ -85,16 +85,16 @@ class LimitedProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the child; None: there is none."""
+        """Id of the child; None: it is not running."""
         return None if self._child is None else self._child.pid
 
     def ask(self, frame: bytes) -> bytes:
         """Return the body of the answer to a frame.
 
         Raises:
-            TimeoutError: it takes too long.
-            EOFError, OSError: the process ended over it, or its answer is too long.
-            RuntimeError: this is closed.
+            TimeoutError: the answer takes too long.
+            EOFError, OSError: the child ended during the question, or its answer is too long.
+            RuntimeError: `close` was called.
         """
         with self._lock:
             while True:
@@ -107,7 +107,7 @@ class LimitedProcess:
                         child.exchange(framed(self._first()), START_SECONDS)
                     return child.exchange(frame, self._seconds)
                 except BaseException as error:
-                    # Also after Ctrl-C: the next question would read this answer.
+                    # Also after Ctrl-C, or else the next question would read this answer.
                     self._end()
                     late = isinstance(error, TimeoutError)  # which is an OSError
                     if isinstance(error, (EOFError, OSError)) and not is_new and not late:
@@ -115,9 +115,9 @@ class LimitedProcess:
                     raise
 
     def close(self) -> None:
-        """End the process. Another thread's question fails at once, and so do all later ones."""
+        """End the process. Questions of other threads fail at once, and so do all later ones."""
         if os.getpid() != self._parent:
-            return  # the process belongs to the one that this is a fork of
+            return  # this is a forked process; the child belongs to the original one
         self._closed = True
         if (child := self._child) is not None:
             child.kill()
@@ -145,7 +145,7 @@ class _Child:
         return self._process.pid
 
     def exchange(self, frame: bytes, seconds: float) -> bytes:
-        """Send a frame and return the answer; errors as of `LimitedProcess.ask`."""
+        """Send a frame and return the answer; raises the errors of `LimitedProcess.ask`."""
         timer = threading.Timer(seconds, self._kill_late)
         timer.daemon = True
         timer.start()
@@ -166,7 +166,7 @@ class _Child:
 
     def end(self) -> None:
         self.kill()
-        with suppress(OSError):  # what was not sent
+        with suppress(OSError):  # unsent data
             self._stdin.close()
         self._stdout.close()
         self._process.wait()
@@ -180,14 +180,14 @@ class _Child:
 
 
 def serve(begin: Callable[[bytes], Callable[[bytes], object]], *, max_memory: int) -> int:
-    """Answer the frames of stdin on stdout until it ends; the exit status of the process.
+    """Answer the frames of stdin on stdout until stdin ends; return the exit status.
 
     Args:
-        begin: takes the body of the first frame; returns what makes the answer to each later one.
-        max_memory: bytes that the process may have.
+        begin: takes the body of the first frame; returns the function that answers later ones.
+        max_memory: limit of the address space in bytes.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
-    with suppress(ValueError, OSError):  # not every system limits it
+    with suppress(ValueError, OSError):  # not every system supports it
         resource.setrlimit(resource.RLIMIT_AS, (max_memory, max_memory))
     frames, answers = sys.stdin.buffer, sys.stdout.buffer
 

@@ -1,6 +1,6 @@
-"""Follows answers through their grammars: which tokens may come next.
+"""Tracks answers in their grammars, and computes which tokens may come next.
 
-The grammars of an engine are built in a thread; a `GrammarMatcher` is where one answer is.
+The grammars of an engine are built in a thread; a `GrammarMatcher` is the state of one answer.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from kvik.text.grammar import FIELD, GrammarVocabulary, TokenBytes, brief
 if TYPE_CHECKING:
     from kvik.text.tokenizer import Tokenizer
 
-STACK_BYTES = 64 << 20  # of the thread that builds: references are followed recursively
-MAX_BUILT_BYTES = 64 << 20  # of grammars that are kept, as estimated
-BYTES_OF_EACH, BYTES_OF_CHARACTER = 100 << 10, 40  # as measured
-COUNTS = "[max_tokens="  # in a grammar that counts tokens, which no caller's may
-ANYTHING = -1  # a word with all bits
+STACK_BYTES = 64 << 20  # of the building thread: references are followed recursively
+MAX_BUILT_BYTES = 64 << 20  # of cached grammars, estimated
+BYTES_OF_EACH, BYTES_OF_CHARACTER = 100 << 10, 40  # measured: per grammar, and per character of it
+COUNTS = "[max_tokens="  # in grammars that count tokens, which callers' grammars may not
+ANYTHING = -1  # a word of a mask with all bits set
 
 
 class GrammarMatcher(TextMatcher):
     """See `TextMatcher`.
 
-    Where the grammar forces a text, the tokens of its usual spelling are a run, of which only the
-    next one may come. A run begins where none is left, so it depends on the answer alone, not on
-    drafts or on a preemption in the middle of it.
+    If the grammar forces a text, its usual tokenisation is a run, and only the next token of the
+    run is allowed. A run begins only when the previous one is used up, so runs depend on the answer
+    alone, not on drafts or on a preemption in the middle.
 
     Args:
         start: llguidance's matcher at the start, which is not changed.
-        stop: its token for all that end an answer; see `GrammarVocabulary`.
+        stop: its token for all tokens that end an answer; see `GrammarVocabulary`.
         stop_ids: tokens that end the answer.
         output: tokens of the answer so far.
-        counts: the grammar counts tokens, so the library takes none back.
+        counts: the grammar counts tokens, so the library cannot roll back.
 
     Raises:
-        ParamError: as of `append`.
+        ParamError: as `append`.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class GrammarMatcher(TextMatcher):
         self._counts = counts
         self._matcher = start.deep_copy()
         self._words = np.empty(stop // 32 + 1, np.int32)
-        # Python's own integers, and an address that is found once: a mask takes a microsecond.
+        # For speed: Python integers, and an address computed once. A mask takes a microsecond.
         self._view, self._address = memoryview(self._words.data), self._words.ctypes.data
         self._stop, self._stop_bit = stop // 32, _bit(stop)
         self._stop_bits = [(i // 32, _bit(i)) for i in stop_ids]
         self._ends = frozenset(stop_ids)
         self.ended = bool(self._matcher.is_stopped())
         self.num_surplus = 0
-        self._run = self._new_run()  # what is left of one, the next token last
+        self._run = self._new_run()  # rest of the current run, the next token last
         for token in output:
             self.append(token)
 
@@ -122,7 +122,7 @@ class GrammarMatcher(TextMatcher):
         return words
 
     def _new_run(self) -> list[int]:
-        """Return the tokens of the text that is forced here, the last one first."""
+        """Return the tokens of the text that is forced here, in reverse order."""
         forced: list[int] = self._matcher.compute_ff_tokens()
         return forced[::-1]
 
@@ -132,12 +132,12 @@ def _cannot_go_on(matcher: Any) -> str:
 
 
 def _bit(token: int) -> int:
-    """Of a token in its word of a mask, as an int32."""
+    """Return the bit of a token in its word of a mask, as an int32."""
     return (1 << token % 32) - ((token % 32 == 31) << 32)
 
 
 class BuiltGrammars(Grammars):
-    """Builds the grammars of an engine and keeps the last ones; for any thread.
+    """Builds the grammars of an engine, and caches recently used ones; thread-safe.
 
     Args:
         load: loads the model's tokenizer, None if it has none; called for the first grammar.
@@ -149,7 +149,7 @@ class BuiltGrammars(Grammars):
         self._vocab_size = vocab_size
         self._loading = threading.Lock()
         self._vocabulary: GrammarVocabulary | None = None
-        self._lock = threading.Lock()  # of what follows; held for a moment only
+        self._lock = threading.Lock()  # of the fields below; held only briefly
         self._built: OrderedDict[str, Any] = OrderedDict()  # by grammar, the oldest first
         self._built_bytes = 0
         self._builder: ThreadPoolExecutor | None = None
@@ -203,7 +203,7 @@ class BuiltGrammars(Grammars):
 
 
 def _size(grammar: str) -> int:
-    """Estimate the bytes of a grammar that is built."""
+    """Estimate the bytes of a built grammar."""
     return BYTES_OF_EACH + BYTES_OF_CHARACTER * len(grammar)
 
 

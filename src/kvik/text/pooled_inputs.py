@@ -1,4 +1,4 @@
-"""Texts to embed and pairs of texts to score, as a model was trained to read them."""
+"""Prepares texts to embed and pairs of texts to score, in the format of the model's training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvik.spec.pooling import PoolingSpec
 from kvik.text.tokenizer import Tokenizer
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-# Of Qwen3-Reranker (Zhang et al. 2025, arXiv 2506.05176), which answers with yes or no.
+# Format of Qwen3-Reranker (Zhang et al. 2025, arXiv 2506.05176), which answers with yes or no.
 QWEN3_TASK = "Judge whether the Document meets the requirements based on the Query"
 QWEN3_JUDGE = (
     f"<|im_start|>system\n{QWEN3_TASK} and "
@@ -23,11 +23,11 @@ QWEN3_END = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 @dataclass(frozen=True, slots=True)
 class PooledInput:
-    """A prompt that is embedded or scored.
+    """A prompt to embed or score.
 
     Attributes:
         ids: of its tokens.
-        second_text: as of `EngineRequest`.
+        second_text: see `EngineRequest`.
     """
 
     ids: list[int]
@@ -35,13 +35,13 @@ class PooledInput:
 
 
 def prompt_before(pooling: PoolingSpec | None, name: str | None) -> str:
-    """Return what is put before a text to embed.
+    """Return the prompt to put before a text to embed.
 
     Args:
-        name: of one of the model's prompts; None: the one that it has by default, if any.
+        name: of one of the model's prompts; None: the default one, if any.
 
     Raises:
-        ParamError: it has no such prompt.
+        ParamError: the model has no such prompt.
     """
     prompts = dict(pooling.prompts) if pooling is not None else {}
     if name is None:
@@ -60,11 +60,11 @@ def text_input(
     most: int | None = None,
     special: bool = True,
 ) -> PooledInput:
-    """Return a text to embed.
+    """Tokenise a text to embed.
 
     Args:
-        most: tokens to keep: special ones and the beginning of the text, or of models that say
-            nothing of embedding the end, as where they go on with it; None: all.
+        most: tokens to keep: special ones and the beginning of the text; or, for models without
+            pooling facts, its end, as for prompts to complete; None: all.
         special: add special tokens.
     """
     if pooling is None and most is not None:
@@ -88,15 +88,14 @@ def pair_input(
     instruction: str | None = None,
     most: int | None = None,
 ) -> PooledInput:
-    """Return a pair of texts to score: a query and a document, say.
+    """Tokenise a pair of texts to score, such as a query and a document.
 
     Args:
-        instruction: what makes a pair good, for models that read it; None: what they take by
-            default.
-        most: tokens to keep, of the longer text the first ones; None: all.
+        instruction: what makes a pair a good match, for models that take one; None: their default.
+        most: tokens to keep, the longer text being cut at its end; None: all.
 
     Raises:
-        ParamError: the model reads no instruction.
+        ParamError: the model takes no instruction.
     """
     if pooling.template == "qwen3":
         own = tokenizer.chat_template or ""
@@ -117,9 +116,10 @@ def pair_input(
 
 
 def check_dimensions(pooling: PoolingSpec | None, hidden: int, dimensions: int | None) -> None:
-    """
+    """Check the requested length of vectors.
+
     Raises:
-        ParamError: vectors of the model cannot have that length.
+        ParamError: vectors of the model cannot be cut to that length.
     """
     spec = pooling or PoolingSpec("")
     if dimensions is not None and not spec.can_cut(dimensions, hidden):
@@ -132,10 +132,10 @@ def default_pooling(pooling: PoolingSpec | None) -> str:
 
 
 def scoring(pooling: PoolingSpec | None) -> PoolingSpec:
-    """Return how a model scores pairs of texts.
+    """Return the pooling of a model that scores pairs of texts.
 
     Raises:
-        ParamError: it gives no scores.
+        ParamError: the model is not a reranker.
     """
     if pooling is None or not pooling.scores:
         raise ParamError("model", "gives no scores: it is no reranker")
@@ -143,10 +143,10 @@ def scoring(pooling: PoolingSpec | None) -> PoolingSpec:
 
 
 def paired(first: Sequence[str], second: Sequence[str]) -> list[tuple[str, str]]:
-    """Return pairs of texts: one with each of the others, or each with the one at its place.
+    """Return pairs of texts: a single first text with each second one, or both in parallel.
 
     Raises:
-        ParamError: there are several of both, and not as many.
+        ParamError: there are several first texts, and another number of second ones.
     """
     if len(first) == 1:
         return [(first[0], text) for text in second]

@@ -1,8 +1,8 @@
 """Renders a chat template in a process with limits: `python -m kvik.text.template_process`.
 
-The sandbox of jinja2 keeps a template away from the interpreter, and the process bounds what it may
-use (`limited_process.py`). Its first frame is the template; then each has the names of one
-rendering.
+The sandbox of jinja2 isolates a template from the interpreter, and the process limits its time and
+memory (`limited_process.py`). The first frame is the template; each later one has the variables of
+one rendering.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ MAX_REASON = 300  # characters of the template's own words in an error
 
 
 class TemplateSource(msgspec.Struct, frozen=True, array_like=True):
-    """The first message to the process: a template, and the special tokens it may name."""
+    """The first message to the process: a template, and the special tokens it may use."""
 
     source: str
     tokens: dict[str, str]
 
 
 class Rendered(msgspec.Struct, frozen=True, array_like=True):
-    """The answer of the process: the text, or which field is wrong and why."""
+    """The answer of the process: the text, or the invalid field and why."""
 
     text: str = ""
     field: str = ""
@@ -42,7 +42,7 @@ class Rendered(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Templates change nothing but lists, of one rendering, which some of them append to."""
+    """A sandbox whose templates cannot modify values, except for appending to lists."""
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         appends = isinstance(obj, list) and attr == "append"
@@ -64,10 +64,10 @@ class GenerationTag(Extension):
 
 
 def compiled(source: str) -> Template:
-    """Compile a template as the libraries of model authors do.
+    """Compile a template with the settings of model authors' libraries.
 
     Raises:
-        Exception: of any kind, as constants are computed while compiling.
+        Exception: of any kind, because constant expressions are evaluated during compilation.
     """
     environment = Sandbox(
         trim_blocks=True,
@@ -87,7 +87,7 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Write JSON as the model saw it in training: without HTML escapes."""
+    """Write JSON without HTML escapes, as in the model's training."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -103,7 +103,7 @@ def strftime_now(form: str) -> str:
 
 
 def render(template: Template, data: bytes) -> Rendered:
-    """Render the names in one frame."""
+    """Render with the variables in one frame."""
     try:
         text = template.render(msgspec.msgpack.decode(data))
         if len(text) > MAX_TEXT:
@@ -126,7 +126,7 @@ def failed(field: str, what: str, error: Exception) -> Rendered:
 
 
 def begin(first: bytes) -> Callable[[bytes], Rendered]:
-    """Take in the template. Each frame after it gives the names of one rendering."""
+    """Take the template in the first frame. Each later frame has the variables of one rendering."""
     source = msgspec.msgpack.decode(first, type=TemplateSource)
     template: Template | None = None
 

@@ -1,4 +1,4 @@
-"""Thoughts of a model before its answer: where they stand, and reading them apart."""
+"""Thoughts (reasoning) of a model before its answer: their markers, grammar and parser."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ MAX_GAP = 3  # line breaks and spaces between a thought and its answer
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """That a thought may come before an answer.
+    """A thought that may come before an answer.
 
     Attributes:
-        begun: the prompt leaves one open. Else there may be none.
-        budget: the most tokens of it; None: any.
+        begun: the prompt leaves one open. Else it is optional.
+        budget: its largest number of tokens; None: no limit.
     """
 
     begun: bool = False
@@ -41,11 +41,11 @@ class Thought:
 
 @dataclass(frozen=True, slots=True)
 class ThoughtFormat:
-    """What stands around a thought.
+    """The markers around a thought.
 
     Attributes:
-        ids: the token of each marker that is one.
-        others: special tokens that an answer may have.
+        ids: marker -> its token; empty unless both markers are tokens.
+        others: special tokens that an answer may contain.
     """
 
     open: str
@@ -55,7 +55,7 @@ class ThoughtFormat:
 
     @classmethod
     def of(cls, template: str, tokenizer: Tokenizer) -> ThoughtFormat | None:
-        """Return the format of a chat template; None: it knows no thoughts."""
+        """Return the format in a chat template; None: it has no markers of thoughts."""
         found = next((pair for pair in MARKERS if pair[1] in template), None)
         if found is None:
             return None
@@ -66,8 +66,8 @@ class ThoughtFormat:
 
     @property
     def marks(self) -> dict[int, str]:
-        """What stands for the markers in decoded text, if they are tokens."""
-        last = FIRST_MARK + MAX_MARKS - 1  # calls count from the first
+        """Marker token -> the character that represents it in decoded text."""
+        last = FIRST_MARK + MAX_MARKS - 1  # markers of calls count from the first
         return {token: chr(last - n) for n, token in enumerate(self.ids.values())}
 
     def begun(self, prompt: str) -> bool | None:
@@ -78,8 +78,8 @@ class ThoughtFormat:
         return False if end.endswith(self.close) else None
 
     def rules(self, thought: Thought) -> str:
-        """Return the rule `thought` in Lark, of what comes before an answer. Only where the markers
-        are tokens it keeps a budget."""
+        """Return the rule `thought`, in Lark, for the thought before an answer. A budget is
+        enforced only if the markers are tokens."""
         gap = f"/[ \\n]{{0,{MAX_GAP}}}/"
         if self.ids:
             rest, rule = f"inside <[{self.ids[self.close]}]> {gap}", thought.inside
@@ -90,8 +90,8 @@ class ThoughtFormat:
         return f"thought: {whole}\n{rule}"
 
     def unclosed(self, thought: Thought) -> str:
-        """Return the beginning of a thought, in Lark, up to what may end it in place of its
-        marker."""
+        """Return the beginning of a thought, in Lark, before a call that ends it instead of its
+        closing marker."""
         first = "" if thought.begun else self._first
         return f"{first} inside" if self.ids else first
 
@@ -101,19 +101,19 @@ class ThoughtFormat:
 
     @property
     def anything(self) -> str:
-        """Any text, in Lark: what an answer is where only its thought is bounded."""
+        """Any text, in Lark: the answer if only its thought has a limit."""
         return "\n".join(["start: text", *text_rules(self.others)])
 
 
 class AnswerParser:
-    """Reads thoughts, text and calls apart, as they come. `push` and `close` return what became
-    certain.
+    """Splits an answer into thoughts, text and calls, incrementally. `push` and `close` return the
+    parts that are final.
 
     Args:
-        thoughts: None: there are none.
+        thoughts: their format; None: no thoughts.
         begun: the prompt leaves a thought open; None: the answer may begin with one.
-        calls: reads tool calls; None: there are none.
-        opener: of calls, where it ends a thought; "": it does not.
+        calls: parses tool calls; None: no calls.
+        opener: of calls, if it ends a thought; "": it does not.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class AnswerParser:
             self._close = spelled.get(thoughts.close, thoughts.close)
             self._state = "thought" if begun else "start"
         self._held = ""
-        self._begun_thought = False  # some of it was handed out
+        self._begun_thought = False  # a part of it was returned
 
     @property
     def num_calls(self) -> int:
@@ -144,7 +144,7 @@ class AnswerParser:
         return self._read(text, closed=False)
 
     def close(self) -> list[AnswerDelta]:
-        """The answer has ended."""
+        """End the answer; return the rest."""
         found = self._read("", closed=True)
         return found if self._calls is None else found + self._calls.close()
 
@@ -172,7 +172,7 @@ class AnswerParser:
         return found
 
     def _thought(self, *, closed: bool) -> list[AnswerDelta]:
-        """Hand out a thought, without the white space around it."""
+        """Return parts of a thought, without the white space around it."""
         ends = [self._close, self._opener] if self._opener else [self._close]
         places = {place: end for end in ends if (place := self._held.find(end)) >= 0}
         if places:

@@ -1,8 +1,8 @@
-"""Text to token ids and back, over the `tokenizers` library.
+"""Text to token ids and back, by the `tokenizers` library.
 
-`tokenizer.json` is the authority on how text is split and which special tokens are added, as in
-`transformers` 5; the other files of the folder only name the BOS and EOS tokens and the chat
-template. Text is decoded as it was encoded: spaces before punctuation stay.
+`tokenizer.json` defines how text is split and which special tokens are added, as in `transformers`
+5; the other files of the folder only name the BOS and EOS tokens and the chat template. Decoding
+does not clean up text: spaces before punctuation stay.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Tokenizer:
             [token for token, content in added.items() if content.special]
             + [token for token in named if token is not None]
         )
-        # Tokens of their own that no other tokens spell: special ones, and others of markup.
+        # Added tokens that text never tokenises to by parts: special ones, and other markup.
         self.markup_ids: Mapping[str, int] = {
             content.content: token
             for token, content in added.items()
@@ -69,7 +69,7 @@ class Tokenizer:
         """Read the tokenizer of a model folder in Hugging Face format.
 
         Raises:
-            ModelError: tokenizer.json is missing, too large or corrupt, or its neighbours are.
+            ModelError: tokenizer.json is missing; or it or another file is too large or corrupt.
         """
         folder = Path(folder)
         path = folder / "tokenizer.json"
@@ -94,7 +94,7 @@ class Tokenizer:
 
     @property
     def library(self) -> Library:
-        """The tokenizer of the library."""
+        """The tokenizer object of the library."""
         return self._library
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -120,15 +120,15 @@ class Tokenizer:
         self, texts: Sequence[str], most: int | None = None, *, special: bool = True
     ) -> tuple[list[int], int]:
         """Return the token ids of one text or of a pair, with the special tokens that the file puts
-        around them, and where those of the second type begin; 0: all are of one type.
+        around them; and the index where the second token type begins, 0 if there is only one type.
 
         Args:
-            most: tokens to keep. Special ones stay, and of a text the first ones; of a pair the
-                longer one is cut until it is no longer than the other. None: all.
+            most: tokens to keep; None: all. Special tokens are kept, and the first ones of a text.
+                Of a pair, the longer text is cut until both are equally long, then both.
             special: add special tokens.
 
         Raises:
-            ParamError: a text is no string of Unicode characters, or `most` leaves none of it.
+            ParamError: a text is not a string of Unicode characters, or `most` leaves none of it.
         """
         for text in texts:
             _check_unicode(text)
@@ -158,7 +158,7 @@ class Tokenizer:
         if skip_special_tokens:
             shown = [token for token in shown if token not in self.special_ids]
         text = self._pieces.decode(shown)
-        if REPLACEMENT in text:  # the library gives up on all bytes of a run if one is wrong
+        if REPLACEMENT in text:  # the library rejects a whole run of bytes if one is invalid
             stream = self.new_stream((), skip_special_tokens)
             text = stream.push(shown) + stream.flush()
         return text
@@ -181,10 +181,10 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         marks: Mapping[int, str] = NO_MARKS,
     ) -> Detokenizer:
-        """Incremental decoding of what follows `prompt_ids`.
+        """Return an incremental decoder of the tokens after `prompt_ids`.
 
         Args:
-            marks: what is written for some tokens, skipped or not.
+            marks: token id -> text that replaces it, even if it is skipped.
         """
         skipped = self.special_ids if skip_special_tokens else frozenset[int]()
         return Detokenizer(self._pieces, prompt_ids, skipped, marks)
@@ -202,7 +202,7 @@ def _check_unicode(text: str) -> None:
 
 
 def _cut(lengths: Sequence[int], most: int) -> list[int]:
-    """Return how much of one text or of two is kept, the longer one cut first."""
+    """Return the kept lengths of one text or two, cutting the longer one first."""
     if sum(lengths) <= most:
         return list(lengths)
     if len(lengths) == 1:
@@ -269,7 +269,7 @@ def _token_name(field: str, *files: Mapping[str, object]) -> str | None:
 
 
 def _find_template(folder: Path, config: Mapping[str, object]) -> str | None:
-    """Return the chat template: a file of its own, or a field of tokenizer_config.json."""
+    """Return the chat template: from a separate file, or a field of tokenizer_config.json."""
     path = folder / "chat_template.jinja"
     if path.exists():
         return _read_text(path, MAX_TEMPLATE_BYTES)
@@ -290,7 +290,7 @@ def read_template(file: str) -> str:
     """Return the chat template of a file.
 
     Raises:
-        ConfigError: it cannot be read, or is no text.
+        ConfigError: it cannot be read, or is not text.
     """
     path = Path(file).expanduser()
     if not path.is_file():
@@ -316,18 +316,18 @@ def _brief(error: Exception) -> str:
 
 
 def spelled(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
-    """Return the parameters with token ids in place of words; ids stay as they are.
+    """Return the parameters with token ids in place of words; ids stay unchanged.
 
-    A word is spelt as the tokenizer would write it. A model may still spell it with other tokens,
-    letter by letter, say.
+    A word becomes the tokens that the tokenizer gives. A model may still write it with other
+    tokens, for example letter by letter.
 
     Raises:
-        ParamError: a word without a tokenizer to spell it, or one that has no tokens.
+        ParamError: there is a word and no tokenizer, or a word has no tokens.
     """
     kinds = {one.name: one.kind for one in WORDS}
     changes: dict[str, object] = {}
     for name, words in params.words.items():
-        found: dict[tuple[int, ...], None] = {}  # in order, each once
+        found: dict[tuple[int, ...], None] = {}  # in order, without duplicates
         for word in words:
             if not isinstance(word, str):
                 found[word] = None
@@ -341,7 +341,8 @@ def spelled(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingPara
 
 
 def _spellings(word: str, tokenizer: Tokenizer, name: str, *, last: bool) -> list[tuple[int, ...]]:
-    """At the start of a line and after a space; or the last token inside a text."""
+    """Return the tokens of a word at the start of a line and after a space; or, with `last`, its
+    last token inside a text."""
     bare = word.lstrip()
     texts = (f"a{word}",) if last else (bare, f" {bare}")
     found = [tuple(tokenizer.encode(text, False)) for text in texts]

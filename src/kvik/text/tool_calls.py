@@ -1,7 +1,7 @@
-"""Reads tool calls out of an answer, as its text comes.
+"""Parses tool calls in an answer, incrementally.
 
-The parser follows the pattern of the dialect. What it hands out is certain: it keeps back what may
-still become a marker. What does not fit the pattern is text, never an error.
+The parser follows the pattern of the dialect. Everything it returns is final: it holds back text
+that may still become a marker. Text that does not match the pattern is text, never an error.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from kvik.text.dialects import PLACE, ToolFormat
 from kvik.text.tool_grammar import Tool, is_text
 
-Steps = Generator[None, None, bool]  # goes on when there is more text; whether it fitted
+Steps = Generator[None, None, bool]  # resumed when there is more text; returns whether it matched
 
 
 @dataclass(slots=True)
 class AnswerDelta:
-    """Text, thought, or a part of a call: its id and name come first, then its arguments in pieces.
+    """Text, a thought, or a part of a call: first its id and name, then its arguments in pieces.
 
     Attributes:
         index: of the call in its answer.
-        arguments: of a JSON object.
+        arguments: a piece of a JSON object.
     """
 
     text: str = ""
@@ -37,10 +37,10 @@ class AnswerDelta:
 
 
 class ToolCallParser:
-    """Of one answer. `push` and `close` return what became certain.
+    """Parses one answer. `push` and `close` return the parts that are final.
 
     Attributes:
-        num_calls: that have begun.
+        num_calls: number of calls that have begun.
     """
 
     def __init__(self, form: ToolFormat, tools: Mapping[str, Tool]) -> None:
@@ -52,9 +52,9 @@ class ToolCallParser:
         self._between, self._end = form.marked(dialect.between), form.marked(dialect.end)
         self._parameter = PLACE.split(form.marked(dialect.parameter))[::2]
         self.num_calls = 0
-        self._text = ""  # that is not taken yet
-        self._at = 0  # up to where it is read
-        self._space = ""  # before calls, which is left out if they are some
+        self._text = ""  # not consumed yet
+        self._at = 0  # index in `_text` up to which it is read
+        self._space = ""  # white space before calls, which is dropped if they are valid
         self._closed = False
         self._found: list[AnswerDelta] = []
         self._steps = self._answer()
@@ -64,7 +64,7 @@ class ToolCallParser:
         return self._go_on()
 
     def close(self) -> list[AnswerDelta]:
-        """The answer has ended."""
+        """End the answer; return the rest."""
         self._closed = True
         return self._go_on()
 
@@ -90,7 +90,7 @@ class ToolCallParser:
         return True
 
     def _until_opener(self) -> Steps:
-        """Hand out text up to the opener, without white space before that; whether there is one."""
+        """Return text up to the opener, without white space before it; whether there is one."""
         while True:
             place = self._text.find(self._opener)
             if place >= 0:
@@ -123,13 +123,13 @@ class ToolCallParser:
             self._found.append(AnswerDelta(self._form.unmarked(text)))
 
     def _drop(self, count: int) -> None:
-        """Forget the first characters, which are handed out."""
+        """Drop the first characters, which were returned."""
         self._text, self._at = self._text[count:], 0
 
     # -- calls -----------------------------------------------------------------------------------
 
     def _calls(self) -> Steps:
-        """Read the calls of an answer. What does not fit is handed out as text."""
+        """Read the calls of an answer. Anything that does not match is returned as text."""
         if not ((yield from self._literal(self._begin)) and (yield from self._one_call())):
             self._give_up()
             return False
@@ -144,7 +144,7 @@ class ToolCallParser:
             return True
 
     def _give_up(self) -> None:
-        """Hand out what was read as text; at least a character, so that the search goes on."""
+        """Return what was read as text, at least one character, so that the search continues."""
         count = max(self._at, 1)
         self._say(self._space + self._text[:count])
         self._drop(count)
@@ -157,7 +157,7 @@ class ToolCallParser:
             if n % 2 == 0:
                 fits = yield from self._literal(part)
             elif part == "name":
-                # Where arguments follow at once, the first of them ends it, or what ends them.
+                # If arguments follow directly, the name ends at the first one or at their end.
                 ends = [follows] if follows else [self._parameter[0], self._call[n + 3]]
                 name, fits = yield from self._up_to(*ends)
                 fits = fits and name in self._tools
@@ -167,7 +167,7 @@ class ToolCallParser:
                 self._begin_call(name, given)
                 fits = yield from self._arguments(self._tools[name], follows)
             if not fits:
-                return self.num_calls > first  # a call that has begun stays one
+                return self.num_calls > first  # a call that has begun is not undone
         return True
 
     def _begin_call(self, name: str, given: str) -> None:
@@ -196,7 +196,7 @@ class ToolCallParser:
         return (yield from self._json())
 
     def _json(self) -> Steps:
-        """A JSON object, handed out as it comes."""
+        """Read a JSON object, and return it piece by piece."""
         depth, in_string, escaped = 0, False, False
         while True:
             for place, char in enumerate(self._text):
@@ -221,7 +221,7 @@ class ToolCallParser:
             yield
 
     def _parameters(self, tool: Tool, follows: str) -> Steps:
-        """One tagged value for each argument, handed out as members of an object."""
+        """Read one tagged value per argument, and return them as members of an object."""
         before, middle, after = self._parameter
         schemas, separator = tool.parameters.get("properties", {}), "{"
         while True:
@@ -244,7 +244,7 @@ class ToolCallParser:
                 return False
 
     def _raw_text(self, after: str) -> Steps:
-        """A string that stands as it is, up to what ends it."""
+        """Read a verbatim string up to its end marker."""
         self._add('"')
         while True:
             place = self._text.find(after)
@@ -259,7 +259,7 @@ class ToolCallParser:
             yield
 
     def _value(self, after: str) -> Steps:
-        """A value as JSON; what is none is a string."""
+        """Read a JSON value; anything else is a string."""
         text, fits = yield from self._up_to(after)
         if fits:
             self._at += len(after)
@@ -268,7 +268,7 @@ class ToolCallParser:
         return fits
 
     def _python(self) -> Steps:
-        """Keyword arguments, which are known when their bracket closes."""
+        """Read keyword arguments, which are parsed when their bracket closes."""
         depth, quote, escaped, place = 1, "", False, 0
         while True:
             while place < len(self._text):
@@ -297,7 +297,7 @@ class ToolCallParser:
     # -- reading ---------------------------------------------------------------------------------
 
     def _literal(self, text: str) -> Steps:
-        """Read a text; whether it stands there."""
+        """Read a literal text; return whether it matched."""
         while True:
             there = self._text[self._at : self._at + len(text)]
             if there == text:
@@ -308,8 +308,8 @@ class ToolCallParser:
             yield
 
     def _up_to(self, *texts: str) -> Generator[None, None, tuple[str, bool]]:
-        """Read up to the first of some texts, which is not read; what was read, and whether one
-        came."""
+        """Read up to the first of some texts, exclusive; return what was read, and whether one was
+        found."""
         while True:
             places = [p for text in texts if (p := self._text.find(text, self._at)) >= 0]
             if places:
@@ -334,7 +334,7 @@ def random_call_id() -> str:
 
 
 def overlap(text: str, marker: str) -> int:
-    """Return how many characters at the end of a text may begin a marker."""
+    """Return the number of characters at the end of a text that may begin a marker."""
     for count in range(min(len(marker) - 1, len(text)), 0, -1):
         if text.endswith(marker[:count]):
             return count
@@ -342,7 +342,7 @@ def overlap(text: str, marker: str) -> int:
 
 
 def _as_json(text: str) -> str:
-    """Return a value as JSON, which some templates write as Python; all else is a string."""
+    """Return a JSON or Python literal as JSON; anything else as a JSON string."""
     try:
         json.loads(text)
     except ValueError:
@@ -354,7 +354,7 @@ def _as_json(text: str) -> str:
 
 
 def _keywords(text: str) -> str | None:
-    """Return Python's keyword arguments of literals as JSON; None: it is something else."""
+    """Return Python keyword arguments with literal values as JSON; None: invalid."""
     try:
         call = ast.parse(f"f({text})", mode="eval").body
         assert isinstance(call, ast.Call) and not call.args

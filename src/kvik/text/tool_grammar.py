@@ -1,4 +1,4 @@
-"""Grammars of answers that call tools, in Lark as llguidance reads it."""
+"""Writes grammars of answers that call tools, in llguidance's Lark."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Tool:
     """A function that a model may call.
 
     Attributes:
-        parameters: JSON Schema of its arguments, as far as it is enforced.
+        parameters: the enforced part of the JSON Schema of its arguments.
     """
 
     name: str
@@ -44,14 +44,14 @@ class ToolGrammar:
         thought: str = "",
         unclosed: str | None = None,
     ) -> str:
-        """Return a grammar, in Lark as llguidance reads it, of answers that may call tools.
+        """Return a grammar, in llguidance's Lark, of answers that may call tools.
 
         Args:
-            choice: calls may come (text before them, too), must come, or must not.
+            choice: calls are optional (also after text), required, or forbidden.
             one: at most one call.
-            answer: text is another grammar's, `@answer`, in place of calls.
-            thought: rule `thought`, of what comes before an answer; "": nothing does.
-            unclosed: the beginning of a thought that the opener of a call ends; None: none may.
+            answer: the text follows another grammar, `@answer`; calls are an alternative to it.
+            thought: rule `thought`, for the thought before an answer; "": none.
+            unclosed: the beginning of a thought that the opener of a call ends; None: not allowed.
         """
         dialect, rules = self._form.dialect, []
         names = []
@@ -142,7 +142,7 @@ class ToolGrammar:
 
 
 def is_text(schema: object) -> bool:
-    """Return whether a value is written as it is: a string, or of no type that is said."""
+    """Return whether a value is written verbatim: a string, or a value of unspecified type."""
     if not isinstance(schema, Mapping):
         return True
     kinds = schema.get("type")
@@ -158,13 +158,13 @@ def _properties(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[
 
 
 def json_rule(schema: Any) -> str:
-    """Return a schema as part of a rule."""
+    """Return a JSON schema as part of a rule."""
     options = {"x-guidance": LAYOUT}
     return f"%json {json.dumps({**schema, **options} if isinstance(schema, Mapping) else options)}"
 
 
 def _keywords(rule: str, schema: Mapping[str, Any]) -> Iterator[str]:
-    """Rules of keyword arguments, in the order of the schema, with commas between them."""
+    """Yield the rules of keyword arguments, in the order of the schema, with commas between."""
     properties, required = _properties(schema)
     names = list(properties)
     for n, key in enumerate(names):
@@ -189,13 +189,13 @@ _ANY = f"({' | '.join(_LITERALS.values())})"
 
 
 def _python(schema: Any) -> str:
-    """A value in Python's words."""
+    """Return the expression of a value, written as a Python literal."""
     if not isinstance(schema, Mapping):
         return _ANY
     if "enum" in schema:
         return f"({' | '.join(json.dumps(repr(value)) for value in schema['enum'])})"
     kind = schema.get("type")
-    if kind in ("integer", "number"):  # which JSON writes as Python does
+    if kind in ("integer", "number"):  # equal in JSON and Python
         return json_rule(schema)
     if kind == "array":
         item = _python(schema.get("items"))
@@ -208,18 +208,18 @@ def _python(schema: Any) -> str:
 
 
 def _regex(text: str) -> str:
-    """A regular expression of a text alone, between slashes."""
+    """Return a regular expression that matches only this text, for use between slashes."""
     return re.escape(text).replace("/", "\\/").replace("\\\n", "\\n")
 
 
 def text_rules(others: Sequence[int]) -> list[str]:
-    """Return rule `text`: any text, in which some special tokens may stand."""
+    """Return rule `text`: any text, which may contain some special tokens."""
     tokens = f" | <[{id_ranges(others)}]>" if others else ""
     return [f"text: (TEXT{tokens})*", "TEXT: /(.|\\n)+/"]
 
 
 def id_ranges(ids: Sequence[int]) -> str:
-    """Token ids as llguidance has them: "1-3,7"."""
+    """Return token ids in llguidance's syntax: "1-3,7"."""
     found: list[list[int]] = []
     for i in ids:
         if found and found[-1][1] == i - 1:
@@ -232,7 +232,7 @@ def id_ranges(ids: Sequence[int]) -> str:
 def tool_of(
     name: str, parameters: Mapping[str, Any] | None, *, strict: bool
 ) -> tuple[Tool, list[str]]:
-    """Return a tool, and what of its schema is not enforced.
+    """Return a tool, and the parts of its schema that are not enforced.
 
     Raises:
         ParamError: the schema cannot be read; or `strict`, and a part cannot be enforced.
