@@ -1,1 +1,1 @@
-"""What it does cost: loads, clocks, comparisons, reports."""
+"""Measures what kvik costs: loads, clocks, comparisons, reports."""

@@ -1,5 +1,5 @@
-"""Ctrl-C between steps, never inside one: books that are half written cannot be trusted after. And
-other ways to be ended, which are to lose no more than it does."""
+"""Handles Ctrl-C between steps, never inside one, where it would leave inconsistent state; and
+handles other ways to end the process like Ctrl-C."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from types import FrameType
 
 @contextmanager
 def deferred_interrupt() -> Iterator[None]:
-    """Hold SIGINT back until the block has ended; then it arrives as usual. A second one arrives
-    at once, so that a block that hangs can still be left.
+    """Delay SIGINT until the end of the block. A second SIGINT arrives at once, so that a hanging
+    block can be interrupted.
 
     Only the main thread receives signals, so elsewhere there is nothing to do.
     """
@@ -39,9 +39,8 @@ def deferred_interrupt() -> Iterator[None]:
 
 @contextmanager
 def ended_like_ctrl_c() -> Iterator[None]:
-    """Treat every request to end the process, also with its terminal, like Ctrl-C: what was
-    started is cleaned up, what was measured is printed. A signal that is ignored (`nohup`) stays
-    so."""
+    """Treat every signal that ends the process or its terminal like Ctrl-C: resources are cleaned
+    up, and measurements so far are printed. An ignored signal (`nohup`) stays ignored."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     for number, handler in before.items():
@@ -57,19 +56,18 @@ def ended_like_ctrl_c() -> Iterator[None]:
 
 @contextmanager
 def _blocked_interrupt() -> Iterator[None]:
-    """A job in the background ignores Ctrl-C, which is not for it. But an event loop ends its tasks
-    in order only where Ctrl-C has its usual handler. So it has, and what the terminal sends is kept
-    from it."""
+    """Block Ctrl-C for a background job, which ignores it. An event loop ends its tasks in order
+    only if SIGINT has its usual handler; so the handler is set, and SIGINT is blocked."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # this also forgets what was sent
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # this also discards pending signals
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def _as_ctrl_c(number: int, frame: FrameType | None) -> None:
-    handler = signal.getsignal(signal.SIGINT)  # an event loop's own, perhaps
+    handler = signal.getsignal(signal.SIGINT)  # possibly an event loop's
     assert callable(handler)
     handler(signal.SIGINT, frame)

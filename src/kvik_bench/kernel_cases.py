@@ -1,7 +1,8 @@
 """Inputs and tolerances for every operation, so that one test covers every implementation.
 
-A case makes its arguments from a seed; `outputs` runs an implementation on them and returns what
-it returned or wrote. Sizes are odd on purpose: one row, no multiple of a vector, strided views.
+A case makes its arguments from a seed; `outputs` runs an implementation on them and returns the
+tensors that it returned or wrote. Sizes are irregular on purpose: one row, not a multiple of a
+vector, strided views.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # An implementation may round intermediate results to the dtype; the reference rounds once.
 _RTOL = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 _ATOL = {torch.float32: 1e-6, torch.bfloat16: 1e-3, torch.float16: 1e-4}
-# Sums of many products of either sign: errors are those of the terms, not of the small result.
+# Sums of many products of either sign: errors scale with the terms, not with the small result.
 _PRODUCT_ATOL = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 Argument = (
@@ -73,21 +74,23 @@ class Maker:
         return torch.randperm(n, generator=self.generator).to(self.device)
 
     def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype) -> Tensor:
-        """In low..high, both included."""
+        """Return random integers in low..high, inclusive."""
         drawn = torch.randint(low, high + 1, shape, generator=self.generator)
         return drawn.to(self.device, dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Attributes:
-    op: a field of `Ops`.
-    make: the arguments.
-    run: the operation on the arguments; None: simply that.
-    written: indices of the arguments that the operation changes.
-    spoiled: indices of the arguments that it may use as scratch.
-    exact: the operation only moves data, or its result has one right value.
-    product: sums products.
+    """A test case of an operation.
+
+    Attributes:
+        op: a field of `Ops`.
+        make: makes the arguments.
+        run: runs the operation on the arguments; None: a plain call.
+        written: indices of the arguments that the operation changes.
+        spoiled: indices of the arguments that it may use as scratch.
+        exact: the operation only moves data, or its result has one correct value.
+        product: it sums products.
     """
 
     op: str
@@ -109,7 +112,7 @@ class Case:
 def arguments(
     case: Case, dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> tuple[Argument, ...]:
-    """Equal seeds give equal arguments."""
+    """Return the arguments of a case; equal seeds give equal arguments."""
     return case.make(Maker(torch.Generator().manual_seed(seed), dtype, device))
 
 
@@ -224,7 +227,7 @@ def _caches() -> list[Case]:
 
     def copy(blocks: int, n: int) -> Callable[[Maker], tuple[Tensor, ...]]:
         # Sources and targets overlap: a block is read before it is overwritten. They are columns of
-        # pairs, as a plan has them.
+        # pairs, as in a plan.
         return lambda m: (
             m.normal(blocks, 4, 2, 3),
             *torch.stack([m.permutation(blocks)[:n] for _ in range(2)], dim=1).unbind(1),
@@ -243,7 +246,7 @@ def _caches() -> list[Case]:
 
 
 def _products() -> list[Case]:
-    """Each kind of weight with what may follow it; "pack" is run on the way."""
+    """Return cases for each kind of weight and what may follow the product; "pack" is run too."""
     kinds: tuple[tuple[str, MakeWeight, Shapes], ...] = (
         ("float", random_float, ((1, 33, 7), (5, 257, 64), (9, 64, 1))),
         ("int8", random_int8(activations=False), ((1, 33, 7), (5, 257, 64))),
@@ -307,7 +310,8 @@ def random_float(m: Maker, outputs: int, inputs: int) -> Weight:
 
 
 def _scales(m: Maker, outputs: int, inputs: int, group: int, largest: float) -> Tensor:
-    """So that sums of products with weights up to `largest` are about 1; groups: fp16 numbers."""
+    """Return scales such that sums of products with codes up to `largest` are about 1; with groups,
+    fp16 numbers."""
     size = inputs**-0.5 * 2 / largest
     if not group:
         return m.normal(outputs, dtype=torch.float32).abs() * size
@@ -316,11 +320,11 @@ def _scales(m: Maker, outputs: int, inputs: int, group: int, largest: float) -> 
 
 
 def random_int8(group: int = 0, *, activations: bool) -> MakeWeight:
-    """Return what makes weights of eight bits.
+    """Return a maker of 8-bit weights.
 
     Args:
         group: inputs that share a scale; 0: all of them.
-        activations: whether x is rounded too.
+        activations: whether x is also rounded.
     """
 
     def make(m: Maker, outputs: int, inputs: int) -> Weight:
@@ -332,7 +336,7 @@ def random_int8(group: int = 0, *, activations: bool) -> MakeWeight:
 
 
 def random_int4(group: int, *, zeros: bool) -> MakeWeight:
-    """Return what makes weights of four bits in groups, with or without zero points."""
+    """Return a maker of 4-bit weights in groups, with or without zero points."""
 
     def make(m: Maker, outputs: int, inputs: int) -> Weight:
         values = m.integers(0, 255, outputs, inputs // 2, dtype=torch.uint8)
@@ -344,7 +348,7 @@ def random_int4(group: int, *, zeros: bool) -> MakeWeight:
 
 
 def random_int4_min(group: int) -> MakeWeight:
-    """Return what makes weights of four bits in groups with minima."""
+    """Return a maker of 4-bit weights in groups with minima."""
 
     def make(m: Maker, outputs: int, inputs: int) -> Weight:
         values = m.integers(0, 255, outputs, inputs // 2, dtype=torch.uint8)
@@ -364,7 +368,7 @@ def random_mxfp4(m: Maker, outputs: int, inputs: int) -> Weight:
 
 
 def random_fp8(group: int, activations: Rounding = "float") -> MakeWeight:
-    """Return what makes weights of E4M3.
+    """Return a maker of E4M3 weights.
 
     Args:
         group: inputs that share a scale; 0: all of them.
@@ -376,7 +380,7 @@ def random_fp8(group: int, activations: Rounding = "float") -> MakeWeight:
         signs = m.integers(0, 1, outputs, inputs, dtype=torch.uint8) * 128
         values = (sizes + signs).view(torch.float8_e4m3fn)
         scales = _scales(m, outputs, inputs, group, 448)
-        static = activations == "static"  # a scale that cuts the largest numbers
+        static = activations == "static"  # a scale that clips the largest numbers
         scale = torch.full((1,), 1.5 / 448, device=m.device) if static else None
         return fp8_weight(values, scales, group, activations, scale)
 
@@ -391,7 +395,7 @@ def _ordered(weight: MakeWeight) -> MakeWeight:
 
 
 def _each(tokens: int, heads: int, inputs: int, outputs: int) -> Case:
-    """Heads apart and tokens apart in memory."""
+    """Return a case of `linear_each` with strided heads and tokens."""
     rows = -(-outputs // 32) * 32
 
     def arguments(m: Maker) -> tuple[Argument, ...]:
@@ -442,7 +446,7 @@ def filled_matrix(
     out_dtype: torch.dtype,
     device: torch.device | None = None,
 ) -> Matrix:
-    """A matrix of one run of rows, on a device; None: where the weight is."""
+    """Return a matrix filled with a weight, on a device; None: the weight's device."""
     spec = MatrixSpec(
         weight.kind,
         weight.outputs,
@@ -565,7 +569,7 @@ def _run_experts(
 def _rows() -> list[Case]:
     def logits(rows: int, vocab: int) -> Callable[[Maker], tuple[Tensor, ...]]:
         def arguments(m: Maker) -> tuple[Tensor, ...]:
-            drawn = m.integers(-9, 9, rows, vocab, dtype=m.dtype)  # with equals
+            drawn = m.integers(-9, 9, rows, vocab, dtype=m.dtype)  # with ties
             drawn[0, vocab // 2 :] = -torch.inf
             drawn[-1] = -torch.inf
             return (drawn,)
@@ -628,8 +632,8 @@ def _rules() -> list[Case]:
 
 
 def _states() -> list[Case]:
-    """Of sequences that begin, go on, are padding, or have no tokens, in rows that are not in
-    order."""
+    """Return cases of operations with states: sequences begin, continue, are padding, or have no
+    tokens, and their rows are not in order."""
 
     def sequences(m: Maker) -> Sequences:
         starts, lengths, rows = [0, 1, 6, 6, 7, 16], [5, 5, 9, 3, 20], [3, 0, 4, -1, 2]

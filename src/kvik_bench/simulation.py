@@ -1,8 +1,8 @@
-"""Replicas under a virtual clock: the real scheduler and the real router, without a model.
+"""Simulates replicas with a virtual clock: the real scheduler and router, without a model.
 
-A step takes as long as `StepCost` says, and every output token is the same, so only what is
-scheduled where is simulated, and a run of an hour takes seconds. Hits, preemptions and queues are
-those that engines would have with these step times.
+`StepCost` gives the time of a step, and every output token is the same. So only scheduling and
+routing are computed, and an hour of load takes seconds. Cache hits, preemptions and queues are as
+in real engines with these step times.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ANSWER = 1  # every output token
 READ, WRITE = "read", "write"  # ways to and from the disk
 
 
-# -- what is asked ---------------------------------------------------------------------------------
+# -- requests --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +62,12 @@ class Traffic:
 
 @dataclass(slots=True)
 class Turn:
-    """A request, and what follows it.
+    """A request of a conversation.
 
     Attributes:
         tokens: of the prompt.
-        known: of these the first ones that others have had or been told before it.
-        rest: turns of its conversation after this one.
+        known: number of first tokens that earlier requests had in prompt or answer.
+        rest: number of turns of its conversation after this one.
         hashes: of the full blocks of the prompt, or of its beginning.
     """
 
@@ -80,7 +80,7 @@ class Turn:
 
 
 class Conversations:
-    """Draws the turns of `Traffic`. What is drawn does not depend on when answers end."""
+    """Draws the turns of `Traffic`, independently of the times of answers."""
 
     def __init__(self, traffic: Traffic) -> None:
         self._traffic = traffic
@@ -90,7 +90,7 @@ class Conversations:
         self._random = random
 
     def starts(self) -> Iterator[tuple[float, Turn]]:
-        """Yield first turns with their times; all turns together are as many as wanted."""
+        """Yield first turns with their times, until all turns together are `Traffic.requests`."""
         traffic, random, now, left = self._traffic, self._random, 0.0, self._traffic.requests
         used: set[int] = set()  # system prompts
         while left > 0:
@@ -104,7 +104,7 @@ class Conversations:
             now += random.expovariate(traffic.rate / traffic.turns)
 
     def after(self, turn: Turn) -> tuple[float, Turn]:
-        """Return the turn that follows an answer, and the seconds until it comes."""
+        """Return the turn after an answer, and the seconds until it is sent."""
         before = turn.tokens + array("I", (ANSWER,)) * turn.output
         pause = turn.random.expovariate(1 / self._traffic.think)
         following = self._turn(before, len(before), turn.rest - 1, turn.random)
@@ -120,18 +120,18 @@ class Conversations:
 
 
 def _text(random: Random, size: int) -> array[int]:
-    """Return tokens that no other text has in this order."""
+    """Return random tokens, a text that no other request has."""
     tokens = array("I")
     tokens.frombytes(random.randbytes(tokens.itemsize * size))
     return tokens
 
 
-# -- what answers ----------------------------------------------------------------------------------
+# -- engines ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Seconds of a step: of any, of each token computed, and of each key that is read."""
+    """Seconds of a step: fixed, per computed token, and per key read."""
 
     step: float = 0.010
     token: float = 100e-6
@@ -143,11 +143,11 @@ class StepCost:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedEngine:
-    """The limits of a simulated engine, and how long its steps and moves take.
+    """The limits of a simulated engine, and the times of its steps and moves.
 
     Attributes:
-        tiers: beyond its cache, of its own; None: there are none.
-        memory_rate, disk_rate: bytes a second of copies to and from each tier.
+        tiers: its own KV tiers beyond its cache; None: none.
+        memory_rate, disk_rate: bytes per second of copies to and from each tier.
     """
 
     blocks: int = 4096
@@ -161,8 +161,8 @@ class SimulatedEngine:
 
 
 class SimulatedTiers:
-    """What `PageMover` does, in virtual time. Copies of one way come one after another: those of
-    the memory tier, what the disk reads, and what it writes."""
+    """`PageMover` in virtual time. There are three queues, each processed in order: copies of the
+    memory tier, disk reads, and disk writes."""
 
     def __init__(self, engine: SimulatedEngine) -> None:
         assert engine.tiers is not None
@@ -172,7 +172,7 @@ class SimulatedTiers:
             READ: engine.disk_rate,
             WRITE: engine.disk_rate,
         }
-        self._free = dict.fromkeys(self._rates, 0.0)  # when each way is
+        self._free = dict.fromkeys(self._rates, 0.0)  # time at which each queue is idle
         self._done: list[tuple[float, int, Moved]] = []  # by time
         self._number = count()
         if engine.tiers.disk:
@@ -198,7 +198,7 @@ class SimulatedTiers:
             self._add(ends, Moved(loaded=[(load.ticket, [])], rates=rates))
 
     def take(self, now: float) -> Moved | None:
-        """Return what became of moves since the last call; None: nothing."""
+        """Return the moves that ended since the last call; None: none."""
         moved = None
         while self._done and self._done[0][0] <= now:
             _, _, one = heappop(self._done)
@@ -210,12 +210,12 @@ class SimulatedTiers:
         return moved
 
     def wait(self, now: float) -> float:
-        """Return when a plan without rows is done that begins now."""
+        """Return the end of a plan without rows that begins now."""
         ends = now + WAIT_SECONDS
         return max(now, min(ends, self._done[0][0])) if self._done else ends
 
     def _take(self, way: str, size: int, now: float) -> float:
-        """Copy some bytes. Returns when they are there."""
+        """Copy some bytes; return the time of the end."""
         self._free[way] = max(now, self._free[way]) + size / self._rates[way]
         return self._free[way]
 
@@ -242,7 +242,7 @@ class SimulatedReplica:
             max_queued_tokens=1 << 50,
         )
         self.scheduler = Scheduler(limits, cache)
-        self.busy = 0.0  # seconds
+        self.busy = 0.0  # seconds of steps
         self.plan: SchedulerOutput | None = None  # being computed
         self.tiers = None if engine.tiers is None else SimulatedTiers(engine)
         self._log = ContentLog()
@@ -267,7 +267,7 @@ class SimulatedReplica:
         )
 
     def begin(self, now: float) -> float | None:
-        """Begin the next step. Returns when it will be done; None: there is nothing to do."""
+        """Begin the next step; return the time of its end, or None if there is no work."""
         plan = self.plan = self.scheduler.schedule(now)
         if plan is None:
             return None
@@ -282,8 +282,8 @@ class SimulatedReplica:
         return now + seconds
 
     def finish(self, now: float) -> list[tuple[str, bool, bool]]:
-        """Take in the step that is done. Returns the requests that got their first or last token,
-        and which of both it was."""
+        """End the current step. Returns the requests that got their first or last token, and which
+        of the two."""
         plan = self.plan
         assert plan is not None
         self.plan = None
@@ -298,7 +298,7 @@ class SimulatedReplica:
         ]
 
     def report(self) -> ReplicaReport:
-        """Return what an engine tells its router."""
+        """Return an engine's report to its router."""
         scheduler = self.scheduler
         return ReplicaReport(
             self._log.take(), scheduler.kv.usage, scheduler.clock.prefill_tokens_per_second
@@ -310,13 +310,13 @@ class Outcome:
     """The outcome of a load.
 
     Attributes:
-        prompt_tokens, hit_tokens: of all prompts, and of these the ones found in a cache.
-        ideal_tokens: that one cache with all blocks ever computed would have had.
-        loaded_tokens: of the hits those that were loaded from tiers.
-        seconds: until the last request ended, virtual.
+        prompt_tokens, hit_tokens: tokens of all prompts, and their cache hits.
+        ideal_tokens: hits of a single cache with all blocks ever computed.
+        loaded_tokens: hits that were loaded from tiers.
+        seconds: virtual time until the last request ended.
         busy: seconds of each replica's steps.
         first_tokens: seconds until each request's first token, sorted.
-        chosen: real seconds of each choice, if they were measured.
+        chosen: real seconds of each routing choice, if measured.
     """
 
     policy: str
@@ -339,11 +339,11 @@ class Outcome:
 
     @property
     def imbalance(self) -> float:
-        """The busiest replica over the mean of all."""
+        """Busy time of the busiest replica / mean over all."""
         return max(self.busy) * len(self.busy) / max(sum(self.busy), 1e-9)
 
     def ttft(self, share: float) -> float:
-        """Return the time within which a share of the requests had their first token."""
+        """Return the time to first token that a share of the requests does not exceed."""
         return self.first_tokens[min(len(self.first_tokens) - 1, int(share * self.requests))]
 
 
@@ -358,9 +358,9 @@ def simulate(
     """Run a load to its end.
 
     Args:
-        policy: "prefix": by `ReplicaRouter`; "round-robin": one after another.
-        timer: measures choices; None: they are not measured.
-        lose: a time and a replica, which ends then: its requests begin again elsewhere.
+        policy: "prefix": by `ReplicaRouter`; "round-robin": replicas in order.
+        timer: measures routing choices; None: they are not measured.
+        lose: a time and a replica that ends then: its requests restart on other replicas.
     """
     return _Run(traffic, engine, replicas, policy, timer).run(lose)
 
@@ -386,9 +386,9 @@ class _Run:
         self.alive = [True] * replicas
         self.policy, self.timer = policy, timer
         self.talk = Conversations(traffic)
-        self.events: list[tuple[float, int, int | Turn]] = []  # a replica's step, or a request
+        self.events: list[tuple[float, int, int | Turn]] = []  # end of a replica's step, or request
         self.numbers = count()
-        self.turns: dict[str, tuple[Turn, int, float]] = {}  # unfinished: where, since when
+        self.turns: dict[str, tuple[Turn, int, float]] = {}  # unfinished: turn, replica, arrival
         self.waits: dict[str, float] = {}  # arrival of requests without a token
         self.ideal = self.prompts = self.done = self.retried = 0
         self.first: list[float] = []

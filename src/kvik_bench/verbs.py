@@ -1,20 +1,21 @@
-"""The verbs that measure, for the command line of kvik. Imports nothing: `kvik --help` reads it."""
+"""The commands that measure, for the command line of kvik. Imports nothing, to keep `kvik --help`
+fast."""
 
-# verb -> (its module, what it does)
+# command -> (its module, its help text)
 VERBS = {
     "compare": ("kvik_bench.cli.compare", "models and formats: size, quality and speed"),
-    "spec-report": ("kvik_bench.inprocess.speculation", "what guessing ahead gains a model here"),
+    "spec-report": ("kvik_bench.inprocess.speculation", "measure the gain from speculation here"),
     "calibrate": ("kvik_bench.cli.calibrate", "measure what this machine can do"),
-    "simulate": ("kvik_bench.cli.simulate", "what replicas do with a load, computing nothing"),
+    "simulate": ("kvik_bench.cli.simulate", "simulate a load on replicas, without a model"),
     "bench latency": ("kvik_bench.inprocess.latency", "time one batch at a time"),
     "bench throughput": ("kvik_bench.inprocess.throughput", "tokens a second of many requests"),
-    "bench serve": ("kvik_bench.cli.serve", "put a load on a server by its URL"),
+    "bench serve": ("kvik_bench.cli.serve", "load a server, given by its URL"),
     "bench startup": ("kvik_bench.inprocess.startup", "seconds to the first token, by part"),
     "bench batching": ("kvik_bench.inprocess.batching", "static, dynamic and continuous batching"),
-    "bench compare": ("kvik_bench.peers.compare", "kvik beside other engines"),
+    "bench compare": ("kvik_bench.peers.compare", "compare kvik with other engines"),
     "bench attention": (
         "kvik_bench.inprocess.attention",
-        "a prompt's attention without its matrix",
+        "time a prompt's attention in tiles and with all scores",
     ),
-    "bench techniques": ("kvik_bench.inprocess.techniques", "what each technique brings"),
+    "bench techniques": ("kvik_bench.inprocess.techniques", "measure the gain of each technique"),
 }

@@ -1,8 +1,8 @@
-"""How far the attention of each layer is spread, measured on a text.
+"""Measures on a text how widely the attention of each layer is spread.
 
-Of each head and query the entropy of its weights, divided by the logarithm of the number of keys it
-sees: 0 where it looks at one key, 1 where it looks at all alike. A layer's score is the mean over
-heads and queries (Kim and Jung, Mathematics 2025, 13(15), 2366, section 3).
+For each head and query it takes the entropy of the weights, divided by the logarithm of the number
+of visible keys: 0 if all weight is on one key, 1 if all weights are equal. A layer's score is the
+mean over heads and queries (Kim and Jung, Mathematics 2025, 13(15), 2366, section 3).
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from kvik.worker.graphs import EngineNetwork
 from kvik.worker.loading import load_network
 from kvik.worker.platforms import inference_on, platform
 
-WINDOW = 1024  # tokens that are read at once
-TOKENS = 16_384  # of the text that are read
-LEAST_KEYS = 2  # of a query that counts: one key has no entropy
+WINDOW = 1024  # tokens read at once
+TOKENS = 16_384  # tokens of the text to read
+LEAST_KEYS = 2  # keys of a query to count: the entropy of one key is 0
 
 Progress = Callable[[str, float], None]
 
 
 class EntropyAttention(ReferenceAttention):
-    """The reference, which also adds up the entropies of each layer.
+    """The reference attention, which also sums the entropies of each layer.
 
     Attributes:
-        sums, counts: by the place of a layer's keys in memory; queries times heads.
+        sums, counts: by the address of a layer's keys; counts are queries times heads.
     """
 
     def __init__(self, ops: Ops) -> None:
@@ -62,8 +62,8 @@ def measure_entropy(
     """Read texts in windows and measure each layer.
 
     Args:
-        tokens: of the texts that are read at most.
-        progress: called with what is being done and the share of it that is done.
+        tokens: largest number of tokens to read.
+        progress: called with the current work and the share that is done.
 
     Returns:
         The score of each layer, 0 to 1, and how many tokens were read.
@@ -83,7 +83,7 @@ def measure_entropy(
 def entropy_of(
     config: EngineConfig, windows: Sequence[Sequence[int]], progress: Progress
 ) -> tuple[float, ...]:
-    """Return the score of each layer, 0 to 1, over texts of tokens that are read one by one."""
+    """Return the score of each layer, 0 to 1, over windows of tokens, read one by one."""
     config = replace(config, kernels="torch", attention_backend="reference", device="cpu")
     resolved = resolve_reader(config, max(map(len, windows)))
     with torch.inference_mode():
@@ -122,7 +122,7 @@ def _windows(
 
 
 def _read(network: EngineNetwork, ids: Sequence[int], block_size: int) -> None:
-    """Compute a window; its blocks are the first ones of each group."""
+    """Compute a window, in the first blocks of each group."""
     count = -(-len(ids) // block_size)
     layouts = []
     for group in range(len(network.groups)):

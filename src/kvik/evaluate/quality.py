@@ -1,4 +1,4 @@
-"""Perplexity of a model on texts, and its distance from a reference, read in step with it."""
+"""Perplexity of a model on texts, and its distance from a reference model on the same text."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Compared:
 
     Attributes:
         divergence: [rows] fp64, KL(reference || model) in nats.
-        agrees: [rows] bool, both have the same largest logit; of equals the first counts.
+        agrees: [rows] bool, both have the same largest logit; of ties the first counts.
     """
 
     divergence: Tensor
@@ -58,7 +58,8 @@ def losses(logits: Tensor, ids: Tensor) -> Tensor:
     """Return -log softmax(logits)[id] of each row, in nats: [rows] fp64.
 
     Args:
-        logits: [rows, vocab], any float dtype; -inf marks an impossible token. ids: [rows] int64.
+        logits: [rows, vocab], any float dtype; -inf marks an impossible token.
+        ids: [rows] int64.
     """
     parts = zip(torch.split(logits, COPIED_ROWS), torch.split(ids, COPIED_ROWS), strict=True)
     return torch.cat(
@@ -134,13 +135,13 @@ class Quality:
 
     @property
     def perplexity(self) -> float:
-        """e to the mean loss; infinite where a float cannot hold it."""
+        """e to the mean loss; infinite if it exceeds the range of a float."""
         return math.exp(self.loss) if self.loss < LARGEST_LOSS else math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class PerplexityChange:
-    """The relative change of perplexity from a reference's, and its standard error by the spread of
+    """The relative change of perplexity from a reference, and its standard error from the spread of
     the scored tokens' losses."""
 
     share: float
@@ -156,11 +157,11 @@ class PerplexityChange:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The texts to read and their windows, the same for all models that are compared.
+    """The texts to read and their windows, the same for all compared models.
 
     Attributes:
-        texts: token ids of each [tokens] int32, without the prefix.
-        prefix: tokens that every window begins with.
+        texts: token ids of each, [tokens] int32, without the prefix.
+        prefix: first tokens of every window.
         vocab_size: of the models that can read it.
     """
 
@@ -177,7 +178,7 @@ class Reading:
         )
 
     def windows(self) -> Iterator[ScoredWindow]:
-        """Yield windows one at a time: overlapping ones together would be many times the texts."""
+        """Yield windows one at a time: overlapping windows together are many times the texts."""
         for ids in self.texts:
             yield from cut(ids.tolist(), self.prefix, self.window, self.stride)
 
@@ -191,17 +192,19 @@ def measure_quality(
     reference: EngineConfig | None = None,
     progress: Progress | None = None,
 ) -> Quality:
-    """Load a model, let it read the texts, and free it.
+    """Load a model, read the texts with it, and free it.
 
     Args:
-        texts: each is read by itself; no window spans two.
+        texts: read separately; no window spans two.
         window: tokens at once; None: the context, at most 2048.
         stride: tokens between windows; None: the window.
-        reference: read in step, for `divergence` and `agreement`; both models are in memory.
-        progress: told (tokens scored, tokens to score) after each window.
+        reference: reads the same windows, for `divergence` and `agreement`; both models are in
+            memory.
+        progress: called with (tokens scored, tokens to score) after each window.
 
     Raises:
-        KvikError: a model cannot be used, the models read the text differently, or too little text.
+        KvikError: a model cannot be used, the models tokenise the text differently, or there is too
+            little text.
     """
     configs = [config] if reference is None else [config, reference]
     longest = min(map(longest_window, configs))
@@ -219,7 +222,7 @@ def measure_quality(
 
 
 def prepare(resolved: ResolvedConfig, texts: Sequence[str], window: int, stride: int) -> Reading:
-    """Texts as a model reads them.
+    """Tokenise texts for a model.
 
     Raises:
         KvikError: the model has no tokenizer, or there is no token to score.
@@ -236,10 +239,10 @@ def prepare(resolved: ResolvedConfig, texts: Sequence[str], window: int, stride:
 
 
 def check_same(reading: Reading, resolved: ResolvedConfig, texts: Sequence[str]) -> None:
-    """Refuse a model whose distributions are over other tokens.
+    """Check that a model's distributions are over the same tokens.
 
     Raises:
-        ConfigError: its vocabulary has another size, or its tokenizer cuts the texts differently.
+        ConfigError: its vocabulary has another size, or its tokenizer splits the texts differently.
     """
     name, size = resolved.runner.model_path, resolved.model.vocab_size
     if size != reading.vocab_size:
@@ -258,7 +261,7 @@ def check_same(reading: Reading, resolved: ResolvedConfig, texts: Sequence[str])
 def read(
     reading: Reading, model: Reader, reference: Reader | None, progress: Progress | None = None
 ) -> Quality:
-    """Let loaded models read.
+    """Read the texts with loaded models.
 
     Raises:
         ModelError: a model's logits are NaN.

@@ -1,10 +1,10 @@
-"""A text cut into windows that a model can read, so that every token is scored at most once.
+"""Cuts a text into windows that a model can read, so that every token is scored at most once.
 
-Windows of `window` tokens begin every `stride` tokens of the text; each is read from nothing and
-scores what no window before it scored. Nothing predicts the first token of a window, so it is not
-scored: with `stride` < `window` that is only the first token of the text, and with a tokenizer that
-puts BOS before a prompt none at all, as every window then begins with BOS, like every prompt. With
-`stride` = `window` and no BOS it is the first token of each window.
+Windows of `window` tokens begin every `stride` tokens of the text. Each is read without earlier
+context, and scores the tokens that no window before it scored. The first token of a window has no
+prediction and is not scored. With `stride` < `window` this affects only the first token of the
+text; with a tokenizer that puts BOS before a prompt it affects none, because every window begins
+with BOS. With `stride` = `window` and no BOS it affects the first token of each window.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from kvik.errors import ConfigError
 from kvik.launch import load_worker, resolve_config
 from kvik.text.tokenizer import Tokenizer
 
-# A loaded model that reads: windows of tokens go in, the logits of each position come out.
+# A loaded model as a reader: windows of tokens in, logits of each position out.
 #
-# Plans are made here, for one request in one slot. Everything below them is the code that serves
-# users: kernels, weight and KV formats, chunks, replayed graphs.
+# Plans are made here, for one request in one slot. Everything below is the serving code: kernels,
+# weight and KV formats, chunks, replayed graphs.
 
 
 class EvaluatedModel(Protocol):
@@ -74,7 +74,7 @@ class Reader:
         self._used = False
 
     def begin(self, ids: Sequence[int]) -> NewRequest:
-        """A request for these tokens, whatever was read before forgotten."""
+        """Return a new request for these tokens, which replaces the previous one."""
         cache = self.resolved.cache
         count = -(-len(ids) // cache.block_size)
         blocks = [
@@ -85,8 +85,8 @@ class Reader:
         return NewRequest(0, list(ids), len(ids), 0, blocks, params, frozenset(), 0)
 
     def read(self, ids: Sequence[int], start: int, end: int) -> Tensor:
-        """Tokens [start, end) of a window whose tokens before `start` were read by the calls
-        before. Returns [end - start, hidden], valid until the next call."""
+        """Read tokens [start, end) of a window; earlier calls have read the tokens before `start`.
+        Returns [end - start, hidden], valid until the next call."""
         first = start == 0
         plan = SchedulerOutput(
             step=self._step,
@@ -103,12 +103,12 @@ class Reader:
 
 
 def longest_window(config: EngineConfig) -> int:
-    """Tokens that the model, or the user, lets a reader read at once. Nothing is loaded."""
+    """Return the longest window that the model and the options allow. Nothing is loaded."""
     return resolve_config(_for_one(config)).scheduler.max_model_len
 
 
 def resolve_reader(config: EngineConfig, window: int) -> ResolvedConfig:
-    """Return a reader of windows: one request, and the KV blocks of a window.
+    """Resolve the config of a reader: one request, and the KV blocks of a window.
 
     Raises:
         KvikError: the model cannot be used, or does not fit.
@@ -121,7 +121,7 @@ def resolve_reader(config: EngineConfig, window: int) -> ResolvedConfig:
 
 @contextmanager
 def loaded_reader(resolved: ResolvedConfig) -> Iterator[Reader]:
-    """The model in memory, freed at the end."""
+    """Load a model as a reader; it is freed at the end of the block."""
     worker = load_worker(resolved)
     try:
         yield Reader(resolved, worker)
@@ -148,7 +148,7 @@ def check_room(resolved: ResolvedConfig, reference: ResolvedConfig) -> None:
 
 
 def read_together(readers: Sequence[Reader], window: ScoredWindow) -> Iterator[Piece]:
-    """Let all models read a window in step, with only a few rows of logits in memory at a time.
+    """Read a window with all models together, with only a few rows of logits in memory at a time.
 
     The last token of a window predicts no scored token, so it is not read.
     """
@@ -185,23 +185,22 @@ def _for_one(config: EngineConfig) -> EngineConfig:
     )
 
 
-# Texts to evaluate on: a file, or a story that ships with kvik, which no model was trained on.
+# Texts to evaluate on: a file, or a bundled story, which no model was trained on.
 
-MAX_BYTES = 64 << 20  # a tokenizer needs some fifty times as much
+MAX_BYTES = 64 << 20  # a tokenizer needs about fifty times as much memory
 STORY = Path(__file__).with_name("held_out.txt")
 
 
 def held_out_texts() -> list[str]:
-    """Return the story alone: some 1500 tokens, enough to compare and too few for a leaderboard."""
+    """Return the bundled story: about 1500 tokens, enough to compare, too few for a leaderboard."""
     return [STORY.read_text(encoding="utf-8")]
 
 
 def read_texts(path: Path, option: str = "data") -> list[str]:
-    """Return the texts of a file: one of plain text, or one in the field "text" of each line of
-    .jsonl.
+    """Return the texts of a file: one text, or for .jsonl the field "text" of each line.
 
     Args:
-        option: what named the file, for errors.
+        option: the option that names the file, for errors.
 
     Raises:
         ConfigError: the file cannot be read as that, or holds no text.
@@ -237,7 +236,7 @@ def _records(path: Path, content: str, option: str) -> Iterator[str]:
         yield text
 
 
-LONGEST_DEFAULT = 2048  # what most papers read at once
+LONGEST_DEFAULT = 2048  # window of most papers
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +245,7 @@ class ScoredWindow:
 
     Attributes:
         token_ids: at least two, BOS included.
-        first_scored: index of the first token that is scored, at least 1; all after it are, too.
+        first_scored: index of the first scored token, at least 1; all tokens after it are scored.
     """
 
     token_ids: tuple[int, ...]
@@ -254,7 +253,7 @@ class ScoredWindow:
 
 
 def choose_window(longest: int, window: int | None, stride: int | None) -> tuple[int, int]:
-    """The window and stride that were asked for, or the defaults.
+    """Return the requested window and stride, or the defaults.
 
     Args:
         longest: tokens that the models can read at once.
@@ -274,21 +273,22 @@ def choose_window(longest: int, window: int | None, stride: int | None) -> tuple
 def cut(
     ids: Sequence[int], prefix: Sequence[int], window: int, stride: int
 ) -> Iterator[ScoredWindow]:
-    """Yield the windows of one text. A short text is one shorter window; a text of which no token
-    can be scored has none.
+    """Yield the windows of one text. A short text is one shorter window; a text without a token to
+    score has none.
 
     Args:
         ids: the text alone.
-        prefix: tokens that begin every window (BOS); they count as part of it.
-        window: longest window in tokens, more than the prefix has.
-        stride: tokens of the text from one window to the next; at most what a window has of them.
+        prefix: first tokens of every window (BOS); they count as part of it.
+        window: longest window in tokens, longer than the prefix.
+        stride: tokens of the text between the starts of windows; at most the tokens of the text in
+            a window.
     """
     for start, end, first in _spans(len(ids), len(prefix), window, stride):
         yield ScoredWindow((*prefix, *ids[start:end]), first)
 
 
 def count_scored(length: int, num_prefix: int, window: int, stride: int) -> int:
-    """Tokens that the windows of a text score together.
+    """Return the number of tokens that all windows of a text score.
 
     Args:
         length: of the text, in tokens.
@@ -307,7 +307,7 @@ def _spans(
     the window of the first token that it scores."""
     room = window - num_prefix
     stride = min(stride, room)
-    scored = 0  # up to here, by the windows before
+    scored = 0  # end of the tokens scored by earlier windows
     for start in range(0, length, stride):
         end = min(start + room, length)
         first = max(num_prefix + scored - start, 1)
@@ -319,7 +319,7 @@ def _spans(
 
 
 def prompt_prefix(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return what the tokenizer puts before a prompt."""
+    """Return the tokens that the tokenizer puts before a prompt."""
     plain = tokenizer.encode("a", add_special_tokens=False)
     whole = tokenizer.encode("a", add_special_tokens=True)
     for start in range(len(whole) - len(plain) + 1):

@@ -1,4 +1,4 @@
-"""What programs need of a model: an `LLM` here, or a server by its URL."""
+"""The interface of programs to a model: a local `LLM`, or a server by its URL."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from kvik.llm import LLM
 from kvik.remote_server import RemoteServer
 
 Messages = Sequence[Mapping[str, str]]
-Listener = Callable[[str], None]  # gets pieces of text as they come
-SECONDS = 600.0  # of silence of a server
+Listener = Callable[[str], None]  # called with pieces of text as they are generated
+SECONDS = 600.0  # longest silence of a server
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """Attributes:
-    token_ids: of the text and, perhaps, of what ended it.
-    cut: a stop string ended it, so that the ids do not spell the text.
+    """A generated text.
+
+    Attributes:
+        token_ids: of the text, and possibly of the token that ended it.
+        cut: a stop string ended it, so that the ids do not match the text.
     """
 
     text: str
@@ -33,7 +35,7 @@ class Continuation:
 
 
 class ProgramModel(Protocol):
-    """Any number of threads may call it."""
+    """A model for programs; thread-safe."""
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Return token ids, with special tokens around them or without."""
@@ -44,13 +46,13 @@ class ProgramModel(Protocol):
         ...
 
     def render(self, messages: Messages) -> str:
-        """Return the prompt that the chat template makes of a conversation."""
+        """Render a conversation with the chat template; return the prompt."""
         ...
 
     def generate(
         self, prompt: Sequence[int], params: Mapping[str, Any], listener: Listener | None
     ) -> Continuation:
-        """Go on with a prompt.
+        """Complete a prompt.
 
         Raises:
             KvikError: a parameter is impossible.
@@ -59,8 +61,8 @@ class ProgramModel(Protocol):
         ...
 
     def score(self, prompts: Sequence[Sequence[int]], start: int) -> list[list[float]]:
-        """Return the log probability of each token of each prompt, 0.0 for those before `start`
-        and for the first."""
+        """Return the log probability of each token of each prompt, 0.0 for tokens before `start`
+        and for the first token."""
         ...
 
 
@@ -101,7 +103,7 @@ class LocalModel:
 
 
 class RemoteModel:
-    """A `kvik serve` elsewhere.
+    """A remote `kvik serve`.
 
     Args:
         url: with or without /v1. The key is the environment's KVIK_API_KEY.
@@ -146,7 +148,7 @@ class RemoteModel:
         }
         choices = self._ask("/v1/completions", body)["choices"]
         rows = [one["prompt_logprobs"] for one in choices]
-        # The token itself comes first.
+        # The entry of the token itself comes first.
         return [
             [0.0 if one is None else next(iter(one.values()))["logprob"] for one in row]
             for row in rows
@@ -202,5 +204,5 @@ def _error(told: Mapping[str, Any], status: int) -> Exception:
 
 
 def model_of(model: LLM | str) -> ProgramModel:
-    """Return what programs call, of an `LLM` or a URL."""
+    """Return the `ProgramModel` of an `LLM` or a URL."""
     return RemoteModel(model) if isinstance(model, str) else LocalModel(model)

@@ -1,4 +1,4 @@
-"""The state that a program extends, what it selects in, and what runs programs."""
+"""The state that a program extends, the scoring of choices, and running programs."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ METHODS: tuple[str, ...] = get_args(Method)
 def scores_of(
     model: ProgramModel, prefix: Sequence[int], rows: Sequence[Sequence[int]], method: Method
 ) -> list[float]:
-    """Return the score of each choice, the best of them the largest.
+    """Return the score of each choice; larger is better.
 
-    Only tokens count that differ from the prefix's: all rows are scored in one batch, and what
-    they share comes from the prefix cache.
+    Only tokens that differ from the prefix's count. All rows are scored in one batch, and their
+    common prefix is taken from the prefix cache.
 
     Args:
-        prefix: tokens before the choices. rows: the same with each choice behind it.
+        prefix: tokens before the choices.
+        rows: the prefix followed by each choice.
         method: "mean" or "sum" of a choice's log probabilities; "greedy" follows the likeliest
-            token, place by place, where a choice that has ended counts with its mean;
-            "unconditional" is the mean of what the prefix adds to the log probabilities that the
-            tokens have without it.
+            token, position by position, where a choice that has ended counts with its mean;
+            "unconditional" is the mean increase of the tokens' log probabilities by the prefix.
     """
     start = min(_num_shared(prefix, row) for row in rows)
     found = [row[start:] for row in model.score(rows, start)]
@@ -57,7 +57,8 @@ def _num_shared(prefix: Sequence[int], row: Sequence[int]) -> int:
 
 
 def _greedy(found: Sequence[Sequence[float]], means: Sequence[float]) -> list[float]:
-    """How many places a choice stays in, and its log probability where it leaves: a fraction."""
+    """Return, for each choice, the number of positions at which it stays in the selection, plus a
+    fraction by its log probability where it drops out."""
     scores = [0.0] * len(found)
     left = set(range(len(found)))
     for place in range(max(map(len, found))):
@@ -73,21 +74,21 @@ def _greedy(found: Sequence[Sequence[float]], means: Sequence[float]) -> list[fl
 
 P = ParamSpec("P")
 MAX_THREADS = 64  # programs that run at once
-# Tokens at the end that are read again with what follows: a text may belong into the same token.
+# Numbers of last tokens that are tokenised again with new text: their tokens may merge.
 TAILS = (8, 4, 2, 1)
 
 
 class State:
     """A text that grows, and what was generated in it, by name: `state["answer"]`.
 
-    It holds token ids, and only ever adds some: what was computed stays in the prefix cache. Only
-    the last ones are replaced where a text continues their last token. In a conversation
-    (`system`, `user`, `assistant`) the chat template writes what is between the turns.
+    It holds token ids, and almost always only appends, so that computed tokens stay in the prefix
+    cache; only if a text continues the last token, the last ids are replaced. In a conversation
+    (`system`, `user`, `assistant`) the chat template writes the text between turns.
 
     Attributes:
-        text: all of it so far.
-        scores: of what `select` chose from, by name.
-        error: what ended the program in `run_batch`; None: nothing.
+        text: the whole text so far.
+        scores: name -> scores of the choices of `select`.
+        error: the exception that ended the program in `run_batch`; None: none.
     """
 
     def __init__(self, model: ProgramModel, listener: Listener | None = None) -> None:
@@ -96,9 +97,9 @@ class State:
         self.error: Exception | None = None
         self._model, self._listener = model, listener
         self._ids: list[int] = []
-        self._read = 0  # characters of `text` that `_ids` spell
+        self._read = 0  # characters of `text` covered by `_ids`
         self._messages: list[dict[str, str]] = []
-        self._turn: int | None = None  # where the text of the open turn begins
+        self._turn: int | None = None  # start of the open turn's text
         self._values: dict[str, str] = {}
 
     def __getitem__(self, name: str) -> str:
@@ -109,7 +110,7 @@ class State:
 
     @property
     def values(self) -> Mapping[str, str]:
-        """What was generated and selected, by name."""
+        """Generated and selected texts, by name."""
         return dict(self._values)
 
     @property
@@ -135,11 +136,11 @@ class State:
         return self
 
     def system(self, text: str) -> None:
-        """Add a turn that says what to be."""
+        """Add a system turn."""
         self._say("system", text)
 
     def user(self, text: str) -> None:
-        """Add a turn of the user."""
+        """Add a user turn."""
         self._say("user", text)
 
     def _say(self, role: str, text: str) -> None:
@@ -151,13 +152,13 @@ class State:
 
     @contextmanager
     def assistant(self) -> Iterator[State]:
-        """Open the assistant's turn: text and what is generated within `with` belong to it."""
+        """Open the assistant's turn: text added and generated within `with` belongs to it."""
         if self._turn is not None:
             raise ParamError("assistant", "has a turn already")
         rendered = self._model.render(self._messages)
         if rendered.startswith(self.text):
             self.text = rendered
-        else:  # the template writes earlier turns in another way
+        else:  # the template renders earlier turns differently
             self.text, self._ids, self._read = rendered, [], 0
         self._turn = len(self.text)
         yield self
@@ -181,15 +182,15 @@ class State:
         grammar: str | None = None,
         **params: Any,
     ) -> str:
-        """Let the model go on, and return what it wrote.
+        """Generate text, add it to the state, and return it.
 
-        Behind a user's turn it is the assistant's whole turn.
+        After a user's turn, the text is the assistant's whole turn.
 
         Args:
-            name: under which the state keeps it.
+            name: key of the text in the state.
             schema: a JSON Schema or pydantic model. At most one of this, `regex`, `choices` and
-                `grammar` says what the text must be.
-            params: of `SamplingParams`.
+                `grammar` constrains the text.
+            params: fields of `SamplingParams`.
 
         Raises:
             KvikError: a parameter is impossible.
@@ -211,14 +212,14 @@ class State:
         return found.text
 
     def select(self, name: str | None, choices: Sequence[str], method: Method = "mean") -> str:
-        """Add the choice that the model finds the likeliest, and return it.
+        """Add the choice that is likeliest by the model, and return it.
 
-        The choices are scored as they are, so none is favoured by how it begins. Where they are
-        many and alike, `gen(choices=...)` is cheaper: it writes one, token by token.
+        Whole choices are scored, so none is favoured by its beginning. For many similar choices
+        `gen(choices=...)` is cheaper: it generates one, token by token.
 
         Args:
-            name: under which the state keeps it, and in `scores` what each was worth.
-            method: how log probabilities of a choice's tokens become its score, see `scores_of`.
+            name: key of the choice in the state, and of all scores in `scores`.
+            method: how a choice's score is computed from log probabilities, see `scores_of`.
 
         Raises:
             ParamError: there are no choices, or one is empty or comes twice.
@@ -242,14 +243,14 @@ class State:
             self.scores[name] = dict(zip(choices, scores, strict=True))
         return choices[best]
 
-    # -- many ------------------------------------------------------------------------------------
+    # -- copies ----------------------------------------------------------------------------------
 
     def fork(self, n: int, each: Callable[[State, int], object] | None = None) -> list[State]:
-        """Return copies that go on by themselves. What they share is computed once. A `stream` does
-        not show them.
+        """Return independent copies. Their common text is computed once. A `stream` does not show
+        them.
 
         Args:
-            each: called for each copy with its number, in threads of their own.
+            each: called for each copy with its number, in separate threads.
         """
         self._take_in()
         copies = [self._copy() for _ in range(n)]
@@ -269,13 +270,13 @@ class State:
     # -- tokens ----------------------------------------------------------------------------------
 
     def _take_in(self) -> None:
-        """Read the text that has no tokens yet."""
+        """Tokenise the text that has no tokens yet."""
         if self._read < len(self.text):
             self._ids = self._extended(self._ids, self.text[self._read :])
             self._read = len(self.text)
 
     def _extended(self, ids: list[int], text: str) -> list[int]:
-        """Return tokens and those of a text behind them."""
+        """Return the tokens followed by the tokens of a text."""
         model = self._model
         if not ids:
             return model.encode(text, special=not self._messages)
@@ -293,8 +294,8 @@ class State:
         return ids + model.encode(text, special=False)
 
     def _append(self, ids: list[int], text: str) -> None:
-        """Add generated tokens, if they spell the text, without the one that ended it."""
-        before = self._ids[-1:]  # some tokenizers decode a first token in another way
+        """Add generated tokens, if they match the text, without the one that ended it."""
+        before = self._ids[-1:]  # some tokenizers decode a first token differently
         start = self._model.decode(before)
         for one in (ids, ids[:-1]):
             if self._model.decode(before + one) == start + text:
@@ -321,7 +322,7 @@ def run(program: Program[P], model: LLM | str, *args: P.args, **kwargs: P.kwargs
 
     Args:
         model: an `LLM`, or the URL of a `kvik serve`.
-        args, kwargs: for the program, behind the state.
+        args, kwargs: for the program, after the state.
     """
     state = State(model_of(model))
     program(state, *args, **kwargs)
@@ -334,12 +335,12 @@ def run_batch(
     inputs: Sequence[Mapping[str, Any]],
     threads: int | None = None,
 ) -> list[State]:
-    """Run a program for many inputs at once, and return the states in their order.
+    """Run a program for many inputs at once, and return the states in the same order.
 
-    A program that fails ends alone: its state has the `error`.
+    If a program fails, the others continue: its state has the `error`.
 
     Args:
-        inputs: keyword arguments for the program, of each run.
+        inputs: keyword arguments for the program, for each run.
         threads: programs that run at once; None: 16 for each core, at most 64.
     """
     called = model_of(model)
@@ -358,17 +359,17 @@ def run_batch(
 
 
 class _ReaderLeft(Exception):
-    """Ends the program of a stream whose reader has left."""
+    """Ends the program of a stream that was closed."""
 
 
 def stream(
     program: Program[P], model: LLM | str, *args: P.args, **kwargs: P.kwargs
 ) -> Iterator[str]:
-    """Run a program and iterate over the text as it grows: what the program adds, and what the
-    model writes. What the chat template writes between turns is not shown.
+    """Run a program and iterate over the text as it grows: added by the program, or generated. Text
+    of the chat template between turns is not included.
 
     Raises:
-        Exception: what ended the program, behind the text before it.
+        Exception: the program failed; raised after the text before the failure.
     """
     pieces: queue.Queue[str | Exception | None] = queue.Queue()
     left = threading.Event()

@@ -1,5 +1,5 @@
-"""Training of draft heads on a model that stays as it is.
+"""Training of draft heads for a model, which is not changed.
 
-`train.py` is what they learn from, the steps, accuracies and what continues after an interruption,
-`heads.py` the way from text to a folder.
+`train.py` has the training data, steps, accuracies and snapshots, `heads.py` the heads and the way
+from a text to a saved folder.
 """

@@ -44,14 +44,15 @@ from kvik.training.train import (
 
 # Training of Medusa's heads (models/draft_heads.py), with the model's own output matrix.
 
-DECAY = 0.8  # weight of a head's loss beside the one before it, as in the paper
+DECAY = 0.8  # weight of a head's loss relative to the previous head's, as in the paper
 
 
 class MedusaTrainee:
-    """Medusa's heads; their blocks start at zero, where each head equals the model's own."""
+    """Medusa's heads; their blocks start at zero, so that each head equals the model's own."""
 
     def __init__(self, spec: HeadsSpec, output: Tensor) -> None:
-        """
+        """Make heads with blocks of zeros.
+
         Args:
             output: [hidden, vocab] fp32, of the model.
         """
@@ -95,10 +96,10 @@ def medusa_spec(hidden: int, vocab: int, depth: int, layers: int) -> HeadsSpec:
     return HeadsSpec(MEDUSA, hidden, vocab, depth, layers)
 
 
-# Training of the layer of models/draft_heads.py, on its own guesses to the full depth.
+# Training of EAGLE's layer (models/draft_heads.py), on its own predictions to the full depth.
 
 EPS = 1e-6  # as of models/draft_heads.py
-FEATURES = 0.1  # weight of the distance between guessed and true hidden states
+FEATURES = 0.1  # weight of the distance between predicted and true hidden states
 
 Enter = Callable[[Tensor, Tensor], Tensor]  # ids, positions [rows] -> [rows, hidden]
 
@@ -131,7 +132,7 @@ class EagleTrainee:
         return [self.join, self.offset, self.gain, self.gate, self.up, self.down]
 
     def guesses(self, batch: Batch) -> Tensor:
-        """Return guesses of batch.hidden[:, 1:], [rows, depth, hidden]."""
+        """Return predictions of batch.hidden[:, 1:], [rows, depth, hidden]."""
         x, found = batch.hidden[:, 0], []
         for depth in range(self.spec.depth):
             embedded = self.enter(batch.ids[:, depth], batch.positions + 1 + depth)
@@ -177,8 +178,9 @@ class HeadsRecipe:
 
     Attributes:
         kind: one of `KINDS`.
-        depth: tokens guessed ahead.
-        layers: residual blocks of a head of Medusa. inner: width of EAGLE's feed-forward.
+        depth: number of drafted tokens.
+        layers: residual blocks of a Medusa head.
+        inner: width of EAGLE's feed-forward block.
     """
 
     kind: str
@@ -193,7 +195,8 @@ class TrainedHeads:
     """The result of a training.
 
     Attributes:
-        tokens: of the text. num_bytes: of the weights.
+        tokens: of the text.
+        num_bytes: of the weights.
         finished: whether all steps were done.
     """
 
@@ -261,7 +264,7 @@ def check_place(out: Path) -> None:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Return whether a folder holds nothing but heads or the state of their training."""
+    """Return whether a folder has only heads or the state of their training."""
     names = {path.name for path in folder.iterdir()}
     if CONFIG not in names or not names <= _OWN:
         return names <= {FILE}
@@ -271,7 +274,7 @@ def _is_ours(folder: Path) -> bool:
         except ModelError:
             continue
         return True
-    return False  # a model's, which has files of the same names
+    return False  # a model's folder, which has files of the same names
 
 
 def _trainee(reader: Reader, recipe: HeadsRecipe) -> Trainee:
@@ -299,7 +302,7 @@ def _save(spec: HeadsSpec, trainee: Trainee, reader: Reader, out: Path, kept: Pa
     """Write the folder of heads; return the bytes of their weights.
 
     Args:
-        kept: snapshot of an unfinished training, to be kept in the folder.
+        kept: snapshot of an unfinished training, to keep in the folder.
     """
     runner = reader.resolved.runner
     model, dtype = Path(runner.model_path).name, getattr(torch, runner.dtype)

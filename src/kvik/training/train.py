@@ -1,4 +1,4 @@
-"""Train heads on hidden states, and measure them on those that are held out."""
+"""Trains heads on hidden states, and measures them on held-out ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvik.nn.checkpoint import WHOLE, FolderCheckpoint
 from kvik.nn.safetensors import read_header, write_safetensors
 
 Progress = Callable[[str, float], None]  # progress(what is being done, share done)
-HELD_OUT = 16  # one window of this many is held out of training
+HELD_OUT = 16  # every n-th window is held out of training
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,8 @@ class WindowStates:
     """The hidden states of windows of text, one after another.
 
     Attributes:
-        ids: [tokens] int64. hidden: [tokens, hidden], of the model's dtype.
+        ids: [tokens] int64.
+        hidden: [tokens, hidden], of the model's dtype.
         starts: [windows + 1], first token of each.
     """
 
@@ -72,10 +73,10 @@ class WindowStates:
 
 
 def check_windows(windows: Sequence[ScoredWindow], depth: int) -> None:
-    """Check that windows are enough for training and for measuring.
+    """Check that there are enough windows for training and measuring.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: there are too few, or they are too short.
     """
     if len(windows) < HELD_OUT:
         raise ConfigError(
@@ -94,10 +95,10 @@ def check_windows(windows: Sequence[ScoredWindow], depth: int) -> None:
 def read_states(
     reader: Reader, windows: Sequence[ScoredWindow], file: Path, progress: Progress
 ) -> WindowStates:
-    """Let the model read windows, and return the hidden states.
+    """Read windows with the model, and return the hidden states.
 
     Args:
-        file: holds the hidden states, which may be larger than memory.
+        file: stores the hidden states, which may be larger than memory.
     """
     total = sum(len(window.token_ids) for window in windows)
     spec = reader.resolved.model

@@ -1,5 +1,5 @@
-"""`kvik calibrate`: measures what this machine can do, and saves it for the planner; of a GPU what
-the engine has to choose by."""
+"""`kvik calibrate`: measures the limits of this machine, and saves them for the planner; for a GPU,
+it measures the thresholds by which the engine chooses kernels."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvik_bench.machine.prompt_attention import PromptTimes
 
 
-# `kvik calibrate` on a GPU: whose attention reads long prompts, Triton's or torch's.
+# `kvik calibrate` on a GPU: whether Triton's or torch's attention is faster for long prompts.
 
 
 def usable_gpus() -> tuple[Gpu, ...]:
@@ -61,7 +61,7 @@ def calibrate_gpu(gpu: Gpu, *, quick: bool) -> None:
 
 
 def gpu_as_text(gpu: str, found: Sequence[PromptTimes], torch_from: Thresholds) -> str:
-    """Return the measurements for people."""
+    """Return the measurements as text."""
     lines = [f"prompts on {gpu}: ms of a layer's attention, Triton's / torch's"]
     for dim, measured in groupby(found, lambda times: times.head_dim):
         cells = (
@@ -85,15 +85,15 @@ def build_parser() -> argparse.ArgumentParser:
         "calibrate",
         "",
         "Measure this machine's memory, arithmetic and kernels, and what the engine adds to them; "
-        "of its GPUs whether torch's or Triton's attention reads long prompts faster, by which "
-        "the engine chooses. Let nothing else run on the machine.",
+        "on GPUs, whether torch's or Triton's attention is faster for long prompts, which decides "
+        "the engine's choice. Nothing else should run on the machine.",
     )
     parser.add_argument("--quick", action="store_true", help="fewer figures, in a few seconds")
     parser.add_argument(
         "--only", choices=("cpu", "gpu"), help="measure no other part of the machine"
     )
     parser.add_argument(
-        "--force", action="store_true", help="save it also when other processes disturbed it"
+        "--force", action="store_true", help="save it even if other processes disturbed it"
     )
     parser.add_argument(
         "--threads",
@@ -117,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
     gpus = () if arguments.only == "cpu" else usable_gpus()
     for name in ("output", "threads", "force"):
         if arguments.only == "gpu" and getattr(arguments, name):
-            raise ConfigError(name, "is about the CPU, which --only gpu leaves out")
+            raise ConfigError(name, "is for the CPU, which --only gpu leaves out")
     if arguments.only == "gpu" and not gpus:
         raise ConfigError("only", "there is no GPU here that Triton's kernels can run on")
     path = prompt_attention_path()
@@ -125,7 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
         elsewhere = "XDG_CACHE_HOME names another folder, --only cpu leaves GPUs out"
         raise ConfigError("calibration", f"cannot write {str(path)!r}: {elsewhere}")
     code = 0 if arguments.only == "gpu" else _calibrate_cpu(arguments)
-    for gpu in {gpu.name: gpu for gpu in gpus}.values():  # like ones are alike
+    for gpu in {gpu.name: gpu for gpu in gpus}.values():  # one of each kind
         calibrate_gpu(gpu, quick=arguments.quick)
     return code
 
@@ -146,7 +146,7 @@ def _calibrate_cpu(arguments: argparse.Namespace) -> int:
     for remark in remarks:
         say(f"kvik: warning: {remark}", error=True)
     if found.disturbed and not arguments.force:
-        # Every later prediction would be wrong, and a good one from before would be lost.
+        # Every later prediction would be wrong, and an earlier good calibration would be lost.
         say("kvik: error: not saved, as it was disturbed; --force saves it", error=True)
         return DISTURBED
     save(found, path)
@@ -158,7 +158,7 @@ def _calibrate_cpu(arguments: argparse.Namespace) -> int:
 
 
 def as_text(found: Calibration) -> str:
-    """Return the main figures for people."""
+    """Return the main figures as text."""
     machine = found.machine
     lines = [
         f"{'machine':20}{machine.cpu}, {machine.threads} threads, kernels: {machine.kernels}",

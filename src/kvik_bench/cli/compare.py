@@ -1,4 +1,4 @@
-"""`kvik compare [MODEL...]`: models and formats beside each other: size, quality and speed."""
+"""`kvik compare [MODEL...]`: compares models and formats: size, quality and speed."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         "compare",
         "[MODEL...]",
-        "Models and formats beside each other: memory, perplexity, distance from the first of "
-        "them, which is the reference, and speed.",
+        "Compare models and formats: memory, perplexity, distance from the first of them, which "
+        "is the reference, and speed.",
     )
     parser.add_argument(
         "models", nargs="*", default=[], metavar="MODEL", help="folders or hub ids (bundled)"
@@ -36,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=_names,
         default=(),
         metavar="A,B",
-        help="also with its weights rounded as they are loaded, in each of these ways",
+        help="also with its weights quantised while loading, in each of these ways",
     )
     group.add_argument(
         "--kv-cache-dtypes",
@@ -109,7 +109,7 @@ def _contenders(arguments: argparse.Namespace) -> Iterator[Contender]:
 
 
 def _labels(models: list[str]) -> list[str]:
-    """Return the last part of each name, or the whole name where it is not unique."""
+    """Return the last part of each name, or the whole name if it is not unique."""
     short = [Path(model).name or BUNDLED for model in models]
     return [
         name if short.count(name) == 1 else model or BUNDLED

@@ -1,4 +1,4 @@
-"""What the bench verbs share: how often to measure, and where the outcome goes."""
+"""Shared by the bench commands: flags for repetitions and output, and writing results."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 def engine_parser(verb: str, description: str, repeats: int) -> Parser:
-    """Return the parser of a verb that measures an engine here; the verb adds the flags of its
-    load.
+    """Return the parser of a command that measures a local engine; the command adds the flags of
+    its load.
 
     Args:
-        repeats: measurements, unless `--repeats` says otherwise.
+        repeats: default of `--repeats`.
     """
     parser = Parser(verb, "[MODEL]", description)
     add_model(parser)
@@ -76,8 +76,8 @@ def check_output(arguments: argparse.Namespace) -> None:
 
 
 def write_out(result: Result, arguments: argparse.Namespace) -> None:
-    """Write the requested files, then print the tables, also if a file cannot be written. Files
-    come first, so that they exist when the reader of the tables closes its pipe."""
+    """Write the requested files, then print the tables, even if a file cannot be written. Files
+    come first, so that they exist if the reader of the tables closes its pipe."""
     try:
         _write_files(result, arguments)
     finally:

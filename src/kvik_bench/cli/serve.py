@@ -1,4 +1,4 @@
-"""`kvik bench serve --url URL`: put a load on any OpenAI-compatible server, and measure it."""
+"""`kvik bench serve --url URL`: load any OpenAI-compatible server, and measure it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from kvik_bench.load.openai_target import TargetServer
 
 
-# The flags of `kvik bench serve`, and which of them go together.
+# The flags of `kvik bench serve`, and their valid combinations.
 
 DEFAULT_REQUESTS = 100
 DEFAULT_CONCURRENCY = (8,)
@@ -54,7 +54,7 @@ BURSTINESS = 2.0
 PROMPT_TOKENS = "128"
 OUTPUT_TOKENS = "64"
 
-# flags that mean nothing without one of others, or beside another one
+# flags that need one of others, and flags that exclude each other
 NEEDS = (
     ("arrivals", ("rate",)),
     ("burstiness", ("rate",)),
@@ -82,7 +82,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the server")
     add = group.add_argument
     add("--url", required=True, help="such as http://127.0.0.1:8000")
-    add("--model", default="", metavar="NAME", help="as the server calls it (its first)")
+    add("--model", default="", metavar="NAME", help="its name on the server (the first)")
     add(
         "--endpoint",
         choices=("completions", "chat"),
@@ -107,9 +107,9 @@ def add_load_flags(parser: argparse.ArgumentParser) -> None:
         "--concurrency",
         type=integers,
         metavar="N,N",
-        help="closed loop: users at once; several numbers are measured in turn (8)",
+        help="closed loop: users at once; several numbers are measured one by one (8)",
     )
-    add("--think-time", metavar="TIME", help="of a user between an answer and what follows (none)")
+    add("--think-time", metavar="TIME", help="of a user between an answer and the next (none)")
     add("--rate", type=_numbers, metavar="R,R", help="open loop: requests a second")
     add(
         "--arrivals",
@@ -135,7 +135,7 @@ def add_load_flags(parser: argparse.ArgumentParser) -> None:
         "--max-in-flight",
         type=_positive,
         metavar="N",
-        help="open loop: hold back what would be more (512)",
+        help="open loop: limit of requests in flight; further ones wait (512)",
     )
     add(
         "--num-requests",
@@ -143,7 +143,7 @@ def add_load_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"to send ({DEFAULT_REQUESTS}, or as many as --duration or the trace allow)",
     )
-    add("--duration", metavar="TIME", help="nothing is due after 30s, 5m ...")
+    add("--duration", metavar="TIME", help="no request is due after 30s, 5m ...")
     add("--slo", metavar="LIMITS", help="for goodput: ttft=300ms,tpot=50ms,e2e=5s")
 
 
@@ -209,7 +209,7 @@ def _numbers(text: str) -> tuple[float, ...]:
 
 
 DESCRIPTION = (
-    "Put a load on any OpenAI-compatible server and measure it: times to the first token, between "
+    "Load any OpenAI-compatible server and measure it: times to the first token, between "
     "tokens and to the end, throughput, goodput, and the client's own delay."
 )
 
@@ -239,7 +239,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with ended_like_ctrl_c():
             asyncio.run(bench.run(progress.show if sys.stderr.isatty() else None))
-    finally:  # what was measured until then is worth printing
+    finally:  # after an interruption, print the results so far
         progress.end()
         if any(log.records for logs in bench.logs.values() for log in logs):
             write_out(bench.result(facts), arguments)
@@ -353,7 +353,7 @@ def _trace_level(arguments: argparse.Namespace, rows: Sequence[TraceRow]) -> Lev
 def _workload(
     arguments: argparse.Namespace, rows: Sequence[TraceRow]
 ) -> Callable[[str], LoadWorkload]:
-    """Return the workload by seed; lengths are those of the trace, if there is one."""
+    """Return a function from seed to workload; lengths come from the trace, if there is one."""
 
     prompt = parse_length("prompt_tokens", arguments.prompt_tokens or PROMPT_TOKENS)
     output = parse_length("output_tokens", arguments.output_tokens or OUTPUT_TOKENS)
@@ -371,14 +371,14 @@ def _workload(
 
 
 def _filler(arguments: argparse.Namespace) -> Filler:
-    """Return token ids where the vocabulary is known, else words."""
+    """Return a filler of token ids if the vocabulary is known, else of words."""
 
     if not arguments.tokenizer and not arguments.vocab_size:
         return WordFiller()
     if arguments.endpoint != "completions" or arguments.turns > 1:
         named = "tokenizer" if arguments.tokenizer else "vocab_size"
         raise ConfigError(
-            named, "makes token ids, which need the endpoint completions and a single turn"
+            named, "sends token ids, which need the endpoint completions and a single turn"
         )
     if arguments.vocab_size:
         return TokenFiller(arguments.vocab_size)
@@ -387,7 +387,7 @@ def _filler(arguments: argparse.Namespace) -> Filler:
 
 
 def _facts(arguments: argparse.Namespace) -> Mapping[str, str]:
-    """Return how the load was made, and the command without the key."""
+    """Return the facts of the load, and the command without the key."""
     words = ["kvik", *sys.argv[1:]]
     for i, word in enumerate(words):
         if word.startswith("--api-key=") and not word.startswith("--api-key=@"):
@@ -398,7 +398,7 @@ def _facts(arguments: argparse.Namespace) -> Mapping[str, str]:
     if arguments.prompts:
         prompts = (
             f"texts of {arguments.prompts}, from the first for each load and repeat: a prefix "
-            "cache knows them from the one before"
+            "cache has them from the one before"
         )
     else:
         prompts = "random token ids" if exact else "random words, about one token each"

@@ -1,7 +1,7 @@
-"""`kvik simulate [MODEL]`: what replicas do with a load, without computing anything.
+"""`kvik simulate [MODEL]`: simulates a load on replicas, without computing a model.
 
-The scheduler, the prefix cache and the router are the real ones; how long a step takes comes from
-the planner's roofline of the model on the hardware.
+The scheduler, the prefix cache and the router are the real ones; the time of a step comes from the
+planner's roofline of the model on the hardware.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from kvik.spec.kv import PAGE_HEAD_BYTES
 from kvik_bench.simulation import Outcome, SimulatedEngine, StepCost, Traffic, simulate
 
 POLICIES = ("prefix", "round-robin")
-CONTEXT, BATCH, CHUNK = 4096, 32, 2048  # of the steps whose times are asked for
+CONTEXT, BATCH, CHUNK = 4096, 32, 2048  # of the steps that determine `StepCost`
 
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """What answers in `kvik simulate`."""
+    """The replicas of `kvik simulate`."""
 
     hardware: str = option("this", Text(), "h200, a100-80g, rtx4090, ..., this, or a file")
     replicas: int = option(8, Integer(1, 4096), "engines, each with all of the model")
@@ -59,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
         "simulate",
         "[MODEL]",
         "Run a load of conversations on simulated replicas, and compare routing by prefixes with "
-        "routing in turn. Loads nothing.",
+        "round-robin routing. Loads no model.",
     )
     add_model(parser, "a folder, hub id or config.json")
     add_option_flags(parser, "the engines", Replicas)
@@ -87,11 +87,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def simulated(model: str, asked: Replicas) -> SimulatedEngine:
-    """Return an engine of a model on some hardware, whose steps take what the planner expects.
+    """Return a simulated engine of a model on some hardware, with the planner's step times.
 
     Raises:
-        ConfigError: the speed of the hardware is not known, the model does not fit, or a tier has
-            no page.
+        ConfigError: the speed of the hardware is not known, the model does not fit, or a tier is
+            smaller than a page.
     """
     shape = read_shape(model)
     device, hardware = find_machine(asked.hardware)
@@ -112,7 +112,7 @@ def simulated(model: str, asked: Replicas) -> SimulatedEngine:
     left = memory.limit - memory.weights - memory.activations - memory.runtime
     blocks = asked.num_blocks or left // max(1, memory.kv_per_token * asked.block_size)
     if blocks < 1:
-        raise ConfigError("hardware", f"{device.name} holds the weights and no KV block beside")
+        raise ConfigError("hardware", f"{device.name} has no memory left for a KV block")
     return SimulatedEngine(
         blocks,
         asked.block_size,
@@ -159,7 +159,7 @@ def _figures(outcome: Outcome) -> dict[str, object]:
 def as_text(
     asked: Replicas, traffic: Traffic, engine: SimulatedEngine, found: list[tuple[Outcome, float]]
 ) -> str:
-    """Return the outcomes for people."""
+    """Return the outcomes as text."""
     cost = engine.cost
     head = (
         f"{asked.replicas} replicas of {count(engine.blocks)} blocks, {count(traffic.requests)} "

@@ -1,1 +1,1 @@
-"""Benchmarks of an engine in this process, or in a fresh one."""
+"""Benchmarks of an engine in this process or a fresh one."""

@@ -1,5 +1,5 @@
-"""`kvik bench attention [MODEL]`: a prompt's attention in one layer, with the matrix of all scores
-in memory and in tiles, as FlashAttention computes it (Dao et al. 2022, arXiv 2205.14135)."""
+"""`kvik bench attention [MODEL]`: times a prompt's attention in one layer, with all scores in
+memory and in tiles, like FlashAttention (Dao et al. 2022, arXiv 2205.14135)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from kvik_bench.report.result import (
 
 MOST_TOKENS = 1 << 16
 SCORE_BYTES = 4  # the reference computes in fp32
-MATRICES = 3  # of the reference at a time: scores, those that are visible, their softmax
+MATRICES = 3  # of the reference at a time: scores, masked scores, their softmax
 CHARTS = (
     Chart("curve", "Prompt attention in tiles", "tiles", "prompt"),
     Chart("curve", "Prompt attention with its matrix", "matrix", "prompt"),
@@ -45,8 +45,7 @@ Call = Callable[[], Tensor]
 
 @dataclass(slots=True)
 class PromptRuns:
-    """What the attention of one prompt took, in each round: milliseconds and MiB beyond what was
-    there before."""
+    """Milliseconds and additional MiB of the attention of one prompt, in each round."""
 
     matrix: list[float] = field(default_factory=list)
     tiles: list[float] = field(default_factory=list)
@@ -60,7 +59,7 @@ class AttentionBench:
     """One layer's attention with the heads of a model, over random prompts.
 
     Attributes:
-        platform: whose backend computes in tiles.
+        platform: provides the backend that computes in tiles.
     """
 
     resolved: ResolvedConfig
@@ -69,7 +68,7 @@ class AttentionBench:
 
     @staticmethod
     def of(resolved: ResolvedConfig, lengths: Sequence[int]) -> AttentionBench:
-        """Raises ParamError, which names the field."""
+        """Make the benchmark of an engine; raises ParamError, which names the field."""
         heads, limit = resolved.model.num_heads, resolved.memory.limit
         for length in lengths:
             if not 1 <= length <= MOST_TOKENS:
@@ -123,7 +122,7 @@ class AttentionBench:
         runs.difference = max(runs.difference, float(apart))
 
     def _call(self, backend: AttentionBackend, length: int) -> Call:
-        """Return the attention of a prompt with the same random numbers for each backend."""
+        """Return the attention of a prompt, with the same random inputs for each backend."""
         parts, model = self.platform.parts, self.resolved.model
         draw = torch.Generator().manual_seed(length)
         layout, kv = one_prompt(
@@ -137,8 +136,7 @@ class AttentionBench:
         return lambda: backend.run(Attend(q, k, v, kv, metadata, spec))
 
     def _beyond(self, call: Call) -> int | None:
-        """Return the bytes that a call takes at most beyond what was there; None where the system
-        does not tell."""
+        """Return the peak of additional bytes during a call; None if the system does not say."""
         self.platform.release_freed()
         device = self.platform.parts.device
         if device.type == "cuda":
@@ -193,7 +191,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = engine_parser(
         "bench attention",
         "Time a prompt's attention in one layer, with the matrix of all scores in memory and in "
-        "tiles, and tell the memory of both.",
+        "tiles, and measure the memory of both.",
         repeats=3,
     )
     parser.add_argument(

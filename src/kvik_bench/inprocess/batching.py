@@ -1,5 +1,5 @@
-"""`kvik bench batching [MODEL]`: static, dynamic and continuous batching under one load that comes
-in real time."""
+"""`kvik bench batching [MODEL]`: compares static, dynamic and continuous batching under one load in
+real time."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ MAX_RATE = 1e6  # requests a second
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """A kind of batching, as a policy of the engine."""
+    """A kind of batching, implemented by a policy of the engine."""
 
     name: str
     policy: str
@@ -80,7 +80,7 @@ CHARTS = (
 
 
 def check_rate(rate: float | None) -> None:
-    """Raises ParamError."""
+    """Raise ParamError if the rate is out of range."""
     if rate is not None and not 0 < rate <= MAX_RATE:
         raise ParamError("rate", f"must be above 0 and at most {MAX_RATE:,.0f}, not {rate}")
 
@@ -96,8 +96,8 @@ def measure_batching(
     """Measure all kinds of batching under the same load in each round.
 
     Args:
-        rate: requests a second, in the mean; None: as many as continuous batching can just serve,
-            which is measured first.
+        rate: mean requests per second; None: the capacity of continuous batching, which is measured
+            first.
     """
     vocab_size = engine.resolved.model.vocab_size
     source = "given"
@@ -136,7 +136,7 @@ def measure_batching(
 
 
 def _capacity(engine: Engine, load: Requests) -> tuple[Engine, float]:
-    """Return the requests a second, the better of two runs: the first one warms up."""
+    """Return the capacity in requests per second, the better of two runs: the first warms up."""
     load = replace(load, seed=f"{load.seed}/capacity")
     rates = []
     for number in range(2):
@@ -172,7 +172,7 @@ def _row(
             for name, measure in COMPARED
         )
     predicted: tuple[Figure, ...] = ()
-    if batching is CONTINUOUS:  # what the planner's model of a load is of
+    if batching is CONTINUOUS:  # the only kind in the planner's model of a load
         places = ceilings.model.resolved.scheduler.max_num_seqs
         predicted = ceilings.steady(min(load.count, places), load.traffic())
     records = [record for run in found for record in run.records]
@@ -191,8 +191,8 @@ def _row(
 def build_parser() -> argparse.ArgumentParser:
     parser = engine_parser(
         "bench batching",
-        "Serve the same requests, which come at random times, with static, dynamic and continuous "
-        "batching in turn. --batch-size limits the requests at a time for all three.",
+        "Serve the same requests, which arrive at random times, with static, dynamic and "
+        "continuous batching. --batch-size limits the requests at a time for all three.",
         repeats=3,
     )
     add = parser.add_argument

@@ -63,7 +63,7 @@ class Ceilings:
         return f"{label}{limit}: {found.reason}; {WHAT_HELPS[found.bottleneck]}."
 
     def achieved(self, runs: Sequence[LoadRun]) -> tuple[Figure, ...]:
-        """Return the bytes and operations a second, and their shares of the limits."""
+        """Return the bytes and operations per second, and their shares of the limits."""
         found = [self._efficiency(run) for run in runs]
         return figures(ACHIEVED, found, every=False)
 
@@ -79,7 +79,7 @@ class Ceilings:
         )
 
     def batch(self, count: int, traffic: Traffic) -> tuple[Figure, ...]:
-        """Return the output rate of requests that run together from their prompts to their end."""
+        """Return the output rate of requests that run together from prompt to end."""
         fresh = max(1, traffic.prompt - traffic.shared)
         together = self._together(fresh, count)
         steps: list[tuple[float, PlannedStep]] = [
@@ -112,7 +112,7 @@ class Ceilings:
         return (Figure("output expected", "tokens/s", (found.output_rate,), "more", STEADY),)
 
     def _together(self, tokens: int, count: int) -> int:
-        """Return the number of prompts that fit a step."""
+        """Return the number of prompts that fit into a step."""
         return min(count, max(1, self.model.resolved.scheduler.max_num_batched_tokens // tokens))
 
     def _efficiency(self, run: LoadRun) -> Efficiency:

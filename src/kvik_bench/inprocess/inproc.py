@@ -1,7 +1,7 @@
 """Runs a load on an engine in this process, in real time, and records when tokens arrive.
 
-There is no client process, so a request counts as sent when it is due: one that is due during a
-step waits for the end of the step, as it would in a server's queue.
+There is no client process, so a request counts as sent when it is due. A request that is due during
+a step waits for the end of the step, as in a server's queue.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from kvik.errors import CapacityError, KvikError
 from kvik.launch import start
 from kvik_bench.load.metrics import RequestRecord
 
-PATIENCE = 0.1  # seconds that a poll may block, in which Ctrl-C has no effect
-LOOK_PERIOD = 0.005  # seconds between readings of KV usage: one takes a tenth of a small step
+PATIENCE = 0.1  # seconds that a poll may block, during which Ctrl-C has no effect
+LOOK_PERIOD = 0.005  # seconds between readings of KV usage: each takes a tenth of a small step
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class LoadRun:
     answers: list[list[int]]  # token ids
     before: EngineStats
     after: EngineStats
-    kv_usage: float  # the highest share of KV blocks in use that was read
-    peak_bytes: int | None = None  # resident memory of this process meanwhile; None: not read
+    kv_usage: float  # highest reading of the share of KV blocks in use
+    peak_bytes: int | None = None  # peak resident memory during the load; None: not read
 
     @property
     def seconds(self) -> float:
@@ -57,7 +57,7 @@ def run_jobs(engine: Engine, jobs: Sequence[BenchRequest]) -> LoadRun:
     """Serve all requests, each from the moment it is due.
 
     Raises:
-        KvikError: a request can never be served (before anything is), or it failed.
+        KvikError: a request can never be served (checked before any is), or a request failed.
     """
     load = _Load(engine, jobs)
     before = engine.client.stats()
@@ -84,7 +84,7 @@ def run_jobs(engine: Engine, jobs: Sequence[BenchRequest]) -> LoadRun:
 
 @contextmanager
 def loaded(resolved: ResolvedConfig) -> Iterator[Engine]:
-    """Start an engine; it is freed at the end of the `with`."""
+    """Start an engine; it is freed at the end of the block."""
     engine = start(resolved)
     try:
         yield engine
@@ -103,7 +103,7 @@ class _Load:
     unfinished: int = field(init=False)
     kv_usage: float = 0.0
     _requests: list[EngineRequest] = field(init=False)
-    _unsent: deque[int] = field(init=False)  # indices of jobs by the time they are due
+    _unsent: deque[int] = field(init=False)  # indices of jobs, ordered by due time
     _text: OutputProcessor = field(init=False)
     _next_look: float = 0.0
 
@@ -134,7 +134,7 @@ class _Load:
             request = self._requests[self._unsent[0]]
             try:
                 self.engine.client.add(request)
-            except CapacityError:  # the queue is full: later
+            except CapacityError:  # the queue is full: retry later
                 return
             self._unsent.popleft()
             self._text.add(request, None, streaming=False)
@@ -149,7 +149,7 @@ class _Load:
         return max(0.0, self.records[self._unsent[0]].due - time.monotonic())
 
     def take(self, deltas: list[RequestDelta]) -> None:
-        self._text.process(deltas)  # its cost belongs to the engine's
+        self._text.process(deltas)  # its cost is part of the engine's
         now = time.monotonic()
         for delta in deltas:
             index = int(delta.request_id)

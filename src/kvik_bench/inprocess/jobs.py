@@ -19,12 +19,12 @@ MAX_REQUESTS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """Requests of a load. Each round has the same lengths and prompts of its own, so that the
-    prefix cache holds none of them from the round before.
+    """Requests of a load. Rounds have the same lengths and different prompts, so that the prefix
+    cache has none from earlier rounds.
 
     Attributes:
         prefix_tokens: before the prompts of `lengths`; each request has one of `prefixes` prefixes.
-        field: that sets the lengths, named in errors.
+        field: the option that sets the lengths, for errors.
     """
 
     count: int
@@ -46,7 +46,7 @@ class Requests:
             check_context(self.field, prompt, output, resolved)
 
     def sizes(self) -> list[tuple[int, int]]:
-        """Return the tokens of each prompt, prefix included, and of its answer."""
+        """Return the tokens of each prompt, including the prefix, and of its answer."""
         drawn = (self.lengths.of(i, 0) for i in range(self.count))
         return [(self.prefix_tokens + prompt, output) for prompt, output in drawn]
 
@@ -80,7 +80,7 @@ def fixed(prompt_tokens: int, output_tokens: int) -> Lengths:
     """Return the same lengths for all requests.
 
     Raises:
-        ParamError: less than one token.
+        ParamError: a length is below 1.
     """
     for field, count in (("prompt_tokens", prompt_tokens), ("output_tokens", output_tokens)):
         if count < 1:
@@ -89,7 +89,7 @@ def fixed(prompt_tokens: int, output_tokens: int) -> Lengths:
 
 
 def check_context(field: str, prompt: int, output: int, resolved: ResolvedConfig) -> None:
-    """Raise ParamError unless a request fits the context."""
+    """Raise ParamError unless a request fits into the context."""
     limit = resolved.scheduler.max_model_len
     if prompt + output > limit:
         raise ParamError(
@@ -106,17 +106,18 @@ def refuse_varied(options: Mapping[str, object], *names: str) -> None:
             raise ConfigError(name, "is what this benchmark varies: it cannot be given")
 
 
-# Prompts that are pieces of texts, the same for the same seed: a model that goes on in a text says
-# what it says to its users; after random tokens, what can be foreseen is chance.
+# Prompts that are pieces of texts, the same for the same seed. A model continues a text as it does
+# for users; after random tokens, the predictability of its output would be arbitrary.
 
 
 @dataclass(frozen=True, slots=True)
 class TextPieces:
-    """
+    """Prompts that are pieces of texts.
+
     Attributes:
-        prefix: tokens that begin each prompt (BOS).
-        texts: in tokens, without it; none is empty.
-        prompt_tokens: of a prompt at most, its prefix included. A shorter text is one prompt.
+        prefix: first tokens of each prompt (BOS).
+        texts: tokens of each text, without the prefix; none is empty.
+        prompt_tokens: limit of a prompt, including its prefix. A shorter text is one prompt.
     """
 
     prefix: Sequence[int]
@@ -134,7 +135,7 @@ class TextPieces:
         output_tokens: int,
         seed: str,
     ) -> TextPieces:
-        """Raises ParamError when a prompt has no room for its prefix and one token more."""
+        """Tokenise texts; raises ParamError if a prompt cannot hold the prefix and one token."""
         prefix = tokenizer.encode("")
         if prompt_tokens <= len(prefix):
             raise ParamError(
@@ -144,7 +145,7 @@ class TextPieces:
         return cls(prefix, [ids for ids in tokens if ids], prompt_tokens, output_tokens, seed)
 
     def jobs(self, number: int, count: int) -> list[BenchRequest]:
-        """Return the requests of one round: a random piece of each text in turn."""
+        """Return the requests of one round: random pieces of the texts, in order."""
         draw = random.Random(f"{self.seed}/{number}")
         first = draw.randrange(len(self.texts))
         room = self.prompt_tokens - len(self.prefix)

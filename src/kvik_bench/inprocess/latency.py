@@ -1,4 +1,4 @@
-"""`kvik bench latency [MODEL]`: time one batch at a time, prompts and tokens apart."""
+"""`kvik bench latency [MODEL]`: times one batch at a time, prompts and tokens separately."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _row(
 def build_parser() -> argparse.ArgumentParser:
     parser = engine_parser(
         "bench latency",
-        "Time one batch at a time: the first token, each token after it, and the whole answer.",
+        "Time one batch at a time: the first token, the tokens after it, and the whole answer.",
         repeats=3,
     )
     parser.add_argument(

@@ -21,8 +21,8 @@ class Measure(Generic[Subject]):
     """A figure of a run or of another subject.
 
     Attributes:
-        of: from a subject to its value; None where there is nothing to measure.
-        most: the highest value that is possible; None: unknown.
+        of: from a subject to its value; None: there is nothing to measure.
+        most: the largest possible value; None: unknown.
     """
 
     name: str
@@ -43,8 +43,8 @@ class Measure(Generic[Subject]):
 def figures(
     measures: Iterable[Measure[Subject]], subjects: Sequence[Subject], *, every: bool = True
 ) -> tuple[Figure, ...]:
-    """Return the figures of the measures that all subjects have; with `every` false, of those that
-    any has."""
+    """Return the figures of the measures that all subjects have; with `every` false, that any
+    has."""
     found = []
     for measure in measures:
         values = measure.values(subjects)
@@ -64,7 +64,7 @@ def ratios(
     base: Sequence[LoadRun],
     definition: str,
 ) -> Figure:
-    """Return the ratios of a measure to that of another subject, round by round."""
+    """Return the ratios of a measure to another subject's, round by round."""
     values = []
     for run, other in zip(runs, base, strict=True):
         above, below = measure.of(run), measure.of(other)

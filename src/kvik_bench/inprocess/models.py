@@ -1,7 +1,7 @@
-"""Models beside each other: what they take, how well they read, how fast they decode.
+"""Compares models: memory, perplexity, and decoding speed.
 
-The first is the reference. Each other model reads the text in step with it, so the distance is
-exact; then all take turns at decoding, each loaded again in every round.
+The first model is the reference. Each other model reads the same text windows together with it, so
+the distance is exact. Then all decode alternately, each loaded again in every round.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Bar(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A model in some format, to be compared."""
+    """A model in some format, to compare."""
 
     label: str
     config: EngineConfig
@@ -64,10 +64,10 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """One request at a time.
+    """The measurement of decoding, one request at a time.
 
     Attributes:
-        warmup: of each engine, in requests.
+        warmup: requests before the measurement, for each engine.
     """
 
     prompt_tokens: int
@@ -81,7 +81,7 @@ class ModelComparison:
     """A comparison of models, checked as far as possible without loading them.
 
     Attributes:
-        read_by: each contender for reading, and `served_by` for decoding, in the same order.
+        read_by: resolved config of each contender for reading; `served_by`: for decoding.
         decoding: None: speed is not measured.
     """
 
@@ -100,7 +100,7 @@ class ModelComparison:
         stride: int | None,
         decoding: Decoding | None,
     ) -> ModelComparison:
-        """Raises KvikError, which names the option, when something can be seen to be impossible."""
+        """Check and resolve a comparison; raises KvikError, which names the invalid option."""
         labels = [contender.label for contender in contenders]
         for label in labels:
             if labels.count(label) > 1:
@@ -159,7 +159,7 @@ class ModelComparison:
         return found
 
     def _decode(self) -> tuple[list[list[LoadRun]], tuple[str, ...]]:
-        """As `decode_in_turn`."""
+        """See `decode_in_turn`; without decoding, no runs."""
         if self.decoding is None:
             return [[] for _ in self.contenders], ()
         labels = [contender.label for contender in self.contenders]
@@ -271,7 +271,7 @@ def speeds(runs: Sequence[LoadRun], reference: Sequence[LoadRun] | None) -> tupl
 
 
 def _method(resolved: ResolvedConfig) -> str:
-    """Return how weights are stored, and how they are rounded at loading."""
+    """Return how weights are stored, and how they are quantised while loading."""
     stored = str(resolved.model.quantization or resolved.runner.dtype)
     rounded = resolved.runner.quantization
     return stored if rounded == "none" else f"{stored}, rounded to {rounded}"
@@ -282,7 +282,7 @@ def _kv_format(resolved: ResolvedConfig) -> str:
     return " and ".join(resolved.runner.dtype if name == AUTO else name for name in names)
 
 
-# Before and after a change, for `kvik quantize`.
+# Comparison before and after a change, for `kvik quantize`.
 SPEED_PROMPT, SPEED_OUTPUT = 32, 64  # tokens of the requests that are timed
 SPEED_ROUNDS = 3
 
@@ -293,7 +293,7 @@ class DecodingSpeed:
 
     Attributes:
         ratio: after / before, round by round.
-        remarks: what may make the figures wrong.
+        remarks: reasons to doubt the figures.
     """
 
     before: Figure
@@ -322,9 +322,9 @@ class DecodingSpeed:
 
 
 def measure_decoding(before: ResolvedConfig, after: ResolvedConfig) -> DecodingSpeed:
-    """Measure decoding before and after a change, the models in turn.
+    """Measure decoding before and after a change, with the models alternately.
 
-    What else the machine does hits both alike.
+    So other load on the machine affects both equally.
     """
     output = min(SPEED_OUTPUT, before.scheduler.max_model_len // 2)
     decoding = Decoding(min(SPEED_PROMPT, output), output, SPEED_ROUNDS)

@@ -1,6 +1,6 @@
 """The order of measurements: every round measures all subjects, so that drift of the machine
-affects all alike and ratios within a round stay correct. Also whether other processes used the
-cores."""
+affects all equally and ratios within a round stay correct. Also detects other processes that use
+the cores."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Watch:
         self._started, self._busy, self._own = time.perf_counter(), busy_seconds(), own_seconds()
 
     def others(self) -> float:
-        """Return the share of all cores' time that other processes took; 0 where it is unknown."""
+        """Return the share of all cores' time that other processes used; 0 if it is unknown."""
         elapsed = time.perf_counter() - self._started
         foreign = (busy_seconds() - self._busy) - (own_seconds() - self._own)
-        # one tick of the clock may be counted on the wrong side
+        # one clock tick may be attributed to the wrong process
         return max(0.0, foreign - TICK) / (elapsed * (os.cpu_count() or 1))
 
     def remarks(self) -> tuple[str, ...]:
@@ -48,13 +48,13 @@ def disturbance(others: float) -> str:
 
 
 def undisturbed(seconds: Iterable[float]) -> float:
-    """Return the median of the faster half of some samples: disturbance only makes them longer."""
+    """Return the median of the faster half of the samples: disturbance only lengthens them."""
     ordered = sorted(seconds)
     return median(ordered[: -(-len(ordered) // 2)])
 
 
 def busy_seconds() -> float:
-    """Return the CPU seconds of all processes of the machine; of this one where unknown."""
+    """Return the CPU seconds of all processes of the machine; if unknown, of this one."""
     try:
         fields = [int(f) for f in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
     except OSError:
@@ -63,7 +63,7 @@ def busy_seconds() -> float:
 
 
 def own_seconds() -> float:
-    """Return the CPU seconds of this process and of the children that it has waited for."""
+    """Return the CPU seconds of this process and of the children it has waited for."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 

@@ -1,7 +1,7 @@
-"""`kvik spec-report [MODEL]`: the same requests with and without guessing ahead, in turn: what it
-gains, and what its acceptance and its costs let expect.
+"""`kvik spec-report [MODEL]`: serves the same requests with and without speculation, alternately;
+reports the speed-up, and the speed-up predicted from acceptance and costs.
 
-Both engines stay loaded, so that they take turns within seconds.
+Both engines stay loaded, so that they alternate within seconds.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from kvik_bench.report.result import (
 )
 from kvik_bench.report.table import show_figure
 
-# What guessing ahead did in a run, beside the same requests without it.
+# Speculation in a run, compared with the same requests without it.
 #
-# The formula is that of `planner/speculation.py`. Its costs are measured: of a step and of making
-# its drafts, both over a step of the engine without speculation.
+# The formula is in `planner/speculation.py`. Its costs are measured: of a step and of making its
+# drafts, both relative to a step of the engine without speculation.
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The same work in one round, without and with speculation."""
+    """The same requests in one round, without and with speculation."""
 
     plain: LoadRun
     guessing: LoadRun
@@ -64,27 +64,27 @@ class Pair:
 
     @property
     def decoded(self) -> int:
-        """Steps of all requests, one for each token that was no draft."""
+        """Steps of all requests: one for each token that is not an accepted draft."""
         requests = len(self.guessing.answers)
         tokens = sum(map(len, self.guessing.answers)) - requests
         return tokens - self.drafts.accepted
 
     @property
     def share(self) -> float:
-        """Share of these steps with drafts."""
+        """Share of these steps that have drafts."""
         return min(1.0, self.drafts.rows / self.decoded)
 
     @property
     def depth(self) -> float:
-        """K, the drafts of a check that could all be accepted."""
+        """K, the largest number of drafts of a check that can be accepted."""
         if self.trees:
             return float(self.num_places)
         return self.drafts.drafts / max(1, self.drafts.rows)
 
     @property
     def acceptance(self) -> float:
-        """How likely a draft is right if those before it were. Of checks with more drafts, as many
-        are taken to have come so far as of all."""
+        """Probability that a draft is accepted if all before it were. Checks with more drafts are
+        assumed to get as far as all checks on average."""
         drafts = self.drafts
         tried, before = 0.0, 0
         for i in range(self.num_places):
@@ -95,19 +95,19 @@ class Pair:
 
     @property
     def num_places(self) -> int:
-        """Positions at which drafts were checked, or, of trees, accepted."""
+        """Number of positions at which drafts were checked, or, in trees, accepted."""
         places = self.drafts.accepted_at if self.trees else self.drafts.at
         return sum(1 for count in places if count)
 
     @property
     def draft_cost(self) -> float:
-        """Time of one draft in depth, for all requests, over that of a plain step."""
+        """Time of drafting one position, for all requests / time of a plain step."""
         drafted = self._steps * self.share * self.depth
         return self._making / self._plain_step / drafted if drafted else 0.0
 
     @property
     def step_cost(self) -> float:
-        """Time of a step over that of a plain one, without making drafts."""
+        """Time of a step, without making drafts / time of a plain step."""
         return (decode_seconds(self.guessing) - self._making) / self._steps / self._plain_step
 
     @property
@@ -117,7 +117,7 @@ class Pair:
 
     @property
     def if_free(self) -> float:
-        """Speed-up of theorem 3.8, where a check costs as much as a step without drafts."""
+        """Speed-up by theorem 3.8, if a check costs as much as a step without drafts."""
         return self._expected(1.0)
 
     def _expected(self, step_cost: float) -> float:
@@ -126,7 +126,7 @@ class Pair:
 
     @property
     def _tokens_of_check(self) -> float:
-        """Mean tokens of a check by the formula, each check with its own number of drafts."""
+        """Mean tokens of a check by the formula, with the actual numbers of drafts."""
         if self.trees:
             return expected_tokens(self.acceptance, self.num_places)
         at = [*self.drafts.at, 0]
@@ -156,7 +156,7 @@ class Pair:
 
     @property
     def _plain_steps(self) -> int:
-        """Steps that read no prompts."""
+        """Number of steps without prompts."""
         return max(map(len, self.plain.answers)) - 1
 
     @property
@@ -284,9 +284,11 @@ class Prompts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SpeculationLoad:
-    """Attributes:
-    batches: how many requests run together, a row of the result for each.
-    prompt_tokens: of a prompt at most.
+    """The load of a report.
+
+    Attributes:
+        batches: numbers of requests that run together, with a row of the result for each.
+        prompt_tokens: limit of a prompt.
     """
 
     prompts: Prompts
@@ -312,7 +314,8 @@ def measure_speculation(
     rounds: Rounds,
     facts: Mapping[str, str],
 ) -> Result:
-    """
+    """Measure a load without and with speculation.
+
     Args:
         plain, guessing: the same engine without speculation and with it.
 
@@ -330,7 +333,7 @@ def measure_speculation(
         stack.enter_context(rounds)
         for number, batch in rounds.over(load.batches, lambda batch: f"batch {batch}"):
             jobs = load.prompts.jobs(number, batch)
-            # Who is first changes, so that neither always finds the caches that the other left.
+            # The order alternates, so that neither always finds the CPU caches that the other left.
             if number % 2:
                 second, first = run_jobs(ahead, jobs), run_jobs(without, jobs)
             else:
@@ -412,15 +415,15 @@ def _remarks(batch: int, pairs: Sequence[Pair]) -> Iterator[str]:
         yield f"batch {batch}: not all tokens are those of the engine without speculation."
 
 
-DEFAULT_METHOD = "ngram"  # which any model has
+DEFAULT_METHOD = "ngram"  # works with any model
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = engine_parser(
         "spec-report",
-        "Serve the same requests without speculation and with it, in turn: how often drafts are "
-        f"right, what they cost, and the speed-up. --spec-method says how ({DEFAULT_METHOD}). "
-        "Requests are greedy.",
+        "Serve the same requests without speculation and with it, alternately, and measure the "
+        f"acceptance and the cost of drafts, and the speed-up. --spec-method: {DEFAULT_METHOD} by "
+        "default. Requests are greedy.",
         repeats=5,
     )
     add = parser.add_argument
@@ -441,7 +444,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_output(arguments)
     rounds = Rounds(arguments.repeats, arguments.warmup)
     options = engine_options(arguments, arguments.model)
-    # What one run leaves in the cache would serve the next one.
+    # Otherwise a run would use the cache of the run before.
     refuse_varied(options, "enable_prefix_caching")
     config = EngineConfig(**options, enable_prefix_caching=False)
     if all(getattr(config, name) is None for name in SPECULATION_OPTIONS):

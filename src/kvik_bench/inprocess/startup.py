@@ -1,5 +1,5 @@
-"""`kvik bench startup [MODEL]`: from the start of a process to its first token, by part; every time
-in a fresh process."""
+"""`kvik bench startup [MODEL]`: times the way from the start of a process to its first token, by
+part; each time in a fresh process."""
 
 from __future__ import annotations
 
@@ -70,8 +70,11 @@ def measure_startup(
     seed: int,
     facts: Mapping[str, str],
 ) -> Result:
-    """Args:
-    options: of EngineConfig, for each process; `resolved` is what they come to.
+    """Measure starts in fresh processes.
+
+    Args:
+        options: of EngineConfig, for each process.
+        resolved: the config that they resolve to.
 
     Raises:
         KvikError: a process failed.
@@ -110,7 +113,7 @@ def measure_startup(
 
 
 def start_once(options: Mapping[str, object], prompt: list[int]) -> TimedStart:
-    """Raises KvikError with the last line that the process wrote when it fails."""
+    """Start a process and time it; if it fails, raises KvikError with the last line it wrote."""
     order = {"options": options, "prompt": prompt, "started": time.monotonic()}
     done = subprocess.run(
         python_command("kvik_bench.inprocess.startup_process"),
@@ -136,7 +139,7 @@ def _help_seconds() -> float:
 
 
 def _loading(resolved: ResolvedConfig, starts: list[TimedStart]) -> tuple[list[str], Figure]:
-    """Return how fast weights were loaded, relative to the rate of memory."""
+    """Return remarks on the rate of loading weights relative to memory's, and its figure."""
     index = list(PARTS).index("load")
     rates = tuple(resolved.memory.weights / start.parts[index] / 1e9 for start in starts)
     figure = Figure("weights loaded", "GB/s", rates, "more", LOAD_RATE)

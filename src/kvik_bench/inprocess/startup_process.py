@@ -1,5 +1,5 @@
-"""A fresh process that starts an engine, and says on its last line of output how long the parts
-took. Reads its orders, a `StartOrder` as JSON, from standard input."""
+"""A fresh process that starts an engine, and writes the times of the parts as its last line. It
+reads a `StartOrder` as JSON from standard input."""
 
 # The clock is read before anything else is imported.
 import time
@@ -15,10 +15,10 @@ from types import ModuleType  # noqa: E402
 
 
 class ImportEnd(MetaPathFinder):
-    """Notes when the import of a package ends, which other code imports when it needs it.
+    """Records the end of a package's import, which other code triggers.
 
     Attributes:
-        time: when it ended, by the clock of `time.monotonic`.
+        time: of the end, by `time.monotonic`.
     """
 
     def __init__(self, package: str) -> None:

@@ -1,7 +1,7 @@
-"""`kvik bench techniques [MODEL]`: the techniques of LLM inference turned on one by one, under one
-load: a ladder of rungs.
+"""`kvik bench techniques [MODEL]`: turns on the techniques of LLM inference one by one, under one
+load, like the rungs of a ladder.
 
-A rung keeps what the one before it has. Rungs with the weights as they are stored must give the
+Each rung has the techniques of the rung before it. Rungs with unquantised weights must generate the
 same tokens; this is checked.
 """
 
@@ -70,8 +70,8 @@ Serve = Callable[[Engine, Sequence[BenchRequest]], LoadRun]
 
 
 def without_cache(engine: Engine, jobs: Sequence[BenchRequest]) -> LoadRun:
-    """Serve each token as a request whose prompt is all text before it, so that nothing computed
-    for one token is used for the next. Needs an engine without prefix caching."""
+    """Serve each token as a request with the whole text before it as prompt, so that no computation
+    is reused between tokens. Needs an engine without prefix caching."""
     return _joined([_one_without_cache(engine, job) for job in jobs])
 
 
@@ -84,7 +84,7 @@ class Loading:
     """The options that an engine is loaded with.
 
     Attributes:
-        speculation: the method that guesses tokens ahead, or "off".
+        speculation: the method of drafting, or "off".
     """
 
     quantization: str = PLAIN
@@ -96,8 +96,8 @@ class Rung:
     """One step of the ladder.
 
     Attributes:
-        alone: requests are served one after the other, so that a few of them show the rate.
-        recomputes: nothing computed for one token is kept for the next.
+        alone: requests are served one after another, so that a few of them show the rate.
+        recomputes: no computation is reused between tokens.
     """
 
     name: str
@@ -152,9 +152,11 @@ CHARTS = (
 
 @dataclass(frozen=True, slots=True)
 class LadderLoad:
-    """Attributes:
-    requests: that share a prefix.
-    alone: requests served by rungs that serve one after the other.
+    """The load of all rungs.
+
+    Attributes:
+        requests: with a shared prefix.
+        alone: number of requests for rungs that serve one at a time.
     """
 
     requests: Requests
@@ -180,9 +182,10 @@ Found = dict[str, list[LoadRun]]  # by the name of the rung
 
 @dataclass(slots=True)
 class Ladder:
-    """Measures the rungs in turn.
+    """Measures the rungs alternately.
 
-    Engines are loaded again in each round, so that they alternate too, and only one is in memory.
+    Engines are loaded again in each round, so that they alternate too, with one in memory at a
+    time.
     """
 
     load: LadderLoad
@@ -193,7 +196,8 @@ class Ladder:
     _left_out: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Raises KvikError when even the plain weights cannot be used, or the load not served."""
+        """Resolve the engines; raises KvikError if even the unquantised one cannot be used, or
+        cannot serve the load."""
         self._loadings[Loading()] = self.resolve(Loading())
         self.load.check(self._loadings[Loading()])
         for rung in self.rungs:
@@ -260,7 +264,7 @@ class Ladder:
                 for _ in range(self.warmup):
                     rung.serve(engine, others[:1] if rung.alone else others)
                 for prefix in requests.prefix_prompts(number, vocab_size):
-                    if prefix:  # a service that has run for a while has the shared prefix cached
+                    if prefix:  # a running service has the shared prefix in its cache
                         run_jobs(engine, [BenchRequest(prefix, 1)])
                 alone = restart_peak()
                 run = rung.serve(engine, self.load.of(rung, jobs))

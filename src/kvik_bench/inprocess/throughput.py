@@ -1,4 +1,4 @@
-"""`kvik bench throughput [MODEL]`: serve many requests that are all there at the start."""
+"""`kvik bench throughput [MODEL]`: serves many requests that all arrive at the start."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ COUNT, PROMPT_TOKENS, OUTPUT_TOKENS = 128, "128", "64"
 def build_parser() -> argparse.ArgumentParser:
     parser = engine_parser(
         "bench throughput",
-        "Serve many requests that are all there at the start, as fast as the engine can.",
+        "Serve many requests that all arrive at the start, as fast as the engine can.",
         repeats=3,
     )
     add = parser.add_argument

@@ -1,1 +1,1 @@
-"""A load on a server: what is sent when, what comes back, and the client's own lag."""
+"""Loads on a server: the requests and their times, the responses, and the client's own lag."""

@@ -1,7 +1,7 @@
 """Sends a load to a target, and measures the client itself.
 
-Closed loop: a number of users who send after each answer, so a slow server gets less load. Open
-loop: requests are sent when they are due, whatever the server does. All times are those of the
+Closed loop: a number of users, each sending after an answer, so a slow server gets less load. Open
+loop: requests are sent when they are due, whatever the server does. All times are taken from the
 running event loop, so a test may run on a virtual clock.
 """
 
@@ -26,27 +26,27 @@ class Target(Protocol):
     async def send(self, request: LoadRequest, record: RequestRecord) -> str | None:
         """Send one request, once, and fill the record while the answer arrives.
 
-        Sets `sent` as late as possible. Never raises for an error of the server: the record notes
-        it, and None is returned instead of the answer's text. When cancelled, leaves the record as
-        it is and raises `CancelledError`.
+        Sets `sent` as late as possible. Errors of the server do not raise: they are noted in the
+        record, and None is returned instead of the answer's text. When cancelled, raises
+        `CancelledError` and leaves the record unchanged.
         """
 
 
 FAILURE_PAUSE = 0.1  # seconds
-START_GAP = 0.001  # seconds: about what the client takes to open a connection and send
-LOOP_LAG_PERIOD = 0.02  # seconds between samples of the event loop's own delay
+START_GAP = 0.001  # seconds: about the client's time to open a connection and send
+LOOP_LAG_PERIOD = 0.02  # seconds between samples of the event loop's delay
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """When to stop. Requests due before are still sent, and those in flight are awaited."""
+    """When to stop. Requests due earlier are still sent, and requests in flight are awaited."""
 
     num_requests: int | None = None
-    duration: float | None = None  # seconds: no conversation is due later
+    duration: float | None = None  # seconds after which no conversation is due
 
     def turns(self, index: int, turns: int) -> int:
-        """Return how many turns of conversation `index` fit. It depends on the number alone, so
-        that timing does not decide what is sent."""
+        """Return the number of turns of conversation `index` within the budget. It depends only on
+        the index, so that timing does not decide what is sent."""
         if self.num_requests is None:
             return turns
         return max(min(turns, self.num_requests - index * turns), 0)
@@ -68,7 +68,7 @@ class RunLog:
 
     @property
     def cpu_share(self) -> float:
-        """Of one core, while the run lasted."""
+        """Processor time of this process as a share of one core, during the run."""
         return self.cpu_seconds / max(self.ended - self.started, 1e-9)
 
 
@@ -79,17 +79,17 @@ class Load(Protocol):
     """When conversations start."""
 
     async def run(self, talk: Talk, workload: LoadWorkload, budget: Budget) -> None:
-        """Call `talk(conversation, due, held)` for each; return when all have ended. `talk` returns
-        whether the conversation was completed."""
+        """Call `talk(conversation, due, held)` for each conversation; return when all have ended.
+        `talk` returns whether the conversation was completed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """`concurrency` users, who pause for `think_time` seconds after each answer.
+    """`concurrency` users, each pausing for `think_time` seconds after an answer.
 
-    They start one shortly after the other: sent at once, the first requests would wait for the
-    client, and their time to the first token would be the client's. After a failure users pause,
-    so as not to flood a server that refuses requests.
+    Their starts are slightly staggered: if all were sent at once, the first requests would wait for
+    the client, which would distort their time to first token. After a failure users pause, so as
+    not to flood a server that refuses requests.
     """
 
     concurrency: int
@@ -123,7 +123,7 @@ class OpenLoop:
     """A conversation at each of `offsets`, seconds after the start.
 
     Attributes:
-        max_in_flight: conversations at a time; one that is due beyond waits, and that is recorded.
+        max_in_flight: limit of conversations at a time; further ones wait, which is recorded.
     """
 
     offsets: Iterable[float]
@@ -134,7 +134,7 @@ class OpenLoop:
         start = loop.time()
         deadline = _deadline(start, budget)
         places = asyncio.Semaphore(self.max_in_flight)
-        free_since = start  # until then no slot was free, nor for the conversations after it
+        free_since = start  # time since which a slot is free, for this and later conversations
 
         async def guest(conversation: LoadConversation, due: float, held: float) -> None:
             try:
@@ -169,11 +169,11 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class LoadTest:
-    """What to send and when. Each level and repeat has a seed of its own, so that the prefix cache
-    holds none of its prompts.
+    """What to send and when. Each level and repeat has a different seed, so that the prefix cache
+    has none of its prompts.
 
     Attributes:
-        fresh: prompts share nothing with one another.
+        fresh: prompts have nothing in common.
     """
 
     levels: tuple[Level, ...]
@@ -255,7 +255,7 @@ async def _watch_loop(log: RunLog) -> None:
         due = loop.time() + LOOP_LAG_PERIOD
         try:
             await asyncio.sleep(LOOP_LAG_PERIOD)
-        finally:  # the end of a run may come between
+        finally:  # the run may end during the sleep
             log.loop_lag.append(max(loop.time() - due, 0.0))
 
 

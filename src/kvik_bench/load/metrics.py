@@ -1,7 +1,7 @@
-"""From records of requests to the figures of a load test, each with its definition.
+"""Computes the figures of a load test from the records of its requests, each with its definition.
 
-Percentiles interpolate linearly between the two nearest ranks: the p-th of n sorted values lies at
-position p/100 * (n - 1), counted from 0.
+Percentiles interpolate linearly between the two nearest ranks: the p-th percentile of n sorted
+values is at position p/100 * (n - 1), counted from 0.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 
 from kvik.planner.serving import Slo
 
-# The error of a request that the client itself ended early, when the run was stopped.
+# The error of a request that the client ended early because the run was stopped.
 INTERRUPTED = "interrupted"
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Filled while the answer comes. A chunk costs 12 bytes here, so that long runs fit in memory.
+    """The record of a request, filled while the answer arrives. A chunk takes 12 bytes, so that
+    long runs fit in memory.
 
     A request is completed when it has `finished` and no `error`.
     """
@@ -31,18 +32,18 @@ class RequestRecord:
     due: float  # when the load wanted it sent
     sent: float
     times: array[float] = field(default_factory=lambda: array("d"))  # arrival of each chunk
-    tokens: array[int] = field(default_factory=lambda: array("I"))  # how many each chunk brought
+    tokens: array[int] = field(default_factory=lambda: array("I"))  # number in each chunk
     finished: float | None = None  # the end of the answer: its finish reason, or its last chunk
     output_tokens: int | None = None  # as the engine counts them; None: the sum over the chunks
     cached_tokens: int | None = None  # of the prompt, found in a prefix cache; None: not reported
-    assumed: bool = False  # no token counts: one was assumed for each chunk
-    asked_tokens: int | None = None  # of output; None: no number of tokens was asked for
+    assumed: bool = False  # no token counts: one token was assumed for each chunk
+    asked_tokens: int | None = None  # requested output tokens; None: no number was requested
     held: float = 0.0  # seconds it waited since due because too many requests were in flight
     error: str | None = None  # its kind, in a few words: errors are counted by it
-    detail: str = ""  # what else is known of the error
+    detail: str = ""  # further information about the error
 
     def chunk(self, time: float, tokens: int) -> None:
-        """Output arrived: `tokens` of it, at least one."""
+        """Record a chunk of output of `tokens` tokens, at least one."""
         self.times.append(time)
         self.tokens.append(tokens)
 
@@ -56,7 +57,7 @@ class RequestRecord:
 
     @property
     def even(self) -> bool:
-        """Whether it is known how many tokens each chunk brought."""
+        """Whether the number of tokens of each chunk is known."""
         return self.output_tokens is None or sum(self.tokens) == self.output_tokens
 
     @property
@@ -77,7 +78,7 @@ class RequestRecord:
 
     @property
     def lag(self) -> float:
-        """Seconds that the client sent it too late, beyond the time it was held."""
+        """Seconds by which the client sent it too late, without the time it was held."""
         return self.sent - self.due - self.held
 
     def fail(self, kind: str, detail: str = "") -> None:
@@ -113,16 +114,16 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class LoadMetrics:
-    """A load test in figures. A spread is None when there is nothing to take it of."""
+    """The figures of a load test. A spread is None if there are no samples."""
 
     seconds: float  # wall time
     requests: int  # completed, failed and interrupted
     completed: int
-    errors: Mapping[str, int]  # kind -> how often; interrupted requests are no errors
+    errors: Mapping[str, int]  # kind -> count; interrupted requests are not errors
     interrupted: int
     prompt_tokens: int
     output_tokens: int
-    cached_tokens: int | None  # None: the engine does not tell
+    cached_tokens: int | None  # None: the engine does not report it
     ttft: Spread | None
     tpot: Spread | None
     itl: Spread | None
@@ -134,16 +135,16 @@ class LoadMetrics:
     output_rate: float
     total_rate: float
     goodput: float | None  # None without an SLO
-    assumed: int  # answers without token counts: one was assumed for each chunk
+    assumed: int  # answers without token counts: one token was assumed for each chunk
     uneven: int  # answers left out of itl_token: their chunks do not add up to the tokens
 
 
 def summarise(
     records: Sequence[RequestRecord], started: float, ended: float, slo: Slo | None = None
 ) -> LoadMetrics:
-    """The figures of all requests between two times of the records' clock.
+    """Return the figures of all requests between two times of the records' clock.
 
-    Latencies are those of completed requests; the lag is that of every request sent.
+    Latencies are of completed requests; the lag is of every request sent.
     """
     seconds = max(ended - started, 1e-9)
     done = [record for record in records if record.completed]
@@ -178,7 +179,7 @@ def summarise(
 
 
 def spread(values: NDArray[np.float64]) -> Spread | None:
-    """None for an empty sample."""
+    """Return the spread of a sample; None if it is empty."""
     if not len(values):
         return None
     p50, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()

@@ -1,4 +1,5 @@
-"""A server with an OpenAI-compatible API, over HTTP. Needs aiohttp (the extra `bench`)."""
+"""Sends requests to a server with an OpenAI-compatible API, over HTTP. Needs aiohttp (the extra
+`bench`)."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ class Dialect:
         return tuple(name for name, is_sent in pairs if is_sent)
 
     def after_refusal(self, message: str) -> Dialect | None:
-        """Return what to try after a server refused a request with this message; None: nothing."""
+        """Return the dialect to try after a server refused a request with this message; None:
+        none."""
         if "max_completion_tokens" in message and self.limit == "max_tokens":
             return replace(self, limit="max_completion_tokens")
         if "ignore_eos" in message and self.ignore_eos:
@@ -85,8 +87,8 @@ class BrokenAnswer(Exception):
 class AnswerReader:
     """Reads the bytes of a stream and records each chunk of output with its time.
 
-    Tokens are counted by the server's `usage` if it is sent with each chunk. Otherwise a chunk
-    counts as one token, and the sum is compared with the usage at the end.
+    Tokens are counted by the server's `usage` if it comes with each chunk. Otherwise a chunk counts
+    as one token, and the sum is compared with the usage at the end.
     """
 
     def __init__(self, record: RequestRecord, decoder: msgspec.json.Decoder[Chunk]) -> None:
@@ -106,7 +108,7 @@ class AnswerReader:
         return "".join(self._texts)
 
     def feed(self, data: bytes, now: float) -> None:
-        """Bytes that arrived at `now`. Raises `BrokenAnswer`."""
+        """Take bytes that arrived at `now`. Raises `BrokenAnswer`."""
         try:
             events = self._sse.feed(data)
         except EventTooLarge as error:
@@ -118,7 +120,7 @@ class AnswerReader:
                 self._take(event, now)
 
     def end(self) -> None:
-        """The stream is over: settle the counts. Raises `BrokenAnswer`."""
+        """End the stream and finalise the counts. Raises `BrokenAnswer`."""
         record, usage = self._record, self._usage
         if not self.done:
             raise BrokenAnswer("no [DONE]", "the stream ended early")
@@ -153,12 +155,12 @@ class AnswerReader:
             self._take_choice(choice, total, now)
 
     def _take_choice(self, choice: StreamedChoice, total: int | None, now: float) -> None:
-        """`total`: tokens of the answer until now, where the server tells."""
+        """Record a choice; `total`: tokens of the answer so far, if the server reports them."""
         has_output, ends = self._has_output(choice), choice.finish_reason is not None
         if ends and self._finish is None:
             self._finish = now
             self._finish_was_empty = not has_output
-        # Usage that comes only at the end is no running count, unless there was no chunk before.
+        # Usage that comes only at the end is not a running count, unless there was no chunk before.
         self._running |= bool(total) and not (ends and self._counted)
         if not (total and self._running):
             if has_output:
@@ -191,10 +193,10 @@ ROUTES: Mapping[str, str] = {"completions": "/completions", "chat": "/chat/compl
 CONNECT_SECONDS = 30.0
 # Servers close idle connections, some after 5 s; a request must not run into that.
 KEEP_ALIVE_SECONDS = 4.0
-AFTER_DONE_SECONDS = 0.5  # for the end of the stream, so that the connection can serve again
+AFTER_DONE_SECONDS = 0.5  # wait for the end of the stream, so that the connection can be reused
 MAX_ERROR_BYTES = 4096
 
-# Answers after which every request would fail, with what may help.
+# Errors after which every request would fail, with a hint.
 REFUSALS: Mapping[str, str] = {
     "HTTP 400": "",
     "HTTP 401": "; --api-key gives a key",
@@ -294,7 +296,7 @@ async def connected(server: TargetServer) -> AsyncIterator[aiohttp.ClientSession
     headers = {
         "User-Agent": "kvik bench",
         "Content-Type": "application/json",
-        "Accept-Encoding": "identity",  # packed chunks would come late
+        "Accept-Encoding": "identity",  # compressed chunks would arrive late
     }
     if server.api_key:
         headers["Authorization"] = f"Bearer {server.api_key}"
@@ -352,7 +354,7 @@ async def accepted(
 
 
 def joined(contents: Sequence[Content]) -> Content:
-    """Join contents to one prompt: ids one after another, texts with an empty line between."""
+    """Join contents to one prompt: ids are concatenated, texts are separated by an empty line."""
     texts = [content for content in contents if isinstance(content, str)]
     if texts:
         assert len(texts) == len(contents)

@@ -1,4 +1,4 @@
-"""A load test of a server: loads one after another, each measured repeatedly, and its report."""
+"""Runs a load test of a server, with several loads measured repeatedly, and makes its report."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from kvik_bench.load.openai_target import (
 )
 from kvik_bench.report.result import Chart, Figure, Result, Row
 
-# Above these the client may have influenced what it measured.
+# Above these limits the client may have influenced the measurement.
 MAX_LAG = 0.010  # seconds, 99th percentile
 MAX_CPU_SHARE = 0.85  # of one core: Python runs on one
 
-# Cached share of prompts that share nothing: that of a chat template.
+# Largest plausible cached share of prompts with nothing in common but a chat template.
 MAX_CACHED_SHARE = 0.5
 
-# Share of the requested tokens: with less, answers ended by themselves.
+# Share of the requested tokens below which answers must have ended early.
 MIN_ANSWERED_SHARE = 0.95
 
 MAX_SERIES = 5000  # values kept of a distribution for plots
@@ -57,7 +57,7 @@ class Measured:
 
 
 def row(label: str, runs: Sequence[Measured], slo: Slo | None) -> Row:
-    """Return the row of a load that was measured once or more."""
+    """Return the row of a load from its runs."""
     figures = [
         Figure(name, unit, tuple(getattr(run.metrics, field) for run in runs), "more", definition)
         for name, unit, field, definition in _rates(slo)
@@ -104,7 +104,7 @@ def remarks(label: str, runs: Sequence[Measured], *, fresh: bool) -> list[str]:
     """Return the reasons to doubt the figures of a load.
 
     Args:
-        fresh: prompts share nothing with one another, so a prefix cache should know none.
+        fresh: prompts have nothing in common, so a prefix cache should have none.
     """
     found = _errors(runs) + _client_limits(runs)
     completed = sum(run.metrics.completed for run in runs)
@@ -112,27 +112,27 @@ def remarks(label: str, runs: Sequence[Measured], *, fresh: bool) -> list[str]:
     total = sum(run.metrics.requests for run in runs)
     if held:
         found.append(
-            f"{len(held)} of {total} requests were held back, up to {max(held):.1f} s, because as "
-            "many as allowed were in flight: the server does not keep up with this load"
+            f"{len(held)} of {total} requests were held back, up to {max(held):.1f} s, by the "
+            "limit of requests in flight: the server does not keep up with this load"
         )
     share = _cached_share(runs)
     if fresh and share is not None and share > MAX_CACHED_SHARE:
         found.append(
-            f"the server found {share:.0%} of the prompt tokens in its prefix cache, though these "
-            "prompts share nothing: has it seen them before, in a run with the same --seed?"
+            f"the server found {share:.0%} of the prompt tokens in its prefix cache, although "
+            "these prompts have nothing in common: did an earlier run use the same --seed?"
         )
     found += _short_answers(runs)
     assumed = sum(run.metrics.assumed for run in runs)
     if assumed:
         found.append(
-            f"in {assumed} of {completed} answers the server did not count tokens: one was assumed "
-            "for each chunk"
+            f"in {assumed} of {completed} answers the server did not count tokens: one token was "
+            "assumed for each chunk"
         )
     uneven = sum(run.metrics.uneven for run in runs)
     if uneven:
         found.append(
-            f"in {uneven} of {completed} answers chunks and tokens differ in number: ITL is that "
-            "of chunks, TPOT that of tokens"
+            f"in {uneven} of {completed} answers chunks and tokens differ in number: ITL is per "
+            "chunk, TPOT per token"
         )
     interrupted = sum(run.metrics.interrupted for run in runs)
     if interrupted:
@@ -156,8 +156,8 @@ def _errors(runs: Sequence[Measured]) -> list[str]:
         found.append(f"{count} of {total} requests failed: {kind}{because}")
     if found and any(run.metrics.completed for run in runs):
         found.append(
-            "times are those of completed requests alone: where the slow ones fail, the server "
-            "looks faster than it is"
+            "times are those of completed requests alone: if slow requests fail, the server looks "
+            "faster than it is"
         )
     return found
 
@@ -170,10 +170,10 @@ def _short_answers(runs: Sequence[Measured]) -> list[str]:
     if got >= MIN_ANSWERED_SHARE * asked:
         return []
     return [
-        f"answers ended early, with {got:,} of the {asked:,} tokens asked for, so the load was "
-        "lighter than it should be: this server has no `ignore_eos` (--extra-body can say it in "
-        "its own words, such as a logit_bias against the end of text), has no space for more, or "
-        "ends a request when another one comes"
+        f"answers ended early, with {got:,} of the {asked:,} requested tokens, so the load was "
+        "lighter than it should be: this server has no `ignore_eos` (--extra-body can give its "
+        "own option, such as a logit_bias against the end of text), has no space for more, or "
+        "ends a request when another one arrives"
     ]
 
 
@@ -193,11 +193,11 @@ def _client_limits(runs: Sequence[Measured]) -> list[str]:
         return []
     if share < MAX_CPU_SHARE / 2:
         found.append(
-            f"it used {share:.0%} of a core on the whole: other processes, or much at once, held "
-            "it up"
+            f"it used {share:.0%} of a core on the whole: other processes, or bursts of work, "
+            "delayed it"
         )
     return [
-        f"THE CLIENT WAS A BOTTLENECK: {'; '.join(found)}. What it measured may be its own delay: "
+        f"THE CLIENT WAS A BOTTLENECK: {'; '.join(found)}. The figures may include its own delay: "
         "use less load, an idle machine, or several clients"
     ]
 
@@ -226,7 +226,7 @@ def _percentile(name: str, spreads: Sequence[Spread | None], definition: str) ->
 
 
 def _spread_figures(name: str, spreads: Sequence[Spread | None], field: str) -> list[Figure]:
-    """Mean and percentiles in milliseconds; nothing when no run has them."""
+    """Return mean and percentiles in milliseconds; nothing if no run has them."""
     given = [spread for spread in spreads if spread is not None]
     if not given:
         return []
@@ -271,7 +271,7 @@ def _cached_share(runs: Sequence[Measured]) -> float | None:
 
 
 def _series(records: Sequence[RequestRecord]) -> Mapping[str, tuple[float, ...]]:
-    """Distributions for plots, thinned evenly when they are long."""
+    """Return distributions for plots, thinned evenly if they are long."""
     first = min((record.due for record in records), default=0.0)
     begun = [record for record in records if record.ttft is not None]
     series = {
@@ -300,14 +300,14 @@ Watch = Callable[[str, RunLog, float], None]  # label, log, seconds since the st
 
 @dataclass(slots=True)
 class ServeBench:
-    """Runs a test; its results so far are available at any time, also after an interruption."""
+    """Runs a test; results so far are available at any time, also after an interruption."""
 
     test: LoadTest
     server: TargetServer
     logs: dict[str, list[RunLog]] = field(default_factory=dict)
 
     async def run(self, watch: Watch | None = None) -> None:
-        """Raises `ConfigError` when the server cannot be reached or refuses everything."""
+        """Run all loads; raises `ConfigError` if the server cannot be used at all."""
         test = self.test
         _allow_files(max(level.connections for level in test.levels) + SPARE_FILES)
         async with connected(self.server) as session:
@@ -337,7 +337,7 @@ class ServeBench:
 
     @property
     def completed(self) -> int:
-        """Requests, warm-up not counted."""
+        """Number of completed requests, without warm-up."""
         return sum(log.finished - log.failed for logs in self.logs.values() for log in logs)
 
     def result(self, facts: Mapping[str, str]) -> Result:

@@ -1,8 +1,8 @@
 """The requests of a load: when they are due, how long they are, and their contents.
 
-A conversation is a function of the seed and its number alone, so the same seed sends the same
-requests byte for byte, whatever the timing and the number of connections. Only the answers that a
-later turn of a conversation repeats are the server's.
+A conversation depends only on the seed and its number, so the same seed sends the same requests
+byte for byte, whatever the timing and the number of connections. Only the answers that later turns
+of a conversation repeat come from the server.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 
 from kvik.errors import ParamError
 
-# Common English words: with the space before it, each is one token in most vocabularies.
+# Common English words: with a space before it, each is one token in most vocabularies.
 
 _TEXT: Final = """
 about above across action after again against age air almost alone along already also always among
@@ -70,13 +70,13 @@ def constant(rate: float) -> Iterator[float]:
 
 
 def poisson(rate: float, seed: str) -> Iterator[float]:
-    """Independent arrivals: exponential gaps."""
+    """Yield independent arrivals, with exponential gaps."""
     rng = random.Random(seed)
     return accumulate(rng.expovariate(rate) for _ in count())
 
 
 def bursts(rate: float, burstiness: float, seed: str) -> Iterator[float]:
-    """Gamma gaps with mean 1/rate and a coefficient of variation of `burstiness`.
+    """Yield arrivals with gamma gaps of mean 1/rate and coefficient of variation `burstiness`.
 
     1 is Poisson; above 1 requests come in bursts, below 1 more evenly.
     """
@@ -96,7 +96,8 @@ class TraceRow:
 
 
 def read_trace(path: Path, speed: float = 1.0, limit: int | None = None) -> list[TraceRow]:
-    """A trace in the csv format of Azure's LLM inference traces (Patel et al., Splitwise, 2023).
+    """Read a trace in the csv format of Azure's LLM inference traces (Patel et al., Splitwise,
+    2023).
 
     Args:
         speed: 2 replays it twice as fast.
@@ -131,7 +132,7 @@ def read_trace(path: Path, speed: float = 1.0, limit: int | None = None) -> list
 def _read_row(row: Sequence[str], line: int) -> tuple[datetime, int, int]:
     try:
         time = datetime.fromisoformat(row[0].strip())
-        if time.tzinfo is None:  # as in Azure's trace of 2023; that of 2024 names UTC
+        if time.tzinfo is None:  # as in Azure's trace of 2023; the one of 2024 names UTC
             time = time.replace(tzinfo=UTC)
         prompt_tokens, output_tokens = int(row[1]), int(row[2])
         if prompt_tokens < 1 or output_tokens < 1:
@@ -148,7 +149,7 @@ MAX_TOKENS = 1 << 22
 
 
 class Lengths(Protocol):
-    """The lengths of requests, a function of their numbers alone."""
+    """The lengths of requests, which depend only on their numbers."""
 
     def of(self, index: int, turn: int) -> tuple[int, int]:
         """Return the tokens of the prompt and of the answer, in a turn of conversation `index`."""
@@ -222,7 +223,7 @@ class DrawnLengths:
 
 @dataclass(frozen=True, slots=True)
 class TraceLengths:
-    """Row after row of a trace."""
+    """The lengths of a trace's rows, in order."""
 
     rows: Sequence[TraceRow]
 
@@ -239,7 +240,7 @@ FIRST_IDS = 1000
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """One request. Token counts are planned ones: only the server knows those of text."""
+    """One request. Token counts are planned: only the server knows the counts of a text."""
 
     messages: tuple[tuple[str, Content], ...]  # (role, content); the last one asks
     prompt_tokens: int
@@ -343,7 +344,7 @@ class RandomWorkload:
 
 @dataclass(frozen=True, slots=True)
 class TextWorkload:
-    """Given texts in order, repeated from the start when they are used up."""
+    """Given texts in order, repeated from the start after the last one."""
 
     texts: Sequence[str]
     output: Length
@@ -360,7 +361,7 @@ class TextWorkload:
 
 
 def read_texts(path: Path) -> list[str]:
-    """Prompts from a file: one for each line, or with the ending .jsonl one object with `prompt`.
+    """Read prompts from a file: one per line, or for .jsonl one object with `prompt` per line.
 
     Raises:
         ParamError: the file cannot be read, or has no prompts.
@@ -389,6 +390,6 @@ def _prompt_of(line: str) -> str:
 
 
 def _raw(count: int, seed: str) -> np.typing.NDArray[np.uint64]:
-    """Random 64-bit numbers. numpy promises the bits of PCG64, but not those of its `Generator`."""
+    """Return random 64-bit numbers. numpy guarantees the bits of PCG64, but not of `Generator`."""
     bits = np.random.PCG64(random.Random(seed).getrandbits(128))
     return np.asarray(bits.random_raw(count), dtype=np.uint64)

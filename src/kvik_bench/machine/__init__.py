@@ -1,1 +1,1 @@
-"""What this machine can do: `kvik calibrate`."""
+"""Measures the limits of this machine, for `kvik calibrate`."""

@@ -1,6 +1,6 @@
 """Measures a `Calibration` of this machine, and the engine's own costs.
 
-No model's own shapes are used: the measurements must predict models they have not seen.
+The shapes are not taken from any model: the measurements must predict unknown models.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ from kvik_bench.machine.kernels import (
 )
 from kvik_bench.machine.stage import Effort, Limits, Stage, TorchStage
 
-EXCHANGES = 1000  # in a row
+EXCHANGES = 1000  # consecutive exchanges in a sample
 MESSAGES = 200
 SMALL, LARGE = 64, 4 << 20  # bytes of a message
 
 
 def measure_exchanges(threads: int, samples: int) -> tuple[ExchangeCost, ...]:
-    """Return the costs of 2, 4, 8, ... processes, as long as each has a thread."""
+    """Return the costs for 2, 4, 8, ... processes, up to the number of threads."""
     found, count = [], 2
     while count <= min(threads, MAX_RANKS):
         found.append(ExchangeCost(count, exchange_seconds(count, samples)))
@@ -71,8 +71,8 @@ def measure_exchanges(threads: int, samples: int) -> tuple[ExchangeCost, ...]:
 
 
 def exchange_seconds(processes: int, samples: int) -> float:
-    """Return the seconds of an exchange between threads that run, the median of some runs. They
-    share memory as processes do, and wait in the same way."""
+    """Return the seconds of an exchange between running threads, the median of some runs. They
+    share memory and wait in the same way as processes."""
     from kvik.kernels.cpu.group import Group
     from kvik.kernels.cpu.native import Native
 
@@ -94,8 +94,8 @@ def exchange_seconds(processes: int, samples: int) -> float:
 
 
 def hop_seconds(messages: int = MESSAGES) -> tuple[float, float]:
-    """Return the seconds of a small message to another process, which wakes it, and the bytes a
-    second of a large one."""
+    """Return the seconds of a small message that wakes another process, and the bytes per second of
+    a large one."""
     ours, theirs = socket.socketpair()
     command = python_command(__name__, str(theirs.fileno()))
     with theirs:
@@ -125,7 +125,7 @@ def hop_seconds(messages: int = MESSAGES) -> tuple[float, float]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Answer each message, until the other process has gone."""
+    """Answer each message, until the other process has ended."""
     line = Connection(int(arguments[0]))
     live_with_parent(line.fileno())
     with suppress(EOFError, OSError):
@@ -140,10 +140,10 @@ if __name__ == "__main__":
 
 
 # The engine's own cost of a step: scheduling, batch tables, sampling, text. It is measured with a
-# tiny network, whose few kernels are known and subtracted. Between steps memory is read, because a
-# model's weights displace the engine's own code and data from the caches.
+# tiny network, whose kernel times are known and subtracted. Between steps memory is read, because a
+# model's weights evict the engine's own code and data from the CPU caches.
 
-PROMPT, PROMPTS = 16, (16, 512)  # tokens, when steps are timed and when prompts are
+PROMPT, PROMPTS = 16, (16, 512)  # prompt tokens for timing steps, and for timing prompts
 NETWORK = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 64,
@@ -193,7 +193,7 @@ def measure_host(measured: Calibration, limits: Limits, effort: Effort) -> Calib
 
 
 def _write(folder: Path) -> int:
-    """The network's folder, with the bundled model's text; returns the size of the vocabulary."""
+    """Write the network's folder, with the bundled tokenizer; return the size of the vocabulary."""
     bundled = find_model("")
     vocab = int(json.loads((bundled / "config.json").read_text())["vocab_size"])
     (folder / "config.json").write_text(json.dumps({**NETWORK, "vocab_size": vocab}))
@@ -229,10 +229,11 @@ class _Engine:
         self.close = engine.client.close
 
     def step_seconds(self, batch: int, tokens: int, flushed: int) -> float:
-        """A step with one token for each of `batch` sequences, after reading a number of bytes."""
+        """Return the time of a step with one token for each of `batch` sequences, after reading
+        `flushed` bytes."""
         for _ in range(batch):
             self._add(PROMPT, tokens)
-        while True:  # until every prompt is through
+        while True:  # until every prompt is computed
             done = self._client.poll()
             self._processor.process(done)
             if len(done) == batch:
@@ -245,7 +246,7 @@ class _Engine:
         return undisturbed(times)
 
     def prompt_seconds(self, tokens: int, samples: int, flushed: int) -> float:
-        """A request for one token, from its coming to its end."""
+        """Return the time of a request for one token, from arrival to end."""
         times = []
         for _ in range(samples + 1):
             self._flush(flushed)
@@ -276,7 +277,7 @@ class _Engine:
 
 
 def line_through(xs: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Least squares of a + b * x, neither below 0."""
+    """Return the least-squares fit of a + b * x, with neither below 0."""
     count, mean = len(xs), sum(xs) / len(xs)
     level = sum(seconds) / count
     spread = sum((x - mean) ** 2 for x in xs)
@@ -285,14 +286,14 @@ def line_through(xs: Sequence[float], seconds: Sequence[float]) -> tuple[float, 
     return max(0.0, level - each * mean), each
 
 
-CHANGED = 1.15  # from where on the memory's rates during one calibration are worth a word
+CHANGED = 1.15  # ratio of memory rates during one calibration that is worth a remark
 
 
 Tell = Callable[[str, float], None]  # next measurement, share done
 
 
 def make_stage(hardware: Hardware, threads: int, effort: Effort) -> Stage:
-    """The kernels that the engine would run here."""
+    """Return the stage with the kernels that the engine would use here."""
     if native_reason(hardware):
         return TorchStage(threads, effort.reads[-1])
     from kvik_bench.machine.stage import NativeStage
@@ -336,7 +337,7 @@ def calibrate(
             attention.append(measure_attention(stage, head_dim, small.launch, effort, readings))
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     machine = replace(this_machine(hardware, threads, __version__), date=date)
-    # the rate the products were measured at counts for memory: one figure for one calibration
+    # memory's rate is the one during the products, so that a calibration has a single figure
     memory = ReadRate.of(effort.reads[-1], [reads[-1].rate, *readings.rates])
     found = Calibration(
         machine=machine,
@@ -350,7 +351,7 @@ def calibrate(
     )
     next_is("engine")
     found = measure_host(found, stage.limits, effort)
-    if stage.kernels == "native":  # which alone are divided among processes
+    if stage.kernels == "native":  # only these are divided among processes
         next_is("processes")
         hop, rate = hop_seconds()
         exchanges = measure_exchanges(threads, effort.samples)
@@ -362,7 +363,7 @@ def calibrate(
 
 
 def remarks(others: float, rates: list[float]) -> tuple[str, ...]:
-    """What may make the figures wrong."""
+    """Return reasons to doubt the figures."""
     found = [*filter(None, [disturbance(others)])]
     ordered = sorted(rates)
     low, high = ordered[len(rates) // 10], ordered[-1 - len(rates) // 10]

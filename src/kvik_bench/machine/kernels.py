@@ -1,4 +1,4 @@
-"""Measures the costs of kernels: of a call, of a weight, of a key, of a byte of activations."""
+"""Measures the costs of kernels: per call, weight, key, and byte of activations."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from kvik_bench.machine.stage import (
 
 CPU = torch.device("cpu")
 PATIENCE, LEAST_SAMPLES = 0.25, 2  # seconds for long samples, and their least number
-PACKED_ROWS = 64  # random rows; the others repeat them
+PACKED_ROWS = 64  # random rows, which the other rows repeat
 ROWS = 512  # of small kernels
-LIMITED = 1.1  # a kernel within this ratio to the time of reading is bound by reading
+LIMITED = 1.1  # a kernel is bound by reading if its time / the reading time is at most this
 IN_CACHE = 4  # consecutive products with a small matrix, so that it is in the cache
 
 # Approximate inputs, outputs and activation of small matrices.
@@ -55,7 +55,7 @@ SMALL: tuple[Sizes, ...] = (
     (1152, 320, None),
     (2048, 256, None),
 )
-# A layer that fits a large cache, and one that fits none.
+# A layer that fits a large cache, and a layer that fits no cache.
 MEDIUM: tuple[Sizes, ...] = ((640, 640, None), (640, 3456, "silu_and_mul"), (1664, 640, None))
 LARGE: tuple[Sizes, ...] = ((1280, 1280, None), (1280, 6912, "silu_and_mul"), (3456, 1280, None))
 
@@ -84,8 +84,8 @@ class SmallCosts:
 def measure_linears(
     stage: Stage, kind: str, effort: Effort, readings: Readings
 ) -> tuple[LinearCosts, ...]:
-    """Return the costs at each number of rows: of calls, inputs and outputs by small matrices, of
-    weights by layers that a cache holds and by layers that no cache holds."""
+    """Return the costs at each number of rows: of calls, inputs and outputs from small matrices; of
+    weights from layers that fit a cache and layers that do not."""
     most = max(effort.rows)
     small = [_matrix(stage, kind, size) for size in SMALL]
     calls = [call for call in _products(stage, small, most) for _ in range(IN_CACHE)]
@@ -124,18 +124,18 @@ def streaming(near: float, far: float, share: float) -> tuple[float, float]:
     """Return `streamed` and `share` of costs.
 
     Args:
-        near, far: seconds of each element from a cache and from memory.
-        share: of the rate of memory, what was reached from there.
+        near, far: seconds per element from a cache and from memory.
+        share: of the memory rate that was reached from memory.
     """
     if share * LIMITED > 1 or far > LIMITED * near:
-        # Memory was the limit, though its rate may not have been reached, as by keys in small
-        # blocks anywhere: what takes longer than from a cache waits for it.
+        # Memory was the limit, even if its full rate was not reached, as with keys in small
+        # scattered blocks: the additional time is waiting for memory.
         return min(near, far), min(1.0, share)
     return far, 1.0
 
 
 class _LayerStack:
-    """Layers of equal matrices, one after the other, of about `num_bytes` bytes in all."""
+    """A sequence of equal layers, of about `num_bytes` bytes in total."""
 
     def __init__(
         self, stage: Stage, kind: str, sizes: Sequence[Sizes], num_bytes: int, most_rows: int
@@ -152,7 +152,7 @@ class _LayerStack:
         self._track = stage.track(_products(stage, matrices, most_rows), most_rows)
 
     def seconds(self, rows: int, beside: tuple[float, float, float]) -> float:
-        """Return the seconds of all weights, less the costs of calls, inputs and outputs."""
+        """Return the seconds of all weights, minus the costs of calls, inputs and outputs."""
         taken, (call, input, output) = sum(self._track(rows)), beside
         rest = taken - self.calls * call - self.inputs * input - self.outputs * output
         return max(taken / 10, rest)
@@ -208,8 +208,7 @@ def measure_attention(
 
 
 class _Keys:
-    """Sequences that decode one after the other, with about `num_bytes` bytes of keys and
-    values."""
+    """Sequences that decode one after another, with about `num_bytes` bytes of keys and values."""
 
     def __init__(self, stage: Stage, head_dim: int, num_bytes: int) -> None:
         works = [Attended(4, 1, 256, (16, 8), head_dim)]
@@ -220,7 +219,7 @@ class _Keys:
         self._attend = [stage.attention(work) for work in works]
 
     def seconds(self, beside: tuple[float, float, float]) -> float:
-        """Return the seconds of all keys, less the costs of calls, sequences and scores."""
+        """Return the seconds of all keys, minus the costs of calls, sequences and scores."""
         taken, (launch, sequence, score) = sum(attend() for attend in self._attend), beside
         rest = taken - self._calls * launch - self._sequences * sequence - self._scores * score
         return max(taken / 10, rest)
@@ -235,7 +234,7 @@ def measure_positions(stage: Stage, head_dim: int, samples: int) -> tuple[float,
         return stage.ops.rotary(heads[:count, 8:], heads[:count, :8], rotation[:count])
 
     near = [torch.arange(ROWS)] * REPEATED
-    # each row in a block of its own, which is no longer in a cache
+    # each row in a separate block, which is no longer in a cache
     few = heads[: ROWS // 16]
     far = torch.randperm(4 * REPEATED * len(few)).view(4 * REPEATED, -1) * BLOCK_SIZE
     elements = 16 * head_dim
@@ -279,8 +278,8 @@ def _each_row(track: Track, rows: int, samples: int) -> float:
 
 
 def nonnegative_fit(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Return the costs of columns that fit the seconds with the least relative squares; a cost that
-    would be negative is 0."""
+    """Return the costs of columns by a least-squares fit of the relative errors; a cost that would
+    be negative is 0."""
     matrix = np.array(columns, dtype=np.float64).T / np.array(seconds)[:, None]
     costs = np.zeros(len(columns))
     used = list(range(len(columns)))
@@ -344,7 +343,7 @@ def _random_rows(kind: str, inputs: int) -> Weight:
 
 
 def _products(stage: Stage, matrices: Sequence[Matrix], most_rows: int) -> list[Call]:
-    """Return products, one after the other. Those of equal width share their inputs, as the
+    """Return a sequence of products. Products of equal width share their inputs, because the
     engine's activations stay in the cache."""
     inputs: dict[int, Tensor] = {}
     for matrix in matrices:

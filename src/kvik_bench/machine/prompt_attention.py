@@ -1,7 +1,8 @@
-"""Whether torch's attention or Triton's reads fresh prompts faster on a GPU, by size of heads.
+"""Measures whether torch's or Triton's attention is faster for fresh prompts on a GPU, by head
+dimension.
 
-Timed is what the engine runs in a layer: keys and values on their way into the cache, then
-attention, by Triton alone and with torch's kernels beside it, in turn.
+The timed work is a layer of the engine: storing keys and values in the cache, then attention;
+alternately with Triton alone and with torch's kernels for attention.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 QUICK_LENGTHS, QUICK_HEAD_DIMS = (2048, 8192), (64, 128)
 WIDTH, GROUP = 4096, 4  # of the queries of all heads; query heads of a KV head
 ROUNDS = 9
-GAIN = 1.05  # from where on a second set of kernels is worth having
+GAIN = 1.05  # least speed-up that is worth a second set of kernels
 TOLERANCE = 0.02  # of results in bfloat16, absolute and relative
 
 Tell = Callable[[str, float], None]  # next measurement, share done
@@ -36,7 +37,7 @@ Clock = Callable[[Callable[[], object], torch.device], float]  # seconds of a ca
 
 @dataclass(frozen=True, slots=True)
 class PromptTimes:
-    """Seconds of a layer. torch: None where its kernels failed, or came to other results."""
+    """Seconds of a layer. torch: None if its kernels failed or gave other results."""
 
     head_dim: int
     tokens: int
@@ -52,11 +53,11 @@ def measure_prompts(
     clock: Clock = device_seconds,
     width: int = WIDTH,
 ) -> tuple[PromptTimes, ...]:
-    """By head_dim, then length."""
+    """Return the times, ordered by head_dim, then length."""
     torch.manual_seed(0)
     cells = [(dim, length) for dim in head_dims for length in lengths]
     found = []
-    # Triton launches on the current device, wherever its arguments are
+    # Triton launches on the current device, regardless of its arguments
     where = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with torch.inference_mode(), where:
         for done, (dim, length) in enumerate(cells):
@@ -67,7 +68,7 @@ def measure_prompts(
 
 
 def thresholds(found: Sequence[PromptTimes]) -> Thresholds:
-    """From which of the lengths on torch's kernels gain, without an exception behind it."""
+    """Return by head_dim the length from which torch's kernels are always faster."""
     every = []
     for dim, measured in groupby(found, lambda times: times.head_dim):
         falling = sorted(measured, key=lambda times: -times.tokens)
@@ -97,7 +98,7 @@ def _pace(device: torch.device, dim: int, length: int, clock: Clock, heads: int)
     agree = True
     try:
         agree = torch.allclose(beside(), expected, TOLERANCE, TOLERANCE)
-    except RuntimeError:  # no fused kernel for such heads, or a library that is missing
+    except RuntimeError:  # there is no fused kernel for such heads, or a library is missing
         agree = False
     by_triton, by_torch = [], []
     for _ in range(ROUNDS):

@@ -1,7 +1,7 @@
-"""Stages that time single kernels and the machine's limits at that moment, and the effort of a
+"""Stages that time single kernels and the machine's limits at the same moment, and the effort of a
 calibration.
 
-The kernels that are timed are those of the engine: the rows of `Ops`.
+The timed kernels are the engine's: the fields of `Ops`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from kvik.kernels.cpu.ops import native_ops
 from kvik.kernels.ops import Ops
 from kvik.kernels.torch_ops import TORCH
 
-# Native kernel of each arithmetic's peak.
+# Arithmetic -> native kernel that measures its peak.
 PEAKS = {"fp32": "peak_f32", "bf16": "peak_bf16", "int8": "peak_i8"}
 PEAK_STEPS = 200_000
 LEAST_READ = 32 << 20  # bytes in one sample: long enough for the clock
 
 
 class NativeLimits:
-    """Limits by native kernels that only read or only compute."""
+    """Limits measured by native kernels that only read or only compute."""
 
     def __init__(self, native: Native, most_bytes: int) -> None:
         self._native = native
@@ -56,7 +56,7 @@ class NativeLimits:
         return size / self._run("read_memory", {"data": self._data.data_ptr(), "bytes": size})
 
     def peak(self, arithmetic: str) -> float:
-        """Return the best of three: the first one may find a sleeping core."""
+        """Return the best of three runs: in the first, a core may be asleep."""
         kernel = PEAKS[arithmetic]
         seconds = min(self._run(kernel, {"steps": PEAK_STEPS}) for _ in range(3))
         return self._result.item() / seconds
@@ -82,7 +82,7 @@ class NativeStage:
             for call in calls:
                 call(most_rows)
 
-        alive = tuple(calls)  # the recording points to their tensors
+        alive = tuple(calls)  # the recording has pointers to their tensors
 
         def seconds(rows: int) -> list[float]:
             assert len(alive) == len(calls)
@@ -134,7 +134,7 @@ class NativeStage:
                 kv_dtype=DTYPES[keys.dtype],
             )
 
-        alive = (work, starts, lengths, keys, values, out)  # the recording points to these
+        alive = (work, starts, lengths, keys, values, out)  # the recording has pointers to these
 
         def seconds() -> float:
             assert alive
@@ -183,7 +183,7 @@ KINDS = ("fp32", "bf16", "int8", "int8-weight-only", "int4-g128", "int4-g64", "i
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """The amount of measurements of a calibration.
+    """The number of measurements of a calibration.
 
     Attributes:
         reads: bytes of the working sets whose reading is timed; the last is "from memory".
@@ -194,7 +194,7 @@ class Effort:
         head_dims: of attention.
         samples: of each figure.
         batches: at which the engine's own cost is measured, with `tokens` for each sequence.
-        flushed: bytes that are read between two of those steps.
+        flushed: bytes read between two of these steps.
     """
 
     reads: tuple[int, ...]
@@ -233,32 +233,32 @@ QUICK = replace(
 )
 
 
-Call = Callable[[int], object]  # of a number of rows
-Track = Callable[[int], list[float]]  # of a number of rows: seconds of each call
+Call = Callable[[int], object]  # (number of rows)
+Track = Callable[[int], list[float]]  # (number of rows) -> seconds of each call
 
 BLOCK_SIZE = 16  # tokens, as the engine's default
 REPEATED = 16  # calls of a small kernel in one track
-MATRIX = 1024  # rows and columns of what torch multiplies for its peak
+MATRIX = 1024  # rows and columns of the product that measures torch's peak
 
 
 class Limits(Protocol):
     def read_rate(self, num_bytes: int) -> float:
-        """Return the bytes a second while `num_bytes` bytes are read repeatedly."""
+        """Return the bytes per second while `num_bytes` bytes are read repeatedly."""
         ...
 
     def memory_rate(self) -> float:
-        """Return the bytes a second of memory, by one read of much more than a cache holds."""
+        """Return the bytes per second of memory, by one read of much more than a cache."""
         ...
 
     def peak(self, arithmetic: str) -> float:
-        """Return the operations a second in "fp32", "bf16" or "int8"."""
+        """Return the operations per second in "fp32", "bf16" or "int8"."""
         ...
 
 
 class Stage(Protocol):
     @property
     def kernels(self) -> str:
-        """Whose layout its weights have: "native" or "torch"."""
+        """Layout of its weights: "native" or "torch"."""
         ...
 
     @property
@@ -322,7 +322,7 @@ class Attended:
 def one_prompt(
     device: torch.device, dim: int, length: int, kv_heads: int, dtype: torch.dtype
 ) -> tuple[StepLayout, LayerKV]:
-    """Return a step of one prompt, whose blocks lie anywhere, and an empty cache for it."""
+    """Return a step of one prompt, with its blocks in random order, and an empty cache for it."""
     num_blocks = -(-length // BLOCK_SIZE)
     blocks = torch.randperm(num_blocks)
     at = torch.arange(length)
@@ -407,7 +407,7 @@ class TorchStage:
 
 
 class TorchLimits:
-    """Limits by torch's sum and matrix product, without the native kernels."""
+    """Limits measured by torch's sum and matrix product, without the native kernels."""
 
     def __init__(self, most_bytes: int) -> None:
         self._data = torch.ones(most_bytes // 4)

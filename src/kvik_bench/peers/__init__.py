@@ -1,1 +1,1 @@
-"""kvik beside other engines, each run in a process of its own."""
+"""Compares kvik with other engines, each in a separate process."""

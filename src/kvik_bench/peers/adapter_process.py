@@ -1,4 +1,4 @@
-"""One run of an adapter: a process of its own, with a time limit, whatever becomes of it."""
+"""Runs an adapter once, in a separate process with a time limit; failures are results too."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from kvik_bench.peers.engine_entries import FOLDER, EngineEntry
 from kvik_bench.peers.engines.protocol import Answer, Job
 
 RUNNER = FOLDER / "run.py"
-TAIL = 4096  # bytes of an engine's output that are looked at for a reason
+TAIL = 4096  # last bytes of an engine's output that are searched for a reason
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """An answer, or the reason why there is none in `answer.failed`.
+    """An answer; `answer.failed` is the reason if there is none.
 
     Attributes:
-        peak_bytes: memory of the largest process of the run, at its highest; on Linux at least
-            what this process had when it started the other.
+        peak_bytes: peak memory of the largest process of the run; on Linux at least the memory of
+            this process when it started the other.
     """
 
     answer: Answer
@@ -45,7 +45,7 @@ def run_adapter(entry: EngineEntry, job: Job, timeout: float) -> Outcome:
         job_file, answer_file = folder / "job.json", folder / "answer.json"
         log_file = folder / "output.txt"
         job_file.write_text(json.dumps(asdict(job)), "utf-8")
-        # Some engines listen to this variable alone, so all are given it.
+        # Some engines only read this variable, so it is set for all.
         variables = {"OMP_NUM_THREADS": str(job.threads), **entry.env}
         command = ["env", *(f"{key}={value}" for key, value in variables.items())]
         command += [entry.python, str(RUNNER), str(entry.script), str(job_file), str(answer_file)]
@@ -74,12 +74,12 @@ def _run(command: Sequence[str], log: int, timeout: float) -> tuple[int, int, bo
 
     limit = threading.Timer(timeout, kill)
     try:
-        with deferred_interrupt():  # or a process could be left behind unknown
+        with deferred_interrupt():  # else an interrupt could leave an unknown process behind
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
         limit.start()
-        # Unlike Popen.wait, this tells the peak memory, of the largest process below.
+        # Unlike Popen.wait, this reports peak memory, of the largest process in the tree.
         _, status, usage = os.wait4(process.pid, 0)
     except BaseException:  # Ctrl-C, most likely
         if process is not None:
@@ -88,7 +88,7 @@ def _run(command: Sequence[str], log: int, timeout: float) -> tuple[int, int, bo
         raise
     finally:
         limit.cancel()
-    _kill_group(process.pid)  # what it left behind
+    _kill_group(process.pid)  # its remaining children
     process.returncode = os.waitstatus_to_exitcode(status)
     unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
     return process.returncode, usage.ru_maxrss * unit, late.is_set()

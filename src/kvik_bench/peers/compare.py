@@ -1,9 +1,9 @@
-"""`kvik bench compare [MODEL]`: kvik beside other engines on this machine: the same prompts,
-threads and precision, interleaved.
+"""`kvik bench compare [MODEL]`: compares kvik with other engines on this machine, with the same
+prompts, threads and precision, interleaved.
 
 In each round every engine runs every workload in a fresh process, one process at a time, and the
-order of the engines moves on by one: a machine that drifts treats all alike, and ratios are taken
-within rounds. What the times mean is said in engines/protocol.py.
+order of the engines rotates by one. So a drifting machine affects all engines alike, and ratios are
+taken within rounds. engines/protocol.py defines the times.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from kvik_bench.peers.engines.protocol import Answer, Job, Workload
 from kvik_bench.report.result import Chart, Figure, Result, Row, run_facts
 from kvik_bench.report.table import show_figure
 
-TOP_ID = 1000  # prompts are random ids below this: the more frequent tokens
+TOP_ID = 1000  # prompts are random ids below this, which are the more frequent tokens
 MAX_BATCH = 4096
 
 Run = Callable[[EngineEntry, Job, float], Outcome]
@@ -68,7 +68,7 @@ class Found:
     Attributes:
         answers: (engine, round) -> the answer of each process.
         peaks: likewise, in bytes.
-        failures: (engine, workload) -> why it has no figures, or no more from then on.
+        failures: (engine, workload) -> why it failed and was not run again.
     """
 
     answers: dict[tuple[str, int], list[Answer]] = field(default_factory=lambda: defaultdict(list))
@@ -83,7 +83,7 @@ def make_workloads(
 
     Args:
         prompt: tokens of a prompt; None: 512 to prefill, 128 to decode.
-        output: tokens that each decoding request makes.
+        output: tokens that each decoding request generates.
 
     Raises:
         ConfigError: another name, or a number out of range.
@@ -102,8 +102,7 @@ def make_workloads(
         else:
             size, length, tokens = int(match[1]), prompt or 128, output
             runs = 3 if size < 8 else 1  # a larger batch already averages
-        # Drawn here, once for all engines; and no workload knows prompts of another one, which a
-        # cache would remember.
+        # Drawn once for all engines. Workloads do not share prompts, which a cache might have.
         draw = random.Random(f"{seed}/{name}")
         top = min(TOP_ID, vocab_size)
         batches = [
@@ -190,7 +189,7 @@ EXACT = "fp32"  # the format in which engines should agree
 
 
 def to_result(comparison: EngineComparison, found: Found, facts: Mapping[str, str]) -> Result:
-    """Return a row for each engine, by format, kvik first, and one for each that could not run."""
+    """Return a row per engine, by format, kvik first, and a row per engine that could not run."""
     entries, absent = comparison.engines.entries, comparison.engines.absent
     readings = _Readings(comparison, found)
     rows: list[Row] = []
@@ -280,7 +279,7 @@ class _Readings:
         ]
 
     def long_reasons(self) -> list[tuple[str, str]]:
-        """Return (engine, reason) of failures that the table cuts short."""
+        """Return (engine, reason) of failures that the table truncates."""
         found = [(name, reason) for (name, _), reason in self._found.failures.items()]
         found += self._comparison.engines.absent.items()
         return [pair for pair in dict.fromkeys(found) if len(pair[1]) > REASON]
@@ -327,7 +326,7 @@ class _Readings:
         return [Figure(f"kvik / this, {work.name}", "x", ratios, "more", RATIO)] if ratios else []
 
     def _both(self, name: str, own: str, number: int) -> list[tuple[Workload, Tokens, Tokens]]:
-        """Return (workload, ours, theirs) for the workloads whose tokens both report in a round."""
+        """Return (workload, ours, theirs) for workloads whose tokens both report in a round."""
         found = []
         for work in self._comparison.workloads:
             ours, theirs = self._tokens(own, work, number), self._tokens(name, work, number)
@@ -353,7 +352,7 @@ class _Readings:
         return found
 
     def _where(self, places: Mapping[str, Sequence[int]]) -> str:
-        """ "b8 after 3 of 64 tokens", the earliest row of each workload; "none"."""
+        """Return "b8 after 3 of 64 tokens", by the earliest row of each workload; or "none"."""
         words = []
         for work in self._comparison.workloads:
             earliest = min(places.get(work.name, [work.output]))
@@ -398,7 +397,7 @@ def build_parser() -> argparse.ArgumentParser:
         "bench compare",
         "[MODEL]",
         "Run kvik and other engines on the same model, prompts, threads and precision, one process "
-        "at a time, in turns; ratios are taken within rounds.",
+        "at a time, alternately; ratios are taken within rounds.",
     )
     add_model(parser, "a folder or hub id")
     parser.add_argument(
@@ -501,5 +500,5 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _say(line: str) -> None:
-    with suppress(OSError):  # the terminal may be gone; the files are to be written all the same
+    with suppress(OSError):  # the terminal may be gone; files are written anyway
         say(line, error=True, flush=True)

@@ -1,6 +1,6 @@
-"""Which engines a comparison runs: those of a TOML file, or those that this Python can import.
+"""Chooses the engines of a comparison: from a TOML file, or those that this Python can import.
 
-The file says what to run, with paths of the user's machine:
+An example of the file, with paths of the user's machine:
 
     threads = 2                         # optional
 
@@ -33,7 +33,7 @@ import msgspec
 from kvik.errors import ConfigError
 
 FOLDER = Path(__file__).parent / "engines"
-OWN = "kvik"  # the adapter that the others are compared with
+OWN = "kvik"  # the adapter that others are compared with
 NO_FORMATS: Mapping[str, Mapping[str, Any]] = {}
 DTYPES: Mapping[str, Mapping[str, Any]] = {
     "fp32": {"dtype": "float32"},
@@ -48,10 +48,10 @@ class Adapter:
     """An engine that can be run.
 
     Attributes:
-        module: what its Python must have; "" where it is a program.
-        formats: options with which it computes in each format; none: its model file decides.
-        needs: what it wants in place of a plain folder.
-        any_format: its options can name formats beyond those.
+        module: that its Python must have; "": it is a program.
+        formats: format -> options; empty: its model file decides.
+        needs: the kind of model it needs instead of a plain folder.
+        any_format: its options can select other formats.
     """
 
     module: str
@@ -109,12 +109,12 @@ class EngineEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """What to run.
+    """The engines to run.
 
     Attributes:
-        absent: what was asked for by name and cannot be run -> the reason.
-        left_out: adapters that were not asked for and cannot be run.
-        threads: what the file says.
+        absent: requested engine that cannot be run -> the reason.
+        left_out: adapters that were not requested and cannot be run.
+        threads: from the file.
     """
 
     entries: Mapping[str, EngineEntry]
@@ -126,14 +126,15 @@ class Engines:
 def installed_engines(
     wanted: Sequence[str], formats: Sequence[str], found: Iterable[str] | None = None
 ) -> Engines:
-    """kvik and what this Python can import, with a plain model folder, in each format.
+    """Return kvik and the engines that this Python can import, with a plain model folder, in each
+    format.
 
     Args:
         wanted: names of adapters; none: all that can be run.
-        found: modules that can be imported; None: looked up.
+        found: modules that can be imported; None: determined here.
 
     Raises:
-        ConfigError: an unknown adapter or format.
+        ConfigError: an adapter or format is unknown.
     """
     _check("engines", wanted, ADAPTERS)
     _check("format", formats, ADAPTERS[OWN].formats)
@@ -165,14 +166,14 @@ def installed_engines(
 
 
 def engines_of_file(path: Path, wanted: Sequence[str], formats: Sequence[str]) -> Engines:
-    """What a file names; kvik is added to every format in which the file has none.
+    """Return the engines of a file; kvik is added to every format in which the file has none.
 
     Args:
-        wanted: names of entries or of adapters; none: all.
-        formats: which of them; none: all.
+        wanted: names of entries or adapters; empty: all.
+        formats: formats of the entries; empty: all.
 
     Raises:
-        ConfigError: the file, or a field in it, is wrong; or it has nothing of what is wanted.
+        ConfigError: the file or a field in it is invalid, or it has no wanted engine.
     """
     known, threads = _read(path)
     _check("engines", wanted, [OWN, *known, *(entry.adapter for entry in known.values())])
@@ -235,10 +236,10 @@ def _entry(name: str, table: object, folder: Path) -> EngineEntry:
 
 
 def _options_in(entry: EngineEntry, where: str) -> dict[str, Any]:
-    """Return the options of an entry with those that its format means.
+    """Return the options of an entry with the options implied by its format.
 
     Raises:
-        ConfigError: the engine cannot compute in it, or the options say another dtype.
+        ConfigError: the engine does not support the format, or the options give another dtype.
     """
     adapter, form = ADAPTERS[entry.adapter], entry.format
     if form in DTYPES:
@@ -260,7 +261,7 @@ def _options_in(entry: EngineEntry, where: str) -> dict[str, Any]:
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Return both tables, also the inner ones, as one; `above` wins."""
+    """Merge two tables recursively; `above` takes precedence."""
     made = {**below, **above}
     for key in below.keys() & above.keys():
         if isinstance(below[key], Mapping) and isinstance(above[key], Mapping):
@@ -271,7 +272,7 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 def _check_same(
     implied: Mapping[str, Any], given: Mapping[str, Any], form: str, where: str
 ) -> None:
-    """Raises ConfigError if an option contradicts what the format means."""
+    """Raise ConfigError if an option contradicts the format."""
     for key in implied.keys() & given.keys():
         wanted, found = implied[key], given[key]
         if isinstance(wanted, Mapping) and isinstance(found, Mapping):

@@ -1,4 +1,4 @@
-"""Charts of a result by matplotlib: PNG files, and SVG to stand in a page."""
+"""Draws charts of a result with matplotlib: PNG files, and SVG for an HTML page."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
 
-# Each at least 3:1 on white and on nearly black, and told apart by most colour-blind readers.
+# Contrast of at least 3:1 on white and near black; distinguishable for most colour-blind readers.
 COLOURS = ("#2f7ed8", "#d9662b", "#259a78", "#b0559b", "#9a7d0a", "#7a6fd0", "#5f8a2e", "#c2506a")
 DASHES = ("-", "--", "-.", ":")
-INK = "#30343b"  # of words and axes
+INK = "#30343b"  # colour of text and axes
 GRID = "#9aa0a8"
 WIDTH, DPI = 7.2, 150  # inches, dots per inch
 BAR_HEIGHT, CURVE_HEIGHT = 0.42, 3.6  # inches
 LABEL = 36  # characters of a row's name
-WIDE_RANGE = 50.0  # of a distribution that is shown on a logarithmic axis
+WIDE_RANGE = 50.0  # ratio from which a distribution gets a logarithmic axis
 MAX_POINTS = 4000  # more cannot be distinguished, and make large files
 
 STYLE: Mapping[Any, Any] = {
@@ -65,9 +65,9 @@ STYLE: Mapping[Any, Any] = {
     "xtick.color": INK,
     "ytick.color": INK,
     "legend.frameon": False,
-    "svg.fonttype": "none",  # words stay words
-    "svg.hashsalt": "kvik",  # the same picture is the same file
-    "text.parse_math": False,  # a $ in a model's name is a $
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "kvik",  # equal charts are equal files
+    "text.parse_math": False,  # a $ in a model's name is literal
 }
 
 
@@ -95,7 +95,7 @@ def svg(result: Result, chart: Chart, prefix: str) -> str:
     """Return an <svg> element in the colours of the text around it.
 
     Args:
-        prefix: of every id in it, so that several can stand in one page.
+        prefix: of every id in it, so that a page can have several.
     """
     text = _render(result, chart, "svg").decode()
     text = text[text.index("<svg") :].replace(INK, "currentColor")
@@ -160,7 +160,7 @@ def _bars(ax: Axes, chart: Chart, rows: Sequence[Row]) -> None:
             color=INK,
             fontsize=8.5,
         )
-    ax.set_xlim(0, (highest or 1) * 1.34)  # space for the labels behind the bars
+    ax.set_xlim(0, (highest or 1) * 1.34)  # space for the labels after the bars
     ax.set_ylim(len(rows) - 0.5, -0.5)
     ax.set_yticks(places, [_label(row) for row in rows])
     ax.tick_params(axis="y", length=0)
@@ -169,7 +169,7 @@ def _bars(ax: Axes, chart: Chart, rows: Sequence[Row]) -> None:
 
 
 def _curve(ax: Axes, chart: Chart, rows: Sequence[Row]) -> None:
-    # A size that was set is its own label. What was measured may go back and forth between loads.
+    # A size that was set labels itself. Measured values may not be monotonic between loads.
     measured = bool(_figure(rows[0], chart.x).unit)
     if not measured:
         rows = sorted(rows, key=lambda row: _figure(row, chart.x).median)
@@ -195,13 +195,13 @@ def _curve(ax: Axes, chart: Chart, rows: Sequence[Row]) -> None:
             ax.annotate(
                 _label(row),
                 (x, y),
-                xytext=(-4, 5),  # where a curve that rises is not
+                xytext=(-4, 5),  # above left, clear of a rising curve
                 textcoords="offset points",
                 ha="right",
                 color=INK,
                 fontsize=8.5,
             )
-        ax.margins(x=0.2)  # for their words
+        ax.margins(x=0.2)  # space for the labels
     if min(xs) > 0 and max(xs) / min(xs) >= 8:
         ax.set_xscale("log", base=2)
         ax.set_xticks(xs, [f"{x:g}" for x in xs])
@@ -225,7 +225,7 @@ def _ecdf(ax: Axes, chart: Chart, rows: Sequence[Row]) -> None:
             linewidth=1.8,
             label=_label(row),
         )
-    # Tokens of one packet have no time between them: on a logarithmic axis they lie left of it.
+    # Tokens of one packet have no time between them: they are off a logarithmic axis, to the left.
     most = [_without_least(row.series[chart.y]) for row in rows]
     if _log_if_wide(ax.xaxis, ax.set_xscale, [values for values in most if values]):
         ax.set_xlim(left=min(min(values) for values in most if values))
@@ -274,14 +274,14 @@ def _render(result: Result, chart: Chart, kind: str) -> bytes:
         canvas = Canvas(figsize=(WIDTH, height), layout="constrained")
         ax = canvas.subplots()
         DRAW[chart.kind](ax, chart, rows)
-        if kind == "png":  # in a page, a heading says it
+        if kind == "png":  # a page has a heading instead
             ax.set_title(chart.title)
         return _save(canvas, kind)
 
 
 def _save(canvas: Canvas, kind: str) -> bytes:
     target = io.BytesIO()
-    # What says when and by what a file was made only makes equal pictures differ.
+    # Without metadata of date and program, equal charts are equal files.
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type")) if kind == "svg" else {}
     canvas.savefig(target, format=kind, dpi=DPI, metadata=nothing, transparent=kind == "svg")
     return target.getvalue()
@@ -314,7 +314,7 @@ def _percentiles(row: Row, name: str) -> tuple[str, ...]:
 
 
 def _without_least(values: Sequence[float]) -> Sequence[float]:
-    """Return the positive values but the smallest percent, which would stretch an axis."""
+    """Return the positive values without the smallest percent, which would stretch an axis."""
     positive = sorted(value for value in values if value > 0)
     return positive[len(positive) // 100 :]
 
@@ -326,7 +326,7 @@ def _log_if_wide(
     wide = lowest > 0 and max(max(values) for values in series) / lowest > WIDE_RANGE
     if wide:
         scale("log")
-        axis.set_major_formatter("{x:g}")  # powers are mathematics, which is off
+        axis.set_major_formatter("{x:g}")  # powers need math text, which is off
         axis.set_minor_formatter("")
     return wide
 
@@ -337,7 +337,7 @@ def _legend(ax: Axes, rows: Sequence[Row]) -> None:
 
 
 def _label(row: Row) -> str:
-    """Return the label of a row, cut: the tables have all of it."""
+    """Return the label of a row, truncated: tables have the full label."""
     return (
         row.label if len(row.label) <= LABEL else row.label[: LABEL - 1] + "\N{HORIZONTAL ELLIPSIS}"
     )
@@ -354,7 +354,7 @@ TEMPLATE = Path(__file__).with_name("report.html.jinja")
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A chart, with the same in words and numbers."""
+    """A chart with its description and its numbers."""
 
     title: str
     svg: Markup
@@ -379,7 +379,7 @@ def as_html(result: Result) -> str:
 
 def _picture(result: Result, chart: Chart, number: int) -> Picture:
     words = describe(result, chart)
-    # Several pictures share a page, and so one space of names.
+    # Several pictures share a page, so their ids must differ.
     drawing = svg(result, chart, f"chart{number}-")
     label = Markup('<svg role="img" aria-label="{}"').format(f"{chart.title}. {words}")
     return Picture(

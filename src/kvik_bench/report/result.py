@@ -1,4 +1,4 @@
-"""What a benchmark found: figures by row, with every repeat kept; written as JSON and read back."""
+"""The result of a benchmark: figures by row, with every repeat; written as JSON and read back."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from kvik.spec.kv import AUTO, formats_of
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One number that was measured, once in each repeat.
+    """One number that was measured once in each repeat.
 
     Attributes:
         name: "TTFT p50"; equal in all rows that have it.
         unit: "ms", "tokens/s", "x" for a ratio, "" for a count, "%" for a share (0 to 100).
         values: one for each repeat, at least one, all finite.
-        better: which way is good.
-        definition: how the number is made, one sentence without a full stop.
-        digits: that are shown, of those that count.
-        most: that is possible; None: no limit is known.
+        better: which direction is better.
+        definition: how the number is computed, one sentence without a full stop.
+        digits: number of significant digits shown.
+        most: largest possible value; None: unknown.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Figure:
 
     @property
     def impossible(self) -> bool:
-        """Whether the typical value is more than there can be, so that something is wrong."""
+        """Whether the median exceeds the largest possible value, so that something is wrong."""
         return self.most is not None and self.median > self.most
 
     @property
@@ -71,7 +71,7 @@ class Row:
     """The figures of one subject: a batch size, a policy, an engine, a rung of a ladder.
 
     Attributes:
-        facts: what else tells this row from others, and words about it.
+        facts: further facts and remarks about this row.
         series: distributions by name with unit ("TTFT, ms"), all repeats together.
     """
 
@@ -86,7 +86,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A picture worth drawing of a result.
+    """A chart of a result.
 
     "bars": figure `y` of each row, with its spread. "curve": figure `y` over figure `x`, a point
     for each row. "ecdf": the distribution of series `y`, a line for each row. "points": series `y`
@@ -101,12 +101,12 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A benchmark's whole outcome.
+    """The complete result of a benchmark.
 
     Attributes:
-        kind: the verb: "latency", "throughput", "serve", ...
-        group: of verbs, which comes before it; "" for a verb of one word.
-        facts: what it was measured with: date, command, versions, machine, model, formats.
+        kind: the command: "latency", "throughput", "serve", ...
+        group: first word of a command of two words; "" for a command of one word.
+        facts: conditions of the measurement: date, command, versions, machine, model, formats.
         remarks: conclusions and warnings in words.
     """
 
@@ -123,11 +123,11 @@ class Result:
         return " ".join(("kvik", *filter(None, (self.group, self.kind))))
 
     def names(self) -> Iterator[str]:
-        """Names of the figures, each once, in the order in which rows bring them."""
+        """Distinct names of the figures, in the order of their first rows."""
         yield from dict.fromkeys(figure.name for row in self.rows for figure in row.figures)
 
     def to_json(self) -> str:
-        """Medians and extremes stand beside the values, for readers that take one number."""
+        """Return JSON, with medians and extremes in addition to the values, for simple readers."""
         plain = msgspec.to_builtins(self)
         for row, found in zip(plain["rows"], self.rows, strict=True):
             for entry, figure in zip(row["figures"], found.figures, strict=True):
@@ -137,14 +137,14 @@ class Result:
 
     @staticmethod
     def from_json(text: str | bytes) -> Result:
-        """Raises `KvikError` when it is no result."""
+        """Read a result from JSON; raises `KvikError` if it is not one."""
         try:
             return msgspec.json.decode(text, type=Result)
         except msgspec.MsgspecError as error:
             raise KvikError("result", f"is not a benchmark's JSON ({error})") from None
 
 
-# The facts of a run: enough to repeat it, and to know what it can be compared with.
+# The facts of a run: enough to repeat it, and to see which results are comparable.
 
 PEAK_MEMORY = "resident memory of this process at its highest, since it started"
 
@@ -191,7 +191,7 @@ def peak_memory() -> Figure:
 
 
 def restart_peak() -> bool:
-    """Let `peak_bytes` begin anew from what is resident now; False where the system cannot."""
+    """Reset `peak_bytes` to the current resident memory; return False if the system cannot."""
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:

@@ -1,4 +1,5 @@
-"""A result as tables: for a terminal and as Markdown. Medians, in brackets lowest and highest."""
+"""Shows a result as tables, for a terminal and as Markdown: medians, in brackets lowest and
+highest."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ class CellGrid:
 
 
 def grid(result: Result) -> CellGrid:
-    """Return the table of a result; the longer of figures and rows goes down."""
+    """Return the table of a result; the more numerous of figures and rows are its lines."""
     names, rows = list(result.names()), result.rows
     facts = list(dict.fromkeys(name for row in rows for name in row.facts))
     if len(names) + len(facts) > len(rows):
@@ -48,7 +49,7 @@ def grid(result: Result) -> CellGrid:
 
 
 def definitions(result: Result) -> list[tuple[str, str]]:
-    """(names, how they are made), a line for each definition."""
+    """Return (names of figures, definition), one entry per definition."""
     found: dict[str, list[str]] = {}
     for row in result.rows:
         for figure in row.figures:
@@ -59,7 +60,7 @@ def definitions(result: Result) -> list[tuple[str, str]]:
 
 
 def show_figure(figure: Figure) -> str:
-    """ "12.3 (11.9 to 12.8)"; one value stands alone. What is impossible is called so."""
+    """Return "12.3 (11.9 to 12.8)", or one value alone; impossible values are marked."""
     places = _places(figure)
     text = f"{figure.median:,.{places}f}"
     if len(figure.values) > 1:
@@ -92,7 +93,7 @@ def as_markdown(result: Result) -> str:
 
 
 def print_tables(result: Result, console: Console | None = None) -> None:
-    """Print to standard output, as wide as the terminal, or as needed without one."""
+    """Print to standard output, in the width of the terminal, or without one as wide as needed."""
     console = console or Console()
     table = grid(result)
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -119,7 +120,7 @@ def print_tables(result: Result, console: Console | None = None) -> None:
 
 
 def spread_note(result: Result) -> str:
-    """Return how to read the cells; "" where all was measured once."""
+    """Return how to read the cells; "" if everything was measured once."""
     repeats = max((len(f.values) for row in result.rows for f in row.figures), default=0)
     if repeats < 2:
         return ""
@@ -149,7 +150,7 @@ def _markdown_line(cells: Sequence[str]) -> str:
 
 
 def _escape(text: str) -> str:
-    """Escape what Markdown would take for markup or for the end of a cell."""
+    """Escape characters that Markdown would read as markup or as the end of a cell."""
     text = " ".join(text.split())
     for mark in "\\|`*_<>":
         text = text.replace(mark, f"\\{mark}")

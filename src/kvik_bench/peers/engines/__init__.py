@@ -1,1 +1,1 @@
-"""One file per engine that `kvik bench compare` can run, and what they share."""
+"""One file per engine that `kvik bench compare` can run, and their shared protocol."""

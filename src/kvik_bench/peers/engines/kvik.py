@@ -29,7 +29,7 @@ class Kvik:
 
         params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
         streams = [self._llm.stream(prompt, params) for prompt in prompts]
-        for oldest, leader in enumerate(streams):  # the oldest gets a token in every step
+        for oldest, leader in enumerate(streams):  # the oldest stream gets a token in every step
             for delta in leader:
                 count(clock, oldest, delta)
                 for row, stream in enumerate(streams):

@@ -53,7 +53,7 @@ class LlamaCpp:
                 clock.tokens(row, [token])
 
     def _step(self, rows: Prompts, position: int) -> list[int]:
-        """Put each row's tokens in from `position` on; the likeliest next token of each."""
+        """Compute each row's tokens from `position`; return the likeliest next token of each."""
         import llama_cpp
         import numpy as np
 

@@ -1,9 +1,9 @@
 """llama.cpp through its own `llama-batched-bench`. The model is a GGUF file.
 
 Options: `bench`, the path of that program; `args`, more arguments for it.
-The program times prompts and outputs apart, and does not sample: random ids take the place of the
-tokens it would choose. So its times lack the search of the best token, which favours it a little,
-and it has no tokens to compare.
+The program times prompts and outputs separately, and does not sample: it uses random ids as
+outputs. So its times lack the search for the best token, which favours it slightly, and it has no
+tokens to compare.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .protocol import WARM_UP, Answer, EngineFailure, Job
 
 
 def bench(job: Job, batch: int, prompt: int, outputs: list[int]) -> list[dict[str, Any]]:
-    """A run for each number of output tokens; the figures of each."""
+    """Run the program once for each number of output tokens; return the figures of each."""
     if "bench" not in job.options:
         raise EngineFailure('options.bench must be the path of "llama-batched-bench"')
     command = [job.options["bench"], "--model", job.model, "--output-format", "jsonl"]
@@ -37,7 +37,7 @@ def run(job: Job) -> Answer:
     bench(job, 1, 1, [1])
     answer = Answer("llama-batched-bench", time.time() - job.started)
     for work in job.workloads:
-        # The prompt's last position yields the first token: one output fewer is left to make.
+        # The prompt's last position yields the first token, so one output fewer remains.
         outputs = [max(work.output - 1, 1)] * len(work.batches)
         _, *runs = bench(job, work.batch, work.prompt, [WARM_UP, *outputs])
         figure = "speed_pp" if work.output == 1 else "speed_tg"

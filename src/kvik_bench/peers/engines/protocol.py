@@ -1,13 +1,13 @@
-"""What all adapters share: the job they are given, the clock they stop, the answer they write.
+"""Shared by all adapters: their job, the clock, and the answer they write.
 
-An adapter is a file with `run(job) -> Answer`. It is run by the engine's own Python, which need not
-have kvik: so only the standard library is used here, and adapters import one another by relative
-names alone. Times are taken here, so that they mean the same for every engine:
+An adapter is a file with `run(job) -> Answer`. It is run by the engine's own Python, which may lack
+kvik. So this file uses only the standard library, and adapters import each other only by relative
+names. Times are taken here, so that they mean the same for every engine:
 
 - start: from the start of the process to the first token of a prompt of one token, so that
-  weights which are only mapped at first count as well;
+  loading of lazily mapped weights is included;
 - prefill: prompt tokens / time until every row has its first token;
-- decode: tokens made after that moment / the time they took.
+- decode: tokens generated after that moment / the time they took.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any, Protocol
 
 Prompts = list[list[int]]  # [rows, prompt tokens]: all of one length
 
-WARM_UP = 4  # output tokens of a run that is not counted
-SPARE = 8  # tokens that a row has room for beyond prompt and output
+WARM_UP = 4  # output tokens of the warm-up run
+SPARE = 8  # spare tokens of a row beyond prompt and output
 
 
 class EngineFailure(Exception):
@@ -29,11 +29,11 @@ class EngineFailure(Exception):
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts that are completed greedily with exactly `output` tokens; one: prefill alone.
+    """Prompts that are completed greedily with exactly `output` tokens; with one, only prefill.
 
     Attributes:
-        warm_up: prompts of a run before the others, not counted.
-        batches: prompts of each run that counts.
+        warm_up: prompts of the warm-up run.
+        batches: prompts of each measured run.
     """
 
     name: str
@@ -51,19 +51,20 @@ class Workload:
 
     @property
     def length(self) -> int:
-        """Tokens that a row needs room for."""
+        """Largest number of tokens of a row."""
         return self.prompt + max(self.output, WARM_UP) + SPARE
 
 
 @dataclass(frozen=True)
 class Job:
-    """`started` is the time (seconds since the epoch) just before this process was started."""
+    """The work of one process; `started` is the time (seconds since the epoch) just before its
+    start."""
 
     model: str
     threads: int
     started: float
     workloads: list[Workload]
-    options: dict[str, Any]  # meant for this adapter
+    options: dict[str, Any]  # of this adapter
 
     @property
     def max_batch(self) -> int:
@@ -71,20 +72,20 @@ class Job:
 
     @property
     def max_len(self) -> int:
-        """Tokens of the longest row, with a few to spare."""
+        """Tokens of the longest row, including the spare ones."""
         return max(workload.length for workload in self.workloads)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What an adapter found; all but `failed` are left out when it failed.
+    """The results of an adapter; if it failed, only `failed` is set.
 
     Attributes:
         engine: name and version.
         start: seconds.
         rates: workload -> tokens per second of each batch.
-        tokens: workload -> the first batch's output, [rows, output]; none where the engine keeps
-            its tokens to itself.
+        tokens: workload -> the first batch's output, [rows, output]; empty if the engine does not
+            report tokens.
     """
 
     engine: str = ""
@@ -95,7 +96,7 @@ class Answer:
 
 
 class Clock:
-    """Which row got which tokens, and when; runs from its making."""
+    """Records the tokens of each row and their times; starts when it is created."""
 
     def __init__(self, rows: int, now: Callable[[], float] = time.perf_counter) -> None:
         self.rows: list[list[int]] = [[] for _ in range(rows)]
@@ -112,7 +113,7 @@ class Clock:
         """Tokens per second, of the prompts (`output` is 1) or of the output.
 
         Raises:
-            EngineFailure: a row has another number of tokens, or they came all at once.
+            EngineFailure: a row has another number of tokens, or all came at once.
         """
         made = [len(row) for row in self.rows]
         if made != [output] * len(made):
@@ -135,11 +136,11 @@ class Engine(Protocol):
     name: str  # and version
 
     def generate(self, prompts: Prompts, output: int, clock: Clock) -> None:
-        """Complete all prompts greedily with exactly `output` tokens, told to `clock` as made."""
+        """Complete all prompts greedily with exactly `output` tokens, reported to `clock`."""
 
 
 def measure(engine: Engine, job: Job) -> Answer:
-    """Run the job's workloads, each once for nothing before it counts."""
+    """Run the job's workloads, each after a warm-up."""
     engine.generate([[1]], 1, Clock(1))
     start = time.time() - job.started
     answer = Answer(engine.name, start)

@@ -1,4 +1,4 @@
-"""`python run.py ADAPTER.py JOB.json ANSWER.json`: one adapter, by the engine's own Python.
+"""`python run.py ADAPTER.py JOB.json ANSWER.json`: runs an adapter in the engine's own Python.
 
 Adapters are loaded as modules of a package made of this folder, so that `from .protocol import ...`
 works where kvik is not installed. The folder itself must not be on the import path: its files are
@@ -21,7 +21,7 @@ PACKAGE = "kvik_engines"
 
 
 def load(name: str, path: Path, folder: Path | None = None) -> ModuleType:
-    """The module at `path`; a package if its `folder` is given."""
+    """Load the module at `path`; as a package if its `folder` is given."""
     places = None if folder is None else [str(folder)]
     spec = importlib.util.spec_from_file_location(name, path, submodule_search_locations=places)
     if spec is None or spec.loader is None:

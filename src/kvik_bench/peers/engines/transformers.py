@@ -11,7 +11,7 @@ from .protocol import Answer, Clock, Job, Prompts, measure
 
 
 def load_model(job: Job) -> Any:
-    """The model as its options want it, greedy, which never stops early."""
+    """Load the model with the job's options, for greedy decoding that never stops early."""
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -21,7 +21,7 @@ def load_model(job: Job) -> Any:
         dtype=job.options.get("dtype", "bfloat16"),
         attn_implementation=job.options.get("attn_implementation", "sdpa"),
     )
-    # In place of what the model's authors advise: penalties would change greedy answers too.
+    # Replaces the model authors' defaults: penalties would change greedy answers too.
     model.generation_config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
     return model.to(job.options.get("device", "cpu")).eval()
 

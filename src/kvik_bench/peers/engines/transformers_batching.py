@@ -11,7 +11,7 @@ from .protocol import Answer, Clock, EngineFailure, Job, Prompts, measure
 from .transformers import load_model
 
 PAGE = 256  # tokens of a cache block; its default
-PATIENCE = 1.0  # seconds to wait for a result before looking whether the manager still runs
+PATIENCE = 1.0  # seconds to wait for a result before checking that the manager still runs
 
 
 class TransformersBatching:
@@ -23,7 +23,7 @@ class TransformersBatching:
         model = load_model(job)
         wishes = {
             "allow_block_sharing": False,
-            # What the rows need, or it takes most of the memory and a minute to clear it.
+            # As many as the rows need; by default it takes a minute to clear most of the memory.
             "num_blocks": job.max_batch * ceil(job.max_len / PAGE) + 1,
             "page_size": PAGE,
             "max_batch_tokens": job.max_batch * job.max_len,
