@@ -1,4 +1,4 @@
-"""What `AsyncLLM` costs beside `LLM`: many streams at once, in turns.
+"""What `AsyncLLM` costs compared with `LLM`: many streams at once, alternately.
 
     python benchmarks/async_engine.py [MODEL] [--streams 32] [--tokens 200] [--rounds 7]
 

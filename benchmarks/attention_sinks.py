@@ -1,4 +1,4 @@
-"""What a window with attention sinks keeps: perplexity beyond the window, time of a step, memory.
+"""Measure a window with attention sinks: perplexity beyond the window, time of a step, memory.
 
     python benchmarks/attention_sinks.py perplexity [--window 252] [--sinks 4] [--segments 21]
     python benchmarks/attention_sinks.py speed [--model FOLDER] [--window 252] [--tokens 200000]
@@ -6,12 +6,12 @@
     python benchmarks/attention_sinks.py steps [--window 1020] [--repeats 3]
     python benchmarks/attention_sinks.py memory [--tokens 200000]
 
-"perplexity" reads texts of some segments of sinks + window tokens as a prompt, with sinks, with a
-plain window, and with all keys, beyond what the model was trained for. "speed" decodes one request
-and prints the median of a step before some lengths; those of --prompts are reached by a prompt, and
---random needs a config.json alone. "steps" is of the shape of Llama-3.2-1B, whose weights and cache
-are drawn: a step of one request behind contexts that nothing has computed, with sinks and with a
-plain window in turn. "memory" prints what is resident meanwhile.
+"perplexity" reads texts of several segments of sinks + window tokens as a prompt, with sinks, with
+a plain window, and with all keys, beyond the trained length. "speed" decodes one request and prints
+the median step time at several lengths; a prompt fills the context up to the lengths of --prompts,
+and --random needs only a config.json. "steps" uses the shape of Llama-3.2-1B with random weights
+and a random KV cache: a step of one request after contexts that were never computed, alternately
+with sinks and with a plain window. "memory" prints the resident memory while it decodes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kvik.core.plan import NewRequest, SchedulerOutput
 from kvik.worker.worker import Worker
 
 SEED = SamplingParams(temperature=0.8, seed=1, ignore_eos=True)
-STARTED = 8192  # tokens after which texts of tokens and the like are cached
+STARTED = 8192  # tokens after which lazily filled caches (token texts, for example) are full
 
 
 def main() -> None:
@@ -75,7 +75,7 @@ def common(options: argparse.Namespace) -> dict[str, Any]:
 
 @contextmanager
 def with_context(model: str, tokens: int) -> Iterator[str]:
-    """The model with another trained length in its config.json."""
+    """Yield a copy of the model folder with another trained length in its config.json."""
     folder = Path(model) if model else BUNDLED
     with tempfile.TemporaryDirectory() as name:
         for file in folder.iterdir():
@@ -122,7 +122,7 @@ def behind_prompts(options: argparse.Namespace) -> None:
             for name, more in ways(options).items()
         }
         gaps: dict[tuple[str, int], list[float]] = {}
-        for length in (*lengths, *lengths):  # in turn, twice
+        for length in (*lengths, *lengths):  # each length twice, alternately
             for name, llm in engines.items():
                 found = gaps.setdefault((name, length), [])
                 prompt = [5 + i % 1000 for i in range(length)]
@@ -190,10 +190,10 @@ def steps(options: argparse.Namespace) -> None:
 def decode_behind(
     resolved: ResolvedConfig, worker: Worker, context: int, again: bool
 ) -> list[float]:
-    """Return the seconds of steps of one request behind a context that is in the cache.
+    """Return the seconds of each step of one request whose context is in the cache.
 
     Args:
-        again: there was one before, which has ended.
+        again: an earlier request has run and ended.
     """
     (group,), block = resolved.cache.groups, resolved.cache.block_size
     blocks = range(-(-(context + WARM + STEPS) // block))

@@ -2,9 +2,9 @@
 
     python benchmarks/client.py [--rate 200] [--tokens 10] [--seconds 15]
 
-A server in another process streams one token at a time at the pace of 200 requests and 2,000 tokens
-a second, once with one token for each request and once with ten: the difference is the tokens'.
-Processor time, not wall time, is measured, so that a busy machine does not matter much.
+A server in another process streams one token at a time, at 200 requests and 2,000 tokens a second,
+once with one token per request and once with ten: the difference is the cost of the tokens. It
+measures processor time, not wall time, so a busy machine matters little.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def serve(pipe: Connection, tokens: int) -> None:
-    """Answer every POST with so many tokens; tells its port through the pipe."""
+    """Answer every POST with `tokens` tokens; sends its port through the pipe."""
 
     def chunk(data: bytes) -> bytes:
         return b"%x\r\n%s\r\n" % (len(data), data)
@@ -64,7 +64,7 @@ def serve(pipe: Connection, tokens: int) -> None:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one run of the client."""
+    """The cost of one run of the client."""
 
     requests: int
     tokens: int

@@ -1,11 +1,11 @@
-"""What drafts cost that no model makes: a proposal of each lookup, and what is decided around it.
+"""What drafting without a model costs: each lookup's proposals, and the decisions around them.
 
     python benchmarks/drafters.py [--contexts 256 1024 4096 32768] [--rows 8] [--drafts 5]
 
-Texts repeat themselves in part, as edits and summaries do. Median microseconds for one row, after
-each row's text has grown by three tokens; "control" and "judging" are for all rows together, and
-so is "draft model": a proposal of the one that ships with kvik, without its forwards, in processor
-time of the thread (median, 10th and 90th percentile).
+Texts repeat themselves in part, as edits and summaries do. Prints median microseconds for one row,
+after each row's text has grown by three tokens. "control" and "judging" are for all rows together,
+and so is "draft model": a proposal of the one that ships with kvik, without its forward passes, in
+processor time of the thread (median, 10th and 90th percentile).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ROUNDS, GROWTH = 60, 3
 
 
 def text_of(length: int, seed: int) -> np.ndarray:
-    """Runs of words of which each comes several times: [length]."""
+    """Return runs of words, each of them repeated several times: [length]."""
     rng = np.random.default_rng(seed)
     words = np.minimum(rng.zipf(1.3, length), 30000)
     for start in range(200, length - 40, 97):
@@ -63,7 +63,7 @@ def proposals(make: Callable[[RequestTable], Drafter], context: int, rows: int, 
     for slot in slots.tolist():
         drafter.enter(slot)
     wanted = DraftRows(slots, np.full(rows, k), lambda: torch.zeros(rows, 1))
-    for _ in range(context // 1000 + 2):  # what reads a text bit by bit has read it then
+    for _ in range(context // 1000 + 2):  # until drafters that read in chunks have read it all
         drafter.propose(wanted)
     times = []
     for _ in range(ROUNDS):
@@ -101,7 +101,7 @@ def judging(rows: int, k: int) -> float:
 
 
 class Timed:
-    """A draft model, and its forwards, of which the processor time is known."""
+    """A draft model whose forward passes are timed, in processor time."""
 
     def __init__(self, drafter: Drafter) -> None:
         assert isinstance(drafter, DraftModel)
@@ -134,7 +134,7 @@ class Timed:
 
 
 def draft_model(rows: int, k: int) -> list[float]:
-    """Microseconds of proposals for all rows, without forwards."""
+    """Return the microseconds of proposals for all rows, without the forward passes."""
     build, made = registry.DRAFTERS["draft_model"], []
 
     def timed(parts: registry.DrafterParts) -> Timed:

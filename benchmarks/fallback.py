@@ -1,12 +1,12 @@
-"""What a model costs that runs through transformers (`--fallback`), beside transformers alone.
+"""Compare a model that kvik runs through transformers (`--fallback`) with transformers alone.
 
     python benchmarks/fallback.py [--family Bloom] [--prompt 128] [--output 64] [--batch 1 8]
         [--threads N] [--repeats 3]
 
-The same model, drawn: kvik and `generate` of transformers answer the same prompts of equal length
-greedily, in turn. `generate` takes a batch as one; "one by one" are as many calls with one prompt
-each. Tokens a second are of the outputs, prompts included in the time, medians of the repeats; the
-ratio is kvik's to the better of transformers' two.
+Both have the same random weights: kvik and transformers' `generate` alternately answer the same
+prompts of equal length, greedily. `generate` takes the whole batch in one call; "one by one" makes
+one call per prompt. Tokens a second count outputs, over a time that includes the prompts; medians
+of the repeats. The ratio is kvik's rate over the better of transformers' two.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def compare(llm: LLM, model: Any, batch: int, options: argparse.Namespace) -> No
         for way, answer in ways.items():
             began = time.perf_counter()
             answers[way] = answer(prompts)
-            if turn:  # the first one warms up
+            if turn:  # the first turn warms up
                 rates[way].append(batch * options.output / (time.perf_counter() - began))
         assert all(len(row) == options.output for rows in answers.values() for row in rows)
         alone = answers.get("transformers, one by one", answers["transformers"])

@@ -1,11 +1,12 @@
-"""What hostile schemas and grammars cost the others: a stream beside them, and memory afterwards.
+"""What hostile schemas and grammars cost other clients: gaps of a stream, and memory afterwards.
 
     python benchmarks/hostile.py [--rounds 3] [-- MODEL and flags of kvik serve]
 
-A server answers one stream of tokens without a pause. Its gaps between tokens are measured alone,
-then while another client sends every constraint of a hostile corpus, one after another, each under
-a new name so that none is remembered. Printed: how each was answered and when, the gaps' p50 and
-p99 of both halves, and the resident memory of all processes of the server before and after.
+A server answers one stream of tokens without a pause. The gaps between tokens are measured first
+alone, then while another client sends every constraint of a hostile corpus, one after another, each
+under a new name so that none is cached. Prints the answer and the time of each constraint, the p50
+and p99 of the gaps in both halves, and the resident memory of all server processes before and
+after.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ SETTLE_SECONDS = 3.0
 
 
 def corpus(tag: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What would take long, or too much memory or stack, each with a name of its own."""
+    """Yield constraints that would take long, or too much memory or stack, each with its name."""
     last = {f"{tag}{i}": {"items": {"$ref": f"#/$defs/{tag}{i + 1}"}} for i in range(2000)}
     chain = {"$defs": {**last, f"{tag}2000": {}}, "$ref": f"#/$defs/{tag}0"}
     yield "chain of 2,000 $refs", {"guided_json": chain}
@@ -91,7 +92,7 @@ class Stream(threading.Thread):
 
 
 def memory(pid: int) -> float:
-    """Resident MiB of a process and all below it."""
+    """Return the resident MiB of a process and all its descendants."""
     status = Path(f"/proc/{pid}/status").read_text()
     own = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
     tasks = Path(f"/proc/{pid}/task").iterdir()
@@ -136,7 +137,7 @@ def wait_ready(server: subprocess.Popen[bytes], port: int) -> None:
 
 
 def measure(pid: int, port: int, rounds: int, tokens: int) -> None:
-    for _, asked in corpus("warm"):  # what is built once, and the process that checks
+    for _, asked in corpus("warm"):  # warm up lazy initialisation and the checking process
         post(port, {"prompt": "a", "max_tokens": 4, **asked})
     time.sleep(SETTLE_SECONDS)
     base = memory(pid)

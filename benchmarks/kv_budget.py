@@ -1,15 +1,15 @@
-"""What budgets of layers cost in perplexity, and what they bring in tokens per second.
+"""What KV budgets per layer cost in perplexity, and what they gain in tokens per second.
 
     python benchmarks/kv_budget.py perplexity FILE ... [--prompt 512] [--length 1024]
     python benchmarks/kv_budget.py recall [--bytes 0.1 0.25 0.5] [--length 512]
     python benchmarks/kv_budget.py speed [--context 16384] [--batch 8] [--bytes 0.25] [--repeats 3]
 
-"perplexity" reads texts whose first tokens are a prompt, and scores those behind it: with all keys,
-and with each FILE of `kvik kv-budget`. "recall" hides pairs of a key and a value in texts, and asks
-the model of `tests/data/recall` for one of them behind the prompt, with budgets by entropy, uniform
-and pyramid: a question that the prompt ended with, too, and one that it did not. "speed" decodes a
-batch behind long contexts, with all keys and with budgets, in turn: weights of the shape of
-Llama-3.2-1B and contents of the cache are drawn, as no time depends on them.
+"perplexity" reads texts whose first tokens are a prompt, and scores the tokens after it: with all
+keys, and with each FILE of `kvik kv-budget`. "recall" hides key-value pairs in texts, and asks the
+model of `tests/data/recall` for one of them after the prompt, with budgets by entropy, uniform and
+pyramid: once with a question that also ended the prompt, and once with one that did not. "speed"
+decodes a batch after long contexts, alternately with all keys and with budgets: the weights, of the
+shape of Llama-3.2-1B, and the KV cache are random, as no time depends on them.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ ONE_BILLION = {
     "torch_dtype": "bfloat16",
 }
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
-WARM, STEPS = 3, 16  # steps that are not counted, and that are
+WARM, STEPS = 3, 16  # steps that warm up, and steps that are measured
 
 
 def main() -> None:
@@ -125,7 +125,7 @@ def perplexity(options: argparse.Namespace) -> None:
 
 
 def loss(scheduler: Scheduler, worker: Worker, name: str, ids: Sequence[int], prompt: int) -> float:
-    """Return the mean loss of the tokens behind the prompt."""
+    """Return the mean loss of the tokens after the prompt."""
     total = 0.0
     for at, hidden in rows_behind(scheduler, worker, name, ids[:-1], prompt):
         for row in range(0, len(hidden), 64):
@@ -158,7 +158,7 @@ def recall(options: argparse.Namespace) -> None:
 def save_recall_budgets(
     file: Path, by: str, share: float, length: int, asked: Sequence[Question]
 ) -> tuple[int, ...]:
-    """Save budgets of the recall model, whose entropies are those of its own texts."""
+    """Save budgets of the recall model, with entropies measured on its own texts."""
     config = EngineConfig(str(MODEL), device="cpu", threads=1)
     spec = model_files(MODEL).spec()
     entropies: tuple[float, ...] = ()
@@ -204,7 +204,7 @@ def speed(options: argparse.Namespace) -> None:
 
 
 def decode(model: str, file: str | None, options: argparse.Namespace) -> list[float]:
-    """Return the seconds of steps that decode behind a context."""
+    """Return the seconds of each step that decodes after a context."""
     batch, context, size = options.batch, options.context, 16
     config = EngineConfig(
         model=model,
@@ -261,13 +261,13 @@ def decode(model: str, file: str | None, options: argparse.Namespace) -> list[fl
 
 
 def resolve_groups(config: EngineConfig) -> Sequence[object]:
-    """Return the KV groups of an engine, however many blocks it has."""
+    """Return an engine's KV groups, which do not depend on its number of blocks."""
     fields = {name: getattr(config, name) for name in EngineConfig.__dataclass_fields__}
     return resolve_config(EngineConfig(**{**fields, "num_blocks": None})).cache.groups
 
 
 def draw_cache(worker: Worker) -> None:
-    """Fill the cache: pages that were never written are all the same one."""
+    """Fill the cache: memory pages that were never written all map to the same zero page."""
     runner = worker._runner
     assert runner is not None
     for storage in runner.network.kv.storages:

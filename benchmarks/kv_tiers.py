@@ -6,19 +6,18 @@
     python benchmarks/kv_tiers.py load [--model FOLDER] [--repeats 3]
     python benchmarks/kv_tiers.py peer [--model FOLDER] [--tokens 8192] [--repeats 9]
 
-"first": time to the first token of a prompt that is computed, and of one that left the cache and is
-loaded from memory, from the disk, and from the disk after the engine was killed. "unique": tokens
-per second of prompts that share nothing, with tiers and without. "lengths": the same prompt
-computed, and in the way that was chosen. "load": tokens per second where twice as many requests
-come as fit, with requests that are swapped, and computed again; and the most that swapping can gain
-there, if it takes no time. "peer": bytes per second of the
-pages of a prompt that another process lends, checked, and then also in the KV cache; and of as many
-bytes that it sends over a plain TCP socket into one piece of memory; and how much of a prompt an
-engine computes whose pages another one has.
+"first": time to the first token of a prompt that is computed, and of an evicted one that is loaded
+from memory, from the disk, and from the disk after the engine was killed. "unique": tokens per
+second of prompts that share nothing, with and without tiers. "lengths": the same prompt computed,
+and as the engine chose. "load": tokens per second with twice as many requests as fit, swapping
+against recomputing; and the most that swapping could gain there if it took no time. "peer": bytes
+per second of a prompt's pages lent by another process, once checked only and once also copied into
+the KV cache; of the same number of bytes sent over a plain TCP socket into one buffer; and how much
+of a prompt an engine computes when another one has its pages.
 
-What is compared is measured in turn, in one run; ratios are those of neighbours, with their spread.
-FOLDER needs a config.json alone: weights are drawn. Without it the bundled model runs. `--tp 2` and
-`--pp 2` divide the model.
+Alternatives are measured alternately, in one run; ratios are of neighbouring samples, with their
+spread. FOLDER needs only a config.json: weights are random. Without it the bundled model runs.
+`--tp 2` and `--pp 2` divide the model.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from kvik.worker.worker import cache_fingerprint
 
 ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 BLOCK = 16
-PAGE = 1 << 21  # bytes, more than any page here has
+PAGE = 1 << 21  # bytes, more than any page here
 
 
 def main() -> None:
@@ -97,7 +96,7 @@ def prompt(tokens: int, seed: int) -> list[int]:
 
 
 def seconds_to_first(llm: LLM, tokens: Sequence[int], cached: int | None = None) -> float:
-    """Time to the first token; `cached`: how many tokens must have been found, or loaded."""
+    """Return the time to the first token; `cached`: tokens that must be cache hits or loaded."""
     (output,) = llm.generate([list(tokens)], ONE)
     assert cached is None or output.num_cached_tokens == cached, output.num_cached_tokens
     assert output.metrics.first_token is not None
@@ -145,7 +144,7 @@ def first(options: argparse.Namespace) -> None:
 
 
 def child(options: argparse.Namespace) -> None:
-    """An engine that is killed."""
+    """Run an engine until this process is killed."""
     tokens = options.tokens
     tiers = f"disk:{options.folder}:8GiB"
     with engine(options, tokens // BLOCK + 8, tokens + 16, kv_tiers=tiers) as llm:
@@ -157,7 +156,7 @@ def child(options: argparse.Namespace) -> None:
 
 def unique(options: argparse.Namespace) -> None:
     tiers = {
-        "none": None,  # what differs here is noise
+        "none": None,  # any difference here is noise
         "memory": "memory:1GiB",
         "disk": f"disk:{options.folder}:4GiB",
         "memory and disk": f"memory:1GiB,disk:{options.folder}:4GiB",
@@ -189,7 +188,7 @@ def lengths(options: argparse.Namespace) -> None:
     length = 64
     while length <= most:
         repeats = options.repeats if length < most else 1
-        # One prompt fits, so each takes the blocks of the one before.
+        # Only one prompt fits, so each evicts the one before.
         with engine(options, length // BLOCK + 1, length + 16, kv_tiers="memory:2GiB") as llm:
             seconds_to_first(llm, prompt(64, 99))
             seconds_to_first(llm, prompt(length + 1, 0), 0)
@@ -210,7 +209,7 @@ def lengths(options: argparse.Namespace) -> None:
 
 def load(options: argparse.Namespace) -> None:
     half, rng = options.prompt // 2, random.Random(0)
-    drawn = [rng.randrange(half, 3 * half) for _ in range(options.requests)]  # in both sides
+    drawn = [rng.randrange(half, 3 * half) for _ in range(options.requests)]  # for both sides
     blocks = sum(-(-(tokens + options.output) // BLOCK) for tokens in drawn) // 2
     params = SamplingParams(temperature=0.0, max_tokens=options.output, ignore_eos=True)
     with ExitStack() as stack:
@@ -221,9 +220,10 @@ def load(options: argparse.Namespace) -> None:
             for tiers in (None, "memory:2GiB")
         ]
         ratios, seconds, seed, ceilings = [], [], 0, []
-        again, at = 0, 0.0  # tokens computed again until now; seconds for a prompt's token
+        again, at = 0, 0.0  # tokens recomputed so far; seconds per prompt token
         for i in range(options.repeats):
-            once = prompt(options.prompt + options.output // 2, 10**6 + i)  # as what is lost
+            # As long as a preempted request is on average.
+            once = prompt(options.prompt + options.output // 2, 10**6 + i)
             at = seconds_to_first(sides[0], once, 0) / len(once)
             pair = [0.0, 0.0]
             for side in (0, 1) if i % 2 else (1, 0):
@@ -251,7 +251,7 @@ TOKEN = b"of this benchmark"
 
 
 def side(options: argparse.Namespace, role: str, tokens: int) -> EngineLoop:
-    """An engine with a role, as a server has it in a process of its own."""
+    """Return an engine with a role, as a server runs it in a separate process."""
     asked: dict[str, Any] = {"model": options.model, "device": "cpu", "role": role}
     if options.model:
         asked |= {"load_format": "random", "seed": 1, "quantization": options.quantization}
@@ -270,7 +270,7 @@ def until_done(loop: EngineLoop) -> RequestDelta:
 
 
 def lender(options: argparse.Namespace) -> None:
-    """The other process: lends a prompt for each line that it reads, or sends bytes."""
+    """Run the other process: for each line of input, lend a prompt or send bytes."""
     loop, tokens = side(options, "prefill", options.tokens), prompt(options.tokens, 0)
     listening = socket.create_server(("127.0.0.1", 0))
     print(listening.getsockname()[1], flush=True)
@@ -322,7 +322,7 @@ def peer(options: argparse.Namespace) -> None:
             computed.append(loop.stats().work.prefill_tokens - work)
             process.stdin.write(f"{size}\n")
             process.stdin.flush()
-            target = memoryview(np.ones(size, np.uint8))  # memory that is there, as the cache is
+            target = memoryview(np.ones(size, np.uint8))  # already paged in, as the cache is
             assert process.stdout.readline() == "ready\n"
             began = time.monotonic()
             with socket.create_connection(("127.0.0.1", port)) as plain:
@@ -352,7 +352,7 @@ def lent(process: subprocess.Popen[str]) -> PageSource:
 def seconds_to_fetch(
     peers: PeerPages, source: PageSource, keys: list[PageKey], cache: CacheConfig
 ) -> float:
-    """In two threads, as an engine does it."""
+    """Return the seconds of a fetch in two threads, as an engine does it."""
     assert cache.tiers is not None
     sizes = cache.tiers.page_bytes
 

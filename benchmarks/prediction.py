@@ -1,16 +1,16 @@
-"""Does the planner know what the engine will do? Predicted beside measured, on this machine.
+"""Compare the planner's predictions with the engine's measured speed, on this machine.
 
     python benchmarks/prediction.py MODEL... [--quantization none int8 int4] [--rounds 3]
                                     [--batch 1 8 32] [--threads N] [--json FILE]
 
 MODEL is a folder (`benchmarks/cpu/peers/shapes.py` writes some of real shapes). First this machine
-is calibrated, as `kvik calibrate` does it, on matrices that are no model's. Then each round starts
-a process for each model and format, which decodes with `LLM`, greedily, and reads prompts of 512
-tokens. Memory and caches are read and the bf16 peak is measured before and after each sample,
-because machines (virtual ones above all) change their speed: the prediction is made with the rates
-of that moment.
-Printed: medians of measured and predicted tokens/s, and of predicted over measured, with the lowest
-and highest; then the same for the rates that were calibrated, and the cores' speed. "!" marks what
+is calibrated, as `kvik calibrate` does it, on matrices of no particular model. Then each round
+starts a process for each model and format, which decodes greedily with `LLM` and prefills prompts
+of 512 tokens. The read rates of memory and caches and the bf16 peak are measured before and after
+each sample, because machines (virtual ones above all) change their speed: the prediction uses the
+rates of that moment.
+Prints medians of measured and predicted tokens/s, and of predicted over measured, with the lowest
+and highest; then the same for the calibrated rates, and the cores' speed. "!" marks samples that
 other processes disturbed.
 """
 
@@ -28,9 +28,9 @@ from pathlib import Path
 from statistics import median
 
 PROMPT, PREFILL, MAX_LENGTH = 128, 512, 1024
-SAMPLES, SECONDS = 2, 0.3  # of each figure, and how long about one takes
-STEPS = 384  # of decoding at most
-ATTEMPTS = 4  # to take it while no other process runs
+SAMPLES, SECONDS = 2, 0.3  # samples of each figure, and about how long one takes
+STEPS = 384  # most decode steps
+ATTEMPTS = 4  # tries to take a sample while no other process runs
 
 
 def main() -> None:
@@ -106,7 +106,7 @@ def report(found: dict[str, list[dict[str, float]]]) -> None:
 def measure(
     model: str, quantization: str, batches: list[int], calibration: Path
 ) -> dict[str, list[dict[str, float]]]:
-    """In a process of its own: samples of each workload, with their predictions."""
+    """In a separate process: return samples of each workload, with their predictions."""
     from kvik import LLM, SamplingParams
     from kvik.config.hardware import detect
     from kvik.planner.calibration import ReadRate, load
@@ -146,7 +146,7 @@ def measure(
         return time.perf_counter() - begun
 
     def speeds() -> list[float]:
-        """Read rates, and the cores' speed."""
+        """Return the read rates, and the cores' speed."""
         peak = sum(limits.peak("bf16") for _ in range(3)) / 3
         return [*(limits.read_rate(r.bytes) for r in facts.reads), peak / facts.peaks["bf16"]]
 
@@ -176,7 +176,7 @@ def measure(
     found: dict[str, list[dict[str, float]]] = {}
     for batch in batches:
         prompts = [prompt(PROMPT) for _ in range(batch)]
-        seconds(prompts, 1)  # from now on the prompts are in the prefix cache
+        seconds(prompts, 1)  # from here on the prompts are in the prefix cache
         one = (seconds(prompts, 9) - seconds(prompts, 1)) / 8
         steps = max(8, min(STEPS, int(SECONDS / one)))
 

@@ -1,10 +1,10 @@
-"""What each method of quantisation costs in quality: every one made, loaded, run and compared.
+"""What each quantisation method costs in quality: quantise, load, run and compare each one.
 
     python benchmarks/quality.py --work FOLDER [MODEL] [--data FILE] [--window 512] [--threads N]
                                  [--only NAME...] [--json FILE]
 
-Each recipe is a run of `kvik quantize` into a folder under FOLDER, which is kept, so that a second
-run only measures. Printed: the table of `kvik compare`, as Markdown.
+Each recipe is a run of `kvik quantize` into a folder under FOLDER. That folder is kept, so a second
+run only measures. Prints the table of `kvik compare`, as Markdown.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def _made(model: str, work: Path, name: str) -> Path:
-    """The folder of a recipe."""
+    """Return the folder of a recipe, made if it is missing."""
     folder = work / name
     if not (folder / "config.json").exists():
         words = ["quantize", model, "-o", str(folder), *RECIPES[name]]

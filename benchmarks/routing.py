@@ -1,10 +1,10 @@
-"""What routing costs: a choice among replicas, and the way through `kvik route`.
+"""What routing costs: choosing a replica, and the proxy hop through `kvik route`.
 
     python benchmarks/routing.py [--blocks 100000] [--requests 2000]
 
-A choice: prompts of 64 to 4,096 blocks, half of whose pieces a replica holds, among 8, 64 and 1,000
-replicas. The way: a POST of 2 KB to a server that answers at once, on one connection, directly and
-through `kvik route`, in turns; the difference of the medians is what the proxy adds.
+Choosing: prompts of 64 to 4,096 blocks, half of which one replica has cached, among 8, 64 and 1,000
+replicas. The hop: a POST of 2 KB to a server that answers at once, on one connection, alternately
+direct and through `kvik route`; the difference of the medians is what the proxy adds.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ uvloop.run(main())
 
 
 def choices(replicas: int, blocks: int, rounds: int = 2000) -> tuple[float, float]:
-    """Return the median and the 99th percentile of the seconds of a choice."""
+    """Return the median and the 99th percentile of the seconds to choose a replica."""
     random = Random(0)
     router = ReplicaRouter([f"replica {i}" for i in range(replicas)], 16, 64)
     held = []
@@ -72,7 +72,7 @@ def choices(replicas: int, blocks: int, rounds: int = 2000) -> tuple[float, floa
 
 
 def work(blocks: int = 100_000) -> tuple[float, float]:
-    """Return the seconds of hashing a prompt of 64 blocks, and of taking in a change of a block."""
+    """Return the seconds to hash a prompt of 64 blocks, and to apply the change of one block."""
     random, times = Random(0), []
     for _ in range(200):
         prompt = [random.randrange(1 << 15) for _ in range(1024)]
@@ -110,7 +110,7 @@ def free_port() -> int:
 
 
 def way(requests: int) -> tuple[float, float]:
-    """Return the medians of the seconds of a request: directly, and through the proxy."""
+    """Return the median seconds of a request: direct, and through the proxy."""
     direct, front = free_port(), free_port()
     command = [sys.executable, "-c", SERVER, str(direct)]
     with subprocess.Popen(command) as server:

@@ -1,16 +1,16 @@
 """What the server adds to the engine: throughput, time to the first token, processor time.
 
     python benchmarks/serving.py [--rounds 7] [--streams 32] [--tokens 384] [--seconds 10]
-    python benchmarks/serving.py --only cost       # steps are paced: this one suits a busy machine
+    python benchmarks/serving.py --only cost       # steps are paced: it suits a busy machine
 
-throughput: 32 concurrent streams of `kvik serve` beside `LLM.generate` in a process of its own, on
-    the same prompts and with the model's own defaults; tokens/s, and their ratio round by round.
-ttft: one request at a time, of one token: sent -> first text, beside `LLM.stream` in-process.
-cost: 32 streams of 2,000 tokens/s in all, as each step of the engine is made to take 16 ms; the
-    processor seconds of the HTTP process for each second.
+throughput: 32 concurrent streams of `kvik serve`, compared with `LLM.generate` in a separate
+    process, on the same prompts and with the model's defaults; tokens/s, and the ratio per round.
+ttft: one request at a time, of one token: sent -> first text, compared with `LLM.stream`.
+cost: 32 streams of 2,000 tokens/s in all, as each engine step is made to take 16 ms; processor
+    seconds of the HTTP process per second.
 
 Rounds alternate between the two sides, which do not run at the same time; medians are printed with
-the smallest and the largest round. The client is this process: bare sockets, and it only counts.
+the smallest and the largest round. The client is this process: bare sockets that only count.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def prompts(count: int, round_: int) -> list[str]:
 
 @dataclass
 class Streamed:
-    """What came of some streams that began together."""
+    """The outcome of several streams that started together."""
 
     seconds: float
     first: float  # seconds to the first text of any
@@ -66,7 +66,7 @@ class Streamed:
 
 
 def stream(port: int, bodies: Sequence[dict[str, object]]) -> Streamed:
-    """One request on each of as many connections, all at once."""
+    """Send each request on its own connection, all at once, and read the answers."""
     selector = selectors.DefaultSelector()
     requests = [_request(one) for one in bodies]
     came: dict[socket.socket, bytearray] = {}
@@ -118,7 +118,7 @@ def _request(content: dict[str, object]) -> bytes:
 
 
 class InProcess:
-    """`LLM` in a process that does one thing for each line it is sent."""
+    """`LLM` in a process that runs one command for each line it is sent."""
 
     def __init__(self, options: Sequence[str]) -> None:
         self._process = _start([__file__, "--role", "inprocess", *options])
@@ -136,7 +136,7 @@ class InProcess:
 
 
 class Server:
-    """A server process; it tells its port, and when it is ready."""
+    """A server process; it reports its port, and when it is ready."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._process = _start(command)
@@ -151,7 +151,7 @@ class Server:
         raise SystemExit("the server did not start")
 
     def cpu_seconds(self) -> float:
-        """Of the HTTP process alone, since it began."""
+        """Return the CPU seconds of the HTTP process alone, since it started."""
         fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -184,7 +184,7 @@ def serve_in_process(model: str) -> None:
 
 
 def serve_paced(model: str) -> None:
-    """`kvik serve` with an engine whose steps take their time."""
+    """Run `kvik serve` with an engine whose steps are paced."""
     import uvloop
 
     from kvik.config.config import EngineConfig
@@ -238,7 +238,7 @@ def throughput(args: argparse.Namespace, inside: InProcess, server: Server) -> N
         rate = total / inside.ask("generate", texts, args.tokens)
         streamed = stream(server.port, [body(text, args.tokens) for text in texts])
         assert streamed.tokens == total
-        if round_ >= 0:  # before that, everything warms up
+        if round_ >= 0:  # earlier rounds warm up
             direct.append(rate)
             served.append(total / streamed.seconds)
             ratios.append(served[-1] / rate)
@@ -287,7 +287,7 @@ def show(name: str, values: Sequence[float], form: str) -> None:
 
 
 def run_engine(number: int, beats: int) -> None:
-    """The engine's process, paced."""
+    """Run the engine's process, paced."""
     from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
     from kvik.engine.host import EngineHost
     from kvik.engine.loop import Executor
@@ -296,7 +296,7 @@ def run_engine(number: int, beats: int) -> None:
     from kvik.launch import load_loop
 
     class Paced:
-        """Steps that begin no sooner than `PACED_STEP` after one another."""
+        """Runs steps that start at least `PACED_STEP` apart."""
 
         def __init__(self, inner: Executor) -> None:
             self._inner = inner

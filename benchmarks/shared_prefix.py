@@ -1,9 +1,9 @@
-"""What requests with a common prefix take when they all arrive at once.
+"""How long requests with a common prefix take when they all arrive at once.
 
     python benchmarks/shared_prefix.py [MODEL] [--prefix 1000] [--rest 16] [--requests 32]
 
-The time to their first tokens, over the time of the prefix alone and then of the requests whose
-prefix is cached. Random prompts, new in every round.
+The ratio is the time to all their first tokens, over the time of the prefix alone plus that of the
+requests once the prefix is cached. Prompts are random, and new in every round.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""How near speculation with a draft model comes to what theory lets expect.
+"""How close speculation with a draft model comes to its theoretical speed-up.
 
     python benchmarks/speculation.py MODEL [--quantization int4] [--acceptance 0.8] [--drafts 5]
         [--batches 1 8] [--tokens 128] [--rounds 5]
 
 MODEL is a folder (`benchmarks/cpu/peers/shapes.py` writes some of real shapes with random weights).
-Beside it runs a small draft network of about 1/20 of its cost, with random weights as well: it
-computes what a draft model computes, and then its tokens are replaced: by the model's own, which
-are known from the run before, with the chosen acceptance, else by wrong ones. So the acceptance is
-known and the time is real. Both the fixed number of drafts and the adaptive one are measured.
+A small draft network with random weights runs with it, at about 1/20 of its cost: it computes what
+a draft model computes, and then its tokens are replaced. With the chosen acceptance probability
+they become the model's own tokens, known from an earlier run, else wrong ones. So the acceptance
+is known and the time is real. Both the fixed number of drafts and the adaptive one are measured.
 
-"formula" is (1 - a^(K+1)) / (1 - a) / (1 + K c) with the chosen acceptance and a cost of 1/20, the
-check of drafts being free; "with costs" is the same with what was measured in the round:
-acceptance, number of drafts, cost of a draft and of a check. Medians of the rounds, lowest and
+"formula" is (1 - a^(K+1)) / (1 - a) / (1 + K c) with the chosen acceptance and a cost of 1/20,
+verification being free; "with costs" is the same with what was measured in the round: acceptance,
+number of drafts, cost of a draft and of its verification. Medians of the rounds, lowest and
 highest.
 """
 
@@ -43,21 +43,22 @@ import shapes
 
 COST = 1 / 20
 PROMPT = 32
-KEY = 8  # first tokens of a prompt, by which its text is found
+KEY = 8  # first tokens of a prompt: the key of its text
 
 
 class Answers:
-    """How each text goes on, and which drafts are to be right."""
+    """How each text continues, and which drafts are to be right."""
 
     def __init__(self, acceptance: float) -> None:
         self.texts: dict[tuple[int, ...], list[int]] = {}
         self._acceptance = acceptance
 
     def draft(self, text: Sequence[int], position: int) -> int:
-        """
+        """Return the draft to propose.
+
         Args:
             text: its first tokens.
-            position: of the draft in it.
+            position: position of the draft in the text.
         """
         key = tuple(text[:KEY])
         known = self.texts[key]
@@ -67,8 +68,8 @@ class Answers:
 
 
 class Scripted:
-    """A draft model that computes everything, and says what the script says. It finds its drafts
-    wrong afterwards, and so computes those tokens again, together with the newest one."""
+    """A draft model that computes everything, and proposes what `answers` says. The text then
+    differs from its own drafts, so it computes those tokens again, together with the newest one."""
 
     def __init__(self, drafter: Drafter, table: RequestTable, answers: Answers) -> None:
         self.drafter = drafter
@@ -94,7 +95,7 @@ class Scripted:
 
 
 def write_draft(folder: Path, model: Path, hidden: int, layers: int) -> None:
-    """A small Llama with the vocabulary of the model."""
+    """Write a small Llama with the vocabulary of the model."""
     vocab = resolve_config(EngineConfig(model=str(model))).model.vocab_size
     shape = shapes.Shape(
         "LlamaForCausalLM", "llama", hidden, layers, hidden // 64, 1, 4 * hidden, vocab, 1e4

@@ -1,14 +1,14 @@
-"""What looking tokens up in the text brings where answers repeat the prompt: edits and summaries.
+"""What drafting by lookup in the text gains where answers repeat the prompt: edits and summaries.
 
     python benchmarks/speculation_lookup.py [MODEL] [--quantization none] [--batches 1 8]
         [--rounds 5] [--methods ngram suffix]
 
 No small model edits or summarises well, so the answers are written beforehand: each prompt is a
 piece of a story, and the answer is that piece with some names and words changed ("edit"), or its
-first and every third sentence after it with a few words of its own ("summary"). The model
-computes every step in full and its tokens are replaced by those of the answer as they are sampled;
-all else, the drafts and their acceptance above all, is as it would be if it had said so itself.
-Speed-ups are of decoding and, in brackets, with the prompts' time; medians of the rounds.
+first sentence and every third one after it with a few new words ("summary"). The model computes
+every step in full, and its sampled tokens are replaced by those of the answer; all else, the drafts
+and their acceptance above all, is as if the model had sampled them itself. "whole" includes the
+time of the prompts, the other speed-up is of decoding only; medians of the rounds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvik_bench.inprocess.speculation import Pair
 PIECE = 1400  # characters of a story
 ROOM = 1024  # tokens of a prompt and its answer
 CHANGES = (
-    (r"\bthe\b", "this", 9),  # every ninth of them
+    (r"\bthe\b", "this", 9),  # every ninth occurrence
     (r"\bsaid\b", "whispered", 2),
     (r"\band\b", "&", 11),
     (r"\bold\b", "ancient", 1),
@@ -47,7 +47,7 @@ CHANGES = (
 
 
 class WrittenAnswers:
-    """[requests, places]: token ids; a prompt's first token is the number of its request."""
+    """Token ids [requests, positions]; a prompt's first token is the number of its request."""
 
     def __init__(self) -> None:
         self.tokens = np.zeros((0, ROOM), np.int64)
@@ -62,7 +62,7 @@ ANSWERS = WrittenAnswers()
 
 
 class WrittenTokens(OutputTokens):
-    """Puts out what is written, whatever the model says."""
+    """Outputs the written tokens, whatever the model samples."""
 
     def __init__(self, *parts) -> None:
         super().__init__(*parts)
@@ -94,7 +94,7 @@ def summary(text: str) -> str:
 
 
 def jobs(kind: str, number: int, batch: int, tokenizer: Tokenizer) -> list[BenchRequest]:
-    """Requests of one round. Their answers are written down."""
+    """Return the requests of one round, and write down their answers."""
     (story,) = held_out_texts()
     draw = np.random.default_rng((number + 100, batch))
     made, texts = [], []
@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     worker.OutputTokens = WrittenTokens
-    tokenizer = Tokenizer.load(find_model(""))  # ids of the bundled model are ids of any model
+    tokenizer = Tokenizer.load(find_model(""))  # the bundled model's ids are valid in any model
     config = EngineConfig(
         model=args.model,
         quantization=args.quantization,

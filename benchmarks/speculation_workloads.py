@@ -1,18 +1,17 @@
-"""Whether speculation that is turned on is ever slower than speculation that is off.
+"""Check whether speculation ever makes a workload slower.
 
     python benchmarks/speculation_workloads.py [MODEL] [--quantization none] [--methods ngram suffix
         draft_model medusa] [--draft MODEL] [--workloads ...] [--rounds 5] [--processor-time]
 
-Each workload of `kvik bench` in small: the same requests to an engine without speculation and to
-one for each method, in turn, all of them loaded. Output tokens a second over those of the engine
-without, prompts included: median of the rounds, and the interval in which that of endlessly many
-lies with 95 %. The bar is a median of 0.97. On a machine that others use as well single rounds of
-the bundled model are off by a tenth, so it takes 40 to tell; "off" as a method shows how two
-engines that are alike compare.
-Greedy, as long as wanted, with prompts of random tokens but for "story": these are texts, whose
-continuations can be foreseen as a user's can. --processor-time takes one thread and counts what the
-process has used in place of the time on the wall, for machines that others use as well; without
-"arriving", as waiting takes none.
+Runs a small version of each workload of `kvik bench`: the same requests go alternately to an engine
+without speculation and to one engine per method, all of them loaded. Prints output tokens a second,
+prompts included, over those of the engine without: the median of the rounds, and its 95 %
+confidence interval. The bar is a median of 0.97. On a shared machine single rounds of the bundled
+model vary by a tenth, so 40 rounds are needed; "off" as a method compares two identical engines.
+Decoding is greedy and ignores the end token. Prompts are random tokens except in "story", whose
+texts are as predictable as a user's. --processor-time uses one thread and counts the processor time
+of the process instead of wall time, for shared machines; it leaves out "arriving", as waiting takes
+no processor time.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from kvik_bench.inprocess.measures import OUTPUT
 from kvik_bench.load.workload import DrawnLengths, parse_length
 
 LONGEST, TOGETHER = 768, 32
-DRAFT = "stories-draft"  # beside the bundled model
+DRAFT = "stories-draft"  # next to the bundled model
 Jobs = Callable[[int, int], list[BenchRequest]]  # round, size of the vocabulary -> requests
 
 
@@ -51,14 +50,14 @@ def varied(count: int, prompt: str, output: str) -> Jobs:
 
 
 def story(count: int, prompt: int, output: int) -> Jobs:
-    # Ids of the bundled model's tokenizer are ids of any model.
+    # The bundled model's token ids are valid in any model.
     tokenizer = Tokenizer.load(find_model(""))
     pieces = TextPieces.of(tokenizer, held_out_texts(), prompt, output, "0")
     return lambda number, vocab_size: pieces.jobs(number, count)
 
 
 def staggered(jobs: Jobs, gap: float) -> Jobs:
-    """So many seconds from one request to the next."""
+    """Let the requests arrive `gap` seconds apart."""
 
     def late(number: int, vocab_size: int) -> list[BenchRequest]:
         return [replace(job, due=i * gap) for i, job in enumerate(jobs(number, vocab_size))]
@@ -90,7 +89,7 @@ class Found:
 
 
 def by_processor(engine: Engine, jobs: list[BenchRequest]) -> LoadRun:
-    """As if nothing else had run meanwhile."""
+    """Run the requests, timed in processor time: other processes do not count."""
     before = time.process_time()
     run = run_jobs(engine, jobs)
     return replace(run, started=0.0, ended=time.process_time() - before)
@@ -106,7 +105,10 @@ def compare(plain: LoadRun, other: LoadRun) -> Found:
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """Of the median, with 95 %: as many values lie below it as heads fall in so many throws."""
+    """Return the 95 % confidence interval of the median.
+
+    The number of values below the median is distributed as the heads of `len(values)` throws.
+    """
     ordered, beyond, cut = sorted(values), 0.0, 0
     while (beyond := beyond + comb(len(values), cut) / 2 ** len(values)) <= 0.025:
         cut += 1
@@ -155,7 +157,7 @@ def main() -> None:
         vocab_size = plain.resolved.model.vocab_size
         for number in range(-1, args.rounds):
             for name in workloads:
-                # Prompts of their own for each workload, or the prefix cache would know them.
+                # Separate prompts for each workload, or the prefix cache would have them.
                 jobs = WORKLOADS[name](number, vocab_size)
                 order = [("", plain), *engines.items()]
                 order = order[number % len(order) :] + order[: number % len(order)]

@@ -4,8 +4,8 @@
 
 MODEL is a folder in Hugging Face format (`benchmarks/cpu/peers/shapes.py` writes one); FILE the
 same model for llama.cpp, which runs if a Python with llama-cpp-python is given. Each round starts
-every command once; files are in the page cache after the first round, which is not counted. Where
-the time goes, `kvik bench startup MODEL` says.
+every command once; files are in the page cache after the first round, which is not counted. `kvik
+bench startup MODEL` breaks the time down.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ print("done", flush=True)
 
 
 def seconds(command: Sequence[str]) -> float:
-    """From the start of a process to the first byte of its standard output."""
+    """Return the seconds from the start of a process to the first byte of its standard output."""
     started = time.monotonic()
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL

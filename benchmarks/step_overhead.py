@@ -3,16 +3,16 @@
     python benchmarks/step_overhead.py [--num-seqs 256] [--contexts 100 1000 10000] [--drafts 5]
         [--method ngram|draft_model] [--temperature 0]
 
-The engine is the real one but for the forward, which says the same words again and again. All
-requests decode greedily, so that sampling is one pass over the logits: shown, but as arithmetic not
-summed. The cost per step should not depend on how long the requests are. Every part is timed in
-every step: mean microseconds without the slowest twentieth of the steps, which something else held
-up, and the 10th and 90th percentile of the sum of all. With --drafts a lookup
-guesses tokens ahead, all rightly, so a step makes so many tokens more of each request: "propose"
-finds and keeps them, "check" judges them; what the others take more is for the tokens themselves.
-A draft model is right four times in five, and its forwards, which take no time either, are not
-counted; nor is, with a temperature, what drawing from its logits takes. How many drafts pay is
-decided as ever, by a clock to which the model alone takes time, and always as much.
+The engine is the real one except for the forward pass, which repeats the same tokens. All requests
+decode greedily, so sampling is one pass over the logits: it is shown but, being arithmetic, not
+summed. The cost per step should not depend on the length of the requests. Every part is timed in
+every step: mean microseconds without the slowest twentieth of the steps, which other processes
+delayed, and the 10th and 90th percentile of the sum. With --drafts a lookup drafts tokens, all of
+them right, so each step makes that many more tokens per request: "propose" finds and stores them,
+"check" verifies them; the other parts take longer because there are more tokens. A draft model is
+right four times in five, and its forward passes, which take no time either, are not counted; nor is
+sampling from its logits at a temperature. The number of drafts is controlled as usual, by a clock
+on which only the model takes time, and always the same.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ from kvik.worker.worker import step_participants
 
 BLOCK_SIZE = 16
 PERIOD = 61  # tokens after which texts repeat themselves
-SETTLED = PERIOD + 9  # steps until all can be foreseen
-ONE_IN = 5  # drafts of a draft model are wrong
-INSIDE = ("inputs", "check", "propose", "sample", "model")  # parts of the runner that are told
+SETTLED = PERIOD + 9  # steps until all tokens can be predicted
+ONE_IN = 5  # one draft in this many of a draft model is wrong
+INSIDE = ("inputs", "check", "propose", "sample", "model")  # reported parts of the runner
 CPU = torch.device("cpu")
 Parts = dict[str, float]
 
 
 class Instant:
-    """A forward that takes no time: what is left is the cost of everything around it.
+    """A forward pass that takes no time: what is left is the cost of everything around it.
 
     Attributes:
-        forwards: that were run.
+        forwards: the number of forward passes.
     """
 
     def __init__(self, vocab_size: int, rows: int) -> None:
@@ -89,7 +89,8 @@ class Instant:
 
 
 class NearlyRight(Instant):
-    """A draft model's forward: one place in so many it says another word, and never some words."""
+    """A draft model's forward pass: it is wrong at one position in `ONE_IN`, and some tokens have
+    probability 0."""
 
     def __init__(self, vocab_size: int, rows: int) -> None:
         super().__init__(vocab_size, rows)
@@ -102,10 +103,10 @@ class NearlyRight(Instant):
 
 
 class Stopwatch:
-    """Microseconds of each part of each step, where it took part.
+    """Measures the microseconds of each part in each step in which it ran.
 
     Attributes:
-        steps: those of each step; the last one goes on.
+        steps: the times of each step; the last one is still running.
     """
 
     def __init__(self) -> None:
@@ -113,7 +114,7 @@ class Stopwatch:
         self._left_out = 0.0  # seconds, within the part that is being timed
 
     def leave_out(self, call: Callable) -> Callable:
-        """What this takes does not count where it is called."""
+        """Wrap `call` so that its time does not count in the part that calls it."""
 
         def untimed(*args):
             started = time.perf_counter()
@@ -162,7 +163,7 @@ def make_drafter(
 def make_engine(
     num_seqs: int, context: int, steps: int, drafts: int, method: str
 ) -> tuple[EngineCore, ModelRunner]:
-    """An engine whose only KV group has one tiny layer."""
+    """Return an engine whose only KV group has one tiny layer."""
     length = context + (1 + drafts) * steps + 2
     spec = replace(read_model_spec(find_model("")), eos_token_ids=())
     groups = group_layers([KVCacheSpec(1, 16, 128)])
@@ -214,12 +215,12 @@ def make_engine(
 def measure(
     num_seqs: int, context: int, steps: int, drafts: int, method: str, temperature: float
 ) -> list[Parts]:
-    """Of each step after the first ones."""
+    """Return the times of each step after the warm-up."""
     core, runner = make_engine(num_seqs, context, steps, drafts, method)
     processor = OutputProcessor(Tokenizer.load(find_model("")))
     params = SamplingParams(temperature=temperature, max_tokens=None)
     for i in range(num_seqs):
-        # Spread over the block, as lengths are in life: each step some requests fill a block.
+        # Lengths are spread over a block, as in practice: in each step some requests fill one.
         prompt = [5 + i] * (context - i % min(BLOCK_SIZE, context))
         request = EngineRequest(f"r{i}", prompt, params)
         processor.add(request, None, streaming=False)
@@ -280,7 +281,7 @@ def main() -> None:
         found = measure(
             args.num_seqs, context, args.steps, args.drafts, args.method, args.temperature
         )
-        if args.drafts:  # now and then a step has none, to see what it takes
+        if args.drafts:  # the controller now and then times a step without drafts
             found = [step for step in found if "check" in step and "propose" in step]
         for step in found:
             if args.drafts:

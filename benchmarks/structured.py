@@ -1,10 +1,11 @@
-"""What structured output costs: in tokens/s of a batch, and until the first token.
+"""What structured output costs: in tokens/s of a batch, and in time to the first token.
 
 python benchmarks/structured.py [MODEL] [--load-format random] [--quantization Q] [--rounds N]
 
-Every round runs the same batch free and with a schema of its own for each request; ratios are of
-one round. Texts are too long to end, so both make the same number of tokens. Then a schema with
-long names is answered with and without forced tokens as drafts, and so is a free text.
+Every round runs the same batch unconstrained and with a separate schema for each request; ratios
+are taken within a round. The texts never end early, so both make the same number of tokens. Then a
+schema with long names is answered with and without forced tokens as drafts, and so is an
+unconstrained text.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ BATCH, TOKENS = 32, 64
 
 
 def schema(i: int) -> dict[str, Any]:
-    """Names that no other has, and more texts than an answer holds."""
+    """Return a schema with unique names, and with more strings than fit into an answer."""
     names = [f"field {i} {k}" for k in range(24)]
     text = {"type": "string"}
     return {"type": "object", "properties": dict.fromkeys(names, text), "required": names}

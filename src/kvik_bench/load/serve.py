@@ -118,8 +118,8 @@ def remarks(label: str, runs: Sequence[Measured], *, fresh: bool) -> list[str]:
     share = _cached_share(runs)
     if fresh and share is not None and share > MAX_CACHED_SHARE:
         found.append(
-            f"the server found {share:.0%} of the prompt tokens in its prefix cache, although "
-            "these prompts have nothing in common: did an earlier run use the same --seed?"
+            f"the server found {share:.0%} of the prompt tokens in its prefix cache: "
+            "has it seen them before, in a run with the same --seed?"
         )
     found += _short_answers(runs)
     assumed = sum(run.metrics.assumed for run in runs)
