@@ -1,4 +1,4 @@
-"""An app of one's own: its own route over the engine, and all of kvik's API below /llm."""
+"""Your own app: a custom route over the engine, and all of kvik's API below /llm."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,4 +1,4 @@
-"""Which of some sentences are alike, by the angle between their vectors."""
+"""Which of several sentences are similar, by the angle between their vectors."""
 
 from kvik import LLM
 

@@ -1,4 +1,4 @@
-"""One prompt, one text. Without a name, LLM() is the small story model that ships with kvik."""
+"""One prompt, one text. Without a name, LLM() loads the small story model that ships with kvik."""
 
 from kvik import LLM, SamplingParams
 

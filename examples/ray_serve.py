@@ -3,9 +3,9 @@
     pip install "kvik[structured]" "ray[serve]"
     serve run examples.ray_serve:app
 
-Replicas are placed, restarted and scaled by Ray. A replica that divides a model among processes
-takes as many CPUs; one with `distributed_executor_backend="ray"` also places stages of its pipeline
-on other machines.
+Ray places, restarts and scales the replicas. A replica that divides a model among processes takes
+as many CPUs; one with `distributed_executor_backend="ray"` also places stages of its pipeline on
+other machines.
 """
 
 from ray import serve
@@ -19,7 +19,7 @@ OPTIONS = {"device": "cpu", "threads": THREADS, "max_model_len": 512}
 
 
 def build() -> ASGIApp:
-    """In the replica, as neither an engine nor its app travels."""
+    """Build the app in the replica, as neither an engine nor its app can be pickled."""
     return build_app(AsyncLLM(**OPTIONS))
 
 

@@ -1,4 +1,4 @@
-"""A tree of thoughts: forks propose, `select` judges them, and the best goes on."""
+"""A tree of thoughts: forks propose, `select` judges them, and the best one continues."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
-"""What other busy processes cost, and what a fixed number of threads would have made of it.
+"""What other busy processes cost, compared with a fixed number of threads.
 
     python benchmarks/cpu/contention.py [MODEL] [--quantization int8] [--busy 0 1 2] [--rounds 7]
 
-Other processes compute all the time. In each round every engine works in turn: one that sizes its
-team itself, and one for each fixed number of threads up to the number of cores. Tokens a second:
-median, smallest and largest. With `--gguf FILE --llama-python PYTHON`, llama.cpp (of that Python's
-llama_cpp) decodes the file in the same rounds, with a thread for each core.
+Other processes compute all the time. In each round the engines run one after another: one that
+sizes its thread team itself, and one for each fixed number of threads up to the number of cores.
+Prints tokens a second: median, smallest and largest. With `--gguf FILE --llama-python PYTHON`,
+llama.cpp (that Python's llama_cpp) decodes the file in the same rounds, with one thread per core.
 
     python benchmarks/cpu/contention.py [MODEL] --quotas 0.5 1 1.5 [--rounds 7]
 
-Instead: processes in cgroups that grant them so many cores' worth of time, which takes the right to
-make such a group. What they reach of that share of the speed without one, and the longest time
-between two tokens of a stream over the median.
+Instead runs processes in cgroups with quotas of this many cores' worth of time, which needs
+permission to create cgroups. Prints their speed over the quota's share of the speed without one,
+and the longest time between two tokens of a stream over the median.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def main() -> None:
                     for turn in range(arguments.rounds + 1):
                         for name, engine in chosen.items():
                             rate = engine.rate(workload)
-                            if turn:  # the first is a warm-up
+                            if turn:  # the first turn warms up
                                 rates[name].append(rate)
                 rows.append({"busy": count, "workload": workload, "rates": rates})
                 report(count, workload, rates)

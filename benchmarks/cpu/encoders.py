@@ -1,18 +1,18 @@
-"""An encoder beside OpenVINO, ONNX Runtime and transformers: tokens a second of one batch.
+"""Compare an encoder with OpenVINO, ONNX Runtime and transformers: tokens a second of one batch.
 
     python benchmarks/cpu/encoders.py [--length 512] [--batch 32] [--threads 2] [--rounds 5]
         [--engines kvik openvino onnxruntime transformers] [--formats bf16 int8] [--json FILE]
 
 The shape is BERT-base with random weights: 12 layers of width 768, all texts of one length, so that
-no engine pads. Every engine has its own process, which loads once; then rounds go around: each
-engine computes the batch once in each round, so that what else the machine does meets all alike.
-The vector of a text is the mean of its hidden states. In int8 weights and activations have eight
-bits: kvik's `quantization=int8`, NNCF's post-training quantisation in OpenVINO, dynamic
-quantisation in ONNX Runtime and in torch. ONNX Runtime has no bf16 on CPUs and computes in fp32
-there. An engine that is not installed is left out, and the report says so.
+no engine pads. Every engine has its own process, which loads once. Each engine then computes the
+batch once in each round, so that other load on the machine affects all of them equally. The vector
+of a text is the mean of its hidden states. In int8, weights and activations have eight bits: kvik's
+`quantization=int8`, NNCF's post-training quantisation in OpenVINO, dynamic quantisation in ONNX
+Runtime and in torch. ONNX Runtime has no bf16 on CPUs and computes in fp32 instead. An engine that
+is not installed is left out, and the report says so.
 
-The last line of a format is kvik's speed over that of the best other engine: of medians, and the
-least and largest over the rounds.
+The last line of a format is kvik's speed over that of the best other engine: the ratio of the
+medians, and the smallest and largest ratio of a round.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def transformers(folder: Path, format: str, threads: int, batch: int, length: in
 
 
 def _meaned(folder: Path, threads: int) -> Any:
-    """The model and the mean of its hidden states, in fp32, for the engines that convert it."""
+    """Return the model with mean pooling of its hidden states, in fp32, for engines that convert
+    it."""
     import torch
 
     class Meaned(torch.nn.Module):
@@ -190,7 +191,7 @@ def measure(args: argparse.Namespace, folder: Path, format: str) -> dict[str, li
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
         assert child.stdout is not None
-        # One after the other, as loading takes all cores.
+        # One engine at a time, as loading takes all cores.
         line = next((text for text in child.stdout if text.startswith("[")), "")
         if not line:
             print(f"{format}: {engine} did not start (exit {child.wait()})")

@@ -1,4 +1,4 @@
-"""How near the whole engine comes to what the machine allows, sampling and Python included.
+"""How close the whole engine comes to the machine's limits, sampling and Python included.
 
     python benchmarks/cpu/engine.py MODEL [--quantization none int8 int4] [--rounds 5] [--json FILE]
         [--load-format random] [--context 128]
@@ -7,10 +7,10 @@ MODEL is a folder (`benchmarks/cpu/peers/shapes.py` and `experts.py` write some 
 Decoding one request reads every weight that a token uses and its KV cache once a token, or is bound
 by the arithmetic of attention (of latent vectors); a prompt of 512 tokens is bound by arithmetic.
 Both limits are measured right after each sample, because machines (virtual ones above all) change
-their speed: the share's median, 10th and 90th percentile. Each round starts a process for each
-quantisation in turn. Also: seconds from the call of `LLM` to its first token, and the peak of the
-process's memory: less what importing torch took, over weights and used KV cache; whole, over what
-was planned.
+their speed. Prints the median, 10th and 90th percentile of the share. Each round starts one process
+per quantisation, one after another. Also printed: seconds from the call of `LLM` to its first
+token, and the peak memory of the process: without what importing torch took, over weights and used
+KV cache; and in full, over the planned memory.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument(
         "--one", action="store_true", help=argparse.SUPPRESS
-    )  # a process of its own
+    )  # in a separate process
     args = parser.parse_args()
     if args.one:
         print(json.dumps(measure(args, args.quantization[0])))
@@ -86,7 +86,8 @@ def report(model: str, samples: dict[str, list[dict[str, float]]]) -> None:
 
 
 def measure(args: argparse.Namespace, quantization: str) -> dict[str, float]:
-    """In a process of its own: ready, memory, and the median of some samples of each workload."""
+    """In a separate process: return the start time, the memory, and the median of several samples
+    of each workload."""
     import torch  # noqa: F401  counted as the runtime
 
     from kvik import LLM, SamplingParams
@@ -108,7 +109,7 @@ def measure(args: argparse.Namespace, quantization: str) -> dict[str, float]:
     rng = random.Random(0)
 
     def generate(prompt: int, output: int) -> tuple[float, float]:
-        """Seconds to the first token, and from there to the last."""
+        """Return the seconds to the first token, and from there to the last."""
         params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
         ids = [rng.randrange(10, 1000) for _ in range(prompt)]
         times = llm.generate([ids], params)[0].metrics

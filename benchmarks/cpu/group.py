@@ -1,20 +1,20 @@
-"""A model divided among processes, beside one process with as many threads.
+"""Compare a model divided among processes with one process of as many threads.
 
     python benchmarks/cpu/group.py MODEL [--size 2] [--quantization none int8 int4] [--rounds 5]
         [--load-format random] [--only exchange start rates] [--json FILE]
 
-The exchange alone: microseconds of each of 1,000 in a row between two running threads, beside as
-many all-gathers of 64 numbers between two processes by gloo.
+The exchange alone: microseconds per exchange, of 1,000 in a row between two running threads,
+compared with as many gloo all-gathers of 64 numbers between two processes.
 
-Starts, in turn, of engines in fresh processes, from the files of the model and from an engine
-folder that is built of them: seconds until an engine is ready, from the start of its process; GiB
-of all its processes after some tokens (the sum of their PSS); GB that each has read of files (a
-folder is mapped, not read); and what the others than the first take of a core while nothing is to
-be done.
+Starts: engines start alternately in fresh processes, from the model files and from an engine folder
+built from them: seconds from the start of the process until the engine is ready; GiB of all its
+processes after some tokens (the sum of their PSS); GB that each process has read from files (an
+engine folder is mapped, not read); and the share of a core that the processes other than the first
+use while idle.
 
-Rates: both engines are loaded and take turns: a prompt of 512 tokens, then decoding of one and of
-eight requests. Ratios, several processes over one, are taken within a round: median, least and
-most.
+Rates: both engines stay loaded and alternate: a prompt of 512 tokens, then decoding of one and of
+eight requests. Ratios, several processes over one, are taken within a round: median, lowest and
+highest.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--gloo", help=argparse.SUPPRESS)  # rank and file, in a process of its own
-    parser.add_argument("--engine", help=argparse.SUPPRESS)  # options, in a process of its own
+    parser.add_argument("--gloo", help=argparse.SUPPRESS)  # rank and file, in a separate process
+    parser.add_argument("--engine", help=argparse.SUPPRESS)  # options, in a separate process
     args = parser.parse_args()
     if args.gloo:
         gloo(*args.gloo.split(":", 1))
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def line(values: dict[str, list[float]], digits: int) -> str:
-    """Medians, with the least and the most."""
+    """Return the medians, with the smallest and largest values."""
     return ", ".join(
         f"{name} {median(some):.{digits}f} ({min(some):.{digits}f} to {max(some):.{digits}f})"
         for name, some in values.items()
@@ -91,7 +91,7 @@ SETTLING, IDLE = 1.0, 5.0  # seconds
 
 @dataclass
 class Start:
-    """What one engine took."""
+    """What starting one engine took."""
 
     ready: float
     memory: float
@@ -100,7 +100,8 @@ class Start:
 
 
 def starts(args: argparse.Namespace, quantization: str) -> dict[str, dict[str, list[float]]]:
-    """Each figure of each round, by where the weights come from and the number of processes."""
+    """Return each figure of each round, by the source of the weights and the number of
+    processes."""
     found: dict[str, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         common = {"threads": args.size, "max_model_len": 1024, "num_blocks": 256}
@@ -146,7 +147,7 @@ def one_start(model: str, options: dict[str, object]) -> Start:
 
 
 def serve(model: str, options: dict[str, object]) -> None:
-    """Of the child: an engine that lives until its input ends."""
+    """In a child process: run an engine until standard input ends."""
     with LLM(model, **options) as llm:
         print("ready", flush=True)
         params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
@@ -156,7 +157,7 @@ def serve(model: str, options: dict[str, object]) -> None:
 
 
 def children(pid: int) -> list[int]:
-    """Of all its threads."""
+    """Return the child processes of all threads of a process."""
     found = (file.read_text().split() for file in Path(f"/proc/{pid}/task").glob("*/children"))
     return sorted(int(child) for some in found for child in some)
 
@@ -171,7 +172,7 @@ def read_bytes(pid: int) -> int:
 
 
 def seconds_of(pid: int) -> float:
-    """Of all cores."""
+    """Return the CPU seconds of a process, over all cores."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -211,7 +212,7 @@ def gloo(rank: str, store: str) -> None:
 
 
 def compare(args: argparse.Namespace, quantization: str) -> dict[str, list[float]]:
-    """The ratios of each round, by workload."""
+    """Return the ratios of each round, by workload."""
     options = {
         "threads": args.size,
         "quantization": quantization,
@@ -227,7 +228,7 @@ def compare(args: argparse.Namespace, quantization: str) -> dict[str, list[float
         LLM(args.model, **options, tensor_parallel_size=args.size) as several,
     ):
         for llm in (one, several):
-            rate(llm, *WORK["batch 8"])  # pages and buffers are there
+            rate(llm, *WORK["batch 8"])  # warms up pages and buffers
         for number in range(args.rounds):
             for name, work in WORK.items():
                 pair = (one, several) if number % 2 else (several, one)
@@ -237,7 +238,7 @@ def compare(args: argparse.Namespace, quantization: str) -> dict[str, list[float
 
 
 def rate(llm: LLM, requests: int, prompt: int, output: int) -> float:
-    """Tokens a second: of the prompt, or decoded behind it."""
+    """Return tokens a second: of the prompt, or decoded after it."""
     rng = random.Random(prompt)
     ids = [[rng.randrange(10, 1000) for _ in range(prompt)] for _ in range(requests)]
 

@@ -1,5 +1,5 @@
-"""What a context of 128k costs: memory while a prompt of 100,000 tokens is read in chunks, and
-tokens a second of prompts and of decoding at each context, beside what the planner predicts.
+"""What a context of 128k costs: memory while a prompt of 100,000 tokens is prefilled in chunks, and
+tokens a second of prefill and of decoding at each context, compared with the planner's predictions.
 
     python benchmarks/cpu/long_context.py [--scalings yarn longrope llama3]
         [--contexts 4096 8192 16384 32768 65536 100000] [--threads N] [--rounds 1]
@@ -7,14 +7,14 @@ tokens a second of prompts and of decoding at each context, beside what the plan
 
 The model has random weights (2 layers of width 512, 8 query and 2 key/value heads of 64, bf16) and
 a trained context stretched to 131,072 positions in each of three ways, one process for each. One
-text is read as far as each context in turn: what was read before is in the prefix cache, so each
-token is computed once, in chunks as the engine plans them; at each context it decodes 32 tokens. A
-step's time is the engine's own, by the clock, as calibrations are. Predictions are those of `kvik
-plan`, with the calibration of this machine and its peak and read rates just before and after.
+text is prefilled up to each context, one after another: the earlier part is in the prefix cache, so
+each token is computed once, in the engine's own chunks; at each context it decodes 32 tokens. Step
+times are the engine's own wall times, as in calibrations. Predictions are those of `kvik plan`,
+with the calibration of this machine and its peak and read rates just before and after.
 
 Columns: tokens a second of the chunks before each context, and of decoding there, each with
-predicted over measured in brackets; resident memory, its peak since the context before, and what is
-left of the peak without keys and values. "!": other processes took more than 5 % of the cores.
+predicted over measured in brackets; resident memory, its peak since the previous context, and that
+peak without keys and values. "!": other processes took more than 5 % of the cores.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def report(title: str, rows: list[dict[str, Any]]) -> None:
 
 
 def measure(folder: Path, contexts: list[int], calibration: Path) -> list[dict[str, Any]]:
-    """In a process of its own: a row for each context."""
+    """In a separate process: return a row for each context."""
     from kvik.config.config import EngineConfig
     from kvik.config.hardware import detect
     from kvik.core.sampling_params import SamplingParams
@@ -174,7 +174,7 @@ def measure(folder: Path, contexts: list[int], calibration: Path) -> list[dict[s
     limits = make_stage(detect(), threads, FULL).limits
     form = weight_format(resolved.runner.dtype, "none")
     loop = load_loop(resolved)
-    steps: list[tuple[int, float]] = []  # tokens and seconds of each
+    steps: list[tuple[int, float]] = []  # tokens and seconds of each step
 
     class Times(LoopObserver):
         def planned(self, plan: Any, now: float) -> None:
@@ -195,7 +195,7 @@ def measure(folder: Path, contexts: list[int], calibration: Path) -> list[dict[s
             loop.step()
 
     def speeds() -> list[float]:
-        """Read rates, and the cores' speed."""
+        """Return the read rates, and the cores' speed."""
         peak = sum(limits.peak("bf16") for _ in range(3)) / 3
         return [*(limits.read_rate(r.bytes) for r in facts.reads), peak / facts.peaks["bf16"]]
 
@@ -204,7 +204,7 @@ def measure(folder: Path, contexts: list[int], calibration: Path) -> list[dict[s
     rows = []
     each = sum(group.bytes_per_token for group in resolved.cache.groups)
     for context in contexts:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
         steps.clear()
         before, watch = speeds(), Watch()
         run(context, STEPS + 1)

@@ -1,13 +1,13 @@
-"""A model whose layers are divided among stages, beside one process with as many threads.
+"""Compare a model whose layers are divided among stages with one process of as many threads.
 
     python benchmarks/cpu/pipeline.py MODEL [--stages 2] [--quantization none int8 int4]
         [--rounds 3] [--load-format random] [--json FILE]
 
-Both engines are loaded and take turns: sixteen prompts of 512 tokens, then decoding of eight
-requests. Ratios of rates, pipeline over one process, are taken within a round: median, least and
-most. Beside them the share of the time in which the stages computed (their CPU time over threads
-and seconds), least of all stages. First what it takes to hand the hidden states of eight tokens and
-of a chunk of 512 from one process to another.
+Both engines stay loaded and alternate: sixteen prompts of 512 tokens, then decoding of eight
+requests. Ratios of rates, pipeline over one process, are taken within a round: median, lowest and
+highest. Also printed: the share of the time in which the stages computed (their CPU time over
+threads and seconds), for the least busy stage; and first the time to send the hidden states of
+eight tokens and of a chunk of 512 from one process to another.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvik import LLM, SamplingParams
 from kvik.stage_process import Hop
 
 PROMPTS, PROMPT, REQUESTS, CONTEXT, OUTPUT = 16, 512, 8, 128, 48
-HIDDEN_BYTES = 2 * 2048  # of a token, in bfloat16
+HIDDEN_BYTES = 2 * 2048  # bytes per token, in bfloat16
 ROWS, REPEATS = (8, 512), 200
 
 
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def hops() -> dict[int, float]:
-    """Microseconds of half a way there and back, the median, by tokens."""
+    """Return the median microseconds of half a round trip, by number of tokens."""
     ours, theirs = socket.socketpair()
     command = [sys.executable, __file__, "none", "--echo", str(theirs.fileno())]
     child = subprocess.Popen(command, pass_fds=[theirs.fileno()])
@@ -90,7 +90,7 @@ def echo(number: int) -> None:
 
 
 def compare(args: argparse.Namespace, quantization: str) -> dict[str, list[float]]:
-    """The ratios of each round, by workload."""
+    """Return the ratios of each round, by workload."""
     options = {
         "threads": args.stages,
         "quantization": quantization,
@@ -108,7 +108,7 @@ def compare(args: argparse.Namespace, quantization: str) -> dict[str, list[float
         LLM(args.model, **options, pipeline_parallel_size=args.stages) as pipeline,
     ):
         for llm in (one, pipeline):
-            rate(llm, *work["batch 8"])  # pages and buffers are there
+            rate(llm, *work["batch 8"])  # warms up pages and buffers
         for number in range(args.rounds):
             for name, sizes in work.items():
                 rates = {}
@@ -124,7 +124,7 @@ def compare(args: argparse.Namespace, quantization: str) -> dict[str, list[float
 
 
 def cpu_seconds() -> dict[int, float]:
-    """Of this process and its children, each with one thread that computes."""
+    """Return the CPU seconds of this process and its children, each with one computing thread."""
     tick, found = os.sysconf("SC_CLK_TCK"), {}
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
     for pid in (os.getpid(), *map(int, children)):
@@ -134,7 +134,7 @@ def cpu_seconds() -> dict[int, float]:
 
 
 def rate(llm: LLM, requests: int, prompt: int, output: int) -> float:
-    """Tokens a second: of the prompts, or decoded behind them."""
+    """Return tokens a second: of the prompts, or decoded after them."""
     rng = random.Random(prompt)
     ids = [[rng.randrange(10, 1000) for _ in range(prompt)] for _ in range(requests)]
     params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)

@@ -1,13 +1,13 @@
-"""How near the native kernels come to what the machine allows.
+"""How close the native kernels come to the machine's limits.
 
     python benchmarks/cpu/roofline.py [--threads 2] [--isa avx2] [--kernel linear] [--json FILE]
                                       [--quick]
 
-A kernel cannot take less time than its bytes take to be read and its operations to be done. Both
-limits are measured right after each run of the kernel, because machines (virtual ones above all)
-change their speed; the share is limit / time, median and 10th to 90th percentile. Weights and KV
-caches are larger than the processor's caches, so that every byte comes from memory. Samples during
-which other processes used the cores are dropped; "!" marks rows where none was left.
+A kernel takes at least the time to read its bytes and to do its operations. Both limits are
+measured right after each run of the kernel, because machines (virtual ones above all) change their
+speed; the share is limit / time, median and 10th to 90th percentile. Weights and KV caches are
+larger than the processor's caches, so that every byte comes from memory. Samples during which other
+processes used the cores are dropped; "!" marks rows that have no undisturbed sample.
 
 Columns: microseconds of a layer (or call), bytes a second of the limit, operations a second of the
 limit, the share, and for layers the share of each matrix product.
@@ -33,7 +33,7 @@ from kvik.kernels.cpu.native import Native
 from kvik_bench.inprocess.rounds import OTHERS, Watch
 from kvik_bench.machine.stage import NativeLimits
 
-EVERYTHING, QUICK = 384 << 20, 64 << 20  # bytes that a case walks through
+EVERYTHING, QUICK = 384 << 20, 64 << 20  # bytes that a case reads
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Sample:
 def sample(
     work: Work, runtime: _native.Runtime, limits: NativeLimits, seconds: float
 ) -> list[Sample]:
-    """Run for so long, and at least once; the disturbance is that of the whole time."""
+    """Run for `seconds`, and at least once; the disturbance is that of the whole time."""
     found: list[Sample] = []
     started, watch = time.perf_counter(), Watch()
     while not found or time.perf_counter() - started < seconds:
@@ -66,8 +66,8 @@ def sample(
 def measure(
     work: Work, runtime: _native.Runtime, limits: NativeLimits, rounds: int, seconds: float
 ) -> tuple[list[Sample], bool]:
-    """Samples of `rounds` quiet stretches of time out of at most three times as many; else those of
-    the least disturbed stretch, and True."""
+    """Return the samples of `rounds` undisturbed periods, out of at most three times as many; else
+    those of the least disturbed period, and True."""
     runtime.replay(work.tape, [])
     stretches: list[list[Sample]] = []
     quiet: list[list[Sample]] = []
@@ -80,7 +80,7 @@ def measure(
 
 
 def report(work: Work, samples: list[Sample], disturbed: bool) -> dict[str, Any]:
-    """One row: of the whole, and each part's share."""
+    """Return one row: the whole, and each part's share."""
 
     def limit(one: Sample, part: str) -> float:
         return max(work.bytes[part] / one.bandwidth, work.operations[part] / one.peak)

@@ -1,4 +1,4 @@
-"""What the roofline measures: calls of kernels on tapes, and what they cost at least."""
+"""The work that the roofline measures: kernel calls on tapes, and their minimal cost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvik.kernels.cpu.native import DTYPES
 from kvik.spec.kv import KV_FORMATS
 
 KERNELS = {name: (i, [a for a, _ in args]) for i, (name, args) in enumerate(_native.kernels())}
-# What KV caches hold.
+# Element types of the KV caches.
 CACHES = {
     "bf16": torch.bfloat16,
     "fp8": torch.float8_e4m3fn,
@@ -36,9 +36,9 @@ class Kind:
     """How weights are stored, and which peak limits the product.
 
     Attributes:
-        group: inputs that share a scale; 0: all of them.
-        scale_bytes: of a group.
-        minima: whether a group has one, as large as its scale.
+        group: the number of inputs that share a scale; 0: all of them.
+        scale_bytes: the bytes of a group's scale.
+        minima: whether a group also has a minimum, as large as its scale.
     """
 
     number: int
@@ -52,8 +52,8 @@ class Kind:
         return outputs * inputs * self.bits // 8 + sum(self._small_bytes(outputs, inputs))
 
     def random(self, outputs: int, inputs: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Weights, scales and minima, packed: for speed the order of random numbers does not
-        matter, and scales are bytes of ordinary floats of both sizes."""
+        """Return packed weights, scales and minima. Their layout does not matter for speed, as they
+        are random; the bytes of scales are ordinary floats of either size."""
         dtype = torch.bfloat16 if self.bits == 16 else torch.int8
         weight = on_huge_pages(outputs * inputs * self.bits // 8, dtype)
         scales, minima = (
@@ -63,7 +63,7 @@ class Kind:
         return weight, scales, minima
 
     def _small_bytes(self, outputs: int, inputs: int) -> tuple[int, int]:
-        """Of scales and of minima."""
+        """Return the bytes of the scales and of the minima."""
         groups = inputs // self.group if self.group else 0
         of_groups = outputs * groups * self.scale_bytes
         factors = 0 if self.bits == 16 else 4 * outputs
@@ -100,8 +100,8 @@ LAYERS = {
 
 
 def words(kernel: str, arguments: dict[str, Value]) -> tuple[int, list[int | float]]:
-    """A kernel's id and its arguments in order: addresses of tensors, numbers of dtypes. What is
-    left out is 0: none."""
+    """Return a kernel's id and its arguments in order: addresses of tensors, numbers of dtypes. A
+    missing argument is 0: none."""
     kernel_id, names = KERNELS[kernel]
     assert arguments.keys() <= set(names), arguments.keys() - set(names)
     return kernel_id, [_word(arguments.get(name, 0)) for name in names]
@@ -115,7 +115,7 @@ def _word(value: Value) -> int | float:
 
 @dataclass
 class Work:
-    """Calls on a tape, and what they cost at least.
+    """Calls on a tape, and their minimal cost.
 
     Attributes:
         parts: a name for each call; times are reported by it.
@@ -140,7 +140,7 @@ class Work:
 
 
 def on_huge_pages(num_bytes: int, dtype: torch.dtype) -> Tensor:
-    """Memory full of ordinary numbers, repeated."""
+    """Return memory on huge pages, filled with repeated ordinary numbers."""
     memory = torch.from_numpy(_native.allocate(num_bytes, True)).view(dtype)
     some = torch.randn(1 << 16)
     some = (some * 40).to(dtype) if dtype == torch.int8 else (some * 0.1).to(dtype)
@@ -152,7 +152,7 @@ def on_huge_pages(num_bytes: int, dtype: torch.dtype) -> Tensor:
 def linears(
     rows_of: tuple[int, ...], models: tuple[str, ...], budget: int, wanted: Wanted
 ) -> Iterator[Work]:
-    """The matrix products of whole layers, as many layers as fill the budget."""
+    """Yield the matrix products of whole layers, as many layers as fill the budget."""
     for model in models:
         for name, kind in KINDS.items():
             cases = {rows: f"{model} {name} M={rows}" for rows in rows_of}
@@ -193,7 +193,7 @@ def layers_of_linears(
 
 
 def attentions(batches: tuple[int, ...], budget: int, wanted: Wanted) -> Iterator[Work]:
-    """Decoding at context 2048, then prompts of 512 tokens. 32 heads, 8 of keys."""
+    """Yield decoding at context 2048, then prompts of 512 tokens; 32 query heads, 8 KV heads."""
     for head_dim in (64, 128):
         block = 8 * BLOCK_SIZE * head_dim  # elements of keys
         cases = [("decode", batch, 1, 2048) for batch in batches] + [("prefill", 1, 512, 512)]
@@ -229,7 +229,7 @@ def attentions(batches: tuple[int, ...], budget: int, wanted: Wanted) -> Iterato
 
 
 def small_ones(budget: int, wanted: Wanted) -> Iterator[Work]:
-    """What is between the products: 512 rows of 2048, each read from memory and written."""
+    """Yield the kernels between the products: 512 rows of 2048, read from memory and written."""
     rows, dim, dtype = 512, 2048, torch.bfloat16
     copies = math.ceil(budget / (4 * rows * dim))
     xs, ys = (

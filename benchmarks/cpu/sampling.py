@@ -1,11 +1,11 @@
-"""What drawing a token costs: torch's way beside the native one.
+"""What sampling a token costs: torch compared with the native kernels.
 
     python benchmarks/cpu/sampling.py [--vocab 151936] [--threads 2]
 
-Microseconds a row, the least of many runs. Logits are normal with a deviation of 3, which spreads a
-row over thousands of tokens: more than most models do, so hard on top_p alone. Then the penalties
-of rows that have seen 700 tokens. The last lines are a whole `Sampler.sample` of greedy rows, and
-what of it is not the search for the largest logit.
+Microseconds per row, the minimum of many runs. Logits are normal with a standard deviation of 3,
+which spreads a row over thousands of tokens: more than most models do, so a hard case for top_p
+alone. Then the penalties of rows that have seen 700 tokens. The last lines are a whole
+`Sampler.sample` of greedy rows, and the part of it that is not the search for the largest logit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BATCHES = (1, 8, 32)
 
 
 def least_seconds(function: Callable[..., object], *args: object) -> float:
-    """The least of at least five calls, and of as many as a second allows."""
+    """Return the minimum of at least five calls, and of as many as a second allows."""
     times: list[float] = []
     while len(times) < 5 or (sum(times) < 1.0 and len(times) < 2000):
         started = time.perf_counter()

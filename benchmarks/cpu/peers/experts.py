@@ -1,12 +1,12 @@
-"""Write models with experts, of true shapes, for kvik and for llama.cpp.
+"""Write models with experts, of real shapes, for kvik and for llama.cpp.
 
     python experts.py FOLDER [--shapes olmoe-1b-7b qwen3-30b-a3b ...] [--gguf Q4_0 Q4_K_M]
 
-FOLDER/NAME gets a config.json and a tokenizer. kvik draws the weights as it loads (`load_format =
-"random"`), of normal numbers with a standard deviation of 0.02. FOLDER/NAME-TYPE.gguf has the same
-numbers, in the block types of llama.cpp's own mix. Neither ever holds the floats of the model: a
-matrix repeats its first million numbers, routers are drawn whole. Routers of such numbers
-should choose their experts nearly evenly. Needs kvik.
+FOLDER/NAME gets a config.json and a tokenizer. kvik generates the weights as it loads (`load_format
+= "random"`): normal numbers with a standard deviation of 0.02. FOLDER/NAME-TYPE.gguf has the same
+numbers, in the block types of llama.cpp's own mix. Neither ever holds the whole model in floats: a
+matrix repeats its first million numbers, only routers are generated in full. Routers of such
+numbers should choose their experts nearly evenly. Needs kvik.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvik.nn.gguf_export import gguf_tensors, quantize
 from kvik.nn.safetensors import TensorEntry
 from kvik.planner.families import public_configs
 
-DRAWS = 1 << 20  # of a matrix
+DRAWS = 1 << 20  # random numbers of a matrix
 
 
 QWEN3_6 = {
@@ -65,7 +65,7 @@ SHAPES: Mapping[str, Mapping[str, object]] = {
 
 
 def write_folder(name: str, folder: Path, layers: int | None) -> None:
-    """config.json and a tokenizer of as many tokens."""
+    """Write config.json and a tokenizer with the model's vocabulary size."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {**SHAPES[name], "initializer_range": STD}
     if layers is not None:
@@ -82,7 +82,7 @@ def write_folder(name: str, folder: Path, layers: int | None) -> None:
 
 
 class NoWeights:
-    """A checkpoint that says which tensors a model has, and holds none."""
+    """A checkpoint that lists a model's tensors without any data."""
 
     facts = "config.json"
 
@@ -108,14 +108,14 @@ class NoWeights:
 
 
 class Blocks:
-    """Rows of random numbers as the blocks of a file, made once for each type and width."""
+    """Rows of random numbers as the blocks of a GGUF file, made once for each type and width."""
 
     def __init__(self) -> None:
         self._random = torch.Generator().manual_seed(0)
         self._made: dict[tuple[str, int], bytes] = {}
 
     def of(self, name: str, type: str, shape: tuple[int, ...]) -> Callable[[], Iterable[bytes]]:
-        """What `OutTensor.data` is."""
+        """Return a value for `OutTensor.data`."""
 
         def data() -> Iterator[bytes]:
             if type == "F32":
@@ -138,7 +138,7 @@ class Blocks:
         return quantize(type, numbers).numpy().tobytes()
 
     def _floats(self, name: str, shape: tuple[int, ...]) -> bytes:
-        """Gains are 1, decays -1, biases 0, matrices random."""
+        """Return the values: gains are 1, decays -1, biases 0, matrices random."""
         last = name.rsplit(".", 2)[-2:]
         if "norm" in name:
             values = torch.ones(shape)
@@ -150,7 +150,7 @@ class Blocks:
 
 
 def write_file(name: str, folder: Path, type: str, path: Path) -> None:
-    """The tensors that kvik would export, with random numbers in place of theirs."""
+    """Write the tensors that kvik would export, with random values."""
     spec = ModelSpec.from_config(json.loads((folder / "config.json").read_text("utf-8")), name)
     library = Tokenizer.from_file(str(folder / "tokenizer.json"))
     end = spec.vocab_size - 1

@@ -4,7 +4,7 @@
 
 Each becomes FOLDER/NAME in Hugging Face format: bf16 safetensors (normal, standard deviation 0.02;
 norms are 1), tied embeddings, and a byte-level BPE tokenizer of the right size. Speed does not
-depend on what weights say, only on their shape and format. Needs numpy alone.
+depend on the values of weights, only on their shape and format. Needs only numpy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ END = "<|end|>"  # the only special token: the last id
 
 @dataclass(frozen=True)
 class Shape:
-    """What decides the speed of a Llama-like model. The output layer is the tied embedding."""
+    """The sizes that decide the speed of a Llama-like model. Its output layer is the tied
+    embedding."""
 
     architecture: str
     model_type: str
@@ -97,7 +98,7 @@ def config(shape: Shape) -> dict:
 
 
 def tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Checkpoint names and shapes; matrices are [out, in]."""
+    """Yield checkpoint names and shapes; matrices are [out, in]."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     yield "model.embed_tokens.weight", (shape.vocab, shape.hidden)
     for i in range(shape.layers):
@@ -122,7 +123,7 @@ def bf16(values: np.ndarray) -> np.ndarray:
 
 
 def write_weights(shape: Shape, path: Path, seed: int) -> None:
-    """A safetensors file: length of the header, the header in JSON, then the bytes."""
+    """Write a safetensors file: length of the header, the header in JSON, then the bytes."""
     header, end = {}, 0
     for name, size in tensors(shape):
         begin, end = end, end + 2 * int(np.prod(size))
@@ -141,7 +142,7 @@ def write_weights(shape: Shape, path: Path, seed: int) -> None:
 
 
 def byte_letters() -> list[str]:
-    """One printable character for each byte, as in GPT-2: itself, or one from 256 on."""
+    """Return one printable character for each byte, as in GPT-2: itself, or one from 256 on."""
     plain = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1)}
     plain |= set(range(ord("®"), ord("ÿ") + 1))
     spare = itertools.count(256)
@@ -149,7 +150,7 @@ def byte_letters() -> list[str]:
 
 
 def tokenizer(vocab: int) -> dict:
-    """tokenizer.json: the bytes, then pairs of bytes, then triples, as many as fit."""
+    """Return tokenizer.json: the bytes, then pairs of bytes, then triples, as many as fit."""
     letters = byte_letters()
     pairs = ((a, b) for a in letters for b in letters)
     triples = ((a + b, c) for a in letters for b in letters for c in letters)

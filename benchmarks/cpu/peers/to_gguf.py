@@ -2,11 +2,11 @@
 
     python to_gguf.py LLAMA_CPP_SOURCE MODEL_FOLDER OUT.gguf
 
-That script knows tokenizers by a fingerprint and refuses others, such as the made-up one here; so
-the name of a known kind is put in its place. transformers would read the tokenizer as the model's
-family has it and add tokens that the embedding has no rows for; so it is read as the file says. The
-rest of the conversion is llama.cpp's.
-Runs where torch, transformers and the needs of the `gguf` package are installed.
+That script recognises tokenizers by a fingerprint and rejects others, such as the made-up one here,
+so this script reports the name of a known kind. transformers would load the tokenizer class of the
+model's family and add tokens that the embedding has no rows for, so the tokenizer is loaded as the
+file says. The rest of the conversion is llama.cpp's.
+Needs torch, transformers and the dependencies of the `gguf` package.
 """
 
 from __future__ import annotations
