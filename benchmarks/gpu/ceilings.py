@@ -1,4 +1,4 @@
-"""The machine, and what it can do at best: the ceilings that all shares are of."""
+"""The machine and its peak rates: the ceilings for all reported shares."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from clock import timed
 from notes import Notes
 from place import DEVICE, REHEARSED, release, sized, synchronize
 
-BYTES = sized(4 << 30, 1 << 12)  # of a tensor that is copied or read
-SIZE = sized(8192, 32)  # of square products
-SHORT = sized(1000, 2)  # launches of a kernel that does nothing
+BYTES = sized(4 << 30, 1 << 12)  # bytes of a tensor that is copied or read
+SIZE = sized(8192, 32)  # side of the square matrix products
+SHORT = sized(1000, 2)  # launches of a kernel that does almost nothing
 NEEDED, WANTED = ("triton", "numpy", "tokenizers"), ("transformers", "pytest")
 
 
@@ -76,27 +76,27 @@ def _packages(notes: Notes) -> None:
 
 
 def _copy() -> float:
-    """Bytes per second, read and written ones."""
+    """Return bytes per second, reads plus writes."""
     source = torch.empty(BYTES, dtype=torch.uint8, device=DEVICE).random_()
     target = torch.empty_like(source)
     return 2 * BYTES / timed([lambda: target.copy_(source)], 0.5).seconds
 
 
 def _read() -> float:
-    """Bytes per second of what only reads: the largest of many numbers."""
+    """Return bytes per second of a read-only kernel: the maximum of many numbers."""
     numbers = torch.empty(BYTES // 4, device=DEVICE).normal_()
     return BYTES / timed([numbers.amax], 0.5).seconds
 
 
 def _bf16() -> float:
-    """Operations per second, on random numbers: zeros take less power, and so less time."""
+    """Return operations per second, on random numbers: zeros take less power, and so less time."""
     x, y = (torch.randn(SIZE, SIZE, device=DEVICE).bfloat16() for _ in range(2))
     out = torch.empty_like(x)
     return 2 * SIZE**3 / timed([lambda: torch.mm(x, y, out=out)], 1.0).seconds
 
 
 def _fp8() -> float:
-    """With a scale for each row and column."""
+    """Return operations per second in fp8, with a scale for each row and column."""
     if REHEARSED:  # CPUs have no such product
         return 1.0
     x, y = (torch.randn(SIZE, SIZE, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2))
@@ -118,7 +118,7 @@ def _int8() -> float:
 
 
 def _launches() -> float:
-    """Seconds of a launch from Python, of kernels that the device is done with sooner."""
+    """Return the seconds of a launch from Python, of a kernel that runs for less time than that."""
     one = torch.zeros(1, device=DEVICE)
     for _ in range(2):
         synchronize()

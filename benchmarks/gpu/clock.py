@@ -1,4 +1,4 @@
-"""Time on the device, of calls that are launched from a CUDA graph so that Python costs nothing."""
+"""Time calls on the device, launched from a CUDA graph so that Python costs nothing."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from kvik.worker.captures import CudaCapturer
 
 Call = Callable[[], object]
 
-# Seconds that a graph should take, so that events cost nothing beside it.
+# Seconds that a graph should take, so that the cost of events is negligible.
 LEAST_GRAPH = sized(1e-3, 0.0)
-FEWEST, MOST = sized((5, 40), (1, 1))  # runs whose median counts
-# Bytes that calls should touch in turn, several times what the L2 cache holds.
+FEWEST, MOST = sized((5, 40), (1, 1))  # runs of which the median is reported
+# Bytes that alternating calls should touch, several times the L2 cache.
 COLD = sized(256 << 20, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """seconds: of one call, the median. captured: without the cost of launches."""
+    """seconds: the median of one call. captured: the time excludes the cost of launches."""
 
     seconds: float
     captured: bool
@@ -35,12 +35,12 @@ class Timer(Protocol):
 
 
 def copies_for(touched: float, most: int = 64) -> int:
-    """How many sets of operands calls should take turns with, to find none in the L2 cache."""
+    """Return the number of operand sets that calls should rotate through, to miss the L2 cache."""
     return max(1, min(most, ceil(COLD / max(1.0, touched))))
 
 
 def timed(calls: Sequence[Call], budget: float = 0.2) -> Timing:
-    """All calls in turn, again and again.
+    """Time all calls, one after another, repeatedly.
 
     Args:
         calls: the same work on different operands.
@@ -69,7 +69,7 @@ def timed(calls: Sequence[Call], budget: float = 0.2) -> Timing:
 
 
 def _captured(call: Call) -> Callable[[], None] | None:
-    """None: it cannot be captured, as it waits for the device."""
+    """Return a replay of the call; None: it cannot be captured, as it waits for the device."""
     if REHEARSED:
         return None
     device = torch.device("cuda", torch.cuda.current_device())

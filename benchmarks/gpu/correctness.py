@@ -1,7 +1,7 @@
-"""Whether the kernels are right on this GPU: beside the plain meaning, in the tolerances it has.
+"""Check the kernels on this GPU against the reference, within its tolerances.
 
-Kernels were tested in Triton's interpreter, which rounds and orders otherwise, and has no other
-threads to race with.
+Other tests run them in Triton's interpreter, which rounds and orders operations differently, and
+has no parallel threads that could race.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from kvik_bench.kernel_cases import CASES, Case, arguments, outputs
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
-# What is served most comes first.
+# The most served dtype comes first.
 DTYPES = sized((torch.bfloat16, torch.float32, torch.float16), (torch.bfloat16,))
 TESTS = ("tests/kernels/triton", "tests/attention/test_triton.py")
 NAMED = 4  # failed tests that are listed
 
-# Of each sequence the tokens that are cached, and new ones.
+# The cached and the new tokens of each sequence.
 STEPS = sized(
     {
         "decodes": [(40, 1), (0, 1), (699, 1), (5, 1), (16, 1)],
@@ -49,11 +49,11 @@ STEPS = sized(
 SHAPES = sized((Heads(), Heads(14, 2, 64), Heads(6, 6, 48), Heads(4, 1, 256)), (Heads(2, 1, 16),))
 CACHES = (None, torch.float8_e4m3fn, torch.int8, torch.uint8)
 WINDOWS = sized((None, Window(100), Window(96, chunked=True)), (None,))
-TOKENS = sized(100, 2)  # of each answer
+TOKENS = sized(100, 2)  # tokens of each answer
 
 
 def cases(notes: Notes, part: str, parts: str) -> None:
-    """Every `parts`-th case of kernel_cases.py, from `part` on, in all dtypes."""
+    """Check every `parts`-th case of kernel_cases.py, from `part` on, in all dtypes."""
     ops = triton_ops(DEVICE)
     chosen = sized(CASES, tuple({case.op: case for case in CASES}.values()))
     for dtype, (i, case) in product(DTYPES, enumerate(chosen)):
@@ -75,7 +75,7 @@ def _case(notes: Notes, ops, case: Case, dtype: torch.dtype, name: str) -> None:
 
 
 def difference(found: Tensor, expected: Tensor, rtol: float, atol: float) -> str:
-    """What is wrong; "": nothing."""
+    """Return what is wrong; "": nothing."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return f"{list(found.shape)} {found.dtype}, not {list(expected.shape)} {expected.dtype}"
     mine, right = found.detach().cpu().double(), expected.cpu().double()
@@ -87,8 +87,8 @@ def difference(found: Tensor, expected: Tensor, rtol: float, atol: float) -> str
 
 
 def attention(notes: Notes, part: str, parts: str) -> None:
-    """Every `parts`-th case of the backend, beside the reference on the same device, rotation and
-    cache included."""
+    """Check every `parts`-th case of the backend against the reference on the same device, rotation
+    and cache included."""
     every = product(DTYPES, CACHES, STEPS.items(), SHAPES, WINDOWS)
     for dtype, kept, (name, step), heads, window in islice(every, int(part), None, int(parts)):
         if dtype == torch.float16 and kept is not None:
@@ -120,7 +120,7 @@ def _attention(
     rotation = torch.cat((angles.cos(), angles.sin()), -1)
     spec = AttentionSpec(heads.dim**-0.5)
     found = []
-    # The reference in fp32 from the same rounded operands, so that it is not off itself.
+    # The reference computes in fp32 from the same rounded operands, so it adds no error itself.
     for backend in (TritonAttention(triton_ops(DEVICE)), ReferenceAttention(REFERENCE)):
         q, k, v = qkv.clone().split(sizes, 1)
         own = LayerKV(*(None if t is None else t.clone() for t in _tensors(kv)))
@@ -128,7 +128,7 @@ def _attention(
         attend = Attend(q, k, v, own, plan, spec, rotation)
         found.append((backend.run(attend), own))
     (mine, _), (right, _) = found
-    # Rotated operands, weights and results are rounded to the dtype in other places.
+    # The two round rotated operands, weights and results to the dtype at different points.
     eps = 1e-4 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
     if kept != dtype:
         eps += {torch.float8_e4m3fn: 2e-2, torch.int8: 5e-3, torch.uint8: 4e-2}[kept]
@@ -141,7 +141,7 @@ def _tensors(kv: LayerKV) -> tuple[Tensor | None, ...]:
 
 
 def tokens(notes: Notes) -> None:
-    """Greedy tokens of the bundled model in fp32, beside torch's kernels on the CPU."""
+    """Compare greedy tokens of the bundled model in fp32 with torch's kernels on the CPU."""
     from engine import Engine, answers
 
     prompts = [
@@ -169,7 +169,7 @@ def tokens(notes: Notes) -> None:
 
 
 def tests(notes: Notes) -> None:
-    """The kernels' own tests, on the GPU."""
+    """Run the kernels' own tests on the GPU."""
     if importlib.util.find_spec("pytest") is None:
         notes.missed("pytest", "is not installed")
         return

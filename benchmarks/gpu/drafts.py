@@ -1,5 +1,5 @@
-"""Decoding steps that judge drafts, captured and not. All drafts are made up and most are wrong, so
-that it is the step that is timed, whatever a drafter is worth."""
+"""Time decoding steps that verify drafts, captured and not. All drafts are made up and most are
+wrong, so that the step is timed, independent of a drafter's quality."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from kvik.worker.cuda_graphs import DecodeGraphs
 from kvik.worker.drafters import registry
 from kvik.worker.drafters.base import DraftRows, Drafts
 
-DRAFTS = sized(5, 2)  # of each request in each step
+DRAFTS = sized(5, 2)  # drafts of each request in each step
 CELLS = sized(((1, 1024), (8, 1024), (64, 1024)), ((1, 5), (2, 5)))  # batch, context
 SEQS, LONGEST = sized((64, 8192), (2, 96))
 
 
 class MadeUp:
-    """In place of a lookup: as many drafts as are asked for."""
+    """Stands in for a lookup drafter: proposes as many drafts as are asked for."""
 
     def enter(self, slot: int) -> None: ...
 
@@ -35,7 +35,7 @@ class MadeUp:
 
 
 class Judging(Measured):
-    """With a size captured for the drafts of all requests."""
+    """A measurement that waits for a captured graph with room for the drafts of all requests."""
 
     def fill(self, batch: int, context: int, tokens: int) -> list[str]:
         ends = time.monotonic() + WARM_UP

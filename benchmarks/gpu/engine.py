@@ -1,4 +1,4 @@
-"""The engine as `kvik.launch` makes it, without a frontend; and a forward that computes nothing."""
+"""The engine as `kvik.launch` makes it, without a frontend; and a no-op forward pass."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from kvik.worker.worker import Worker
 
 
 class Skipped:
-    """A forward that computes nothing and answers with token 7."""
+    """A forward pass that computes nothing and returns token 7."""
 
     def __init__(self, rows: int, hidden: int, vocab: int, device: torch.device) -> None:
         self._hidden = torch.zeros(1, hidden, dtype=torch.bfloat16, device=device)
@@ -51,7 +51,7 @@ class Skipped:
 
 
 class KeepsErrors:
-    """The executor of a worker, which keeps the last error: the loop shows only a line of it."""
+    """A worker's executor that keeps the last error: the loop reports only one line of it."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -86,7 +86,7 @@ class Engine:
 
     @classmethod
     def load(cls, model: str, **options) -> Engine:
-        """As `launch` does. options: fields of `EngineConfig`."""
+        """Load an engine as `launch` does. options: fields of `EngineConfig`."""
         on_gpu = options.get("kernels", "triton") == "triton"
         if REHEARSED:
             options["kernels"] = "torch"
@@ -97,7 +97,7 @@ class Engine:
         worker = rehearsed_worker(resolved) if REHEARSED and on_gpu else Worker(resolved)
         executor = KeepsErrors(worker)
         loop = EngineLoop(EngineCore(resolved), executor, time.monotonic)
-        return cls(resolved, loop, executor, worker._ready())  # to time and to replace its parts
+        return cls(resolved, loop, executor, worker._ready())  # the runner: its parts get replaced
 
     def add(self, prompt: Sequence[int], tokens: int) -> str:
         name = str(next(self.serial))
@@ -106,7 +106,7 @@ class Engine:
         return name
 
     def step(self) -> list[RequestDelta]:
-        """Raises what a request failed by."""
+        """Run one step; raises the error of a request that failed."""
         deltas = self.loop.step()
         for delta in deltas:
             if delta.error is not None:
@@ -124,7 +124,7 @@ class Engine:
 
 
 def answers(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
-    """Greedy ones."""
+    """Return greedy answers of `tokens` tokens."""
     found: dict[str, list[int]] = {engine.add(prompt, tokens): [] for prompt in prompts}
     try:
         while engine.loop.has_work:
@@ -136,7 +136,7 @@ def answers(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int) -> li
 
 
 def captured_sizes(graph: Graph) -> frozenset[int]:
-    """Requests of decoding steps that are replays by now."""
+    """Return the batch sizes whose decode steps are already captured."""
     if not isinstance(graph, DecodeGraphs):
         return frozenset()
     return frozenset(size.rows for size in graph.captured if size.longest == 1)

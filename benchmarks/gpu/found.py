@@ -1,4 +1,4 @@
-"""What jobs noted, looked up by kind and name."""
+"""Look up the records of jobs by kind and name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Found:
         return self._named("rate", name, about)
 
     def share(self, rate: Record | None) -> float | None:
-        """Of the ceiling that was measured in the same call."""
+        """Return the share of the ceiling that was measured in the same call."""
         ceiling = self.value(str(rate["ceiling"])) if rate else None
         return done(rate) / ceiling if rate and ceiling else None
 
@@ -42,7 +42,7 @@ class Found:
 
 
 def done(rate: Record) -> float:
-    """Bytes or operations per second."""
+    """Return bytes or operations per second."""
     return number(rate, "moved", "operations") / number(rate, "seconds")
 
 

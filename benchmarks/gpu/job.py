@@ -1,7 +1,7 @@
-"""One job in this process: `python job.py NAME MODULE FUNCTION FILE SECONDS [ARGUMENT ...]`.
+"""Run one job in this process: `python job.py NAME MODULE FUNCTION FILE SECONDS [ARGUMENT ...]`.
 
-A process each, because an illegal access of one kernel ends all work on the device in its process.
-`--part NAME` last: one part of it alone, to look at what failed.
+Each job has its own process, because an illegal access in one kernel makes the device unusable for
+its whole process. A final `--part NAME` runs one part alone, to debug a failure.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 
 from notes import DeviceLost, Notes
 
-LOST = 3  # exit status: the device is lost, and parts may be left
-BEFORE = 2.0  # seconds before the end at which a job that hangs says where
+LOST = 3  # exit status: the device is lost, and parts may remain
+BEFORE = 2.0  # seconds before the deadline at which a hanging job prints its stack
 PART = "--part"
 
 
 class Overheard(logging.Handler):
-    """Notes errors that were logged, as what they are of goes on without what they concern."""
+    """Notes logged errors: their code continues without the part that failed."""
 
     def __init__(self, notes: Notes) -> None:
         super().__init__(logging.WARNING)
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def _again(arguments: list[str]) -> str:
-    """The command for this job, which prints what it finds out."""
+    """Return the command that runs this job again and prints its notes."""
     name, module, function, _, seconds, *more = arguments
     words = ["python", "benchmarks/gpu/job.py", name, module, function, "/dev/stdout", seconds]
     return "PYTHONPATH=src:benchmarks/gpu " + shlex.join([*words, *more])

@@ -1,18 +1,18 @@
-"""What is run, in which order, and for how long: so that one call brings every bar.
+"""The jobs, their order and their time budgets: one call measures every bar.
 
-`BARS` is what the bars need, what matters most first; its budgets fit into `TOTAL`, with the time
-that a job may take beyond its own. `BEYOND` comes after that, as far as time allows, which is more
-than is left by budgets, as most jobs need less than they may take. A job of which less time is left
-than it needs to find anything out is not begun, so that a shorter one behind it may be.
+`BARS` are the jobs for the bars, most important first; their budgets and grace times fit into
+`TOTAL`. `BEYOND` runs after them, as far as time allows: more time is left than the budgets
+suggest, as most jobs take less than their budget. A job whose remaining time is too short for any
+result is skipped, so that a shorter one after it may run.
 
-The budgets were reckoned, for a GPU of 4.3 TB/s and 16 cores beside it, from what a job consists of
-(seconds; none was measured on a GPU yet):
+The budgets were estimated, for a GPU of 4.3 TB/s and 16 CPU cores, from the parts of a job
+(seconds; none has been measured on a GPU yet):
 
     a process: Python, torch and a context on the device                 6 (a first one 10)
     a kernel compiled, on one core                                       0.3 to 3, on average 1
-    a kernel found in the cache of compiled ones                         0.02
-    the 8B shape drawn on the device: 16 GB, in fp32 first               3; rounded to int4 8
-    one size of steps captured                                           0.3; of 35, 10 at most
+    a kernel found in Triton's compile cache                             0.02
+    random 8B weights on the device: 16 GB, in fp32 first                3; rounded to int4 8
+    one batch size captured                                              0.3; all 35, 10 at most
     a part that times decodes: its prompts are skipped in 1 to 64 steps,
       then warm up 0.5, time 0.7                                         2 to 3
       64 x 32k and 256 x 8k: in 256 steps; 256 x 32k: in 1024            6; 14
@@ -21,8 +21,8 @@ The budgets were reckoned, for a GPU of 4.3 TB/s and 16 cores beside it, from wh
     256 requests at once: 64k tokens of prompts 2.5, 64 steps of 15 ms   3.5, twice 7
 
 Checks: kernel_cases.py compiles about 330 variants in each of three dtypes (counted), attention
-288, each 1 to 3 s; with what is compiled for the sections behind and 30 processes that start, 1700
-seconds of 16 cores: bf16 is done after half of the budget, fp16 not quite at its end.
+288, each 1 to 3 s. With the compilation for later sections and the start of 30 processes, that is
+1700 seconds of 16 cores: bf16 is done after half of the budget, fp16 not quite at its end.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from itertools import groupby
 
 TOTAL = 540.0  # seconds
 GRACE = 5.0  # seconds that a job may take beyond its budget, before it is stopped
-LEAST = 8.0  # seconds under which no job is begun: it takes as long to import torch
+LEAST = 8.0  # seconds a job needs to be started: importing torch takes that long
 CASE_PARTS, ATTENTION_PARTS = 7, 7  # processes that compile kernels at the same time
 
 
@@ -42,9 +42,10 @@ class Job:
     """A function of a module of this folder, called with `Notes` and the arguments.
 
     Attributes:
-        seconds: budget. Neighbours that are `together` run at the same time; they time nothing.
-        needs: seconds without which it is not begun.
-        always: whatever sections were asked for.
+        seconds: its budget.
+        together: neighbours with the same name here run at the same time; they time nothing.
+        needs: seconds that must be left to start it.
+        always: it runs whichever sections were asked for.
     """
 
     name: str
@@ -59,7 +60,7 @@ class Job:
 
 
 def _checks() -> tuple[Job, ...]:
-    """All at the same time: they time nothing, and kernels are compiled on all cores."""
+    """Return the checks. They run at the same time: they time nothing, and compile on all cores."""
     seconds, together = 110.0, "checks"
 
     def of(name: str, section: str, module: str, function: str, *arguments: str) -> Job:
@@ -97,7 +98,7 @@ def _checks() -> tuple[Job, ...]:
 
 
 def _model(shape: str, format: str, seconds: float) -> Job:
-    """From its start to the first figure: a process 6, the model 3 to 8, captures 10, a part 3."""
+    """Return a model's job. It needs: a process 6, the model 3 to 8, captures 10, one part 3."""
     return Job(f"{shape} {format}", "engine", "models", "measure", seconds, (shape, format), 27)
 
 
@@ -105,25 +106,25 @@ BARS = (
     # A first process 10; copy and read 2, three products of 8192 3 x 1.5, nvidia-smi 2.
     Job("ceilings", "facts", "ceilings", "measure", 30, always=True),
     *_checks(),
-    # Of its bars: 6 + 3, captured 10, 1 x 1k 3, prefill 3, busy 6, load 8, prefill by torch 3, two
+    # For its bars: 6 + 3, captures 10, 1 x 1k 3, prefill 3, busy 6, load 8, torch's prefill 3, two
     # decodes 6.5, busy at 32 6: 54.5. Then others.
     _model("8b", "bf16", 65),
-    # 6; both bars first: 64 caches of 8k drawn 0.5, timed 0.3; then 12 more of 1 to 2.
+    # 6; both bars first: 64 random caches of 8k 0.5, timed 0.3; then 12 more of 1 to 2.
     Job("attention kernels", "kernels", "kernels_attention", "measure", 35, needs=12),
-    # 6 + 8, captured 10, 1 x 1k 3: 27.
+    # 6 + 8, captures 10, 1 x 1k 3: 27.
     _model("8b", "int4", 45),
     # A process 6 and transformers 4, its weights 3, both caches 2. A step of 256 requests attends
     # to the keys of all of them under a mask, 4 * 256 * 74k * 4096 operations of 32 layers at 100
-    # TFLOP/s: 0.1, times 64; 9 steps with 8k tokens of prompts 1 each: 16. Doubled, as the least
-    # certain of all.
+    # TFLOP/s: 0.1, times 64; 9 steps with 8k tokens of prompts 1 each: 16. Doubled, as this is the
+    # least certain estimate.
     Job("transformers in batches", "peers", "peers", "batches", 75, needs=30),
     # 16 GB written to memory at 2 GB/s: 8. A process that reads them, 6 + 8, and answers, 2.
     Job("first answer", "start", "start", "measure", 45, needs=25),
-    # 6 + 2, captured for 8 at most, then what is left but for its end.
+    # 6 + 2, captures for 8 at most, then the remaining time except for tidying up.
     Job("soak", "memory", "soak", "soak", 45, needs=38),
 )
 BEYOND = (
-    # 6; 40 layers of 0.2 to 1 (the time is that of drawing and rounding the weights).
+    # 6; 40 layers of 0.2 to 1 (mostly generating and rounding the weights).
     Job("products", "kernels", "kernels_linear", "measure", 45, needs=15),
     # 6; 20 pairs of at most 0.2, cuDNN's plans 0.1 each, 5 kernels compiled.
     Job("prompts", "kernels", "prompts", "measure", 30, needs=12),
@@ -141,10 +142,10 @@ SECTIONS = tuple(dict.fromkeys(job.section for job in JOBS))
 
 
 def groups(jobs: Sequence[Job]) -> list[list[Job]]:
-    """Jobs one after another, but for those that run at the same time."""
+    """Return the jobs in groups that run at the same time; the groups run one after another."""
     return [list(some) for _, some in groupby(jobs, lambda job: job.together or job.name)]
 
 
 def whole_budget(jobs: Sequence[Job]) -> float:
-    """Seconds that they take at most."""
+    """Return the seconds that the jobs take at most."""
     return sum(max(job.seconds for job in group) + GRACE for group in groups(jobs))

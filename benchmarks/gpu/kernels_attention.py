@@ -1,7 +1,7 @@
 """Attention over the paged cache: shares of bandwidth (decode) and of the tensor cores (prefill).
-Latent attention too, which no model has yet: of few heads a matter of bandwidth, of many of both.
+Also latent attention, which no model has yet: bound by bandwidth with few heads, by both with many.
 
-Heads of Llama-3-8B: 32 of queries, 8 of keys, 128 wide. What is needed at least: a decode reads the
+Heads of Llama-3-8B: 32 of queries, 8 of keys, head_dim 128. The minimum work: a decode reads the
 keys and values of every sequence once, and its queries, and writes its results; a prefill has
 4 head_dim operations for each head and each key that a query sees.
 """
@@ -27,7 +27,7 @@ HEADS = sized(Heads(), Heads(4, 2, 32))
 SCALE = HEADS.dim**-0.5
 FORMATS = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 DECODES = sized(((64, 8192), (1, 32768), (256, 1024)), ((2, 33),))
-# Of DeepSeek-V2 (128 heads) and its lite version; latent part and rotated part of a key.
+# Heads of DeepSeek-V2-Lite and DeepSeek-V2 (128); widths of a key's latent and rotated parts.
 LATENT_HEADS, LATENT = sized((((16, "copy"), (128, "bf16")), (512, 64)), (((4, "copy"),), (32, 16)))
 WHOLE = "prefill 8k"
 PREFILLS = {
@@ -37,7 +37,7 @@ PREFILLS = {
 
 
 def measure(notes: Notes, time: Timer = timed) -> None:
-    """First what bars are of, and what to choose by (report.py)."""
+    """Measure, first the cells that bars and advice need (report.py)."""
     parts: dict[str, Callable[[], None]] = {}
 
     def decode(batch: int, context: int, format: str) -> None:
@@ -77,7 +77,7 @@ def _decode(notes: Notes, time: Timer, name: str, batch: int, context: int, form
 
 
 def _latent_decode(notes: Notes, time: Timer, name: str, heads: int, ceiling: str) -> None:
-    """Of one vector for each token, which all heads share."""
+    """Time a latent decode: one vector per token, which all heads share."""
     batch, context = DECODES[0]
     latent, rope = LATENT
     step, blocks = layout([(context - 1, 1)] * batch)
@@ -107,7 +107,7 @@ def _prefill(notes: Notes, time: Timer, name: str, format: str) -> None:
 
 
 def _torch_prefill(notes: Notes, time: Timer) -> None:
-    """The same by torch, keys gathered from the cache included."""
+    """Time the same prefill by torch, including gathering the keys from the cache."""
     tokens = PREFILLS[WHOLE][1]
     planned, blocks = layout([(0, tokens)])
     prompts = FreshPrompts(tokens)

@@ -2,7 +2,7 @@
 
 Few tokens: the bytes of the weights, scales included, over time, as a share of bandwidth. Many: the
 operations, as a share of the tensor cores in the format that they multiply in. The time is that of
-all four, in a CUDA graph, with two layers in turn so that no weight is found in the L2 cache.
+all four, in a CUDA graph, alternating between two layers so that no weight is in the L2 cache.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ LAYER: tuple[tuple[int, int, Activation | None], ...] = sized(
     ),
     ((128, 64, None), (128, 64, "silu_and_mul")),
 )
-TOKENS = sized((1, 64, 8192, 8, 512), (1, 65))  # what matters more comes first
-FEW = 64  # tokens up to which reading weights takes longer than multiplying
+TOKENS = sized((1, 64, 8192, 8, 512), (1, 65))  # most important first
+FEW = 64  # up to this many tokens, reading weights takes longer than multiplying
 LAYERS = sized(2, 1)
-SQUARE = 128  # weights on a side of a block that shares a scale
+SQUARE = 128  # side of a block of weights that shares a scale
 
 
 def measure(notes: Notes, time: Timer = timed, formats: Sequence[str] | None = None) -> None:
-    """formats: None: all."""
+    """Time the products. formats: None: all."""
     ops = triton_ops(DEVICE)
     for name in formats or FORMATS:
         make, tensor_cores = FORMATS[name]
@@ -102,7 +102,7 @@ def _products(
     seconds = found.seconds * len(LAYER)
     title = f"layer {name}, {tokens} tokens"
     if tokens <= FEW:
-        # what is read and written beside the weights
+        # inputs read and outputs written
         moved += 2 * tokens * sum(i + (o // 2 if act else o) for i, o, act in LAYER)
         notes.rate(title, seconds, "copy", moved=moved, captured=found.captured)
         return
@@ -146,7 +146,7 @@ def _fp8_token(outputs: int, inputs: int) -> Weight:
 
 
 def _fp8_blocks(outputs: int, inputs: int) -> Weight:
-    """A scale for 128 x 128 weights, and for 128 inputs of a token."""
+    """Return fp8 weights with a scale for 128 x 128 weights, and for 128 inputs of a token."""
     rounded = round_to_fp8(_floats(outputs, inputs))
     squares = rounded.scales[::SQUARE].repeat_interleave(SQUARE)[:outputs, None]
     scales = squares.expand(outputs, -(-inputs // SQUARE)).contiguous()
@@ -154,14 +154,15 @@ def _fp8_blocks(outputs: int, inputs: int) -> Weight:
 
 
 def _fp8_one(outputs: int, inputs: int) -> Weight:
-    """A scale for all weights, and for all tokens."""
+    """Return fp8 weights with one scale for all weights, and one for all tokens."""
     rounded = round_to_fp8(_floats(outputs, inputs))
     scales = rounded.scales[:1].expand(outputs).contiguous()
     return fp8_weight(rounded.values, scales, 0, "static", torch.full((1,), 0.01, device=DEVICE))
 
 
 def _bytes(weight: Weight) -> int:
-    """Scales of groups as 16 bits, and their zero points as four, as no more is known of them."""
+    """Return the needed bytes: scales of groups count 16 bits and their zero points four, as they
+    carry no more information."""
     values, scales, kind = weight.values.nbytes, weight.scales, weight.kind
     if scales is None:
         return values
@@ -172,7 +173,7 @@ def _bytes(weight: Weight) -> int:
     return values + 4 * scales.numel()
 
 
-# What makes the weights, and the ceiling of products with many tokens.
+# The function that makes the weights, and the ceiling of products with many tokens.
 FORMATS: dict[str, tuple[Callable[[int, int], Weight], str]] = {
     "bf16": (_bf16, "bf16"),
     "int4": (_int4, "bf16"),

@@ -1,7 +1,7 @@
-"""What lies between products and attention, and the draw of tokens: all bound by bandwidth.
+"""The kernels between products and attention, and sampling: all bound by bandwidth.
 
-At 64 tokens, where the launch is the time, and at 8192; a vocabulary of 128256. Each reads its
-operands once and writes its results once: those are the bytes. Operands take turns.
+At 64 tokens, where the launch dominates, and at 8192; a vocabulary of 128256. Each reads its
+operands once and writes its results once: those are the bytes. Calls alternate between operands.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _silu(activate: Callable[[Tensor, Activation], Tensor], tokens: int) -> Call
 
 
 def _rotated_bytes() -> int:
-    """Of a token: q read and written, k and v too, the angles once."""
+    """Return the bytes per token: q, k and v are read and written, the angles read once."""
     return 4 * (HEADS.queries + 2 * HEADS.keys) * HEADS.dim + 4 * HEADS.dim
 
 
@@ -72,7 +72,7 @@ def _rotate(tokens: int) -> Call:
     planned, blocks = layout([(0, tokens)])
     kv = cache(blocks, HEADS, torch.bfloat16)
     sizes = (HEADS.queries, HEADS.keys, HEADS.keys)
-    # views of one product, as in the models
+    # views of one matrix product, as in the models
     qkv = torch.randn(tokens, sum(sizes), HEADS.dim, device=DEVICE).bfloat16()
     q, k, v = qkv.split(sizes, 1)
     angles = torch.randn(tokens, HEADS.dim // 2, device=DEVICE)

@@ -1,8 +1,8 @@
-"""What kvik asks of torch and Triton that only a GPU does, alone and as small as it can be.
+"""Minimal checks of the GPU-only features of torch and Triton that kvik uses.
 
-Where an engine fails, this says whether the library does. Each function is a reproduction by
-itself: it needs nothing of this repository, and its source is printed when it fails. All raise
-where the answer is wrong.
+When an engine fails, they show whether the library is at fault. Each function is a self-contained
+reproduction: it needs nothing from this repository, and its source is printed when it fails. Each
+raises if the answer is wrong.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _run(notes: Notes, probe: Callable[[], None]) -> None:
 
 
 def floats_to_wider_logits() -> None:
-    """bf16 times bf16, whose fp32 sums are not rounded on the way out."""
+    """Multiply bf16 by bf16 into fp32, without rounding the sums."""
     import torch
 
     x, y = (torch.randn(n, 256, device="cuda").bfloat16() for n in (3, 1000))
@@ -41,7 +41,7 @@ def floats_to_wider_logits() -> None:
 
 
 def sums_into_the_residual() -> None:
-    """In place, where the product is added."""
+    """Add a product in place."""
     import torch
 
     x, y = (torch.randn(n, 256, device="cuda").bfloat16() for n in (5, 384))
@@ -53,7 +53,7 @@ def sums_into_the_residual() -> None:
 
 
 def e4m3_with_scales_of_rows() -> None:
-    """[tokens, 1] and [1, outputs], for numbers of tokens that nothing divides."""
+    """Multiply with scales [tokens, 1] and [1, outputs], for unaligned numbers of tokens."""
     import torch
     from torch.nn.functional import ScalingType, scaled_mm
 
@@ -83,7 +83,8 @@ def e4m3_with_one_scale_each() -> None:
 
 
 def e4m3_with_scales_of_blocks() -> None:
-    """Of 128 inputs of a token, of 128 x 128 of the weight; five blocks, filled up to eight."""
+    """Multiply with scales of 128 inputs of a token and of 128 x 128 weights; five blocks, padded
+    to eight."""
     import torch
     from torch.nn.functional import ScalingType, scaled_mm
 
@@ -100,8 +101,8 @@ def e4m3_with_scales_of_blocks() -> None:
 
 
 def a_captured_step() -> None:
-    """Two graphs that share a pool, warmed up and replayed on the usual stream, captured aside. The
-    second one takes no more memory: it finds its own in the pool."""
+    """Capture two graphs that share a pool on a side stream; warm up and replay them on the usual
+    one. The second graph takes no more memory: it reuses the pool."""
     import torch
 
     side, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
@@ -131,7 +132,7 @@ def a_captured_step() -> None:
 
 
 def a_late_copy() -> None:
-    """To pinned memory, behind what makes it, read once its event has passed."""
+    """Copy to pinned memory after the kernels that make the data, and read after its event."""
     import torch
 
     there = torch.arange(1000, device="cuda") * 3

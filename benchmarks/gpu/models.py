@@ -1,10 +1,10 @@
 """Whole models with random weights, through the engine itself: scheduler, overlap, sampling.
 
-A decode is timed behind a long context. That context is not computed, which would take most of the
-time there is: while the engine reads the prompts, its forward is one that does nothing, and the KV
-cache is filled with random numbers before. From then on everything is real. A step needs at least
-the bytes of all matrices and of the keys and values of all sequences; a prefill the operations of
-its products and of causal attention.
+A decode is timed after a long context. That context is not computed, which would take most of the
+budget: the KV cache is filled with random numbers first, and the forward pass does nothing while
+the engine prefills the prompts. After that everything is real. A step must move at least the bytes
+of all matrices and of the keys and values of all sequences; a prefill must do the operations of its
+products and of causal attention.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from kvik.worker.cuda_graphs import DecodeGraphs
 from kvik.worker.graphs import Eager
 
 QUANTIZATION = {"bf16": "none", "int4": "int4", "fp8": "fp8"}
-LOADED = {"shape": "8b", "format": "bf16"}  # gets the load that peers get
-# What matters more comes first: batch, context.
+LOADED = {"shape": "8b", "format": "bf16"}  # gets the same load as the peers
+# Batch and context, most important first.
 CELLS = sized(
     (
         *((1, 1024), (64, 1024), (256, 1024), (1, 8192), (8, 1024)),
@@ -39,20 +39,20 @@ CELLS = sized(
     ),
     ((1, 5), (2, 5), (1, 6), (2, 6), (1, 7)),
 )
-USUAL = sized((64, 1024), (2, 8))  # where Python may be what takes time
-BUSY = sized((64, 32), (2, 1))  # of requests; what takes Python's time grows with them less
+USUAL = sized((64, 1024), (2, 8))  # batch and context at which Python may be the bottleneck
+BUSY = sized((64, 32), (2, 1))  # batch sizes; Python's time grows more slowly than they do
 LONGEST, SEQS = sized((36_000, 256), (96, 4))
 PREFILL, TIMES = sized((8192, 5), (8, 1))
-BUDGET = sized(8192, 16)  # tokens of a step
-# Fewest and most steps, and seconds, that a decode is timed for.
+BUDGET = sized(8192, 16)  # tokens per step
+# Fewest and most steps, and the seconds, for which a decode is timed.
 STEPS, MEASURED = sized((24, 200), (1, 1)), 0.7
-IDLE = sized(10.0, 0.0)  # seconds at most, before anything is measured
-# Seconds at most, until the size of the batch is captured; between looks.
+IDLE = sized(10.0, 0.0)  # most idle seconds for captures before anything is measured
+# Most seconds to wait until the batch size is captured; seconds between polls.
 WARM_UP, PAUSE = sized((6.0, 0.1), (0.0, 0.0))
-BEFORE, BETWEEN = sized((12, 4), (1, 1))  # steps before any is timed
+BEFORE, BETWEEN = sized((12, 4), (1, 1))  # untimed steps: at first, and between polls
 MARGIN = sized(700, 60)  # tokens of each answer: more than all steps of a cell
 PROFILED = sized(24, 2)  # steps
-# Seconds of a part that times a decode, and of each step in which its prompts are skipped.
+# Seconds that timing a decode takes, and that each step with skipped prompts adds.
 NEEDED, SKIPPING = 3.0, 0.01
 
 
@@ -66,18 +66,18 @@ def measure(notes: Notes, shape: str, format: str) -> None:
     notes.fact("kernels", kernels, **model.about)
     ends = time.monotonic() + IDLE
     while engine.loop.rest() and time.monotonic() < ends:
-        pass  # as a server does before somebody comes: nearly all sizes are captured
-    answers(engine, [[1, 2, 3]], 2)  # with whose steps comes what graphs took
+        pass  # as an idle server does before its first request: nearly all sizes are captured
+    answers(engine, [[1, 2, 3]], 2)  # its steps report the memory that graphs took
     if (graphs := engine.loop.stats().graphs) is not None:
         planned = graphs.planned
         notes.fact("graph bytes", graphs.taken, planned=planned, of=graphs.captured, **model.about)
-    # Each needs few seconds; the last ones are left out when time is short.
+    # Each needs a few seconds; the last ones are left out when time is short.
     for name, call, needs in model.parts():
         notes.attempt(name, call, needs)
 
 
 def loaded(shape: str, format: str, longest: int, seqs: int, **options) -> Engine:
-    """An engine that has answered once. options: more of them."""
+    """Return an engine that has answered once. options: further engine options."""
     with tempfile.TemporaryDirectory() as folder:
         engine = Engine.load(
             str(write_config(shape, Path(folder))),
@@ -113,7 +113,7 @@ class Measured:
         self.skipped = Skipped(seqs, spec.hidden_size, spec.vocab_size, device)
 
     def parts(self) -> list[tuple[str, Callable[[], None], float]]:
-        """What is measured: a name, how, and seconds that it needs. First what bars are of."""
+        """Return the parts, those of bars first: name, function, and the seconds it needs."""
         (first, *others) = (
             (
                 f"decode {batch} x {context}",
@@ -137,10 +137,10 @@ class Measured:
         ]
 
     def decode(self, batch: int, context: int, *, eager: bool = False, depth: int = 2) -> None:
-        """Seconds of a step of so many requests behind so many tokens each."""
+        """Measure a step of `batch` requests with `context` tokens each."""
         name = f"decode {batch} x {context // 1024}k"
         name += ", no graphs" if eager else ", no overlap" if depth == 1 else ""
-        # Those read first decode while others are read, and tokens come before those measured.
+        # The first requests decode while others are prefilled, and warm-up also makes tokens.
         filling = batch * context // BUDGET + 2
         tokens = 2 * filling + MARGIN
         cache = self.engine.resolved.cache
@@ -170,7 +170,7 @@ class Measured:
         )
 
     def prefill(self, *, by_torch: bool = False) -> None:
-        """A prompt in one step, up to its first token, whose attention is Triton's or torch's."""
+        """Measure a prompt in one step, up to its first token, by Triton's or torch's attention."""
         times, attention = [], self.engine.runner.network.backend
         assert isinstance(attention, TritonAttention)
         usual, attention.prompts = attention.prompts, FreshPrompts(PREFILL) if by_torch else None
@@ -197,10 +197,10 @@ class Measured:
         )
 
     def load(self) -> None:
-        """Requests that come at once, prompts included."""
+        """Measure requests that arrive at once, prompts included."""
         requests, prompt, tokens = LOAD
         prompts = [[(13 * i + 7 * j) % 100 for j in range(prompt)] for i in range(requests)]
-        for _ in range(2):  # sizes are captured in the first
+        for _ in range(2):  # the first run captures sizes
             started = time.perf_counter()
             found = answers(self.engine, prompts, tokens)
             seconds = time.perf_counter() - started
@@ -209,7 +209,7 @@ class Measured:
         self.notes.fact("load", requests * tokens / seconds, **self.about)
 
     def busy(self, batch: int) -> None:
-        """Share of the time in which a kernel or a copy runs: by the profiler."""
+        """Measure the share of the time in which a kernel or a copy runs, with the profiler."""
         from torch.autograd import DeviceType
         from torch.profiler import ProfilerActivity, profile
 
@@ -235,7 +235,7 @@ class Measured:
         )
 
     def fill(self, batch: int, context: int, tokens: int) -> list[str]:
-        """Requests that have got their first token, and so will decode."""
+        """Return the names of new requests that have their first token, and so will decode."""
         self.engine.runner.graph = self.skipped
         prompt = [7] * context
         names = [self.engine.add(prompt, tokens) for _ in range(batch)]
@@ -250,13 +250,13 @@ class Measured:
         return names
 
     def warm_up(self, batch: int, *, wait: bool) -> bool:
-        """Until steps of this size are replays, if they become so. Whether they did."""
+        """Step until steps of this size are replays, or time is up; return whether they are."""
         captured = captured_sizes(self.real)
         ends = time.monotonic() + (WARM_UP if wait and isinstance(self.real, DecodeGraphs) else 0)
         for _ in range(BEFORE):
             self.engine.step()
         while batch not in captured and time.monotonic() < ends:
-            time.sleep(PAUSE)  # it is a matter of time, not of steps, and answers end
+            time.sleep(PAUSE)  # capturing takes time, not steps, and steps would use up the answers
             for _ in range(BETWEEN):
                 self.engine.step()
             captured = captured_sizes(self.real)
@@ -265,7 +265,7 @@ class Measured:
         return wait and batch in captured
 
     def _steps(self, names: Sequence[str], context: int) -> tuple[float, float]:
-        """Seconds of a step, and the mean number of keys that a sequence had."""
+        """Return the seconds of a step, and the mean number of keys of a sequence."""
         scheduler = self.engine.loop.core.scheduler
         before = sum(r.num_computed_tokens for r in scheduler.running) / len(names)
         synchronize()
@@ -283,13 +283,13 @@ class Measured:
 
     @property
     def weight_bytes(self) -> float:
-        """Of all matrices; the embedding, of which few rows are read, is not one."""
+        """Return the bytes of all matrices, without the embedding, of which few rows are read."""
         total = 0.0
         quantization = self.engine.resolved.runner.quantization
         for m in self.engine.resolved.model.linear_layers():
             scheme = matrix_kind(quantization, m.inputs, m.stored, head=m.head)
             size = 2 * m.inputs * m.outputs
-            if scheme is not None:  # without what fills up tiles, which nobody asked for
+            if scheme is not None:  # without the padding of tiles
                 kept = "native" if scheme.group else "torch"  # scales of groups count 16 bits
                 size = scheme.weight_bytes(m.inputs, m.outputs, kept)
             total += m.count * size
@@ -297,12 +297,12 @@ class Measured:
 
     @property
     def _key_bytes(self) -> float:
-        """Of K and V of a token in all layers."""
+        """Return the bytes of K and V per token in all layers."""
         return float(sum(group.bytes_per_token for group in self.engine.resolved.cache.groups))
 
 
 def busy_share(spans: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Of sorted (start, end): the part that some of them cover, and the longest gap."""
+    """Return the covered share of sorted (start, end) spans, and the longest gap between them."""
     if not spans:
         raise RuntimeError("the profiler saw no kernels")
     covered, longest, until = 0.0, 0.0, spans[0][0]

@@ -1,4 +1,4 @@
-"""What a job finds out: a line of JSON each in a file, so that nothing is lost when it is stopped.
+"""The results of a job: one JSON line each in a file, so that nothing is lost when it is stopped.
 
 Kinds of lines: "fact" (a value), "check" (passed or not), "rate" (seconds, with the bytes or
 operations that were needed, for a share of a ceiling), "missed" (not measured, and why), "failure"
@@ -17,16 +17,16 @@ from pathlib import Path
 
 Record = dict[str, object]
 
-LAST_LINES = 8  # of a traceback
-LEAST = 1.0  # seconds without which nothing more is begun
+LAST_LINES = 8  # lines of a traceback that are noted
+LEAST = 1.0  # seconds that must be left to start a part
 
 
 class DeviceLost(Exception):
-    """After an illegal access every call to the device fails: the job has to begin anew."""
+    """After an illegal access every call to the device fails: the job must be restarted."""
 
 
 class Notes:
-    """Of one job. Parts that the file says were begun are passed over: it is the second try."""
+    """The notes of one job. Parts that an earlier try began, according to the file, are skipped."""
 
     def __init__(
         self,
@@ -40,11 +40,11 @@ class Notes:
     ) -> None:
         """
         Args:
-            file: that lines are added to.
-            seconds: that the job may take.
+            file: the file to which lines are appended.
+            seconds: the time budget of the job.
             again: a command that runs this job again, printed with an error.
             only: the only part to run; None: all.
-            quiet: nothing is noted but what was begun.
+            quiet: note only which parts were begun.
         """
         self._file = file
         self._job = job
@@ -55,7 +55,7 @@ class Notes:
         self._begun = set(begun(file))
 
     def silenced(self) -> Notes:
-        """For work whose results and failures nobody wants to know."""
+        """Return notes that drop results and failures, for warm-up work."""
         return Notes(
             self._file, self._job, self.left(), again=self._again, only=self._only, quiet=True
         )
@@ -82,9 +82,9 @@ class Notes:
     ) -> None:
         """
         Args:
-            seconds: of one call or step.
-            ceiling: the fact that holds what the device can do: bytes or operations per second.
-            moved, operations: that were needed; the other is 0.
+            seconds: the time of one call or step.
+            ceiling: the name of the fact with the device's peak bytes or operations per second.
+            moved, operations: the bytes or operations needed; the other is 0.
         """
         done = {"moved": moved, "operations": operations}
         self._add("rate", name, seconds=seconds, ceiling=ceiling, **done, **more)
@@ -93,7 +93,7 @@ class Notes:
         self._add("missed", name, why=why)
 
     def attempt(self, name: str, call: Callable[[], None], needs: float = LEAST) -> bool:
-        """Run a part of the job. An error is noted and the rest goes on.
+        """Run a part of the job. An error is noted and the job continues.
 
         Args:
             needs: seconds that must be left.
@@ -102,7 +102,7 @@ class Notes:
             Whether it ran to its end.
 
         Raises:
-            DeviceLost: it did not, and took the device along.
+            DeviceLost: it failed, and the device is unusable.
         """
         if name in self._begun or self._only not in (None, name):
             return False
@@ -135,7 +135,7 @@ class Notes:
 
 
 def read_notes(file: Path) -> list[Record]:
-    """Whole lines; the last one may have been cut off."""
+    """Return the records of complete lines; the last line may have been cut off."""
     if not file.is_file():
         return []
     records = []
@@ -148,12 +148,12 @@ def read_notes(file: Path) -> list[Record]:
 
 
 def begun(file: Path) -> list[str]:
-    """Names of parts, in order."""
+    """Return the names of the parts that were begun, in order."""
     return [str(line["name"]) for line in read_notes(file) if line["kind"] == "begun"]
 
 
 def _check_device() -> None:
-    """Raises `DeviceLost` if it is."""
+    """Raise `DeviceLost` if the device is unusable."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return

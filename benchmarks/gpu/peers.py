@@ -1,7 +1,8 @@
 """transformers on the same shape, with random weights too: Llama-3-8B in bf16.
 
-One request at a time: SDPA, a static cache and a compiled forward. Many: its continuous batching,
-with the load that kvik gets in models.py, from the first request that begins to the last that ends.
+One request at a time: SDPA, a static cache and a compiled forward pass. Many: its continuous
+batching, with kvik's load in models.py, timed from the start of the first request to the end of the
+last.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def compiled(notes: Notes) -> None:
         return time.perf_counter() - started
 
     started = time.perf_counter()
-    # Of the same length, so that the cache has the size that the forward was compiled for.
+    # The same length, so that the cache has the size that the forward pass was compiled for.
     for _ in range(2):
         generate(TOKENS)
     notes.fact("transformers compiled in", time.perf_counter() - started)
@@ -86,7 +87,7 @@ def batches(notes: Notes) -> None:
         config = GenerationConfig(
             max_new_tokens=tokens,
             do_sample=False,
-            eos_token_id=-1,  # none: every answer has all of its tokens
+            eos_token_id=-1,  # none: every answer has its full length
             pad_token_id=0,
             max_length=None,
         )
@@ -103,7 +104,7 @@ def batches(notes: Notes) -> None:
     found = run(prompts, tokens)
     seconds = time.perf_counter() - started
     notes.fact("transformers load", requests * tokens / seconds)  # should the next line fail
-    # Without what it does before the first request: it takes its memory in each call.
+    # Excludes the setup before the first request: each call allocates its memory anew.
     lives = [one.lifespan for one in found]
     begun, ended = min(start for start, _ in lives), max(end for _, end in lives)
     if 0 < ended - begun <= seconds:
@@ -112,15 +113,15 @@ def batches(notes: Notes) -> None:
 
 @contextmanager
 def _room() -> Iterator[dict[str, object]]:
-    """More arguments of `generate_batch`: none; in a rehearsal such for which a CPU has memory,
-    where it finds none without psutil."""
+    """Yield further arguments of `generate_batch`: none; in a rehearsal, sizes that fit a CPU's
+    memory, which it cannot detect without psutil."""
     if not REHEARSED:
         yield {}
         return
     from transformers import ContinuousBatchingConfig
     from transformers.generation.continuous_batching import cache
 
-    found = DEVICE, 1 << 34, 0, 0  # bytes that it has, and that are reserved and taken
+    found = DEVICE, 1 << 34, 0, 0  # bytes in total, reserved, and allocated
     with mock.patch.object(cache, "get_device_and_memory_breakdown", lambda: found):
         few = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=32)
         yield {"continuous_batching_config": few}

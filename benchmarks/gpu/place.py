@@ -1,7 +1,7 @@
-"""Where all of it runs: on the GPU; or, for a rehearsal, on the CPU in Triton's interpreter.
+"""Where everything runs: on the GPU; or, for a rehearsal, on the CPU in Triton's interpreter.
 
-A rehearsal goes once through the lines of every job, at sizes that tell nothing, so that the time
-of a GPU is not spent on finding a misspelt name. What only a GPU can do is left out.
+A rehearsal runs every job once, at meaningless tiny sizes, so that no GPU time is wasted on, say, a
+misspelt name. GPU-only work is left out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def sized(real: T, tiny: T) -> T:
-    """What is measured, or what stands for it in a rehearsal."""
+    """Return the real value, or the tiny one in a rehearsal."""
     return tiny if REHEARSED else real
 
 
@@ -31,13 +31,13 @@ def synchronize() -> None:
 
 
 def release() -> None:
-    """Give back what torch keeps for later."""
+    """Free the memory that torch's allocator caches."""
     if not REHEARSED:
         torch.cuda.empty_cache()
 
 
 def elapsed(call: Callable[[], object]) -> float:
-    """Seconds on the device."""
+    """Return the seconds of a call on the device."""
     if REHEARSED:
         started = time.perf_counter()
         call()

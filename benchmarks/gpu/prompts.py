@@ -1,5 +1,5 @@
-"""Whose attention reads prompts faster, as `kvik calibrate --only gpu` measures it, and what the
-engine would choose by that."""
+"""Compare Triton's and torch's attention on prompts, as `kvik calibrate --only gpu` measures them,
+and note which one the engine would choose."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def measure(notes: Notes) -> None:
 def _measure(notes: Notes, dim: int) -> None:
     found = measure_prompts(DEVICE, (dim,), TOKENS, width=WIDTH)
     for times in found:
-        # 4 dim for each head and each key that a query sees
+        # 4 dim operations for each head and each key that a query sees
         done = 2.0 * (WIDTH // dim * dim) * times.tokens * (times.tokens + 1)
         for whose, seconds in (("Triton's", times.triton), ("torch's", times.torch)):
             if seconds is not None:

@@ -1,5 +1,5 @@
-"""A GPU's worker without a GPU: Triton's platform on CPU tensors, with steps that are "captured"
-and results that come late, as on a device that computes by itself."""
+"""A GPU worker without a GPU: Triton's platform on CPU tensors, with simulated graph capture, and
+results that arrive late, as on an asynchronous device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvik.worker.worker import Worker
 
 
 class CalledAgain:
-    """In place of `CudaCapturer`."""
+    """Replaces `CudaCapturer`."""
 
     def __init__(self, device: torch.device) -> None:
         pass
@@ -39,7 +39,7 @@ class _Arrival:
 
 
 class LateCopies:
-    """In place of `PinnedCopies`."""
+    """Replaces `PinnedCopies`."""
 
     depth = 2
 
@@ -48,7 +48,8 @@ class LateCopies:
 
 
 def rehearsed_worker(resolved: ResolvedConfig) -> Worker:
-    """resolved: for a CPU; with torch's kernels, as no wish of a user leads to what follows."""
+    """Return the worker. resolved: for a CPU, with torch's kernels; no user option gives this
+    combination."""
     everywhere = frozenset({"cpu", "cuda"})
     TritonAttention.caps = replace(TritonAttention.caps, devices=everywhere)
     platforms.CudaCapturer = CalledAgain  # type: ignore[assignment, misc]
@@ -62,6 +63,6 @@ def rehearsed_worker(resolved: ResolvedConfig) -> Worker:
         kernels="triton",
         attention_backend="triton",
         graph_sizes=sizes,
-        graph_memory=1 << 30,  # of which those here take what they write to
+        graph_memory=1 << 30,  # these graphs take only the memory of their outputs
     )
     return Worker(replace(resolved, runner=runner), copies=LateCopies())

@@ -1,4 +1,4 @@
-"""A short table of all that was found, for a reader who sees only the end of the output."""
+"""A short table of all results, for a reader who sees only the end of the output."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from found import Found, number
 from notes import Record
 
-NAMED = 3  # parts of one job that were left out
+NAMED = 3  # listed parts of one job that were not measured
 WIDTH, HEAD = 160, 22  # characters
 LISTED, SHOWN = 5, 2  # failures, and wrong results; lines of a traceback before its last
 CEILINGS = {"copy": (1e12, "TB/s"), "bf16": (1e12, "TFLOP/s")}
@@ -20,7 +20,7 @@ PREFILLS = ("prefill 8k", "prefill 8k, torch's attention")
 
 
 def render(records: Sequence[Record], seconds: float) -> str:
-    """All sections; what was not run is left out, or told to be unmeasured."""
+    """Return all sections; what did not run is left out, or listed as not measured."""
     found = Found(records)
     lines = [
         *_machine(found),
@@ -72,7 +72,7 @@ def _checks(found: Found) -> list[str]:
 
 
 def _kernels(found: Found) -> list[str]:
-    """A line or two for each group: microseconds, and the share of the ceiling."""
+    """Return a line or two for each group: microseconds, and the share of the ceiling."""
     rows: dict[str, list[str]] = {}
     for rate in found.of("rate", "kernels"):
         name, job = str(rate["name"]), str(rate["job"])
@@ -84,7 +84,7 @@ def _kernels(found: Found) -> list[str]:
 
 
 def _packed(head: str, cells: Sequence[str]) -> list[str]:
-    """As many in each line as there is room for."""
+    """Return the cells in lines, as many in each as fit."""
     lines, line = [], f"{head:<{HEAD}}"
     for cell in cells:
         if len(line) + len(cell) > WIDTH and line.strip():
@@ -106,7 +106,7 @@ def _share(found: Found, rate: Record) -> str:
 
 
 def _advice(found: Found) -> list[str]:
-    """Whether a prompt's attention had better be torch's: `kvik calibrate --only gpu` chooses."""
+    """Say whether torch's attention is faster on prompts: `kvik calibrate --only gpu` chooses."""
     ours, theirs = found.rate("prefill 8k bf16"), found.rate("prefill 8k sdpa")
     if ours is None or theirs is None:
         return []
@@ -128,7 +128,7 @@ def _start(found: Found) -> list[str]:
 
 
 def _models(found: Found) -> list[str]:
-    """Of each model the time of a step and its share of the ceiling; a prefill's beside the GEMM
+    """Return each model's step times and their shares of the ceiling, for a prefill of the GEMM
     rate."""
     lines = []
     for shape, format in dict.fromkeys(
@@ -176,7 +176,7 @@ def _trouble(found: Found) -> list[str]:
 
 
 def _by_job(missed: Sequence[Record]) -> list[str]:
-    """Names, or of a job that lacks many their number."""
+    """Return the names of the parts of each job, or their number if there are many."""
     jobs: dict[str, list[str]] = {}
     for record in missed:
         jobs.setdefault(str(record["job"]), []).append(str(record["name"]))
@@ -193,7 +193,7 @@ def _more(some: Sequence[Record]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """least: that `measure` should give; None: it was not measured."""
+    """least: the smallest value of `measure` that passes. `measure` returns None if unmeasured."""
 
     name: str
     least: float
@@ -210,7 +210,7 @@ def _busy(batch: int) -> Callable[[Found], float | None]:
 
 
 def _best_prefill(found: Found) -> float | None:
-    """By whichever attention is faster, which is what an engine uses on a calibrated machine."""
+    """Return the share with the faster attention, which an engine uses on a calibrated machine."""
     shares = (found.share(found.rate(name, **PREFILLED)) for name in PREFILLS)
     return max((share for share in shares if share is not None), default=None)
 
@@ -221,7 +221,7 @@ def _over_peer(found: Found) -> float | None:
 
 
 def _passed(*ops: str) -> Callable[[Found], float | None]:
-    """Share of the checks of some operations that passed; none named: of all kernels."""
+    """Return the share of the checks of some operations that passed; none named: all kernels."""
 
     def measure(found: Found) -> float | None:
         others = ("soak", "pytest", "greedy tokens", "library")

@@ -1,21 +1,21 @@
-"""What kvik does of what a GPU allows: checked and timed in one call, a short table last.
+"""Check kvik on a GPU, time it against the GPU's limits in one call, and print a short table.
 
     python benchmarks/gpu/run.py [--only SECTION ...] [--seconds 540] [--stretch 1] [--out FOLDER]
                                  [--rehearse]
 
 Sections: facts (the machine and its ceilings), correctness, kernels, engine (decode and prefill of
 whole models with random weights), peers (transformers), start (until the first answer), memory (a
-soak). Each is a few jobs, a process and a time budget for each: first those that bars are of, which
-fit into one call, then the others as far as time allows (jobs.py says how that was reckoned). A job
-that fails or is stopped is named, and the others go on. One that loses the device begins anew
-behind the part that lost it. What there is no time for is named too: call again with --only.
-Ceilings are measured in every call, because shares of them are what counts. FOLDER gets
-results.json, and log.txt with every error in full and the command that runs the part that had it
-alone. --rehearse: every job on the CPU, in Triton's interpreter, at sizes that tell nothing.
+soak). Each consists of a few jobs, each with its own process and time budget: first the jobs for
+the bars, which fit into one call, then the others as far as time allows (jobs.py explains the
+estimate). A job that fails or is stopped is listed, and the others continue. A job that loses the
+device restarts after the part that lost it. Jobs without enough time are listed too: call again
+with --only. Ceilings are measured in every call, because the results are shares of them. FOLDER
+gets results.json, and log.txt with every error in full and the command that runs only the failed
+part. --rehearse: every job on the CPU, in Triton's interpreter, at meaningless tiny sizes.
 
 Needs torch for CUDA, triton (with a C compiler), numpy and tokenizers, and kvik from this checkout
-without its native kernels; transformers for the peers and pytest for the kernels' own tests, which
-are left out without. Nothing is read but the bundled model: weights are drawn on the device.
+without its native kernels. The peers need transformers, the kernels' own tests pytest; without them
+they are left out. Only the bundled model is read: other weights are generated on the device.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from report import render
 HERE = Path(__file__).resolve().parent
 SOURCES, TESTS = (HERE.parents[1] / name for name in ("src", "tests"))
 REHEARSAL = {"KVIK_GPU_REHEARSAL": "1", "TRITON_INTERPRET": "1"}  # see place.py
-LAST_LINES = 4  # of the output of a job that was lost
+LAST_LINES = 4  # last output lines of a lost job that are noted
 
 
 def main(argv: Sequence[str] | None = None, jobs: Sequence[Job] = JOBS) -> int:
@@ -88,7 +88,7 @@ def run_group(
     """Run jobs at the same time, within what is left of the whole time.
 
     Args:
-        variables: of the environment, for them.
+        variables: environment variables of the jobs.
     """
     files = [folder / f"{job.name.replace(' ', '-').replace(',', '')}.jsonl" for job in jobs]
     if left < min(job.needs for job in jobs) + GRACE:
@@ -126,14 +126,14 @@ def _start(job: Job, file: Path, left: float, variables: Mapping[str, str]) -> _
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # to be stopped with what it has started
+            start_new_session=True,  # so that its child processes can be stopped too
         )
     return _Child(process, output, time.monotonic() + seconds + GRACE)
 
 
 def _finish(job: Job, file: Path, child: _Child, log: TextIO, variables: Mapping[str, str]) -> None:
-    """Wait for a job, or stop it; an end that it could not note itself is noted here. One that lost
-    the device or its process begins anew, as long as it gets further each time."""
+    """Wait for a job, or stop it, and note an end that it could not note itself. A job that lost
+    the device or its process is restarted, as long as each try gets further."""
     known = 0
     while True:
         code = _wait(child)
@@ -151,7 +151,7 @@ def _finish(job: Job, file: Path, child: _Child, log: TextIO, variables: Mapping
 
 
 def _wait(child: _Child) -> int | None:
-    """For its exit status; None: it was stopped."""
+    """Return its exit status; None: it was stopped."""
     try:
         return child.process.wait(max(0.0, child.ends - time.monotonic()))
     except subprocess.TimeoutExpired:
@@ -161,13 +161,13 @@ def _wait(child: _Child) -> int | None:
 
 
 def _note_end(job: Job, file: Path, child: _Child, why: str) -> None:
-    """Where it was, as far as is known, and what it said last."""
+    """Note in which part a job ended, as far as is known, and its last output."""
     text = child.output.read_text("utf-8", errors="replace")
     last = " / ".join(text.strip().splitlines()[-LAST_LINES:])
     parts = begun(file)
     where = f" in or behind {parts[-1]!r}:" if parts else ""
     error = RuntimeError(f"{why}{where} {last[-400:]}")
-    with contextlib.redirect_stdout(io.StringIO()):  # the job has printed what it knew
+    with contextlib.redirect_stdout(io.StringIO()):  # the job has printed its errors itself
         Notes(file, job.name, 0).failed(job.name, error)
 
 

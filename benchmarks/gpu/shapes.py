@@ -1,4 +1,4 @@
-"""Models of real shapes, described by their config.json alone: weights are drawn on the device."""
+"""Models of real shapes, each only a config.json: random weights are generated on the device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from place import sized
 
-# Requests that come at once, tokens of each prompt and of each answer: for kvik and its peers.
+# Requests that arrive at once, tokens of each prompt and of each answer: for kvik and its peers.
 LOAD = sized((256, 256, 64), (2, 3, 2))
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -64,11 +64,11 @@ SHAPES = {
 }
 
 
-ONE_LAYER = " of one layer"  # behind the name of a shape
+ONE_LAYER = " of one layer"  # suffix of a shape's name
 
 
 def write_config(shape: str, folder: Path) -> Path:
-    """A folder that describes a model and holds no weights."""
+    """Write and return a folder that describes a model, without weights."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {**SHAPES[shape.removesuffix(ONE_LAYER)], "torch_dtype": "bfloat16"}
     if shape.endswith(ONE_LAYER):

@@ -1,7 +1,7 @@
-"""Whether memory grows: requests of all lengths come and go, now few, now many, for ten minutes
-where the budget allows it. In a call that does everything else too there is time for half a minute.
+"""Check that memory does not grow: requests of all lengths come and go, sometimes few, sometimes
+many, for ten minutes if the budget allows. A call that runs everything has half a minute for it.
 
-What the device's allocator has reserved after the first half must be all that it ever reserves.
+After the first half, the device's allocator must not reserve any more memory.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from place import DEVICE, REHEARSED, sized
 from shapes import write_config
 
 SECONDS, LEAST = sized((600.0, 15), (2.0, 0))
-CAPTURING = sized(10.0, 0.0)  # seconds at most, before requests come
-PERIOD = sized(1.5, 1.0)  # seconds for which as many requests run
+CAPTURING = sized(10.0, 0.0)  # most seconds for captures before requests arrive
+PERIOD = sized(1.5, 1.0)  # seconds with the same number of requests
 NUMBERS = sized((1, 256, 8, 64, 200, 3, 128), (1, 2))
 PROMPTS, ANSWERS = sized(((5, 60, 700, 3000), (3, 40, 300)), ((5, 20), (2, 3)))
 LONGEST, SEQS = sized((4096, 256), (32, 2))
-CACHE = sized(24 << 30, 1 << 20)  # bytes
+CACHE = sized(24 << 30, 1 << 20)  # bytes of the KV cache
 
 
 def soak(notes: Notes) -> None:
@@ -39,7 +39,7 @@ def soak(notes: Notes) -> None:
         )
     ends = time.monotonic() + CAPTURING
     while engine.loop.rest() and time.monotonic() < ends:
-        pass  # what is captured later than at half time would be taken for growth
+        pass  # captures after half time would look like growth
     draw = random.Random(0)
     seconds = min(SECONDS, notes.left() - 4)
     if seconds < LEAST:
@@ -71,6 +71,6 @@ def soak(notes: Notes) -> None:
 
 
 def _memory(engine: Engine) -> tuple[int, int]:
-    """Bytes reserved, and the number of captured sizes, which take memory of their own."""
+    """Return the bytes reserved, and the number of captured sizes, which take memory too."""
     reserved = 0 if REHEARSED else torch.cuda.memory_reserved()
     return reserved, len(captured_sizes(engine.runner.graph))

@@ -1,6 +1,5 @@
-"""How long the first answer takes of a process that begins with nothing: an 8B checkpoint in bf16,
-random numbers, read from files that are in memory. How much of it is the reading: the rest should
-be little, whatever the disk.
+"""Time a fresh process to its first answer, with an 8B checkpoint in bf16 of random numbers, read
+from files in memory; and the share of reading in it. The rest should be small, whatever the disk.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from shapes import SHAPES, write_config
 
 SHAPE = "8b"
 IN_MEMORY = Path("/dev/shm")
-NUMBERS = 1 << 28  # that are drawn: tensors are pieces of them
-ENDS = 5.0  # seconds that are left to tidy up
+NUMBERS = 1 << 28  # random numbers generated: tensors are slices of them
+ENDS = 5.0  # seconds reserved to tidy up
 LONGEST = sized(4096, 32)
 
 
@@ -54,7 +53,7 @@ def measure(notes: Notes) -> None:
 
 
 def answer(notes: Notes, folder: str, begun: str) -> None:
-    """In the process that is timed. begun: when that was, on a clock that processes share."""
+    """Answer, in the timed process. begun: its start, on a clock that processes share."""
     from engine import Engine, answers
 
     from kvik.worker import worker
@@ -87,7 +86,7 @@ def answer(notes: Notes, folder: str, begun: str) -> None:
 
 
 def checkpoint(shape: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a Llama's tensors."""
+    """Return the names and shapes of a Llama's tensors."""
     config = {key: value for key, value in SHAPES[shape].items() if isinstance(value, int)}
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     queries = config["num_attention_heads"] * config["head_dim"]
@@ -114,10 +113,10 @@ def checkpoint(shape: str) -> dict[str, tuple[int, ...]]:
 
 
 def _room_for(size: int) -> Path | None:
-    """A folder in memory, or None: the usual one, on a disk.
+    """Return a folder in memory, or None for the usual temporary folder, on a disk.
 
     Raises:
-        RuntimeError: there is no room in either.
+        RuntimeError: neither has room.
     """
     for folder in (IN_MEMORY, None):
         place = Path(tempfile.gettempdir()) if folder is None else folder
@@ -127,7 +126,7 @@ def _room_for(size: int) -> Path | None:
 
 
 def _write(file: Path, tensors: dict[str, tuple[int, ...]]) -> None:
-    """Of numbers as large as weights are, the same ones in every tensor."""
+    """Write the tensors, with random numbers as large as weights, the same ones in every tensor."""
     from kvik.nn.safetensors import write_safetensors
 
     count = max(map(prod, tensors.values()))

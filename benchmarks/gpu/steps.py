@@ -23,8 +23,8 @@ class Heads:
 
 
 def layout(sequences: Sequence[tuple[int, int]]) -> tuple[StepLayout, int]:
-    """Of sequences of (cached, new) tokens, whose blocks lie anywhere; and the number of blocks.
-    Block 0 is nobody's."""
+    """Return the layout of sequences of (cached, new) tokens, their blocks in random order, and the
+    number of blocks. Block 0 belongs to no sequence."""
     contexts = [cached + new for cached, new in sequences]
     lengths = [-(-context // BLOCK_SIZE) for context in contexts]
     blocks = torch.randperm(sum(lengths)).int() + 1
@@ -50,8 +50,8 @@ def layout(sequences: Sequence[tuple[int, int]]) -> tuple[StepLayout, int]:
 
 
 def cache(blocks: int, heads: Heads, dtype: torch.dtype) -> LayerKV:
-    """Of normal numbers, rounded where `dtype` is one of few bits. It is drawn in pieces, as fp32
-    numbers of it all may not fit."""
+    """Return a cache of normal numbers, quantised for a low-bit `dtype`. They are generated in
+    pieces, as the whole cache may not fit in fp32."""
     width = heads.dim // 2 if dtype == torch.uint8 else heads.dim
     places = (blocks, BLOCK_SIZE, heads.keys)
     every: list[Tensor] = []
@@ -74,5 +74,5 @@ def cache(blocks: int, heads: Heads, dtype: torch.dtype) -> LayerKV:
 
 
 def token_bytes(kv: LayerKV) -> float:
-    """Of K and V of one token of one layer, scales included."""
+    """Return the bytes of K and V of one token of one layer, scales included."""
     return sum(tensor.nbytes / (len(tensor) * BLOCK_SIZE) for tensor in kv.tensors)

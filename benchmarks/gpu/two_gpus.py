@@ -1,22 +1,23 @@
-"""A model divided among GPUs, one for each process, beside one GPU: is it right, and how fast.
+"""Compare a model divided among GPUs, one per process, with one GPU: correctness and speed.
 
     python benchmarks/gpu/two_gpus.py [MODEL] [--size 2] [--device cuda] [--dtype auto]
         [--rounds 3] [--only exchange parity rates loss] [--json FILE]
 
-Exchange: microseconds of a gather of some tokens' hidden states among processes of their own, by
-NCCL or gloo, and of the sum in the order of the ranks.
+Exchange: microseconds to gather several tokens' hidden states among separate processes, by NCCL or
+gloo, and to sum them in rank order.
 
-Parity: greedy tokens in fp32 of one process, of the exact cut and of the fast one, which must be
-equal, and the largest difference of their log probabilities.
+Parity: greedy tokens in fp32 of one process, of the exact cut and of the fast one must be equal;
+prints the largest difference of their log probabilities.
 
-Rates: engines in turn, one process and several in either cut: a prompt of 512 tokens, then decoding
-of one and of eight requests, in tokens a second. Median, least and most of all rounds.
+Rates: alternates between engines of one process and of several in either cut: a prompt of 512
+tokens, then decoding of one and of eight requests, in tokens a second. Median, lowest and highest
+of all rounds.
 
-Loss: a process is killed while requests run. These must end with an error that names it, and no
+Loss: a process is killed while requests run. They must end with an error that names it, and no
 process may be left.
 
-Ends with code 1 if something is not right. `--device cpu` runs the same with torch's kernels over
-gloo, which measures nothing of GPUs.
+Exits with code 1 if a check fails. `--device cpu` runs the same with torch's kernels over gloo,
+which measures nothing of GPUs.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True, logprob
 PROMPT, OUTPUT, CONTEXT = 512, 64, 64
 WORK = {"prompt": (1, PROMPT, 1), "batch 1": (1, CONTEXT, OUTPUT), "batch 8": (8, CONTEXT, OUTPUT)}
 WIDTH, TOKENS, REPEATS = 4096, (1, 8, 512), 200  # hidden states that are exchanged
-PATIENCE = 60.0  # seconds for the error of what was killed
-MOST_APART = 1e-2  # of log probabilities in fp32; GPUs multiply it in another order
+PATIENCE = 60.0  # seconds to wait for the error after the kill
+MOST_APART = 1e-2  # largest difference of log probabilities in fp32; GPUs sum in another order
 
 
 def main() -> int:
@@ -65,7 +66,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--rank", help=argparse.SUPPRESS)  # and file, in a process of its own
+    parser.add_argument("--rank", help=argparse.SUPPRESS)  # rank and file, in a separate process
     args = parser.parse_args()
     if args.rank:
         rank, file = args.rank.split(":")
@@ -89,7 +90,7 @@ def main() -> int:
 
 
 def options_of(args: argparse.Namespace, cut: str = "") -> dict[str, Any]:
-    """Of an engine: of one process, or of several."""
+    """Return the options of an engine: of one process, or of several."""
     found: dict[str, Any] = {"device": args.device, "max_model_len": 1024, "max_num_seqs": 16}
     if args.device == "cpu":
         found |= {"kernels": "torch", "threads": args.size, "num_blocks": 512}
@@ -126,7 +127,7 @@ def exchange(args: argparse.Namespace, wrong: list[str]) -> dict[str, float]:
 
 
 def exchange_here(device: str, size: int, rank: int, file: str) -> None:
-    """In a process: microseconds of an exchange, which the first one prints."""
+    """In each process: time an exchange; the first process prints the microseconds."""
     import torch
 
     from kvik.kernels.torch_group import connect
@@ -211,7 +212,7 @@ def rates(args: argparse.Namespace, wrong: list[str]) -> dict[str, dict[str, lis
 
 
 def one_rate(llm: LLM, batch: int, prompt: int, output: int) -> float:
-    """Tokens a second: of the prompt, if that is what there is, else of the output."""
+    """Return tokens a second: of the prompt if only one token is decoded, else of the output."""
     vocab = llm.resolved.model.vocab_size
     ids = [[random.randrange(5, vocab) for _ in range(prompt)] for _ in range(batch)]
     begun = time.perf_counter()
@@ -252,7 +253,7 @@ def loss(args: argparse.Namespace, wrong: list[str]) -> dict[str, float]:
 
 
 def ranks_of(parent: int) -> list[int]:
-    """The processes that this one has started to compute a share of the model."""
+    """Return the child processes that each compute a share of the model."""
     found = []
     for folder in Path("/proc").iterdir():
         try:

@@ -1,6 +1,6 @@
-"""Compiles what kernels and engines are timed with, several kernels at a time while nothing is
-timed. Triton keeps what it compiled on disk, so that timing spends no time on it. What fails here
-fails again where it is timed, and is told of there."""
+"""Compiles the kernels that will be timed, several at once while nothing is timed. Triton caches
+compiled kernels on disk, so timing spends no time on it. A kernel that fails here fails again when
+it is timed, and is reported there."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from place import sized
 from shapes import ONE_LAYER
 
 CACHE = sized(2 << 30, 4 << 20)  # bytes: many processes share the device
-LEFT = 40.0  # seconds for what requests need beside that
+LEFT = 40.0  # seconds reserved for the requests after that
 
 
 def once(calls: Sequence[Call], budget: float = 0.0) -> Timing:
-    """In place of `clock.timed`. All calls, as those of a layer are products of several shapes."""
+    """Replace `clock.timed`: run all calls once, as a layer's products have several shapes."""
     for call in calls:
         call()
     return Timing(1.0, False)
@@ -45,10 +45,10 @@ def engine(notes: Notes, shape: str, format: str) -> None:
 
 
 def _engine(notes: Notes, shape: str, format: str) -> None:
-    """Of a model of one layer, as kernels do not depend on their number."""
+    """Warm up an engine of one layer, as kernels do not depend on the number of layers."""
     loaded = models.loaded(shape, format, models.LONGEST, models.SEQS, kv_cache_memory=CACHE)
     while loaded.loop.rest() and notes.left() > LEFT:
-        pass  # all that an idle engine gets ready
+        pass  # everything that an idle engine prepares
     for name, call, needs in models.Measured(notes, loaded, shape, format).parts():
-        if not name.startswith("busy"):  # a profiler for each of several processes may be too many
+        if not name.startswith("busy"):  # profilers in several processes at once may conflict
             notes.attempt(name, call, needs)
