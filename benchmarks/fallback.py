@@ -100,7 +100,7 @@ def compare(llm: LLM, model: Any, batch: int, options: argparse.Namespace) -> No
         alone = answers.get("transformers, one by one", answers["transformers"])
         alike = sum(a == b for a, b in zip(answers["kvik"], alone, strict=True))
         if alike < batch:
-            print(f"{batch - alike} of {batch} answers differ, where two tokens are as likely")
+            print(f"{batch - alike} of {batch} answers differ, where two tokens are equally likely")
     medians = {way: statistics.median(found) for way, found in rates.items()}
     best = max(rate for way, rate in medians.items() if way != "kvik")
     row = " | ".join(

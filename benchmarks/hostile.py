@@ -110,8 +110,8 @@ def shown(gaps: list[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=400, help="of each answer of the stream")
-    parser.add_argument("words", nargs="*", help="of kvik serve, behind --")
+    parser.add_argument("--tokens", type=int, default=400, help="tokens of each streamed answer")
+    parser.add_argument("words", nargs="*", help="arguments of kvik serve, after --")
     options = parser.parse_args()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -168,9 +168,9 @@ def measure(pid: int, port: int, rounds: int, tokens: int) -> None:
     for name, seconds in slowest.items():
         print(f"{name}: {answers[name]}; {seconds:.2f} s at most")
     print(f"the stream alone: {shown(quiet)}")
-    print(f"beside them: {shown(loud)}")
+    print(f"the stream with them: {shown(loud)}")
     ratio = statistics.quantiles(loud, n=100)[98] / statistics.quantiles(quiet, n=100)[98]
-    print(f"p99 beside / alone: {ratio:.2f}")
+    print(f"p99 with them / alone: {ratio:.2f}")
     print(f"memory: {base:.0f} MiB before, {memory(pid):.0f} MiB after")
 
 

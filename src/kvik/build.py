@@ -38,7 +38,7 @@ def build_engine(
     check_output(output)
     resolved = resolve_config(config)
     if resolved.model.fallback is not None:
-        raise ConfigError("fallback", "must be none: transformers has weights in a form of its own")
+        raise ConfigError("fallback", "must be none: transformers has its own form of weights")
     if resolved.model.built is not None:
         raise ConfigError("model", "is an engine folder already; name the model it was built from")
     if config.load_format != "safetensors":

@@ -194,7 +194,7 @@ def check_one_engine(resolved: ResolvedConfig) -> None:
         ConfigError: `data_parallel_size` is above 1.
     """
     if resolved.runner.replicas > 1:
-        told = "kvik serve and AsyncLLM have several, each in a process of its own"
+        told = "kvik serve and AsyncLLM run several, each in a separate process"
         raise ConfigError("data_parallel_size", f"must be 1 for an engine in this process: {told}")
 
 
@@ -213,7 +213,7 @@ def load_loop(
     """
     runner, tiers = resolved.runner, resolved.cache.tiers
     if tiers is not None and (tiers.peers or tiers.lends) and not token:
-        raise ConfigError("role", "must be both but for kvik serve, whose servers have roles")
+        raise ConfigError("role", "must be both, except with kvik serve: only servers have roles")
     weights, name = show_bytes(resolved.memory.weights), model_name(Path(runner.model_path))
     log.info("loading %s: %s of weights, %s on %s", name, weights, runner.dtype, runner.device)
     _tell_what_matters(resolved)
@@ -442,7 +442,7 @@ def _draft_source(asked: SpeculativeConfig | None, model: Path, spec: ModelSpec)
         raise ConfigError(
             "spec_model",
             f"must have {spec.vocab_size} tokens as the model has, not {draft.vocab_size}: without "
-            "tokenizers their tokens cannot be told apart",
+            "tokenizers their tokens cannot be matched",
         )
     else:
         meanings = None

@@ -250,7 +250,7 @@ def _check(spec: ModelSpec, metadata: Mapping[str, Entry], architecture: str) ->
         ("config.json", all(math.isclose(one, other, rel_tol=1e-6) for one, other in same)),
     ):
         if not good:
-            reason = "must be what files of {} imply: GGUF has no words for others"
+            reason = "must be what {} files imply: GGUF cannot express other values"
             raise ModelError(key, reason.format(architecture))
 
 

@@ -147,7 +147,7 @@ class State:
         if self._turn is not None:
             raise ParamError(role, "cannot come within the assistant's turn")
         if self.text and not self._messages:
-            raise ParamError(role, "cannot come behind a text without turns")
+            raise ParamError(role, "cannot follow text without turns")
         self._messages.append({"role": role, "content": text})
 
     @contextmanager

@@ -134,22 +134,24 @@ _roberta = partial(
     skips_padding=True,
     defaults={"layer_norm_eps": 1e-12, "type_vocab_size": 2},
 )
-BERT = _bert("BertModel", "bert", "BERT, to embed", pooled=mean_vectors)
-BERT_MASKED = _bert("BertForMaskedLM", "bert", "BERT, to embed", pooled=mean_vectors)
-BERT_SCORES = _bert("BertForSequenceClassification", "bert", "BERT, to rerank", pooled=bert_scores)
-ROBERTA = _roberta("RobertaModel", "roberta", "RoBERTa, to embed", pooled=mean_vectors)
+BERT = _bert("BertModel", "bert", "BERT, for embeddings", pooled=mean_vectors)
+BERT_MASKED = _bert("BertForMaskedLM", "bert", "BERT, for embeddings", pooled=mean_vectors)
+BERT_SCORES = _bert(
+    "BertForSequenceClassification", "bert", "BERT, for reranking", pooled=bert_scores
+)
+ROBERTA = _roberta("RobertaModel", "roberta", "RoBERTa, for embeddings", pooled=mean_vectors)
 ROBERTA_SCORES = _roberta(
     "RobertaForSequenceClassification",
     "roberta",
-    "RoBERTa, to rerank",
+    "RoBERTa, for reranking",
     pooled=roberta_scores,
 )
 XLM_ROBERTA = _roberta(
-    "XLMRobertaModel", "xlm-roberta", "XLM-RoBERTa, to embed", pooled=mean_vectors
+    "XLMRobertaModel", "xlm-roberta", "XLM-RoBERTa, for embeddings", pooled=mean_vectors
 )
 XLM_ROBERTA_SCORES = _roberta(
     "XLMRobertaForSequenceClassification",
     "xlm-roberta",
-    "XLM-RoBERTa, to rerank",
+    "XLM-RoBERTa, for reranking",
     pooled=roberta_scores,
 )

@@ -45,7 +45,7 @@ def falcon_wiring(fields: Fields) -> str:
 FALCON = Architecture(
     "FalconForCausalLM",
     "falcon",
-    "Falcon and Falcon 2, but for those with ALiBi",
+    "Falcon and Falcon 2, except models with ALiBi",
     partial(
         Llama,
         make_layer=falcon_layer,

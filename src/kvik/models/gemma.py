@@ -165,7 +165,7 @@ GEMMA2 = Architecture(
 GEMMA3 = Architecture(
     "Gemma3ForCausalLM",
     "gemma3_text",
-    "Gemma 3, those of text alone",
+    "Gemma 3, text-only models",
     partial(Llama, make_layer=Gemma3Layer, make_norm=last_norm),
     layers=gemma3_layers,
     qkv_bias="attention_bias",
@@ -196,7 +196,7 @@ GEMMA3_IMAGES = replace(
     GEMMA3,
     name="Gemma3ForConditionalGeneration",
     model_type="gemma3",
-    models="Gemma 3, text of those that read images",
+    models="Gemma 3, text part of models that read images",
     make=partial(beside_images, make_layer=Gemma3Layer, make_norm=last_norm),
     inside="text_config",
 )

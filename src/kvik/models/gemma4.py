@@ -290,7 +290,7 @@ def gemma4_implied(fields: Fields) -> dict[str, object]:
 GEMMA4 = Architecture(
     "Gemma4ForCausalLM",
     "gemma4_text",
-    "Gemma 4, those of text alone",
+    "Gemma 4, text-only models",
     Gemma4,
     layers=gemma4_layers,
     experts=gemma4_experts,
@@ -329,6 +329,6 @@ GEMMA4_IMAGES = replace(
     GEMMA4,
     name="Gemma4ForConditionalGeneration",
     model_type="gemma4",
-    models="Gemma 4, text of those that read images",
+    models="Gemma 4, text part of models that read images",
     inside="text_config",
 )

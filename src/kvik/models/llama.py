@@ -374,7 +374,7 @@ def beside_predictors(spec: ModelFacts, builder: LayerBuilder, make_layer: MakeL
 LLAMA = Architecture(
     "LlamaForCausalLM",
     "llama",
-    "Llama 2, 3 and 3.x, and models of the same form",
+    "Llama 2, 3 and 3.x, and models of the same architecture",
     Llama,
     qkv_bias="attention_bias",
     o_bias="attention_bias",
@@ -399,7 +399,7 @@ MISTRAL = Architecture(
 MINISTRAL3 = Architecture(
     "Ministral3ForCausalLM",
     "ministral3",
-    "Ministral 3, those of text alone",
+    "Ministral 3, text-only models",
     Llama,
     layers=partial(windowed_layers, scaled_queries=True),
     head_dim=128,
@@ -433,7 +433,7 @@ MISTRAL3_IMAGES = replace(
     MINISTRAL3,
     name="Mistral3ForConditionalGeneration",
     model_type="mistral3",
-    models="Mistral Small 3 and Ministral 3, text of those that read images",
+    models="Mistral Small 3 and Ministral 3, text part of models that read images",
     make=beside_images,
     inside="text_config",
 )

@@ -121,7 +121,7 @@ def gguf_implied(fields: Fields) -> dict[str, object]:
 LLAMA4 = Architecture(
     "Llama4ForCausalLM",
     "llama4_text",
-    "Llama 4, those of text alone",
+    "Llama 4, text-only models",
     partial(Llama, make_layer=Llama4Layer),
     layers=llama4_layers,
     experts=llama4_experts,
@@ -159,7 +159,7 @@ LLAMA4_IMAGES = replace(
     LLAMA4,
     name="Llama4ForConditionalGeneration",
     model_type="llama4",
-    models="Llama 4, text of those that read images",
+    models="Llama 4, text part of models that read images",
     make=partial(beside_images, make_layer=Llama4Layer),
     inside="text_config",
     gguf=None,

@@ -115,7 +115,7 @@ def modernbert_scores(fields: Fields, hidden: int, eps: float) -> PoolingSpec:
 MODERNBERT = Architecture(
     "ModernBertModel",
     "modernbert",
-    "ModernBERT, to embed",
+    "ModernBERT, for embeddings",
     ModernBert,
     layers=near_and_far_layers,
     activations=("gelu",),
@@ -132,6 +132,6 @@ MODERNBERT_MASKED = replace(MODERNBERT, name="ModernBertForMaskedLM")
 MODERNBERT_SCORES = replace(
     MODERNBERT,
     name="ModernBertForSequenceClassification",
-    models="ModernBERT, to rerank",
+    models="ModernBERT, for reranking",
     pooled=modernbert_scores,
 )

@@ -279,7 +279,7 @@ QWEN3_5_IMAGES = replace(
     QWEN3_5,
     name="Qwen3_5ForConditionalGeneration",
     model_type="qwen3_5",
-    models="Qwen 3.5, dense, text of those that read images",
+    models="Qwen 3.5, dense, text part of models that read images",
     inside="text_config",
 )
 EXPERTS_3_5 = partial(
@@ -308,7 +308,7 @@ QWEN3_5_MOE_IMAGES = replace(
     QWEN3_5_MOE,
     name="Qwen3_5MoeForConditionalGeneration",
     model_type="qwen3_5_moe",
-    models="Qwen 3.5 and 3.6 with experts, text of those that read images",
+    models="Qwen 3.5 and 3.6 with experts, text part of models that read images",
     inside="text_config",
 )
 # Qwen3-Next (Qwen team 2025).

@@ -513,7 +513,7 @@ def quantise_folder(
             raise
         except OSError as error:
             why = error.strerror or str(error)
-            raise ConfigError("output", f"stopped ({why}); the same command goes on") from None
+            raise ConfigError("output", f"stopped ({why}); run the same command again") from None
 
 
 def _quantise(

@@ -281,9 +281,9 @@ def _pooling(folder: Path, path: str) -> str:
     if "pooling_mode" in fields:
         key, chosen = "pooling_mode", [fields.text("pooling_mode")]
     if len(chosen) > 1:
-        raise fields.error(key, f"must be the only pooling, beside {', '.join(chosen[1:])}")
+        raise fields.error(key, f"cannot be combined with {', '.join(chosen[1:])}")
     if not chosen:
-        raise fields.error(key, "must be true, or that of another pooling")
+        raise fields.error(key, "must be true, or another pooling mode must be")
     if chosen[0] not in MODES:
         raise fields.error(key, f"must be cls, mean, max or lasttoken, not {shown(chosen[0])}")
     return MODES[chosen[0]]

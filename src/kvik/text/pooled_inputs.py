@@ -101,7 +101,7 @@ def pair_input(
         own = tokenizer.chat_template or ""
         if "'document'" in own.replace('"', "'") and QWEN3_TASK not in own:
             raise ParamError(
-                "model", "writes pairs by a chat template of its own, which is not run"
+                "model", "writes pairs with its own chat template, which kvik does not run"
             )
         prompts = dict(pooling.prompts)
         asked = instruction or prompts.get(pooling.default_prompt) or INSTRUCTION

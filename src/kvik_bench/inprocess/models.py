@@ -236,7 +236,7 @@ def _qualities(quality: Quality, reference: Quality | None) -> tuple[Figure, ...
             "%",
             (100 * change.share,),
             "less",
-            "of perplexity, beside the reference",
+            "of perplexity, relative to the reference",
         ),
         Figure(
             "\N{PLUS-MINUS SIGN}",

@@ -190,7 +190,7 @@ def _since(before: DraftCounts, after: DraftCounts) -> DraftCounts:
 
 
 ROUND_BY_ROUND = "with speculation / without, round by round"
-UP_TO = "of the checks with so many drafts, those in which this one and all before it were right"
+UP_TO = "share of the checks with this draft in which it and all drafts before it were right"
 CHARTS = (
     Chart("bars", "Speed-up, measured", "speed-up"),
     Chart("bars", "Speed-up, predicted", "predicted"),
@@ -270,7 +270,7 @@ MEASURES: tuple[Measure[Pair], ...] = (
         "equal tokens",
         "%",
         "more",
-        "share of the tokens that are those of the engine without speculation",
+        "share of the tokens equal to those of the engine without speculation",
         lambda pair: 100 * pair.equal,
     ),
 )
@@ -412,7 +412,7 @@ def _remarks(batch: int, pairs: Sequence[Pair]) -> Iterator[str]:
     if not any(pair.drafts.rows for pair in pairs):
         yield f"batch {batch}: no drafts were made, as none paid or none were found."
     if any(pair.equal < 1 for pair in pairs):
-        yield f"batch {batch}: not all tokens are those of the engine without speculation."
+        yield f"batch {batch}: not all tokens equal those of the engine without speculation."
 
 
 DEFAULT_METHOD = "ngram"  # works with any model

@@ -39,7 +39,7 @@ PARTS: Mapping[str, str] = {
 }
 TOTAL = "from the start of the process to the first token"
 PEAK = "resident memory of the process at its highest"
-HELP = "a process of its own from its start to its end"
+HELP = "a separate process from its start to its end"
 LOAD_RATE = "bytes of the weights as they are in memory / time of `load`"
 CHARTS = (Chart("bars", "From start to first token", "seconds"),)
 

@@ -379,7 +379,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--num-requests", type=int, default=16, metavar="N", help="that share a prefix (16)")
     add("--prefix-tokens", type=int, default=96, metavar="N", help="that they share (96)")
-    add("--prompt-tokens", type=int, default=32, metavar="N", help="of their own (32)")
+    add("--prompt-tokens", type=int, default=32, metavar="N", help="not shared, of each (32)")
     add("--output-tokens", type=int, default=32, metavar="N", help="of each request (32)")
     add(
         "--alone",

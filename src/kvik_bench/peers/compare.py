@@ -183,7 +183,7 @@ Tokens = Sequence[Sequence[int]]  # [rows, output]
 START = "from the start of the process to the first token of a prompt of one token"
 PEAK = "of the largest process of a run, mapped pages of weight files included"
 RATIO = "rate of kvik in the same format over the rate of this engine, within a round"
-EQUAL = "output tokens that are those of kvik in the same format, place by place"
+EQUAL = "output tokens equal to those of kvik in the same format, position by position"
 REASON = 80  # characters of a failure that are shown in the table
 EXACT = "fp32"  # the format in which engines should agree
 
@@ -208,7 +208,7 @@ def to_result(comparison: EngineComparison, found: Found, facts: Mapping[str, st
         names = ", ".join(comparison.engines.left_out)
         remarks.append(f"Not here, or in need of a converted model (--config): {names}.")
     charts = [
-        Chart("bars", f"kvik beside others, {work.name}", work.name)
+        Chart("bars", f"kvik compared with others, {work.name}", work.name)
         for work in comparison.workloads
         if any(row.figure(work.name) for row in rows)
     ]

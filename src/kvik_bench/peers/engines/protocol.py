@@ -126,7 +126,7 @@ class Clock:
             return len(made) * prompt / (all_started - self._started)
         after = sum(count for when, _, count in self._events if when > all_started)
         if not after:
-            raise EngineFailure("its tokens came all at once: no rate can be told")
+            raise EngineFailure("its tokens came all at once: no rate can be measured")
         return after / (self._events[-1][0] - all_started)
 
 
