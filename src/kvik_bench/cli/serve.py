@@ -378,7 +378,7 @@ def _filler(arguments: argparse.Namespace) -> Filler:
     if arguments.endpoint != "completions" or arguments.turns > 1:
         named = "tokenizer" if arguments.tokenizer else "vocab_size"
         raise ConfigError(
-            named, "sends token ids, which need the endpoint completions and a single turn"
+            named, "makes token ids, which need the endpoint completions and a single turn"
         )
     if arguments.vocab_size:
         return TokenFiller(arguments.vocab_size)

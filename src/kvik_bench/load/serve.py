@@ -170,7 +170,7 @@ def _short_answers(runs: Sequence[Measured]) -> list[str]:
     if got >= MIN_ANSWERED_SHARE * asked:
         return []
     return [
-        f"answers ended early, with {got:,} of the {asked:,} requested tokens, so the load was "
+        f"answers ended early, with {got:,} of the {asked:,} tokens asked for, so the load was "
         "lighter than it should be: this server has no `ignore_eos` (--extra-body can give its "
         "own option, such as a logit_bias against the end of text), has no space for more, or "
         "ends a request when another one arrives"
