@@ -12,7 +12,6 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
 import pytest
 from helpers import tiers
-from helpers.limits import Limits
 from helpers.optional_triton import interpret_without_gpu
 from hypothesis import settings
 
@@ -20,10 +19,11 @@ from hypothesis import settings
 settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
 settings.register_profile("exploring", database=None, deadline=None, print_blob=True)
 
-interpret_without_gpu()
-# Read when torch is loaded. Threads that wait for each other would spin, which on a machine with
-# other work takes the cores from those who are waited for: tests then take many times as long.
+# Read when torch is loaded. Tests share the cores with each other: an operation of torch on several
+# threads then waits for a core, and where threads spin as they wait, it takes one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+interpret_without_gpu()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,6 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if explores:
         config.option.hypothesis_seed = str(tiers.seed())
     if tiers.tier() in ("full", "nightly") and not config.getoption("--no-limits"):
+        from helpers.limits import Limits  # imports torch
+
         whole_run = config.args == config.getini("testpaths")
         config.pluginmanager.register(Limits(whole_run=whole_run))
 

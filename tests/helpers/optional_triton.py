@@ -31,6 +31,7 @@ def interpret_without_gpu() -> None:
         os.environ["TRITON_INTERPRET"] = "1"
         if TRITON:
             _take_scalars_as_bounds()
+            _patch_once_a_launch()
 
 
 def _take_scalars_as_bounds() -> None:
@@ -45,6 +46,30 @@ def _take_scalars_as_bounds() -> None:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patched
+
+
+def _patch_once_a_launch() -> None:
+    """The interpreter replaces Triton's functions when a kernel is launched, and again whenever a
+    kernel calls a function: to look through all of them took most of a test's time. Here it does so
+    once for each module whose functions a launch calls."""
+    from triton.runtime import interpreter
+
+    launch = interpreter.GridExecutor.__call__
+    done: set[int] = set()
+
+    def begin(self: Any, *args: Any, **kwargs: Any) -> None:
+        done.clear()
+        launch(self, *args, **kwargs)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        module = id(self.fn.__globals__)
+        if module not in done:
+            interpreter._patch_lang(self.fn)
+            done.add(module)
+        return self.rewrite()(*args, **kwargs)
+
+    interpreter.GridExecutor.__call__ = begin
+    interpreter.InterpretedFunction.__call__ = call
 
 
 def device() -> torch.device:
