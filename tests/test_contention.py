@@ -21,7 +21,8 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="stops threads as Linux does"),
 ]
 
-ROUNDS = 12
+ROUNDS = 12  # at rest; a thread that stands still meets each of them
+CONTENDED = 4  # while others take the cores: what they compute is waited for
 # A prompt, decoding in a batch, and sampling; argv: threads, or 0, and rounds.
 ANSWERS = f"""
 import sys
@@ -70,7 +71,7 @@ def test_answers_are_the_same_while_others_take_the_cores(
     with ExitStack() as stack:
         for _ in range(os.cpu_count() or 1):
             stack.enter_context(busy_process())
-        assert answers(started(threads)) == expected
+        assert answers(started(threads, CONTENDED)) == expected[:CONTENDED]
 
 
 class Tracer:

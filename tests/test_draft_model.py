@@ -224,7 +224,7 @@ def test_drawn_drafts_do_not_change_the_distribution(tmp_path, rule) -> None:
     target, draft = tmp_path / "target", tmp_path / "draft"
     model = save_tiny(target, "Llama", seed=1, vocab_size=vocab)
     save_tiny(draft, "Llama", seed=2, vocab_size=vocab, num_hidden_layers=1)
-    params = SamplingParams(**rule, max_tokens=6, ignore_eos=True)
+    params = SamplingParams(**rule, max_tokens=4, ignore_eos=True)
     options = {**ENGINE, "max_num_seqs": 32, "max_model_len": 64, "seed": 5, **drafting(draft)}
     with LLM(str(target), **options) as llm:
         outputs = llm.generate([prompt] * count, params)

@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parents[3] / "benchmarks" / "gpu" / "two_gpus.py"
 
 
 @needs_native
-@pytest.mark.full
+@pytest.mark.nightly
 def test_two_processes_of_a_cpu(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--device", "cpu", "--rounds", "1"]
     command += ["--only", "exchange", "parity", "loss", "--json", str(tmp_path / "found")]
