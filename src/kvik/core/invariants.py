@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import chain
 
 from kvik.core.block_pool import NULL_BLOCK, extend_hashes
 from kvik.core.kv_manager import KVCacheManager
@@ -121,40 +122,35 @@ def _check_shares(scheduler: Scheduler) -> None:
 
 def _check_blocks(scheduler: Scheduler) -> None:
     pool = scheduler.kv.pool
-    held = Counter(
-        block
-        for r in scheduler.running
-        for ids in r.block_ids
-        for block in ids
-        if block != NULL_BLOCK
-    )
+    refs = pool.ref_counts
+    held = Counter(chain.from_iterable(ids for r in scheduler.running for ids in r.block_ids))
     if scheduler.moves is not None:
         held.update(block for load in scheduler.moves.loads.values() for block in load.blocks)
+    held.pop(NULL_BLOCK, None)
     free = pool.free_blocks()
     pinned = pool.pin_counts()
-    kept = {b for b in pinned if pool.ref_counts[b] == 0}
+    kept = {b for b in pinned if refs[b] == 0}
     _require(len(free) == len(set(free)) == pool.num_free - len(kept), "the free list is broken")
     _require(pool.num_kept == len(kept), "blocks kept by pins are miscounted")
-    _require(pool.ref_counts[NULL_BLOCK] == 0, "the null block was handed out")
-    handed_out = range(1, len(pool.ref_counts))
-    for block in handed_out:
-        count = pool.ref_counts[block]
-        _require(count == held[block], f"block {block}: {count} references, {held[block]} holders")
-    _require(
-        set(free) == {b for b in handed_out if pool.ref_counts[b] == 0} - kept,
-        "free list and reference counts disagree",
-    )
+    _require(refs[NULL_BLOCK] == 0, "the null block was handed out")
+    counts = {block: count for block, count in enumerate(refs) if count}
+    if counts != held:
+        block = min(block for block in counts | held if counts.get(block, 0) != held[block])
+        found = f"{counts.get(block, 0)} references, {held[block]} holders"
+        raise InvariantError(f"block {block}: {found}")
+    unused = {block for block, count in enumerate(refs) if not count} - kept - {NULL_BLOCK}
+    _require(set(free) == unused, "free list and reference counts disagree")
     block_size = scheduler.kv.block_size
     for r in scheduler.running:
         at = r.num_written_tokens // block_size
         for group, ids in zip(scheduler.kv.groups, r.block_ids, strict=True):
             prompt = r.num_prompt_tokens
             hidden = group.spec.hidden_blocks(r.num_written_tokens, block_size, prompt)
-            for i, block in enumerate(ids):
-                there = block != NULL_BLOCK or i in hidden
-                _require(there, f"{r.key} lacks a block that it sees")
-            for block in ids[at:]:  # what is yet to be written must not be seen by anybody else
-                _require(pool.ref_counts[block] == 1, f"{r.key} writes into a shared block")
+            there = all(i in hidden for i, block in enumerate(ids) if block == NULL_BLOCK)
+            _require(there, f"{r.key} lacks a block that it sees")
+            # what is yet to be written must not be seen by anybody else
+            alone = all(refs[block] == 1 for block in ids[at:])
+            _require(alone, f"{r.key} writes into a shared block")
 
 
 def _check_pins(kv: KVCacheManager) -> None:
