@@ -99,6 +99,16 @@ def test_kinds_of_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         assert f"{bytes:,} in {count} that see {seen}, at most " in out
 
 
+def test_what_reads_images_reads_text_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = small(architectures=["Gemma3ForConditionalGeneration"], hidden_act=None)
+    facts = {"architectures": text.pop("architectures"), "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(facts))
+    assert main(["info", str(tmp_path), "--device", "cpu"]) == 0
+    assert "text alone: its parts for images are left out" in capsys.readouterr().out
+
+
 def test_latent_layers_and_values_made_of_keys(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

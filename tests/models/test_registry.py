@@ -17,6 +17,7 @@ from helpers.tiny_models import (
 )
 from safetensors.torch import load_file, save_file
 
+from kvik.errors import START_LOG
 from kvik.nn.checkpoint import SINGLE
 
 
@@ -67,8 +68,13 @@ def test_the_text_model_of_one_that_reads_images(family: str, prefix: str, tmp_p
     ],
 )
 def test_layers_that_predict_further_tokens_are_left_alone(
-    family: str, architecture: str, scope: str, tmp_path: Path
+    family: str,
+    architecture: str,
+    scope: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """With a note."""
     sizes = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24}
     reference = save_tiny(tmp_path, family, **sizes if family != "Qwen2" else {})
     stored = load_file(tmp_path / SINGLE)
@@ -78,7 +84,10 @@ def test_layers_that_predict_further_tokens_are_left_alone(
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))
     ids = tokens(30)
     expected = reference_logits(reference, ids)
-    torch.testing.assert_close(PagedModel(tmp_path).logits(ids), expected, atol=1e-4, rtol=0)
+    with caplog.at_level("INFO", logger=START_LOG):
+        model = PagedModel(tmp_path)
+    torch.testing.assert_close(model.logits(ids), expected, atol=1e-4, rtol=0)
+    assert "1 tensors are not read" in caplog.text and scope.rpartition(".")[0] in caplog.text
 
 
 def test_a_tied_model_ignores_a_head_in_the_file(tmp_path: Path) -> None:

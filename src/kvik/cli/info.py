@@ -26,6 +26,8 @@ from kvik.spec.pooling import PoolingSpec
 from kvik.spec.rope import MAX_POSITIONS
 from kvik.spec.weights import weight_bytes
 
+READS_IMAGES = "ForConditionalGeneration"  # end of the names of such architectures
+
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
@@ -84,6 +86,10 @@ def _as_text(folder: str, spec: ModelSpec, resolved: ResolvedConfig | None, refu
         ("weights", weights),
         *_kv_lines(spec, resolved, kv_dtype),
     ]
+    if spec.architecture.endswith(READS_IMAGES):
+        rows.insert(
+            2, ("reads", "text alone: its parts for images are left out, and images refused")
+        )
     if spec.pooling is not None:
         rows.insert(2, ("gives", _gives(spec, spec.pooling)))
     if spec.fallback is not None:

@@ -128,7 +128,8 @@ class Declarations:
     device: torch.device
     tensors: list[DeclaredTensor] = field(default_factory=list)
     ignored: set[str] = field(default_factory=set)
-    skipped: set[str] = field(default_factory=set)  # prefixes of names
+    skipped: set[str] = field(default_factory=set)  # prefixes of names that are not used here
+    elsewhere: set[str] = field(default_factory=set)  # prefixes of names that other stages read
     # scope -> the heads of its attention, which may be divided among processes
     heads: dict[str, Between] = field(default_factory=dict)
 
@@ -205,7 +206,7 @@ class Builder(LayerBuilder):
                 as in checkpoints of the bare trunk of a model.
         """
         if isinstance(name, int) and self._stage is not None and name not in self._stage.layers:
-            self.skip(str(name))
+            self.declared.elsewhere.add(f"{self._name(str(name))}.")
             return LayerBuilder(Declaration())
         return self._at(name, *others)
 

@@ -10,7 +10,7 @@ from zlib import crc32
 
 import torch
 
-from kvik.errors import ModelError, shown
+from kvik.errors import START_LOG, ModelError, shown
 from kvik.models.model_spec import ModelSpec
 from kvik.nn.builder import Builder, Declarations, DeclaredTensor
 from kvik.nn.checkpoint import Checkpoint, selected_bytes
@@ -18,7 +18,7 @@ from kvik.nn.layers import PooledHead
 from kvik.nn.safetensors import TORCH_DTYPES
 from kvik.spec.declare import Network
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(START_LOG)
 
 PROGRESS_BYTES = 1 << 30  # smaller models load too fast for a progress bar
 RANDOM_STD = 0.02
@@ -107,9 +107,14 @@ def check_weights(declared: Declarations, checkpoint: Checkpoint) -> None:
     if missing:
         raise ModelError("model", f"its weights lack {_listed(missing)}")
     left = [name for name in entries if name not in wanted and name not in declared.ignored]
-    extra = [name for name in left if not name.startswith(tuple(declared.skipped))]
+    left = [name for name in left if not name.startswith(tuple(declared.elsewhere))]
+    skipped = tuple(sorted(declared.skipped))
+    extra = [name for name in left if not name.startswith(skipped)]
     if len(extra) < len(left):
-        log.info("%d tensors of other parts than the text model are not read", len(left))
+        found = [scope for scope in skipped if any(name.startswith(scope) for name in left)]
+        parts = _listed(scope.removesuffix(".") for scope in found)
+        count = len(left) - len(extra)
+        log.info("%d tensors are not read, as they are not of the text model: %s", count, parts)
     if extra:
         raise ModelError("model", f"its weights hold {_listed(extra)}, unknown to the architecture")
     for name, tensor in wanted.items():
