@@ -43,7 +43,8 @@ class TritonWarmUps:
         most = min(sizes.tokens, spec.max_context, context)
         routers = {layer.experts.router for layer in spec.layers if layer.experts}
         by_expert = (tokens_of_experts(each.experts, each.active) for each in routers)
-        classes = lengths(spec.num_heads, spec.num_kv_heads, most, set().union(*by_expert))
+        kv_heads = {spec.heads(layer)[0] for layer in spec.layers if layer.state is None}
+        classes = lengths(spec.num_heads, kv_heads, most, set().union(*by_expert))
         nodes = [length for length in classes if trees and length <= SHORT]
         return forwards(network, classes, sizes.samples, block_size, context, nodes)
 

@@ -184,17 +184,20 @@ def query_classes(group: int, kv_heads: int) -> tuple[int, ...]:
     return tuple(most for most in classes if most > 0)
 
 
-def lengths(heads: int, kv_heads: int, most: int, others: Collection[int] = ()) -> tuple[int, ...]:
+def lengths(
+    heads: int, kv_heads: Collection[int], most: int, others: Collection[int] = ()
+) -> tuple[int, ...]:
     """Return one number of tokens for each class of shapes that a model's forward compiles.
 
     Of each class it is the largest number, of the last class the smallest, and none exceeds `most`.
     The largest come first.
 
     Args:
+        kv_heads: each number of them that layers have.
         others: the largest number of each class of a model's experts.
     """
-    bounds = {1, *(tile.tokens for tile in FEW), *query_classes(heads // kv_heads, kv_heads)}
-    bounds.update(others)
+    bounds = {1, *(tile.tokens for tile in FEW), *others}
+    bounds.update(n for kv in kv_heads for n in query_classes(heads // kv, kv))
     return tuple(sorted({min(most, n) for n in (*bounds, max(bounds) + 1)}, reverse=True))
 
 
