@@ -220,6 +220,37 @@ PUBLIC: dict[str, dict[str, Any]] = {
         vocab=32064, hidden=4096, inner=6400, layers=32, heads=32, kv_heads=8, positions=131072,
         num_local_experts=16, num_experts_per_tok=2, attention_bias=True, lm_head_bias=True,
     ),
+    "Qwen3-Next-80B-A3B": config(
+        "Qwen3NextForCausalLM",
+        vocab=151936, hidden=2048, inner=5120, layers=48, heads=16, kv_heads=2, head_dim=256,
+        positions=262144, full_attention_interval=4, linear_num_value_heads=32, num_experts=512,
+        num_experts_per_tok=10, moe_intermediate_size=512, shared_expert_intermediate_size=512,
+        rope_theta=10000000.0, partial_rotary_factor=0.25,
+    ),
+    "Qwen3.6-35B-A3B": config(
+        "Qwen3_5MoeForCausalLM",
+        vocab=248320, hidden=2048, inner=512, layers=40, heads=16, kv_heads=2, head_dim=256,
+        positions=262144, full_attention_interval=4, linear_num_value_heads=32, num_experts=256,
+        num_experts_per_tok=8, moe_intermediate_size=512, shared_expert_intermediate_size=512,
+    ),
+    "MiniMax-M2": config(
+        "MiniMaxM2ForCausalLM",
+        vocab=200064, hidden=3072, inner=1536, layers=62, heads=48, kv_heads=8, head_dim=128,
+        positions=196608, num_local_experts=256, num_experts_per_tok=8, rotary_dim=64,
+        scoring_func="sigmoid",
+    ),
+    "GLM-4.7-Flash": config(
+        "Glm4MoeLiteForCausalLM",
+        vocab=154880, hidden=2048, inner=10240, layers=47, heads=20, kv_heads=20, positions=202752,
+        kv_lora_rank=512, q_lora_rank=768, qk_nope_head_dim=192, qk_rope_head_dim=64,
+        v_head_dim=256, n_routed_experts=64, num_experts_per_tok=4, moe_intermediate_size=1536,
+        n_shared_experts=1, topk_method="noaux_tc",
+    ),
+    "Command-R7B": config(
+        "Cohere2ForCausalLM",
+        vocab=256000, hidden=4096, inner=14336, layers=32, heads=32, kv_heads=8, positions=132096,
+        sliding_window=4096, logit_scale=0.25, tie_word_embeddings=True,
+    ),
     "LFM2-8B-A1B": config(
         "Lfm2MoeForCausalLM",
         vocab=65536, hidden=2048, inner=7168, layers=24, heads=32, kv_heads=8, positions=128000,

@@ -52,6 +52,12 @@ from kvik.spec.rope import RopeSpec
         ("StableLM-2-12B", 12_143_185_920),
         ("OPT-350M", 331_196_416),
         ("Phi-3.5-MoE", 41_873_153_344),
+        # The next five as transformers counts its own models of these sizes.
+        ("Qwen3-Next-80B-A3B", 79_674_391_296),
+        ("Qwen3.6-35B-A3B", 34_660_610_688),
+        ("MiniMax-M2", 228_689_764_864),
+        ("GLM-4.7-Flash", 29_943_393_920),
+        ("Command-R7B", 8_028_033_024),
         ("LFM2-8B-A1B", 8_339_930_560),
         ("ERNIE-4.5-0.3B", 360_748_032),
         ("ERNIE-4.5-21B-A3B", 21_825_437_888),
@@ -85,10 +91,21 @@ def test_parameter_counts_of_public_models(name: str, count: int) -> None:
         ("Gemma-4-31B", (50 * 16 * 256 + 10 * 4 * 512) * 2 * 2),
         ("LFM2-1.2B", 6 * 2 * 8 * 64 * 2),
         ("Qwen3.5-9B", 8 * 2 * 4 * 256 * 2),
+        ("Qwen3-Next-80B-A3B", 12 * 2 * 2 * 256 * 2),
+        ("Qwen3.6-35B-A3B", 10 * 2 * 2 * 256 * 2),
+        ("MiniMax-M2", 62 * 2 * 8 * 128 * 2),
+        ("GLM-4.7-Flash", 47 * (512 + 64) * 2),
     ],
 )
 def test_kv_bytes_per_token_in_16_bits(name: str, size: int) -> None:
     assert ModelSpec.from_config(PUBLIC[name]).kv_bytes_per_token(2) == size
+
+
+def test_state_bytes_of_a_request() -> None:
+    """Three inputs of each convolved channel, and a matrix of each value head, in fp32."""
+    spec = ModelSpec.from_config(PUBLIC["Qwen3.6-35B-A3B"])
+    channels, matrices = 2 * 16 * 128 + 32 * 128, 32 * 128 * 128
+    assert spec.state_bytes == 30 * (3 * channels + matrices) * 4
 
 
 def test_a_declaration_lists_the_tensors_of_a_checkpoint() -> None:
