@@ -8,12 +8,19 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from helpers.configs import PUBLIC
 from helpers.stored_layers import awq_config, compressed_config, fp8_config, gptq_config, read
 from helpers.tiers import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from kvik.config.memory import QUANTIZED_SCRATCH_BYTES, Footprint, StepSize
+from kvik.config.memory import (
+    LOADING_BYTES,
+    QUANTIZED_SCRATCH_BYTES,
+    TURNED_LOADING_BYTES,
+    Footprint,
+    StepSize,
+)
 from kvik.errors import ModelError
 from kvik.models.model_spec import ModelSpec
 from kvik.spec.stored_weights import Matcher, StoredScheme, stored_alike
@@ -344,6 +351,14 @@ LLAMA = {
 }
 
 
+GPT_OSS: dict[str, Any] = LLAMA | {
+    "architectures": ["GptOssForCausalLM"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "hidden_act": "silu",
+}
+
+
 def test_the_memory_plan_counts_stored_schemes() -> None:
     """By hand: four bits in groups of 32 with zero points, but for Q of one layer, which is
     a matrix of its own then, and for all of the last layer."""
@@ -373,3 +388,29 @@ def test_the_plan_reserves_memory_to_load_whole_tensors() -> None:
     more = quantised.overhead(step) - plain.overhead(step)
     assert more == QUANTIZED_SCRATCH_BYTES + 2 * 128 * 2 * 256
     assert quantised.activations(step) >= plain.activations(step)
+
+
+@pytest.mark.parametrize(
+    ("config", "numbers"),
+    [
+        (LLAMA, 0),
+        (PUBLIC["Falcon-7B"], 0),  # two matrices, and neither is transposed
+        (PUBLIC["GPT-2"], 768 * 3072),
+        (GPT_OSS, 128 * 2 * 256),  # gate and up of an expert
+        (GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}, 0),
+    ],
+)
+def test_the_plan_reserves_memory_to_load_transposed_matrices(
+    config: dict[str, Any], numbers: int
+) -> None:
+    """Two at a time, in fp32 at most; of experts also what of turned ones is read at once."""
+    step = StepSize(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=64)
+    spec = ModelSpec.from_config(config)
+    assert spec.transposed_numbers == numbers
+    footprint = Footprint(spec, "bfloat16", "none", "cpu", "sdpa", 16, 0)
+    mapped = replace(footprint, mapped=footprint.weights)  # nothing is loaded
+    loading = LOADING_BYTES + 8 * numbers
+    loading += TURNED_LOADING_BYTES if spec.experts_of_token else 0
+    if spec.quantization is not None:
+        loading += QUANTIZED_SCRATCH_BYTES + 2 * 128 * 2 * 256 // 2  # four bits of gate and up
+    assert footprint.overhead(step) - mapped.overhead(step) == loading

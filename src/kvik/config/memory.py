@@ -147,7 +147,9 @@ class ModelSizes(Weighed, Protocol):
         ...
 
     @property
-    def gated_mlp(self) -> bool: ...
+    def transposed_numbers(self) -> int:
+        """The most numbers of a matrix that is stored as floats [inputs, outputs]."""
+        ...
 
     @property
     def state_bytes(self) -> int:
@@ -747,8 +749,8 @@ class Footprint:
         if self.mapped is not None:
             return 0
         total = LOADING_BYTES
-        if not self.spec.gated_mlp:  # GPT-2: stored transposed, so whole matrices are read, in fp32
-            total += 2 * self.spec.inner_width * self.spec.hidden_size * 4
+        # Such matrices are read whole, in fp32 at most, the next one while one is packed.
+        total += 2 * self.spec.transposed_numbers * 4
         if self.spec.experts_of_token:
             total += TURNED_LOADING_BYTES
         if self.quantization != "none" or self._stored:

@@ -143,6 +143,23 @@ class ModelSpec(ModelFacts):
         """Return the bytes of all weights in a dtype ("float32", "bfloat16" or "float16")."""
         return self.num_parameters * DTYPE_BYTES[dtype]
 
+    @cached_property
+    def transposed_numbers(self) -> int:
+        """The most numbers of a matrix that the checkpoint stores as floats [inputs, outputs]."""
+        if self.fallback is not None:
+            return 0
+        stored = self.quantization
+        return max(
+            (
+                linear.inputs * outputs
+                for linear in self.declaration.linears
+                if linear.transposed or linear.mixed
+                for name, outputs in zip(linear.names, linear.outputs, strict=True)
+                if stored is None or stored.scheme(name) is None
+            ),
+            default=0,
+        )
+
     def linear_layers(self) -> tuple[LinearLayers, ...]:
         """Return all matrices that activations are multiplied with.
 

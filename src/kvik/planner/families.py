@@ -229,7 +229,6 @@ def _from_spec(spec: ModelSpec, fields: Fields, name: str) -> ModelShape:
         max_context=spec.max_context,
         dtype=dtype,
         stored=stored,
-        gated_mlp=spec.gated_mlp,
         tied=spec.tie_word_embeddings,
         matrices=tuple(matrices),
         other_parameters=spec.num_parameters - sum(m.parameters for m in matrices),

@@ -416,7 +416,6 @@ def read_decoder(fields: Fields, family: Family, name: str, architecture: str) -
         max_context=context,
         dtype=dtype,
         stored=stored,
-        gated_mlp=family.gated_mlp,
         tied=tied,
         matrices=tuple(m for part in parts for m in part.matrices if m.count),
         other_parameters=norms * hidden * family.norm_vectors + sum(p.others for p in parts),

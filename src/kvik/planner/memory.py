@@ -143,7 +143,6 @@ class StoredModel:
     query_width: int
     key_width: int
     max_context: int
-    gated_mlp: bool
     rotations: tuple[tuple[RopeSpec, int], ...]
     shape: ModelShape
     weight_format: str
@@ -152,6 +151,7 @@ class StoredModel:
     state_bytes: int = 0
     state_width: int = 0
     query_scales: tuple[object, ...] = ()
+    transposed_numbers: int = 0
     encoder: bool = False
 
     @classmethod
@@ -175,7 +175,6 @@ class StoredModel:
             query_width=shape.num_heads * shape.head_dim,
             key_width=-(-widest // 2),
             max_context=shape.max_context,
-            gated_mlp=shape.gated_mlp,
             rotations=() if learned else ((RopeSpec(), shape.head_dim),),
             shape=shape,
             weight_format=weight_format,
@@ -193,6 +192,7 @@ class StoredModel:
             rotations=spec.rotations,
             latent=spec.latent,
             query_scales=spec.query_scales,
+            transposed_numbers=spec.transposed_numbers,
         )
 
     def weight_bytes(self, dtype: str) -> int:

@@ -162,7 +162,6 @@ class ModelShape:
     max_context: int
     dtype: str
     stored: str
-    gated_mlp: bool
     tied: bool
     matrices: tuple[MatrixGroup, ...]
     other_parameters: int

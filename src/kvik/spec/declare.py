@@ -450,7 +450,9 @@ class DeclaredLinear:
         layer: the block's number; None: it is in no block.
         outputs: of each name.
         router: the router that chooses it, if it is an expert's.
-        mixed: rows of gate and up are interleaved, and the activation is not linear in up.
+        mixed: rows of gate and up are interleaved, and the activation is not linear in up. Floats
+            are transposed.
+        transposed: the checkpoint stores [inputs, outputs].
         tied: its weight is the embedding's, and the names are not in the checkpoint.
         by_head: rows are stored KV head by KV head: its queries, its key, its value.
     """
@@ -465,6 +467,7 @@ class DeclaredLinear:
     by_head: bool = False
     router: Router | None = None
     mixed: bool = False
+    transposed: bool = False
 
     @property
     def num_parameters(self) -> int:
@@ -631,7 +634,10 @@ class LayerBuilder:
         names = (names,) if isinstance(names, str) else names
         outputs = (outputs,) if isinstance(outputs, int) else outputs
         full = tuple(map(self._name, names))
-        self._found.linears.append(DeclaredLinear(self._layer, role, full, inputs, outputs, bias))
+        linear = DeclaredLinear(
+            self._layer, role, full, inputs, outputs, bias, transposed=transposed
+        )
+        self._found.linears.append(linear)
         return _LISTED
 
     def heads(
@@ -682,8 +688,8 @@ class LayerBuilder:
         transposed: bool = False,
         activation: str = "gelu_new",
     ) -> FeedForward:
-        self.linear(up, hidden, inner, bias=bias, role="up")
-        return self.linear(down, inner, hidden, bias=bias, role="down")
+        self.linear(up, hidden, inner, bias=bias, role="up", transposed=transposed)
+        return self.linear(down, inner, hidden, bias=bias, role="down", transposed=transposed)
 
     def experts(
         self,
