@@ -119,3 +119,18 @@ def test_native_logprobs_have_the_same_bits_with_drafts(alone, column, options, 
 
 def roomy(column: Column) -> Column:
     return replace(column, config={**column.config, "max_num_seqs": 6})
+
+
+@needs_native
+@pytest.mark.full
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(
+    "processes",
+    [{"tensor_parallel_size": 2, "threads": 2}, {"pipeline_parallel_size": 2, "threads": 2}],
+    ids=["tp2", "pp2"],
+)
+def test_native_logprobs_have_the_same_bits_in_several_processes(alone, processes, caplog):
+    (column,) = (c for c in EVERY if c.name == "preemption, chunks")
+    found = replace(column, config={**column.config, **processes})
+    check_bits(found, alone["KV in int8"], **FORMATS["KV in int8"])
+    assert not caplog.records
