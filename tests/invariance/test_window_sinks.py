@@ -33,7 +33,7 @@ NAMES = (
     *("prefix hits", "prefix hits, chunks", "no prefix cache", "preemption", "preemption, chunks"),
     *("blocks of 1", "blocks of 8", "blocks of 64", "two threads", "siblings"),
     *("siblings, preemption", "three steps in flight, siblings", "recorded", "wire, preemption"),
-    *("pins", ALL_OF_IT.name),
+    *("pins", "memory tier", "disk tier", "swap", ALL_OF_IT.name),
 )
 
 
