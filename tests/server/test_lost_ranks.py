@@ -491,23 +491,26 @@ def test_a_machine_with_twice_the_work_loses_nothing() -> None:
             process.wait()
 
 
+@pytest.mark.parametrize(
+    ("flags", "lost"), [(FLAGS, "rank 1"), (STAGES, "stage 0")], ids=["ranks", "stages"]
+)
 def test_what_was_recorded_of_both_groups_is_played_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flags: tuple[str, ...], lost: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "flight"
-    with server_process(*FLAGS, "--record", str(file)) as server:
+    with server_process(*flags, "--record", str(file)) as server:
         text = ask(server, "POST", "/v1/completions", {**LOADS["decode"], "temperature": 0}).json
         load = Load(server, "decode", text["choices"][0]["text"], random.Random(0))
         time.sleep(0.5)
         engine = server.engine_pid
-        os.kill(ranks_of(engine)[0], signal.SIGKILL)
+        os.kill(parts_of(engine)[0], signal.SIGKILL)
         wait_until(
             "another engine", 60, lambda: engine_of(server.process.pid) not in (None, engine)
         )
         server.wait_ready()
         time.sleep(0.5)
         load.stop()
-    for name, end in (("flight.previous", "rank 1 has ended with signal 9"), ("flight", "closed")):
+    for name, end in (("flight.previous", f"{lost} has ended with signal 9"), ("flight", "closed")):
         assert main(["replay", str(tmp_path / name), "--tensor-parallel-size", "1"]) == 0
         out = capsys.readouterr().out
         assert out.startswith("equal: ") and f"{end}\n" in out
