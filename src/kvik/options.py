@@ -126,15 +126,20 @@ class Flag(Kind):
 
 @dataclass(frozen=True)
 class Text(Kind):
-    """A string that matches `pattern`, which `what` describes."""
+    """A string that matches `pattern`, which `what` describes.
+
+    Attributes:
+        secret: no error shows it.
+    """
 
     what: str = "text"
     pattern: str = r"[^\0]*"
     metavar: str = "TEXT"
+    secret: bool = False
 
     def checked(self, value: object) -> str:
         if not isinstance(value, str) or not re.fullmatch(self.pattern, value, re.DOTALL):
-            raise bad_value(self.what, value)
+            raise ValueError(f"must be {self.what}") if self.secret else bad_value(self.what, value)
         return value
 
 

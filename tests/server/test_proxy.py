@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -519,6 +520,36 @@ def test_without_its_help_the_other_one_computes_the_prompt(answer: Callable[...
         assert made.proxy.prefills == 0
 
 
+@pytest.mark.parametrize(
+    ("roles", "missing"),
+    [
+        (("prefill", "both"), "decode"),
+        (("decode", "both"), "prefill"),
+        (("prefill", "decode"), ""),
+        (("both", "both"), ""),
+    ],
+)
+def test_roles_that_do_not_fit_are_told_once(
+    roles: tuple[str, str],
+    missing: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(proxy, "HEALTH_SECONDS", 0.01)
+    asked = Counter[str]()
+
+    @dataclass
+    class Asked(Backend):
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            asked[self.name] += 1
+            await super().__call__(scope, receive, send)
+
+    with site(*(Asked(name, role=role) for name, role in zip("ab", roles, strict=True))):
+        until(lambda: min(asked.values()) > 5)
+    told = [each.getMessage() for each in caplog.records if "roles" in each.getMessage()]
+    assert len(told) == bool(missing) and all(f"no server has --role {missing}" in t for t in told)
+
+
 def test_a_client_that_leaves_while_its_prompt_is_computed_ends_that():
     async def waits(backend: Backend, scope: Scope, body: bytes, send: Send) -> None:
         await asyncio.sleep(3)
@@ -607,7 +638,8 @@ def giving(told: bytes, *, stream: bool) -> Any:
 def taking(status: int) -> Any:
     async def answer(backend: Backend, scope: Scope, body: bytes, send: Send) -> None:
         assert header_of(scope, RESUMED_HEADER) is not None
-        await respond(send, status, b"rest", EVENTS)
+        error = b'{"error": {"message": "another kv_token"}}'
+        await respond(send, status, b"rest" if status == 200 else error, EVENTS)
 
     return answer
 
@@ -615,7 +647,7 @@ def taking(status: int) -> Any:
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(("status", "rest"), [(200, b"rest"), (409, b"back"), (503, b"back")])
 def test_an_answer_goes_on_at_another_server_or_comes_back(
-    status: int, rest: bytes, stream: bool
+    status: int, rest: bytes, stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = Backend("a", giving(b"ticket", stream=stream))
     with site(first, Backend("b", taking(status))) as made:
@@ -635,6 +667,10 @@ def test_an_answer_goes_on_at_another_server_or_comes_back(
         assert taken[0][1] == first.requests[0][1]
         assert made.proxy.moves == 1
         until(lambda: not any(one.unfinished for one in made.proxy.upstreams))
+        url = made.servers[1].url
+    told = [each.getMessage() for each in caplog.records if "does not go on" in each.getMessage()]
+    assert len(told) == (status != 200)
+    assert all(url in each and "another kv_token" in each for each in told)
 
 
 def test_clients_cannot_say_that_a_request_moves() -> None:

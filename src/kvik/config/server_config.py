@@ -84,7 +84,7 @@ class ServerConfig:
     )
     kv_token: str | None = option(
         None,
-        Text("a secret of 16 characters or more", r"[!-~]{16,512}", "SECRET"),
+        Text("a secret of 16 to 512 printable characters", r"[!-~]{16,512}", "SECRET", secret=True),
         "what servers that share prompts or requests prove to each other that they know; the same "
         "on all of them",
     )

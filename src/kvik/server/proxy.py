@@ -179,12 +179,14 @@ class Upstream:
     Attributes:
         reason: why it gets nothing; "" if it may.
         role: as it says itself; see `EngineConfig`.
+        refusal: why it last did not go on with a request of another one.
         requests, errors: sent to it, and of these lost.
     """
 
     url: str
     reason: str = "it was not asked yet"
     role: str = "both"
+    refusal: str = ""
     unfinished: int = 0
     requests: int = 0
     errors: int = 0
@@ -230,6 +232,7 @@ class Proxy:
         self._router = ReplicaRouter(urls, PIECE, ROWS, LIFETIME)
         self._session: aiohttp.ClientSession | None = None
         self._watching: list[asyncio.Task[None]] = []
+        self._misfit = ""  # of roles, as was told
 
     async def start(self) -> None:
         """Begin to watch the servers; returns when each was asked once.
@@ -266,6 +269,7 @@ class Proxy:
         for one in self.upstreams:
             if not one.healthy:
                 log.warning("%s gets no requests yet: %s", one.url, one.reason)
+        self._check_roles()
         loop = asyncio.get_running_loop()
         self._watching = [loop.create_task(self._watch(i)) for i in range(len(self.upstreams))]
 
@@ -336,6 +340,13 @@ class Proxy:
         self.upstreams[number].errors += 1
         self._set(number, why)
 
+    def refused(self, number: int, why: str) -> None:
+        """A server does not go on with a request that another one began."""
+        one = self.upstreams[number]
+        if one.refusal != why:
+            log.warning("%s does not go on with what other servers began: %s", one.url, why)
+        one.refusal = why
+
     def unavailable(self) -> Response:
         """Return the answer when there is no server to ask."""
         message = f"no server is there to answer: {self._reasons()}"
@@ -361,6 +372,20 @@ class Proxy:
         while True:
             await asyncio.sleep(HEALTH_SECONDS)
             await self._look(number)
+            self._check_roles()
+
+    def _check_roles(self) -> None:
+        """Tell once if the roles of the servers do not fit each other."""
+        if not all(one.healthy for one in self.upstreams):
+            return
+        roles, told = {one.role for one in self.upstreams}, ""
+        if "prefill" in roles and "decode" not in roles:
+            told = "no server has --role decode, so those with --role prefill help no other one"
+        elif "decode" in roles and "prefill" not in roles:
+            told = "no server has --role prefill, so those with --role decode compute all prompts"
+        if told and told != self._misfit:
+            log.warning("roles do not fit: %s; start one, or leave out --role", told)
+        self._misfit = told
 
     async def _look(self, number: int) -> bool:
         """Ask a server how it is. Returns whether it answered."""
@@ -718,6 +743,8 @@ class _Passing:
                     await self._go_on(choice, answer, request, told.removesuffix(MOVED_END))
                     return b""
                 if resumed is not None and answer.status != 200:
+                    error = await answer.content.read(MAX_PREFILLED)
+                    proxy.refused(choice.replica, _refusal(answer.status, error))
                     return None
                 if answer.status in RETRIED and again:
                     return None
@@ -790,6 +817,15 @@ def _role(body: bytes) -> str:
         if role in ("prefill", "decode"):
             return str(role)
     return "both"
+
+
+def _refusal(status: int, body: bytes) -> str:
+    """Return why a server refuses a request, by the error that is its answer."""
+    with suppress(msgspec.DecodeError, AttributeError):
+        message = msgspec.json.decode(body).get("error", {}).get("message")
+        if isinstance(message, str):
+            return message[:200]
+    return f"status {status}"
 
 
 def _why(status: int, body: bytes) -> str:
