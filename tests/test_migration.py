@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import signal
 import threading
-from contextlib import ExitStack
-from http.client import HTTPConnection
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.http_server import ask, until
-from helpers.server_process import ServerProcess, server_process
+from helpers.optional_native import needs_native
+from helpers.server_process import ServerProcess, children, server_process
 from test_prefill_decode import moves, route
 
 pytestmark = pytest.mark.full
@@ -38,6 +44,14 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": ("/v1/chat/completions", {**CHAT, "temperature": 0}),
     "message": ("/v1/messages", {**CHAT, "temperature": 0}),
     "native": ("/v1/generate", {"prompt": "A bear", "temperature": 0, "ignore_eos": True}),
+    "scored": ("/v1/completions", {"temperature": 0, "logprobs": 2}),
+    "several": ("/v1/completions", {"temperature": 1.0, "seed": 7, "n": 3}),
+    # Some of these have ended when the others move.
+    "ends": ("/v1/completions", {"temperature": 1.0, "seed": 8, "n": 4, "stop": ["the", "."]}),
+    "scored chat": (
+        "/v1/chat/completions",
+        {**CHAT, "temperature": 1.0, "seed": 9, "n": 2, "logprobs": True, "top_logprobs": 1},
+    ),
 }
 
 
@@ -86,8 +100,11 @@ class Client(threading.Thread):
             elif not self.stream:
                 self.events.append(json.loads(answer.read()))
             else:
-                for line in answer:
-                    self._take(line)
+                rest = b""
+                while part := answer.read1(1 << 16):  # which tells of an answer that breaks off
+                    *lines, rest = (rest + part).split(b"\n")
+                    for line in lines:
+                        self._take(line)
         except Exception as error:
             self.error = repr(error)
         finally:
@@ -97,20 +114,32 @@ class Client(threading.Thread):
         assert b"kvik-moved" not in line
         if line.startswith(b"data: {"):
             self.events.append(json.loads(line[6:]))
+            self.error += str(self.events[-1].get("error", ""))
             if len(self.events) > 2:
                 self.begun.set()
 
     @property
-    def text(self) -> str:
-        """All text of a stream, whatever the API; what is not text is left out."""
-        found = []
+    def outputs(self) -> dict[int, Any]:
+        """Of a stream, by choice: all text, log probabilities, and how it ended; whatever the
+        API."""
+        found: dict[int, Any] = {}
         for event in self.events:
             for one in [event, *event.get("choices", [])]:
+                output = found.setdefault(
+                    one.get("index", 0), {"text": "", "scores": [], "end": []}
+                )
                 delta = one.get("delta")
                 if isinstance(delta, dict):
-                    found.append(delta.get("content") or delta.get("text") or "")
-                found.append(one.get("text") or "")
-        return "".join(found)
+                    output["text"] += delta.get("content") or delta.get("text") or ""
+                output["text"] += one.get("text") or ""
+                scores = one.get("logprobs") or {}
+                if "content" in scores:
+                    output["scores"] += scores["content"]
+                elif scores:
+                    columns = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+                    output["scores"] += zip(*(scores[name] for name in columns), strict=True)
+                output["end"] += [one["finish_reason"]] if one.get("finish_reason") else []
+        return found
 
     @property
     def answer(self) -> Any:
@@ -119,8 +148,19 @@ class Client(threading.Thread):
             return [without_ids(event) for event in self.events], self.error
         ids = {event["id"] for event in self.events if "id" in event}
         last = [without_ids(event.get("usage")) for event in self.events if event.get("usage")]
-        reasons = [c.get("finish_reason") for e in self.events for c in e.get("choices", [])]
-        return self.text, len(ids) <= 1, last[-1:], [r for r in reasons if r], self.error
+        return self.outputs, len(ids) <= 1, last[-1:], self.error
+
+    def is_right(self, other: Client) -> bool:
+        """Whether it has all of the answer that another one has whole, or an error, and nothing
+        else."""
+        if not self.error:
+            return bool(self.answer == other.answer)
+        whole = other.outputs if self.stream else {}
+        return all(
+            whole[index]["text"].startswith(output["text"])
+            for index, output in (self.outputs.items() if self.stream else ())
+            if index in whole
+        )
 
 
 def asked(front: Any, *, stream: bool) -> list[Client]:
@@ -140,27 +180,137 @@ def running(server: ServerProcess) -> int:
     return int(moves(server)["num_running"])
 
 
-@pytest.mark.parametrize(("tier", "stream"), [(TIER, True), (TIER, False), ((), True)])
+TWO = ("--threads", "2", "--tensor-parallel-size", "2")
+
+
+@contextmanager
+def held_up(server: ServerProcess) -> Iterator[None]:
+    """Let the engine of a server take no step."""
+    pid = server.engine_pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def total(server: Any, name: str) -> int:
+    """A counter of a proxy or a server."""
+    text = ask(server, "GET", "/metrics").body.decode()
+    (found,) = re.findall(rf"^{name} (\d+)(?:\.0)?$", text, re.MULTILINE)
+    return int(found)
+
+
+def ended(server: ServerProcess) -> dict[str, int]:
+    """How many requests have ended, by how."""
+    text = server.get("/metrics")[1].decode()
+    found = re.findall(
+        r'^kvik:request_success_total\{finished_reason="(\w+)".*\} (\S+)$', text, re.MULTILINE
+    )
+    return {reason: int(float(count)) for reason, count in found if float(count)}
+
+
+@pytest.mark.parametrize(
+    ("tier", "stream", "sizes"),
+    [
+        (TIER, True, ((), ())),
+        (TIER, False, ((), ())),
+        ((), True, ((), ())),
+        pytest.param(TIER, True, (TWO, ()), marks=needs_native),
+        pytest.param(TIER, False, ((), TWO), marks=needs_native),
+    ],
+)
 def test_what_a_server_runs_that_stops_goes_on_at_another_one(
-    tier: tuple[str, ...], stream: bool, monkeypatch: pytest.MonkeyPatch
+    tier: tuple[str, ...],
+    stream: bool,
+    sizes: tuple[tuple[str, ...], tuple[str, ...]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("KVIK_KV_TOKEN", "a-secret-of-this-test")
     with ExitStack() as stack:
-        first, second = (stack.enter_context(server_process(*COMMON, *tier)) for _ in range(2))
+        first, second = (
+            stack.enter_context(server_process(*COMMON, *tier, *size)) for size in sizes
+        )
         right = answers(asked(second, stream=stream))
         assert not [a for a in right if a[-1]]
-        before = moves(second)
+        before, done = moves(second), ended(second)
         front = stack.enter_context(route(first, second))
         clients = asked(front, stream=stream)
         until(lambda: running(first))
         if stream:
             assert all(client.begun.wait(60) for client in clients)
-        first.process.send_signal(signal.SIGTERM)
+        with held_up(first):  # so that it has not ended all of them before it hears of its end
+            counts = ended(first)
+            first.process.send_signal(signal.SIGTERM)
+        while first.process.poll() is None:
+            with suppress(OSError, HTTPException):
+                counts = ended(first)
         assert first.process.wait(60) == 0
         assert answers(clients) == right
-        state = ask(front, "GET", "/metrics").body.decode()
-        (moved,) = re.findall(r"^kvik_route_moves_total (\d+)$", state, re.MULTILINE)
-        assert 0 < int(moved) <= len(KINDS)
+        moved = total(front, "kvik_route_moves_total")
+        assert 0 < moved <= len(KINDS)
+        # Each has ended once, whatever server it was on.
+        assert counts.get("moved", 0) <= moved and not counts.keys() - {"stop", "length", "moved"}
+        new = Counter(ended(second)) - Counter(done)
+        assert new.keys() <= {"stop", "length"} and moved <= new.total() <= len(KINDS)
         if tier:
             loaded = (each["moves"]["totals"]["loaded_tokens"] for each in (before, moves(second)))
             assert next(loaded) < next(loaded)
+
+
+@pytest.mark.parametrize(
+    ("victim", "seconds", "stream"),
+    [
+        ("gives", 0.0, True),
+        ("gives", 0.03, False),
+        ("takes", 0.0, False),
+        ("takes", 0.03, True),
+    ],
+)
+def test_of_a_server_that_is_killed_while_requests_move_each_ends_once(
+    victim: str, seconds: float, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVIK_KV_TOKEN", "a-secret-of-this-test")
+    shm = set(os.listdir("/dev/shm"))
+    with ExitStack() as stack:
+        gives, takes = (
+            stack.enter_context(
+                server_process(*COMMON, *TIER, exit_code=-signal.SIGKILL if victim == which else 0)
+            )
+            for which in ("gives", "takes")
+        )
+        killed, other = (gives, takes) if victim == "gives" else (takes, gives)
+        right = asked(takes, stream=stream)
+        answers(right)
+        front = stack.enter_context(route(gives, takes))
+        clients = asked(front, stream=stream)
+        until(lambda: running(gives))
+        if stream:
+            assert all(client.begun.wait(60) for client in clients)
+        pids = [killed.process.pid, *children(killed.process.pid)]
+        with held_up(gives):
+            gives.process.send_signal(signal.SIGTERM)
+        until(lambda: total(front, "kvik_route_moves_total"))
+        time.sleep(seconds)
+        killed.process.kill()
+        answers(clients)
+        wrong = [c.path for c, r in zip(clients, right, strict=True) if not c.is_right(r)]
+        assert not wrong
+        if victim == "takes":  # what is given back runs to its end
+            assert gives.process.wait(60) == 0
+        else:
+            assert {c.error for c in asked(front, stream=stream) if not c.join()} == {""}
+            until(lambda: not moves(other)["num_running"] and not moves(other)["kv_usage"])
+            assert moves(other)["num_waiting"] == 0 and moves(other)["moves"]["leases"] == 0
+        state = ask(front, "GET", "/replicas").json["replicas"]
+        assert not any(one["unfinished"] for one in state)
+        until(lambda: not any(is_alive(pid) for pid in pids))
+    assert set(os.listdir("/dev/shm")) <= shm
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that nobody has waited for does not."""
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers.faulty_line import Fault, FaultyLine
+from helpers.http_server import until
 from helpers.matrix import OBJECT
 from helpers.optional_native import needs_native
 
@@ -104,11 +105,7 @@ def test_the_decoder_computes_less_than_a_block_and_answers_with_the_same_bits(
     assert computed(decoder) == len(PROMPT) - 192
     (peer,) = decoder.stats().moves.tiers
     assert (peer.name, peer.loaded, peer.failed) == ("peer", 12, 0)
-    until = time.monotonic() + 60
-    while prefiller.core.scheduler.moves.leases:  # the decoder has ended it
-        assert time.monotonic() < until
-        time.sleep(0.02)
-        run(prefiller, EngineRequest("another", [1, 2, 3], GREEDY.with_changes(max_tokens=1)))
+    until(lambda: no_leases(prefiller))  # the decoder has ended it
 
 
 def test_a_lease_that_nobody_renews_ends_and_its_pages_make_room(
@@ -116,11 +113,7 @@ def test_a_lease_that_nobody_renews_ends_and_its_pages_make_room(
 ) -> None:
     monkeypatch.setattr(peer_tier, "LEASE_SECONDS", 0.1)
     source = prefill(prefiller, "expires")
-    until = time.monotonic() + 60
-    while prefiller.core.scheduler.moves.leases:
-        assert time.monotonic() < until
-        time.sleep(0.05)
-        run(prefiller, EngineRequest("another", [1, 2, 3], GREEDY.with_changes(max_tokens=1)))
+    until(lambda: no_leases(prefiller))
     assert not prefiller.core.scheduler.moves.index.tiers["memory"].busy
     deltas = run(decoder, EngineRequest("expires", PROMPT, GREEDY, source=source))
     assert answer(deltas) == alone
@@ -215,7 +208,7 @@ def test_any_number_of_processes_has_the_pages_of_any_other(
 
 
 def resumed(request: EngineRequest, handover: Handover) -> EngineRequest:
-    return replace(request, source=handover.source, resumed=handover)
+    return replace(request, resumed=(handover,))
 
 
 @pytest.mark.parametrize("steps", [1, 5])
@@ -253,6 +246,58 @@ def test_a_request_goes_on_in_another_engine_with_the_same_bits(
     assert answer(first) + answer(then) == answer(right)
     assert then[-1].finish_reason is right[-1].finish_reason
     assert then[-1].report.num_output_tokens == len(tokens_of(right))
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+def test_siblings_go_on_by_themselves_with_the_same_bits(
+    prefiller: EngineLoop, decoder: EngineLoop, steps: int
+) -> None:
+    drawn = GREEDY.with_changes(temperature=1.0, seed=3, max_tokens=9, n=3)
+    request = EngineRequest(f"siblings {steps}", PROMPT, drawn)
+
+    def run_all(loop: EngineLoop, ends: int) -> list[RequestDelta]:
+        found: list[RequestDelta] = []
+        while sum(delta.finish_reason is not None for delta in found) < ends:
+            found += loop.step()
+        return found
+
+    prefiller.add(request)
+    first: list[RequestDelta] = []
+    while any(len(of(first, index)) < steps for index in range(3)):
+        first += prefiller.step()
+    prefiller.end(request.request_id, 1)
+    first += run_all(prefiller, 1)
+    prefiller.hand_over(request.request_id)
+    last = run_all(prefiller, 2)
+    settle(prefiller)
+    handovers = tuple(delta.handed for delta in last)
+    assert [one.index for one in handovers] == [0, 2]
+    assert len({one.source.lease for one in handovers}) == 2
+    assert not prefiller.core.has_requests and prefiller.core.scheduler.kv.usage == 0
+    decoder.add(replace(request, resumed=handovers))
+    then = run_all(decoder, 2)
+    assert computed(decoder) <= 2
+    alone = engine("both")
+    try:
+        alone.add(request)
+        right = run_all(alone, 3)
+    finally:
+        alone.close()
+    for index in (0, 2):
+        assert of(first, index) + of(last, index) + of(then, index) == of(right, index)
+    assert not of(then, 1)
+    settle(decoder)
+    until(lambda: no_leases(prefiller))
+
+
+def no_leases(loop: EngineLoop) -> bool:
+    run(loop, EngineRequest("another", [1, 2, 3], GREEDY.with_changes(max_tokens=1)))
+    return not loop.core.scheduler.moves.leases
+
+
+def of(deltas: list[RequestDelta], index: int) -> list[object]:
+    """Tokens and log probabilities of one sibling, to the bit."""
+    return answer([delta for delta in deltas if delta.index == index])
 
 
 def test_a_hand_over_is_replayed(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ async def test_answers_do_not_depend_on_the_replica_nor_on_one_that_is_killed() 
     engine = AsyncLLM(**OPTIONS, data_parallel_size=2)
     both = engine.client
     assert isinstance(both, Replicas)
-    async with engine, asyncio.timeout(120):
+    async with engine, asyncio.timeout(600):
         while not all(client.state is EngineState.READY for client in both.clients):
             await asyncio.sleep(0.01)
         assert await texts(engine, 16, 24) == right
@@ -163,7 +163,7 @@ async def drained(kill: bool) -> tuple[list[str], list[str], list[dict[str, int]
     engine = AsyncLLM(**OPTIONS, data_parallel_size=2, kv_tiers="memory:32MiB")
     both = engine.client
     assert isinstance(both, Replicas)
-    async with engine, asyncio.timeout(120):
+    async with engine, asyncio.timeout(600):
         while not all(client.state is EngineState.READY for client in both.clients):
             await asyncio.sleep(0.01)
         running = asyncio.ensure_future(texts(engine, 12, 120))

@@ -98,6 +98,7 @@ def test_every_request_ends_under_random_load(policy: str, depth: int) -> None:
         preemptions += sim.scheduler.counters.preemptions
         pinned += sum(d.report.num_pinned_tokens for d in ended if d.report is not None)
         vectors += sum(d.embedding is not None for d in ended)
-    assert reasons == set(FinishReason)  # the runs reach what they are meant to reach
+    # The runs reach what they are meant to reach; there is no other engine to move to.
+    assert reasons == set(FinishReason) - {FinishReason.MOVED}
     assert pinned and vectors
     assert preemptions or policy in ("static", "dynamic")

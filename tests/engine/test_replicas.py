@@ -256,11 +256,11 @@ async def test_a_draining_replica_gets_nothing_new():
         assert raised.value.field == "replica"
 
 
-def handed(name: str, *new: int) -> RequestDelta:
-    """The last delta of a request that goes on elsewhere; `new`: what it made last."""
+def handed(name: str, *new: int, index: int = 0) -> RequestDelta:
+    """The last delta of an output that goes on elsewhere; `new`: what it made last."""
     source = PageSource("127.0.0.1", 9000, name, 41)
-    handover = Handover([1, *new], 5, source, REPORT)
-    last = RequestDelta(name, 0, [*new], FinishReason.ABORT, report=REPORT)
+    handover = Handover([1, *new], 5, source, REPORT, index)
+    last = RequestDelta(name, index, [*new], FinishReason.MOVED, report=REPORT)
     return replace(last, handed=handover)
 
 
@@ -280,8 +280,9 @@ async def test_what_a_draining_replica_has_goes_on_in_another_one():
         await cluster.settle()
         (added,) = [m for m in cluster.sources[0].heard() if isinstance(m, Add)]
         request = engine_request_of.decode(added.request)
-        assert request.prompt_token_ids == [*PROMPT, 7] and request.source.lease == "a"
-        assert request.resumed.output_token_ids == [1, 2, 3] and request.resumed.seed == 5
+        (resumed,) = request.resumed
+        assert request.prompt_token_ids == [*PROMPT, 7] and resumed.source.lease == "a"
+        assert resumed.output_token_ids == [1, 2, 3] and resumed.seed == 5
         assert not cluster.ends and cluster.all.num_unfinished == 1
         cluster.sources[0].step(token("a"), end("a"))
         await cluster.settle()
@@ -307,6 +308,35 @@ async def test_a_request_that_ends_while_it_is_handed_over_ends_once():
         cluster.all.drain_replica(1, drain=False)
         await cluster.settle()
         assert cluster.added()[1] == ["b"]
+
+
+async def test_siblings_go_on_together_but_for_those_that_have_ended_or_end():
+    async with Cluster(2) as cluster:
+        cluster.holds(1, PROMPT)
+        cluster.holds(0, [9] * 4)
+        await cluster.settle()
+        cluster.all.add(engine_request("a", [*PROMPT, 7], n=4))
+        first, second = cluster.sources[1], cluster.sources[0]
+        first.step(*(token("a", index) for index in range(4)))
+        first.step(end("a", index=1))
+        await cluster.settle()
+        cluster.all.drain_replica(1, drain=True)
+        cluster.all.end("a", 2, FinishReason.STOP)  # which it did not hear in time
+        first.step(handed("a", 2), handed("a", 3, index=2))
+        await cluster.settle()
+        assert not cluster.added()[0]  # one is missing
+        first.step(handed("a", 4, index=3))
+        await cluster.settle()
+        (added,) = [m for m in second.heard() if isinstance(m, Add)]
+        resumed = engine_request_of.decode(added.request).resumed
+        assert [(one.index, one.output_token_ids) for one in resumed] == [(0, [1, 2]), (3, [1, 4])]
+        second.step(token("a"), token("a", 3), end("a"), end("a", index=3))
+        await cluster.settle()
+        assert cluster.all.num_unfinished == 0
+        ends = {d.index: d.finish_reason for d in cluster.deltas if d.finish_reason is not None}
+        assert ends.pop(2) is FinishReason.STOP
+        assert ends == dict.fromkeys((0, 1, 3), FinishReason.LENGTH)
+        assert len(cluster.ends) == 4
 
 
 async def test_where_there_is_no_other_replica_requests_end_where_they_are():

@@ -15,6 +15,7 @@ from helpers.served_columns import (
     serve_by_peers,
     serve_by_replicas,
     serve_here,
+    serve_moved,
     serve_over_the_wire,
     serve_recorded,
 )
@@ -40,7 +41,7 @@ class Column:
     alone: one request at a time.
     siblings: n > 1; every sibling of a greedy request must agree.
     way: by `LLM`, or as servers do: "requests" in this thread, over the "wire",
-        by two "replicas", by two "peers", or "recorded".
+        by two "replicas", by two "peers", "moved" from one to another, or "recorded".
     tenants: who share the engine, and pinned: whether they pin their prompts; not by `LLM`.
     in_flight: steps at a time, though a CPU computes one after the other.
     must: what the last round must have shown, so that no column passes without its feature.
@@ -154,10 +155,12 @@ LATENT_COLUMNS = [
 ]
 
 PEERS = Column("roles", way="peers", must="fetched")
+MOVED = Column("moved", way="moved", must="fetched", siblings=2)
 REPLICA = Column("replica", rounds=2, way="replicas", tenants=2, must="hits")
 SERVED = [
     REPLICA,
     PEERS,
+    MOVED,
     Column("wire", way="wire"),
     Column("wire, preemption", SQUEEZED, way="wire", must="preemptions"),
     Column("tenants", {"max_num_seqs": 3}, way="requests", tenants=3),
@@ -363,7 +366,7 @@ def run_column(
         assert stats.moves.totals.loaded_tokens
     if column.must == "fetched":
         (peer,) = stats.moves.tiers
-        assert peer.loaded and not peer.failed
+        assert peer.loaded and not peer.failed, peer
     if column.must == "swaps":
         assert stats.moves.totals.swapped_in and stats.moves.totals.swapped_out
     if column.must in ("preemptions", "swaps"):
@@ -391,6 +394,8 @@ def _serve(
         found, stats = serve_by_replicas(config, rounds)
     elif column.way == "peers":
         found, stats = serve_by_peers(config, rounds)
+    elif column.way == "moved":
+        found, stats = serve_moved(config, rounds)
     elif column.way == "wire":
         found, stats = serve_over_the_wire(config, rounds)
     elif column.way == "recorded":
@@ -435,7 +440,9 @@ FORMATS = {
     "KV in int4": {"dtype": "bfloat16", "quantization": "int4", "kv_cache_dtype": "int4"},
 }
 # Policies only reorder.
-BITS = [c for c in [*COLUMNS, REPLICA, PEERS, ALL_OF_IT] if c.native and "policy" not in c.config]
+BITS = [
+    c for c in [*COLUMNS, REPLICA, PEERS, MOVED, ALL_OF_IT] if c.native and "policy" not in c.config
+]
 
 
 def params_with_logprobs(siblings: int = 1) -> list[SamplingParams]:

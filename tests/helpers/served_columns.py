@@ -17,8 +17,8 @@ from kvik.config.config import EngineConfig
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.structured import Constraint
-from kvik.core.types import EngineRequest, PageSource, Pin, RequestDelta
-from kvik.engine.loop import Engine, Executor, InprocClient
+from kvik.core.types import EngineRequest, Handover, PageSource, Pin, RequestDelta
+from kvik.engine.loop import Engine, EngineLoop, Executor, InprocClient
 from kvik.engine.output import OutputProcessor, RequestOutput
 from kvik.engine.recorder import RecordReader, open_recording
 from kvik.engine.replicas import Replicas
@@ -129,15 +129,7 @@ async def _by_replicas(engines: Sequence[Engine], rounds: Rounds) -> Served:
 
 def serve_by_peers(config: EngineConfig, rounds: Rounds) -> Served:
     """Prompts by one engine, all else by another one that fetches their pages."""
-    token = b"of these two"
-    lends = replace(config, role="prefill", kv_tiers="memory:64MiB")
-    prefill = load_loop(resolve_config(lends), token=token)
-    try:
-        decode = load_loop(resolve_config(replace(config, role="decode")), token=token)
-    except BaseException:
-        prefill.close()
-        raise
-    clients = [InprocClient(loop, time.sleep) for loop in (prefill, decode)]
+    clients = [InprocClient(loop, time.sleep) for loop in _lender_and_borrower(config)]
     outputs = OutputProcessor(None)
     found: dict[str, RequestOutput] = {}
     try:
@@ -159,6 +151,61 @@ def serve_by_peers(config: EngineConfig, rounds: Rounds) -> Served:
     finally:
         for client in clients:
             client.close()
+
+
+def serve_moved(config: EngineConfig, rounds: Rounds) -> Served:
+    """By one engine until all have begun, then by another one that fetches their pages."""
+    loops = _lender_and_borrower(config)
+    clients = [InprocClient(loop, time.sleep) for loop in loops]
+    outputs = OutputProcessor(None)
+    found: dict[str, RequestOutput] = {}
+    handed: dict[str, list[Handover]] = {}
+
+    def take(deltas: list[RequestDelta]) -> set[tuple[str, int]]:
+        """Returns whose tokens came."""
+        for delta in deltas:
+            if delta.handed is not None:
+                handed.setdefault(delta.request_id, []).append(delta.handed)
+                delta.finish_reason = None
+        processed = outputs.process(deltas)
+        found.update({output.request_id: output for output in processed.finished})
+        return {(delta.request_id, delta.index) for delta in deltas if delta.token_ids}
+
+    try:
+        for batch in rounds:
+            begun = set[tuple[str, int]]()
+            for request in batch:
+                outputs.add(request, None, streaming=False)
+                clients[0].add(request)
+            while len(begun) < sum(request.params.n for request in batch):
+                begun |= take(clients[0].poll())
+            while clients[0].has_requests:
+                for request in batch:
+                    loops[0].hand_over(request.request_id)
+                take(clients[0].poll())
+            for request in batch:
+                if request.request_id not in found:
+                    resumed = tuple(handed[request.request_id])
+                    clients[1].add(replace(request, resumed=resumed))
+            while clients[1].has_requests:
+                take(clients[1].poll())
+        assert handed
+        return [found[request.request_id] for request in rounds[-1]], clients[1].stats()
+    finally:
+        for client in clients:
+            client.close()
+
+
+def _lender_and_borrower(config: EngineConfig) -> tuple[EngineLoop, EngineLoop]:
+    """Two engines, of which the second fetches pages of the first."""
+    token = b"of these two"
+    lends = replace(config, role="prefill", kv_tiers="memory:64MiB")
+    lender = load_loop(resolve_config(lends), token=token)
+    try:
+        return lender, load_loop(resolve_config(replace(config, role="decode")), token=token)
+    except BaseException:
+        lender.close()
+        raise
 
 
 def _by_steps(engine: Engine, rounds: Rounds) -> Served:

@@ -74,7 +74,7 @@ class ServerProcess:
         rows = re.findall(r'^kvik:(\w+)\{model_name="[^"]*"\} (\S+)$', text.decode(), re.MULTILINE)
         return {name: float(value) for name, value in rows}
 
-    def wait_ready(self, seconds: float = 120.0) -> None:
+    def wait_ready(self, seconds: float = 600.0) -> None:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             assert self.process.poll() is None, "it ended"

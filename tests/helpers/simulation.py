@@ -237,7 +237,8 @@ class Simulation:
 
     def hand_over(self, request: Request, to: Simulation | None = None) -> Request | None:
         """Let another engine go on with a request, or this one again. None: it goes on here."""
-        self.scheduler.hand_over(request, self.now)
+        if self.scheduler.may_hand_over(request):
+            self.scheduler.hand_over(request, self.now)
         self.check()
         ended = self.scheduler.take_ended()
         self._note([delta for delta in ended if delta.handed is None])

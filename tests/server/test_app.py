@@ -13,10 +13,17 @@ from helpers.edge import KEY, edge_server
 from helpers.http_server import HttpServer, ask, raw
 from helpers.raw_http import read_all
 
-from kvik.core.types import RequestReport
+from kvik.core.types import Handover, RequestReport
+from kvik.engine.output import OutputSoFar
 from kvik.server.app import AppConfig
 from kvik.server.server import Drain
-from kvik.server.transfer import MOVES_HEADER, RESUMED_HEADER, Resumption, make_resumption
+from kvik.server.transfer import (
+    MOVES_HEADER,
+    RESUMED_HEADER,
+    MovedOutput,
+    Resumption,
+    make_resumption,
+)
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +220,8 @@ def test_a_server_that_stops_takes_no_new_work(server: HttpServer, drain: Drain)
 def test_a_server_that_stops_takes_back_what_it_gave_away() -> None:
     """And no request that only says so: what it has of it is signed."""
     report = RequestReport(90.0, 95.0, None, 100.0, 16, 1)
-    told = Resumption("gen-1", 1, b"", None, b"", 7, None, report, False, 0)
+    output = MovedOutput.of(0, OutputSoFar([], [], False), Handover([], 7, None, report), 100.0, 0)
+    told = Resumption("gen-1", 1, b"", None, False, [output])
     drain, token = Drain(), b"a secret of servers"
     signed, foreign = (make_resumption(told, each) for each in (token, b"another secret"))
     edge = AppConfig("127.0.0.1", kv_token=token)

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import random
+from array import array
+
 import pytest
 
-from kvik.core.types import Handover, PageSource, RequestReport
+from kvik.core.types import (
+    NEVER,
+    FinishReason,
+    Handover,
+    PageSource,
+    RequestDelta,
+    RequestReport,
+    TokenLogprobs,
+)
+from kvik.engine.output import OutputSoFar
 from kvik.server.errors import HttpError
 from kvik.server.transfer import (
     ALONE,
@@ -14,9 +26,11 @@ from kvik.server.transfer import (
     PREFILL_HEADER,
     RESUMED_HEADER,
     SOURCE_HEADER,
+    MovedOutput,
     Resumption,
     make_resumption,
     make_ticket,
+    moved_size,
     prompt_digest,
     read_ticket,
     transfer_of,
@@ -61,31 +75,87 @@ def test_only_a_prefill_server_computes_prompts_for_others(role: str) -> None:
     assert transfer_of({PREFILL_HEADER: "1"}, "prefill", TOKEN).lends
 
 
-def resumption(tokens: list[int]) -> Resumption:
-    report = RequestReport(90.0, 95.0, None, 100.0, 16, 1)
-    return Resumption.of(
-        Handover(tokens, 1 << 63, SOURCE, report),
-        100.0,
-        name="gen-1",
-        created=7,
-        prompt=[1, 2],
-        max_tokens=None,
-        begun=True,
-        num_sent=len(tokens),
+REPORT = RequestReport(90.0, 95.0, None, 100.0, 16, 1)
+
+
+def scored(tokens: list[int], top: int) -> list[TokenLogprobs]:
+    """Log probabilities of 32 bits, as samplers make them."""
+    draw = random.Random(len(tokens))
+    values = iter(array("f", [-20 * draw.random() for _ in range(len(tokens) * (1 + top))]))
+    return [
+        TokenLogprobs(
+            token,
+            next(values),
+            1 + draw.randrange(5),
+            tuple((draw.randrange(250_000), next(values)) for _ in range(top)),
+        )
+        for token in tokens
+    ]
+
+
+def resumption(*outputs: MovedOutput) -> Resumption:
+    return Resumption("gen-1", 7, prompt_digest([1, 2]), None, True, list(outputs))
+
+
+def moved(
+    tokens: list[int], num_sent: int = 0, top: int | None = None, index: int = 0
+) -> MovedOutput:
+    """An output that goes on."""
+    made = OutputSoFar(tokens, [] if top is None else scored(tokens, top), False)
+    return MovedOutput.of(
+        index, made, Handover(tokens, 1 << 63, SOURCE, REPORT, index), 100.0, num_sent
     )
 
 
-def test_what_another_server_is_told_fits_a_header_and_goes_by_its_own_clock() -> None:
-    tokens = [(i * 7919) % 250_000 for i in range(MAX_MOVED_TOKENS)]
-    header = make_resumption(resumption(tokens), TOKEN)
-    assert len(header) <= MAX_RESUMPTION
+def some_tokens(count: int) -> list[int]:
+    return [(i * 7919) % 250_000 for i in range(count)]
+
+
+def test_what_another_server_is_told_goes_by_its_own_clock() -> None:
+    tokens = some_tokens(50)
+    header = make_resumption(resumption(moved(tokens, NEVER)), TOKEN)
     told = transfer_of({RESUMED_HEADER: header, MOVES_HEADER: "1"}, "both", TOKEN)
     assert told.moves and told.resumed is not None
-    handover = told.resumed.handover(1000.0)
+    (handover,) = told.resumed.handovers(1000.0)
     assert handover.output_token_ids == tokens and handover.source == SOURCE
     report = handover.report
     assert (report.arrival, report.first_scheduled, report.first_token) == (990.0, 995.0, None)
     assert told.resumed.prompt == prompt_digest([1, 2]) != prompt_digest([1, 3])
+
+
+@pytest.mark.parametrize(("n", "top"), [(1, None), (1, 0), (1, 20), (16, None), (16, 5), (64, 0)])
+def test_as_much_as_is_moved_fits_a_header(n: int, top: int | None) -> None:
+    each = next(c for c in range(9000, 0, -1) if moved_size(n, n * c, top) <= MAX_MOVED_TOKENS)
+    outputs = [moved(some_tokens(each), 0, top, i) for i in range(n)]
+    assert len(make_resumption(resumption(*outputs), TOKEN)) <= MAX_RESUMPTION
+
+
+@pytest.mark.parametrize("top", [None, 0, 3])
+@pytest.mark.parametrize("num_sent", [0, 4, 9, NEVER])
+def test_the_deltas_of_an_output_come_again(num_sent: int, top: int | None) -> None:
+    tokens = list(range(9))
+    known, lacking = moved(tokens, num_sent, top).deltas("gen-1", 0.0)
+    assert [t for d in known for t in d.token_ids] == tokens[:num_sent]
+    assert [t for d in lacking for t in d.token_ids] == tokens[num_sent:]
+    shown = [one for d in lacking for one in d.logprobs or ()]
+    assert shown == ([] if top is None else scored(tokens, top)[num_sent:])
+    assert not any(d.logprobs or d.finish_reason for d in known)
+
+
+@pytest.mark.parametrize("by_text", [False, True])
+@pytest.mark.parametrize(("num_sent", "has_end"), [(0, False), (3, False), (NEVER, True)])
+def test_an_output_that_has_ended_ends_again(num_sent: int, has_end: bool, by_text: bool) -> None:
+    """Its last token comes with its end, but for one that a text has ended."""
+    made = OutputSoFar(list(range(5)), [], by_text)
+    last = RequestDelta("gen-1", 1, [4], FinishReason.STOP, 4, report=REPORT, complete=True)
+    output = MovedOutput.of(1, made, last, 100.0, num_sent)
+    assert resumption(moved([]), output).handovers(0.0) == resumption(moved([])).handovers(0.0)
+    known, lacking = output.deltas("gen-1", 1000.0)
+    assert [t for d in (*known, *lacking) for t in d.token_ids] == list(range(5))
+    end = (known if has_end else lacking)[-1]
+    assert (end.finish_reason, end.stop_reason, end.complete) == (FinishReason.STOP, 4, True)
+    assert end.token_ids == ([] if by_text else [4])
+    assert end.report is not None and end.report.arrival == 990.0
 
 
 @pytest.mark.parametrize(
@@ -93,10 +163,10 @@ def test_what_another_server_is_told_fits_a_header_and_goes_by_its_own_clock() -
     [
         ("", TOKEN),
         ("nothing", TOKEN),
-        (make_resumption(resumption([1]), b"another secret ..."), TOKEN),
-        (make_resumption(resumption([1]), b""), b""),
+        (make_resumption(resumption(moved([1])), b"another secret ..."), TOKEN),
+        (make_resumption(resumption(moved([1])), b""), b""),
         (make_ticket(SOURCE, TOKEN), TOKEN),
-        ("A" + make_resumption(resumption([1]), TOKEN)[1:], TOKEN),
+        ("A" + make_resumption(resumption(moved([1])), TOKEN)[1:], TOKEN),
     ],
 )
 def test_nobody_without_the_secret_lets_a_server_go_on(header: str, token: bytes) -> None:

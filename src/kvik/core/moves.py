@@ -282,15 +282,18 @@ class Moves:
             return None
         before = [root_hash(request.cache_salt), *hashes]
         parents = dict(zip(hashes, before, strict=False))
-        pages = [(key, parents[key[1]]) for key in self._visible(hashes, tokens)]
+        # A prefix is matched up to the end of its last full block, and that sees one block more.
+        seen = self._visible(hashes, full * self.kv.block_size)
+        pages = [(key, parents[key[1]]) for key in seen]
         if rest:
             key = partial_hash(request, full, tokens, self.kv.block_size)
             pages += [((group, key), before[-1]) for group in range(len(self.kv.groups))]
         if not pages:
             return None
-        self._lent.append((request.request_id, pages))
+        name = f"{request.request_id}/{request.index}" if request.index else request.request_id
+        self._lent.append((name, pages))
         self.counters.lent_tokens += tokens
-        return PageSource(*self.address, request.request_id, tokens)
+        return PageSource(*self.address, name, tokens)
 
     def add_to(self, plan: SchedulerOutput) -> None:
         """The plan is complete but for its moves."""

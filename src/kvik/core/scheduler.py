@@ -166,21 +166,25 @@ class Scheduler:
         if not request.finished:
             self._ended.append(self._finish(request, reason, now, [], error=error))
 
+    def may_hand_over(self, request: Request) -> bool:
+        """Return whether no step in flight has a request that has not ended."""
+        pending = request.num_pending_tokens or request.last_step >= self._oldest_step
+        return not (request.finished or pending)
+
     def hand_over(self, request: Request, now: float) -> None:
-        """End a request here that another engine goes on with, its pages lent to that; one that a
-        step in flight has goes on here."""
-        if request.finished or request.num_pending_tokens or request.last_step >= self._oldest_step:
-            return
+        """End a request here that another engine goes on with, its pages lent to that. No step in
+        flight may have it."""
+        assert self.may_hand_over(request)
         source = None
         if request.status is RequestStatus.RUNNING and self.moves is not None:
             self.moves.preempt(request)
             source = self.moves.lend(
                 request, min(request.num_written_tokens, len(request.token_ids))
             )
-        delta = self._finish(request, FinishReason.ABORT, now, [])
+        delta = self._finish(request, FinishReason.MOVED, now, [])
         assert delta.report is not None
         output = list(request.token_ids[request.num_prompt_tokens :])
-        delta.handed = Handover(output, request.seed, source, delta.report)
+        delta.handed = Handover(output, request.seed, source, delta.report, request.index)
         self._ended.append(delta)
 
     def take_ended(self) -> list[RequestDelta]:

@@ -177,6 +177,7 @@ class FinishReason(StrEnum):
     ABORT = "abort"  # the caller went away
     DEADLINE = "deadline"  # the deadline passed
     ERROR = "error"  # per-request code failed; the message says how
+    MOVED = "moved"  # another engine goes on with it
 
 
 # One vector of a prompt: the mean of the hidden states of its tokens, that of the last or of the
@@ -227,7 +228,8 @@ class EngineRequest:
     second_text: int = 0  # where the second text of a pair begins in the prompt; 0: it is one text
     lends: bool = False  # its pages stay for another engine when it has ended
     source: PageSource | None = None  # another engine has pages of it
-    resumed: Handover | None = None  # another engine began with it; n is 1
+    # Another engine began with it: those of the n outputs that have not ended.
+    resumed: tuple[Handover, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,19 +373,21 @@ def failed_request(
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """What another engine needs to know to go on with a request.
+    """What another engine needs to know to go on with one of the n outputs of a request.
 
     Attributes:
         output_token_ids: made and delivered so far.
         seed: that its tokens are drawn with.
         source: of the pages of all that was computed; None: that is computed again.
         report: of it so far.
+        index: which of the outputs it is.
     """
 
     output_token_ids: list[int]
     seed: int
     source: PageSource | None
     report: RequestReport
+    index: int = 0
 
 
 @dataclass(frozen=True, slots=True)

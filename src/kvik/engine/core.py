@@ -168,12 +168,11 @@ class EngineCore:
             CapacityError: it can never fit, or the queue is full.
         """
         self.check(request)
-        params, prompt, resumed = request.params, request.prompt_token_ids, request.resumed
-        self.scheduler.waiting.check_room(params.n, params.n * len(prompt))
-        seed = params.seed if resumed is None else resumed.seed
-        output = [] if resumed is None else resumed.output_token_ids
-        if output:  # they came before it
-            params = params.without_prompt_logprobs()
+        params, prompt = request.params, request.prompt_token_ids
+        begun = {one.index: one for one in request.resumed}
+        indexes = sorted(begun) or range(params.n)
+        self.scheduler.waiting.check_room(len(indexes), len(indexes) * len(prompt))
+        seed = begun[indexes[0]].seed if begun else params.seed
         if seed is None:
             self._num_unseeded += 1
             seed = derive_seed(self.config.seed, self._num_unseeded)
@@ -182,17 +181,23 @@ class EngineCore:
         guesses = guesses and request.pooling is None
         eos = () if params.ignore_eos else self.config.model.eos_token_ids
         siblings: list[Request] = []
-        for index in range(params.n):
+        for index in indexes:
+            resumed = begun.get(index)
+            output = [] if resumed is None else resumed.output_token_ids
+            scored = index == 0 and not output  # the log probabilities of the prompt come first
+            source = None if index else request.source  # siblings share the blocks of the first
+            if resumed is not None:
+                source = resumed.source
             siblings.append(
                 Request(
                     request_id=request.request_id,
                     index=index,
-                    params=params.without_prompt_logprobs() if index else params,
+                    params=params if scored else params.without_prompt_logprobs(),
                     token_ids=self._array([*prompt, *output]) if output else self._array(prompt),
                     num_prompt_tokens=len(prompt),
                     max_length=longest,
                     stop_ids=frozenset(params.stop_token_ids).union(eos),
-                    seed=derive_seed(seed, index),
+                    seed=derive_seed(seed, index) if resumed is None else resumed.seed,
                     arrival=now,
                     priority=request.priority,
                     cache_salt=self.config.cache.salt + request.cache_salt,
@@ -201,14 +206,14 @@ class EngineCore:
                     second_text=request.second_text,
                     tenant=request.tenant,
                     pins=request.pins,
-                    leader=siblings[0] if siblings else None,
+                    leader=siblings[0] if siblings and not begun else None,
                     lends=request.lends and index == 0,
-                    source=None if index else request.source,
+                    source=source,
                     speculation=RequestSpeculation() if guesses else None,
                 )
             )
-        if resumed is not None:
-            _resume(siblings[0], resumed)
+            if resumed is not None:
+                _resume(siblings[-1], resumed)
         for sibling in siblings:
             self.scheduler.add(sibling, now)
             # One by one: should one fail, those before it can still be ended.
@@ -236,11 +241,12 @@ class EngineCore:
                 self.scheduler.end(request, reason, now, error)
 
     def hand_over(self, request_id: str, now: float) -> None:
-        """Let another engine go on with a request, if it has no siblings: its last delta has what
-        that has to know."""
-        siblings = self._requests.get(request_id, [])
-        if len(siblings) == 1 and siblings[0].params.n == 1:
-            self.scheduler.hand_over(siblings[0], now)
+        """Let another engine go on with a request, all of its siblings that have not ended: their
+        last deltas have what that has to know. Nothing happens if a step in flight has one."""
+        siblings = [one for one in self._requests.get(request_id, []) if not one.finished]
+        if all(map(self.scheduler.may_hand_over, siblings)):
+            for sibling in siblings:
+                self.scheduler.hand_over(sibling, now)
 
     def plan(self, now: float) -> SchedulerOutput | None:
         """Return the next step to compute, or None if there is nothing to do now."""

@@ -275,6 +275,20 @@ class _Completion:
     error: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class OutputSoFar:
+    """What a completion has, before its request has ended.
+
+    Attributes:
+        logprobs: of its last tokens, or of none.
+        stopped: a stop string was met.
+    """
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+    stopped: bool
+
+
 @dataclass(slots=True)
 class _Entry:
     request: EngineRequest
@@ -345,6 +359,13 @@ class OutputProcessor:
     def discard(self, request_id: str) -> None:
         """Forget a request that the engine refused, or whose reader is gone."""
         self._entries.pop(request_id, None)
+
+    def so_far(self, request_id: str) -> list[OutputSoFar]:
+        """Return what the completions of a request have that has not ended."""
+        return [
+            OutputSoFar(one.token_ids.to_list(), one.logprobs, one.matched is not None)
+            for one in self._entries[request_id].completions
+        ]
 
     def process(self, deltas: Iterable[RequestDelta]) -> Processed:
         """Turn deltas into text and finished outputs."""

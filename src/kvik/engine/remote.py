@@ -183,7 +183,7 @@ class SentRequest:
         self.request_id = request.request_id
         self.n = request.params.n
         self.deadline = request.deadline
-        self.indexes = set(range(self.n))
+        self.indexes = {one.index for one in request.resumed} or set(range(self.n))
         self.frame = frame
         self.arrival = arrival
         self.sends = 1

@@ -44,8 +44,9 @@ class RoutedRequest(SentRequest):
     Attributes:
         hashes: of the blocks of its prompt.
         replica: number; None: it waits for one that is ready.
-        ending: how the caller ends it, which the replica was told.
+        endings: how the caller ends it, by sibling, which the replica was told.
         leaves: another server goes on with it, not another replica.
+        handed: what a replica gave away of it that drains, until that has given all.
     """
 
     def __init__(self, request: EngineRequest, hashes: list[bytes], arrival: float) -> None:
@@ -53,8 +54,14 @@ class RoutedRequest(SentRequest):
         self.request = request
         self.hashes = hashes
         self.replica: int | None = None
-        self.ending: tuple[FinishReason, str | None] | None = None
+        self.endings: dict[int, tuple[FinishReason, str | None]] = {}
         self.leaves = False
+        self.handed: list[Handover] = []
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether one of its siblings has not ended, and was not asked to."""
+        return not self.endings.keys() >= self.indexes
 
 
 class Replicas:
@@ -178,7 +185,9 @@ class Replicas:
             return
         sent = self._unfinished.get(request_id)
         if sent is not None and sent.replica is not None:
-            sent.ended, sent.ending = True, (reason, error)
+            sent.ended = True
+            for one in sent.indexes if index is None else (index,):
+                sent.endings[one] = reason, error
             self._clients[sent.replica].end(request_id, index, reason, error)
 
     async def stats(self) -> EngineStats:
@@ -223,14 +232,14 @@ class Replicas:
         self._state_changed(replica)
         if drain and self._router.choose((), 0, self._clock()) is not None:  # there is another one
             for request_id, sent in self._unfinished.items():
-                if sent.replica == replica and not sent.ended:
+                if sent.replica == replica and sent.goes_on:
                     self._clients[replica].hand_over(request_id)
         return self._clients[replica].num_unfinished
 
     def hand_over(self, request_id: str) -> None:
         """See `EngineClient.hand_over`."""
         sent = self._unfinished.get(request_id)
-        if sent is not None and sent.replica is not None and not sent.ended:
+        if sent is not None and sent.replica is not None and sent.goes_on:
             sent.leaves = True
             self._clients[sent.replica].hand_over(request_id)
 
@@ -289,7 +298,6 @@ class Replicas:
         now = self._clock()
         given: list[RequestDelta] = []
         lost: dict[str, RoutedRequest] = {}
-        handed: list[tuple[RoutedRequest, Handover]] = []
         for delta in deltas:
             sent = self._unfinished.get(delta.request_id)
             if sent is None or sent.replica != replica or delta.index not in sent.indexes:
@@ -298,7 +306,7 @@ class Replicas:
                 lost[delta.request_id] = sent
                 continue
             if delta.handed is not None and not sent.leaves:
-                handed.append((sent, delta.handed))
+                sent.handed.append(delta.handed)
                 if delta.token_ids or delta.prompt_logprobs:
                     sent.begun = True
                     rest = replace(delta, finish_reason=None, report=None, kept=None, handed=None)
@@ -316,20 +324,31 @@ class Replicas:
         self._give(given)
         for sent in lost.values():
             self._send_again(sent, replica)
-        for sent, handover in handed:
-            self._go_on(sent, handover, replica)
+        for request_id in {delta.request_id: None for delta in deltas}:
+            found = self._unfinished.get(request_id)
+            if found is not None and found.handed and len(found.handed) == len(found.indexes):
+                self._go_on(found, replica)
 
-    def _go_on(self, sent: RoutedRequest, handover: Handover, left: int) -> None:
-        """Let another replica go on with a request."""
-        sent.request = replace(sent.request, source=handover.source, resumed=handover)
-        sent.sends -= 1  # nothing was lost
-        if sent.ending is None and not self._closing:
-            self._send_again(sent, left)
+    def _go_on(self, sent: RoutedRequest, left: int) -> None:
+        """Let another replica go on with a request, all of whose outputs that have not ended were
+        given away."""
+        now, handed = self._clock(), [one for one in sent.handed if one.index not in sent.endings]
+        if self._closing:
+            handed = []
+            sent.endings = dict.fromkeys(
+                sent.indexes, (FinishReason.ERROR, "the engine was closed")
+            )
+        sent.handed = []
+        for index in sent.indexes & sent.endings.keys():
+            sent.indexes.discard(index)
+            self._give(sent.last_deltas({index}, now, *sent.endings[index]))
+        if not sent.indexes:
+            self._unfinished.pop(sent.request_id, None)
+            self._router.ended(sent.request_id, now)
             return
-        self._unfinished.pop(sent.request_id, None)
-        self._router.ended(sent.request_id, self._clock())
-        reason, why = sent.ending or (FinishReason.ERROR, "the engine was closed")
-        self._give(sent.last_deltas(sent.indexes, self._clock(), reason, why))
+        sent.request = replace(sent.request, source=None, resumed=tuple(handed))
+        sent.sends -= 1  # nothing was lost
+        self._send_again(sent, left)
 
     def _send_again(self, sent: RoutedRequest, lost_with: int | None = None) -> None:
         """Send a request of which nothing was delivered once more, or let it wait for a replica."""

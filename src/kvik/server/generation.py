@@ -13,6 +13,7 @@ from typing import Protocol
 
 from kvik.core.sampling_params import NOTHING_ALLOWED, PARAMETERS, SamplingParams
 from kvik.core.types import (
+    NEVER,
     EngineRequest,
     FinishReason,
     Handover,
@@ -21,7 +22,7 @@ from kvik.core.types import (
     PromptUse,
     RequestDelta,
 )
-from kvik.engine.output import OutputProcessor, RequestOutput, TextDelta, merged
+from kvik.engine.output import OutputProcessor, OutputSoFar, RequestOutput, TextDelta, merged
 from kvik.engine.remote import EngineClient, EngineState
 from kvik.errors import GroupLost, KvikError, OverloadError, ParamError, UnavailableError
 from kvik.server.admission import Admission, Degradation, KVUsage, Reservation, pressure
@@ -39,10 +40,12 @@ from kvik.server.texts import Texts
 from kvik.server.transfer import (
     ALONE,
     MAX_MOVED_TOKENS,
+    MovedOutput,
     Resumption,
     Transfer,
     cannot_resume,
     make_resumption,
+    moved_size,
     prompt_digest,
     transfer_of,
 )
@@ -83,7 +86,8 @@ class Observer(Protocol):
         """A request ended. Without output it failed or was aborted.
 
         Args:
-            reason: "stop" or "length" of its first completion; else "abort", "deadline" or "error".
+            reason: "stop" or "length" of its first completion; "moved": another server goes on
+                with it; else "abort", "deadline" or "error".
         """
         ...
 
@@ -186,11 +190,22 @@ class RequestLimits:
 
 
 class GivenAway(Exception):
-    """Another server is to go on with a generation."""
+    """Another server is to go on with a generation.
 
-    def __init__(self, handover: Handover, now: float) -> None:
+    Args:
+        told: by the engine, of each output: that it goes on, or how it has ended.
+        outputs: what each has.
+    """
+
+    def __init__(
+        self,
+        told: Mapping[int, Handover | RequestDelta],
+        outputs: Sequence[OutputSoFar],
+        now: float,
+    ) -> None:
         super().__init__("another server goes on")
-        self.handover = handover
+        self.told = told
+        self.outputs = outputs
         self.now = now
 
 
@@ -210,6 +225,7 @@ class Generation:
         kept: where its prompt is kept for another server; set with the result.
         created: when its answer was begun, in whole seconds since 1970.
         movable: another server can go on with it.
+        streams: its client has the beginning of a stream, and soon all that came.
         replayed: what another server has sent to the client.
         prompt_use: tokens of the prompt that were cached and pinned; set with the first tokens.
         result: set when it ended well.
@@ -239,7 +255,10 @@ class Generation:
         self.moved: GivenAway | None = None
         self.created = int(time.time())
         self.movable = False
+        self.streams = False
         self.replayed: list[TextDelta] = []
+        self._n, self._logprobs = request.params.n, request.params.logprobs
+        self._told: dict[int, Handover | RequestDelta] = {}  # see `GivenAway`
         self._max_tokens = request.params.max_tokens
         self._owner = owner
         self._reservation = reservation
@@ -255,22 +274,29 @@ class Generation:
     def resumption(self, *, begun: bool) -> str:
         """Return what tells another server to go on. `begun`: the client has the beginning of a
         stream, and all that came."""
-        assert self.moved is not None
-        handover, before = self.moved.handover, self.transfer.resumed
-        num_sent = len(handover.output_token_ids) if begun else 0
-        if not begun and before is not None:
-            begun, num_sent = before.begun, before.num_sent
-        told = Resumption.of(
-            handover,
-            self.moved.now,
-            name=self.request_id,
-            created=self.created,
-            prompt=self.prompt_token_ids,
-            max_tokens=self._max_tokens,
-            begun=begun,
-            num_sent=num_sent,
+        moved, before = self.moved, self.transfer.resumed
+        assert moved is not None
+        outputs = []
+        for index, made in enumerate(moved.outputs):
+            sent = 0 if before is None else before.num_sent(index)
+            sent = NEVER if begun else sent
+            outputs.append(MovedOutput.of(index, made, moved.told[index], moved.now, sent))
+        told = Resumption(
+            self.request_id,
+            self.created,
+            prompt_digest(self.prompt_token_ids),
+            self._max_tokens,
+            begun or (before is not None and before.begun),
+            outputs,
         )
         return make_resumption(told, self.transfer.token)
+
+    @property
+    def moves_now(self) -> bool:
+        """Whether another server can go on with it as far as it has come."""
+        told = None if self.streams else self._logprobs  # the client has the others
+        size = moved_size(self._n, self.record.num_output_tokens, told)
+        return self.movable and self.transfer.moves and size <= MAX_MOVED_TOKENS
 
     def take(self) -> list[TextDelta]:
         """Return what came since the last call, without waiting: one delta for each completion."""
@@ -430,8 +456,8 @@ class Generations:
                     generation.unenforced = (*request.unenforced, *left_out)
                     generation.transfer = transfer
                     generation.movable = len(requests) == 1 and _movable(engine_request)
-                    if engine_request.resumed is not None:
-                        self._replay(generation, engine_request.resumed)
+                    if transfer.resumed is not None:
+                        self._replay(generation, transfer.resumed)
                     generations.append(generation)
                     await asyncio.sleep(0)
             except BaseException:
@@ -451,8 +477,7 @@ class Generations:
     def hand_over(self) -> None:
         """Let other servers go on with what can be moved. Their callers ask for that."""
         for generation in self._live.values():
-            small = generation.record.num_output_tokens <= MAX_MOVED_TOKENS
-            if generation.movable and generation.transfer.moves and small:
+            if generation.moves_now:
                 self._engine.hand_over(generation.request_id)
 
     def abort_all(self, reason: str) -> None:
@@ -495,14 +520,14 @@ class Generations:
         salt = request.cache_salt
         if tenant and not self._limits.share_prefix_cache:  # without keys all are one tenant
             salt = f"{tenant}\0{salt}"
-        name, source, handover = f"gen-{secrets.token_hex(12)}", transfer.source, None
+        name, handovers = f"gen-{secrets.token_hex(12)}", tuple[Handover, ...]()
         if (resumed := transfer.resumed) is not None:
-            name, source = resumed.name, resumed.source
+            name = resumed.name
             try:
-                handover = resumed.handover(self._clock())
+                handovers = resumed.handovers(self._clock())
             except ValueError as error:
                 raise cannot_resume(f"cannot be read: {error}") from None
-            arrived = min(arrived, handover.report.arrival)
+            arrived = min(arrived, *(each.report.arrival for each in handovers))
         made = EngineRequest(
             name,
             request.prompt_token_ids,
@@ -515,8 +540,8 @@ class Generations:
             pooling=request.pooling,
             second_text=request.second_text,
             lends=transfer.lends,
-            source=source,
-            resumed=handover,
+            source=transfer.source,
+            resumed=handovers,
         )
         return made, left_out
 
@@ -571,20 +596,26 @@ class Generations:
         self._observer.arrived(record)
         return generation
 
-    def _replay(self, generation: Generation, resumed: Handover) -> None:
+    def _replay(self, generation: Generation, told: Resumption) -> None:
         """Make the text of what another server has computed; what it has sent is not sent again."""
-        told = generation.transfer.resumed
-        assert told is not None
-        report, tokens = resumed.report, resumed.output_token_ids
         generation.created = told.created
+        now, report = self._clock(), told.outputs[0].report
         generation.prompt_use = PromptUse(report.num_cached_tokens, report.num_pinned_tokens)
-        for part, sent in ((tokens[: told.num_sent], True), (tokens[told.num_sent :], False)):
-            if part:
-                made = self._processor.process([RequestDelta(generation.request_id, 0, part)])
-                (generation.replayed if sent else generation._pending).extend(made.deltas)
+        for output in told.outputs:
+            for deltas, kept in zip(
+                output.deltas(generation.request_id, now),
+                (generation.replayed, generation._pending),
+                strict=True,
+            ):
+                made = self._processor.process(deltas)
+                kept.extend(made.deltas)
+                generation.record.num_output_tokens += sum(len(d.token_ids) for d in deltas)
+                if output.last is not None:
+                    generation._told.update({d.index: d for d in deltas if d.finish_reason})
+                    generation._reservation.started(output.index)
+                    continue
                 for ended in made.to_end:
                     self._engine.end(*ended)
-        generation.record.num_output_tokens = len(tokens)
         generation.changed.set()
 
     # The way out
@@ -592,8 +623,9 @@ class Generations:
     def take(self, deltas: list[RequestDelta]) -> None:
         """Deliver deltas of any number of requests to their readers."""
         now = self._clock()
-        moved = [delta for delta in deltas if delta.handed is not None]
-        if moved:  # their text goes on, so that nothing of it is made as if they had ended
+        last = [delta for delta in deltas if delta.finish_reason is not None]
+        if any(delta.handed is not None for delta in last):
+            # Their text goes on, so that nothing of it is made as if they had ended.
             deltas = [
                 replace(delta, finish_reason=None, report=None, handed=None)
                 if delta.handed is not None
@@ -604,15 +636,7 @@ class Generations:
         for request_id, index, reason, error in processed.to_end:
             self._engine.end(request_id, index, reason, error)
         for delta in deltas:
-            generation = self._live.get(delta.request_id)
-            if generation is None:
-                continue
-            if delta.token_ids or delta.finish_reason not in (None, *_FAILED):
-                generation._reservation.started(delta.index)
-            if delta.token_ids:
-                self._count(generation, delta, now)
-            if delta.kept is not None:
-                generation.kept = delta.kept
+            self._note(delta, now)
         for piece in processed.deltas:
             generation = self._live.get(piece.request_id)
             if generation is not None:
@@ -625,10 +649,23 @@ class Generations:
             generation = self._live.get(output.request_id)
             if generation is not None:
                 self._finish(generation, output)
-        for delta in moved:
+        for delta in last:
             generation = self._live.get(delta.request_id)
-            if generation is not None and delta.handed is not None:
-                self._move(generation, GivenAway(delta.handed, now))
+            if generation is not None:
+                generation._told[delta.index] = delta.handed or delta
+                if len(generation._told) == generation._n:  # and not all have ended
+                    self._move(generation, now)
+
+    def _note(self, delta: RequestDelta, now: float) -> None:
+        generation = self._live.get(delta.request_id)
+        if generation is None:
+            return
+        if delta.token_ids or delta.finish_reason not in (None, *_FAILED):
+            generation._reservation.started(delta.index)
+        if delta.token_ids:
+            self._count(generation, delta, now)
+        if delta.kept is not None:
+            generation.kept = delta.kept
 
     def _count(self, generation: Generation, delta: RequestDelta, now: float) -> None:
         record, count = generation.record, len(delta.token_ids)
@@ -662,11 +699,15 @@ class Generations:
         self._observer.finished(generation.record, output, output.outputs[0].finish_reason)
         generation.changed.set()
 
-    def _move(self, generation: Generation, moved: GivenAway) -> None:
-        generation.moved = moved
+    def _move(self, generation: Generation, now: float) -> None:
+        outputs = self._processor.so_far(generation.request_id)
+        generation.moved = GivenAway(generation._told, outputs, now)
         self._processor.discard(generation.request_id)
         self._forget(generation)
-        self._observer.finished(generation.record, None, _FAILED[FinishReason.ABORT])
+        tokens = generation.record.num_output_tokens
+        name = generation.request_id
+        _log.info("request %s goes on in another server, after %d tokens", name, tokens)
+        self._observer.finished(generation.record, None, FinishReason.MOVED.value)
         generation.changed.set()
 
     def _fail(self, generation: Generation, failure: KvikError, why: FinishReason) -> None:
@@ -687,15 +728,15 @@ class Generations:
 
 def _movable(request: EngineRequest) -> bool:
     """Return whether another server can go on with a request, as far as what it wants says."""
-    params = request.params
-    shown = params.logprobs is None and params.prompt_logprobs is None
-    return shown and params.n == 1 and request.pooling is None and not request.lends
+    return request.params.prompt_logprobs is None and not (request.pooling or request.lends)
 
 
 def _check_resumed(resumed: Resumption, requests: Sequence[GenerationRequest]) -> None:
     """Raise `HttpError` if another server has not begun with this very request."""
     if len(requests) != 1 or resumed.prompt != prompt_digest(requests[0].prompt_token_ids):
         raise cannot_resume("is of another prompt: do all servers have the same model?")
+    if len(resumed.outputs) != requests[0].params.n or not resumed.goes_on:
+        raise cannot_resume("is of a request with another n, or of one that has ended")
 
 
 def _failure(delta: RequestDelta, record: GenerationRecord) -> KvikError:

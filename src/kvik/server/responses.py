@@ -344,7 +344,7 @@ class StreamReply(Response):
                 replayed, generation.replayed = generation.replayed, []
                 if replayed:
                     grow = partial(self._form.grow, position, merged(replayed))
-                    await offload(len(resumed.tokens), grow)
+                    await offload(sum(len(one.token_ids) for one in replayed), grow)
         while True:
             await wait_for_change(self._generations[0])
             if watch.done():
@@ -394,6 +394,8 @@ class StreamReply(Response):
         self._sent_at = asyncio.get_running_loop().time()
         if not self._begun:
             self._begun = True
+            for generation in self._generations:
+                generation.streams = True
             await send(
                 {
                     "type": "http.response.start",

@@ -20,12 +20,21 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import TypeVar
+from itertools import islice
+from typing import Any, TypeVar
 
 import msgspec
 
 from kvik.core.sampling_params import SamplingParams
-from kvik.core.types import Handover, PageSource, RequestReport
+from kvik.core.types import (
+    FinishReason,
+    Handover,
+    PageSource,
+    RequestDelta,
+    RequestReport,
+    TokenLogprobs,
+)
+from kvik.engine.output import OutputSoFar
 from kvik.server.errors import HttpError
 
 T = TypeVar("T")
@@ -39,7 +48,7 @@ MOVES_HEADER, RESUMED_HEADER = "x-kvik-moves", "x-kvik-resumed"
 # An answer, or the rest of a stream, is in another server: a header, and a comment of the stream.
 MOVED_HEADER, MOVED_COMMENT = "x-kvik-moved", b": kvik-moved "
 MOVED_END = b"\n\n"  # of what follows them, which is a `Resumption`
-MAX_MOVED_TOKENS = 8192  # of output: they go into a header
+MAX_MOVED_TOKENS = 8192  # as `moved_size` counts: they go into a header
 MAX_RESUMPTION = 48 << 10  # characters
 _SIGNATURE = 32  # bytes
 
@@ -69,60 +78,201 @@ class Transfer:
         return params.with_changes(max_tokens=1, min_tokens=0) if self.lends else params
 
 
+class MovedOutput(msgspec.Struct, frozen=True, array_like=True):
+    """One of the n outputs of a request that another server goes on with. Times are relative to
+    the moment at which it was given away.
+
+    Attributes:
+        tokens: made so far, compressed.
+        num_sent: tokens that the client has; one more: it has its end too.
+        logprobs: of the tokens that the client lacks, if it wants some, packed.
+        seed, source, report: see `Handover`.
+        last: how it has ended; None: it goes on.
+    """
+
+    index: int
+    tokens: bytes
+    num_sent: int
+    logprobs: bytes
+    seed: int
+    source: PageSource | None
+    report: RequestReport
+    last: LastDelta | None = None
+
+    @classmethod
+    def of(
+        cls, index: int, made: OutputSoFar, told: Handover | RequestDelta, now: float, num_sent: int
+    ) -> MovedOutput:
+        """
+        Args:
+            told: by the engine, of an output that goes on or of one that has ended.
+            now: when it did.
+            num_sent: tokens that the client has; beyond all there are: its end too.
+        """
+        tokens = made.token_ids
+        lacks = max(0, len(tokens) - num_sent)
+        logprobs = _packed(made.logprobs[-lacks:]) if lacks else b""
+        packed = _compressed(array("I", tokens))
+        num_sent = min(num_sent, len(tokens) + isinstance(told, RequestDelta))
+        if isinstance(told, Handover):
+            report = _moved(told.report, -now)
+            return cls(index, packed, num_sent, logprobs, told.seed, told.source, report)
+        assert told.report is not None and told.finish_reason is not None
+        last = LastDelta(told.finish_reason, told.stop_reason, told.complete, made.stopped)
+        return cls(index, packed, num_sent, logprobs, 0, None, _moved(told.report, -now), last)
+
+    def token_ids(self) -> list[int]:
+        """Return its tokens.
+
+        Raises:
+            ValueError: it is damaged.
+        """
+        return _expanded("I", self.tokens).tolist()
+
+    def deltas(self, request_id: str, now: float) -> tuple[list[RequestDelta], list[RequestDelta]]:
+        """Return the deltas of the engine again: those that the client has, and the others.
+
+        Raises:
+            ValueError: it is damaged.
+        """
+        tokens, last = self.token_ids(), self.last
+        # A stop token comes with the end, so that its text is not shown.
+        end = len(tokens) - (last is not None and not last.by_text and bool(tokens))
+        sent = min(self.num_sent, end)
+        logprobs = _unpacked(self.logprobs, tokens[self.num_sent :]) if self.logprobs else None
+
+        def some(first: int, stop: int) -> RequestDelta:
+            shown = None
+            if logprobs is not None and first >= self.num_sent:
+                shown = logprobs[first - self.num_sent : stop - self.num_sent]
+            return RequestDelta(request_id, self.index, tokens[first:stop], logprobs=shown)
+
+        known = [some(0, sent)] if sent else []
+        lacking = [some(sent, end)] if sent < end else []
+        if last is not None:
+            delta = some(end, len(tokens))
+            delta.finish_reason, delta.stop_reason = last.reason, last.stop_reason
+            delta.complete, delta.report = last.complete, _moved(self.report, now)
+            (known if self.num_sent > len(tokens) else lacking).append(delta)
+        return known, lacking
+
+
+class LastDelta(msgspec.Struct, frozen=True, array_like=True):
+    """How an output has ended; see `RequestDelta`.
+
+    Attributes:
+        by_text: a stop string was met.
+    """
+
+    reason: FinishReason
+    stop_reason: int | str | None
+    complete: bool
+    by_text: bool
+
+
 class Resumption(msgspec.Struct, frozen=True, array_like=True):
-    """What another server needs to know to go on with a request. Times are relative to now.
+    """What another server needs to know to go on with a request.
 
     Attributes:
         name: of the request.
         created: its answer, in whole seconds since 1970.
         prompt: `prompt_digest` of its tokens.
         max_tokens: as its first server set it.
-        tokens: of the output, compressed.
-        seed, source, report: see `Handover`.
         begun: the client has the beginning of its stream.
-        num_sent: tokens of output that the client has.
+        outputs: one for each of the n.
     """
 
     name: str
     created: int
     prompt: bytes
     max_tokens: int | None
-    tokens: bytes
-    seed: int
-    source: PageSource | None
-    report: RequestReport
     begun: bool
-    num_sent: int
+    outputs: list[MovedOutput]
 
-    @classmethod
-    def of(
-        cls,
-        handover: Handover,
-        now: float,
-        *,
-        name: str,
-        created: int,
-        prompt: Sequence[int],
-        max_tokens: int | None,
-        begun: bool,
-        num_sent: int,
-    ) -> Resumption:
-        """Return what to tell of a request that the engine gave away at `now`."""
-        tokens = zlib.compress(array("I", handover.output_token_ids).tobytes())
-        told = (handover.seed, handover.source, _moved(handover.report, -now))
-        return cls(name, created, prompt_digest(prompt), max_tokens, tokens, *told, begun, num_sent)
-
-    def handover(self, now: float) -> Handover:
-        """Return it in the form that the engine takes.
+    def handovers(self, now: float) -> tuple[Handover, ...]:
+        """Return those that go on in the form that the engine takes.
 
         Raises:
             ValueError: it is damaged.
         """
-        unpacked = zlib.decompressobj()
-        data = unpacked.decompress(self.tokens, 8 * MAX_MOVED_TOKENS)
-        if unpacked.unconsumed_tail or len(data) % 4:
-            raise ValueError("too many tokens")
-        return Handover(array("I", data).tolist(), self.seed, self.source, _moved(self.report, now))
+        return tuple(
+            Handover(one.token_ids(), one.seed, one.source, _moved(one.report, now), one.index)
+            for one in self.outputs
+            if one.last is None
+        )
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether an output has not ended."""
+        return any(one.last is None for one in self.outputs)
+
+    def num_sent(self, index: int) -> int:
+        """Return how many tokens of an output the client has."""
+        return self.outputs[index].num_sent
+
+
+def moved_size(n: int, num_tokens: int, logprobs: int | None) -> int:
+    """Return about how much room a `Resumption` takes, in tokens that are told.
+
+    Args:
+        num_tokens: of all n outputs.
+        logprobs: that are told beside each; None: none.
+    """
+    return (n - 1) * 100 + num_tokens * (1 if logprobs is None else 2 + 2 * logprobs)
+
+
+def _compressed(values: array[int] | array[float]) -> bytes:
+    return zlib.compress(values.tobytes())
+
+
+def _expanded(code: str, data: bytes) -> array[Any]:
+    """
+    Raises:
+        ValueError: it is damaged.
+    """
+    unpacked = zlib.decompressobj()
+    try:
+        plain = unpacked.decompress(data, 16 * MAX_MOVED_TOKENS)
+    except zlib.error as error:
+        raise ValueError(str(error)) from None
+    values = array(code)
+    if unpacked.unconsumed_tail or len(plain) % values.itemsize:
+        raise ValueError("it is too long")
+    values.frombytes(plain)
+    return values
+
+
+def _packed(logprobs: Sequence[TokenLogprobs]) -> bytes:
+    """Return log probabilities without the tokens that they are of; b"" if there are none."""
+    if not logprobs:
+        return b""
+    counts = array("I", [n for one in logprobs for n in (one.rank, len(one.top))])
+    ids = array("I", [token for one in logprobs for token, _ in one.top])
+    values = [v for one in logprobs for v in (one.logprob, *(value for _, value in one.top))]
+    # Samplers make numbers of 32 bits; of another one no bit may be lost either.
+    code = "f" if array("f", values).tolist() == values else "d"
+    parts = (_compressed(counts), _compressed(ids), code, _compressed(array(code, values)))
+    return msgspec.msgpack.encode(parts)
+
+
+def _unpacked(data: bytes, tokens: Sequence[int]) -> list[TokenLogprobs]:
+    """
+    Raises:
+        ValueError: it is damaged.
+    """
+    counts, ids, code, values = msgspec.msgpack.decode(data, type=tuple[bytes, bytes, str, bytes])
+    numbers, all_ids, all_values = (
+        iter(_expanded(code, part)) for code, part in (("I", counts), ("I", ids), (code, values))
+    )
+    found = []
+    for token in tokens:
+        try:
+            rank, count, logprob = next(numbers), next(numbers), next(all_values)
+        except StopIteration:
+            break  # behind a stop string
+        top = tuple(zip(islice(all_ids, count), islice(all_values, count), strict=True))
+        found.append(TokenLogprobs(token, logprob, rank, top))
+    return found
 
 
 def _moved(report: RequestReport, by: float) -> RequestReport:

@@ -258,10 +258,13 @@ class CompletionFormat(ResponseFormat):
             if first is not None:
                 yield event(encode_in_chunks(self._completion([first], self._usage.so_far)))
         logprobs = None
-        if self._num_top is not None and delta.logprobs:
+        if self._num_top is not None and delta.token_ids:
             if index not in self._tokens:
                 self._tokens[index] = self._completion_tokens(position)
-            logprobs = self._tokens[index].show(delta.token_ids, delta.logprobs)
+            # There are none of what another server has sent, which only moves offsets.
+            of_tokens: Sequence[TokenLogprobs | None] = delta.logprobs or ()
+            of_tokens = of_tokens or [None] * len(delta.token_ids)
+            logprobs = self._tokens[index].show(delta.token_ids, of_tokens)
         token_ids = delta.token_ids if self._token_ids and delta.token_ids else UNSET
         if logprobs is not None or token_ids or (delta.text and self._usage.each):
             yield self._event(CompletionChoice(index, delta.text, logprobs, token_ids=token_ids))
