@@ -15,6 +15,7 @@ from helpers.matrix import OBJECT
 from helpers.optional_native import needs_native
 
 from kvik import SamplingParams
+from kvik.cli.main import main
 from kvik.config.config import EngineConfig
 from kvik.core.types import EngineRequest, Handover, PageSource, RequestDelta
 from kvik.engine.loop import EngineLoop
@@ -318,6 +319,58 @@ def test_a_hand_over_is_replayed(tmp_path: Path) -> None:
         reader = RecordReader(file, path.name)
         played = play(resolved, reader.header.readings, reader.events(), lambda steps: None)
     assert played.difference is None and played.requests == 2
+
+
+@pytest.mark.parametrize(
+    "processes",
+    [
+        {},
+        pytest.param(
+            {"tensor_parallel_size": 2, "threads": 2}, marks=[pytest.mark.full, needs_native]
+        ),
+    ],
+)
+def test_what_was_fetched_is_computed_again_for_a_replay(
+    processes: dict[str, int], prefiller: EngineLoop, tmp_path: Path, capsys
+) -> None:
+    """A prompt, a request that goes on within a block, and siblings that do; pages of one are
+    missing."""
+    params = GREEDY.with_changes(temperature=1.0, seed=1, max_tokens=30)
+    name = f"{len(processes)} processes"
+    source = prefill(prefiller, f"prompt {name}")
+    requests = [EngineRequest("prompt", PROMPT, GREEDY, source=source)]
+    requests.append(replace(requests[0], request_id="gone", source=replace(source, lease="none")))
+    for request in (
+        EngineRequest(f"alone {name}", PROMPT[:43], params, cache_salt="of another one"),
+        EngineRequest(f"siblings {name}", PROMPT[5:80], params.with_changes(n=2)),
+    ):
+        prefiller.add(request)
+        found: list[RequestDelta] = []
+        while sum(len(delta.token_ids) for delta in found) < 9:
+            found += prefiller.step()
+        prefiller.hand_over(request.request_id)
+        handed = []
+        while len(handed) < request.params.n:
+            handed += [delta.handed for delta in prefiller.step() if delta.handed is not None]
+        requests.append(replace(request, resumed=tuple(handed)))
+    settle(prefiller)
+    config = EngineConfig(role="decode", **{**TINY, **processes})
+    resolved, file = resolve_config(config), tmp_path / "flight"
+    loop = load_loop(resolved, file, token=TOKEN)
+    try:
+        for request in requests:
+            loop.add(request)
+            while loop.core.has_requests:
+                loop.step()
+        (peer,) = loop.stats().moves.tiers
+        assert peer.loaded > 12 and loop.stats().moves.totals.loaded_tokens > 192
+    finally:
+        loop.close()
+    assert main(["replay", str(file)]) == 0, capsys.readouterr()
+    with open_recording(file) as opened:  # without the pages it is seen that they are missing
+        reader = RecordReader(opened, file.name)
+        played = play(resolved, reader.header.readings, reader.events(), lambda steps: None)
+    assert played.difference is not None and "a page cannot be loaded" in played.difference.what
 
 
 def test_leases_end_with_what_they_hold(prefiller: EngineLoop) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -30,7 +31,7 @@ from kvik.config.model_source import find_model, model_name
 from kvik.config.resolve import resolve
 from kvik.config.speculative import MODEL_METHODS, NO_SOURCE, DraftSource, SpeculativeConfig
 from kvik.config.units import show_bytes
-from kvik.core.config import CacheConfig, SchedulerConfig
+from kvik.core.config import CacheConfig, SchedulerConfig, TierSizes
 from kvik.core.structured import Grammars
 from kvik.engine.core import EngineCore
 from kvik.engine.loop import Engine, EngineLoop, InprocClient, Sleep
@@ -44,11 +45,13 @@ from kvik.worker.ahead import LoadAhead
 if TYPE_CHECKING:
     import numpy as np
 
+    from kvik.core.types import EngineRequest
     from kvik.engine.recorder import Event
     from kvik.engine.replay import Replayed
     from kvik.rank_process import RankProcesses
     from kvik.spec.engine_folder import Manifest
     from kvik.stage_process import Launcher, StageProcesses
+    from kvik.worker.disk_tier import ComputedPages
     from kvik.worker.worker import Worker
 
 
@@ -281,9 +284,10 @@ def load_worker(
     *,
     token: bytes = b"",
     replays: bool = False,
+    computed: ComputedPages | None = None,
 ) -> Worker:
     """Load the model alone, for a caller that plans the steps itself. For `ahead` see `load_loop`,
-    for `token` and `replays` see `Worker`."""
+    for `token`, `replays` and `computed` see `Worker`."""
     with uncollected(), ahead or EarlyStart(resolved) as begun:
         from kvik.worker.loading import fill_cache
         from kvik.worker.worker import Worker
@@ -305,6 +309,7 @@ def load_worker(
                 stages=stages,
                 token=token,
                 replays=replays,
+                computed=computed,
             )
         begun.stages = begun.others = None  # the worker stops them
         return worker
@@ -325,23 +330,50 @@ def play(
     readings: Iterable[float],
     events: Iterable[Event],
     progress: Callable[[int], None],
+    fetched: Sequence[EngineRequest] = (),
 ) -> Replayed:
     """Replay a recording with the model that it names. See `Replay`.
 
     Args:
         readings: recorded readings of the worker's clock.
+        fetched: the requests that `fetches` finds in it, which are computed first.
 
     Raises:
         KvikError: the model cannot be used, or the recording is damaged.
     """
     from kvik.engine.replay import RecordedClock, Replay
 
-    clock = RecordedClock(readings)
-    worker = load_worker(resolved, clock, replays=True)
-    try:
+    with ExitStack() as stack:
+        computed = None
+        if fetched:
+            computed = _computed(resolved, fetched)
+            stack.callback(computed.end)
+        clock = RecordedClock(readings)
+        worker = load_worker(resolved, clock, replays=True, computed=computed)
+        stack.callback(worker.stop)
         return Replay(EngineCore(resolved), worker, clock).run(events, progress)
+
+
+def _computed(resolved: ResolvedConfig, prompts: Sequence[EngineRequest]) -> ComputedPages:
+    """Return the pages of prompts, computed by an engine of its own, which keeps them on a disk
+    tier without an end."""
+    from kvik.engine.replay import keep_pages
+    from kvik.worker.disk_tier import ComputedPages
+
+    tiers = resolved.cache.tiers
+    assert tiers is not None
+    kept = TierSizes(tiers.page_bytes, disk=sys.maxsize)
+    keeps = replace(resolved, cache=replace(resolved.cache, tiers=kept))
+    computed = ComputedPages()
+    worker = load_worker(keeps, replays=True, computed=computed)
+    try:
+        keep_pages(EngineCore(keeps), worker, prompts)
+    except BaseException:
+        computed.end()
+        raise
     finally:
         worker.stop()
+    return computed
 
 
 def build_weights(

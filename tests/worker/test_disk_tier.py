@@ -294,6 +294,12 @@ def unwritable(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "mkdir", refuse)
 
 
+def test_a_quota_beyond_the_disk_is_one_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="must fit its disk") as error:
+        DiskTier(str(tmp_path / "kv"), PRINT, 1 << 60)
+    assert error.value.field == "kv_tiers" and "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     "make",
     [

@@ -11,6 +11,7 @@ from kvik.cli.terminal import say, share_bar
 from kvik.config.config import ResolvedConfig
 from kvik.config.model_source import find_model
 from kvik.config.parallel import with_ranks
+from kvik.core.types import EngineRequest
 from kvik.engine.recorder import RecordReader, open_recording, version
 from kvik.errors import ModelError
 
@@ -52,12 +53,14 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.tensor_parallel_size is not None:
             config = with_ranks(config, arguments.tensor_parallel_size)
         size = path.stat().st_size
+        fetched = _fetched(path, config)
         with share_bar() as tell:
             played = play(
                 config,
                 header.readings,
                 reader.events(),
                 lambda steps: tell(f"step {steps}", file.tell() / size),
+                fetched,
             )
     compared = f"{played.steps} steps, {played.requests} requests, {played.tokens} tokens"
     if played.difference is not None:
@@ -74,6 +77,20 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         say(f"the recording ends there: {played.stopped}")
     return EQUAL
+
+
+def _fetched(path: Path, config: ResolvedConfig) -> list[EngineRequest]:
+    """Return what is to be computed first, since other engines had it.
+
+    Raises:
+        RecordError: the file is damaged.
+    """
+    if config.cache.tiers is None or not config.cache.tiers.peers:
+        return []
+    from kvik.engine.replay import fetches
+
+    with open_recording(path) as file:
+        return fetches(RecordReader(file, path.name).events())
 
 
 def _at(config: ResolvedConfig, model: str | None) -> ResolvedConfig:

@@ -9,12 +9,13 @@ of the file.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
-from kvik.core.types import RequestDelta
+from kvik.core.sampling_params import SamplingParams
+from kvik.core.types import EngineRequest, RequestDelta
 from kvik.engine.core import EngineCore
 from kvik.engine.loop import Executor
 from kvik.engine.recorder import (
@@ -89,6 +90,45 @@ class RecordedClock:
         if self._readings:  # else the code asks more often than it did
             self._last = self._readings.popleft()
         return self._last
+
+
+def fetches(events: Iterable[Event]) -> list[EngineRequest]:
+    """Return a request for each part of another one whose pages another engine had: its prompt
+    is what they hold. Their pages are computed again before the replay, see `keep_pages`."""
+    found: list[EngineRequest] = []
+    for event in events:
+        if isinstance(event, Added):
+            request = event.request
+            tokens = list(request.prompt_token_ids)
+            parts = [(request.source, tokens)]
+            parts += [(one.source, tokens + one.output_token_ids) for one in request.resumed]
+            for source, known in parts:
+                if source is not None:
+                    found.append(
+                        EngineRequest(
+                            f"{len(found)}",
+                            known[: source.num_tokens],
+                            SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True),
+                            cache_salt=request.cache_salt,
+                        )
+                    )
+    return found
+
+
+def keep_pages(core: EngineCore, executor: Executor, requests: Sequence[EngineRequest]) -> None:
+    """Compute prompts one after the other, and keep all of their pages in the tier of `core`, also
+    those that are partly filled."""
+    for request in requests:
+        with suppress(KvikError):  # it fills all that there is, so it was not fetched either
+            core.add(request, 0.0)
+        while core.has_requests or core.scheduler.has_moves:
+            plan = core.plan(0.0)
+            if plan is None:
+                core.take_ended()
+                continue
+            if core.finish_step(executor.result(executor.submit(plan)), 0.0):
+                core.hand_over(request.request_id, 0.0)
+            core.take_ended()
 
 
 class _Differs(Exception):

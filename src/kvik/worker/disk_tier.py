@@ -23,17 +23,20 @@ import os
 import re
 import stat
 import struct
+import sys
 import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from queue import Empty, Queue
 
 import numpy as np
 
+from kvik.config.units import show_bytes
 from kvik.core.plan import Moved, PageKey
+from kvik.core.types import PageSource
 from kvik.errors import ConfigError
 from kvik.files import regular
 from kvik.nn.pages import PageName, is_good, seal
@@ -75,9 +78,16 @@ class DiskTier:
                 _check_ours(path)
             self._usage = os.open(self._root / USAGE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             self._users = os.open(self._root / USERS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            disk = os.statvfs(self._root)
         except OSError as error:
             told = f"cannot keep pages in {str(self._root)!r}: {error.strerror or error}"
             raise ConfigError(OPTION, f"{told}; name a folder that this user may write") from None
+        most = disk.f_blocks * disk.f_frsize  # 0: the file system does not say
+        if 0 < most < quota:
+            os.close(self._usage)
+            os.close(self._users)
+            told = f"the disk of {str(self._root)!r} has {show_bytes(most)} in all"
+            raise ConfigError(OPTION, f"must fit its disk, unlike {show_bytes(quota)}: {told}")
         self._files = [self._usage, self._users]  # to be closed
         self._lock = threading.Lock()
         self._usage_lock = threading.Lock()  # of the file, among the threads of this engine
@@ -501,6 +511,46 @@ class ReplayTier:
         if self._file is not None:
             os.close(self._file)
             self._file = None
+
+
+class ComputedPages(ReplayTier):
+    """What a replay has of other engines: the pages that were fetched from them, computed again
+    before it. One engine keeps them as in a disk tier, and the next one fetches them; see
+    `PageFolder` and `Peers`."""
+
+    def __init__(self) -> None:
+        super().__init__(os.devnull, b"", sys.maxsize)
+        self._stored: list[PageKey] = []  # since `take`
+
+    def store(self, key: PageKey, parent: bytes, page: np.ndarray) -> bool:
+        kept = super().store(key, parent, page)
+        if kept:
+            self._stored.append(key)
+        return kept
+
+    def take(self) -> Moved:
+        stored, self._stored = self._stored, []
+        return Moved(stored=stored, scanned=True)
+
+    def expect(self, source: PageSource) -> None:
+        pass
+
+    def leave(self, source: PageSource) -> None:
+        pass
+
+    def fetch(
+        self, source: PageSource, keys: Sequence[PageKey], sizes: Sequence[int]
+    ) -> Iterator[np.ndarray | None]:
+        for key in keys:
+            page = np.empty(sizes[key[0]], np.uint8)
+            yield page if self.read(key, page) else None
+
+    def close(self) -> None:
+        """Keep them for the next engine."""
+
+    def end(self) -> None:
+        """Free them."""
+        super().close()
 
 
 def _check_ours(path: Path) -> None:

@@ -45,7 +45,7 @@ from kvik.worker.group import CopyPages, EarlierStages, OpenPages, Others, Seat
 from kvik.worker.page_mover import JOB_PAGES, THREADS, Loading, MakeLender, PageFolder, PageMover
 
 if TYPE_CHECKING:
-    from kvik.worker.peer_tier import PeerPages
+    from kvik.worker.page_mover import Peers
 
 HEAD_BYTES = 1 << 16  # before the pages: a number for each process (`MAX_RANKS` x `MAX_STAGES`)
 # Bytes of pages on their way to the disk, and as many on their way from it and from other engines.
@@ -208,7 +208,7 @@ class GroupPageMover(PageMover):
         others: Sequence[Others | EarlierStages],
         processes: Sequence[int],
         *,
-        peers: PeerPages | None = None,
+        peers: Peers | None = None,
         lender: MakeLender | None = None,
         at_once: bool = False,
     ) -> None:

@@ -32,10 +32,11 @@ from kvik.core.plan import (
     PageStore,
     SchedulerOutput,
 )
+from kvik.core.types import PageSource
 
 if TYPE_CHECKING:
     from kvik.nn.pages import GroupPages
-    from kvik.worker.peer_tier import PageLender, PeerPages
+    from kvik.worker.peer_tier import PageLender
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +76,28 @@ class PageFolder(Protocol):
 
     def close(self) -> None:
         """Write what is waiting, for a limited time."""
+        ...
+
+
+class Peers(Protocol):
+    """Other engines, as what moves pages sees them: `PeerPages`, or `ComputedPages` in a replay."""
+
+    def expect(self, source: PageSource) -> None:
+        """Pages are wanted soon."""
+        ...
+
+    def leave(self, source: PageSource) -> None:
+        """Nothing more is wanted."""
+        ...
+
+    def fetch(
+        self, source: PageSource, keys: Sequence[PageKey], sizes: Sequence[int]
+    ) -> Iterator[np.ndarray | None]:
+        """Yield pages in order; None: it is not there, or not good. Called in several threads."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more is asked."""
         ...
 
 
@@ -126,7 +149,7 @@ class PageMover:
         places: int,
         folder: PageFolder | None,
         *,
-        peers: PeerPages | None = None,
+        peers: Peers | None = None,
         lender: MakeLender | None = None,
         at_once: bool = False,
         slab: np.ndarray | None = None,

@@ -26,7 +26,7 @@ from kvik.errors import ConfigError, GroupLost, ParamError
 from kvik.nn.pages import FINGERPRINT_BYTES, VERSION
 from kvik.spec.engine_folder import read_manifest
 from kvik.version import __version__
-from kvik.worker.disk_tier import DiskTier, ReplayTier
+from kvik.worker.disk_tier import ComputedPages, DiskTier, ReplayTier
 from kvik.worker.drafters.registry import DrafterParts, build_drafter
 from kvik.worker.engine_cache import fingerprints
 from kvik.worker.graphs import EngineNetwork
@@ -35,7 +35,7 @@ from kvik.worker.group_pages import GroupPageMover, own_pages
 from kvik.worker.loading import load_share
 from kvik.worker.model_runner import ModelRunner
 from kvik.worker.output_tokens import OutputTokens
-from kvik.worker.page_mover import PageFolder, PageMover
+from kvik.worker.page_mover import PageFolder, PageMover, Peers
 from kvik.worker.participant import Participant, RunningStep
 from kvik.worker.pipeline import Pipeline, StageTape, Tape
 from kvik.worker.platforms import inference_on, on_device, platform
@@ -72,10 +72,13 @@ class Worker:
         *,
         token: bytes = b"",
         replays: bool = False,
+        computed: ComputedPages | None = None,
     ) -> None:
         """
         Args:
             replays: the plans were made before: loads are done at once, and no folder is changed.
+            computed: for a replay, what others had; this one fetches it if it knows other engines,
+                else keeps its pages there.
             seat: of the first of several processes that compute the model's layers together; None:
                 it is alone.
             stages: those before this one, which is the last; None: there are none.
@@ -86,6 +89,7 @@ class Worker:
         """
         runner = config.runner
         self._grammars = grammars
+        self._mover: PageMover | None = None
         self._threads = runner.threads if runner.device == "cpu" else None
         if runner.device != "cpu" and not torch.cuda.is_available():
             raise ConfigError("device", "torch cannot use the GPU: is its build for CUDA?")
@@ -93,7 +97,11 @@ class Worker:
         self._device = torch.device(runner.device)
         self._inference = inference_on(self._device)
         with on_device(self._device):
-            self._build(config, clock, copies, memory, seat, stages, token, replays=replays)
+            network = self._build(config, clock, copies, memory, seat, stages)
+            if config.cache.tiers is not None:  # last, as it opens files
+                self._mover = page_mover(
+                    config, network, seat, token, replays=replays, computed=computed
+                )
         if runner.attention_backend == NATIVE:
             # What is torch's in a step is little, and its threads wait busily, and for each other.
             self._threads = 1
@@ -106,10 +114,7 @@ class Worker:
         memory: np.ndarray | None,
         seat: Seat | None,
         stages: EarlierStages | None,
-        token: bytes,
-        *,
-        replays: bool,
-    ) -> None:
+    ) -> EngineNetwork:
         runner, cache, scheduler = config.runner, config.cache, config.scheduler
         self._stages = stages
         chosen = platform(config, memory, seat)
@@ -129,7 +134,6 @@ class Worker:
             stages.meet()
         device, draw_bytes = chosen.parts.device, chosen.parts.draw_bytes
         vocab_size = config.model.vocab_size
-        self._mover = None
         table = RequestTable(
             scheduler.max_num_seqs,
             scheduler.max_model_len,
@@ -177,8 +181,7 @@ class Worker:
             depth=self.depth,
             pipeline=pipeline,
         )
-        if cache.tiers is not None:  # last, as it opens files
-            self._mover = page_mover(config, network, seat, token, replays=replays)
+        return network
 
     @property
     def lost(self) -> str:
@@ -299,6 +302,7 @@ def page_mover(
     token: bytes,
     *,
     replays: bool,
+    computed: ComputedPages | None,
 ) -> PageMover:
     """Return what moves pages of the tiers that an engine has.
 
@@ -319,7 +323,10 @@ def page_mover(
         else:
             folder = DiskTier(runner.kv_folder, fingerprint, tiers.disk)
     others = [each for each in (network.others, network.earlier) if each is not None]
-    peers = lender = None
+    peers: Peers | None = None
+    lender = None
+    if computed is not None:
+        folder, peers = (folder, computed) if tiers.peers else (computed, None)
     if token:
         from kvik.worker.peer_tier import PeerPages, lender_at  # few engines know others
 
