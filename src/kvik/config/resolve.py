@@ -441,9 +441,13 @@ def tier_sizes(
         if size
     ]
     found += ["peers have what was computed there"] if tiers.peers else []
-    reason = f"{ASKED}: pages of {block_size} tokens; what is met again is loaded where that is"
+    each = f"{sum(pages) / 1024:,.0f} KiB"
+    told = (
+        f"pages of {block_size} tokens, {each}; what is met again, and what a preempted request had"
+    )
+    reason = f"{ASKED}: {told}, is loaded where that is faster than computing it, as measured"
     notes.add(
-        TIERS, "+".join(name.split()[0] for name in found), f"{reason} faster; " + ", ".join(found)
+        TIERS, "+".join(name.split()[0] for name in found), "; ".join([reason, ", ".join(found)])
     )
     return TierSizes(pages, tiers.memory // largest, tiers.disk, tiers.peers, tiers.lends)
 
