@@ -37,7 +37,13 @@ from kvik.engine.stats import EngineStats
 from kvik.engine.thread import LOOKAHEAD
 from kvik.engine_process import engine_in_process
 from kvik.errors import ConfigError, OverloadError, ParamError, shown
-from kvik.launch import check_one_engine, load_loop, load_tokenizer, resolve_config
+from kvik.launch import (
+    check_no_role,
+    check_one_engine,
+    load_loop,
+    load_tokenizer,
+    resolve_config,
+)
 from kvik.llm import (
     Message,
     Prompt,
@@ -88,6 +94,7 @@ class AsyncLLM:
         if engine not in PLACES:
             raise ConfigError("engine", f"must be one of {', '.join(PLACES)}, not {shown(engine)}")
         self.resolved: ResolvedConfig = resolve_config(engine_config(model, config))
+        check_no_role(self.resolved)
         self.model = model
         self.default_params = model_files(Path(self.resolved.runner.model_path)).default_params()
         tokenizer = load_tokenizer(self.resolved)

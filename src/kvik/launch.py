@@ -166,6 +166,7 @@ def start(
         KvikError: the model cannot be used, or the file cannot be written.
     """
     check_one_engine(resolved)
+    check_no_role(resolved)
     default_params = model_files(Path(resolved.runner.model_path)).default_params()
     runner = resolved.runner
     # The tokenizer's library holds the GIL. That delays the quantisation of weights, which is many
@@ -188,6 +189,15 @@ def start(
             raise
     client = InprocClient(loop, sleep)
     return Engine(resolved, client, tokenizer, default_params, loop.executor)
+
+
+def check_no_role(resolved: ResolvedConfig) -> None:
+    """
+    Raises:
+        ConfigError: an engine that is no server's has a role.
+    """
+    if resolved.runner.role != "both":
+        raise ConfigError("role", "must be both but for kvik serve, whose servers have roles")
 
 
 def check_one_engine(resolved: ResolvedConfig) -> None:

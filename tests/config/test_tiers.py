@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
+from kvik import LLM, AsyncLLM
 from kvik.config.config import EngineConfig, TierOptions, check_config, read_tiers
 from kvik.errors import CapacityError, ConfigError
 from kvik.launch import resolve_config
@@ -75,6 +78,14 @@ def test_the_memory_tier_is_part_of_the_plan() -> None:
 def test_roles_that_do_not_fit(options: dict) -> None:
     with pytest.raises(ConfigError, match=r"^(role|kv_tiers): must"):
         resolve_config(EngineConfig(**{"device": "cpu", "role": "decode", "threads": 2, **options}))
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("make", [LLM, AsyncLLM])
+def test_an_engine_that_is_no_servers_has_no_role(make: Callable[..., object], role: str) -> None:
+    with pytest.raises(ConfigError, match="kvik serve") as error:
+        make(device="cpu", threads=1, role=role)
+    assert error.value.field == "role"
 
 
 @pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
