@@ -10,7 +10,7 @@ from hashlib import blake2b
 
 from kvik.core.config import RESERVED_BLOCKS
 
-# Block hashes: what makes two prefixes equal.
+# Block hashes
 #
 # The hash of a block covers its tokens and the hash of the block before it, so equal hashes mean
 # equal prefixes, and the blocks of all requests form an implicit prefix tree. The chain starts from
@@ -20,7 +20,7 @@ HASH_BYTES = 16
 
 
 def root_hash(salt: str) -> bytes:
-    """Return where the chain of a tenant's hashes starts."""
+    """Return the hash that a chain of block hashes under this salt starts from."""
     return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=HASH_BYTES).digest()
 
 
@@ -44,17 +44,17 @@ NULL_BLOCK = 0  # never allocated: stands for "no block" in tables and absorbs p
 BlockKey = tuple[int, bytes]  # KV group, chained hash of the tokens up to the block's end
 
 
-# What a router has to know of a prefix cache.
+# What a router needs to know about a prefix cache.
 
 
 @dataclass(frozen=True, slots=True)
 class ContentChanges:
-    """What became of the contents of a pool since the changes before.
+    """Changes of the contents of a pool since the previous `ContentChanges`.
 
     Attributes:
-        number: of these changes, one more than that of those before.
-        stored, removed: hashes of blocks that can be matched now, and of those that cannot.
-        cleared: nothing of what was told before holds.
+        number: one more than the previous number.
+        stored, removed: hashes of blocks that became matchable, or stopped being so.
+        cleared: everything reported before is void.
     """
 
     number: int
@@ -64,18 +64,18 @@ class ContentChanges:
 
 
 class ContentLog:
-    """Collects the changes of one KV group's contents, wherever they are kept: a content is there
-    while the cache or a tier has it. Of each hash only the last change counts."""
+    """Collects changes of one KV group's contents. A content is present while the cache or a tier
+    has it. Only the last change of each hash counts."""
 
     def __init__(self, group: int = 0) -> None:
         self.group = group
         self._number = 0
-        self._changes: dict[bytes, bool] = {}  # whether it can be matched
+        self._changes: dict[bytes, bool] = {}  # hash -> whether it can be matched
         self._keepers = Counter[bytes]()
         self._cleared = True
 
     def note(self, key: BlockKey, *, stored: bool) -> None:
-        """A content was published or withdrawn in one place."""
+        """Note that a content was published or withdrawn in one place."""
         group, content = key
         if group != self.group:
             return
@@ -87,7 +87,7 @@ class ContentLog:
             self._changes[content] = stored
 
     def restart(self) -> None:
-        """Forget what was told; each place notes all that it has again."""
+        """Forget everything; each place then notes all its contents again."""
         self._cleared = True
         self._changes, self._keepers = {}, Counter()
 
@@ -108,7 +108,7 @@ class BlockPool:
 
     A block without references is *free* and in the free list, but keeps its contents and its hash
     until it is allocated again: the free list is the prefix cache, least recently used first.
-    Blocks without a hash are of no use and go to the front.
+    Blocks without a hash cache nothing and go to the front.
 
     Requests that compute the same prefix at the same time fill a block each. The first one is
     indexed; the others are its *copies* while they are referenced. When the indexed block is
@@ -125,14 +125,14 @@ class BlockPool:
         self.ref_counts = [0] * size
         self._keys: list[BlockKey | None] = [None] * size
         self._index: dict[BlockKey, int] = {}
-        self._copies: dict[int, BlockKey] = {}  # referenced blocks with the content of another
-        self._copies_of: dict[BlockKey, dict[int, None]] = {}  # the same, in order; none is empty
+        self._copies: dict[int, BlockKey] = {}  # referenced blocks with another's content
+        self._copies_of: dict[BlockKey, dict[int, None]] = {}  # the same by content; oldest first
         # A doubly linked list threaded through two arrays; the null block is its sentinel.
         self._next = [*range(1, size), NULL_BLOCK]
         self._previous = [num_blocks, *range(num_blocks)]
         self.num_free = num_blocks  # without references, pinned ones included
         self.num_kept = 0  # of these, pinned
-        self.least_free = self.num_free  # at any time
+        self.least_free = self.num_free  # minimum of `num_free` since the start
         self._pins: dict[int, int] = {}  # how often a block is pinned
         # Blocks that were allocated since the start, or since their memory was given back.
         self._touched = bytearray(size)
@@ -141,7 +141,7 @@ class BlockPool:
         self._log: ContentLog | None = None
 
     def log_to(self, log: ContentLog | None) -> None:
-        """Note all contents in a log, and all changes of them from now on."""
+        """Note all contents in a log, and from now on all changes."""
         self._log = log
         if log is not None:
             for key in self._index:
@@ -171,7 +171,7 @@ class BlockPool:
         return blocks
 
     def acquire(self, block: int) -> None:
-        """Add a reference; a free block leaves the free list with its contents."""
+        """Add a reference; a free block leaves the free list and keeps its contents."""
         if self.ref_counts[block] == 0:
             if block in self._pins:
                 self.num_kept -= 1
@@ -260,8 +260,8 @@ class BlockPool:
         return count
 
     def give_back(self, count: int) -> list[int]:
-        """Let go of the memory of up to `count` free blocks, least recently used first: their
-        contents are withdrawn, and they are allocated after all others. Pinned ones stay."""
+        """Give back the memory of up to `count` free blocks, least recently used first. Their
+        contents are withdrawn, and they are allocated after all others. Pinned blocks stay."""
         given: list[int] = []
         for block in self.free_blocks():
             if len(given) == count:
@@ -293,8 +293,8 @@ class BlockPool:
         return len(self._pins)
 
     def sample(self, every: int) -> tuple[list[int], list[bool], list[bool]]:
-        """State of every `every`-th block, from block 1: its references, whether its content can be
-        matched, and whether it is pinned."""
+        """Return the state of every `every`-th block, from block 1: its number of references,
+        whether its content can be matched, and whether it is pinned."""
         cached = [key is not None for key in self._keys[1::every]]
         pinned = [block in self._pins for block in range(1, len(self.ref_counts), every)]
         return self.ref_counts[1::every], cached, pinned
@@ -313,7 +313,7 @@ class BlockPool:
         return list(self._index.items())
 
     def copies(self) -> dict[int, BlockKey]:
-        """Blocks whose content another block is indexed for (for audits)."""
+        """Return the blocks whose content is indexed under another block (for audits)."""
         return dict(self._copies)
 
     def pin_counts(self) -> dict[int, int]:
@@ -321,7 +321,7 @@ class BlockPool:
         return dict(self._pins)
 
     def _withdraw(self, block: int, key: BlockKey) -> None:
-        """An indexed block loses its content; the oldest copy is indexed in its place."""
+        """Withdraw an indexed block's content; its oldest copy is indexed in its place."""
         self._keys[block] = None
         copies = self._copies_of.get(key)
         if copies is None:
@@ -344,13 +344,13 @@ class BlockPool:
         return key
 
     def _use(self, block: int) -> None:
-        """Move a block of the free list to the place it had if it were released now."""
+        """Move a block of the free list to the place it would get if it were released now."""
         if self.ref_counts[block] == 0 and block not in self._pins:
             self._remove(block)
             self._append(block)
 
     def _append(self, block: int) -> None:
-        """Into the free list: last if it caches something, else first."""
+        """Add a block to the free list: last if it caches something, else first."""
         if self._keys[block] is None:
             before, after = NULL_BLOCK, self._next[NULL_BLOCK]
         else:
@@ -364,7 +364,7 @@ class BlockPool:
         self._previous[after] = block
 
     def _remove(self, block: int) -> None:
-        """Out of the free list."""
+        """Remove a block from the free list."""
         before, after = self._previous[block], self._next[block]
         self._next[before] = after
         self._previous[after] = before

@@ -1,15 +1,15 @@
-"""Checkpoints: copies of requests' states, so that a prefix hit can go on from one.
+"""Checkpoints: copies of requests' states, from which a prefix hit can continue.
 
-Some layers keep a state of fixed size of each request, in the row of its slot. Blocks say nothing
-of a state in the past, so a prefix can be taken from the cache only up to a place where its state
-was copied. Copies are made at borders of blocks, before the step that goes on from there:
+Some layers keep a state of fixed size per request, in the row of its slot. Past states cannot be
+derived from blocks, so a prefix can be taken from the cache only up to a place where its state was
+copied. Copies are made at block borders, before the step that continues from there:
 
-- at the end of the prompt, cut to whole blocks, of which the last token is not one;
-- where cached blocks end that a request shares, if no checkpoint is there: others will share them;
-- at each border that the output passes, of which only the newest stays, for the next turn.
+- at the last block border before the last token of the prompt;
+- where cached blocks end that a request shares, if there is no checkpoint: others will share them;
+- at each border that the output passes; only the newest is kept, for the next turn.
 
-A step never computes past the first two, so results do not depend on where copies are made. What is
-not in use makes room for newer ones, the least recently used first.
+A step never computes past the first two, so results do not depend on where copies are made. When
+all are in use, the least recently used checkpoint is replaced.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class StateCheckpoint:
     """A copy that a plan makes. It can be found once the result of that step is known.
 
     Attributes:
-        num_tokens: of the request, which the state stands for; whole blocks.
+        num_tokens: tokens of the request that the state covers; whole blocks.
         index: of the copy, among all.
     """
 
@@ -36,7 +36,7 @@ class StateCheckpoint:
 
 
 class CheckpointTable:
-    """Which checkpoint is the copy of which prefix."""
+    """Maps prefixes to checkpoints."""
 
     def __init__(self, count: int, block_size: int) -> None:
         self.count = count
@@ -45,11 +45,11 @@ class CheckpointTable:
         self._by_hash: dict[bytes, int] = {}  # of the prefix; least recently used first
 
     def hit_length(self, hashes: Sequence[bytes], length: int) -> int:
-        """Return the most blocks, up to `length`, behind which there is a checkpoint."""
+        """Return the most blocks, up to `length`, after which there is a checkpoint."""
         return next((n for n in range(length, 0, -1) if hashes[n - 1] in self._by_hash), 0)
 
     def use(self, key: bytes) -> int:
-        """Return the checkpoint of a prefix, which is now the last to go."""
+        """Return the checkpoint of a prefix and mark it as the most recently used."""
         self._by_hash[key] = index = self._by_hash.pop(key)
         return index
 
@@ -59,8 +59,8 @@ class CheckpointTable:
         return min([num_tokens, *ends])
 
     def take(self, request: Request) -> StateCheckpoint | None:
-        """Return a checkpoint to copy the request's state to; None: it needs none here, or there is
-        none to be had."""
+        """Return a checkpoint to copy the request's state to; None: it needs none here, or none is
+        available."""
         tokens = request.num_computed_tokens
         blocks, rest = divmod(tokens, self.block_size)
         if rest or not blocks:
@@ -76,7 +76,7 @@ class CheckpointTable:
         return StateCheckpoint(request, tokens, self._free.pop()) if self._free else None
 
     def publish(self, checkpoint: StateCheckpoint) -> None:
-        """The copy is made: it can be found, unless its content is in doubt."""
+        """Make a finished copy findable, unless its content is in doubt."""
         request, blocks = checkpoint.request, checkpoint.num_tokens // self.block_size
         failed = request.finish_reason is FinishReason.ERROR
         if failed or checkpoint.num_tokens > len(request.token_ids):
@@ -92,7 +92,7 @@ class CheckpointTable:
             self.forget(hashes[blocks - 2 : blocks - 1])
 
     def drop(self, checkpoint: StateCheckpoint) -> None:
-        """It is free again, and was never published."""
+        """Free a checkpoint that was never published."""
         self._free.append(checkpoint.index)
 
     def forget(self, hashes: Collection[bytes]) -> None:
@@ -100,21 +100,21 @@ class CheckpointTable:
         self._free += [self._by_hash.pop(key) for key in hashes if key in self._by_hash]
 
     def forget_copies(self, indices: Collection[int]) -> None:
-        """Free these, if they are published."""
+        """Free the checkpoints with these indices, if they are published."""
         self.forget([key for key, index in self._by_hash.items() if index in indices])
 
     def clear(self) -> None:
         self.forget(list(self._by_hash))
 
     def indices(self) -> list[int]:
-        """Return those that are free or published."""
+        """Return the indices of checkpoints that are free or published."""
         return [*self._free, *self._by_hash.values()]
 
     def _end_of_prompt(self, request: Request) -> int:
         return (request.num_prompt_tokens - 1) // self.block_size * self.block_size
 
     def _ends(self, request: Request) -> tuple[int, int]:
-        """Where steps end, as the next one begins with a copy."""
+        """Return the numbers of tokens at which a step must end, as the next begins with a copy."""
         if not self.count:
             return 0, 0
         return request.num_shared_tokens, self._end_of_prompt(request)

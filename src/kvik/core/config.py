@@ -1,4 +1,4 @@
-"""What the engine core takes in: the shape of the KV cache and the limits of a step."""
+"""Configuration of the engine core: the shape of the KV cache and the limits of a step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvik.spec.kv import KVGroup
 
-RESERVED_BLOCKS = 1  # of a pool: block 0, which is never handed out
+RESERVED_BLOCKS = 1  # per pool: block 0, which is never allocated
 POLICIES = (
     "fcfs",
     "priority",
@@ -25,8 +25,8 @@ class TierSizes:
         page_bytes: of one block of each KV group, header included.
         memory: pages in the memory tier; 0: there is none.
         disk: bytes of the disk tier; 0: there is none.
-        peers: pages come from other engines, too.
-        lends: other engines get pages of the memory tier.
+        peers: pages can be loaded from other engines.
+        lends: other engines can load pages of the memory tier.
     """
 
     page_bytes: tuple[int, ...]
@@ -44,10 +44,11 @@ class CacheConfig:
         num_blocks: blocks that requests can use.
         pinned_share: share of the blocks that all tenants together may pin.
         tenant_pinned_share: share of the blocks that one tenant may pin.
-        checkpoints: of states, beside those of running requests; None: no layer keeps a state.
-        private: what is kept of a request lies outside of its blocks, which only count it, so that
-            no other one can have it.
-        tiers: None: what leaves the KV cache is computed again.
+        checkpoints: number of copies of states, apart from the states of running requests; None:
+            no layer keeps a state.
+        private: the data of a request is stored outside of its blocks, which only count its tokens,
+            so requests cannot share it.
+        tiers: None: blocks evicted from the KV cache are computed again.
     """
 
     block_size: int
@@ -62,8 +63,8 @@ class CacheConfig:
 
     @property
     def salt(self) -> str:
-        """What keys and values of a block depend on beside its tokens and those before it: which
-        keys layers see. Hashes of blocks cover it."""
+        """What keys and values of a block depend on in addition to its tokens and those before it:
+        which keys layers see. Hashes of blocks cover it."""
         windows = (group.spec.window for group in self.groups)
         return "".join(f"{w.sinks}+{w.keys} " for w in windows if w is not None and w.sinks)
 
@@ -84,10 +85,10 @@ class SchedulerConfig:
 
     Attributes:
         num_lookahead_tokens: places in the KV cache that a decoding request gets beyond its step,
-            if blocks are to spare.
-        stages: of a pipeline, each of which computes a step of its own at a time.
-        max_wait: seconds for which a batch waits to fill; None: as the policy has it.
-        whole_prompts: every request is a prompt alone, which one step computes as a whole.
+            if there are spare blocks.
+        stages: of the pipeline; each computes a different step at the same time.
+        max_wait: seconds for which a batch waits to fill; None: the policy's default.
+        whole_prompts: requests are prompts without output, each computed by a single step.
     """
 
     max_num_seqs: int

@@ -1,10 +1,10 @@
 """Fair shares of the engine between tenants. A policy orders the requests of one tenant.
 
 Service is counted in tokens, as in VTC (Sheng et al. 2024, "Fairness in Serving Large Language
-Models"): 1 for a token of a prompt, `OUTPUT_WEIGHT` for one of an output, since that takes a row of
-a step of its own. Only tokens computed for the first time count: those found in the prefix cache
-cost nothing, and those lost by a preemption are not charged twice. The tenant served least goes
-first, so tenants that always have work get equal service, to within a step and one request.
+Models"): 1 for a token of a prompt, `OUTPUT_WEIGHT` for a token of an output, since that needs a
+row of a separate step. Only tokens computed for the first time count: tokens found in the prefix
+cache cost nothing, and tokens lost by a preemption are not charged twice. The tenant served least
+goes first, so tenants that always have work get equal service, to within a step and one request.
 
 Time without work earns no credit: a tenant that returns is lifted to the *virtual time*, the
 service of the least served tenant that has work waiting (start-time fair queueing, Goyal et al.
@@ -12,11 +12,11 @@ service of the least served tenant that has work waiting (start-time fair queuei
 
 The request with which a tenant returns while others are served is a *newcomer* if the tenant was
 not served more than the virtual time. It goes first, with its whole prompt, until its first token:
-a tenant that asks for less than its share should not notice the others. A tenant has at most one
-newcomer, and the next is possible only when the others were served as much.
+a tenant that uses less than its share should not notice the others. A tenant has at most one
+newcomer, and gets the next only after the others were served as much.
 
-Tenants come before priorities, which order the requests of one tenant. While only one tenant has
-requests, all this costs and changes nothing.
+Fair shares take precedence over priorities, which order the requests of one tenant. While only one
+tenant has requests, all this costs and changes nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Account:
 
     def __init__(self) -> None:
         self.served = 0  # weighted tokens, in virtual time
-        self.num_requests = 0  # unfinished ones
+        self.num_requests = 0  # unfinished requests
         self.since = 0  # running number of its last return
 
 
@@ -71,12 +71,13 @@ class FairShare:
         return self.num_active > 1
 
     def served(self, request: Request) -> int:
-        """Service of the request's tenant."""
+        """Return the service of the request's tenant."""
         return self.accounts[request.tenant].served
 
     def place(self, request: Request) -> tuple[bool, tuple[float, int]]:
-        """Order of running requests that need blocks for their prompts; the largest is preempted
-        first. It does not depend on service, so that no request overtakes another twice."""
+        """Return the sort key of running requests that need blocks for their prompts; the largest
+        is preempted first. It does not depend on service, so that no request overtakes another
+        twice."""
         return (request not in self.newcomers, request.order)
 
     # -- requests in and out ---------------------------------------------------------------------
@@ -84,7 +85,7 @@ class FairShare:
     def arrive(
         self, request: Request, waiting: Mapping[str, list[Request]], running: list[Request]
     ) -> None:
-        """A request arrives. `waiting`: queued requests of each tenant, without this one."""
+        """Note that a request arrives. `waiting`: queued requests by tenant, without this one."""
         tenant = request.tenant
         account = self.accounts.get(tenant)
         if account is None:
@@ -97,19 +98,19 @@ class FairShare:
             self._come_back(request, account, waiting, running)
 
     def start(self, request: Request) -> None:
-        """A request was admitted: tokens found in the cache are free."""
+        """Note that a request was admitted: tokens found in the cache are free."""
         request.num_charged_tokens = max(request.num_charged_tokens, request.num_computed_tokens)
 
     def first_token(self, request: Request) -> None:
         self.newcomers.pop(request, None)
 
     def lose(self, request: Request) -> None:
-        """A request is preempted: tokens computed again will not be charged again."""
+        """Note that a request is preempted: recomputed tokens will not be charged again."""
         self.charge(request)
         self.newcomers.pop(request, None)
 
     def leave(self, request: Request) -> None:
-        """A request ends."""
+        """Note that a request ends."""
         self.charge(request)
         self.newcomers.pop(request, None)
         account = self.accounts[request.tenant]
@@ -152,7 +153,7 @@ class FairShare:
     # -- service ---------------------------------------------------------------------------------
 
     def take_service(self, running: list[Request]) -> dict[str, int]:
-        """Return what each tenant got since the last call, which the first call begins to count."""
+        """Return the service of each tenant since the last call; counting starts at the first."""
         if self._given is None:
             self._given = Counter()
         self.settle(running)
@@ -160,9 +161,9 @@ class FairShare:
         return dict(given)
 
     def credit(self, tenant: str, service: int) -> None:
-        """Count what a tenant got from another engine, with which it shares its callers."""
+        """Count the service of a tenant by another engine behind the same router."""
         if not self.num_active:
-            return  # there is nobody to compare with
+            return  # there is no tenant to compare with
         account = self.accounts.get(tenant)
         if account is None:
             account = self.accounts[tenant] = Account()
@@ -171,7 +172,7 @@ class FairShare:
 
     def settle(self, running: list[Request]) -> None:
         """Charge what running requests computed since the last call. Decoding is charged only here,
-        so it costs nothing while no tenants have to be compared."""
+        so accounting for it is free while no tenants have to be compared."""
         for request in running:
             if request.num_computed_tokens > request.num_charged_tokens:
                 self.charge(request)
@@ -188,9 +189,9 @@ class FairShare:
             request.num_charged_tokens = end
 
     def left_over(self, budget: int, waiting: Iterable[str]) -> None:
-        """A step had `budget` tokens left that no request could use. Each waiting tenant is charged
-        its part of them: it lacks blocks or slots, not tokens. Otherwise the others would seem
-        greedy beside a tenant that fills all blocks and decodes slowly."""
+        """Charge each waiting tenant its part of the `budget` tokens of a step that no request
+        could use: it lacks blocks or slots, not tokens. Otherwise the others would look overserved
+        compared to a tenant that fills all blocks and decodes slowly."""
         for tenant in waiting:
             self.accounts[tenant].served += budget // self.num_active
 
@@ -200,8 +201,8 @@ class FairShare:
         cost: Callable[[Request], int] = lambda request: 0,
     ) -> Iterator[Request]:
         """Yield requests in the order in which to serve them: newcomers first, then always the next
-        of the tenant that was served least. What the caller charges between two requests counts,
-        and so does `cost`, by which requests can be ordered without service."""
+        request of the tenant served least. Charges that the caller makes between two requests
+        count, and so does `cost`, which orders requests that are not charged meanwhile."""
         turns: list[tuple[bool, int, int, str, Request, Iterator[Request]]] = []
 
         def line_up(tenant: str, line: Iterator[Request], expected: int) -> None:
@@ -228,8 +229,8 @@ class FairShare:
         return TenantUsage(running, self.kv, self.max_num_seqs)
 
     def decode_order(self, running: list[Request], *, newcomers_first: bool) -> list[Request]:
-        """Running requests in the order in which decodes get blocks: if blocks may not suffice for
-        all, requests of the tenants that use most come last."""
+        """Return running requests in the order in which decodes get blocks: if blocks may not
+        suffice for all, requests of the tenants that use most come last."""
         if len(running) * len(self.kv.groups) > self.kv.pool.num_free:
             usage = self.usage(running)
             running = sorted(running, key=lambda request: usage.share(request.tenant))
@@ -240,16 +241,16 @@ class FairShare:
 
 # Slots and blocks for tenants below their share, taken from those furthest above theirs.
 #
-# A tenant's share is that of the slots or that of the blocks, whichever is larger (dominant
+# A tenant's share is its share of the slots or of the blocks, whichever is larger (dominant
 # resources, Ghodsi et al. 2011). With n tenants a fair share is 1/n.
 #
 # - A newcomer may take from a tenant that uses more than a fair share.
-# - Other requests may take from a tenant that was served at least as much as theirs, as long as it
-#   keeps a fair share and at least twice what the taker then uses. Beyond that, requests that end
-#   free enough soon; without the distance, tenants that are about equal would take from each other
-#   again and again.
-# - A request that was preempted takes nothing. So a request takes resources at most once, and there
-#   are no more preemptions for fairness than requests that could cause them.
+# - Other requests may take from a tenant that was served at least as much as theirs, if it keeps a
+#   fair share and at least twice what the taker then uses. For smaller differences, requests that
+#   end soon free enough; without this margin, tenants with about equal shares would preempt each
+#   other again and again.
+# - A request that was preempted takes nothing. So a request takes resources at most once, and the
+#   number of preemptions for fairness is at most the number of requests that could cause them.
 
 
 class TenantUsage:
@@ -269,20 +270,21 @@ class TenantUsage:
         self.blocks[request.tenant] += count * self.kv.num_held(request)
 
     def share(self, tenant: str, slots: int = 0, blocks: int = 0) -> float:
-        """Return the tenant's share of the slots or blocks, 0 to 1, with some more of each."""
+        """Return the tenant's share of the slots or blocks, 0 to 1, with `slots` and `blocks` more
+        than it uses."""
         slots += self.slots[tenant]
         blocks += self.blocks[tenant]
         return max(slots / self.max_num_seqs, blocks / self.kv.pool.num_blocks)
 
     def uneven(self, takers: Iterable[str], num_tenants: int) -> bool:
         """Return whether a tenant uses so much that one of the takers, none of them a newcomer,
-        could get a slot of it. A quick check that looks at no request: usually no tenant does."""
+        could take a slot from it. This quick check looks at no request; usually no tenant does."""
         most = max(map(self.share, self.slots), default=0.0)
         return most > 1 / num_tenants and most > 2 * min(map(self.share, takers), default=1.0)
 
 
 class FreeResources:
-    """What is free in a step, and which requests are preempted, while requests take in turn."""
+    """Free slots and blocks of a step, and the requests to preempt as others take them."""
 
     def __init__(
         self, shares: FairShare, running: Sequence[Request], free_slots: int, free_blocks: int
@@ -293,10 +295,10 @@ class FreeResources:
         self._running = list(running)
         self._taken: list[tuple[str, int, int]] = []  # tenant, slots, blocks; not in `_usage` yet
         self._usage: TenantUsage | None = None  # measured only if a request is to be preempted
-        self._dropped = Counter[int]()  # references to blocks that end with the preempted
+        self._dropped = Counter[int]()  # references to blocks that preempted requests give up
 
     def may_have(self, request: Request) -> bool:
-        """False if `take` would refuse a waiting request for sure: a quick check before it."""
+        """Return False if `take` would certainly refuse a waiting request; a quick check."""
         if self.slots:
             return True
         if request.num_preemptions:
@@ -312,9 +314,9 @@ class FreeResources:
         """Take slots and blocks for a request.
 
         Args:
-            slots: 1 if it is to start, 0 if it runs.
+            slots: 1 if it starts, 0 if it is running.
             blocks: how many of the free blocks it takes.
-            match: the cached prefix that it will share with the requests that use it.
+            match: its cached prefix, whose blocks other requests may use too.
 
         Returns:
             The requests to preempt for it; None if it gets nothing, and none is preempted.
@@ -382,8 +384,8 @@ class FreeResources:
         return victim if rest >= enough else None
 
     def _freed(self, victim: Request, matched: frozenset[int]) -> int:
-        """Return how many blocks more are free without the victim. Those that the taker matches are
-        not: the taker uses them then."""
+        """Return how many more blocks are free without the victim. Blocks that the taker matches do
+        not count, since the taker will use them."""
         refs = self.shares.kv.pool.ref_counts
         freed = 0
         for ids in victim.block_ids:

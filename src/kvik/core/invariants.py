@@ -14,11 +14,11 @@ from kvik.core.types import Request, RequestStatus
 
 
 class InvariantError(AssertionError):
-    """The books do not balance."""
+    """The state of the scheduler is inconsistent."""
 
 
 def check(scheduler: Scheduler) -> None:
-    """Raise `InvariantError` at the first thing that is wrong."""
+    """Raise `InvariantError` at the first inconsistency."""
     _check_requests(scheduler)
     _check_in_flight(scheduler)
     _check_shares(scheduler)
@@ -80,7 +80,7 @@ def _check_running(r: Request, scheduler: Scheduler) -> None:
 
 
 def _check_in_flight(scheduler: Scheduler) -> None:
-    """What requests believe to be under way is what the steps in flight will bring."""
+    """Check that the tokens that requests count as under way are those of the steps in flight."""
     scheduled, pending = Counter[int](), Counter[int]()
     for step in scheduler.in_flight:
         plan = step.plan
@@ -101,7 +101,7 @@ def _check_in_flight(scheduler: Scheduler) -> None:
 
 
 def _check_shares(scheduler: Scheduler) -> None:
-    """The accounts of tenants are about the requests there are."""
+    """Check that the accounts of tenants match the requests."""
     shares, waiting = scheduler.shares, list(scheduler.waiting)
     requests = [*scheduler.running, *waiting]
     counts = Counter(r.tenant for r in requests)
@@ -154,7 +154,7 @@ def _check_blocks(scheduler: Scheduler) -> None:
 
 
 def _check_pins(kv: KVCacheManager) -> None:
-    """Pinned blocks are those that pins hold, no more than may be, and can still be matched."""
+    """Check that pinned blocks are those that pins hold, within quotas, and can be matched."""
     pins, pool = kv.pins, kv.pool
     if not (pins.tenants or pins.by_use or pool.num_pinned):
         return
@@ -210,7 +210,7 @@ def _check_prefix_index(scheduler: Scheduler) -> None:
 
 
 def _check_checkpoints(scheduler: Scheduler) -> None:
-    """Each checkpoint is free, published, or about to be; no step ends past one that is due."""
+    """Check that each checkpoint is free, published, or in a step in flight, on a block border."""
     checkpoints = scheduler.kv.checkpoints
     made = [made for step in scheduler.in_flight for made in step.checkpoints]
     if checkpoints is None:
@@ -234,8 +234,8 @@ def _check_checkpoints(scheduler: Scheduler) -> None:
 
 
 def _check_budgets(scheduler: Scheduler) -> None:
-    """No step computes past a cut that is due; what was dropped is gone, and what is kept of it is
-    the request's alone and cannot be matched."""
+    """Check that no step computes past a due cut, dropped blocks are gone, and kept ones are
+    private and cannot be matched."""
     kv = scheduler.kv
     public = {block for _, block in kv.pool.index_items()} | kv.pool.copies().keys()
     for r in scheduler.running:
@@ -263,7 +263,8 @@ def _check_budgets(scheduler: Scheduler) -> None:
 
 
 def _check_moves(moves: Moves, scheduler: Scheduler) -> None:
-    """Tiers are within their sizes, each page has its place, and who waits is waited for."""
+    """Check that tiers are within their sizes, each page has its place, and each request that waits
+    for pages has a load."""
     index, refs = moves.index, scheduler.kv.pool.ref_counts
     for name, tier in index.tiers.items():
         both = [*tier.pages.values(), *tier.under_way.values()]

@@ -27,8 +27,8 @@ class PrefixMatch:
     """A prefix that need not be computed: its length, and its blocks per group.
 
     Attributes:
-        num_shared: tokens whose blocks are cached; more than `num_tokens` where no checkpoint of
-            states is there.
+        num_shared: tokens whose blocks are cached; more than `num_tokens` if there is no checkpoint
+            of states at that place.
     """
 
     num_tokens: int
@@ -43,7 +43,7 @@ class KVCacheManager:
     slid out of a window, or that a budget dropped, are the null block.
 
     Attributes:
-        committed: key, hash of the block before it, and block of what was published since the list
+        committed: (key, hash of the block before, block) for each block published since the list
             was last emptied; None: there are no tiers.
     """
 
@@ -61,11 +61,11 @@ class KVCacheManager:
             self.checkpoints = CheckpointTable(config.checkpoints, config.block_size)
         self._windowed = any(g.spec.windowed for g in config.groups)
         budgets = [g.spec.budget for g in config.groups]
-        # Of each group; (): all layers keep all tokens.
+        # One per group; empty if all layers keep all tokens.
         self._budgets = [b for b in budgets if b is not None]
         assert len(self._budgets) in (0, len(budgets))
         self._cuts: list[BudgetCut] = []  # since they were taken
-        # Layers with one window in common release all blocks of some tokens together.
+        # If all layers have the same window, the blocks of a token are released together.
         self._releases_tokens = len({g.spec.window for g in config.groups}) == 1 and self._windowed
 
     @property
@@ -99,25 +99,26 @@ class KVCacheManager:
         """Return the known tokens of a request that may come from the prefix cache."""
         most = request.num_cacheable_tokens
         for budget in self._budgets:
-            # The last queries before it choose what is kept.
+            # The last queries before the first cut choose what is kept, so they are computed.
             most = min(most, max(0, budget.first_cut(request.num_prompt_tokens) - budget.last))
         return most
 
     def demand(self, match: PrefixMatch, num_tokens: int, chunk: int) -> int:
-        """Free blocks that a request with this match takes until it has `num_tokens` tokens."""
+        """Return how many free blocks a request with this match takes for `num_tokens` tokens."""
         held = sum(len(ids) - ids.count(NULL_BLOCK) for ids in match.block_ids)
         if match.num_tokens % self.block_size:
             held -= len(self.groups)  # the shared partial block is copied
         return self.max_blocks(num_tokens, chunk) - held + self._revived(match)
 
     def prompt_demand(self, request: Request, chunk: int) -> int:
-        """Blocks that a running request still needs for its known tokens; 0 if it waits."""
+        """Return how many more blocks a running request needs for its known tokens; 0 if it
+        waits."""
         if request.status is not RequestStatus.RUNNING:
             return 0
         return max(0, self.max_blocks(len(request.token_ids), chunk) - self.num_held(request))
 
     def num_missing(self, request: Request, num_tokens: int) -> int:
-        """Blocks that `extend` would allocate."""
+        """Return how many blocks `extend` would allocate."""
         missing = -(-num_tokens // self.block_size) - len(request.block_ids[0])
         return max(0, missing) * len(self.groups) + sum(
             len(budget.cut_blocks(request.num_computed_tokens, self.block_size))
@@ -125,7 +126,7 @@ class KVCacheManager:
         )
 
     def num_held(self, request: Request) -> int:
-        """Blocks of a running request, shared ones included."""
+        """Return how many blocks a running request holds, shared ones included."""
         if not (self._windowed or request.num_cut_tokens):
             return len(self.groups) * len(request.block_ids[0])
         return sum(
@@ -134,13 +135,13 @@ class KVCacheManager:
         )
 
     def _num_released(self, spec: KVCacheSpec, ids: list[int]) -> int:
-        """Null blocks of a table. They follow each other, so none of the others is looked at."""
+        """Return the number of null blocks of a table, by binary search: they are contiguous."""
         first = spec.hidden_blocks(0, self.block_size).start
         return max(0, bisect(ids, False, first, key=lambda block: block != NULL_BLOCK) - first)
 
     def tokens(self, running: Iterable[Request]) -> tuple[int, int]:
-        """Return the tokens that the blocks of running requests have room for, and those computed
-        or promised, of all groups of layers together. A shared block counts for each holder."""
+        """Return how many tokens the blocks of running requests have room for, and how many are
+        computed or promised, summed over groups. A shared block counts for each holder."""
         allocated = empty = 0
         for request in running:
             allocated += self.num_held(request) * self.block_size
@@ -154,8 +155,8 @@ class KVCacheManager:
         """Give a waiting request the matched blocks, and blocks for its first `num_tokens` tokens.
 
         Returns:
-            Block copies (source, target) to do before the step, or None if blocks are short, in
-            which case nothing changed.
+            Block copies (source, target) to make before the step, or None if too few blocks are
+            free, in which case nothing changed.
         """
         # A partly filled last block is shared until the first write, which is now: copy it.
         partial = match.num_tokens % self.block_size != 0
@@ -201,9 +202,9 @@ class KVCacheManager:
         return new
 
     def commit(self, request: Request) -> None:
-        """Publish blocks that became full of written, delivered tokens; free those out of sight.
+        """Publish blocks that became full of written, delivered tokens; free those out of windows.
 
-        Blocks that a step in flight is to write are not published: the step may fail.
+        Blocks that a step in flight will write are not published: the step may fail.
         """
         full = min(request.num_written_tokens, len(request.token_ids)) // self.block_size
         first, public = request.num_committed_blocks, self.num_public(request, full)
@@ -222,7 +223,7 @@ class KVCacheManager:
             self._release_unseen(request)
 
     def use_pins(self, request: Request, now: float) -> None:
-        """A request was admitted: the pinned prefixes that it shares are used."""
+        """Note the use of pinned prefixes that an admitted request shares."""
         if self.pins.by_use:
             shared = request.block_hashes[: request.num_committed_blocks]
             self.pins.use(request.tenant, shared, now)
@@ -240,8 +241,8 @@ class KVCacheManager:
             if length > request.num_committed_blocks:
                 break
             done += 1
-            # If a pin ends with the prompt, longer prompts read all of it. A request with the same
-            # prompt computes its last token again, and the blocks its windows see are pinned too.
+            # If a pin ends with the prompt, longer prompts match all of it. A request with the same
+            # prompt computes its last token again, so the blocks that token sees are pinned too.
             for blocks in dict.fromkeys((min(tokens, prompt - 1) // self.block_size, length)):
                 hashes = request.block_hashes[:blocks]
                 if hashes and self.pins.pin(request.tenant, hashes, pin.seconds, now):
@@ -250,8 +251,8 @@ class KVCacheManager:
         request.pins = request.pins[done:]
 
     def free(self, request: Request, *, forget: bool = False) -> None:
-        """Release all blocks. The end of the table is evicted first, so that blocks which others
-        may share live longest. `forget`: the contents are in doubt and must not be matched."""
+        """Release all blocks. The end of the table is evicted first, so that blocks shared with
+        others live longest. `forget`: the contents are in doubt and must not be matched."""
         for ids in request.block_ids:
             held = [b for b in reversed(ids) if b != NULL_BLOCK]
             if forget:
@@ -271,24 +272,24 @@ class KVCacheManager:
 
     # Budgets: where layers drop tokens.
     #
-    # Each group keeps as many as its own budget says, and so drops some after numbers of tokens of
-    # its own. The kept of a request move to private blocks behind what was dropped, where they are
-    # the last before the next token: places of later tokens are their positions, and tables of all
-    # groups have the same length. Blocks that others may share are read, and never written.
+    # Each group has its own budget, so groups drop tokens at different times. The kept tokens of a
+    # request move to private blocks, whose table entries are the last before the next token. So
+    # later tokens still have their positions as places, and tables of all groups have the same
+    # length. Blocks that others may share are read, and never written.
 
     def cut_after(self, request: Request, num_tokens: int) -> int:
-        """Return after how many tokens, at least `num_tokens`, some group drops some."""
+        """Return after how many tokens, at least `num_tokens`, a group next drops some."""
         prompt = request.num_prompt_tokens
         return min((b.next_cut(num_tokens, prompt) for b in self._budgets), default=NEVER)
 
     def take_cuts(self) -> list[BudgetCut]:
-        """Return what is to be moved before the next forward, since the last call."""
+        """Return the cuts since the last call, which the worker makes before the next forward."""
         cuts, self._cuts = self._cuts, []
         return cuts
 
     def num_public(self, request: Request, blocks: int) -> int:
-        """Return how many of its first blocks others may share, once they are computed: what comes
-        behind the first cut depends on what was kept."""
+        """Return how many of the first `blocks` blocks others may share once they are computed.
+        Blocks after the first cut depend on what was kept, so they cannot be shared."""
         prompt = request.num_prompt_tokens
         return min([blocks, *(b.first_cut(prompt) // self.block_size for b in self._budgets)])
 
@@ -301,7 +302,7 @@ class KVCacheManager:
         return [(g, b) for g, b in enumerate(self._budgets) if b.next_cut(at, prompt) == at]
 
     def _cut(self, request: Request) -> None:
-        """Give the groups that are due blocks for what they keep, and release what they had."""
+        """Allocate blocks for what the due groups keep, and release those that they had."""
         end = request.num_computed_tokens
         released: list[int] = []
         for group, budget in self._due(request):
@@ -310,15 +311,15 @@ class KVCacheManager:
             first_key = end - budget.tokens
             self._cuts.append(BudgetCut(request.slot, group, end, first_key, new))
             released += [block for block in reversed(ids[: where.stop]) if block != NULL_BLOCK]
-            kept = ids[where.stop :]  # places for tokens to come
+            kept = ids[where.stop :]  # places for future tokens
             ids[:] = [NULL_BLOCK] * where.start + new + kept
         self.pool.release(released)
         request.num_cut_tokens = end
         request.next_cut = self.cut_after(request, end + 1)
 
     def reset(self) -> int:
-        """Forget the contents of all blocks, also pinned ones; requests go on. Returns how many
-        blocks had any."""
+        """Forget the contents of all blocks, pinned ones included; requests continue. Returns how
+        many contents there were."""
         self.pins.clear()
         if self.committed:
             self.committed.clear()
@@ -334,7 +335,7 @@ class KVCacheManager:
         return self.pool.allocate(count)
 
     def _revived(self, match: PrefixMatch) -> int:
-        """Free blocks that the match would take out of the free list."""
+        """Return how many blocks of the match are free now."""
         refs = self.pool.ref_counts
         return sum(refs[b] == 0 for ids in match.block_ids for b in ids if b != NULL_BLOCK)
 
@@ -349,8 +350,8 @@ class KVCacheManager:
                     yield (group, hashes[i]), parent, ids[i]
 
     def hold(self, blocks: Iterable[int], count: int) -> list[int] | None:
-        """Acquire blocks, and allocate `count` others. Returns these, or None if blocks are short,
-        in which case nothing changed."""
+        """Acquire blocks, and allocate `count` others. Returns the latter, or None if too few are
+        free, in which case nothing changed."""
         held = list(blocks)
         revived = sum(self.pool.ref_counts[block] == 0 for block in held)
         if revived + count > self.pool.num_free:
@@ -360,13 +361,13 @@ class KVCacheManager:
         return self._allocate(count)
 
     def reach(self, hashes: list[bytes], is_there: Callable[[BlockKey], bool]) -> int:
-        """Return the most blocks of a prefix that a request can take, if it can take those of which
-        `is_there` says so."""
+        """Return the length in blocks of the longest usable prefix, if the blocks for which
+        `is_there` returns true are available."""
         return self._usable_length(hashes, len(hashes), is_there)
 
     def _with_swapped(self, request: Request, found: PrefixMatch) -> PrefixMatch:
-        """Return the match with the partly filled block that the request had when it was preempted,
-        if it was loaded."""
+        """Extend a match by the partly filled block that the request had when it was preempted, if
+        that was loaded."""
         tokens, length = request.num_swapped_tokens, found.num_tokens // self.block_size
         if tokens // self.block_size != length or not (
             found.num_tokens < tokens <= request.num_cacheable_tokens
@@ -382,8 +383,8 @@ class KVCacheManager:
         return PrefixMatch(tokens, tables) if len(tables) == len(blocks) else found
 
     def _longest_cached(self, hashes: list[bytes]) -> PrefixMatch:
-        """Match the longest prefix of which every group has the blocks it needs, and states have a
-        checkpoint."""
+        """Match the longest prefix for which every group has the blocks it needs and, if layers
+        keep states, there is a checkpoint."""
         length = shared = self._cached_length(hashes, len(hashes))
         if self.checkpoints is not None:
             while length != (hit := self.checkpoints.hit_length(hashes, length)):
@@ -419,8 +420,8 @@ class KVCacheManager:
         return length
 
     def _fork(self, request: Request) -> PrefixMatch | None:
-        """Match the prompt of a sibling: it shares the prompt's blocks of its leader, a partly
-        filled last one included."""
+        """Match the prompt of a sibling: it shares its leader's blocks of the prompt, including a
+        partly filled last one."""
         leader = request.leader
         if self.checkpoints is not None:
             return None  # the leader's state has moved on; its checkpoint is found by its prefix
@@ -462,8 +463,8 @@ class KVCacheManager:
             self._forget_hashes(request, len(unseen))
 
     def _forget_hashes(self, request: Request, count: int) -> None:
-        """Forget the hashes of the last blocks that were released, `count` of each group: nothing
-        asks for those of an output before it starts again."""
+        """Forget the hashes of the last `count` released blocks, those of the output only: they are
+        not needed until the request starts again."""
         gone = self.groups[0].spec.hidden_blocks(request.num_written_tokens, self.block_size)
         first = max(gone.stop - count, request.num_prompt_tokens // self.block_size)
         for i in range(first, min(gone.stop, len(request.block_hashes) - 1)):
@@ -471,7 +472,7 @@ class KVCacheManager:
 
 
 def partial_hash(request: Request, full: int, num_tokens: int, block_size: int) -> bytes:
-    """Return the hash of a partly filled block behind `full` full ones. No full block has it, as it
-    covers fewer tokens."""
+    """Return the hash of a partly filled block after `full` full ones. No full block has the same
+    hash, since this one covers fewer tokens."""
     parent = request.block_hashes[full - 1] if full else root_hash(request.cache_salt)
     return block_hash(parent, request.token_ids[full * block_size : num_tokens])

@@ -1,18 +1,19 @@
-"""Moves of blocks between the KV cache and its tiers: what is kept, what is loaded, and for whom.
+"""Moves of blocks between the KV cache and its tiers: which are stored, and loaded for whom.
 
-Blocks are kept as soon as they are full and their content is confirmed, and the last block of a
-preempted request also if it is partly filled. A copy is made before a step writes to any block, so
-that a block may be taken by others in the very plan that keeps it.
+Blocks are stored as soon as they are full and their content is confirmed. The last block of a
+preempted request is stored even if it is partly filled. Copies are made before a step writes to any
+block, so the plan that stores a block may already give it to another request.
 
-A waiting request whose prefix goes on in a tier waits for its pages, if loading them is expected to
-be faster than computing their tokens. It holds blocks meanwhile, and no row. Pages come into blocks
-that no request uses, and are then published in the prefix cache, where the request finds them as
-any other does. So what fails to load is computed, and nothing else differs. A block that is being
-loaded is referenced until the move is done, whatever becomes of the request.
+A waiting request whose prefix continues in a tier waits for the pages if loading them is expected
+to be faster than computing their tokens. Meanwhile it holds blocks, but no row. Pages are loaded
+into blocks that no request uses, and are then published in the prefix cache, where the request
+finds them like any other request. So a page that fails to load is computed, and nothing else
+differs. A block that is being loaded is referenced until the move is done, even if the request has
+ended.
 
-Another engine is one more tier: a request names the one that has its pages, and for how many
-tokens. There these lie in the memory tier under a lease, as if a load read them. The worker ends
-it: when the other engine has what it wanted, or is not heard of for a time.
+Another engine is one more tier: a request names the engine that has its pages, and for how many
+tokens. There the pages stay in the memory tier under a lease, as if a load read them. The worker
+ends the lease when the other engine has fetched what it needs, or has been silent for some time.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from kvik.core.types import PageSource, Request, RequestStatus
 
 MAX_LOADS = 8  # at a time
 MAX_TRIES = 2  # loads for one start of a request; then it computes what is still missing
-LOAD_SECONDS = 30.0  # for which a request waits for a load
+LOAD_SECONDS = 30.0  # longest wait of a request for a load
 
 
 @dataclass(slots=True)
@@ -48,13 +49,13 @@ class MoveCounters:
     """Totals since the start.
 
     Attributes:
-        loaded_tokens: that were loaded and not computed.
-        load_choices, compute_choices: how often a request could load, and did, or did not as
-            computing was expected to be faster.
-        swapped_out: preemptions after which all that was computed lies in a tier.
-        swapped_in: preempted requests that went on with pages of a tier.
+        loaded_tokens: tokens that were loaded instead of computed.
+        load_choices, compute_choices: how often a request that could load did so, or did not
+            because computing was expected to be faster.
+        swapped_out: preemptions after which everything computed is in a tier.
+        swapped_in: preempted requests that resumed with pages of a tier.
         given_up: loads that took longer than `LOAD_SECONDS`.
-        lent_tokens: of which pages were kept for other engines.
+        lent_tokens: tokens whose pages were kept for other engines.
     """
 
     loaded_tokens: int = 0
@@ -71,12 +72,12 @@ class Load:
     """A load under way.
 
     Attributes:
-        pages: key, block that it is loaded into, tier.
+        pages: key, block that the page is loaded into, tier.
         held: blocks of the prefix that were cached already.
-        waiting: requests that wait for it, each with its status without it.
-        num_tokens: that its first request finds more than without it.
+        waiting: requests that wait for it, each with the status to restore.
+        num_tokens: tokens that it spares its first request; -1: do not publish the pages.
         since: when it began.
-        source: of the pages that another engine has.
+        source: where another engine serves pages of it.
     """
 
     ticket: int
@@ -89,7 +90,7 @@ class Load:
 
     @property
     def blocks(self) -> list[int]:
-        """All that it holds, the end of the prefix first."""
+        """All blocks that it holds, the end of the prefix first."""
         return [*(block for _, block, _ in reversed(self.pages)), *reversed(self.held)]
 
 
@@ -98,8 +99,8 @@ class Reach:
     """A prefix that is in the KV cache or in tiers.
 
     Attributes:
-        missing: pages that are in a tier alone, and where.
-        held: blocks of the others.
+        missing: pages that are only in a tier, and the tier.
+        held: blocks of the other pages.
     """
 
     num_tokens: int
@@ -118,27 +119,27 @@ class Moves:
         self.counters = MoveCounters()
         self.loads: dict[int, Load] = {}  # under way, by ticket
         self._loading: dict[PageKey, Load] = {}
-        self._again: list[int] = []  # tickets that a plan which failed may not have begun
+        self._again: list[int] = []  # tickets that a failed plan may not have begun
         self._new: list[PageLoad] = []
         self._stores: list[PageStore] = []
-        self._backlog: list[tuple[PageKey, bytes, int]] = []  # to be written when the disk is free
+        self._backlog: list[tuple[PageKey, bytes, int]] = []  # to write when the disk is not busy
         self._tries: dict[tuple[str, int], int] = {}  # loads since the request last started
         self._num_tickets = 0
-        self.address: tuple[str, int] | None = None  # where pages are lent; None: not known yet
+        self.address: tuple[str, int] | None = None  # where pages are served; None: not known yet
         self.leases: dict[str, list[PageKey]] = {}
         self._lent: list[tuple[str, list[tuple[PageKey, bytes]]]] = []  # begin with the next plan
         self._new_leases: list[PageLease] = []
         self._ended_leases: list[str] = []
-        self._sources: list[PageSource] = []  # of which the worker does not know yet
+        self._sources: list[PageSource] = []  # not sent to the worker yet
         self._left_sources: list[PageSource] = []
-        self._scanning = sizes.disk > 0  # the disk tier tells what it had at the start
+        self._scanning = sizes.disk > 0  # the disk tier is still listing what it had at the start
         kv.committed = []
 
     # -- planning --------------------------------------------------------------------------------
 
     def begin(self, now: float) -> None:
-        """A plan begins: keep what was confirmed since the last one. No longer wait for what takes
-        too long."""
+        """Begin a plan: store blocks confirmed since the last one, and give up loads that take too
+        long."""
         committed, self.kv.committed = self.kv.committed or [], []
         backlog, self._backlog = self._backlog, []
         for key, parent, block in (*backlog, *committed):
@@ -165,12 +166,12 @@ class Moves:
         fits: bool,
         copied: Iterable[int],
     ) -> bool:
-        """Return whether a waiting request waits for pages, from now on perhaps.
+        """Return whether a waiting request has to wait for pages; begins a load if that is best.
 
         Args:
             match: its prefix in the KV cache.
-            rate: tokens per second of prompts, as measured.
-            fits: whether it could start with the blocks that are free.
+            rate: prompt tokens per second, as measured.
+            fits: whether the free blocks suffice to start it.
             copied: blocks that the plan copies, which may be free already.
         """
         if not fits or self._tries.get(request.key, 0) >= MAX_TRIES:
@@ -190,7 +191,7 @@ class Moves:
         for (group, _), tier in reach.missing:
             sizes[tier] += page_bytes[group]
         tokens = reach.num_tokens - match.num_tokens
-        # What another engine has was computed for this one.
+        # Pages of another engine were computed for this request, so they are always loaded.
         if PEER not in sizes and not self.index.is_faster(sizes, tokens, rate):
             self.counters.compute_choices += 1
             self._tries[request.key] = MAX_TRIES  # until it starts
@@ -220,18 +221,18 @@ class Moves:
         return True
 
     def num_reachable(self, request: Request, match: PrefixMatch) -> int:
-        """Return how many tokens a request need not compute if it loads what it can."""
+        """Return how many tokens a request need not compute if it loads all it can."""
         reach = self._reach(request, match)
         return match.num_tokens if reach is None else max(match.num_tokens, reach.num_tokens)
 
     def preempt(self, request: Request) -> None:
-        """A request loses its blocks: keep the last one too, if it is partly filled."""
+        """Store the blocks of a preempted request, including a partly filled last one."""
         kv, written = self.kv, min(request.num_written_tokens, len(request.token_ids))
         full, rest = divmod(written, kv.block_size)
         request.num_swapped_tokens = written
         hashes = request.block_hashes[:full]
         stored = len(hashes) == full
-        for i, key in enumerate(hashes):  # some may wait for the disk
+        for i, key in enumerate(hashes):  # some may be in the backlog of the disk
             parent = hashes[i - 1] if i else root_hash(request.cache_salt)
             for group, ids in enumerate(request.block_ids):
                 page = group, key
@@ -248,7 +249,7 @@ class Moves:
         self.counters.swapped_out += stored and all(map(self._is_kept, keys))
 
     def arrived(self, request: Request) -> None:
-        """A request is new: its pages in another engine are to stay there until it starts."""
+        """Note a new request: its pages in another engine must stay there until it starts."""
         if PEER not in self.index.tiers:
             request.source = None
         elif request.source is not None:
@@ -256,12 +257,12 @@ class Moves:
             request.num_swapped_tokens = request.source.num_tokens
 
     def started(self, request: Request) -> None:
-        """A request has its blocks and a row."""
+        """Note that a request has its blocks and a row."""
         self._tries.pop(request.key, None)
         self._leave_source(request)
 
     def left(self, request: Request) -> None:
-        """A request gives its blocks back, or does not wait any more."""
+        """Note that a request gives its blocks back, or stops waiting."""
         self._tries.pop(request.key, None)
         self._leave_source(request)
         if request.status is RequestStatus.LOADING:
@@ -272,8 +273,8 @@ class Moves:
         self.index.use([(group, key) for key in hashes if key for group in groups])
 
     def lend(self, request: Request, tokens: int) -> PageSource | None:
-        """Keep the pages of a request's first `tokens` for another engine, as it ends. Returns what
-        that has to be told; None: nothing can be lent."""
+        """Keep the pages of the first `tokens` of an ending request for another engine. Returns
+        where that engine gets them; None: nothing can be lent."""
         if self.address is None or MEMORY not in self.index.tiers:
             return None
         full, rest = divmod(tokens, self.kv.block_size)
@@ -296,7 +297,7 @@ class Moves:
         return PageSource(*self.address, name, tokens)
 
     def add_to(self, plan: SchedulerOutput) -> None:
-        """The plan is complete but for its moves."""
+        """Add the moves to a plan that is otherwise complete."""
         again = [self.loads[ticket] for ticket in self._again if ticket in self.loads]
         plan.loads.extend([*map(self._page_load, again), *self._new])
         plan.drops.extend(self.index.drops)
@@ -312,29 +313,29 @@ class Moves:
 
     @property
     def begins(self) -> bool:
-        """Whether something is to be kept, lent or deleted that no plan says yet."""
+        """Whether something must be stored, lent or deleted that is in no plan yet."""
         kept = self._stores or self.kv.committed or self.index.drops or self._again
         lent = self._lent or self._ended_leases or self._sources or self._left_sources
         return bool(kept or lent)
 
     @property
     def under_way(self) -> bool:
-        """Whether results of moves are awaited."""
+        """Whether results of moves are outstanding."""
         finds = self._scanning or (self.index.sizes.lends and self.address is None)
         return bool(self.loads or self._backlog) or finds
 
     # -- results ---------------------------------------------------------------------------------
 
     def computed(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        """A plan was computed: the memory tier has its pages."""
+        """Note that a plan was computed: the memory tier has its pages."""
         for store in plan.stores:
             self.index.finish(store.key, MEMORY)
         if output.moved is not None:
             self._take(output.moved)
 
     def failed(self, plan: SchedulerOutput) -> None:
-        """A plan failed. Which of its moves were begun is not known: loads are asked for again, and
-        no lease is left."""
+        """Note that a plan failed. It is unknown which of its moves were begun, so its loads are
+        planned again and its leases end."""
         lost = {store.key for store in plan.stores}
         doubted = [name for name, keys in self.leases.items() if not lost.isdisjoint(keys)]
         self._end_leases([*plan.ended_leases, *(lease.name for lease in plan.leases), *doubted])
@@ -348,7 +349,7 @@ class Moves:
         self._again += [load.ticket for load in plan.loads]
 
     def _take(self, moved: Moved) -> None:
-        """Take in what became of moves."""
+        """Process the results of moves."""
         index = self.index
         for tier, size, seconds in moved.rates:
             if tier in index.tiers:
@@ -369,7 +370,7 @@ class Moves:
                 self._finish(self.loads.pop(ticket), set(failed))
 
     def forget(self, hashes: Sequence[bytes]) -> None:
-        """Nothing may be loaded from these blocks: their contents are in doubt."""
+        """Remove the pages of these blocks from all tiers: their contents are in doubt."""
         groups = range(len(self.kv.groups))
         keys = [(group, key) for key in hashes if key for group in groups]
         doubted = set(keys)
@@ -378,13 +379,13 @@ class Moves:
         self.index.forget(keys)
 
     def clear(self) -> None:
-        """Nothing may be loaded that was kept until now."""
+        """Remove everything stored until now from all tiers."""
         self.kv.committed = []
         self._backlog.clear()
         self._lent.clear()
         self._end_leases([*self.leases])
         for load in self.loads.values():
-            load.num_tokens = -1  # what comes is not published
+            load.num_tokens = -1  # do not publish its pages
         self.index.clear()
 
     # -- inside ----------------------------------------------------------------------------------
@@ -398,7 +399,7 @@ class Moves:
             self._new_leases.append(PageLease(name, held))
 
     def _end_leases(self, names: Iterable[str]) -> None:
-        """The next plan says that leases end, before anything takes their places."""
+        """End leases with the next plan, before other pages take their places."""
         for name in names:
             self._ended_leases.append(name)
             self._let_go(name)
@@ -409,13 +410,13 @@ class Moves:
             self.index.let_go(key, MEMORY)
 
     def _leave_source(self, request: Request) -> None:
-        """A request needs nothing of another engine, now or any more."""
+        """Note that a request needs no pages of another engine (any more)."""
         if request.source is not None:
             self._left_sources.append(request.source)
             request.source = None
 
     def _at_peer(self, request: Request) -> set[PageKey]:
-        """Return the pages of a request that another engine is said to have."""
+        """Return the pages of a request that another engine has, according to the request."""
         if request.source is None:
             return set()
         tokens, size = request.source.num_tokens, self.kv.block_size
@@ -433,11 +434,11 @@ class Moves:
     def _store(
         self, key: PageKey, parent: bytes, block: int, *, now: bool = False, lasts: bool = True
     ) -> None:
-        """Keep a block.
+        """Store a block.
 
         Args:
-            now: its content is lost soon, so a disk that is busy must take it too.
-            lasts: it may be of use to other requests, now or after the next start.
+            now: its content is lost soon, so it is written even if the disk is busy.
+            lasts: other requests may use it, now or after a restart.
         """
         on_disk = lasts or MEMORY not in self.index.tiers
         if on_disk and not now and self.index.disk_is_busy:
@@ -453,7 +454,7 @@ class Moves:
         return any(key in tier.pages or key in tier.under_way for tier in tiers)
 
     def _visible(self, hashes: Sequence[bytes], num_tokens: int) -> list[PageKey]:
-        """Return the pages of full blocks that a request sees which has `num_tokens` tokens."""
+        """Return the pages of full blocks that a request with `num_tokens` tokens sees."""
         size = self.kv.block_size
         hidden = [group.spec.hidden_blocks(num_tokens, size) for group in self.kv.groups]
         return [
@@ -464,7 +465,7 @@ class Moves:
         ]
 
     def _reach(self, request: Request, match: PrefixMatch) -> Reach | None:
-        """Return the longest prefix of a waiting request with what is in tiers; None: it is no
+        """Return the longest prefix of a waiting request in the cache and tiers; None: it is not
         longer than the match."""
         kv, size = self.kv, self.kv.block_size
         usable = min(request.num_cacheable_tokens // size, len(request.block_hashes))
@@ -497,7 +498,7 @@ class Moves:
         return PageLoad(load.ticket, pages, load.source)
 
     def _finish(self, load: Load, failed: set[int]) -> None:
-        """A load is done: publish its blocks, and let those go on that wait for it."""
+        """Publish the blocks of a finished load, and resume the requests that wait for it."""
         for i, (key, block, tier) in enumerate(load.pages):
             del self._loading[key]
             self.index.let_go(key, tier)
@@ -516,7 +517,7 @@ class Moves:
         self.index.use([key for key, _, _ in load.pages])
         for request, status in load.waiting:
             request.status = status
-            if any(load.pages[i][2] == PEER for i in failed):  # what is not there will not come
+            if any(load.pages[i][2] == PEER for i in failed):  # missing pages will not come later
                 self._leave_source(request)
             self.counters.swapped_in += status is RequestStatus.PREEMPTED and not failed
-        self.kv.pool.release(load.blocks)  # the last that others take
+        self.kv.pool.release(load.blocks)  # evicted last

@@ -6,9 +6,9 @@ matches it. Two things end a pin early.
 
 - *Quotas.* A tenant pins at most its share of the blocks; beyond that its own pins are dropped,
   least recently used first. All tenants together pin at most a share too; beyond that the tenant
-  that pins most loses its least recently used pin. A pin that no quota allows is not made.
-- *Need.* Requests come first: pinned blocks without references count as free. They are dropped when
-  no other free block is left, least recently used pin first. So no request waits or is preempted
+  that pins most loses its least recently used pin. A pin that exceeds a quota is not made.
+- *Need.* Requests come first: pinned blocks without references count as free. When no other free
+  block is left, pins are dropped, least recently used first. So no request waits or is preempted
   because of pins.
 
 Time is an argument. Each call costs O(1) per block or pin it concerns, and expiry O(log n).
@@ -27,10 +27,10 @@ from kvik.core.config import CacheConfig
 
 @dataclass(slots=True, eq=False)
 class PrefixNode:
-    """One block of a pinned prefix, in each group that sees everything. The nodes of a tenant are
-    a prefix tree: pins with a common beginning share it."""
+    """One block of a pinned prefix, in each group without a window. The nodes of a tenant form a
+    prefix tree: pins with a common beginning share its nodes."""
 
-    key: bytes  # the hash of the prefix up to its end
+    key: bytes  # the hash of the prefix up to the end of this block
     parent: PrefixNode | None
     blocks: tuple[int, ...]
     uses: int = 0  # pins that end here, and nodes that follow
@@ -43,7 +43,7 @@ class TenantPins:
     name: str
     nodes: dict[bytes, PrefixNode] = field(default_factory=dict)
     pins: OrderedDict[bytes, PinnedPrefix] = field(default_factory=OrderedDict)  # oldest use first
-    num_blocks: int = 0  # one that the windows of two pins share counts twice
+    num_blocks: int = 0  # a block that the windows of two pins share counts twice
 
 
 @dataclass(slots=True, eq=False)
@@ -51,10 +51,10 @@ class PinnedPrefix:
     """A pin that was made."""
 
     tenant: TenantPins
-    first: bytes  # the hash of its first block
-    key: bytes  # and of the whole prefix
+    first: bytes  # hash of its first block
+    key: bytes  # hash of the whole prefix
     end: PrefixNode | None  # None where every group has a window
-    window: tuple[int, ...]  # what a match of the prefix needs of groups with a window
+    window: tuple[int, ...]  # blocks of groups with a window that a match of the prefix needs
     seconds: float
     until: float
     dropped: bool = False
@@ -73,16 +73,16 @@ class PinTable:
         specs = [group.spec for group in config.groups]
         self._full = [g for g, spec in enumerate(specs) if not spec.windowed]
         self._windowed = [(g, spec) for g, spec in enumerate(specs) if spec.windowed]
-        # When each pin ends at the earliest: it may have been used since.
+        # The earliest time at which each pin may end: it may have been used since.
         self._ends: list[tuple[float, int, PinnedPrefix]] = []
         self._num_made = 0
 
     def pin(self, tenant: str, hashes: Sequence[bytes], seconds: float, now: float) -> bool:
-        """Pin the prefix whose full blocks have these hashes. If it is pinned already, this is a
-        use of it, and the longer of the two times counts.
+        """Pin the prefix whose full blocks have these hashes. If it is pinned already, this counts
+        as a use, and the longer of the two times applies.
 
         Returns:
-            Whether the pin is new. Without blocks or quota for it nothing is pinned.
+            Whether the pin is new. Nothing is pinned if blocks are missing or quotas exceeded.
         """
         owner = self.tenants.get(tenant) or TenantPins(tenant)
         held = owner.pins.get(hashes[-1])
@@ -94,7 +94,7 @@ class PinTable:
         return held is None
 
     def use(self, tenant: str, hashes: Sequence[bytes], now: float) -> None:
-        """A prefix is used: the time of all its pins starts again."""
+        """Note that a prefix is used: the time of all its pins starts again."""
         owner = self.tenants.get(tenant)
         if owner is None:
             return
@@ -119,7 +119,7 @@ class PinTable:
     def give_way(self, count: int) -> None:
         """Unpin `count` more blocks without references.
 
-        Pins of prefixes in use are kept as long as others suffice: they would free nothing.
+        Pins of prefixes in use are kept while others suffice: dropping them would free nothing.
         """
         pool, by_use = self.pool, self.by_use
         wanted = pool.num_free - pool.num_kept + count
@@ -131,7 +131,7 @@ class PinTable:
                 by_use.move_to_end(oldest)
             else:
                 self._drop(oldest)
-        # Blocks of one prefix that different requests computed need not be in use together.
+        # Blocks of one prefix may have different users if different requests computed them.
         while pool.num_free - pool.num_kept < wanted:
             self._drop(next(iter(by_use)))
 
@@ -152,7 +152,7 @@ class PinTable:
         if window is None or new is None:
             return False
         if len(hashes) * len(self._full) + len(window) > self.most_of_tenant:
-            return False  # not even alone
+            return False  # too large even as the only pin
         end = owner.nodes.get(hashes[-1 - len(new)]) if len(new) < len(hashes) else None
         for key, blocks in new:
             if end is not None:
@@ -171,7 +171,8 @@ class PinTable:
         return self._keep_quotas(held)
 
     def _window_blocks(self, hashes: Sequence[bytes]) -> tuple[int, ...] | None:
-        """Blocks that the query after the prefix sees through windows; None if one is gone."""
+        """Return the blocks that the query after the prefix sees through windows; None if one is
+        gone."""
         found = []
         for g, spec in self._windowed:
             hidden = spec.hidden_blocks(len(hashes) * self._block_size, self._block_size)
@@ -182,8 +183,8 @@ class PinTable:
     def _new_nodes(
         self, owner: TenantPins, hashes: Sequence[bytes]
     ) -> list[tuple[bytes, tuple[int, ...]]] | None:
-        """Key and blocks of the nodes that the tenant's tree lacks, in order; None if a block is
-        gone."""
+        """Return key and blocks of the nodes that the tenant's tree lacks, in order; None if a
+        block is gone."""
         new = []
         for key in reversed(hashes if self._full else ()):
             if key in owner.nodes:
@@ -201,7 +202,7 @@ class PinTable:
         while owner.num_blocks > self.most_of_tenant:
             self._drop(next(iter(owner.pins.values())))
         while self.pool.num_pinned > self.most_blocks:
-            # Of equals, the tenant of the new pin.
+            # If several pin equally many, the tenant of the new pin.
             most = max(self.tenants.values(), key=lambda t: (t.num_blocks, t is owner))
             self._drop(next(iter(most.pins.values())))
         return not new.dropped
@@ -212,7 +213,7 @@ class PinTable:
         del owner.pins[held.key], self.by_use[held]
         self._unpin_blocks(owner, held.window)
         node = held.end
-        while node is not None:  # from the end of the prefix, which is so evicted first
+        while node is not None:  # from the end of the prefix, so that the end is evicted first
             node.uses -= 1
             if node.uses:
                 break

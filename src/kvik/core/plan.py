@@ -1,7 +1,7 @@
-"""The bridge between the trunks: one step's plan and its result, in plain integers.
+"""The interface between scheduler and worker: one step's plan and its result, in plain integers.
 
 A plan is a diff. Workers keep each running request's tokens, block tables and parameters in a slot
-of their own table, so a decoding row costs a few integers and no token ever travels back down.
+of their own table, so a decoding row costs a few integers and sampled tokens are not sent back.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ class NewRequest:
     params: SamplingParams
     stop_ids: frozenset[int]  # masked until min_tokens
     seed: int
-    cache_salt: str = ""  # text that drafters learn from serves only the same salt
+    cache_salt: str = ""  # drafters use what they learn from it only for the same salt
     pooling: str | None = None  # see `EngineRequest`
     second_text: int = 0  # see `EngineRequest`
 
 
 # Moves: copies of blocks between the KV cache and its tiers (`core/moves.py`).
 
-PageKey = tuple[int, bytes]  # KV group, hash of the tokens up to the end of what the page holds
+PageKey = tuple[int, bytes]  # KV group, hash of the tokens up to the end of the page
 NOWHERE = -1  # as a place: not in the memory tier
 AT_PEER = -2  # as a place: in another engine
 MEMORY, DISK, PEER = "memory", "disk", "peer"  # names of tiers
-WAIT_SECONDS = 0.05  # for loads, of a plan that has nothing else: requests may come meanwhile
+WAIT_SECONDS = 0.05  # that a plan of moves alone waits for loads; requests may arrive meanwhile
 
 
 @frozen
 class PageStore:
-    """A block whose content is to be kept as a page.
+    """A block to store as a page.
 
     Attributes:
         parent: hash of the block before it.
-        place: in the memory tier; `NOWHERE`: it is not kept there.
-        on_disk: whether it is to be kept in the disk tier.
+        place: in the memory tier; `NOWHERE`: it is not stored there.
+        on_disk: whether to store it in the disk tier.
     """
 
     key: PageKey
@@ -62,7 +62,7 @@ class PageLoad:
     """Pages to copy into blocks that no request uses until that is done.
 
     Attributes:
-        ticket: a number of its own. A load that comes again with it is the same one.
+        ticket: a unique number. A load that is sent again has the same ticket.
         pages: key, block, and place in the memory tier; `NOWHERE`: it is read from the disk tier;
             `AT_PEER`: from `source`.
     """
@@ -88,18 +88,18 @@ class PageLease:
 
 @frozen
 class Moved:
-    """What became of moves since the last result.
+    """Results of moves since the last step result.
 
     Attributes:
         loaded: tickets of loads that are done, each with the indices of pages that failed.
         stored: pages that the disk tier has from now on.
-        lost: pages that the disk tier has not, or no more.
+        lost: pages that the disk tier does not have (any more).
         found: pages that were found in the disk tier, least recently used first.
         rates: of loads: tier, bytes, seconds.
         off: why the disk tier was turned off; "": it was not.
-        scanned: all that the disk tier had at the start was found.
-        address: where this engine serves pages to others, told once.
-        returned: leases that have ended, and not by a plan.
+        scanned: the listing of what the disk tier had at the start is complete.
+        address: where this engine serves pages to others; sent once.
+        returned: leases that ended without a plan ending them.
     """
 
     loaded: list[tuple[int, list[int]]] = field(default_factory=list)
@@ -115,13 +115,13 @@ class Moved:
 
 @frozen
 class BudgetCut:
-    """What a request has computed is more than the layers of a group keep (`spec.kv.Budget`): the
-    kept move to other blocks.
+    """A move of the tokens that the layers of a group keep (`spec.kv.Budget`) to other blocks, once
+    a request has computed more than that.
 
     Attributes:
-        end: tokens that are computed.
-        first_key: where the kept go from; up to `end`.
-        block_ids: from block `first_key // block_size` of the table on, in place of what was there.
+        end: number of computed tokens.
+        first_key: the kept tokens take the places from here up to `end`.
+        block_ids: new entries of the table, from block `first_key // block_size` on.
     """
 
     slot: int
@@ -135,14 +135,14 @@ class BudgetCut:
 class SchedulerOutput:
     """One step. Row i of the step is the request in `slots[i]`.
 
-    Order of application: `drops`, `ended_leases`, `stores`, `leases`, `sources`, `loads` (which go
-    on while steps run), `left_sources`, `freed_slots`, `state_copies`, `new_requests`,
-    `new_blocks`, `budget_cuts`, `block_copies`, forward. A cut reads blocks that later ones, copies
-    and the forward may write. A plan without rows has moves alone, and its result waits for loads.
+    Order of application: `drops`, `ended_leases`, `stores`, `leases`, `sources`, `loads` (which
+    continue while steps run), `left_sources`, `freed_slots`, `state_copies`, `new_requests`,
+    `new_blocks`, `budget_cuts`, `block_copies`, forward. A cut reads blocks that later cuts, copies
+    and the forward may write. A plan without rows has only moves, and its result waits for loads.
 
     Attributes:
         state_copies: source and target rows of the pool of states, in order. The row of a running
-            request is its slot; behind those of all slots are the checkpoints'.
+            request is its slot; the rows of checkpoints follow those of all slots.
     """
 
     step: int
@@ -161,8 +161,8 @@ class SchedulerOutput:
     loads: list[PageLoad] = field(default_factory=list)
     leases: list[PageLease] = field(default_factory=list)
     ended_leases: list[str] = field(default_factory=list)
-    sources: list[PageSource] = field(default_factory=list)  # whose pages requests wait for
-    left_sources: list[PageSource] = field(default_factory=list)  # which need not keep them longer
+    sources: list[PageSource] = field(default_factory=list)  # must keep pages for requests
+    left_sources: list[PageSource] = field(default_factory=list)  # need not keep them any longer
 
     @property
     def num_tokens(self) -> int:
@@ -174,10 +174,10 @@ class DraftTimes:
     """Seconds of speculation in a step.
 
     Attributes:
-        proposing: to make the drafts of the step, also if there are none.
-        checking: `proposing` and the step itself, without making drafts of the next one. 0.0 if no
-            drafts were made, the step had chunks of prompts, or `plain` is not known.
-        plain: of steps without drafts for as many tokens, as measured.
+        proposing: time to make the drafts of the step, even if none result.
+        checking: `proposing` plus the step itself, without making drafts of the next one. 0.0 if no
+            drafts were made, the step had chunks of prompts, or `plain` is unknown.
+        plain: measured time of steps without drafts for the same number of tokens.
     """
 
     proposing: float
@@ -191,7 +191,7 @@ class GraphCounts:
 
     Attributes:
         captured: number of graphs.
-        taken, planned: bytes.
+        taken, planned: bytes used, and bytes planned for them.
     """
 
     captured: int
@@ -204,16 +204,16 @@ class ModelRunnerOutput:
     """The result of one step, row by row in the plan's order.
 
     Attributes:
-        seconds: of the step, making drafts included.
-        turn_seconds: of the step without making drafts, and of the engine before it, if a row
+        seconds: of the step, including making drafts.
+        turn_seconds: of the step without making drafts, plus the engine's work before it, if a row
             sampled and there is speculation; else 0.0.
         ended: rows whose structured text is complete with their last token.
-        draft_times: None: no speculation, or the step had and made no drafts.
-        draft_places: of drafts that form a tree: [n], the depth of the first n of them; None: each
-            follows the one before it.
+        draft_times: None: no speculation, or the step neither had nor made drafts.
+        draft_places: if drafts form a tree: [n] is the depth of the first n drafts; None: each
+            draft follows the one before it.
         graphs: None: unchanged, or nothing is captured on this device.
-        threads: that compute from now on; None: unchanged, or not of the native kernels.
-        moved: None: nothing.
+        threads: number of compute threads from now on; None: unchanged, or no native kernels.
+        moved: results of moves; None: there are none.
     """
 
     step: int

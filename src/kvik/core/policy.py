@@ -1,12 +1,12 @@
-"""Which requests are served first, in which chunks, which are preempted, and when a batch starts.
+"""Scheduling policies: order of requests, chunk sizes, preemption, and when a batch starts.
 
 There is one scheduler; continuous, static and dynamic batching differ only in their policies.
 Smaller `order` keys are served first. Keys never change while a request is in the system, which is
 possible even with ageing: "one level more urgent per `ageing` seconds of waiting" orders requests
 exactly like the constant key `level * ageing + arrival`.
 
-`fair_share` decides between the requests of different tenants, a policy between those of one. Where
-requests are served in batches, fair shares decide which are in the next batch.
+`fair_share` decides between the requests of different tenants, a policy between requests of the
+same tenant. If requests are served in batches, fair shares decide which are in the next batch.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from kvik.errors import ConfigError
 
 
 class Policy:
-    """How a service orders its requests; the scheduler does the rest.
+    """Order of requests; the scheduler does the rest.
 
-    This is first come, first served with continuous batching; the others change parts of it.
+    This is first come, first served with continuous batching; the other policies override parts.
 
     Attributes:
         batches: no request joins a running batch.
@@ -35,7 +35,7 @@ class Policy:
         return (request.arrival, request.serial)
 
     def candidates(self, waiting: list[Request], now: float) -> list[Request]:
-        """Waiting requests (sorted by `order`) in the order in which to try them now."""
+        """Return waiting requests (given sorted by `order`) in the order in which to try them."""
         return waiting
 
     def chunk(self, request: Request, wanted: int, budget: int) -> int:
@@ -43,12 +43,12 @@ class Policy:
         return min(wanted, budget)
 
     def victim(self, running: Sequence[Request]) -> Request:
-        """Return which of the running requests (sorted by `order`) is preempted first."""
+        """Return the running request (of those given, sorted by `order`) to preempt first."""
         return running[-1]
 
     def cheapest(self, running: Sequence[Request]) -> Request:
-        """Return which of a tenant's running requests (sorted by `order`) is preempted for another
-        tenant: the one that loses least; the youngest of equals."""
+        """Return which of a tenant's running requests (sorted by `order`) to preempt for another
+        tenant: the one that loses the fewest tokens; of equals the youngest."""
         return min(reversed(running), key=lambda r: r.num_computed_tokens)
 
     def admissible(
@@ -57,20 +57,20 @@ class Policy:
         """Return which of the waiting requests may start now.
 
         Args:
-            waiting: in the order of `order`, or of fair shares between tenants; those that belong
-                to the running batch come first.
-            more: requests may still come.
+            waiting: sorted by `order`, or by fair shares between tenants; requests that belong to
+                the running batch come first.
+            more: whether more requests may arrive.
         """
         return waiting
 
     def wakeup(self, waiting: Sequence[Request], now: float) -> float | None:
         """Return when to plan again if nothing is running and nothing was `admissible`; infinity:
-        when another request comes."""
+        when another request arrives."""
         return None
 
 
 class Priority(Policy):
-    """Smaller `priority` first; `ageing` seconds of waiting weigh as one level, so that no request
+    """Smaller `priority` first; `ageing` seconds of waiting count as one level, so that no request
     starves."""
 
     def __init__(self, ageing: float) -> None:
@@ -85,8 +85,8 @@ class Priority(Policy):
 
 
 class ShortestPrefillFirst(Policy):
-    """Short prompts first, for a lower mean TTFT. A thousand tokens weigh as `ageing` seconds of
-    waiting, so that a long prompt is overtaken for a bounded time."""
+    """Short prompts first, for a lower mean TTFT. A thousand tokens count as `ageing` seconds of
+    waiting, so that a long prompt is overtaken only for a bounded time."""
 
     def __init__(self, ageing: float) -> None:
         self.ageing = ageing
@@ -98,8 +98,8 @@ class ShortestPrefillFirst(Policy):
 
 class LongestPrefixMatch(Policy):
     """Requests with most of their prompt in the prefix cache first, while it is still there
-    (SGLang, Zheng et al. 2024, section 3). Only the oldest `lookahead` requests compete, and one
-    that has waited `ageing` seconds goes before all others."""
+    (SGLang, Zheng et al. 2024, section 3). Only the oldest `lookahead` requests are reordered, and
+    one that has waited `ageing` seconds goes before all others."""
 
     lookahead = 64
 
@@ -117,13 +117,13 @@ class LongestPrefixMatch(Policy):
 
 
 class Batches(Policy):
-    """A batch starts when the one before it has ended; no request joins it.
+    """A batch starts when the previous one has ended; no request joins it.
 
     It waits until it is full, or its oldest request has waited `max_wait` seconds, or no more
     requests are expected. It waits less if the queue is more than half full, and not at all if the
     queue is full, when more requests would be refused anyway.
 
-    Static batching waits long, dynamic batching a moment.
+    Static batching waits long, dynamic batching briefly (`batch_wait`).
     """
 
     batches = True
@@ -164,8 +164,8 @@ class Batches(Policy):
 
 
 def _rejoining(waiting: Sequence[Request], room: int) -> list[Request]:
-    """Waiting members of the running batch: preempted requests, and those that wait for a prefix
-    which one of the batch computes."""
+    """Return waiting members of the running batch: preempted requests, and those that wait for a
+    prefix computed by a request of the batch."""
     found: list[Request] = []
     for request in waiting[: max(0, room)]:
         if not rejoins(request):
@@ -182,7 +182,7 @@ def rejoins(request: Request) -> bool:
 
 
 def _first_batch(waiting: Sequence[Request], batch_size: int, max_tokens: int) -> list[Request]:
-    """As many requests as batch size and token cap allow, but at least one."""
+    """Return as many requests as batch size and token limit allow, but at least one."""
     found: list[Request] = []
     tokens = 0
     for request in waiting[:batch_size]:
@@ -194,7 +194,7 @@ def _first_batch(waiting: Sequence[Request], batch_size: int, max_tokens: int) -
 
 
 def batch_wait(config: SchedulerConfig) -> float:
-    """Return the seconds for which a batch waits to fill; infinity: as long as it takes."""
+    """Return the seconds for which a batch waits to fill; infinity: without limit."""
     if config.policy == "static":
         wait = 5.0 if config.max_wait is None else config.max_wait
         return wait or inf
@@ -202,7 +202,8 @@ def batch_wait(config: SchedulerConfig) -> float:
 
 
 def make_policy(config: SchedulerConfig, matched: Callable[[Request], int]) -> Policy:
-    """Make the policy named in the config. `matched`: number of a request's tokens in the cache."""
+    """Make the policy named in the config. `matched` returns how many of a request's tokens are in
+    the cache."""
     batch_size = min(config.batch_size, config.max_num_seqs)
     match config.policy:
         case "fcfs":

@@ -28,7 +28,7 @@ class WaitingQueue:
         self.max_requests = max_requests
         self.max_tokens = max_tokens
         self.num_tokens = 0  # prompt tokens of everything in the queue
-        self.by_tenant: dict[str, list[Request]] = {}  # the same, of each tenant with any
+        self.by_tenant: dict[str, list[Request]] = {}  # the same requests, by tenant
         self._requests: list[Request] = []
 
     def check_room(self, count: int, num_tokens: int) -> None:
@@ -70,16 +70,16 @@ class WaitingQueue:
 
 # Deadlines: requests that must be done by a time, and those that no longer can.
 #
-# A request whose deadline has passed is ended. One that cannot reach its first token in time, or
-# its `min_tokens`, is ended as soon as that is certain, so that its work goes to others. It is
-# certain if even `HURRY` of the least time it needs would be too long: the time it takes if nothing
-# delays it and every step is as fast as the fastest recent one (`StepClock.at_least`).
+# A request whose deadline has passed is ended. One that cannot reach its first token, or its
+# `min_tokens`, in time is ended as soon as that is certain, so that others get its compute time. It
+# is certain if even `HURRY` times the least time it needs would be too long. The least time assumes
+# that nothing delays it and every step is as fast as the fastest recent one (`StepClock.at_least`).
 
-HURRY = 0.75  # nearer to 1: requests end earlier, some of which would have made it
+HURRY = 0.75  # nearer to 1: requests end earlier, including some that would have met the deadline
 
 
 class Deadlines:
-    """A heap of the times at which to look at each request with a deadline again."""
+    """A heap of the times at which to check each request with a deadline again."""
 
     def __init__(self) -> None:
         self._looks: list[tuple[float, int, Request]] = []
@@ -98,15 +98,14 @@ class Deadlines:
             heapify(self._looks)
 
     def next_look(self) -> float | None:
-        """Return when `late` may find something although nothing happens until then."""
+        """Return when `late` may next find something, if nothing else happens before."""
         return self._looks[0][0] if self._looks else None
 
     def late(self, now: float, seconds_needed: Callable[[Request], float]) -> list[Request]:
         """Remove and return the requests that are past their deadline or cannot meet it.
 
         Args:
-            seconds_needed: the least time in which a request can have what makes its answer worth
-                having.
+            seconds_needed: returns the least time in which a request can reach a useful answer.
         """
         found = []
         looks = self._looks

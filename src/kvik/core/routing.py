@@ -1,20 +1,21 @@
-"""Which replica takes a request: the one whose work ends first with it, in seconds.
+"""Choose the replica for a request: the one expected to finish its work, with the request, first.
 
-A replica is an engine of its own with all of the model. What it costs to give it a request is
-counted in seconds, so nothing has to be weighed against anything else:
+A replica is a separate engine with the whole model. All parts of the cost of giving it a request
+are in seconds, so they need no weights:
 
-    what waits there       tokens of prompts that it has not computed, at the pace measured there
-    + what comes           tokens of this prompt that its cache lacks, at the same pace
-    + how full it is       the time that requests decode, times the square of the share of its KV
+    backlog                prompt tokens that it has not computed yet, at its measured rate
+    + this prompt          tokens of this prompt that its cache lacks, at the same rate
+    + how full it is       mean decoding time of a request, times the square of the share of its KV
                            blocks or rows in use: a full replica preempts, and decodes slowly
 
-Costs that differ by less than a tenth are equal, and among those rendezvous hashing decides
-(Thaler and Ravishankar 1998) by the first part of the prompt that not all of them have. So several
-routers send a new prefix to the same replica without talking to each other, an idle system spreads
-different prefixes, and a replica that leaves moves its own prefixes only.
+Costs that differ by less than a tenth count as equal. Among those, rendezvous hashing (Thaler and
+Ravishankar 1998) decides, by the first piece of the prompt that not all of them have. So several
+routers send a new prefix to the same replica without communicating, an idle system spreads
+different prefixes, and when a replica leaves, only its prefixes move.
 
-What caches hold is known from the engines, which report what they stored and removed, and expected
-of requests that were just sent. Time is an argument, and nothing here waits or reads a clock.
+The contents of caches are known from the engines, which report what they stored and removed; the
+prefixes of requests just sent are expected there too. Time is an argument; nothing here waits or
+reads a clock.
 """
 
 from __future__ import annotations
@@ -28,25 +29,25 @@ from kvik.core.block_pool import ContentChanges
 from kvik.core.types import derive_seed
 
 NEAR = 1.1  # costs up to this factor above the least count as equal
-ALIKE = 2.0  # paces that differ by less than this factor are those of equal replicas
-EXPECTED_SECONDS = 60.0  # until what a request should have left in a cache is no longer believed
-MOST_EXPECTED = 200_000  # pieces of prompts believed of a replica that reports nothing
-FIRST_PACE = 1000.0  # tokens a second, until a replica was measured
-FIRST_DECODING = 5.0  # seconds that a request decodes, until the first has ended
+ALIKE = 2.0  # replicas whose rates differ by less than this factor count as equally fast
+EXPECTED_SECONDS = 60.0  # for which what a request should have left in a cache is expected there
+MOST_EXPECTED = 200_000  # pieces of prompts expected at a replica that reports nothing
+FIRST_PACE = 1000.0  # tokens per second, assumed until a replica was measured
+FIRST_DECODING = 5.0  # seconds that a request decodes, assumed until the first has ended
 DECAY = 0.95  # weight of a measurement relative to the next newer one in the running means
-LEAST_SECONDS = 1e-4  # of a measured prompt: what came faster was computed before
+LEAST_SECONDS = 1e-4  # for a measurement of a prompt: faster ones were computed before
 _MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """What an engine tells its router after steps.
+    """What an engine reports to its router after steps.
 
     Attributes:
-        changes: of its prefix cache since the report before; None: there were none.
+        changes: of its prefix cache since the previous report; None: there were none.
         kv_usage: share of its blocks that requests hold, 0 to 1.
-        prefill_rate: tokens of prompts a second, from its last steps; None: nothing was measured.
-        served: weighted tokens that each tenant got since the report before (`FairShare`).
+        prefill_rate: prompt tokens per second in its last steps; None: nothing was measured.
+        served: weighted tokens that each tenant got since the previous report (`FairShare`).
     """
 
     changes: ContentChanges | None = None
@@ -61,7 +62,7 @@ class ReplicaChoice:
 
     Attributes:
         hit: pieces of the prompt that its cache is believed to hold.
-        seconds: what it costs.
+        seconds: its cost.
     """
 
     replica: int
@@ -74,8 +75,8 @@ class _Sent:
     """A request that has not ended.
 
     Attributes:
-        tokens: of its prompt that were to be computed.
-        begun: when its first token came.
+        tokens: prompt tokens that the replica had to compute, as estimated.
+        begun: time of its first token.
     """
 
     choice: ReplicaChoice
@@ -86,7 +87,7 @@ class _Sent:
 
 
 class _Mean:
-    """A running mean of a ratio, as of tokens and the seconds they took."""
+    """A running mean of a ratio, such as tokens per second."""
 
     def __init__(self) -> None:
         self._over = self._under = 0.0
@@ -104,16 +105,16 @@ class _Replica:
     """What is known of a replica.
 
     Attributes:
-        key: of its name, for rendezvous hashing.
+        key: hash of its name, for rendezvous hashing.
         holds: pieces that its cache is believed to hold, expected ones included.
-        expected: of these, those that it has not reported, and until when they are believed.
-        number: of the last report of changes; -1: a report of everything is needed.
-        backlog: tokens of prompts sent whose first token has not come.
-        unfinished: requests.
-        seconds: what waits there, and how full it is, as costs.
-        rate: tokens a second, as told or measured; None: neither.
-        per_token: seconds of a prompt's token, as a cost.
-        trust: tokens that were in its cache, per token that was believed to be.
+        expected: those of them that it has not reported, and when that belief expires.
+        number: of the last report of changes; -1: a full report is needed.
+        backlog: prompt tokens of requests sent whose first token has not come.
+        unfinished: number of requests.
+        seconds: cost of its backlog and of how full it is.
+        rate: tokens per second, as reported or measured; None: neither.
+        per_token: cost of a prompt token in seconds.
+        trust: tokens that were in its cache, per token believed to be there.
     """
 
     def __init__(self, name: str) -> None:
@@ -137,13 +138,13 @@ class _Replica:
 
 
 class ReplicaRouter:
-    """Chooses replicas, and keeps what is needed for that.
+    """Chooses replicas, and keeps the state needed for that.
 
     Args:
-        names: of the replicas, which are known by their place in this list from now on.
+        names: of the replicas; from then on each is identified by its index in this list.
         piece: tokens that a hash covers; prompts are measured in the same unit.
         rows: requests that a replica computes at a time.
-        lifetime: seconds for which what a request should have left in a cache is believed.
+        lifetime: seconds for which what a request should have left in a cache is expected there.
     """
 
     def __init__(
@@ -168,17 +169,17 @@ class ReplicaRouter:
     # -- what happens ----------------------------------------------------------------------------
 
     def set_available(self, replica: int, available: bool) -> None:
-        """Say whether a replica may get requests."""
+        """Set whether a replica may get requests."""
         self._weigh(self._replicas[replica])
         bit = 1 << replica
         self._available = self._available | bit if available else self._available & ~bit
 
     def report(self, replica: int, report: ReplicaReport) -> bool:
-        """Take in a report.
+        """Process a report.
 
         Returns:
-            False if one before it is missing: then a report of everything is needed, and until it
-            comes only what is sent is expected to be there.
+            False if an earlier one is missing: then a full report is needed, and until it comes
+            only prompts sent from now on are expected in the cache.
         """
         one = self._replicas[replica]
         one.kv_usage = report.kv_usage
@@ -204,7 +205,7 @@ class ReplicaRouter:
         return True
 
     def forget(self, replica: int) -> None:
-        """A replica's cache is empty, as after a start, or not known."""
+        """Forget the contents of a replica's cache: it is empty, as after a start, or unknown."""
         one = self._replicas[replica]
         bit, holders = 1 << replica, self._holders
         for piece in one.holds:
@@ -226,7 +227,7 @@ class ReplicaRouter:
         num_tokens: float,
         now: float,
     ) -> None:
-        """A request was given to the replica that `choose` named."""
+        """Note that a request was sent to the replica that `choose` returned."""
         one = self._replicas[choice.replica]
         tokens = max(0.0, num_tokens - choice.hit * self.piece)
         self._sent[request_id] = _Sent(choice, hashes, tokens, now)
@@ -236,7 +237,7 @@ class ReplicaRouter:
         self._weigh(one)
 
     def began(self, request_id: str, now: float) -> None:
-        """The first token of a request came."""
+        """Note that the first token of a request came."""
         sent = self._sent.get(request_id)
         if sent is None or sent.begun is not None:
             return
@@ -249,10 +250,10 @@ class ReplicaRouter:
         self._weigh(one)
 
     def ended(self, request_id: str, now: float, cached: float | None = None) -> None:
-        """A request ended, or was lost.
+        """Note that a request ended, or was lost.
 
         Args:
-            cached: tokens of its prompt that were in the cache; None: not known.
+            cached: tokens of its prompt that were in the cache; None: unknown.
         """
         sent = self._sent.pop(request_id, None)
         if sent is None:
@@ -283,9 +284,9 @@ class ReplicaRouter:
         """Choose a replica for a prompt; None: none is available.
 
         Args:
-            hashes: chained, of the prompt's full pieces; equal ones mean equal prefixes.
-            session: of requests that belong together, by which near-ties are decided.
-            avoid: replicas that are not wanted.
+            hashes: chained hashes of the prompt's full pieces; equal hashes mean equal prefixes.
+            session: name shared by requests that belong together; it decides near-ties.
+            avoid: replicas not to choose.
         """
         self._expire(now)
         among = self._available
@@ -311,7 +312,7 @@ class ReplicaRouter:
         return ReplicaChoice(replica, hits[replica], seconds)
 
     def seconds(self, replica: int) -> float:
-        """Return what waits at a replica, and how full it is, as a cost."""
+        """Return the cost of a replica's backlog and of how full it is."""
         return self._replicas[replica].seconds
 
     def num_held(self, replica: int) -> int:
@@ -321,10 +322,10 @@ class ReplicaRouter:
     # -- inside ----------------------------------------------------------------------------------
 
     def _hits(self, hashes: Sequence[bytes], among: int) -> dict[int, int]:
-        """Return how many first pieces each of the replicas holds.
+        """Return how many leading pieces each of the replicas holds.
 
-        A cache that holds a piece holds those before it, as pools evict the last ones first: so
-        the end is searched for by halves, for all replicas at once.
+        A cache that holds a piece holds all before it, since pools evict the last ones first. So
+        the end is found by binary search, for all replicas at once.
         """
         holders = self._holders
         hits: dict[int, int] = {}
@@ -348,7 +349,7 @@ class ReplicaRouter:
         return hits
 
     def _key(self, hashes: Sequence[bytes], common: int, session: str) -> int:
-        """Return the number by which near-ties are decided."""
+        """Return the number that decides near-ties."""
         if session:
             return crc32(session.encode("utf-8", "surrogatepass")) * 0x9E3779B1 & _MASK
         if hashes:
@@ -356,7 +357,7 @@ class ReplicaRouter:
         return self._num_chosen * 0x9E3779B97F4A7C15 & _MASK
 
     def _weigh(self, one: _Replica) -> None:
-        """Compute what a replica costs anew."""
+        """Compute the costs of a replica again."""
         one.rate = one.told_rate or one.measured.ratio
         rates = [other.rate for other in self._replicas if other.rate]
         common = sum(rates) / len(rates) if rates else FIRST_PACE
@@ -368,8 +369,8 @@ class ReplicaRouter:
             self._weigh_at(one, self._common_rate)
 
     def _weigh_at(self, one: _Replica, common: float) -> None:
-        """Weigh a replica. Its pace is that of all, unless it is one of another kind: else the one
-        that was quickest by chance would get everything."""
+        """Compute the costs of a replica. It uses the common rate unless its own is clearly
+        different: otherwise the replica that was fastest by chance would get all requests."""
         rate = one.rate or common
         one.per_token = 1 / (common if common / ALIKE < rate < common * ALIKE else rate)
         trust = one.trust.ratio
@@ -380,12 +381,12 @@ class ReplicaRouter:
         one.seconds = one.backlog * one.per_token + decoding * full * full
 
     def _expect(self, replica: int, hashes: Sequence[bytes], first: int, now: float) -> None:
-        """Expect the pieces from the first on in a replica's cache."""
+        """Expect the pieces from number `first` on in a replica's cache."""
         one, bit, holders = self._replicas[replica], 1 << replica, self._holders
         until = now + self._lifetime
         for piece in hashes[first:]:
             if piece in one.expected:
-                del one.expected[piece]  # to be the last of them
+                del one.expected[piece]  # it becomes the last entry
             elif piece in one.holds:
                 continue
             else:
@@ -404,7 +405,7 @@ class ReplicaRouter:
                 self._drop(replica, piece)
 
     def _drop(self, replica: int, piece: bytes) -> None:
-        """A piece is no longer in a replica's cache."""
+        """Note that a piece is no longer in a replica's cache."""
         one = self._replicas[replica]
         one.expected.pop(piece, None)
         if piece not in one.holds:

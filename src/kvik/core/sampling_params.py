@@ -1,8 +1,8 @@
-"""Sampling parameters: what a caller may ask of one generation.
+"""Sampling parameters of one generation.
 
 Each is declared once, as a field of `SamplingParams`. Its range check, command-line flag, request
-field and JSON schema, form field of the playground, and the names that files of models give it are
-read from there (`PARAMETERS`).
+field and JSON schema, form field in the playground, and names in model files are read from that
+declaration (`PARAMETERS`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvik.options import (
     with_synonyms,
 )
 
-NOTHING_ALLOWED = "the request's rules allow no token"  # why it ended; its parameters' fault
+NOTHING_ALLOWED = "the request's rules allow no token"  # an error caused by its parameters
 
 MAX_INT32 = 2**31 - 1
 MAX_N = 128
@@ -36,7 +36,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1024
 MAX_LIST_ENTRIES = 4096
 MAX_LOGPROBS = 100
-MIN_TEMPERATURE = 1e-3  # below it the softmax of scaled logits overflows: greedy is meant
+MIN_TEMPERATURE = 1e-3  # below it the softmax of scaled logits overflows; use 0 (greedy)
 COUNT = Integer(0, MAX_INT32)
 TOKEN_ID = Integer(0, MAX_INT32, what="a token id")
 BIAS = Number(-100, 100)
@@ -44,7 +44,7 @@ BIAS = Number(-100, 100)
 
 @dataclass(frozen=True)
 class TokenIds(Kind):
-    """A list of token ids, of at least `least`; None is an empty one."""
+    """A list of at least `least` token ids; None is an empty one."""
 
     least: int = 0
 
@@ -88,8 +88,8 @@ class Words(Kind):
     (`text/tokenizer.py`); the engine sees ids.
 
     Attributes:
-        last: the last token of a word stands for it, inside a text; else all of its tokens do, as
-            they are spelt at the start of a line and after a space.
+        last: a word means its last token inside a text; else it means all its tokens, as encoded
+            at the start of a line and after a space.
     """
 
     last: bool = False
@@ -158,17 +158,17 @@ def _parameter(
         label: of its field in the playground's form; "": it has none.
         stored: its name in generation_config.json; "": it is not read.
         gguf: its name in the metadata of a GGUF file, below `general.sampling`; "": it has none.
-        column: type of a row's value in tensors, as numpy calls it; "": the sampler reads none.
-        truncates: it drops tokens, in the order of the declarations; "whole rows": by numbers about
-            all tokens of a row, which takes more memory; "": it does not.
-        only_with: another parameter, without which it is not used; "": it always is.
+        column: numpy name of the dtype of its column in tensors; "": the sampler does not read it.
+        truncates: whether it drops tokens, in the order of the declarations; "whole rows": using
+            numbers about all tokens of a row, which takes more memory; "": it does not.
+        only_with: a parameter without which it has no effect; "": there is none.
     """
     facts: dict[str, object] = {"alias": alias, "label": label, "stored": stored, "gguf": gguf}
     facts |= {"column": column, "truncates": truncates, "only_with": only_with}
     return option(default, kind, help, facts)
 
 
-# What vLLM and transformers call them. An ignored value is the one that changes nothing.
+# Names in vLLM and transformers. Values that are accepted and ignored change nothing.
 SYNONYMS: Mapping[str, Synonym] = {
     "max_new_tokens": Synonym("max_tokens"),
     "num_return_sequences": Synonym("n"),
@@ -188,7 +188,7 @@ SYNONYMS: Mapping[str, Synonym] = {
 
 
 class _OtherNames(type):
-    """Makes a class of parameters take the names that others have for them."""
+    """Makes a class of parameters accept the names in `SYNONYMS`."""
 
     def __call__(cls, *values: Any, **given: Any) -> Any:
         if not given.keys() <= PARAMETERS.keys():
@@ -398,7 +398,7 @@ class SamplingParams(metaclass=_OtherNames):
 
     @property
     def restriction(self) -> str:
-        """The name, as its caller has it, of a parameter that forbids tokens."""
+        """The name, as the caller knows it, of a parameter that forbids tokens."""
         if self.structured is not None:
             return self.structured.name
         names = ("allowed_token_ids", "bad_words", "logit_bias")
@@ -409,12 +409,12 @@ class SamplingParams(metaclass=_OtherNames):
 
     @property
     def bad_word_ids(self) -> tuple[tuple[int, ...], ...]:
-        """`bad_words` as the engine takes them."""
+        """`bad_words` as token ids, as the engine needs them."""
         return self.word_ids("bad_words")
 
     @property
     def words(self) -> dict[str, tuple[str | tuple[int, ...], ...]]:
-        """The values that hold words, of parameters that are in use."""
+        """The values of all parameters in use that hold words."""
         return {
             one.name: value
             for one in WORDS
@@ -422,7 +422,7 @@ class SamplingParams(metaclass=_OtherNames):
         }
 
     def word_ids(self, name: str) -> tuple[tuple[int, ...], ...]:
-        """Return a value that holds words as the engine takes it."""
+        """Return a value that holds words as token ids, as the engine needs it."""
         words = getattr(self, name)
         ids = tuple(word for word in words if not isinstance(word, str))
         if len(ids) < len(words):
@@ -434,7 +434,7 @@ class SamplingParams(metaclass=_OtherNames):
         return replace(self, **changes)  # type: ignore[arg-type]
 
     def check_against(self, vocab_size: int, max_model_len: int) -> None:
-        """Refuse what only the model's facts show to be impossible."""
+        """Refuse values that the model's vocabulary or context makes impossible."""
         if self.structured is not None and self.structured.kind != CHECKED:
             raise ParamError("structured", "must be checked by the time it reaches the engine")
         ids: list[tuple[str, int]] = [("logit_bias", i) for i in (self.logit_bias or ())]

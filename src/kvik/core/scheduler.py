@@ -1,10 +1,10 @@
-"""One step after another: which requests compute how many tokens, under one budget.
+"""The scheduler: decides which requests compute how many tokens in each step, under one budget.
 
 There is no prefill phase and no decode phase. Each request's `num_computed_tokens` catches up with
 its known tokens: prompt, delivered output, and drafts. Chunked prefill, prefix hits, resumption
 after a preemption and speculation are the same case. Planning is optimistic: tokens count as
 computed once planned, so that the next step can be planned while this one runs; `update` takes back
-what did not come true.
+rejected drafts.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Step:
         planned: when it was planned.
         num_tokens: of all rows, once the plan is complete.
         num_chunks: rows that are part of a prompt.
-        prefixes: hashes of the blocks of prompts that it fills.
-        num_waiters: requests that would have had a row, but for a prefix that is being computed.
+        prefixes: hashes of the prompt blocks that it fills.
+        num_waiters: requests that could have a row but wait for a prefix that is being computed.
         made_room: a request was preempted for another tenant before the step began.
         preempted: a request lost its blocks to a row of the step.
-        short: the blocks do not suffice for all requests that would have had a row.
+        short: there were too few blocks for a request that could have had a row.
         checkpoints: copies of states that the plan makes, which are not published yet.
     """
 
@@ -71,7 +71,7 @@ class Step:
     checkpoints: list[StateCheckpoint] = field(default_factory=list)
 
     def add_decodes(self, requests: list[Request]) -> None:
-        """A row of one token for each of the requests."""
+        """Add a row of one token for each of the requests."""
         plan, count = self.plan, len(requests)
         plan.slots.extend([request.slot for request in requests])
         plan.num_scheduled_tokens.extend([1] * count)
@@ -80,7 +80,7 @@ class Step:
         self.requests += requests
 
     def add_chunk(self, request: Request, num_tokens: int, *, samples: bool) -> None:
-        """A row of the next `num_tokens` tokens of a prompt."""
+        """Add a row of the next `num_tokens` tokens of a prompt."""
         plan = self.plan
         plan.slots.append(request.slot)
         plan.num_scheduled_tokens.append(num_tokens)
@@ -90,11 +90,11 @@ class Step:
         self.num_chunks += 1
 
     def extend(self, request: Request, new: list[list[int]]) -> None:
-        """A running request got the blocks `new`, a list for each KV group."""
+        """Add the blocks `new` (a list for each KV group) of a running request."""
         self.plan.new_blocks.extend((request.slot, g, ids) for g, ids in enumerate(new))
 
     def start(self, request: Request) -> None:
-        """A request enters a slot, before anything of it is computed there."""
+        """Add a request that enters a slot, before any row of it."""
         self.plan.new_requests.append(
             NewRequest(
                 slot=request.slot,
@@ -113,16 +113,16 @@ class Step:
 
 
 class Scheduler:
-    """Plans steps, takes in their results, and owns all requests from arrival to end.
+    """Plans steps, processes their results, and owns all requests from arrival to end.
 
     Attributes:
         running: requests with a slot, sorted by `order`.
-        drafts: what became of all drafts.
+        drafts: acceptance of all drafts.
         shares: the service of each tenant.
         clock: how long steps take.
         moves: between the cache and its tiers; None: it has none.
         in_flight: planned steps without a result, oldest first.
-        more_expected: requests may still come, so that a batch may wait for them.
+        more_expected: more requests may arrive, so a batch may wait for them.
     """
 
     def __init__(self, config: SchedulerConfig, cache: CacheConfig) -> None:
@@ -142,7 +142,7 @@ class Scheduler:
         self.more_expected = True
         self._num_added = 0
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
-        self._freed_slots: list[int] = []  # since the last plan; workers do not know of them yet
+        self._freed_slots: list[int] = []  # since the last plan; not sent to workers yet
         self._state_copies: list[tuple[int, int]] = []  # since the last plan
         self._ended: list[RequestDelta] = []  # ended outside `update`
 
@@ -188,20 +188,21 @@ class Scheduler:
         self._ended.append(delta)
 
     def take_ended(self) -> list[RequestDelta]:
-        """Requests that ended outside a step's result: aborted, late, failed."""
+        """Return last deltas of requests that ended outside a step's result: aborted, late,
+        failed."""
         ended, self._ended = self._ended, []
         return ended
 
     def reset_cache(self) -> int:
-        """Forget all cached prefixes, in tiers too; requests go on. Returns the number of blocks
-        that held one."""
+        """Forget all cached prefixes, in tiers too; requests continue. Returns the number of block
+        contents in the cache that were forgotten."""
         if self.moves is not None:
             self.moves.clear()
         return self.kv.reset()
 
     def log_contents(self, log: ContentLog) -> None:
-        """Note in a log which contents the cache and the memory tier have, from the beginning, and
-        all changes of that from now on."""
+        """Restart a log with all contents of the cache and the memory tier, and from now on note
+        all changes."""
         log.restart()
         self.kv.pool.log_to(log)
         if self.moves is not None:
@@ -213,16 +214,16 @@ class Scheduler:
 
     @property
     def has_stores(self) -> bool:
-        """Whether the next plan keeps or deletes something, with requests or without."""
+        """Whether the next plan stores or deletes something, with or without requests."""
         return self.moves is not None and self.moves.begins
 
     @property
     def has_moves(self) -> bool:
-        """Whether there are moves to begin or to wait for, with requests or without."""
+        """Whether there are moves to begin or to wait for, with or without requests."""
         return self.moves is not None and (self.moves.begins or self.moves.under_way)
 
     def wakeup(self, now: float) -> float | None:
-        """Return when `schedule` may have something to do although nothing happens until then."""
+        """Return when `schedule` may next have something to do if nothing else happens before."""
         times = [self.deadlines.next_look()]
         if self.policy.batches and not self.running and not self.more_expected:
             return now
@@ -233,7 +234,7 @@ class Scheduler:
     # -- planning --------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> SchedulerOutput | None:
-        """Plan the next step, or None when there is nothing to compute and to move."""
+        """Plan the next step; None: there is nothing to compute or to move."""
         self._expire(now)
         if self.moves is not None:
             self.moves.begin(now)
@@ -284,7 +285,7 @@ class Scheduler:
         begins = begins or bool(plan.sources or plan.left_sources)
         if moves is None or not (begins or (moves.under_way and not self.in_flight)):
             return None
-        step.plan = replace(plan, freed_slots=[], state_copies=[])  # a later one has these
+        step.plan = replace(plan, freed_slots=[], state_copies=[])  # left for a later plan
         self.in_flight.append(step)
         self.counters.steps += 1
         return step.plan
@@ -292,10 +293,10 @@ class Scheduler:
     def _schedule_decodes(self, step: Step, kept: int) -> tuple[int, list[Request]]:
         """Give decoding requests their next token, then drafts from what is left of the budget.
 
-        Decodes come first, since each costs little and its reader waits for it.
+        Decodes come first, since each costs little and a reader waits for its token.
 
         Args:
-            kept: tokens of the budget that are not for them.
+            kept: tokens of the budget that decodes must not use.
 
         Returns:
             What is left of the budget for prompts, and the running requests that want it.
@@ -321,22 +322,22 @@ class Scheduler:
                 prefilling.append(request)
                 continue
             if known >= request.max_length:
-                # All it may still sample is in flight, unless its prompt alone was wanted.
+                # Its last token is in flight, unless it is a prompt without output.
                 if wanted and known == request.num_prompt_tokens:
                     prefilling.append(request)
                 continue
             unknown = pending and (request.num_draft_tokens or self.config.stages > 1)
             waits = computed == request.next_cut and self._waits_to_cut(request)
             if unknown or waits or len(decoding) == most:
-                # Where the next token stands depends on how many drafts are accepted; and the first
-                # stage of a pipeline needs to know it.
+                # The position of the next token depends on how many drafts are accepted, and the
+                # first stage of a pipeline needs the token itself.
                 continue
             if computed == len(request.block_ids[0]) * block_size or computed == request.next_cut:
                 while (new := self.kv.extend(request, computed + 1)) is None:
                     if len(running) == 1 and self.in_flight:
-                        break  # their results free what slides out of its windows
+                        break  # results in flight free the blocks that slide out of its windows
                     step.preempted = True
-                    last = running[-1].tenant  # the one that uses most, if shares matter
+                    last = running[-1].tenant  # the tenant that uses most, if shares are contended
                     victim = self.policy.victim([r for r in running[i - 1 :] if r.tenant == last])
                     self._preempt(victim)
                     if running is not self.running:
@@ -361,13 +362,13 @@ class Scheduler:
             request = decoding[row]
             longest = request.max_length - len(request.token_ids) - 1
             drafts = min(request.num_draft_tokens, longest, budget)
-            plan.num_draft_tokens[row] = drafts  # wanted; `_place_drafts` looks for blocks
+            plan.num_draft_tokens[row] = drafts  # requested; `_place_drafts` allocates blocks
             budget -= drafts
         return budget + kept, prefilling
 
     def _decodes_at_once(self) -> int:
-        """Return the most decoding rows of a step: in a pipeline they are spread over as many steps
-        as there are stages, so that all have something to compute."""
+        """Return the most decoding rows of a step. In a pipeline they are spread over as many steps
+        as there are stages, so that all stages have something to compute."""
         stages = self.config.stages
         if stages == 1:
             return self.config.max_num_seqs
@@ -377,17 +378,17 @@ class Scheduler:
     def _schedule_prompts(
         self, step: Step, prefilling: list[Request], budget: int, now: float
     ) -> int:
-        """Chunks of running requests, and waiting requests with their first chunk. Returns what is
-        left of the budget."""
-        behind: dict[str, int] = {}  # tokens for those behind one that waits, by tenant
+        """Schedule chunks of running requests, and waiting requests with their first chunk. Returns
+        what is left of the budget."""
+        behind: dict[str, int] = {}  # tenant -> tokens for requests after one that waits
         for request in self._prompt_order(step, prefilling, now):
             if request.status is RequestStatus.RUNNING:
                 budget -= self._schedule_prefill(request, step, budget)
             elif self._admits(step) and not self._must_wait(request):
                 if self.config.whole_prompts and len(request.token_ids) > budget:
-                    break  # the next step has room for it, and it is not overtaken
+                    break  # it goes into the next step, and no request overtakes it
                 if step.made_room and request.status is RequestStatus.PREEMPTED:
-                    continue  # perhaps in this step, for another tenant
+                    continue  # it may have been preempted in this step, for another tenant
                 match, tenant = self.kv.match(request), request.tenant
                 if self.moves is not None and self._waits_for_pages(request, match, step, now):
                     continue
@@ -410,8 +411,8 @@ class Scheduler:
         return budget
 
     def _prompt_order(self, step: Step, prefilling: list[Request], now: float) -> Iterator[Request]:
-        """Prefilling requests, then waiting ones while the step admits any, in the policy's order;
-        those of several tenants by their fair shares."""
+        """Yield prefilling requests, then waiting ones while the step admits any, in the policy's
+        order; several tenants are ordered by their fair shares."""
         if not self.shares.contended:
             yield from prefilling
             if len(self.waiting) and self._admits(step):
@@ -436,7 +437,7 @@ class Scheduler:
     def _line(
         self, prefilling: list[Request], waiting: list[Request], step: Step
     ) -> Iterator[Request]:
-        """The requests of one tenant in order, waiting ones while the step admits any."""
+        """Yield the requests of one tenant in order, waiting ones while the step admits any."""
         yield from prefilling
         for request in waiting:
             if not self._admits(step):
@@ -444,7 +445,7 @@ class Scheduler:
             yield request
 
     def _waiting_lines(self, now: float) -> dict[str, list[Request]]:
-        """The waiting requests that may start, of each tenant in its order."""
+        """Return the waiting requests that may start, by tenant, each in the policy's order."""
         policy, lines = self.policy, self.waiting.by_tenant
         if policy.batches:
             waiting = self.waiting.snapshot()
@@ -463,8 +464,8 @@ class Scheduler:
         return len(self._free_slots) > step.num_waiters and not (step.preempted or step.short)
 
     def _make_room(self, step: Step, now: float) -> int:
-        """Before a step for which tenants compete, preempt for those below their share, as far as
-        the step has tokens for them.
+        """Before a step for which tenants compete, preempt requests for tenants below their share,
+        as far as the step has tokens for them.
 
         Returns:
             How many tokens decodes must leave to newcomers, if they would leave less than a fair
@@ -482,7 +483,7 @@ class Scheduler:
         decoding, growth = self._decode_demand()  # these come first
         tokens, blocks = budget - decoding, kv.pool.num_free - growth
         free = FreeResources(self.shares, self.running, len(self._free_slots), blocks)
-        fair, wanted = max(1, budget // self.shares.num_active), 0  # tokens; by newcomers
+        fair, wanted = max(1, budget // self.shares.num_active), 0  # tokens; wanted by newcomers
         for request in newcomers:
             if request.status is RequestStatus.RUNNING:
                 wanted += request.num_unscheduled_tokens
@@ -510,8 +511,8 @@ class Scheduler:
         return kept if decoding + kept > budget else 0
 
     def _decode_demand(self) -> tuple[int, int]:
-        """Tokens of the next step's decoding rows, and new blocks for them without those of their
-        drafts, which get what is left."""
+        """Return the tokens of the next step's decoding rows, drafts included, and the new blocks
+        they need, without drafts."""
         tokens = blocks = 0
         for request in self.running:
             if request.num_unscheduled_tokens == 1:
@@ -525,9 +526,9 @@ class Scheduler:
             step.made_room = True
 
     def _schedule_prefill(self, request: Request, step: Step, budget: int) -> int:
-        """Schedule the next chunk of a running request. Requests behind it without a row are
-        preempted when blocks run out; if there are none, it waits for others to finish. Returns its
-        tokens."""
+        """Schedule the next chunk of a running request. When blocks run out, requests after it
+        without a row are preempted; if there are none, it waits for others to finish. Returns the
+        number of tokens scheduled."""
         chunk = self.policy.chunk(request, request.num_unscheduled_tokens, budget)
         start = request.num_computed_tokens
         if self._waits_to_cut(request):
@@ -555,8 +556,9 @@ class Scheduler:
     def _admit(
         self, request: Request, match: PrefixMatch, step: Step, budget: int, now: float
     ) -> int:
-        """Start a waiting request with its first chunk. Returns its tokens; 0 if blocks are short,
-        and then the step admits no others, so that large requests are not overtaken for ever."""
+        """Start a waiting request with its first chunk. Returns the number of tokens scheduled; 0
+        if too few blocks are free. Then the step admits no others, so that a large request is not
+        overtaken for ever."""
         known = len(request.token_ids)
         chunk = self.policy.chunk(request, known - match.num_tokens, budget)
         chunk = self._up_to_cut(request, match.num_tokens, chunk)
@@ -564,11 +566,11 @@ class Scheduler:
         if checkpoints is not None:
             request.num_shared_tokens = match.num_shared
             chunk = checkpoints.cut(request, match.num_tokens, chunk)
-        # A request that cannot go on would only be preempted again: while others run, all its known
-        # tokens must fit, with what newcomers were promised.
+        # A request that cannot continue would only be preempted again. So while others run, all its
+        # known tokens must fit, in addition to what newcomers still need.
         most = self.config.max_num_batched_tokens
         needed = self.kv.demand(match, known, most)
-        if request not in self.shares.newcomers:  # `_make_room` has seen to all of them
+        if request not in self.shares.newcomers:  # `_make_room` already counted all of them
             for newcomer in self.shares.newcomers:
                 needed += self.kv.prompt_demand(newcomer, most)
         fits = not self.running or needed <= self.kv.pool.num_free
@@ -586,21 +588,21 @@ class Scheduler:
         return chunk
 
     def _up_to_cut(self, request: Request, start: int, chunk: int) -> int:
-        """Return how many of `chunk` tokens from `start` on are computed before a budget drops
-        some: those behind them see less."""
+        """Return how many of `chunk` tokens from `start` on are computed before a budget next drops
+        tokens: later ones see fewer keys."""
         return min(chunk, self.kv.cut_after(request, start + 1) - start)
 
     @staticmethod
     def _waits_to_cut(request: Request) -> bool:
-        """Return whether a budget drops tokens of a request before the next one, and some of these
-        are under way: they are published first."""
+        """Return whether a budget drops tokens before the request's next token, while results of
+        some are outstanding: their blocks are published first."""
         computed = request.num_computed_tokens
         return request.next_cut == computed > request.num_written_tokens
 
     def _waits_for_pages(
         self, request: Request, match: PrefixMatch, step: Step, now: float
     ) -> bool:
-        """Return whether a waiting request that could start waits for what lies in tiers."""
+        """Return whether a waiting request that could start waits for pages in tiers instead."""
         assert self.moves is not None
         needed = self.kv.demand(match, len(request.token_ids), self.config.max_num_batched_tokens)
         fits = not self.running or needed <= self.kv.pool.num_free
@@ -609,8 +611,9 @@ class Scheduler:
         return self.moves.waits(request, match, rate, now, fits=fits, copied=copied)
 
     def _must_wait(self, request: Request) -> bool:
-        """Return whether a waiting request must wait for a result: a step in flight has a row of
-        it, its leader computes the prompt that both will share, or its pages are being loaded."""
+        """Return whether a waiting request must wait for a result: it has a row in a step in
+        flight, its leader computes the prompt that both will share, or its pages are being
+        loaded."""
         if request.status is RequestStatus.LOADING:
             return True
         return request.last_step >= self._oldest_step or self._leader_is_busy(request)
@@ -622,21 +625,21 @@ class Scheduler:
 
     @staticmethod
     def _leader_is_busy(request: Request) -> bool:
-        """A sibling waits while its leader computes the prompt that both will share."""
+        """Return whether the leader of a sibling still computes the prompt that both will share."""
         leader = request.leader
         if leader is None or leader.first_token is not None:
             return False
         return leader.status is RequestStatus.RUNNING
 
-    # Requests that arrive together share a prefix that none has computed yet: one computes it, and
-    # the others wait for its blocks, step by step. A wait may not cost more than it saves. It costs
-    # the steps until the request could start, which decode meanwhile, and it saves the tokens that
-    # they compute for it. Those behind a request that waits get no more tokens in its place than it
-    # saves, and only for whole prompts, whose rest would come before it in the next step.
+    # Requests that arrive together may share a prefix that none has computed yet: one computes it,
+    # and the others wait for its blocks, deciding anew in each step. A wait must not cost more than
+    # it saves. It costs the time of the steps until the request can start, and saves the tokens
+    # that these compute for it. Requests after one that waits get at most as many tokens as it
+    # saves, and only for whole prompts: the rest of a prompt would precede it in the next step.
 
     def _worth_waiting_for(self, request: Request, match: PrefixMatch, step: Step) -> int:
-        """Return how many tokens of a prefix, being computed for others, a request should wait for;
-        0 if it should start."""
+        """Return how many tokens of a prefix that is being computed for others a request should
+        wait for; 0: it should start."""
         tokens = self._num_under_way(request, match, step)
         rate = self.clock.prefill_tokens_per_second
         if tokens and rate:
@@ -648,7 +651,7 @@ class Scheduler:
     def _num_under_way(
         self, request: Request, match: PrefixMatch, planned: Step | None = None
     ) -> int:
-        """Return how many tokens after a match the steps without a result compute for others."""
+        """Return how many tokens after the match are computed for others by unfinished steps."""
         if self.kv.checkpoints is not None:
             return 0  # there may be no checkpoint where the prefixes part
         steps = [step.prefixes for step in (*self.in_flight, planned) if step and step.prefixes]
@@ -692,10 +695,11 @@ class Scheduler:
         step.add_chunk(request, chunk, samples=samples)
 
     def _take_checkpoint(self, request: Request, step: Step | None = None) -> None:
-        """Copy the state of a request if a checkpoint is wanted where it stands.
+        """Copy the state of a request if a checkpoint is due at its position.
 
         Args:
-            step: which goes on from there; None: the request ends, and its results are known.
+            step: the step that continues from there; None: the request ends, with all results
+                known.
         """
         checkpoints = self.kv.checkpoints
         assert checkpoints is not None
@@ -709,15 +713,15 @@ class Scheduler:
             step.checkpoints.append(made)
 
     def _row(self, checkpoint: int) -> int:
-        """Return its row in the pool of states, whose first rows are those of slots."""
+        """Return a checkpoint's row in the pool of states; the first rows belong to slots."""
         return self.config.max_num_seqs + checkpoint
 
     # Drafts may be computed in vain, so they preempt no request: they take tokens after the next
     # tokens of all decoding requests, and blocks after all rows of the step.
 
     def _place_drafts(self, step: Step) -> None:
-        """Add the drafts that rows want, once all rows have their blocks. Where too few blocks are
-        left, drafts beyond those of the request are dropped."""
+        """Add the requested drafts, once all rows have their blocks. If too few blocks are left,
+        drafts that do not fit into the request's own blocks are dropped."""
         plan = step.plan
         for row, wanted in enumerate(plan.num_draft_tokens):
             if not wanted:
@@ -737,7 +741,7 @@ class Scheduler:
             self.meter.drafts(request, 1 + drafts)
 
     def _look_ahead(self, step: Step) -> None:
-        """Places for what a drafter computes beyond the step, if there are blocks to spare."""
+        """Allocate blocks for what a drafter computes beyond the step, if there are spare ones."""
         for request, samples in zip(step.requests, step.plan.samples, strict=True):
             if samples and request.params.speculation:
                 end = request.num_computed_tokens + self.config.num_lookahead_tokens
@@ -749,7 +753,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Take a request's blocks; it is queued again and recomputes what it lost. Its full blocks
-        stay in the prefix cache until someone needs them, so that often little is lost."""
+        stay in the prefix cache until they are needed, so often little is lost."""
         self.meter.lose(request)
         self.shares.lose(request)
         if self.moves is not None:
@@ -768,7 +772,7 @@ class Scheduler:
         self.kv.pins.expire(now)
 
     def _seconds_needed(self, request: Request) -> float:
-        """The least time until a request has the tokens that make its answer worth having: one, or
+        """Return the least time until a request has the tokens that make its answer useful: one, or
         its `min_tokens`."""
         made = request.num_output_tokens + request.num_pending_tokens
         wanted = max(1, request.params.min_tokens) - made
@@ -781,7 +785,7 @@ class Scheduler:
         return seconds + (wanted - 1) / most_per_step * clock.at_least(1)
 
     def _num_missing(self, request: Request) -> int:
-        """Tokens to compute until a request samples, as things are; 0 if they are under way."""
+        """Return how many tokens to compute until a request samples; 0 if they are under way."""
         if request.status is RequestStatus.RUNNING:
             return request.num_unscheduled_tokens
         if self._leader_is_busy(request):
@@ -796,9 +800,9 @@ class Scheduler:
     # -- results ---------------------------------------------------------------------------------
 
     def update(self, output: ModelRunnerOutput, now: float) -> list[RequestDelta]:
-        """Take in the result of the oldest step in flight.
+        """Process the result of the oldest step in flight.
 
-        What goes wrong with one row ends its request and no other.
+        An error in one row ends only that request.
         """
         step = self.in_flight.popleft()
         if step.plan.step != output.step:
@@ -921,8 +925,8 @@ class Scheduler:
         return RequestDelta(request.request_id, request.index, tokens, logprobs=logprobs)
 
     def fail(self, error: str, now: float) -> list[RequestDelta]:
-        """Take in that the oldest step in flight failed as a whole: its requests end, all others go
-        on."""
+        """Process the failure of the oldest step in flight as a whole: its requests end, all others
+        continue."""
         step = self.in_flight.popleft()
         self.clock.skip(now)
         plan, deltas = step.plan, []
@@ -945,15 +949,15 @@ class Scheduler:
 
     @staticmethod
     def _is_read(request: Request, row: int, output: ModelRunnerOutput) -> bool:
-        """Return whether the last chunk of a prompt of which nothing is sampled is computed. After
-        a preemption its result shows that, since it comes with the last chunk."""
+        """Return whether the last chunk of a prompt without output is computed. After a preemption
+        the row's result shows this, since it comes with the last chunk."""
         if request.num_written_tokens == request.max_length:
             return True
         return row in output.prompt_logprobs or row in output.embeddings
 
     @staticmethod
     def _prompt_logprobs(request: Request, logprobs: list[TokenLogprobs]) -> RequestDelta:
-        # Delivered once: a resumed request may take its prompt from the prefix cache again.
+        # Delivered once; a resumed request may then take its prompt from the prefix cache.
         if request.max_length > request.num_prompt_tokens:
             request.params = request.params.without_prompt_logprobs()
         return RequestDelta(request.request_id, request.index, [], prompt_logprobs=logprobs)
@@ -974,7 +978,8 @@ class Scheduler:
             written = request.num_written_tokens == request.num_computed_tokens
             if self.kv.checkpoints is not None and written:
                 self._take_checkpoint(request)
-        # Had one of these raised, nothing would have changed: it could still end with an error.
+        # If one of the calls above raises, nothing has changed, and the request can still be ended
+        # with an error.
         self.shares.leave(request)
         kept = None
         if self.moves is not None:
@@ -1003,7 +1008,7 @@ class Scheduler:
         )
 
     def _leave(self, request: Request, *, forget: bool = False) -> None:
-        """Out of the running set: blocks and slot are free at once."""
+        """Remove a request from the running set and free its blocks and slot."""
         self.meter.settle(request)
         self.kv.free(request, forget=forget)
         self.running.remove(request)
@@ -1015,8 +1020,8 @@ class Scheduler:
 def _decode_seconds(
     plan: SchedulerOutput, output: ModelRunnerOutput, *, prefill: bool
 ) -> tuple[float, float]:
-    """Seconds of a step that only decoded, and those that one without drafts takes per token of
-    each of its rows; 0.0 for both if they are not known. See `RequestSpeculation`."""
+    """Return the seconds of a step that only decoded, and the seconds per token and row of a step
+    without drafts; both 0.0 if unknown. See `RequestSpeculation`."""
     times = output.draft_times
     if times is not None and times.checking:
         tokens = sum([len(row) for row in output.token_ids])

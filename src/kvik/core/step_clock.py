@@ -1,27 +1,27 @@
-"""How long steps take, from the times at which they were planned and their results came."""
+"""Step durations, from the times at which steps were planned and their results came."""
 
 from __future__ import annotations
 
 from collections import deque
 from itertools import islice
 
-HISTORY = 64  # steps of each size that are kept; the first ones may have compiled kernels
-SAMPLES = 16  # steps of each size that a lower bound needs; it is the fastest of the last ones
+HISTORY = 64  # steps kept per size, so that early ones, which may have compiled kernels, drop out
+SAMPLES = 16  # most recent steps per size that a lower bound is the fastest of
 DECAY = 0.95  # weight of a step relative to the next newer one in the running means
 
 
 class StepClock:
     """Seconds per step, by its number of tokens. Time is an argument; nothing here reads a clock.
 
-    Means say what to expect. `at_least` is a lower bound from recent steps, by which work may be
-    given up: a step of more tokens is assumed to take no less time. `at_most` is the opposite, by
-    which a step counts as hung.
+    Means are expectations. `at_least` is a lower bound from recent steps, used to give up work that
+    will be late: a step of more tokens is assumed to take no less time. `at_most` is an upper
+    bound, used to detect a hung step.
     """
 
     def __init__(self) -> None:
         self._last = float("-inf")  # when the last result came
-        # Seconds and tokens of the last steps, newest first; [k]: of up to 2^k tokens, and more
-        # than 2^(k - 1).
+        # [k]: (seconds, tokens) of the last steps of more than 2^(k - 1) and up to 2^k tokens,
+        # newest first.
         self._by_size: list[deque[tuple[float, int]]] = []
         self._steps = self._step_seconds = 0.0
         self._prefill_tokens = self._prefill_seconds = 0.0
@@ -29,7 +29,7 @@ class StepClock:
     def note(self, planned: float, done: float, tokens: int, *, prefill: bool) -> None:
         """Record a step that is done.
 
-        With several steps in flight, one began when the one before it was done.
+        With several steps in flight, a step is assumed to begin when the one before it is done.
 
         Args:
             planned: when it was planned.
@@ -49,24 +49,24 @@ class StepClock:
             self._prefill_seconds = self._prefill_seconds * DECAY + seconds
 
     def skip(self, done: float) -> None:
-        """A step failed, of which nothing is known but its end."""
+        """Record the end of a failed step, or of one without rows; its duration does not count."""
         self._last = done
 
     @property
     def seconds_per_step(self) -> float | None:
-        """A mean of the last steps; None before the first."""
+        """Running mean of the last steps; None before the first."""
         return self._step_seconds / self._steps if self._steps else None
 
     @property
     def prefill_tokens_per_second(self) -> float | None:
-        """A mean of the last steps with chunks of prompts, their decoding rows included; None
-        before the first."""
+        """Running mean over steps with chunks of prompts, their decoding rows included; None before
+        the first."""
         seconds = self._prefill_seconds
         return self._prefill_tokens / seconds if seconds else None
 
     def at_least(self, tokens: int) -> float:
-        """Seconds that a step of `tokens` tokens takes if it is as fast as the fastest of the last
-        ones that were no larger; 0.0 if too few were measured."""
+        """Return the seconds that a step of `tokens` tokens takes if it is as fast as the fastest
+        recent step that was no larger; 0.0 if too few were measured."""
         seconds = 0.0
         for steps in self._by_size[: _size(tokens) + 1]:
             recent = list(islice(steps, SAMPLES))
@@ -75,11 +75,11 @@ class StepClock:
         return seconds
 
     def at_most(self, tokens: int) -> float | None:
-        """Return seconds of the slowest recent step of about `tokens` tokens; None if no step was
-        measured.
+        """Return the seconds of the slowest recent step of about `tokens` tokens; None if no step
+        was measured.
 
-        If none of that size was, it follows from the others: no step takes longer than a larger
-        one, or than several smaller ones of as many tokens together.
+        If no step of that size was measured, the bound follows from the others: no step takes
+        longer than a larger one, or than several smaller ones with the same tokens in total.
         """
         slowest = {size: max(steps)[0] for size, steps in enumerate(self._by_size) if steps}
         size = _size(tokens)

@@ -1,8 +1,8 @@
-"""Structured output: what the text of an answer must be.
+"""Structured output: constraints on the text of an answer.
 
 A caller gives a `JsonSchema`, `Regex`, `Choice` or `Grammar`, or a mapping as in requests. All
-become a `Constraint`, which is plain data: it is checked and translated by the frontend
-(`kvik.text.grammar`), recorded, and sent to the engine as it is.
+become a `Constraint`, which is plain data: the frontend checks and translates it
+(`kvik.text.grammar`), and it is recorded and sent to the engine unchanged.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ ConstraintKind = Literal["json", "regex", "choice", "grammar", "lark", "checked"
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What a text must be.
+    """A constraint on a text.
 
     Attributes:
         kind: of the source.
         source: a JSON Schema as JSON; a regular expression in Rust's syntax that matches the whole
-            text; a JSON list of texts; or a grammar: Lark, GBNF, or llguidance's own JSON. Of a
-            checked one, llguidance's; of "lark" one that the frontend wrote. Callers give neither.
-        strict: a schema of which a part cannot be enforced is refused; else that part is dropped.
+            text; a JSON list of texts; or a grammar: Lark, GBNF, or llguidance's own JSON. For kind
+            "checked" it is llguidance's; for "lark" one written by the frontend. Callers use
+            neither of these two kinds.
+        strict: a schema is refused if a part of it cannot be enforced; else that part is dropped.
         whitespace: JSON may have spaces and line breaks between its tokens; else it is laid out as
             `json.dumps` does.
-        name: of the field that has it, for errors.
-        around: a grammar in Lark of all that the answer may have, in which `@answer` is this text;
-            "": it has nothing else.
+        name: of the request field that holds it, for errors.
+        around: a Lark grammar of the whole answer, in which `@answer` is this text; "": the answer
+            is only this text.
     """
 
     kind: ConstraintKind
@@ -49,31 +50,31 @@ class Constraint:
     around: str = ""
 
     def called(self, name: str) -> Constraint:
-        """Return the same as the field `name` has it."""
+        """Return the same constraint, held by the field `name`."""
         whole = (self.kind, self.source, self.strict, self.whitespace)
         return Constraint(*whole, name, self.around)
 
     def within(self, around: str) -> Constraint:
-        """Return the same as a part of another grammar; see `around`."""
+        """Return the same constraint as a part of another grammar; see `around`."""
         return replace(self.called(self.name), around=around)
 
 
-# What an engine needs to follow structured texts; `kvik.text.matcher` has it.
+# Protocols that an engine needs for structured texts; `kvik.text.matcher` implements them.
 
 
 class TextMatcher(Protocol):
-    """Where one answer is in its grammar.
+    """The state of one answer in its grammar.
 
     Attributes:
         ended: the answer is complete: nothing can follow it, or a token came that ends it.
-        num_surplus: tokens that came behind its end.
+        num_surplus: tokens that came after its end.
     """
 
     ended: bool
     num_surplus: int
 
     def append(self, token: int) -> None:
-        """Take in a token of the answer, or one behind its end.
+        """Advance by a token of the answer, or by one after its end.
 
         Raises:
             ParamError: it breaks the grammar, or the grammar became too complex.
@@ -81,24 +82,25 @@ class TextMatcher(Protocol):
         ...
 
     def valid(self, tokens: Sequence[int]) -> int:
-        """Return how many tokens, from the first on, may follow."""
+        """Return how many of the tokens, from the first on, may follow."""
         ...
 
     def forced(self) -> list[int]:
-        """Return the tokens that must follow, as far as there is no choice."""
+        """Return the tokens that must follow, up to where there is a choice."""
         ...
 
     def mask(self, supposed: Sequence[int] = ()) -> Any:
         """Return which tokens may come next. Where the grammar forces a text, only the first token
-        of its usual spelling may, so that an answer does not depend on which tokens were drafts.
+        of its usual tokenisation may, so that an answer does not depend on which tokens were
+        drafts.
 
         Args:
-            supposed: drafts before the token, which were not appended. Behind one that is not
-                allowed, or that ends the answer, nothing matters.
+            supposed: drafts before the token, which were not appended. After one that is not
+                allowed, or that ends the answer, the result does not matter.
 
         Returns:
             [vocab_size // 32 + 1] int32, valid until the next call: bit i % 32 of word i // 32 is
-            that of token i.
+            token i's.
 
         Raises:
             ParamError: the grammar became too complex.
@@ -110,25 +112,25 @@ class Grammars(Protocol):
     """The grammars of an engine."""
 
     def begin(self, constraint: Constraint) -> Future[object]:
-        """Begin to build a grammar. The future raises what `matcher` would."""
+        """Begin to build a grammar. The future raises the errors of `matcher`."""
         ...
 
     def matcher(
         self, constraint: Constraint, stop_ids: Sequence[int], output: Sequence[int] = ()
     ) -> TextMatcher:
-        """Return where an answer is, building its grammar if it is not kept.
+        """Return a matcher for an answer; builds its grammar if that is not cached.
 
         Args:
             stop_ids: tokens that end the answer.
             output: tokens of the answer so far.
 
         Raises:
-            ParamError: it cannot be built, or as of `TextMatcher.append`.
+            ParamError: the grammar cannot be built, or see `TextMatcher.append`.
         """
         ...
 
 
-# The ways to say what a text must be.
+# The constraints that callers can give.
 
 
 @runtime_checkable
@@ -139,14 +141,14 @@ class Described(Protocol):
 
 
 class JsonSchema(Constraint):
-    """JSON of a schema.
+    """JSON that conforms to a schema.
 
     Args:
-        schema: a JSON Schema (draft 2020-12) as a mapping or as JSON, or a pydantic model, whose
-            objects have no other properties than its fields, unless it says so.
+        schema: a JSON Schema (draft 2020-12) as a mapping or as JSON, or a pydantic model; objects
+            of a model have only its fields as properties, unless it allows others.
 
     Raises:
-        ValueError: it is none, or too large.
+        ValueError: it is not a JSON Schema, or too large.
     """
 
     def __init__(self, schema: object, *, strict: bool = False, whitespace: bool = False) -> None:
@@ -234,7 +236,7 @@ def _schema_text(schema: object) -> str:
         fields = schema.model_json_schema()
         schema = fields
         for model in (fields, *fields.get("$defs", {}).values()):
-            if "properties" in model:  # a model means its fields alone
+            if "properties" in model:  # allow only the fields of the model
                 model.setdefault("additionalProperties", False)
     try:
         if isinstance(schema, str):

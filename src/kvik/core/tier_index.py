@@ -1,7 +1,7 @@
-"""Which pages lie in which tier, which of them make room for others, and how fast tiers are.
+"""Index of the pages in each tier, their eviction order, and how fast tiers are.
 
-A tier keeps copies of blocks beyond the KV cache, as pages. This is what the engine believes of
-them: a page may be gone or damaged all the same, and then its load fails. Nothing here does I/O.
+A tier keeps copies of blocks beyond the KV cache, as pages. The index is what the engine believes:
+a page may still be gone or damaged, and then its load fails. Nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from kvik.core.plan import AT_PEER, DISK, MEMORY, NOWHERE, PEER, PageKey
 
 MARGIN = 1.1  # a load must be expected to be faster than computing by this factor
 DECAY = 0.8  # weight of a load relative to the next newer one in the measured rates
-# An estimate that speaks against loading shrinks with each decision, so that it is measured again:
-# one that was too large by ten times is after some hundred decisions.
+# An estimate that decides against loading shrinks with each such decision, so that loading is tried
+# and measured again: after about a hundred decisions if it was ten times too large.
 FORGET = 0.98
-# Bytes that are being written to the disk at a time. Until they are written they take memory, and a
-# killed engine loses them; at a tenth a disk would wait for the next step.
+# Limit of bytes being written to the disk at a time. Until they are written they take memory, and a
+# killed engine loses them; with a tenth of this the disk would idle until the next step.
 MAX_WRITING = 64 << 20
 
 
 @dataclass(slots=True)
 class TierCounters:
-    """Totals of one tier since the start, in pages unless said."""
+    """Totals of one tier since the start, in pages unless noted."""
 
     stored: int = 0
     loaded: int = 0
-    failed: int = 0  # loads that brought nothing
+    failed: int = 0
     evicted: int = 0
     loaded_bytes: int = 0
 
@@ -46,11 +46,11 @@ class Rate:
         self._seconds = self._seconds * DECAY + max(0.0, seconds)
 
     def seconds(self, size: int) -> float:
-        """Return how long a load takes; 0.0 before the first, which is to be tried."""
+        """Return how long a load takes; 0.0 before the first, so that it is tried."""
         return size * self._seconds / self._bytes if self._bytes else 0.0
 
     def forget(self) -> None:
-        """Believe a little less that it is slow."""
+        """Shrink the estimate of how slow it is a little."""
         self._seconds *= FORGET
 
     @property
@@ -64,24 +64,24 @@ class Tier:
 
     Attributes:
         capacity: bytes.
-        size: bytes of all pages, those under way included.
-        storing: bytes of those under way.
-        log: notes which pages can be loaded; None: nobody wants to know.
+        size: bytes of all pages, including those being stored.
+        storing: bytes of those being stored.
+        log: notes which pages can be loaded; None: not needed.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.size = self.storing = 0
-        self.pages: dict[PageKey, int] = {}  # that can be loaded -> bytes
-        self.under_way: dict[PageKey, int] = {}  # that are being stored -> bytes
+        self.pages: dict[PageKey, int] = {}  # pages that can be loaded -> bytes
+        self.under_way: dict[PageKey, int] = {}  # pages being stored -> bytes
         self.busy: Counter[PageKey] = Counter()  # how many loads read them
         self.counters = TierCounters()
         self.rate = Rate()
         self.log: ContentLog | None = None
 
     def begin(self, key: PageKey, size: int) -> list[PageKey] | None:
-        """A page is going to be stored. Returns those that make room for it, which are gone now;
-        None: it is there already, or there is no room."""
+        """Reserve room for a page to be stored. Returns the pages evicted for it; None: it is there
+        already, or there is no room."""
         if key in self.pages or key in self.under_way:
             return None
         gone: list[PageKey] = []
@@ -104,7 +104,7 @@ class Tier:
         return gone
 
     def finish(self, key: PageKey) -> None:
-        """It is stored and can be loaded."""
+        """Note that a page is stored and can be loaded."""
         size = self.under_way.pop(key, None)
         if size is not None:
             self.storing -= size
@@ -113,14 +113,14 @@ class Tier:
             self._note(key, stored=True)
 
     def add(self, key: PageKey, size: int) -> None:
-        """It was found there."""
+        """Add a page that was found in the tier."""
         if key not in self.pages and key not in self.under_way:
             self.pages[key] = size
             self.size += size
             self._note(key, stored=True)
 
     def remove(self, key: PageKey) -> bool:
-        """It is not there, or no more. Returns whether it was believed to be."""
+        """Remove a page that is not in the tier (any more). Returns whether it was listed."""
         size = self.pages.pop(key, None)
         if size is not None:
             self._note(key, stored=False)
@@ -132,7 +132,7 @@ class Tier:
         return size is not None
 
     def use(self, key: PageKey) -> None:
-        """It is the last to make room."""
+        """Make a page the last to be evicted."""
         size = self.pages.pop(key, None)
         if size is not None:
             self.pages[key] = size
@@ -142,7 +142,7 @@ class Tier:
             self.log.note(key, stored=stored)
 
     def release(self, key: PageKey) -> None:
-        """A load reads it no more."""
+        """Note that a load no longer reads a page."""
         self.busy[key] -= 1
         if not self.busy[key]:
             del self.busy[key]
@@ -152,9 +152,9 @@ class TierIndex:
     """The pages of all tiers.
 
     Attributes:
-        tiers: memory, disk and other engines, as far as there are any, the faster one first. What
-            others have requests say, so nothing is listed of it.
-        drops: pages of the disk tier that are to be deleted.
+        tiers: memory, disk and other engines, as configured, fastest first. Pages of other engines
+            are not listed here: requests name them.
+        drops: pages of the disk tier to delete.
         off: why the disk tier is turned off; "": it is not.
     """
 
@@ -171,13 +171,13 @@ class TierIndex:
         self._largest = largest
         self._free = list(range(sizes.memory - 1, -1, -1))
         self._places: dict[PageKey, int] = {}
-        self._held: dict[PageKey, int] = {}  # places that loads read of pages that are gone
+        self._held: dict[PageKey, int] = {}  # places of removed pages that loads still read
         self.drops: list[PageKey] = []
         self.off = ""
 
     def log_to(self, log: ContentLog) -> None:
-        """Note all pages in memory in a log, and all changes of them from now on. Those on the disk
-        are alike for all engines that share it."""
+        """Note all pages in memory in a log, and from now on all changes. Pages on the disk are the
+        same for all engines that share it, so they are not noted."""
         memory = self.tiers.get(MEMORY)
         if memory is not None:
             memory.log = log
@@ -189,12 +189,12 @@ class TierIndex:
         return next((name for name, tier in self.tiers.items() if key in tier.pages), None)
 
     def store(self, key: PageKey, *, on_disk: bool) -> tuple[int, bool]:
-        """A page is going to be stored. Returns its place in the memory tier, if it is to be kept
-        there, and whether it is to be written to the disk tier, if `on_disk` allows it."""
+        """Reserve room for a page to be stored. Returns its place in the memory tier (or
+        `NOWHERE`), and whether to write it to the disk tier, which `on_disk` must allow."""
         return self._store_in_memory(key), on_disk and self._store_on_disk(key)
 
     def lacks(self, key: PageKey) -> bool:
-        """Return whether the disk tier has not this page and could be given it."""
+        """Return whether there is a disk tier and it does not have this page."""
         disk = self.tiers.get(DISK)
         return disk is not None and key not in disk.pages and key not in disk.under_way
 
@@ -223,7 +223,7 @@ class TierIndex:
         return gone is not None
 
     def hold(self, key: PageKey, tier: str) -> int:
-        """A load reads a page, which stays until `let_go`. Returns its place."""
+        """Keep a page that a load reads until `let_go`. Returns its place."""
         self.tiers[tier].busy[key] += 1
         if tier == PEER:
             return AT_PEER
@@ -236,20 +236,20 @@ class TierIndex:
         return self._held.get(key, self._places.get(key, NOWHERE)) if tier == MEMORY else NOWHERE
 
     def let_go(self, key: PageKey, tier: str) -> None:
-        """A load is done with a page."""
+        """Note that a load is done with a page."""
         if tier not in self.tiers:
-            return  # it was turned off meanwhile
+            return  # it has been turned off
         self.tiers[tier].release(key)
         if tier == MEMORY and key in self._held and key not in self.tiers[tier].busy:
             self._free.append(self._held.pop(key))
 
     def finish(self, key: PageKey, tier: str) -> None:
-        """A page was stored."""
+        """Note that a page was stored."""
         if tier in self.tiers:
             self.tiers[tier].finish(key)
 
     def find(self, keys: Iterable[PageKey]) -> None:
-        """Pages lie in the disk tier. What is more than may be is deleted, the first ones first."""
+        """List pages found in the disk tier, and delete the first ones if they exceed its size."""
         disk = self.tiers.get(DISK)
         if disk is None:
             return
@@ -266,7 +266,7 @@ class TierIndex:
                     self.drops.append(key)
 
     def lose(self, key: PageKey, tier: str) -> None:
-        """A page is not there, or cannot be used."""
+        """Remove a page that is missing or cannot be used."""
         if tier not in self.tiers or not self.tiers[tier].remove(key):
             return
         if tier == MEMORY:
@@ -277,7 +277,7 @@ class TierIndex:
                 self._free.append(place)
 
     def forget(self, keys: Iterable[PageKey]) -> None:
-        """Nothing may be loaded from these pages any more."""
+        """Remove these pages from all tiers: they must not be loaded any more."""
         disk = self.tiers.get(DISK)
         for key in keys:
             if disk is not None and (key in disk.pages or key in disk.under_way):
@@ -286,17 +286,17 @@ class TierIndex:
                 self.lose(key, name)
 
     def clear(self) -> None:
-        """Nothing may be loaded that was stored until now."""
+        """Remove all pages stored until now from all tiers."""
         self.forget([key for tier in self.tiers.values() for key in (*tier.pages, *tier.under_way)])
 
     def use(self, keys: Sequence[PageKey]) -> None:
-        """Pages of one prefix were used or made; its beginning is the last to make room."""
+        """Note that pages of one prefix were used or made; its beginning is evicted last."""
         for key in reversed(keys):
             for tier in self.tiers.values():
                 tier.use(key)
 
     def turn_off(self, why: str) -> None:
-        """The disk tier cannot be used any more."""
+        """Turn the disk tier off."""
         self.off = why
         disk = self.tiers.pop(DISK, None)
         if disk is not None:
@@ -307,7 +307,7 @@ class TierIndex:
 
         Args:
             sizes: bytes of the pages in each tier.
-            rate: tokens per second of prompts; None: nothing was measured.
+            rate: prompt tokens per second; None: nothing was measured.
         """
         if rate is None:
             return True
@@ -319,5 +319,5 @@ class TierIndex:
         return False
 
     def places(self) -> tuple[dict[PageKey, int], list[int], dict[PageKey, int]]:
-        """Return places of pages, free ones, and those that only loads read (for audits)."""
+        """Return places of pages, free places, and places that only loads read (for audits)."""
         return dict(self._places), list(self._free), dict(self._held)

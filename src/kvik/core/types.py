@@ -1,4 +1,4 @@
-"""The data of a request, shared by both trunks."""
+"""The data of a request, shared by the scheduler and the worker."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import zip_longest
 
 from kvik.core.sampling_params import SamplingParams
 
-# Seeds of requests without their own: siblings, and requests that give none.
+# Seeds of requests that have none: siblings, and requests that do not give one.
 
 _MASK = 2**64 - 1
 
@@ -29,11 +29,11 @@ def derive_seed(seed: int, index: int) -> int:
     return z - 2**64 if z >= 2**63 else z
 
 
-# When an output ends by its tokens. (Stop strings need text; the client finds them.)
+# Ends of outputs that tokens show. (Stop strings need text; the client finds them.)
 
 
 def finish_reason(request: Request, token: int) -> FinishReason | None:
-    """Why the request ends with `token`, its newest output token, or None."""
+    """Return why the request ends with `token`, its newest output token, or None."""
     if token in request.stop_ids and request.num_output_tokens >= request.params.min_tokens:
         if token in request.params.stop_token_ids:
             request.stop_reason = token  # not for EOS, which is the default
@@ -56,7 +56,7 @@ class SchedulerCounters:
     """
 
     steps: int = 0
-    rows: int = 0  # requests of all steps, each counted in every step that computes for it
+    rows: int = 0  # requests, each counted in every step that computes for it
     scheduled_tokens: int = 0
     delivered_tokens: int = 0
     preemptions: int = 0
@@ -69,11 +69,11 @@ class SchedulerCounters:
 class DraftCounts:
     """How many drafts were computed, and how many of them were accepted.
 
-    The place of a draft is the number of drafts before it; in a tree, on the path to it, so that
-    drafts of one depth have one place.
+    The place of a draft is the number of drafts before it. In a tree only those on the path to it
+    count, so drafts of the same depth have the same place.
 
     Attributes:
-        rows: parts of a step with drafts, one for each request.
+        rows: rows of steps (one per request) with drafts.
         drafts: computed in these rows.
         accepted: of these drafts.
         at: [i] rows with at least one draft at place i.
@@ -87,10 +87,11 @@ class DraftCounts:
     accepted_at: list[int] = field(default_factory=list)
 
     def add(self, drafts: int, accepted: int, places: int | None = None) -> None:
-        """One row.
+        """Count one row.
 
         Args:
-            places: number of places of its drafts in a tree; None: one for each draft.
+            places: number of distinct places of its drafts, if they form a tree; None: one per
+                draft.
         """
         if places is None:
             places = drafts
@@ -133,16 +134,16 @@ class DraftCounts:
 class RequestSpeculation:
     """Results of speculation for one completion, or several together.
 
-    The times are those of its decoding steps, also without drafts, for which the time without
-    drafts is known. It is not known for steps with chunks of prompts, nor before a step without
-    drafts was measured. A step counts in full for each completion that decodes in it, since each
-    waits for all of it.
+    The times cover decoding steps, with and without drafts, for which the time without drafts is
+    known. It is unknown for steps with chunks of prompts, and until a step without drafts was
+    measured. A step counts in full for each completion that decodes in it, since each waits for
+    the whole step.
 
     Attributes:
         drafts: how many were computed and accepted, by place.
-        seconds: of these steps, making drafts included.
-        plain_seconds: of steps without drafts for the same tokens, one token a step, as measured
-            lately for as many requests. See `DraftTimes`.
+        seconds: duration of these steps, including making drafts.
+        plain_seconds: duration of steps without drafts for the same tokens, one token per step, as
+            measured recently for the same number of requests. See `DraftTimes`.
     """
 
     drafts: DraftCounts = field(default_factory=DraftCounts)
@@ -151,8 +152,8 @@ class RequestSpeculation:
 
     @property
     def speedup(self) -> float | None:
-        """How much faster its tokens came than they would have without drafts, as estimated; None
-        if no step of it tells. Drafts for others alone make a step longer, so it may be below 1."""
+        """Estimated speedup of its tokens over decoding without drafts; None if no step was
+        measured. It may be below 1: drafts for other requests make a step longer too."""
         return self.plain_seconds / self.seconds if self.seconds else None
 
     def __add__(self, other: RequestSpeculation) -> RequestSpeculation:
@@ -168,7 +169,7 @@ class RequestStatus(IntEnum):
     RUNNING = 1  # holds a slot and blocks
     PREEMPTED = 2  # back in the queue after losing its blocks
     FINISHED = 3
-    LOADING = 4  # in the queue, waits for pages of its prefix
+    LOADING = 4  # in the queue, waiting for pages of its prefix
 
 
 class FinishReason(StrEnum):
@@ -180,19 +181,17 @@ class FinishReason(StrEnum):
     MOVED = "moved"  # another engine goes on with it
 
 
-# One vector of a prompt: the mean of the hidden states of its tokens, that of the last or of the
-# first one, or the largest number in each channel.
+# How the hidden states of a prompt become one vector: their mean, the last, the first, or the
+# maximum of each channel.
 POOLINGS = ("mean", "last", "cls", "max")
-SCORE = (
-    "score"  # in the place of a pooling: the result is the score that the model gives the prompt
-)
+SCORE = "score"  # given instead of a pooling: the result is the model's score of the prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Pin:
     """A prefix of the prompt that stays in the prefix cache for a time, used or not."""
 
-    num_tokens: int  # of the prompt; what is pinned are its full blocks
+    num_tokens: int  # from the start of the prompt; only full blocks are pinned
     seconds: float  # since it was last computed or used
 
 
@@ -202,8 +201,8 @@ class PageSource:
 
     Attributes:
         host, port: where it serves them.
-        lease: what it calls them.
-        num_tokens: that they hold, the first ones of the request.
+        lease: its name for them.
+        num_tokens: how many tokens they hold, from the start of the request.
     """
 
     host: str
@@ -261,15 +260,15 @@ class Request:
     pooling: str | None = None  # see `EngineRequest`
     second_text: int = 0  # see `EngineRequest`
     tenant: str = ""  # see `EngineRequest`
-    pins: tuple[Pin, ...] = ()  # that are yet to be made; see `EngineRequest`
+    pins: tuple[Pin, ...] = ()  # not made yet; see `EngineRequest`
     leader: Request | None = None  # sibling 0, whose prompt blocks are shared
     lends: bool = False  # see `EngineRequest`
-    source: PageSource | None = None  # see `EngineRequest`; None once it needs them no more
+    source: PageSource | None = None  # see `EngineRequest`; None once the pages are not needed
 
     status: RequestStatus = RequestStatus.WAITING
     serial: int = -1  # order of arrival at the scheduler, breaks every tie
     slot: int = -1
-    awaits_prefix: bool = False  # it would run, but for a prefix that another request computes
+    awaits_prefix: bool = False  # it waits only for a prefix that another request is computing
     last_step: int = -1  # the newest step with a row of this request
     num_computed_tokens: int = 0  # K/V written, or promised by steps in flight
     num_written_tokens: int = 0  # K/V written by steps whose results are known here
@@ -277,16 +276,16 @@ class Request:
     num_draft_tokens: int = 0  # proposed for the next step; only the worker knows the ids
     speculation: RequestSpeculation | None = None  # so far; None: no speculation
     block_ids: list[list[int]] = field(default_factory=list)  # one table per KV group
-    # Of the full blocks of token_ids; b"" of those that nothing of it will match any more.
+    # Of the full blocks of token_ids; b"" for blocks that nothing will look up again.
     block_hashes: list[bytes] = field(default_factory=list)
-    num_cut_tokens: int = 0  # of which layers with a budget have dropped some
+    num_cut_tokens: int = 0  # computed tokens at the last cut, when layers with a budget drop some
     next_cut: int = NEVER  # computed tokens after which they drop some again
     num_metered_tokens: int = 0  # computed tokens whose work is counted
     num_charged_tokens: int = 0  # known tokens that its tenant was charged for or found cached
     num_lost_tokens: int = 0  # computed before a preemption
     num_committed_blocks: int = 0  # blocks that are published in the prefix cache
     order: tuple[float, int] = (0.0, 0)  # the policy's key: smaller is served first, evicted last
-    num_shared_tokens: int = 0  # whose blocks were cached when it last started
+    num_shared_tokens: int = 0  # tokens whose blocks were cached when it last started
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first scheduling
     num_pinned_tokens: int = 0  # prompt tokens written by this request, and pinned
     num_preemptions: int = 0
@@ -307,7 +306,7 @@ class Request:
     @property
     def num_cacheable_tokens(self) -> int:
         """Known tokens that may come from the prefix cache. The last one is always computed, since
-        its logits are wanted, and so is what predicts a prompt token that is scored."""
+        its logits are needed, and so are tokens that predict a prompt token to be scored."""
         if self.pooling in ("mean", "cls", "max"):
             return 0
         most = len(self.token_ids) - 1
@@ -333,7 +332,7 @@ class PromptUse:
     num_pinned_tokens: int  # written and pinned
 
 
-@dataclass(slots=True)  # not frozen: made for every row of every step, five times faster so
+@dataclass(slots=True)  # not frozen: one per row and step, and five times faster to make
 class RequestDelta:
     """What one step added to one request, or why the request ended."""
 
@@ -347,12 +346,12 @@ class RequestDelta:
     error: str | None = None
     report: RequestReport | None = None  # with the last delta
     embedding: list[float] | None = None  # of a pooling request, with its last delta
-    refused: str | None = None  # the limit of the queue for which the request was refused
+    refused: str | None = None  # the limit of the queue that caused the refusal
     prompt: PromptUse | None = None  # with the first token
     again: bool = False  # it was lost with its engine, and may be sent again
-    complete: bool = False  # it stopped as its structured text is complete, not by a stop token
+    complete: bool = False  # it stopped because its structured text is complete, without stop token
     kept: PageSource | None = None  # with the last delta of a request that lends its pages
-    handed: Handover | None = None  # with the last delta of one that goes on in another engine
+    handed: Handover | None = None  # with the last delta of one that continues in another engine
 
 
 def failed_request(
@@ -364,7 +363,7 @@ def failed_request(
     reason: FinishReason = FinishReason.ERROR,
     refused: str | None = None,
 ) -> RequestDelta:
-    """Return the last delta of a request that ends before the scheduler has it."""
+    """Return the last delta of a request that ends before it reaches the scheduler."""
     report = RequestReport(now, None, None, now, 0, 0)
     return RequestDelta(
         request_id, index, [], finish_reason=reason, error=error, report=report, refused=refused
@@ -392,7 +391,7 @@ class Handover:
 
 @dataclass(frozen=True, slots=True)
 class RequestReport:
-    """Times of a request, in seconds of the engine's clock, and its numbers of tokens."""
+    """Times of a request, in seconds of the engine's clock, and its token counts."""
 
     arrival: float
     first_scheduled: float | None

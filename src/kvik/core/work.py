@@ -1,8 +1,8 @@
 """The work of planned steps: tokens, query-key pairs, bytes read from the KV cache.
 
-Counting a decoding row must cost next to nothing, since a step may have hundreds. So runs of single
+Counting a decoding row must be nearly free, since a step may have hundreds. So runs of single
 tokens are counted when they end, in closed form. Chunks of a prompt, and rows with drafts, are
-counted as planned.
+counted when planned.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from kvik.spec.kv import Budget, KVGroup, Window, keys_read, visible_pairs
 class Work:
     """Totals since the start, of steps as they were planned.
 
-    Tokens of the prompt, and those of a chunk that resumes a preempted request, are prefill; a
-    single token of a row, with its drafts, is decode.
+    Tokens of the prompt, and of a chunk that resumes a preempted request, are prefill; a single
+    token of a row, with its drafts, is decode.
 
     Attributes:
-        mixed_steps: with a chunk of a prompt.
-        decode_steps: without.
-        decode_step_tokens: tokens in steps without.
-        prefill_tokens, decode_tokens: computed, so without those found in the prefix cache.
-        recomputed_tokens: of the prefill tokens, those computed again after a preemption.
+        mixed_steps: steps with a chunk of a prompt.
+        decode_steps: steps without.
+        decode_step_tokens: tokens of `decode_steps`.
+        prefill_tokens, decode_tokens: computed tokens, without those found in the prefix cache.
+        recomputed_tokens: prefill tokens computed again after a preemption.
         logit_rows: positions whose logits were computed.
         prefill_pairs, decode_pairs: (query, visible key) pairs, summed over the layers.
-        prefill_kv_bytes, decode_kv_bytes: least bytes read from the KV cache: for each row of a
-            step, once what any of its queries sees.
+        prefill_kv_bytes, decode_kv_bytes: lower bound of the bytes read from the KV cache: each row
+            of a step reads once what any of its queries sees.
         queued_steps: steps after whose planning requests still waited.
         block_short_steps: of those, steps that had no KV blocks for the next request.
         slot_short_steps: of those, steps with `max_num_seqs` requests running.
@@ -66,17 +66,17 @@ class WorkMeter:
             sight = group.spec.budget or group.spec.window
             layers, size = by_sight.get(sight, (0, 0))
             by_sight[sight] = layers + group.readers, size + group.read_bytes_per_token
-        # which keys queries see, layers that have it, bytes of a token that all of them read
+        # Which keys queries see, number of layers with it, bytes per token that they all read.
         self._kinds = [(sight, *sums) for sight, sums in by_sight.items()]
 
     def start(self, request: Request) -> None:
-        """A request starts or resumes with a cached prefix."""
+        """Note that a request starts or resumes, perhaps with a cached prefix."""
         request.num_metered_tokens = request.num_computed_tokens
         # Rejected drafts were not lost; the last known token is always computed.
         request.num_lost_tokens = min(request.num_lost_tokens, len(request.token_ids) - 1)
 
     def chunk(self, request: Request, tokens: int) -> None:
-        """A row of `tokens` prompt (or lost) tokens, already in `num_computed_tokens`."""
+        """Count a row of `tokens` prompt (or lost) tokens, already in `num_computed_tokens`."""
         first = self._begin(request, tokens)
         self.total.prefill_tokens += tokens
         self.total.recomputed_tokens += max(0, min(first + tokens, request.num_lost_tokens) - first)
@@ -89,7 +89,7 @@ class WorkMeter:
             self.total.prefill_kv_bytes += size * _read(request, first, first + tokens, sight)
 
     def drafts(self, request: Request, tokens: int) -> None:
-        """A row of one known token and its drafts, already in `num_computed_tokens`."""
+        """Count a row of one known token and its drafts, already in `num_computed_tokens`."""
         first = self._begin(request, tokens)
         self.total.decode_tokens += tokens
         self.total.logit_rows += tokens - 1
@@ -98,7 +98,7 @@ class WorkMeter:
             self.total.decode_kv_bytes += size * _read(request, first, first + tokens, sight)
 
     def step(self, tokens: int, chunks: int, samples: list[bool]) -> None:
-        """The rows of a step are complete."""
+        """Count a step whose rows are complete."""
         total = self.total
         if chunks:
             total.mixed_steps += 1
@@ -108,13 +108,13 @@ class WorkMeter:
         total.logit_rows += samples.count(True)
 
     def left_waiting(self, *, blocks_short: bool, slots_short: bool) -> None:
-        """Requests wait while a step runs, for blocks, slots, or the tokens of a step."""
+        """Count a step during which requests wait for blocks, slots, or tokens of its budget."""
         self.total.queued_steps += 1
         self.total.block_short_steps += blocks_short
         self.total.slot_short_steps += slots_short
 
     def take_back(self, request: Request, rejected: int) -> None:
-        """Drafts were rejected: their work counts, but the request goes on before them."""
+        """Note rejected drafts: their work counts, but the request continues before them."""
         request.num_metered_tokens -= rejected
 
     def settle(self, request: Request) -> None:
@@ -122,7 +122,7 @@ class WorkMeter:
         self._add_singles(self.total, request, request.num_computed_tokens)
 
     def lose(self, request: Request) -> None:
-        """A request is preempted: its tokens will be computed again."""
+        """Note a preemption: the tokens of the request will be computed again."""
         self.settle(request)
         request.num_lost_tokens = max(request.num_lost_tokens, request.num_computed_tokens)
 
@@ -136,7 +136,7 @@ class WorkMeter:
         return total
 
     def _begin(self, request: Request, tokens: int) -> int:
-        """Position of the first of the row's tokens, all before it counted."""
+        """Count all tokens before the row, and return the position of its first token."""
         first = request.num_computed_tokens - tokens
         self._add_singles(self.total, request, first)
         request.num_metered_tokens = first + tokens
@@ -163,7 +163,7 @@ class WorkMeter:
 
 
 def _pairs(request: Request, first: int, end: int, sight: Window | Budget | None) -> int:
-    """Return how many keys the queries at positions first .. end - 1 see, all together."""
+    """Return how many (query, visible key) pairs the queries at positions first .. end - 1 have."""
     if isinstance(sight, Budget):
         prompt = request.num_prompt_tokens
         return sight.pairs(end, prompt) - sight.pairs(first, prompt)
@@ -171,7 +171,7 @@ def _pairs(request: Request, first: int, end: int, sight: Window | Budget | None
 
 
 def _read(request: Request, first: int, end: int, sight: Window | Budget | None) -> int:
-    """Return how many keys any of these queries sees."""
+    """Return how many keys at least one of these queries sees."""
     if isinstance(sight, Budget):
         return end - sight.first_key(first, request.num_prompt_tokens)
     return keys_read(first, end, sight)
