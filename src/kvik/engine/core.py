@@ -29,7 +29,7 @@ from kvik.spec.model import ModelFacts
 
 
 def check_request(config: ResolvedConfig, request: EngineRequest) -> None:
-    """Refuse a request that can never be served, by the configuration alone.
+    """Refuse a request that can never be served under this configuration.
 
     Raises:
         ParamError: the prompt or a parameter is impossible for this model.
@@ -79,7 +79,7 @@ def max_length(config: ResolvedConfig, request: EngineRequest) -> int:
 
 
 def _check_tokens(prompt: Sequence[int], vocab_size: int) -> None:
-    # All at once, since prompts are long and this runs between steps and in event loops.
+    # Check all at once: prompts are long, and this runs between steps and in event loops.
     if set(map(type, prompt)) == {int} and min(prompt) >= 0 and max(prompt) < vocab_size:
         return
     for token in prompt:
@@ -88,7 +88,8 @@ def _check_tokens(prompt: Sequence[int], vocab_size: int) -> None:
 
 
 def check_writes(model: ModelFacts) -> None:
-    """
+    """Refuse a model that generates no text.
+
     Raises:
         ParamError: the model is an encoder.
     """
@@ -130,7 +131,7 @@ def _check_blocks(config: ResolvedConfig, longest: int, field: str) -> None:
 
 
 def _resume(request: Request, resumed: Handover) -> None:
-    """Set what is known of a request that another engine began."""
+    """Copy the state of a request that another engine started."""
     before = resumed.report
     request.arrival = before.arrival
     request.first_scheduled, request.first_token = before.first_scheduled, before.first_token
@@ -148,13 +149,13 @@ class EngineCore:
         self._requests: dict[str, list[Request]] = {}  # unfinished siblings by request id
         self._num_unseeded = 0
         self._proposing = 0.0
-        # Of requests that ended, see `RequestSpeculation`.
+        # Totals of requests that ended; see `RequestSpeculation`.
         self._seconds = self._plain_seconds = 0.0
         self._graphs: GraphCounts | None = None
         self._threads: int | None = None
 
     def _array(self, ids: Sequence[int]) -> array[int]:
-        """Tokens in as little memory as can be, because texts may have no end."""
+        """Return tokens as a compact array, since texts may be endless."""
         return array("H" if self.config.model.vocab_size <= 1 << 16 else "I", ids)
 
     def add(self, request: EngineRequest, now: float) -> int:
@@ -216,12 +217,12 @@ class EngineCore:
                 _resume(siblings[-1], resumed)
         for sibling in siblings:
             self.scheduler.add(sibling, now)
-            # One by one: should one fail, those before it can still be ended.
+            # One by one, so that if one fails, those before it can still be ended.
             self._requests.setdefault(request.request_id, []).append(sibling)
         return seed
 
     def check(self, request: EngineRequest) -> None:
-        """Refuse what can never be served, as `add` does."""
+        """Refuse a request that can never be served, as `add` does."""
         if request.request_id in self._requests:
             raise ParamError("request_id", f"{request.request_id!r} is already being served")
         check_request(self.config, request)
@@ -253,7 +254,7 @@ class EngineCore:
         return self.scheduler.schedule(now)
 
     def finish_step(self, output: ModelRunnerOutput, now: float) -> list[RequestDelta]:
-        """Take in the result of the oldest plan in flight."""
+        """Process the result of the oldest plan in flight."""
         if output.draft_times is not None:
             self._proposing += output.draft_times.proposing
         self._graphs = output.graphs or self._graphs
@@ -261,22 +262,22 @@ class EngineCore:
         return self._note_finished(self.scheduler.update(output, now))
 
     def fail_step(self, error: str, now: float) -> list[RequestDelta]:
-        """Take in that the oldest plan in flight could not be computed: its requests end, others go
-        on."""
+        """Process the failure of the oldest plan in flight: its requests end, others continue."""
         return self._note_finished(self.scheduler.fail(error, now))
 
     def take_ended(self) -> list[RequestDelta]:
-        """Last deltas of requests that ended outside a step: aborted, past their deadline."""
+        """Return last deltas of requests that ended outside a step: aborted, past their
+        deadline."""
         return self._note_finished(self.scheduler.take_ended())
 
     def reset_prefix_cache(self) -> int:
-        """Forget all cached prefixes, also pinned ones; requests go on. Returns the number of
-        blocks that held one."""
+        """Forget all cached prefixes, pinned ones included; requests continue. Returns the number
+        of block contents that were forgotten."""
         return self.scheduler.reset_cache()
 
     def give_back(self, count: int) -> list[int]:
-        """Let go of the memory of up to `count` KV blocks that no request refers to. Returns
-        them."""
+        """Give back the memory of up to `count` KV blocks that no request refers to. Returns these
+        blocks."""
         return self.scheduler.kv.pool.give_back(count)
 
     def wakeup(self, now: float) -> float | None:
@@ -285,7 +286,7 @@ class EngineCore:
 
     @property
     def waiting_ids(self) -> list[str]:
-        """Requests of which no step has computed anything."""
+        """Requests for which no step has computed anything."""
         return [
             request_id
             for request_id, siblings in self._requests.items()
@@ -298,7 +299,7 @@ class EngineCore:
         return bool(self._requests)
 
     def stats(self) -> EngineStats:
-        """Return all statistics but times, which the loop adds."""
+        """Return all statistics except times, which the loop adds."""
         scheduler, pool = self.scheduler, self.scheduler.kv.pool
         counters = scheduler.counters
         allocated, used = scheduler.kv.tokens(scheduler.running)

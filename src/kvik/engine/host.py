@@ -1,8 +1,8 @@
 """The engine's side of the link: the step loop behind a socket.
 
-Between two steps the host takes in the frames received, without waiting; after a step it sends the
+Between two steps the host processes the frames received, without waiting; after a step it sends the
 deltas in one frame, or buffers them briefly. An idle engine waits on the socket. No frame can end
-the loop: an error of one request ends that request alone.
+the loop: an error of one request ends only that request.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ from kvik.errors import CapacityError, GroupLost, KvikError
 
 # A buffer for tokens, so that frames are fewer and larger.
 #
-# A server spends more on an event of a stream than on a token, and without a core of its own it
-# delays the engine's step. So tokens between the first and the last event of a stream, which are
-# sent at once, are merged: the more streams, the longer.
+# A server spends more time on an event of a stream than on a token, and if it has no separate core,
+# it delays the engine's step. The first and last event of a stream are sent at once; tokens in
+# between are merged, for longer the more streams there are.
 
-EVENTS_PER_SECOND = 640  # of all streams together: 20 of each for 32 streams or more
+EVENTS_PER_SECOND = 640  # total of all streams; with 32 streams or more, at least 20 per stream
 MAX_DELAY = 0.05  # seconds
-LONG_STEP = 2  # times the tokens of the step before: the buffer is sent before such a step
+LONG_STEP = 2  # the buffer is sent before a step with this many times the previous step's tokens
 
 
 class DeltaBuffer(LoopObserver):
     """Merges the deltas of each completion until they are sent.
 
-    It observes the loop because it must send before a step that takes long.
+    It observes the loop because it must send before a long step.
 
     Args:
         send: takes merged deltas, one for each completion.
@@ -73,8 +73,8 @@ class DeltaBuffer(LoopObserver):
         """Add the deltas of a step.
 
         Returns:
-            Those to send now: of completions that begin or end, or all if the last time was long
-            enough ago.
+            Deltas to send now: of completions that begin or end, or all if the last release was
+            long enough ago.
         """
         urgent: dict[tuple[str, int], None] = {}
         for delta in deltas:
@@ -105,8 +105,8 @@ class DeltaBuffer(LoopObserver):
 
 
 def _join(held: RequestDelta, later: RequestDelta) -> None:
-    """Add a later delta to `held`. Its lists are shared, so they are replaced and not extended.
-    Before a first token only the log probabilities of its prompt come."""
+    """Add a later delta to `held`. Its lists are shared, so they are replaced, not extended.
+    Before a first token only deltas with log probabilities of the prompt come."""
     held.token_ids = held.token_ids + later.token_ids
     if later.prompt_logprobs is not None:
         held.prompt_logprobs = (held.prompt_logprobs or []) + later.prompt_logprobs
@@ -120,15 +120,15 @@ def _join(held: RequestDelta, later: RequestDelta) -> None:
         held.handed = later.handed
 
 
-# How long a step may take until the engine counts as hung, by how long such steps took before.
+# How long a step may take before the engine counts as hung, based on previous steps of its size.
 
-LEAST_LIMIT = 30.0  # seconds: other programs of the machine may delay any step
-LIMIT_TIMES = 20.0  # the slowest recent step of about the same size
+LEAST_LIMIT = 30.0  # seconds: other programs on the machine may delay any step
+LIMIT_TIMES = 20.0  # times the slowest recent step of about the same size
 
 
 def step_limit(slowest: float) -> float:
-    """Seconds that a step may take, given the slowest of its size; 30 times a power of two, so that
-    the limit changes rarely."""
+    """Return the seconds that a step may take, given the slowest of its size: 30 times a power of
+    two, so that the limit changes rarely."""
     limit = LEAST_LIMIT
     while limit < LIMIT_TIMES * slowest:
         limit *= 2
@@ -160,20 +160,20 @@ class StepWatch(LoopObserver):
             self._announce(limit)
 
 
-# What a router of several engines has to know.
+# Reports to a router of several engines.
 
 REPORT_SECONDS = 0.02  # between reports while steps are computed
-SERVED_SECONDS = 0.5  # between those that say what tenants got
+SERVED_SECONDS = 0.5  # between reports that include the service of tenants
 
 
 class Reporter:
-    """Makes reports of a scheduler: what its prefix cache and its memory tier hold, and how busy it
-    is."""
+    """Makes reports on a scheduler: the contents of its prefix cache and memory tier, and how busy
+    it is."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         groups = scheduler.kv.groups
-        # Layers that see all tokens keep all blocks of a prefix.
+        # Layers without a window keep all blocks of a prefix.
         whole = (g for g, group in enumerate(groups) if group.spec.window is None)
         self._log = ContentLog(next(whole, 0))
         self._told = self._told_served = float("-inf")
@@ -185,7 +185,7 @@ class Reporter:
         self._told = float("-inf")
 
     def look(self, now: float, *, idle: bool) -> ReplicaReport | None:
-        """Return the next report; None: it is too early, or there is nothing to say.
+        """Return the next report; None: it is too early, or there is nothing to report.
 
         Args:
             idle: no step follows soon.
@@ -228,7 +228,7 @@ class EngineHost:
         self._buffer = DeltaBuffer(lambda deltas: self._send(deltas, False))
         loop.watch(self._buffer)
         self._failed: list[RequestDelta] = []  # last deltas of requests that the core does not know
-        self._idle: float | None = None  # seconds until there is something to do; None: no end
+        self._idle: float | None = None  # seconds until there is something to do; None: unlimited
         self._last_sent = loop.clock()
         self._questions: Mapping[str, Callable[[], object]] = {
             "stats": loop.stats,
@@ -252,7 +252,7 @@ class EngineHost:
                     self._loop.look_at_memory()
                 bodies = self._socket.receive(LOOK_SECONDS if timeout is None else timeout)
                 if timeout is None and not bodies:
-                    continue  # nothing came, so there is no step either
+                    continue  # nothing arrived, so there is no step to compute
                 for body in bodies:
                     self._take(body)
                 self._step()
@@ -275,7 +275,7 @@ class EngineHost:
         idle = loop.idle_seconds()
         waits = bool(idle)
         self._idle = min(idle, BEAT_SECONDS) if idle else idle
-        # The client knows better which of those that were lost with the engine may be sent again.
+        # The client decides which of the requests lost with the engine are sent again.
         ready = self._buffer.take((delta for delta in deltas if not delta.again), now)
         if idle != 0.0 or loop.lost:
             ready += self._buffer.release(now)
@@ -283,7 +283,7 @@ class EngineHost:
             self._send(ready, waits)
         if self._reporter is not None:
             self._report(now, idle=idle is None)
-        if loop.failed_in_a_row >= MAX_FAILED_STEPS:  # a device that is lost does not come back
+        if loop.failed_in_a_row >= MAX_FAILED_STEPS:  # a lost device does not recover
             raise RuntimeError(f"{loop.failed_in_a_row} steps in a row could not be computed")
 
     def _report(self, now: float, *, idle: bool) -> None:
@@ -323,7 +323,7 @@ class EngineHost:
             if (request.request_id, request.params.n) != (message.request_id, message.n):
                 raise WireError("a request that is not the one announced")
             self._loop.add(request)
-        except KvikError as error:  # nothing was taken in
+        except KvikError as error:  # nothing was added
             refused = error.field if isinstance(error, CapacityError) else None
             self._fail(message, error.message, refused)
         except Exception as error:
@@ -379,16 +379,17 @@ class EngineHost:
 
 
 def host_engine(load: Callable[[], EngineLoop], line: HostSocket, *, reports: bool = False) -> bool:
-    """Load an engine and serve the client at the other end of a socket until that closes it.
+    """Load an engine and serve the client at the other end of a socket until the client closes it.
 
     Args:
         reports: see `EngineStart`.
 
     Returns:
-        Whether the client closed it. If not, that knows why: it could not be loaded, or was lost.
+        Whether the client closed it. If not, the engine could not be loaded or was lost, and the
+        client knows why.
 
     Raises:
-        EOFError: the client closed the connection while the engine was loaded.
+        EOFError: the client closed the connection while the engine was being loaded.
         Exception: the engine as a whole failed.
     """
     try:
@@ -404,5 +405,5 @@ def host_engine(load: Callable[[], EngineLoop], line: HostSocket, *, reports: bo
 
 
 def _message(error: Exception) -> str:
-    """Return the error in text that can be encoded, whatever text it is about."""
+    """Return the error as text that can be encoded, even if it quotes invalid Unicode."""
     return f"{type(error).__name__}: {error}".encode("utf-8", "replace").decode()

@@ -1,6 +1,6 @@
 """The current state of the engine, for display: KV blocks, steps, the queue, requests over time.
 
-It contains neither the text of a request nor its tenant: requests are known by number alone.
+It contains neither the text of a request nor its tenant: requests are identified only by number.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvik.engine.core import EngineCore
 from kvik.engine.stats import EngineStats, sum_stats
 
 MAX_CELLS = 4096  # of the map of blocks
-MAX_LOOKED_AT = 1 << 16  # blocks of requests, to draw it
+MAX_LOOKED_AT = 1 << 16  # blocks of requests examined to draw the map
 MAX_STEPS = 200
 MAX_RUNNING, MAX_WAITING, MAX_FINISHED = 256, 32, 64  # requests in a view
 RATE_SECONDS = 2.0
@@ -30,7 +30,7 @@ class BlockState(IntEnum):
     FREE = 0
     CACHED = 1  # free, and its content can be matched
     SHARED = 2  # held by several requests, or by one that is not in the view
-    PINNED = 3  # held by none, and pinned
+    PINNED = 3  # held by no request, and pinned
     OWNED = 4
 
 
@@ -48,8 +48,8 @@ class BlockMap:
 
     Attributes:
         num_blocks: of the cache.
-        blocks_per_cell: 1 up to `MAX_CELLS` blocks; beyond, a cell shows a sample of its blocks, a
-            held one before a free one.
+        blocks_per_cell: 1 up to `MAX_CELLS` blocks; beyond, a cell shows a sample of its blocks,
+            and a held block takes precedence over a free one.
         num_free: blocks that no request holds, those with content included.
         num_cached: blocks, free or held, whose content can be matched.
         cells: 16 bits each, the lower 8 first: a `BlockState`, or more for an owner.
@@ -67,10 +67,11 @@ class Steps:
     """The last steps, oldest first, in columns.
 
     Attributes:
-        first: the number of the first of them.
-        ended: when, on the engine's clock. seconds: what each took, planning included.
-        prefill_tokens, decode_tokens: computed; the latter with their drafts.
-        running, waiting: requests after it. preemptions: in it.
+        first: number of the first step.
+        ended: times of their ends on the engine's clock. seconds: their durations, planning
+            included.
+        prefill_tokens, decode_tokens: computed tokens; decode tokens include drafts.
+        running, waiting: requests after the step. preemptions: during the step.
     """
 
     first: int = 0
@@ -96,7 +97,7 @@ class LiveRequest:
     Attributes:
         number: in order of arrival, since the engine started; n completions have n numbers.
         computed: tokens of prompt and output whose K/V is written, or is being written.
-        blocks: that it holds, shared ones included.
+        blocks: held by the request, shared ones included.
         finish_reason: None until it has finished.
     """
 
@@ -117,7 +118,7 @@ class LiveRequest:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Rates per second, over the last `RATE_SECONDS` or the steps that are still known."""
+    """Rates per second, over the last `RATE_SECONDS`, or fewer if older steps were dropped."""
 
     steps: float = 0.0
     prefill_tokens: float = 0.0
@@ -130,9 +131,9 @@ class LiveView:
 
     Attributes:
         now: on the engine's clock.
-        running: requests with a slot, in the order in which they are served, at most `MAX_RUNNING`.
-        waiting: the first of the queue, at most `MAX_WAITING`; `stats.num_waiting` counts all.
-        finished: the last to finish, oldest first, at most `MAX_FINISHED`.
+        running: requests with a slot, in order of service, at most `MAX_RUNNING`.
+        waiting: first requests of the queue, at most `MAX_WAITING`; `stats.num_waiting` counts all.
+        finished: last requests to finish, oldest first, at most `MAX_FINISHED`.
     """
 
     now: float
@@ -145,7 +146,7 @@ class LiveView:
     finished: tuple[LiveRequest, ...] = ()
 
     def after(self, earlier: LiveView) -> LiveView:
-        """Return the same without the steps and finished requests of an earlier view."""
+        """Return this view without the steps and finished requests of an earlier view."""
         seen = earlier.steps.first + len(earlier.steps.ended)
         told = {request.number for request in earlier.finished}
         return replace(
@@ -165,7 +166,7 @@ class ReplicaView:
         draining: it gets no more requests.
         starts: how often it became ready.
         unfinished: requests that were sent to it.
-        stats, rates: None: it does not answer now.
+        stats, rates: None: it does not respond now.
     """
 
     number: int
@@ -179,9 +180,9 @@ class ReplicaView:
 
 
 def merge_views(views: Sequence[LiveView]) -> LiveView:
-    """Return the state of several engines as if it were that of one.
+    """Merge the states of several engines into one.
 
-    Requests are numbered anew, steps stand in the order in which they ended.
+    Requests are renumbered; steps are in the order in which they ended.
     """
     if len(views) == 1:
         return views[0]
@@ -218,7 +219,7 @@ def merge_views(views: Sequence[LiveView]) -> LiveView:
 
 
 def _merge_maps(views: Sequence[LiveView]) -> BlockMap:
-    """Return one map of all blocks, with as many cells as one engine may have."""
+    """Return one map of all blocks, with at most `MAX_CELLS` cells."""
     cells, owners = array("H"), 0
     for view in views:
         mine = array("H")
@@ -281,7 +282,7 @@ class LiveCollector:
         self._preemptions = counters.preemptions
 
     def view(self, now: float, stats: EngineStats) -> LiveView:
-        """Return the state at `now`, which `stats` belong to."""
+        """Return the state at `now`; `stats` must be of the same time."""
         scheduler = self._core.scheduler
         running = scheduler.running[:MAX_RUNNING]
         waiting = scheduler.waiting.snapshot()[:MAX_WAITING]
@@ -302,7 +303,7 @@ class LiveCollector:
         recent = [step for step in self._steps if step[0] > since]
         if not recent:
             return Rates()
-        if len(recent) == MAX_STEPS:  # those before are forgotten
+        if len(recent) == MAX_STEPS:  # earlier steps were dropped
             since = recent[0][0] - recent[0][1]
         seconds = max(now - since, 1e-6)
         return Rates(
@@ -333,7 +334,7 @@ def block_map(
     for owner, groups in enumerate(tables, BlockState.OWNED):
         for table in groups:
             for block in table[::stride]:
-                # never so of the null block, which has no cell
+                # never true of the null block, which has no cell
                 if pool.ref_counts[block] == 1:
                     cells[(block - 1) // every] = owner
     if sys.byteorder == "big":

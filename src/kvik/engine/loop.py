@@ -1,4 +1,4 @@
-"""The step loop: plan, submit, take in results. The only place where core and executor meet."""
+"""The step loop: plan, submit, process results. The only place where core and executor meet."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ from kvik.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-FIND_SECONDS = 0.25  # for pages of the disk to be found before the first request
-BUILT_SECONDS = 0.002  # between looks whether a grammar is built, while there is nothing else to do
+FIND_SECONDS = 0.25  # for finding pages on the disk before the first request
+BUILT_SECONDS = 0.002  # between checks whether a grammar is built, while the loop is idle
 
-# The interface between the trunks: how plans reach what computes them.
+# The interface between the core and the workers that compute its plans.
 
 
 class Executor(Protocol):
     """Runs plans in the order of submission. The simulator implements it without a model.
 
     Attributes:
-        depth: steps worth having in flight: 1 where compute happens in `submit`.
-        in_turn: a step can be planned only with the result of the one before it, as where drafts
-            follow from its tokens. A step in flight still overlaps with the delivery of deltas.
+        depth: useful number of steps in flight; 1 if compute happens in `submit`.
+        in_turn: a step can be planned only with the result of the one before it, for example
+            because drafts depend on its tokens. A step in flight still overlaps with the delivery
+            of deltas.
     """
 
     depth: int
@@ -61,7 +62,7 @@ class Executor(Protocol):
         ...
 
     def give_back(self, blocks: Sequence[int]) -> int:
-        """Give the memory of KV blocks back to the system, where it can be. No step in flight knows
+        """Give the memory of KV blocks back to the system, where possible. No step in flight uses
         them.
 
         Returns:
@@ -75,10 +76,10 @@ class Executor(Protocol):
         ...
 
     def rest(self) -> bool:
-        """Use a moment without work to make later steps faster.
+        """Use idle time to make later steps faster.
 
         Returns:
-            Whether there is more of this to do.
+            Whether there is more to prepare.
         """
         ...
 
@@ -113,7 +114,7 @@ class LoopObserver:
         """A request, or one of its siblings, was ended from outside."""
 
     def handed_over(self, request_id: str, now: float) -> None:
-        """A request was to go on in another engine."""
+        """A request was handed over to another engine, if possible."""
 
     def cache_reset(self, now: float) -> None:
         """The prefix cache was emptied."""
@@ -140,7 +141,7 @@ class LoopObserver:
 class EngineLoop:
     """Runs steps, and keeps fewer than `executor.depth` in flight between two calls of `step`.
 
-    An error in a step ends the requests of that step, and the loop goes on.
+    An error in a step ends the requests of that step, and the loop continues.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class EngineLoop:
     ) -> None:
         """
         Args:
-            memory: None: KV blocks keep their memory, however short the system is of it.
+            memory: None: KV blocks keep their memory even if the system is short of it.
         """
         self.core = core
         self.executor = executor
@@ -171,7 +172,7 @@ class EngineLoop:
         self.observers = (*self.observers, observer)
 
     def add(self, request: EngineRequest) -> None:
-        """See `EngineCore.add`. A request of structured text enters the core when its grammar is
+        """See `EngineCore.add`. A request for structured text enters the core when its grammar is
         built."""
         constraint = request.params.structured
         if constraint is None:
@@ -187,7 +188,7 @@ class EngineLoop:
         self._take_built()
 
     def _take_built(self) -> None:
-        """Let the requests enter whose grammars are built, and end those that waited too long."""
+        """Add requests whose grammars are built to the core, and end those past their deadline."""
         now = self.clock()
         for request, built in list(self._building.values()):
             if request.deadline is not None and now > request.deadline:
@@ -251,8 +252,8 @@ class EngineLoop:
         return count
 
     def step(self) -> list[RequestDelta]:
-        """Start a step if there is one, and finish the oldest if enough are in flight; if the
-        executor takes them in turn, finish it first."""
+        """Start a step if there is one, and finish the oldest if enough are in flight. If the
+        executor needs results in turn, finish it before planning."""
         self.look_at_memory()
         if self._building:
             self._take_built()
@@ -277,7 +278,7 @@ class EngineLoop:
                 self._watch.turn("host", self.clock())
         if self._in_flight and plan is None:
             self._found += self._finish_oldest()
-        while len(self._in_flight) >= self.executor.depth:  # one more after an interrupted step
+        while len(self._in_flight) >= self.executor.depth:  # may be two after an interrupted step
             self._found += self._finish_oldest()
         self._found += self.core.take_ended()
         deltas, self._found = self._found, []
@@ -288,7 +289,7 @@ class EngineLoop:
         return deltas
 
     def look_at_memory(self) -> float | None:
-        """Give KV blocks that no request refers to back if the system is short of memory.
+        """Give back KV blocks that no request refers to if the system is short of memory.
 
         Returns:
             Seconds until this should be called again; None: after the next step.
@@ -307,14 +308,14 @@ class EngineLoop:
         return LOOK_SECONDS
 
     def find_pages(self) -> None:
-        """Give the tiers of the KV cache a moment to say what they have, before the first request
-        comes. What takes longer is found while there are requests."""
+        """Give the tiers of the KV cache a moment to list their pages before the first request.
+        Listing that takes longer continues while requests are served."""
         until = self.clock() + FIND_SECONDS
         while self.core.scheduler.has_moves and self.clock() < until:
             self._found += self.step()
 
     def rest(self) -> bool:
-        """While there is no work, let the executor prepare for later steps, for a moment. Returns
+        """If there is no work, let the executor prepare for later steps for a moment. Returns
         whether it has more to prepare."""
         return self.idle_seconds() is None and self.executor.rest()
 
@@ -340,14 +341,14 @@ class EngineLoop:
 
     @property
     def has_work(self) -> bool:
-        # Not moves under way alone: a disk may never answer.
+        # Moves under way do not count: a disk may never answer.
         stores = self.core.scheduler.has_stores
         return self.core.has_requests or bool(
             stores or self._in_flight or self._found or self._building
         )
 
     def idle_seconds(self) -> float | None:
-        """Return how long `step` will have nothing to do; None if until a request comes."""
+        """Return how long `step` will have nothing to do; None: until a request arrives."""
         idle = self._core_idle_seconds()
         if self._building:
             return BUILT_SECONDS if idle is None else min(idle, BUILT_SECONDS)
@@ -379,7 +380,7 @@ class EngineLoop:
             for observer in self.observers:
                 observer.failed(message, now)
             deltas = self.core.fail_step(message, now)
-            if isinstance(error, GroupLost):  # through no fault of theirs
+            if isinstance(error, GroupLost):  # not caused by these requests
                 for delta in deltas:
                     delta.again = True
             return deltas
@@ -439,12 +440,11 @@ class InprocClient:
         self._loop.end(request_id, index, reason, error)
 
     def expect_more(self, more: bool) -> None:
-        """Say whether requests may still come: batches wait for them to fill. They may, unless
-        said."""
+        """Set whether more requests may arrive, for which batches wait. Initially they may."""
         self._loop.core.scheduler.more_expected = more
 
     def poll(self, timeout: float | None = None) -> list[RequestDelta]:
-        """Return the deltas since the last call; waits up to `timeout` seconds for some."""
+        """Run a step and return the deltas since the last call; waits up to `timeout` seconds."""
         idle = self._loop.idle_seconds()
         if idle is None and self._loop.has_work:  # a batch waits for requests without a limit
             idle = timeout
@@ -482,7 +482,7 @@ class Sleep(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A running engine and what a frontend needs to know of its model."""
+    """A running engine and what a frontend needs to know about its model."""
 
     resolved: ResolvedConfig
     client: InprocClient

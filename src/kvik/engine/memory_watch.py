@@ -1,5 +1,5 @@
-"""When the system is short of memory: what a cache of prefixes should give back, before the system
-ends a process to get it."""
+"""Detect when the system is short of memory, so that unused KV blocks are given back before the
+system kills a process."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from kvik.config.hardware import memory_left, memory_stalls
 from kvik.config.units import MIB, show_bytes
 
-LOOK_SECONDS = 1.0  # between two looks
-STALLED = 0.1  # of the time: processes waited so long for memory that the system looked for
-LOW = 256 * MIB  # and at most LOW_SHARE of what the engine may take
+LOOK_SECONDS = 1.0  # between two readings
+STALLED = 0.1  # share of the time for which processes wait for memory that counts as short
+LOW = 256 * MIB  # bytes left that count as short; at most LOW_SHARE of the engine's limit
 LOW_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
-    """What the system tells.
+    """The memory state that the system reports.
 
     Attributes:
         stalled: seconds that processes have waited for memory, since some time in the past.
-        left: bytes that this process can take, those of files that can be read again included.
+        left: bytes that this process can take, including the page cache of files.
     """
 
     stalled: float
@@ -33,7 +33,7 @@ def read_memory() -> MemoryReading:
 
 
 class MemoryWatch:
-    """Says which share of the unused KV blocks should go.
+    """Decides which share of the unused KV blocks to give back.
 
     Args:
         limit: bytes that the engine may take.
@@ -46,11 +46,11 @@ class MemoryWatch:
         self._last: tuple[float, float] | None = None  # time, stalled
 
     def share_to_give_back(self, now: float) -> tuple[float, str]:
-        """Return a share of the unused blocks, 0 to 1, and the reason. Looks once in
-        `LOOK_SECONDS`; in between nothing should go.
+        """Return the share of the unused blocks to give back, 0 to 1, and the reason. Reads the
+        state once in `LOOK_SECONDS`; in between the share is 0.
 
-        Half of them goes while processes wait for memory: a second later it may be enough. All go
-        when next to nothing is left.
+        While processes wait for memory the share is half, since that may be enough a second later.
+        When almost no memory is left, it is all.
         """
         if self._last is not None and now - self._last[0] < LOOK_SECONDS:
             return 0.0, ""

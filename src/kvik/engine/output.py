@@ -1,7 +1,7 @@
-"""From deltas of token ids to text: detokenise, find stop strings, collect the outputs.
+"""Turn deltas of token ids into text: detokenise, find stop strings, collect the outputs.
 
-This runs on the frontend's side of the engine. An error in the text of one request ends that
-request alone.
+This runs on the frontend's side of the engine. An error in the text of one request ends only that
+request.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ SCORE_FUNCTIONS: Mapping[str, Callable[[float], float]] = {
 
 
 def normalise(vector: Sequence[float]) -> list[float]:
-    """Scale a vector to length 1; one of zeros stays as it is."""
+    """Scale a vector to length 1; a zero vector is unchanged."""
     length = sqrt(fsum(x * x for x in vector))
     return [x / length for x in vector] if length else list(vector)
 
 
-@dataclass(slots=True)  # not frozen: made for every row of every step
+@dataclass(slots=True)  # not frozen: one per row and step
 class TextDelta:
     """What one or more steps added to one completion."""
 
@@ -99,9 +99,9 @@ class CompletionOutput:
     """One finished completion. `token_ids` hold the token that ended it, `text` does not.
 
     Attributes:
-        speculation: the drafts made for it, how many were right at each place, the tokens that a
-            check of them brought (`drafts.mean_length`), and its estimated speed-up. None: the
-            engine does not speculate, or not for this request.
+        speculation: how many drafts were made for it and accepted at each place, the tokens per
+            check of drafts (`drafts.mean_length`), and the estimated speedup. None: no speculation
+            in this engine or for this request.
     """
 
     index: int
@@ -151,7 +151,7 @@ class RequestOutput:
     num_preemptions: int
     prompt_logprobs: list[TokenLogprobs | None] | None  # None for tokens that are not scored
     metrics: RequestMetrics
-    embedding: list[float] | None = None  # of a pooling request, as the model gives it
+    embedding: list[float] | None = None  # of a pooling request, as the model returned it
     num_pinned_tokens: int = 0  # of the prompt, written and pinned by this request
 
     @property
@@ -161,7 +161,7 @@ class RequestOutput:
 
     @property
     def finished(self) -> bool:
-        """Always true: a request has an output when all its completions have ended."""
+        """Always true: there is an output only when all completions have ended."""
         return True
 
     @property
@@ -170,7 +170,7 @@ class RequestOutput:
 
     @property
     def speculation(self) -> RequestSpeculation | None:
-        """Of its completions together; None if none of them had speculation."""
+        """Sum over its completions; None if none of them had speculation."""
         found = [c.speculation for c in self.outputs if c.speculation is not None]
         return reduce(operator.add, found) if found else None
 
@@ -222,7 +222,7 @@ def score_output(output: RequestOutput, function: str) -> ScoreOutput:
 
 
 def finished_score(vector: Sequence[float], function: str) -> float:
-    """Return the score that a model gave, as its function makes it."""
+    """Apply the score function to the score that a model returned."""
     return SCORE_FUNCTIONS[function](vector[0])
 
 
@@ -232,14 +232,14 @@ def _pooled(output: RequestOutput, what: str) -> list[float]:
     return output.embedding
 
 
-PIECE = 4096  # tokens; one array for all would leave holes as it grows, as large as it is
+PIECE = 4096  # tokens; a single growing array would leave holes in memory as large as itself
 
 
 class _Tokens:
-    """Token ids in as little memory as they need, since texts may have no end."""
+    """A compact list of token ids, since texts may be endless."""
 
     def __init__(self) -> None:
-        self._code = "H"  # of 16 bits, until there is an id that needs more
+        self._code = "H"  # 16 bits, until an id needs more
         self._pieces: list[array[int]] = []
         self.count = 0
 
@@ -262,12 +262,12 @@ class _Tokens:
 
 @dataclass(slots=True)
 class _Completion:
-    """A completion as it grows."""
+    """A completion in progress."""
 
     detokenizer: Detokenizer | None
     stops: StopStrings | None
-    text: str = ""  # if it is made at the end
-    shown: int = 0  # characters that were, else: the text is made again of its tokens
+    text: str = ""  # if it is made all at once at the end
+    shown: int = 0  # else: characters shown; the full text is made again from the tokens
     token_ids: _Tokens = field(default_factory=_Tokens)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     matched: str | None = None  # the stop string; tokens after it are dropped
@@ -317,7 +317,7 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
         self._entries: dict[str, _Entry] = {}
-        # A table takes milliseconds to make, so outputs with the same stop strings share it.
+        # Making a table takes milliseconds, so outputs with the same stop strings share it.
         self._stop_tables: WeakValueDictionary[tuple[str, ...], StopTable] = WeakValueDictionary()
 
     def add(
@@ -331,7 +331,7 @@ class OutputProcessor:
         """Expect deltas of `request`. Without streaming or stop strings text is made at the end.
 
         Args:
-            marks: what is written for some tokens, special or not.
+            marks: text that replaces that of some tokens, special or not.
         """
         params = request.params
         table = self._stop_table(params.stop) if params.stop else None
@@ -357,7 +357,7 @@ class OutputProcessor:
         return table
 
     def discard(self, request_id: str) -> None:
-        """Forget a request that the engine refused, or whose reader is gone."""
+        """Forget a request that the engine refused, or whose reader has left."""
         self._entries.pop(request_id, None)
 
     def so_far(self, request_id: str) -> list[OutputSoFar]:
@@ -373,7 +373,7 @@ class OutputProcessor:
         for delta in deltas:
             entry = self._entries.get(delta.request_id)
             if entry is None:
-                continue  # its reader is gone
+                continue  # its reader has left
             if delta.prompt_logprobs is not None:  # long ones come in parts
                 entry.prompt_logprobs = entry.prompt_logprobs or []
                 entry.prompt_logprobs += delta.prompt_logprobs
@@ -395,7 +395,7 @@ class OutputProcessor:
                     self._ask_to_end(entry, completion, delta.index, out)
             if delta.finish_reason is not None:
                 self._finish(entry, completion, delta, out)
-            # what came behind a stop string is dropped
+            # Tokens after a stop string are dropped.
             tokens = delta.token_ids[: completion.token_ids.count - first]
             if entry.streaming and (text or tokens or delta.finish_reason):
                 result = completion.result
@@ -482,14 +482,14 @@ class OutputProcessor:
 
 
 def _text_again(entry: _Entry, completion: _Completion) -> str:
-    """Return the text that was shown. Kept, a text without an end would take more memory than its
-    tokens do."""
+    """Make the shown text again. Keeping it would take more memory than the tokens, and texts may
+    be endless."""
     if entry.new_detokenizer is None or not completion.shown:
         return ""
     again = entry.new_detokenizer()
     if completion.error is None:
         return (again.push(completion.token_ids.to_list()) + again.flush())[: completion.shown]
-    text = ""  # one of the tokens has none
+    text = ""  # one of the tokens cannot be decoded
     for token in completion.token_ids.to_list():
         if len(text) >= completion.shown:
             break
@@ -508,7 +508,7 @@ def merged(deltas: Sequence[TextDelta]) -> list[TextDelta]:
 
 
 def _prompt_logprobs(entry: _Entry) -> list[TokenLogprobs | None] | None:
-    """Return the log probabilities of the prompt, once; they precede the first token."""
+    """Return the log probabilities of the prompt once, with the first token."""
     if entry.prompt_logprobs_sent:
         return None
     entry.prompt_logprobs_sent = entry.prompt_logprobs is not None
@@ -557,7 +557,7 @@ def _by_token(completion: _Completion, delta: RequestDelta) -> list[RequestDelta
     return parts
 
 
-_UNKNOWN = RequestReport(math.nan, None, None, math.nan, 0, 0)  # the engine ended without one
+_UNKNOWN = RequestReport(math.nan, None, None, math.nan, 0, 0)  # the engine ended without a report
 
 
 def _output(entry: _Entry) -> RequestOutput:

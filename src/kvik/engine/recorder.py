@@ -1,8 +1,8 @@
 """The flight recorder: writes all that determines the engine's behaviour to a file for replay.
 
-The core is a function of its inputs and their times, and the worker of the plans and of its clock's
-readings. So these are recorded, with a digest of each plan and the tokens of each step. The file
-contains the token ids of prompts and outputs, which reveal their text.
+The core is a function of its inputs and their times, the worker a function of the plans and its
+clock's readings. So these are recorded, with a digest of each plan and the tokens of each step. The
+file contains the token ids of prompts and outputs, which reveal their text.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _HEAD = struct.Struct("<II")
 
 
 class RecordError(KvikError):
-    """The file is no recording, or was changed."""
+    """The file is not a recording, or was changed."""
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True, tag=0):
@@ -44,7 +44,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True, tag=0):
     Attributes:
         version: of kvik.
         config: all decisions that the engine was started with, and the facts of the model.
-        readings: of the worker's clock during its start.
+        readings: of the worker's clock while it started.
     """
 
     version: str
@@ -71,7 +71,7 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class HandedOver(msgspec.Struct, frozen=True, array_like=True, tag=10):
-    """A request was to go on in another engine."""
+    """A request was handed over to another engine, if possible."""
 
     now: float
     request_id: str
@@ -200,7 +200,7 @@ class RecordReader:
         """Read the head of the file.
 
         Raises:
-            RecordError: it is no recording that can be replayed.
+            RecordError: it is not a recording that can be replayed.
         """
         self._file, self._name = file, name
         self.cut = 0
@@ -260,14 +260,14 @@ def open_recording(path: Path) -> BinaryIO:
 log = logging.getLogger(__name__)
 
 DEFAULT_LIMIT = 1 << 30  # bytes
-PREVIOUS = ".previous"  # follows the name of the recording before this one
-_LAST_FRAMES = 256  # bytes that are kept free for `Stopped`
+PREVIOUS = ".previous"  # suffix of the previous recording's name
+_LAST_FRAMES = 256  # bytes reserved for `Stopped`
 
 
 def plan_digest(plan: SchedulerOutput) -> bytes:
-    """Return a digest that is the same for equal plans of any process.
+    """Return a digest that is the same for equal plans in any process.
 
-    Their sets are made of the same integers in the same way, and so have the same order.
+    Sets in them are built from the same integers in the same way, so they have the same order.
     """
     return blake2b(_encode(plan), digest_size=8).digest()
 
@@ -299,7 +299,7 @@ class ClockTape:
 
 class Recorder(LoopObserver):
     """Writes what it observes. If that fails, because the disk is full or the file has reached its
-    limit, it logs a warning once and the engine goes on without it.
+    limit, it logs a warning once and the engine continues without it.
 
     A plan is written before it is computed, so that a step which kills the process is the last one
     in the file. An existing file is renamed, and replaces the one renamed before.
@@ -382,7 +382,7 @@ class Recorder(LoopObserver):
         self._stop(why)
 
     def _write(self, event: Callable[[], Event]) -> None:
-        """Write an event. An error ends the recording and nothing else."""
+        """Write an event. An error ends only the recording."""
         if self._file is None:
             self._tape.take()
             return

@@ -43,7 +43,7 @@ from kvik.engine.wire import (
 )
 from kvik.errors import KvikError, ParamError, UnavailableError
 
-MAX_SENDS = 2  # of one request: one that crashes its engine crashes one more, and no others
+MAX_SENDS = 2  # per request: one that crashes its engine can crash one more, but no others
 MAX_UNSENT = 64 << 20  # bytes that the engine has not read; beyond, requests are refused
 ANSWER_SECONDS = 1.0
 
@@ -56,11 +56,11 @@ Sink = Callable[[list[RequestDelta]], None]  # called in the event loop, once fo
 
 
 def _ignore(report: ReplicaReport) -> None:
-    """There is no router."""
+    """Ignore a report: there is no router."""
 
 
 def _nothing() -> None:
-    """There is no router."""
+    """Do nothing: there is no router."""
 
 
 def give(sinks: Sequence[Sink], deltas: list[RequestDelta]) -> None:
@@ -70,7 +70,7 @@ def give(sinks: Sequence[Sink], deltas: list[RequestDelta]) -> None:
     for sink in sinks:
         try:
             sink(deltas)
-        except Exception:  # the requests of others go on
+        except Exception:  # requests of other sinks continue
             log.exception("deltas were not taken")
 
 
@@ -79,21 +79,21 @@ class EngineState(StrEnum):
 
     STARTING = "starting"  # the model is being loaded
     READY = "ready"
-    STALLED = "stalled"  # it has work and nothing advances
+    STALLED = "stalled"  # it has work but makes no progress
     RESTARTING = "restarting"  # it crashed, and is being loaded again
-    FAILED = "failed"  # it cannot be started, or crashes again and again
+    FAILED = "failed"  # it cannot be started, or crashes repeatedly
     CLOSED = "closed"
 
 
 class EngineSource(Protocol):
-    """Connects an engine to a client, and the next one when that is lost."""
+    """Connects an engine to a client, and the next engine when one is lost."""
 
     def start(self, client: RemoteClient) -> None:
         """Connect an engine soon, by `client.connect`."""
         ...
 
     def lost(self, why: str, *, for_good: bool) -> None:
-        """The engine is gone, as the client already knows.
+        """Note that the engine is lost, which the client already knows.
 
         Args:
             for_good: the engine reported that it cannot be loaded.
@@ -101,14 +101,14 @@ class EngineSource(Protocol):
         ...
 
     async def close(self) -> None:
-        """End the engine; returns when its process is gone."""
+        """End the engine; returns when its process has ended."""
         ...
 
 
 class EngineClient(Protocol):
-    """What a server knows of its engine, or of several that it has for one model.
+    """The interface of a server to its engine, or to several engines for one model.
 
-    `RemoteClient` is one engine, `Replicas` are several; see there.
+    Implemented by `RemoteClient` for one engine and `Replicas` for several.
     """
 
     @property
@@ -146,11 +146,11 @@ class EngineClient(Protocol):
     async def live(self) -> LiveView: ...
 
     async def replicas(self) -> tuple[ReplicaView, ...]:
-        """The state of each of several engines; (): there is one."""
+        """Return the state of each of several engines; (): there is only one."""
         ...
 
     def drain_replica(self, replica: int, *, drain: bool) -> int:
-        """Send a replica no more requests, or send it some again. Returns how many it still has.
+        """Stop (or resume) sending requests to a replica. Returns how many it still has.
 
         Raises:
             ParamError: there is no such replica.
@@ -158,8 +158,8 @@ class EngineClient(Protocol):
         ...
 
     def hand_over(self, request_id: str) -> None:
-        """Let the engine of another server go on with a request, if it can be moved: its last delta
-        has what that has to know."""
+        """Let the engine of another server continue a request, if it can be moved: its last delta
+        holds the `Handover`."""
         ...
 
     async def reset_prefix_cache(self) -> int: ...
@@ -176,7 +176,7 @@ class SentRequest:
     Attributes:
         indexes: siblings whose last delta has not come.
         begun: some of its output was delivered.
-        ended: the engine was asked to end it, or one of its siblings.
+        ended: the caller ended it, or one of its siblings.
     """
 
     def __init__(self, request: EngineRequest, frame: bytes, arrival: float) -> None:
@@ -214,7 +214,7 @@ class ResendQueue:
 
     Args:
         clock: of the deadlines.
-        give: takes last deltas. It is called by the event loop, never within a call.
+        give: takes last deltas; called from the event loop, never from within a method.
     """
 
     def __init__(
@@ -272,16 +272,16 @@ class RemoteClient:
 
     Every request added ends with exactly one last delta for each sibling, whatever happens to the
     engine. The client outlives its engines: when one is lost, the source connects the next.
-    Requests of which nothing was delivered are sent to that one, once (more often if the engine
-    says that it had not begun with them); all others end with `FinishReason.ERROR`. A full queue
-    refuses a request with such a delta, too; its `RequestDelta.refused` names the limit.
+    Requests of which nothing was delivered are sent again, once (more often if the lost engine
+    reported that it had not started them); all others end with `FinishReason.ERROR`. A full queue
+    also refuses a request with such a delta; its `RequestDelta.refused` names the limit.
 
     Args:
         config: of every engine.
         source: connects engines.
         clock: equal to the engine's, as both count from the start of the machine.
-        name: of one of several engines, which errors then begin with; "": it is the only one. What
-            one of several loses may go to another, so its requests do not wait for the next one.
+        name: of one of several engines; errors begin with it. "": it is the only one. With several,
+            lost requests may go to another engine, so they do not wait for the next one here.
     """
 
     def __init__(
@@ -332,20 +332,19 @@ class RemoteClient:
         return self._num_starts
 
     def start(self, sink: Sink) -> None:
-        """Begin to start an engine; to be called once, in the event loop."""
+        """Begin to start an engine; call this once, in the event loop."""
         self.add_sink(sink)
         self._reason = "the engine is being started"
         self.source.start(self)
 
     def add_sink(self, sink: Sink) -> None:
-        """Hand all deltas to this sink too, which passes over those of requests it does not
-        know."""
+        """Hand all deltas to this sink too; it must ignore requests that it does not know."""
         self._sinks.append(sink)
 
     def watch(
         self, told: Callable[[ReplicaReport], None], state_changed: Callable[[], None]
     ) -> None:
-        """Hand reports on, and call back when the state has changed. Neither may raise."""
+        """Set callbacks for reports and for changes of the state. Neither may raise."""
         self._told, self._state_changed = told, state_changed
 
     async def ready(self) -> None:
@@ -405,7 +404,8 @@ class RemoteClient:
         self._socket.send(frame(End(request_id, index, reason, error)))
 
     async def stats(self) -> EngineStats:
-        """Current statistics; the last known ones if the engine does not answer in a second."""
+        """Return current statistics, or the last known ones if the engine does not answer within a
+        second."""
         with suppress(UnavailableError):
             self._stats = await self._ask("stats", EngineStats)
         return self._stats
@@ -419,11 +419,11 @@ class RemoteClient:
         return await self._ask("live", LiveView)
 
     async def replicas(self) -> tuple[ReplicaView, ...]:
-        """There is one engine: ()."""
+        """Return (): there is only one engine."""
         return ()
 
     def drain_replica(self, replica: int, *, drain: bool) -> int:
-        """Raise `ParamError`: there is one engine."""
+        """Raise `ParamError`: there is only one engine."""
         raise ParamError("replica", "cannot be drained alone: this server has one engine")
 
     def hand_over(self, request_id: str) -> None:
@@ -432,17 +432,17 @@ class RemoteClient:
             self._socket.send(frame(HandOver(request_id)))
 
     def credit(self, served: dict[str, int]) -> None:
-        """Tell the engine what its tenants got from others."""
+        """Send the engine the service that its tenants got from other engines."""
         if self._socket is not None and self._state is EngineState.READY:
             self._socket.send(frame(Credit(served)))
 
     async def report_all(self) -> None:
-        """Ask for a report of everything. Raises as `live`."""
+        """Request a full report. Raises as `live`."""
         await self._ask("report_all", type(None))
 
     async def reset_prefix_cache(self) -> int:
-        """Forget all cached prefixes, also pinned ones; requests go on. Returns the number of
-        blocks that held one. Raises as `live`."""
+        """Forget all cached prefixes, pinned ones included; requests continue. Returns the number
+        of block contents that were forgotten. Raises as `live`."""
         return await self._ask("reset_prefix_cache", int)
 
     async def close(self) -> None:
@@ -459,13 +459,13 @@ class RemoteClient:
 
     @property
     def signs_of_life(self) -> int:
-        """Counter that is 0 until an engine was ready, and grows while it makes progress or has a
-        reason to wait."""
+        """Counter that is 0 until an engine was ready, and grows while the engine makes progress or
+        has a reason to wait."""
         return self._signs
 
     @property
     def step_limit(self) -> float | None:
-        """Seconds that the steps in flight may take; None: not known."""
+        """Seconds that the steps in flight may take; None: unknown."""
         return self._step_limit
 
     def connect(self, sock: socket.socket, start: EngineStart | None) -> None:
@@ -481,7 +481,7 @@ class RemoteClient:
             self._socket.send(frame(start))
 
     def disconnect(self, state: EngineState, reason: str) -> None:
-        """The engine is gone: end the requests that may not be sent to another one."""
+        """Drop a lost engine, and end the requests that may not be sent to another one."""
         self.set_state(state, reason)
         if self._socket is not None:
             self._socket.close()
@@ -527,7 +527,7 @@ class RemoteClient:
         self.source.lost(why, for_good=for_good)
 
     def _take(self, messages: list[FromEngine]) -> None:
-        """Take in the messages that were read at once."""
+        """Process messages that were read together."""
         deltas: list[RequestDelta] = []
         lost: Lost | None = None
         for message in messages:
@@ -554,7 +554,7 @@ class RemoteClient:
                 return
         self._give([delta for delta in deltas if self._expected(delta)])
         if lost is not None:
-            for request_id in lost.waiting:  # they had no part in it
+            for request_id in lost.waiting:  # these cannot have caused it
                 if request_id in self._unfinished:
                     self._unfinished[request_id].sends -= 1
             self._lost(lost.error)

@@ -1,9 +1,8 @@
-"""Replay of a recording: the same requests at the same steps must bring the same plans and the same
+"""Replay of a recording: the same requests at the same steps must produce the same plans and
 tokens.
 
-The core gets the recorded inputs with their times, and the worker's clock shows the recorded
-readings. So on the same machine every difference is a difference of the code, of the weights or
-of the file.
+The core gets the recorded inputs with their times, and the worker's clock returns the recorded
+readings. So on the same machine every difference comes from the code, the weights or the file.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ class Difference:
     """The first difference between a recording and its replay.
 
     Attributes:
-        step: the one that differs, or before which something differs.
-        request: whose it is; None: of no single one.
+        step: the step that differs, or before which something differs.
+        request: the request concerned; None: no single one.
     """
 
     step: int
@@ -59,11 +58,11 @@ class Replayed:
     """The result of a replay.
 
     Attributes:
-        steps, tokens, requests: that were played again and found equal.
+        steps, tokens, requests: how many were replayed and found equal.
         failed_steps: steps that failed when they were recorded, and were not compared.
         stopped: why the recording ends; None: the engine died.
         unfinished: steps that were being computed at its end. They are computed again, in case one
-            of them was the reason.
+            of them killed the engine.
     """
 
     steps: int = 0
@@ -76,18 +75,18 @@ class Replayed:
 
 
 class RecordedClock:
-    """Shows the readings that were recorded, one after the other."""
+    """A clock that returns the recorded readings, one after the other."""
 
     def __init__(self, readings: Iterable[float]) -> None:
         self._readings = deque(readings)
         self._last = 0.0
 
     def load(self, readings: Iterable[float]) -> None:
-        """Take the readings of the next step."""
+        """Set the readings of the next step."""
         self._readings = deque(readings)
 
     def __call__(self) -> float:
-        if self._readings:  # else the code asks more often than it did
+        if self._readings:  # else the code reads the clock more often than when recorded
             self._last = self._readings.popleft()
         return self._last
 
@@ -132,7 +131,7 @@ def keep_pages(core: EngineCore, executor: Executor, requests: Sequence[EngineRe
 
 
 class _Differs(Exception):
-    """`step`: None: the first one whose result has not been taken in."""
+    """A difference. `step`: None: the first step whose result was not processed."""
 
     def __init__(self, request: str | None, what: str, step: int | None = None) -> None:
         super().__init__(what)
@@ -143,7 +142,7 @@ class _Differs(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A plan in flight, and whose its rows are."""
+    """A plan in flight, and the request of each row."""
 
     plan: SchedulerOutput
     rows: list[str]
@@ -248,7 +247,7 @@ class Replay:
         try:
             output = self._executor.result(self._executor.submit(step.plan))
         except GroupLost:
-            raise  # now, which says nothing of the recording
+            raise  # it happened now, and says nothing about the recording
         except Exception as error:
             raise _Differs(
                 None, f"it fails, and did not: {type(error).__name__}: {error}"
@@ -256,11 +255,12 @@ class Replay:
         _compare(step, output, event)
         self._compare_moves(output, event)
         self._in_flight.popleft()
-        output = replace(output, moved=event.moved)  # also when something was moved
+        output = replace(output, moved=event.moved)  # so moves take effect when they did then
         self._take(self._core.finish_step(output, event.now))
 
     def _compare_moves(self, output: ModelRunnerOutput, event: Finished) -> None:
-        """Loads are done at once in a replay; what came then must have come again."""
+        """Check that pages loaded when recorded were loaded again. A replay loads at once, so they
+        may come earlier."""
         failed = self._failed_pages
         failed.update(output.moved.loaded if output.moved is not None else ())
         for ticket, recorded in () if event.moved is None else event.moved.loaded:
@@ -268,7 +268,7 @@ class Replay:
                 raise _Differs(None, "a page cannot be loaded that could then: its tier lost it")
 
     def _fail(self, event: Failed) -> None:
-        """Why it failed may lie outside, so it need not fail again."""
+        """Replay a failed step. Its cause may have been external, so it need not fail again."""
         step = self._oldest()
         self._clock.load(event.readings)
         with suppress(Exception):  # as it did then
@@ -295,7 +295,8 @@ class Replay:
 
 
 def _where_plans_differ(step: _Step, event: Planned) -> tuple[str | None, str] | None:
-    """Return the request whose row differs, if it is one, and how; None: the plans are equal."""
+    """Return the request whose row differs (None if no single row) and how; None: the plans are
+    equal."""
     plan = step.plan
     if plan.step != event.step:
         return None, f"it is planned where step {event.step} was"

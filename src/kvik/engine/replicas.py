@@ -1,7 +1,7 @@
 """Several engines behind the interface of one: requests are routed by what caches hold.
 
-Each replica is a `RemoteClient` with a supervised process. One that ends takes its running requests
-with it, with an error that names it; those of which nothing was delivered go once to another one.
+Each replica is a `RemoteClient` with a supervised process. If one crashes, its running requests end
+with an error that names it; requests of which nothing was delivered are sent to another one, once.
 Prompts are tokenised and hashed here, so hits are exact.
 """
 
@@ -25,9 +25,9 @@ from kvik.engine.remote import EngineState, RemoteClient, ResendQueue, SentReque
 from kvik.engine.stats import EngineStats, sum_stats
 from kvik.errors import ParamError, UnavailableError
 
-CREDIT_SECONDS = 0.5  # between two messages of what tenants got from other replicas
-MAX_HASHED = 1024  # blocks of a prompt: about a millisecond, and enough to tell replicas apart
-# The state of all is the first of these that one of them has.
+CREDIT_SECONDS = 0.5  # between messages on the service that tenants got from other replicas
+MAX_HASHED = 1024  # blocks of a prompt: about a millisecond, and enough to distinguish replicas
+# The overall state is the first of these that a replica has.
 ORDER = (
     EngineState.READY,
     EngineState.STALLED,
@@ -65,14 +65,14 @@ class RoutedRequest(SentRequest):
 
 
 class Replicas:
-    """Takes requests and hands their deltas to its sinks, as one `RemoteClient` does.
+    """Takes requests and hands their deltas to its sinks, as a `RemoteClient` does.
 
-    It is ready if one replica is. Limits of queues and rates are the server's, so they hold for all
-    together; and each engine counts what tenants got from the others, so shares are fair across
-    them.
+    It is ready if at least one replica is. The server enforces limits of queues and rates, so they
+    apply to all replicas together. Each engine counts the service that tenants got from the others,
+    so shares are fair across them.
 
     Args:
-        config: of each, but for what differs.
+        config: common to all replicas.
         clients: of the replicas, not started.
         clock: of the engines.
     """
@@ -110,7 +110,7 @@ class Replicas:
 
     @property
     def state(self) -> EngineState:
-        """READY if a replica is."""
+        """The best state that a replica has, by `ORDER`: READY if one is."""
         return min((client.state for client in self._clients), key=ORDER.index)
 
     @property
@@ -122,7 +122,7 @@ class Replicas:
 
     @property
     def num_starts(self) -> int:
-        """How often an engine became ready, all replicas together."""
+        """How often an engine became ready, summed over replicas."""
         return sum(client.num_starts for client in self._clients)
 
     @property
@@ -135,7 +135,7 @@ class Replicas:
         return len(self._unfinished) + len(self._waiting)
 
     def start(self, sink: Sink) -> None:
-        """Begin to start all engines; to be called once, in the event loop."""
+        """Begin to start all engines; call this once, in the event loop."""
         self.add_sink(sink)
         self._crediting = asyncio.get_running_loop().create_task(self._credit())
         for i, client in enumerate(self._clients):
@@ -146,7 +146,7 @@ class Replicas:
         self._sinks.append(sink)
 
     async def ready(self) -> None:
-        """Wait until one takes requests.
+        """Wait until a replica takes requests.
 
         Raises:
             UnavailableError: none ever will.
@@ -163,7 +163,7 @@ class Replicas:
         check_request(self._config, request)
 
     def add(self, request: EngineRequest) -> None:
-        """Send a request that passed `check` to the replica where it costs least.
+        """Send a request that passed `check` to the replica with the lowest cost.
 
         Raises:
             ParamError: its id is in use, or it cannot be encoded.
@@ -191,12 +191,12 @@ class Replicas:
             self._clients[sent.replica].end(request_id, index, reason, error)
 
     async def stats(self) -> EngineStats:
-        """The statistics of all replicas, summed; the last known ones of those that do not
-        answer."""
+        """Return the statistics of all replicas, summed; for replicas that do not answer, the last
+        known ones."""
         return sum_stats(await asyncio.gather(*(client.stats() for client in self._clients)))
 
     async def live(self) -> LiveView:
-        """Return the state of all that answer as one view.
+        """Return one view of all replicas that answer.
 
         Raises:
             UnavailableError: none answers within a second.
@@ -207,7 +207,7 @@ class Replicas:
         return merge_views(views)
 
     async def replicas(self) -> tuple[ReplicaView, ...]:
-        """The state of each."""
+        """Return the state of each replica."""
         views = await self._views()
         return tuple(
             ReplicaView(
@@ -266,7 +266,7 @@ class Replicas:
             raise ParamError("request_id", f"{request.request_id!r} is already being served")
 
     def _hashes(self, request: EngineRequest) -> list[bytes]:
-        """Return the hashes under which engines know the blocks of a prompt."""
+        """Return the hashes of a prompt's blocks, as engines compute them."""
         cache, tokens = self._config.cache, request.prompt_token_ids
         hashes: list[bytes] = []
         if cache.enable_prefix_caching:
@@ -276,7 +276,7 @@ class Replicas:
         return hashes
 
     def _send(self, sent: RoutedRequest, avoid: set[int]) -> None:
-        """Send a request to the best replica that takes it. Raises as `add`."""
+        """Send a request to the best replica that accepts it. Raises as `add`."""
         request, now = sent.request, self._clock()
         size = len(request.prompt_token_ids)
         while True:
@@ -294,7 +294,7 @@ class Replicas:
             return
 
     def _take(self, replica: int, deltas: list[RequestDelta]) -> None:
-        """Take in the deltas of a replica."""
+        """Process the deltas of a replica."""
         now = self._clock()
         given: list[RequestDelta] = []
         lost: dict[str, RoutedRequest] = {}
@@ -351,7 +351,7 @@ class Replicas:
         self._send_again(sent, left)
 
     def _send_again(self, sent: RoutedRequest, lost_with: int | None = None) -> None:
-        """Send a request of which nothing was delivered once more, or let it wait for a replica."""
+        """Send a request of which nothing was delivered again, or let it wait for a replica."""
         request_id = sent.request_id
         self._unfinished.pop(request_id, None)
         self._router.ended(request_id, self._clock())
@@ -391,7 +391,7 @@ class Replicas:
             task.add_done_callback(self._asking.discard)
 
     async def _ask_all(self, replica: int) -> None:
-        with suppress(UnavailableError):  # it begins anew when it is back
+        with suppress(UnavailableError):  # after a restart it sends a full report anyway
             await self._clients[replica].report_all()
 
     async def _views(self) -> list[LiveView | None]:
@@ -403,7 +403,7 @@ class Replicas:
         return await asyncio.gather(*map(view, self._clients))
 
     async def _credit(self) -> None:
-        """Tell each engine what tenants got from the others."""
+        """Send each engine the service that tenants got from the others, periodically."""
         while True:
             await asyncio.sleep(CREDIT_SECONDS)
             served, self._served = self._served, [Counter[str]() for _ in self._clients]

@@ -1,8 +1,8 @@
-"""Where a client's engine comes from: a process of its own, or a thread of this one.
+"""Sources of a client's engine: a separate process, or a thread of this one.
 
-A process is watched, and when it ends or hangs another one is started, from the very same
-decisions. A crash ends the requests that the engine had begun; the client keeps the others for the
-next engine.
+A process is watched, and when it ends or hangs another one is started with the same configuration.
+A crash ends the requests that the engine had started; the client keeps the others for the next
+engine.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from kvik.engine.wire import EngineStart, HostSocket
 from kvik.files import shared_memory
 
 TAIL = 2000  # characters of the last output of the process that are kept
-_POLL_SECONDS = 0.01  # between two looks whether the process has ended
+_POLL_SECONDS = 0.01  # between checks whether the process has ended
 _REAP = 10.0  # seconds; the memory of a large model is not freed at once
 _READ = 1 << 16
 _BEATS_BYTES = 4096
-LAST_STEP_SECONDS = 30.0  # for the step under way when a thread's engine is closed
+LAST_STEP_SECONDS = 30.0  # for the step in flight when a thread's engine is closed
 
 
 class EngineProcess:
-    """The engine process as its parent sees it: a socket, its beats, its output, and its end.
+    """The engine process as its parent sees it: socket, heartbeat, output, and exit.
 
-    Its last two arguments are file descriptors: of its end of the socket, and of memory whose first
-    number, of 32 bits, grows while it beats. It has a process group of its own, so that Ctrl-C in a
-    terminal does not reach it; it ends when the socket is closed. It stays in this session, as
-    Linux shares processors between sessions: all threads of the engine would run on one core
-    whenever another program is busy.
+    The last two arguments of the command are file descriptors: its end of the socket, and memory
+    whose first 32-bit number is its heartbeat counter. The process has a separate process group, so
+    that Ctrl-C in a terminal does not reach it; it ends when the socket is closed. It stays in this
+    session, because Linux shares processors between sessions: otherwise all threads of the engine
+    would run on one core whenever another program is busy.
 
     Args:
-        command: that starts it.
+        command: starts it.
         relay: takes its output as it comes.
 
     Raises:
@@ -96,11 +96,11 @@ class EngineProcess:
 
     @property
     def beats(self) -> int:
-        """How often it has beaten."""
+        """Its heartbeat counter."""
         return int.from_bytes(self._beats[:4], sys.byteorder)
 
     async def end(self, timeout: float) -> str:
-        """Wait for the process to end, kill it if it does not, and free what belongs to it here. If
+        """Wait for the process to end, kill it if it does not, and free its resources here. If
         cancelled, this must be called again.
 
         Args:
@@ -159,7 +159,7 @@ class EngineProcess:
 
 log = logging.getLogger(__name__)
 
-_SLOWEST_CORE = 5e9  # operations a second: a fraction of what any core does
+_SLOWEST_CORE = 5e9  # operations per second: less than any core achieves
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,13 +167,13 @@ class RestartPolicy:
     """When an engine process is killed, and when another one is started; times in seconds.
 
     Attributes:
-        stall: time with work and without a step after which the engine counts as stalled; less if
-            the engine announces a lower `StepLimit`. (One that does not beat is killed: see
+        stall: time with work but without a step after which the engine counts as stalled; less if
+            the engine announces a lower `StepLimit`. (An engine without heartbeat is killed: see
             `Pulse`.)
         kill: time from then until it is killed.
         exit: time for the process to end after its socket was closed.
         pause: before the first restart; doubles with each crash in `window`, up to `longest_pause`.
-        crashes: number of crashes within `window` after which no other engine is started.
+        crashes: number of crashes within `window` after which no further engine is started.
     """
 
     stall: float = 60.0
@@ -186,8 +186,8 @@ class RestartPolicy:
 
 
 def restart_policy(config: ResolvedConfig) -> RestartPolicy:
-    """Choose `stall` as long as the largest step may take before any was measured. On a GPU that is
-    short; a CPU may compute a full budget of a large model for minutes without being hung."""
+    """Choose `stall` to exceed the largest step, before any was measured. On a GPU steps are short;
+    a CPU may compute a full budget of a large model for minutes without being hung."""
     if config.runner.device != "cpu":
         return RestartPolicy()
     model, scheduler = config.model, config.scheduler
@@ -286,11 +286,11 @@ class Supervisor:
         return hung or ended
 
     async def _watch(self, client: RemoteClient) -> str:
-        """Wait until the engine is lost, does not beat, or has made no progress for too long.
-        Returns the message for the latter cases, or "".
+        """Wait until the engine is lost, its heartbeat stops, or it has made no progress for too
+        long. Returns the message for the latter cases, or "".
         """
         policy, clock = self._policy, asyncio.get_running_loop().time
-        # Where the kernels are not native they may not be there at all, and then nothing beats.
+        # Only native kernels are sure to beat: without them there may be no heartbeat at all.
         pulse = Pulse(begins=self._start.config.runner.kernels == "native")
         progress = Stillness()
         progress.look(client.signs_of_life, clock())
@@ -319,8 +319,8 @@ class Supervisor:
 
 
 class ThreadSource:
-    """An `EngineSource` that runs one engine in a thread of this process. When it fails, there is
-    no other.
+    """An `EngineSource` that runs one engine in a thread of this process. It starts no other if
+    that fails.
 
     Args:
         load: makes the engine, in the thread, since some of what it sets is per thread.
@@ -331,7 +331,7 @@ class ThreadSource:
         self._load = load
         self._reports = reports
         self._loading = False
-        self._lock = threading.Lock()  # of `_loading`: what has loaded is not interrupted any more
+        self._lock = threading.Lock()  # of `_loading`: a loaded engine must not be interrupted
         self._failure = ""
         self._client: RemoteClient | None = None
         self._thread: threading.Thread | None = None

@@ -17,12 +17,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class LoopTime:
-    """How the step loop spent its time, in seconds since it was made; each second counts once,
-    however many steps are in flight.
+    """How the step loop spent its time, in seconds since it was made; each second counts once, even
+    with several steps in flight.
 
     Attributes:
         executor: the loop waited for the executor: to take a step, or for its result.
-        host: it planned and took in results, or its caller worked between steps, as on text.
+        host: it planned and processed results, or its caller worked between steps, e.g. on text.
         idle: there was nothing to do, or a policy waited for more requests.
     """
 
@@ -35,7 +35,7 @@ class LoopTime:
         return self.executor + self.host
 
     def since(self, earlier: LoopTime) -> LoopTime:
-        """Return what passed after an earlier reading."""
+        """Return the time since an earlier reading."""
         return LoopTime(
             self.executor - earlier.executor, self.host - earlier.host, self.idle - earlier.idle
         )
@@ -47,7 +47,7 @@ class SpeculationStats:
 
     Attributes:
         drafts: how many were computed and accepted, by place.
-        proposing: seconds of making drafts; see `DraftTimes`.
+        proposing: seconds spent making drafts; see `DraftTimes`.
         seconds, plain_seconds: of all requests with speculation; see `RequestSpeculation`.
     """
 
@@ -58,8 +58,8 @@ class SpeculationStats:
 
     @property
     def speedup(self) -> float | None:
-        """How much faster tokens came than without drafts, as estimated from the steps that had
-        none; None before there is an estimate."""
+        """Estimated speedup over decoding without drafts, from the steps that had none; None before
+        there is an estimate."""
         return self.plain_seconds / self.seconds if self.seconds else None
 
 
@@ -78,13 +78,13 @@ class PaceStats:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """One tier, in pages unless said.
+    """One tier, in pages unless noted.
 
     Attributes:
         name: memory or disk; peer: other engines, of which only loads are counted.
-        pages: that can be loaded, and bytes: that they take, of `capacity`.
-        stored, loaded, failed, evicted: totals since the start; failed: loads that brought nothing.
-        bytes_per_second: of loads, as measured lately; None: there was none.
+        pages: number that can be loaded. bytes: their size, out of `capacity`.
+        stored, loaded, failed, evicted: totals since the start; failed: failed loads.
+        bytes_per_second: of recent loads; None: there were none.
     """
 
     name: str
@@ -105,7 +105,7 @@ class MoveStats:
     Attributes:
         totals: see `MoveCounters`.
         off: why the disk tier was turned off; "": it was not.
-        leases: under which prompts are kept for other engines.
+        leases: number of leases under which prompts are kept for other engines.
     """
 
     tiers: tuple[TierStats, ...]
@@ -116,7 +116,7 @@ class MoveStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Gauges hold at the time of the call, counters since the start; tokens unless said."""
+    """Gauges at the time of the call, and counters since the start; in tokens unless noted."""
 
     num_running: int  # requests
     num_waiting: int  # requests
@@ -136,16 +136,16 @@ class EngineStats:
     speculation: SpeculationStats | None = None  # None: off
     pace: PaceStats = field(default_factory=PaceStats)
     peak_blocks: int = 0  # most that requests held at a time, since the start
-    # That the blocks of running requests have room for, and that are in them; groups of layers and
-    # requests that share a block count it each.
+    # Tokens that the blocks of running requests have room for, and tokens in them. A block counts
+    # once per request that shares it.
     kv_allocated_tokens: int = 0
     kv_used_tokens: int = 0
-    rows: int = 0  # requests of all steps; rows / steps is the mean batch size
+    rows: int = 0  # requests summed over steps; rows / steps is the mean batch size
     pinned_blocks: int = 0  # kept in the prefix cache for a time, used or not
-    given_back_blocks: int = 0  # whose memory the system got back, while it was short of it
-    # When the last step was finished; None: nothing is captured on this device, or was told yet.
+    given_back_blocks: int = 0  # whose memory was given back because the system was short of it
+    # At the end of the last step; None: nothing is captured on this device, or not reported yet.
     graphs: GraphCounts | None = None
-    # That the native kernels compute on; None: other kernels, or no step was computed yet.
+    # Threads of the native kernels; None: other kernels, or no step was computed yet.
     threads: int | None = None
     moves: MoveStats | None = None  # None: the KV cache has no tiers
 
@@ -155,8 +155,8 @@ class EngineStats:
 
 
 def sum_stats(all_stats: Sequence[EngineStats]) -> EngineStats:
-    """Return the statistics of several engines as if they were one: sums, means of shares by their
-    blocks, and of paces by their steps."""
+    """Return the statistics of several engines as if they were one: sums, shares averaged by their
+    blocks, and step times averaged by their steps."""
     if len(all_stats) == 1:
         return all_stats[0]
     blocks = max(1, sum(stats.num_blocks for stats in all_stats))
@@ -214,7 +214,7 @@ def _sum_moves(parts: Sequence[MoveStats]) -> MoveStats | None:
 
 
 def _sum_tiers(parts: Sequence[TierStats]) -> TierStats:
-    """Add the tiers of one name. Engines share the pages of a folder, so these count once."""
+    """Add the tiers of one name. Engines share the pages on disk, so these count once."""
     held = max if parts[0].name == DISK else sum
     rates = [tier.bytes_per_second for tier in parts if tier.bytes_per_second is not None]
     return TierStats(

@@ -1,8 +1,8 @@
-"""An engine in a thread of its own, for callers in any number of threads.
+"""An engine in a separate thread, for callers in any number of threads.
 
 Only that thread uses the engine, the model and the text. Callers post work and wait: the thread
-takes it in between two steps, so all calls share one batch. A caller that is interrupted stops
-waiting at once, and no step is cut short.
+processes it between two steps, so all calls share one batch. A caller that is interrupted stops
+waiting at once, without interrupting a step.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ T = TypeVar("T")
 
 
 def interrupt(thread: threading.Thread) -> None:
-    """Raise KeyboardInterrupt in a thread, which may load a model for minutes, as soon as it runs
-    Python again. Does nothing if it has ended."""
+    """Raise KeyboardInterrupt in a thread as soon as it runs Python again; it may be loading a
+    model for minutes. Does nothing if it has ended."""
     if thread.ident is not None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(thread.ident), ctypes.py_object(KeyboardInterrupt)
@@ -53,7 +53,7 @@ class CallUpdate:
 
 
 class Call:
-    """The requests of one caller, who reads `updates` until each has its output.
+    """The requests of one caller, which reads `updates` until each has its output.
 
     Args:
         requests: each with the text of its prompt, if it was given as text.
@@ -88,8 +88,8 @@ class EngineThread:
         self._woken = threading.Event()
         self._stopping = False
         self._calls: list[Call] = []
-        self._unsent: deque[Call] = deque()  # in turn; empty ones are removed late
-        self._owner: dict[str, Call] = {}  # by id of a request that was sent
+        self._unsent: deque[Call] = deque()  # round robin; empty ones are removed late
+        self._owner: dict[str, Call] = {}  # by id of sent requests
         loaded: SimpleQueue[Engine | BaseException] = SimpleQueue()
         self._thread = threading.Thread(
             target=self._main, args=(load, loaded), name="kvik-engine", daemon=True
@@ -97,7 +97,7 @@ class EngineThread:
         self._thread.start()
         try:
             found = loaded.get()
-        except BaseException:  # Ctrl-C, which the loading thread does not get
+        except BaseException:  # Ctrl-C, which does not reach the loading thread
             self._interrupt()
             raise
         if isinstance(found, BaseException):
@@ -107,7 +107,7 @@ class EngineThread:
     # -- for any thread --------------------------------------------------------------------------
 
     def submit(self, call: Call) -> None:
-        """Let the engine work on a call; its results are in `call.updates`.
+        """Give the engine a call; its results come in `call.updates`.
 
         Raises:
             RuntimeError: the engine is closed, or this process is a fork of the engine's.
@@ -179,13 +179,13 @@ class EngineThread:
         self._woken.set()
 
     def _stop(self) -> None:
-        """Let the thread end when it has taken in what was posted."""
+        """Let the thread end after it has processed what was posted."""
         with self._lock:
             self._stopping = True
         self._woken.set()
 
     def _interrupt(self) -> None:
-        """Raise KeyboardInterrupt in the thread, which may load for minutes, and wait for it."""
+        """Raise KeyboardInterrupt in the thread, which may be loading a model, and wait for it."""
         self._stop()
         interrupt(self._thread)
         self._thread.join()
@@ -225,7 +225,7 @@ class EngineThread:
                 busy = self._advance()
             except Exception as error:  # of the engine itself, not of one request
                 self._fail(error)
-                busy = False  # until the next call: it may fail for ever
+                busy = False  # until the next call, as it may fail every time
             if not busy:
                 self._woken.wait(self._client.look_at_memory())
 
@@ -252,7 +252,7 @@ class EngineThread:
         return True
 
     def _send(self) -> None:
-        """Add requests while the queue takes them, one of each call in turn."""
+        """Add requests while the queue has room, one of each call in turn."""
         while self._unsent:
             call = self._unsent[0]
             if not call.unsent:
@@ -273,10 +273,10 @@ class EngineThread:
                 call.updates.put(CallUpdate(error=error))
 
     def _has_room(self, request: EngineRequest) -> bool:
-        """Return whether the queue takes the request now: long batches stay within its limits."""
+        """Return whether the queue has room now: long batches must stay within its limits."""
         stats, n = self._client.stats(), request.params.n
         if stats.num_waiting == 0:
-            return True  # refused if it never fits
+            return True  # it is refused later if it can never fit
         if stats.num_waiting + n > min(LOOKAHEAD, self._limits.max_queued_requests):
             return False
         tokens = stats.queued_tokens + n * len(request.prompt_token_ids)

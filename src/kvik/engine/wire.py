@@ -1,9 +1,9 @@
 """The link between the HTTP process and the engine process: frames on one stream socket.
 
 A frame is its length, 4 bytes little-endian, and a message in msgpack. Neither side blocks:
-`FrameReader` turns received bytes into frames, `SendBuffer` keeps what the socket does not take
-yet. `ClientSocket` is the end in the event loop of the HTTP process, `HostSocket` the one in the
-step loop of the engine.
+`FrameReader` turns received bytes into frames, `SendBuffer` keeps bytes that the socket does not
+accept yet. `ClientSocket` is the end in the event loop of the HTTP process, `HostSocket` the end in
+the step loop of the engine.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ log = logging.getLogger(__name__)
 MAX_FRAME = 256 << 20  # bytes; a prompt of ten million tokens is a fifth of it
 _HEADER = struct.Struct("<I")
 _RECEIVE = 1 << 20  # bytes
-_READS = 8  # in a row: a fast writer must not take all of its reader's time
+_READS = 8  # in a row, so that a fast writer cannot take all of the reader's time
 MAX_VALUES = 8192  # log probabilities of a prompt in a frame: a millisecond or two to decode
 
 
 class WireError(Exception):
-    """The other side sent no valid frame; what follows cannot be read either."""
+    """The other side sent an invalid frame; later bytes cannot be read either."""
 
 
 # -- to the engine ---------------------------------------------------------------------------------
@@ -43,9 +43,9 @@ class EngineStart(msgspec.Struct, frozen=True, array_like=True, tag="start"):
 
     Attributes:
         record: file of the flight recorder; None: nothing is recorded.
-        cores: that the engine keeps to; (): those that its parent may use.
-        reports: the client is to get `Told` after steps.
-        token: that engines know which give pages to each other; b"": there are none.
+        cores: that the engine uses; (): those that its parent may use.
+        reports: the client gets `Told` after steps.
+        token: secret shared by engines that exchange pages; b"": there are none.
     """
 
     config: ResolvedConfig
@@ -79,20 +79,20 @@ class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
 
 
 class HandOver(msgspec.Struct, frozen=True, array_like=True, tag="hand"):
-    """Another engine is to go on with a request; its last delta has what that has to know."""
+    """Let another engine continue a request; its last delta holds the `Handover`."""
 
     request_id: str
 
 
 class Query(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
-    """Ask a question of the engine by its name; the `Reply` has the same ticket."""
+    """Ask the engine a question by name; the `Reply` has the same ticket."""
 
     ticket: int
     question: str
 
 
 class Credit(msgspec.Struct, frozen=True, array_like=True, tag="credit"):
-    """Tenants got this service from other engines with the same callers (`FairShare.credit`)."""
+    """The service that tenants got from other engines of the router (`FairShare.credit`)."""
 
     served: dict[str, int]
 
@@ -119,7 +119,7 @@ class Lost(msgspec.Struct, frozen=True, array_like=True, tag="lost"):
 
     Attributes:
         error: of the requests that end with it.
-        waiting: ids of requests of which no step has computed anything.
+        waiting: ids of requests for which no step has computed anything.
     """
 
     error: str
@@ -129,13 +129,13 @@ class Lost(msgspec.Struct, frozen=True, array_like=True, tag="lost"):
 class Stepped(msgspec.Struct, array_like=True, tag="stepped"):
     """The deltas of one iteration of the step loop.
 
-    Most deltas are only tokens. They are sent as columns, which take a fraction of the time, and
+    Most deltas have only tokens. They are sent as columns, which is several times faster, and
     precede `rows`.
 
     Attributes:
         steps: planned since the engine started; it grows while the engine makes progress.
         waits: requests wait because the policy waits for more of them.
-        ids, indexes, tokens: of the deltas that are only tokens.
+        ids, indexes, tokens: of the deltas that have only tokens.
         rows: all other deltas.
     """
 
@@ -161,7 +161,7 @@ class StepLimit(msgspec.Struct, frozen=True, array_like=True, tag="limit"):
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
-    """The encoded answer to a `Query`; or `error`, why there is none."""
+    """The encoded answer to a `Query`; or the `error` why there is none."""
 
     ticket: int
     body: msgspec.Raw
@@ -169,7 +169,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
 
 
 class Told(msgspec.Struct, frozen=True, array_like=True, tag="told"):
-    """What a router has to know, if the client wants reports."""
+    """A report for a router, if the client wants reports."""
 
     report: ReplicaReport
 
@@ -184,13 +184,13 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 def stepped(steps: int, waits: bool, deltas: Sequence[RequestDelta]) -> Stepped:
-    """Make a message of deltas: columns of those that are only tokens, and rows."""
+    """Make a message of deltas: columns for those that have only tokens, and rows."""
     ids: list[str] = []
     indexes: list[int] = []
     tokens: list[list[int]] = []
     rows: list[RequestDelta] = []
     for delta in deltas:
-        if delta.prompt_logprobs is not None:  # those of a prompt come before its first token
+        if delta.prompt_logprobs is not None:  # these must stay before the first token
             return Stepped(steps, waits, rows=deltas)
         if delta.finish_reason is None and delta.logprobs is None and delta.prompt is None:
             ids.append(delta.request_id)
@@ -202,8 +202,8 @@ def stepped(steps: int, waits: bool, deltas: Sequence[RequestDelta]) -> Stepped:
 
 
 def split_logprobs(delta: RequestDelta) -> Iterator[RequestDelta]:
-    """Split the log probabilities of a long prompt over several deltas, the last of which has the
-    rest: the reader's event loop serves others in between."""
+    """Split the log probabilities of a long prompt over several deltas, so that the reader's event
+    loop serves other requests in between. The last one has the rest of the delta."""
     logprobs = delta.prompt_logprobs or []
     length = max(1, MAX_VALUES // (1 + len(logprobs[-1].top))) if logprobs else 1
     while len(logprobs) > length:
@@ -238,7 +238,7 @@ class FrameReader:
         together with the last data.
 
         Raises:
-            WireError: a frame that is too long.
+            WireError: a frame is too long.
         """
         bodies: list[bytes] = []
         for _ in range(_READS):
@@ -273,7 +273,8 @@ class FrameReader:
         return bodies
 
     def _wanted(self) -> int:
-        """Return bytes of the first frame: a long one is copied once, not with every part of it."""
+        """Return the size of the first frame, so that a long one is copied once, not with each
+        part."""
         if len(self._rest) < 4:
             return 4
         size: int = _HEADER.unpack_from(self._rest)[0]
@@ -281,17 +282,17 @@ class FrameReader:
 
 
 class SendBuffer:
-    """Frames that a non-blocking socket has not taken."""
+    """Bytes of frames that a non-blocking socket has not accepted."""
 
     def __init__(self) -> None:
         self._pending = bytearray()
 
     def __len__(self) -> int:
-        """Number of bytes that the socket has not taken."""
+        """Number of bytes that the socket has not accepted."""
         return len(self._pending)
 
     def send(self, sock: socket.socket, data: bytes) -> None:
-        """Send a frame as far as the socket takes it, and keep the rest.
+        """Send as much of a frame as the socket accepts, and keep the rest.
 
         Raises:
             OSError: the connection is closed.
@@ -304,7 +305,7 @@ class SendBuffer:
         self._pending += data
 
     def flush(self, sock: socket.socket) -> None:
-        """Send what was kept, as far as the socket takes it. Raises OSError as `send`."""
+        """Send as much of the kept bytes as the socket accepts. Raises OSError as `send`."""
         while self._pending:
             with memoryview(self._pending) as view:
                 sent = _send(sock, view[:_RECEIVE])
@@ -344,7 +345,7 @@ class HostSocket:
 
         Raises:
             EOFError: the client has closed the connection.
-            WireError: it sent what is no frame.
+            WireError: it sent an invalid frame.
         """
         if timeout != 0 or self._outbox:
             self._wait(timeout)
@@ -363,7 +364,7 @@ class HostSocket:
             raise EOFError from None
 
     def close(self) -> None:
-        """Close the socket, after unsent bytes as long as the client reads them."""
+        """Close the socket, after sending unsent bytes as long as the client reads them."""
         try:
             left = 0
             while self._outbox and len(self._outbox) != left:
@@ -388,7 +389,7 @@ class ClientSocket:
 
     Args:
         take: takes the messages received at once.
-        lost: takes the reason why the connection is of no more use.
+        lost: takes the reason why the connection cannot be used any more.
     """
 
     def __init__(
@@ -407,7 +408,7 @@ class ClientSocket:
 
     @property
     def num_unsent(self) -> int:
-        """Bytes that the engine has not taken."""
+        """Bytes that the engine has not received."""
         return len(self._outbox)
 
     def send(self, data: bytes) -> None:
