@@ -45,7 +45,7 @@ class Acceptance:
         self._leans = _leans(parents)
         # Newer counts weigh more, which equals a decay of the older ones.
         self._weight = 1.0  # of the newest
-        self._passed = 0  # steps by which the counts have not decayed yet
+        self._passed = 0  # steps for which the counts have not decayed yet
         self._counts = np.zeros((max_num_seqs, 2, drafts))  # by slot: tried, accepted
         self._all = np.zeros((2, drafts))  # of all requests, likewise
         self._common = np.zeros(drafts)

@@ -98,31 +98,30 @@ FIRST, ROOM = 3.0, 12.0
 _WORTH, _KEEP = 1.04, 1.02  # speed-up at which drafts start, and continue
 _LEARN = 6  # steps without drafts at first
 _OFTEN, _LONGEST = 3, 32  # steps with drafts until one without is measured again, least and most
-_STANDS = 4  # steps that a choice holds for, while drafts gain and the requests are the same
-_REST = 8  # steps between two looks at a spent budget
+_STANDS = 4  # steps for which a choice is kept, while drafts gain and the requests are the same
+_REST = 8  # steps between two checks of a spent budget
 _PROBE = 2  # drafts of one request in a trial
 _SAME = 8  # trials in a row with the same request, as a drafter may have to read its text first
 _SURPRISE = 2.0  # a step this many times longer or shorter than expected is examined
 _MOST = 4.0  # steps: most that making drafts, or deciding on them, counts as
-_HELD_UP = 0.25  # of a step, that making drafts may always take longer than usual
+_HELD_UP = 0.25  # of a step: allowed extra time for making drafts, beyond the usual
 _FOLLOW = 0.2  # weight of a new measurement of the time of deciding
 
 
 @frozen
 class StepFigures:
-    """A step, and the making of the drafts that it judged.
+    """Measurements of a step, and of making the drafts that it checked.
 
     Attributes:
-        slots, drafts, accepted: [rows], of all requests that sampled; drafts judged and accepted.
+        slots, drafts, accepted: [rows], of all requests that sampled; drafts checked and accepted.
         seconds: of the step, without making drafts.
-        making: seconds of deciding on the drafts and making them, also if there were none to be
-            found.
-        asked: most drafts of a request that were asked for; 0: the drafter was left alone.
-        pure: no request was reading its prompt, so the time is the decoding requests' own.
+        making: seconds of deciding on the drafts and making them, even if none were found.
+        asked: most drafts requested for a request; 0: the drafter was not called.
+        pure: no request was reading its prompt, so only decoding requests caused the time.
         paths: [rows, most drafts of a request], which drafts were accepted if they form a tree;
             None: the first ones.
-        guessed: [rows], whose drafts were guesses; those of the others were certain, and tell
-            nothing of later ones. None: all.
+        guessed: [rows], whose drafts were guesses; drafts of other rows were certain, so they say
+            nothing about later ones. None: all.
     """
 
     slots: _Ids
@@ -146,7 +145,7 @@ class DraftControl:
     def __init__(self, max_num_seqs: int, max_drafts: int, max_draft_rows: int) -> None:
         """
         Args:
-            max_drafts: of a request. max_draft_rows: of all requests, in one step.
+            max_drafts: per request. max_draft_rows: of all requests in one step.
         """
         self.budget = LossBudget()
         self._acceptance = Acceptance(max_num_seqs, range(-1, max_drafts))
@@ -154,22 +153,22 @@ class DraftControl:
         self._costs = StepCosts(max_drafts, max_draft_rows)
         self._max_draft_rows = max_draft_rows
         self._numbers = np.arange(max_drafts)
-        self._opened = False  # the budget has what it begins with
-        self._drafting = False  # so did the last step
-        self._gained = False  # the last one with drafts did so, and nothing speaks against more
-        self._hoped = False  # once, since the budget was spent, though it did not
-        self._weighed = False  # `limits` has compared what there is to choose
+        self._opened = False  # the budget has its initial value
+        self._drafting = False  # the last step had drafts
+        self._gained = False  # the last step with drafts gained, and the next may draft again
+        self._hoped = False  # `_gained` was set once despite a loss, since the budget was spent
+        self._weighed = False  # `limits` has compared the possible choices
         # Steps without drafts since the last one that `passed` accounted for, and their seconds.
         self._rested, self._time = 0, 0.0
         self._rest = 0  # steps that `passed` only counts
         self._without = 0  # steps with drafts since the last one without
-        self._longest = _OFTEN  # of those until the next one without
-        self._deciding = 0.0  # seconds that it takes
-        self._ceiling = math.inf  # seconds that a step without drafts counts as at most
-        self._known = np.zeros(max_num_seqs, np.bool_)  # slots for which drafts were asked for
-        self._reading = False  # last time, not so for all of them
-        self._turn = 0  # whose turn it is to try
-        # The last choice that was weighed, for whom, and for how many more steps it stands.
+        self._longest = _OFTEN  # limit of `_without`
+        self._deciding = 0.0  # seconds that deciding takes
+        self._ceiling = math.inf  # upper bound of the seconds counted for a step without drafts
+        self._known = np.zeros(max_num_seqs, np.bool_)  # slots for which drafts were requested
+        self._reading = False  # the last choice included slots not in `_known` before
+        self._turn = 0  # number of trials, which selects the request
+        # The last choice from a comparison, its requests, and for how many more steps it is kept.
         self._choice, self._chosen_for, self._stands = np.zeros(0, np.int64), b"", 0
 
     def follow(self, parents: Sequence[int]) -> None:
@@ -182,23 +181,23 @@ class DraftControl:
         self._numbers = np.arange(len(parents) - 1)
 
     def enter(self, slot: int) -> None:
-        """Reset a slot for a new request, and decide anew as soon as the budget allows: drafts may
-        pay for it."""
+        """Reset a slot for a new request, and decide again as soon as the budget allows: drafts may
+        pay off for it."""
         self._acceptance.forget(slot)
         self._known[slot] = False
         self._stands = self._rest = 0
         self.budget.needed = 0.0
 
     def passed(self, requests: int, seconds: float, *, pure: bool) -> bool:
-        """Record a step without drafts, for which the drafter was not asked for any.
+        """Record a step without drafts for which the drafter was not called.
 
-        Where drafts do not pay, nearly all steps are such, so this is cheap.
+        If drafts do not pay off, nearly all steps are like this, so it is cheap.
 
         Args:
-            requests: that sampled. seconds, pure: see `StepFigures`.
+            requests: number that sampled. seconds, pure: see `StepFigures`.
 
         Returns:
-            Whether to ask for `limits`; else no request gets drafts.
+            Whether to call `limits`; else no request gets drafts.
         """
         self._rested += 1
         self._time += min(seconds, self._ceiling)
@@ -215,7 +214,7 @@ class DraftControl:
         return may and self._costs.num_plain(requests) >= _LEARN
 
     def decided(self, seconds: float) -> None:
-        """Take in how long it took to find that no request gets drafts."""
+        """Record how long it took to decide that no request gets drafts."""
         # If it takes much longer than before, something else delayed it.
         seconds = min(seconds, 2 * self._deciding or self._ceiling / _MOST)
         if self._weighed:
@@ -250,10 +249,10 @@ class DraftControl:
         self._account(step, drafts)
 
     def _account(self, step: StepFigures, drafts: int) -> None:
-        """Charge the budget with what drafts gained or lost."""
+        """Add the gain or loss of drafts to the budget."""
         requests = len(step.slots)
         plain = self._costs.plain(requests)
-        if plain is None:  # only the time of making them is known
+        if plain is None:  # only the time for making drafts is known
             self.budget.spend(step.making)
             return
         making = min(step.making / plain, _MOST)
@@ -273,15 +272,15 @@ class DraftControl:
             time = self._costs.observe_drafts(requests, drafts, ratio, step.asked, making)
             self._without += 1
             if not expected / _SURPRISE < ratio < expected * _SURPRISE:
-                self._without = self._longest  # perhaps a step without drafts has changed as well
-        else:  # its time is that of prompts, too, or its time without drafts is unknown
+                self._without = self._longest  # steps without drafts may have changed as well
+        else:  # prompts took part of its time, or its time without drafts is unknown
             time, tokens = expected, tokens if known else 1.0
         usual = self._costs.making_at(requests, step.asked)
-        if not self._reading:  # what takes much longer was delayed by something else
+        if not self._reading:  # a much longer time means that something else caused a delay
             making = min(making, _SURPRISE * usual + _HELD_UP)
         self.budget.settle(tokens * plain, (time + making) * plain, ROOM * plain)
         self._gained = tokens > time + making
-        # If reading a text caused the loss, the next drafts show whether it pays.
+        # If reading a text caused the loss, the next drafts show whether they pay off.
         if self._reading and not self._hoped:
             self._gained = self._hoped = tokens > time + min(making, usual)
         if self.budget.left > 0:
@@ -330,7 +329,7 @@ class DraftControl:
         return self._noted(slots, self._probe(room, plain))
 
     def _noted(self, slots: _Ids, limits: _Ids) -> _Ids:
-        """Return the limits, and note whether the drafter has to read the text of a new request,
+        """Return the limits, and note whether the drafter must read the text of a new request,
         which takes time."""
         some = slots[limits > 0]
         self._reading = bool(np.count_nonzero(self._known[some]) < len(some))
@@ -339,7 +338,8 @@ class DraftControl:
         return limits
 
     def _best(self, slots: _Ids, room: _Ids) -> tuple[_Ids, float]:
-        """Return the fastest choice among the best drafts of each number, and its speed-up."""
+        """For each number of drafts, consider the best ones; return the fastest choice and its
+        speedup."""
         requests, deepest = len(slots), int(room.max())
         places = int(room.sum())
         most = min(places, self._max_draft_rows, self._costs.reach(requests))
@@ -359,11 +359,11 @@ class DraftControl:
         return np.bincount(chosen, minlength=requests), float(speed_ups[best])
 
     def _probe(self, room: _Ids, plain: float) -> _Ids:
-        """A few drafts for one request, if the budget can pay for them all being wrong."""
+        """Choose a few drafts for one request, if the budget covers the case that all are wrong."""
         limits = np.zeros_like(room)
         able = room.nonzero()[0]
         if not len(able):
-            self.budget.needed = self.budget.left  # first earn what deciding took
+            self.budget.needed = self.budget.left  # the time of deciding must be earned first
             return limits
         requests = len(room)
         time = self._costs.judging_at(requests, _PROBE) + self._costs.making_at(requests, _PROBE)

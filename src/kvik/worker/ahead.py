@@ -1,4 +1,4 @@
-"""What loading can begin before torch is imported, which takes most of a second on one core.
+"""Parts of loading that run while torch is imported, which takes most of a second on one core.
 
 Does not import torch.
 """
@@ -20,23 +20,23 @@ from kvik.files import is_gguf, regular
 if TYPE_CHECKING:
     import numpy as np
 
-PIECE = 16 << 20  # bytes of memory that are made present before the thread looks whether to stop
+PIECE = 16 << 20  # bytes of memory touched between checks whether to stop
 PAGE, HUGE = 4096, 2 << 20
-MOST_READ = 4 << 30  # bytes of files that are asked for: a disk gives no more in that time
+MOST_READ = 4 << 30  # bytes of files to read ahead: a disk reads no more in that time
 ENDINGS = (".safetensors", ".bin")
 
 
 class LoadAhead:
-    """A thread that lets the system read the files of the weights, and takes the memory for them.
+    """A thread that makes the system read the weight files ahead, and allocates memory for them.
 
-    A page of memory is made when it is first written, which takes about 0.1 ms for each MB, and
-    several times that in a virtual machine that has to ask its host for it.
+    The system provides a page of memory when it is first written. That takes about 0.1 ms per MB,
+    and several times that in a virtual machine that must request it from its host.
     """
 
     def __init__(self, config: ResolvedConfig, rank: int = 0) -> None:
         """
         Args:
-            rank: of this process in its group, whose first one lets the files be read for all.
+            rank: of this process in its group; rank 0 reads the files ahead for all.
 
         Raises:
             MemoryError: the address space is too small.
@@ -50,8 +50,8 @@ class LoadAhead:
         self._thread.start()
 
     def memory(self) -> np.ndarray | None:
-        """End the thread and hand over the memory, [bytes] uint8 zeros; None: none was taken, or
-        it was handed over before."""
+        """End the thread and hand over the memory, [bytes] uint8 zeros; None: none was allocated,
+        or it was handed over before."""
         self._stopping = True
         self._thread.join()
         taken, self._memory = self._memory, None
@@ -69,24 +69,24 @@ class LoadAhead:
         memory = self._memory
         if memory is None:
             return
-        # The last part stays as it is: weights are planned with some reserve.
+        # The last part is not touched, since the planned size of weights has some reserve.
         for start in range(0, len(memory) // 8 * 7, PIECE):
             if self._stopping:
                 return
-            # Without Python's lock, and page by page, so that other threads may take memory too.
+            # numpy releases Python's lock, and touching page by page lets other threads allocate.
             memory[start : start + PIECE : PAGE] = 0
 
 
 def _weight_memory(config: ResolvedConfig) -> np.ndarray | None:
-    """Return memory of the size of the weights; None: they are mapped, a stage has some of the
-    layers, or they are not loaded by the native kernels."""
+    """Return memory of the size of the weights; None: they are mapped, this is a pipeline, or the
+    kernels are not native."""
     runner = config.runner
     mapped = config.model.built is not None or runner.engine_cache is not None
     if runner.kernels != "native" or mapped or runner.stages or sys.platform != "linux":
         return None
     import numpy as np
 
-    # As the native kernels allocate; importing them would wait for torch.
+    # The same as in the native kernels, which cannot be imported before torch.
     size = config.memory.weights // runner.ranks
     try:
         pages = mmap.mmap(-1, size + HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -99,7 +99,7 @@ def _weight_memory(config: ResolvedConfig) -> np.ndarray | None:
 
 
 def _weight_files(path: Path) -> Iterator[Path]:
-    """Yield files until they have more bytes than are asked for."""
+    """Yield files until they have more bytes than are read ahead."""
     files = [path] if is_gguf(path) else sorted(path.iterdir()) if path.is_dir() else []
     read = 0
     for file in files:
@@ -112,7 +112,7 @@ def _weight_files(path: Path) -> Iterator[Path]:
 
 
 def _ask_for(file: Path) -> None:
-    """Let the system read a file; what is wrong with it is found out by who loads it."""
+    """Make the system read a file ahead; errors are reported when it is loaded."""
     if sys.platform != "linux":
         return
     with suppress(OSError), open(file, "rb", opener=regular) as opened:

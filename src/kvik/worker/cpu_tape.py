@@ -32,7 +32,7 @@ class CpuTape:
         self.network = network
         self.inputs = inputs
         self._planted = False  # the inputs have trees of drafts
-        # Of the output by tokens and samples: most steps are as large as one not long ago.
+        # Views of the output by (tokens, samples): most steps have the size of a recent one.
         self._parts: dict[tuple[int, int], StepOutput] = {}
 
     @staticmethod
@@ -77,11 +77,11 @@ class CpuTape:
         return False
 
     def run(self, batch: InputBatch) -> StepOutput:
-        """The batch must lie in the inputs that were recorded."""
+        """Run a step. The batch must be in the recorded inputs."""
         return self.replay(*_size(batch))
 
     def replay(self, step: RunStep, planted: bool) -> StepOutput:
-        """Run a step whose inputs lie where they were recorded.
+        """Run a step whose inputs are in the recorded memory.
 
         Args:
             planted: it has trees of drafts.
@@ -93,7 +93,7 @@ class CpuTape:
         return self._cut(tokens, samples) if part is None else part
 
     def plant(self, planted: bool) -> None:
-        """Take away trees that an earlier step has left in the inputs."""
+        """Clear trees that an earlier step left in the inputs, if this step has none."""
         if self.inputs.trees:
             if self._planted and not planted:
                 self.inputs.whole("tree").zero_()
@@ -114,7 +114,7 @@ class CpuTape:
 
 
 class GroupTape:
-    """A recorded forward of the first process: it tells the others before each step."""
+    """A recorded forward of the first process, which starts each step in the others too."""
 
     def __init__(self, tape: CpuTape, others: Others) -> None:
         self._tape, self._others = tape, others
@@ -128,7 +128,7 @@ class GroupTape:
     def run(self, batch: InputBatch) -> StepOutput:
         """
         Raises:
-            GroupLost: one of the others is gone.
+            GroupLost: one of the other processes is gone.
         """
         return self.replay(*_size(batch))
 

@@ -1,16 +1,16 @@
-"""The disk tier: pages as files, which outlive the engine and are shared by engines alike.
+"""The disk tier: pages as files, which outlive the engine and are shared by equal engines.
 
     <folder>/<fingerprint>/<hh>/<hash>-<group>.kv
 
-The fingerprint is of all that keys and values depend on beside tokens, so engines with another one
-do not see each other's pages, but share the quota. A file is written under a name that begins with
-a dot, and renamed; nothing is synchronised, as a torn page fails its checksum. What is short,
-foreign or changed is a page that is not there, and is deleted.
+The fingerprint covers everything that keys and values depend on except tokens. Engines with
+different fingerprints do not see each other's pages, but share the quota. A file is written under a
+name that begins with a dot, then renamed; nothing is synchronised, since a torn page fails its
+checksum. A page that is too short, foreign or changed counts as missing, and is deleted.
 
-One thread scans the names, writes and deletes; loads read in threads of their own. `usage` holds
-the bytes of all files of the folder, those being written included. Who changes it locks it, so that
-several engines together stay within the quota. An engine that is alone counts anew when it starts,
-and others wait for that before they write.
+One thread scans the names, writes and deletes; loads read in separate threads. `usage` holds the
+total bytes of all files of the folder, including files being written. Every change of it takes a
+lock, so that several engines together stay within the quota. An engine that is alone counts again
+when it starts, and others wait for that before they write.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from kvik.nn.pages import PageName, is_good, seal
 log = logging.getLogger(__name__)
 
 OPTION = "kv_tiers"
-MAX_WAITING = 256 << 20  # bytes that wait to be written, those of preempted requests included
-MAX_SPARE = 16 << 20  # bytes to copy pages into, of each size: new memory takes longer than a copy
-CLOSE_SECONDS = 10.0  # for what is still to be written at the end
-LOOK_SECONDS = 5.0  # between looks for pages of other engines
-LOCK_SECONDS = 5.0  # for `usage`, which others hold for two calls of the system
+MAX_WAITING = 256 << 20  # bytes that wait to be written, including those of preempted requests
+MAX_SPARE = 16 << 20  # bytes of spare buffers per page size: allocating takes longer than copying
+CLOSE_SECONDS = 10.0  # for pending writes at the end
+LOOK_SECONDS = 5.0  # between scans for pages of other engines
+LOCK_SECONDS = 5.0  # for the lock of `usage`, which others hold for two system calls
 COUNT_SECONDS = 120.0  # for another engine that counts
-OLD_SECONDS = 3600.0  # since a page was used: then its time is set anew when it is read
+OLD_SECONDS = 3600.0  # since the last use of a page, after which reading it updates its time
 USAGE, USERS = "usage", "users"
 _NAME = re.compile(r"([0-9a-f]{32})-(\d{1,4})\.kv")
 _FINGERPRINT = re.compile(r"[0-9a-f]{32}")
@@ -97,17 +97,17 @@ class DiskTier:
         self._scanned = False
         self._off = ""
         self._told = self._told_off = False
-        # What makes room, oldest first: time of change, path, key if it is of this fingerprint.
+        # Pages to delete for new ones, oldest first: mtime, path, key if of this fingerprint.
         self._oldest: deque[tuple[int, Path, PageKey | None]] = deque()
-        self._list_again = 0.0  # not before
-        self._looked: dict[str, int] = {}  # folder -> its time of change when it was listed
-        self._listed: dict[str, set[PageKey]] = {}  # the same -> pages
+        self._list_again = 0.0  # earliest time of the next listing for `_oldest`
+        self._looked: dict[str, int] = {}  # folder -> its mtime when it was listed
+        self._listed: dict[str, set[PageKey]] = {}  # folder -> its pages
         self._end = threading.Event()
-        # In order: what is stored after it was dropped stays. A page with its parent is written.
-        # None: tell of all pages.
+        # In order, so that a page stored after it was dropped stays. (key, (parent, page)): write
+        # it; (key, None): delete it; None: report all pages.
         self._jobs: Queue[tuple[PageKey, tuple[bytes, np.ndarray] | None] | None] = Queue()
         self._waiting = 0  # bytes that wait to be written
-        self._spare: dict[int, list[np.ndarray]] = {}  # by size: what was written
+        self._spare: dict[int, list[np.ndarray]] = {}  # size -> buffers of written pages
         self._news = threading.Event()
         self._thread = threading.Thread(target=self._work, name="pages-disk", daemon=True)
         self._thread.start()
@@ -269,7 +269,7 @@ class DiskTier:
             self._stored.append(key)
 
     def _scan(self) -> None:
-        """Find what there is. Who is alone counts the bytes of all of it."""
+        """List the pages on disk. An engine that is alone also counts the bytes of all files."""
         alone = _lock_now(self._users, fcntl.LOCK_EX)
         if not alone:
             self._wait_for_lock(self._users, fcntl.LOCK_SH, COUNT_SECONDS)
@@ -283,7 +283,7 @@ class DiskTier:
                 for entry, found in _stats(shelf):
                     named = _NAME.fullmatch(entry.name)
                     if named is None or not stat.S_ISREG(found.st_mode):
-                        if alone and entry.name.startswith("."):  # an engine died that wrote it
+                        if alone and entry.name.startswith("."):  # an engine died while writing it
                             os.unlink(entry.path)
                         continue
                     total += found.st_size
@@ -311,8 +311,7 @@ class DiskTier:
         self._news.set()
 
     def _look(self) -> None:
-        """Find pages that other engines have stored since the last look, and miss what they have
-        deleted."""
+        """Find pages that other engines have stored or deleted since the last scan."""
         found: list[PageKey] = []
         lost: list[PageKey] = []
         for shelf in _folders(self._own, None):
@@ -333,16 +332,16 @@ class DiskTier:
     # -- bytes -----------------------------------------------------------------------------------
 
     def _make_room(self, size: int) -> bool:
-        """Add to the bytes that are used, if they stay within the quota. Pages of engines with
-        other fingerprints that were there at the start make room, the oldest first; later, where
-        such engines share the quota, the oldest of all."""
+        """Add to the bytes in use, if they stay within the quota. To make room, pages with other
+        fingerprints that were there at the start are deleted first, oldest first; later, if such
+        engines share the quota, the oldest pages of all."""
         while not self._change_usage(size):
             if not self._oldest and not (size and self._list_oldest()):
                 return False
             changed, path, key = self._oldest.popleft()
             with contextlib.suppress(FileNotFoundError):
                 if path.lstat().st_mtime_ns != changed:
-                    continue  # it was used since, or is written anew
+                    continue  # it has been used or written since
                 self._remove(path)
                 if key is not None:
                     self._listed.get(path.parent.name, set()).discard(key)
@@ -351,8 +350,8 @@ class DiskTier:
         return True
 
     def _list_oldest(self) -> bool:
-        """List all pages. Returns whether one can make room; where all are of this fingerprint, who
-        knows when they were used decides that."""
+        """List all pages for `_oldest`. Returns whether one can be deleted: if all have this
+        fingerprint, the engine decides, since it knows when they were used."""
         if time.monotonic() < self._list_again:
             return False
         pages: list[tuple[int, Path, PageKey | None]] = []
@@ -389,9 +388,10 @@ class DiskTier:
                 fcntl.flock(self._usage, fcntl.LOCK_UN)
 
     def _wait_for_lock(self, file: int, kind: int, seconds: float) -> None:
-        """
+        """Wait for a lock.
+
         Raises:
-            OSError: another engine holds it too long, or this one ends.
+            OSError: another engine holds it too long, or this tier is turned off.
         """
         until = time.monotonic() + seconds
         while not _lock_now(file, kind):
@@ -427,28 +427,28 @@ class DiskTier:
         return Path(*self._place(key))
 
     def _place(self, key: PageKey) -> tuple[str, str]:
-        """Return the folder and the name of a page. Strings, as paths take longer than writing."""
+        """Return the folder and the name of a page, as strings: `Path` is slower than writing."""
         name = key[1].hex()
         return f"{self._own}/{name[:2]}", f"{name}-{key[0]}.kv"
 
 
 class ReplayTier:
-    """What a replay has of a disk tier: pages that it stored itself, else those of the folder, of
-    which nothing is changed. See `PageFolder`.
+    """The disk tier of a replay: reads pages that the replay stored, else those of the folder,
+    which it does not change. See `PageFolder`.
 
-    Its own pages lie in a file without a name, as a disk tier may be larger than memory. They take
-    no more than the tier did, since what that dropped is dropped.
+    Its own pages are in an unnamed file, since a disk tier may be larger than memory. They take no
+    more space than in the recorded tier, since pages dropped there are dropped here.
     """
 
     def __init__(self, folder: str, fingerprint: bytes, quota: int) -> None:
         """
         Args:
-            quota: bytes that its own pages take at most.
+            quota: most bytes of its own pages.
         """
         self._own = Path(folder).expanduser().absolute() / fingerprint.hex()
         self._fingerprint = fingerprint
         self._left = quota
-        self._file: int | None = None  # its number; made with the first page
+        self._file: int | None = None  # file descriptor; opened for the first page
         self._end = 0
         self._pages: dict[PageKey, tuple[int, int]] = {}  # offset, bytes
         self._free: dict[int, list[int]] = {}  # by bytes: offsets
@@ -554,9 +554,10 @@ class ComputedPages(ReplayTier):
 
 
 def _check_ours(path: Path) -> None:
-    """
+    """Check that a folder is private to this user.
+
     Raises:
-        ConfigError: a folder is not ours alone.
+        ConfigError: it is not.
     """
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode):
@@ -569,7 +570,7 @@ def _check_ours(path: Path) -> None:
 
 
 def _folders(path: Path, pattern: re.Pattern[str] | None) -> list[Path]:
-    """Return the folders in a folder whose names match."""
+    """Return the subfolders whose names match."""
     with os.scandir(path) as entries:
         return [
             path / entry.name
@@ -585,7 +586,7 @@ def _files(path: Path) -> list[os.DirEntry[str]]:
 
 
 def _stats(path: Path) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
-    """Yield the files in a folder with their facts, without those that are gone meanwhile."""
+    """Yield the files in a folder with their stat results; files deleted meanwhile are skipped."""
     for entry in _files(path):
         with contextlib.suppress(FileNotFoundError):
             yield entry, entry.stat(follow_symlinks=False)

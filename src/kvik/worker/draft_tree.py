@@ -1,11 +1,11 @@
 """A tree of drafts that is the same for every request: only its tokens change from step to step.
 
-Node 0 is the newest token of a request; all others are drafts, and a node's drafts follow from the
-path to it: at depth d the `ranks`-th likeliest token of what predicts d tokens ahead. Parents stand
-before their children, so the first n nodes of a tree are a tree as well.
+Node 0 is the newest token of a request; all others are drafts. A node at depth d is the `ranks`-th
+likeliest token of the prediction d tokens ahead. Parents come before their children, so the first n
+nodes of a tree are a tree as well.
 
-In a step the nodes of a request lie one after another, in node order, both in the batch and in the
-cache; node i stands for the position of node 0 plus its depth.
+In a step the nodes of a request are contiguous and in node order, both in the batch and in the
+cache; node i has the position of node 0 plus its depth.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ MAX_NODES = 63  # a node's ancestors are the bits of a word, whose sign is not u
 
 @dataclass(frozen=True)
 class DraftTree:
-    """Attributes:
-    parents: of each node, node 0 included, whose parent is -1.
-    ranks: of each node, which of the candidates at its depth it is, 0 the likeliest; 0 of node 0.
+    """The shape of a tree of drafts.
+
+    Attributes:
+        parents: of each node; node 0 has -1.
+        ranks: of each node: which candidate at its depth it is, 0 the likeliest. 0 for node 0.
     """
 
     parents: tuple[int, ...]
@@ -45,14 +47,15 @@ class DraftTree:
 
     @staticmethod
     def chain(drafts: int) -> DraftTree:
-        """Return one path of a number of drafts."""
+        """Return the tree that is a single path of `drafts` drafts."""
         return DraftTree(tuple(range(-1, drafts)), (0,) * (drafts + 1))
 
     @staticmethod
     def best(accuracies: Sequence[Sequence[float]], drafts: int) -> DraftTree:
-        """Return the tree of at most this many drafts that accepts most, as in Medusa (Cai et al.
-        2024, section 2.3): a node is worth the product of the accuracies along its path, and grows
-        where the next node is worth most. Its nodes fall in worth, so its first n are the best n.
+        """Return the tree of at most `drafts` drafts with the most accepted drafts on average, as
+        in Medusa (Cai et al. 2024, section 2.3): a node's worth is the product of the accuracies
+        along its path, and the node of highest worth is added next. So the first n nodes are always
+        the best n.
 
         Args:
             accuracies: [depths][ranks], how often the r-th likeliest token at depth d + 1 is right.
@@ -78,11 +81,10 @@ class DraftTree:
         return DraftTree(tuple(parents), tuple(ranks))
 
     def worth(self, accuracies: Sequence[Sequence[float]]) -> float:
-        """Return how many drafts of it are accepted on average, if depths are right independently
-        of each other.
+        """Return how many of its drafts are accepted on average, if the depths are independent.
 
         Args:
-            accuracies: as of `best`.
+            accuracies: see `best`.
         """
         worths = [1.0]
         for node in range(1, len(self.parents)):
@@ -92,7 +94,7 @@ class DraftTree:
 
     @property
     def drafts(self) -> int:
-        """Nodes beside node 0."""
+        """Number of nodes without node 0."""
         return len(self.parents) - 1
 
     @cached_property
@@ -105,13 +107,13 @@ class DraftTree:
 
     @cached_property
     def reach(self) -> tuple[int, ...]:
-        """[nodes]: the greatest depth among the first n drafts, for each n."""
+        """[nodes]: [n] is the greatest depth among the first n drafts."""
         return tuple(np.maximum.accumulate(self.depths).tolist())
 
     @cached_property
     def words(self) -> np.ndarray:
-        """[nodes] int64: bit j says whether node j is the node itself or an ancestor of it. What
-        `StepLayout.tree` holds for the tokens of a request; never 0."""
+        """[nodes] int64: bit j is set if node j is the node itself or an ancestor. The values of
+        `StepLayout.tree` for the tokens of a request; never 0."""
         words = np.zeros(len(self.parents), np.int64)
         for node, parent in enumerate(self.parents):
             words[node] = 1 << node | (int(words[parent]) if node else 0)
@@ -122,10 +124,10 @@ class DraftTree:
         return DraftTree(self.parents[: drafts + 1], self.ranks[: drafts + 1])
 
     def last_valid(self, drafts: Sequence[int], valid: Callable[[Sequence[int]], int]) -> int:
-        """Return the last node whose path may follow; 0: that of no draft.
+        """Return the last node whose path may follow; 0: no draft may.
 
         Args:
-            drafts: of the first nodes behind node 0.
+            drafts: tokens of the first nodes after node 0.
             valid: tokens -> how many of them, from the first on, may follow.
         """
         allowed = [True]

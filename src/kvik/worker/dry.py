@@ -1,9 +1,9 @@
-"""DRY ("don't repeat yourself"): tokens that would go on repeating the text become less likely.
+"""DRY ("don't repeat yourself"): tokens that would continue a repetition become less likely.
 
-A token that followed an earlier occurrence of the last L tokens loses multiplier * base^(L -
-allowed_length) of its logit, from L = allowed_length on; of several occurrences the longest counts.
-Matches do not reach over a sequence breaker, and breakers lose nothing. As llama.cpp and
-text-generation-webui define it (p-e-w 2024, oobabooga/text-generation-webui#5677).
+If the last L >= allowed_length tokens occurred before, multiplier * base^(L - allowed_length) is
+subtracted from the logit of the token that followed; of several occurrences the longest counts.
+Matches do not cross a sequence breaker, and breakers are not penalised. Defined as in llama.cpp and
+text-generation-webui (p-e-w 2024, oobabooga/text-generation-webui#5677).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvik.core.sampling_params import SamplingParams
 from kvik.worker.logits_rules import NO_BIAS, Bias, Rule
 
-LARGEST = 1e30  # of a penalty: the power soon leaves the range of a float
+LARGEST = 1e30  # largest penalty: the power soon exceeds the range of a float
 
 
 class Dry(Rule):
@@ -40,7 +40,7 @@ class Dry(Rule):
         if self._last_n > 0:
             text = text[-self._last_n :]
         self._ids = np.array(text, np.int64)
-        # [i]: how many tokens up to the i-th equal as many at the end of the text
+        # [i]: length of the longest match between tokens up to the i-th and the end of the text
         self._lengths = np.minimum(_suffix_matches(text), self._since_breaker(text))
 
     @staticmethod
@@ -70,25 +70,26 @@ class Dry(Rule):
         return tokens, -penalties.astype(np.float32)
 
     def _since_breaker(self, text: Sequence[int]) -> int:
-        """Return how many tokens stand at the end of a text, behind the last breaker."""
+        """Return how many tokens follow the last breaker of a text."""
         count = takewhile(lambda token: token not in self._breakers, reversed(text))
         return sum(1 for _ in count)
 
     def _after(
         self, ids: NDArray[np.int64], lengths: NDArray[np.int64], token: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the text and its matches with one token more."""
+        """Return the text and its matches with one more token."""
         ids = np.append(ids, token)
         if token in self._breakers:
             return ids, np.zeros(len(ids), np.int64)
-        longer = np.append(0, lengths) + 1  # the match that ended one token earlier goes on
+        longer = np.append(0, lengths) + 1  # continues the match that ended one token earlier
         return ids, np.where(ids == token, longer, 0)
 
 
 def _suffix_matches(text: Sequence[int]) -> NDArray[np.int64]:
-    """Return for each token how many up to it equal as many at the end of the text.
+    """Return for each token the length of the longest match between tokens up to it and the end of
+    the text.
 
-    The Z function of the text read backwards (Gusfield 1997, section 1.3), in linear time.
+    The Z function of the reversed text (Gusfield 1997, section 1.3), in linear time.
     """
     back, size = text[::-1], len(text)
     found = [size] * min(size, 1) + [0] * (size - 1)

@@ -1,9 +1,9 @@
-"""The cache of engine folders (`engine_cache`): weights are loaded once, kept as they then lie in
-memory, and mapped at the next start.
+"""The cache of engine folders (`engine_cache`): weights are loaded once, stored with their layout
+in memory, and mapped at the next start.
 
 An entry is a folder with weights.bin and engine.json, as `kvik build` makes them, and source.json,
-which says what it was made from. Its name has the hash of that. An entry that cannot be used is
-made again, and a folder that cannot be written costs nothing but the next start: both only warn.
+which names what it was made from. Its name contains the hash of that. An entry that cannot be used
+is made again; a folder that cannot be written only makes the next start slow. Both only warn.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from kvik.version import __version__
 
 SOURCE = "source.json"
 ENDS = 1 << 20  # bytes hashed at the beginning and at the end of a file of weights
-DESCRIPTION = ("config.json", "model.safetensors.index.json")  # hashed whole, as all small files
+DESCRIPTION = ("config.json", "model.safetensors.index.json")  # small, so hashed whole
 
 log = logging.getLogger(START_LOG)
 
 
 class EngineCache:
-    """The entry of one model, as loaded with these options."""
+    """The entry of one model, loaded with certain options."""
 
     def __init__(self, folder: Path, source: dict[str, object]) -> None:
         self._folder = folder
         self._source = source
 
     def stored(self, packing: Packing) -> MappedStorage | None:
-        """Return the weights of the entry; None: there is none that can be used."""
+        """Return the weights of the entry; None: it does not exist or cannot be used."""
         if not self._folder.exists():
             return None
         try:
@@ -70,14 +70,14 @@ class EngineCache:
         return None
 
     def is_bad(self, reason: str) -> None:
-        """Warn that the entry is made again."""
+        """Warn that the entry cannot be used and is made again."""
         reason = reason.partition(". Build it again")[0]
         log.warning("engine_cache: %s cannot be used and is made again (%s)", self._folder, reason)
 
     def keep(
         self, runner: RunnerConfig, quantization: str, storage: FreshStorage, packing: Packing
     ) -> None:
-        """Write what was loaded as the entry, in place of one that was there."""
+        """Write the loaded weights as the entry, replacing an existing one."""
         try:
             with writing_whole_folder(self._folder) as draft:
                 with (draft / WEIGHTS).open("wb") as file:
@@ -98,8 +98,8 @@ class EngineCache:
 def manifest_of(
     runner: RunnerConfig, quantization: str, packing: Packing, written: Written
 ) -> Manifest:
-    """Return the manifest of weights that were loaded with these options and written here. Of the
-    folder's files it names the weights alone."""
+    """Return the manifest of weights that were loaded with these options and written here. Its only
+    file is that of the weights."""
     return Manifest(
         kvik=__version__,
         kernels=runner.kernels,
@@ -117,11 +117,11 @@ def manifest_of(
 def cache_of(
     runner: RunnerConfig, path: Path, quantization: str, packing: Packing
 ) -> EngineCache | None:
-    """Return the cache entry of a model; None: no cache is wanted.
+    """Return the cache entry of a model; None: there is no cache.
 
     Args:
         path: the model's folder or GGUF file.
-        quantization: of this model, which may be one that drafts.
+        quantization: of this model, which may be a draft model.
 
     Raises:
         ModelError: a file of the model cannot be read.
@@ -146,7 +146,7 @@ def cache_of(
 
 def fingerprints(runner: RunnerConfig) -> str:
     """Return a digest of the files that are loaded, the same for copies of them; "": weights are
-    drawn.
+    random.
 
     Raises:
         ModelError: a file of the model cannot be read.
@@ -160,7 +160,7 @@ def fingerprints(runner: RunnerConfig) -> str:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """Yield the files that decide what is loaded."""
+    """Yield the files that determine what is loaded."""
     if path.is_file():
         yield path
         return
@@ -169,8 +169,8 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def _fingerprint(path: Path) -> dict[str, object]:
-    """Return size, time of the last change, and the hash of both ends: reading all of the weights
-    would take as long as loading them.
+    """Return size, time of the last change, and the hash of both ends; reading everything would
+    take as long as loading.
 
     Raises:
         ModelError: the file cannot be read.

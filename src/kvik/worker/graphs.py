@@ -1,8 +1,8 @@
 """From a batch to logits: eagerly, or by replaying a forward that was captured once.
 
-A small model spends more time in Python and in dispatch than in its kernels. So where it can be,
-its forward is captured at start, and each step replays it. The model itself stays ordinary Python
-and knows nothing of this.
+A small model spends more time in Python and in dispatch than in its kernels. So if possible, its
+forward is captured at start, and each step replays it. The model itself stays ordinary Python and
+is independent of this.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from kvik.worker.group import (
 )
 from kvik.worker.input_batch import InputBatch
 
-# Functions of rows, as draft heads are: called each time, or captured at a ladder of rows.
+# Functions of rows, such as draft heads: called each time, or captured for several row counts.
 
-RowFunction = Callable[..., Tensor]  # of tensors [rows, ...] -> [rows, ...], waiting for nothing
+RowFunction = Callable[..., Tensor]  # of tensors [rows, ...] -> [rows, ...], asynchronous
 
 
 class RowGraph(Protocol):
     def run(self, *inputs: Tensor) -> Tensor:
-        """Return what the function makes of the inputs; valid until it is called again."""
+        """Return the function of the inputs; valid until the next call."""
         ...
 
     def rest(self) -> bool:
@@ -78,9 +78,9 @@ class CapturedRows:
     ) -> None:
         """
         Args:
-            function: no row of its result depends on others. It may do on its first call what
+            function: rows of its result do not depend on each other. Its first call may do what
                 cannot be captured.
-            like: its inputs, of any number of rows.
+            like: examples of its inputs, with any number of rows.
             sizes: numbers of rows, ascending.
             memory: see `Captures`.
         """
@@ -109,7 +109,8 @@ class CapturedRows:
         return self._captures.rest()
 
     def _captured(self, best: int) -> Callable[[], None] | None:
-        """Of the size that fits best, or of one that is not much larger; None: there is none."""
+        """Return the replay of the size that fits best, or of one that is not much larger; None:
+        there is none."""
         captures = self._captures
         replay = captures.captured.get(best)
         if replay is None:
@@ -133,11 +134,13 @@ def _rows(count: int, like: Tensor) -> Tensor:
 
 @frozen
 class StepOutput:
-    """Attributes:
-    hidden: [tokens, hidden], normalised.
-    logits: [sampling rows, vocab] fp32.
-    top, top_ids: [sampling rows] fp32 and int64, the largest logit of each row and its token, as
-        `Ops.largest` says. All are valid until the next step.
+    """The output of a forward; valid until the next step.
+
+    Attributes:
+        hidden: [tokens, hidden], normalised.
+        logits: [sampling rows, vocab] fp32.
+        top, top_ids: [sampling rows] fp32 and int64, the largest logit of each row and its token;
+            see `Ops.largest`.
     """
 
     hidden: Tensor
@@ -148,12 +151,12 @@ class StepOutput:
 
 class Graph(Protocol):
     def prepare(self) -> None:
-        """Before the inputs of a step are laid out: a moment to make later steps faster."""
+        """Spend a moment to make later steps faster; called before the inputs of a step are
+        written."""
         ...
 
     def rest(self) -> bool:
-        """Nothing is to be computed: a longer moment to make later steps faster. Returns whether
-        there is more of this to do."""
+        """Spend idle time to make later steps faster. Returns whether there is more to prepare."""
         ...
 
     def run(self, batch: InputBatch) -> StepOutput:
@@ -163,15 +166,15 @@ class Graph(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineNetwork:
-    """A model, its cache, and what it computes with.
+    """A model, its cache, and the operations it computes with.
 
     Attributes:
         others: the processes that have other shares of the model and its cache, and do the same;
-            None: there are none, or it is not for this process to tell them.
+            None: there are none, or this process does not direct them.
         stage: the layers that are computed here; None: all.
-        earlier: of the last stage, those before it.
-        pooling, pooled: what becomes of hidden states where a vector or score is wanted; None: the
-            model says nothing of it, and nothing comes behind the pooling.
+        earlier: for the last stage, the stages before it.
+        pooling, pooled: how hidden states become a vector or score; None: the model does not
+            specify a pooling, or there is no head after it.
         generates: it has logits of tokens.
     """
 
@@ -196,11 +199,11 @@ class EngineNetwork:
         logits_indices: Tensor,
         entered: Tensor | None = None,
     ) -> StepOutput:
-        """One forward over a step; the head only for rows that sample.
+        """Run the forward of a step; the head only for rows that sample.
 
         Args:
-            entered: [tokens, hidden] of the stage before this one, if there is one. What a stage
-                has made that is not the last is the `hidden` of its output.
+            entered: [tokens, hidden] of the stage before this one, if there is one. A stage that is
+                not the last returns its result as `hidden`.
         """
         metadata = tuple(
             self.backend.plan(layout, group.spec.window if group.layers else None)
@@ -222,7 +225,7 @@ class EngineNetwork:
         return StepOutput(hidden, logits, *self.ops.largest(logits))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Of rows of `StepOutput.hidden`: [rows, hidden] -> [rows, vocab] fp32."""
+        """Return logits of rows of `StepOutput.hidden`: [rows, hidden] -> [rows, vocab] fp32."""
         if self.others is None:
             return self.model.logits(hidden)
         hidden = self.others.share(hidden)
@@ -255,7 +258,7 @@ class EngineNetwork:
         self.states.copy(pairs)
 
     def move(self, group: int, places: np.ndarray) -> None:
-        """Move what the layers of a KV group have stored of some places, in their order.
+        """Move what the layers of a KV group have stored at some places, in order.
 
         Args:
             places: [2, n] int64, source and target.
@@ -268,11 +271,11 @@ class EngineNetwork:
             self.backend.move(kv, *upload(places, kv.k.device))
 
     def cut(self, cut: BudgetCut, source: np.ndarray, target: np.ndarray) -> None:
-        """Let the layers of a KV group keep as many tokens of a request as their budget says.
+        """Let the layers of a KV group keep only as many tokens of a request as their budget says.
 
         Args:
-            source: [keys] int64, KV positions of all that they have of it. target: [tokens] int64,
-                of where the kept go.
+            source: [keys] int64, KV positions of all tokens of the request that they have.
+            target: [tokens] int64, KV positions for the kept tokens.
         """
         budget = self.groups[cut.group].spec.budget
         assert budget is not None

@@ -1,10 +1,10 @@
-"""Processes that compute one model together: the place of each, and what the first tells others.
+"""Processes that compute one model together: the rank of each, and messages from the first one.
 
-A model may be cut in two directions. A group (tensor parallelism) has a share of every matrix in
-each process, and all of them compute each layer together. A pipeline has some of the layers in each
-stage, which is a process or a group, and its stages compute different steps at a time.
+A model may be divided in two ways. In a group (tensor parallelism) each process has a share of
+every matrix, and all compute each layer together. In a pipeline each stage, which is a process or a
+group, has some of the layers, and stages compute different steps at the same time.
 
-Does not import torch, as those processes are started before the first one does.
+Does not import torch, since the other processes are started before the first one imports it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
-    """Run the recorded forward over the inputs that lie there."""
+    """Run the recorded forward over the inputs in the shared memory."""
 
     tokens: int
     seqs: int
@@ -30,11 +30,12 @@ class RunStep:
 
 @dataclass(frozen=True, slots=True)
 class StageStep:
-    """Run the forward of a stage's layers; or, in a group whose steps are not recorded, of all.
+    """Run the forward of a stage's layers or, in a group whose steps are not recorded, of all
+    layers.
 
     Attributes:
-        inputs: of the step, by their names: shape and bytes.
-        block_copies, state_copies: to be made before it; see `CopyBlocks`, `CopyStates`.
+        inputs: of the step: name -> (shape, bytes).
+        block_copies, state_copies: to make before it; see `CopyBlocks`, `CopyStates`.
     """
 
     inputs: dict[str, tuple[list[int], bytes]]
@@ -66,14 +67,14 @@ class MoveTokens:
 
 @dataclass(frozen=True, slots=True)
 class ReadLogits:
-    """Compute the logits of the first rows of the common memory."""
+    """Compute the logits of the first rows of the shared memory."""
 
     rows: int
 
 
 @dataclass(frozen=True, slots=True)
 class Enter:
-    """Look tokens at some positions up as the model takes them in."""
+    """Compute the model's input of tokens at some positions."""
 
     ids: list[int]
     positions: list[int]
@@ -88,10 +89,10 @@ class GiveBack:
 
 @dataclass(frozen=True, slots=True)
 class OpenPages:
-    """Map the memory in which pages of the cache lie that all processes copy; see `PageMemory`.
+    """Map the memory of the pages that all processes copy; see `PageMemory`.
 
     Attributes:
-        rows, row_bytes: of pages.
+        rows, row_bytes: number of pages, and bytes of each.
     """
 
     path: str
@@ -101,11 +102,11 @@ class OpenPages:
 
 @dataclass(frozen=True, slots=True)
 class CopyPages:
-    """Copy the own part of blocks of a KV group to rows of pages, or the other way.
+    """Copy this process's part of blocks of a KV group to rows of pages, or back.
 
     Attributes:
-        number: to be told when it is done.
-        load: from pages to blocks.
+        number: to report when it is done.
+        load: copy from pages to blocks.
     """
 
     number: int
@@ -143,15 +144,15 @@ MESSAGES: Mapping[str, type[Any]] = {kind.__name__: kind for kind in _KINDS}
 
 
 class GroupMember(Protocol):
-    """A process of a group, as its kernels see it."""
+    """A process of a group, as seen by its kernels."""
 
     @property
     def digest(self) -> str:
-        """Of what it has loaded: equal in all processes of a group."""
+        """Digest of what it has loaded: equal in all processes of a group."""
         ...
 
     def begin(self) -> None:
-        """See `Others`, as of the next two."""
+        """See `Others`; likewise the next two."""
         ...
 
     def share(self, hidden: Tensor) -> Tensor: ...
@@ -159,16 +160,16 @@ class GroupMember(Protocol):
     def spread(self, hidden: Tensor) -> Tensor: ...
 
     def give_up(self) -> None:
-        """Let this process wait for the others no more: one of them is lost."""
+        """Stop waiting for the others: one of them is lost."""
         ...
 
     def close(self) -> None:
-        """Give back what joins it to the others; safe to call twice."""
+        """Free what connects it to the others; safe to call twice."""
         ...
 
 
 class Others(Protocol):
-    """The other processes, as the first one sees them."""
+    """The other processes, as seen by the first one."""
 
     @property
     def lost(self) -> str:
@@ -184,32 +185,32 @@ class Others(Protocol):
         ...
 
     def together(self, message: Message) -> AbstractContextManager[None]:
-        """Return a context in which this process does what the others are told to do. If it cannot,
-        the group is lost: they would wait, and meet it in something else.
+        """Send a message, and return a context in which this process does the same. If it fails,
+        the group is lost: the others would wait, and then exchange data of different operations.
 
         Raises:
-            GroupLost: one of them is gone, at the begin or at the end.
+            GroupLost: one of them is gone, at the beginning or at the end.
         """
         ...
 
     def begin(self) -> None:
-        """Calls that are not recorded begin."""
+        """Begin calls that are not recorded."""
         ...
 
     def share(self, hidden: Tensor) -> Tensor:
-        """The same, and return some rows where the others will find them, at the begin of the
-        common memory; or else they wait for `spread`."""
+        """Begin such calls, and return some rows at the beginning of the shared memory, where the
+        others read them; without shared memory, they wait for `spread`."""
         ...
 
     def spread(self, hidden: Tensor) -> Tensor:
-        """Of what `share` returned, once the others were told to read it."""
+        """Send the others what `share` returned, after the message that makes them read it."""
         ...
 
     def meet(self, group: GroupMember) -> None:
         """Wait until they have loaded.
 
         Raises:
-            ConfigError: one of them cannot, or has recorded something else.
+            ConfigError: one of them cannot, or has recorded something different.
             GroupLost: one of them is gone.
         """
         ...
@@ -221,12 +222,12 @@ class Others(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A process' place in its group.
+    """The place of a process in its group.
 
     Attributes:
-        memory: [bytes] uint8 that all share.
-        others: of the first process; None: it is another one.
-        file: path of the file in which processes that torch joins find each other.
+        memory: [bytes] uint8, shared by all.
+        others: set in the first process only.
+        file: path of the file by which processes of torch.distributed find each other.
     """
 
     rank: int
@@ -237,8 +238,8 @@ class Seat:
 
 
 class EarlierStages(Protocol):
-    """The stages before the last one, as that one sees them. They do what they are told in order,
-    the first stage at once, each other one when it has what the one before has made."""
+    """The stages before the last one, as seen by the last one. They process messages in order: the
+    first stage at once, each other stage when it has the result of the one before."""
 
     @property
     def lost(self) -> str:
@@ -254,7 +255,7 @@ class EarlierStages(Protocol):
         ...
 
     def entered(self) -> bytes:
-        """Wait for what they have made of the oldest step that was not asked for: [tokens, hidden].
+        """Wait for their result of the oldest step not fetched yet: [tokens, hidden].
 
         Raises:
             GroupLost: one of them is gone.
@@ -262,7 +263,8 @@ class EarlierStages(Protocol):
         ...
 
     def give_up(self, why: str) -> None:
-        """Let every later call raise `GroupLost`: the stages and the last one are out of step."""
+        """Make every later call raise `GroupLost`: the last stage and the others compute different
+        steps."""
         ...
 
     def meet(self) -> None:

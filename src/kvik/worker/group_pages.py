@@ -1,11 +1,11 @@
-"""Moves pages where several processes compute a model, each of which has a part of every block.
+"""Moves pages if several processes compute a model, each of which has a part of every block.
 
-The first process of the last stage owns the tiers. Pages lie in memory that all processes map. What
-is copied is told as steps are, and each process copies its part when it comes to that: between the
-same two steps as all others, and so before or after what these do to a block. The parts of a page
-are disjoint, so only who wants a whole page, the disk, waits for all of them. A process says how
-far it is by a number in the common memory. It writes that by a call of the system, which keeps it
-behind the bytes that it has copied.
+The first process of the last stage owns the tiers. Pages are in memory that all processes map.
+Copies are sent as messages, like steps, and each process copies its part when it reaches the
+message: between the same two steps in all processes, so the order relative to writes of a block is
+the same everywhere. The parts of a page are disjoint, so only users of a whole page (the disk,
+other engines) wait for all parts. A process reports its progress by a number in the shared memory.
+It writes the number with a system call, which orders it after the bytes that it has copied.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ if TYPE_CHECKING:
     from kvik.worker.page_mover import Peers
 
 HEAD_BYTES = 1 << 16  # before the pages: a number for each process (`MAX_RANKS` x `MAX_STAGES`)
-# Bytes of pages on their way to the disk, and as many on their way from it and from other engines.
-# Half of what is on its way to the disk may wait for processes that are some steps behind
+# Bytes of pages in transit to the disk, and as many in transit from it and from other engines. Half
+# of the pages to the disk may wait for processes that are some steps behind
 # (`tier_index.MAX_WRITING`).
 STAGED = 128 << 20
-LOOK_SECONDS = 0.0005  # between looks how far the processes are, where nothing else is to be done
-END_SECONDS = 1.0  # for what they still copy at the end
-LEND_SECONDS = 2.0  # for what they still copy of a page that another engine wants
+LOOK_SECONDS = 0.0005  # between checks of the processes' progress, while there is nothing else
+END_SECONDS = 1.0  # for pending copies at the end
+LEND_SECONDS = 2.0  # for pending copies of a page that another engine fetches
 _NUMBER = struct.Struct("<q")
 
 
 def own_pages(
     config: ResolvedConfig, network: EngineNetwork, seat: Seat | None
 ) -> tuple[GroupPages, ...]:
-    """Return what copies the part that a process has of each page.
+    """Return the copiers of the part that this process has of each page.
 
     Args:
         seat: in its group; None: it has all heads.
@@ -83,7 +83,7 @@ class PageMemory:
     def __init__(self, file: int, opened: OpenPages) -> None:
         """
         Args:
-            file: its number, which is this object's from now on.
+            file: file descriptor, which this object owns from now on.
         """
         self.opened = opened
         self._file = file
@@ -93,7 +93,8 @@ class PageMemory:
 
     @staticmethod
     def make(rows: int, row_bytes: int) -> PageMemory:
-        """
+        """Allocate the memory.
+
         Raises:
             ConfigError: other processes cannot open it on this system.
             OSError: there is no address space for it.
@@ -107,18 +108,19 @@ class PageMemory:
 
     @staticmethod
     def open(opened: OpenPages) -> PageMemory:
-        """
+        """Map the memory of another process.
+
         Raises:
             OSError: its owner is gone.
         """
         return PageMemory(os.open(opened.path, os.O_RDWR | os.O_CLOEXEC), opened)
 
     def tell(self, process: int, number: int) -> None:
-        """Say that a process has copied all up to a number."""
+        """Report that a process has made all copies up to a number."""
         os.pwrite(self._file, _NUMBER.pack(number), process * _NUMBER.size)
 
     def done(self, processes: Sequence[int]) -> int:
-        """Return up to which number all of these have copied."""
+        """Return the number up to which all these processes have made their copies."""
         data = os.pread(self._file, (max(processes) + 1) * _NUMBER.size, 0)
         return min(_NUMBER.unpack_from(data, process * _NUMBER.size)[0] for process in processes)
 
@@ -127,7 +129,7 @@ class PageMemory:
 
 
 class PageShare:
-    """What a process other than the owner of the tiers does with pages."""
+    """The part in page moves of a process that does not own the tiers."""
 
     def __init__(
         self,
@@ -139,7 +141,7 @@ class PageShare:
         """
         Args:
             seat: in its group; None: it has all heads.
-            stage: of which it is; None: it has all layers.
+            stage: that it belongs to; None: it has all layers.
         """
         self._pages: tuple[GroupPages, ...] = ()
         if config.cache.tiers is not None:
@@ -149,10 +151,10 @@ class PageShare:
         self._memory: PageMemory | None = None
 
     def do(self, message: OpenPages | CopyPages) -> None:
-        """Do what the owner of the tiers has told.
+        """Process a message from the owner of the tiers.
 
         Raises:
-            OSError: that is gone.
+            OSError: the owner is gone.
         """
         if isinstance(message, OpenPages):
             self._memory = PageMemory.open(message)
@@ -174,13 +176,13 @@ def copy_pages(pages: Sequence[GroupPages], rows: np.ndarray, message: CopyPages
 
 @dataclass(frozen=True, slots=True)
 class _Fetched:
-    """Some pages of a load lie in the common memory.
+    """Pages of a load that are in the shared memory.
 
     Attributes:
         pages: KV group, block, row.
-        staged: rows to be free again when all have copied them.
-        failed: indices of those that are not there.
-        tier, seconds: from where the staged ones came, and the time that took.
+        staged: rows to free when all processes have copied them.
+        failed: indices of missing pages.
+        tier, seconds: source of the staged pages, and the time to get them.
     """
 
     loading: Loading
@@ -192,12 +194,12 @@ class _Fetched:
 
 
 class GroupPageMover(PageMover):
-    """`PageMover` of the process that owns the tiers of several.
+    """`PageMover` of the process that owns the tiers, in an engine of several processes.
 
-    The worker's thread tells all copies. The other threads only read pages, from the disk and from
-    other engines, and give them to these. Pages
-    come into blocks when the step before which they were planned is done: until then a step of a
-    request that has ended may still write there, in a pipeline.
+    The worker's thread sends all copies. The other threads only read pages from the disk and from
+    other engines, and send pages to other engines. Pages are copied into blocks when the step
+    before which they were planned is done: in a pipeline, a step of a request that has ended may
+    still write to the block until then.
     """
 
     def __init__(
@@ -214,13 +216,13 @@ class GroupPageMover(PageMover):
     ) -> None:
         """
         Args:
-            others: who is told what to copy.
-            processes: their numbers, and those of all that they tell.
-            peers, lender: as of `PageMover`.
+            others: processes to send copies to.
+            processes: numbers of all processes that copy, including those reached indirectly.
+            peers, lender: see `PageMover`.
 
         Raises:
-            OSError: as `PageMover`.
-            GroupLost: as `begin`, `take` and `wait`: one of them is gone.
+            OSError: see `PageMover`.
+            GroupLost: one of the processes is gone; also from `begin`, `take` and `wait`.
         """
         largest = max(each.num_bytes for each in pages)
         kinds = (folder is not None) + (peers is not None)
@@ -228,8 +230,8 @@ class GroupPageMover(PageMover):
         self._memory = PageMemory.make(places + 2 * staged, largest)
         self._others, self._processes = others, processes
         self._number = 0
-        self._lent_number = 0  # up to which all have to copy before a page is lent
-        # Rows of pages on their way to the disk, and from it or from other engines.
+        self._lent_number = 0  # all copies up to it must be done before a page is lent
+        # Free rows for pages to the disk, and for pages from it or from other engines.
         self._to_disk = deque(range(places, places + staged))
         self._from_disk = deque(range(places + staged, places + 2 * staged))
         self._storing: deque[tuple[int, list[tuple[PageKey, bytes, int]]]] = deque()
@@ -241,13 +243,13 @@ class GroupPageMover(PageMover):
             pages, places, folder, peers=peers, lender=lender, at_once=at_once, slab=memory
         )
         threads = max(1, len(self._queues))
-        self._job_pages = min(JOB_PAGES, max(1, staged // threads))  # all threads find rows
+        self._job_pages = min(JOB_PAGES, max(1, staged // threads))  # enough rows for all threads
         self._tell(self._memory.opened)
 
     def begin(self, plan: SchedulerOutput) -> None:
         """See `PageMover.begin`."""
         self._look()
-        if plan.leases:  # of pages that this plan and those before it store
+        if plan.leases:  # their pages are stored by this plan or earlier ones
             self._lent_number = self._number + len(self._pages)
         super().begin(plan)
         self._lent_number = min(self._lent_number, self._number)
@@ -261,7 +263,7 @@ class GroupPageMover(PageMover):
         self._look()
 
     def wait_for_more(self) -> None:
-        """See `PageMover.wait_for_more`. What is to be stored is complete soon."""
+        """See `PageMover.wait_for_more`. First wait for pending copies, which are done soon."""
         until = time.monotonic() + WAIT_SECONDS
         while (self._storing or self._copying) and time.monotonic() < until:
             self._look()
@@ -274,7 +276,7 @@ class GroupPageMover(PageMover):
             self._folder.wait(WAIT_SECONDS)
 
     def close(self) -> None:
-        """See `PageMover.close`. Call it before the others are ended."""
+        """See `PageMover.close`. Call this before the other processes are ended."""
         with self._lock:
             self._ended = True
             self._lock.notify_all()
@@ -295,7 +297,7 @@ class GroupPageMover(PageMover):
             each.tell(message)
 
     def _copy(self, group: int, blocks: list[int], rows: list[int], *, load: bool) -> int:
-        """Let all copy. Returns the number by which it is told that they have."""
+        """Make all processes copy. Returns the number that they report when done."""
         self._number += 1
         message = CopyPages(self._number, load, group, blocks, rows)
         self._tell(message)
@@ -303,7 +305,7 @@ class GroupPageMover(PageMover):
         return self._number
 
     def _look(self) -> None:
-        """Go on with what all have copied."""
+        """Continue with pages that all processes have copied."""
         if not self._storing and not self._copying:
             return
         done = self._memory.done(self._processes)
@@ -320,8 +322,8 @@ class GroupPageMover(PageMover):
                 self._lock.notify_all()
 
     def _store(self, stores: Sequence[PageStore]) -> None:
-        """A place in the memory tier may be another page's before all have copied this one, so the
-        disk gets it from a row of its own."""
+        """Copy blocks to the memory tier and to staging rows for the disk. The disk cannot read a
+        place in the memory tier, which may get another page before all have copied this one."""
         for group in range(len(self._pages)):
             blocks, rows, staged = [], [], []
             for store in (each for each in stores if each.key[0] == group):
@@ -341,7 +343,7 @@ class GroupPageMover(PageMover):
                     self._storing.append((number, staged))
 
     def _run(self, loading: Loading, job: list[int], scratch: np.ndarray) -> None:
-        """Bring some pages of a load into the common memory."""
+        """Bring some pages of a load into the shared memory."""
         if loading.load.pages[job[0]][2] == AT_PEER:
             self._fetch(loading, job)
             return
@@ -363,7 +365,7 @@ class GroupPageMover(PageMover):
         self._all_there(_Fetched(loading, pages, staged, failed, DISK, seconds))
 
     def _fetch(self, loading: Loading, job: list[int]) -> None:
-        """Bring pages of another engine into the common memory."""
+        """Fetch pages of another engine into the shared memory."""
         load, good = loading.load, dict[int, int]()
         keys = [load.pages[i][0] for i in job]
         began = time.monotonic()
@@ -379,7 +381,7 @@ class GroupPageMover(PageMover):
         self._all_there(_Fetched(loading, pages, list(good.values()), failed, PEER, seconds))
 
     def _page_at(self, key: PageKey, place: int) -> np.ndarray:
-        """See `PageMover._page_at`. Called in threads that give pages to other engines.
+        """See `PageMover._page_at`. Called in threads that serve pages to other engines.
 
         Raises:
             OSError: a process has not copied its part in time.
@@ -400,7 +402,7 @@ class GroupPageMover(PageMover):
             self._lock.notify_all()
 
     def _free_row(self) -> int:
-        """Return a row for a page from the disk, when there is one."""
+        """Wait for a free row for a page from the disk, and return it."""
         while self._at_once and not self._from_disk:
             if self._lost:
                 raise GroupLost("kv_tiers", "a process is gone that copies pages")
@@ -411,7 +413,7 @@ class GroupPageMover(PageMover):
             return self._from_disk.popleft() if self._from_disk else -1
 
     def _copy_in(self, fetched: _Fetched) -> None:
-        """Let all copy pages of a load into blocks."""
+        """Make all processes copy pages of a load into blocks."""
         staged = set(fetched.staged)
         rates: dict[str, tuple[int, float]] = {}
         for group, own in enumerate(self._pages):

@@ -15,18 +15,20 @@ from kvik.worker.step_inputs import StepInputs
 
 @frozen
 class InputBatch:
-    """Attributes:
-    input_ids, positions: [tokens] int64, the rows' tokens one after another.
-    layouts: where the tokens belong, per KV group.
-    slots: [rows] on the host.
-    starts: [rows + 1] on the host, first token of each row.
-    ends: [rows] on the host, tokens of each request that are computed behind the step.
-    sampling_rows: rows that sample, on the host.
-    logits_indices: [logit rows] int64, tokens whose logits are wanted: of each sampling row the
-        last one, and before it one for each of its drafts but the last.
-    num_drafts: [sampling rows] on the host; None: no row has any.
-    logit_tokens, logit_positions: [logit rows] int64 on the host, those tokens, and where each
-        stands; None likewise.
+    """The inputs of one step.
+
+    Attributes:
+        input_ids, positions: [tokens] int64, the rows' tokens one after another.
+        layouts: places of the tokens in the cache, per KV group.
+        slots: [rows] on the host.
+        starts: [rows + 1] on the host, first token of each row.
+        ends: [rows] on the host, computed tokens of each request after the step.
+        sampling_rows: rows that sample, on the host.
+        logits_indices: [logit rows] int64, tokens whose logits are computed: the last
+            1 + number of drafts of each sampling row.
+        num_drafts: [sampling rows] on the host; None: no row has any.
+        logit_tokens, logit_positions: [logit rows] int64 on the host, those tokens and their
+            positions; None: no row has drafts.
     """
 
     input_ids: Tensor
@@ -43,8 +45,8 @@ class InputBatch:
 
 
 def build_input_batch(plan: SchedulerOutput, table: RequestTable, inputs: StepInputs) -> InputBatch:
-    """Gather the step's inputs. The plan's diff must have been applied to the table, where a row's
-    drafts stand behind its tokens."""
+    """Gather the step's inputs. The plan's diff must have been applied to the table, in which a
+    row's drafts follow its tokens."""
     slots = np.array(plan.slots, np.int64)
     scheduled = np.array(plan.num_scheduled_tokens, np.int64)
     computed = table.num_computed[slots].astype(np.int64)
@@ -132,10 +134,10 @@ def build_input_batch(plan: SchedulerOutput, table: RequestTable, inputs: StepIn
 def _along(
     tree: DraftTree, places: np.ndarray, starts: np.ndarray, drafts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Positions of the step's tokens, and their words of a tree, where rows have drafts.
+    """Return positions of the step's tokens, and the tree words of rows with drafts (else 0).
 
     Args:
-        places: [tokens], where each token lies among those of its request.
+        places: [tokens], index of each token in its request.
         starts: [rows + 1]. drafts: [rows].
     """
     scheduled = np.diff(starts)
@@ -149,7 +151,11 @@ def _along(
 
 
 def _with_drafts(last: np.ndarray, num_drafts: np.ndarray) -> np.ndarray:
-    """The last tokens of rows, and before each as many as it has drafts."""
+    """Return the indices of the last 1 + number of drafts tokens of each row.
+
+    Args:
+        last: [rows], index of the last token of each.
+    """
     counts = 1 + num_drafts
     ends = counts.cumsum()
     return (last + 1 - ends).repeat(counts) + np.arange(ends[-1])

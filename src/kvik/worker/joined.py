@@ -1,5 +1,5 @@
-"""Groups whose kernels are torch's or Triton's: their steps are not recorded, and torch brings what
-they exchange. The first process tells the inputs of each step, and all run it (`ranks.TorchRank`).
+"""Groups with kernels of torch or Triton: their steps are not recorded, and torch.distributed
+exchanges data. The first process sends the inputs of each step, and all run it (`ranks.TorchRank`).
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ if TYPE_CHECKING:
 
 
 class Joined:
-    """What joins a process with the others of its group, where kernels are torch's or Triton's."""
+    """The connection of a process to its group, for kernels of torch or Triton."""
 
     def __init__(self, config: ResolvedConfig, seat: Seat) -> None:
-        """
+        """Connect to the other processes.
+
         Raises:
             BrokenGroup: one of them is gone.
-            ConfigError: this torch cannot join them.
+            ConfigError: this torch cannot connect them.
         """
         from kvik.kernels.torch_group import connect  # brings in torch.distributed
 
@@ -46,16 +47,16 @@ class Joined:
         )
 
     def ops(self, ops: Ops) -> Ops:
-        """Return the operations of this process' share."""
+        """Return the operations on this process's share."""
         return cut_ops(ops, self.group, fast=self._fast)
 
     def attention(self, backend: AttentionBackend) -> AttentionBackend:
-        """Return attention of this process' heads, over a backend with the operations above."""
+        """Return attention over this process's heads; `backend` uses the operations of `ops`."""
         return SharedHeads(backend, self.group, fast=self._fast)
 
     def steps(self, graph: Graph, inputs: StepInputs) -> tuple[Graph, StepInputs]:
-        """Return how steps run in this process: the first one tells the others of each, when they
-        have loaded."""
+        """Return how steps run in this process. The first process waits until the others have
+        loaded, and then sends them each step."""
         if self._others is None:
             return graph, inputs
         self._others.meet(self.group)
@@ -64,7 +65,7 @@ class Joined:
 
 
 class ToldInputs:
-    """Inputs of the first process, of which it keeps what the others are to be told."""
+    """Inputs of the first process, kept to send them to the others."""
 
     def __init__(self, inputs: StepInputs) -> None:
         self.fixed = inputs.fixed
@@ -87,7 +88,7 @@ class ToldInputs:
 
 
 class ToldSteps:
-    """Steps of the first process, which all compute together."""
+    """Steps of the first process, which all processes compute together."""
 
     def __init__(self, graph: Graph, inputs: ToldInputs, others: Others, group: TorchGroup) -> None:
         self._graph, self._inputs, self._others, self._group = graph, inputs, others, group
@@ -104,6 +105,6 @@ class ToldSteps:
             GroupLost: one of the others is gone.
         """
         with self._others.together(self._inputs.step()):
-            # On a GPU tokens of the step before may be known to the first process' device alone.
+            # On a GPU, only the first process's device may know tokens of the step before.
             self._group.spread(batch.input_ids)
             return self._graph.run(batch)

@@ -1,4 +1,4 @@
-"""A model from its files, with its cache, ready to be run."""
+"""Load a model from its files, with its cache, ready to run."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from kvik.worker.graphs import EngineNetwork
 from kvik.worker.group import Seat
 from kvik.worker.platforms import Platform, PlatformParts, on_device, platform
 
-# Making the weights of an engine folder: a model is loaded as usual, and written as it then lies in
+# Making the weights of an engine folder: a model is loaded as usual, and written with its layout in
 # memory.
 
 
 def build_weights(
     config: ResolvedConfig, file: BinaryIO, progress: Callable[[int, int], None]
 ) -> Manifest:
-    """Load a model and write its weights. Returns what the manifest says of them.
+    """Load a model and write its weights. Returns their manifest.
 
     Args:
-        progress: called with the bytes that are written, and all bytes.
+        progress: called with the bytes written so far, and the total.
 
     Raises:
         ModelError: the weights do not fit the model.
@@ -77,8 +77,8 @@ def _build_weights(
 
 
 def fill_cache(config: ResolvedConfig) -> None:
-    """Let the engine cache hold the model before several processes map their shares of it: this one
-    writes it whole, as if it were alone.
+    """Write the whole model to the engine cache, as a single process would, before several
+    processes map their shares of it.
 
     Raises:
         ModelError: the weights do not fit the model.
@@ -104,14 +104,14 @@ def load_network(
     stage: PipelineStage | None = None,
     backend: AttentionBackend | None = None,
 ) -> EngineNetwork:
-    """Return the model, or one that drafts for it in the same blocks.
+    """Load the model, or a draft model that uses the same blocks.
 
     Args:
         config: of the engine.
-        path: of the weights, unless they are drawn.
-        drafts: the model drafts, and all of its KV groups have the same block tables.
-        stage: what is computed here of the model, whose layers alone `groups` have; None: all.
-        backend: what attends; None: that of the platform.
+        path: of the weights, unless they are random.
+        drafts: it is a draft model, and all its KV groups have the same block tables.
+        stage: the layers computed here; `groups` has only these. None: all.
+        backend: for attention; None: the platform's.
 
     Raises:
         ModelError: the weights do not fit the spec.
@@ -119,7 +119,7 @@ def load_network(
     parts, cache = platform.parts, config.cache
     if backend is not None:
         parts = replace(parts, backend=backend)
-    platform.release_freed()  # what reading the tokenizer took
+    platform.release_freed()  # memory used while reading the tokenizer
     with torch.inference_mode():
         model, pooled = _load(config, parts, spec, path, groups, quantization, stage)
         platform.release_freed()
@@ -155,14 +155,14 @@ def load_network(
 def load_share(
     config: ResolvedConfig, platform: Platform, seat: Seat | None, stage: PipelineStage | None
 ) -> EngineNetwork:
-    """Return what a process has of the model that is served.
+    """Load this process's share of the model.
 
     Args:
-        seat: in the group that has the layers; None: it has them alone.
-        stage: whose layers they are; None: the process or group has all.
+        seat: in the group that has the layers; None: there is no group.
+        stage: with these layers; None: the process or group has all.
 
     Raises:
-        ModelError: as `load_network`.
+        ModelError: see `load_network`.
     """
     runner, groups = config.runner, config.cache.groups
     if config.model.fallback is not None:
@@ -170,7 +170,7 @@ def load_share(
 
         parts = platform.parts
         model = load_transformers(config, parts.dtype, parts.device)
-        nothing = KVCache((), (), {})  # each request has a cache of its own
+        nothing = KVCache((), (), {})  # each request has a separate cache
         return EngineNetwork(model, parts.ops, parts.backend, groups, nothing)
     if stage is not None:
         groups = stage_groups(groups, stage.layers)
@@ -192,7 +192,7 @@ def _load(
     quantization: str,
     stage: PipelineStage | None = None,
 ) -> tuple[Network, PooledHead | None]:
-    """Load a model from an engine folder or from the cache of them, else from its files.
+    """Load a model from an engine folder or the engine cache, else from its files.
 
     Raises:
         ModelError: the weights do not fit the spec.
@@ -225,7 +225,7 @@ def _load(
 
 
 def modules_of(spec: ModelSpec) -> tuple[str, ...]:
-    """Return the folders of modules that have weights of their own."""
+    """Return the folders of modules with separate weights."""
     return () if spec.pooling is None else spec.pooling.modules
 
 
@@ -239,7 +239,7 @@ def make_builder(
     storage: Storage | None,
     stage: PipelineStage | None = None,
 ) -> Builder:
-    """For a model on this platform; see `Builder`."""
+    """Make a builder for a model on this platform; see `Builder`."""
     return Builder(
         parts.ops,
         parts.backend,

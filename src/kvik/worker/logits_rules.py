@@ -21,14 +21,14 @@ NO_BIAS: Bias = (np.empty(0, np.int64), np.empty(0, np.float32))
 
 
 class Rule:
-    """What one request asks for that changes logits of single tokens, worked out on the host.
+    """A rule of one request that changes logits of single tokens, evaluated on the host.
 
     Subclasses override what they need; the defaults change nothing. `sampling_table.RULES` lists
     them.
 
     Attributes:
-        allowed: ids of the tokens that alone are possible; None: all are.
-        reads_output: the next token's logits depend on the newest ones, which must be appended
+        allowed: ids of the only possible tokens; None: all are possible.
+        reads_output: the next token's logits depend on the newest tokens, which must be appended
             before it is sampled.
     """
 
@@ -44,23 +44,23 @@ class Rule:
     ) -> None:
         """
         Args:
-            output_token_ids: what the request had generated before a preemption.
-            stop_ids: cannot be sampled before `params.min_tokens` output tokens.
+            output_token_ids: tokens generated before a preemption.
+            stop_ids: must not be sampled before `params.min_tokens` output tokens.
         """
 
     @staticmethod
     def needed(params: SamplingParams) -> bool:
-        """Return whether a request asks for this rule."""
+        """Return whether a request needs this rule."""
         return False
 
     def append(self, token: int) -> None:
-        """Take in the newest output token."""
+        """Record the newest output token."""
 
     def bias(self, supposed: Sequence[int]) -> Bias:
         """Return (ids, values to add to their logits).
 
         Args:
-            supposed: the last output tokens, which are drafts and were not appended.
+            supposed: the last output tokens, which are drafts and have not been appended.
         """
         return NO_BIAS
 
@@ -68,8 +68,8 @@ class Rule:
         """Return tokens that must not come next.
 
         Args:
-            num_output_tokens: with those that are `supposed`.
-            supposed: as for `bias`.
+            num_output_tokens: including `supposed`.
+            supposed: see `bias`.
         """
         return []
 
@@ -94,13 +94,13 @@ class TokenRules(Rule):
         self._min_tokens = params.min_tokens
         self._stop_ids = sorted(stop_ids)
         self._bad_tokens = sorted({word[0] for word in params.bad_word_ids if len(word) == 1})
-        # Longer words by the token before the last, the only one that must be compared each step.
+        # Longer words by their second to last token, the only one to compare in each step.
         self._bad_words: dict[int, list[tuple[int, ...]]] = {}
         for word in params.bad_word_ids:
             if len(word) > 1:
                 self._bad_words.setdefault(word[-2], []).append(word)
         self._output = list(output_token_ids) if self._bad_words else []
-        self.reads_output = bool(self._bad_words)  # the words before the last token
+        self.reads_output = bool(self._bad_words)
 
     @staticmethod
     def needed(params: SamplingParams) -> bool:
@@ -138,7 +138,7 @@ class Edits:
 
     Attributes:
         bias: rows, ids, values to add.
-        allowed: rows, ids that stay possible in the rows that occur.
+        allowed: rows, and the ids that stay possible in these rows.
         restricted: [n] the rows that occur in `allowed`.
         banned: rows, ids that become impossible.
     """
@@ -149,14 +149,14 @@ class Edits:
     banned: tuple[Tensor, Tensor]
 
     def apply(self, logits: Tensor) -> None:
-        """logits: [rows, vocab] float32, changed in place."""
+        """Apply the rules to logits, [rows, vocab] float32, in place."""
         rows, ids, values = self.bias
         logits.index_put_((rows, ids), values, accumulate=True)
         if len(self.restricted):
             kept = logits[self.allowed]
             logits.index_fill_(0, self.restricted, -torch.inf)
             logits[self.allowed] = kept
-        # A plain number would be copied to the device, which waits for it.
+        # A Python number would be copied to the device synchronously.
         logits.index_put_(self.banned, logits.new_full((), -torch.inf))
 
 
@@ -165,11 +165,11 @@ def gather_edits(
     device: torch.device,
     supposed: Mapping[int, Sequence[int]],
 ) -> Edits:
-    """Work out the rules of a batch.
+    """Evaluate the rules of a batch.
 
     Args:
         rules: row, its rules, its number of output tokens.
-        supposed: by row, the last of these that the rules have not been given.
+        supposed: row -> its last output tokens, if they have not been appended to the rules.
     """
     biases, allowed, banned = [], [], []
     for row, mine, count in rules:
@@ -188,7 +188,7 @@ def gather_edits(
 
 
 def _added(biases: Sequence[Bias]) -> Bias:
-    """Each token once: on a device the order of two additions to one logit would be open."""
+    """Sum biases per token: on a device the order of two additions to one logit is undefined."""
     some = [one for one in biases if len(one[0])]
     if len(some) < 2:
         return some[0] if some else NO_BIAS

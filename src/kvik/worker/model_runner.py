@@ -1,20 +1,19 @@
-"""Runs plans: apply the diff, build the batch, forward, sample; then read, and remember.
+"""Runs plans: apply the diff, build the batch, run the forward, sample; later read the results.
 
-A step is begun, and finished when its tokens are wanted. Between the two later steps may be begun:
-their host work is done while the device computes. Such a step counts on a token whose id only the
-device knows yet, and takes it from there. Where rules on the host depend on it (banned words
-of several tokens), the earlier steps are finished once the forward of the next one has begun, and
-the host works the rules out while the device computes.
+A step is begun, and finished when its tokens are needed. In between, later steps may be begun:
+their host work is done while the device computes. Such a step uses a token whose id is known only
+on the device, and takes it from there. If rules on the host depend on it (banned words of several
+tokens), the earlier steps are finished once the forward of the next one has begun, and the host
+evaluates the rules while the device computes.
 
-Drafts are different: how many of them are right decides where the tokens of the next step stand, in
-which blocks, and what they are. So a step that follows one with drafts is planned when that one is
-known (`Executor.in_turn`), and a GPU waits for what depends on the tokens: reading and judging
-them, the plan, the drafts, the inputs and their copy. This would need a drafter that runs on the
-device, and places computed there. All else overlaps with a forward: deltas leave and requests
-arrive.
+Drafts are different: the number accepted determines positions, blocks and tokens of the next step.
+So a step after one with drafts is planned when the result of that one is known
+(`Executor.in_turn`). A GPU waits meanwhile: for reading and checking the tokens, the plan, the
+drafts, the inputs and their copy. Avoiding this would need a drafter that runs on the device, and
+places computed there. All other work overlaps with a forward: sending deltas, receiving requests.
 
-In a pipeline a step that is begun is only laid out and handed to the earlier stages; its forward
-here, and all that follows, comes when it is finished.
+In a pipeline, beginning a step only prepares its inputs and hands them to the earlier stages; its
+forward here, and what follows, runs when the step is finished.
 """
 
 from __future__ import annotations
@@ -54,10 +53,10 @@ class ModelRunner:
     ) -> None:
         """
         Args:
-            participants: what takes part in each step, in this order.
+            participants: that take part in each step, in this order.
             depth: how many steps may be begun before the first of them is finished.
-            pipeline: of which this is the last stage; it is the graph, too. None: there are no
-                other stages.
+            pipeline: whose last stage this is; also passed as the graph. None: there are no other
+                stages.
         """
         self.network = network
         self.graph = graph
@@ -73,12 +72,12 @@ class ModelRunner:
         self._running: deque[RunningStep] = deque()
 
     def begin(self, plan: SchedulerOutput) -> RunningStep:
-        """Compute one step as far as the host need not wait for it. Steps are begun in the order of
-        their plans.
+        """Compute one step as far as possible without waiting for the device. Steps are begun in
+        the order of their plans.
 
         Raises:
-            Exception: the forward as a whole failed. What concerns one request alone is reported
-                in the output's `errors` instead.
+            Exception: the forward as a whole failed. Errors of single requests are reported in the
+                output's `errors` instead.
         """
         started = self.clock()
         if self._in_turn or self._replaces(plan):
@@ -96,15 +95,15 @@ class ModelRunner:
         return step
 
     def _replaces(self, plan: SchedulerOutput) -> bool:
-        """Return whether a request leaves of which a step in the pipeline has a row: what follows
-        the forward of that step would find another one in its slot."""
+        """Return whether a request with a row in a running step of the pipeline leaves its slot:
+        after the forward of that step another request would be in the slot."""
         if self.pipeline is None or not self._running:
             return False
         gone = {*plan.freed_slots, *(new.slot for new in plan.new_requests)}
         return any(not gone.isdisjoint(step.plan.slots) for step in self._running)
 
     def _launch(self, step: RunningStep) -> None:
-        """Run the forward of a step, and begin what follows it."""
+        """Run the forward of a step, and launch the participants."""
         self._copy(step.plan)
         step.output = self.graph.run(step.batch)
         for participant in self.participants:
@@ -115,8 +114,8 @@ class ModelRunner:
             step.output = None
 
     def finish(self, step: RunningStep) -> ModelRunnerOutput:
-        """Wait for a step and take in what it brought. Steps are finished in the order in which
-        they were begun; one whose caller was interrupted may be left out.
+        """Wait for a step and return its result. Steps are finished in the order in which they were
+        begun; one whose caller was interrupted may be skipped.
 
         Raises:
             Exception: the step as a whole failed.
@@ -133,7 +132,7 @@ class ModelRunner:
         return step.result
 
     def read(self, plan: SchedulerOutput) -> Tensor:
-        """Compute a step that samples nothing, for a caller that wants more of it than tokens.
+        """Compute a step that samples nothing, for a caller that needs hidden states.
 
         Returns:
             [tokens, hidden], normalised, for the model's `logits`; valid until the next step.
@@ -144,7 +143,7 @@ class ModelRunner:
         return self.graph.run(batch).hidden
 
     def _settle(self) -> None:
-        """Complete all steps; their callers take the results later."""
+        """Complete all steps; their callers fetch the results later."""
         while self._running:
             self._complete(self._running.popleft())
 
@@ -160,7 +159,7 @@ class ModelRunner:
             step.result = error
 
     def _lay_out(self, plan: SchedulerOutput) -> InputBatch:
-        """Lay out the inputs of a step, and hand them to the earlier stages of a pipeline."""
+        """Prepare the inputs of a step, and hand them to the earlier stages of a pipeline."""
         batch = build_input_batch(plan, self.table, self.inputs)
         if self._running:
             for participant in self.participants:
@@ -176,8 +175,8 @@ class ModelRunner:
             self.network.copy_blocks(plan.block_copies)
 
     def _apply(self, plan: SchedulerOutput) -> dict[int, str]:
-        """Bring the tables up to date, and drop what budgets drop. Returns slots whose request
-        could not be set up, or not go on, and why."""
+        """Update the tables, and apply budget cuts. Returns slots whose request could not be set up
+        or cannot continue, and why."""
         refused: dict[int, str] = {}
         for slot in plan.freed_slots:
             for participant in self.participants:
@@ -187,7 +186,7 @@ class ModelRunner:
             for participant in self.participants:
                 try:
                     participant.enter(new)
-                except Exception as error:  # its parameters alone are at fault
+                except Exception as error:  # caused by its parameters
                     participant.leave(new.slot)
                     refused.setdefault(new.slot, describe(error))
         for slot, group, ids in plan.new_blocks:
@@ -196,6 +195,6 @@ class ModelRunner:
             source, target = self.table.cut(cut)
             try:
                 self.network.cut(cut, source, target)
-            except Exception as error:  # what the request has kept is garbage, and no other one's
+            except Exception as error:  # the kept tokens are garbage, but only this request's
                 refused.setdefault(cut.slot, describe(error))
         return refused

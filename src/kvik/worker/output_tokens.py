@@ -1,7 +1,7 @@
-"""The output tokens of a step: sampled, or drafts judged; then known to all tables.
+"""The output tokens of a step: sampled, or from checked drafts; then written to all tables.
 
-A step is sampled when its forward was begun, and read later: by then the next one may run. Rows are
-sampled many at once, and row by row where one of them breaks that.
+Sampling is launched after the forward, and read later, when the next step may already run. Many
+rows are sampled at once; if that fails, they are sampled one by one.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class LaunchedTokens:
     """Tokens that the device has or will have.
 
     Attributes:
-        token_ids: [rows] int64 on the device; meaningless in bad rows, but a token.
-        bad_rows: rows whose sampling could not be begun, and why.
-        parts: rows that were sampled together, by the first of them.
-        arrival: of the tokens, and of what the parts read.
+        token_ids: [rows] int64 on the device; meaningless in bad rows, but a valid id.
+        bad_rows: rows whose sampling could not be launched, and why.
+        parts: (first row, result) of rows that were sampled together.
+        arrival: of the tokens, and of the parts' tensors.
     """
 
     token_ids: Tensor
@@ -48,10 +48,10 @@ class LaunchedTokens:
     arrival: Arrival
 
     def read(self) -> Tokens:
-        """Wait for them."""
+        """Wait for the tokens and return them."""
         token_ids, *arrays = self.arrival.wait()
         if not arrays and not self.bad_rows and not any(part.bad_rows for _, part in self.parts):
-            return Tokens(token_ids)  # as nearly always, and a greedy step is short
+            return Tokens(token_ids)  # the usual case; greedy steps are short, so it must be fast
         bad_rows, used = dict(self.bad_rows), 0
         logprobs: dict[int, TokenLogprobs] = {}
         for first, part in self.parts:
@@ -64,7 +64,7 @@ class LaunchedTokens:
 
 
 class StepSampler:
-    """Samples the rows of logits of a step, by the rules of their requests."""
+    """Samples the rows of logits of a step, with the parameters of their requests."""
 
     def __init__(
         self, ops: Ops, sampling: SamplingTable, device: torch.device, copies: Copies
@@ -85,17 +85,17 @@ class StepSampler:
         """Begin to sample one token for each row.
 
         Args:
-            output: of the step, with as many rows of logits.
-            slots, positions: [rows], whose token each row is, and where it will stand.
-            supposed: drafts that rows take to have been put out before theirs.
-            judged: drafts that were drawn, or that may be taken though they were not, by the rows
-                that judge them.
+            output: of the step, with the same number of rows of logits.
+            slots, positions: [rows], slot and position of each row's token.
+            supposed: drafts that rows assume to be output before their token.
+            judged: drafts with the rows that check them: sampled ones (`Guesses`), or ones that may
+                be accepted though another token was drawn (`Offers`).
         """
 
         rows = len(slots)
 
         def sample(first: int, last: int) -> Sampled:
-            if first == 0 and last == rows:  # as nearly always
+            if first == 0 and last == rows:  # the usual case
                 batch = self.sampling.batch(slots, positions, supposed, judged)
                 return self._sampler.sample(output.logits, batch, (output.top, output.top_ids))
             part = slice(first, last)
@@ -132,18 +132,18 @@ class StepSampler:
 
 
 class NewestTokens:
-    """The newest token of each running request, on the device: known there before the host knows
-    it."""
+    """The newest token of each running request on the device, where it is known earlier than on the
+    host."""
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
         self._ids = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)  # [slots]
 
     def put(self, slots: np.ndarray, token_ids: Tensor) -> None:
-        """slots: [rows]. token_ids: [rows] int64, what each sampled."""
+        """Store sampled tokens. slots: [rows]. token_ids: [rows] int64."""
         self._ids.index_copy_(0, upload(slots, self._ids.device), token_ids)
 
     def fill(self, input_ids: Tensor, places: np.ndarray, slots: np.ndarray) -> None:
-        """Put the newest tokens of some slots where they are computed.
+        """Write the newest tokens of some slots into the inputs of a step.
 
         Args:
             input_ids: [tokens] int64, changed in place. places, slots: [rows].
@@ -154,10 +154,10 @@ class NewestTokens:
 
 
 class OutputTokens(Participant[LaunchedTokens]):
-    """Samples one token for each sampling row of a step, or judges the drafts of its rows.
+    """Samples one token for each sampling row of a step, or checks the drafts of its rows.
 
-    Rows with drafts are sampled when the step is read: nothing may be begun before it is known
-    which drafts were right.
+    Steps with drafts are sampled when they are read: no later step may begin before it is known
+    which drafts were accepted.
     """
 
     def __init__(
@@ -171,8 +171,8 @@ class OutputTokens(Participant[LaunchedTokens]):
     ) -> None:
         """
         Args:
-            copies: how tokens come to the host. Where it lets steps overlap and there are no
-                drafts, a step takes tokens that only the device knows from there.
+            copies: copies tokens to the host. If it lets steps overlap and there are no drafts, a
+                step takes tokens that are known only on the device from there.
             speculator: knows how the drafts were made.
         """
         self.network = network
@@ -210,8 +210,8 @@ class OutputTokens(Participant[LaunchedTokens]):
         return self.sampling.waits(step.batch.slots)
 
     def launch(self, step: RunningStep) -> LaunchedTokens | None:
-        """Begin to sample. What depends on the tokens is up to date when this returns, but for the
-        host's knowledge of them."""
+        """Begin to sample. When this returns, all state that depends on the tokens is updated,
+        except on the host."""
         batch, output = step.batch, step.output
         if output is None or not len(batch.sampling_rows) or batch.num_drafts is not None:
             return None
@@ -246,7 +246,7 @@ class OutputTokens(Participant[LaunchedTokens]):
             step.errors[int(rows[i])] = why
 
     def _tell(self, expected: Expected, tokens: np.ndarray) -> dict[int, Exception]:
-        """Give the tokens to the rules of the requests that sampled, unless they have left."""
+        """Append the tokens to the rules of the requests that sampled, unless they have left."""
         kept = self.table.still(expected)
         if kept is None:
             return self.sampling.append_to_rules(expected.slots, tokens)
@@ -257,8 +257,8 @@ class OutputTokens(Participant[LaunchedTokens]):
     # -- a step with drafts ----------------------------------------------------------------------
 
     def _check(self, step: RunningStep, counts: np.ndarray) -> CheckedDrafts:
-        """Judge the drafts of a step. Its tokens are one for each sampling row, and one for each
-        draft that was right.
+        """Check the drafts of a step. It outputs one token for each sampling row, and one for each
+        accepted draft.
 
         Args:
             counts: [sampling rows], drafts of each.
@@ -287,8 +287,8 @@ class OutputTokens(Participant[LaunchedTokens]):
         return checked
 
     def _judge(self, step: RunningStep, counts: np.ndarray) -> tuple[Tokens, CheckedDrafts]:
-        """Sample the step and accept drafts. Of each request the table has the accepted tokens
-        then, and the cache their K and V; what was rejected is not counted any more.
+        """Sample the step and accept drafts. Afterwards the table has the accepted tokens of each
+        request, and the cache their K and V; rejected ones are no longer counted.
 
         Returns:
             The tokens of the rows of logits, and which of them are output.
@@ -326,7 +326,7 @@ class OutputTokens(Participant[LaunchedTokens]):
         return found, checked
 
     def _gather(self, slots: np.ndarray, checked: CheckedDrafts) -> None:
-        """Move the K and V of accepted paths to where they would lie without the rest of the tree.
+        """Move the K and V of accepted paths to their places without the rest of the tree.
 
         Args:
             slots: [sampling rows].

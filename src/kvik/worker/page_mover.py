@@ -1,7 +1,7 @@
-"""Moves pages between the KV cache and its tiers, as plans say.
+"""Moves pages between the KV cache and its tiers, as planned.
 
-What is to be kept is copied while a step begins, before anything is written. Loads go on in threads
-while steps run. The disk has a thread for what is written, and loads read it in theirs.
+Blocks to store are copied while a step begins, before it writes anything. Loads run in threads
+while steps run, and read the disk there. The disk tier has a thread for writing.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-THREADS = 2  # that load
-REMEMBERED = 64  # tickets; a plan that failed comes again within a few steps
-JOB_PAGES = 32  # of a load that a thread copies at a time
+THREADS = 2  # for loading
+REMEMBERED = 64  # tickets; loads of a failed plan are sent again within a few steps
+JOB_PAGES = 32  # pages of a load that a thread copies at a time
 NOTHING = Moved()
 
 
 class PageFolder(Protocol):
-    """The disk tier, as what moves pages sees it."""
+    """The interface of the disk tier."""
 
     def store(self, key: PageKey, parent: bytes, page: np.ndarray) -> bool:
         """Begin to write a page, whose bytes may change afterwards. Returns False if too many are
@@ -59,15 +59,15 @@ class PageFolder(Protocol):
         ...
 
     def read(self, key: PageKey, page: np.ndarray) -> bool:
-        """Read a page. Returns whether it is there and good; called in several threads."""
+        """Read a page. Returns whether it exists and is intact; called in several threads."""
         ...
 
     def take(self) -> Moved:
-        """Return what became of pages since the last call, without loads."""
+        """Return changes of pages since the last call, without loads."""
         ...
 
     def tell_again(self) -> None:
-        """Let `take` tell again of all pages, if it has told of them."""
+        """Make `take` report all pages again, if it has reported them."""
         ...
 
     def wait(self, seconds: float) -> None:
@@ -107,8 +107,8 @@ class Loading:
     Attributes:
         step: of the plan that began it.
         jobs, peer_jobs: indices of pages that are loaded together.
-        left: jobs.
-        failed: indices of pages that did not come.
+        left: number of unfinished jobs.
+        failed: indices of pages that could not be loaded.
     """
 
     def __init__(self, load: PageLoad, step: int, job_pages: int) -> None:
@@ -121,14 +121,14 @@ class Loading:
 
 
 def _memory(size: int) -> np.ndarray:
-    """[size] uint8. The system gives memory to a page of its own when that is first written.
+    """Return [size] uint8. The system allocates each of its pages when it is first written.
 
     Raises:
         OSError: there is no address space for it.
     """
     if sys.platform == "win32":
         return np.frombuffer(mmap.mmap(-1, size), np.uint8)
-    # Private: shared memory takes a third longer to be given.
+    # Private: shared memory takes a third longer to allocate.
     memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return np.frombuffer(memory, np.uint8)
 
@@ -141,7 +141,7 @@ MakeLender = Callable[[Callable[[PageKey, int], np.ndarray]], "PageLender"]
 
 
 class PageMover:
-    """The moves of one worker. All but `read` of the folder is called in the worker's thread."""
+    """The moves of one worker. All methods are called in the worker's thread."""
 
     def __init__(
         self,
@@ -159,15 +159,15 @@ class PageMover:
             pages: of each KV group.
             places: pages of the memory tier.
             folder: None: there is no disk tier.
-            peers: None: no pages come from other engines.
-            lender: makes what gives pages to other engines, of a function that returns those of the
-                memory tier; None: they get none.
+            peers: None: no pages are fetched from other engines.
+            lender: makes the server of pages for other engines, from a function that returns pages
+                of the memory tier; None: they get none.
             at_once: a load is done when `begin` returns, for a replay.
             slab: [places, bytes] uint8; None: new memory.
 
         Raises:
-            OSError: there is no address space for the memory tier, or nothing can listen for other
-                engines.
+            OSError: there is no address space for the memory tier, or the server for other engines
+                cannot listen.
         """
         self._pages = pages
         self._largest = max(each.num_bytes for each in pages)
@@ -188,7 +188,7 @@ class PageMover:
         self._failed_stores: list[PageKey] = []
         self._begun: deque[int] = deque(maxlen=REMEMBERED)  # tickets
         self._jobs: SimpleQueue[tuple[Loading, list[int]] | None] = SimpleQueue()
-        # Other engines may let theirs wait.
+        # Separate, since other engines may be slow to answer.
         self._peer_jobs: SimpleQueue[tuple[Loading, list[int]] | None] = SimpleQueue()
         queues = [] if at_once else [self._jobs] if peers is None else [self._jobs, self._peer_jobs]
         self._queues = [queue for queue in queues for _ in range(THREADS)]
@@ -197,8 +197,8 @@ class PageMover:
             threading.Thread(target=self._work, args=(queue,), name=name, daemon=True).start()
 
     def begin(self, plan: SchedulerOutput) -> None:
-        """Begin the moves of a plan. What fails is told by `take`."""
-        if plan.step == 0:  # perhaps of another scheduler than the plan before
+        """Begin the moves of a plan. `take` reports failures."""
+        if plan.step == 0:  # the plan may come from a new scheduler
             self._begun.clear()
             self._told_address = False
             if self._folder is not None:
@@ -218,7 +218,7 @@ class PageMover:
             for source in plan.sources:
                 self._peers.expect(source)
         for load in plan.loads:
-            if load.ticket not in self._begun:  # else an earlier plan failed behind this
+            if load.ticket not in self._begun:  # else begun by an earlier plan, which failed later
                 self._begun.append(load.ticket)
                 self._load(Loading(load, plan.step, self._job_pages))
         if self._peers is not None:
@@ -226,7 +226,7 @@ class PageMover:
                 self._peers.leave(source)
 
     def take(self, step: int) -> Moved | None:
-        """Return what became of moves since the last call; None: nothing.
+        """Return results of moves since the last call; None: there are none.
 
         Args:
             step: of the last plan that is computed.
@@ -247,7 +247,7 @@ class PageMover:
         return moved if moved != NOTHING else None
 
     def wait(self, step: int) -> Moved | None:
-        """As `take`; wait a moment for a load if there are any."""
+        """Do the same as `take`, after waiting a moment for loads, if there are any."""
         self.wait_for_more()
         return self.take(step)
 
@@ -261,7 +261,7 @@ class PageMover:
             self._folder.wait(WAIT_SECONDS)
 
     def _load_done(self, step: int) -> None:
-        """All steps up to this one are done."""
+        """Note that all steps up to this one are done."""
 
     def close(self) -> None:
         """End the threads, and write what is waiting."""
@@ -340,7 +340,7 @@ class PageMover:
     def _job_done(
         self, loading: Loading, failed: list[int], rates: list[tuple[str, int, float]]
     ) -> None:
-        """Some pages are loaded; the last job of a load tells that it is done."""
+        """Record that a job is done; the last job of a load reports the load as done."""
         with self._lock:
             loading.failed += failed
             loading.left -= 1
@@ -352,8 +352,8 @@ class PageMover:
     def _read(
         self, load: PageLoad, job: list[int], scratch: np.ndarray
     ) -> Iterator[tuple[str, np.ndarray | None]]:
-        """Yield the tier of each page of a job, and its bytes until the next one; None: it is not
-        there, or not good."""
+        """Yield the tier of each page of a job, and its bytes, valid until the next one; None: it
+        is missing or damaged."""
         pages = [load.pages[i] for i in job]
         if pages[0][2] == AT_PEER and self._peers is not None and load.source is not None:
             sizes = [each.num_bytes for each in self._pages]
@@ -369,7 +369,7 @@ class PageMover:
             yield DISK, page if place == NOWHERE and self._read_disk(key, page) else None
 
     def _read_disk(self, key: PageKey, page: np.ndarray) -> bool:
-        """Read a page of the disk tier. Returns whether it is there and good."""
+        """Read a page of the disk tier. Returns whether it exists and is intact."""
         try:
             return self._folder is not None and self._folder.read(key, page)
         except Exception:

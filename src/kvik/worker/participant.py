@@ -1,8 +1,8 @@
-"""What takes part in steps, in addition to the forward of the model.
+"""Participants: what takes part in steps in addition to the forward of the model.
 
-`ModelRunner` brings its tables up to date, runs the forward of a step, and hands the step to its
-participants in the order of their list: prompt outputs, output tokens, drafts. A feature that needs
-state for each request, or that reads or shapes what a step produces, is one more participant.
+`ModelRunner` updates its tables, runs the forward of a step, and hands the step to its participants
+in the order of their list: prompt outputs, output tokens, drafts. A feature that needs state per
+request, or that reads or changes what a step produces, is implemented as another participant.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class RunningStep:
     """A step between `ModelRunner.begin` and `ModelRunner.finish`.
 
     Attributes:
-        output: of its forward; None once nothing reads it any more.
-        errors: by row, of those found so far. A row with an error takes no further part.
-        launched: what each participant has begun.
+        output: of its forward; None once it is not needed any more.
+        errors: found so far, by row. Participants skip a row with an error.
+        launched: results of each participant's `launch`.
         expected: its output tokens, while only the device knows them.
-        checked: which of its drafts were right; None: it has none, or they are not judged yet.
+        checked: which of its drafts were accepted; None: it has none, or they are not checked yet.
         result: the step's output, or why it failed as a whole; None until it is known.
     """
 
@@ -41,7 +41,7 @@ class RunningStep:
     expected: Expected | None = None
     checked: CheckedDrafts | None = None
     result: ModelRunnerOutput | Exception | None = None
-    # What participants put in; see `ModelRunnerOutput`.
+    # Results of participants; see `ModelRunnerOutput`.
     token_ids: list[list[int]] = field(default_factory=list)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class RunningStep:
     turn_seconds: float = 0.0
 
     def complete(self, ended: float) -> None:
-        """Everything is read: make the result of what the participants put in."""
+        """Make the result from what the participants have written."""
         self.result = ModelRunnerOutput(
             step=self.plan.step,
             token_ids=self.token_ids,
@@ -74,42 +74,42 @@ T = TypeVar("T")  # what a participant launches
 
 
 class Participant(Generic[T]):
-    """What takes part in the steps of those requests that ask for it.
+    """Takes part in steps, for the requests that need it.
 
-    Subclasses override what they need; the defaults do nothing. A fault of one row goes into
+    Subclasses override what they need; the defaults do nothing. An error in one row goes into
     `step.errors`; an exception from `launch` or `read` ends the whole step.
 
     Attributes:
-        reads_output: `read` looks at the step's `output`, which is kept until then. Steps then run
-            in turn.
+        reads_output: `read` uses the step's `output`, which is kept until then. Steps then do not
+            overlap.
     """
 
     reads_output = False
 
     def enter(self, new: NewRequest) -> None:
-        """A request got its slot, where the table already has it.
+        """Begin with a request that got a slot; the table already has it.
 
         Raises:
-            Exception: the request alone fails; its slot is left at once.
+            Exception: only this request fails; `leave` is called at once.
         """
 
     def leave(self, slot: int) -> None:
-        """The request of a slot has left it. May be called twice."""
+        """Forget the request of a slot. May be called twice."""
 
     def prepare(self, batch: InputBatch, running: Sequence[RunningStep]) -> None:
-        """Put into the inputs of a step what depends on steps that are still running."""
+        """Complete the inputs of a step that depend on steps still running."""
 
     def waits(self, step: RunningStep) -> bool:
         """Return whether the results of all earlier steps must be known before `launch`."""
         return False
 
     def launch(self, step: RunningStep) -> T | None:
-        """Begin what follows the forward, without waiting for the device.
+        """Begin the work after the forward, without waiting for the device.
 
         Returns:
-            What `read` is handed; None: nothing was begun.
+            The argument for `read`; None: nothing was launched.
         """
         return None
 
     def read(self, step: RunningStep, launched: T | None) -> None:
-        """Wait for what was launched and put it into the step. Steps are read in their order."""
+        """Wait for what was launched and write it into the step. Steps are read in order."""

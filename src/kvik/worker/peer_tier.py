@@ -1,12 +1,12 @@
 """Pages of other engines: one lends those of its memory tier, another one fetches them.
 
 Both prove to each other that they know a token (`kvik.links`), and have the same fingerprint. Then
-the one that connected asks, in frames of 4 bytes of length and msgpack. A fetch is answered by a
-byte for each page, 1 if it is there, and by the pages that are, as the disk tier would have them.
+the engine that connected sends requests in frames: 4 bytes of length, then msgpack. The answer to a
+fetch is a byte for each page, 1 if it exists, and then these pages, in the disk tier's format.
 
-A lease ends when the other engine says so, or was not heard of for `LEASE_SECONDS`. Whatever is
-late, torn or changed is a page that is not there. After an error nothing is asked of that engine
-for `RETRY_SECONDS`.
+A lease ends when the other engine ends it, or has been silent for `LEASE_SECONDS`. A page that is
+late, torn or changed counts as missing. After an error, that engine gets no requests for
+`RETRY_SECONDS`.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ log = logging.getLogger(__name__)
 
 OPTION = "kv_tiers"
 LEASE_SECONDS = 30.0
-RENEW_SECONDS = 10.0  # two may be lost
-SOON_SECONDS = 2.0  # for a lease that the next plan begins
-MOVE_SECONDS = 10.0  # without a byte of a page
-JOB_SECONDS = 30.0  # for the pages of one fetch, after which nobody waits for them
-IDLE_SECONDS = 60.0  # of a connection
+RENEW_SECONDS = 10.0  # so two renewals may be lost
+SOON_SECONDS = 2.0  # longest wait for a lease that the next plan begins
+MOVE_SECONDS = 10.0  # timeout without progress while a page is transferred
+JOB_SECONDS = 30.0  # for the pages of one fetch; by then requests stop waiting for them
+IDLE_SECONDS = 60.0  # timeout of an idle connection
 RETRY_SECONDS = 30.0
-LOOK_SECONDS = 1.0  # between looks for leases whose time is over
+LOOK_SECONDS = 1.0  # between checks for expired leases
 MAX_CONNECTIONS = 64
-BATCH = 1 << 20  # bytes of pages in a call of the system, or one page
+BATCH = 1 << 20  # bytes of pages per system call, or one page if larger
 MAX_ASK = 1 << 20  # bytes
 REMEMBERED = 1024  # leases that have ended
 FETCH, RENEW, END = "fetch", "renew", "end"
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True):
-    """What is asked of the engine that lends.
+    """A request to the engine that lends.
 
     Attributes:
-        what: `FETCH`, `RENEW` or `END`; the last two have no answer.
+        what: `FETCH`, `RENEW` or `END`; the last two get no answer.
         keys: of the pages to fetch.
     """
 
@@ -74,7 +74,7 @@ class PageLender:
     """Serves pages of the memory tier to other engines.
 
     Attributes:
-        address: where.
+        address: that it listens on.
     """
 
     def __init__(
@@ -87,10 +87,10 @@ class PageLender:
         """
         Args:
             where: an address of this machine; port 0: a free one.
-            page: returns the bytes at a place of the memory tier, the head included.
+            page: returns the bytes at a place of the memory tier, including the header.
 
         Raises:
-            OSError: nothing can listen there.
+            OSError: the address cannot be used.
         """
         self._fingerprint = fingerprint
         self._page = page
@@ -111,14 +111,14 @@ class PageLender:
             self._changed.notify_all()
 
     def end(self, name: str) -> None:
-        """End a lease: none of its places is read for it when this returns, but to be sent, and
-        what is sent does not fit the checksum then."""
+        """End a lease. Once this returns, its places are read only by transfers in progress, whose
+        pages then fail their checksum if they have changed."""
         with self._changed:
             if self._lent.pop(name, None) is not None:
                 self._ended.append(name)
 
     def take_returned(self) -> list[str]:
-        """Return the leases that ended since the last call, and not by `end`."""
+        """Return the leases that ended since the last call without `end`."""
         with self._changed:
             returned, self._returned = self._returned, []
         return returned
@@ -166,7 +166,7 @@ class PageLender:
             peer = _socket_of(found[1])
             with closing(peer), suppress(OSError, msgspec.MsgspecError):
                 if _greet(peer, self._fingerprint) != self._fingerprint:
-                    return  # the other one tells
+                    return  # the other engine reports it
                 while not self._closing:
                     _limit(peer, IDLE_SECONDS)
                     self._answer(peer, _read_ask(peer))
@@ -198,11 +198,12 @@ class PageLender:
             _send_all(peer, [self._sealed(ask.lease, key).data for key in some])
 
     def _sealed(self, name: str, key: PageKey) -> np.ndarray:
-        """
+        """Return a page with its header.
+
         Raises:
             OSError: the lease has ended.
         """
-        with self._changed:  # else the place might have another page before the head is written
+        with self._changed:  # else the place could get another page before the header is written
             lent = self._lent.get(name)
             if lent is None:
                 raise OSError("the lease has ended")
@@ -218,10 +219,10 @@ class PageLender:
 def lender_at(
     where: str, token: bytes, fingerprint: bytes, page: Callable[[PageKey, int], np.ndarray]
 ) -> PageLender:
-    """Return what lends pages at an address, HOST or HOST:PORT.
+    """Return a lender at an address, HOST or HOST:PORT.
 
     Raises:
-        ConfigError: it is none of this machine, or taken.
+        ConfigError: the address is not on this machine, or in use.
     """
     host, _, port = where.rpartition(":") if re.search(r":\d+$", where) else (where, "", "0")
     told = f"must be an address of this machine with a free port, not {where}"
@@ -234,13 +235,13 @@ def lender_at(
 
 
 class PeerPages:
-    """Fetches pages of other engines. All but `fetch` is called in the worker's thread."""
+    """Fetches pages of other engines. All methods but `fetch` are called in the worker's thread."""
 
     def __init__(self, token: bytes, fingerprint: bytes) -> None:
         self._token = token
         self._fingerprint = fingerprint
         self._idle: dict[Address, list[socket.socket]] = {}
-        self._off: dict[Address, float] = {}  # until when nothing is asked
+        self._off: dict[Address, float] = {}  # end of the time without requests, after an error
         self._expected: dict[str, Address] = {}  # by lease
         self._left: list[tuple[str, Address]] = []
         self._changed = threading.Condition()
@@ -248,7 +249,7 @@ class PeerPages:
         self._thread: threading.Thread | None = None
 
     def expect(self, source: PageSource) -> None:
-        """Pages are wanted soon: renew their lease until then."""
+        """Renew the lease of pages that will be fetched, until `leave`."""
         with self._changed:
             self._expected[source.lease] = Address(source.host, source.port)
             if self._thread is None:
@@ -256,7 +257,7 @@ class PeerPages:
                 self._thread.start()
 
     def leave(self, source: PageSource) -> None:
-        """Nothing more is wanted: end their lease."""
+        """End the lease of pages that are not needed any more."""
         with self._changed:
             address = self._expected.pop(source.lease, None)
             if address is not None:
@@ -266,7 +267,7 @@ class PeerPages:
     def fetch(
         self, source: PageSource, keys: Sequence[PageKey], sizes: Sequence[int]
     ) -> Iterator[np.ndarray | None]:
-        """Yield pages in order; None: it is not there, or not good.
+        """Yield pages in order; None: the page is missing or damaged.
 
         Args:
             sizes: bytes of the pages of each KV group.
@@ -307,7 +308,7 @@ class PeerPages:
         except BaseException:
             peer.close()
             raise
-        if damaged:  # what comes next may be anything
+        if damaged:  # the rest of the stream cannot be trusted
             peer.close()
             told = "%s: %d pages of the engine at %s:%d are damaged, and are computed here"
             log.warning(told, OPTION, damaged, *_where(address))
@@ -317,7 +318,7 @@ class PeerPages:
     def _pages(
         self, peer: socket.socket, keys: Sequence[PageKey], sizes: Sequence[int], until: float
     ) -> Iterator[np.ndarray | None]:
-        """Yield the pages that come on a connection; None: one is not good."""
+        """Yield the pages received on a connection; None: the page is damaged."""
         data = np.empty(max(BATCH, *sizes), np.uint8)
         for some in _batches(keys, lambda key: sizes[key[0]]):
             if time.monotonic() > until:
@@ -330,10 +331,10 @@ class PeerPages:
                 yield page if is_good(page, PageName(self._fingerprint, *key)) else None
 
     def _asked(self, address: Address, ask: Ask) -> tuple[socket.socket, bytes]:
-        """Return a connection on which pages come, and which of them.
+        """Send a request. Returns the connection, and one byte for each page: 1 if it will come.
 
         Raises:
-            OSError, LinkError: there is none.
+            OSError, LinkError: there is no connection.
         """
         with self._changed:
             idle = self._idle.get(address)
@@ -389,7 +390,7 @@ class PeerPages:
             )
 
     def _renew(self) -> None:
-        """Renew and end leases."""
+        """Renew and end leases, in a separate thread."""
         due = time.monotonic() + RENEW_SECONDS
         while True:
             with self._changed:
@@ -416,7 +417,7 @@ def _where(address: Address) -> tuple[str, int]:
 
 
 def _socket_of(line: object) -> socket.socket:
-    """Return a link's socket, of which nothing waits without a limit."""
+    """Return a link's socket, with timeouts set."""
     from multiprocessing.connection import Connection
 
     assert isinstance(line, Connection)
@@ -450,8 +451,8 @@ def _send_all(peer: socket.socket, views: list[memoryview]) -> None:
 
 
 def _limit(peer: socket.socket, seconds: float) -> None:
-    """Let no call wait longer. The kernel counts, so that a call takes a whole page, where Python's
-    own limit would make it return with each part."""
+    """Set the timeout of calls in the kernel, so that one call receives a whole page; with a Python
+    timeout, a call would return with each part."""
     peer.settimeout(None)
     whole, part = divmod(seconds, 1.0)
     limit = struct.pack("ll", int(whole), int(part * 1e6))
@@ -460,7 +461,7 @@ def _limit(peer: socket.socket, seconds: float) -> None:
 
 
 def _is_quiet(peer: socket.socket) -> bool:
-    """Return whether a connection is open, and nothing comes that was not asked for."""
+    """Return whether a connection is open and has no unexpected data."""
     with suppress(BlockingIOError, InterruptedError):
         with suppress(ConnectionError):
             peer.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
@@ -494,9 +495,10 @@ def _read(peer: socket.socket, size: int) -> bytes:
 
 
 def _read_into(peer: socket.socket, view: memoryview) -> None:
-    """
+    """Fill `view` from a socket.
+
     Raises:
-        OSError: the other side is gone, or silent.
+        OSError: the other side is gone, or timed out.
     """
     while view:
         count = peer.recv_into(view, 0, socket.MSG_WAITALL)

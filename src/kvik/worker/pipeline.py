@@ -1,8 +1,8 @@
 """Steps of a model whose layers are divided among stages (Huang et al. 2019, GPipe, section 2.3).
 
-The engine's process is the last stage. It plans, hands the inputs of a step to the stages before
-it, and computes its own layers when theirs are through; meanwhile they compute later steps. So a
-step is laid out when it is begun, and its forward here runs when its tokens are wanted.
+The engine's process is the last stage. It plans, hands the inputs of a step to the earlier stages,
+and computes its own layers after theirs, while they compute later steps. So a step's inputs are
+prepared when it is begun, and its forward here runs when its tokens are needed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Arrays = dict[str, np.ndarray]
 
 
 class HeldInputs:
-    """Inputs of a step that runs later, when the memory that kernels read is free for them."""
+    """Inputs of a step that runs later, when the memory that kernels read is free."""
 
     fixed = False
 
@@ -39,7 +39,7 @@ class HeldInputs:
         pass
 
     def take(self) -> Arrays:
-        """Return what was put since the last call."""
+        """Return the arrays put since the last call."""
         taken, self._arrays = self._arrays, {}
         return taken
 
@@ -49,7 +49,7 @@ class Tape(Protocol):
     """A recorded forward."""
 
     def replay(self, step: RunStep, planted: bool) -> StepOutput:
-        """Run a step whose inputs lie where they were recorded.
+        """Run a step whose inputs are in the recorded memory.
 
         Args:
             planted: it has trees of drafts.
@@ -58,15 +58,16 @@ class Tape(Protocol):
 
 
 class StageTape:
-    """The recorded forward of a stage, over inputs that come by their names."""
+    """The recorded forward of a stage, over inputs given by name."""
 
     def __init__(self, tape: Tape, inputs: FixedInputs) -> None:
         self._tape, self._inputs = tape, inputs
 
     def run(self, arrays: Arrays, entered: bytes) -> StepOutput:
-        """
+        """Run a step.
+
         Args:
-            entered: [tokens, hidden] of the stage before; b"" of the first.
+            entered: [tokens, hidden] from the stage before; b"" in the first stage.
         """
         for name, array in arrays.items():
             self._inputs.put(name, array)
@@ -76,7 +77,7 @@ class StageTape:
         return self._tape.replay(RunStep(*sizes), planted="tree" in arrays)
 
     def arrays(self, step: StageStep) -> Arrays:
-        """Return the inputs of a step that was told."""
+        """Return the inputs of a received step."""
         return {
             name: self._inputs.read(name, shape, data)
             for name, (shape, data) in step.inputs.items()
@@ -84,15 +85,15 @@ class StageTape:
 
 
 class Pipeline:
-    """The last stage, which hands steps to those before it."""
+    """The last stage, which hands steps to the earlier ones."""
 
     def __init__(self, tape: StageTape, stages: EarlierStages) -> None:
         self.inputs = HeldInputs()
         self._tape, self._stages = tape, stages
-        self._begun: deque[Arrays] = deque()  # steps whose forward here is to be run
+        self._begun: deque[Arrays] = deque()  # steps whose forward has not run here yet
 
     def begin(self, plan: SchedulerOutput) -> None:
-        """Hand the step whose inputs were put last to the other stages.
+        """Hand the step whose inputs were just put to the other stages.
 
         Raises:
             GroupLost: one of them is gone.
@@ -109,7 +110,7 @@ class Pipeline:
         return False
 
     def run(self, batch: InputBatch) -> StepOutput:
-        """Run the oldest step that was begun; the batch is its.
+        """Run the oldest step that was begun, which must be the one of the batch.
 
         Raises:
             GroupLost: a stage is gone.
@@ -119,6 +120,6 @@ class Pipeline:
             return self._tape.run(self._begun.popleft(), entered)
         except Exception:
             raise
-        except BaseException:  # Ctrl-C: which step comes next is not known any more
+        except BaseException:  # Ctrl-C: it is unknown which step comes next
             self._stages.give_up("what all stages compute was interrupted in the last")
             raise

@@ -1,4 +1,4 @@
-"""What a worker computes with: operations, attention, storage of the cache, and how steps run."""
+"""Platforms of a worker: operations, attention, memory of the cache, and how steps run."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 def inference_on(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
     """Return a factory of contexts, one for each step: inference mode with the device current.
 
-    A CPU needs inference mode alone."""
+    A CPU needs only inference mode."""
     return torch.inference_mode if device.type == "cpu" else partial(_Inference, device)
 
 
@@ -89,10 +89,10 @@ class _Inference:
         self._device.__exit__(kind, error, trace)
 
 
-# The memory of a KV cache in one allocation, so that it does not fragment the memory of others.
+# The memory of a KV cache in one allocation, so that it does not fragment other memory.
 
 ALIGNMENT = 256  # bytes, of each part
-MARGIN = 1 << 20  # bytes for it, of some hundred parts
+MARGIN = 1 << 20  # bytes for the alignment of some hundred parts
 
 
 class KVPool:
@@ -101,7 +101,7 @@ class KVPool:
     def __init__(self, size: int) -> None:
         """
         Args:
-            size: bytes that were planned for all parts.
+            size: bytes planned for all parts.
         """
         self._size = size + MARGIN
         self._memory: Tensor | None = None
@@ -121,8 +121,8 @@ class KVPool:
 
 log = logging.getLogger(__name__)
 
-NATIVE_DRAW_BYTES = 4  # of each logit: a copy of the rows that draw
-# The same, and what a program finds out about a chunk of logits (kernels/triton/draw.py).
+NATIVE_DRAW_BYTES = 4  # per logit: a copy of the rows that draw
+# The same, plus what a program computes about a chunk of logits (kernels/triton/draw.py).
 TRITON_DRAW_BYTES = NATIVE_DRAW_BYTES + 1
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -133,7 +133,7 @@ class PlatformParts:
     device: torch.device
     dtype: torch.dtype
     ops: Ops
-    packing: Packing  # how these operations keep matrices
+    packing: Packing  # layout of matrices for these operations
     draw_bytes: int  # see `SamplingTable`
     backend: AttentionBackend
     kv_zeros: Zeros  # where the memory of the KV cache comes from
@@ -146,12 +146,12 @@ class Platform(Protocol):
 
     @property
     def team(self) -> Team | None:
-        """None: not of the native kernels."""
+        """Threads of the native kernels; None: other kernels."""
         ...
 
     @property
     def graph_memory(self) -> GraphMemory | None:
-        """Of what is captured on a GPU; None: nothing can be."""
+        """Memory of graphs captured on a GPU; None: nothing can be captured."""
         ...
 
     def graph(
@@ -176,7 +176,7 @@ class Platform(Protocol):
 
     @staticmethod
     def give_back(storages: Sequence[Tensor], blocks: Sequence[int]) -> int:
-        """Give the memory of blocks back to the system, where it can be. Returns bytes."""
+        """Give the memory of blocks back to the system, where possible. Returns bytes."""
         ...
 
     @staticmethod
@@ -225,7 +225,7 @@ class TorchPlatform:
 
     @staticmethod
     def release_freed() -> None:
-        torch.cuda.empty_cache()  # does nothing where no GPU was used
+        torch.cuda.empty_cache()  # does nothing if no GPU was used
 
 
 class TransformersPlatform(TorchPlatform):
@@ -295,7 +295,7 @@ class NativePlatform:
 
         eager = Eager(network), FreshInputs(self.parts.device)
         if self.group is None and not isinstance(self.parts.backend, CpuAttention):
-            return eager  # it runs torch's operations, as was decided
+            return eager  # attention uses torch's operations, as configured
         try:
             tape = self.tape(network, sizes, trees=trees)
         except CaptureError as error:
@@ -416,28 +416,28 @@ class TritonPlatform:
         return CapturedRows(function, like, sizes, capturer, time.monotonic, memory)
 
     def _one_capturer(self) -> Capturer:
-        """Of the model, of drafts and of heads, so that they share memory."""
+        """Return the capturer shared by the model, drafts and heads, so that they share memory."""
         if self._capturer is None:
             self._capturer = CudaCapturer(self.parts.device)
         return self._capturer
 
     @staticmethod
     def give_back(storages: Sequence[Tensor], blocks: Sequence[int]) -> int:
-        return 0  # it is the GPU's, which no other process takes
+        return 0  # GPU memory, which other processes do not need
 
     @staticmethod
     def release_freed() -> None:
-        gc.collect()  # what is captured and what captures it know each other
+        gc.collect()  # graphs and their capturer refer to each other
         torch.cuda.empty_cache()
 
 
 def platform(
     config: ResolvedConfig, memory: np.ndarray | None = None, seat: Seat | None = None
 ) -> Platform:
-    """As `resolve` decided.
+    """Make the platform that `resolve` chose.
 
     Args:
-        memory: see `WeightMemory`; only the native kernels take it.
+        memory: see `WeightMemory`; only native kernels use it.
         seat: in a group of processes; None: it computes alone.
     """
     makers: dict[str, Callable[[ResolvedConfig], Platform]] = {

@@ -1,5 +1,5 @@
-"""What a request wants to know of its prompt, from the hidden states of the prompt's chunks: one
-vector of the whole prompt, and log probabilities of the prompt's own tokens."""
+"""Outputs about prompts, from the hidden states of their chunks: one vector of the whole prompt,
+and log probabilities of the prompt's own tokens."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ from kvik.worker.step_inputs import Arrival, Copies
 
 @dataclass(slots=True)
 class _Pooled:
-    """Attributes:
-    kind: one of `POOLINGS`.
-    scored: the result is a score.
-    sums: [hidden] float64, of the chunks that were read, or the largest numbers of them in fp32;
-        None: none was.
+    """The pooled vector of one prompt, in progress.
+
+    Attributes:
+        kind: one of `POOLINGS`.
+        scored: the result is a score.
+        sums: [hidden] float64 sums over the chunks read so far, or their maxima in fp32; None: no
+            chunk was read.
     """
 
     kind: str
@@ -42,10 +44,10 @@ class PooledChunk:
 
     Attributes:
         row: of the step.
-        pooled: what they belong to.
+        pooled: that they belong to.
         arrival: of their bits: [tokens, hidden].
-        dtype: whose bits they are. device: where they were.
-        ends: the prompt is through.
+        dtype: of the hidden states. device: that they come from.
+        ends: it is the last chunk of the prompt.
     """
 
     row: int
@@ -57,11 +59,11 @@ class PooledChunk:
 
 
 class Pooling(Participant[list[PooledChunk]]):
-    """One vector of a prompt's hidden states, and what the model makes of it, for requests that
-    embed or score.
+    """Pools a prompt's hidden states into one vector, and applies the model's head, for requests
+    that embed or score.
 
-    Sums are taken in double precision, token after token. So a mean does not depend on how its
-    prompt was cut into chunks, as far as the hidden states do not.
+    Sums are computed in double precision, token after token. So if hidden states do not depend on
+    how the prompt is cut into chunks, neither does their mean.
     """
 
     def __init__(self, network: EngineNetwork, copies: Copies) -> None:
@@ -70,7 +72,7 @@ class Pooling(Participant[list[PooledChunk]]):
         self._wanted: dict[int, _Pooled] = {}  # by slot
 
     def enter(self, new: NewRequest) -> None:
-        # A preempted request begins anew: nothing of a prompt whose mean is wanted is cached.
+        # A preempted request starts again: a prompt whose mean is computed is never cached.
         if new.pooling is not None:
             pooling, kind = self._network.pooling, new.pooling
             scored = kind == SCORE
@@ -83,7 +85,7 @@ class Pooling(Participant[list[PooledChunk]]):
         self._wanted.pop(slot, None)
 
     def launch(self, step: RunningStep) -> list[PooledChunk] | None:
-        """Have the hidden states copied to the host that are wanted."""
+        """Begin to copy the needed hidden states to the host."""
         if not self._wanted or step.output is None:
             return None
         chunks: list[PooledChunk] = []
@@ -109,8 +111,7 @@ class Pooling(Participant[list[PooledChunk]]):
         return chunks
 
     def read(self, step: RunningStep, launched: list[PooledChunk] | None) -> None:
-        """Add up the chunks. The vectors [hidden] of prompts that are through are in single
-        precision."""
+        """Add up the chunks. The vectors [hidden] of finished prompts are in single precision."""
         for chunk in launched or ():
             try:
                 (bits,) = chunk.arrival.wait()
@@ -129,7 +130,7 @@ class Pooling(Participant[list[PooledChunk]]):
                 step.errors[chunk.row] = describe(error)
 
     def _finished(self, vector: Tensor, chunk: PooledChunk) -> list[float]:
-        """Return what the model makes of a pooled vector, [hidden] fp32."""
+        """Return the embedding or score of a pooled vector, [hidden] fp32."""
         network, vector = self._network, vector.to(chunk.device)
         tokens = network.pooling.score_tokens if network.pooling else None
         if chunk.pooled.scored and tokens is not None:
@@ -143,15 +144,16 @@ class Pooling(Participant[list[PooledChunk]]):
 
 
 def _bits(numbers: Tensor) -> Tensor:
-    """As integers of the same size: numpy, which results come in, knows no bfloat16."""
+    """View numbers as integers of the same size: results come as numpy arrays, and numpy has no
+    bfloat16."""
     return numbers.view(torch.int32 if numbers.element_size() == 4 else torch.int16)
 
 
 def _sum(before: np.ndarray | None, hidden: Tensor) -> np.ndarray:
-    """Rows [tokens, hidden] added to [hidden] float64, one after another."""
+    """Add rows [tokens, hidden] to [hidden] float64, one after another."""
     sums = np.zeros(hidden.shape[1]) if before is None else before
     for rows in hidden.split(POOLED_ROWS):
-        # Along an axis that is not the innermost one numpy adds in order.
+        # numpy adds in order along an axis that is not the innermost one.
         sums = np.add.reduce(np.concatenate([sums[None], rows.float().numpy()]), axis=0)
     return sums
 
@@ -161,8 +163,8 @@ class _Wanted:
     """Logprobs of one prompt, gathered chunk by chunk.
 
     Attributes:
-        top: how many of the most likely tokens are wanted beside each.
-        start: index of the first token that is scored.
+        top: how many of the most likely tokens to report for each position.
+        start: index of the first token to score.
     """
 
     top: int
@@ -176,9 +178,9 @@ class ScoredChunk:
 
     Attributes:
         row: of the step.
-        wanted: what they are added to.
+        wanted: that they are added to.
         arrival: of `Scores.tensors`.
-        ends: the prompt is through.
+        ends: it is the last chunk of the prompt.
     """
 
     row: int
@@ -188,7 +190,7 @@ class ScoredChunk:
 
 
 class PromptLogprobs(Participant[list[ScoredChunk]]):
-    """Log probabilities of a prompt's own tokens, where asked for."""
+    """Computes log probabilities of a prompt's own tokens, if requested."""
 
     def __init__(self, network: EngineNetwork, table: RequestTable, copies: Copies) -> None:
         self._network = network
@@ -206,7 +208,7 @@ class PromptLogprobs(Participant[list[ScoredChunk]]):
         self._wanted.pop(slot, None)
 
     def launch(self, step: RunningStep) -> list[ScoredChunk] | None:
-        """Begin to compute those of the prompt tokens that this step's positions predict."""
+        """Begin to score the prompt tokens that this step's positions predict."""
         if not self._wanted or step.output is None:
             return None
         chunks: list[ScoredChunk] = []
@@ -218,8 +220,8 @@ class PromptLogprobs(Participant[list[ScoredChunk]]):
             num_prompt = int(table.num_prompt[slot])
             start, end = int(batch.starts[row]), int(batch.starts[row + 1])
             first = int(batch.ends[row]) - (end - start)  # position of `start`
-            last = min(first + end - start, num_prompt - 1)  # this one predicts no prompt token
-            scored = min(max(first, wanted.start - 1), last)  # the first that predicts one
+            last = min(first + end - start, num_prompt - 1)  # the end of those that predict one
+            scored = min(max(first, wanted.start - 1), last)  # first position to score
             try:
                 targets = table.token_ids[slot, scored + 1 : last + 1].astype(np.int64)
                 ids = upload(targets, hidden.device)
@@ -245,7 +247,7 @@ class PromptLogprobs(Participant[list[ScoredChunk]]):
                 step.prompt_logprobs[chunk.row] = chunk.wanted.found
 
     def _scores(self, hidden: Tensor, ids: Tensor, top: int) -> Scores:
-        """Score given tokens. The logits of a part are freed before the next one is begun.
+        """Score given tokens, in parts. The logits of a part are freed before the next one.
 
         Args:
             hidden: [rows, hidden]. ids: [rows] int64.

@@ -1,8 +1,8 @@
-"""Processes that compute one model together: what the first tells the others, and what they do.
+"""Processes that compute one model together: how ranks other than the first process messages.
 
-The first process (rank 0) plans, samples and drafts alone. It lays a step's inputs out in memory
-that all share and tells the others how large the step is. They have a share of every matrix and of
-the heads of the cache, run the same recorded forward, and meet the first one in it.
+Only the first process (rank 0) plans, samples and drafts. It writes a step's inputs to memory that
+all share, and sends the others the size of the step. They have a share of every matrix and of the
+heads of the cache, run the same recorded forward, and exchange data with the first one in it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from kvik.worker.step_inputs import FixedInputs, FreshInputs, StepSizes
 
 
 class Member(Protocol):
-    """Another process than the first, once it has loaded."""
+    """A process other than the first, once it has loaded."""
 
     @property
     def digest(self) -> str:
@@ -56,10 +56,10 @@ class Member(Protocol):
         ...
 
     def serve(self, receive: Callable[[], Message]) -> None:
-        """Do what the first process tells, until it has gone.
+        """Process messages from the first process, until it ends.
 
         Raises:
-            EOFError: from `receive`, when it has.
+            EOFError: from `receive`, when it has ended.
         """
         ...
 
@@ -67,14 +67,14 @@ class Member(Protocol):
 def make_rank(
     config: ResolvedConfig, seat: Seat, stage: PipelineStage | None, memory: np.ndarray | None
 ) -> Member:
-    """Load the share of another process than the first; see `Rank`."""
+    """Load the share of a process other than the first; see `Rank`."""
     if config.runner.kernels == "native":
         return Rank(config, seat, stage, memory)
     return TorchRank(config, seat)
 
 
 class Rank:
-    """Another process than the first: its share of the model, and what it does with it."""
+    """A process other than the first, with native kernels."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Rank:
     ) -> None:
         """
         Args:
-            stage: of which the group is; None: it has all layers.
+            stage: that the group belongs to; None: it has all layers.
             memory: for weights; see `WeightMemory`.
 
         Raises:
@@ -103,15 +103,11 @@ class Rank:
 
     @property
     def digest(self) -> str:
-        """Of what was recorded; equal in all processes of a group."""
+        """Digest of what was recorded; equal in all processes of a group."""
         return self._group.digest
 
     def serve(self, receive: Callable[[], Message]) -> None:
-        """Do what the first process tells, until it has gone.
-
-        Raises:
-            EOFError: from `receive`, when it has.
-        """
+        """See `Member`."""
         while True:
             message = receive()
             with torch.inference_mode():
@@ -138,7 +134,7 @@ class Rank:
 
 
 class LeadingRank:
-    """The first process of a stage before the last one, which tells the others of its group."""
+    """The first process of a stage before the last one, which directs the others of its group."""
 
     def __init__(self, config: ResolvedConfig, stage: PipelineStage, seat: Seat | None) -> None:
         """
@@ -165,16 +161,16 @@ class LeadingRank:
         entered: Callable[[], bytes],
         leave: Callable[[memoryview], None],
     ) -> None:
-        """Do what the engine tells, until it has gone.
+        """Process messages from the engine, until it ends.
 
         Args:
-            entered: waits for [tokens, hidden] of the next step from the stage before; of the first
-                stage returns b"".
-            leave: hands the same to the next stage.
+            entered: waits for [tokens, hidden] of the next step from the stage before; returns b""
+                in the first stage.
+            leave: hands this stage's result to the next stage.
 
         Raises:
-            EOFError, OSError: from them, when a process has gone.
-            GroupLost: one of the group has.
+            EOFError, OSError: from these functions, when a process has ended.
+            GroupLost: a process of the group has ended.
         """
         while True:
             message = receive()
@@ -207,7 +203,7 @@ class LeadingRank:
 
 
 class TorchRank:
-    """Another process than the first, with torch's or Triton's kernels."""
+    """A process other than the first, with kernels of torch or Triton."""
 
     def __init__(self, config: ResolvedConfig, seat: Seat) -> None:
         """
@@ -260,7 +256,7 @@ class TorchRank:
                 self._pages.do(message)
 
     def _run(self, inputs: dict[str, tuple[list[int], bytes]]) -> None:
-        """Run a step, as `build_input_batch` has laid it out in the first process."""
+        """Run a step with the inputs from `build_input_batch` in the first process."""
         arrays: dict[str, np.ndarray] = {
             name: np.frombuffer(data, dtype_of(name)).reshape(shape).copy()
             for name, (shape, data) in inputs.items()
@@ -286,7 +282,7 @@ class TorchRank:
 
 
 def _change_caches(network: EngineNetwork, message: CopyBlocks | CopyStates | MoveTokens) -> None:
-    """Do in this process' share what the first one does in its own."""
+    """Apply the change that the first process makes to its share to this process's share."""
     match message:
         case CopyBlocks(pairs):
             network.copy_blocks(pairs)

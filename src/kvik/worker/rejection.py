@@ -238,7 +238,7 @@ def accepted_paths(parents: _Ids, token_ids: _Ids, drafts: _Ids) -> tuple[_Ids, 
     Args:
         parents: [nodes], each before its children; -1 for the root.
         token_ids: [requests, nodes], the token that the row of each node gives.
-        drafts: [requests, nodes], the token that stands at each node; -1 where there is none.
+        drafts: [requests, nodes], the token at each node; -1 where there is none.
 
     Returns:
         paths: [requests, depth] the nodes after the root, as far as lengths: [requests].
@@ -288,7 +288,7 @@ def coupled(p: Tensor, q: Tensor, drafts: Tensor, accept: Tensor, uniforms: Tens
 
 
 def _drawn_instead(p: Tensor, q: Tensor, uniforms: Tensor) -> Tensor:
-    """[n] int64 of norm(max(0, p - q)). Arguments as `coupled`."""
+    """Draw tokens from norm(max(0, p - q)): [n] int64. Arguments as in `coupled`."""
     mass = (p - q).clamp_(min=0).cumsum(-1, dtype=torch.float64)
     # If p equals q, the sum may be zero, or negative by rounding.
     lost = mass[:, -1:] <= 0

@@ -1,4 +1,4 @@
-"""The worker's memory of running requests, one slot each: a plan need only say what changed."""
+"""The worker's table of running requests, one slot each, so that a plan contains only changes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvik.worker.draft_tree import DraftTree
 
 @frozen
 class Expected:
-    """Tokens that the table counts and does not know yet, one for each of some slots.
+    """Tokens that the table counts but does not know yet, one for each of some slots.
 
     Attributes:
-        slots, places: [rows], and where in their sequences they stand.
-        entered: requests that had entered the table.
+        slots, places: [rows], their slots and their indices in the sequences.
+        entered: number of requests that had entered the table by then.
     """
 
     slots: np.ndarray
@@ -30,21 +30,21 @@ class RequestTable:
     """Tokens and block tables by slot, on the host.
 
     Attributes:
-        token_ids: [slots, max_model_len] int32, prompt and output so far, and drafts behind them.
+        token_ids: [slots, max_model_len] int32, prompt and output so far, then drafts.
         num_tokens, num_computed: [slots] int32, known tokens and those with K/V.
         num_prompt: [slots] int32.
         tenants: the cache salt of each slot's request.
         block_tables: per KV group [slots, max_blocks] int32.
-        shares: of each KV group (`KVGroup.shares`); (): 1.
+        shares: of each KV group (`KVGroup.shares`); (): all 1.
         num_blocks: [groups, slots] int32, filled entries of each block table.
-        draft_tree: whose first nodes after the root the drafts of every row are; None: each draft
+        draft_tree: the drafts of every row are its first nodes after the root; None: each draft
             follows the one before it.
-        entered: how many requests ever entered a slot.
+        entered: total number of requests that entered a slot.
         states: layers keep a state of each request, in the row of its slot.
-        first_keys: [groups, slots] int32, where the keys begin that layers with a budget have kept
-            of each request; None: all layers keep all.
-        type_stride: how much further positions of the second text of a prompt are than those of the
-            first one (`ModelFacts.type_stride`); 0: the model does not tell them apart.
+        first_keys: [groups, slots] int32, index of the first key that layers with a budget have
+            kept of each request; None: all layers keep all.
+        type_stride: offset of positions in the second text of a prompt (`ModelFacts.type_stride`);
+            0: the model does not distinguish the texts.
         second_text: [slots] int32, where the second text begins.
     """
 
@@ -104,10 +104,10 @@ class RequestTable:
         self.num_blocks[group, slot] = first + len(ids)
 
     def cut(self, cut: BudgetCut) -> tuple[np.ndarray, np.ndarray]:
-        """Put other blocks in place of those of what a group has of a request.
+        """Replace blocks of a request in a group by those for its kept tokens.
 
         Returns:
-            KV positions [keys] int64 of what it has, and [tokens] of where the kept go.
+            KV positions [keys] int64 of what the group has, and [tokens] for the kept tokens.
         """
         assert self.first_keys is not None
         before = int(self.first_keys[cut.group, cut.slot])
@@ -125,13 +125,13 @@ class RequestTable:
         return found.astype(np.int64) * self.block_size + offset
 
     def blocks(self, group: int, where: tuple[np.ndarray, np.ndarray | slice]) -> np.ndarray:
-        """Return some blocks of a group, in the numbers by which its layers know them."""
+        """Return some block ids of a group, as its layers number them."""
         found, shares = self.block_tables[group][where], self.shares[group]
         return found if shares == 1 else found * np.int32(shares)
 
     def view(self, group: int, num_groups: int) -> RequestTable:
-        """The same tokens for another model, whose groups all have this group's block tables; how
-        many of them it has computed is its own."""
+        """Return a table with the same tokens for another model, whose groups all have this group's
+        block tables; it has a separate `num_computed`."""
         view = copy(self)
         view.num_computed = np.zeros_like(self.num_computed)
         view.block_tables = [self.block_tables[group]] * num_groups
@@ -139,20 +139,20 @@ class RequestTable:
         return view
 
     def expect(self, slots: np.ndarray) -> Expected:
-        """One sampled token for each of some slots, which will be known later."""
+        """Count one sampled token for each of some slots; the tokens will be known later."""
         expected = Expected(slots, self.num_tokens[slots], self.entered)
         self.num_tokens[slots] += 1
         return expected
 
     def still(self, expected: Expected) -> np.ndarray | None:
-        """Return whose slots have not been given to others: [rows] bool; None: all of them."""
+        """Return which rows' requests are still in their slots: [rows] bool; None: all are."""
         if self.entered == expected.entered:
             return None
         kept: np.ndarray = self._entry_number[expected.slots] <= expected.entered
         return kept
 
     def learn(self, expected: Expected, tokens: np.ndarray) -> None:
-        """Fill in what they are. Tokens of requests that have left their slots are dropped.
+        """Fill in expected tokens. Tokens of requests that have left their slots are dropped.
 
         Args:
             tokens: [rows].
@@ -164,7 +164,7 @@ class RequestTable:
         self.token_ids[slots, places] = tokens
 
     def append_runs(self, slots: np.ndarray, counts: np.ndarray, tokens: np.ndarray) -> None:
-        """Some sampled tokens for each of some slots.
+        """Append sampled tokens to some slots.
 
         Args:
             slots, counts: [rows]. tokens: [sum of counts], row after row.
@@ -173,9 +173,9 @@ class RequestTable:
         self.num_tokens[slots] += counts.astype(np.int32)
 
     def put_drafts(self, slots: np.ndarray, counts: np.ndarray, tokens: np.ndarray) -> None:
-        """The same, but they stand behind the known tokens and are not known themselves."""
+        """Do the same, but without counting the tokens: they are drafts after the known ones."""
         ends = counts.cumsum()
-        # In the flattened table: where each row's begin, less what is put before them.
+        # Index in the flattened table of each row's first token, minus its index in `tokens`.
         first = slots * self.token_ids.shape[1] + self.num_tokens[slots] - (ends - counts)
         places = first.repeat(counts) + np.arange(ends[-1])
         self.token_ids.reshape(-1)[places] = tokens.astype(np.int32)

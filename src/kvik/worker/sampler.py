@@ -1,10 +1,9 @@
 """From logits to one token per row.
 
 Order of the rules: single-token edits, penalties, masks of grammars, then `Ops.draw`: temperature,
-truncation and one draw by inverse CDF with one uniform number per row. All of it is row by row in
-effect: a row's token does not depend on the other rows. A row that judges a draft which was drawn
-takes that draft or another token so that its own distribution stays what it is
-(`worker/rejection.py`).
+truncation and one draw by inverse CDF with one uniform number per row. A row's token does not
+depend on the other rows. A row that checks a sampled draft takes that draft or another token, such
+that its own distribution is unchanged (`worker/rejection.py`).
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ from kvik.worker.sampling_batch import (
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Of one token in each of some rows.
+    """Scores of one token in each of some rows.
 
     Attributes:
         token_ids: [rows] int64.
         own: [rows] float32, log probability of the token.
         ranks: [rows] int64, 1 is the most likely token.
-        top_ids, top: [rows, n] int64 and float32, the most likely tokens; of equals the lower ids
-            first.
+        top_ids, top: [rows, n] int64 and float32, the most likely tokens; of equally likely ones
+            the lower ids first.
     """
 
     token_ids: Tensor
@@ -54,7 +53,7 @@ class Scores:
     @staticmethod
     def empty(rows: int, top: int, device: torch.device) -> Scores:
         """Return memory for scores that are computed in parts. Small results allocated between
-        large temporaries would fragment the memory that these leave."""
+        large temporaries would fragment the memory that the temporaries free."""
         number, words = torch.float32, torch.int64
         return Scores(
             torch.empty(rows, dtype=words, device=device),
@@ -75,7 +74,7 @@ class Scores:
 
 
 def score(logits: Tensor, token_ids: Tensor, top: int) -> Scores:
-    """Nothing here looks at a value, so a device need not be waited for.
+    """Score one token per row, without waiting for the device.
 
     Args:
         logits: [rows, vocab]. token_ids: [rows] int64.
@@ -89,7 +88,7 @@ def score(logits: Tensor, token_ids: Tensor, top: int) -> Scores:
 
 
 def to_host(arrays: Sequence[NDArray[np.generic]]) -> list[TokenLogprobs]:
-    """Return what `Scores.tensors` hold, row by row."""
+    """Return the contents of `Scores.tensors`, row by row."""
     token_ids, own, ranks, top_ids, top = (array.tolist() for array in arrays)
     return [
         TokenLogprobs(token, logprob, rank, tuple(zip(ids, values, strict=True)))
@@ -100,12 +99,13 @@ def to_host(arrays: Sequence[NDArray[np.generic]]) -> list[TokenLogprobs]:
 
 
 def _most_likely(logprobs: Tensor, top: int) -> Tensor:
-    """[rows, top] int64. topk may take any of equal values, so they are made to differ."""
+    """Return the most likely tokens: [rows, top] int64. topk may take any of equal values, so they
+    are made to differ."""
     vocab = logprobs.shape[-1]
     if top == 0:
         return torch.empty(len(logprobs), 0, dtype=torch.int64, device=logprobs.device)
     bits = (logprobs + 0.0).view(torch.int32)  # -0.0 is 0.0
-    bits ^= (bits >> 31) & 0x7FFFFFFF  # as integers they are ordered as the numbers are
+    bits ^= (bits >> 31) & 0x7FFFFFFF  # now integers in the same order as the numbers
     keys = bits.to(torch.int64)
     keys <<= 32
     keys += torch.arange(vocab - 1, -1, -1, device=logprobs.device)
@@ -119,7 +119,7 @@ class Tokens:
     Attributes:
         token_ids: [rows] int64; meaningless in bad rows.
         bad_rows: rows that cannot be sampled, and why.
-        logprobs: by row, where asked for.
+        logprobs: by row, if requested.
     """
 
     token_ids: NDArray[np.int64]
@@ -129,14 +129,14 @@ class Tokens:
 
 @frozen
 class Sampled:
-    """What was sampled of rows that were sampled together, on the device.
+    """The result of rows that were sampled together, on the device.
 
     Attributes:
-        token_ids: [rows] int64; meaningless in bad rows, but a token.
+        token_ids: [rows] int64; meaningless in bad rows, but a valid id.
         bad_rows: rows that are known to be bad.
         unchecked: ([rows] largest logits, reason) pairs; a row fails with that reason if its
             logit is not finite.
-        scores: of the rows that `logprobs` says.
+        scores: of the rows in `logprobs`.
         logprobs: row -> how many of the most likely tokens to report.
     """
 
@@ -148,14 +148,15 @@ class Sampled:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What `read` needs in addition to the tokens."""
+        """The tensors that `read` needs in addition to the tokens."""
         scores = () if self.scores is None else self.scores.tensors
         return (*(top for top, _ in self.unchecked), *scores)
 
     def read(self, token_ids: NDArray[np.int64], arrays: Sequence[NDArray[Any]]) -> Tokens:
-        """
+        """Return the result on the host.
+
         Args:
-            token_ids, arrays: what the tokens and `tensors` hold.
+            token_ids, arrays: contents of `token_ids` and `tensors`.
         """
         bad_rows = self.bad_rows.copy()
         for largest, (_, why) in zip(arrays, self.unchecked, strict=False):
@@ -178,10 +179,12 @@ NOT_FINITE = "the model's logits are not finite"
 
 @frozen
 class Guess:
-    """Attributes:
-    token_ids: [rows] int64.
-    probs: [rows, vocab] float32, what each was drawn from, 0 in rows that are not drawn; None: no
-        row is.
+    """Sampled drafts.
+
+    Attributes:
+        token_ids: [rows] int64.
+        probs: [rows, vocab] float32, the distribution of each draw, 0 in rows without a draw; None:
+            no row was drawn.
     """
 
     token_ids: Tensor
@@ -192,7 +195,7 @@ class Sampler:
     def __init__(self, ops: Ops, *, looks: bool = True) -> None:
         """
         Args:
-            looks: whether to look for bad rows at once, which waits for the device.
+            looks: whether to check for bad rows at once, which waits for the device.
         """
         self._ops = ops
         self._looks = looks
@@ -206,7 +209,7 @@ class Sampler:
         Args:
             logits: [rows, vocab], any float dtype. -inf marks an impossible token; NaN or +inf
                 makes the row bad.
-            largest: what `Ops.largest` says of them, if that is known.
+            largest: their `Ops.largest`, if known.
         """
         bad_rows: dict[int, str] = {}
         top, token_ids = largest or self._ops.largest(logits)
@@ -247,11 +250,11 @@ class Sampler:
     def guess(
         self, logits: Tensor, batch: SamplingBatch, largest: tuple[Tensor, Tensor] | None = None
     ) -> Guess:
-        """Sample each row like `sample`, and say from what: for drafts.
+        """Sample drafts: each row like `sample`, and return the distributions.
 
         Args:
             logits: [rows, vocab], finite or -inf.
-            largest: what `Ops.largest` says of them, if that is known.
+            largest: their `Ops.largest`, if known.
         """
         if batch.ruled:
             logits, largest = self._shape(logits, batch), None
@@ -268,8 +271,8 @@ class Sampler:
         )
 
     def _shape(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        """[rows, vocab] float32, with the rules applied: a copy, unless nothing but a mask, which
-        may be applied twice, changes the logits, and nothing else reads them."""
+        """Apply the rules: [rows, vocab] float32. The result is a copy, unless the only change is a
+        mask, which may be applied twice, and nothing else reads the logits."""
         masked = batch.edits is None and batch.penalties is None and not batch.logprobs
         shaped = logits.to(torch.float32, copy=not masked)
         if batch.edits is not None:
@@ -283,7 +286,7 @@ class Sampler:
     def _guess(self, logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
         shares = self._ops.probabilities(logits, draws.temperature, draws.truncation)
         mass = shares.cumsum(-1, dtype=torch.float64)
-        # Of the very numbers that are handed out: no other token may ever be drawn.
+        # Drawn from exactly the returned probabilities, so a token of probability 0 is never drawn.
         drawn = torch.searchsorted(mass, draws.uniforms[:, None] * mass[:, -1:], right=True)
         return drawn[:, 0], shares
 
@@ -306,7 +309,7 @@ class Sampler:
 
 
 def _discard(logits: Tensor, top: Tensor, bad_rows: dict[int, str], why: str) -> Tensor:
-    """Note the rows whose largest logit is NaN or infinite, and make them harmless."""
+    """Note the rows whose largest logit is NaN or infinite, and replace their logits by 0."""
     finite = np.isfinite(top.cpu().numpy())  # a greedy step is too short for many torch calls
     if finite.all():
         return logits
@@ -317,7 +320,7 @@ def _discard(logits: Tensor, top: Tensor, bad_rows: dict[int, str], why: str) ->
 
 
 def _score(logits: Tensor, token_ids: Tensor, wanted: dict[int, int]) -> Scores:
-    """Of the model's own distribution, before any rule.
+    """Score tokens by the model's own distribution, before any rule.
 
     Args:
         wanted: row -> how many of the most likely tokens.

@@ -1,4 +1,4 @@
-"""What the sampler must do for the rows of one step; everything no row asks for is None."""
+"""The sampling parameters of the rows of one step; None for what no row needs."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class RandomRows:
 
 @dataclass(frozen=True, slots=True)
 class GuessedRows:
-    """Rows that judge a draft which was itself drawn.
+    """Rows that check a sampled draft.
 
     Attributes:
         rows: [m] int64, none of which is among `RandomRows`.
         token_ids: [m] int64, the drafts.
         probs: [m, vocab] float32, the distributions they were drawn from.
-        accept: [m] float64 uniform numbers that decide.
-        draws: of these rows; their uniform numbers pick the token where the draft is rejected.
+        accept: [m] float64 uniform numbers that decide acceptance.
+        draws: of these rows; their uniform numbers choose the token if the draft is rejected.
     """
 
     rows: Tensor
@@ -50,11 +50,11 @@ class GuessedRows:
 
 @dataclass(frozen=True, slots=True)
 class TypicalRows:
-    """Rows that take a draft which is likely enough, though it was not drawn.
+    """Rows that accept a draft if it is likely enough, even if another token was drawn.
 
     Attributes:
         rows: [n] int64, some of `RandomRows`.
-        owners: [m] int64, which of these each draft is offered to.
+        owners: [m] int64, index into `rows` that each draft is offered to.
         token_ids: [m] int64, the drafts.
         draws: of these rows.
     """
@@ -68,10 +68,10 @@ class TypicalRows:
 
 @frozen
 class SamplingBatch:
-    """A greedy batch without rules is `SamplingBatch()`.
+    """The parameters of one batch; `SamplingBatch()` is a greedy batch without rules.
 
     Attributes:
-        logprobs: row -> how many of the most likely tokens to report beside the sampled one.
+        logprobs: row -> how many of the most likely tokens to report with the sampled one.
     """
 
     edits: Edits | None = None
@@ -89,26 +89,26 @@ class SamplingBatch:
 
     @property
     def takes_largest(self) -> bool:
-        """Every row takes its most likely token, and nothing else is read of its logits."""
+        """Every row takes its most likely token, and its logits are not used otherwise."""
         plain = self.random is None and self.guessed is None and not self.logprobs
         return plain and not self.ruled
 
 
 @dataclass(frozen=True, slots=True)
 class Supposed:
-    """Tokens that rows of a batch take to have been put out, though no table knows of them: the
-    drafts before them. Entry i is a token of row `rows[i]`.
+    """Tokens that rows of a batch assume to be output, though no table has them: the drafts before
+    them. Entry i is a token of row `rows[i]`.
 
     Attributes:
         rows: [m] int64, ascending.
-        tokens: [m] int64, those of a row in their order.
+        tokens: [m] int64; tokens of a row are in order.
     """
 
     rows: _Ids
     tokens: _Ids
 
     def part(self, first: int, last: int) -> Supposed:
-        """Of the rows first..last - 1 as a batch of their own."""
+        """Return the entries of rows first..last - 1, as a separate batch."""
         begin, end = np.searchsorted(self.rows, (first, last))
         return Supposed(self.rows[begin:end] - first, self.tokens[begin:end])
 
@@ -124,11 +124,11 @@ NOTHING = Supposed(np.empty(0, np.int64), np.empty(0, np.int64))
 
 @dataclass(frozen=True, slots=True)
 class Guesses:
-    """Drafts that were drawn from a distribution, by the rows of a batch that judge them.
+    """Sampled drafts, and the rows of a batch that check them.
 
     Attributes:
         rows, token_ids: [m] int64, rows ascending.
-        probs: [m, vocab] float32, what each was drawn from.
+        probs: [m, vocab] float32, the distribution of each.
     """
 
     rows: _Ids
@@ -136,7 +136,7 @@ class Guesses:
     probs: Tensor
 
     def part(self, first: int, last: int) -> Guesses | None:
-        """Of the rows first..last - 1 as a batch of their own; None if there are none."""
+        """Return the entries of rows first..last - 1, as a separate batch; None: there are none."""
         begin, end = (int(i) for i in np.searchsorted(self.rows, (first, last)))
         if begin == end:
             return None
@@ -147,8 +147,8 @@ class Guesses:
 
 @dataclass(frozen=True, slots=True)
 class Offers:
-    """Drafts that rows of a batch may take though they were not drawn: lossy. A row in a tree may
-    have several.
+    """Drafts that rows of a batch may accept although another token was drawn (lossy). A row in a
+    tree may have several.
 
     Attributes:
         rows, token_ids: [m] int64, rows ascending.
@@ -159,7 +159,7 @@ class Offers:
     rule: Typical
 
     def part(self, first: int, last: int) -> Offers | None:
-        """Of the rows first..last - 1 as a batch of their own; None if there are none."""
+        """Return the entries of rows first..last - 1, as a separate batch; None: there are none."""
         begin, end = np.searchsorted(self.rows, (first, last))
         if begin == end:
             return None

@@ -51,7 +51,7 @@ class SeenTokens:
             add_counts(self.counts, torch.full_like(ids, slot), ids)
 
     def append(self, slots: Tensor, tokens: Tensor) -> None:
-        """slots, tokens: [n] int64."""
+        """Count output tokens. slots, tokens: [n] int64."""
         add_counts(self.counts, slots, tokens)
 
 
@@ -267,7 +267,7 @@ class SamplingTable:
         return failed
 
     def structured(self, slots: NDArray[np.integer]) -> dict[int, TextMatcher]:
-        """Return where the structured texts of some requests are, by row.
+        """Return the matchers of the structured texts of some requests, by row.
 
         Args:
             slots: [rows].
@@ -278,8 +278,8 @@ class SamplingTable:
         return {row: matcher for row, matcher in found if matcher is not None}
 
     def ended(self, slots: NDArray[np.integer]) -> dict[int, int]:
-        """Return the structured texts that are complete: row -> how many tokens were appended
-        behind the end.
+        """Return the structured texts that are complete: row -> how many tokens were appended after
+        the end.
 
         Args:
             slots: [rows].
@@ -365,13 +365,13 @@ class SamplingTable:
         stream: int | NDArray[np.int64] = SAMPLE,
     ) -> SamplingBatch:
         """Plan the sampling of one token for each row. A slot has several rows when drafts are
-        judged: each row then assumes that the drafts before it are accepted.
+        checked: each row then assumes that the drafts before it are accepted.
 
         Args:
             slots: [rows].
             positions: [rows], index in its sequence of the token to be sampled.
             supposed: the drafts that each row follows.
-            judged: sampled drafts, for rows that judge them instead of drawing; or drafts that rows
+            judged: sampled drafts, for rows that check them instead of drawing; or drafts that rows
                 may accept although they were not sampled.
             stream: what the drawn tokens are for (see `uniform`); one for all rows, or [rows].
         """

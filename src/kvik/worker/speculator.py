@@ -58,14 +58,14 @@ class Speculator(Participant[None]):
         self.control = DraftControl(slots, speculation.num_draft_tokens, speculation.max_draft_rows)
         self.num_drafts = np.zeros(slots, np.int64)
         self._vocab_size = vocab_size
-        self._most = np.zeros(slots, np.int64)  # drafts in a step; 0: the request wants none
-        self._last = np.zeros(slots, np.int64)  # place of the last token that a request may have
+        self._most = np.zeros(slots, np.int64)  # most drafts in a step; 0: the request wants none
+        self._last = np.zeros(slots, np.int64)  # index of the last token that a request may have
         self._probs: dict[int, Tensor] = {}  # by slot, [drafts, vocab]
         self._certain = np.zeros(slots, np.bool_)  # a grammar forces the drafts of this slot
         # See `StepFigures`; the time includes that of `observe`.
         self._making, self._asked = 0.0, 0
         self._waiting = False  # some slot has drafts
-        self._ended = clock()  # the last step
+        self._ended = clock()  # end of the last step
         self._complained = False
 
     def enter(self, new: NewRequest) -> None:
@@ -132,8 +132,8 @@ class Speculator(Participant[None]):
         )
 
     def _forces(self, slots: np.ndarray) -> bool:
-        """Whether a grammar forces the next token of any of these requests."""
-        if self.speculation.trees:  # a chain is no tree
+        """Return whether a grammar forces the next token of any of these requests."""
+        if self.speculation.trees:  # forced tokens form a chain, not a tree
             return False
         return any(matcher.forced() for matcher in self.sampling.structured(slots).values())
 
@@ -141,7 +141,7 @@ class Speculator(Participant[None]):
         """Return how many drafts each row of the step gets for its next one.
 
         Args:
-            guesses: also such as nothing forces.
+            guesses: whether to propose drafts that no grammar forces, too.
         """
         batch, output, checked = step.batch, step.output, step.checked
         assert output is not None
@@ -164,7 +164,7 @@ class Speculator(Participant[None]):
         return found
 
     def guesses(self, slots: np.ndarray, chains: Chains) -> Guesses | None:
-        """Return the drafts of a step that were drawn from a distribution; None if none was.
+        """Return the drafts of a step that were sampled; None if none was.
 
         Args:
             slots: [requests], of the chains.
@@ -186,9 +186,8 @@ class Speculator(Participant[None]):
 
     @property
     def idle(self) -> bool:
-        """Whether no drafts were made or asked for, the usual case where they do not pay.
-
-        The control then only counts the step."""
+        """Whether no drafts were made or requested, the usual case if they do not pay off. The
+        control then only counts the step."""
         return not (self._asked or self._waiting) and self.speculation.adaptive
 
     def observe(
@@ -205,7 +204,7 @@ class Speculator(Participant[None]):
 
         Args:
             slots, drafts, accepted: [rows], of the requests that sampled.
-            seconds: that it took.
+            seconds: duration of the step.
             pure: it computed nothing else.
             paths: [rows, drafts of the tree] bool, which ones were accepted; None: they are chains.
         """
@@ -243,14 +242,14 @@ class Speculator(Participant[None]):
         """Propose drafts for requests that have sampled: what a grammar forces, else guesses.
 
         Args:
-            slots: [rows], all that go on.
-            hidden: indices among `slots` -> their rows for `DraftRows.hidden`.
-            guesses: if not, only what is forced.
+            slots: [rows], all that continue.
+            hidden: indices into `slots` -> their rows for `DraftRows.hidden`.
+            guesses: if false, propose only forced tokens.
         """
         started = self.clock()
         structured = self.sampling.structured(slots)
         forced = {}
-        if not self.speculation.trees:  # a chain is no tree
+        if not self.speculation.trees:  # forced tokens form a chain, not a tree
             forced = {row: run for row, one in structured.items() if (run := one.forced())}
         limits = self._limits(slots, forced, guesses=guesses)
         chosen = limits.nonzero()[0]
@@ -309,7 +308,7 @@ class Speculator(Participant[None]):
         """Check drafts and store them for the next step.
 
         Raises:
-            ValueError: they are not what a drafter may propose.
+            ValueError: they violate the protocol of drafters.
         """
         counts, tokens = drafts.counts, drafts.token_ids
         if len(counts) != len(rows.limits) or np.count_nonzero(counts > rows.limits):
@@ -348,14 +347,14 @@ class Speculator(Participant[None]):
         self._probs.pop(slot, None)
 
     def _complain(self) -> None:
-        """Log the exception that is being handled, if it is the first."""
+        """Log the exception being handled, if it is the first."""
         if not self._complained:
             log.warning("a drafter failed; its requests go on without drafts", exc_info=True)
         self._complained = True
 
 
 def _cut(drafts: Drafts, structured: Mapping[int, TextMatcher]) -> Drafts:
-    """Leave out the drafts behind the last one that a grammar allows.
+    """Remove the drafts after the last one that a grammar allows.
 
     Args:
         structured: by row.

@@ -1,4 +1,4 @@
-"""Measured costs of steps: by number of requests, of drafts judged, and of drafts made.
+"""Measured costs of steps: by number of requests, of drafts checked, and of drafts made.
 
 Single measurements are noisy, as other processes delay steps. So the time of a step without drafts
 is estimated by about its median, and the cost of drafts by curves that one measurement moves only a
@@ -33,18 +33,18 @@ class StepCosts:
     def __init__(self, max_drafts: int, max_draft_rows: int) -> None:
         """
         Args:
-            max_drafts: of a request in a step. max_draft_rows: of all requests.
+            max_drafts: per request and step. max_draft_rows: of all requests in a step.
         """
         self._max_drafts, self._max_draft_rows = max_drafts, max_draft_rows
         self._plain: dict[int, _Plain] = {}  # by requests
-        self._judging: dict[int, _Curve] = {}  # by size of the batch: ratios by drafts in all
-        self._making: dict[int, _Curve] = {}  # likewise, by most drafts of a request
-        self._excused: list[float] = []  # of the last steps with drafts, what did not count
+        self._judging: dict[int, _Curve] = {}  # by size of the batch: ratio by drafts in total
+        self._making: dict[int, _Curve] = {}  # by size of the batch: ratio by most per request
+        self._excused: list[float] = []  # excess of the last steps with drafts that did not count
 
     def observe_plain(self, requests: int, seconds: float, steps: int = 1) -> None:
         """Record a step without drafts, the last of `steps` of them.
 
-        Where drafts do not pay, nearly all steps are such, so this only appends."""
+        If drafts do not pay off, nearly all steps are like this, so this only appends."""
         found = self._plain.get(requests)
         if found is None:
             found = _Plain(self._judging_of(requests), self._making_of(requests))
@@ -57,10 +57,11 @@ class StepCosts:
     def observe_drafts(
         self, requests: int, drafts: int, judging: float, asked: int, making: float
     ) -> float:
-        """Record a step that judged drafts, after at most `asked` were made for a request.
+        """Record a step that checked drafts, after at most `asked` were made per request.
 
         Args:
-            judging, making: times of the step and of making the drafts, over a step without.
+            judging, making: times of the step and of making the drafts, relative to a step without
+                drafts.
 
         Returns:
             The cost to charge: at most twice the expected one, as another process may have delayed
@@ -78,11 +79,11 @@ class StepCosts:
         if len(self._excused) < _ACCIDENTS:
             return expected * _CLIP
         counted = expected * _CLIP + sum(self._excused)
-        self._excused = [0.0] * (_ACCIDENTS - 1)  # this goes on until one is as expected
+        self._excused = [0.0] * (_ACCIDENTS - 1)  # so further ones count until one is as expected
         return counted
 
     def observe_making(self, requests: int, asked: int, making: float) -> None:
-        """Record the time of making drafts where none were found."""
+        """Record the time of making drafts when none were found."""
         self._making_of(requests).observe(asked, making)
 
     def num_plain(self, requests: int) -> int:
@@ -106,7 +107,7 @@ class StepCosts:
         return self._judging_of(requests).upto(drafts)
 
     def making(self, requests: int, drafts: int) -> NDArray[np.float64]:
-        """Return the relative time of making drafts: [drafts + 1], by the most of a request."""
+        """Return the relative time of making drafts: [drafts + 1], by the most per request."""
         return self._making_of(requests).upto(drafts)
 
     def judging_at(self, requests: int, drafts: int) -> float:
@@ -190,7 +191,7 @@ class _Curve:
         return np.interp(np.arange(drafts + 1), self._axis, self._heights)
 
     def at(self, drafts: int) -> float:
-        """Return the last of `upto`: most of what is asked is one number."""
+        """Return the last value of `upto`, faster: most callers need only that one."""
         self._forget()
         return self._read(drafts)[0]
 
@@ -209,8 +210,8 @@ class _Curve:
         self._draw()
 
     def _read(self, drafts: int) -> tuple[float, int, float]:
-        """Return what a number of drafts costs; the point at or above it; the share of the way to
-        it from the one below."""
+        """Return the cost of a number of drafts, the point at or above it, and how far the number
+        is from the point below to that one, 0 to 1."""
         places, heights = self._places, self._heights
         drafts = min(drafts, places[-1])
         above = max(1, bisect_left(places, drafts))

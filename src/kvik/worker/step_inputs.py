@@ -1,4 +1,4 @@
-"""Where the arrays of a step's inputs go: to new tensors, or to the same memory every step."""
+"""Memory of a step's inputs: new tensors, or the same memory in every step."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from kvik.config.graph_sizes import GraphSize
 from kvik.frozen import frozen
 from kvik.kernels.upload import upload
 
-# How results come from the device to the host while steps run, without a wait.
+# Copies of results from the device to the host while steps run, without waiting.
 #
-# On a CPU both are the same memory. On a GPU a copy that the host does not wait for needs pinned
-# memory on its side, and a result may be read only once its copy has arrived.
+# On a CPU both are the same memory. On a GPU an asynchronous copy needs pinned host memory, and a
+# result may be read only once its copy has arrived.
 
 
 class Arrival(Protocol):
     """Results that are on their way to the host."""
 
     def wait(self) -> list[NDArray[Any]]:
-        """The arrays, once they are there."""
+        """Wait for the arrays and return them."""
         ...
 
 
 class Copies(Protocol):
-    """How results come to the host.
+    """Copies results to the host.
 
     Attributes:
-        depth: steps worth having in flight: 1 where a result is there when its step was begun, else
-            results are read when later steps have begun.
+        depth: useful number of steps in flight; 1 if results are ready as soon as a step has begun,
+            else results are read after later steps have begun.
     """
 
     depth: int
 
     def start(self, tensors: Sequence[Tensor]) -> Arrival:
-        """Copy what the tensors hold once all that was begun before is done."""
+        """Begin to copy tensors, after all work begun before."""
         ...
 
 
 class AtOnce:
-    """Results are read where they are, which waits for them."""
+    """Reads results synchronously."""
 
     depth = 1
 
@@ -63,10 +63,10 @@ class _There:
 
 
 class PinnedCopies:
-    """The device copies results into pinned memory behind the kernels that make them, so that the
-    next step may be begun before."""
+    """Copies results into pinned memory asynchronously, after the kernels that compute them, so
+    that the next step may begin before they are read."""
 
-    depth = 2  # one runs, one is ready to: more would only make decisions earlier
+    depth = 2  # one runs, one is queued; more would only plan earlier than necessary
 
     def start(self, tensors: Sequence[Tensor]) -> Arrival:
         copies = []
@@ -88,17 +88,18 @@ class _OnItsWay:
         return [copy.numpy() for copy in self.copies]
 
 
-# Inputs of a step at fixed places on a device, brought there by one copy.
+# Inputs of a step at fixed addresses on a device, written by one copy.
 #
-# A captured forward reads the same memory at every replay. Behind what a step has lies padding, as
-# far as any captured forward reads: tokens that are stored nowhere, and requests without keys.
+# A captured forward reads the same memory at every replay. After the inputs of a step comes
+# padding, as far as any captured forward reads: tokens that are not stored, and requests without
+# keys.
 
 ALIGNMENT = 256  # bytes; kernels read pairs and quadruples of numbers
-# What stands behind the last entry. Of `COUNTING` the next numbers: one token for each request.
+# Values after the last entry. `COUNTING` is continued by counting: one token for each request.
 PADDING = {
     "slot_mapping": -1,
     "state_rows": -1,
-}  # and 0 of all others: there is a token 0 to take logits of
+}  # 0 for all others: token 0 exists, so its logits can be computed
 COUNTING = "query_start_loc"
 
 
@@ -165,14 +166,14 @@ class DeviceInputs:
             f"block_table {group}": _BlockTable(sizes.seqs, max_blocks, device)
             for group in self.groups
         }
-        self._changed: tuple[int, int] | None = None  # bytes of the host's that are to be sent
-        # Behind the last copy, which may still read the host's memory if something was sent.
+        self._changed: tuple[int, int] | None = None  # range of bytes on the host to send
+        # Recorded after the last copy, which may still read host memory if something was sent.
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
         self._sent = False
 
     def put(self, name: str, array: np.ndarray) -> Tensor:
         if self._sent and self._copied is not None:
-            self._copied.synchronize()  # the step before the last one has ended, and so has this
+            self._copied.synchronize()  # usually done: the step before the last one has ended
             self._sent = False
         if name in self._tables:
             return self._tables[name].put(array)
@@ -205,27 +206,27 @@ class DeviceInputs:
             self._sent = True
 
     def clear(self) -> None:
-        """A step without requests."""
+        """Send the inputs of a step without requests."""
         nothing = np.empty(0, np.int64)
         for name in self._arrays:
             self.put(name, nothing)
         self.send()
 
     def whole(self, name: str, rows: int) -> Tensor:
-        """The first entries of an input, as many as asked, whatever the step has of them."""
+        """Return the first `rows` entries of an input, including padding."""
         if name in self._tables:
             return self._tables[name].whole[:rows]
         return self._tensors[name][:rows]
 
 
 class _BlockTable:
-    """[seqs, max_blocks] int32, of which a step needs a corner."""
+    """[seqs, max_blocks] int32, of which a step uses the upper left corner."""
 
     def __init__(self, seqs: int, max_blocks: int, device: torch.device) -> None:
         self._host = _host_memory(seqs * max_blocks * 4, device)
         self._corner = torch.empty(seqs * max_blocks, dtype=torch.int32, device=device)
         self.whole = torch.zeros(seqs, max_blocks, dtype=torch.int32, device=device)
-        self._put: tuple[int, int] | None = None  # its size
+        self._put: tuple[int, int] | None = None  # size of the corner to send
 
     def put(self, array: np.ndarray) -> Tensor:
         rows, width = array.shape
@@ -234,7 +235,7 @@ class _BlockTable:
         return self.whole[:rows, :width]
 
     def send(self) -> None:
-        """The corner lies in one piece on its way, because only such a copy does not wait."""
+        """Send the corner as one contiguous piece, since only such a copy is asynchronous."""
         if self._put is not None:
             rows, width = self._put
             corner = self._corner[: rows * width]
@@ -244,14 +245,16 @@ class _BlockTable:
 
 
 def _host_memory(count: int, device: torch.device) -> Tensor:
-    """[count] bytes, from which a GPU copies by itself."""
+    """Return [count] bytes, pinned if a GPU copies from them."""
     return torch.zeros(count, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
 class StepInputs(Protocol):
-    """Attributes:
-    fixed: an array lies where the last one of its name and shape lay, so tensors that were put
-        before show what is put later.
+    """Takes the input arrays of steps.
+
+    Attributes:
+        fixed: an array is written where the last one of its name and shape was, so tensors returned
+            before show later values.
     """
 
     fixed: bool
@@ -266,12 +269,12 @@ class StepInputs(Protocol):
         ...
 
     def send(self) -> None:
-        """All that was put is on its way: kernels that begin now find it."""
+        """Send all arrays that were put: kernels launched after this see them."""
         ...
 
 
 class FreshInputs:
-    """A new tensor each time."""
+    """Makes a new tensor for each array."""
 
     fixed = False
 
@@ -288,7 +291,7 @@ class FreshInputs:
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """The largest step. The three differ, so that a size says what it counts."""
+    """The largest step. The three numbers differ, so that a size identifies what it counts."""
 
     tokens: int
     seqs: int
@@ -304,7 +307,7 @@ class StepSizes:
 
     @staticmethod
     def of_engine(config: ResolvedConfig) -> StepSizes:
-        """Of the steps of the model that is served."""
+        """Return the sizes of steps of the served model."""
         scheduler, speculation = config.scheduler, config.speculation
         return StepSizes.of(
             scheduler.max_num_batched_tokens,
@@ -313,7 +316,7 @@ class StepSizes:
         )
 
 
-PARTS = 64  # of an input that are remembered
+PARTS = 64  # views of an input that are cached
 
 
 class FixedInputs:
@@ -335,8 +338,8 @@ class FixedInputs:
         Args:
             trees: whether a step may hold trees of drafts.
             zeros: where the memory comes from.
-            entered: width and dtype of what an earlier stage has made of each token; None: there is
-                none.
+            entered: width and dtype of an earlier stage's result per token; None: there is no
+                earlier stage.
         """
         self.sizes = sizes
         self.trees = trees
@@ -360,7 +363,7 @@ class FixedInputs:
             width, dtype = entered
             memory = zeros((sizes.tokens * width * dtype.itemsize,), np.uint8)
             self.entered = torch.from_numpy(memory).view(dtype).view(sizes.tokens, width)
-        # Parts of them by their shape: most steps are as large as one that was not long ago.
+        # Views by their shape: most steps have the size of a recent one.
         self._parts: dict[str, dict[tuple[int, ...], tuple[np.ndarray, Tensor]]] = {
             name: {} for name in self._arrays
         }
@@ -383,15 +386,15 @@ class FixedInputs:
         pass
 
     def whole(self, name: str) -> Tensor:
-        """As large as the largest step's."""
+        """Return the memory of an input, with the size of the largest step."""
         return self._tensors[name]
 
     def read(self, name: str, shape: Sequence[int], data: bytes) -> np.ndarray:
-        """Return an input that another process has laid out."""
+        """Return an input that another process has sent."""
         return np.frombuffer(data, self._arrays[name].dtype).reshape(shape)
 
     def enter(self, data: bytes) -> None:
-        """Put what the stage before has made: [tokens, hidden], as bytes."""
+        """Put the result of the stage before: [tokens, hidden], as bytes."""
         assert self.entered is not None
         flat = self.entered.view(torch.uint8).view(-1).numpy()
         flat[: len(data)] = np.frombuffer(data, np.uint8)

@@ -1,9 +1,9 @@
-"""How many threads of the native kernels compute in each step, and when a step may begin.
+"""The number of threads of the native kernels in each step, and when a step may begin.
 
-While other processes keep the cores busy the kernels shrink their team themselves
-(`csrc/team_size.hpp`). Where a cgroup grants less CPU time than the cores have, as a container's
-limit does, steps take turns on more and on fewer threads, and begin later where even that is too
-much: the system would stop the whole process until the end of its period.
+While other processes keep the cores busy, the kernels shrink their team themselves
+(`csrc/team_size.hpp`). If a cgroup grants less CPU time than the cores have, as a container's limit
+does, steps alternate between more and fewer threads, and begin later if even that is too much.
+Otherwise the system would stop the whole process until the end of its period.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from kvik.config.hardware import cpu_quota, used_cpu_time
 log = logging.getLogger(__name__)
 
 LOG_INTERVAL = 60.0  # seconds
-# Seconds of CPU time for each core granted. Unused time is kept up to BURST; a step begins later if
-# more than AHEAD was used in advance. Both are small beside a period, which is mostly 100 ms.
+# Seconds of CPU time per granted core. Unused time is kept up to BURST; a step begins later if more
+# than AHEAD was used in advance. Both are small compared to a period, which is usually 100 ms.
 BURST, AHEAD = 0.01, 0.005
-LONGEST_PAUSE = 0.1  # seconds; who aborts a request waits for it
+LONGEST_PAUSE = 0.1  # seconds; a caller that aborts a request waits for it
 
 
 class EvenPace:
     """Spreads the CPU time that a cgroup grants evenly over the steps.
 
     Args:
-        cores: cores' worth of time that is granted.
-        used: returns the seconds of CPU time that were used.
+        cores: granted CPU time, in cores.
+        used: returns the seconds of CPU time used so far.
     """
 
     def __init__(
@@ -45,15 +45,15 @@ class EvenPace:
         self._fewer, self._more = floor(cores), max(1, ceil(cores))
         self._used, self._clock, self._sleep = used, clock, sleep
         self._seen = clock(), used()
-        self._began = clock()  # the step before
-        self._left = 0.0  # seconds of CPU time
+        self._began = clock()  # start of the last step
+        self._left = 0.0  # unused seconds of CPU time; negative: used in advance
 
     def next_threads(self) -> int:
-        """Wait until the next step may begin. Returns the threads that it may have."""
+        """Wait until the next step may begin. Returns the number of threads that it may use."""
         self._look()
         step, threads = self._seen[0] - self._began, self._more
         missing = -self._left
-        # A wait is worth all threads if it is short beside a step; else fewer of them catch up.
+        # If the wait is short compared to a step, wait and use all threads; else use fewer threads.
         if self._fewer == self._more or (self._fewer and missing > self._cores * step / 2):
             threads = self._fewer
             missing -= AHEAD * self._cores
@@ -82,7 +82,7 @@ def pace_of(cores: float | None) -> EvenPace | None:
 
 
 class Threads(Protocol):
-    """What of the native kernels a `Team` watches and limits."""
+    """The part of the native kernels that a `Team` watches and limits."""
 
     @property
     def working(self) -> int: ...
@@ -91,12 +91,12 @@ class Threads(Protocol):
 
 
 class Team:
-    """The threads of the native kernels as a worker sees them.
+    """The threads of the native kernels, as used by a worker.
 
     Args:
-        most: threads that there are.
+        most: number of threads.
         pace: None: no quota.
-        clock: seconds.
+        clock: in seconds.
     """
 
     def __init__(
@@ -114,12 +114,12 @@ class Team:
         self._logged = (most, -LOG_INTERVAL)  # threads, seconds
 
     def begin_step(self) -> None:
-        """Before each step: keep to the quota."""
+        """Keep to the quota; call this before each step."""
         if self._pace is not None:
             self._threads.limit(self._pace.next_threads())
 
     def changes(self) -> int | None:
-        """Return the number of threads, or None if it is as at the last call."""
+        """Return the number of threads; None: it has not changed since the last call."""
         working = self._threads.working
         self._log(working)
         if working == self._told:
@@ -128,7 +128,7 @@ class Team:
         return working
 
     def _log(self, working: int) -> None:
-        """Trials of more threads come and go: at most one line in LOG_INTERVAL."""
+        """Log a change, at most once per LOG_INTERVAL: kernels often try more threads briefly."""
         threads, since = self._logged
         now = self._clock() if working != threads else since
         if working == threads or now - since < LOG_INTERVAL:

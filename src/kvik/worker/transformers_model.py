@@ -1,13 +1,13 @@
-"""Models that kvik does not know, as transformers computes them: one more forward behind the same
-scheduler and the same sampler.
+"""Models that kvik does not implement, computed by transformers: another forward with the same
+scheduler and sampler.
 
-transformers keeps the keys and values, or states, of each request in a cache of its own, which
-grows as the request does. The scheduler's blocks only count that memory; so a request that is
-preempted gives its blocks up, and its cache is computed again. Requests of a step are computed one
-after the other, without padding, so that an answer does not depend on what shares a step.
+transformers keeps the keys and values, or states, of each request in a separate cache, which grows
+with the request. The scheduler's blocks only count that memory: a request that is preempted gives
+up its blocks, and its cache is computed again. Requests of a step are computed one after the other,
+without padding, so that an answer does not depend on the other requests of the step.
 
-As a program (`python -m kvik.worker.transformers_model FOLDER`) it prints what a model takes, for
-the plan of a process that does without torch.
+As a program (`python -m kvik.worker.transformers_model FOLDER`) it prints facts about a model, for
+planning in a process that does not import torch.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ from kvik.worker.input_batch import InputBatch
 from kvik.worker.participant import Participant
 
 CACHES = ("past_key_values", "cache_params")  # arguments that hold the cache of a request
-# Where configurations say how long a text may be.
+# Names of the longest context in configurations.
 LENGTHS = (
     *("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length"),
     *("max_seq_length", "max_sequence_length", "context_length"),
 )
 MEASURED = (1, 2, 64, 128)  # tokens of the caches that are measured
-PROBE, FIRST = 12, 5  # tokens of a text that is computed in two chunks, and of the first of them
-# By which logits of chunks may differ, relative to their spread. States that are lost differ by 1.
+PROBE, FIRST = 12, 5  # tokens of a text computed in two chunks, and of the first chunk
+# Allowed difference of logits, relative to their spread. Lost states cause a difference of 1.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 
 
-# What a model takes, from its configuration and its classes alone.
+# Facts about a model from its configuration and its classes, without its weights.
 
 
 def model_facts(folder: Path) -> dict[str, Any]:
-    """Return what `ModelSpec` needs to know of a model, as JSON has it. Its weights are not read.
+    """Return the facts that `ModelSpec` needs, as JSON values. The weights are not read.
 
     Raises:
-        ModelError: it is no causal model of transformers, or one that needs code of its folder.
+        ModelError: it is not a causal model of transformers, or needs code in its folder.
     """
     config = read_config(folder)
     text = config.get_text_config(decoder=True)
     dtype = str(text.dtype or config.dtype).removeprefix("torch.")
-    model = _empty(config)  # whose dtype it writes into the configuration
+    model = _empty(config)  # changes the dtype in the configuration
     kept = {id(one): one.numel() for one in (*model.parameters(), *model.buffers())}
     heads = _whole(text, "num_attention_heads") or 1
     hidden = _whole(text, "hidden_size") or heads
@@ -67,7 +67,7 @@ def model_facts(folder: Path) -> dict[str, Any]:
     sizes = _cache_bytes(model)
     if sizes:
         steps = (sizes[2] - sizes[1], -(-(sizes[128] - sizes[64]) // 64))
-        each = max(0, *steps)  # windows end growing, and caches that are compressed do so in steps
+        each = max(0, *steps)  # windows stop growing; compressed caches grow in steps
         state = max(0, *(size - each * n for n, size in sizes.items()))
     else:
         each, state = 2 * layers * kv_heads * head_dim * 2, 0
@@ -93,10 +93,10 @@ def model_facts(folder: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> Any:
-    """Return the configuration of a folder, by transformers' own class for it.
+    """Return the configuration of a folder, as transformers' class for it.
 
     Raises:
-        ModelError: as `model_facts`.
+        ModelError: see `model_facts`.
     """
     transformers = library()
     from transformers.models.auto import modeling_auto
@@ -128,7 +128,7 @@ def read_config(folder: Path) -> Any:
 
 
 def library() -> Any:
-    """Return the module `transformers`, quiet.
+    """Return the module `transformers`, with its logging turned off.
 
     Raises:
         ConfigError: it is not installed.
@@ -176,11 +176,11 @@ def _no_cache(model: Any) -> ModelError:
 
 
 def _cache_bytes(model: Any) -> dict[int, int]:
-    """Return the bytes of caches of some lengths, in bfloat16; {}: the model cannot be computed
-    without numbers.
+    """Return the bytes of caches of some lengths, in bfloat16; {}: the model cannot run on the meta
+    device.
 
     Raises:
-        ModelError: it keeps none.
+        ModelError: it keeps no cache.
     """
     name, found = _cache_name(model), {}
     for length in MEASURED:
@@ -198,7 +198,7 @@ def _cache_bytes(model: Any) -> dict[int, int]:
 
 
 def _tensors(cache: Any) -> list[Tensor]:
-    """Return all tensors of a cache, whatever class it is of."""
+    """Return all tensors of a cache of any class."""
     found: dict[int, Tensor] = {}
     seen: set[int] = set()
     left = [cache]
@@ -215,13 +215,13 @@ def _tensors(cache: Any) -> list[Tensor]:
 
 
 def _whole(config: Any, name: str) -> int | None:
-    """Return a positive whole number of a configuration, by any of the names that it may have."""
+    """Return a positive integer of a configuration; None: there is none of this name."""
     value = getattr(config, name, None)
     return value if type(value) is int and value > 0 else None
 
 
 def _line(error: Exception) -> str:
-    """Return what an error of transformers says, in one line."""
+    """Return the message of an error of transformers in one line."""
     return shown(" ".join(str(error).split()) or type(error).__name__)
 
 
@@ -229,13 +229,13 @@ def _line(error: Exception) -> str:
 
 
 class TransformersModel:
-    """A model of transformers, as one that has no layers of kvik.
+    """A model of transformers, as a `Network` without layers of kvik.
 
     Attributes:
         module: the model itself.
         cache: see `CACHES`.
-        in_chunks: a text may be computed in chunks of many tokens; else, behind its first chunk,
-            token by token.
+        in_chunks: a text may be computed in chunks of several tokens; else it is computed token by
+            token after its first chunk.
     """
 
     def __init__(self, module: Any) -> None:
@@ -251,7 +251,7 @@ class TransformersModel:
         Args:
             ids: [tokens] int64.
             cache: of the text before them; None: they begin it.
-            last: only the logits of the last token are wanted.
+            last: only the logits of the last token are needed.
 
         Returns:
             [tokens or 1, vocab] fp32, and the cache with these tokens.
@@ -273,8 +273,8 @@ class TransformersModel:
         return (logits[-1:] if last else logits).float(), cache
 
     def _goes_on_in_chunks(self) -> bool:
-        """Return whether a text in two chunks is computed as if it were one. Some models that keep
-        states begin anew with each chunk of several tokens."""
+        """Return whether a text in two chunks gives the same result as in one. Some models that
+        keep states start again with each chunk of several tokens."""
         first = next(self.module.parameters())
         self.in_chunks = True
         with torch.inference_mode():
@@ -288,10 +288,10 @@ class TransformersModel:
         far = float((whole - chunked).abs().max())
         return far <= TOLERANCE[first.dtype] * float(whole.std())
 
-    # What else a `Network` does.
+    # The rest of the `Network` protocol.
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Of rows of `StepOutput.hidden`, which are logits already."""
+        """Return rows of `StepOutput.hidden`, which are logits already."""
         return hidden
 
     def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
@@ -317,7 +317,7 @@ class TransformersModel:
 def load_transformers(
     config: ResolvedConfig, dtype: torch.dtype, device: torch.device
 ) -> TransformersModel:
-    """Load a model, or draw its weights.
+    """Load a model, or make one with random weights.
 
     Raises:
         ModelError: its weights do not fit its configuration.
@@ -347,13 +347,13 @@ def load_transformers(
 
 
 class RequestCaches(Participant[None]):
-    """The caches of running requests. Those of requests that ended go with the next step, or when
-    there is nothing to do.
+    """The caches of running requests. Caches of ended requests are freed with the next step, or
+    when the engine is idle.
 
     Attributes:
-        by_slot: of those that have begun.
-        scored: slots that want log probabilities of their prompts.
-        all_scored: every token's logits are wanted.
+        by_slot: caches of requests that have begun.
+        scored: slots that need log probabilities of their prompts.
+        all_scored: every token's logits are needed.
     """
 
     def __init__(self) -> None:
@@ -387,13 +387,13 @@ class TransformersSteps:
         pass
 
     def rest(self) -> bool:
-        """No request is running, so no cache is wanted any more."""
+        """Free all caches: no request is running."""
         self.caches.by_slot.clear()
         return False
 
     def run(self, batch: InputBatch) -> StepOutput:
-        """`hidden` of the output is [tokens, vocab], logits, where a prompt's log probabilities are
-        wanted, else without columns."""
+        """Run a step. `hidden` of the output is [tokens, vocab] logits if a prompt's log
+        probabilities are needed, else it has no columns."""
         slots, starts = batch.slots.tolist(), batch.starts.tolist()
         rows = {row: index for index, row in enumerate(batch.sampling_rows.tolist())}
         caches, scored, device = self.caches.by_slot, self.caches.scored, batch.input_ids.device
@@ -414,7 +414,7 @@ class TransformersSteps:
                 if row in rows:
                     logits[rows[row]] = found[-1]
         except BaseException:
-            for slot in slots:  # of some layers they may have more tokens than of others
+            for slot in slots:  # their layers may have different numbers of tokens
                 caches.pop(slot, None)
             raise
         return StepOutput(hidden, logits, *self._ops.largest(logits))

@@ -50,7 +50,7 @@ class TritonWarmUps:
 
     def heads(self, function: RowFunction, like: Sequence[Tensor]) -> Resting:
         if self._config.runner.draft_graph_sizes:
-            return NOTHING  # they are compiled as they are captured
+            return NOTHING  # they are compiled when they are captured
         sizes = [size.rows for size in heads_sizes(self._config.scheduler.max_num_seqs)]
         return heads(function, like, sizes)
 

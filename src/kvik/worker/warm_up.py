@@ -73,16 +73,16 @@ class WarmUps(Protocol):
         """Return the warm-up of a network's forwards; it runs before `Graph.rest`.
 
         Args:
-            sizes, trees: as of `Platform.graph`.
+            sizes, trees: see `Platform.graph`.
         """
         ...
 
     def heads(self, function: RowFunction, like: Sequence[Tensor]) -> Resting:
-        """Return what compiles the kernels of draft heads. Arguments as of `Platform.rows`."""
+        """Return the warm-up of draft heads. Arguments as in `Platform.rows`."""
         ...
 
     def rules(self) -> Resting:
-        """Return what compiles the kernels of sampling, which come last."""
+        """Return the warm-up of sampling, which runs last."""
         ...
 
 
@@ -109,8 +109,8 @@ def forwards(
     max_context: int,
     trees: Sequence[int] = (),
 ) -> WarmUp:
-    """Return calls that run steps of one request, without cached tokens and behind as many as
-    possible: which kernels run depends on both. The last call copies blocks.
+    """Return calls that run steps of one request, without cached tokens and after as many cached
+    tokens as possible, since the choice of kernels depends on that. The last call copies blocks.
 
     Args:
         lengths: tokens of the steps; none exceeds max_context.
@@ -140,8 +140,8 @@ def _forward(
     tree: bool,
 ) -> None:
     """Run a forward for a request whose cached tokens were never written: it attends to block 0,
-    which is never handed out, and only the host plans with the context. As many of its tokens as
-    possible have logits, as drafts have."""
+    which is never allocated, and only planning on the host uses the context. As many of its tokens
+    as possible have logits, as with drafts."""
     device = network.kv.layers[0].k.device
     layout = StepLayout(
         query_start_loc=torch.tensor([0, length], dtype=torch.int32, device=device),
@@ -212,7 +212,7 @@ def rules(
 ) -> WarmUp:
     """Return calls that sample from a row of equal logits by each of `WISHES`.
 
-    Where drafts are drawn or judged by probability, these are called as well."""
+    If drafts are sampled or checked by probability, this includes calls that check drafts."""
     sampler = Sampler(ops, looks=False)
     here = vocab_size, device
     calls = [partial(_sample, sampler, *here, wish) for wish in WISHES]
@@ -223,7 +223,7 @@ def rules(
     return WarmUp(calls)
 
 
-_SLOTS, _PLACES = np.zeros(1, np.int64), np.ones(1, np.int64)  # of one row
+_SLOTS, _PLACES = np.zeros(1, np.int64), np.ones(1, np.int64)  # one row
 
 
 def _set_up(vocab_size: int, device: torch.device, wish: SamplingParams) -> SamplingTable:
@@ -245,7 +245,7 @@ def _judge(
     wish: SamplingParams,
     speculation: ResolvedSpeculation,
 ) -> None:
-    """Judge a draft by rejection sampling, and one by typical acceptance."""
+    """Check a draft by rejection sampling, and one by typical acceptance."""
     table, logits = _set_up(vocab_size, device, wish), torch.zeros(1, vocab_size, device=device)
     if speculation.draws:
         guess = sampler.guess(logits, table.batch(_SLOTS, _PLACES, stream=DRAFT))

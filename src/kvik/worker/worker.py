@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 class Worker:
     """The model with its cache, as the `Executor` of this process and thread.
 
-    A step begins when it is submitted: a CPU computes it then, a GPU goes on while the next one is
+    A step begins when it is submitted: a CPU computes it then, a GPU computes while the next one is
     planned.
 
     Raises:
@@ -81,11 +81,11 @@ class Worker:
                 else keeps its pages there.
             seat: of the first of several processes that compute the model's layers together; None:
                 it is alone.
-            stages: those before this one, which is the last; None: there are none.
+            stages: the stages before this one, which is the last; None: there are none.
             grammars: of structured texts; None: there are none.
-            copies: how results come to the host; None: as is best on the device.
+            copies: copies results to the host; None: the best choice for the device.
             memory: for weights: [bytes] uint8 zeros; None: new memory.
-            token: that engines know which give pages to each other; b"": there are none.
+            token: secret shared by engines that exchange pages; b"": there are none.
         """
         runner = config.runner
         self._grammars = grammars
@@ -103,7 +103,7 @@ class Worker:
                     config, network, seat, token, replays=replays, computed=computed
                 )
         if runner.attention_backend == NATIVE:
-            # What is torch's in a step is little, and its threads wait busily, and for each other.
+            # torch does little in a step, and its threads busy-wait, also for each other.
             self._threads = 1
 
     def _build(
@@ -151,7 +151,7 @@ class Worker:
         compiled = chosen.parts.warm_ups.steps(network, config.model, sizes, trees=trees)
         self._resting: tuple[Resting, ...] = (compiled, graph)
         if speculation is not None:
-            alone = chosen if seat is None else platform(config)  # it drafts without the others
+            alone = chosen if seat is None else platform(config)  # drafts use only this process
             parts = DrafterParts(speculation, config, table, sampling, network, alone)
             drafter = build_drafter(parts)
             self._resting += tuple(parts.resting)
@@ -193,8 +193,8 @@ class Worker:
         return next(filter(None, found), "")
 
     def submit(self, plan: SchedulerOutput) -> RunningStep | SchedulerOutput:
-        """Begin a step and its moves; see `ModelRunner.begin`. The handle of a plan that has moves
-        alone is the plan."""
+        """Begin a step and its moves; see `ModelRunner.begin`. The handle of a plan that has only
+        moves is the plan."""
         runner = self._ready()
         if self._mover is not None:
             self._mover.begin(plan)
@@ -219,7 +219,7 @@ class Worker:
         if self._mover is not None:
             moved = self._mover.take(handle.plan.step)
             output = output if moved is None else replace(output, moved=moved)
-        if self._device.type != "cpu" and self.lost:  # its kernels ended without the others
+        if self._device.type != "cpu" and self.lost:  # kernels ended without the other processes
             raise GroupLost("tensor_parallel_size", self.lost)
         graphs = None if self._graphs is None else self._graphs.changes()
         threads = None if self._team is None else self._team.changes()
@@ -257,13 +257,13 @@ class Worker:
             return runner.read(plan)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Of some rows of what `read` returned: [rows, hidden] -> [rows, vocab] fp32."""
+        """Return logits of rows that `read` returned: [rows, hidden] -> [rows, vocab] fp32."""
         runner = self._ready()
         with self._inference():
             return runner.network.logits(hidden)
 
     def enter(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Tokens [rows] at positions [rows] as the model takes them in: [rows, hidden]."""
+        """Return the model's input of tokens [rows] at positions [rows]: [rows, hidden]."""
         runner = self._ready()
         with self._inference():
             return runner.network.enter(ids, positions)
@@ -275,7 +275,8 @@ class Worker:
         return self._runner
 
     def _set_threads(self) -> None:
-        """Before every step, because another engine of this process may have set its own number."""
+        """Set torch's number of threads before every step, because another engine of this process
+        may have changed it."""
         if self._threads is not None and torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)
 
@@ -290,9 +291,9 @@ class Worker:
             self._runner.network.others.stop()
         self._runner = self._team = None
         self._resting = ()
-        # a GPU that failed has nothing to give back
+        # A GPU that failed has no memory to release.
         with suppress(RuntimeError), on_device(self._device):
-            self._release_freed()  # the next engine of this process plans with what is free
+            self._release_freed()  # the next engine of this process plans with the free memory
 
 
 def page_mover(
@@ -304,7 +305,7 @@ def page_mover(
     replays: bool,
     computed: ComputedPages | None,
 ) -> PageMover:
-    """Return what moves pages of the tiers that an engine has.
+    """Make the page mover for the tiers of an engine.
 
     Raises:
         ConfigError: a tier cannot be used.
@@ -328,7 +329,7 @@ def page_mover(
     if computed is not None:
         folder, peers = (folder, computed) if tiers.peers else (computed, None)
     if token:
-        from kvik.worker.peer_tier import PeerPages, lender_at  # few engines know others
+        from kvik.worker.peer_tier import PeerPages, lender_at  # few engines exchange pages
 
         peers = PeerPages(token, fingerprint) if tiers.peers else None
         if runner.kv_listen is not None:
@@ -350,9 +351,9 @@ def page_mover(
 
 
 def cache_fingerprint(config: ResolvedConfig) -> bytes:
-    """Return a digest of all that keys and values depend on beside tokens: the weights, the model's
-    layers and their formats, the kernels, and how a block is laid out. Not of how many blocks there
-    are.
+    """Return a digest of everything that keys and values depend on except tokens: the weights, the
+    model's layers and their formats, the kernels, and the layout of a block, but not the number of
+    blocks.
 
     Raises:
         ModelError: a file of the model cannot be read.
@@ -382,8 +383,8 @@ def step_participants(
     copies: Copies,
     speculator: Speculator | None,
 ) -> list[Participant[Any]]:
-    """Return what takes part in each step, in this order: drafts are made when the tokens before
-    them are known."""
+    """Return the participants of each step, in order: drafts are made after the tokens before them
+    are known."""
     participants: list[Participant[Any]] = [
         PromptLogprobs(network, table, copies),
         Pooling(network, copies),
@@ -393,5 +394,5 @@ def step_participants(
 
 
 def best_copies(device: torch.device) -> Copies:
-    """A CPU computes where the host waits."""
+    """Return the best copies for a device. On a CPU, asynchronous copies gain nothing."""
     return AtOnce() if device.type == "cpu" else PinnedCopies()

@@ -72,13 +72,13 @@ class Drafts:
         return Drafts(np.minimum(limits, most), table[np.arange(most) < limits[:, None]], tree)
 
     def by_row(self) -> list[list[int]]:
-        """Return the drafts of each."""
+        """Return the drafts of each row."""
         tokens, ends = self.token_ids.tolist(), self.counts.cumsum().tolist()
         return [tokens[begin:end] for begin, end in pairwise([0, *ends])]
 
 
 class NoDrafter:
-    """A `Drafter` that proposes nothing, where only forced tokens are drafts."""
+    """A `Drafter` that proposes nothing, for engines whose only drafts are forced tokens."""
 
     def enter(self, slot: int) -> None:
         """Do nothing."""

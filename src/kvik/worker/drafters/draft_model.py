@@ -79,8 +79,8 @@ class DraftNetwork:
             slots: [rows] int64.
             computed: [rows] int64, tokens of each that the model has computed.
             chunks: [rows] int64, how many more the first forward computes; at least 1.
-            drafts: [rows] int64, descending, how many will be made of each. Every slot has places
-                for its drafts but the last, which is not computed.
+            drafts: [rows] int64, descending, how many will be made for each. Every slot has places
+                for its drafts except the last one, which is not computed.
         """
         return Forwards(self, slots, computed, chunks, drafts)
 
@@ -163,14 +163,14 @@ class Forwards:
         known = block_table[slots, : -(-max(self._reach) // size)]
         put = network.inputs.put
         self._tables = [put(name, known) for name in network.block_tables]
-        self._used = 0  # of the places
-        self._forwards = 0  # that have run
+        self._used = 0  # places used so far
+        self._forwards = 0  # forwards run so far
 
     def first(self) -> StepOutput:
         """Compute the missing tokens of each slot.
 
         Returns:
-            Valid until the next forward, with a row of logits for each row that gets drafts.
+            Output with a row of logits for each row that gets drafts; valid until the next forward.
         """
         self._share_out(self._chunks, self._starts, self._rows[0] if self._rows else 0)
         output = self._run(self._tokens, self._ends)
@@ -184,7 +184,7 @@ class Forwards:
             tokens: [rows], the drafts made last.
 
         Returns:
-            As `first`, with a row for each row that gets another draft.
+            As in `first`, with a row for each row that gets another draft.
         """
         rows = self._rows[self._forwards]
         if self._sizes != (rows, rows):
@@ -209,7 +209,8 @@ class Forwards:
             self._tables = [table[:rows] for table in self._tables]
 
     def _run(self, tokens: Tokens, lengths: np.ndarray) -> StepOutput:
-        """
+        """Run the next forward.
+
         Args:
             tokens: [tokens]. lengths: [rows] int32, keys of each row.
         """
@@ -255,7 +256,7 @@ class Forwards:
 
 UNKNOWN = 0  # tag of a block that is not completely computed
 _MODULUS = 1 << 64  # numpy's unsigned integers wrap around there
-_BASE = 0x9E3779B97F4A7C15  # this over the golden ratio
+_BASE = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio
 
 
 class FilledBlocks:
@@ -339,20 +340,20 @@ class FilledBlocks:
 # The drafts of a draft model, from its logits.
 
 _PLAIN = SamplingBatch()
-Tokens = np.ndarray | Tensor  # int64 on the host; or on a GPU, without a wait for it
+Tokens = np.ndarray | Tensor  # int64 on the host; or on a GPU, so that the host need not wait
 
 
 class Guessing:
     """Draws the drafts of each row, one position after the other.
 
-    A request that brought a seed draws its drafts with the very numbers that its tokens will be
-    drawn with: where the two models agree, so do the tokens.
+    A request with a seed draws its drafts with the same random numbers as its tokens: where the two
+    models agree, so do the tokens.
 
-    On a GPU a draft goes from one forward to the next without passing by the host, unless rules
-    want to know of it there.
+    On a GPU a draft goes from one forward to the next without a copy to the host, unless rules on
+    the host need it.
 
     Attributes:
-        probs: [sum of drafts, vocab], as `Drafts.probs`; None if none is read of them.
+        probs: [sum of drafts, vocab], as `Drafts.probs`; None if no row needs them.
     """
 
     def __init__(
@@ -368,10 +369,10 @@ class Guessing:
         """
         Args:
             sampling: of the target.
-            chosen: indices of the rows that get drafts, those that get more first. All that is
-                said of rows below is in this order.
+            chosen: indices of the rows that get drafts, those that get more first. Rows of other
+                methods and attributes are in this order.
             known, counts: [all rows], tokens and drafts of each.
-            room: bytes that sampling may take beside logits and probabilities.
+            room: bytes that sampling may take in addition to logits and probabilities.
         """
         self._sampler = sampler
         self._sampling = sampling
@@ -379,7 +380,7 @@ class Guessing:
         self._counts = counts[chosen]
         self._found = np.empty((len(slots), int(self._counts[0])), np.int64)
         self._found.fill(-1)
-        self._there: Tensor | None = None  # the same on a GPU, which has it all
+        self._there: Tensor | None = None  # `_found` on the GPU, which then replaces it
         self.probs: Tensor | None = None
         self._plain = sampling.plain(slots)
         if self._plain:
@@ -391,19 +392,19 @@ class Guessing:
         self._streams = np.where(certain, SAMPLE, DRAFT)
         self._at_once = sampling.rows_at_once(slots, room, shares=True)
         self._reads_output = sampling.reads_output(slots)
-        self._alike = _PLAIN  # what the first `_planned` rows draw with
+        self._alike = _PLAIN  # parameters of the first `_planned` rows
         self._planned = 0
-        self._uniforms: list[Tensor] = []  # numbers of the depths to go, the next one last
+        self._uniforms: list[Tensor] = []  # random numbers of the remaining depths, next one last
 
     def draft(self, depth: int, logits: Tensor, largest: tuple[Tensor, Tensor] | None) -> Tokens:
-        """
+        """Draw the next draft of each row.
+
         Args:
-            depth: drafts that the rows have already.
-            logits: [rows, vocab], of the first rows. largest: what `Ops.largest` says of them, if
-                that is known.
+            depth: number of drafts that the rows have already.
+            logits: [rows, vocab], of the first rows. largest: their `Ops.largest`, if known.
 
         Returns:
-            [rows], one more draft of each; to be read before the next forward.
+            [rows], one more draft of each; read them before the next forward.
         """
         guess, rows = self._sampler.guess, len(logits)
         if not depth and logits.device.type != "cpu":
@@ -442,7 +443,7 @@ class Guessing:
             return
         if self.probs is None:
             self.probs = guess.probs.new_empty(int(self._counts.sum()), guess.probs.shape[1])
-        if self._counts[-1] == depths:  # all rows get as many
+        if self._counts[-1] == depths:  # all rows get the same number
             self.probs.view(-1, depths, guess.probs.shape[1])[part, depth].copy_(guess.probs)
         else:
             at = upload(self._first[part] + depth, self.probs.device)
@@ -490,10 +491,10 @@ class Vocabulary:
     ) -> None:
         """
         Args:
-            target_size, draft_size: logits of the two models, which may be more than there are
-                tokens.
-            meanings: the target's id of each of the draft model's tokens, -1 where it has none;
-                None: the same ids.
+            target_size, draft_size: numbers of logits of the two models, which may exceed their
+                numbers of tokens.
+            meanings: the target's id of each of the draft model's tokens, -1 if there is none;
+                None: both have the same ids.
         """
         self._target_size = target_size
         self._draft_ids: Tensor | None = None
@@ -542,7 +543,7 @@ NONE = -1  # no token
 
 
 class DraftModel:
-    """A `Drafter` that makes chains of drafts with a model and a KV cache of its own."""
+    """A `Drafter` that makes chains of drafts with a separate model and KV cache."""
 
     def __init__(
         self,
@@ -557,8 +558,8 @@ class DraftModel:
         Args:
             sampling: of the target.
             pool_size: blocks of the target's pool.
-            most_drafts: of a request.
-            room: bytes that sampling may take beside logits and probabilities.
+            most_drafts: per request.
+            room: bytes that sampling may take in addition to logits and probabilities.
         """
         self.network = network
         self.sampler = sampler
@@ -584,11 +585,11 @@ class DraftModel:
         network.prepare()
         known = self._table.num_tokens[slots].astype(np.int64)
         computed = self._settle(slots, known)
-        # The last draft is not computed, so it may lie beyond the context of the model.
+        # The last draft is not computed, so it may be beyond the context of the model.
         limits = np.minimum(rows.limits, network.max_context + 1 - known)
         missing, chunks = self._missing(slots, known, computed, limits > 0)
         counts = limits * ((chunks == missing) & (chunks > 0))
-        going = (-counts).argsort(kind="stable")  # those with most drafts first
+        going = (-counts).argsort(kind="stable")  # rows with most drafts first
         if np.count_nonzero(chunks) < len(slots):
             going = going[chunks[going] > 0]
         if not len(going):
@@ -624,7 +625,7 @@ class DraftModel:
         """
         table, ahead = self._table, self._ahead.take(slots, axis=0)
         first = table.num_computed[slots].astype(np.int64)
-        # Indices in the flattened table; places beyond the end of a row are not counted below.
+        # Indices into the flattened table; places beyond the end of a row do not count below.
         places = (first + slots * table.token_ids.shape[1])[:, None] + self._depths
         right = (table.token_ids.take(places, mode="clip") != ahead).argmax(axis=1)
         # The newest token is always computed, as its logits are needed.
@@ -643,7 +644,7 @@ class DraftModel:
             wanted: [rows] bool, which rows get drafts.
 
         Returns:
-            [rows] tokens of those that are not computed, and how many of them the next forward may
+            [rows] numbers of tokens not computed, and how many of them the next forward may
             compute.
         """
         table, budget = self._table, self.network.max_tokens

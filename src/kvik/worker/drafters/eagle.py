@@ -33,13 +33,13 @@ class EagleNetwork(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """Nodes of one depth that have children, and these.
+    """Nodes of one depth that have children, and their children.
 
     Attributes:
         nodes, parents: [nodes] int64; each parent's index among the nodes of the level before.
-        children, owners, ranks: [children] int64, nodes of the tree, the index of each one's parent
-            among `nodes`, and which of its candidates it is.
-        candidates: of each node, as far as ranks go.
+        children, owners, ranks: [children] int64: nodes of the tree, each one's parent as an index
+            into `nodes`, and its rank among the parent's candidates.
+        candidates: number per node: the largest rank + 1.
     """
 
     nodes: Tensor

@@ -1,4 +1,4 @@
-"""Draft heads: loading them from a folder, and the tree of drafts that suits their accuracies."""
+"""Draft heads: loading them from a folder, and choosing a tree of drafts for their accuracies."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ class MedusaDrafter:
         return likely[:, self._depth, self._rank]
 
 
-MEDUSA_FILE = "medusa_lm_head.safetensors"  # what Medusa's own training saves
+MEDUSA_FILE = "medusa_lm_head.safetensors"  # saved by Medusa's training code
 # Assumed accuracies of heads without measured ones; they fall with depth and rank.
 _FIRST, _DEEPER, _NEXT_RANK, _RANKS = 0.6, 0.8, 0.3, 8
 
 
 class HeadTarget(Protocol):
-    """The model as heads read it: its embedding and its head."""
+    """The parts of the model that heads use: its embedding and its head."""
 
     def enter(self, ids: Tensor, positions: Tensor) -> Tensor:
         """ids [rows] at positions [rows] -> the model's input, [rows, hidden]."""

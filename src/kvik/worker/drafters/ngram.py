@@ -19,8 +19,7 @@ class NgramDrafter:
     def __init__(self, table: RequestTable, min_ngram: int, max_ngram: int) -> None:
         """
         Args:
-            min_ngram, max_ngram: least and most tokens at the end of a text that are searched in
-                it.
+            min_ngram, max_ngram: least and most tokens at the end of a text to search for.
         """
         self._table = table
         self._min, self._max = min_ngram, max_ngram
@@ -67,7 +66,7 @@ def latest_match(text: NDArray[np.integer], shortest: int, longest: int) -> int:
 
 def continued(text: NDArray[np.integer], start: int, most: int) -> list[int]:
     """Return `most` tokens of a text from `start` on. Beyond its end the text continues with the
-    returned tokens, so a periodic text is continued without end.
+    returned tokens, so a periodic text continues endlessly.
 
     Args:
         text: [tokens]. start: below their number.

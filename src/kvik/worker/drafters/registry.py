@@ -35,7 +35,7 @@ from kvik.worker.warm_up import Resting
 
 @dataclass(frozen=True, slots=True)
 class DrafterParts:
-    """What a drafter may be built from.
+    """Parts that a drafter may be built from.
 
     Attributes:
         resting: preparations for idle time, to which the drafter adds its own.
