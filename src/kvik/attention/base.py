@@ -33,11 +33,11 @@ class StepLayout:
             the tree) attends as if only its path followed the cached keys: its position is that of
             the first node plus d, and a window counts from there.
         tree_words: tree on the host.
-        state_rows: [num_seqs] int32, the state of each sequence, or its row of last queries;
-            None: no layer keeps any.
-        first_keys: [num_seqs] int32, the first key of each sequence that its queries see; None:
-            that at 0, or as a window says.
-        firsts: first_keys on the host; (): as without.
+        state_rows: [num_seqs] int32, row of each sequence's state, or of its last queries; None: no
+            layer keeps any.
+        first_keys: [num_seqs] int32, the first key of each sequence that its queries see; None: 0,
+            or as the window says.
+        firsts: first_keys on the host; (): None.
     """
 
     query_start_loc: Tensor
@@ -54,7 +54,7 @@ class StepLayout:
     firsts: tuple[int, ...] = ()
 
     def first_key(self, sequence: int) -> int:
-        """Return the first key that the queries of a sequence see, but for windows."""
+        """Return the first key that the queries of a sequence see, apart from windows."""
         return self.firsts[sequence] if self.firsts else 0
 
     @property
@@ -74,12 +74,12 @@ class LayerKV:
     """K and V of one layer. A backend may order the elements within a block in its own way.
 
     Attributes:
-        k, v: [num_blocks, block_size, kv_heads, head_dim], in four bits [..., head_dim / 2]. Of
+        k, v: [num_blocks, block_size, kv_heads, head_dim], in four bits [..., head_dim / 2]. For
             latent vectors v has no columns: a value is the first channels of its key.
-        k_scales, v_scales: [num_blocks, block_size, kv_heads], where k and v are rounded
-            (kernels/kv_rounding.py); None where they are floats, of any dtype.
-        queries: [slots, last, heads, head_dim] fp32, the last queries of each request, scaled, that
-            of position p in row p % last; None: the layer keeps all tokens, and none of these.
+        k_scales, v_scales: [num_blocks, block_size, kv_heads], if k and v are rounded
+            (kernels/kv_rounding.py); None: they are floats, of any dtype.
+        queries: [slots, last, heads, head_dim] fp32, the last queries of each request, scaled; the
+            query of position p is in row p % last. None: the layer keeps all tokens.
     """
 
     k: Tensor
@@ -90,7 +90,7 @@ class LayerKV:
 
     @property
     def latent(self) -> bool:
-        """Whether it has one vector for K and V."""
+        """Whether K and V share one latent vector."""
         return not self.v.shape[3]
 
     @property
@@ -106,7 +106,7 @@ class HeadNorms:
     """RMSNorm of each head of q and of k, before rotation (Qwen3; `Ops.rms_norm`).
 
     Attributes:
-        q, k: [head_dim], weights; k is None where another layer has stored the keys.
+        q, k: [head_dim], weights; k is None if another layer stores the keys.
     """
 
     q: Tensor
@@ -114,7 +114,7 @@ class HeadNorms:
     eps: float
 
 
-# Fields of an `AttentionSpec` that not every backend can do, as errors call them.
+# Fields of an `AttentionSpec` that not every backend supports, with their names in errors.
 NAMED_OPTIONS = {
     "softcap": "softcap",
     "sinks": "sinks",
@@ -131,13 +131,12 @@ class AttentionSpec:
         scale: of the scores.
         norms: of the heads of q and k; None: none. The backend applies them, so that a kernel can
             do it while it writes k into the cache.
-        softcap: a scaled score s becomes softcap * tanh(s / softcap); None: it stays.
-        sinks: [heads] fp32, a score that each head adds to those of the keys it sees, with no
-            value; None: none.
-        apart: what reads the result reads heads of which a process may have some alone
-            (`Between`).
+        softcap: a scaled score s becomes softcap * tanh(s / softcap); None: it is unchanged.
+        sinks: [heads] fp32, an extra score of each head, with no value, in addition to those of the
+            keys it sees; None: none.
+        apart: the consumer of the result can use the heads of one process only (`Between`).
         bidirectional: how far from its own position, on either side, a query sees the keys of its
-            sequence, which are all in the step; None: it sees none behind it (causal).
+            sequence, which are all in the step; None: it sees no later keys (causal).
     """
 
     scale: float
@@ -149,7 +148,7 @@ class AttentionSpec:
 
     @property
     def options(self) -> frozenset[str]:
-        """What the layer has that not every kernel can do: some of `OPTIONS`."""
+        """The options of the layer that not every kernel supports: a subset of `OPTIONS`."""
         return frozenset(name for name in OPTIONS if getattr(self, name) is not None)
 
 
@@ -167,16 +166,16 @@ class Attend:
 
     Attributes:
         q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], or None: another layer has
-            stored its own of this step in the same cache. A backend that rotates q and k may
-            overwrite them.
+            already stored K and V of this step in the same cache. A backend that rotates q and k
+            may overwrite them.
         kv, metadata: the layer's cache, and the plan of its KV group.
         spec: what the layer computes.
         rotation: [tokens, head_dim] fp32 for `Ops.rotary`; None: no rotation. The backend rotates,
             so that a kernel can do it while it writes k into the cache.
-        q_rotation: the same for q alone, where that turns in its own way; None: as k.
-        sink_rotation: the same for what sinks of the window meet: keys are stored as their
-            positions turn them, so that q turns again, as at the position after all keys that it
-            sees; None: as for other keys.
+        q_rotation: the same for q, if it is rotated differently from k; None: as k.
+        sink_rotation: the same for queries on sinks of the window. Keys are stored rotated by their
+            positions, so q is rotated a second time, for the position after all keys that it sees.
+            None: as for other keys.
     """
 
     q: Tensor
@@ -190,8 +189,8 @@ class Attend:
     sink_rotation: Tensor | None = None
 
     def for_sinks(self, ops: Ops) -> Tensor | None:
-        """Return q normalised and rotated for sinks of the window; None: it is as for other keys.
-        Before `turned`, which may overwrite q."""
+        """Return q normalised and rotated for sinks of the window; None: the same as for other
+        keys. Call this before `turned`, which may overwrite q."""
         if self.sink_rotation is None:
             return None
         q, norms = self.q, self.spec.norms
@@ -202,7 +201,7 @@ class Attend:
         return ops.rotary(q, q[:, :0], self.sink_rotation)[0]
 
     def turned(self, ops: Ops) -> tuple[Tensor, Tensor | None]:
-        """Return q and k normalised and rotated, for backends whose kernels do not do it."""
+        """Return q and k normalised and rotated, for backends whose kernels do not do this."""
         q, k, norms = self.q, self.k, self.spec.norms
         if norms is not None:
             q = ops.rms_norm(q, norms.q, norms.eps)
@@ -220,8 +219,8 @@ class Attend:
         return q, k
 
     def stored(self, ops: Ops) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Write k and v, if any, by torch's operations. Returns q as of `turned`, and k and v as
-        `store` does."""
+        """Write k and v, if any, with torch's operations. Returns q as from `turned`, and k and v
+        as from `store`."""
         (q, k), v = self.turned(ops), self.v
         if k is None or v is None:
             return q, None, None
@@ -230,14 +229,14 @@ class Attend:
 
 @dataclass(frozen=True, slots=True)
 class LatentUp:
-    """What makes keys and values of all heads from latent vectors (DeepSeek-V2, section 2.1.2).
-    Backends multiply queries and results by it, and so attend over the latent vectors themselves
-    ("absorbed"), or make the keys and values.
+    """Projections from latent vectors to keys and values of all heads (DeepSeek-V2, section 2.1.2).
+    Backends either multiply queries and results by them, and so attend over the latent vectors
+    themselves ("absorbed"), or compute the keys and values.
 
     Attributes:
-        keys: of `Ops.linear_each`, which takes a head's query [nope] to [rank]. The other way, it
-            takes a latent vector to the head's key.
-        values: of `Ops.linear_each`, which takes a latent vector [rank] to the head's [value].
+        keys: for `Ops.linear_each`, maps a head's query [nope] to [rank]. Transposed, it maps a
+            latent vector to the head's key.
+        values: for `Ops.linear_each`, maps a latent vector [rank] to the head's [value].
     """
 
     keys: Matrix
@@ -246,12 +245,11 @@ class LatentUp:
     value: int
 
     def into_queries(self, ops: Ops, q: Tensor) -> Tensor:
-        """q [tokens, heads, nope] -> what latent vectors are multiplied with, [tokens, heads,
-        rank]."""
+        """Map q [tokens, heads, nope] to queries on latent vectors, [tokens, heads, rank]."""
         return ops.linear_each(q, self.keys, self.rank)
 
     def to_values(self, ops: Ops, means: Tensor) -> Tensor:
-        """means [tokens, heads, rank], of latent vectors -> those of values, [tokens, heads,
+        """Map means of latent vectors [tokens, heads, rank] to means of values, [tokens, heads,
         value]."""
         return ops.linear_each(means, self.values, self.value)
 
@@ -261,13 +259,13 @@ class AttendLatent:
     """The inputs of attention over latent vectors in one layer and step (`LatentSpec`).
 
     Attributes:
-        q: [tokens, heads, nope], the part of queries that meets keys made from latent vectors.
-        q_rope: [tokens, heads, rope], their part that meets keys with positions.
-        latent, k_rope: [tokens, rank] and [tokens, 1, rope], what the cache keeps of each token. A
-            backend that rotates q_rope and k_rope may overwrite them.
-        up: of keys and values.
-        kv, metadata, spec: as of `Attend`; no norms.
-        rotation: [tokens, rope] fp32, for q_rope and k_rope alone.
+        q: [tokens, heads, nope], the part of queries for keys made from latent vectors.
+        q_rope: [tokens, heads, rope], the part of queries for keys with positions.
+        latent, k_rope: [tokens, rank] and [tokens, 1, rope], which the cache stores. A backend that
+            rotates q_rope and k_rope may overwrite them.
+        up: projections to keys and values.
+        kv, metadata, spec: see `Attend`; no norms.
+        rotation: [tokens, rope] fp32, only for q_rope and k_rope.
     """
 
     q: Tensor
@@ -281,8 +279,8 @@ class AttendLatent:
     rotation: Tensor
 
     def joined(self, ops: Ops) -> Attend:
-        """Return the same as attention of one kv head whose values are its keys; the first `rank`
-        channels of what that gives are means of latent vectors."""
+        """Return the equivalent attention with one kv head whose values are its keys; the first
+        `rank` channels of its result are means of latent vectors."""
         q_rope, k_rope = ops.rotary(self.q_rope, self.k_rope, self.rotation)
         k = torch.cat((self.latent[:, None], k_rope), 2)
         q = torch.cat((self.up.into_queries(ops, self.q), q_rope), 2)
@@ -294,7 +292,7 @@ class BackendCaps:
     """The abilities of a backend as data, so that choosing one needs no trial run.
 
     Attributes:
-        options: those of `AttentionSpec` that it can do.
+        options: the options of `AttentionSpec` that it supports.
     """
 
     name: str
@@ -303,7 +301,7 @@ class BackendCaps:
     options: frozenset[str] = OPTIONS
 
     def check(self, spec: AttentionSpec) -> None:
-        """Raise `ConfigError` if the backend cannot do what a layer needs."""
+        """Raise `ConfigError` if the backend lacks an option that a layer needs."""
         missing = sorted(NAMED_OPTIONS[name] for name in spec.options - self.options)
         if missing:
             reason = f"{self.name!r} has no {' and no '.join(missing)}, which the model needs"
@@ -357,7 +355,7 @@ class AttentionBackend(Protocol):
         ...
 
 
-# Writing and reading the cache in any of its formats, by torch's operations.
+# Writing and reading the cache in any of its formats, with torch's operations.
 
 
 def store(
@@ -366,7 +364,7 @@ def store(
     """Write each token's K and V at its position.
 
     Args:
-        k, v: [tokens, kv_heads, head_dim]; of latent vectors v has no columns.
+        k, v: [tokens, kv_heads, head_dim]; for latent vectors v has no columns.
         slot_mapping: [tokens].
 
     Returns:
@@ -400,7 +398,7 @@ def read(stored: Tensor, scales: Tensor | None, at: Tensor) -> Tensor:
         at: [n] int64, KV positions.
 
     Returns:
-        [n, kv_heads, head_dim]: fp32, or as stored where they are floats.
+        [n, kv_heads, head_dim]: fp32, or the stored dtype if they are floats.
     """
     numbers = stored.flatten(0, 1).index_select(0, at)
     if scales is None:
@@ -409,7 +407,7 @@ def read(stored: Tensor, scales: Tensor | None, at: Tensor) -> Tensor:
 
 
 def read_both(kv: LayerKV, at: Tensor) -> tuple[Tensor, Tensor]:
-    """Read keys and values, each as `read` does; of latent vectors these are the same."""
+    """Read keys and values, each as in `read`; for latent vectors they are the same."""
     k = read(kv.k, kv.k_scales, at)
     return k, k if kv.latent else read(kv.v, kv.v_scales, at)
 
@@ -418,7 +416,7 @@ def keep_queries(q: Tensor, ring: Tensor, layout: StepLayout, scale: float) -> N
     """Write the last queries of each sequence of a step to `LayerKV.queries`.
 
     Args:
-        q: [tokens, heads, head_dim], turned. scale: of scores.
+        q: [tokens, heads, head_dim], rotated. scale: of scores.
     """
     assert layout.state_rows is not None
     start, last = 0, ring.shape[1]

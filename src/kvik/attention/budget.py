@@ -1,13 +1,13 @@
-"""Which tokens a layer with a budget keeps (`spec.kv.Budget`).
+"""Choice of the tokens that a layer with a budget keeps (`spec.kv.Budget`).
 
-Of the keys that a layer has of a request, the last queries choose: the weights of their attention
-are added up over queries and heads, and averaged over neighbours, so that what is kept are runs of
-tokens rather than single ones (SnapKV, Li et al. 2024, arXiv 2404.14469, section 4.2). All heads of
-a layer keep the same tokens (Kim and Jung, Mathematics 2025, 13(15), 2366, section 3), as a block
-holds whole tokens.
+The last queries choose among the keys that a layer has of a request: their attention weights are
+summed over queries and heads, and averaged over neighbours, so that runs of tokens are kept rather
+than single ones (SnapKV, Li et al. 2024, arXiv 2404.14469, section 4.2). All heads of a layer keep
+the same tokens (Kim and Jung, Mathematics 2025, 13(15), 2366, section 3), since a block holds whole
+tokens.
 
-The queries are those of the forward itself, kept in a ring for each slot. So what is chosen depends
-on the last tokens before a cut and on the cache, and not on how these came to be computed.
+The queries come from the forward itself, and are kept in a ring for each slot. So the choice
+depends on the last tokens before a cut and on the cache, but not on how these were computed.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch.nn.functional import avg_pool1d
 
 from kvik.spec.kv import Budget
 
-NEIGHBOURS = 5  # whose weights are averaged
+NEIGHBOURS = 5  # keys whose weights are averaged
 
 
 def weights_of(queries: Tensor, k: Tensor) -> Tensor:
-    """Return how much the last queries look at each key, summed over heads and queries: [keys].
+    """Return the attention of the last queries to each key, summed over heads and queries: [keys].
 
     Args:
         queries: [queries, heads, head_dim] fp32, scaled, of the last keys.
@@ -45,10 +45,10 @@ def weights_of(queries: Tensor, k: Tensor) -> Tensor:
 
 
 def kept(queries: Tensor, k: Tensor, budget: Budget) -> Tensor:
-    """Return which keys are kept: [tokens] int64, ascending. Of equals the earlier ones are.
+    """Return which keys are kept: [tokens] int64, ascending. Of equal ones the earlier are kept.
 
     Args:
-        queries, k: as of `weights_of`; more keys than are kept.
+        queries, k: see `weights_of`; more keys than are kept.
     """
     count, last = len(k), budget.last
     others = weights_of(queries, k)[budget.first : count - last]

@@ -1,8 +1,8 @@
 """Attention by the native kernels, over a cache laid out for vector lanes.
 
 One kernel serves decodes, whole and chunked prefills, trees and any mix of them. It reads the
-step's layout itself, so there is nothing to plan, and a query's result has the same bits whatever
-it shares the step with.
+step's layout itself, so there is nothing to plan. A query's result has the same bits for any other
+content of the step.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ class CpuAttention:
         return self.run_latent_by(self._ops, attend)
 
     def run_latent_by(self, ops: Ops, attend: AttendLatent) -> Tensor:
-        """The same by other operations, which multiply by the matrices of heads."""
+        """Do the same as `run_latent`, with other operations for products with the matrices of
+        heads."""
         q_rope, k_rope = ops.rotary(attend.q_rope, attend.k_rope, attend.rotation)
         latent, kv, layout = attend.latent, attend.kv, attend.metadata.layout
         width = latent.shape[1] + k_rope.shape[2]
@@ -127,11 +128,12 @@ class CpuAttention:
         out: Tensor,
         for_sinks: Tensor | None = None,
     ) -> Tensor:
-        """
+        """Launch the kernel.
+
         Args:
-            q: [tokens, heads, value_dim]. q_rope: of latent vectors, what q has beyond that.
-            for_sinks: q as sinks of the window meet it; None: as all keys do.
-            keys: kv heads, and channels of a key.
+            q: [tokens, heads, value_dim]. q_rope: for latent vectors, the other channels of q.
+            for_sinks: q for sinks of the window; None: the same as for other keys.
+            keys: number of kv heads, and channels of a key.
         """
         layout, window = metadata.layout, metadata.window
         (_, heads, value_dim), (kv_heads, head_dim) = q.shape, keys

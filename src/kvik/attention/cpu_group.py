@@ -22,7 +22,7 @@ from kvik.spec.shares import HeadShare, share_of
 
 
 class GroupAttention:
-    """Attention of whose heads each process has some, and of whose results all have all."""
+    """Attention in which each process computes some heads, and all processes get all results."""
 
     def __init__(self, backend: CpuAttention, ops: Ops, group: Group) -> None:
         self._backend, self._ops, self._group = backend, ops, group
@@ -40,7 +40,7 @@ class GroupAttention:
         share = HeadShare.of(heads, kv_heads, self._group.rank, self._group.size)
         part = own_heads(attend, share)
         if part.k is not None and kv_heads < self._group.size:
-            part = replace(part, k=self._copied(part.k))  # turned in place, and others have it too
+            part = replace(part, k=self._copied(part.k))  # rotated in place, but shared by others
         size = attend.q.shape[2]
         out = self._group.take((tokens, heads, size), attend.q.dtype)
         self._backend.run_into(part, out[:, slice(*share.heads)])
@@ -63,7 +63,7 @@ class GroupAttention:
         return out
 
     def _copied(self, k: Tensor) -> Tensor:
-        """A copy of keys [tokens, heads, dim] that all processes turn in place."""
+        """Return a copy of keys [tokens, heads, dim], which each process rotates in place."""
         return self._ops.scaled(k.flatten(1), 1.0).view(k.shape)
 
     def move(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:

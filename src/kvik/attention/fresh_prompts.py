@@ -1,17 +1,17 @@
-"""Attention of whole prompts by torch's fused kernels, where those are faster than Triton's.
+"""Attention of whole prompts by torch's fused kernels, if those are faster than Triton's.
 
-A prompt of which nothing is cached yet attends to this step's own keys and values. They lie in
-order, so torch's kernels (cuDNN's, FlashAttention's) can take them, which read no paged cache.
-Everything else stays with the kernels that do.
+A prompt without cached tokens attends only to this step's keys and values. They are contiguous, so
+torch's kernels (cuDNN's, FlashAttention's), which cannot read a paged cache, can process them.
+Everything else is left to the paged kernels.
 
-Of latent vectors (`LatentSpec`) these kernels read keys and values that are made for all heads: as
-many operations as to multiply queries and results by the same matrices, and then each pair of
-tokens takes 2 * (192 + 128) of a head in place of 2 * (576 + 512) (DeepSeek-V3). Behind a cached
-prefix its keys and values would have to be made again, which only long chunks are worth.
+For latent vectors (`LatentSpec`), keys and values are computed for all heads first. That takes as
+many operations as multiplying queries and results by the same matrices, and then each pair of
+tokens takes 2 * (192 + 128) operations per head instead of 2 * (576 + 512) (DeepSeek-V3). After a
+cached prefix, its keys and values would have to be computed again, which pays off only for long
+chunks.
 
-cuDNN plans its kernels anew for each shape. So prompts are lengthened to multiples of a number,
-which makes few shapes: causal queries do not see the keys behind them, and nothing reads the
-results of the queries that were added.
+cuDNN plans its kernels again for each shape. So prompts are padded to multiples of a number, for
+few shapes: causal queries do not see later keys, and the results of padding are not read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvik.kernels.reference.ops import stored_weight
 from kvik.spec.kv import Window, first_visible
 
 PADDED = 1024  # lengths are multiples of this
-# Those that need no memory for all scores at once, in torch's own order.
+# Kernels that do not store all scores at once, in torch's order.
 FUSED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 MAX_HEAD_DIM = 256  # of both
 
@@ -39,7 +39,7 @@ class FreshPrompt:
 
     Attributes:
         start, end: its tokens in the flat batch.
-        tokens: [padded length] int64, the same and the last one again; None: as they lie.
+        tokens: [padded length] int64, the same, with the last one repeated; None: no padding.
         keys: [padded length] int64, their KV positions.
     """
 
@@ -57,8 +57,8 @@ class FreshPrompts:
     def __init__(self, least: int, padded: int = PADDED) -> None:
         """
         Args:
-            least: tokens of a prompt, from which it is taken.
-            padded: see above.
+            least: fewest tokens of a prompt that is taken.
+            padded: see `PADDED`.
         """
         self.least = least
         self._padded = padded
@@ -68,7 +68,7 @@ class FreshPrompts:
         return not spec.options and head_dim <= MAX_HEAD_DIM
 
     def take(self, layout: StepLayout, window: Window | None) -> dict[int, FreshPrompt]:
-        """By sequence, those of a step that can be taken and are long enough."""
+        """Return the fresh prompts of a step that are long enough, by sequence."""
         found: dict[int, FreshPrompt] = {}
         if max(layout.num_scheduled) < self.least:
             return found
@@ -84,10 +84,11 @@ class FreshPrompts:
         return found
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, prompt: FreshPrompt, scale: float) -> Tensor:
-        """
+        """Attend in one prompt.
+
         Args:
             q: [tokens of the step, heads, head_dim]. k: [num_blocks, block_size, kv_heads,
-                head_dim], the cache, which has the turned keys. v: [tokens, kv_heads, head_dim].
+                head_dim], the cache, which has the rotated keys. v: [tokens, kv_heads, head_dim].
 
         Returns:
             [end - start, heads, head_dim].
@@ -101,10 +102,11 @@ class FreshPrompts:
     def attend_latent(
         self, attend: AttendLatent, q_rope: Tensor, k_rope: Tensor, prompt: FreshPrompt
     ) -> Tensor:
-        """
+        """Attend in one prompt, over keys and values made from latent vectors.
+
         Args:
-            attend: of a layer whose cache keeps latent vectors as they are.
-            q_rope: [tokens of the step, heads, rope]; k_rope: [tokens, 1, rope]; both turned.
+            attend: of a layer whose cache stores latent vectors unrounded.
+            q_rope: [tokens of the step, heads, rope]; k_rope: [tokens, 1, rope]; both rotated.
 
         Returns:
             [end - start, heads, value].
@@ -117,7 +119,7 @@ class FreshPrompts:
         to_values = stored_weight(up.values).values.unflatten(0, (heads, -1))[:, : up.value]
         k = torch.cat((latent @ to_keys, k_rope.expand(heads, -1, -1)), 2)
         v = latent @ to_values.transpose(1, 2)
-        width = max(k.shape[2], up.value)  # fused kernels take heads of one size
+        width = max(k.shape[2], up.value)  # fused kernels need K and V heads of one size
         q, k, v = (F.pad(x, (0, width - x.shape[2]))[None] for x in (q, k, v))
         out = _fused(q, k, v, attend.spec.scale)[0].transpose(0, 1)
         return out[: prompt.end - prompt.start, :, : up.value]
@@ -126,7 +128,7 @@ class FreshPrompts:
         length, slots = end - start, layout.slot_mapping
         padded = -(-length // self._padded) * self._padded
         if padded == length:
-            # Tokens that are stored nowhere (-1) belong to no sequence.
+            # Tokens that are not stored (-1) belong to no sequence.
             return FreshPrompt(start, end, None, slots[start:end].clamp(min=0))
         tokens = torch.arange(start, start + padded, device=slots.device).clamp_(max=end - 1)
         return FreshPrompt(start, end, tokens, slots.index_select(0, tokens).clamp_(min=0))
@@ -136,7 +138,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """q: [1, heads, queries, head_dim] -> the same shape; k, v: [1, kv_heads, queries, head_dim].
 
     Raises:
-        RuntimeError: no fused kernel takes them.
+        RuntimeError: no fused kernel supports them.
     """
     if q.device.type == "cpu":
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)

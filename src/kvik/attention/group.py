@@ -35,8 +35,8 @@ def own_heads(attend: Attend, share: HeadShare) -> Attend:
 
 
 class SharedHeads:
-    """Attention of whose heads each process has some, over any backend. What heads give is gathered
-    unless what reads it is cut in the same way; then each process has its own part of it."""
+    """Attention in which each process computes some heads, over any backend. Results are gathered,
+    unless their consumer is divided in the same way; then each process keeps its own part."""
 
     def __init__(self, backend: AttentionBackend, group: TorchGroup, *, fast: bool) -> None:
         self._backend, self._group, self._fast = backend, group, fast

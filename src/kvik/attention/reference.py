@@ -1,13 +1,13 @@
-"""The normative backend: one sequence at a time, in fp32, as the definition reads.
+"""The normative backend: one sequence at a time, in fp32, following the definition.
 
-Query at position p sees key j iff j <= p and, with a window, `Window.first` of p <= j or j is one
-of its sinks, whose scores are those of a query that is turned for them; where attention is
-bidirectional, iff they are not further apart than that allows. It sees none before
-`StepLayout.first_keys`. Positions of
-a sequence's queries are the last ones of its context, so a chunk behind a cached prefix is aligned
-bottom-right. KV head h serves the query heads h * group .. h * group + group - 1. In a tree a query
-sees of this step's keys its ancestors and itself, and a node's position follows from its depth.
-A learned sink takes its share of a head's weights (Agarwal et al. 2025, gpt-oss) and has no value.
+The query at position p sees key j iff j <= p and, with a window, either `Window.first` of p <= j or
+j is one of its sinks, whose scores use a query rotated for sinks. If attention is bidirectional, it
+sees key j iff the distance is within the limit. It sees no key before `StepLayout.first_keys`.
+Positions of a sequence's queries are the last ones of its context, so the mask of a chunk after a
+cached prefix is aligned bottom-right. KV head h serves the query heads h * group .. h * group +
+group - 1. In a tree a query sees, of this step's keys, its ancestors and itself, and a node's
+position follows from its depth. A learned sink takes its share of a head's weights (Agarwal et al.
+2025, gpt-oss) and has no value.
 """
 
 from __future__ import annotations
@@ -87,12 +87,12 @@ class ReferenceAttention:
         sinks: Tensor,
         spec: AttentionSpec,
     ) -> Tensor:
-        """Attention of one sequence.
+        """Attend in one sequence.
 
         Args:
             q, for_sinks: [length, heads, head_dim], for keys, and for sinks if these differ.
             blocks: [max_blocks], the sequence's block table.
-            keys, visible, sinks: as of `_visible`.
+            keys, visible, sinks: see `_visible`.
         """
         heads = q.shape[1]
         block_size, kv_heads = kv.k.shape[1], kv.k.shape[2]
@@ -116,7 +116,7 @@ class ReferenceAttention:
         return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
 
     def see(self, kv: LayerKV, weights: Tensor, visible: Tensor) -> None:
-        """For those who measure: the weights of a sequence in a layer.
+        """Observe the weights of a sequence in a layer; overridden by measurements.
 
         Args:
             weights: [heads, queries, keys]. visible: [queries, keys] bool.
@@ -124,7 +124,7 @@ class ReferenceAttention:
 
 
 def near(reach: int, length: int, context: int) -> Tensor:
-    """Return which keys queries see that see them on both sides, [length, context] bool."""
+    """Return which keys bidirectional queries see, [length, context] bool."""
     position = torch.arange(context)
     return (position - position[context - length :, None]).abs() <= reach
 
@@ -137,13 +137,13 @@ def _visible(
     reach: int | None,
     least: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return which keys of a sequence any of its queries sees, [keys], which of these each sees,
-    bool [length, keys], and which are sinks, bool [keys].
+    """Return which keys of a sequence any of its queries sees, [keys], which of these each query
+    sees, bool [length, keys], and which are sinks, bool [keys].
 
     Args:
         nodes: see `StepLayout.nodes`.
         reach: see `AttentionSpec.bidirectional`.
-        least: the first key that is seen, but for windows.
+        least: the first key that is seen, apart from windows.
     """
     if reach is not None:
         keys = torch.arange(context)
@@ -163,6 +163,6 @@ def _visible(
         visible = torch.cat((torch.ones(length, new, dtype=torch.bool), among), 1)
     if window is not None:
         visible &= (position >= window.first(queries)) | (position < sinks)
-    # Keys no query sees are not read at all: their blocks may be unwritten or no longer ours.
+    # Keys that no query sees are not read: their blocks may be unwritten, or another request's.
     seen = visible.any(0)
     return keys[seen], visible[:, seen], position[seen] < sinks

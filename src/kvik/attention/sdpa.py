@@ -5,12 +5,12 @@ heads that share a KV head become the query length, so K and V are read once per
 rows are padded with their own last key, masked, so nothing unwritten or foreign is ever read. Rows
 of very different lengths are split into several batches (`split`). Prefilling sequences run
 one by one. The nodes of a tree are decoding rows, each of which gathers the keys of its own path,
-so that it computes what a plain decode at its place would.
+so it computes the same as a plain decode at its position.
 
-torch's kernels neither cap scores nor know sinks, learned ones or those of a window: layers that
-have these are the reference's.
+torch's kernels support neither capped scores nor sinks, learned ones or those of a window: layers
+that have these use the reference.
 
-All index tensors and masks depend on the step alone and are made in `plan`, not per layer.
+All index tensors and masks depend only on the step and are made in `plan`, not per layer.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from kvik.kernels.ops import Ops
 from kvik.kernels.upload import upload
 from kvik.spec.kv import Window, first_visible
 
-# Which decoding rows are padded to a common width, so that little time goes into padding.
+# Batches of decoding rows with a common padded width, such that padding costs little.
 
 ALIGNMENT = 16  # keys; see `DecodeRow.padded_width`
-MAX_PADDING = 1024  # padded keys of a batch: about what the calls of one more batch cost
+MAX_PADDING = 1024  # padded keys of a batch: they cost about as much as another batch
 MAX_KEYS = 16384  # gathered keys of a batch with several rows: bounds the workspace
 
 
@@ -53,10 +53,10 @@ class DecodeRow:
     """One query.
 
     Attributes:
-        seq, token: index of its sequence, and its own in the flat batch.
-        first, visible: the first position that it sees, and how many.
-        path: of a tree's node, where the last of these stand: the sequence's places of the path to
-            the node, in place of the positions themselves.
+        seq, token: index of its sequence, and of the query in the flat batch.
+        first, visible: the first position that it sees, and the number of positions.
+        path: for a node of a tree, the places in the sequence of the nodes on the path to it, which
+            replace the last positions.
     """
 
     seq: int
@@ -67,13 +67,13 @@ class DecodeRow:
 
     @property
     def padded_width(self) -> int:
-        """Whole vectors only: with a partial last vector, torch's kernels sum a row in another
-        order when it is padded further, and the result would depend on the row's companions."""
+        """Width in whole vectors: with a partial last vector, torch's kernels sum a row in another
+        order when it is padded further, so the result would depend on the other rows."""
         return -(-self.visible // ALIGNMENT) * ALIGNMENT
 
 
 def split(rows: list[DecodeRow]) -> list[list[DecodeRow]]:
-    """Batches of rows, the widest row of each first unless all rows share one batch.
+    """Split rows into batches, the widest row of each first unless all rows share one batch.
 
     A batch grows, from wide rows to narrow ones, until its padding or its size is at the limit.
     """
@@ -91,7 +91,7 @@ def split(rows: list[DecodeRow]) -> list[list[DecodeRow]]:
 
 # Memory for gathered keys and values, kept between layers and steps.
 #
-# A fresh megabyte from the system costs a page fault per 4 KiB, which is several times the gather.
+# New memory from the system costs a page fault per 4 KiB, several times the cost of the gather.
 
 
 class Workspace:
@@ -99,13 +99,13 @@ class Workspace:
         self._buffer = torch.empty(0)
 
     def gather(self, kv: LayerKV, keys: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """K and V of some positions; valid until the next call.
+        """Return K and V of some positions; valid until the next call.
 
         Args:
             keys: [n] int64, KV positions.
 
         Returns:
-            Each [n, kv_heads, head_dim] of `dtype`; of latent vectors they are the same.
+            Each [n, kv_heads, head_dim] of `dtype`; for latent vectors they are the same.
         """
         if kv.k.dtype != dtype:
             k, v = read_both(kv, keys)
@@ -125,7 +125,7 @@ class Workspace:
 
 @dataclass(frozen=True, slots=True)
 class DecodeBatch:
-    """Queries that stand alone.
+    """Queries of decoding rows.
 
     Attributes:
         tokens: [rows] int64, flat index of each query; None: the step's tokens in order.
@@ -146,7 +146,7 @@ class PrefillRow:
 
     Attributes:
         start, end: its tokens in the flat batch.
-        keys: [width] int64, KV positions; None if this step's own tokens are all there is.
+        keys: [width] int64, KV positions; None if there are only this step's tokens.
         mask: [1, 1, end - start, width], or None for a plain causal square.
     """
 
@@ -247,7 +247,7 @@ class SdpaAttention:
         return cached_keys(kv, at)
 
     def _decode(self, q: Tensor, kv: LayerKV, batch: DecodeBatch, scale: float) -> Tensor:
-        """q: [rows, heads, head_dim] -> the same shape."""
+        """Attend for a batch of q [rows, heads, head_dim]; returns the same shape."""
         rows, heads, dim = q.shape
         kv_heads = kv.k.shape[2]
         k, v = self._workspace.gather(kv, batch.keys, q.dtype)
@@ -290,8 +290,8 @@ class SdpaAttention:
         return out.permute(2, 0, 1, 3).reshape(length, heads, dim)
 
 
-# On a GPU. Not cuDNN's kernels, which torch would prefer on Hopper: they are planned anew for each
-# shape, and here nearly every step has its own.
+# Kernels on a GPU. Without cuDNN's, which torch prefers on Hopper: they are planned again for each
+# shape, and here nearly every step has a new one.
 ON_GPU = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -306,9 +306,9 @@ def _attended(
 
 
 def _for_each_head(x: Tensor, group: int) -> Tensor:
-    """[keys, kv_heads, head_dim] -> [kv_heads, group, keys, head_dim], the same for each of a
-    group. A view, but not on a GPU: there the kernel that takes masks, up to torch 2.12, reads some
-    lengths wrongly where heads share memory."""
+    """Repeat [keys, kv_heads, head_dim] for each head of a group: [kv_heads, group, keys,
+    head_dim]. A view, but a copy on a GPU: there the kernel with masks, up to torch 2.12, reads
+    some lengths wrongly if heads share memory."""
     shared = x.transpose(0, 1)[:, None].expand(-1, group, -1, -1)
     return shared if group == 1 or x.device.type == "cpu" else shared.contiguous()
 
@@ -336,7 +336,7 @@ def _plan_decode(layout: StepLayout, rows: list[DecodeRow], num_tokens: int) -> 
         known += [[row.seq for row in rows], [row.token for row in rows]]
         if any(row.path for row in rows):
             known += _paths(rows)
-    # What the host knows, [numbers, rows], in one copy.
+    # The numbers known on the host, [numbers, rows], in one copy.
     numbers = upload(np.array(known, np.int64), device)
     first, visible = numbers[0][:, None], numbers[1][:, None]
     column = torch.arange(width, device=device)
@@ -354,19 +354,20 @@ def _plan_decode(layout: StepLayout, rows: list[DecodeRow], num_tokens: int) -> 
 
 
 def _paths(rows: list[DecodeRow]) -> list[list[int]]:
-    """[1 + longest, rows]: the position at which the path of each row begins, and the path."""
+    """Return [1 + longest, rows]: the position at which the path of each row begins, then the
+    path."""
     begins = [row.first + row.visible - len(row.path) for row in rows]
     return [begins, *map(list, zip_longest(*(row.path for row in rows), fillvalue=0))]
 
 
 def _along_paths(begins: Tensor, paths: Tensor, position: Tensor) -> Tensor:
-    """[rows, width], each row's positions where they are in the sequence's places.
+    """Return [rows, width]: each row's positions as places in the sequence.
 
     Args:
         begins, paths: see `_paths`.
     """
     behind = position - begins[:, None]
-    # Without a path this is nowhere >= 0, as no position reaches first + visible.
+    # Without a path this is always below 0, as no position reaches first + visible.
     places = paths.t().gather(1, behind.clamp(min=0))
     return torch.where(behind >= 0, places, position)
 
@@ -392,8 +393,8 @@ def _plan_prefill(layout: StepLayout, seq: int, start: int, window: Window | Non
 
 
 def _mask(visible: Tensor) -> Tensor:
-    """Return what SDPA takes: on a CPU it would turn a boolean mask into this one in every
-    layer."""
+    """Return a mask for SDPA. On a CPU it is additive, since SDPA would convert a boolean mask to
+    that in every layer."""
     if visible.device.type != "cpu":
         return visible
     return torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)

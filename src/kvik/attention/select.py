@@ -34,9 +34,9 @@ def select(
     """Return the named backend.
 
     Args:
-        native: the kernels of "cpu".
-        torch_prompts: of "triton+sdpa": the length in tokens from which torch attends in a fresh
-            prompt.
+        native: the kernels for "cpu".
+        torch_prompts: for "triton+sdpa": the length in tokens from which torch computes fresh
+            prompts.
 
     Raises:
         ConfigError: `name` is unknown, or the backend cannot serve device and dtype.

@@ -2,8 +2,8 @@
 
 The kernels read the step's layout on the device, so a plan is a summary of it in plain integers,
 and a step can be captured in a CUDA graph. A mixed step is a few launches, by number of queries:
-`kernels/triton/attention_paged.py` says which kernel takes which sequence. Long prompts that begin
-in this step may be torch's (`fresh_prompts.py`), which are never part of a captured step.
+`kernels/triton/attention_paged.py` decides which kernel processes which sequence. Long prompts that
+begin in this step may be computed by torch (`fresh_prompts.py`), but never in a captured step.
 """
 
 from __future__ import annotations
@@ -42,10 +42,12 @@ from kvik.spec.kv import Window
 
 @dataclass(frozen=True, slots=True)
 class TritonMetadata(AttentionMetadata):
-    """Attributes:
-    steps: the sequences between the fresh prompts; where there are none, one step of all.
-    fresh: prompts that torch's kernels take, in layers that they can do.
-    all: one step of all sequences, for other layers.
+    """The plan of a step.
+
+    Attributes:
+        steps: the sequences between the fresh prompts; without fresh prompts, one step of all.
+        fresh: prompts that torch's kernels compute, in layers that they support.
+        all: one step of all sequences, for other layers.
     """
 
     steps: tuple[PagedStep, ...]
@@ -66,7 +68,7 @@ class TritonAttention:
     def __init__(self, ops: Ops, prompts: FreshPrompts | None = None) -> None:
         """
         Args:
-            prompts: what takes fresh prompts, of floats in a cache that keeps them as they are.
+            prompts: attention for fresh prompts, for floats in a cache that does not round them.
         """
         self._ops = ops
         self.prompts = prompts
@@ -82,7 +84,7 @@ class TritonAttention:
         assert isinstance(metadata, TritonMetadata)
         q, k, v, spec = attend.q, attend.k, attend.v, attend.spec
         slots, for_sinks = metadata.layout.slot_mapping, attend.for_sinks(self._ops)
-        # The kernel turns q and k alike, and rounds halves of a head, which hold whole bytes.
+        # The kernel rotates q and k alike, and rounds halves of a head, which must be whole bytes.
         odd = q.shape[2] % (4 if kv.k.dtype == torch.uint8 else 2)
         if odd or attend.q_rotation is not None or k is None or v is None:
             q, _, _ = attend.stored(self._ops)
@@ -140,10 +142,10 @@ class TritonAttention:
     def _means(
         self, attend: AttendLatent, metadata: TritonMetadata, q: Tensor, q_rope: Tensor
     ) -> Tensor:
-        """Return means of latent vectors, [tokens, heads, rank]; of fresh prompts undefined.
+        """Return means of latent vectors, [tokens, heads, rank]; undefined for fresh prompts.
 
         Args:
-            q: [tokens, heads, rank]. q_rope: turned.
+            q: [tokens, heads, rank]. q_rope: rotated.
         """
         means = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for step in metadata.steps:
@@ -160,8 +162,8 @@ class TritonAttention:
 def _steps_between(
     fresh: Mapping[int, FreshPrompt], layout: StepLayout, window: Window | None
 ) -> Iterator[PagedStep]:
-    """Of the sequences that are not fresh: the launches of a step cover all between its first and
-    its last."""
+    """Yield steps of the sequences that are not fresh; each step covers a contiguous run of
+    sequences."""
     first = start = 0
     for last in (*sorted(fresh), len(layout.num_scheduled)):
         if last > first:
@@ -181,7 +183,7 @@ def _steps_between(
 
 
 def _rows_between(fresh: tuple[FreshPrompt, ...], tokens: int) -> list[slice]:
-    """Return which of a step's tokens belong to no fresh prompt."""
+    """Return the ranges of a step's tokens that belong to no fresh prompt."""
     starts = [0, *(prompt.end for prompt in fresh)]
     ends = [*(prompt.start for prompt in fresh), tokens]
     return [slice(a, b) for a, b in zip(starts, ends, strict=True) if a < b]
