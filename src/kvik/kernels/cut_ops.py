@@ -1,16 +1,16 @@
-"""Operations of one process among several that compute a model together, over any table of them.
+"""Operations of one process among several that compute a model together, over any `Ops`.
 
-**Exact**: every matrix is cut by its outputs; a process makes some columns of a product, and all
-gather all of them. No sum is divided, so a result is as accurate as that of one process, in every
-format.
+**Exact**: every matrix is divided by its outputs; a process computes some columns of a product, and
+all processes gather all columns. No sum is divided, so a result is as accurate as in one process,
+in every format.
 
-**Fast** (Shoeybi et al. 2019, section 3): of two matrices with heads or channels between them the
-first is cut by outputs, which stay with their process, and the second by inputs; what all processes
-give is added up in the order of their ranks. So a pair has one exchange in place of two or three.
-Tensors keep the width of all columns, of which a process has written its own: models and layers do
-not know of it. What groups of quantised inputs do not allow is cut as above, and so is what lies
-between no pair, as the head and the table of tokens; small matrices (`MatrixSpec.alone`) are whole
-in each process.
+**Fast** (Shoeybi et al. 2019, section 3): for two matrices with heads or channels between them, the
+first is divided by outputs, which stay with their process, and the second by inputs; the results of
+all processes are added in the order of their ranks. So a pair has one exchange instead of two or
+three. Tensors keep the width of all columns, but a process writes only its own, so models and
+layers need not be aware of this. Matrices that cannot be divided by inputs, because of groups of
+quantised inputs, are divided as in the exact mode, and so are matrices outside of pairs, such as
+the head and the embedding. Small matrices (`MatrixSpec.alone`) are whole in each process.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ Runs = list[tuple[int, int]]  # first and end of each
 
 @dataclass(slots=True)
 class MatrixPart:
-    """What a process has of a matrix.
+    """The part of a matrix that a process has.
 
     Attributes:
-        own: it alone; without rows, or without inputs, there is nothing to multiply.
-        rows: of the whole, those of `own` one after another.
+        own: a matrix of only this part; without rows or inputs, there is nothing to multiply.
+        rows: of the whole matrix, in the order of the rows of `own`.
         columns: of the product, likewise.
-        inputs: that it reads, of which it gives a part of the sum; None: all.
-        widths: columns that each process makes, which all gather; (): they stay where they are.
-        read: inputs that each process has, which are gathered first; (): all are there.
-        filled: whether the bias of `own` is there.
+        inputs: the range that it reads, so its product is a partial sum; None: all.
+        widths: columns that each process computes, which all gather; (): they are not gathered.
+        read: inputs that each process has, which are gathered first; (): all have all inputs.
+        filled: whether the bias of `own` is set.
     """
 
     own: Matrix
@@ -61,7 +61,7 @@ class MatrixPart:
         return not self.own.spec.rows or not self.own.spec.inputs
 
     def ready(self, whole: Matrix) -> Matrix:
-        """Return `own` with its bias, which is loaded into that of the whole matrix."""
+        """Return `own` with its bias, which is taken from the loaded bias of the whole matrix."""
         if not self.filled:
             if self.own.bias is not None and whole.bias is not None:
                 self.own.bias.copy_(torch.cat([whole.bias[first:end] for first, end in self.rows]))
@@ -70,7 +70,7 @@ class MatrixPart:
 
 
 def cuts_inputs(kind: WeightKind, inputs: int, runs: Runs) -> bool:
-    """Return whether a matrix can be cut by inputs, at the borders of these runs."""
+    """Return whether a matrix can be divided by inputs, at the borders of these runs."""
     if kind.ordered:
         return False
     unit = max(kind.group, 2 if in_nibbles(kind) else 1)
@@ -106,7 +106,7 @@ class DividedMatrices:
                 return self._of_rows(spec, columns)
             if cuts_inputs(spec.kind, spec.inputs, each) and spec.activation is None:
                 first, end = each[rank]
-                # The last one always has something to multiply, and so adds the bias.
+                # The last process always has something to multiply, so it adds the bias.
                 bias = spec.bias and rank == size - 1
                 own = replace(spec, inputs=end - first, bias=bias)
                 whole = [(0, spec.rows)]
@@ -127,7 +127,7 @@ class DividedMatrices:
 
     def _of_rows(self, spec: MatrixSpec, columns: Runs) -> MatrixPart:
         rows = list(columns)
-        if spec.paired:  # gate, and then up
+        if spec.paired:  # gate, then up
             rows += [(spec.outputs + first, spec.outputs + end) for first, end in columns]
         own = replace(spec, rows=sum(end - first for first, end in rows))
         return MatrixPart(self._own(own), rows, columns, None)
@@ -184,11 +184,11 @@ class DividedMatrices:
         return self._ops.linear(x, part.ready(matrix), residual)
 
     def linear_each(self, x: Tensor, matrix: Matrix, outputs: int) -> Tensor:
-        """See `Ops.linear_each`; x and the result are of this process' heads."""
+        """See `Ops.linear_each`; x and the result have this process's heads."""
         return self._ops.linear_each(x, part_of(matrix).own, outputs)
 
     def rows(self, matrix: Matrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """See `Ops.matrix_rows`. Of the rows that the processes give one is not zero."""
+        """See `Ops.matrix_rows`. For each id, only one process adds a row that is not zero."""
         part = part_of(matrix)
         ((first, end),) = part.rows
         if part.empty:
@@ -201,9 +201,9 @@ class DividedMatrices:
 
 
 class DividedExperts:
-    """Experts of whose channels each process has some, so that all are as busy whichever experts
-    are chosen: one exchange for all of a token's experts. For experts that cannot be cut so, see
-    `experts_by`: two for each expert."""
+    """Experts of whose channels each process has some, so that all processes are equally busy for
+    any choice of experts: one exchange for all of a token's experts. Experts that cannot be divided
+    like this use `experts_by`, with two exchanges per expert."""
 
     def __init__(self, ops: Ops, matrices: DividedMatrices, group: TorchGroup) -> None:
         self._ops, self._group = ops, group
@@ -237,7 +237,7 @@ class DividedExperts:
 
 
 def _spread_out(made: Tensor, columns: Runs, width: int) -> Tensor:
-    """Put some columns where they are among all, of which the others are not written."""
+    """Write columns to their places in a tensor of all columns; the others are not written."""
     if made.shape[1] == width:
         return made
     found = made.new_empty(len(made), width)
@@ -259,7 +259,7 @@ def _runs(part: MatrixPart, first: int, count: int) -> Iterator[tuple[int, int, 
 
 
 def part_of(matrix: Matrix) -> MatrixPart:
-    """Return what `cut_ops` made of it."""
+    """Return the part of a matrix made by `cut_ops`."""
     assert isinstance(matrix.data, MatrixPart)
     return matrix.data
 
@@ -269,7 +269,7 @@ def cut_ops(ops: Ops, group: TorchGroup, *, fast: bool) -> Ops:
 
     Args:
         ops: of this process.
-        fast: the cut; see above.
+        fast: the mode; see the module's docstring.
     """
     matrices = DividedMatrices(ops, group, fast=fast)
     experts = DividedExperts(ops, matrices, group)

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-# The largest numbers. What a cast makes of larger ones is infinity in E5M2, and in E4M3 NaN or the
-# largest number, as versions and devices differ. So values are clamped before it.
+# The largest numbers. A cast of larger ones gives infinity in E5M2, and in E4M3 NaN or the largest
+# number, depending on version and device. So values are clamped before the cast.
 LARGEST: Mapping[torch.dtype, float] = {
     torch.float8_e4m3fn: 448.0,
     torch.float8_e5m2: 57344.0,
@@ -23,11 +23,11 @@ WHOLE: Block = (0, 0)
 ROW: Block = (1, 0)  # a channel of a weight, a token of activations
 SQUARE: Block = (128, 128)
 
-PIECE = 1 << 19  # numbers in fp32 at a time; a handful of copies are alive at once
+PIECE = 1 << 19  # numbers in fp32 at a time; a few copies exist at once
 
 
 def fp8_scales(values: Tensor, dtype: torch.dtype, block: Block) -> Tensor:
-    """absmax / the largest number of `dtype`, and 1 where all is 0.
+    """Return absmax / the largest number of `dtype`, or 1 where all values are 0.
 
     Args:
         values: [rows, columns], any float dtype.
@@ -47,7 +47,7 @@ def fp8_scales(values: Tensor, dtype: torch.dtype, block: Block) -> Tensor:
 
 
 def fp8_scale(absmax: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of numbers up to absmax, which calibration has found: any shape, fp32.
+    """Return the scale for numbers up to absmax, from calibration: any shape, fp32.
 
     Raises:
         ValueError: absmax is NaN or infinite.
@@ -59,11 +59,11 @@ def fp8_scale(absmax: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def round_fp8(values: Tensor, scales: Tensor, dtype: torch.dtype, block: Block) -> Tensor:
-    """values / scales, clamped and rounded: [rows, columns] of `dtype`.
+    """Return values / scales, clamped and rounded: [rows, columns] of `dtype`.
 
     Args:
-        values: [rows, columns], any float dtype; what a calibrated scale does not reach is cut.
-        scales: as of `fp8_scales`, or [] with `WHOLE`.
+        values: [rows, columns], any float dtype; values beyond a calibrated scale are clamped.
+        scales: see `fp8_scales`, or [] with `WHOLE`.
     """
     rounded = torch.empty(values.shape, dtype=dtype, device=values.device)
     most = LARGEST[dtype]
@@ -76,22 +76,22 @@ def round_fp8(values: Tensor, scales: Tensor, dtype: torch.dtype, block: Block) 
 
 
 def unround_fp8(rounded: Tensor, scales: Tensor, block: Block) -> Tensor:
-    """Return what `round_fp8` kept: [rows, columns] fp32."""
+    """Return the numbers rounded by `round_fp8`: [rows, columns] fp32."""
     return rounded.float() * _spread(scales, rounded.shape, block, slice(0, len(rounded)))
 
 
 def round_activations(x: Tensor, group: int = 0, scale: Tensor | None = None) -> Tensor:
-    """Return what E4M3 keeps of each token: x / scale, clamped and rounded, ties to even.
+    """Round each token to E4M3: x / scale, clamped and rounded, ties to even.
 
     Args:
         x: [tokens, inputs], any float dtype. NaN makes its token NaN, there or as a whole; so does
-            infinity, which a calibrated scale may also cut as any large number.
+            infinity, but with a calibrated scale it may be clamped like any large number.
         group: neighbouring inputs of a token that share a scale; 0: all of them.
-        scale: [1] fp32, found by calibration, for all tokens; None: absmax / 448 of each token and
-            group, and 1 where all is 0.
+        scale: [1] fp32, from calibration, for all tokens; None: absmax / 448 of each token and
+            group, or 1 where all values are 0.
 
     Returns:
-        [tokens, inputs] fp32, multiplied out again.
+        [tokens, inputs] fp32, multiplied by the scales again.
     """
     wide = x.float()
     if group and scale is None:
@@ -106,7 +106,7 @@ def round_activations(x: Tensor, group: int = 0, scale: Tensor | None = None) ->
 
 
 def _spread(scales: Tensor, shape: torch.Size, block: Block, rows: slice) -> Tensor:
-    """Return the scale of each number of some rows; what all share stays one."""
+    """Return the scale of each number of some rows; axes that share one scale have size 1."""
     spread = scales.view(1, 1) if not scales.dim() else scales
     if block[0]:
         band = torch.arange(shape[0], device=scales.device)[rows] // block[0]

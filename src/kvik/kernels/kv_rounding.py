@@ -1,9 +1,9 @@
 """Keys and values in few bits: int8, fp8 (E4M3) and int4, with a scale for each vector.
 
-A vector is K or V of one token and KV head. Its rounding depends on its own numbers alone, so a
-token's cache does not depend on the batch, on chunks or on blocks. The dtype of a cache says what
-it holds: int8, float8_e4m3fn, or uint8 for two numbers of four bits to a byte, the first in the
-low bits. csrc/kv_numbers.hpp keeps the same of a vector, to the bit.
+A vector is K or V of one token and KV head. Its rounding depends only on its own numbers, so a
+token's cache does not depend on the batch, on chunks or on blocks. The dtype of a cache is the
+format: int8, float8_e4m3fn, or uint8 for two numbers of four bits per byte, the first in the
+low bits. csrc/kv_numbers.hpp stores exactly the same bits of a vector.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ INT8_MOST, FP8_MOST, INT4_MOST = 127, 448, 15
 LEAST, MOST = 1e-30, 3e38
 _STEP = 1 << 19  # of the bits of fp32 in the scales of four bits, which have 4 bits of mantissa
 
-# dtype of what is stored -> dtype of its scales: as many bits of fp32's exponent and mantissa as
-# fit, or words of 16 bits that hold a scale and a zero point.
+# dtype of the stored numbers -> dtype of their scales: as many bits of fp32's exponent and mantissa
+# as fit, or words of 16 bits that hold a scale and a zero point.
 SCALES = {
     torch.int8: torch.bfloat16,
     torch.float8_e4m3fn: torch.bfloat16,
@@ -26,10 +26,10 @@ SCALES = {
 
 
 def round_vectors(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return what a cache of `dtype` holds of x.
+    """Round x to the format of a cache of `dtype`.
 
-    A vector with NaN or infinity in it has a scale that is not finite, and is not a number as a
-    whole.
+    A vector that contains NaN or infinity gets a scale that is not finite, and all its numbers
+    become NaN.
 
     Args:
         x: [..., head_dim], any float dtype; for four bits head_dim is even.
@@ -38,9 +38,9 @@ def round_vectors(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         Numbers [..., head_dim], in four bits [..., head_dim / 2], and scales [...].
     """
     wide = x.float()
-    size = wide.abs().amax(-1)  # NaN if one is in it
+    size = wide.abs().amax(-1)  # NaN if there is one
     usable = (size >= LEAST) & (size <= MOST)
-    unusable = torch.where(size < LEAST, 0.0, size)  # the scale then
+    unusable = torch.where(size < LEAST, 0.0, size)  # the scale if not usable
     if dtype == torch.uint8:
         return _round_int4(wide, usable, unusable)
     most = INT8_MOST if dtype == torch.int8 else FP8_MOST
@@ -53,7 +53,7 @@ def round_vectors(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def unround_vectors(numbers: Tensor, scales: Tensor) -> Tensor:
-    """Return what `round_vectors` kept: [..., head_dim] fp32."""
+    """Return the numbers rounded by `round_vectors`: [..., head_dim] fp32."""
     if numbers.dtype != torch.uint8:
         return numbers.float() * scales.float()[..., None]
     q = torch.stack((numbers & 15, numbers >> 4), -1).flatten(-2)
@@ -63,14 +63,14 @@ def unround_vectors(numbers: Tensor, scales: Tensor) -> Tensor:
 
 
 def movable(numbers: Tensor) -> Tensor:
-    """Return the same memory in a dtype that torch can move: fp8 as bytes."""
+    """Return the same memory in a dtype that torch can copy: fp8 as bytes."""
     return numbers.view(torch.uint8) if numbers.dtype == torch.float8_e4m3fn else numbers
 
 
 def _round_int4(wide: Tensor, usable: Tensor, unusable: Tensor) -> tuple[Tensor, Tensor]:
     """Round to four bits over a range that includes 0, so that 0 stays exact."""
     low, high = wide.amin(-1).clamp(max=0), wide.amax(-1).clamp(min=0)
-    # Each divided first: the difference of two finite numbers may be infinite.
+    # Divide each first: the difference of two finite numbers may be infinite.
     scale = torch.where(usable, high * (1 / INT4_MOST) - low * (1 / INT4_MOST), unusable)
     bits = scale.view(torch.int32)
     rounded = (bits + (_STEP // 2 - 1) + (bits // _STEP & 1)) // _STEP * _STEP

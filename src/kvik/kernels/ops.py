@@ -1,8 +1,8 @@
 """The table of all operations of a forward pass except attention.
 
-A row of `Ops` is a contract; `reference/` holds the plain-torch meaning of each row, and faster
-implementations (C++, Triton) replace rows without anyone above noticing. A model's forward is made
-of these rows, attention and views alone.
+Each field of `Ops` is a contract; `reference/` defines it in plain torch, and faster
+implementations (C++, Triton) replace it transparently. A model's forward consists only of these
+operations, attention and views.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch import Tensor
 from kvik.kernels.weights import Activation, ExpertSet, Matrix, MatrixSpec, Weight
 from kvik.spec.experts import Router
 
-# How tokens are drawn from logits: the arguments of `Ops.draw`.
+# The arguments of `Ops.draw`.
 
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
     """Rules that drop unlikely tokens, applied in this order.
 
-    Each is a tensor of [n] rows, or None where no row uses the rule.
+    Each is a tensor of [n] rows, or None if no row uses the rule.
 
     Attributes:
-        top_k: int64 from 1, the vocabulary size where off.
-        top_p, typical_p: float64 in (0, 1], 1 where off.
-        min_p: float32 in [0, 1], 0 where off.
+        top_k: int64 from 1; the vocabulary size means off.
+        top_p, typical_p: float64 in (0, 1]; 1 means off.
+        min_p: float32 in [0, 1]; 0 means off.
     """
 
     top_k: Tensor | None = None
@@ -38,7 +38,7 @@ class Truncation:
     typical_p: Tensor | None = field(default=None, metadata={"off": 1})
 
     def of(self, rows: Tensor) -> Truncation:
-        """Those of some rows: [m] int64."""
+        """Return the rules of some rows: [m] int64."""
         used = {name: values[rows] for name, values in self.used().items()}
         return Truncation(**used)
 
@@ -48,10 +48,10 @@ class Truncation:
         return {name: values for name, values in every.items() if values is not None}
 
     def beyond(self, applied: Collection[str]) -> Tensor | None:
-        """Return which rows use a rule other than these, [n] bool; None if no row does.
+        """Return which rows use a rule other than these, [n] bool; None: no row does.
 
         Args:
-            applied: names of rules, top_k among them.
+            applied: names of rules, including top_k.
         """
         asks: Tensor | None = None
         for one in fields(self):
@@ -68,7 +68,7 @@ class Draws:
 
     Attributes:
         temperature: [n] float32, above 0.
-        uniforms: [n] float64 in [0, 1), multiples of 2^-53. The number picks the token.
+        uniforms: [n] float64 in [0, 1), multiples of 2^-53; each selects the token of its row.
     """
 
     temperature: Tensor
@@ -76,16 +76,16 @@ class Draws:
     truncation: Truncation = field(default_factory=Truncation)
 
     def of(self, rows: Tensor) -> Draws:
-        """Those of some rows: [m] int64."""
+        """Return the draws of some rows: [m] int64."""
         return Draws(self.temperature[rows], self.uniforms[rows], self.truncation.of(rows))
 
 
-# What makes tokens that were seen before less likely: the arguments of `Ops.penalize`.
+# The arguments of `Ops.penalize`, which makes tokens that were seen before less likely.
 
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """The penalties of n rows of logits, each of which has its seen tokens in a row of two tables.
+    """The penalties of n rows of logits; the tokens seen by each are in a row of two tables.
 
     Attributes:
         rows: [n] int64, each once.
@@ -106,30 +106,31 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """Which tokens may come in n rows of logits: the argument of `Ops.mask`.
+    """The tokens allowed in n rows of logits: the argument of `Ops.mask`.
 
     Attributes:
         rows: [n] int64, each once.
-        words: [n, at least vocab / 32] int32: bit i % 32 of word i // 32 is that of token i.
+        words: [n, at least vocab / 32] int32: bit i % 32 of word i // 32 is token i's.
     """
 
     rows: Tensor
     words: Tensor
 
 
-# Layers that keep a state of each request: an argument of `Ops.causal_conv` and `Ops.gated_delta`.
+# An argument of `Ops.causal_conv` and `Ops.gated_delta`, for layers that keep a state per request.
 
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """The sequences of a step, and where their states are.
+    """The sequences of a step, and the rows of their states.
 
-    A sequence without keys before this step begins with a state of zeros, whatever is there.
+    A sequence without keys before this step begins with a state of zeros; the stored state is
+    ignored.
 
     Attributes:
         starts: [n + 1] int32, first token of each in the flat batch.
-        lengths: [n] int32, tokens of each once this step is computed, earlier steps included.
-        rows: [n] int32, of its state; -1: it has none, and what is computed of it is undefined.
+        lengths: [n] int32, tokens of each after this step, earlier steps included.
+        rows: [n] int32, row of each state; -1: there is none, and the result is undefined.
     """
 
     starts: Tensor
@@ -137,12 +138,12 @@ class Sequences:
     rows: Tensor
 
 
-Gate = Literal["silu", "sigmoid", "none"]  # a function of what `Ops.gated` multiplies by
+Gate = Literal["silu", "sigmoid", "none"]  # function applied to the gate of `Ops.gated`
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaHeads:
-    """The sizes of a gated delta net, and what it has learned of how fast heads forget.
+    """The heads of a gated delta net, with learned parameters of how fast they forget.
 
     Attributes:
         decay, bias: [value_heads] fp32.
@@ -165,71 +166,72 @@ class Ops:
 
     matrix(spec) -> Matrix, unfilled: pack_rows fills its weight; its bias is written to directly
     pack_rows(matrix, first, weight [n, inputs]) -> None; rows first.. of the matrix, which may come
-        in runs of any size and order. The weight is of the matrix' kind, floats of any float dtype;
-        its memory is not used afterwards
+        in runs of any size and order. The weight is of the matrix's kind, floats of any float
+        dtype; its memory is not used afterwards
     linear(x [tokens, inputs], matrix, residual [tokens, outputs] or None) -> [tokens, outputs],
-        activation(x W^T + bias) + residual in the matrix' out_dtype; rows of x may be strided. The
+        activation(x W^T + bias) + residual in the matrix's out_dtype; rows of x may be strided. The
         residual may be overwritten and returned.
-        Where the weight says so, x is first rounded to x_scale * (-127..127), half to even.
-        x_scale = absmax / 127, or else 1, of a token (of each group, where the weight has groups)
+        If the kind of the weight says so, x is first rounded to x_scale * (-127..127), half to
+        even. x_scale = absmax / 127 of a token (of each group if the weight has groups), or 1 if
+        that is 0
     route(logits [tokens, experts] fp32, router, correction, scales [experts] fp32 or None) -> (ids
         [tokens, active] int64, weights [tokens, active] fp32), the best first; see `Router`
     expert_set(up, down) -> ExpertSet, of matrices as `matrix` makes them
     experts(x [tokens, hidden], ids, weights, experts, residual [tokens, hidden] or None) ->
         [tokens, hidden], residual + the sum over a token's experts of weight * down(up(x)), in fp32
-        and by ascending id; of down(up(weight * x)) where `ExpertSet.weigh_inputs`, weight * x in
-        the dtype of x. ids and weights as `route` returns them
-    linear_each(x [tokens, heads, inputs], matrix, outputs) -> [tokens, heads, outputs], dense, of
-        the dtype of x: head h by rows h R .. h R + outputs of the matrix, which has heads * R rows,
-        is of floats and has no bias. R is a multiple of 32
+        and by ascending id; if `ExpertSet.weigh_inputs`, of down(up(weight * x)), with weight * x
+        in the dtype of x. ids and weights as returned by `route`
+    linear_each(x [tokens, heads, inputs], matrix, outputs) -> [tokens, heads, outputs], dense, in
+        the dtype of x: head h times rows h R .. h R + outputs of the matrix, which has heads * R
+        rows of floats and no bias. R is a multiple of 32
     matrix_rows(matrix, ids [n] int64, dtype) -> [n, inputs], rows of the weight; only of a matrix
         without activation
     gather_rows(table [rows, dim], ids [n] int64) -> [n, dim]
     add(x, y of the same shape and dtype) -> x + y
-    largest(logits [rows, vocab]) -> (top [rows] fp32, ids [rows] int64), of equals the first; NaN
-        anywhere in a row makes its top NaN, and its id any
+    largest(logits [rows, vocab]) -> (top [rows] fp32, ids [rows] int64), of equal ones the first;
+        NaN anywhere in a row makes its top NaN, and its id arbitrary
     penalize(logits [rows, vocab] fp32, penalties) -> None; in place. The logit of a token that a
-        row has seen is divided by repetition where it is above 0, else multiplied; then it falls by
-        frequency for each time the token was put out, and by presence if it ever was
-    mask(logits [rows, vocab] fp32, masks) -> None; in place: -inf where a token may not come
+        row has seen is divided by repetition if it is above 0, else multiplied; then it falls by
+        frequency for each time the token was generated, and by presence if it ever was
+    mask(logits [rows, vocab] fp32, masks) -> None; in place: -inf for tokens that are not allowed
     draw(logits [n, vocab], draws) -> ids [n] int64. Weights are exp((logit - top) / temperature).
-        top_k, top_p, min_p and typical_p drop tokens in this order, each of what the one before
-        left, of equals the higher ids. The token is the first at which the running sum of weights
-        exceeds u times their total. A row's token depends on that row alone. Logits are finite or
-        -inf, at least one of a row is finite
-    probabilities(logits [n, vocab], temperature [n], truncation) -> [n, vocab] fp32, how likely
-        each token is to be drawn: the weights that `draw` leaves, by their total
+        top_k, top_p, min_p and typical_p drop tokens in this order, each from what the one before
+        left, of equal ones the higher ids. The token is the first at which the running sum of
+        weights exceeds u times their total. A row's token depends only on that row. Logits are
+        finite or -inf, and at least one of a row is finite
+    probabilities(logits [n, vocab], temperature [n], truncation) -> [n, vocab] fp32, the
+        probability of drawing each token: the weights that `draw` leaves, over their total
     rms_norm(x [..., dim], weight [dim] of the dtype of x or fp32, eps) -> [..., dim]
     layer_norm(x [..., dim], weight, bias, eps) -> [..., dim]; weight and bias are [dim], or [heads,
         dim] of x [tokens, heads, dim]
     rotations(high [multiples, head_dim], low [n, head_dim], positions [tokens] int64, last) ->
-        [tokens, head_dim] fp32, cosines and then sines of sums of angles: that of row p // n of
-        high and that of row p % n of low, as complex numbers multiplied. Positions beyond `last`
-        count as that
+        [tokens, head_dim] fp32, cosines and then sines of sums of angles: the product, as complex
+        numbers, of row p // n of high and row p % n of low. Positions beyond `last` count as `last`
     rotary(q [tokens, heads, head_dim], k [tokens, kv_heads, head_dim], rotation [tokens, head_dim]
         fp32: cosines, then sines) -> (q, k), rotated in halves (not interleaved); may overwrite
-        and return its arguments, so the caller uses only what it gets back
-    activate(x [tokens, dim], activation) -> [tokens, dim], or [tokens, dim / 2] of a paired one
+        and return its arguments, so the caller must use only the results
+    activate(x [tokens, dim], activation) -> [tokens, dim], or [tokens, dim / 2] if it is paired
     scaled(x [tokens, dim], factor) -> x * factor
     softcap(x [rows, dim] fp32, cap) -> None; in place: cap * tanh(x / cap)
     gated(x [tokens, dim], gate [tokens, dim or 1] of the dtype of x or fp32, by) -> x * by(gate),
-        or x * gate where `by` is "none"
+        or x * gate if `by` is "none"
     causal_conv(x [tokens, channels], weight [width, channels], bias [channels] or None, state
-        [rows, width - 1, channels] fp32, sequences, silu) -> [tokens, channels]: of each channel
-        the sum of the last `width` inputs of the sequence times weight, the newest by its last row,
-        plus bias; then SiLU if `silu`. The state holds the inputs before this step, and is written
+        [rows, width - 1, channels] fp32, sequences, silu) -> [tokens, channels]: for each channel
+        the sum of the last `width` inputs of the sequence times weight, the newest times its last
+        row, plus bias; then SiLU if `silu`. The state holds the inputs before this step, and is
+        updated
     gated_delta(x [tokens, channels], gates [tokens, 2 * value_heads], heads, state [rows,
         value_heads, key_dim, value_dim] fp32, sequences) -> [tokens, value_heads * value_dim], the
         gated delta rule (Yang et al. 2024), token by token in fp32. x: queries and keys of all key
         heads, then values of all value heads; q and k are divided by their norms and q by
-        sqrt(key_dim). gates: b, then a of all value heads; beta = sigmoid(b). Of each head
+        sqrt(key_dim). gates: b, then a of all value heads; beta = sigmoid(b). For each head
         S = S * exp(-exp(decay) * softplus(a + bias)); S = S + k (beta * (v - S^T k))^T; its output
-        is S^T q. The state is written
+        is S^T q. The state is updated
     store_kv(k, v [tokens, kv_heads, head_dim], k_cache, v_cache [blocks, block_size, kv_heads,
         head_dim], slot_mapping [tokens]) -> None
     copy_blocks(cache [blocks, ...], source [n], target [n]) -> None
-    owned(matrix, first, count) -> the runs, as first and end, of rows first .. first + count that
-        `pack_rows` keeps: all, unless others have some
+    owned(matrix, first, count) -> the runs (first, end) of rows first .. first + count that
+        `pack_rows` keeps: all, unless other processes have some
     """
 
     matrix: Callable[[MatrixSpec], Matrix]

@@ -1,5 +1,5 @@
-"""The layout of matrices of an implementation of `Ops`: to write them to a file, and to map them
-from it."""
+"""The memory layout of matrices of an implementation of `Ops`, to write them to a file and to map
+them from it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ Parts = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """
+    """A layout of matrices.
+
     layout(spec) -> the parts of such a matrix, without memory (device "meta")
     parts(matrix) -> its memory, bias included
-    over(spec, parts) -> the matrix whose memory these parts are, shaped as `layout` says. Raises
-        ValueError if they hold what no matrix may
+    over(spec, parts) -> the matrix over the memory of these parts, with the shapes of `layout`.
+        Raises ValueError if their contents are invalid
 
     Attributes:
         name: changes whenever the bytes of a part do.
-        divided: `over` takes some rows of what parts hold, so that `parts` cannot give them back.
+        divided: `over` uses only some rows of the parts, so `parts` cannot return them.
     """
 
     name: str
@@ -38,9 +39,10 @@ class Packing:
 
 
 def check_order(order: Tensor) -> None:
-    """
+    """Check an order of inputs, [inputs] int32.
+
     Raises:
-        ValueError: [inputs] int32 is no permutation; kernels would read beyond their inputs.
+        ValueError: it is not a permutation, so kernels would read beyond their inputs.
     """
     ids = order.long()
     if bool((ids < 0).any()) or bool((ids >= len(ids)).any()):

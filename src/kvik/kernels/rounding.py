@@ -1,6 +1,6 @@
 """Round to nearest: float weights -> eight or four bits, without data to calibrate on.
 
-Works on a few rows at a time, so that the fp32 copies stay small beside the weight itself.
+Works on a few rows at a time, so that the fp32 copies are small compared to the weight.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvik.kernels.weights import (
 )
 from kvik.spec.weight_kind import MX_GROUP
 
-PIECE = 1 << 19  # weights in fp32 at a time; a handful of copies are alive at once
+PIECE = 1 << 19  # weights in fp32 at a time; a few copies exist at once
 INT8_MAX = 127
 INT4_MAX = 15
 INT4_SYMMETRIC_MAX = 7
@@ -43,7 +43,7 @@ def round_int8(values: Tensor, quantize_activations: bool) -> Weight:
     for rows, wide in _pieces(values):
         scale = _nonzero(_finite(_absmax(wide)).div_(INT8_MAX))
         q = wide.div_(scale[:, None]).round_()
-        # A scale so small that it has lost its digits would lead beyond the range.
+        # With a scale so small that it has lost digits, q could exceed the range.
         rounded[rows] = q.clamp_(-INT8_MAX, INT8_MAX)
         scales[rows] = scale
     return int8_weight(rounded, scales, quantize_activations)
@@ -70,8 +70,8 @@ def round_int4(values: Tensor, group: int, symmetric: bool) -> Weight:
     zeros = None
     if not symmetric:
         zeros = torch.empty(groups, dtype=torch.uint8, device=values.device)
-    # No weight is more than 31 steps from 0, even by a scale too small to have any digits left, so
-    # eight bits hold every q before it is clamped.
+    # No weight is more than 31 steps from 0, even with a scale too small to have any digits left,
+    # so eight bits suffice for every q before it is clamped.
     for rows, wide in _pieces(values):
         grouped = wide.view(len(wide), -1, group)  # [rows, groups, group]
         if zeros is None:
@@ -80,7 +80,7 @@ def round_int4(values: Tensor, group: int, symmetric: bool) -> Weight:
             q = q.clamp_(-INT4_SYMMETRIC_MAX, INT4_SYMMETRIC_MAX).add_(SYMMETRIC_ZERO)
         else:
             low, high = grouped.amin(-1).clamp_(max=0), grouped.amax(-1).clamp_(min=0)
-            # divided first: the difference of two finite numbers may be infinite
+            # Divide first: the difference of two finite numbers may be infinite.
             scale = _short(_finite(high.div_(INT4_MAX) - low / INT4_MAX))
             zero = low.neg_().div_(scale).round_().clamp_(0, INT4_MAX).to(torch.int8)
             q = grouped.div_(scale[:, :, None]).round_().to(torch.int8)
@@ -107,8 +107,8 @@ def round_to_fp8(values: Tensor) -> Weight:
 
 
 def round_mxfp4(values: Tensor) -> Weight:
-    """Round to E2M1 with a power of two for each 32 neighbouring inputs of an output, which brings
-    the largest of them to 4 or more and below 8; what is above 6 becomes 6 (OCP Microscaling
+    """Round to E2M1 with a power of two for each 32 neighbouring inputs of an output, which scales
+    the largest of them to at least 4 and below 8; numbers above 6 become 6 (OCP Microscaling
     Formats v1.0, section 6.3).
 
     Args:
@@ -121,14 +121,14 @@ def round_mxfp4(values: Tensor) -> Weight:
     packed = torch.empty(outputs, inputs // 2, dtype=torch.uint8, device=values.device)
     groups = (outputs, inputs // MX_GROUP)
     scales = torch.empty(groups, dtype=torch.uint8, device=values.device)
-    # Between the numbers of E2M1. Half goes to the even code: where that is the upper one, the
-    # bound is the fp32 number below.
+    # Midpoints between the numbers of E2M1. Ties go to the even code: if that is the upper one, the
+    # bound is the next smaller fp32 number.
     bounds = torch.tensor(E2M1[:8]).unfold(0, 2, 1).mean(1)
     bounds[1::2] = bounds[1::2].nextafter(torch.zeros(()))
     bounds = bounds.to(values.device)
     for rows, wide in _pieces(values):
         grouped = wide.view(len(wide), -1, MX_GROUP)
-        # frexp gives a half or more and below 1
+        # frexp returns a mantissa of at least a half and below 1.
         exponent = torch.frexp(_finite(_absmax(grouped)))[1].sub_(3).clamp_(min=-E8M0_BIAS)
         inverse = (E8M0_BIAS - exponent << 23).view(torch.float32)
         grouped = grouped.mul_(inverse[:, :, None]).view(len(wide), -1, 2)
@@ -140,14 +140,14 @@ def round_mxfp4(values: Tensor) -> Weight:
 
 
 def round_tokens(x: Tensor, group: int = 0) -> Tensor:
-    """Return what eight bits keep of each token: symmetric, scale = absmax / 127, ties to even.
+    """Round each token to eight bits: symmetric, scale = absmax / 127, ties to even.
 
     Args:
         x: [tokens, inputs], any float dtype.
         group: neighbouring inputs of a token that share a scale; 0: all of them.
 
     Returns:
-        The same in fp32, multiplied out again.
+        The result in fp32, multiplied by the scales again.
     """
     wide = x.float()
     if group:
@@ -172,9 +172,10 @@ def _absmax(x: Tensor) -> Tensor:
 
 
 def _finite(largest: Tensor) -> Tensor:
-    """
+    """Check and return the largest magnitudes.
+
     Raises:
-        ValueError: `largest` is NaN or infinite, and so is a weight behind it.
+        ValueError: one is NaN or infinite, and so is a weight.
     """
     if not bool(largest.isfinite().all()):
         raise ValueError("its weights hold NaN or infinity, which cannot be quantised")
@@ -183,7 +184,7 @@ def _finite(largest: Tensor) -> Tensor:
 
 def _short(scale: Tensor) -> Tensor:
     """Round scales of groups to the eleven binary digits that kernels store, so that values are
-    rounded by the scale that they will be multiplied with."""
+    rounded with the same scale that they are multiplied by later."""
     bits = scale.view(torch.int32)
     kept = (bits + 0xFFF + (bits >> 13 & 1)) & ~0x1FFF  # half to even
     return _nonzero(kept.view(torch.float32))

@@ -1,8 +1,8 @@
 """Processes that compute a model together by torch.distributed: gloo on CPUs, NCCL on GPUs.
 
-Not the default group of torch, of which a process has one: two engines have one each. Sums are made
-in the order of the ranks, by the same operations for any number of rows, so that all processes have
-the same bits and those of a token do not depend on the others of its step.
+Not torch's default group, of which a process can have only one: two engines need one each. Sums are
+computed in the order of the ranks, by the same operations for any number of rows. So all processes
+have the same bits, and those of a token do not depend on the other tokens of its step.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from torch import Tensor
 
 from kvik.kernels.cpu.meeting import BrokenGroup
 
-# Until all have come to an exchange. The watch of the group finds a process that is gone long
-# before; this ends the wait for one that lives and does not come. The first process of GPUs waits
-# longer: there torch ends a process that has waited this long, and the first one is the caller's.
+# Timeout of an exchange. A process that is gone is detected long before; this ends the wait for one
+# that is alive but does not join the exchange. With GPUs the first process waits longer: torch ends
+# a process after this timeout, and the first process is the caller's.
 EXCHANGE_SECONDS = 180.0
 FIRST_TIMES = 10
-JOIN_SECONDS = 60.0  # between the begins of two processes that have both come
+JOIN_SECONDS = 60.0  # timeout of connecting, once all processes have started
 LOOK_SECONDS = 0.01
-SHARED_SUMS = 1 << 16  # numbers of a sum from which on each process makes a part of it
+SHARED_SUMS = 1 << 16  # numbers from which on each process computes a part of a sum
 LOOPBACK = "127.0.0.1"
 
 
 class TorchGroup:
-    """The processes, as one of them sees them. All make the same calls in the same order.
+    """The processes, as seen by one of them. All make the same calls in the same order.
 
     Attributes:
-        matrices, numbers: that were cut, and their weights in all.
+        matrices, numbers: how many matrices were divided, and their total number of weights.
     """
 
     def __init__(self, processes: Any, rank: int, size: int) -> None:
@@ -47,14 +47,15 @@ class TorchGroup:
 
     @property
     def digest(self) -> str:
-        """Of what was cut: equal in all processes, or their calls do not fit."""
+        """Digest of the divided matrices: if it differs between processes, their calls do not
+        match."""
         return f"{self.matrices} matrices of {self.numbers} numbers, torch {torch.__version__}"
 
     def gather(self, own: Tensor) -> Tensor:
-        """own [...], of the same shape in all processes -> [processes, ...].
+        """Gather own [...], of the same shape in all processes -> [processes, ...].
 
         Raises:
-            BrokenGroup: a process is gone, or has not come in time.
+            BrokenGroup: a process is gone, or the exchange timed out.
         """
         found = own.new_empty(self.size, *own.shape)
         if own.numel():
@@ -80,11 +81,11 @@ class TorchGroup:
         return torch.cat([part[:, :width] for part, width in parts], 1)
 
     def add_up(self, own: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """own [rows, columns] -> the sum over all processes and the residual, summed in fp32 and
-        rounded once.
+        """Return the sum of own [rows, columns] over all processes and the residual, summed in fp32
+        and rounded once.
 
-        In either way each number is the same sum, to the bit: small ones are gathered whole; of
-        large ones, among more than two, each process sums some columns, and all gather the sums.
+        Small tensors are gathered and summed whole. For large ones, among more than two processes,
+        each process sums some columns, and all gather the sums. Both ways give the same bits.
         """
         if self.size > 2 and own.numel() >= SHARED_SUMS:
             return self.add_up_shared(own, residual, dtype)
@@ -92,7 +93,7 @@ class TorchGroup:
 
     def add_up_shared(self, own: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
         """See `add_up`."""
-        width = -(-own.shape[1] // self.size)  # of each, the last ones filled up
+        width = -(-own.shape[1] // self.size)  # columns per process, the last ones padded
         sent = own.new_zeros(self.size, len(own), width)
         for part, columns in zip(sent, own.split(width, 1), strict=False):
             part[:, : columns.shape[1]] = columns
@@ -106,31 +107,31 @@ class TorchGroup:
         return self.gather(made).movedim(0, 1).flatten(1)[:, : own.shape[1]]
 
     def swap(self, parts: Tensor) -> Tensor:
-        """parts [processes, ...], one for each process -> those that are for this one.
+        """Exchange parts [processes, ...], one for each process; returns those for this one.
 
         Raises:
-            BrokenGroup: as `gather`.
+            BrokenGroup: see `gather`.
         """
         found, sent = torch.empty_like(parts), parts.contiguous()
         self._wait(lambda: self._processes.alltoall_base(found, sent, [], []))
         return found
 
     def spread(self, tensor: Tensor) -> Tensor:
-        """Let all have what the first process has, in place; returns it."""
+        """Broadcast the first process's tensor, in place; returns it."""
         if tensor.numel():
             self._wait(lambda: self._processes.broadcast([tensor], dist.BroadcastOptions()))
         return tensor
 
     def begin(self) -> None:
-        """Nothing is kept of earlier calls."""
+        """Do nothing: there is no state of earlier calls."""
 
     def share(self, hidden: Tensor) -> Tensor:
-        """See `Others.share`: `spread` brings it to the others."""
+        """See `Others.share`: `spread` sends it to the others."""
         return hidden.contiguous()
 
     def give_up(self) -> None:
-        """Let this process wait no more. Over gloo it sees by itself that another one is gone; on a
-        GPU a kernel waits."""
+        """Stop waiting for other processes. gloo detects by itself that one is gone; on a GPU a
+        kernel waits."""
         if self._processes is not None and self._processes.name() == "nccl":
             self._processes.abort()
 
@@ -149,7 +150,7 @@ class TorchGroup:
 
 
 def _sum(parts: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """parts [processes, rows, columns], in the order of the ranks -> [rows, columns]."""
+    """Sum parts [processes, rows, columns] in the order of the ranks -> [rows, columns]."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part
@@ -159,17 +160,17 @@ def _sum(parts: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
 def connect(
     device: torch.device, file: str, rank: int, size: int, lost: Callable[[], object]
 ) -> TorchGroup:
-    """Wait for the other processes, and connect with them. Over gloo at the loopback address alone.
+    """Wait for the other processes, and connect to them. gloo uses only the loopback address.
 
     Args:
-        device: of this process; on GPUs each has its own.
-        file: path of one that is empty or not there yet. It may be removed at any time; a path by
-            the number of an open file may not serve: the store opens it again when it is destroyed,
-            and ends the process where the number then means something else.
-        lost: whether one of them is gone.
+        device: of this process; on GPUs each process has a different one.
+        file: path of a file that is empty or does not exist. It may be removed at any time. It must
+            not be a path by file descriptor: the store opens it again when it is destroyed, and
+            ends the process if the descriptor then refers to something else.
+        lost: returns whether one of them is gone.
 
     Raises:
-        BrokenGroup: one of them is, or does not begin in time.
+        BrokenGroup: one of them is gone, or does not connect in time.
     """
     store = _torch().FileStore(file, size)
     store.set_timeout(timedelta(seconds=JOIN_SECONDS))
@@ -186,7 +187,7 @@ def connect(
 
 
 def _torch() -> Any:
-    """torch.distributed, whose annotations leave out what it joins groups with."""
+    """Return torch.distributed as `Any`: its annotations lack the classes used here."""
     return dist
 
 

@@ -1,6 +1,6 @@
-"""The reference's operations in the fewest torch calls, which dominate the time of small models.
+"""The reference's operations with few torch calls, which dominate the time of small models.
 
-Quantised weights stay quantised, and are multiplied out a few rows at a time: a fallback that saves
+Quantised weights stay quantised, and are dequantised a few rows at a time: a fallback that saves
 memory, not time.
 """
 
@@ -64,7 +64,7 @@ def _linear_each(x: Tensor, matrix: Matrix, outputs: int) -> Tensor:
     return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1).contiguous()
 
 
-CHUNK = 64  # tokens of the delta rule at a time: the products in it grow with the square
+CHUNK = 64  # tokens of the delta rule at a time: its products grow with the square
 
 
 def _gated_delta(
@@ -72,8 +72,8 @@ def _gated_delta(
 ) -> Tensor:
     """Compute `CHUNK` tokens at a time (Yang et al. 2024, "Gated Delta Networks", section 3.3).
 
-    What a token writes is its key times a change, which depends on the changes of the tokens before
-    it by a triangular system; all states between are left out.
+    A token adds its key times a change to the state. The changes of a chunk solve a triangular
+    system, so the states in between are not computed.
     """
     parts = delta_inputs(x, gates, heads, state)
     y = torch.empty(parts[2].shape, dtype=x.dtype, device=x.device)
@@ -111,7 +111,7 @@ def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
     if logits.device.type != "cpu":
         top, ids = logits.max(dim=-1)
         return top.float(), ids
-    # numpy searches with vector instructions and torch does not: 2 to 5 times faster in all.
+    # numpy searches with vector instructions, torch does not: 2 to 5 times faster in total.
     wide = logits.float()
     return wide.amax(-1), torch.from_numpy(wide.numpy().argmax(-1))
 
@@ -135,7 +135,7 @@ def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 def _rotary(q: Tensor, k: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
-    # Rolling by half a head puts every partner in place: out = x * [c, c] + roll(x) * [-s, s].
+    # Rolling by half a head aligns the pairs: out = x * [c, c] + roll(x) * [-s, s].
     cos, sin = rotation.unsqueeze(1).chunk(2, dim=-1)
     half = cos.shape[-1]
     c = torch.cat((cos, cos), dim=-1)
@@ -203,13 +203,13 @@ TORCH = replace(
 )
 
 
-# Rows whose truncation a kernel does not know are drawn by torch.
+# Rows with a truncation that a kernel does not implement are drawn by torch.
 
 
 def with_torch_for_others(ops: Ops, applied: Collection[str]) -> Ops:
-    """Return a table that applies all rules of `Truncation`, of one whose kernels apply some.
+    """Extend operations whose kernels apply some rules of `Truncation` to all rules.
 
-    So a new rule works everywhere with its meaning in torch alone.
+    So a new rule works everywhere once it is defined in torch.
 
     Args:
         applied: their names.
@@ -244,13 +244,14 @@ _Way = Callable[[Tensor], Tensor]  # from row numbers to the result for these ro
 
 
 def _apart(asks: Tensor, torchs: _Way, others: _Way) -> Tensor:
-    """Compute each row in the same way in every batch: ways may differ in the last bit of a sum.
+    """Compute each row with the same function in every batch, since the two may differ in the last
+    bit of a sum.
 
     Args:
-        asks: [n] bool, the rows of `torchs`.
+        asks: [n] bool, the rows for `torchs`.
 
     Returns:
-        [n, ...], what the two return.
+        [n, ...], the results of the two.
     """
     ways = ((torchs, asks), (others, ~asks))
     numbers = [(way, rows) for way, mine in ways if len(rows := mine.nonzero()[:, 0])]
@@ -258,11 +259,11 @@ def _apart(asks: Tensor, torchs: _Way, others: _Way) -> Tensor:
     return torch.empty_like(found).index_copy_(0, torch.cat([r for _, r in numbers]), found)
 
 
-# The fastest table of operations for a device.
+# The fastest operations for a device.
 
 _BY_DEVICE = {"cpu": TORCH, "cuda": TORCH}
 
 
 def select(device: torch.device) -> Ops:
-    """Return the table for a device: the reference where nothing faster has been tested."""
+    """Return the operations for a device: the reference if nothing faster has been tested."""
     return _BY_DEVICE.get(device.type, REFERENCE)

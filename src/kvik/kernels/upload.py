@@ -13,6 +13,6 @@ def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
         return tensor
-    if device.type == "cuda":  # without pinned memory on its side the host would wait for the copy
+    if device.type == "cuda":  # without pinned memory the host would wait for the copy
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Weights of linear layers: what a checkpoint means, and what an implementation makes of it."""
+"""Weights of linear layers: as a checkpoint defines them, and as an implementation stores them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 from kvik.spec.shares import Between
 from kvik.spec.weight_kind import MX_GROUP, Rounding, WeightKind
 
-# Of "..._and_mul" the first half of the outputs is the gate; the second half is multiplied with it.
-# "clamped_swiglu": gate * sigmoid(SWIGLU_SLOPE * gate) * (up + 1), the gate at most SWIGLU_LIMIT,
-# up within it on both sides.
+# For "..._and_mul" the first half of the outputs is the gate, which multiplies the second half.
+# "clamped_swiglu": gate * sigmoid(SWIGLU_SLOPE * gate) * (up + 1), with gate <= SWIGLU_LIMIT and
+# |up| <= SWIGLU_LIMIT.
 Activation = Literal[
     "silu_and_mul",
     "gelu_tanh",
@@ -29,7 +29,7 @@ PAIRED: frozenset[Activation | None] = frozenset(
     {"silu_and_mul", "gelu_tanh_and_mul", "gelu_and_mul", "clamped_swiglu"}
 )
 SWIGLU_LIMIT, SWIGLU_SLOPE = 7.0, 1.702
-# As kernels number them: odd ones are paired.
+# Numbers in the kernels: odd ones are paired.
 ACTIVATIONS: Mapping[Activation | None, int] = {
     None: 0,
     "silu_and_mul": 1,
@@ -42,30 +42,30 @@ ACTIVATIONS: Mapping[Activation | None, int] = {
     "clamped_swiglu": 9,
 }
 
-SYMMETRIC_ZERO = 8  # of four bits without zero points
-# Parts of a weight, which have a row for each output; and those that all rows share.
+SYMMETRIC_ZERO = 8  # for four bits without zero points
+# Parts of a weight that have a row for each output, and parts that all rows share.
 PER_OUTPUT, SHARED = ("values", "scales", "zeros", "minima"), ("order", "input_scale")
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """Some outputs of a linear layer, as its kind says they are stored.
+    """Some outputs of a linear layer, stored according to its kind.
 
     Attributes:
-        values: [outputs, inputs], floats, int8 or float8_e4m3fn; of int4 and mxfp4 [outputs,
-            inputs / 2] uint8, two to a byte, the low half the even input. With the native kernels
-            a NaN of E4M3 makes all of its output NaN.
-        scales: fp32; [outputs] if the group is 0, else [outputs, ceil(inputs / group)]; None of
-            floats. Of int4 the native kernels keep eleven binary digits: all of fp16 numbers, as of
-            bfloat16 ones. In E4M3 the scales of a tensor or of square blocks are repeated for each
-            output. Of mxfp4 uint8: s in 0..254 (E8M0) is 2^(s - 127).
-        zeros: [outputs, groups] uint8, in 0..15, where the kind has them.
-        minima: [outputs, groups] fp32 likewise, kept as the scales are. A zero point that is no
-            integer is one: zero * scale.
-        order: [inputs] int32, a permutation, where the kind is ordered: input i of `values` is
-            input order[i] of the layer.
-        input_scale: [1] fp32, where activations are "static": x / input_scale is rounded. Layers
-            that become rows of one matrix share the largest of theirs.
+        values: [outputs, inputs], floats, int8 or float8_e4m3fn; for int4 and mxfp4 [outputs,
+            inputs / 2] uint8, two per byte, the low half the even input. With the native kernels
+            a NaN of E4M3 makes its whole output NaN.
+        scales: fp32; [outputs] if the group is 0, else [outputs, ceil(inputs / group)]; None for
+            floats. For int4 the native kernels keep eleven binary digits: all digits of fp16 and
+            bfloat16 numbers. For E4M3 the scales of a tensor or of square blocks are repeated for
+            each output. For mxfp4 uint8: s in 0..254 (E8M0) is 2^(s - 127).
+        zeros: [outputs, groups] uint8, in 0..15, if the kind has them.
+        minima: [outputs, groups] fp32, if the kind has them, stored like the scales. A zero point
+            that is not an integer becomes a minimum: zero * scale.
+        order: [inputs] int32, a permutation, if the kind is ordered: input i of `values` is input
+            order[i] of the layer.
+        input_scale: [1] fp32, if activations are "static": x / input_scale is rounded. Layers that
+            become rows of one matrix share the largest of their scales.
     """
 
     kind: WeightKind
@@ -78,7 +78,7 @@ class Weight:
 
     @staticmethod
     def empty(kind: WeightKind, rows: int, inputs: int, device: torch.device) -> Weight:
-        """Return a weight to be filled. What all rows share is 0."""
+        """Return a weight to be filled. Parts that all rows share are 0."""
 
         def new(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -109,12 +109,12 @@ class Weight:
         return {name: part for name, part in found.items() if part is not None}
 
     def rows(self, index: slice | Tensor) -> Weight:
-        """Some outputs: a range, or ids [n]."""
+        """Return some outputs: a range, or ids [n]."""
         own = {name: part[index] for name, part in self.tensors.items() if name in PER_OUTPUT}
         return Weight(self.kind, **(self.tensors | own))
 
     def columns(self, first: int, end: int) -> Weight:
-        """Some inputs of all outputs: whole groups, in the order in which they are stored."""
+        """Return some inputs of all outputs: whole groups, in stored order."""
         group, own = self.kind.group, dict(self.tensors)
         per = 2 if in_nibbles(self.kind) else 1
         own["values"] = self.values[:, first // per : end // per]
@@ -124,11 +124,11 @@ class Weight:
         return Weight(self.kind, **own)
 
     def plain(self) -> Weight:
-        """The weight with its inputs as they are stored."""
+        """Return the weight with its inputs in stored order."""
         return replace(self, kind=replace(self.kind, ordered=False), order=None)
 
     def dequantized(self) -> Tensor:
-        """[outputs, inputs] fp32, inputs as the layer has them."""
+        """Return [outputs, inputs] fp32, with inputs in the order of the layer."""
         scales = self.scales
         if scales is None:
             wide = self.values.float()
@@ -153,12 +153,12 @@ class Weight:
 
 
 def float_kind(dtype: torch.dtype) -> WeightKind:
-    """Return the kind of weights that are kept as floats."""
+    """Return the kind of weights that are stored as floats."""
     return WeightKind(str(dtype).removeprefix("torch."))
 
 
 def float_weight(values: Tensor) -> Weight:
-    """values: [outputs, inputs], any float dtype."""
+    """Return a weight of floats. values: [outputs, inputs], any float dtype."""
     return Weight(float_kind(values.dtype), values)
 
 
@@ -208,7 +208,7 @@ def mxfp4_weight(values: Tensor, scales: Tensor) -> Weight:
 
 
 def ordered_weight(plain: Weight, order: Tensor) -> Weight:
-    """The weight whose inputs were put into an order, [inputs] int32."""
+    """Return a weight whose inputs were permuted by an order, [inputs] int32."""
     return replace(plain, kind=replace(plain.kind, ordered=True), order=order)
 
 
@@ -245,27 +245,28 @@ def _spread(scales: Tensor, group: int, inputs: int) -> Tensor:
 
 
 def _powers(scales: Tensor) -> Tensor:
-    """E8M0 -> fp32, by its bits; the smallest has no exponent of its own there."""
+    """Convert E8M0 to fp32 by its bits; the smallest is denormal in fp32."""
     return (scales.int() << 23).clamp_(min=1 << 22).view(torch.float32)
 
 
 def _grouped(values: Tensor, group: int) -> Tensor:
-    """[outputs, inputs / 2] bytes -> [outputs, inputs / group, group] fp32."""
+    """Unpack [outputs, inputs / 2] bytes into [outputs, inputs / group, group] fp32."""
     halves = torch.stack((values & 15, values >> 4), dim=-1)
     return halves.view(len(values), -1, group).float()
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixSpec:
-    """A matrix before its values are there: a weight, and what follows the product.
+    """A matrix without its values: a weight, and the operations after the product.
 
     Attributes:
         kind, rows, inputs: of the weight.
         bias: whether there is one.
-        heads: of `Ops.linear_each`, which share the rows; 0: it is for `linear`.
-        expert: number of the expert whose it is, and of how many; None: it is no expert's.
-        between: what it makes, or reads, that a process can compute a part of alone; None: nothing.
-        alone: it is so small that each process may rather have all of it.
+        heads: number of heads that share the rows in `Ops.linear_each`; 0: it is for `linear`.
+        expert: number of the expert that it belongs to, and number of experts; None: no expert.
+        between: the heads or channels that it computes or reads, of which a process can compute a
+            part separately; None: there are none.
+        alone: it is so small that each process may have all of it.
     """
 
     kind: WeightKind
@@ -297,7 +298,7 @@ class Matrix:
 
     Attributes:
         bias: [rows], in a dtype of the implementation's choice.
-        data: the implementation's own.
+        data: specific to the implementation.
     """
 
     spec: MatrixSpec
@@ -310,10 +311,9 @@ class ExpertSet:
     """The MLPs of a layer's experts.
 
     Attributes:
-        up, down: the two matrices of each expert; each list is of one kind and size.
-        data: the implementation's own.
-        weigh_inputs: the weight of an expert is multiplied with what it is given, not with what it
-            gives.
+        up, down: the two matrices of each expert; all of a list have one kind and size.
+        data: specific to the implementation.
+        weigh_inputs: the weight of an expert multiplies its inputs, not its outputs.
     """
 
     up: tuple[Matrix, ...]

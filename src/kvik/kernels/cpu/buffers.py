@@ -1,4 +1,4 @@
-"""Memory of the native kernels: on huge pages, and of a tape's intermediate results."""
+"""Memory for the native kernels: on huge pages, and for a tape's intermediate results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def zeros(*shape: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
-    """Allocate zeros on pages of their own, which take no memory until they are written."""
+    """Allocate zeros on separate pages, which take no memory until they are written."""
     memory = _native.allocate(max(1, math.prod(shape) * dtype.itemsize), huge=True)
     return torch.from_numpy(memory).view(dtype)[: math.prod(shape)].view(shape)
 
@@ -41,9 +41,9 @@ def give_back(tensor: Tensor, runs: Iterable[tuple[int, int]]) -> int:
 
 
 class WeightMemory:
-    """Memory of weights, allocated one behind the other and released only as a whole.
+    """Memory of weights, allocated one after the other and released only as a whole.
 
-    So small weights are on huge pages too, and large ones leave no half-empty page.
+    So small weights are on huge pages too, and large ones do not leave partly used pages.
 
     Args:
         first: memory to use before any is allocated: [bytes] uint8 zeros; None: none.
@@ -66,8 +66,8 @@ class WeightMemory:
 
 class BufferPool:
     """Buffers for the results of recorded calls. A buffer is free for later calls once the last
-    tensor on it is gone, as in a run; so a tape works in as little memory as a run would. They are
-    as large as the largest step needs, and on small pages, so that small steps take little."""
+    tensor on it is deleted, so a tape needs as little memory as a run would. Buffers have the size
+    of the largest step, and are on small pages, so that small steps take little memory."""
 
     def __init__(self) -> None:
         self._free: list[np.ndarray] = []

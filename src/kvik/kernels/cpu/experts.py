@@ -16,7 +16,7 @@ from kvik.spec.experts import SCORES, Router
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where the matrices of all experts are, as kernels read it: an `ExpertMatrix` each.
+    """Addresses of the matrices of all experts, an `ExpertMatrix` each, as kernels read them.
 
     Attributes:
         up, down: [experts, 6] int64.
@@ -27,7 +27,7 @@ class Addresses:
 
 
 class CpuExperts:
-    """The router, and the experts that it chose."""
+    """The router, and the experts that it chooses."""
 
     def __init__(self, native: Native) -> None:
         self.native = native
@@ -88,10 +88,10 @@ class CpuExperts:
 
         Args:
             part: 0, or 1 to 4 as in csrc/arguments.hpp.
-            among: the numbers of these experts, and how many there are in all; None: these.
-            made: what is in between, [tokens * active, inner] or some columns of that; None: of
-                nobody else's.
-            y: [tokens, hidden] or some columns of that, as the down matrices have rows.
+            made: the intermediate result, [tokens * active, inner] or some columns of it; None: it
+                is not shared with other processes.
+            y: [tokens, hidden] or some columns of it, as many as the down matrices have rows.
+            among: the numbers of these experts, and the total number; None: these are all.
         """
         at, up, down = experts.data, experts.up[0], experts.down[0]
         assert isinstance(at, Addresses)
@@ -133,7 +133,7 @@ class CpuExperts:
 
 
 def _addresses(matrices: Sequence[Matrix]) -> Tensor:
-    """[experts, 6] int64, in the order of `ExpertMatrix`; 0 for what a matrix does not have."""
+    """Return [experts, 6] int64, in the order of `ExpertMatrix`; 0 for parts that do not exist."""
     return torch.tensor([_address(matrix) for matrix in matrices], dtype=torch.int64)
 
 

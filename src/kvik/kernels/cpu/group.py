@@ -1,9 +1,9 @@
 """Native operations of one process among several that compute a model together.
 
-Every matrix is cut by its outputs, never by its inputs: each process computes some columns of a
+Every matrix is divided by its outputs, never by its inputs: each process computes some columns of a
 product, writes them into memory that all share, and waits for the others. No sum is divided, so a
-result has the bits that one process would have computed, in every format. (The usual cut, by inputs
-in every second matrix, adds partial sums: Shoeybi et al. 2019, section 3.)
+result has the same bits as in one process, in every format. (The usual division, by inputs in every
+second matrix, adds partial sums: Shoeybi et al. 2019, section 3.)
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from kvik.spec.shares import share_of
 
 
 class Group:
-    """The processes, as one of them sees them.
+    """The processes, as seen by one of them.
 
-    All make the same calls in the same order, so that what they share is at the same place in each.
+    All make the same calls in the same order, so that shared memory is at the same place in each.
 
     Attributes:
         meeting: where they wait for each other.
-        exchanges: that were recorded.
-        whole_experts: each expert is one process', and not cut.
+        exchanges: number recorded.
+        whole_experts: each expert belongs to one process, undivided.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Group:
     ) -> None:
         """
         Args:
-            memory: [bytes] uint8 that all share, zeros when the first process came.
+            memory: [bytes] uint8, shared by all, initially zeros.
         """
         self.rank, self.size, self.whole_experts = rank, size, whole_experts
         self._native = native
@@ -60,30 +60,31 @@ class Group:
         rest = memory[MEETING_BYTES:]
         half = len(rest) // (2 * ALIGNMENT) * ALIGNMENT
         self._recorded, self._aside = SharedPool(rest[:half]), rest[half:]
-        self._used = 0  # of what stands aside
+        self._used = 0  # bytes of `_aside`
         self.exchanges = 0
 
     @property
     def digest(self) -> str:
-        """Of what was recorded: equal in all processes, or their recordings do not fit."""
+        """Digest of the recording: if it differs between processes, their recordings do not
+        match."""
         return f"{self.exchanges} exchanges, {self._recorded.size} bytes shared"
 
     def own_experts(self, count: int) -> range:
-        """Return the numbers of those that this process has, if it has whole ones."""
+        """Return the numbers of the experts of this process, if experts are whole."""
         return range(*share_of(count, self.rank, self.size))
 
     def fixed(self, shape: tuple[int, ...], dtype: type) -> np.ndarray:
-        """Return memory that all share for as long as there are processes: zeros."""
+        """Return zeros in shared memory that is never freed."""
         size = math.prod(shape) * np.dtype(dtype).itemsize
         return self._recorded.keep(size).view(dtype).reshape(shape)
 
     def begin(self) -> None:
-        """Calls that are not recorded begin: the memory of those before is used again."""
+        """Begin calls that are not recorded; they reuse the memory of earlier ones."""
         self._used = 0
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return memory that all share: until its tensor is gone and the processes have met, or if
-        nothing is being recorded until `begin`."""
+        """Return shared memory. It is valid until its tensor is deleted and the processes have
+        synchronised; if nothing is being recorded, until `begin`."""
         if self._native.recording:
             return self._recorded.take(shape, dtype)
         first, size = self._used, math.prod(shape) * dtype.itemsize
@@ -98,30 +99,30 @@ class Group:
         return self.take(tuple(hidden.shape), hidden.dtype).copy_(hidden)
 
     def spread(self, hidden: Tensor) -> Tensor:
-        """The others have it already."""
+        """Return `hidden`: the others have it already."""
         return hidden
 
     def give_up(self) -> None:
-        """Let none wait for another any more."""
+        """Stop all waiting between processes."""
         self.meeting.give_up()
 
     def close(self) -> None:
-        """The memory is the processes'."""
+        """Do nothing: the processes own the memory."""
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Copy [rows, columns] to where others will read it."""
+        """Copy [rows, columns] to shared memory, where others will read it."""
         scale(self._native, source, 1.0, target)
 
     def exchange(self) -> None:
-        """Wait for the others: what they have written is there behind this call."""
+        """Wait for the others: after this call, their writes are visible."""
         self._native.launch("exchange", meeting=self.meeting.address, rank=self.rank)
         self.exchanges += self._native.recording
         self._recorded.met()
 
 
 class SharedPool:
-    """Shared memory of a recording. What no tensor uses any more may still be read by another
-    process, until all have met after that."""
+    """Shared memory of a recording. Memory that no tensor uses any more may still be read by other
+    processes, until the next exchange."""
 
     def __init__(self, memory: np.ndarray) -> None:
         self._memory, self.size = memory, 0
@@ -144,7 +145,7 @@ class SharedPool:
         return torch.from_numpy(view).view(dtype).view(shape)
 
     def keep(self, size: int) -> np.ndarray:
-        """Return a part that is used by nothing else."""
+        """Return a part that is never freed."""
         first = self.size
         self.size += ceil_div(size, ALIGNMENT) * ALIGNMENT
         if self.size > len(self._memory):
@@ -161,8 +162,8 @@ class CutMatrix:
     """The rows of a matrix that this process multiplies.
 
     Attributes:
-        own: they alone, or none.
-        first: column of the product that their first one is; of gate and up, of both.
+        own: a matrix of only these rows, or without rows.
+        first: column of the product of the first one; for gate and up, in each of them.
     """
 
     own: Matrix
@@ -171,12 +172,12 @@ class CutMatrix:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one process has of a matrix.
+    """The part of a matrix that one process has.
 
     Attributes:
         spec: of its rows, without biases.
-        first: as in `CutMatrix`.
-        tiles: its own, of `count` in all.
+        first: see `CutMatrix`.
+        tiles: of this process, of `count` in total.
     """
 
     spec: MatrixSpec
@@ -185,13 +186,13 @@ class Share:
     count: int
 
     def of(self, name: str, part: Tensor) -> Tensor:
-        """Return what belongs to these rows in a part of the packed matrix."""
+        """Return the section of these rows of a part of the packed matrix."""
         if name in SHARED:
             return part
         return part.view(self.count, -1)[self.tiles].flatten()  # a view: tiles are neighbours
 
     def cut(self, spec: MatrixSpec, own: Matrix, bias: Tensor | None) -> Matrix:
-        """Return the matrix `spec` with all biases, of which these rows are here."""
+        """Return the matrix `spec` with all biases, of which this process has these rows."""
         if bias is not None:
             assert isinstance(own.data, CpuPacked)
             data = replace(own.data, bias_pair=spec.outputs)
@@ -200,23 +201,23 @@ class Share:
 
 
 class CutMatrices:
-    """Matrices of which each process has some rows, and products of which all have all columns."""
+    """Matrices of which each process has some rows; all processes get all columns of products."""
 
     def __init__(self, matrices: CpuMatrices, group: Group) -> None:
         self._matrices, self._group = matrices, group
 
     def matrix(self, spec: MatrixSpec) -> Matrix:
-        """See `Ops.matrix`. Rows are shared out by tiles, so that a part is packed as in the whole.
+        """See `Ops.matrix`. Rows are divided by tiles, so that parts are packed as in the whole.
 
         Raises:
-            ValueError: as `CpuMatrices.matrix`.
+            ValueError: see `CpuMatrices.matrix`.
         """
         share = self._share(spec)
         bias = torch.empty(spec.rows, dtype=torch.float32) if spec.bias else None
         return share.cut(spec, self._matrices.matrix(share.spec), bias)
 
     def over(self, spec: MatrixSpec, parts: Parts) -> Matrix:
-        """See `Packing`: the rows of this process, of parts that hold those of all."""
+        """See `Packing`: takes the rows of this process from parts with all rows."""
         share = self._share(spec)
         own = {name: share.of(name, part) for name, part in parts.items() if name != "bias"}
         return share.cut(spec, TILES.over(share.spec, own), parts.get("bias"))
@@ -244,7 +245,7 @@ class CutMatrices:
         """See `Ops.pack_rows`.
 
         Raises:
-            BrokenGroup: the group is lost: there is no use in loading more.
+            BrokenGroup: the group is lost, so loading need not continue.
         """
         if self._group.meeting.broken:
             raise BrokenGroup
@@ -257,10 +258,11 @@ class CutMatrices:
             self._matrices.pack_rows(cut.own, here, rows)
 
     def _runs(self, matrix: Matrix, first: int, count: int) -> Iterator[tuple[int, int, int]]:
-        """Yield which of some rows are this process': first, end, and where they begin here."""
+        """Yield which of some rows this process has: first, end, and where they begin in its
+        matrix."""
         cut, spec = _cut(matrix), matrix.spec
         outputs = cut.own.spec.outputs
-        places = [(cut.first, 0)]  # where a run of rows stands in the whole, and here
+        places = [(cut.first, 0)]  # start of a run of rows in the whole matrix, and here
         if spec.paired:
             places.append((spec.outputs + cut.first, outputs))
         for begin, here in places:
@@ -280,7 +282,7 @@ class CutMatrices:
         return y
 
     def linear_each(self, x: Tensor, matrix: Matrix, outputs: int) -> Tensor:
-        """See `Ops.linear_each`; x and the result are of this process' heads."""
+        """See `Ops.linear_each`; x and the result have this process's heads."""
         return self._matrices.linear_each(x, _cut(matrix).own, outputs)
 
     def rows(self, matrix: Matrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -295,11 +297,11 @@ class CutMatrices:
 
 @dataclass(frozen=True, slots=True)
 class CutExperts:
-    """What this process multiplies of each expert.
+    """The part of each expert that this process multiplies.
 
     Attributes:
-        own: the same rows of all.
-        up, down: which columns of what is in between, and of the result, it makes.
+        own: the same rows of all experts.
+        up, down: which columns of the intermediate result, and of the result, it computes.
     """
 
     own: ExpertSet
@@ -308,8 +310,8 @@ class CutExperts:
 
 
 class GroupExperts:
-    """Experts of whose matrices each process has some rows, so that all are as busy whichever
-    experts are chosen."""
+    """Experts of whose matrices each process has some rows, so that all processes are equally busy
+    for any choice of experts."""
 
     def __init__(self, experts: CpuExperts, group: Group) -> None:
         self._experts, self._group = experts, group
@@ -343,8 +345,8 @@ class GroupExperts:
 
 
 class OwnedExperts:
-    """Experts of which each process has some, whole. All sum what all of them give, in their order,
-    as one process does."""
+    """Experts of which each process has some, undivided. Each process sums the results of all
+    experts, in their order, as a single process does."""
 
     def __init__(self, experts: CpuExperts, group: Group) -> None:
         self._experts, self._group = experts, group
@@ -377,7 +379,7 @@ def _cut(matrix: Matrix) -> CutMatrix:
 
 
 def group_packing(native: Native, group: Group) -> Packing:
-    """Return the layout of files whose matrices are whole: each process takes its own rows."""
+    """Return the layout of files with whole matrices, of which each process takes its rows."""
     return replace(TILES, over=CutMatrices(CpuMatrices(native), group).over, divided=True)
 
 
@@ -387,10 +389,10 @@ def group_ops(native: Native, ops: Ops, group: Group) -> Ops:
     experts = (OwnedExperts if group.whole_experts else GroupExperts)(CpuExperts(native), group)
 
     def nothing(x: Tensor, cap: float) -> None:
-        """Logits are common, and changed in place: by the first process alone."""
+        """Do nothing: logits are shared, and only the first process changes them in place."""
 
     def unread(logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The first process alone looks for the largest."""
+        """Return a placeholder: only the first process needs the largest logits."""
         return logits[:, 0], logits[:, 0]
 
     return replace(

@@ -13,7 +13,7 @@ from kvik.kernels.reference.ops import fill_input_scale, fill_order
 from kvik.kernels.weights import ACTIVATIONS, Matrix, MatrixSpec, Weight, in_nibbles, scale_dtype
 from kvik.spec.weight_kind import Rounding, WeightKind
 
-# Weights in tiles (csrc/packed.hpp), in a file. All instruction sets have the same tiles.
+# Weights in tiles (csrc/packed.hpp), in a file. Tiles are the same for all instruction sets.
 
 
 def layout(spec: MatrixSpec) -> Parts:
@@ -79,7 +79,7 @@ FP8_ACTIVATIONS: dict[Rounding, int] = {"float": 0, "token": 1, "group": 2, "sta
 TILE = 32  # outputs
 
 F32, BF16, I8, I8_WEIGHT_ONLY, I4, I4_MIN, FP8, MXFP4 = range(8)  # MatrixKind
-INPUTS_PER_STEP = (1, 2, 4, 4, 8, 8, 4, 8)  # by kind: what four bytes of an output hold
+INPUTS_PER_STEP = (1, 2, 4, 4, 8, 8, 4, 8)  # by kind: inputs in four bytes of an output
 MAX_GROUP = 65536  # of inputs: integers are summed in 32 bits, over all inputs without groups
 MAX_GROUP_WITH_ZEROS = 256  # their sum is multiplied by the zero point in 16 bits
 
@@ -89,13 +89,13 @@ class CpuPacked:
     """A weight packed for the native kernels.
 
     Attributes:
-        weight, scales, zeros: bytes as `pack_matrix` lays them out; empty where a kind has none.
+        weight, scales, zeros: bytes in the layout of `pack_matrix`; empty if a kind has none.
         order: [inputs] int32; None: unchanged.
-        input_scale: [1] fp32; None: calibration has found none.
+        input_scale: [1] fp32; None: there is no calibrated scale.
         kind: MatrixKind of arguments.hpp.
         group: inputs that share a scale; 0: all of them.
-        fp8_activations: how x is rounded, as arguments.hpp numbers it.
-        bias_pair: from the biases of gate to those of up; None: those of up are next.
+        fp8_activations: how x is rounded, numbered as in arguments.hpp.
+        bias_pair: distance from the biases of gate to those of up; None: those of up follow.
     """
 
     weight: Tensor
@@ -133,7 +133,7 @@ class CpuMatrices:
         """See `Ops.pack_rows`.
 
         Raises:
-            ValueError: rows from before have their inputs in another order.
+            ValueError: rows packed before have their inputs in another order.
         """
         spec, packed = matrix.spec, matrix.data
         assert isinstance(packed, CpuPacked)
@@ -159,10 +159,10 @@ class CpuMatrices:
         )
 
     def share(self, matrix: Matrix, weight: Weight) -> None:
-        """Take over what all rows of a matrix share, of some of them.
+        """Set what all rows of a matrix share (order, input scale) from some of its rows.
 
         Raises:
-            ValueError: rows from before have their inputs in another order.
+            ValueError: rows packed before have their inputs in another order.
         """
         packed = matrix.data
         assert isinstance(packed, CpuPacked)
@@ -179,7 +179,7 @@ class CpuMatrices:
         """See `Ops.linear`.
 
         Args:
-            into: where the result is written, of dense rows; None: new memory.
+            into: memory for the result, with dense rows; None: new memory.
         """
         spec, packed = matrix.spec, matrix.data
         assert isinstance(packed, CpuPacked)
@@ -247,9 +247,8 @@ class CpuMatrices:
         """See `Ops.matrix_rows`.
 
         Args:
-            into: where the result is written, of dense rows; None: new memory.
-            first: the id of the matrix' first row. Where others than its rows are wanted, nothing
-                is written.
+            into: memory for the result, with dense rows; None: new memory.
+            first: the id of the matrix's first row. Nothing is written for ids of other rows.
         """
         spec, packed = matrix.spec, matrix.data
         assert isinstance(packed, CpuPacked)
@@ -284,7 +283,7 @@ def packed_over(
     order: Tensor | None,
     input_scale: Tensor | None,
 ) -> CpuPacked:
-    """Over memory of the sizes that `packed_sizes` says."""
+    """Make a `CpuPacked` over memory of the sizes from `packed_sizes`."""
     kind = spec.kind
     rounding = FP8_ACTIVATIONS[kind.activations] if kind.codes == "fp8" else 0
     return CpuPacked(weight, scales, zeros, order, input_scale, _number(kind), kind.group, rounding)
@@ -325,7 +324,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def _number(kind: WeightKind) -> int:
-    """As arguments.hpp numbers them."""
+    """Return the MatrixKind of arguments.hpp."""
     match kind.codes:
         case "int8":
             return I8_WEIGHT_ONLY if kind.activations == "float" else I8
@@ -340,7 +339,7 @@ def _number(kind: WeightKind) -> int:
 
 
 def _arguments(weight: Weight) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Values, scales, and zero points or minima as `pack_matrix` takes them."""
+    """Return values, scales, and zero points or minima, as arguments of `pack_matrix`."""
     values, scales, offsets = weight.values, weight.scales, weight.zeros
     if weight.minima is not None:
         offsets = weight.minima.float()

@@ -1,6 +1,6 @@
-"""Where processes that compute one model together wait for each other, and show that they live.
+"""Synchronisation and heartbeats of processes that compute one model together.
 
-Without torch: a process beats before it imports that.
+Does not import torch: a process sends heartbeats before it imports torch.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ class BrokenGroup(RuntimeError):
 
 
 class Meeting:
-    """The begin of the memory that all share: `Meeting` of csrc/group.hpp."""
+    """The beginning of the shared memory: `Meeting` of csrc/group.hpp."""
 
     def __init__(self, memory: np.ndarray) -> None:
         """
         Args:
-            memory: [bytes] uint8, zeros when the first process came.
+            memory: [bytes] uint8, initially zeros.
         """
         self._words = memory[:MEETING_BYTES].view(np.uint32)
         self._beats = self._words[_native.BEATS // 4 :]
@@ -33,16 +33,16 @@ class Meeting:
         return int(self._words.ctypes.data)
 
     def open(self, size: int) -> None:
-        """Say how many processes there are, before the first exchange."""
+        """Set the number of processes, before the first exchange."""
         self._words[1] = size
 
     @property
     def broken(self) -> bool:
-        """Whether one of the processes is gone: what was computed since is worth nothing."""
+        """Whether one of the processes is gone: everything computed since then is invalid."""
         return bool(self._words[0])
 
     def give_up(self) -> None:
-        """Let none wait for another any more."""
+        """Stop all waiting between processes."""
         self._words[0] = 1
 
     def arrivals(self, rank: int) -> int:
@@ -50,9 +50,9 @@ class Meeting:
         return int(self._words[_LINE * (1 + rank)])
 
     def beats(self, rank: int) -> int:
-        """Return how often a process has beaten; 0: it has not begun to."""
+        """Return the heartbeat counter of a process; 0: it has not begun."""
         return int(self._beats[rank])
 
     def beat(self, rank: int) -> _native.Heartbeat:
-        """Beat for as long as the result lives."""
+        """Send heartbeats for as long as the result lives."""
         return _native.Heartbeat(self._beats[rank : rank + 1])

@@ -1,4 +1,4 @@
-"""The native kernels as Python calls them: at once, or into a tape."""
+"""Calls of the native kernels from Python: run at once, or recorded to a tape."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvik.kernels.cpu import _native
 from kvik.kernels.cpu.buffers import WeightMemory
 from kvik.kernels.cpu.recording import OnlyViews, Recording
 
-# By name: id, and the names of the arguments in order.
+# Name -> id, and the names of the arguments in order.
 _KERNELS = {
     name: (kernel, tuple(argument for argument, _ in arguments))
     for kernel, (name, arguments) in enumerate(_native.kernels())
@@ -41,9 +41,9 @@ def notices() -> list[str]:
 
 
 class Native:
-    """Kernels of one instruction set, and the threads that run them. Not for two threads at once.
+    """Kernels of one instruction set, and the threads that run them. Not thread-safe.
 
-    The caller has checked shapes and types: kernels read what they are pointed at.
+    The caller must have checked shapes and types: kernels read memory without checks.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class Native:
     ) -> None:
         """
         Args:
-            threads: at most.
+            threads: most threads.
             isa: one of `instruction_sets()`; None: the best.
             memory: for weights; see `WeightMemory`.
-            adapt: recordings run on fewer threads while others keep the cores busy.
+            adapt: recordings run on fewer threads while other processes keep the cores busy.
         """
         self._runtime = _native.Runtime(isa or _native.instruction_sets()[0], threads, adapt)
         self._recording: Recording | None = None
@@ -70,12 +70,12 @@ class Native:
 
     @property
     def working(self) -> int:
-        """Threads that recordings run on, as long as `limit` does not set fewer."""
+        """Threads that recordings run on, unless `limit` sets fewer."""
         return self._runtime.working
 
     @property
     def recording(self) -> bool:
-        """Whether calls are recorded, and nothing runs."""
+        """Whether calls are recorded and not run."""
         return self._recording is not None
 
     def limit(self, threads: int) -> None:
@@ -94,12 +94,12 @@ class Native:
             self._recording.append(number, values)
 
     def rows(self, tensor: Tensor) -> int:
-        """Rows of a tensor, as an argument of `launch`."""
+        """Return the number of rows of a tensor, as an argument of `launch`."""
         count = tensor.shape[0]
         return count if self._recording is None else self._recording.rows(count)
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Room for a kernel's result."""
+        """Return memory for a kernel's result."""
         if self._recording is None:
             return torch.empty(shape, dtype=dtype)
         return self._recording.pool.take(shape, dtype)
@@ -130,7 +130,7 @@ class Native:
         self._runtime.replay(recording.tape, inputs)
 
     def replay_timed(self, recording: Recording, inputs: Sequence[int]) -> list[tuple[str, int]]:
-        """Run a recording: each call's kernel and nanoseconds."""
+        """Run a recording, and return each call's kernel and nanoseconds."""
         times = self._runtime.replay_timed(recording.tape, inputs)
         names = list(_KERNELS)
         return [(names[k], t) for k, t in zip(recording.tape.calls, times, strict=True)]

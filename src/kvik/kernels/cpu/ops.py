@@ -1,4 +1,4 @@
-"""The native rows of `Ops`."""
+"""The native operations of `Ops`."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Drawing:
 
 
 def _addresses(rules: Truncation) -> dict[str, int]:
-    """Return the rules that kernels apply, by the names of their arguments; 0: no row uses it."""
+    """Return addresses of the rules that kernels apply, by argument; 0: no row uses the rule."""
     values = {name: getattr(rules, name) for name in RULES}
     return {name: 0 if value is None else value.data_ptr() for name, value in values.items()}
 
@@ -91,8 +91,8 @@ def scale(native: Native, x: Tensor, factor: float, y: Tensor) -> None:
 
 
 def native_ops(native: Native) -> Ops:
-    """Operations on float32 and bfloat16 tensors whose last axis is dense. What moves blocks of the
-    cache from one place to another is not part of a forward and stays with torch."""
+    """Return operations on float32 and bfloat16 tensors whose last axis is dense. Copying blocks of
+    the cache is not part of a forward, so torch does that."""
     matrices, experts = CpuMatrices(native), CpuExperts(native)
     rows = _Rows(native)
     drawing = Drawing(native)
@@ -130,8 +130,8 @@ def native_ops(native: Native) -> Ops:
 
 
 class _Rows:
-    """Operations row by row. All results are new tensors, but for `rotary`, `softcap`, `penalize`
-    and `mask`."""
+    """Operations row by row. All results are new tensors, except for `rotary`, `softcap`,
+    `penalize` and `mask`."""
 
     def __init__(self, native: Native) -> None:
         self.native = native
@@ -213,7 +213,7 @@ class _Rows:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         y = self.native.empty(*x.shape, dtype=x.dtype)
-        inner = x.shape[1] if x.dim() == 3 else 1  # heads, each normalised on its own
+        inner = x.shape[1] if x.dim() == 3 else 1  # heads, each normalised separately
         self.native.launch(
             "rms_norm",
             x=x.data_ptr(),
@@ -299,7 +299,7 @@ class _Rows:
         return out
 
     def rotary(self, q: Tensor, k: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
-        """In place."""
+        """See `Ops.rotary`; changes q and k in place."""
         self.native.launch(
             "rotary",
             q=q.data_ptr(),
@@ -333,7 +333,7 @@ class _Rows:
 
 
 class _States:
-    """Layers that keep a state of each sequence."""
+    """Operations of layers that keep a state of each sequence."""
 
     def __init__(self, native: Native) -> None:
         self.native = native
@@ -393,7 +393,7 @@ class _States:
         return y
 
     def _places(self, sequences: Sequences) -> dict[str, int]:
-        """Return where sequences and their states are, by the names of arguments."""
+        """Return addresses of the sequences and their states, by argument."""
         return {
             "starts": sequences.starts.data_ptr(),
             "lengths": sequences.lengths.data_ptr(),

@@ -1,4 +1,4 @@
-"""Recording kernel calls to a tape instead of running them, noticing what cannot be recorded."""
+"""Record kernel calls to a tape instead of running them, and detect what cannot be recorded."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class CaptureError(RuntimeError):
 
 
 class Input(int):
-    """A number that is not known before a replay: its index among the replay's inputs."""
+    """A number known only at replay, given by its index among the replay's inputs."""
 
 
 class Recording:
-    """A tape in the making.
+    """A tape being recorded.
 
-    A recorded forward runs on tensors as large as any step's. What differs from step to step is how
-    many rows of them count, and every kernel takes that number as an argument. So the sizes that
-    stand for "rows of this step" are told apart by their value: `sizes` maps each to the index of
-    the replay's input that takes its place.
+    A recorded forward runs on tensors with the size of the largest step. Steps differ only in how
+    many of these rows are used, which every kernel takes as an argument. Sizes that mean "rows of
+    this step" are recognised by their value: `sizes` maps each to the index of the replay's input
+    that replaces it.
     """
 
     def __init__(self, sizes: Mapping[int, int]) -> None:
@@ -42,7 +42,7 @@ class Recording:
         """Return the input of the replay that stands for `count` rows.
 
         Raises:
-            CaptureError: the number of rows is none of the step's sizes.
+            CaptureError: the number of rows is not one of the step's sizes.
         """
         if count not in self._sizes:
             raise CaptureError(f"a kernel over {count} rows, which is no size of a step")
@@ -50,8 +50,8 @@ class Recording:
 
 
 class OnlyViews(TorchDispatchMode):
-    """While a forward is recorded, torch may make views of tensors and nothing else: arithmetic
-    would run once, on buffers without content, and be missing from the tape.
+    """While a forward is recorded, lets torch only make views of tensors: arithmetic would run
+    once, on buffers without content, and be missing from the tape.
 
     Raises:
         CaptureError: from the operation that computes or copies.
@@ -59,7 +59,7 @@ class OnlyViews(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: to skip it, torch would import its compiler (46 MB, half a second)."""
+        """Return False; for True torch would import its compiler (46 MB, half a second)."""
         return False
 
     def __torch_dispatch__(
@@ -73,7 +73,7 @@ class OnlyViews(TorchDispatchMode):
             raise CaptureError(f"{func} has no native kernel")
         result = func(*args, **(kwargs or {}))
         made = [result] if isinstance(result, Tensor) else result
-        # reshape, for one, copies what it cannot view
+        # reshape, for example, copies if it cannot make a view
         if any(_storage(tensor) != _storage(args[0]) for tensor in made):
             raise CaptureError(f"{func} has no native kernel where it copies")
         return result

@@ -1,1 +1,1 @@
-"""The plain-torch meaning of every operation. Clear rather than fast."""
+"""The definition of every operation in plain torch. Clear rather than fast."""

@@ -1,4 +1,4 @@
-"""One token per row by inverse CDF, and what each token's share of the draws is."""
+"""Draw one token per row by inverse CDF, and compute the probability of each token."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from kvik.kernels.ops import Draws, Masks, Penalties, Truncation
 
 # Rules that drop unlikely tokens: top_k, top_p, min_p and typical_p, in this order.
 #
-# They work on weights: probabilities up to a factor per row, the largest weight of a row being 1. A
-# dropped token has weight 0, so each rule sees the renormalised survivors of the rule before it.
+# They work on weights: probabilities up to a factor per row, such that the largest weight of a row
+# is 1. A dropped token has weight 0, so each rule sees the tokens left by the rule before it.
 #
-# Every sum over a row is a cumulative one, because those run in order: a plain reduction may
-# split a long row when it is alone in its batch and then rounds differently from the same row in
-# a larger one.
+# Every sum over a row is a cumulative sum, because that is computed in order: a plain reduction may
+# split a long row when it is alone in its batch, and then round differently from the same row in
+# a larger batch.
 
 
 def truncate(weights: Tensor, rules: Truncation) -> Tensor:
-    """weights: [rows, vocab] float32 -> the same with dropped tokens at 0."""
+    """Apply rules to weights [rows, vocab] float32: dropped tokens become 0."""
     if rules.top_k is not None or rules.top_p is not None:
         weights = _top(weights, rules.top_k, rules.top_p)
     if rules.min_p is not None:
@@ -30,10 +30,10 @@ def truncate(weights: Tensor, rules: Truncation) -> Tensor:
 
 
 def _top(weights: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
-    """Both rules keep the most likely tokens and differ in how many; of equals, the lower ids."""
+    """Apply top_k and top_p, which keep the most likely tokens; of equal ones the lower ids."""
     rows, vocab = weights.shape
     count = weights.new_full((rows,), vocab, dtype=torch.int64) if top_k is None else top_k
-    # How deep each row must be ordered: one beyond what it keeps, to see equals.
+    # How deep to sort each row: one beyond what it keeps, to detect equal weights.
     depth = torch.where(count < vocab, count + 1, 1)
     if top_p is not None:
         depth = torch.where((top_p < 1.0) & (count == vocab), vocab, depth)
@@ -57,7 +57,7 @@ def _top(weights: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
 
 def _typical(weights: Tensor, typical_p: Tensor) -> Tensor:
     """Keep the tokens whose information is nearest to the entropy (Meister et al. 2022): the
-    smallest set that reaches the mass `typical_p`, and what is as near as its last member."""
+    smallest set that reaches the mass `typical_p`, and tokens as near as its last one."""
     share = weights / weights.cumsum(-1, dtype=torch.float64)[:, -1:]  # float64
     entropy = torch.special.entr(share).cumsum(-1)[:, -1:]
     distance = (-share.log() - entropy).abs()
@@ -68,7 +68,8 @@ def _typical(weights: Tensor, typical_p: Tensor) -> Tensor:
     return weights * ((distance <= limit) | (typical_p[:, None] >= 1.0))
 
 
-# On a CPU numpy orders rows 5 to 30 times faster than torch, except for a few of very many values.
+# On a CPU numpy sorts rows 5 to 30 times faster than torch; but topk is faster for few of many
+# values.
 
 
 def _largest(values: Tensor, depth: int) -> Tensor:
@@ -89,7 +90,7 @@ def _ascending_order(values: Tensor) -> Tensor:
 
 
 def penalize(logits: Tensor, penalties: Penalties) -> None:
-    """logits: [rows, vocab] float32, changed in place."""
+    """Apply penalties to logits, [rows, vocab] float32, in place."""
     x = logits.index_select(0, penalties.rows)
     counts = penalties.counts.index_select(0, penalties.seen)
     generated = counts > 0
@@ -102,7 +103,7 @@ def penalize(logits: Tensor, penalties: Penalties) -> None:
 
 
 def mask(logits: Tensor, masks: Masks) -> None:
-    """logits: [rows, vocab] float32, changed in place."""
+    """Apply masks to logits, [rows, vocab] float32, in place."""
     ids = torch.arange(logits.shape[1], device=logits.device)
     allowed = masks.words[:, ids // 32] >> (ids % 32) & 1  # [n, vocab]
     x = logits.index_select(0, masks.rows)
@@ -110,8 +111,8 @@ def mask(logits: Tensor, masks: Masks) -> None:
 
 
 def draw(logits: Tensor, draws: Draws) -> Tensor:
-    """logits [n, vocab] -> [n] int64: the first token whose cumulative weight exceeds u times the
-    total."""
+    """Draw from logits [n, vocab] -> [n] int64: the first token whose cumulative weight exceeds u
+    times the total."""
     weights = _weights(logits, draws.temperature, draws.truncation)
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     # u is at most 1 - 2^-53, so the product is below the total however it is rounded
@@ -120,7 +121,7 @@ def draw(logits: Tensor, draws: Draws) -> Tensor:
 
 
 def probabilities(logits: Tensor, temperature: Tensor, truncation: Truncation) -> Tensor:
-    """logits [n, vocab] -> [n, vocab] float32, what `draw` draws from."""
+    """Return the distribution that `draw` draws from: logits [n, vocab] -> [n, vocab] float32."""
     weights = _weights(logits, temperature, truncation)
     total = weights.cumsum(-1, dtype=torch.float64)[:, -1:]
     return weights.div_(total)

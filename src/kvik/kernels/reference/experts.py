@@ -1,4 +1,4 @@
-"""The choice of experts for each token, and the MLPs of those that were chosen."""
+"""The choice of experts for each token, and the MLPs of the chosen experts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def route(
     choice = scores if correction is None else scores + correction
     if router.groups > 1:
         choice = _of_kept_groups(choice, router)
-    # a stable sort puts the lower id before its equals
+    # A stable sort puts the lower of equal ids first.
     ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : router.active]
     mixes = router.scores == "sparsemixer"
     weights = _among_near(scores, ids, router.jitter) if mixes else scores.gather(1, ids)
@@ -58,7 +58,7 @@ def _among_near(logits: Tensor, ids: Tensor, jitter: float) -> Tensor:
 
 
 def _of_kept_groups(choice: Tensor, router: Router) -> Tensor:
-    """Leave the experts of the best groups: [tokens, experts], -inf for the others."""
+    """Keep the experts of the best groups: [tokens, experts], -inf for the others."""
     grouped = choice.unflatten(-1, (router.groups, -1))  # [tokens, groups, experts of a group]
     best = 1 if router.group_by == "best" else min(2, grouped.shape[-1])
     of_group = grouped.topk(best, dim=-1).values.sum(-1)  # [tokens, groups]
@@ -73,7 +73,7 @@ def expert_set(up: Sequence[Matrix], down: Sequence[Matrix]) -> ExpertSet:
 
 
 def experts_by(linear: Product) -> Callable[..., Tensor]:
-    """Return `Ops.experts` of which each product is a call of `linear`."""
+    """Return an `Ops.experts` that computes each product by a call of `linear`."""
 
     def experts(
         x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertSet, residual: Tensor | None

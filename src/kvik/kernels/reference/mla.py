@@ -1,4 +1,4 @@
-"""Attention over latent vectors, in plain torch: what the kernels must compute."""
+"""Attention over latent vectors in plain torch, which defines the result of the kernels."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def mla_decode(
 ) -> Tensor:
     """Multi-head latent attention with absorbed projections (DeepSeek-V2, 2024, section 2.1.2).
 
-    A token's keys and values of all heads are linear in one latent vector c. So a query goes
-    through W_UK once, and is then multiplied by c: q . (W_UK c) = (W_UK^T q) . c. The result is a
-    mean of latent vectors, which the caller takes through W_UV. In addition, all heads share one
-    key with rotary positions.
+    A token's keys and values of all heads are linear in one latent vector c. So a query is
+    multiplied by W_UK once, and then by c: q . (W_UK c) = (W_UK^T q) . c. The result is a mean of
+    latent vectors, which the caller multiplies by W_UV. In addition, all heads share one key with
+    rotary positions.
 
     Args:
         q_latent: [tokens, heads, latent], W_UK^T q. q_rope: [tokens, heads, rope].
         cache: [blocks, block_size, latent + rope], c and the rotated key of each token.
-        block_table: [sequences, blocks of one]. query_start_loc: [sequences + 1].
-        seq_lens: [sequences]; of each the queries are the last tokens.
+        block_table: [sequences, blocks per sequence]. query_start_loc: [sequences + 1].
+        seq_lens: [sequences]; the queries of each are its last tokens.
 
     Returns:
         [tokens, heads, latent].

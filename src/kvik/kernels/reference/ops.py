@@ -1,4 +1,4 @@
-"""The reference table: what every other implementation is tested against."""
+"""The reference operations, which all other implementations are tested against."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def rotations(high: Tensor, low: Tensor, positions: Tensor, last: int) -> Tensor
 
     Args:
         high: [multiples, head_dim] fp32, cosines and then sines at multiples of n.
-        low: [n, head_dim], those at 0..n - 1.
+        low: [n, head_dim], the same at 0..n - 1.
         positions: [tokens].
-        last: further positions count as this one.
+        last: larger positions count as this one.
     """
     positions = positions.clamp(max=last)
     cos, sin = high[positions // len(low)].chunk(2, dim=-1)
@@ -95,7 +95,7 @@ def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
 
 
 def add(x: Tensor, y: Tensor) -> Tensor:
-    """x + y, of one shape and dtype."""
+    """x + y, of the same shape and dtype."""
     return x + y
 
 
@@ -125,7 +125,7 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
 
 
 def copy_blocks(cache: Tensor, source: Tensor, target: Tensor) -> None:
-    """cache[target[i]] = cache[source[i]], as if all were read before any is written.
+    """Copy cache[target[i]] = cache[source[i]], as if all were read before any is written.
 
     Args:
         cache: [blocks, ...]. source, target: [n] block ids; no target twice.
@@ -141,7 +141,7 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
     square (So et al. 2021).
 
     Args:
-        x: [tokens, dim]; of a paired activation the gate first.
+        x: [tokens, dim]; for a paired activation the gate first.
     """
     act, wide = _ACTIVATIONS[activation], x.float()
     if activation not in PAIRED:
@@ -174,7 +174,7 @@ def clamped_gate(x: Tensor) -> Tensor:
 
 
 def factor_of(activation: Activation, up: Tensor) -> Tensor:
-    """Return what the gate is multiplied with."""
+    """Return the factor of the gate."""
     if activation != "clamped_swiglu":
         return up
     return up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1
@@ -226,7 +226,7 @@ def matrix(spec: MatrixSpec) -> Matrix:
 
 
 def pack_rows(matrix: Matrix, first: int, weight: Weight) -> None:
-    """Copy rows first.. of the weight."""
+    """Copy a weight to rows first.. of the matrix."""
     to = stored_weight(matrix).rows(slice(first, first + weight.outputs)).tensors
     for name, part in weight.tensors.items():
         if name in PER_OUTPUT:
@@ -241,7 +241,7 @@ def fill_order(to: Tensor, order: Tensor) -> None:
     """Set the order of a matrix, which all its rows share; zeros until then.
 
     Raises:
-        ValueError: rows from before have another one.
+        ValueError: rows packed before have another order.
     """
     if bool(to.any()) and not torch.equal(to, order):
         raise ValueError("rows of one matrix have their inputs in different orders")
@@ -249,10 +249,10 @@ def fill_order(to: Tensor, order: Tensor) -> None:
 
 
 def fill_input_scale(to: Tensor, scale: Tensor) -> None:
-    """Widen the scale of a matrix's inputs to that of some of its rows; 0 until then.
+    """Raise the scale of a matrix's inputs to that of some of its rows; 0 until then.
 
-    Fused layers read the same inputs. The largest of their scales cuts nothing that one of them
-    would have kept.
+    Fused layers read the same inputs. With the largest of their scales, no input is clamped more
+    than with one of the others.
     """
     torch.maximum(to, scale.to(to), out=to)
 
@@ -275,13 +275,14 @@ def linear(x: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:
 
 
 def linear_each(x: Tensor, matrix: Matrix, outputs: int) -> Tensor:
-    """x [tokens, heads, inputs] -> [tokens, heads, outputs]: x W^T of each head, by its own W."""
+    """x [tokens, heads, inputs] -> [tokens, heads, outputs]: x W^T with a separate W per head."""
     weight = stored_weight(matrix).dequantized().view(x.shape[1], -1, x.shape[2])[:, :outputs]
     return torch.einsum("thi,hoi->tho", x.float(), weight).to(x.dtype).contiguous()
 
 
 def as_multiplied(x: Tensor, weight: Weight) -> tuple[Tensor, Weight]:
-    """Return x [tokens, inputs] in fp32 as it is multiplied, and the weight in the order of x."""
+    """Return x [tokens, inputs] in fp32, ordered and rounded for the product, and the weight in the
+    order of x."""
     kind = weight.kind
     if weight.order is not None:
         x, weight = x[:, weight.order], weight.plain()
@@ -294,12 +295,12 @@ def as_multiplied(x: Tensor, weight: Weight) -> tuple[Tensor, Weight]:
 
 
 def matrix_rows(matrix: Matrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of the weight: ids [n] -> [n, inputs]."""
+    """Return rows of the weight: ids [n] -> [n, inputs]."""
     return stored_weight(matrix).rows(ids).dequantized().to(dtype)
 
 
 def stored_weight(matrix: Matrix) -> Weight:
-    """Return what `matrix` made."""
+    """Return the `Weight` of a matrix made by `matrix`."""
     assert isinstance(matrix.data, Weight)
     return matrix.data
 

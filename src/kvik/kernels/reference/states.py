@@ -57,13 +57,13 @@ def gated_delta(
 def delta_inputs(
     x: Tensor, gates: Tensor, heads: DeltaHeads, state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return what the delta rule reads of each token, in fp32; the arguments are those of
+    """Return the inputs of the delta rule for each token, in fp32; arguments as in
     `Ops.gated_delta`.
 
     Returns:
         q, k [tokens, value_heads, key_dim] with the scale of scores, v [tokens, value_heads,
-        value_dim], then [tokens, value_heads] each: how far a value goes towards v, and the
-        logarithm of what is left of the state.
+        value_dim], then [tokens, value_heads] each: beta, how far a value moves towards v, and the
+        logarithm of the decay of the state.
     """
     _, value_heads, key_dim, value_dim = state.shape
     keys = heads.key_heads * key_dim
@@ -81,7 +81,8 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def each_sequence(sequences: Sequences) -> Iterator[tuple[slice, int, bool]]:
-    """Yield the tokens of each sequence, the row of its state, and whether it begins here."""
+    """Yield the tokens of each sequence, the row of its state, and whether it begins in this
+    step."""
     starts, rows = sequences.starts.tolist(), sequences.rows.tolist()
     for i, (row, length) in enumerate(zip(rows, sequences.lengths.tolist(), strict=True)):
         count = starts[i + 1] - starts[i]

@@ -1,7 +1,8 @@
 """Activations of feed-forward layers. Everything is computed in fp32 and rounded once, at the end.
 
-Floor: memory. One number is read and one written for each output, and a second one read where gate
-and up are multiplied; a program takes a block of a row, so that few long rows also fill the GPU.
+Floor: memory. One number is read and one written for each output, and a second one is read if gate
+and up are multiplied. A program processes a block of a row, so that few long rows also fill the
+GPU.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def capped(x, cap):
 
 @triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
-    """An activation of fp32, numbered as `ACTIVATIONS` does; of a paired one of the gate alone."""
+    """Apply an activation, numbered as in `ACTIVATIONS`, to fp32; for a paired one, to the gate."""
     if ACTIVATION == 1:
         x = x * sigmoid(x)
     elif ACTIVATION // 2 == 1:
@@ -67,7 +68,7 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def factor_of(up, ACTIVATION: tl.constexpr):
-    """Return what the gate of a paired activation is multiplied with, fp32."""
+    """Return the factor of the gate of a paired activation, fp32."""
     if ACTIVATION == CLAMPED:
         up = tl.where(up > LIMIT, LIMIT, up)
         up = tl.where(up < -LIMIT, -LIMIT, up) + 1.0
@@ -76,7 +77,7 @@ def factor_of(up, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def activate_kernel(x, out, columns, row_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """grid [rows, blocks]; x [rows, columns, or twice as many where gate and up are multiplied]"""
+    """grid [rows, blocks]; x [rows, columns, or twice as many if gate and up are multiplied]"""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < columns

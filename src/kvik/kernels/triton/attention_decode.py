@@ -5,23 +5,23 @@ at once; a second kernel merges their results. The query heads of a KV head are 
 tile (16 at least), so K and V are read once. Several queries, of drafts or of a short chunk, are
 more rows of the tile.
 
-Invariance: where a context is split depends on the sequence alone (`attention_shapes.split`), not
+Invariance: where a context is split depends only on the sequence (`attention_shapes.split`), not
 on the batch; a program takes every `programs`-th split of its sequence, one after the other, so
 that neither short nor many sequences leave programs idle. The tile's rows depend on the sequence's
-own number of queries. So the bits of a sequence do not depend on the batch. (One of several queries
-that fill 64 rows has smaller tiles in a step with trees, and differs by rounding.)
+own number of queries. So the bits of a sequence do not depend on the batch. (A sequence with enough
+queries to fill 64 rows has smaller tiles in a step with trees, and differs by rounding.)
 
 Each split has a result and the logarithm of its total weight; the whole is their weighted mean,
 relative to the largest. Splits are added in their order, in blocks of `AT_ONCE`.
 
 Captured graphs: the grid comes from the host's maxima, lengths are read on the device. A row whose
-seq_len is 0 writes zeros. One of fewer queries than were captured is computed in tiles of the
-captured height, and may differ by rounding from a step of its own.
+seq_len is 0 writes zeros. A sequence with fewer queries than were captured is computed in tiles of
+the captured height, and may differ by rounding from an eager step.
 
-Trees: a query sees of this step's keys those in its word (see attention/base.py).
+Trees: of this step's keys, a query sees those in its word (see attention/base.py).
 
-Sinks of a window are keys of a sequence's first split, with factors of their own (`Attend`). So
-they take no result to merge, and what they take does not grow with the context.
+Sinks of a window are keys of a sequence's first split, with separate factors (`Attend`). So they
+need no additional result to merge, and their cost does not grow with the context.
 
 Floor: memory. Reads context * kv_heads * head_dim * 2 numbers per sequence, and per split and query
 head writes and reads head_dim + 1 numbers of 4 bytes.
@@ -67,7 +67,7 @@ def sequence_of(
     """Divide a sequence into splits, in the same way for the split and the merge kernel.
 
     Args:
-        first_keys: [sequences], before which no query sees any; may be None.
+        first_keys: [sequences], the first key that any query sees; may be None.
 
     Returns:
         first token, queries, keys before them, first key that any query sees, keys of a split,
@@ -92,11 +92,11 @@ def nodes_at(tree, node, inside, cached, words, place):
 
     Args:
         tree: words of the sequence's tokens.
-        node: [n], negative where a key is no node. place: [n], the position of such a key.
+        node: [n], negative if a key is not a node. place: [n], the position of such a key.
         words: [m], of the rows.
 
     Returns:
-        position [n]; [m, n], true also where a key is no node.
+        position [n]; [m, n], also true if a key is not a node.
     """
     is_node = node >= 0
     ancestors = tl.load(tree + node, mask=inside & is_node, other=0)
@@ -108,11 +108,11 @@ def nodes_at(tree, node, inside, cached, words, place):
 
 @triton.jit
 def keys_at(place, inside, tree, is_tree, cached, words, position, TREE: tl.constexpr):
-    """Return the positions of the keys at some places, [n], and which rows see them, [m, n], but
-    for a window.
+    """Return the positions of the keys at some places, [n], and which rows see them apart from
+    windows, [m, n].
 
     Args:
-        inside: [n], which places count. tree, cached, words: as of `nodes_at`.
+        inside: [n], which places count. tree, cached, words: see `nodes_at`.
     """
     visible = inside[None, :]
     where = place
@@ -128,12 +128,12 @@ def keys_at(place, inside, tree, is_tree, cached, words, position, TREE: tl.cons
 
 @triton.jit
 def strip_of(part, first, keys, end, context, sink_end, few, OF_SINKS: tl.constexpr):
-    """Return the first place of a split's keys, and that behind its last; or of the sinks, which
-    the first split has before its own.
+    """Return the first place of a split's keys, and the place after its last; or of the sinks,
+    which the first split processes before its own keys.
 
     Args:
-        first, keys: as of `sequence_of`. end: behind the last key that a row sees.
-        sink_end: behind the last sink. few: nodes of a tree, too, may be sinks.
+        first, keys: see `sequence_of`. end: after the last key that a row sees.
+        sink_end: after the last sink. few: whether nodes of a tree may also be sinks.
     """
     if OF_SINKS:
         ends = tl.where(few, context, tl.minimum(end, sink_end))
@@ -202,7 +202,7 @@ def attention_decode_kernel(
     from (i * heads + h) * splits on.
 
     Args:
-        sink_q: q as the first `sink_keys` keys meet it, where there are sinks.
+        sink_q: q for the first `sink_keys` keys, if there are sinks.
         above, most: only sequences of above + 1 .. most queries are computed.
         DIRECT: no sequence has more than one split, which is the result.
     """
@@ -231,7 +231,7 @@ def attention_decode_kernel(
         rows = operand(tl.load(q + token[:, None] * q_stride + lane, mask=store, other=0.0), DTYPE)
 
     last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, queries - 1)
-    end = cached + last + 1  # behind the last key that a row of the tile sees
+    end = cached + last + 1  # after the last key that a row of the tile sees
     position = cached + query
     is_tree, words = False, None
     if TREE:
@@ -248,7 +248,7 @@ def attention_decode_kernel(
     for part in range(program, splits, programs):
         state = begin(BLOCK_M, BLOCK_D, BLOCK_N if BLOCK_M == 16 else 0)
         for strip in tl.static_range(1 - SUNK, 2):
-            if SUNK:  # loaded where they are needed, as registers hold one of both
+            if SUNK:  # loaded when needed, as registers suffice for only one of both
                 at = q + token[:, None] * q_stride + lane
                 if strip == 0:
                     at = sink_q + token[:, None] * sink_q_stride + lane
@@ -301,10 +301,10 @@ def attention_decode_kernel(
 def merge(
     part_out, part_weight, sinks, head, piece, splits, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Merge the splits of one query head: [BLOCK_D]; 0 where no split saw a key.
+    """Merge the splits of one query head: [BLOCK_D]; 0 if no split saw a key.
 
     Args:
-        sinks: as of `with_sinks`.
+        sinks: see `with_sinks`.
         piece: index of its first split.
     """
     every = tl.arange(0, SPREAD)
@@ -354,7 +354,7 @@ def attention_merge_kernel(
     BLOCK_M: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """grid [heads, most, sequences]; arguments as of `attention_decode_kernel`"""
+    """grid [heads, most, sequences]; arguments as in `attention_decode_kernel`"""
     HEADS: tl.constexpr = GROUP * KV_HEADS
     head = tl.program_id(0)
     query = tl.program_id(1)

@@ -1,8 +1,8 @@
 """Decoding in latent space: multi-head latent attention (DeepSeek-V2, 2024, section 2.1.2).
 
-`kernels/reference/mla.py` says what is computed. All heads share one vector of each token, its
-latent part being key and value at once: a tile of heads (rows) reads it once and multiplies it
-twice. Splits, grid and merge are those of attention_decode.py, with all heads as one group.
+`kernels/reference/mla.py` defines the result. All heads share one vector of each token, whose
+latent part is both key and value: a tile of heads (rows) reads it once and multiplies it twice.
+Splits, grid and merge are as in attention_decode.py, with all heads as one group.
 
 Floor: at 128 heads about 240 FLOPs for each byte read (2 * 128 * (576 + 512) over 1152 bytes of
 bf16), so both memory and tensor cores; with fewer heads memory.
@@ -77,7 +77,7 @@ def mla_decode_kernel(
     TREE: tl.constexpr,
     DIRECT: tl.constexpr,
 ):
-    """grid [programs * tiles, sequences]; arguments as of `attention_decode_kernel`"""
+    """grid [programs * tiles, sequences]; arguments as in `attention_decode_kernel`"""
     DTYPE: tl.constexpr = q_latent.dtype.element_ty
     WIDTH: tl.constexpr = LATENT + ROPE
     program = tl.program_id(0) % programs
@@ -103,7 +103,7 @@ def mla_decode_kernel(
     rows = operand(tl.load(q_latent + at_latent, mask=store, other=0.0), DTYPE)
     rope_rows = operand(tl.load(q_rope + at_rope, mask=rope, other=0.0), DTYPE)
     position = cached + query
-    # behind the last key that a row of the tile sees
+    # after the last key that a row of the tile sees
     end = cached + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // HEADS, queries - 1) + 1
     is_tree = False
     words = query
@@ -150,7 +150,7 @@ def mla_decode_kernel(
 
 @triton.jit
 def seen(tree, start, is_tree, words, position, cached, place, inside, TREE: tl.constexpr):
-    """Return which keys the rows of a sequence see, [m, n]; the rest is as of `nodes_at`"""
+    """Return which keys the rows of a sequence see, [m, n]; other arguments as in `nodes_at`."""
     if TREE:
         node = tl.where(is_tree, place - cached, -1)
         where, among = nodes_at(tree + start, node, inside, cached, words, place)
@@ -181,10 +181,10 @@ def latent_attention(
 ) -> None:
     """Compute attention over latent vectors, which include those of this step.
 
-    A sequence's own number of queries says how tall its tiles are and whether it has splits.
+    A sequence's own number of queries determines the height of its tiles and whether it is split.
 
     Args:
-        q, q_rope, cache: as of `mla_decode`.
+        q, q_rope, cache: see `mla_decode`.
         scale: > 0.
         out: [tokens, heads, latent], contiguous; tokens of other sequences are left as they are.
     """
@@ -211,8 +211,8 @@ def mla_decode(
     most_queries: int = 1,
     longest: int,
 ) -> Tensor:
-    """See `kernels/reference/mla.py`; the cache is contiguous, of a float dtype; of
-    queries the last dimension is.
+    """See `kernels/reference/mla.py`. The cache is contiguous, of a float dtype; the last dimension
+    of queries is contiguous.
 
     Args:
         most_queries, longest: of any sequence, queries and keys, on the host.
@@ -236,7 +236,7 @@ def _launch(
     run: SequenceRun,
     above: int,
 ) -> None:
-    """Of the run's sequences those of more than `above` queries."""
+    """Launch the kernels for the run's sequences of more than `above` queries."""
     heads, latent, rope = q.shape[1], q.shape[2], q_rope.shape[2]
     m = tile_rows(run.queries * heads)
     stacked = ceil_div(run.queries * heads, m)

@@ -1,10 +1,10 @@
-"""Attention of one step over the paged cache: which kernel takes which sequences.
+"""Attention of one step over the paged cache: selects a kernel for each sequence.
 
-Sequences of few queries (decodes, drafts, trees, short chunks) take the split kernel, in a launch
-for each height of tiles, and the rest the prefill kernel, in one launch. Which of them is a matter
-of a sequence's own number of queries. Launches cover a range of the batch and pass over those
-sequences in it that are not theirs, so nothing but plain integers is prepared on the host: no copy
-to the device, no synchronisation, and a step may be captured in a CUDA graph with its maxima.
+Sequences of few queries (decodes, drafts, trees, short chunks) use the split kernel, with a launch
+for each height of tiles; the others use the prefill kernel, in one launch. The choice depends only
+on a sequence's own number of queries. Launches cover a range of the batch and skip sequences that
+belong to other launches, so only plain integers are prepared on the host: no copy to the device, no
+synchronisation, and a step may be captured in a CUDA graph with its maxima.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAX_HEAD_DIM = 512
 
 @dataclass(frozen=True, slots=True)
 class SequenceRun:
-    """The sequences with one number of queries: the range from the first to the last.
+    """The range of sequences that contains all with one number of queries.
 
     Attributes:
         first, last: sequences. start, end: their tokens in the flat batch.
@@ -111,7 +111,7 @@ def runs_of(
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What becomes of the scores of a layer; as in `AttentionSpec`.
+    """How scores of a layer are transformed; as in `AttentionSpec`.
 
     Attributes:
         scale: > 0.
@@ -140,7 +140,7 @@ def paged_attention(
     Args:
         q: [tokens, heads, head_dim], each token's heads contiguous.
         out: [tokens, heads, head_dim], contiguous; tokens of other sequences are left as they are.
-        sink_q: q as sinks of the window meet it, likewise; None: as other keys do.
+        sink_q: q for sinks of the window, likewise; None: the same as for other keys.
 
     Raises:
         ValueError: head_dim is above 512.
@@ -170,7 +170,7 @@ def paged_attention(
 
 
 def joined(runs: Sequence[SequenceRun]) -> SequenceRun:
-    """Return one run that covers all runs, with the largest of each number."""
+    """Return one run that covers all runs, with the largest numbers."""
     return SequenceRun(
         max(run.queries for run in runs),
         min(run.first for run in runs),

@@ -2,8 +2,8 @@
 
 A program has one tile of queries and one KV head, whose query heads share the tile: row i of a
 sequence is query i / group with head i % group, so a tile of 128 rows reads K and V once for all of
-them. A chunk behind a cached prefix is the general case: queries are the last of their context.
-Tiles of keys that no row sees are not visited, and only those that some row does not see are
+them. A chunk after a cached prefix is the general case: queries are the last of their context.
+Tiles of keys that no row sees are skipped, and only tiles that some row does not see completely are
 masked: at the diagonal, and at the lower edge of a window.
 
 Programs find their sequence on the device, by bisection: tiles of sequence i begin at
@@ -37,7 +37,7 @@ from kvik.kernels.triton.kv_load import operand
 
 @triton.jit
 def sequence_at(query_start, tile, first_sequence, sequences, GROUP, BLOCK_M):
-    """(sequence, its first tile), of a tile of the launch."""
+    """Return (sequence, its first tile) for a tile of the launch."""
     base = tl.load(query_start + first_sequence)
     low = first_sequence
     high = first_sequence + sequences - 1
@@ -55,11 +55,11 @@ def sequence_at(query_start, tile, first_sequence, sequences, GROUP, BLOCK_M):
 def first_of(
     lowest, highest, first_keys, sequence, window, sink_keys, BLOCK_N, WINDOW: tl.constexpr
 ):
-    """Return the first key that some row of a tile sees, but for sinks, and the first of a tile of
-    keys from which on all see them.
+    """Return the first key that some row of a tile sees, apart from sinks, and the start of the
+    first tile of keys that is not cut off below for any row.
 
     Args:
-        lowest, highest: positions of the rows. first_keys: as of the kernel.
+        lowest, highest: positions of the rows. first_keys: see the kernel.
     """
     first = 0
     low = 0
@@ -123,10 +123,10 @@ def attention_prefill_kernel(
     """grid [KV heads * tiles]; q, sink_q, out [tokens, heads, HEAD_DIM]
 
     Args:
-        sink_q: q as the first `sink_keys` keys meet it, where there are sinks.
-        first_keys: [sequences], before which no query sees any; may be None.
-        above: sequences of no more queries are left alone.
-        BLOCK_N: keys of a tile; BLOCK_NEAR: where not every row sees all of them.
+        sink_q: q for the first `sink_keys` keys, if there are sinks.
+        first_keys: [sequences], the first key that any query sees; may be None.
+        above: sequences of at most this many queries are skipped.
+        BLOCK_N: keys of a tile that all rows see; BLOCK_NEAR: of other tiles.
     """
     DTYPE: tl.constexpr = q.dtype.element_ty
     HEADS: tl.constexpr = GROUP * KV_HEADS
@@ -152,8 +152,8 @@ def attention_prefill_kernel(
 
     lowest = cached + tile * BLOCK_M // GROUP
     highest = cached + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, queries - 1)
-    # Keys first .. end - 1 are seen by some row, and whole tiles low .. high - 1 by all of them;
-    # those that are sinks are a part of their own, with other factors.
+    # Keys first .. end - 1 are seen by some row, and whole tiles low .. high - 1 by all rows; sinks
+    # are a separate part, with other factors.
     end = highest + 1
     first, low = first_of(lowest, highest, first_keys, sequence, window, sink_keys, BLOCK_N, WINDOW)
     high = tl.maximum((lowest + 1) // BLOCK_N * BLOCK_N, low)

@@ -1,8 +1,8 @@
-"""How attention is divided for a GPU: plain data and arithmetic, for kernels and launchers.
+"""Division of attention for a GPU: plain data and arithmetic, for kernels and launchers.
 
 Nothing is tuned at run time: an answer must not depend on which shape happened to be timed first.
-The numbers are for Hopper by reasoning (bytes in flight, registers), and fit Ampere's smaller
-shared memory; they are not measured on a GPU yet.
+The numbers are derived for Hopper (bytes in flight, registers), and fit Ampere's smaller shared
+memory; they have not been measured on a GPU yet.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import triton.language as tl
 from kvik.kernels.triton.launch import MAX_SHARED, ceil_div, power_of_two
 from kvik.kernels.triton.matrix_shapes import FEW
 
-# Programs that one sequence alone may be spread over: about the multiprocessors of the largest
-# GPUs, and a plain number so that results differ neither between GPUs nor between batches.
+# Programs that a single sequence may be spread over: about the multiprocessors of the largest GPUs,
+# and a constant, so that results differ neither between GPUs nor between batches.
 SPREAD = tl.constexpr(128)
-LEAST_SPLIT = tl.constexpr(128)  # keys; fewer are not worth a program and a row to merge
-# Bytes of shared memory that a program can have, by compute capability: of data centres' GPUs.
-# Consumers' have 99 KiB.
+LEAST_SPLIT = tl.constexpr(128)  # keys; fewer do not justify a program and a row to merge
+# Bytes of shared memory that a program can have, by compute capability of data centre GPUs.
+# Consumer GPUs have 99 KiB.
 SHARED: Mapping[tuple[int, int], int] = {
     (8, 0): 163 << 10,
     (9, 0): MAX_SHARED,
@@ -62,7 +62,7 @@ class Tiles:
 def split_tiles(
     m: int, head_dim: int, itemsize: int, *, tree: bool = False, shared: int = MAX_SHARED
 ) -> Tiles:
-    """Return the tiles of the split kernel, whose time is that of reading K and V.
+    """Return the tiles of the split kernel, whose time is dominated by reading K and V.
 
     Args:
         m: 16, 32 or 64 rows, up to `tallest`. The queries of one decode are 16, the least a tensor
@@ -78,7 +78,7 @@ def split_tiles(
         n //= 2
     if not roomy:
         n //= 2
-    # Two tiles in flight, as a long sequence alone has one program for each multiprocessor.
+    # Two tiles in flight, as a single long sequence has one program for each multiprocessor.
     if roomy and m < TALLEST:
         stages += 2
     if itemsize == 4:  # no tensor cores: keys and values, too, are in registers
@@ -108,7 +108,7 @@ def prefill_tiles(
     block_size: int = 16,
     shared: int = MAX_SHARED,
 ) -> Tiles:
-    """Return the tiles of the prefill kernel, whose time is that of its products.
+    """Return the tiles of the prefill kernel, whose time is dominated by its products.
 
     128 rows for two groups of warps that use the tensor cores alternately. With 128 keys a tile has
     the fewest instructions per product, and Hopper's tensor cores read the fewest operands from
@@ -163,23 +163,23 @@ def shared_memory(device: torch.device) -> int:
 
 
 def block_d(head_dim: int) -> int:
-    """Return the columns of a tile; those behind head_dim are zeros, which are not read."""
+    """Return the columns of a tile; those after head_dim are zeros, which are not read."""
     return max(32, power_of_two(head_dim))
 
 
 def most_queries(group: int, kv_heads: int) -> int:
-    """Return the most queries of a sequence that takes the split kernel.
+    """Return the most queries of a sequence that uses the split kernel.
 
-    Those of a tree always do, and others while their tiles alone would leave half of a GPU idle.
-
-    It does not depend on the batch, so that a sequence's answer does not depend on it either.
+    Trees always use it, and other sequences do while their tiles alone would leave half of a GPU
+    idle. It does not depend on the batch, so that a sequence's answer does not depend on it either.
     """
     return max(SHORT, TALLEST * (SPREAD.value // 2 // kv_heads) // group)
 
 
 def query_classes(group: int, kv_heads: int) -> tuple[int, ...]:
     """Return the most queries of a sequence in a tile of 16, 32 and `TALLEST` rows of the split
-    kernel, each of which is compiled separately; more queries take the prefill kernel."""
+    kernel, each of which is compiled separately; sequences with more queries use the prefill
+    kernel."""
     classes = (16 // group, 32 // group, most_queries(group, kv_heads))
     return tuple(most for most in classes if most > 0)
 
@@ -189,7 +189,7 @@ def lengths(
 ) -> tuple[int, ...]:
     """Return one number of tokens for each class of shapes that a model's forward compiles.
 
-    Of each class it is the largest number, of the last class the smallest, and none exceeds `most`.
+    It is the largest number of each class, for the last class the smallest; none exceeds `most`.
     The largest come first.
 
     Args:
@@ -202,20 +202,20 @@ def lengths(
 
 
 def most_splits(context: int, tiles: int) -> int:
-    """Return what `split` never exceeds, of contexts up to this.
+    """Return an upper bound of the number of splits for contexts up to this.
 
     Args:
-        tiles: of one sequence: KV heads times tiles of rows, at least.
+        tiles: least number per sequence: KV heads times tiles of rows.
     """
     return max(1, min(SPREAD.value // tiles, ceil_div(context, LEAST_SPLIT.value)))
 
 
 @triton.jit
 def split(seen, tiles):
-    """Return the keys of a split and the number of splits, of a sequence that sees `seen` keys.
+    """Return the keys of a split and the number of splits, for a sequence that sees `seen` keys.
 
-    A function of the sequence alone. Sequences of few keys have few splits; of many, as many as
-    spread a single one over a GPU.
+    They depend only on the sequence. Sequences of few keys have few splits; for many keys there are
+    as many as needed to spread a single sequence over a GPU.
     """
     most = tl.maximum(SPREAD // tiles, 1)
     keys = tl.cdiv(tl.cdiv(seen, most), LEAST_SPLIT) * LEAST_SPLIT

@@ -17,8 +17,8 @@ from kvik.kernels.triton.kv_load import load_scales, load_vectors, operand, prod
 
 LOG2_E = math.log2(math.e)
 LOG2 = tl.constexpr(LOG2_E)
-# What queries see of the keys before them: the last ones, those from a multiple of as many on, or
-# the last and the first ones, which are sinks; 0: all.
+# Which keys before them queries see (0: all): the last `window` ones; those from the last multiple
+# of `window` on; or the last ones and the first ones, which are sinks.
 LAST = tl.constexpr(1)
 CHUNK = tl.constexpr(2)
 LAST_AND_SINKS = tl.constexpr(3)
@@ -26,10 +26,10 @@ LAST_AND_SINKS = tl.constexpr(3)
 
 @triton.jit
 def first_seen(position, window, WINDOW: tl.constexpr):
-    """Return the first key that a query at `position` sees, but for sinks; below 0: all.
+    """Return the first key that a query at `position` sees, apart from sinks; below 0: all.
 
     Args:
-        window: number of keys, sinks not among them. WINDOW: not 0.
+        window: number of keys, without sinks. WINDOW: not 0.
     """
     before = position % window if WINDOW == CHUNK else window - 1
     return position - before
@@ -37,12 +37,12 @@ def first_seen(position, window, WINDOW: tl.constexpr):
 
 @triton.jit
 def seen_by(where, position, window, sink_keys, WINDOW: tl.constexpr, OF_SINKS: tl.constexpr):
-    """Return which keys rows see as a window says, [m, n], of those that are not behind them.
+    """Return which keys rows see according to a window, [m, n], ignoring causality.
 
     Args:
         where: [n], positions of keys. position: [m], of rows.
-        window, WINDOW: as of `first_seen`. sink_keys: the first keys of all, that are sinks.
-        OF_SINKS: sinks alone; else all but these.
+        window, WINDOW: see `first_seen`. sink_keys: the number of first keys that are sinks.
+        OF_SINKS: only sinks; else all other keys.
     """
     if OF_SINKS:
         seen = (where < sink_keys)[None, :] & (position >= 0)[:, None]
@@ -55,10 +55,10 @@ def seen_by(where, position, window, sink_keys, WINDOW: tl.constexpr, OF_SINKS: 
 
 @triton.jit
 def begin(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(sums [m, d], largest [m], total) of no keys.
+    """Return the state (sums [m, d], largest [m], total) before any keys.
 
-    total is [m], or [m, BLOCK_N] if that is not 0: then each place of a tile has a total of its
-    own. Where warps share a row, that saves each tile three barriers.
+    total is [m], or [m, BLOCK_N] if that is not 0: then each place of a tile has a separate total.
+    If warps share a row, that saves three barriers per tile.
     """
     sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total = tl.zeros([BLOCK_M, BLOCK_N] if BLOCK_N else [BLOCK_M], tl.float32)
@@ -80,12 +80,12 @@ def weigh(scores, largest, total, scale, GUARDED: tl.constexpr):
 
     Args:
         scores: [m, n] fp32, not yet scaled; -inf where a key is not seen.
-        largest: [m], of the scores so far, not scaled either. total: as of `begin`.
+        largest: [m], of the scores so far, also not scaled. total: see `begin`.
         scale: > 0, with log2(e) folded in.
         GUARDED: whether a row may have seen no key so far, this tile included.
 
     Returns:
-        weights [m, n], factor [m] of what was summed before, largest, total.
+        weights [m, n], factor [m] for the previous sums, largest, total.
     """
     new = tl.maximum(largest, tl.max(scores, 1))
     base = tl.where(new == float("-inf"), 0.0, new) if GUARDED else new
@@ -100,7 +100,7 @@ def weigh(scores, largest, total, scale, GUARDED: tl.constexpr):
 
 @triton.jit
 def unit_of(scale, softcap):
-    """Return what the scores of a state are still to be multiplied by: capped ones are scaled."""
+    """Return the remaining factor of the scores of a state; capped scores are scaled already."""
     return scale if softcap is None else 1.0
 
 
@@ -131,9 +131,9 @@ def attend(
 
     Args:
         q: [m, BLOCK_D], an operand.
-        state: as of `begin`.
-        place: [n], of the keys in their sequence; there are keys at all of them, though places may
-            repeat where no row sees them. visible: [m, n].
+        state: see `begin`.
+        place: [n], places of the keys in their sequence; all are valid, but places that no row sees
+            may repeat others. visible: [m, n].
         scale, softcap: with log2(e) folded in; softcap may be None.
         ALL: every row sees every key, and visible is not used.
     """
@@ -171,7 +171,7 @@ def with_sinks(state, unit, sinks, head):
     """Return (sums, total [m]) after all keys and, unless `sinks` is None, the sink of each row.
 
     Args:
-        state: (sums, largest, total [m]). unit: as of `unit_of`.
+        state: (sums, largest, total [m]). unit: see `unit_of`.
         sinks: [heads] fp32. head: [m], of each row.
     """
     sums, largest, total = state

@@ -1,12 +1,13 @@
 """Draw one token per row by inverse CDF, or return each token's probability, without sorting.
 
-Without rules: the largest logit of each chunk; the weights of each chunk; then one program of a row
-finds the chunk, and in it the token, at which the running sum exceeds u times the total. Three
-launches, and twice the row's logits: the second time, if they fit, from L2. A rule adds a search
-(the search, below). Weights are never written to memory.
+Without rules, one kernel finds the largest logit of each chunk and one sums the weights of each
+chunk; then one program per row finds the chunk, and in it the token, at which the running sum
+exceeds u times the total. That takes three launches and reads the row's logits several times, after
+the first time from L2 if they fit. A rule adds a search (see below). Weights are never written to
+memory.
 
-A row's token depends on that row alone. Tokens of equal logits are dropped from the highest id on;
-weights are compared by the logits they are made of, whose order rounding does not change.
+A row's token depends only on that row. Of tokens with equal logits, those with higher ids are
+dropped first; weights are compared by their logits, whose order rounding does not change.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from torch import Tensor
 from kvik.kernels.ops import Draws, Masks, Penalties, Truncation
 from kvik.kernels.triton.launch import ceil_div, power_of_two
 
-# Which tokens a row keeps, without sorting: a threshold is searched for, digit by digit.
+# Finding the tokens that a row keeps without sorting: the threshold is searched digit by digit.
 #
-# The logits of a row are divided into chunks, one for a program: a single SM would take
-# microseconds to read a row of 128k logits. In a pass each program sums, for each of the sixteen
-# values of the next digit, the weights of its chunk at or above that value; each program of the
-# next pass adds these sums over the chunks, in the same order, and continues below the largest
-# digit that still reaches the target. Eight passes find 32 bits exactly. Sums are in double
-# precision and depend on the row alone.
+# The logits of a row are divided into chunks, one per program: a single SM would take microseconds
+# to read a row of 128k logits. In a pass each program sums, for each of the sixteen values of the
+# next digit, the weights of its chunk at or above that value; each program of the next pass adds
+# these sums over the chunks, in the same order, and continues with the largest digit that still
+# reaches the target. Eight passes find 32 bits exactly. Sums are in double precision and depend
+# only on the row.
 #
 # Floor of a pass: each logit once, 4 bytes and after the first pass from L2, with 16 comparisons
 # and sums. With few rows the time is that of the launches: 8 and a few for each rule.
@@ -45,7 +46,7 @@ UNBOUNDED = tl.constexpr(1 << 40)  # more than there are tokens
 
 @triton.jit
 def key_of(logit):
-    """Map fp32 to int64 in 0..2^32 - 1, in the order of the numbers; equal numbers have one key."""
+    """Map fp32 to int64 in 0..2^32 - 1, preserving order; equal numbers have the same key."""
     bits = tl.where(logit == 0.0, 0.0, logit).to(tl.int32, bitcast=True).to(tl.int64)  # -0 is 0
     return tl.where(bits < 0, -1 - bits, bits + 0x80000000)
 
@@ -69,13 +70,13 @@ def kept_weights(
     chunks, CUT: tl.constexpr, MIN_P: tl.constexpr, TYPICAL: tl.constexpr, CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Return the weights of a chunk that the rules found so far keep.
+    """Return the weights of a chunk after the rules applied so far.
 
     Args:
         highs: [rows, chunks] fp32, largest logits.
-        cut: [rows, 2] int64, the key of the lowest logit that is kept, and how many that equal it.
-        equals: [rows, chunks] int32, how many there are in each chunk.
-        centre, limit: [rows] fp32 and int64, the least nearness to a centre.
+        cut: [rows, 2] int64, the key of the lowest logit that is kept, and how many equal ones are.
+        equals: [rows, chunks] int32, number of such equal logits in each chunk.
+        centre, limit: [rows] fp32 and int64, a centre and the least nearness to it.
 
     Returns:
         ids, weights with dropped ones at 0 (fp32), distances from the top in temperatures, keys.
@@ -105,8 +106,8 @@ def kept_weights(
 
 @triton.jit
 def found(lows, parts, targets, row, chunks, step, CHUNKS: tl.constexpr):
-    """Return the digits of the threshold that the last pass found: from `lows` [rows] int64,
-    `parts` [rows, chunks, digits] fp64 and its step."""
+    """Return the threshold as found by the last pass, from its `lows` [rows] int64, `parts` [rows,
+    chunks, digits] fp64 and step."""
     at, digit = tl.arange(0, CHUNKS), tl.arange(0, DIGITS)
     where = (row * chunks + at)[:, None] * DIGITS + digit[None, :]
     reached = tl.sum(tl.load(parts + where, mask=(at < chunks)[:, None], other=0.0), 0)
@@ -123,8 +124,8 @@ def search_kernel(
 ):  # fmt: skip
     """grid [rows, chunks]: one pass, over keys of logits or (NEAR) nearness to the centre.
 
-    Measured are weights (MASS) or tokens. `lows` and `parts` are of the pass before, `next_...`
-    of this one; `step` is this one's.
+    It sums weights (MASS) or counts tokens. `lows` and `parts` are results of the pass before,
+    `next_...` of this one; `step` is of this one.
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     low = tl.zeros([], tl.int64)
@@ -172,7 +173,7 @@ def tally_kernel(
 def settle_kernel(
     cut, targets, lows, parts, above, heights, chunks, MASS: tl.constexpr, CHUNKS: tl.constexpr
 ):
-    """grid [rows]: the cut is as low as the target demands, unless it was higher already."""
+    """grid [rows]: set the cut as low as the target requires, unless it was higher already."""
     row = tl.program_id(0).to(tl.int64)
     lowest = found(lows, parts, targets, row, chunks, 1, CHUNKS)
     before, allowed = tl.load(cut + 2 * row), tl.load(cut + 2 * row + 1)
@@ -180,7 +181,7 @@ def settle_kernel(
     if MASS:
         height = tl.max(over_chunks(heights, row, chunks, CHUNKS), 0).to(tl.float64)
     missing = tl.load(targets + row) - tl.sum(over_chunks(above, row, chunks, CHUNKS), 0)
-    # A target that is not reached, by rounding or because it is infinite, keeps all tokens.
+    # If the target is not reached, by rounding or because it is infinite, all tokens are kept.
     enough = missing <= height * UNBOUNDED
     height = tl.where(enough & (height > 0.0), height, 1.0)
     wanted = tl.maximum(tl.ceil(tl.where(enough, missing, 0.0) / height), 1.0)
@@ -192,7 +193,7 @@ def settle_kernel(
 
 @triton.jit
 def limit_kernel(limit, targets, lows, parts, chunks, CHUNKS: tl.constexpr):
-    """grid [rows]: the threshold itself"""
+    """grid [rows]: store the threshold itself"""
     row = tl.program_id(0).to(tl.int64)
     tl.store(limit + row, found(lows, parts, targets, row, chunks, 1, CHUNKS))
 
@@ -215,8 +216,8 @@ def sums_kernel(
     chunks, MOMENTS: tl.constexpr, CUT: tl.constexpr, MIN_P: tl.constexpr, TYPICAL: tl.constexpr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """grid [rows, chunks]: what is kept of each chunk weighs, [rows, chunks] fp64, and the same
-    times the distance from the top"""
+    """grid [rows, chunks]: the total weight kept of each chunk, [rows, chunks] fp64, and the same
+    weighted by the distance from the top"""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _, weight, distance, _ = kept_weights(
         logits, highs, temperature, cut, equals, min_p, centre, limit, row, chunk, vocab, stride,
@@ -233,10 +234,10 @@ def sums_kernel(
 def aim_kernel(
     shares, sums, moments, targets, centre, chunks, MOMENTS: tl.constexpr, CHUNKS: tl.constexpr
 ):
-    """grid [rows]: the mass that a rule keeps, infinite where the rule is off; and the entropy.
+    """grid [rows]: the mass that a rule keeps, infinite if the rule is off; and the mean distance.
 
-    A token's information is its distance from the top plus the logarithm of the total, and so is
-    the entropy with the mean distance, by which they differ.
+    A token's information is its distance from the top plus the logarithm of the total, and the
+    entropy is the mean distance plus the same. So distances can be compared instead.
     """
     row = tl.program_id(0).to(tl.int64)
     total = tl.sum(over_chunks(sums, row, chunks, CHUNKS), 0)
@@ -259,7 +260,7 @@ def pick_kernel(
     masses = over_chunks(sums, row, chunks, CHUNKS)
     point = tl.load(uniforms + row) * tl.sum(masses, 0)
     beyond = (tl.cumsum(masses, 0) > point) & (masses > 0.0)
-    # Where rounding leaves no sum beyond the point, the last token with any weight is drawn.
+    # If no sum exceeds the point because of rounding, the last token with any weight is drawn.
     last = tl.max(tl.where(masses > 0.0, at, 0), 0)
     chunk = tl.minimum(tl.min(tl.where(beyond, at, CHUNKS), 0), last)
     before = tl.sum(tl.where(at < chunk, masses, 0.0), 0)
@@ -324,7 +325,7 @@ def probabilities(logits: Tensor, temperature: Tensor, truncation: Truncation) -
 
 @dataclass(slots=True)
 class _Rows:
-    """Rows of logits with what is known of them so far; names as in `kept_weights`."""
+    """Rows of logits and intermediate results; names as in `kept_weights`."""
 
     logits: Tensor
     temperature: Tensor
@@ -382,7 +383,7 @@ class _Rows:
         return *rules, self.chunk, power_of_two(self.highs.shape[1])
 
     def truncate(self) -> None:
-        """Find what the rules keep, one after the other."""
+        """Apply the rules, one after the other."""
         rules = self.rules
         if rules.top_k is not None:
             self._cut(rules.top_k.double(), mass=False)
@@ -392,7 +393,7 @@ class _Rows:
         if rules.typical_p is not None:
             targets = self._aim(rules.typical_p, near=True)
             lows, parts = self._search(targets, mass=True, near=True)
-            # the last digit is read from the sums of the last pass
+            # The last digit is read from the sums of the last pass.
             limit_kernel[(len(self.logits),)](
                 self.limit, targets, lows, parts, self.highs.shape[1], self.flags()[-1]
             )
@@ -423,8 +424,8 @@ class _Rows:
         return targets
 
     def _search(self, targets: Tensor, *, mass: bool, near: bool = False) -> tuple[Tensor, Tensor]:
-        """Return `lows` and `parts` of the last pass. NEAR searches among the kept tokens."""
-        # An even number keeps both rows aligned, else the second would be compiled separately.
+        """Return `lows` and `parts` of the last pass; `near` searches among the kept tokens."""
+        # An even number keeps both rows aligned; otherwise the second would be compiled separately.
         even = len(targets) + len(targets) % 2
         lows = torch.empty(2, even, dtype=torch.int64, device=targets.device)
         parts = [self._empty(torch.float64, 16) for _ in range(2)]
@@ -440,7 +441,7 @@ class _Rows:
         return lows[new], parts[new]
 
     def _cut(self, targets: Tensor, *, mass: bool) -> None:
-        """Keep the largest logits, as many as reach the target."""
+        """Keep the fewest largest logits that reach the target."""
         lows, parts = self._search(targets, mass=mass)
         above, heights = self._empty(torch.float64), self._empty(torch.float32)
         chunks = self.flags()[-1]
@@ -456,7 +457,7 @@ class _Rows:
 
 # Penalties for tokens seen before.
 #
-# Floor: memory. The tables' 5 bytes of each token are read; logits only where a block of a row has
+# Floor: memory. The tables' 5 bytes per token are read; logits only where a block of a row has
 # tokens that were seen.
 
 PENALIZED = 1024  # tokens of a program
@@ -510,13 +511,13 @@ def penalize(logits: Tensor, penalties: Penalties) -> None:
         logits.stride(0),
         penalties.counts.stride(0),
         block,
-        enable_fp_fusion=False,  # each step rounded by itself, as on a CPU
+        enable_fp_fusion=False,  # each operation is rounded separately, as on a CPU
     )
 
 
-# Masks of the tokens that may come.
+# Masks of the allowed tokens.
 #
-# Floor: memory. A bit of each token is read, and a logit is written where it is not set.
+# Floor: memory. One bit per token is read, and a logit is written if the bit is not set.
 
 
 @triton.jit

@@ -1,10 +1,10 @@
-"""Rows of a step by expert: which pairs of a token and one of its experts are multiplied together.
+"""Group the rows of a step by expert: which (token, expert) pairs are multiplied together.
 
-Nothing of it is read on the host, so the grid of the products has as many blocks as any choice of
-experts may need; those that are not needed have no expert.
+The host does not read the result, so the grid of the products has as many blocks as any choice of
+experts may need; unneeded blocks have no expert.
 
-Floor: two launches. The ids, eight bytes for each pair, are read by a program of each expert, from
-the second cache.
+Floor: two launches. The ids, eight bytes per pair, are read by a program per expert, from the L2
+cache.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 
 from kvik.kernels.triton.launch import ceil_div, power_of_two
 
-BLOCK = 1024  # pairs that a program looks at, at a time
-COMPARED, LISTED = 4096, 256  # blocks times experts of a program, and blocks; at most
+BLOCK = 1024  # pairs that a program reads at a time
+COMPARED, LISTED = 4096, 256  # per program: most blocks times experts, and most blocks
 
 
 @triton.jit(do_not_specialize=["pairs"])
 def sort_kernel(ids, order, starts, pairs, BLOCK: tl.constexpr):
     """grid [experts]; ids [pairs] int64 -> order [pairs], by expert and then by pair, and starts
-    [experts], where those of an expert begin in it; int32."""
+    [experts], where the pairs of an expert begin in it; int32."""
     expert = tl.program_id(0)
     lower = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, pairs, BLOCK):
@@ -73,7 +73,7 @@ def blocks_kernel(
 
 @triton.jit
 def block_at(blocks, order, pairs, block, count, BT: tl.constexpr):
-    """Return the expert of a block, -1 for none, and its pairs [BT]; `pairs` behind the last."""
+    """Return the expert of a block, -1 for none, and its pairs [BT]; `pairs` after the last."""
     expert = tl.load(blocks + block)
     at = tl.load(blocks + count + block) + tl.arange(0, BT)
     inside = (at < tl.load(blocks + 2 * count + block)) & (expert >= 0)
@@ -82,9 +82,11 @@ def block_at(blocks, order, pairs, block, count, BT: tl.constexpr):
 
 @dataclass(frozen=True, slots=True)
 class ExpertRows:
-    """Attributes:
-    order: [pairs] int32. Pair p is token p // active with the expert ids[p].
-    blocks: [3, count] int32.
+    """Pairs grouped by expert.
+
+    Attributes:
+        order: [pairs] int32. Pair p is token p // active with the expert ids[p].
+        blocks: [3, count] int32; see `blocks_kernel`.
     """
 
     order: Tensor
@@ -99,7 +101,8 @@ def most_blocks(pairs: int, experts: int, size: int) -> int:
 
 
 def by_expert(ids: Tensor, experts: int, size: int) -> ExpertRows:
-    """
+    """Group pairs by expert.
+
     Args:
         ids: [tokens, active] int64, at least one, contiguous.
         size: pairs of a block.

@@ -1,9 +1,9 @@
 """The MLPs of the experts that a router chose: a launch for each of the two matrices, in which a
 program multiplies a tile of an expert's outputs by a block of its rows.
 
-Where the matrices of all experts are is a table in GPU memory, as it depends on the choice which
-of them a program needs. Words and bytes are multiplied as in dense layers (`linear_words.py`,
-`linear_bytes.py`), but inputs are never split: the experts are programs enough.
+The addresses of all experts' matrices are in a table in GPU memory, since the choice determines
+which of them a program needs. Words and bytes are multiplied as in dense layers
+(`linear_words.py`, `linear_bytes.py`), but inputs are never split: there are enough programs.
 
 Floor: few tokens, the bytes of the chosen experts; many, 2 * tokens * active * rows * inputs FLOPs.
 """
@@ -51,14 +51,14 @@ BIAS = tl.constexpr(5)
 
 @triton.jit
 def _part(table, part: tl.constexpr, expert, experts, dtype: tl.constexpr):
-    """A pointer to a part of an expert's matrix. Every part begins at a multiple of 16 bytes."""
+    """Return a pointer to a part of an expert's matrix; it is a multiple of 16 bytes."""
     address = tl.load(table + part * experts + expert)
     return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
 def _row_of(pair, pairs, PER: tl.constexpr):
-    """Rows of x, [BT] int64. Behind the last pair it is read again; nothing of it is stored."""
+    """Return rows of x, [BT] int64. After the last pair its row repeats, and is not stored."""
     return (tl.minimum(pair, pairs - 1) // PER).to(tl.int64)
 
 
@@ -84,8 +84,8 @@ def float_experts_kernel(
     BT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """grid [tiles of rows, blocks]; x [pairs / PER, inputs], y [pairs, outputs]. Rows of gate stand
-    before those of up, and are multiplied in turns. WHOLE: inputs are whole spans."""
+    """grid [tiles of rows, blocks]; x [pairs / PER, inputs], y [pairs, outputs]. Rows of gate are
+    before those of up, and are multiplied alternately. WHOLE: inputs are whole spans."""
     first = tl.program_id(0) * BO
     expert, pair = block_at(blocks, order, pairs, tl.program_id(1), tl.num_programs(1), BT)
     if expert < 0:
@@ -138,7 +138,7 @@ def word_experts_kernel(
     BT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """grid [tiles of rows, blocks]; the rest as of `float_experts_kernel` and `words_kernel`."""
+    """grid [tiles of rows, blocks]; the rest as in `float_experts_kernel` and `words_kernel`."""
     first = tl.program_id(0) * BO
     expert, pair = block_at(blocks, order, pairs, tl.program_id(1), tl.num_programs(1), BT)
     if expert < 0:
@@ -201,8 +201,8 @@ def byte_experts_kernel(
     BT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """grid [tiles of rows, blocks]; x [tokens, 128 * steps], where tokens are pairs / PER. TURNS:
-    rows of gate stand before those of up. The rest as of `bytes_kernel`."""
+    """grid [tiles of rows, blocks]; x [tokens, 128 * steps], with tokens = pairs / PER. TURNS: rows
+    of gate are before those of up. The rest as in `bytes_kernel`."""
     first = tl.program_id(0) * BO
     expert, pair = block_at(blocks, order, pairs, tl.program_id(1), tl.num_programs(1), BT)
     if expert < 0:
@@ -252,8 +252,8 @@ def pair_inputs_kernel(
     BLOCK: tl.constexpr,
 ):
     """grid [pairs, blocks]; x [pairs / PER, inputs] -> out [pairs, inputs] in the order of the
-    expert's inputs, times weights [pairs] where there are some, and scales [pairs], its calibrated
-    scale; None: there is none."""
+    expert's inputs, times weights [pairs] if not None, and scales [pairs], its calibrated scale;
+    None: there is none."""
     pair = tl.program_id(0).to(tl.int64)
     expert = tl.load(ids + pair)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -295,7 +295,7 @@ def combine_kernel(
     weight = tl.full((ACTIVE_BLOCK,), 1.0, tl.float32)
     if weights is not None:
         weight = tl.load(weights + pair, mask=own, other=0.0)
-    # Its place in the lower digits, so that whatever the ids are, every pair is added once.
+    # With the place in the lower digits, every pair is added exactly once, for any ids.
     ids_and_places = tl.load(ids + pair, mask=own, other=1 << 20).to(tl.int32) * ACTIVE_BLOCK + k
     total = tl.zeros((BLOCK,), tl.float32)
     before = -1
@@ -320,10 +320,10 @@ PIECE = 1024  # elements of a row that a program copies or adds
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Where the matrices of all experts are.
+    """Addresses of the matrices of all experts.
 
     Attributes:
-        up, down: [parts, experts] int64, addresses; 0 for what a matrix does not have.
+        up, down: [parts, experts] int64, addresses; 0 for parts that do not exist.
     """
 
     up: Tensor
@@ -337,7 +337,7 @@ def _table(matrices: Sequence[Matrix]) -> Tensor:
 
 
 def _addresses(matrix: Matrix) -> tuple[int, ...]:
-    """In the order of the table's rows."""
+    """Return the addresses of a matrix's parts, in the order of the table's rows."""
     stored = matrix.data
     assert isinstance(stored, TritonPacked | Weight)
     own: tuple[Tensor | None, ...] = (stored.values, None, None, None, None)
@@ -349,7 +349,7 @@ def _addresses(matrix: Matrix) -> tuple[int, ...]:
 
 
 def _multiplied(matrix: Matrix) -> bool:
-    """Return whether a kernel here multiplies it: not groups that are no multiple of 16."""
+    """Return whether a kernel here multiplies it: groups must be multiples of 16."""
     return isinstance(matrix.data, TritonPacked) or matrix.spec.kind.floats
 
 
@@ -372,8 +372,8 @@ class TritonExperts:
         """See `Ops.experts`.
 
         Raises:
-            RuntimeError: no kernel multiplies such weights, and torch, which reads on the host what
-                was chosen, is to be captured.
+            RuntimeError: no kernel multiplies such weights, and a capture is running, in which
+                torch cannot read the choice on the host.
         """
         tables = experts.data
         if tables is None:
@@ -412,7 +412,7 @@ class TritonExperts:
         return tile_of_experts(pairs, experts, narrow=narrow)
 
     def _how(self, matrix: Matrix) -> int:
-        """Return how bytes are multiplied by x that was rounded."""
+        """Return how bytes are multiplied by rounded x."""
         kind = matrix.spec.kind
         wide = span_of(kind.group) > LEAST_GROUP
         if kind.codes == "int8":
@@ -534,8 +534,8 @@ class TritonExperts:
 
 
 def float_span(tile: Tile, dtype: torch.dtype) -> int:
-    """Inputs of floats that are multiplied at once: fp32 is in registers; of many tokens x takes as
-    much shared memory as the weight."""
+    """Return how many inputs of floats are multiplied at once: fp32 is in registers; for many
+    tokens x takes as much shared memory as the weight."""
     if dtype == torch.float32:
         return 32
     return 64 if tile is MANY else 128
@@ -544,8 +544,8 @@ def float_span(tile: Tile, dtype: torch.dtype) -> int:
 def _pair_inputs(
     x: Tensor, per: int, ids: Tensor, packed: TritonPacked, table: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the inputs of each pair, as its expert orders them, and its scale of them if it is
-    calibrated: x [pairs / per, inputs] -> [pairs, inputs], [pairs]."""
+    """Return the inputs of each pair in its expert's order, and the calibrated scale if there is
+    one: x [pairs / per, inputs] -> [pairs, inputs], [pairs]."""
     pairs, inputs = ids.numel(), x.shape[1]
     out = torch.empty(pairs, inputs, dtype=x.dtype, device=x.device)
     scales = None

@@ -1,11 +1,11 @@
-"""Keys and values out of the paged cache, as operands of tensor cores, in whatever it is stored.
+"""Load keys and values of the paged cache in any format, as operands of tensor cores.
 
-A vector is K or V of one token and KV head; kernels/kv_rounding.py says what the cache holds of it.
-Vectors of few bits are loaded as the integers (or small floats) that they are: those are exact in
-bf16 and fp16, and a vector's scale is a factor of its column of scores, or of its weight, so that
-one multiplication serves the whole vector.
+A vector is K or V of one token and KV head; kernels/kv_rounding.py defines the formats. Vectors of
+few bits are loaded as their integers (or small floats), which are exact in bf16 and fp16. A
+vector's scale is applied to its column of scores, or to its weight, so that one multiplication
+suffices for the whole vector.
 
-Products are taken in the dtype of the queries with fp32 sums; fp32 without TF32.
+Products are computed in the dtype of the queries with fp32 sums; fp32 without TF32.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ KINDS: Mapping[torch.dtype, str] = {
 
 
 def kind_of(cache: torch.Tensor) -> str:
-    """Return what the kernels call the numbers of a cache.
+    """Return the kernels' name for the format of a cache.
 
-    "fp8 bits" where the GPU cannot convert fp8 itself: before compute capability 8.9.
+    It is "fp8 bits" if the GPU cannot convert fp8 itself: before compute capability 8.9.
     """
     kind = KINDS[cache.dtype]
     if kind == "fp8" and (
@@ -45,14 +45,14 @@ def kind_of(cache: torch.Tensor) -> str:
 
 
 def stored(cache: torch.Tensor) -> torch.Tensor:
-    """Return the cache as the kernels take it: fp8 as bytes, since older GPUs have no such
-    pointers."""
+    """Return the cache as an argument of kernels: fp8 as bytes, since older GPUs lack pointers to
+    fp8."""
     return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
 
 
 @triton.jit
 def operand(x, DTYPE: tl.constexpr):
-    """x as a factor of `product`."""
+    """Convert x to a factor of `product`."""
     if INTERPRETED:
         wide = x.to(tl.float32)
         if tl.bfloat16 == DTYPE:
@@ -74,11 +74,12 @@ def product(a, b, total):
 def vectors_at(
     table, at, place, head, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    """Return where the vectors of a sequence's places are: ([n] block, [n] vector in it), uint32.
+    """Return the location of the vectors at a sequence's places: ([n] block, [n] vector in it),
+    uint32.
 
-    Without a sign, quotients are shifts, and one multiplication of 32 by 32 bits makes a pointer of
-    each block. Of whole tiles of whole blocks the second is the same in every tile: it stays in
-    registers that hold pointers anyway.
+    With unsigned numbers, quotients are shifts, and one multiplication of 32 by 32 bits gives the
+    pointer to each block. For whole tiles of whole blocks the second result is the same in every
+    tile, and stays in registers that hold pointers anyway.
 
     Args:
         table: the sequence's row of the block table.
@@ -95,12 +96,12 @@ def vectors_at(
 
 @triton.jit
 def load_scales(k_scales, v_scales, vectors, head, KIND: tl.constexpr, KV_HEADS: tl.constexpr):
-    """Load of keys and of values [n] fp32 scales and [n] int8 zero points of four bits.
+    """Load the scales, [n] fp32, and zero points of four bits, [n] int8, of keys and of values.
 
-    Scales have 16 bits, and what is copied to shared memory ahead of its use has at least 32, so
-    each is loaded with its neighbour. Both sides are one load of at least as many numbers as there
-    are threads, because Triton spreads a smaller one over the layout of the scores, where many
-    threads would load the same.
+    Scales have 16 bits, but copies to shared memory ahead of use have at least 32, so each scale is
+    loaded with its neighbour. Keys and values share one load of at least as many numbers as there
+    are threads, because Triton would spread a smaller load over the layout of the scores, in which
+    many threads load the same number.
     """
     pairs = k_scales.to(tl.pointer_type(tl.int32))
     apart = (v_scales.to(tl.int64) - k_scales.to(tl.int64)) // 4
@@ -131,10 +132,10 @@ def load_vectors(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Load [n, BLOCK_D] numbers as operands, without their scale; 0 behind HEAD_DIM.
+    """Load [n, BLOCK_D] numbers as operands, without their scale; 0 after HEAD_DIM.
 
     Args:
-        zero: as of `load_scales`.
+        zero: see `load_scales`.
     """
     WIDTH: tl.constexpr = HEAD_DIM // 2 if KIND == "int4" else HEAD_DIM
     BLOCK: tl.constexpr = BLOCK_D // 2 if KIND == "int4" else BLOCK_D
@@ -144,7 +145,7 @@ def load_vectors(
     x = tl.load(at) if WIDTH == BLOCK else tl.load(at, mask=(d < WIDTH)[None, :], other=0)
     if KIND == "int4":
         if tl.bfloat16 == DTYPE:
-            # 128 + q by its bits, exact: q is the end of the mantissa of a number as large as 128.
+            # 128 + q from its bits, exact: q is the low end of the mantissa of 128.
             both = ((x.to(tl.int32) * 0x1001) & 0x000F000F) | 0x43004300
             low = both.to(tl.int16).to(tl.bfloat16, bitcast=True)
             high = (both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -158,12 +159,12 @@ def load_vectors(
     elif KIND == "fp8":
         x = x.to(tl.float8e4nv, bitcast=True)
         if tl.bfloat16 == DTYPE:
-            # fp8 becomes fp16 first, and for one of that to bf16 there is only an instruction of a
-            # quarter of the rate or less; to fp32, and two of that to bf16, are common ones.
+            # fp8 is converted to fp16 first. The instruction from fp16 to bf16 has a quarter of the
+            # rate or less; conversions to fp32, and of pairs of fp32 to bf16, are fast.
             x = x.to(tl.float32)
     elif KIND == "fp8 bits":
-        # Moved to where fp16 keeps sign, exponent and mantissa they mean 1/256 of what they did,
-        # denormals included.
+        # At the positions of sign, exponent and mantissa of fp16, the bits mean 1/256 of their
+        # value, denormals included.
         word = x.to(tl.uint16)
         x = (((word & 0x80) << 8) | ((word & 0x7F) << 7)).to(tl.float16, bitcast=True)
     return operand(x, DTYPE)

@@ -1,4 +1,4 @@
-"""Arithmetic that the launchers of the kernels share."""
+"""Arithmetic shared by the launchers of the kernels."""
 
 from __future__ import annotations
 

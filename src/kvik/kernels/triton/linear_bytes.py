@@ -1,13 +1,13 @@
 """Eight-bit weights times x rounded to eight bits, both int8 or both E4M3.
 
-Tensor cores multiply the codes as they are. Integers are summed in 32 bits: over all inputs where
-an output and a token have one scale each (Dettmers et al. 2022, "LLM.int8()", section 2.1), or over
-a group of inputs. E4M3 is summed in what the tensor cores have for 128 inputs at most, and beyond
-in fp32 (DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 3.3.2).
+Tensor cores multiply the codes directly. Integers are summed in 32 bits: over all inputs if an
+output and a token have one scale each (Dettmers et al. 2022, "LLM.int8()", section 2.1), else over
+a group of inputs. E4M3 is summed in the accumulators of the tensor cores for at most 128 inputs,
+then in fp32 (DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 3.3.2).
 
-Integers in groups of 16 are too few for tensor cores of int8, so they are multiplied as fp16, in
-which they and their products are exact. So is E4M3, also where the device cannot multiply it: its
-bits are those of fp16 numbers that are 2^8 times smaller.
+Groups of 16 integers are too short for the int8 tensor cores, so they are multiplied as fp16, in
+which they and their products are exact. The same applies to E4M3, also if the device cannot
+multiply it: its bits are those of fp16 numbers that are 2^8 times smaller.
 
 Floor: for few tokens the bytes of the weights, for many 2 * tokens * rows * inputs operations.
 """
@@ -28,7 +28,7 @@ E4M3_IN_FP16 = tl.constexpr(3)
 
 @triton.jit
 def small_fp16(codes):
-    """Bits of E4M3, int8 -> fp16 numbers that are 2^8 times smaller."""
+    """Convert bits of E4M3, int8, to fp16 numbers that are 2^8 times smaller."""
     wide = codes.to(tl.int16)
     return (((wide & 0x7F) << 7) | (wide & -0x8000)).to(tl.float16, bitcast=True)
 
@@ -52,8 +52,8 @@ def sums_of_bytes(
     SPAN: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Rows o [BO] of a weight times rows `known` [BT] of x, over steps begin..end: [BO, BT] fp32,
-    or int32 where integers have no groups. `scaled` follows. Sizes as of `bytes_kernel`."""
+    """Return rows o [BO] of a weight times rows `known` [BT] of x, over steps begin..end: [BO, BT]
+    fp32, or int32 if integers have no groups. Apply `scaled` to it. Sizes as in `bytes_kernel`."""
     BO: tl.constexpr = o.shape[0]
     BT: tl.constexpr = known.shape[0]
     k = tl.arange(0, SPAN)
@@ -87,7 +87,7 @@ def sums_of_bytes(
 
 @triton.jit
 def scaled(sums, x_scales, scales, o, known, GROUP: tl.constexpr, X_GROUP: tl.constexpr):
-    """Sums times the scales that all inputs share: [BO, BT] fp32."""
+    """Multiply sums by the scales that all inputs share: [BO, BT] fp32."""
     z = sums.to(tl.float32)
     if GROUP == 0:
         z *= tl.load(scales + o)[:, None]
@@ -125,10 +125,10 @@ def bytes_kernel(
     STAGES: tl.constexpr,
 ):
     """grid [tiles, SPLITS]; x [tokens, 128 * steps], values [filled rows, 128 * steps], both int8,
-    or float8_e4m3fn where they are multiplied as that.
+    or float8_e4m3fn if they are multiplied as that.
 
-    scales: [groups, scale_stride]; [scale_stride] where GROUP is 0. x_scales: [groups, tokens] or,
-    where X_GROUP is 0, [tokens].
+    scales: [groups, scale_stride], or [scale_stride] if GROUP is 0. x_scales: [groups, tokens], or
+    [tokens] if X_GROUP is 0.
     """
     pid, split = tl.program_id(0), tl.program_id(1)
     first, first_token = tile_at(pid, rows, tokens, BO, BT)

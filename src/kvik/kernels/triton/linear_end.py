@@ -1,8 +1,8 @@
-"""The end of products of matrices: parts of a sum are added, then bias, activation, residual.
+"""The end of matrix products: parts of a sum are added, then bias, activation, residual.
 
-Where the inputs are cut into splits, so that few tokens occupy the whole GPU, every program leaves
-its part in memory, and the one that arrives last adds them in the order of the splits: the sum
-does not depend on which was last. The counter of arrivals is an integer, and is left at 0.
+If the inputs are divided into splits, so that few tokens occupy the whole GPU, every program writes
+its part to memory, and the last one to arrive adds them in the order of the splits, so the sum does
+not depend on which was last. The counter of arrivals is an integer, and is reset to 0.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ BLOCK = 1024  # outputs of a program of `finish`: 16 bytes of bf16 for each of 1
 
 @triton.jit
 def tile_at(pid, rows, tokens, BO: tl.constexpr, BT: tl.constexpr):
-    """First output and first token of a program. Eight tiles of outputs after each other share what
-    they read of x, and then the same tiles what they read of the weight."""
+    """Return the first output and first token of a program. Eight consecutive tiles of outputs
+    share the part of x that they read, and then the next tokens share the weights."""
     token_tiles = tl.cdiv(tokens, BT)
     band = pid // (8 * token_tiles) * 8
     within, width = pid % (8 * token_tiles), tl.minimum(tl.cdiv(rows, BO) - band, 8)
@@ -33,10 +33,10 @@ def tile_at(pid, rows, tokens, BO: tl.constexpr, BT: tl.constexpr):
 
 @triton.jit
 def sum_of_splits(part, here, partials, arrivals, tile, split, SPLITS: tl.constexpr):
-    """(whether this program is the last of its tile, and if so the sum of all splits).
+    """Return (whether this program is the last of its tile, and if so the sum of all splits).
 
-    part: [BO, BT], int32 or fp32. here: [BT], which tokens there are. partials: SPLITS * BT * BO of
-    its dtype for each tile. arrivals: [tiles] int32, 0.
+    part: [BO, BT], int32 or fp32. here: [BT], which tokens exist. partials: SPLITS * BT * BO of the
+    same dtype for each tile. arrivals: [tiles] int32, 0.
     """
     BO: tl.constexpr = part.shape[0]
     BT: tl.constexpr = part.shape[1]
@@ -49,7 +49,7 @@ def sum_of_splits(part, here, partials, arrivals, tile, split, SPLITS: tl.conste
     last = arrived == SPLITS - 1
     total = part
     if last:
-        # Not through the first cache, which other programs' stores do not reach.
+        # Bypass the L1 cache, which other programs' stores do not update.
         total = tl.load(mine, mask=here, other=0, cache_modifier=".cg")
         for _ in range(1, SPLITS):
             mine += BO * BT
@@ -71,9 +71,11 @@ def end_and_store(
     residual_stride,
     ACTIVATION: tl.constexpr,
 ):
-    """sums: [BO, BT] fp32, of rows first.. and tokens t; of what multiplies pairs, rows of gate and
-    up take turns, while bias [rows] has all of gate first. bias and residual: None if there is
-    none. y: [tokens, outputs]."""
+    """Apply bias, activation and residual to sums, and store them in y, [tokens, outputs].
+
+    sums: [BO, BT] fp32, of rows first.. and tokens t; for paired activations rows of gate and up
+    alternate, while bias [rows] has all of gate first. bias and residual: None if there is none.
+    """
     BO: tl.constexpr = sums.shape[0]
     BT: tl.constexpr = sums.shape[1]
     PAIRED: tl.constexpr = ACTIVATION % 2 == 1
@@ -110,7 +112,7 @@ def finish_kernel(
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """grid [tokens, blocks]; z [tokens, rows], of what multiplies pairs all of gate first"""
+    """grid [tokens, blocks]; z [tokens, rows], for paired activations all of gate first"""
     PAIRED: tl.constexpr = ACTIVATION % 2 == 1
     token = tl.program_id(0).to(tl.int64)
     outputs = rows // 2 if PAIRED else rows
@@ -140,7 +142,7 @@ def finish(
     residual: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """activation(z + bias) + residual, for products that a library has made.
+    """Compute activation(z + bias) + residual, for products computed by a library.
 
     Floor: memory; z is read and y written once.
 

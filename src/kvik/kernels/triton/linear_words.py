@@ -1,10 +1,10 @@
-"""Weights of four or eight bits times unrounded x: outputs are the rows of the product of tensor
-cores, so that the weights, unpacked in registers, need not leave them, and tokens its columns.
+"""Weights of four or eight bits times unrounded x: outputs are the rows of the tensor cores'
+product, so that weights unpacked in registers stay there, and tokens are its columns.
 
-Unpacking adds 16 to integers of four bits. It is subtracted together with the zero point: from
-every weight, or, for few tokens, by a second product with a constant, which uses tensor cores,
-which are idle otherwise, instead of instructions. Both are exact. Scales are applied in
-fp32 to the sums of a group, not to weights.
+Unpacking adds 16 to integers of four bits. This is subtracted together with the zero point: from
+every weight or, for few tokens, by a second product with a constant, which uses the otherwise idle
+tensor cores instead of instructions. Both are exact. Scales are applied in fp32 to the sums of a
+group, not to weights.
 
 Floor: for few tokens the bytes of the words and scales, once; for many 2 * tokens * rows * inputs
 FLOPs.
@@ -61,8 +61,8 @@ def sums_of_words(
     SUBTRACT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Outputs o [BO] of a weight times rows `known` [BT] int64 of x, over steps begin..end:
-    [BO, BT] fp32. Constants and sizes as of `words_kernel`."""
+    """Return outputs o [BO] of a weight times rows `known` [BT] int64 of x, over steps begin..end:
+    [BO, BT] fp32. Constants and sizes as in `words_kernel`."""
     BO: tl.constexpr = o.shape[0]
     BT: tl.constexpr = known.shape[0]
     TILES: tl.constexpr = 4 // planes_of(FORMAT)
@@ -97,9 +97,9 @@ def sums_of_words(
                 if SUBTRACT:
                     part = dot(plus(w, beyond), xs, nothing)
                 elif BT < 16:
-                    # Two sums that do not wait for each other, and one copy of x in registers.
+                    # Two independent sums, and one copy of x in registers.
                     part = dot(w, xs, nothing) + dot(alike(beyond, SPAN), xs, nothing)
-                else:  # four warps together read x from shared memory, and there are many sums
+                else:  # four warps read x from shared memory together, and there are many sums
                     part = dot(w, xs, nothing)
                     part = dot(tl.broadcast_to(beyond, (BO, SPAN)), xs, part)
                 sums += part * scale[:, None]
@@ -149,15 +149,15 @@ def words_kernel(
     """grid [tiles, SPLITS]. A step is 128 inputs: one tile [64, 16] of words for each 64 outputs,
     or two of eight bits.
 
-    scales: [groups, scale_stride] words, fp32 or of E2M1 bytes; [scale_stride] fp32 where GROUP is
+    scales: [groups, scale_stride] words, fp32, or bytes for E2M1; [scale_stride] fp32 if GROUP is
         0.
-    factors: [2, scale_stride] fp32 of MINIMUM, which make scales and minima what they are.
-    WHOLE: inputs are whole steps. SUBTRACT: take 16 + zero off every weight.
+    factors: [2, scale_stride] fp32, for MINIMUM: factors of scales and minima.
+    WHOLE: inputs are whole steps. SUBTRACT: subtract 16 + zero from every weight.
     """
     pid, split = tl.program_id(0), tl.program_id(1)
     first, first_token = tile_at(pid, rows, tokens, BO, BT)
     o, t = first + tl.arange(0, BO), first_token + tl.arange(0, BT)
-    # Tokens behind the last read the last again; their results are not stored.
+    # Tokens after the last read the last one again; their results are not stored.
     known = tl.minimum(t, tokens - 1).to(tl.int64)
     begin = split * split_steps
     end = tl.minimum(begin + split_steps, steps)

@@ -1,11 +1,12 @@
 """Matrices of every kind on a GPU: made, filled, multiplied, read row by row.
 
-Floats are multiplied by cuBLAS, E4M3 with E4M3 for many tokens too, the rest by the kernels here;
-weights in groups that are no multiple of 16, which are rare, by torch, a few rows at a time.
+Floats are multiplied by cuBLAS, and so is E4M3 with E4M3 for many tokens; the rest by the kernels
+here, and weights in groups that are not a multiple of 16, which are rare, by torch, a few rows at a
+time.
 
 The order of a row's sum depends on the kind, the shape and the class of the number of tokens
-(`matrix_shapes.py`: up to 8, 16, 32, 64, more), within which it is the same for any number; of
-what cuBLAS multiplies, on what cuBLAS chooses for the shape, tokens included.
+(`matrix_shapes.py`: up to 8, 16, 32, 64, more), but not on the number within a class. For cuBLAS it
+depends on the algorithm that cuBLAS chooses for the shape, including the number of tokens.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def _scaled(
     OFFSET: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """q of inputs k of a row -> weights, fp32; of INT4 q has 16 too much."""
+    """Scale q of inputs k of a row to weights, fp32; for INT4 q is 16 too large."""
     if GROUP == 0:
         w = q * tl.load(scales + row)
     else:
@@ -250,7 +251,7 @@ def bytes_linear(
 ) -> Tensor:
     """Multiply x rounded to eight bits, [tokens, filled inputs], by a weight in bytes.
 
-    "silu_and_mul" is applied where rows of gate and up alternate.
+    Paired activations are applied only if rows of gate and up alternate.
     """
     spec, kind = matrix.spec, matrix.spec.kind
     assert not spec.paired or interleaved(spec)
@@ -296,19 +297,18 @@ def bytes_linear(
 def float_linear(x: Tensor, values: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:
     """Multiply x [tokens, inputs] by values [rows, inputs] of the same dtype.
 
-    By cuBLAS, which sums in fp32; but where it splits the inputs, torch allows it to add the parts
-    in the dtype. Floor: few tokens, the bytes of the values; many, 2 * tokens * rows * inputs
-    FLOPs.
+    cuBLAS sums in fp32; but if it splits the inputs, torch allows it to add the parts in their
+    dtype. Floor: for few tokens the bytes of the values; for many 2 * tokens * rows * inputs FLOPs.
     """
     spec, bias = matrix.spec, matrix.bias
     if spec.activation is None:
         if residual is not None and bias is None and spec.out_dtype == x.dtype == residual.dtype:
-            return residual.addmm_(x, values.t())  # anywhere else it would be copied first
+            return residual.addmm_(x, values.t())  # not in place, it would be copied first
         if spec.out_dtype == x.dtype:
             z = F.linear(x, values, bias)
             return z if residual is None else z.add_(residual)
     if spec.out_dtype == torch.float32 != x.dtype and x.is_cuda:
-        # Logits as the product had them, not rounded to x's dtype on the way.
+        # Logits straight from the product, not rounded to x's dtype.
         z = torch.mm(x, values.t(), out_dtype=torch.float32)
         return finish(z, bias, spec.activation, residual, spec.out_dtype)
     return finish(F.linear(x, values, bias), None, spec.activation, residual, spec.out_dtype)
@@ -320,7 +320,7 @@ class TritonMatrices:
     def __init__(self, device: torch.device, library: Library | None = None) -> None:
         """
         Args:
-            library: what it can do with E4M3; None: found by asking the device.
+            library: support for E4M3; None: that of the device.
         """
         self.library = library or library_of(device)
 
@@ -332,7 +332,7 @@ class TritonMatrices:
         """See `Ops.pack_rows`.
 
         Raises:
-            ValueError: rows from before have their inputs in another order.
+            ValueError: rows packed before have their inputs in another order.
         """
         if isinstance(matrix.data, TritonPacked):
             fill(matrix.spec, matrix.data, first, weight)
@@ -414,7 +414,7 @@ class TritonMatrices:
         matrix: Matrix,
         residual: Tensor | None,
     ) -> Tensor:
-        """Multiply by E4M3. Gate and up do not alternate: another kernel applies "silu_and_mul"."""
+        """Multiply by E4M3. Gate and up do not alternate: `finish` applies paired activations."""
         spec, library = matrix.spec, self.library
         x_group = kind.group if kind.activations == "group" else 0
         filled = packed.values.shape[1]

@@ -1,10 +1,10 @@
-"""Sizes of the tiles of matrix products, and into how many splits their inputs are cut: by the kind
-of product, the class of the number of tokens and the shape alone, so that a row's sum has one order
-in a class.
+"""Sizes of the tiles of matrix products, and the number of splits of their inputs. They depend only
+on the kind of product, the class of the number of tokens and the shape, so that a row's sum has one
+order in a class.
 
 The numbers follow from counting instructions, registers and bytes in flight, for a GPU of about 132
-processors that needs 24 to 32 KiB in flight on each to keep its memory busy. They are not tuned on
-one yet.
+processors that needs 24 to 32 KiB in flight on each to keep its memory busy. They have not been
+tuned on one yet.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class Tile:
     """Sizes of a tile of a product.
 
     Attributes:
-        outputs, tokens: of a program.
-        stages: steps of 128 inputs that it has loaded or is loading.
-        splits: of the inputs, at most. Only of tiles that all tokens fit into.
+        outputs, tokens: per program.
+        stages: steps of 128 inputs that are loaded or being loaded.
+        splits: most splits of the inputs; only for tiles that all tokens fit into.
     """
 
     outputs: int
@@ -33,35 +33,35 @@ class Tile:
 
 LEAST_OUTPUTS = 32  # of a tile
 
-# Few tokens: the time is that of reading weights. 64 outputs and 128 inputs of four bits are 4 KiB,
-# of which each program has three on the way, and about six programs fit on a processor. Classes
+# Few tokens: reading weights dominates the time. 64 outputs and 128 inputs of four bits are 4 KiB;
+# each program has three such tiles in flight, and about six programs fit on a processor. Classes
 # differ by the unused columns that tensor cores compute. Parts of sums are written and read once,
-# 4 bytes for each token, so the more tokens, the fewer splits, to keep them few bytes.
+# 4 bytes per token, so with more tokens there are fewer splits, to limit these bytes.
 FEW = (
     Tile(outputs=64, tokens=8, num_warps=4, stages=4, splits=16),
     Tile(outputs=64, tokens=16, num_warps=4, stages=4, splits=16),
     Tile(outputs=64, tokens=32, num_warps=4, stages=4, splits=8),
     Tile(outputs=64, tokens=64, num_warps=4, stages=3, splits=4),
 )
-# Of four bits with zero points instructions are nearly as scarce as bytes: most unpack, and the
-# rest (x, addresses, waiting) is shared by twice the outputs. A warp's step of 8 KiB is 321
-# instructions by the assembler's count, where two of 64 outputs are 434.
+# For four bits with zero points, instructions are nearly as scarce as bytes: most unpack, and the
+# others (x, addresses, waiting) are shared by twice the outputs. A warp's step of 8 KiB takes 321
+# instructions by the assembler's count; two steps of 64 outputs take 434.
 FEW_INT4 = Tile(outputs=128, tokens=8, num_warps=4, stages=4, splits=16)
-# Many tokens: the time is that of the tensor cores. 128 x 128 sums are 64 registers of 256 threads.
+# Many tokens: the tensor cores dominate the time. 128 x 128 sums are 64 registers of 256 threads.
 MANY = Tile(outputs=128, tokens=128, num_warps=8, stages=3)
-# What needs a second product of the same size (groups with minima), or registers for conversions
-# (E4M3 as fp16), has half as many sums.
+# Kinds that need a second product of the same size (groups with minima), or registers for
+# conversions (E4M3 as fp16), have half as many sums.
 MANY_NARROW = Tile(outputs=128, tokens=64, num_warps=8, stages=3)
 # fp32 is multiplied without tensor cores, with both factors in registers.
 FEW_FP32 = Tile(outputs=LEAST_OUTPUTS, tokens=8, num_warps=4, stages=2, splits=16)
 MANY_FP32 = Tile(outputs=64, tokens=32, num_warps=8, stages=2)
 
-PROGRAMS = 512  # that occupy the GPU: about four for each processor
-LEAST_STEPS = 4  # of 128 inputs in a split: less would be spent on filling the pipeline
+PROGRAMS = 512  # enough to occupy the GPU: about four per processor
+LEAST_STEPS = 4  # of 128 inputs per split; shorter ones would mostly fill the pipeline
 
 
 def tile_for(tokens: int, *, narrow: bool = False, fp32: bool = False, int4: bool = False) -> Tile:
-    """Return the smallest tile that takes all tokens, or else one that is repeated."""
+    """Return the smallest tile that holds all tokens, or one that is repeated."""
     if fp32:
         return FEW_FP32 if tokens <= FEW_FP32.tokens else MANY_FP32
     if int4 and tokens <= FEW_INT4.tokens:
@@ -75,10 +75,10 @@ def tile_for(tokens: int, *, narrow: bool = False, fp32: bool = False, int4: boo
 def tile_of_experts(
     pairs: int, experts: int, *, narrow: bool = False, fp32: bool = False, int4: bool = False
 ) -> Tile:
-    """Return the tile for as many tokens as an expert has on average.
+    """Return the tile for the mean number of tokens per expert.
 
     Args:
-        pairs: of a token and one of its experts.
+        pairs: number of (token, expert) pairs.
     """
     return tile_for(ceil_div(pairs, experts), narrow=narrow, fp32=fp32, int4=int4)
 
@@ -89,8 +89,8 @@ def tokens_of_experts(experts: int, active: int) -> set[int]:
 
 
 def splits_for(tile: Tile, rows: int, steps: int) -> int:
-    """Return a power of two: until the programs occupy the GPU, as long as splits have enough
-    steps."""
+    """Return the number of splits, a power of two: enough to occupy the GPU, as long as splits have
+    enough steps."""
     row_tiles = ceil_div(rows, tile.outputs)
     most = min(tile.splits, steps // LEAST_STEPS)
     splits = 1

@@ -1,12 +1,11 @@
 """Normalisation. Everything is computed in fp32 and rounded once, at the end.
 
-Floor: memory, each number is read and written once. A whole row is in registers; a program
-takes several short ones, such as the heads that Qwen3 normalises.
+Floor: memory; each number is read and written once. A whole row is in registers; a program
+processes several short rows, such as the heads that Qwen3 normalises.
 
-The residual is not added here: the product before a norm ends with that sum, in place in the
-residual stream (`linear`), which is then read once, here. A norm that added would read the product
-and the stream and write the stream and its result: five numbers for each of the hidden state, where
-the product and a plain norm move four, in as many launches.
+The residual is not added here: the product before a norm adds it, in place in the residual stream
+(`linear`), which is then read once, here. With the addition in the norm, product and norm together
+would move five numbers per element of the hidden state instead of four, in as many launches.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from torch import Tensor
 
 from kvik.kernels.triton.launch import ceil_div, power_of_two
 
-TILE = 1024  # numbers of a program, where rows are shorter
-LONGEST = 65536  # numbers of a row, which has to fit the registers of a program
+TILE = 1024  # numbers per program, if rows are shorter
+LONGEST = 65536  # numbers of a row, which must fit into the registers of a program
 
 
 @triton.jit
@@ -88,7 +87,7 @@ def _normalise(
 
     Args:
         x: [..., dim].
-        vectors: weight and bias, as the kernel takes them. options: that come last.
+        vectors: weight and bias, in the kernel's order. options: last arguments.
     """
     x, inner, outer_stride, inner_stride = _as_rows(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -1,4 +1,4 @@
-"""The table of operations on a GPU. torch keeps those it does as well in one launch."""
+"""The operations on a GPU. Those that torch does as well in one launch are left to torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvik.kernels.triton.matrix import TritonMatrices
 
 
 def triton_ops(device: torch.device) -> Ops:
-    """Return the table for one device: a GPU, or a CPU with Triton's interpreter."""
+    """Return the operations for one device: a GPU, or a CPU with Triton's interpreter."""
     matrices = TritonMatrices(device)
     experts = TritonExperts(matrices)
     table = Ops(

@@ -1,19 +1,18 @@
 """The layout of quantised matrices in GPU memory.
 
 **Words** (weights that unrounded x is multiplied by): 16 words of 32 bits of an output are 64
-neighbouring bytes, those of 64 outputs a tile of 4 KiB, and the tiles of 64 outputs follow each
-other along the inputs. So a program reads memory from one end to the other, 16 bytes for each
-thread. Word c of a tile, plane p: the weights of inputs 32 p + 2 c in its lower and 32 p + 2 c + 1
-in its upper half, four bits at 4 p or eight at 8 p; in groups of 16 those of inputs 32 p + c and 32
-p + 16 + c.
+contiguous bytes; those of 64 outputs are a tile of 4 KiB, and the tiles of 64 outputs follow each
+other along the inputs. So a program reads memory sequentially, 16 bytes per thread. Word c of a
+tile, plane p: the weights of inputs 32 p + 2 c in its lower and 32 p + 2 c + 1 in its upper half,
+four bits at 4 p or eight at 8 p; with groups of 16, of inputs 32 p + c and 32 p + 16 + c.
 
 **Bytes** (weights that x rounded to eight bits is multiplied by): rows of outputs, unchanged.
 
-Both: inputs are filled up to whole steps of 128 and outputs to whole tiles of 128 with zeros.
-Scales: [groups, outputs], so that those of a tile of outputs are neighbours. With zero points the
-four lowest bits of an fp32 scale are the zero point; with minima, both are fp16, in a word, times
-factors of the output that are powers of two; those of E2M1 are bytes (E8M0). "silu_and_mul": rows
-of gate and up alternate, where the kernel that multiplies applies it.
+Both: inputs are padded with zeros to whole steps of 128, and outputs to whole tiles of 128. Scales:
+[groups, outputs], so that the scales of a tile of outputs are contiguous. With zero points the four
+lowest bits of an fp32 scale are the zero point; with minima, both are fp16, in a word, times
+factors of the output that are powers of two; for E2M1 they are bytes (E8M0). For paired
+activations, rows of gate and up alternate if the kernel that multiplies applies the activation.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from kvik.kernels.triton.scaled_mm import SQUARE
 from kvik.kernels.weights import DTYPES, SYMMETRIC_ZERO, Matrix, MatrixSpec, Weight, scale_dtype
 from kvik.spec.weight_kind import WeightKind
 
-# Which rows of an E4M3 weight have the same scales: libraries take one for a square block, or for
-# the whole, while a matrix is filled by runs of rows, in any order, each with scales of its own.
+# Which rows of an E4M3 weight have the same scales: libraries need one scale per square block, or
+# for the whole, while a matrix is filled by runs of rows, in any order, with a scale per row.
 
 
 @dataclass(slots=True)
@@ -42,8 +41,8 @@ class Squares:
 
     Attributes:
         scales: [rows / 128, inputs / 128 up to a multiple of 4] fp32, of each first row.
-        equal: of each block, whether all of its rows have these scales.
-        everywhere: whether they have in all blocks. Known on the host, as it decides which
+        equal: for each block, whether all of its rows have these scales.
+        everywhere: whether that is true for all blocks. Known on the host, as it decides which
             kernel multiplies.
     """
 
@@ -125,8 +124,8 @@ def over(spec: MatrixSpec, parts: Parts) -> Matrix:
 GPU = Packing("gpu-1", layout, parts, over)
 
 
-STEP = 128  # inputs that are always there
-ROW_STEP = 128  # outputs likewise
+STEP = 128  # inputs are padded to a multiple of this
+ROW_STEP = 128  # and outputs to a multiple of this
 TILE_ROWS = 64
 TILE_WORDS = 16  # of an output
 LEAST_GROUP = 16
@@ -138,16 +137,16 @@ class TritonPacked:
 
     Attributes:
         values: words [row tiles, word tiles, 64, 16] int32, or bytes [rows, inputs] int8 or
-            float8_e4m3fn, filled up.
-        scales: [groups, rows], or [rows] if the group is 0; fp32, or int32 that
-            also holds a zero point or minimum, or uint8 of E2M1.
+            float8_e4m3fn, padded.
+        scales: [groups, rows], or [rows] if the group is 0; fp32, or int32 that also holds a zero
+            point or minimum, or uint8 for E2M1.
         factors: [2, rows] fp32 of scales and minima; None: there are no minima.
         order: [inputs] int32; None: unchanged.
         input_scale: [1] fp32 of calibrated activations.
-        squares: scales of square blocks, of E4M3 in groups of 128, where x has such groups too.
-        whole: of E4M3, where x has a calibrated scale.
+        squares: scales of square blocks, for E4M3 in groups of 128, if x has such groups too.
+        whole: for E4M3, if x has a calibrated scale.
         arrivals: [row tiles] int32, zeros between two products: see `linear_end.py`. So products
-            with one matrix follow each other, on one stream or on several that wait.
+            with one matrix must not overlap: they use one stream, or streams that wait.
     """
 
     values: Tensor
@@ -161,29 +160,30 @@ class TritonPacked:
 
 
 def in_words(kind: WeightKind) -> bool:
-    """Return whether x stays as it is."""
+    """Return whether x is not rounded, and so the weight is stored in words."""
     return not kind.floats and kind.activations == "float"
 
 
 def interleaved(spec: MatrixSpec) -> bool:
-    """Return whether rows of gate and up alternate. Those of E4M3 times E4M3 do not: a library
-    multiplies them too, which takes scales of square blocks alone."""
+    """Return whether rows of gate and up alternate. For E4M3 times E4M3 they do not: a library
+    multiplies them too, which supports only scales of square blocks."""
     return spec.paired and (in_words(spec.kind) or spec.kind.codes == "int8")
 
 
 def span_of(group: int) -> int:
-    """Inputs that are multiplied at once: the largest of 16, 32, 64, 128 that divides the group."""
+    """Return how many inputs are multiplied at once: the largest of 16, 32, 64, 128 that divides
+    the group."""
     return min(group & -group, STEP) if group else STEP
 
 
 def is_packed(spec: MatrixSpec) -> bool:
-    """Return whether the kernels here multiply it. Not floats, and not groups that tensor cores
-    cannot take: torch does, from the weight as it is."""
+    """Return whether the kernels here multiply it. Floats, and groups unsuitable for tensor cores,
+    are multiplied by torch, from the unpacked weight."""
     return not spec.kind.floats and spec.kind.group % LEAST_GROUP == 0
 
 
 def empty(spec: MatrixSpec) -> TritonPacked:
-    """Filled with zeros, as the inputs beyond the last must be."""
+    """Return a weight of zeros, as the inputs beyond the last must be zeros."""
     kind = spec.kind
 
     def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -207,13 +207,13 @@ def empty(spec: MatrixSpec) -> TritonPacked:
 
 
 def fill(spec: MatrixSpec, packed: TritonPacked, first: int, weight: Weight) -> None:
-    """Rows first.. of it.
+    """Fill rows first.. of a packed weight.
 
     Raises:
-        ValueError: rows from before have their inputs in another order.
+        ValueError: rows packed before have their inputs in another order.
     """
     device = packed.values.device
-    # As it was read; the device makes words of it.
+    # Copied unpacked; the device packs the words.
     parts = {name: part.to(device) for name, part in weight.tensors.items()}
     weight = Weight(weight.kind, **parts)
     if weight.order is not None:
@@ -230,7 +230,7 @@ def fill(spec: MatrixSpec, packed: TritonPacked, first: int, weight: Weight) -> 
         words = words_of(weight, packed.values.shape[1])
         packed.values[rows // TILE_ROWS, :, rows % TILE_ROWS] = words
     else:
-        # Bytes, as rows of eight-bit floats cannot be written at indices everywhere.
+        # As bytes, since not every device can write rows of eight-bit floats at indices.
         raw = packed.values.view(torch.uint8)
         raw[rows, : spec.inputs] = weight.values.view(torch.uint8)
     scales, factors = _scales(weight)
@@ -269,7 +269,7 @@ def words_of(weight: Weight, tiles: int) -> Tensor:
 
 
 def _scales(weight: Weight) -> tuple[Tensor, Tensor | None]:
-    """Scales [rows] or [rows, groups] as they are kept, and factors [2, rows]."""
+    """Return scales [rows] or [rows, groups] as they are stored, and factors [2, rows]."""
     assert weight.scales is not None
     kind = weight.kind
     scales = weight.scales.to(scale_dtype(kind))
@@ -281,11 +281,11 @@ def _scales(weight: Weight) -> tuple[Tensor, Tensor | None]:
     if kind.codes == "int4":
         bits = scales.view(torch.int32)
         points = SYMMETRIC_ZERO if weight.zeros is None else weight.zeros.to(torch.int32)
-        # Nineteen of its digits are kept, rounded half up: of numbers that have no more of them
-        # nothing is lost, and infinity does not become NaN.
+        # Nineteen binary digits are kept, rounded half up: nothing is lost of numbers with no more
+        # digits, and infinity does not become NaN.
         return ((bits + (bits & 8)) & -16) | points, None
     if kind.codes == "fp8":
-        # Its bits are not looked at for NaN when it is multiplied: the scale says it.
+        # Products do not check the bits for NaN, so the scale becomes NaN.
         nan = (weight.values.view(torch.uint8) & 0x7F) == 0x7F
         if kind.group:
             missing = scales.shape[1] * kind.group - nan.shape[1]
@@ -296,8 +296,9 @@ def _scales(weight: Weight) -> tuple[Tensor, Tensor | None]:
 
 
 def _in_fp16(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """[rows, groups] -> factors [rows], powers of two, and int16 [rows, groups], bits of fp16: the
-    largest of a row is just below 2^15, so that numbers 2^28 times smaller keep eleven digits."""
+    """Convert [rows, groups] to factors [rows], powers of two, and int16 [rows, groups], bits of
+    fp16. The largest of a row is just below 2^15, so that numbers 2^28 times smaller keep eleven
+    binary digits."""
     exponent = torch.frexp(numbers.abs().amax(1))[1].clamp(-110, 127)
     wide = torch.ldexp(numbers, (15 - exponent)[:, None])
     factors = torch.ldexp(torch.ones_like(numbers[:, 0]), exponent - 15)
@@ -328,7 +329,7 @@ def _up(n: int, to: int) -> int:
 
 
 def unfilled(spec: MatrixSpec) -> Matrix:
-    """See `Ops.matrix`. Biases of floats have their dtype, as cuBLAS wants; others are fp32."""
+    """See `Ops.matrix`. Biases of floats have their dtype, as cuBLAS requires; others are fp32."""
     if not is_packed(spec):
         return plain_matrix(spec)
     bias = torch.empty(spec.rows, dtype=torch.float32, device=spec.device) if spec.bias else None

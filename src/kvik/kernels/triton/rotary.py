@@ -1,9 +1,9 @@
-"""Norms of heads, rotary positions, and K and V on their way into the cache, in one launch.
+"""Normalise heads, apply rotary positions, and store K and V in the cache, in one launch.
 
-Floor: memory. Of each token q is read and written in place, k and v are read once and written to
-the cache once, normalised, rotated and rounded on the way; k is written nowhere else, as attention
-reads it from the cache. A program takes a tile of heads of q, of k or of v of one token, about 1024
-numbers, so that a single token also keeps several SMs busy. At one token the launch is the time.
+Floor: memory. For each token q is read and written in place; k and v are read once, normalised,
+rotated and rounded, and written to the cache once. k is written only there, as attention reads it
+from the cache. A program processes a tile of heads of q, k or v of one token, about 1024 numbers,
+so that a single token also keeps several SMs busy. For one token the launch dominates the time.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _halves(x, head, heads, at, inside, DIM: tl.constexpr):
 @triton.jit
 def _normalised(low, high, weight, eps, at, inside, DIM: tl.constexpr, dtype: tl.constexpr):
     """Normalise each head by its root mean square and the weight [DIM]; rounded as if it had been
-    written. low, high: 0 behind the end of a half."""
+    written to memory. low, high: 0 after the end of a half."""
     scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / DIM + eps)[:, None]
     first = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)[None, :]
     second = tl.load(weight + DIM // 2 + at, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -101,7 +101,7 @@ def _keep(
         low, high = _normalised(low, high, weight, eps, at, inside, DIM, x.dtype.element_ty)
     if TURNED:
         low, high = _turn(low, high, rotation, at, inside, DIM)
-        low = low.to(x.dtype.element_ty).to(tl.float32)  # as if it had been written
+        low = low.to(x.dtype.element_ty).to(tl.float32)  # as if written to memory
         high = high.to(x.dtype.element_ty).to(tl.float32)
     mask = mask & (slot >= 0)
     first = slot * heads  # vectors of the cache before this token
@@ -129,7 +129,8 @@ def _keep(
 
 @triton.jit
 def _pairs(codes, HALF: tl.constexpr):
-    """[rows, half] codes of four bits -> [rows, half / 2] bytes, the first in the low bits."""
+    """Pack [rows, half] codes of four bits into [rows, half / 2] bytes, the first in the low
+    bits."""
     even, odd = tl.split(tl.reshape(codes, (codes.shape[0], HALF // 2, 2)))
     return even | (odd << 4)
 
@@ -163,7 +164,7 @@ def store_kernel(
     DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, TURNED: tl.constexpr,
     NORMED: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """grid [tokens, tiles of q (where it is changed), then of k, then of v]"""
+    """grid [tokens, tiles of q (if it is changed), then of k, then of v]"""
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     at = tl.arange(0, HALF)
@@ -226,12 +227,12 @@ def keep_queries(
     scale: float,
     most: int,
 ) -> None:
-    """Do as `attention.base.keep_queries`, by the numbers on the device.
+    """Do the same as `attention.base.keep_queries`, with numbers read on the device.
 
     Args:
-        q: [tokens, heads, head_dim], turned. ring: [slots, last, heads, head_dim] fp32.
+        q: [tokens, heads, head_dim], rotated. ring: [slots, last, heads, head_dim] fp32.
         state_rows: [sequences], rows of the ring; below 0: nothing is kept.
-        most: queries of a sequence.
+        most: most queries of a sequence.
     """
     q = _with_whole_heads(q)
     last, width = ring.shape[1], ring.shape[2] * ring.shape[3]
@@ -278,12 +279,12 @@ def rotate_and_store(
 
     Args:
         q [tokens, heads, head_dim]; k, v [tokens, kv_heads, head_dim]: head_dim is even. q is
-            overwritten; k is not, as only the cache gets what was changed.
+            overwritten; k is not, as the changed k is written only to the cache.
         rotation: [tokens, head_dim] fp32, cosines, then sines; None: nothing is rotated.
         caches: of k and v, [blocks, block_size, kv_heads, head_dim], in four bits
             [..., head_dim / 2], contiguous. In four bits head_dim is a multiple of 4.
-        scales: of both, [blocks, block_size, kv_heads], where caches are rounded.
-        slots: [tokens] int64, the position of each token; -1: it is stored nowhere.
+        scales: of both, [blocks, block_size, kv_heads], if caches are rounded.
+        slots: [tokens] int64, the position of each token; -1: it is not stored.
         norms: of the heads of q and k: both weights [head_dim], and eps (`Ops.rms_norm`).
 
     Returns:
@@ -294,7 +295,7 @@ def rotate_and_store(
     half, tile = _tile(dim, kv_heads)
     kind = "float" if scales is None else _KINDS[caches[0].dtype]
     k_cache, v_cache = (c.view(torch.uint8) if kind == "fp8" else c for c in caches)
-    # the bits of scales; where there are none, nothing is written to them
+    # The bits of scales; without scales these are placeholders that are not written.
     k_scales, v_scales = caches if scales is None else (s.view(torch.int16) for s in scales)
     turned, normed = rotation is not None, norms is not None
     q_weight, k_weight, eps = norms or (None, None, 0.0)
@@ -316,6 +317,6 @@ def _tile(dim: int, heads: int) -> tuple[int, int]:
 
 
 def _with_whole_heads(x: Tensor) -> Tensor:
-    """Return x [tokens, heads, head_dim] with each token contiguous; tokens may be apart."""
+    """Return x [tokens, heads, head_dim] with each token contiguous; tokens may be strided."""
     whole = x.stride(2) == 1 and x.stride(1) == x.shape[2]
     return x if whole else x.contiguous()

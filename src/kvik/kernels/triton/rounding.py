@@ -1,9 +1,9 @@
-"""Rounding of x, and of K and V as kernels/kv_rounding.py rounds them, to the bit.
+"""Rounding of x, and of K and V with exactly the bits of kernels/kv_rounding.py.
 
 Everything is explicit: products are not fused with sums (launch with enable_fp_fusion=False),
-divisions are IEEE's, and E4M3 and bfloat16 are computed from the bits of fp32, so that Ampere,
-Hopper and Triton's interpreter give the same. A vector is in two tiles of equal shape, low [rows,
-half] and high [rows, half], the halves that a rotation mixes; elements behind its end are 0.
+divisions follow IEEE, and E4M3 and bfloat16 are computed from the bits of fp32, so that Ampere,
+Hopper and Triton's interpreter give the same bits. A vector is in two tiles of equal shape, low
+[rows, half] and high [rows, half], the halves that a rotation mixes; elements after its end are 0.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from kvik.kernels.kv_rounding import LEAST as _LEAST
 from kvik.kernels.kv_rounding import MOST as _MOST
 from kvik.kernels.triton.launch import ceil_div, power_of_two
 
-# x rounded to eight bits, a scale for each token and group of inputs: what int8 and E4M3 matrices
-# are multiplied with.
+# x rounded to eight bits, with a scale for each token and group of inputs, for products with int8
+# and E4M3 matrices.
 #
-# Scales are absmax / 127 or / 448, by an IEEE division, and 1 where all is 0; integers are
-# rounded half to even. The scale of a token with NaN or infinity is NaN, and so is its result;
-# where the scale is given, infinity is clamped, and NaN is NaN in E4M3 too, because a library with
-# one scale for all tokens could not show it otherwise. Floor: memory; x is read
-# twice, the second time from a cache.
+# Scales are absmax / 127 or / 448, by an IEEE division, or 1 if all values are 0; integers are
+# rounded half to even. The scale of a token with NaN or infinity is NaN, and so is its result. If
+# the scale is given, infinity is clamped, and NaN is NaN in E4M3 too, because a library with one
+# scale for all tokens could not represent it otherwise. Floor: memory; x is read twice, the second
+# time from a cache.
 
-MOST_STEPS = 4096  # numbers of a program at a time: of a token, of several, or of several groups
+MOST_STEPS = 4096  # numbers that a program processes at a time, of one or more tokens or groups
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def _finite(x):
 
 @triton.jit
 def _codes(x, scale, E4M3: tl.constexpr):
-    """-> int32 in -127..127, or the bits of E4M3. scale: broadcasts to x."""
+    """Round x / scale to int32 in -127..127, or to the bits of E4M3. scale: broadcasts to x."""
     q = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
     q = tl.where(q == q, q, 0.0)  # its scale is NaN
     if E4M3:
@@ -48,7 +48,7 @@ def _codes(x, scale, E4M3: tl.constexpr):
 
 @triton.jit
 def _scale(size, nothing, E4M3: tl.constexpr):
-    """absmax -> scale; nothing: 0, or NaN if a number is no number or infinite."""
+    """Return the scale for absmax; nothing: 0, or NaN if a number is NaN or infinite."""
     most: tl.constexpr = 448.0 if E4M3 else 127.0
     scale = tl.div_rn(size, tl.full(size.shape, most, tl.float32))
     return tl.where(scale == 0.0, 1.0, scale) + nothing
@@ -71,7 +71,7 @@ def round_tokens_kernel(
     BLOCK: tl.constexpr,
 ):
     """grid [tokens / TOKENS]; x [tokens, inputs], out [tokens, filled] bytes, scales [tokens].
-    given: fp32, [1] or, with EACH, [tokens]; None: found here."""
+    given: fp32 scales, [1] or, with EACH, [tokens]; None: computed here."""
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     here = token < tokens
     rows, here_too = x + token[:, None] * x_stride, here[:, None]
@@ -142,9 +142,9 @@ def round_tokens(
 
     Args:
         x: [tokens, inputs]; rows may be strided.
-        filled: inputs of the result, those beyond x are 0.
+        filled: inputs of the result; those beyond x are 0.
         group: inputs that share a scale; 0: all of a token.
-        scale: fp32, [1] for all or [tokens]; None: found here. Only without groups.
+        scale: fp32, [1] for all or [tokens], only without groups; None: computed here.
 
     Returns:
         codes [tokens, filled] int8 or float8_e4m3fn, scales [tokens], or [groups, tokens] fp32.
@@ -156,7 +156,7 @@ def round_tokens(
     stride = x.stride(0)
     if tokens and group:
         block = power_of_two(group)
-        # not fewer for few groups, or each number of groups would be compiled separately
+        # Not fewer for few groups, otherwise each number of groups would be compiled separately.
         count = max(1, MOST_STEPS // block)
         grouped: Any = round_groups_kernel[(ceil_div(scales.numel(), count),)]
         grouped(x, out, scales, tokens, inputs, filled, shape[0], stride, group, e4m3, count, block)
@@ -176,13 +176,13 @@ MOST = tl.constexpr(_MOST)
 
 @triton.jit
 def nearest(x):
-    """Half to even, for |x| < 2^22: beyond 1.5 * 2^23 floats are integers."""
+    """Round half to even, for |x| < 2^22: floats beyond 1.5 * 2^23 are integers."""
     return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def bf16_bits(x):
-    """fp32 -> the bits of the nearest bfloat16, int32 in 0..65535."""
+    """Return the bits of the bfloat16 nearest to fp32, int32 in 0..65535."""
     bits = x.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return tl.where(x != x, 0x7FC0, rounded) & 0xFFFF
@@ -190,10 +190,10 @@ def bf16_bits(x):
 
 @triton.jit
 def e4m3_bits(x):
-    """fp32 in -448..448 -> the bits of the nearest float8_e4m3fn, int32 in 0..255."""
+    """Return the bits of the float8_e4m3fn nearest to fp32 in -448..448, int32 in 0..255."""
     bits = x.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
-    # Three bits of mantissa, and an exponent that counts from -7 instead of -127.
+    # Three bits of mantissa, and an exponent with bias 7 instead of 127.
     normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
     # Below 2^-6 steps are 2^-9 wide.
     small = nearest(size.to(tl.float32, bitcast=True) * 512.0).to(tl.int32)
@@ -211,7 +211,7 @@ def vector_sizes(low, high):
 
 @triton.jit
 def round_in_eight_bits(low, high, FP8: tl.constexpr):
-    """-> codes of low and high, int32 [rows, half], and the bits of scales in bfloat16 [rows]."""
+    """Return codes of low and high, int32 [rows, half], and bits of bfloat16 scales [rows]."""
     most: tl.constexpr = 448.0 if FP8 else 127.0
     size = vector_sizes(low, high)
     usable = (size >= LEAST) & (size <= MOST)
@@ -231,12 +231,13 @@ def round_in_eight_bits(low, high, FP8: tl.constexpr):
 
 @triton.jit
 def round_in_four_bits(low, high):
-    """-> codes of low and high, int32 [rows, half] in 0..15, and words of scale and zero point."""
+    """Return codes of low and high, int32 [rows, half] in 0..15, and words of scale and zero
+    point."""
     size = vector_sizes(low, high)
     usable = (size >= LEAST) & (size <= MOST)
     least = tl.minimum(tl.minimum(tl.min(low, 1), tl.min(high, 1)), 0.0)
     most = tl.maximum(tl.maximum(tl.max(low, 1), tl.max(high, 1)), 0.0)
-    # Each divided first: the difference of two finite numbers may be infinite.
+    # Divide each first: the difference of two finite numbers may be infinite.
     scale = most * (1.0 / 15.0) - least * (1.0 / 15.0)
     scale = tl.where(usable, scale, tl.where(size < LEAST, 0.0, size))
     bits = scale.to(tl.int32, bitcast=True)

@@ -1,7 +1,7 @@
 """The choice of experts for each token.
 
-Floor: a launch; the logits are read once, and a warp searches those of a token in its registers,
-once for each expert that the token gets.
+Floor: a launch; the logits are read once, and a warp searches the logits of a token in registers,
+once for each expert chosen.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from kvik.kernels.triton.activation import sigmoid
 from kvik.kernels.triton.launch import power_of_two
 from kvik.spec.experts import SCORES, Router
 
-BEHIND = tl.constexpr(0x7FFFFFFF)  # behind all ids
-MOST = tl.constexpr(3.4028234663852886e38)  # of fp32
+BEHIND = tl.constexpr(0x7FFFFFFF)  # larger than all ids
+MOST = tl.constexpr(3.4028234663852886e38)  # largest fp32 number
 
 
 @triton.jit
 def _numbers(x):
-    """NaN, which only a correction can bring, comes before all others as infinity does."""
+    """Replace NaN, which only a correction can cause, by infinity, so that it sorts first."""
     return tl.where(x != x, float("inf"), x)
 
 
 @triton.jit
 def _first_best(x, ids, AXIS: tl.constexpr):
-    """Return the largest number and, of the ids that have it, the least."""
+    """Return the largest number and the lowest id that has it."""
     best = tl.max(x, AXIS, keep_dims=True)
     return best, tl.min(tl.where(x == best, ids, BEHIND), AXIS, keep_dims=True)
 
@@ -38,7 +38,7 @@ def _first_best(x, ids, AXIS: tl.constexpr):
 def _of_kept_groups(
     choice, GROUPS: tl.constexpr, SIZE: tl.constexpr, KEPT: tl.constexpr, TWO: tl.constexpr
 ):
-    """choice [groups, experts of a group], -inf where the group is not among the best."""
+    """Return choice [groups, experts of a group], with -inf in groups not among the best."""
     GROUP_BLOCK: tl.constexpr = choice.shape[0]
     SIZE_BLOCK: tl.constexpr = choice.shape[1]
     place = tl.arange(0, SIZE_BLOCK)[None, :]
@@ -79,7 +79,7 @@ def route_kernel(
 ):
     """grid [tokens]; logits [tokens, EXPERTS], correction and each_scale [EXPERTS] or None, ids and
     weights [tokens, ACTIVE]. The experts of a group are a row of a tile. SCORES: index in `SCORES`.
-    TWO: a group is as good as its best two."""
+    TWO: the score of a group is the sum of its best two."""
     token = tl.program_id(0).to(tl.int64)
     SIZE: tl.constexpr = EXPERTS // GROUPS
     group, place = tl.arange(0, GROUP_BLOCK)[:, None], tl.arange(0, SIZE_BLOCK)[None, :]

@@ -1,8 +1,8 @@
-"""Kernels that move rows, and that find the largest of each row.
+"""Kernels that move rows, and that find the largest number of each row.
 
-Floor: memory. What is moved is read and written once, whatever its type, as the largest integers
-that its rows are made of. Many programs search a row of logits for the largest number: one SM
-reads 0.1 TB/s or less, and a row of 128k logits is 512 KiB.
+Floor: memory. Rows are read and written once, as the largest integers that they consist of,
+whatever their dtype. Many programs search a row of logits for the largest number: one SM reads
+0.1 TB/s or less, and a row of 128k logits is 512 KiB.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def scatter_kernel(rows, ids, out, dim, BLOCK: tl.constexpr):
 
 @triton.jit
 def _largest(values, ids):
-    """Return the largest number and the least id that has it; NaN if there is one."""
+    """Return the largest number and the lowest id that has it; NaN if there is one."""
     nan = tl.max((values != values).to(tl.int32), 0)
     numbers = tl.where(values != values, float("-inf"), values)
     top = tl.max(numbers, 0)
@@ -98,10 +98,10 @@ def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
 
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """See `Ops`; a token with slot -1 is not stored. Tokens may be apart in memory."""
+    """See `Ops`; a token with slot -1 is not stored. Tokens may be strided."""
     k, v = (x if x.dim() == 2 and x.stride(1) == 1 else x.flatten(1) for x in (k, v))
     k_cache, v_cache = (cache.flatten(0, 1).flatten(1) for cache in (k_cache, v_cache))
-    if not v.shape[1]:  # of latent vectors, which are K and V
+    if not v.shape[1]:  # latent vectors, which are both K and V
         v, v_cache = k, k_cache
     k, v, k_cache, v_cache = _as_integers(k, v, k_cache, v_cache)
     dim = k.shape[1]
@@ -112,7 +112,7 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
 
 
 def copy_blocks(cache: Tensor, source: Tensor, target: Tensor) -> None:
-    """See `Ops`: by way of a copy, as a block may be source and target."""
+    """See `Ops`; rows are copied first, as a block may be both source and target."""
     blocks = cache.flatten(1)
     rows, kept = _as_integers(blocks, gather_rows(blocks, source))
     dim = rows.shape[1]
@@ -144,5 +144,5 @@ def _as_integers(*rows: Tensor) -> list[Tensor]:
     numbers = [n for x in rows for n in (x.shape[1], x.stride(0), x.storage_offset())]
     while size < 8 and all(n * item % (2 * size) == 0 for n in numbers):
         size *= 2
-    # first to integers of the same size: torch views no fp8 as wider numbers
+    # First as integers of the same size: torch cannot view fp8 as wider numbers.
     return [x.view(_INTEGERS[item]).view(_INTEGERS[size]) for x in rows]

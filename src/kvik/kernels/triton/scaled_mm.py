@@ -1,10 +1,10 @@
 """E4M3 times E4M3 by cuBLAS, through torch: scales of rows, of the whole, or of square blocks.
 
-What torch 2.11 to 2.13 ask for (aten/src/ATen/native/cuda/ScaledBlas.cpp): x by rows, the weight by
-columns, both with multiples of 16 inputs and outputs; fp32 scales of the whole as [1] each; those
-of rows as [tokens, 1] and [1, outputs] with a bfloat16 result; those of blocks as [tokens, blocks]
-with tokens next to each other and a multiple of 4 of them, and [blocks of inputs, blocks of
-outputs] with inputs next to each other, filled up to a multiple of 4, on Hopper alone.
+Requirements of torch 2.11 to 2.13 (aten/src/ATen/native/cuda/ScaledBlas.cpp): x row-major, the
+weight column-major, both with multiples of 16 inputs and outputs; fp32 scales of the whole as [1]
+each; scales of rows as [tokens, 1] and [1, outputs] with a bfloat16 result; scales of blocks as
+[tokens, blocks], contiguous in tokens, whose number is a multiple of 4, and [blocks of inputs,
+blocks of outputs], contiguous in inputs and padded to a multiple of 4, only on Hopper.
 
 Floor: 2 * tokens * rows * inputs operations at twice the rate of bf16.
 """
@@ -44,7 +44,7 @@ def scaled_mm(
 def product(
     codes: Tensor, x_scales: Tensor, values: Tensor, scales: Tensor, multiply: Product = scaled_mm
 ) -> Tensor:
-    """Multiply, where each row of the weight and each token has a scale.
+    """Multiply with a scale for each row of the weight and each token.
 
     Args:
         codes: [tokens, inputs]. values: [rows, inputs]; both E4M3.
@@ -61,9 +61,9 @@ def product(
 def product_of_wholes(
     codes: Tensor, x_scale: Tensor, values: Tensor, scale: Tensor, multiply: Product = scaled_mm
 ) -> Tensor:
-    """Multiply, where the whole weight has one scale and all tokens have one.
+    """Multiply with one scale for the whole weight and one for all tokens.
 
-    So do calibrated layers that were not joined with others, whose scales differ.
+    This is for calibrated layers that were not fused with others, whose scales differ.
 
     Args:
         codes: [tokens, inputs]. values: [rows, inputs]; both E4M3.
@@ -79,10 +79,11 @@ def product_of_wholes(
 def product_of_blocks(
     codes: Tensor, x_scales: Tensor, values: Tensor, scales: Tensor, multiply: Product = scaled_mm
 ) -> Tensor:
-    """Multiply, where square blocks of the weight have a scale, and as many inputs of each token.
+    """Multiply with a scale for each square block of the weight, and for each 128 inputs of a
+    token.
 
     Args:
-        codes: [tokens, inputs], tokens filled up to a multiple of 4. values: [rows, inputs]; E4M3.
+        codes: [tokens, inputs], tokens padded to a multiple of 4. values: [rows, inputs]; E4M3.
         x_scales: [inputs / 128, tokens]. scales: [rows / 128, inputs / 128 up to a multiple of 4];
             both fp32.
 
@@ -95,13 +96,13 @@ def product_of_blocks(
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """What a device and its libraries can do with E4M3.
+    """Support for E4M3 by a device and its libraries.
 
     Attributes:
-        tensor_cores: multiply it at all.
+        tensor_cores: they can multiply it.
         rows: `product` and `product_of_wholes` can be called.
         blocks: `product_of_blocks` can be called.
-        multiply: by what.
+        multiply: the function that multiplies.
     """
 
     tensor_cores: bool
@@ -111,7 +112,8 @@ class Library:
 
 
 def library_of(device: torch.device) -> Library:
-    """On anything but a GPU kernels run in Triton's interpreter, which has no products of E4M3."""
+    """Return the support of a device. Without a GPU, kernels run in Triton's interpreter, which has
+    no products of E4M3."""
     if device.type != "cuda":
         return Library(tensor_cores=False, rows=False, blocks=False)
     capability = torch.cuda.get_device_capability(device)

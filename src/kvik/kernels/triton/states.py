@@ -1,8 +1,8 @@
 """Layers that keep a state of each sequence: a short convolution and the gated delta rule.
 
-Both go token by token, so that no result depends on how a prompt is cut. Floor: memory. A state is
-read once and written once, and inputs and outputs once; in between it stays in registers. The
-tokens of a long prompt follow one another, which takes longer than that.
+Both process token by token, so that results do not depend on how a prompt is cut into chunks.
+Floor: memory. A state is read once and written once, and so are inputs and outputs; in between it
+stays in registers. The tokens of a long prompt are processed in sequence, which takes longer.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from kvik.kernels.ops import DeltaHeads, Gate, Sequences
 from kvik.kernels.triton.activation import MOST, sigmoid
 from kvik.kernels.triton.launch import ceil_div, power_of_two
 
-CHANNELS = 256  # of a program that convolves
-COLUMNS = 32  # of a head's state, for each program
+CHANNELS = 256  # per program of the convolution
+COLUMNS = 32  # of a head's state, per program
 UNIT_EPS = 1e-6
 
 
@@ -26,7 +26,7 @@ def gated_kernel(
     x, gate, out, columns, x_stride, gate_stride,
     BY: tl.constexpr, ONE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """grid [rows, blocks]; x [rows, columns], gate the same or, where ONE, a column; BY: 0 nothing,
+    """grid [rows, blocks]; x [rows, columns], gate the same or, if ONE, one column; BY: 0 nothing,
     1 SiLU, 2 sigmoid"""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

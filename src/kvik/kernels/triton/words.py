@@ -1,13 +1,13 @@
 """Weights of four or eight bits in words, unpacked in registers.
 
-A word of 32 bits holds weights of one output; sixteen words of it hold 32 inputs in each of their
-"planes" (four planes of four bits, two of eight), so that a plane is unpacked with a shift and an
-AND for two weights at once, into the layout of registers that tensor cores take. `packed.py`
-describes the layout of the words.
+A word of 32 bits holds weights of one output; sixteen of its words hold 32 inputs in each of their
+"planes" (four planes of four bits, two of eight). So a plane is unpacked with a shift and an AND
+for two weights at once, into the register layout that tensor cores need. `packed.py` describes the
+layout of the words.
 
-Integers of four bits become 16 + q by their bits alone: q is the upper mantissa of a number whose
-exponent is that of 16. Small floats (E4M3, E2M1) become larger ones likewise, with an exponent that
-is corrected afterwards.
+Integers of four bits become 16 + q by bit operations: q is the upper mantissa of a number with the
+exponent of 16. Small floats (E4M3, E2M1) become larger ones likewise, with an exponent that is
+corrected afterwards.
 
 Frantar et al. 2024, "MARLIN: Mixed-Precision Auto-Regressive Parallel Inference on Large Language
 Models", section 3.
@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Triton's interpreter keeps bf16 as words, with which it cannot calculate.
+# Triton's interpreter stores bf16 as words, with which it cannot calculate.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 # Formats of words.
@@ -35,7 +35,7 @@ MINIMUM = tl.constexpr(2)
 
 @triton.constexpr_function
 def planes_of(FORMAT):
-    """Return how many weights a half of a word holds."""
+    """Return how many weights half of a word holds."""
     return 4 if FORMAT in (INT4, E2M1) else 2
 
 
@@ -60,7 +60,7 @@ def _times(w, number: tl.constexpr):
 
 @triton.jit
 def _halves(both, dtype: tl.constexpr):
-    """Bits of two numbers of 16 bits in each word."""
+    """Split words into the two 16-bit numbers that each contains."""
     low, high = both.to(tl.int16), (both >> 16).to(tl.int16)
     return low.to(dtype, bitcast=True), high.to(dtype, bitcast=True)
 
@@ -69,8 +69,8 @@ def _halves(both, dtype: tl.constexpr):
 def _and_or(bits, MASK: tl.constexpr, BITS: tl.constexpr):
     """(bits & MASK) | BITS, words.
 
-    One instruction for all three operands; it takes one constant, and the assembler does not move
-    the other one to a register by itself.
+    One instruction for all three operands. It allows only one constant, and the assembler does not
+    move the other one to a register by itself.
     """
     if INTERPRETED:
         return (bits & MASK) | BITS
@@ -81,7 +81,7 @@ def _and_or(bits, MASK: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _int4_plane(words, PLANE: tl.constexpr, dtype: tl.constexpr):
-    """-> two tiles of 16 + q, of the weights in the lower and the upper halves of the words."""
+    """Return two tiles of 16 + q, of the weights in the lower and the upper halves of the words."""
     if dtype == tl.bfloat16:  # q goes to bits 3..6
         shifted = words << 3 if PLANE == 0 else words >> (4 * PLANE - 3)
         low, high = _halves(_and_or(shifted, 0x00780078, 0x41804180), dtype)
@@ -96,15 +96,15 @@ def _int4_plane(words, PLANE: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _int8_plane(words, PLANE: tl.constexpr, dtype: tl.constexpr):
-    """-> two tiles, of bytes PLANE and PLANE + 2 of the words."""
+    """Return two tiles, of bytes PLANE and PLANE + 2 of the words."""
     low, high = (words << (24 - 8 * PLANE)) >> 24, (words << (8 - 8 * PLANE)) >> 24
     return low.to(tl.float32).to(dtype), high.to(tl.float32).to(dtype)
 
 
 @triton.jit
 def _e4m3_plane(words, PLANE: tl.constexpr, dtype: tl.constexpr):
-    """-> two tiles, of bytes PLANE and PLANE + 2 of the words. Their bits are those of a number
-    whose exponent is too small, which a product with a power of two makes up for, exactly."""
+    """Return two tiles, of bytes PLANE and PLANE + 2 of the words. Their bits give numbers with too
+    small an exponent, which a product with a power of two corrects exactly."""
     both = words << 8 if PLANE == 0 else words
     if dtype == tl.bfloat16:
         low, high = _halves(((both >> 4) & 0x07F007F0) | (both & -0x7FFF8000), dtype)
@@ -123,8 +123,8 @@ def _e4m3_plane(words, PLANE: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _e2m1_plane(words, PLANE: tl.constexpr, dtype: tl.constexpr):
-    """-> two tiles, of the weights in the lower and the upper halves of the words. As those of E4M3
-    their bits are those of a number whose exponent is too small."""
+    """Return two tiles, of the weights in the lower and the upper halves of the words. As for E4M3,
+    their bits give numbers with too small an exponent."""
     sign = words << (12 - 4 * PLANE)
     if dtype == tl.bfloat16:  # the rest goes to bits 6..8
         rest = words << (6 - 4 * PLANE) if PLANE < 2 else words >> (4 * PLANE - 6)
@@ -145,7 +145,7 @@ def _e2m1_plane(words, PLANE: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def plane_of(words, PLANE: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr):
-    """[BO, 16] words -> two tiles [BO, 16] of `dtype`."""
+    """Unpack words [BO, 16] into two tiles [BO, 16] of `dtype`."""
     if FORMAT == INT4:
         low, high = _int4_plane(words, PLANE, dtype)
     elif FORMAT == INT8:
@@ -159,7 +159,7 @@ def plane_of(words, PLANE: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constex
 
 @triton.jit
 def _pairs(first, second, J: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr):
-    """Plane J = 0..3 of 128 inputs as [BO, 16, 2], which are 32 inputs in order."""
+    """Return plane J = 0..3 of 128 inputs as [BO, 16, 2]: 32 inputs in order."""
     if planes_of(FORMAT) == 4 or J < 2:
         low, high = plane_of(first, J, FORMAT, dtype)
     else:
@@ -171,8 +171,8 @@ def _pairs(first, second, J: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.const
 def weights_of(
     first, second, S: tl.constexpr, SPAN: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr
 ):
-    """Weights of the S-th span of 128 inputs: [BO, SPAN]. Registers are only
-    renamed here, nothing is moved."""
+    """Return the weights of the S-th span of 128 inputs: [BO, SPAN]. Registers are only renamed
+    here; nothing is moved."""
     BO: tl.constexpr = first.shape[0]
     if SPAN == 128:
         even = tl.join(
@@ -187,7 +187,7 @@ def weights_of(
         w = tl.permute(tl.join(low, _pairs(first, second, 2 * S + 1, FORMAT, dtype)), (0, 3, 1, 2))
     elif SPAN == 32:
         w = _pairs(first, second, S, FORMAT, dtype)
-    else:  # lower and upper halves of the words are groups of their own
+    else:  # lower and upper halves of the words are separate groups
         words = first if (planes_of(FORMAT) == 4 or S < 4) else second
         plane: tl.constexpr = S // 2 % planes_of(FORMAT)
         low, high = plane_of(words, plane, FORMAT, dtype)
@@ -197,8 +197,8 @@ def weights_of(
 
 @triton.jit
 def alike(number, SPAN: tl.constexpr):
-    """[BO, 1] -> [BO, SPAN] in the layout of `weights_of`, so that products with both read the same
-    x from shared memory."""
+    """Broadcast [BO, 1] to [BO, SPAN] in the layout of `weights_of`, so that products with both
+    read the same x from shared memory."""
     BO: tl.constexpr = number.shape[0]
     plane = tl.broadcast_to(number, (BO, 16))
     w = tl.join(plane, plane)
@@ -222,8 +222,8 @@ def fp16_pair(word):
 
 @triton.jit
 def load_scale(at, FORMAT: tl.constexpr):
-    """Return scales of groups that have nothing else, fp32; of E2M1 they are bytes (E8M0), and the
-    smallest power of two has no exponent of its own in fp32."""
+    """Return scales of groups without zero points or minima, fp32. For E2M1 they are bytes (E8M0),
+    and the smallest power of two is denormal in fp32."""
     scale = tl.load(at)
     if FORMAT == E2M1:
         bits = tl.maximum(scale.to(tl.int32) << 23, 1 << 22)
